@@ -1,7 +1,42 @@
-"""The optimizer contract of Flax and T5X, on today's JAX."""
+"""The optimizer contract of Flax and T5X, on today's JAX.
+
+An `OptimizerDef` says how parameters are updated, an `OptimizerState` is what it remembers,
+and an `Optimizer` is the two together with the parameters: one pytree that goes through
+`jit`, `scan`, `vmap` and `eval_shape`, and in and out of checkpoints by path.
+"""
 
 from importlib.metadata import version as _version
 
+from opt_core import errors, protocols
+from opt_core._aliasing import unalias
+from opt_core._fingerprint import fingerprint
+from opt_core._gradients import check_gradients
+from opt_core._hyper_params import replace_hyper_params
+from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
+from opt_core._paths import children, flatten_with_paths, path_names, path_str
+from opt_core._report import Mismatch, MismatchKind, RestoreReport
+from opt_core._state_dict import restore_state_dict, to_state_dict
+
 __version__ = _version("opt-core")
 
-__all__: list[str] = []
+__all__ = [
+    "Mismatch",
+    "MismatchKind",
+    "Optimizer",
+    "OptimizerDef",
+    "OptimizerState",
+    "RestoreReport",
+    "check_gradients",
+    "children",
+    "errors",
+    "fingerprint",
+    "flatten_with_paths",
+    "increment_step",
+    "path_names",
+    "path_str",
+    "protocols",
+    "replace_hyper_params",
+    "restore_state_dict",
+    "to_state_dict",
+    "unalias",
+]

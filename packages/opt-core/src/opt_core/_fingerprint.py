@@ -1,0 +1,153 @@
+"""Equality of things that were built the same way.
+
+An optimizer definition is static data of a pytree, so JAX compares and hashes it on every call of
+a compiled function. Optax transformations are closures, which Python compares by identity: built
+twice from the same arguments they differ, and everything compiles again. A fingerprint looks
+inside: two functions are the same when their code, defaults and captured values are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class _Same:
+    """Stands for an object that equals itself alone."""
+
+    __slots__ = ("_object",)
+
+    def __init__(self, obj: Any) -> None:
+        self._object = obj  # kept alive, so that its id is not reused
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._object is self._object
+
+    def __hash__(self) -> int:
+        return id(self._object)
+
+
+def fingerprint(obj: Any) -> Hashable:
+    """Returns a hashable value that is equal for objects built the same way.
+
+    Numbers compare with their type, arrays by content, containers by elements, dataclasses and
+    plain objects by attributes, functions by code and captured values. What cannot be looked into
+    (a tracer, a compiled function) equals only itself.
+
+    Args:
+      obj: anything.
+
+    Returns:
+      A value for `==` and `hash`, valid inside one process.
+
+    Examples:
+      >>> def scale(factor):
+      ...     return lambda x: factor * x
+      >>> fingerprint(scale(2.0)) == fingerprint(scale(2.0))
+      True
+      >>> fingerprint(scale(2.0)) == fingerprint(scale(3.0))
+      False
+    """
+    return _fingerprint(obj, {})
+
+
+def _fingerprint(obj: Any, seen: dict[int, int]) -> Hashable:
+    match obj:
+        case None | bool() | int() | str() | bytes() | type() | types.ModuleType():
+            return (type(obj), obj)
+        case float() | np.floating():
+            return (type(obj), float(obj).hex())  # nan equals nan, -0.0 is not 0.0
+        case types.CodeType() | types.BuiltinFunctionType():
+            return obj
+        case jax.core.Tracer():
+            return _Same(obj)
+    if id(obj) in seen:  # a cycle: a function that captures itself, say
+        return ("seen", seen[id(obj)])
+    seen[id(obj)] = len(seen)
+    try:
+        return _composite(obj, seen)
+    finally:
+        del seen[id(obj)]
+
+
+def _composite(obj: Any, seen: dict[int, int]) -> Hashable:
+    each = functools.partial(_fingerprint, seen=seen)
+    match obj:
+        case np.ndarray() | jax.Array():
+            return _array(obj)
+        case tuple() | list():
+            return (type(obj), *map(each, obj))
+        case OrderedDict():
+            return (OrderedDict, *((each(k), each(v)) for k, v in obj.items()))
+        case Mapping():
+            return (type(obj), frozenset((each(k), each(v)) for k, v in obj.items()))
+        case set() | frozenset():
+            return (type(obj), frozenset(map(each, obj)))
+        case types.FunctionType():
+            return _function(obj, seen)
+        case types.MethodType():
+            return (types.MethodType, each(obj.__self__), each(obj.__func__))
+        case functools.partial():
+            return (functools.partial, each(obj.func), each(obj.args), each(obj.keywords))
+    if dataclasses.is_dataclass(obj):
+        fields = ((f.name, each(getattr(obj, f.name))) for f in dataclasses.fields(obj))
+        return (type(obj), *fields)
+    if not _defines_equality(type(obj)):
+        # A plain Python object. One that keeps no attributes in Python equals itself alone.
+        if attributes := getattr(obj, "__dict__", None):
+            return (type(obj), each(attributes))
+        return _Same(obj)
+    try:
+        hash(obj)
+    except TypeError:
+        return _Same(obj)
+    return (type(obj), obj)
+
+
+def _defines_equality(cls: type) -> bool:
+    return any("__eq__" in base.__dict__ for base in cls.__mro__ if base is not object)
+
+
+def _function(function: types.FunctionType, seen: dict[int, int]) -> Hashable:
+    captured = tuple(
+        _fingerprint(cell.cell_contents, seen) if _is_filled(cell) else None
+        for cell in function.__closure__ or ()
+    )
+    return (
+        types.FunctionType,
+        function.__module__,
+        function.__qualname__,
+        function.__code__,
+        _fingerprint(function.__defaults__, seen),
+        _fingerprint(function.__kwdefaults__, seen),
+        captured,
+    )
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # captured before it was assigned
+        return False
+    return True
+
+
+def _array(array: np.ndarray[Any, Any] | jax.Array) -> Hashable:
+    if isinstance(array, jax.Array):
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            return (str(array.dtype), _array(jax.random.key_data(array)))
+        if array.is_deleted() or not array.is_fully_addressable:
+            return _Same(array)
+    content = np.asarray(array)
+    if content.dtype == object:
+        return _Same(array)
+    weak = bool(getattr(array, "weak_type", False))
+    return (type(array), weak, str(content.dtype), content.shape, content.tobytes())

@@ -1,0 +1,75 @@
+"""Gradients must look like the parameters: said once, at trace time, with every path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from opt_core._paths import children, path_str
+from opt_core.errors import TreeMismatchError
+
+
+def check_gradients(params: Any, grads: Any) -> None:
+    """Raises unless `grads` has the containers, keys and shapes of `params`.
+
+    Costs nothing in a compiled step. Dtypes may differ: optimizers accept gradients of another
+    precision.
+
+    Args:
+      params: the parameters.
+      grads: the gradients.
+
+    Raises:
+      TreeMismatchError: lists every path that differs.
+    """
+    leaves, treedef = _flatten(params)
+    grad_leaves, grad_treedef = _flatten(grads)
+    if treedef == grad_treedef and leaves == grad_leaves:
+        return
+    found = list(_differences(params, grads, ()))
+    if not found:
+        found = [f"static data: expected {treedef}, found {grad_treedef}"]
+    raise TreeMismatchError(
+        "`grads` do not look like the parameters:\n"
+        + "\n".join(f"  {line}" for line in found)
+        + "\nDifferentiate with respect to the optimizer's own `target`, or convert the gradients' "
+        "containers to those of the parameters."
+    )
+
+
+def _flatten(tree: Any) -> tuple[list[tuple[int, ...]], Any]:
+    leaves, treedef = jax.tree.flatten(tree)
+    return [np.shape(leaf) for leaf in leaves], treedef
+
+
+def _differences(params: Any, grads: Any, names: tuple[str, ...]) -> Iterator[str]:
+    expected, found = children(params), children(grads)
+    path = path_str(names)
+    if expected is None and found is None:
+        if (params is None) != (grads is None):
+            yield f"{path}: expected {_leaf(params)}, found {_leaf(grads)}"
+        elif np.shape(params) != np.shape(grads):
+            yield f"{path}: expected shape {np.shape(params)}, found {np.shape(grads)}"
+        return
+    if expected is None or found is None or type(params) is not type(grads):
+        yield f"{path}: expected {_kind(params)}, found {_kind(grads)}"
+        return
+    theirs = dict(found.children)
+    for name, child in expected.children:
+        if name in theirs:
+            yield from _differences(child, theirs.pop(name), (*names, name))
+        else:
+            yield f"{path_str((*names, name))}: expected {_kind(child)}, found nothing"
+    for name, child in theirs.items():
+        yield f"{path_str((*names, name))}: expected nothing, found {_kind(child)}"
+
+
+def _kind(node: Any) -> str:
+    return _leaf(node) if children(node) is None else f"a {type(node).__name__}"
+
+
+def _leaf(leaf: Any) -> str:
+    return "None" if leaf is None else f"an array of shape {np.shape(leaf)}"

@@ -1,0 +1,54 @@
+"""Hyper-parameters are frozen dataclasses; overriding one makes a new dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from opt_core.errors import HyperParamError
+
+
+def replace_hyper_params(hyper_params: Any, **overrides: Any) -> Any:
+    """Returns `hyper_params` with some fields replaced.
+
+    Args:
+      hyper_params: a dataclass instance (`dataclasses` or `flax.struct`).
+      **overrides: new values by field name.
+
+    Returns:
+      A new instance; `hyper_params` itself when there is nothing to override.
+
+    Raises:
+      HyperParamError: a name is not a field of `hyper_params`. Lists the names that are.
+
+    Examples:
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Momentum:
+      ...     learning_rate: float
+      ...     beta: float = 0.9
+      >>> replace_hyper_params(Momentum(0.1), learning_rate=0.2)
+      Momentum(learning_rate=0.2, beta=0.9)
+    """
+    if not overrides:
+        return hyper_params
+    names = hyper_param_names(hyper_params)
+    unknown = [name for name in overrides if name not in names]
+    if unknown:
+        raise HyperParamError(unknown_names_message(unknown, names))
+    return dataclasses.replace(hyper_params, **overrides)
+
+
+def hyper_param_names(hyper_params: Any) -> tuple[str, ...]:
+    """Returns the field names of a dataclass instance; of anything else, none."""
+    if not dataclasses.is_dataclass(hyper_params):
+        return ()
+    return tuple(field.name for field in dataclasses.fields(hyper_params))
+
+
+def unknown_names_message(unknown: Iterable[str], names: Iterable[str]) -> str:
+    """Returns what to tell someone who overrides names that do not exist."""
+    listed = ", ".join(f"`{name}`" for name in names)
+    return f"no such hyper-parameter: {', '.join(f'`{name}`' for name in unknown)}; " + (
+        f"this optimizer has {listed}" if listed else "this optimizer has none to override"
+    )

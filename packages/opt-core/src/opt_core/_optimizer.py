@@ -1,0 +1,292 @@
+"""The contract: a definition, its state, and the two together with the parameters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping
+from typing import Any, Self
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from opt_core._aliasing import unalias
+from opt_core._fingerprint import fingerprint
+from opt_core._hyper_params import replace_hyper_params
+from opt_core._report import RestoreReport
+from opt_core._state_dict import restore_state_dict, to_state_dict
+from opt_core.errors import RestoreError
+
+logger = logging.getLogger("opt_core")
+
+_INT32_MAX = int(np.iinfo(np.int32).max)
+
+
+@flax.struct.dataclass
+class OptimizerState:
+    """What an optimizer remembers between steps.
+
+    Attributes:
+      step: int32 scalar; number of updates made, from 0. Stops at 2**31 - 1.
+      param_states: whatever pytree the definition keeps.
+    """
+
+    step: Any
+    param_states: Any
+
+
+def increment_step(step: Any) -> Any:
+    """Returns `step + 1`, or `step` where that would overflow int32.
+
+    Examples:
+      >>> int(increment_step(jnp.int32(0))), int(increment_step(jnp.int32(2**31 - 1)))
+      (1, 2147483647)
+    """
+    step = jnp.asarray(step, jnp.int32)
+    return jnp.where(step < _INT32_MAX, step + 1, step)
+
+
+class OptimizerDef:
+    """How parameters are updated: immutable, comparable, without state of its own.
+
+    Subclasses implement `init_state` and `apply_gradient`. Two definitions built the same way are
+    equal and hash equal, so an `Optimizer` keeps its treedef when it is built again.
+
+    Attributes:
+      hyper_params: a frozen dataclass; the defaults that `apply_gradient` may override.
+    """
+
+    hyper_params: Any
+
+    def __init__(self, hyper_params: Any) -> None:
+        self.hyper_params = hyper_params
+
+    def init_state(self, params: Any) -> OptimizerState:
+        """Returns the state for `params` before the first step.
+
+        Args:
+          params: pytree of parameters; arrays, tracers or `jax.ShapeDtypeStruct`s.
+
+        Returns:
+          The state, its `step` a strong int32 zero.
+        """
+        raise NotImplementedError(f"`{type(self).__name__}` does not implement `init_state`")
+
+    def apply_gradient(
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
+    ) -> tuple[Any, OptimizerState]:
+        """Makes one update.
+
+        Args:
+          hyper_params: a dataclass of the same type as `self.hyper_params`.
+          params: pytree of parameters.
+          state: the state that belongs to them.
+          grads: pytree like `params`.
+
+        Returns:
+          The new parameters and the new state, of unchanged structure, shapes and dtypes.
+        """
+        raise NotImplementedError(f"`{type(self).__name__}` does not implement `apply_gradient`")
+
+    def update_hyper_params(self, **overrides: Any) -> Any:
+        """Returns hyper-parameters for one update.
+
+        Args:
+          **overrides: new values by name; `hyper_params=` replaces the whole dataclass first.
+
+        Returns:
+          A dataclass like `self.hyper_params`.
+
+        Raises:
+          HyperParamError: a name is not a hyper-parameter.
+        """
+        hyper_params = overrides.pop("hyper_params", self.hyper_params)
+        return replace_hyper_params(hyper_params, **overrides)
+
+    def create(self, target: Any) -> Optimizer:
+        """Returns an optimizer of `target` before its first step.
+
+        No array of the new state shares its buffer with another or with `target`, so that the
+        optimizer can be donated.
+
+        Args:
+          target: pytree of parameters.
+        """
+        state = unalias(self.init_state(target), apart_from=target)
+        return Optimizer(optimizer_def=self, state=state, target=target)
+
+    def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
+        """Returns `{'target': ..., 'state': {'step': ..., 'param_states': ...}}`.
+
+        Nested plain dicts with string keys, the layout of Flax and T5X checkpoints. Typed PRNG
+        keys become their uint32 data.
+
+        Args:
+          target: the parameters.
+          state: the state that belongs to them.
+
+        Raises:
+          StateDictError: two keys of one dict have the same name, such as `1` and `'1'`.
+        """
+        return {"target": to_state_dict(target), "state": to_state_dict(state)}
+
+    def restore_state(
+        self,
+        opt_target: Any,
+        opt_state: OptimizerState,
+        state_dict: Mapping[str, Any],
+        *,
+        strict: bool = True,
+    ) -> tuple[Any, OptimizerState]:
+        """Returns parameters and state with the leaves of a state dict.
+
+        Args:
+          opt_target: reference parameters; they give containers, shapes and dtypes.
+          opt_state: reference state.
+          state_dict: what `state_dict` returned. Only `target` and `state` are read: other keys
+            beside them belong to the caller, as `flax_mutables` does in T5X.
+          strict: whether a deviation is an error. Otherwise what fits is restored, the rest stays
+            as in the reference, and the report is logged as a warning.
+
+        Returns:
+          The restored `(target, state)`; no NumPy array of `state_dict` is aliased.
+
+        Raises:
+          RestoreError: something is missing, extra, or of another shape, dtype or container;
+            lists every path. Nothing is restored.
+        """
+        (target, state), report = self._match(opt_target, opt_state, state_dict)
+        if not report.ok:
+            if strict:
+                raise RestoreError(report)
+            logger.warning("%s", report)
+        return target, state
+
+    def _match(
+        self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
+    ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
+        reference = {"target": target, "state": state}
+        given = state_dict
+        if isinstance(state_dict, Mapping):
+            given = {k: _with_int32_step(v) for k, v in state_dict.items() if k in reference}
+        restored, report = restore_state_dict(reference, given)
+        restored = unalias(restored)
+        return (restored["target"], restored["state"]), report
+
+    def _identity(self) -> Any:
+        """What two equal definitions have in common; by default every attribute."""
+        return {k: v for k, v in vars(self).items() if k != "_fingerprint_cache"}
+
+    def _fingerprint(self) -> Hashable:
+        if (cached := self.__dict__.get("_fingerprint_cache")) is None:
+            cached = (hash(value := (type(self), fingerprint(self._identity()))), value)
+            self.__dict__["_fingerprint_cache"] = cached
+        return cached
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__.pop("_fingerprint_cache", None)
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Hashes of strings differ between processes.
+        return {k: v for k, v in vars(self).items() if k != "_fingerprint_cache"}
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, OptimizerDef):
+            return NotImplemented
+        return self._fingerprint() == other._fingerprint()
+
+    def __hash__(self) -> int:
+        return hash(self._fingerprint())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.hyper_params})"
+
+
+class Optimizer(flax.struct.PyTreeNode):
+    """Parameters with the optimizer that updates them.
+
+    A pytree: the leaves are those of `state` and `target`, the definition is static. Immutable;
+    every method returns a new optimizer.
+
+    Attributes:
+      optimizer_def: the definition.
+      state: what it remembers.
+      target: the parameters.
+
+    Examples:
+      >>> class Sgd(OptimizerDef):
+      ...     def init_state(self, params):
+      ...         return OptimizerState(step=jnp.zeros((), jnp.int32), param_states=())
+      ...     def apply_gradient(self, hyper_params, params, state, grads):
+      ...         params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+      ...         return params, state.replace(step=increment_step(state.step))
+      >>> optimizer = Sgd(hyper_params=None).create({'w': jnp.ones(2)})
+      >>> optimizer = jax.jit(lambda o: o.apply_gradient({'w': jnp.ones(2)}))(optimizer)
+      >>> optimizer.target['w'].tolist(), int(optimizer.state.step)
+      ([0.9, 0.9], 1)
+    """
+
+    optimizer_def: OptimizerDef = flax.struct.field(pytree_node=False)
+    state: OptimizerState
+    target: Any
+
+    def apply_gradient(self, grads: Any, **hyper_param_overrides: Any) -> Self:
+        """Returns the optimizer after one update.
+
+        Args:
+          grads: pytree like `target`.
+          **hyper_param_overrides: hyper-parameters for this update alone, by name;
+            `hyper_params=` replaces all.
+
+        Raises:
+          HyperParamError: an override names no hyper-parameter.
+          TreeMismatchError: `grads` has other containers, keys or shapes than `target`.
+        """
+        hyper_params = self.optimizer_def.update_hyper_params(**hyper_param_overrides)
+        target, state = self.optimizer_def.apply_gradient(
+            hyper_params, self.target, self.state, grads
+        )
+        return self.replace(target=target, state=state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns everything but the definition as nested dicts; see `OptimizerDef.state_dict`."""
+        return self.optimizer_def.state_dict(self.target, self.state)
+
+    def restore_state(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> Self:
+        """Returns this optimizer with the leaves of a state dict.
+
+        Args:
+          state_dict: what `state_dict` returned, e.g. out of a checkpoint.
+          strict: see `OptimizerDef.restore_state`.
+
+        Raises:
+          RestoreError: the dict does not fit; lists every path, nothing is restored.
+        """
+        options = {} if strict else {"strict": False}  # old definitions do not know the option
+        target, state = self.optimizer_def.restore_state(
+            self.target, self.state, state_dict, **options
+        )
+        return self.replace(target=target, state=state)
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> RestoreReport:
+        """Returns what `restore_state` would complain about, restoring nothing."""
+        _, report = self.optimizer_def._match(self.target, self.state, state_dict)
+        return report
+
+
+def _with_int32_step(state: Any) -> Any:
+    """Flax and T5X wrote the step as a Python int, an int32 or an int64: all the same number."""
+    if not isinstance(state, Mapping):
+        return state
+    step = state.get("step")
+    if isinstance(step, (np.ndarray, np.integer, jax.Array)) and not isinstance(
+        step, jax.core.Tracer
+    ):
+        is_wide = np.issubdtype(step.dtype, np.integer) and step.dtype != np.int32
+        if is_wide and np.shape(step) == () and 0 <= int(step) <= _INT32_MAX:
+            return {**state, "step": np.int32(step)}
+    return state

@@ -1,0 +1,106 @@
+"""Paths of leaves, and one level of a pytree at a time.
+
+A path is the keys from the root to a leaf. Every kind of pytree node names its children through
+JAX's key paths, so dicts, lists, named tuples, Flax and Equinox classes need no code of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+KeyPath = Sequence[Any]
+
+
+class Node(NamedTuple):
+    """One pytree node, opened.
+
+    Attributes:
+      children: name and subtree of each child, in the node's own order.
+      rebuild: makes the node again from new children in that order.
+    """
+
+    children: list[tuple[str, Any]]
+    rebuild: Callable[[Sequence[Any]], Any]
+
+
+def key_name(key: Any) -> str:
+    """Returns the name of one key of a JAX key path, e.g. `'kernel'` or `'0'`."""
+    match key:
+        case DictKey(key=name) | FlattenedIndexKey(key=name):
+            return str(name)
+        case SequenceKey(idx=index):
+            return str(index)
+        case GetAttrKey(name=name):
+            return str(name)
+        case _:
+            return str(key)
+
+
+def path_names(key_path: KeyPath) -> tuple[str, ...]:
+    """Returns the names along a JAX key path.
+
+    Examples:
+      >>> import jax
+      >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'mlp': [1.0]})
+      >>> path_names(path)
+      ('mlp', '0')
+    """
+    return tuple(key_name(key) for key in key_path)
+
+
+def path_str(names: Sequence[str]) -> str:
+    """Returns names joined by `/`; the root is `.`.
+
+    Examples:
+      >>> path_str(('decoder', 'layers_0', 'kernel'))
+      'decoder/layers_0/kernel'
+      >>> path_str(())
+      '.'
+    """
+    return "/".join(names) or "."
+
+
+def children(node: Any) -> Node | None:
+    """Opens one level of a pytree.
+
+    Args:
+      node: any pytree.
+
+    Returns:
+      The named children and the way to put them back, or `None` where `node` is a leaf. `None`
+      itself is a leaf here: state dicts have to tell it from an empty container.
+
+    Examples:
+      >>> children({'b': 1, 'a': (2, 3)}).children
+      [('a', (2, 3)), ('b', 1)]
+      >>> children(1.0) is None
+      True
+    """
+    if node is None:
+        return None
+    keyed, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    if len(keyed) == 1 and not keyed[0][0]:
+        return None
+    rebuild = functools.partial(jax.tree_util.tree_unflatten, treedef)
+    return Node([(path_str(path_names(path)), child) for path, child in keyed], rebuild)
+
+
+def flatten_with_paths(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields the names along the path, and the leaf, for every leaf of `tree`.
+
+    Examples:
+      >>> list(flatten_with_paths({'w': 1, 'b': [2, None]}))
+      [(('b', '0'), 2), (('b', '1'), None), (('w',), 1)]
+    """
+    node = children(tree)
+    if node is None:
+        yield (), tree
+        return
+    for name, child in node.children:
+        for names, leaf in flatten_with_paths(child):
+            yield (name, *names), leaf

@@ -1,0 +1,78 @@
+"""What a state dict and the optimizer it should fill disagree about."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class MismatchKind(enum.Enum):
+    """How a path of a state dict deviates from the reference."""
+
+    MISSING = "missing"
+    EXTRA = "extra"
+    CONTAINER = "container"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    VALUE = "value"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mismatch:
+    """One deviation.
+
+    Attributes:
+      path: `/`-joined names from the root of the state dict.
+      kind: how it deviates.
+      expected: what the reference has there, in words.
+      found: what the state dict has there, in words.
+    """
+
+    path: str
+    kind: MismatchKind
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.kind.value}: expected {self.expected}, found {self.found}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RestoreReport:
+    """Every deviation of a state dict from the reference it is restored into.
+
+    Attributes:
+      mismatches: in the order of the reference, extra paths after their siblings.
+      matched: number of leaves that fit.
+      state_matched: number of those that belong to the optimizer's own state, `step` aside.
+    """
+
+    mismatches: tuple[Mismatch, ...]
+    matched: int
+    state_matched: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the state dict fits exactly."""
+        return not self.mismatches
+
+    @property
+    def _is_other_optimizer(self) -> bool:
+        touches = any(m.path.startswith("state/param_states") for m in self.mismatches)
+        return touches and not self.state_matched
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"the state dict fits: {self.matched} leaves"
+        n = len(self.mismatches)
+        head = f"the state dict does not fit the optimizer: {n} deviation{'s' * (n > 1)}"
+        if self._is_other_optimizer:
+            head += (
+                "; nothing under `state/param_states` fits, so this is another optimizer's state"
+            )
+        advice = (
+            "Restore into an optimizer built as the saved one was, correct the dict, or pass "
+            "`strict=False` to take the "
+            f"{self.matched} leaves that fit and keep the rest as they are."
+        )
+        return "\n".join([head, *(f"  {m}" for m in self.mismatches), advice])

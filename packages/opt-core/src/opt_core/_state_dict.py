@@ -1,0 +1,263 @@
+"""Pytrees as nested dicts with string keys, and back with every deviation reported.
+
+The layout is Flax's and T5X's: tuples and lists become `'0'`, `'1'`, ...; named tuples and
+dataclasses their field names; dict keys their `str`. Nothing is joined or split, so a key may
+contain `/`. One level of the pytree is one level of the dict, whatever the kind of node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from opt_core._paths import children, path_str
+from opt_core._report import Mismatch, MismatchKind, RestoreReport
+from opt_core.errors import StateDictError
+
+_ABSENT: Any = object()
+_SCALARS = (bool, int, float, complex)
+
+
+def to_state_dict(tree: Any, *, keep_empty: bool = True) -> Any:
+    """Returns `tree` as nested plain dicts.
+
+    Args:
+      tree: any pytree.
+      keep_empty: whether containers without leaves stay as `{}`. T5X drops them from the state of
+        Optax optimizers.
+
+    Returns:
+      A dict, or the leaf itself where `tree` is one. Leaves are passed through, but typed PRNG
+      keys become their uint32 data. `None` is kept.
+
+    Raises:
+      StateDictError: two keys of one container have the same name.
+
+    Examples:
+      >>> to_state_dict({'w': 1.0, 'layers': [(2.0,), ()]})
+      {'layers': {'0': {'0': 2.0}, '1': {}}, 'w': 1.0}
+      >>> to_state_dict({'w': 1.0, 'layers': [(2.0,), ()]}, keep_empty=False)
+      {'layers': {'0': {'0': 2.0}}, 'w': 1.0}
+    """
+    return _write(tree, (), keep_empty)
+
+
+def _write(tree: Any, names: tuple[str, ...], keep_empty: bool) -> Any:
+    node = children(tree)
+    if node is None:
+        return _key_data(tree) if _is_key(tree) else tree
+    result: dict[str, Any] = {}
+    for name, child in node.children:
+        if name in result:
+            raise StateDictError(
+                f"`{path_str(names)}` has two keys named {name!r} (of type "
+                f"{' and '.join(sorted({type(k).__name__ for k in tree}))}); a state dict has "
+                "string keys only: rename one"
+            )
+        written = _write(child, (*names, name), keep_empty)
+        if keep_empty or written != {}:
+            result[name] = written
+    return result
+
+
+def restore_state_dict(reference: Any, state_dict: Any) -> tuple[Any, RestoreReport]:
+    """Returns `reference` with the leaves of `state_dict`, and every deviation.
+
+    The reference decides containers, shapes and dtypes. A leaf that deviates, or is missing, stays
+    as it is in the reference. Empty containers may be absent, as may leaves that are `None`. A
+    Python number fits a scalar of its kind. NumPy arrays are copied, and placed on the devices of
+    the reference leaf where that is committed to some; JAX arrays are taken as they are.
+
+    Args:
+      reference: any pytree; leaves may be arrays, tracers or `jax.ShapeDtypeStruct`s.
+      state_dict: nested mappings.
+
+    Returns:
+      The restored tree and the report. Raises nothing: the caller decides.
+
+    Examples:
+      >>> tree, report = restore_state_dict({'w': np.zeros(2)}, {'w': np.ones(2), 'b': 1})
+      >>> tree['w'].tolist(), report.mismatches[0].path
+      ([1.0, 1.0], 'b')
+    """
+    reader = _Reader()
+    restored = reader.read(reference, state_dict, ())
+    return restored, RestoreReport(tuple(reader.mismatches), reader.matched, reader.state_matched)
+
+
+class _Reader:
+    """One walk over a reference and a state dict."""
+
+    def __init__(self) -> None:
+        self.mismatches: list[Mismatch] = []
+        self.matched = 0
+        self.state_matched = 0
+
+    def _note(self, names: tuple[str, ...], kind: MismatchKind, want: str, got: str) -> None:
+        self.mismatches.append(Mismatch(path_str(names), kind, want, got))
+
+    def read(self, reference: Any, value: Any, names: tuple[str, ...]) -> Any:
+        node = children(reference)
+        if node is None:
+            return self._leaf(reference, value, names)
+        if value is _ABSENT:
+            value = {}
+        if not isinstance(value, Mapping):
+            names_in = _keys(name for name, _ in node.children)
+            want = f"a mapping ({type(reference).__name__}) with {names_in}"
+            self._note(names, MismatchKind.CONTAINER, want, _describe(value))
+            return reference
+        given = {str(key): child for key, child in value.items()}
+        if len(given) < len(value):
+            want = "keys with different names"
+            self._note(names, MismatchKind.CONTAINER, want, _keys(map(repr, value)))
+            return reference
+        restored = [
+            self.read(child, given.pop(name, _ABSENT), (*names, name))
+            for name, child in node.children
+        ]
+        for name, child in given.items():
+            self._extra(child, (*names, name))
+        return node.rebuild(restored)
+
+    def _extra(self, value: Any, names: tuple[str, ...]) -> None:
+        if isinstance(value, Mapping) and value:
+            for name, child in value.items():
+                self._extra(child, (*names, str(name)))
+        else:
+            self._note(names, MismatchKind.EXTRA, "nothing", _describe(value))
+
+    def _leaf(self, reference: Any, value: Any, names: tuple[str, ...]) -> Any:
+        if value is _ABSENT and reference is not None:
+            self._note(names, MismatchKind.MISSING, _describe(reference), "nothing")
+            return reference
+        if reference is None:
+            restored, deviation = _fit_none(value)
+        elif isinstance(value, Mapping):
+            restored, deviation = None, (MismatchKind.CONTAINER, _describe(value))
+        elif _is_array(reference):
+            restored, deviation = _fit_array(reference, value)
+        else:
+            restored, deviation = _fit_other(reference, value)
+        if deviation is not None:
+            self._note(names, deviation[0], _describe(reference), deviation[1])
+            return reference
+        self.matched += 1
+        self.state_matched += names[:2] == ("state", "param_states")
+        return restored
+
+
+_Fit = tuple[Any, tuple[MismatchKind, str] | None]
+
+
+def _fit_none(value: Any) -> _Fit:
+    if value is None or value is _ABSENT:
+        return None, None
+    return None, (MismatchKind.VALUE, _describe(value))
+
+
+def _fit_other(reference: Any, value: Any) -> _Fit:
+    """Python numbers, strings, partition specs: the same type, or a NumPy scalar of its kind."""
+    if type(value) is type(reference):
+        return value, None
+    if isinstance(reference, _SCALARS) and _is_array(value) and np.shape(value) == ():
+        if isinstance(value, jax.core.Tracer | jax.ShapeDtypeStruct):
+            return value, None
+        item = np.asarray(value).item()
+        if type(item) is type(reference):
+            return item, None
+    return None, (MismatchKind.VALUE, _describe(value))
+
+
+def _fit_array(reference: Any, value: Any) -> _Fit:
+    if isinstance(value, _SCALARS):
+        return _fit_scalar(reference, value)
+    if not _is_array(value):
+        return None, (MismatchKind.VALUE, _describe(value))
+    wanted = reference
+    if _is_key(reference) and not _is_key(value):
+        wanted = jax.eval_shape(jax.random.key_data, _abstract(reference))
+    if tuple(value.shape) != tuple(wanted.shape):
+        return None, (MismatchKind.SHAPE, _describe(value))
+    if value.dtype != wanted.dtype:
+        return None, (MismatchKind.DTYPE, _describe(value))
+    if wanted is not reference:
+        return _wrap_key(reference, value), None
+    return _place(reference, value), None
+
+
+def _fit_scalar(reference: Any, value: Any) -> _Fit:
+    dtype = reference.dtype
+    kinds = {bool: np.bool_, int: np.integer, float: jnp.floating, complex: jnp.complexfloating}
+    kind = kinds.get(type(value), np.generic)
+    if reference.shape != () or not jnp.issubdtype(dtype, kind):
+        return None, (MismatchKind.VALUE, _describe(value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        bounds = jnp.iinfo(dtype)
+        if not bounds.min <= value <= bounds.max:
+            return None, (MismatchKind.VALUE, f"{value}, which does not fit {dtype}")
+    return _place(reference, np.asarray(value, dtype)), None
+
+
+def _place(reference: Any, value: Any) -> Any:
+    """The value as an array of its own, where the reference is."""
+    if isinstance(value, jax.Array):
+        weak = getattr(value, "weak_type", False) and not getattr(reference, "weak_type", False)
+        return jax.lax.convert_element_type(value, value.dtype) if weak else value
+    if not isinstance(value, np.ndarray | np.generic):
+        return value  # abstract, or a lazy array of the checkpoint library
+    copy = np.array(value)
+    if isinstance(reference, np.ndarray | np.generic):
+        return copy
+    sharding = None
+    if isinstance(reference, jax.ShapeDtypeStruct) or _is_committed(reference):
+        sharding = reference.sharding
+    return jnp.array(copy) if sharding is None else jax.device_put(copy, sharding)
+
+
+def _is_committed(reference: Any) -> bool:
+    is_concrete = isinstance(reference, jax.Array) and not isinstance(reference, jax.core.Tracer)
+    return is_concrete and bool(reference.committed)
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _abstract(value: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+
+def _is_key(value: Any) -> bool:
+    return _is_array(value) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _key_data(key: Any) -> Any:
+    if isinstance(key, jax.ShapeDtypeStruct):
+        return jax.eval_shape(jax.random.key_data, key)
+    return jax.random.key_data(key)
+
+
+def _wrap_key(reference: Any, data: Any) -> Any:
+    if isinstance(data, jax.ShapeDtypeStruct):
+        return reference
+    key = jax.random.wrap_key_data(jnp.array(data), impl=jax.random.key_impl(reference))
+    return jax.device_put(key, reference.sharding) if _is_committed(reference) else key
+
+
+def _keys(names: Any) -> str:
+    return "keys " + ", ".join(names) if (names := list(names)) else "no keys"
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"a mapping with {_keys(map(str, value))}"
+    if _is_array(value):
+        return f"{value.dtype}{list(value.shape)}"
+    if value is None or isinstance(value, _SCALARS):
+        return f"{value!r} ({type(value).__name__})" if value is not None else "None"
+    return f"a {type(value).__name__}"

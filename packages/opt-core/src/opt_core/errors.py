@@ -1,0 +1,66 @@
+"""The errors of the optimizer contract.
+
+```
+OptimizerError
+├── HyperParamError (TypeError)     a hyper-parameter that does not exist or cannot be overridden
+├── RestoreError (ValueError)       a state dict that does not fit; carries the report
+├── StateDictError (ValueError)     a tree that has no faithful state dict
+├── StateChangedError (TypeError)   an update that would change the shape or structure of the state
+└── TreeMismatchError (ValueError)  gradients that do not look like the parameters
+```
+
+Each is also the builtin that callers of Flax and T5X already catch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from opt_core._report import RestoreReport
+
+__all__ = [
+    "HyperParamError",
+    "OptimizerError",
+    "RestoreError",
+    "StateChangedError",
+    "StateDictError",
+    "TreeMismatchError",
+]
+
+
+class OptimizerError(Exception):
+    """The base of every error that these packages raise on purpose."""
+
+
+class HyperParamError(OptimizerError, TypeError):
+    """An override names no hyper-parameter, or one that cannot change at run time."""
+
+
+class StateDictError(OptimizerError, ValueError):
+    """A tree cannot be written as a state dict: two of its keys would share one name."""
+
+
+class RestoreError(OptimizerError, ValueError):
+    """A state dict does not fit the optimizer it is restored into.
+
+    Nothing has been restored. Not raised under `strict=False`, where the same report is logged.
+
+    Attributes:
+      report: every deviation, with its path, what was expected and what was found.
+    """
+
+    def __init__(self, report: RestoreReport) -> None:
+        self.report = report
+        super().__init__(str(report))
+
+    def __reduce__(self) -> tuple[type[RestoreError], tuple[RestoreReport]]:
+        return RestoreError, (self.report,)
+
+
+class StateChangedError(OptimizerError, TypeError):
+    """An update returned a state of another structure or other shapes than it was given."""
+
+
+class TreeMismatchError(OptimizerError, ValueError):
+    """Two trees that must have the same containers, keys and shapes do not."""

@@ -1,0 +1,41 @@
+"""What an optimizer definition may offer besides the contract, asked for with `isinstance`."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from opt_core._optimizer import Optimizer
+
+__all__ = ["DerivesLogicalAxes", "TakesParamAxes"]
+
+
+@runtime_checkable
+class DerivesLogicalAxes(Protocol):
+    """A definition that knows the logical axes of its own state."""
+
+    def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
+        """Returns an `Optimizer` whose leaves are axes instead of arrays.
+
+        Args:
+          optimizer: an optimizer of this definition; its leaves may be arrays or
+            `jax.ShapeDtypeStruct`s, of which only shapes are read.
+          param_axes: a tree like the parameters with a `PartitionSpec` of logical names per leaf.
+
+        Returns:
+          The same structure, where a leaf is the `PartitionSpec` of the parameter it follows, or
+          `None` where it follows none.
+        """
+        ...
+
+
+@runtime_checkable
+class TakesParamAxes(Protocol):
+    """A definition whose update depends on the logical axes of the parameters."""
+
+    def set_param_axes(self, param_axes: Any) -> None:
+        """Tells the definition the logical axes, before `create`.
+
+        Args:
+          param_axes: a tree like the parameters with a `PartitionSpec` of logical names per leaf.
+        """
+        ...
