@@ -9,6 +9,7 @@ from importlib.metadata import version as _version
 
 from opt_core import errors, protocols
 from opt_core._aliasing import unalias
+from opt_core._dtypes import strong_type, strong_types
 from opt_core._fingerprint import fingerprint
 from opt_core._gradients import check_gradients
 from opt_core._hyper_params import replace_hyper_params
@@ -37,6 +38,8 @@ __all__ = [
     "protocols",
     "replace_hyper_params",
     "restore_state_dict",
+    "strong_type",
+    "strong_types",
     "to_state_dict",
     "unalias",
 ]

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from opt_core._aliasing import unalias
+from opt_core._dtypes import strong_types
 from opt_core._fingerprint import fingerprint
 from opt_core._hyper_params import replace_hyper_params
 from opt_core._report import RestoreReport
 from opt_core._state_dict import restore_state_dict, to_state_dict
 from opt_core.errors import RestoreError
+from opt_core.protocols import TakesExtraArgs
 
 logger = logging.getLogger("opt_core")
 
@@ -111,8 +113,10 @@ class OptimizerDef:
         optimizer can be donated.
 
         Args:
-          target: pytree of parameters.
+          target: pytree of parameters. Weakly typed arrays become strong: an update would make them
+            so, and everything would compile twice.
         """
+        target = strong_types(target)
         state = unalias(self.init_state(target), apart_from=target)
         return Optimizer(optimizer_def=self, state=state, target=target)
 
@@ -240,15 +244,24 @@ class Optimizer(flax.struct.PyTreeNode):
         Args:
           grads: pytree like `target`.
           **hyper_param_overrides: hyper-parameters for this update alone, by name;
-            `hyper_params=` replaces all.
+            `hyper_params=` replaces all. A definition that takes extra arguments finds them here
+            too (`opt_core.protocols.TakesExtraArgs`).
 
         Raises:
           HyperParamError: an override names no hyper-parameter.
           TreeMismatchError: `grads` has other containers, keys or shapes than `target`.
         """
-        hyper_params = self.optimizer_def.update_hyper_params(**hyper_param_overrides)
-        target, state = self.optimizer_def.apply_gradient(
-            hyper_params, self.target, self.state, grads
+        definition, overrides = self.optimizer_def, hyper_param_overrides
+        extra_args = {}
+        if isinstance(definition, TakesExtraArgs):
+            names = definition.extra_arg_names(overrides)
+            extra_args = {name: overrides.pop(name) for name in names}
+        target, state = definition.apply_gradient(
+            definition.update_hyper_params(**overrides),
+            self.target,
+            self.state,
+            grads,
+            **extra_args,
         )
         return self.replace(target=target, state=state)
 

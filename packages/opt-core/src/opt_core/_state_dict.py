@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from opt_core._dtypes import strong_type
 from opt_core._paths import children, path_str
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
 from opt_core.errors import StateDictError
@@ -206,8 +207,7 @@ def _fit_scalar(reference: Any, value: Any) -> _Fit:
 def _place(reference: Any, value: Any) -> Any:
     """The value as an array of its own, where the reference is."""
     if isinstance(value, jax.Array):
-        weak = getattr(value, "weak_type", False) and not getattr(reference, "weak_type", False)
-        return jax.lax.convert_element_type(value, value.dtype) if weak else value
+        return value if getattr(reference, "weak_type", False) else strong_type(value)
     if not isinstance(value, np.ndarray | np.generic):
         return value  # abstract, or a lazy array of the checkpoint library
     copy = np.array(value)

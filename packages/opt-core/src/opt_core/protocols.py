@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from opt_core._optimizer import Optimizer
+if TYPE_CHECKING:
+    from opt_core._optimizer import Optimizer
 
-__all__ = ["DerivesLogicalAxes", "TakesParamAxes"]
+__all__ = ["DerivesLogicalAxes", "TakesExtraArgs", "TakesParamAxes"]
 
 
 @runtime_checkable
@@ -37,5 +39,20 @@ class TakesParamAxes(Protocol):
 
         Args:
           param_axes: a tree like the parameters with a `PartitionSpec` of logical names per leaf.
+        """
+        ...
+
+
+@runtime_checkable
+class TakesExtraArgs(Protocol):
+    """A definition whose update takes more than gradients, such as the value of the loss."""
+
+    def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns those of `names` that are arguments of the update, not hyper-parameters.
+
+        `Optimizer.apply_gradient` passes them on to the definition's `apply_gradient` by keyword.
+
+        Args:
+          names: the keywords given to `Optimizer.apply_gradient`.
         """
         ...
