@@ -65,6 +65,8 @@ def _fingerprint(obj: Any, seen: dict[int, int]) -> Hashable:
             return (type(obj), obj)
         case float() | np.floating():
             return (type(obj), float(obj).hex())  # nan equals nan, -0.0 is not 0.0
+        case complex():
+            return (type(obj), obj.real.hex(), obj.imag.hex())
         case types.CodeType() | types.BuiltinFunctionType():
             return obj
         case jax.core.Tracer():
@@ -101,9 +103,8 @@ def _composite(obj: Any, seen: dict[int, int]) -> Hashable:
         fields = ((f.name, each(getattr(obj, f.name))) for f in dataclasses.fields(obj))
         return (type(obj), *fields)
     if not _defines_equality(type(obj)):
-        # A plain Python object. One that keeps no attributes in Python equals itself alone.
-        if attributes := getattr(obj, "__dict__", None):
-            return (type(obj), each(attributes))
+        if _is_plain(type(obj)) and vars(obj):
+            return (type(obj), each(vars(obj)))
         return _Same(obj)
     try:
         hash(obj)
@@ -114,6 +115,15 @@ def _composite(obj: Any, seen: dict[int, int]) -> Hashable:
 
 def _defines_equality(cls: type) -> bool:
     return any("__eq__" in base.__dict__ for base in cls.__mro__ if base is not object)
+
+
+class _Plain:
+    """A class whose instances keep everything in `__dict__`."""
+
+
+def _is_plain(cls: type) -> bool:
+    has_slots = any(base.__dict__.get("__slots__") for base in cls.__mro__)
+    return cls.__basicsize__ == _Plain.__basicsize__ and not has_slots  # bigger: state kept in C
 
 
 def _function(function: types.FunctionType, seen: dict[int, int]) -> Hashable:

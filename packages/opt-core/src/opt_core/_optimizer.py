@@ -299,7 +299,7 @@ def _with_int32_step(state: Any) -> Any:
     if isinstance(step, (np.ndarray, np.integer, jax.Array)) and not isinstance(
         step, jax.core.Tracer
     ):
-        is_wide = np.issubdtype(step.dtype, np.integer) and step.dtype != np.int32
+        is_wide = jnp.issubdtype(step.dtype, np.integer) and step.dtype != np.int32
         if is_wide and np.shape(step) == () and 0 <= int(step) <= _INT32_MAX:
             return {**state, "step": np.int32(step)}
     return state

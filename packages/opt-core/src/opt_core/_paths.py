@@ -87,7 +87,7 @@ def children(node: Any) -> Node | None:
     if len(keyed) == 1 and not keyed[0][0]:
         return None
     rebuild = functools.partial(jax.tree_util.tree_unflatten, treedef)
-    return Node([(path_str(path_names(path)), child) for path, child in keyed], rebuild)
+    return Node([(key_name(key), child) for (key,), child in keyed], rebuild)
 
 
 def flatten_with_paths(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -60,7 +60,7 @@ def _write(tree: Any, names: tuple[str, ...], keep_empty: bool) -> Any:
                 "string keys only: rename one"
             )
         written = _write(child, (*names, name), keep_empty)
-        if keep_empty or written != {}:
+        if keep_empty or not isinstance(written, dict) or written:
             result[name] = written
     return result
 
@@ -175,10 +175,8 @@ def _fit_other(reference: Any, value: Any) -> _Fit:
 
 
 def _fit_array(reference: Any, value: Any) -> _Fit:
-    if isinstance(value, _SCALARS):
-        return _fit_scalar(reference, value)
     if not _is_array(value):
-        return None, (MismatchKind.VALUE, _describe(value))
+        return _fit_scalar(reference, value)
     wanted = reference
     if _is_key(reference) and not _is_key(value):
         wanted = jax.eval_shape(jax.random.key_data, _abstract(reference))
@@ -194,14 +192,19 @@ def _fit_array(reference: Any, value: Any) -> _Fit:
 def _fit_scalar(reference: Any, value: Any) -> _Fit:
     dtype = reference.dtype
     kinds = {bool: np.bool_, int: np.integer, float: jnp.floating, complex: jnp.complexfloating}
-    kind = kinds.get(type(value), np.generic)
-    if reference.shape != () or not jnp.issubdtype(dtype, kind):
+    kind = kinds.get(type(value))
+    if kind is None or reference.shape != () or not jnp.issubdtype(dtype, kind):
         return None, (MismatchKind.VALUE, _describe(value))
-    if isinstance(value, int) and not isinstance(value, bool):
-        bounds = jnp.iinfo(dtype)
-        if not bounds.min <= value <= bounds.max:
-            return None, (MismatchKind.VALUE, f"{value}, which does not fit {dtype}")
+    if not _is_in_range(value, dtype):
+        return None, (MismatchKind.VALUE, f"{value}, which does not fit {dtype}")
     return _place(reference, np.asarray(value, dtype)), None
+
+
+def _is_in_range(value: Any, dtype: Any) -> bool:
+    if jnp.issubdtype(dtype, np.integer):
+        return bool(jnp.iinfo(dtype).min <= value <= jnp.iinfo(dtype).max)
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(np.asarray(value, dtype)) or not np.isfinite(value))
 
 
 def _place(reference: Any, value: Any) -> Any:
@@ -242,10 +245,16 @@ def _key_data(key: Any) -> Any:
     return jax.random.key_data(key)
 
 
+def _key_impl(reference: Any) -> Any:
+    impls: list[Any] = []  # an abstract key tells its implementation only while tracing
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), _abstract(reference))
+    return impls[0]
+
+
 def _wrap_key(reference: Any, data: Any) -> Any:
     if isinstance(data, jax.ShapeDtypeStruct):
         return reference
-    key = jax.random.wrap_key_data(jnp.array(data), impl=jax.random.key_impl(reference))
+    key = jax.random.wrap_key_data(jnp.array(data), impl=_key_impl(reference))
     return jax.device_put(key, reference.sharding) if _is_committed(reference) else key
 
 
