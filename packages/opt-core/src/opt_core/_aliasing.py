@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import jax
@@ -15,12 +16,11 @@ def unalias(tree: Any, *, apart_from: Any = ()) -> Any:
     donates one buffer twice, which XLA refuses.
 
     Args:
-      tree: any pytree. Tracers and NumPy arrays are left as they are: XLA gives each output of a
-        compiled function a buffer of its own.
+      tree: any pytree. NumPy arrays are left as they are.
       apart_from: a pytree whose arrays must not be shared either.
 
     Returns:
-      `tree`, where no two `jax.Array` leaves are one object.
+      `tree`, where no two `jax.Array` leaves share a buffer.
 
     Examples:
       >>> x = jnp.ones(3)
@@ -28,14 +28,22 @@ def unalias(tree: Any, *, apart_from: Any = ()) -> Any:
       >>> a is x, b is x
       (True, False)
     """
-    seen = {id(leaf) for leaf in jax.tree.leaves(apart_from)}
+    seen: set[int] = set().union(*map(_buffers, jax.tree.leaves(apart_from)))
 
     def own(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-            return leaf
-        if id(leaf) in seen:
+        buffers = _buffers(leaf)
+        if not buffers.isdisjoint(seen):
             return jnp.copy(leaf)
-        seen.add(id(leaf))
+        seen.update(buffers)
         return leaf
 
     return jax.tree.map(own, tree)
+
+
+def _buffers(leaf: Any) -> Set[int]:
+    """Where the memory of an array is; a tracer counts as one, as `vmap` may return it as it is."""
+    if not isinstance(leaf, jax.Array):
+        return frozenset()
+    if isinstance(leaf, jax.core.Tracer) or leaf.is_deleted():
+        return {id(leaf)}
+    return {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}

@@ -3,7 +3,7 @@
 An optimizer definition is static data of a pytree, so JAX compares and hashes it on every call of
 a compiled function. Optax transformations are closures, which Python compares by identity: built
 twice from the same arguments they differ, and everything compiles again. A fingerprint looks
-inside: two functions are the same when their code, defaults and captured values are.
+inside: two functions are the same when their code, defaults, captured values and globals are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -39,8 +39,9 @@ def fingerprint(obj: Any) -> Hashable:
     """Returns a hashable value that is equal for objects built the same way.
 
     Numbers compare with their type, arrays by content, containers by elements, dataclasses and
-    plain objects by attributes, functions by code and captured values. What cannot be looked into
-    (a tracer, a compiled function) equals only itself.
+    plain objects by attributes, functions by code and captured values. Globals that a function
+    names compare by value where they are numbers or strings, otherwise by identity. What cannot be
+    looked into (a tracer, a compiled function) equals only itself.
 
     Args:
       obj: anything.
@@ -63,7 +64,7 @@ def _fingerprint(obj: Any, seen: dict[int, int]) -> Hashable:
     match obj:
         case None | bool() | int() | str() | bytes() | type() | types.ModuleType():
             return (type(obj), obj)
-        case float() | np.floating():
+        case float():
             return (type(obj), float(obj).hex())  # nan equals nan, -0.0 is not 0.0
         case complex():
             return (type(obj), obj.real.hex(), obj.imag.hex())
@@ -83,7 +84,7 @@ def _fingerprint(obj: Any, seen: dict[int, int]) -> Hashable:
 def _composite(obj: Any, seen: dict[int, int]) -> Hashable:
     each = functools.partial(_fingerprint, seen=seen)
     match obj:
-        case np.ndarray() | jax.Array():
+        case np.ndarray() | np.generic() | jax.Array():
             return _array(obj)
         case tuple() | list():
             return (type(obj), *map(each, obj))
@@ -139,7 +140,24 @@ def _function(function: types.FunctionType, seen: dict[int, int]) -> Hashable:
         _fingerprint(function.__defaults__, seen),
         _fingerprint(function.__kwdefaults__, seen),
         captured,
+        tuple(_globals(function)),
     )
+
+
+def _globals(function: types.FunctionType) -> Iterator[Hashable]:
+    # Without them a function that is defined again, after a global got a new value, would pass
+    # for the old one, and the old compiled step would run.
+    for name in sorted(_names(function.__code__) & function.__globals__.keys()):
+        match value := function.__globals__[name]:
+            case None | bool() | int() | float() | complex() | str() | bytes():
+                yield (name, _fingerprint(value, {}))
+            case _:
+                yield (name, _Same(value))
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(*inner)
 
 
 def _is_filled(cell: types.CellType) -> bool:
@@ -150,7 +168,7 @@ def _is_filled(cell: types.CellType) -> bool:
     return True
 
 
-def _array(array: np.ndarray[Any, Any] | jax.Array) -> Hashable:
+def _array(array: np.ndarray[Any, Any] | np.generic | jax.Array) -> Hashable:
     if isinstance(array, jax.Array):
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             return (str(array.dtype), _array(jax.random.key_data(array)))

@@ -58,8 +58,9 @@ class RestoreReport:
 
     @property
     def _is_other_optimizer(self) -> bool:
-        touches = any(m.path.startswith("state/param_states") for m in self.mismatches)
-        return touches and not self.state_matched
+        kinds = {m.kind for m in self.mismatches if m.path.startswith("state/param_states")}
+        same_layout = kinds <= {MismatchKind.SHAPE, MismatchKind.DTYPE}
+        return not same_layout and not self.state_matched
 
     def __str__(self) -> str:
         if self.ok:
@@ -67,9 +68,7 @@ class RestoreReport:
         n = len(self.mismatches)
         head = f"the state dict does not fit the optimizer: {n} deviation{'s' * (n > 1)}"
         if self._is_other_optimizer:
-            head += (
-                "; nothing under `state/param_states` fits, so this is another optimizer's state"
-            )
+            head += "; nothing under `state/param_states` fits: another optimizer's state, or none"
         advice = (
             "Restore into an optimizer built as the saved one was, correct the dict, or pass "
             "`strict=False` to take the "
