@@ -1,7 +1,34 @@
-"""Any Optax optimizer as an OptimizerDef, with run-time hyper-parameters and state dicts."""
+"""Any Optax optimizer as an `opt_core.OptimizerDef`.
 
+`OptaxWrapper(tx)` wraps a transformation; `opt_optax_bridge.adamw(...)` and a twin of every other
+optimizer that the installed Optax exports wrap the result of a constructor and remember its
+arguments, so that `apply_gradient(grads, learning_rate=lr)` acts at run time.
+"""
+
+from collections.abc import Callable
 from importlib.metadata import version as _version
+from typing import Any
+
+from opt_optax_bridge._hyper_params import overridable_hyper_params, resolve_hyper_params
+from opt_optax_bridge._twins import chain, optimizer_names, twin, wrap_optax_optimizer
+from opt_optax_bridge._wrapper import OptaxWrapper
 
 __version__ = _version("opt-optax-bridge")
 
-__all__: list[str] = []
+__all__ = [
+    "OptaxWrapper",
+    "chain",
+    "optimizer_names",
+    "overridable_hyper_params",
+    "resolve_hyper_params",
+    "wrap_optax_optimizer",
+]
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    """Finds `adamw` and every other optimizer in the installed Optax, when it is asked for."""
+    return twin(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *optimizer_names()})

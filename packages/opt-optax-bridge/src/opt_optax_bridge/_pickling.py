@@ -1,0 +1,130 @@
+"""Pickles of Optax transformations, which are closures.
+
+The standard pickle stores functions by name. A function made inside another has none that leads
+back to it, so it is stored by what it consists of: its code, the module whose globals it uses, and
+the values it captured. That ties the pickle to the Python version and to the source of that module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import marshal
+import pickle
+import sys
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_EMPTY = "<empty cell>"
+
+
+def dumps(obj: Any) -> bytes:
+    """Returns a pickle of `obj`, functions made inside functions included."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
+    return buffer.getvalue()
+
+
+def loads(data: bytes) -> Any:
+    """Returns the object. As with every pickle: only from sources you trust."""
+    return pickle.loads(data)  # noqa: S301
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        match obj:
+            case types.FunctionType():
+                return _reduce_function(obj)
+            case types.ModuleType():
+                return importlib.import_module, (obj.__name__,)
+            case jax.Array() if jnp.issubdtype(obj.dtype, jax.dtypes.prng_key):
+                data = np.asarray(jax.random.key_data(obj))
+                return _wrap_key, (data, str(jax.random.key_impl(obj)))
+        return NotImplemented
+
+
+def _wrap_key(data: Any, impl: str) -> Any:
+    return jax.random.wrap_key_data(data, impl=impl)
+
+
+def _reduce_function(function: types.FunctionType) -> Any:
+    found = _find(function.__module__, function.__qualname__)
+    if found is function:
+        return NotImplemented  # by name, as usual
+    depth = 0
+    while found is not None:  # decorated: the name leads to a function that wraps this one
+        found, depth = getattr(found, "__wrapped__", None), depth + 1
+        if found is function:
+            return _unwrap, (function.__module__, function.__qualname__, depth)
+    cells = function.__closure__ or ()
+    state = (
+        function.__defaults__,
+        function.__kwdefaults__,
+        {k: v for k, v in vars(function).items() if k != "__wrapped__"},
+        [_content(cell) for cell in cells],
+    )
+    made = (
+        sys.version_info[:2],
+        marshal.dumps(function.__code__),
+        function.__module__,
+        function.__name__,
+        function.__qualname__,
+        len(cells),
+    )
+    return _make_function, made, state, None, None, _fill_function
+
+
+def _find(module: str, qualname: str) -> Any:
+    try:
+        obj: Any = importlib.import_module(module)
+        for name in qualname.split("."):
+            obj = getattr(obj, name)
+    except (ImportError, AttributeError):
+        return None
+    return obj
+
+
+def _unwrap(module: str, qualname: str, depth: int) -> Any:
+    function = _find(module, qualname)
+    for _ in range(depth):
+        function = getattr(function, "__wrapped__", None)
+    if function is None:
+        raise pickle.UnpicklingError(f"`{module}.{qualname}` is not what it was when pickled")
+    return function
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _EMPTY
+
+
+def _make_function(
+    python: tuple[int, int], code: bytes, module: str, name: str, qualname: str, n_cells: int
+) -> types.FunctionType:
+    if python != sys.version_info[:2]:
+        raise pickle.UnpicklingError(
+            f"`{module}.{qualname}` was pickled under Python {python[0]}.{python[1]}; a function "
+            f"made inside another cannot move to {sys.version_info[0]}.{sys.version_info[1]}"
+        )
+    closure = tuple(types.CellType() for _ in range(n_cells))
+    globals_ = vars(importlib.import_module(module))
+    function = types.FunctionType(marshal.loads(code), globals_, name, None, closure)  # noqa: S302
+    function.__qualname__ = qualname
+    function.__module__ = module
+    return function
+
+
+def _fill_function(function: types.FunctionType, state: tuple[Any, ...]) -> None:
+    defaults, kwdefaults, attributes, contents = state
+    function.__defaults__ = defaults
+    function.__kwdefaults__ = kwdefaults
+    vars(function).update(attributes)
+    for cell, content in zip(function.__closure__ or (), contents, strict=True):
+        if content is not _EMPTY and content != _EMPTY:
+            cell.cell_contents = content

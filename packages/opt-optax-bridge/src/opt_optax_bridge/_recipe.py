@@ -1,0 +1,174 @@
+"""A constructor of Optax optimizers with its arguments, some of which can change at run time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How a transformation was built, and can be built again with other numbers.
+
+    Attributes:
+      constructor: the function that was called.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+    """
+
+    constructor: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The constructor's name."""
+        return getattr(self.constructor, "__name__", type(self.constructor).__name__)
+
+    @functools.cached_property
+    def _bound(self) -> inspect.BoundArguments | None:
+        try:
+            return inspect.signature(self.constructor).bind(*self.args, **self.kwargs)
+        except (
+            TypeError,
+            ValueError,
+        ):  # no signature, or one that its own call will complain about
+            return None
+
+    @functools.cached_property
+    def arguments(self) -> Mapping[str, Any]:
+        """Every named argument with its value, defaults included."""
+        if self._bound is None:
+            return {}
+        named: dict[str, Any] = {}
+        for parameter in self._bound.signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                named |= self._bound.arguments.get(parameter.name, {})
+            elif parameter.kind is not parameter.VAR_POSITIONAL:
+                named[parameter.name] = self._bound.arguments.get(parameter.name, parameter.default)
+        return named
+
+    @functools.cached_property
+    def hyper_params(self) -> Any:
+        """A frozen dataclass of the arguments that are a float or a schedule."""
+        parameters = self._bound.signature.parameters if self._bound else {}
+        values = {
+            name: value
+            for name, value in self.arguments.items()
+            if _is_hyper_param(value, parameters.get(name))
+        }
+        return make_hyper_params(f"{self.name}_hyper_params", values)
+
+    def build(self, **overrides: Any) -> optax.GradientTransformation:
+        """Calls the constructor, with some arguments replaced.
+
+        Args:
+          **overrides: new values by argument name. A number in the place of a schedule becomes a
+            constant schedule, so that the state keeps its count.
+        """
+        if not overrides:
+            return self.constructor(*self.args, **self.kwargs)
+        assert self._bound is not None
+        signature = self._bound.signature
+        bound = inspect.BoundArguments(
+            signature, type(self._bound.arguments)(self._bound.arguments)
+        )
+        rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
+        for name, value in overrides.items():
+            if callable(self.arguments[name]) and not callable(value):
+                value = functools.partial(_constant_schedule, value)
+            if name in signature.parameters:
+                bound.arguments[name] = value
+            else:
+                bound.arguments[rest] = {**bound.arguments[rest], name: value}
+        return self.constructor(*bound.args, **bound.kwargs)
+
+
+def make_hyper_params(class_name: str, values: Mapping[str, Any]) -> Any:
+    """Returns a frozen dataclass instance, a pytree, with `values` as its fields."""
+    return _hyper_params_class(class_name, tuple(values))(**values)
+
+
+@functools.cache
+def _hyper_params_class(class_name: str, fields: tuple[str, ...]) -> type:
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return make_hyper_params, (class_name, {name: getattr(self, name) for name in fields})
+
+    body = {
+        "__annotations__": dict.fromkeys(fields, Any),
+        "__doc__": "The arguments that can be overridden at run time.",
+        "__module__": __name__,
+        "__reduce__": reduce,
+    }
+    return flax.struct.dataclass(types.new_class(class_name, (), {}, lambda ns: ns.update(body)))
+
+
+def _constant_schedule(value: Any, count: Any) -> Any:
+    del count
+    return value
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number or a scalar array of one; no bool."""
+    if isinstance(value, int | float):
+        return not isinstance(value, bool)
+    if not isinstance(value, np.ndarray | np.generic | jax.Array):
+        return False
+    is_real = jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+    return value.shape == () and is_real
+
+
+def _is_hyper_param(value: Any, parameter: inspect.Parameter | None) -> bool:
+    if callable(value):
+        return _is_schedule(value, parameter)
+    if not is_number(value):
+        return False
+    if isinstance(value, float) or not isinstance(value, int):
+        return isinstance(value, float) or jnp.issubdtype(value.dtype, jnp.floating)
+    # An int where a float is meant: `weight_decay=0`. Where ints are meant it is structural.
+    if parameter is None or parameter.annotation is int or isinstance(parameter.default, int):
+        return False
+    return True
+
+
+def _is_schedule(value: Any, parameter: inspect.Parameter | None) -> bool:
+    """Whether a callable argument maps a step count to a float, and is meant to.
+
+    The value alone does not tell: `jnp.float32` maps a count to a float too.
+    """
+    annotation = parameter.annotation if parameter else inspect.Parameter.empty
+    if annotation is inspect.Parameter.empty:
+        if isinstance(value, type) or hasattr(value, "dtype"):
+            return False
+    elif not _admits_schedule(annotation):
+        return False
+    try:
+        rate = jax.eval_shape(value, jax.ShapeDtypeStruct((), jnp.int32))
+    except Exception:
+        return False
+    leaves = jax.tree.leaves(rate)
+    return len(leaves) == 1 and leaves[0].shape == () and _is_floating(leaves[0])
+
+
+def _is_floating(value: Any) -> bool:
+    return bool(jnp.issubdtype(value.dtype, jnp.floating))
+
+
+def _admits_schedule(annotation: Any) -> bool:
+    if isinstance(annotation, str):
+        return "Schedule" in annotation
+    members = typing.get_args(annotation) or (annotation,)
+    origins = [typing.get_origin(member) or member for member in members]
+    has_callable = any(origin is Callable for origin in origins)
+    return has_callable and (float in members or annotation == optax.Schedule)

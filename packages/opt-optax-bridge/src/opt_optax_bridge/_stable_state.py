@@ -1,0 +1,64 @@
+"""A state keeps structure, shapes, dtypes and weak types, so that a step compiles once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from opt_core import flatten_with_paths, path_str, strong_type
+from opt_core.errors import StateChangedError
+
+
+def stable_leaves(state: Any) -> Any:
+    """Returns an initial state whose leaves are what later updates return: strong JAX arrays."""
+
+    def stable(leaf: Any) -> Any:
+        if isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic):
+            return jnp.array(leaf)
+        return strong_type(leaf)
+
+    return jax.tree.map(stable, state)
+
+
+def keep_avals(old: Any, new: Any) -> Any:
+    """Returns `new` with the dtypes of `old`, all strong.
+
+    Args:
+      old: the state before an update.
+      new: the state after it.
+
+    Raises:
+      StateChangedError: structure or a shape differs; lists the paths.
+    """
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        raise _changed(old, new)
+    if [np.shape(x) for x in jax.tree.leaves(old)] != [np.shape(x) for x in jax.tree.leaves(new)]:
+        raise _changed(old, new)
+    return jax.tree.map(_keep_aval, old, new)
+
+
+def _keep_aval(old: Any, new: Any) -> Any:
+    if new.dtype != old.dtype:
+        return new.astype(old.dtype)
+    return strong_type(new)
+
+
+def _changed(old: Any, new: Any) -> StateChangedError:
+    before, after = _avals(old), _avals(new)
+    lines = [
+        f"  {path}: was {before.get(path, 'absent')}, became {after.get(path, 'absent')}"
+        for path in dict.fromkeys([*before, *after])
+        if before.get(path) != after.get(path)
+    ]
+    return StateChangedError(
+        "the transformation changed the structure or the shapes of its state:\n"
+        + "\n".join(lines or [f"  {jax.tree.structure(old)} became {jax.tree.structure(new)}"])
+        + "\nA training step could not be compiled once, scanned or restored. Use a transformation "
+        "that initialises its whole state, and gradients of the shapes of the parameters."
+    )
+
+
+def _avals(state: Any) -> dict[str, str]:
+    return {path_str(names): str(np.shape(leaf)) for names, leaf in flatten_with_paths(state)}

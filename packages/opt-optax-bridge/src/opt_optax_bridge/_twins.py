@@ -1,0 +1,110 @@
+"""Wrapped constructors: a twin of each optimizer of the installed Optax, and of your own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec
+
+import optax
+import optax.contrib
+
+from opt_optax_bridge._recipe import Recipe
+from opt_optax_bridge._wrapper import OptaxWrapper
+
+P = ParamSpec("P")
+
+
+def wrap_optax_optimizer(
+    optax_optimizer: Callable[P, optax.GradientTransformation],
+) -> Callable[P, OptaxWrapper]:
+    """Makes a constructor of Optax optimizers one of optimizer definitions.
+
+    Args:
+      optax_optimizer: a function that returns a `GradientTransformation`: Optax's or your own.
+
+    Returns:
+      A function with the same signature and docstring that returns an `OptaxWrapper`. The
+      definition remembers constructor and arguments: every float-valued argument can be overridden
+      at run time.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> @wrap_optax_optimizer
+      ... def clipped_sgd(learning_rate, clip=1.0):
+      ...     return optax.chain(optax.clip(clip), optax.sgd(learning_rate))
+      >>> optimizer = clipped_sgd(0.1).create({'w': jnp.ones(2)})
+      >>> optimizer.apply_gradient({'w': jnp.full(2, 5.0)}).target['w'].tolist()
+      [0.9, 0.9]
+      >>> optimizer.apply_gradient({'w': jnp.full(2, 5.0)}, clip=2.0).target['w'].tolist()
+      [0.8, 0.8]
+    """
+
+    @functools.wraps(optax_optimizer)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> OptaxWrapper:
+        return OptaxWrapper.from_recipe(Recipe(optax_optimizer, args, dict(kwargs)))
+
+    return wrapped
+
+
+def _chain(
+    transformations: Sequence[optax.GradientTransformation],
+) -> optax.GradientTransformation:
+    """Chains transformations, given as one sequence.
+
+    Args:
+      transformations: Optax transformations, applied in order.
+
+    Returns:
+      A definition that applies all of them. To override hyper-parameters of its parts at run time,
+      write a constructor with those as arguments and wrap it with `wrap_optax_optimizer`.
+    """
+    return optax.chain(*transformations)
+
+
+chain = wrap_optax_optimizer(_chain)
+chain.__name__ = chain.__qualname__ = "chain"
+
+
+def optimizer_names() -> tuple[str, ...]:
+    """Returns the names of all optimizers of the installed Optax, each an attribute of this package.
+
+    Examples:
+      >>> {'adamw', 'sgd', 'lion', 'muon'} <= set(optimizer_names())
+      True
+    """
+    return tuple(sorted(_constructors()))
+
+
+@functools.cache
+def twin(name: str) -> Callable[..., OptaxWrapper]:
+    """Returns the wrapped constructor of that name.
+
+    Raises:
+      AttributeError: the installed Optax has no such optimizer.
+    """
+    if name not in (constructors := _constructors()):
+        raise AttributeError(
+            f"module 'opt_optax_bridge' has no attribute {name!r}: optax {optax.__version__} "
+            "exports no optimizer of that name (`optimizer_names()` lists them)"
+        )
+    return wrap_optax_optimizer(constructors[name])
+
+
+@functools.cache
+def _constructors() -> Mapping[str, Callable[..., Any]]:
+    exported = {**vars(optax), **vars(optax.contrib)}
+    return {name: obj for name, obj in exported.items() if _is_optimizer(name, obj)}
+
+
+def _is_optimizer(name: str, obj: Any) -> bool:
+    """Whether it makes a transformation out of a learning rate and is no building block."""
+    if name.startswith(("_", "scale_by_")) or not inspect.isfunction(obj):
+        return False
+    try:
+        signature = inspect.signature(obj)
+    except (TypeError, ValueError):
+        return False
+    makes_one = "GradientTransformation" in str(signature.return_annotation)
+    return makes_one and any("learning_rate" in name for name in signature.parameters)

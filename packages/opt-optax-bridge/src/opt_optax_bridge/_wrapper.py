@@ -1,0 +1,208 @@
+"""An Optax transformation as an optimizer definition."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import optax
+from opt_core import (
+    Optimizer,
+    OptimizerDef,
+    OptimizerState,
+    check_gradients,
+    increment_step,
+    replace_hyper_params,
+    to_state_dict,
+)
+from opt_core.errors import HyperParamError
+
+from opt_optax_bridge import _pickling
+from opt_optax_bridge._logical_axes import align_axes
+from opt_optax_bridge._overrides import changed_fields, traced_update
+from opt_optax_bridge._recipe import Recipe, make_hyper_params
+from opt_optax_bridge._stable_state import keep_avals, stable_leaves
+
+
+class OptaxWrapper(OptimizerDef):
+    """An Optax transformation as an optimizer definition.
+
+    The state is exactly Optax's, the compiled step is Optax's too. A definition made by a wrapped
+    constructor (`opt_optax_bridge.adamw(...)`) can override its float-valued arguments at run time;
+    one made from a transformation has nothing to override.
+
+    Args:
+      optax_optimizer: anything with Optax's `init` and `update`, `optax.MultiSteps` included.
+
+    Attributes:
+      optax_optimizer: the transformation.
+      recipe: how it was constructed, if known.
+      hyper_params: a frozen dataclass of the arguments that can be overridden; empty if none.
+
+    Examples:
+      >>> optimizer = OptaxWrapper(optax.sgd(0.1)).create({'w': jnp.ones(2)})
+      >>> optimizer.apply_gradient({'w': jnp.ones(2)}).target['w'].tolist()
+      [0.9, 0.9]
+    """
+
+    recipe: Recipe | None
+
+    def __init__(self, optax_optimizer: Any) -> None:
+        if not (hasattr(optax_optimizer, "init") and hasattr(optax_optimizer, "update")):
+            raise TypeError(
+                "`optax_optimizer` must have Optax's `init` and `update`; got "
+                f"{type(optax_optimizer).__name__}. Call the constructor, or wrap it with "
+                "`wrap_optax_optimizer`."
+            )
+        super().__init__(make_hyper_params("no_hyper_params", {}))
+        self.optax_optimizer = optax_optimizer
+        self.recipe = None
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe) -> Self:
+        """Returns the definition of what `recipe` builds."""
+        self = cls(recipe.build())
+        self.recipe = recipe
+        self.hyper_params = recipe.hyper_params
+        return self
+
+    def init_state(self, params: Any) -> OptimizerState:
+        """Returns Optax's initial state, every leaf a strongly typed array."""
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+            return jax.eval_shape(self.init_state, params)
+        return OptimizerState(
+            step=jnp.zeros((), jnp.int32),
+            param_states=stable_leaves(self.optax_optimizer.init(params)),
+        )
+
+    def apply_gradient(
+        self,
+        hyper_params: Any,
+        params: Any,
+        state: OptimizerState,
+        grads: Any,
+        **extra_args: Any,
+    ) -> tuple[Any, OptimizerState]:
+        """Makes one update.
+
+        Args:
+          hyper_params: like `self.hyper_params`; fields that differ from it are overrides.
+          params: pytree of parameters.
+          state: the state that belongs to them.
+          grads: pytree with the containers, keys and shapes of `params`.
+          **extra_args: arguments of the transformation's `update`, such as `value`.
+
+        Returns:
+          The new parameters and state; structure, shapes, dtypes and weak types do not change.
+
+        Raises:
+          HyperParamError: an override or an extra argument that nothing in the update depends on,
+            or that decides a Python branch, shapes or structure.
+          StateChangedError: the transformation changed the structure or a shape of its state.
+          TreeMismatchError: `grads` do not look like `params`.
+        """
+        check_gradients(params, grads)
+        overrides = changed_fields(self.hyper_params, hyper_params)
+        if overrides or extra_args:
+            updates, param_states = traced_update(
+                self, overrides, extra_args, grads, state.param_states, params
+            )
+        else:
+            updates, param_states = self.optax_optimizer.update(grads, state.param_states, params)
+        return optax.apply_updates(params, updates), OptimizerState(
+            step=increment_step(state.step),
+            param_states=keep_avals(state.param_states, param_states),
+        )
+
+    def build(self, overrides: Mapping[str, Any]) -> Any:
+        """Returns the transformation, built again where there are overrides."""
+        if not overrides:
+            return self.optax_optimizer
+        assert self.recipe is not None, "only a recipe has hyper-parameters"
+        return self.recipe.build(**overrides)
+
+    def update_hyper_params(self, **overrides: Any) -> Any:
+        """Returns hyper-parameters for one update; see `OptimizerDef.update_hyper_params`."""
+        hyper_params = overrides.pop("hyper_params", self.hyper_params)
+        if type(hyper_params) is not type(self.hyper_params):
+            raise HyperParamError(
+                f"`hyper_params` must be a {type(self.hyper_params).__name__}; got "
+                f"{type(hyper_params).__name__}. Use `optimizer_def.hyper_params.replace(...)`."
+            )
+        structural = [name for name in overrides if self._is_structural(name)]
+        if structural:
+            raise HyperParamError(
+                f"{', '.join(f'`{name}`' for name in structural)} cannot be overridden at run time: "
+                "only arguments that are a float or a schedule can. Of this optimizer these may "
+                f"be: {', '.join(f'`{name}`' for name in self._names) or 'none'}"
+            )
+        return replace_hyper_params(hyper_params, **overrides)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(self.hyper_params.__dataclass_fields__)
+
+    def _is_structural(self, name: str) -> bool:
+        return bool(self.recipe and name in self.recipe.arguments) and name not in self._names
+
+    def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns those of `names` that the transformation's `update` takes."""
+        parameters = inspect.signature(self.optax_optimizer.update).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        own = {*self._names, "hyper_params", *(self.recipe.arguments if self.recipe else ())}
+        known = set(parameters) - {"updates", "state", "params"}
+        return frozenset(n for n in names if n not in own and (takes_any or n in known))
+
+    def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
+        """Returns the state dict in T5X's layout: containers without leaves vanish from `state`."""
+        return {
+            "target": to_state_dict(target),
+            "state": to_state_dict(state, keep_empty=False),
+        }
+
+    def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
+        """Returns the optimizer with the logical axes of every leaf in its place.
+
+        Args:
+          optimizer: an optimizer of this definition; arrays or `jax.ShapeDtypeStruct`s.
+          param_axes: a tree like the parameters with a `PartitionSpec` per leaf. Dicts and
+            FrozenDicts may stand for one another.
+
+        Returns:
+          An `Optimizer`: the axes as its target, `None` as its step. A leaf of the state that has
+          the place and the shape of a parameter has its axes, any other has `None`.
+        """
+        target, param_states = align_axes(
+            optimizer.target, optimizer.state.param_states, param_axes
+        )
+        state = OptimizerState(step=None, param_states=param_states)
+        return Optimizer(optimizer_def=self, state=state, target=target)
+
+    def _identity(self) -> Any:
+        return self.recipe or self.optax_optimizer
+
+    def __reduce__(self) -> Any:
+        if self.recipe is None:
+            return _load_opaque, (type(self), _pickling.dumps(self.optax_optimizer))
+        return _load_recipe, (type(self), _pickling.dumps(self.recipe))
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self  # immutable
+
+    def __repr__(self) -> str:
+        what = self.hyper_params if self.recipe else self.optax_optimizer
+        return f"{type(self).__name__}({what})"
+
+
+def _load_opaque(cls: type[OptaxWrapper], data: bytes) -> OptaxWrapper:
+    return cls(_pickling.loads(data))
+
+
+def _load_recipe(cls: type[OptaxWrapper], data: bytes) -> OptaxWrapper:
+    return cls.from_recipe(_pickling.loads(data))
