@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from opt_core import Optimizer
 
 from opt_optax_bridge._overrides import (
@@ -97,12 +98,8 @@ def _definition(optimizer: Optimizer) -> OptaxWrapper:
 
 
 def _float_dtype(value: Any) -> Any:
-    dtype = getattr(value, "dtype", None)
-    return (
-        dtype
-        if dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-        else jnp.result_type(float)
-    )
+    dtype = getattr(value, "dtype", np.dtype(int))
+    return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.result_type(float)
 
 
 def _evaluate_schedules(

@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from opt_core import path_names
 from opt_core.errors import HyperParamError
 
 from opt_optax_bridge._recipe import is_number
+from opt_optax_bridge._stable_state import same_shapes
 
 if TYPE_CHECKING:
     from opt_optax_bridge._wrapper import OptaxWrapper
@@ -78,21 +80,22 @@ def traced_update(
             raise _cannot_act(definition, reasons, extra_args, grads, state, params) from error
         raise
     reached = _reached_inputs(program, operands)
-    idle = {name: _IDLE for name in numbers if ("0", name) not in reached}
+    idle = {name: _IDLE for name in numbers if (0, name) not in reached}
     if idle:
         raise _cannot_act(definition, idle, extra_args, grads, state, params)
-    unused = [name for name in arrays if ("1", name) not in reached]
+    unused = [name for name in arrays if (1, name) not in reached]
     unused += [name for name, function in functions.items() if not function.was_called]
     if unused:
         raise HyperParamError(_unused_message(definition, unused))
-    leaves = jax.tree.leaves(({k: numbers[k] for k in sorted(numbers)}, *operands[1:]))
-    return jax.tree.unflatten(jax.tree.structure(out), evaluate(program, leaves))
+    results = evaluate(program, jax.tree.leaves((numbers, *operands[1:])))
+    updates, new_state = jax.tree.unflatten(jax.tree.structure(out), results)
+    return updates, new_state
 
 
 def evaluate(program: ClosedJaxpr, leaves: Sequence[Any]) -> list[Any]:
-    """Runs a traced program on leaves, numbers cast to the dtypes it was traced with."""
+    """Runs a traced program on leaves, scalars cast to the dtypes it was traced with."""
     cast = [
-        jnp.asarray(leaf, aval.dtype) if is_number(leaf) else leaf
+        leaf if isinstance(leaf, jax.Array) and leaf.shape else jnp.asarray(leaf, aval.dtype)
         for leaf, aval in zip(leaves, program.in_avals, strict=True)
     ]
     return list(jaxpr_as_fun(program)(*cast))
@@ -153,23 +156,21 @@ def _reason_against(
         program, (_, new_state) = jax.make_jaxpr(update, return_shape=True)(numbers, *operands)
     except Exception:
         return _STRUCTURAL
-    old, new = jax.tree.leaves(operands[1]), jax.tree.leaves(new_state)
-    same = jax.tree.structure(operands[1]) == jax.tree.structure(new_state)
-    if not same or [np.shape(x) for x in old] != [np.shape(x) for x in new]:
+    if not same_shapes(operands[1], new_state):
         return _STRUCTURAL
-    if numbers and ("0", name) not in _reached_inputs(program, (numbers, *operands)):
+    if numbers and (0, name) not in _reached_inputs(program, (numbers, *operands)):
         return _IDLE
     return None
 
 
-def _reached_inputs(program: ClosedJaxpr, operands: tuple[Any, ...]) -> set[tuple[str, str]]:
-    """Returns position and first key of every operand leaf that an output depends on."""
-    paths = [path[:2] for path, _ in jax.tree_util.tree_leaves_with_path(operands)]
+def _reached_inputs(program: ClosedJaxpr, operands: tuple[Any, ...]) -> set[tuple[int, str]]:
+    """Returns the position of every operand that an output depends on, with its keys if a dict."""
     needed = needed_variables(program, program.jaxpr.outvars)
+    paths = [path_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(operands)]
     return {
-        (str(path[0].idx), str(path[1].key))
-        for path, variable in zip(paths, program.jaxpr.invars, strict=True)
-        if variable in needed and len(path) == 2 and path[0].idx < 2 and hasattr(path[1], "key")
+        (int(names[0]), names[1] if len(names) > 1 else "")
+        for names, variable in zip(paths, program.jaxpr.invars, strict=True)
+        if variable in needed
     }
 
 
@@ -189,8 +190,8 @@ def _check_values(definition: OptaxWrapper, overrides: Mapping[str, Any]) -> Non
             continue
         found = f"shape {np.shape(value)}" if hasattr(value, "shape") else repr(value)
         raise HyperParamError(
-            f"`{name}` must be a real number or a scalar array; got {found}. A schedule can replace "
-            "only a schedule: otherwise build the optimizer with it."
+            f"`{name}` must be a real number or a scalar array; got {found}. A schedule can "
+            "replace only a schedule: otherwise build the optimizer with it."
         )
 
 

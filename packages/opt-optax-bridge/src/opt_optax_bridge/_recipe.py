@@ -70,7 +70,7 @@ class Recipe:
         }
         return make_hyper_params(f"{self.name}_hyper_params", values)
 
-    def build(self, **overrides: Any) -> optax.GradientTransformation:
+    def build(self, **overrides: Any) -> Any:
         """Calls the constructor, with some arguments replaced.
 
         Args:
@@ -137,9 +137,9 @@ def _is_hyper_param(value: Any, parameter: inspect.Parameter | None) -> bool:
     if isinstance(value, float) or not isinstance(value, int):
         return isinstance(value, float) or jnp.issubdtype(value.dtype, jnp.floating)
     # An int where a float is meant: `weight_decay=0`. Where ints are meant it is structural.
-    if parameter is None or parameter.annotation is int or isinstance(parameter.default, int):
-        return False
-    return True
+    return parameter is not None and not (
+        parameter.annotation is int or isinstance(parameter.default, int)
+    )
 
 
 def _is_schedule(value: Any, parameter: inspect.Parameter | None) -> bool:

@@ -32,11 +32,16 @@ def keep_avals(old: Any, new: Any) -> Any:
     Raises:
       StateChangedError: structure or a shape differs; lists the paths.
     """
-    if jax.tree.structure(old) != jax.tree.structure(new):
-        raise _changed(old, new)
-    if [np.shape(x) for x in jax.tree.leaves(old)] != [np.shape(x) for x in jax.tree.leaves(new)]:
+    if not same_shapes(old, new):
         raise _changed(old, new)
     return jax.tree.map(_keep_aval, old, new)
+
+
+def same_shapes(old: Any, new: Any) -> bool:
+    """Whether two pytrees have one structure, and their leaves the same shapes."""
+    (leaves, treedef), (new_leaves, new_treedef) = map(jax.tree.flatten, (old, new))
+    same: bool = treedef == new_treedef
+    return same and [np.shape(leaf) for leaf in leaves] == [np.shape(leaf) for leaf in new_leaves]
 
 
 def _keep_aval(old: Any, new: Any) -> Any:

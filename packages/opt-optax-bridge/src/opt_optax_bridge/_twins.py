@@ -68,7 +68,7 @@ chain.__name__ = chain.__qualname__ = "chain"
 
 
 def optimizer_names() -> tuple[str, ...]:
-    """Returns the names of all optimizers of the installed Optax, each an attribute of this package.
+    """Returns the names of the optimizers of the installed Optax, attributes of this package.
 
     Examples:
       >>> {'adamw', 'sgd', 'lion', 'muon'} <= set(optimizer_names())

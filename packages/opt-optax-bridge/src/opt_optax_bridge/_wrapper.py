@@ -72,7 +72,8 @@ class OptaxWrapper(OptimizerDef):
     def init_state(self, params: Any) -> OptimizerState:
         """Returns Optax's initial state, every leaf a strongly typed array."""
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
-            return jax.eval_shape(self.init_state, params)
+            shapes: OptimizerState = jax.eval_shape(self.init_state, params)
+            return shapes
         return OptimizerState(
             step=jnp.zeros((), jnp.int32),
             param_states=stable_leaves(self.optax_optimizer.init(params)),
@@ -135,9 +136,8 @@ class OptaxWrapper(OptimizerDef):
         structural = [name for name in overrides if self._is_structural(name)]
         if structural:
             raise HyperParamError(
-                f"{', '.join(f'`{name}`' for name in structural)} cannot be overridden at run time: "
-                "only arguments that are a float or a schedule can. Of this optimizer these may "
-                f"be: {', '.join(f'`{name}`' for name in self._names) or 'none'}"
+                f"{_listed(structural)} cannot be overridden at run time: only arguments that are "
+                f"a float or a schedule can. Of this optimizer these may be: {_listed(self._names)}"
             )
         return replace_hyper_params(hyper_params, **overrides)
 
@@ -198,6 +198,10 @@ class OptaxWrapper(OptimizerDef):
     def __repr__(self) -> str:
         what = self.hyper_params if self.recipe else self.optax_optimizer
         return f"{type(self).__name__}({what})"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"
 
 
 def _load_opaque(cls: type[OptaxWrapper], data: bytes) -> OptaxWrapper:
