@@ -1,0 +1,281 @@
+"""One package's wheel, alone in an empty environment, against its own tests.
+
+Twice: with nothing but what it declares, where it must import; then with its `test` extra, where
+a copy of its tests outside the checkout must pass. The packages of this repository come from a
+local index of freshly built wheels, everything else from PyPI.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+from workspace import Package, closure, names
+
+# What would let the checkout, or the caller's habits, into the environment.
+_UNWANTED = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTEST_ADDOPTS", "UV_RESOLUTION"}
+# The root's pytest options that hold anywhere.
+_PYTEST_OPTIONS = ("addopts", "doctest_optionflags", "filterwarnings", "markers", "xfail_strict")
+_REPORTED = ("jax", "jaxlib", "flax", "optax", "chex")
+
+# Runs in the environment; prints one JSON object.
+_PROBE = """
+import importlib, importlib.metadata, json, platform, sys
+module, distribution = sys.argv[1:]
+loaded = importlib.import_module(module)
+print(json.dumps({
+    "file": loaded.__file__,
+    "version": importlib.metadata.version(distribution),
+    "missing": [n for n in getattr(loaded, "__all__", ["__all__"]) if not hasattr(loaded, n)],
+    "python": platform.python_version(),
+}))
+"""
+
+
+class CheckError(Exception):
+    """Something that forbids a release: what, expected, found, what to do."""
+
+
+@dataclass(frozen=True)
+class Uv:
+    """The `uv` program."""
+
+    program: str
+
+    @classmethod
+    def find(cls) -> "Uv":
+        """Looks beside the running Python, then where Hatch says, then on the path.
+
+        Raises:
+            CheckError: There is none.
+        """
+        beside = shutil.which("uv", path=str(Path(sys.executable).parent))
+        program = beside or os.environ.get("HATCH_UV") or shutil.which("uv")
+        if not program:
+            raise CheckError(
+                "no `uv` found: `python -m pip install uv`, or run this by `hatch run`"
+            )
+        return cls(program)
+
+    def __call__(self, *arguments: str | Path) -> str:
+        """Runs it; gives what it printed.
+
+        Raises:
+            CheckError: It failed.
+        """
+        return run([self.program, *map(str, arguments)])
+
+
+@dataclass(frozen=True)
+class Trial:
+    """In which environment a package is tried.
+
+    Attributes:
+        python: A version or an interpreter, as `uv venv --python` takes it.
+        resolution: `highest`, or `lowest-direct` for the oldest versions that it claims.
+    """
+
+    python: str
+    resolution: str
+
+
+def try_package(package: Package, trial: Trial, *, uv: Uv, wheels: Path, work: Path) -> str:
+    """Installs and tests one package.
+
+    Args:
+        package: What to try.
+        trial: Where.
+        uv: The installer.
+        wheels: A folder with the wheels of `package` and its siblings.
+        work: An empty folder outside the checkout.
+
+    Returns:
+        One line: the interpreter, the versions, how the tests ended.
+
+    Raises:
+        CheckError: It does not install, import or pass.
+    """
+    python = make_venv(uv, trial.python, work / "venv")
+    index = write_index(wheels, work / "index")
+    ours = {page.name for page in index.iterdir()}
+    for extras in (set[str](), reached_extras(package)):
+        promised = claims(package, extras, ours)
+        install(uv, python, index, trial, package, extras=extras, also=promised)
+        interpreter = probe(package, python)
+    installed = installed_versions(uv, python)
+    if trial.resolution == "lowest-direct":
+        check_floors(package, promised, installed)
+    verdict = run_tests(package, python, work)
+    versions = ", ".join(f"{name} {installed[name]}" for name in _REPORTED if name in installed)
+    return f"Python {interpreter}, {trial.resolution}: {versions}; {verdict}"
+
+
+def make_venv(uv: Uv, python: str, folder: Path) -> Path:
+    """Makes an empty virtual environment; gives its interpreter."""
+    uv("venv", "--quiet", "--no-project", "--python", python, folder)
+    return folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+
+
+def write_index(wheels: Path, folder: Path) -> Path:
+    """Writes a package index of `wheels`.
+
+    An index that comes before PyPI hides what PyPI has under the same names; a mere folder of
+    wheels (`--find-links`) would compete with it.
+    """
+    for wheel in sorted(wheels.glob("*.whl")):
+        page = folder / canonicalize_name(wheel.name.partition("-")[0]) / "index.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(f'<a href="{wheel.resolve().as_uri()}">{wheel.name}</a>\n')
+    return folder
+
+
+def install(
+    uv: Uv,
+    python: Path,
+    index: Path,
+    trial: Trial,
+    package: Package,
+    *,
+    extras: Iterable[str],
+    also: Iterable[Requirement],
+) -> None:
+    """Installs `package` with `extras`.
+
+    For uv only what the command line names is a direct requirement: naming the package's own
+    claims in `also` is what makes `lowest-direct` pick the oldest versions of those, while what
+    the `test` extra brings remains the newest that goes with them.
+    """
+    target = f"{package.name}[{','.join(sorted(extras))}]=={package.version}"
+    refresh = [f"--refresh-package={page.name}" for page in index.iterdir()]
+    uv(
+        *("pip", "install", "--python", python, "--upgrade", "--resolution", trial.resolution),
+        *("--index", index.resolve().as_uri(), *refresh, target, *map(str, also)),
+    )
+
+
+def reached_extras(package: Package, start: str = "test") -> set[str]:
+    """`start` and the package's own extras that it names (`test = ["opt-x[orbax]", ...]`)."""
+    arrows = {
+        extra: {name for r in requirements if names([r]) == {package.name} for name in r.extras}
+        for extra, requirements in package.extras.items()
+    }
+    return closure({start} & arrows.keys(), arrows)
+
+
+def claims(package: Package, extras: Iterable[str], ours: Set[str]) -> list[Requirement]:
+    """The requirements whose range promises users something about other people's packages.
+
+    Args:
+        package: Whose requirements.
+        extras: Which of its extras count; tools for tests promise nothing.
+        ours: This repository's packages, of which there is only the version just built.
+    """
+    promised = [package.extras[extra] for extra in sorted(extras) if extra != "test"]
+    everything = [*package.requirements, *(r for group in promised for r in group)]
+    return [r for r in everything if canonicalize_name(r.name) not in ours]
+
+
+def check_floors(
+    package: Package, claimed: Iterable[Requirement], installed: Mapping[str, str]
+) -> None:
+    """Checks that the oldest versions claimed are the ones installed.
+
+    Raises:
+        CheckError: Something newer is installed: the claim cannot be true, or not be tested.
+    """
+    for requirement in claimed:
+        floors = [Version(s.version) for s in requirement.specifier if s.operator == ">="]
+        name = canonicalize_name(requirement.name)
+        if not floors or requirement.marker is not None:
+            continue
+        if Version(installed[name]) != max(floors):
+            raise CheckError(
+                f"{package.name} claims `{requirement}`: expected {name} {max(floors)} in the "
+                f"oldest environment, found {installed[name]}. Another requirement or a missing "
+                "release rules the older one out; raise the claim to what is tested."
+            )
+
+
+def probe(package: Package, python: Path) -> str:
+    """Imports the package in its environment; gives the interpreter's version.
+
+    Raises:
+        CheckError: It does not import, comes from elsewhere, or exports what it does not have.
+    """
+    output = run([str(python), "-I", "-c", _PROBE, package.import_name, package.name])
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    home = python.parents[1].resolve()
+    if not Path(found["file"]).resolve().is_relative_to(home):
+        raise CheckError(
+            f"{package.name}: expected `{package.import_name}` from {home}, found {found['file']}. "
+            "Something puts the checkout on the path."
+        )
+    if found["version"] != package.version:
+        raise CheckError(
+            f"{package.name}: expected version {package.version} of pyproject.toml, found "
+            f"{found['version']} installed."
+        )
+    if found["missing"]:
+        raise CheckError(
+            f"{package.name}: `{package.import_name}` lacks {', '.join(found['missing'])}. "
+            "Define `__all__`, and every name in it."
+        )
+    return str(found["python"])
+
+
+def installed_versions(uv: Uv, python: Path) -> dict[str, str]:
+    """The version of every distribution in an environment."""
+    listing = json.loads(uv("pip", "list", "--quiet", "--python", python, "--format", "json"))
+    return {canonicalize_name(entry["name"]): entry["version"] for entry in listing}
+
+
+def run_tests(package: Package, python: Path, work: Path) -> str:
+    """Runs a copy of the package's tests in `work`; gives pytest's closing line.
+
+    Raises:
+        CheckError: One fails.
+    """
+    if not any(package.folder.glob("tests/**/test_*.py")):
+        return "no tests yet"
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(package.folder / "tests", work / "tests", ignore=ignore)
+    (work / "pytest.ini").write_text(pytest_ini(package.folder.parents[1] / "pyproject.toml"))
+    command = [str(python), "-I", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+    return run(command, cwd=work).splitlines()[-1]
+
+
+def pytest_ini(pyproject: Path) -> str:
+    """A `pytest.ini` for tests alone, from the options of the root `pyproject.toml`."""
+    options = tomllib.loads(pyproject.read_text())["tool"]["pytest"]["ini_options"]
+    lines = ["[pytest]"]
+    for name in _PYTEST_OPTIONS:
+        if name in options:
+            value = options[name]
+            values = value if isinstance(value, list) else [str(value).lower()]
+            # There are no modules beside the tests.
+            lines += [f"{name} =", *(f"    {v}" for v in values if v != "--doctest-modules")]
+    return "\n".join(lines) + "\n"
+
+
+def run(command: Sequence[str], *, cwd: Path | None = None) -> str:
+    """Runs `command` in a clean environment; gives what it printed.
+
+    Raises:
+        CheckError: It failed.
+    """
+    env = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
+    done = subprocess.run(command, cwd=cwd, env=env, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise CheckError(
+            f"{' '.join(command)}\nended with code {done.returncode}:\n{done.stdout}{done.stderr}"
+        )
+    return done.stdout

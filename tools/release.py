@@ -1,0 +1,187 @@
+"""Check, build and describe the packages of this repository.
+
+    python tools/release.py check opt-core --python 3.12 --resolution lowest-direct
+    python tools/release.py check --all --jobs 2
+    python tools/release.py check --tag opt-core-v0.1.0
+    python tools/release.py build opt-core --out dist
+    python tools/release.py version opt-core
+
+`check` holds the version against the changelog (and the tag), builds the wheel from the sdist,
+and tries it alone: see `isolation.py`.
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+from isolation import CheckError, Trial, Uv, try_package
+from workspace import ROOT, Package, closure, read_packages, siblings
+
+_UNRELEASED = "unreleased"
+
+
+def check_changelog(package: Package) -> str:
+    """Checks that the changelog's top heading is the version's; gives when it was released.
+
+    Raises:
+        CheckError: There is no such heading, or it says neither a date nor `unreleased`.
+    """
+    path = package.folder / "CHANGELOG.md"
+    top = re.search(r"^## .*$", path.read_text(), re.MULTILINE)
+    heading = top.group() if top else "no heading"
+    version, _, when = heading.removeprefix("## ").partition(" - ")
+    if version != package.version or not (when == _UNRELEASED or _is_date(when)):
+        raise CheckError(
+            f"{path}: expected `## {package.version} - {_UNRELEASED}` or `## {package.version} - "
+            f"YYYY-MM-DD` on top, found `{heading}`. Make it agree with pyproject.toml."
+        )
+    return when
+
+
+def check_tag(package: Package, tag: str) -> None:
+    """Checks that `tag` names the package's version, and that its changelog gives the day.
+
+    Raises:
+        CheckError: It does not.
+    """
+    expected = f"{package.name}-v{package.version}"
+    if tag != expected:
+        raise CheckError(
+            f"{package.name}: expected the tag `{expected}` of pyproject.toml's version, found "
+            f"`{tag}`. Tag the commit that changes the version."
+        )
+    if check_changelog(package) == _UNRELEASED:
+        raise CheckError(
+            f"{package.name}: expected the day of the release in CHANGELOG.md, found "
+            f"`{_UNRELEASED}`. Write the day, commit, and move the tag."
+        )
+
+
+def build(package: Package, out: Path, uv: Uv) -> None:
+    """Builds the sdist, and the wheel from that sdist, into `out`."""
+    uv("build", "--quiet", "--out-dir", out, package.folder)
+
+
+def check(
+    chosen: Sequence[Package],
+    packages: Mapping[str, Package],
+    trial: Trial,
+    *,
+    uv: Uv,
+    work: Path,
+    jobs: int = 1,
+) -> bool:
+    """Checks the chosen packages, printing a line for each; whether all passed."""
+    arrows = {name: siblings(package, packages) for name, package in packages.items()}
+    wheels = work / "dist"
+    for name in sorted(closure((package.name for package in chosen), arrows)):
+        build(packages[name], wheels, uv)
+
+    def attempt(package: Package) -> str:
+        check_changelog(package)
+        return try_package(package, trial, uv=uv, wheels=wheels, work=work / package.name)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return all(list(pool.map(partial(_report, attempt), chosen)))
+
+
+def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """Runs the command line."""
+    options = _parser().parse_args(argv)
+    packages = read_packages(root)
+    try:
+        return int(options.run(options, packages))
+    except CheckError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run_check(options: argparse.Namespace, packages: Mapping[str, Package]) -> int:
+    wanted = list(packages) if options.all else options.dist
+    if options.tag and not wanted:
+        wanted = [options.tag.rpartition("-v")[0]]
+    chosen = [_find(name, packages) for name in wanted]
+    if not chosen:
+        raise CheckError("nothing to check: name packages, or give --all or --tag")
+    for package in chosen if options.tag else ():
+        check_tag(package, options.tag)
+    trial = Trial(options.python, options.resolution)
+    with tempfile.TemporaryDirectory(prefix="release-") as scratch:
+        work = (options.keep or Path(scratch)).resolve()
+        if work.is_dir() and any(work.iterdir()):
+            raise CheckError(f"--keep: expected an empty folder, found {work} with content")
+        passed = check(chosen, packages, trial, uv=Uv.find(), work=work, jobs=options.jobs)
+    return 0 if passed else 1
+
+
+def _run_build(options: argparse.Namespace, packages: Mapping[str, Package]) -> int:
+    build(_find(options.dist, packages), options.out, Uv.find())
+    return 0
+
+
+def _run_version(options: argparse.Namespace, packages: Mapping[str, Package]) -> int:
+    print(_find(options.dist, packages).version)
+    return 0
+
+
+def _report(attempt: Callable[[Package], str], package: Package) -> bool:
+    start = time.monotonic()
+    try:
+        verdict, passed = attempt(package), True
+    except CheckError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        verdict, passed = "see the error above", False
+    title = f"{'passed' if passed else 'FAILED'}  {package.name} {package.version}"
+    print(f"{title} ({time.monotonic() - start:.0f} s): {verdict}", flush=True)
+    return passed
+
+
+def _find(name: str, packages: Mapping[str, Package]) -> Package:
+    if name not in packages:
+        raise CheckError(f"no package `{name}`; there are {', '.join(packages)}")
+    return packages[name]
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    checking = commands.add_parser("check", help="try wheels alone, against their own tests")
+    checking.add_argument("dist", nargs="*", metavar="DIST")
+    checking.add_argument("--all", action="store_true", help="every package")
+    checking.add_argument("--tag", help="the git tag that releases the package")
+    checking.add_argument("--python", default=sys.executable, help="a version or an interpreter")
+    checking.add_argument("--resolution", default="highest", choices=["highest", "lowest-direct"])
+    checking.add_argument("--keep", type=Path, metavar="DIR", help="work there and leave it")
+    checking.add_argument("--jobs", type=int, default=1, help="packages at a time")
+    checking.set_defaults(run=_run_check)
+
+    building = commands.add_parser("build", help="build the sdist, and the wheel from it")
+    building.add_argument("dist", metavar="DIST")
+    building.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR")
+    building.set_defaults(run=_run_build)
+
+    telling = commands.add_parser("version", help="print a package's version")
+    telling.add_argument("dist", metavar="DIST")
+    telling.set_defaults(run=_run_version)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""Versions, changelogs and tags, and the whole check on packages made of nothing."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from isolation import CheckError
+from release import check_changelog, check_tag, main
+from workspace import Package, read_packages
+
+TESTS = """\
+import opt_b
+
+
+def test_answer():
+    assert opt_b.twice == 84
+"""
+
+
+def _package(tmp_path: Path, changelog: str) -> Package:
+    package = read_packages(tmp_path)["opt-a"]
+    (package.folder / "CHANGELOG.md").write_text(changelog)
+    return package
+
+
+@pytest.mark.parametrize("when", ["unreleased", "2026-11-21"])
+def test_the_top_heading_is_the_version(
+    when: str, tmp_path: Path, make_package: Callable[..., Path]
+) -> None:
+    make_package("opt-a", version="1.2.3", released=when)
+    assert check_changelog(read_packages(tmp_path)["opt-a"]) == when
+
+
+@pytest.mark.parametrize(
+    "heading",
+    [
+        "## 0.1.1 - unreleased",
+        "## 0.1.0",
+        "## 0.1.0 - soon",
+        "## 0.1.0 - 2026-13-01",
+        "## 0.1.0 - 20261121",
+        "## [0.1.0] - unreleased",
+        "no heading",
+    ],
+)
+def test_any_other_heading_is_an_error(
+    heading: str, tmp_path: Path, make_package: Callable[..., Path]
+) -> None:
+    make_package("opt-a")
+    package = _package(tmp_path, f"# Changelog\n\n{heading}\n\ntext\n")
+    with pytest.raises(
+        CheckError, match=r"expected `## 0\.1\.0 - unreleased` or .* found"
+    ) as error:
+        check_changelog(package)
+    assert f"found `{heading}`. Make it agree" in str(error.value)
+
+
+def test_an_older_heading_does_not_count(tmp_path: Path, make_package: Callable[..., Path]) -> None:
+    make_package("opt-a")
+    package = _package(tmp_path, "## 0.2.0 - unreleased\n## 0.1.0 - 2020-01-01\n")
+    with pytest.raises(CheckError, match=r"found `## 0\.2\.0 - unreleased`"):
+        check_changelog(package)
+
+
+def test_a_tag_names_a_dated_version(tmp_path: Path, make_package: Callable[..., Path]) -> None:
+    make_package("opt-a", released="2026-11-21")
+    check_tag(read_packages(tmp_path)["opt-a"], "opt-a-v0.1.0")
+
+
+@pytest.mark.parametrize("tag", ["opt-a-v0.1.1", "opt-a-0.1.0", "v0.1.0", "opt-b-v0.1.0"])
+def test_a_tag_of_another_version_is_an_error(
+    tag: str, tmp_path: Path, make_package: Callable[..., Path]
+) -> None:
+    make_package("opt-a", released="2026-11-21")
+    with pytest.raises(CheckError, match=rf"expected the tag `opt-a-v0\.1\.0` .* found `{tag}`"):
+        check_tag(read_packages(tmp_path)["opt-a"], tag)
+
+
+def test_a_tag_of_an_unreleased_version_is_an_error(
+    tmp_path: Path, make_package: Callable[..., Path]
+) -> None:
+    make_package("opt-a")
+    with pytest.raises(CheckError, match="expected the day of the release"):
+        check_tag(read_packages(tmp_path)["opt-a"], "opt-a-v0.1.0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["version", "opt-x"], "error: no package `opt-x`; there are opt-a"),
+        (["check"], "error: nothing to check"),
+        (["check", "--tag", "opt-x-v1"], "error: no package `opt-x`"),
+        (["check", "--tag", "opt-a-v0.1.0"], "found `unreleased`"),
+        (["check", "--all", "--keep", str(Path(__file__).parent)], "expected an empty folder"),
+    ],
+)
+def test_errors_end_the_command(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    make_package: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_package("opt-a")
+    assert main(arguments, root=tmp_path) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_version_prints_the_version(
+    tmp_path: Path, make_package: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_package("opt-a", version="0.7.2")
+    assert main(["version", "opt-a"], root=tmp_path) == 0
+    assert capsys.readouterr().out == "0.7.2\n"
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, make_package: Callable[..., Path]) -> Path:
+    """opt-b, which requires its sibling opt-a and the oldest idna that it claims."""
+    (tmp_path / "pyproject.toml").write_text(
+        '[tool.pytest.ini_options]\naddopts = ["--import-mode=importlib", "--doctest-modules"]\n'
+    )
+    make_package("opt-a")
+    make_package(
+        "opt-b",
+        ["opt-a>=0.1,<0.2", "idna>=3.4"],
+        extras={"test": ["pytest>=8"]},
+        files={
+            "src/opt_b/__init__.py": (
+                "import opt_a\n__all__ = ['twice']\ntwice = 2 * opt_a.answer\n"
+            ),
+            "tests/test_twice.py": TESTS,
+        },
+    )
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_package_is_built_installed_and_tested_alone(
+    workspace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "kept"
+    arguments = ["check", "opt-b", "--resolution", "lowest-direct", "--keep", str(kept)]
+    assert main(arguments, root=workspace) == 0
+    line = capfd.readouterr().out
+    assert line.startswith("passed  opt-b 0.1.0 (")
+    assert "lowest-direct: " in line
+    assert "1 passed in" in line
+    assert sorted(path.name for path in (kept / "dist").glob("*.*")) == [
+        ".gitignore",
+        "opt_a-0.1.0-py3-none-any.whl",
+        "opt_a-0.1.0.tar.gz",
+        "opt_b-0.1.0-py3-none-any.whl",
+        "opt_b-0.1.0.tar.gz",
+    ]
+    python = kept / "opt-b" / "venv" / "bin" / "python"
+    asked = "import idna, opt_b; print(idna.__version__, opt_b.__file__)"
+    told = subprocess.run([python, "-Ic", asked], capture_output=True, text=True, check=True)
+    version, file = told.stdout.split()
+    assert version == "3.4"
+    assert file.startswith(str(kept))
+
+
+@pytest.mark.slow
+def test_a_failing_test_fails_the_check(workspace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (workspace / "packages/opt-b/tests/test_twice.py").write_text(TESTS.replace("84", "85"))
+    assert main(["check", "--all", "--jobs", "2"], root=workspace) == 1
+    captured = capfd.readouterr()
+    assert "passed  opt-a 0.1.0" in captured.out
+    assert "no tests yet" in captured.out
+    assert "FAILED  opt-b 0.1.0" in captured.out
+    assert "assert 84 == 85" in captured.err
