@@ -182,11 +182,11 @@ class OptimizerDef:
         """What two equal definitions have in common; by default every attribute."""
         return {k: v for k, v in vars(self).items() if k != "_fingerprint_cache"}
 
-    def _fingerprint(self) -> Hashable:
+    def _fingerprint(self) -> tuple[int, Hashable]:
         if (cached := self.__dict__.get("_fingerprint_cache")) is None:
             cached = (hash(value := (type(self), fingerprint(self._identity()))), value)
             self.__dict__["_fingerprint_cache"] = cached
-        return cached
+        return cached  # with its hash: a compiled function asks for it on every call
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__.pop("_fingerprint_cache", None)
@@ -204,7 +204,7 @@ class OptimizerDef:
         return self._fingerprint() == other._fingerprint()
 
     def __hash__(self) -> int:
-        return hash(self._fingerprint())
+        return self._fingerprint()[0]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.hyper_params})"
@@ -249,7 +249,8 @@ class Optimizer(flax.struct.PyTreeNode):
 
         Raises:
           HyperParamError: an override names no hyper-parameter.
-          TreeMismatchError: `grads` has other containers, keys or shapes than `target`.
+          TreeMismatchError: `grads` has other containers, keys or shapes than `target`, and the
+            definition looks (`check_gradients`).
         """
         definition, overrides = self.optimizer_def, hyper_param_overrides
         extra_args = {}

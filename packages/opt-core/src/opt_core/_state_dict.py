@@ -216,15 +216,16 @@ def _place(reference: Any, value: Any) -> Any:
     copy = np.array(value)
     if isinstance(reference, np.ndarray | np.generic):
         return copy
-    sharding = None
-    if isinstance(reference, jax.ShapeDtypeStruct) or _is_committed(reference):
-        sharding = reference.sharding
+    sharding = _sharding(reference)
     return jnp.array(copy) if sharding is None else jax.device_put(copy, sharding)
 
 
-def _is_committed(reference: Any) -> bool:
+def _sharding(reference: Any) -> Any:
+    """Where the reference is bound to be, if anywhere."""
+    if isinstance(reference, jax.ShapeDtypeStruct):
+        return reference.sharding
     is_concrete = isinstance(reference, jax.Array) and not isinstance(reference, jax.core.Tracer)
-    return is_concrete and bool(reference.committed)
+    return reference.sharding if is_concrete and reference.committed else None
 
 
 def _is_array(value: Any) -> bool:
@@ -255,7 +256,8 @@ def _wrap_key(reference: Any, data: Any) -> Any:
     if isinstance(data, jax.ShapeDtypeStruct):
         return reference
     key = jax.random.wrap_key_data(jnp.array(data), impl=_key_impl(reference))
-    return jax.device_put(key, reference.sharding) if _is_committed(reference) else key
+    sharding = _sharding(reference)
+    return key if sharding is None else jax.device_put(key, sharding)
 
 
 def _keys(names: Any) -> str:
