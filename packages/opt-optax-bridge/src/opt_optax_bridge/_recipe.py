@@ -31,6 +31,9 @@ class Recipe:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def __reduce__(self) -> Any:
+        return Recipe, (self.constructor, self.args, self.kwargs)
+
     @property
     def name(self) -> str:
         """The constructor's name."""
@@ -40,10 +43,7 @@ class Recipe:
     def _bound(self) -> inspect.BoundArguments | None:
         try:
             return inspect.signature(self.constructor).bind(*self.args, **self.kwargs)
-        except (
-            TypeError,
-            ValueError,
-        ):  # no signature, or one that its own call will complain about
+        except (TypeError, ValueError):  # no signature, or arguments that the call will refuse
             return None
 
     @functools.cached_property

@@ -39,14 +39,14 @@ def keep_avals(old: Any, new: Any) -> Any:
 
 def same_shapes(old: Any, new: Any) -> bool:
     """Whether two pytrees have one structure, and their leaves the same shapes."""
-    (leaves, treedef), (new_leaves, new_treedef) = map(jax.tree.flatten, (old, new))
-    same: bool = treedef == new_treedef
-    return same and [np.shape(leaf) for leaf in leaves] == [np.shape(leaf) for leaf in new_leaves]
+    structures: list[Any] = [jax.tree.structure(old), jax.tree.structure(new)]
+    shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (old, new)]
+    return bool(structures[0] == structures[1]) and shapes[0] == shapes[1]
 
 
 def _keep_aval(old: Any, new: Any) -> Any:
-    if new.dtype != old.dtype:
-        return new.astype(old.dtype)
+    if getattr(new, "dtype", None) != old.dtype:
+        return jnp.asarray(new, old.dtype)
     return strong_type(new)
 
 

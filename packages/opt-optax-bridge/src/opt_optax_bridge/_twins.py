@@ -48,7 +48,7 @@ def wrap_optax_optimizer(
     return wrapped
 
 
-def _chain(
+def chain_sequence(
     transformations: Sequence[optax.GradientTransformation],
 ) -> optax.GradientTransformation:
     """Chains transformations, given as one sequence.
@@ -63,7 +63,7 @@ def _chain(
     return optax.chain(*transformations)
 
 
-chain = wrap_optax_optimizer(_chain)
+chain = wrap_optax_optimizer(chain_sequence)
 chain.__name__ = chain.__qualname__ = "chain"
 
 
@@ -79,17 +79,22 @@ def optimizer_names() -> tuple[str, ...]:
 
 @functools.cache
 def twin(name: str) -> Callable[..., OptaxWrapper]:
-    """Returns the wrapped constructor of that name.
+    """Returns the wrapped constructor of that name; an `AttributeError` if there is none."""
+    return wrap_optax_optimizer(constructor(name, "opt_optax_bridge"))
+
+
+def constructor(name: str, module: str) -> Callable[..., Any]:
+    """Returns Optax's constructor of that name, looked for as an attribute of `module`.
 
     Raises:
       AttributeError: the installed Optax has no such optimizer.
     """
     if name not in (constructors := _constructors()):
         raise AttributeError(
-            f"module 'opt_optax_bridge' has no attribute {name!r}: optax {optax.__version__} "
-            "exports no optimizer of that name (`optimizer_names()` lists them)"
+            f"module {module!r} has no attribute {name!r}: optax {optax.__version__} exports no "
+            "optimizer of that name (`opt_optax_bridge.optimizer_names()` lists them)"
         )
-    return wrap_optax_optimizer(constructors[name])
+    return constructors[name]
 
 
 @functools.cache

@@ -1,0 +1,167 @@
+"""The names of `t5x.optimizers`, so that T5X code runs with only its import line changed.
+
+Differs from the rest of the package where T5X code relies on it, and only there:
+
+* `apply_gradient(learning_rate=...)` is accepted and ignored: T5X's trainer always passes its own
+  schedule, the Optax schedule rules;
+* `restore_state` takes leaves of any dtype (T5X saves and restores parameters in bfloat16 on
+  request), leaves without a dtype (partition specs), and `None` anywhere.
+
+Not here: `MultiOptimizer`, `OptaxStatePartitionRules`, and `amos`, which lives in jestimator
+(`wrap_optax_optimizer(jestimator.amos.amos)`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax.core import freeze, unfreeze
+from opt_core import Optimizer, OptimizerDef, OptimizerState, children
+
+from opt_optax_bridge import _twins, _wrapper
+from opt_optax_bridge._recipe import Recipe
+
+__all__ = [
+    "Dtype",
+    "OptaxWrapper",
+    "Optimizer",
+    "OptimizerDef",
+    "OptimizerDefType",
+    "OptimizerState",
+    "OptimizerStateType",
+    "OptimizerType",
+    "chain",
+    "freeze",
+    "unfreeze",
+    "wrap_optax_optimizer",
+]
+
+P = ParamSpec("P")
+
+Dtype = Any
+OptimizerType = Optimizer
+OptimizerStateType = OptimizerState | Mapping[str, Any]
+OptimizerDefType = OptimizerDef
+
+
+@flax.struct.dataclass
+class _OptaxWrapperHyperParams:
+    """Accepted from T5X's trainer, and ignored."""
+
+    learning_rate: float | None = None
+
+
+class OptaxWrapper(_wrapper.OptaxWrapper):
+    """`opt_optax_bridge.OptaxWrapper` with T5X's leniencies.
+
+    Args:
+      optax_optimizer: an Optax transformation.
+    """
+
+    def __init__(self, optax_optimizer: Any) -> None:
+        super().__init__(optax_optimizer)
+        self.hyper_params = _OptaxWrapperHyperParams()
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe) -> OptaxWrapper:
+        """Returns the definition of what `recipe` builds."""
+        self = cls(recipe.build())
+        self.recipe = recipe
+        return self
+
+    def apply_gradient(
+        self,
+        hyper_params: Any,
+        params: Any,
+        state: OptimizerState,
+        grads: Any,
+        **extra_args: Any,
+    ) -> tuple[Any, OptimizerState]:
+        """Makes one update; `hyper_params` are ignored."""
+        del hyper_params
+        return super().apply_gradient(self.hyper_params, params, state, grads, **extra_args)
+
+    def restore_state(
+        self,
+        opt_target: Any,
+        opt_state: OptimizerState,
+        state_dict: Mapping[str, Any],
+        *,
+        strict: bool = True,
+    ) -> tuple[Any, OptimizerState]:
+        """Returns target and state with the leaves of `state_dict`, of whatever dtype they are."""
+        return super().restore_state(
+            _like(opt_target, state_dict.get("target")),
+            _like(opt_state, state_dict.get("state")),
+            state_dict,
+            strict=strict,
+        )
+
+
+def _like(reference: Any, value: Any) -> Any:
+    """The reference with each leaf in the dtype, or of the kind, of what is to be restored."""
+    node = children(reference)
+    if node is None:
+        return _leaf_like(reference, value)
+    given = {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {}
+    return node.rebuild(
+        [_like(c, given[name]) if name in given else c for name, c in node.children]
+    )
+
+
+def _leaf_like(reference: Any, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return reference  # left to the strict check
+    if value is None or not hasattr(reference, "shape"):
+        return value
+    if not hasattr(value, "shape"):
+        return reference if isinstance(value, int | float | complex) else value
+    if value.dtype == reference.dtype or jnp.issubdtype(reference.dtype, jax.dtypes.prng_key):
+        return reference
+    return jax.ShapeDtypeStruct(reference.shape, value.dtype)
+
+
+def wrap_optax_optimizer(optax_optimizer: Callable[P, Any]) -> Callable[P, OptaxWrapper]:
+    """Makes a constructor of Optax optimizers one of T5X optimizer definitions.
+
+    Args:
+      optax_optimizer: a function that returns a `GradientTransformation`.
+
+    Returns:
+      A function with the same signature and docstring that returns an `OptaxWrapper`.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> optimizer = wrap_optax_optimizer(optax.sgd)(0.1).create({'w': jnp.ones(2)})
+      >>> optimizer.apply_gradient({'w': jnp.ones(2)}, learning_rate=7.0).target['w'].tolist()
+      [0.9, 0.9]
+    """
+
+    @functools.wraps(optax_optimizer)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> OptaxWrapper:
+        return OptaxWrapper.from_recipe(Recipe(optax_optimizer, args, dict(kwargs)))
+
+    return wrapped
+
+
+chain = wrap_optax_optimizer(_twins.chain_sequence)
+chain.__name__ = chain.__qualname__ = "chain"
+
+
+@functools.cache
+def _twin(name: str) -> Callable[..., OptaxWrapper]:
+    return wrap_optax_optimizer(_twins.constructor(name, __name__))
+
+
+def __getattr__(name: str) -> Callable[..., OptaxWrapper]:
+    """Finds `adamw` and every other optimizer in the installed Optax, when it is asked for."""
+    return _twin(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_twins.optimizer_names()})
