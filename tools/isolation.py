@@ -114,7 +114,7 @@ def try_package(package: Package, trial: Trial, *, uv: Uv, wheels: Path, work: P
     installed = installed_versions(uv, python)
     if trial.resolution == "lowest-direct":
         check_floors(package, promised, installed)
-    verdict = run_tests(package, python, work)
+    verdict = run_tests(package, python, work, strict=trial.resolution == "highest")
     versions = ", ".join(f"{name} {installed[name]}" for name in _REPORTED if name in installed)
     return f"Python {interpreter}, {trial.resolution}: {versions}; {verdict}"
 
@@ -238,8 +238,15 @@ def installed_versions(uv: Uv, python: Path) -> dict[str, str]:
     return {canonicalize_name(entry["name"]): entry["version"] for entry in listing}
 
 
-def run_tests(package: Package, python: Path, work: Path) -> str:
+def run_tests(package: Package, python: Path, work: Path, *, strict: bool) -> str:
     """Runs a copy of the package's tests in `work`; gives pytest's closing line.
+
+    Args:
+        package: Whose tests.
+        python: The interpreter of the environment.
+        work: A folder outside the checkout.
+        strict: Whether warnings are errors, as in the checkout. Old releases of other people's
+            packages warn about each other; nothing here can mend that.
 
     Raises:
         CheckError: One fails.
@@ -248,14 +255,17 @@ def run_tests(package: Package, python: Path, work: Path) -> str:
         return "no tests yet"
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(package.folder / "tests", work / "tests", ignore=ignore)
-    (work / "pytest.ini").write_text(pytest_ini(package.folder.parents[1] / "pyproject.toml"))
+    pyproject = package.folder.parents[1] / "pyproject.toml"
+    (work / "pytest.ini").write_text(pytest_ini(pyproject, strict=strict))
     command = [str(python), "-I", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
     return run(command, cwd=work).splitlines()[-1]
 
 
-def pytest_ini(pyproject: Path) -> str:
+def pytest_ini(pyproject: Path, *, strict: bool) -> str:
     """A `pytest.ini` for tests alone, from the options of the root `pyproject.toml`."""
     options = tomllib.loads(pyproject.read_text())["tool"]["pytest"]["ini_options"]
+    if not strict:
+        options.pop("filterwarnings", None)
     lines = ["[pytest]"]
     for name in _PYTEST_OPTIONS:
         if name in options:

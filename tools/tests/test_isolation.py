@@ -75,14 +75,20 @@ def test_the_index_has_a_page_for_each_wheel(tmp_path: Path) -> None:
     assert page.read_text() == f'<a href="{wheel.as_uri()}">{wheel.name}</a>\n'
 
 
-def test_pytest_keeps_the_options_of_the_root(tmp_path: Path) -> None:
-    text = pytest_ini(ROOT / "pyproject.toml")
+def test_pytest_keeps_the_options_of_the_root() -> None:
+    text = pytest_ini(ROOT / "pyproject.toml", strict=True)
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     assert text.startswith("[pytest]\naddopts =\n    --import-mode=importlib\n")
     assert "doctest-modules" not in text
     assert "xfail_strict =\n    true\n" in text
     for name in ("filterwarnings", "markers"):
         assert all(f"\n    {value}\n" in text for value in options[name])
+
+
+def test_with_the_oldest_versions_warnings_are_no_errors() -> None:
+    text = pytest_ini(ROOT / "pyproject.toml", strict=False)
+    assert "filterwarnings" not in text
+    assert "xfail_strict" in text
 
 
 def test_a_package_from_the_checkout_is_an_error(
