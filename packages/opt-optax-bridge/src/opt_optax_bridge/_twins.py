@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import optax
 import optax.contrib
@@ -14,6 +14,7 @@ from opt_optax_bridge._recipe import Recipe
 from opt_optax_bridge._wrapper import OptaxWrapper
 
 P = ParamSpec("P")
+W = TypeVar("W", bound=OptaxWrapper)
 
 
 def wrap_optax_optimizer(
@@ -40,10 +41,15 @@ def wrap_optax_optimizer(
       >>> optimizer.apply_gradient({'w': jnp.full(2, 5.0)}, clip=2.0).target['w'].tolist()
       [0.8, 0.8]
     """
+    return wrap_into(OptaxWrapper, optax_optimizer)
 
-    @functools.wraps(optax_optimizer)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> OptaxWrapper:
-        return OptaxWrapper.from_recipe(Recipe(optax_optimizer, args, dict(kwargs)))
+
+def wrap_into(definition: type[W], constructor: Callable[P, Any]) -> Callable[P, W]:
+    """Returns `constructor` with its signature, making definitions of the given class."""
+
+    @functools.wraps(constructor)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> W:
+        return definition.from_recipe(Recipe(constructor, args, dict(kwargs)))
 
     return wrapped
 

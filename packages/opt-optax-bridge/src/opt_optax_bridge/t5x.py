@@ -141,12 +141,7 @@ def wrap_optax_optimizer(optax_optimizer: Callable[P, Any]) -> Callable[P, Optax
       >>> optimizer.apply_gradient({'w': jnp.ones(2)}, learning_rate=7.0).target['w'].tolist()
       [0.9, 0.9]
     """
-
-    @functools.wraps(optax_optimizer)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> OptaxWrapper:
-        return OptaxWrapper.from_recipe(Recipe(optax_optimizer, args, dict(kwargs)))
-
-    return wrapped
+    return _twins.wrap_into(OptaxWrapper, optax_optimizer)
 
 
 chain = wrap_optax_optimizer(_twins.chain_sequence)
