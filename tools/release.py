@@ -12,6 +12,7 @@ and tries it alone: see `isolation.py`.
 
 import argparse
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -76,9 +77,23 @@ def check(
     *,
     uv: Uv,
     work: Path,
+    keep: bool = False,
     jobs: int = 1,
 ) -> bool:
-    """Checks the chosen packages, printing a line for each; whether all passed."""
+    """Checks packages, printing a line for each.
+
+    Args:
+        chosen: What to check.
+        packages: The workspace.
+        trial: The environment to try them in.
+        uv: The builder and installer.
+        work: An empty folder outside the checkout.
+        keep: Whether to leave in it what each trial made.
+        jobs: How many to try at a time.
+
+    Returns:
+        Whether all passed.
+    """
     arrows = {name: siblings(package, packages) for name, package in packages.items()}
     wheels = work / "dist"
     for name in sorted(closure((package.name for package in chosen), arrows)):
@@ -86,7 +101,13 @@ def check(
 
     def attempt(package: Package) -> str:
         check_changelog(package)
-        return try_package(package, trial, uv=uv, wheels=wheels, work=work / package.name)
+        folder = work / package.name
+        try:
+            return try_package(package, trial, uv=uv, wheels=wheels, work=folder)
+        finally:
+            # An environment with JAX takes most of a gigabyte.
+            if not keep:
+                shutil.rmtree(folder, ignore_errors=True)
 
     with ThreadPoolExecutor(jobs) as pool:
         return all(list(pool.map(partial(_report, attempt), chosen)))
@@ -117,7 +138,10 @@ def _run_check(options: argparse.Namespace, packages: Mapping[str, Package]) -> 
         work = (options.keep or Path(scratch)).resolve()
         if work.is_dir() and any(work.iterdir()):
             raise CheckError(f"--keep: expected an empty folder, found {work} with content")
-        passed = check(chosen, packages, trial, uv=Uv.find(), work=work, jobs=options.jobs)
+        keep = options.keep is not None
+        passed = check(
+            chosen, packages, trial, uv=Uv.find(), work=work, keep=keep, jobs=options.jobs
+        )
     return 0 if passed else 1
 
 
