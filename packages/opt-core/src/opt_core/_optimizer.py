@@ -68,7 +68,7 @@ class OptimizerDef:
         """Returns the state for `params` before the first step.
 
         Args:
-          params: pytree of parameters; arrays, tracers or `jax.ShapeDtypeStruct`s.
+          params: pytree of parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
 
         Returns:
           The state, its `step` a strong int32 zero.

@@ -74,7 +74,7 @@ def restore_state_dict(reference: Any, state_dict: Any) -> tuple[Any, RestoreRep
     the reference leaf where that is committed to some; JAX arrays are taken as they are.
 
     Args:
-      reference: any pytree; leaves may be arrays, tracers or `jax.ShapeDtypeStruct`s.
+      reference: any pytree; leaves may be arrays, tracers or `jax.ShapeDtypeStruct` leaves.
       state_dict: nested mappings.
 
     Returns:

@@ -20,7 +20,7 @@ class DerivesLogicalAxes(Protocol):
 
         Args:
           optimizer: an optimizer of this definition; its leaves may be arrays or
-            `jax.ShapeDtypeStruct`s, of which only shapes are read.
+            `jax.ShapeDtypeStruct` leaves, of which only shapes are read.
           param_axes: a tree like the parameters with a `PartitionSpec` of logical names per leaf.
 
         Returns:

@@ -19,7 +19,7 @@ def align_axes(params: Any, state: Any, param_axes: Any) -> tuple[Any, Any]:
     """Returns the axes of the parameters and of the state, in their own containers.
 
     Args:
-      params: parameters; arrays or `jax.ShapeDtypeStruct`s.
+      params: parameters; arrays or `jax.ShapeDtypeStruct` leaves.
       state: the state of a transformation for them.
       param_axes: a `PartitionSpec` (or `None`) per parameter; containers may be of another kind.
 

@@ -167,7 +167,7 @@ class OptaxWrapper(OptimizerDef):
         """Returns the optimizer with the logical axes of every leaf in its place.
 
         Args:
-          optimizer: an optimizer of this definition; arrays or `jax.ShapeDtypeStruct`s.
+          optimizer: an optimizer of this definition; arrays or `jax.ShapeDtypeStruct` leaves.
           param_axes: a tree like the parameters with a `PartitionSpec` per leaf. Dicts and
             FrozenDicts may stand for one another.
 
