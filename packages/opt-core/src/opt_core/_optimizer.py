@@ -25,8 +25,7 @@ logger = logging.getLogger("opt_core")
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
 
-@flax.struct.dataclass
-class OptimizerState:
+class OptimizerState(flax.struct.PyTreeNode):
     """What an optimizer remembers between steps.
 
     Attributes:

@@ -1,0 +1,14 @@
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `core_testing`
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _strict_promotion() -> Iterator[None]:
+    with jax.numpy_dtype_promotion("strict"):
+        yield

@@ -1,0 +1,301 @@
+import dataclasses
+import enum
+import functools
+import math
+import types
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from core_testing import Momentum, Pair, given
+from flax.core import FrozenDict
+from hypothesis import strategies as st
+from opt_core import fingerprint
+
+SCALE = 2.0
+
+
+@dataclasses.dataclass
+class Config:
+    rate: Any
+    other: Any = None
+
+
+class Plain:
+    def __init__(self, rate: Any) -> None:
+        self.rate = rate
+
+    def schedule(self, step: Any) -> Any:
+        return self.rate * step
+
+
+class Slotted:
+    __slots__ = ("rate",)
+
+    def __init__(self, rate: Any) -> None:
+        self.rate = rate
+
+
+class HalfSlotted(Slotted):
+    note = None
+
+
+class Unhashable:
+    def __init__(self, rate: Any) -> None:
+        self.rate = rate
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]  # that is the point
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def half_slotted(rate: Any) -> HalfSlotted:
+    obj = HalfSlotted(rate)
+    obj.note = "in __dict__"  # type: ignore[assignment]  # the class attribute says None
+    return obj
+
+
+def closure(rate: Any) -> Callable[[Any], Any]:
+    def inner(step: Any) -> Any:
+        return rate * step
+
+    return inner
+
+
+def nested(rate: Any) -> Callable[[Any], Any]:
+    return lambda step: closure(closure(rate))(step)
+
+
+def defaulted(rate: Any) -> Callable[..., Any]:
+    return lambda step, rate=rate: rate * step
+
+
+def keyword_only(rate: Any) -> Callable[..., Any]:
+    return lambda step, *, rate=rate: rate * step
+
+
+def recursive(rate: Any) -> Callable[[Any], Any]:
+    def inner(step: Any) -> Any:
+        return rate if step == 0 else inner(step - 1)
+
+    return inner
+
+
+def unfilled(rate: Any) -> Callable[[], Any]:
+    def inner() -> Any:
+        return rate, later
+
+    if rate is None:  # `later` is captured and, mostly, never assigned
+        later = 1
+    return inner
+
+
+def cyclic(rate: Any) -> list[Any]:
+    items: list[Any] = [rate]
+    items.append(items)
+    return items
+
+
+def executed(rate: Any) -> Any:
+    namespace: dict[str, Any] = {"rate": rate, "__name__": "somewhere"}
+    exec("def schedule(step):\n  return [rate * s for s in step]", namespace)
+    return namespace["schedule"]
+
+
+# Built twice from the same rate they are the same, from another they are not.
+BUILDERS: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda rate: rate,
+    "closure": closure,
+    "nested": nested,
+    "lambda default": defaulted,
+    "keyword default": keyword_only,
+    "recursive": recursive,
+    "unfilled cell": unfilled,
+    "cycle": cyclic,
+    "global": executed,
+    "partial": lambda rate: functools.partial(math.pow, rate),
+    "partial keyword": lambda rate: functools.partial(closure, rate=rate),
+    "partial of closure": lambda rate: functools.partial(closure(rate), 1),
+    "bound method": lambda rate: Plain(rate).schedule,
+    "plain object": Plain,
+    "object in object": lambda rate: Plain(Plain([rate])),
+    "dataclass": Config,
+    "struct": lambda rate: FrozenDict(config=Config(rate)),
+    "list": lambda rate: [rate],
+    "namedtuple": lambda rate: Pair(rate, None),
+    "dict": lambda rate: {"rate": rate},
+    "key": lambda rate: {rate: "rate"},
+    "set": lambda rate: {rate},
+    "definition": Momentum,
+    "definition in closure": lambda rate: closure(Momentum(rate)),
+    "numpy": lambda rate: np.array([rate]),
+    "jax": lambda rate: jnp.array([rate], jnp.float32),
+    "numpy scalar": np.float32,
+    "bfloat16 scalar": ml_dtypes.bfloat16,
+    "complex": lambda rate: complex(0, rate),
+}
+
+
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS.keys())
+def test_what_is_built_the_same_way_is_the_same(build: Callable[[Any], Any]) -> None:
+    one, same, other = fingerprint(build(0.5)), fingerprint(build(0.5)), fingerprint(build(0.25))
+    assert one == same
+    assert hash(one) == hash(same)
+    assert one != other
+
+
+@given(x=st.floats(), y=st.floats())
+def test_floats_are_compared_by_their_bits(x: float, y: float) -> None:
+    same = (math.isnan(x) and math.isnan(y)) or np.float64(x).tobytes() == np.float64(y).tobytes()
+    for build in (float, np.float64, np.array, lambda v: complex(v, 0.0), lambda v: [v]):
+        if not (math.isnan(x) and math.isnan(y) and build is np.array):  # payloads may differ
+            assert (fingerprint(build(x)) == fingerprint(build(y))) == same
+
+
+DIFFERENT: list[tuple[Any, Any]] = [
+    (1, 1.0),
+    (1, True),
+    (0, False),
+    (0.0, -0.0),
+    (0.0, None),
+    (np.float32(1), 1.0),
+    (np.float32(1), np.float64(1)),
+    (np.int32(1), 1),
+    ("1", 1),
+    ("a", b"a"),
+    ((1,), [1]),
+    ({"a": 1}, {"a": True}),
+    ({"a": 1}, FrozenDict(a=1)),
+    ({"a": 1}, OrderedDict(a=1)),
+    (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
+    ({1}, frozenset({1})),
+    ([1, 2], [2, 1]),
+    (Pair(1, 2), (1, 2)),
+    (np.ones(2), np.ones((2, 1))),
+    (np.ones(2), np.ones(2, np.float32)),
+    (np.ones(2, np.float32), jnp.ones(2)),
+    (jnp.asarray(1.0), jnp.float32(1)),
+    (np.zeros(1), -np.zeros(1)),
+    (jax.random.key(0), jax.random.key(1)),
+    (jax.random.key(0, impl="rbg"), jax.random.key(0, impl="unsafe_rbg")),
+    (float, int),
+    (math, np),
+    (math.sin, math.cos),
+    (np.add, np.multiply),
+    (jnp.add, jnp.multiply),
+    (jax.nn.relu, jax.nn.gelu),
+    (closure(1), defaulted(1)),
+    (Plain(1).schedule, Plain(2).schedule),
+    (Plain(1), Config(1)),
+    (functools.partial(math.pow, 1), functools.partial(math.pow, 1, 2)),
+    (cyclic(1), [1, [1, None]]),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_what_differs(one: Any, other: Any) -> None:
+    assert fingerprint(one) != fingerprint(other)
+    assert fingerprint(one) == fingerprint(one)
+
+
+EQUAL: list[tuple[Any, Any]] = [
+    (float("nan"), float("nan")),
+    (complex("nan"), complex("nan")),
+    (np.float32("nan"), np.float32("nan")),
+    ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+    (FrozenDict(a=1, b=2), FrozenDict(b=2, a=1)),
+    (jax.random.key(3), jax.random.key(3)),
+    (np.dtype("float32"), np.dtype("float32")),
+    (jax.P("data"), jax.P("data")),
+    (Colour.RED, Colour.RED),
+    (jnp.float32, jnp.float32),
+    (types.MappingProxyType({"a": 1}), types.MappingProxyType({"a": 1})),
+]
+
+
+@pytest.mark.parametrize(("one", "same"), EQUAL)
+def test_what_is_equal(one: Any, same: Any) -> None:
+    assert fingerprint(one) == fingerprint(same)
+    assert hash(fingerprint(one)) == hash(fingerprint(same))
+
+
+# What cannot be looked into is the same as itself and nothing else.
+OPAQUE: dict[str, Callable[[], Any]] = {
+    "jitted": lambda: jax.jit(closure(1.0)),
+    "object": object,
+    "slots": lambda: Slotted(1.0),
+    "slots and dict": lambda: half_slotted(1.0),
+    "equality without hash": lambda: Unhashable(1.0),
+    "array of objects": lambda: np.array([object()]),
+    "ufunc": lambda: np.frompyfunc(abs, 1, 1),
+}
+
+
+@pytest.mark.parametrize("build", OPAQUE.values(), ids=OPAQUE.keys())
+def test_what_cannot_be_looked_into(build: Callable[[], Any]) -> None:
+    one, other = build(), build()
+    assert fingerprint(one) == fingerprint(one)
+    assert fingerprint([one]) == fingerprint([one])
+    assert fingerprint(one) != fingerprint(other)
+    hash(fingerprint(one))
+
+
+def test_slots_beside_a_dict_count() -> None:
+    assert fingerprint(half_slotted(1.0)) != fingerprint(half_slotted(2.0))
+
+
+def test_tracers_equal_themselves() -> None:
+    found = []
+
+    @jax.jit
+    def traced(x: Any, y: Any) -> Any:
+        found.append((fingerprint(x) == fingerprint(x), fingerprint(x) == fingerprint(y)))
+        return x
+
+    traced(1.0, 1.0)
+    assert found == [(True, False)]
+
+
+def test_deleted_arrays_equal_themselves() -> None:
+    one, other = jnp.ones(2), jnp.ones(2)
+    one.delete()
+    other.delete()
+    assert fingerprint(one) == fingerprint(one)
+    assert fingerprint(one) != fingerprint(other)
+
+
+def test_a_global_may_be_rebound(monkeypatch: pytest.MonkeyPatch) -> None:
+    def schedule(step: Any) -> Any:
+        return [SCALE * step for _ in range(3)]
+
+    before = fingerprint(schedule)
+    assert fingerprint(schedule) == before
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    assert fingerprint(schedule) != before
+
+
+def test_content_is_that_of_the_moment() -> None:
+    array = np.zeros(2)
+    before = fingerprint(array)
+    array[0] = 1
+    assert fingerprint(array) != before
+
+
+def test_struct_dataclasses_compare_by_field() -> None:
+    @flax.struct.dataclass
+    class Hyper:
+        rate: Any
+
+    assert fingerprint(Hyper(jnp.ones(2))) == fingerprint(Hyper(jnp.ones(2)))
+    assert fingerprint(Hyper(jnp.ones(2))) != fingerprint(Hyper(jnp.zeros(2)))

@@ -1,0 +1,176 @@
+"""The words of errors: what, where, expected, found, what to do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from core_testing import Layer, Momentum, Pair
+from flax.core import FrozenDict
+from opt_core import Mismatch, MismatchKind, RestoreReport, errors, restore_state_dict
+from opt_core.errors import RestoreError, TreeMismatchError
+
+
+def test_a_restore_error_in_full() -> None:
+    reference = Momentum().create(
+        {"a": jnp.ones(2), "b": [jnp.ones((2, 3), jnp.bfloat16)], "c": jnp.ones(()), "d": ()}
+    )
+    state_dict: Any = reference.state_dict()
+    state_dict["target"] = {
+        "a": np.ones(3, np.float32),
+        "b": {"0": np.ones((2, 3), np.float16)},
+        "d": [],
+        "e/f": {"g": 1, "h": {}},
+    }
+    state_dict["state"]["step"] = 2**40
+    with pytest.raises(RestoreError) as caught:
+        reference.restore_state(state_dict)
+    assert str(caught.value) == (
+        "the state dict does not fit the optimizer: 7 deviations\n"
+        "  state/step: value: expected int32[], found 1099511627776, which does not fit int32\n"
+        "  target/a: shape: expected float32[2], found float32[3]\n"
+        "  target/b/0: dtype: expected bfloat16[2, 3], found float16[2, 3]\n"
+        "  target/c: missing: expected float32[], found nothing\n"
+        "  target/d: container: expected a mapping (tuple) with no keys, found a list\n"
+        "  target/e/f/g: extra: expected nothing, found 1 (int)\n"
+        "  target/e/f/h: extra: expected nothing, found a mapping with no keys\n"
+        "Restore into an optimizer built as the saved one was, correct the dict, or pass "
+        "`strict=False` to take the 3 leaves that fit and keep the rest as they are."
+    )
+
+
+LINES: list[tuple[Any, Any, str]] = [
+    (jnp.ones(2), [1.0], "value: expected float32[2], found a list"),
+    (jnp.ones(2), "text", "value: expected float32[2], found a str"),
+    (jnp.ones(2), None, "value: expected float32[2], found None"),
+    (jnp.ones(2), 1.5, "value: expected float32[2], found 1.5 (float)"),
+    (jnp.ones(2), {"a": 1}, "container: expected float32[2], found a mapping with keys a"),
+    (None, np.ones(2), "value: expected None, found float64[2]"),
+    (1, 2.0, "value: expected 1 (int), found 2.0 (float)"),
+    ("a", 1, "value: expected a str, found 1 (int)"),
+    (
+        Pair(1, 2),
+        np.ones(2),
+        "container: expected a mapping (Pair) with keys left, right, found float64[2]",
+    ),
+    (
+        Layer(1),
+        None,
+        "container: expected a mapping (Layer) with keys kernel, bias, found None",
+    ),
+    (
+        {"a": 1},
+        {1: 1, "1": 2},
+        "container: expected keys with different names, found keys 1, '1'",
+    ),
+    (
+        jax.random.key(0),
+        np.ones(2, np.float32),
+        "dtype: expected key<fry>[], found float32[2]",
+    ),
+    (
+        jax.random.key(0),
+        np.ones(4, np.uint32),
+        "shape: expected key<fry>[], found uint32[4]",
+    ),
+    (jnp.ones(()), 1e300, "value: expected float32[], found 1e+300, which does not fit float32"),
+]
+
+
+@pytest.mark.parametrize(("reference", "found", "line"), LINES)
+def test_the_line_of_a_deviation(reference: Any, found: Any, line: str) -> None:
+    _, report = restore_state_dict({"x": reference}, {"x": found})
+    assert [str(mismatch) for mismatch in report.mismatches] == [f"x: {line}"]
+
+
+def without_state(state_dict: dict[str, Any]) -> None:
+    del state_dict["state"]["param_states"]
+
+
+def adam_state(state_dict: dict[str, Any]) -> None:
+    momenta = state_dict["state"]["param_states"]
+    state_dict["state"]["param_states"] = {"0": {"mu": momenta, "nu": momenta}}
+
+
+def half_the_state(state_dict: dict[str, Any]) -> None:
+    del state_dict["state"]["param_states"]["a"]
+
+
+def other_shapes(state_dict: dict[str, Any]) -> None:
+    state_dict["state"]["param_states"] = {"a": np.ones(9), "b": np.ones(9)}
+
+
+def other_params(state_dict: dict[str, Any]) -> None:
+    state_dict["target"] = {}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "suspected"),
+    [
+        (without_state, True),
+        (adam_state, True),
+        (half_the_state, False),
+        (other_shapes, False),
+        (other_params, False),
+    ],
+)
+def test_another_optimizers_state_is_recognised(
+    spoil: Callable[[Any], None], suspected: bool
+) -> None:
+    optimizer = Momentum().create({"a": jnp.ones(2), "b": jnp.ones(2)})
+    state_dict = optimizer.state_dict()
+    spoil(state_dict)
+    head = str(optimizer.check_state_dict(state_dict)).splitlines()[0]
+    words = "; nothing under `state/param_states` fits: another optimizer's state, or none"
+    assert head.endswith(words) == suspected
+
+
+def test_reports() -> None:
+    fits = RestoreReport((), 3)
+    assert fits.ok
+    assert str(fits) == "the state dict fits: 3 leaves"
+    mismatch = Mismatch("a/b", MismatchKind.EXTRA, "nothing", "int32[]")
+    assert str(mismatch) == "a/b: extra: expected nothing, found int32[]"
+    one = RestoreReport((mismatch,), 0)
+    assert not one.ok
+    assert str(one).startswith("the state dict does not fit the optimizer: 1 deviation\n")
+    assert RestoreError(one).report is one
+
+
+def test_the_count_is_of_leaves_that_fit() -> None:
+    optimizer = Momentum().create({"a": jnp.ones(2), "b": {"c": None}})
+    state_dict = optimizer.state_dict()
+    assert optimizer.check_state_dict(state_dict).matched == 5
+    state_dict["target"]["a"] = 1
+    assert optimizer.check_state_dict(FrozenDict(state_dict)).matched == 4
+
+
+def test_gradients_say_what_to_do() -> None:
+    optimizer = Momentum().create({"w": jnp.ones(2)})
+    with pytest.raises(TreeMismatchError) as caught:
+        optimizer.apply_gradient(FrozenDict(w=jnp.ones(2)))
+    assert str(caught.value) == (
+        "`grads` do not look like the parameters:\n"
+        "  .: expected a dict, found a FrozenDict\n"
+        "Differentiate with respect to the optimizer's own `target`, or convert the gradients' "
+        "containers to those of the parameters."
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "builtin"),
+    [
+        (errors.HyperParamError, TypeError),
+        (errors.RestoreError, ValueError),
+        (errors.StateChangedError, TypeError),
+        (errors.StateDictError, ValueError),
+        (errors.TreeMismatchError, ValueError),
+    ],
+)
+def test_errors_are_the_builtins_that_callers_catch(
+    error: type[Exception], builtin: type[Exception]
+) -> None:
+    assert issubclass(error, errors.OptimizerError)
+    assert issubclass(error, builtin)

@@ -1,0 +1,588 @@
+import copy
+import dataclasses
+import functools
+import logging
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from core_testing import (
+    KeepsParams,
+    Momentum,
+    MomentumHyperParams,
+    advanced,
+    any_target,
+    assert_same,
+    bits,
+    structure,
+    to_numpy,
+)
+from flax import serialization
+from flax.core import FrozenDict
+from opt_core import (
+    MismatchKind,
+    Optimizer,
+    OptimizerDef,
+    OptimizerState,
+    increment_step,
+    protocols,
+)
+from opt_core.errors import HyperParamError, RestoreError
+
+Make = Callable[[], Any]
+INT32_MAX = 2**31 - 1
+
+
+def ones_like(tree: Any) -> Any:
+    return jax.tree.map(jnp.ones_like, tree)
+
+
+def avals(tree: Any) -> list[Any]:
+    return [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(tree)]
+
+
+def step(optimizer: Optimizer, grads: Any, **overrides: Any) -> Optimizer:
+    return optimizer.apply_gradient(grads, **overrides)
+
+
+# The contract.
+
+
+def test_the_update_is_the_definitions() -> None:
+    optimizer = Momentum(learning_rate=0.5, beta=0.5).create({"w": jnp.array([1.0, 2.0])})
+    grads = {"w": jnp.array([2.0, -2.0])}
+    first = optimizer.apply_gradient(grads)
+    assert first.target["w"].tolist() == [0.0, 3.0]
+    second = first.apply_gradient(grads, learning_rate=1.0)
+    assert second.state.param_states["w"].tolist() == [3.0, -3.0]
+    assert second.target["w"].tolist() == [-3.0, 6.0]
+    assert [int(o.state.step) for o in (optimizer, first, second)] == [0, 1, 2]
+    assert optimizer.target["w"].tolist() == [1.0, 2.0]
+    assert second.optimizer_def is optimizer.optimizer_def
+
+
+@pytest.mark.parametrize("method", ["init_state", "apply_gradient"])
+def test_what_a_definition_must_implement(method: str) -> None:
+    class Empty(OptimizerDef):
+        pass
+
+    arguments: Any = [None] * {"init_state": 1, "apply_gradient": 4}[method]
+    with pytest.raises(NotImplementedError, match=f"`Empty` does not implement `{method}`"):
+        getattr(Empty(None), method)(*arguments)
+
+
+def test_the_fields_are_those_of_t5x() -> None:
+    def fields(cls: Any) -> list[str]:
+        return [field.name for field in dataclasses.fields(cls)]
+
+    assert fields(Optimizer) == ["optimizer_def", "state", "target"]
+    assert fields(OptimizerState) == ["step", "param_states"]
+    optimizer = Momentum().create({"w": jnp.ones(2)})
+    paths = [
+        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(optimizer)
+    ]
+    assert paths == [".state.step", ".state.param_states['w']", ".target['w']"]
+
+
+def test_frozen() -> None:
+    optimizer = Momentum().create({"w": jnp.ones(2)})
+    for frozen in (optimizer, optimizer.state):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(frozen, dataclasses.fields(frozen)[0].name, None)
+    replaced = optimizer.replace(target={"w": jnp.zeros(2)})
+    assert replaced.state is optimizer.state
+    assert replaced.target["w"].tolist() == [0, 0]
+
+
+# The step.
+
+
+def test_the_step_is_a_strong_int32_from_the_start() -> None:
+    params = {"w": jnp.ones(2)}
+    definition = Momentum()
+    abstract = jax.eval_shape(definition.create, params)
+    for optimizer in (definition.create(params), abstract, advanced(definition.create(params))):
+        found = optimizer.state.step
+        assert (found.shape, found.dtype, found.weak_type) == ((), jnp.int32, False)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("kind", [int, np.int32, jnp.int32, np.int64], ids=lambda k: k.__name__)
+def test_the_step_stops_at_the_largest_int32(kind: Any, transform: Any) -> None:
+    steps = [transform(increment_step)(kind(step)) for step in (0, INT32_MAX - 1, INT32_MAX)]
+    assert [int(step) for step in steps] == [1, INT32_MAX, INT32_MAX]
+    assert all(step.dtype == jnp.int32 and not step.weak_type for step in steps)
+
+
+def test_an_optimizer_goes_on_at_the_last_step() -> None:
+    optimizer = Momentum().create({"w": jnp.ones(2)})
+    optimizer = optimizer.replace(state=optimizer.state.replace(step=jnp.int32(INT32_MAX)))
+    after = jax.jit(step)(optimizer, {"w": jnp.ones(2)})
+    assert int(after.state.step) == INT32_MAX
+    assert after.target["w"].tolist() != optimizer.target["w"].tolist()
+
+
+@pytest.mark.parametrize(
+    "found", [5, np.int32(5), np.int64(5), np.array(5), np.uint8(5), jnp.int32(5), jnp.asarray(5)]
+)
+def test_the_step_is_read_from_any_integer(found: Any) -> None:
+    optimizer = Momentum().create({"w": jnp.ones(2)})
+    state_dict = optimizer.state_dict()
+    state_dict["state"]["step"] = found
+    accepted: list[Any] = [state_dict, FrozenDict(state_dict)]
+    for given in accepted:
+        assert_same(optimizer.restore_state(given).state.step, jnp.int32(5))
+
+
+@pytest.mark.parametrize(
+    ("found", "kind", "words"),
+    [
+        (2**31, MismatchKind.VALUE, "2147483648, which does not fit int32"),
+        (np.int64(2**31), MismatchKind.DTYPE, "int64[]"),
+        (np.int64(-1), MismatchKind.DTYPE, "int64[]"),
+        (5.0, MismatchKind.VALUE, "5.0 (float)"),
+        (np.float64(5), MismatchKind.DTYPE, "float64[]"),
+        (True, MismatchKind.VALUE, "True (bool)"),
+        (np.array([5]), MismatchKind.SHAPE, "int64[1]"),
+        (None, MismatchKind.VALUE, "None"),
+        (jax.random.key(0), MismatchKind.DTYPE, "key<fry>[]"),
+    ],
+    ids=str,
+)
+def test_what_is_no_step(found: Any, kind: MismatchKind, words: str) -> None:
+    optimizer = Momentum().create({"w": jnp.ones(2)})
+    state_dict = optimizer.state_dict()
+    state_dict["state"]["step"] = found
+    [mismatch] = optimizer.check_state_dict(state_dict).mismatches
+    assert (mismatch.path, mismatch.kind, mismatch.found) == ("state/step", kind, words)
+
+
+# State dicts.
+
+
+@any_target
+def test_state_dict_round_trip(make: Make) -> None:
+    definition = Momentum()
+    optimizer = advanced(definition.create(make()))
+    state_dict = optimizer.state_dict()
+    assert list(state_dict) == ["target", "state"]
+    assert list(state_dict["state"]) == ["step", "param_states"]
+    data = serialization.msgpack_serialize(state_dict)
+    fresh = definition.create(jax.tree.map(jnp.zeros_like, make()))
+    given: list[Any] = [
+        serialization.msgpack_restore(data),
+        FrozenDict(serialization.msgpack_restore(data)),
+        serialization.msgpack_restore(data) | {"flax_mutables": {"batch_stats": 1}},
+    ]
+    for found in given:
+        assert fresh.check_state_dict(found).ok
+        assert_same(fresh.restore_state(found), optimizer)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(fresh))
+
+
+def test_the_layout() -> None:
+    optimizer = advanced(Momentum().create({"mlp": [jnp.ones(2)], "a/b": {1: jnp.zeros(())}}))
+    shapes = jax.tree.map(jnp.shape, optimizer.state_dict(), is_leaf=lambda x: hasattr(x, "shape"))
+    params = {"mlp": {"0": (2,)}, "a/b": {"1": ()}}
+    assert shapes == {"target": params, "state": {"step": (), "param_states": params}}
+
+
+DEVIATIONS: dict[str, tuple[Callable[[dict[str, Any]], Any], list[tuple[str, MismatchKind]]]] = {
+    "missing": (lambda d: d["target"].pop("a"), [("target/a", MismatchKind.MISSING)]),
+    "extra": (lambda d: d["target"].update(c=1), [("target/c", MismatchKind.EXTRA)]),
+    "shape": (
+        lambda d: d["target"].update(a=np.zeros((2, 1), np.float32)),
+        [("target/a", MismatchKind.SHAPE)],
+    ),
+    "dtype": (
+        lambda d: d["target"].update(a=np.zeros(2, np.float64)),
+        [("target/a", MismatchKind.DTYPE)],
+    ),
+    "leaf to subtree": (
+        lambda d: d["target"].update(a={"x": np.zeros(2)}),
+        [("target/a", MismatchKind.CONTAINER)],
+    ),
+    "subtree to leaf": (
+        lambda d: d["target"].update(b=np.zeros(2, np.float32)),
+        [("target/b", MismatchKind.CONTAINER)],
+    ),
+    "list": (
+        lambda d: d["target"].update(b=[np.zeros(2, np.float32)]),
+        [("target/b", MismatchKind.CONTAINER)],
+    ),
+    "value": (lambda d: d["target"].update(a=None), [("target/a", MismatchKind.VALUE)]),
+    "no state": (
+        lambda d: d.pop("state"),
+        [
+            ("state/param_states/a", MismatchKind.MISSING),
+            ("state/param_states/b/0", MismatchKind.MISSING),
+            ("state/step", MismatchKind.MISSING),
+        ],
+    ),
+    "other optimizer": (
+        lambda d: d["state"].update(param_states={"mu": {"a": 1}, "nu": {"a": 1}}),
+        [
+            ("state/param_states/a", MismatchKind.MISSING),
+            ("state/param_states/b/0", MismatchKind.MISSING),
+            ("state/param_states/mu/a", MismatchKind.EXTRA),
+            ("state/param_states/nu/a", MismatchKind.EXTRA),
+        ],
+    ),
+    "several": (
+        lambda d: (
+            d["target"].pop("a"),
+            d["target"]["b"].update({"1": 0}),
+            d["state"].update(step="x"),
+        ),
+        [
+            ("state/step", MismatchKind.VALUE),
+            ("target/a", MismatchKind.MISSING),
+            ("target/b/1", MismatchKind.EXTRA),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "expected"), DEVIATIONS.values(), ids=DEVIATIONS.keys())
+def test_every_deviation_is_an_error(
+    spoil: Callable[[dict[str, Any]], Any],
+    expected: list[tuple[str, MismatchKind]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reference = Momentum().create({"a": jnp.ones(2), "b": [jnp.ones(2)]})
+    before = jax.tree.map(np.array, reference)
+    saved = advanced(reference)
+    state_dict = to_numpy(saved.state_dict())
+    spoil(state_dict)
+
+    with pytest.raises(RestoreError) as caught:
+        reference.restore_state(state_dict)
+    report = caught.value.report
+    assert sorted([(m.path, m.kind.value) for m in report.mismatches]) == [
+        (path, kind.value) for path, kind in expected
+    ]
+    assert all(str(mismatch) in str(caught.value) for mismatch in report.mismatches)
+    assert not caplog.records
+    assert reference.check_state_dict(state_dict) == report
+    assert not caplog.records
+
+    with caplog.at_level(logging.WARNING, logger="opt_core"):
+        restored = reference.restore_state(state_dict, strict=False)
+    assert [(r.name, r.getMessage()) for r in caplog.records] == [("opt_core", str(report))]
+    assert_same(jax.tree.map(np.array, reference), before)
+    spoilt = {path for path, _ in expected}
+    got, kept, given = (flat(o) for o in (restored, reference, saved))
+    for path in got:
+        source = kept if any(path == s or path.startswith(s + "/") for s in spoilt) else given
+        assert bits(got[path]) == bits(source[path]), path
+
+
+def flat(optimizer: Optimizer) -> dict[str, Any]:
+    def walk(node: Any, path: str) -> dict[str, Any]:
+        if not isinstance(node, dict):
+            return {path: node}
+        children = [walk(child, f"{path}/{name}".lstrip("/")) for name, child in node.items()]
+        return functools.reduce(lambda a, b: a | b, children, {})
+
+    return walk(optimizer.state_dict(), "")
+
+
+@pytest.mark.parametrize("found", [None, [], 1, "text"])
+def test_what_is_no_state_dict(found: Any) -> None:
+    optimizer = Momentum().create({"a": jnp.ones(2)})
+    [mismatch] = optimizer.check_state_dict(found).mismatches
+    assert (mismatch.path, mismatch.kind) == (".", MismatchKind.CONTAINER)
+
+
+def test_reports_are_data() -> None:
+    optimizer = Momentum().create({"a": jnp.ones(2)})
+    with pytest.raises(RestoreError) as caught:
+        optimizer.restore_state({})
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(error, RestoreError)
+    assert error.report == caught.value.report
+    assert str(error) == str(caught.value)
+
+
+def test_definitions_that_know_nothing_of_strict() -> None:
+    class Old(Momentum):
+        def restore_state(  # type: ignore[override]  # as written for Flax and T5X
+            self, opt_target: Any, opt_state: Any, state_dict: Mapping[str, Any]
+        ) -> Any:
+            return opt_target, opt_state.replace(step=state_dict["state"]["step"])
+
+    optimizer = Old().create({"w": jnp.ones(2)})
+    restored = optimizer.restore_state({"state": {"step": jnp.int32(7)}})
+    assert int(restored.state.step) == 7
+
+
+# Memory.
+
+
+def distinct_buffers(tree: Any) -> bool:
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)]
+    return len(set(pointers)) == len(pointers)
+
+
+CREATES: dict[str, Callable[[Any], Optimizer]] = {
+    "the arrays": KeepsParams().create,
+    "views": KeepsParams(lambda x: x.reshape(x.shape)).create,
+    "device_put": KeepsParams(lambda x: jax.device_put(x, x.sharding)).create,
+    "jit": jax.jit(KeepsParams().create),
+    "vmap": jax.vmap(KeepsParams().create),
+}
+
+
+@pytest.mark.parametrize("create", CREATES.values(), ids=CREATES.keys())
+def test_a_new_optimizer_can_be_donated(create: Callable[[Any], Optimizer]) -> None:
+    optimizer = create({"w": jnp.ones((2, 3)), "b": jnp.ones((2, 1))})
+    assert distinct_buffers(optimizer)
+    donating = jax.jit(step, donate_argnums=0)
+    grads = ones_like(optimizer.target)
+    after = donating(donating(optimizer, grads), grads)
+    assert optimizer.target["w"].is_deleted()
+    assert after.target["w"].tolist() == [[-1.0] * 3] * 2
+    assert after.state.param_states["again"]["w"].tolist() == [[1.0] * 3] * 2
+
+
+def test_a_restored_optimizer_can_be_donated() -> None:
+    reference = KeepsParams().create({"w": jnp.zeros(3)})
+    shared = {"w": jnp.ones(3)}
+    state = {"step": 0, "param_states": {"first": shared, "again": shared}}
+    optimizer = reference.restore_state({"target": shared, "state": state})
+    assert distinct_buffers(optimizer)
+    after = jax.jit(step, donate_argnums=0)(optimizer, {"w": jnp.ones(3)})
+    assert after.target["w"].tolist() == [0.0] * 3
+    assert reference.target["w"].tolist() == [0.0] * 3
+
+
+def test_the_arrays_of_a_state_dict_are_not_kept() -> None:
+    optimizer = Momentum().create({"w": jnp.ones(256)})
+    state_dict = to_numpy(optimizer.state_dict())
+    restored = optimizer.restore_state(state_dict)
+    for array in jax.tree.leaves(state_dict):
+        array[...] = 77
+    assert_same(restored, optimizer)
+
+
+def test_a_donated_optimizer_is_still_a_reference() -> None:
+    optimizer = Momentum().create({"w": jnp.ones(3)})
+    state_dict = to_numpy(optimizer.state_dict())
+    jax.jit(step, donate_argnums=0)(optimizer, {"w": jnp.ones(3)})
+    assert optimizer.target["w"].is_deleted()
+    assert optimizer.restore_state(state_dict).target["w"].tolist() == [1.0] * 3
+
+
+# Transformations.
+
+
+@any_target
+def test_everything_works_under_jit(make: Make) -> None:
+    definition = Momentum()
+    optimizer = definition.create(make())
+    grads = ones_like(optimizer.target)
+    wanted = advanced(optimizer)
+    assert_same(jax.jit(definition.create)(make()), optimizer)
+
+    home = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shardings = jax.tree.map(lambda _: home, optimizer)
+    donating = jax.jit(step, donate_argnums=0, out_shardings=shardings)
+    stepped = donating(donating(jax.jit(definition.create)(make()), grads), grads)
+    assert_same(stepped, wanted)
+    assert all(leaf.committed for leaf in jax.tree.leaves(stepped))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def there_and_back(reference: Optimizer, state_dict: Any) -> tuple[Optimizer, Any, Optimizer]:
+        restored = reference.restore_state(state_dict)
+        return restored, restored.state_dict(), restored.replace(target=reference.target)
+
+    start = definition.create(make())
+    restored, state_dict, replaced = there_and_back(start, wanted.state_dict())
+    assert_same(restored, wanted)
+    assert_same(state_dict, wanted.state_dict())
+    assert_same(replaced, wanted.replace(target=optimizer.target))
+
+
+@any_target
+def test_eval_shape_tells_the_truth(make: Make) -> None:
+    definition = Momentum()
+    optimizer = definition.create(make())
+    grads = ones_like(optimizer.target)
+
+    def there_and_back(optimizer: Optimizer) -> Optimizer:
+        return optimizer.restore_state(optimizer.state_dict())
+
+    for function, arguments in (
+        (definition.create, (make(),)),
+        (step, (optimizer, grads)),
+        (there_and_back, (optimizer,)),
+        (lambda o: o.state_dict(), (optimizer,)),
+    ):
+        real, abstract = function(*arguments), jax.eval_shape(function, *arguments)
+        assert structure(abstract) == structure(real)
+        assert avals(abstract) == avals(real)
+    # Outside of a transformation too.
+    assert avals(there_and_back(jax.eval_shape(lambda: optimizer))) == avals(optimizer)
+
+
+@any_target
+def test_scan_is_the_loop(make: Make) -> None:
+    optimizer = Momentum().create(make())
+    grads = ones_like(optimizer.target)
+    scanned, _ = jax.lax.scan(lambda o, _: (step(o, grads), None), optimizer, length=3)
+    assert_same(scanned, advanced(optimizer, 3))
+
+
+@any_target
+def test_vmap_is_one_after_the_other(make: Make) -> None:
+    definition = Momentum()
+
+    def train(params: Any, learning_rate: Any) -> Optimizer:
+        optimizer = definition.create(params)
+        optimizer = step(optimizer, ones_like(params), learning_rate=learning_rate)
+        return optimizer.restore_state(optimizer.state_dict())
+
+    rates = jnp.array([0.25, 2.0])
+    params = [make(), jax.tree.map(lambda x: x + 1, make())]
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *params)
+    batched = jax.vmap(train)(stacked, rates)
+    for i, param in enumerate(params):
+        assert_same(jax.tree.map(lambda x, i=i: x[i], batched), train(param, rates[i]))
+
+
+# Nothing changes between steps, nothing compiles twice.
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__
+)
+def test_types_and_structure_never_change(dtype: Any) -> None:
+    optimizer = Momentum().create({"w": jnp.ones(3, dtype), "weak": jnp.asarray(1.0)})
+    later = advanced(optimizer)
+    assert structure(later) == structure(optimizer)
+    assert avals(later) == avals(optimizer)
+    assert not any(weak for _, _, weak in avals(optimizer))
+
+
+def test_one_compilation_serves_equal_definitions_and_all_steps() -> None:
+    counted = jax.jit(chex.assert_max_traces(step, n=1))
+    grads = {"w": jnp.ones(2), "weak": jnp.ones(())}
+    for _ in range(2):
+        optimizer = Momentum().create({"w": jnp.ones(2), "weak": jnp.asarray(1.0)})
+        optimizer = counted(counted(optimizer, grads), grads)
+        optimizer = optimizer.restore_state(to_numpy(optimizer.state_dict()))
+        counted(optimizer, grads)
+    with pytest.raises(AssertionError, match="traced"):
+        counted(optimizer.replace(optimizer_def=Momentum(beta=0.25)), grads)
+
+
+def test_one_compilation_serves_all_values() -> None:
+    counted = jax.jit(chex.assert_max_traces(step, n=1))
+    optimizer = Momentum(learning_rate=7.0).create({"w": jnp.zeros(1)})
+    rates = [0.5, 2.0]
+    found = [counted(optimizer, {"w": jnp.ones(1)}, learning_rate=rate) for rate in rates]
+    assert [o.target["w"].tolist() for o in found] == [[-0.5], [-2.0]]
+
+
+# Equality of definitions.
+
+
+def test_definitions_are_compared_by_how_they_were_built() -> None:
+    one, same, other = Momentum(0.1), Momentum(0.1), Momentum(0.2)
+    assert one == same
+    assert hash(one) == hash(same)
+    assert one != other
+    assert one != object()
+    params = {"w": jnp.ones(2)}
+    trees = [structure(d.create(params)) for d in (one, same, other)]
+    assert trees[0] == trees[1]
+    assert hash(trees[0]) == hash(trees[1])
+    assert trees[0] != trees[2]
+    jax.tree.map(lambda a, b: None, one.create(params), same.create(params))
+
+
+def test_definitions_of_another_class_differ() -> None:
+    class Nesterov(Momentum):
+        pass
+
+    assert Nesterov() != Momentum()
+    assert Momentum() != Nesterov()
+
+
+@pytest.mark.parametrize(
+    "clone", [lambda d: pickle.loads(pickle.dumps(d)), copy.deepcopy, copy.copy]
+)
+def test_clones_are_equal(clone: Callable[[Any], Any]) -> None:
+    definition = Momentum(jnp.arange(3.0), beta=np.float32(0.9))
+    hash(definition)
+    cloned = clone(definition)
+    assert cloned is not definition
+    assert cloned == definition
+    assert hash(cloned) == hash(definition)
+    optimizer = advanced(Momentum().create({"w": jnp.ones(2)}))
+    assert_same(clone(optimizer), optimizer)
+
+
+def test_nothing_of_this_process_is_pickled() -> None:
+    fresh, hashed = Momentum(), Momentum()
+    hash(hashed)
+    assert pickle.dumps(fresh) == pickle.dumps(hashed)
+
+
+def test_a_changed_definition_is_another() -> None:
+    definition = Momentum(0.1)
+    before = hash(definition)
+    definition.hyper_params = MomentumHyperParams(0.2)
+    assert definition == Momentum(0.2, beta=0.9)
+    assert definition != Momentum(0.1)
+    assert hash(definition) != before
+
+
+def test_repr_names_the_hyper_parameters() -> None:
+    assert repr(Momentum(0.1)) == "Momentum(MomentumHyperParams(learning_rate=0.1, beta=0.5))"
+
+
+# What definitions may offer besides.
+
+
+class Greedy(Momentum):
+    """Takes the loss besides the gradients."""
+
+    def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
+        return frozenset(names) & {"value"}
+
+    def apply_gradient(
+        self, hyper_params: Any, params: Any, state: Any, grads: Any, *, value: Any = 1.0
+    ) -> Any:
+        grads = jax.tree.map(lambda g: value * g, grads)
+        return super().apply_gradient(hyper_params, params, state, grads)
+
+
+def test_extra_arguments_reach_definitions_that_take_them() -> None:
+    optimizer = Greedy(learning_rate=7.0).create({"w": jnp.zeros(1)})
+    assert isinstance(optimizer.optimizer_def, protocols.TakesExtraArgs)
+    grads = {"w": jnp.ones(1)}
+    assert step(optimizer, grads, learning_rate=0.5).target["w"].tolist() == [-0.5]
+    assert step(optimizer, grads, learning_rate=0.5, value=4.0).target["w"].tolist() == [-2.0]
+    with pytest.raises(HyperParamError, match="`loss`"):
+        step(optimizer, grads, loss=1.0)
+    with pytest.raises(HyperParamError, match="`value`"):
+        step(Momentum().create({"w": jnp.zeros(1)}), grads, value=1.0)
+
+
+def test_protocols_are_recognised_by_their_methods() -> None:
+    class Axes(Momentum):
+        def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
+            return optimizer.replace(target=param_axes)
+
+        def set_param_axes(self, param_axes: Any) -> None: ...
+
+    for protocol in (protocols.DerivesLogicalAxes, protocols.TakesParamAxes):
+        assert isinstance(Axes(), protocol)
+        assert not isinstance(Momentum(), protocol)
+    assert not isinstance(Axes(), protocols.TakesExtraArgs)

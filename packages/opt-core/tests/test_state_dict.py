@@ -1,0 +1,403 @@
+import collections
+import random
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from core_testing import (
+    Layer,
+    Pair,
+    assert_same,
+    flax_trees,
+    given,
+    leaf_paths,
+    structure,
+    to_numpy,
+    trees,
+)
+from flax import serialization
+from flax.core import FrozenDict
+from hypothesis import strategies as st
+from opt_core import MismatchKind, path_str, restore_state_dict, to_state_dict
+from opt_core.errors import StateDictError
+
+
+def through_bytes(state_dict: Any) -> Any:
+    return serialization.msgpack_restore(serialization.msgpack_serialize(state_dict))
+
+
+def zeros_like(tree: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def restored(reference: Any, state_dict: Any) -> Any:
+    tree, report = restore_state_dict(reference, state_dict)
+    assert report.ok, str(report)
+    return tree
+
+
+# Writing.
+
+
+@given(tree=flax_trees)
+def test_the_layout_is_that_of_flax(tree: Any) -> None:
+    # Flax leaves the int keys of a FrozenDict and of OrderedDicts alone; neither is generated.
+    theirs = serialization.to_state_dict(tree)
+    ours = to_state_dict(tree)
+    assert sorted(leaf_paths(ours)) == sorted(leaf_paths(theirs))
+    assert_same(ours, theirs)
+
+
+def test_every_container_has_its_layout() -> None:
+    tree = {
+        "named": Pair(1.0, [2.0, (3.0,)]),
+        "layer": Layer(4.0),
+        "ordered": OrderedDict(z=5.0, a=6.0),
+        "numbered": FrozenDict({7: 7.0, 8: {}}),
+        "a/b": (),
+    }
+    assert to_state_dict(tree) == {
+        "named": {"left": 1.0, "right": {"0": 2.0, "1": {"0": 3.0}}},
+        "layer": {"kernel": 4.0, "bias": None},
+        "ordered": {"z": 5.0, "a": 6.0},
+        "numbered": {"7": 7.0, "8": {}},
+        "a/b": {},
+    }
+    assert list(to_state_dict(tree)["ordered"]) == ["z", "a"]
+
+
+@given(tree=trees)
+def test_containers_without_leaves_are_dropped_on_request(tree: Any) -> None:
+    kept, dropped = to_state_dict(tree), to_state_dict(tree, keep_empty=False)
+    assert list(leaf_paths(dropped)) == list(leaf_paths(kept))
+    if isinstance(dropped, dict):
+        assert {} not in [node for node in nodes(dropped) if node is not dropped]
+    assert_same(restored(zeros_like(tree), dropped), tree)
+
+
+def nodes(state_dict: Any) -> list[dict[str, Any]]:
+    if not isinstance(state_dict, dict):
+        return []
+    return [state_dict, *(node for child in state_dict.values() for node in nodes(child))]
+
+
+def test_keys_with_one_name_are_refused() -> None:
+    tree = {"layers": OrderedDict([(1, 1.0), ("1", 2.0)])}
+    with pytest.raises(StateDictError, match="`layers` has two keys named '1'"):
+        to_state_dict(tree)
+
+
+def test_writing_works_on_abstract_trees() -> None:
+    tree = {"w": jnp.ones(3, jnp.bfloat16), "key": jax.random.key(0)}
+    abstract = to_state_dict(jax.eval_shape(lambda: tree))
+    assert (abstract["w"].shape, abstract["w"].dtype) == ((3,), jnp.bfloat16)
+    assert (abstract["key"].shape, abstract["key"].dtype) == ((2,), jnp.uint32)
+
+
+# Reading back what was written.
+
+
+@given(tree=trees)
+def test_round_trip_through_bytes(tree: Any) -> None:
+    assert_same(restored(zeros_like(tree), through_bytes(to_state_dict(tree))), tree)
+
+
+@given(tree=trees)
+def test_round_trip_without_bytes(tree: Any) -> None:
+    assert_same(restored(zeros_like(tree), to_state_dict(tree)), tree)
+
+
+@given(tree=trees, seed=st.integers(0, 2**32 - 1))
+def test_mappings_of_any_kind_order_and_key_type_are_read(tree: Any, seed: int) -> None:
+    rng = random.Random(seed)
+
+    def recast(node: Any) -> Any:
+        if not isinstance(node, Mapping):
+            return node
+        items = [(int(k) if k.isdecimal() else k, recast(v)) for k, v in node.items()]
+        rng.shuffle(items)
+        kinds: list[Any] = [dict, FrozenDict, OrderedDict, collections.ChainMap]
+        return rng.choice(kinds)(dict(items))
+
+    assert_same(restored(zeros_like(tree), recast(to_state_dict(tree))), tree)
+
+
+@given(tree=trees)
+def test_numpy_references_stay_numpy(tree: Any) -> None:
+    reference = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), tree)
+    result = restored(reference, through_bytes(to_state_dict(tree)))
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(result))
+    assert_same(jax.tree.map(jnp.array, result), tree)
+
+
+@given(tree=trees)
+def test_abstract_references_are_enough(tree: Any) -> None:
+    reference = jax.eval_shape(lambda: tree)
+    assert_same(restored(reference, through_bytes(to_state_dict(tree))), tree)
+
+
+def test_order_of_an_ordered_dict_is_the_references() -> None:
+    reference = OrderedDict(z=jnp.zeros(2), a=jnp.zeros(3))
+    result = restored(reference, {"a": np.ones(3, np.float32), "z": np.ones(2, np.float32)})
+    assert type(result) is OrderedDict
+    assert list(result) == ["z", "a"]
+    assert result["z"].shape == (2,)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2)], ids=str)
+def test_typed_keys_round_trip(impl: str, shape: tuple[int, ...]) -> None:
+    def key(seed: int) -> Any:
+        key = jax.random.key(seed, impl=impl)
+        return jax.random.split(key, shape) if shape else key
+
+    state_dict = through_bytes(to_state_dict({"key": key(3)}))
+    assert state_dict["key"].dtype == np.uint32
+    for reference in (key(0), jax.eval_shape(lambda: key(0))):
+        result = restored({"key": reference}, state_dict)
+        assert_same(result, {"key": key(3)})
+    assert_same(restored({"key": key(0)}, {"key": key(3)}), {"key": key(3)})
+
+
+def test_key_data_of_another_implementation_is_refused() -> None:
+    reference = {"key": jax.random.key(0, impl="rbg")}
+    data = to_state_dict({"key": jax.random.key(1)})
+    result, report = restore_state_dict(reference, data)
+    assert [(m.path, m.kind) for m in report.mismatches] == [("key", MismatchKind.SHAPE)]
+    assert_same(result, reference)
+
+
+# Reading what deviates.
+
+
+def _extra(parent: dict[str, Any], name: str) -> tuple[str, MismatchKind]:
+    parent[name + "!"] = np.zeros(2)
+    return name + "!", MismatchKind.EXTRA
+
+
+def _missing(parent: dict[str, Any], name: str) -> tuple[str, MismatchKind]:
+    del parent[name]
+    return name, MismatchKind.MISSING
+
+
+def _shape(parent: dict[str, Any], name: str) -> tuple[str, MismatchKind]:
+    parent[name] = np.asarray(parent[name])[None]
+    return name, MismatchKind.SHAPE
+
+
+def _dtype(parent: dict[str, Any], name: str) -> tuple[str, MismatchKind]:
+    parent[name] = np.zeros(parent[name].shape, np.float16)
+    return name, MismatchKind.DTYPE
+
+
+def _subtree(parent: dict[str, Any], name: str) -> tuple[str, MismatchKind]:
+    parent[name] = {"deep": {"er": parent[name]}}
+    return name, MismatchKind.CONTAINER
+
+
+def _value(parent: dict[str, Any], name: str) -> tuple[str, MismatchKind]:
+    parent[name] = None
+    return name, MismatchKind.VALUE
+
+
+@given(
+    tree=trees.map(lambda tree: {"root": tree, "one": jnp.ones(2)}),
+    mutations=st.lists(
+        st.sampled_from([_extra, _missing, _shape, _dtype, _subtree, _value]), max_size=5
+    ),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_exactly_the_deviations_are_reported(tree: Any, mutations: list[Any], seed: int) -> None:
+    reference, state_dict = zeros_like(tree), through_bytes(to_state_dict(tree))
+    paths = list(leaf_paths(state_dict))
+    mutated = random.Random(seed).sample(paths, min(len(mutations), len(paths)))
+    expected = []
+    for mutate, (*names, name) in zip(mutations, mutated, strict=False):
+        parent = state_dict
+        for outer in names:
+            parent = parent[outer]
+        reported, kind = mutate(parent, name)
+        expected.append((path_str((*names, reported)), kind))
+    result, report = restore_state_dict(reference, state_dict)
+    assert sorted([(m.path, m.kind.value) for m in report.mismatches]) == sorted(
+        [(path, kind.value) for path, kind in expected]
+    )
+    # What was not touched is restored, what was stays.
+    spoilt = {
+        tuple(path)
+        for path, mutate in zip(mutated, mutations, strict=False)
+        if mutate is not _extra
+    }
+    kept, wanted = to_state_dict(reference), to_state_dict(tree)
+    for path in paths:
+        assert_same(at(to_state_dict(result), path), at(kept if path in spoilt else wanted, path))
+
+
+def at(state_dict: Any, names: tuple[str, ...]) -> Any:
+    for name in names:
+        state_dict = state_dict[name]
+    return state_dict
+
+
+@pytest.mark.parametrize("found", [np.zeros(3), [1.0, 2.0], None, 1.0], ids=repr)
+@pytest.mark.parametrize("reference", [{"a": jnp.ones(3)}, (jnp.ones(3),), Pair(1, 2), {}, ()])
+def test_a_leaf_is_no_container(reference: Any, found: Any) -> None:
+    result, report = restore_state_dict({"x": reference}, {"x": found})
+    assert [(m.path, m.kind) for m in report.mismatches] == [("x", MismatchKind.CONTAINER)]
+    assert_same(result, {"x": reference})
+
+
+@pytest.mark.parametrize("found", [{}, {"deep": 1}, FrozenDict()], ids=repr)
+@pytest.mark.parametrize("reference", [np.zeros(3), 1.0, "text"], ids=repr)
+def test_a_container_is_no_leaf(reference: Any, found: Any) -> None:
+    result, report = restore_state_dict({"x": reference}, {"x": found})
+    assert [(m.path, m.kind) for m in report.mismatches] == [("x", MismatchKind.CONTAINER)]
+    assert result["x"] is reference
+
+
+@pytest.mark.parametrize("found", [{}, {"deep": 1}, 0.0, np.zeros(3), False], ids=repr)
+def test_none_is_only_none(found: Any) -> None:
+    result, report = restore_state_dict({"x": None}, {"x": found})
+    assert [(m.path, m.kind) for m in report.mismatches] == [("x", MismatchKind.VALUE)]
+    assert result == {"x": None}
+
+
+def test_keys_of_the_input_with_one_name_are_refused() -> None:
+    reference = {"x": {"1": jnp.zeros(())}}
+    result, report = restore_state_dict(reference, {"x": {1: 1.0, "1": 2.0}})
+    assert [(m.path, m.kind) for m in report.mismatches] == [("x", MismatchKind.CONTAINER)]
+    assert_same(result, reference)
+
+
+@given(tree=trees, found=st.sampled_from([7, "text", [], np.zeros(2), None]))
+def test_anything_may_be_read(tree: Any, found: Any) -> None:
+    result, report = restore_state_dict(tree, found)
+    assert structure(result) == structure(tree)
+    if isinstance(tree, Mapping | tuple | list | Layer):
+        assert [(m.path, m.kind) for m in report.mismatches] == [(".", MismatchKind.CONTAINER)]
+
+
+# Scalars.
+
+SCALARS: list[tuple[Any, Any, Any]] = [
+    (np.int32, 7, 7),
+    (np.int32, -(2**31), -(2**31)),
+    (np.int32, 2**31, None),
+    (np.int32, -(2**31) - 1, None),
+    (np.uint8, -1, None),
+    (np.uint8, 255, 255),
+    (np.int32, 1.0, None),
+    (np.int32, True, None),
+    (np.int32, np.float64(1.5), None),
+    (np.int32, np.int64(1), None),
+    (np.float32, 0.1, np.float32(0.1)),
+    (np.float32, np.float64(0.1), None),
+    (np.float32, 1e39, None),
+    (np.float32, float("inf"), np.inf),
+    (np.float32, 1, None),
+    (np.float32, "1", None),
+    (jnp.bfloat16, 0.5, 0.5),
+    (jnp.bfloat16, 1e39, None),
+    (np.bool_, True, True),
+    (np.bool_, 1, None),
+    (np.complex64, 1j, 1j),
+    (np.complex64, 1.0, None),
+]
+
+
+@pytest.mark.parametrize(("dtype", "found", "expected"), SCALARS)
+def test_python_numbers_fit_scalars_of_their_kind(dtype: Any, found: Any, expected: Any) -> None:
+    reference = {"x": jnp.zeros((), dtype)}
+    result, report = restore_state_dict(reference, {"x": found})
+    assert report.ok == (expected is not None)
+    assert result["x"].dtype == dtype
+    assert np.asarray(result["x"]) == (0 if expected is None else expected)
+    assert not result["x"].weak_type
+
+
+def test_python_numbers_do_not_fit_arrays() -> None:
+    _, report = restore_state_dict({"x": jnp.zeros(1)}, {"x": 1.0})
+    assert [m.kind for m in report.mismatches] == [MismatchKind.VALUE]
+
+
+@pytest.mark.parametrize(
+    ("reference", "found", "expected"),
+    [
+        (1, 2, 2),
+        (1, np.int64(2), 2),
+        (1, jnp.int32(2), 2),
+        (1, 2.0, None),
+        (1, True, None),
+        (1, np.array([2]), None),
+        (1.5, np.float32(2.5), 2.5),
+        (1.5, 2, None),
+        (True, np.bool_(False), False),
+        ("a", "b", "b"),
+        ("a", 1, None),
+    ],
+)
+def test_references_that_are_no_arrays(reference: Any, found: Any, expected: Any) -> None:
+    result, report = restore_state_dict({"x": reference}, {"x": found})
+    assert report.ok == (expected is not None)
+    assert result["x"] == (reference if expected is None else expected)
+    assert type(result["x"]) is type(reference)
+
+
+# Memory and devices.
+
+
+def aligned(size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """An array that XLA on CPU takes without a copy."""
+    buffer = np.zeros(size * 4 + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + size * 4].view(np.float32)
+
+
+@pytest.mark.parametrize("commit", [False, True])
+def test_numpy_arrays_are_copied(commit: bool) -> None:
+    found = aligned(1024)
+    assert found.ctypes.data % 64 == 0
+    reference: dict[str, Any] = {"jax": jnp.ones(1024), "numpy": np.ones(1024, np.float32)}
+    if commit:
+        reference["jax"] = jax.device_put(reference["jax"], jax.devices()[0])
+    result = restored(reference, {"jax": found, "numpy": found})
+    found[:] = 5
+    assert not np.any(result["jax"])
+    assert not np.any(result["numpy"])
+
+
+def test_jax_arrays_are_taken_as_they_are() -> None:
+    found = jnp.ones(3)
+    assert restored({"x": jnp.zeros(3)}, {"x": found})["x"] is found
+
+
+def test_weak_types_do_not_come_in() -> None:
+    weak = jnp.asarray(2.0)
+    assert weak.weak_type
+    assert not restored({"x": jnp.float32(1)}, {"x": weak})["x"].weak_type
+
+
+def sharded(x: Any) -> Any:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P()))
+
+
+def test_restored_leaves_go_where_the_reference_is() -> None:
+    values = {"x": jnp.ones(4), "key": jax.random.key(1), "step": jnp.int32(3)}
+    state_dict = to_numpy(to_state_dict(values)) | {"step": 3}
+    bound = sharded(zeros_like({k: values[k] for k in ("x", "step")}) | {"key": jax.random.key(0)})
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), bound
+    )
+    for reference in (bound, abstract):
+        result = restored(reference, state_dict)
+        assert_same(result, values)
+        for name in values:
+            assert result[name].committed
+            assert result[name].sharding == reference[name].sharding, name
+    free = restored(jax.tree.map(lambda x: x, values), state_dict)
+    assert not any(leaf.committed for leaf in free.values())
