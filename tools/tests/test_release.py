@@ -163,11 +163,28 @@ def test_a_package_is_built_installed_and_tested_alone(
 
 
 @pytest.mark.slow
-def test_a_failing_test_fails_the_check(workspace: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (workspace / "packages/opt-b/tests/test_twice.py").write_text(TESTS.replace("84", "85"))
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        ("tests/test_twice.py", "84", "85", "assert 84 == 85"),
+        ("src/opt_b/__init__.py", "import opt_a", "import opt_a, pytest", "No module named 'pyt"),
+        ("src/opt_b/__init__.py", "['twice']", "['thrice']", "`opt_b` lacks thrice"),
+        ("CHANGELOG.md", "0.1.0", "0.2.0", "expected `## 0.1.0 - unreleased`"),
+    ],
+)
+def test_what_is_wrong_with_a_package_fails_its_check(
+    file: str,
+    old: str,
+    new: str,
+    message: str,
+    workspace: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    path = workspace / "packages/opt-b" / file
+    path.write_text(path.read_text().replace(old, new))
     assert main(["check", "--all", "--jobs", "2"], root=workspace) == 1
     captured = capfd.readouterr()
     assert "passed  opt-a 0.1.0" in captured.out
     assert "no tests yet" in captured.out
     assert "FAILED  opt-b 0.1.0" in captured.out
-    assert "assert 84 == 85" in captured.err
+    assert message in captured.err
