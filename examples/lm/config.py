@@ -1,0 +1,181 @@
+"""The command line: every flag is a field of `Config`, checked before anything is written."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Never
+
+from lm.model import VOCAB, ModelConfig
+
+
+class UsageError(Exception):
+    """Something the user can put right; becomes one line on stderr and exit code 2."""
+
+
+def flag(default: Any, text: str, **options: Any) -> Any:
+    """Returns a dataclass field that is a command-line flag, too."""
+    return dataclasses.field(default=default, metadata={"help": text, **options})
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that decides what a run computes; saved as `config.json`."""
+
+    data: tuple[str, ...] = flag(
+        (), "files or directories to learn from (default: Python's own library)", nargs="+"
+    )
+    steps: int = flag(1200, "updates to make")
+    seed: int = flag(0, "decides initial parameters, batches and the sample")
+    batch_size: int = flag(16, "sequences per step")
+    sequence_length: int = flag(128, "bytes per sequence")
+    layers: int = flag(3, "blocks of the transformer")
+    d_model: int = flag(128, "width of the transformer")
+    heads: int = flag(4, "attention heads per block")
+    learning_rate: float = flag(
+        4e-3, "peak of the schedule; with --resume: used instead of the schedule from there on"
+    )
+    weight_decay: float = flag(0.1, "decoupled weight decay")
+    clip: float = flag(1.0, "largest global norm of a gradient")
+    mesh: str = flag("data=4,model=2", "devices over which batch and parameters are split")
+    checkpoint_every: int = flag(200, "steps between checkpoints")
+    prompt: str = flag("def ", "what the sample begins with")
+    sample_bytes: int = flag(400, "length of the sample")
+
+    @property
+    def model(self) -> ModelConfig:
+        """The sizes of the model."""
+        return ModelConfig(self.layers, self.d_model, self.heads, d_ff=4 * self.d_model)
+
+    @property
+    def mesh_shape(self) -> tuple[int, int]:
+        """The number of devices along `data` and along `model`."""
+        sizes = dict(part.split("=", 1) for part in self.mesh.split(","))
+        if sorted(sizes) != ["data", "model"] or not all(n.isdecimal() for n in sizes.values()):
+            raise ValueError
+        return int(sizes["data"]), int(sizes["model"])
+
+    def check(self) -> Config:
+        """Returns the configuration itself.
+
+        Raises:
+          UsageError: it makes no sense; says which flag, and why.
+        """
+        self._check_ranges()
+        try:
+            data, model = self.mesh_shape
+        except ValueError:
+            raise UsageError(f"--mesh must look like data=4,model=2; got {self.mesh!r}") from None
+        if data < 1 or model < 1:
+            raise UsageError(f"--mesh must have at least one device per axis; got {self.mesh}")
+        if self.d_model % (2 * self.heads):
+            raise UsageError(
+                f"--d-model {self.d_model} must be a multiple of twice --heads {self.heads}"
+            )
+        if self.batch_size % data:
+            raise UsageError(
+                f"--mesh {self.mesh} does not divide: data={data} must divide "
+                f"--batch-size {self.batch_size}"
+            )
+        for what, size in ("--heads", self.heads), ("the bytes' range", VOCAB):
+            if size % model:
+                raise UsageError(
+                    f"--mesh {self.mesh} does not divide: model={model} must divide {what} {size}"
+                )
+        return self
+
+    def _check_ranges(self) -> None:
+        least: dict[str, int] = {"seed": 0, "weight_decay": 0, "sample_bytes": 0}
+        for field in dataclasses.fields(self):
+            value, low = getattr(self, field.name), least.get(field.name, 1)
+            name = "--" + field.name.replace("_", "-")
+            if isinstance(value, int) and value < low:
+                raise UsageError(f"{name} must be at least {low}; got {value}")
+            if isinstance(value, float):
+                is_low = value < 0 if field.name in least else value <= 0
+                if is_low or not math.isfinite(value):
+                    raise UsageError(f"{name} must be a positive number; got {value}")
+
+
+# What may differ between a run and its continuation. Another mesh changes losses by rounding;
+# another learning rate is an override at run time, which leaves the schedule as it is.
+MAY_CHANGE = ("learning_rate", "mesh", "checkpoint_every", "prompt", "sample_bytes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """A parsed command line.
+
+    Attributes:
+      given: the fields of `Config` that were named.
+      out: folder for a new run.
+      resume: folder of the run to continue.
+    """
+
+    given: Mapping[str, Any]
+    out: Path | None
+    resume: Path | None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Never:
+        raise UsageError(message)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> Arguments:
+    """Reads the command line.
+
+    Args:
+      argv: what follows the program's name; `None` for that of the process.
+
+    Raises:
+      UsageError: unknown flags, or values of the wrong type.
+    """
+    parser = _Parser(
+        description="Trains a byte-level language model on a mesh of virtual devices.",
+        allow_abbrev=False,
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--out", type=Path, help="folder of the run (default: runs/<time>)")
+    where.add_argument("--resume", type=Path, metavar="RUN", help="folder of a run to continue")
+    for field in dataclasses.fields(Config):
+        options = dict(field.metadata)
+        if "nargs" not in options:
+            options["type"] = type(field.default)
+            options["help"] += f" (default: {field.default})"
+        name = "--" + field.name.replace("_", "-")
+        parser.add_argument(name, default=argparse.SUPPRESS, metavar="X", **options)
+    given = vars(parser.parse_args(argv))
+    out, resume = given.pop("out"), given.pop("resume")
+    if "data" in given:
+        given["data"] = tuple(map(os.path.abspath, given["data"]))
+    return Arguments(given, out, resume)
+
+
+def continue_config(saved: Mapping[str, Any], given: Mapping[str, Any], run: Path) -> Config:
+    """Returns the configuration of a run that goes on, its own learning rate included.
+
+    Args:
+      saved: what `config.json` says.
+      given: the flags of the command line.
+      run: the folder, for messages.
+
+    Raises:
+      UsageError: a flag contradicts the run, or the file is not that of a run.
+    """
+    types = {f.name: type(f.default) for f in dataclasses.fields(Config)} | {"data": list}
+    if not all(isinstance(saved.get(name), kind) for name, kind in types.items()):
+        raise UsageError(f"{run}/config.json is not the configuration of a run of this program")
+    config = Config(**{name: saved[name] for name in types} | {"data": tuple(saved["data"])})
+    wanted = dataclasses.replace(config, **given).check()
+    for name in given:
+        if name not in MAY_CHANGE and given[name] != getattr(config, name):
+            raise UsageError(
+                f"{run} is a run of another configuration: --{name.replace('_', '-')} is "
+                f"{getattr(config, name)} there, not {given[name]}"
+            )
+    return dataclasses.replace(wanted, learning_rate=config.learning_rate)

@@ -1,0 +1,137 @@
+"""Text as bytes: which files, what is held out, and the batch of every step."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from lm.config import UsageError
+
+Bytes = npt.NDArray[np.uint8]
+
+HELD_OUT_EVERY = 20
+_NOT_OURS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """What there is to read.
+
+    Attributes:
+      train: the bytes to learn from.
+      held_out: the bytes to be judged by.
+      source: where they come from, in words.
+    """
+
+    train: Bytes
+    held_out: Bytes
+    source: str
+
+    @property
+    def sha256(self) -> str:
+        """Identifies the text."""
+        digest = hashlib.sha256(self.train.tobytes())
+        digest.update(hashlib.sha256(self.held_out.tobytes()).digest())
+        return digest.hexdigest()
+
+
+def load_text(paths: Sequence[str], window: int) -> Text:
+    """Reads all files, in an order that depends on their names alone.
+
+    Args:
+      paths: files or directories; none for the source of Python's standard library.
+      window: the number of bytes that a sequence of a batch needs.
+
+    Raises:
+      UsageError: something cannot be read, or there is too little of it.
+    """
+    source = " ".join(paths) or sysconfig.get_path("stdlib")
+    try:
+        if paths:
+            files = [file for path in paths for file in _files(Path(path))]
+        else:
+            files = [f for f in _files(Path(source), skip=_NOT_OURS) if f.suffix == ".py"]
+        train, held_out = split([file.read_bytes() for file in dict.fromkeys(files)])
+    except OSError as error:
+        raise UsageError(f"cannot read {error.filename}: {error.strerror}") from error
+    for what, text in ("to learn from", train), ("held out", held_out):
+        if len(text) < window:
+            raise UsageError(
+                f"{source} is too small: {len(text)} bytes {what}, but a sequence takes {window}"
+            )
+    return Text(_as_array(train), _as_array(held_out), source)
+
+
+def split(files: Sequence[bytes]) -> tuple[bytes, bytes]:
+    r"""Returns what to learn from, and what to hold out: one file in twenty.
+
+    Fewer files than that are read as one text, of which the last twentieth is held out.
+
+    Examples:
+      >>> split([b"0123456789" * 2])
+      (b'0123456789012345678', b'9')
+      >>> split([bytes([i]) for i in range(20)])[1]
+      b'\x13'
+    """
+    if len(files) < HELD_OUT_EVERY:
+        text = b"".join(files)
+        cut = len(text) - len(text) // HELD_OUT_EVERY
+        return text[:cut], text[cut:]
+    is_held_out = [i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 for i in range(len(files))]
+    train = b"".join(f for f, held in zip(files, is_held_out, strict=True) if not held)
+    return train, b"".join(f for f, held in zip(files, is_held_out, strict=True) if held)
+
+
+def batch_of_step(text: Bytes, step: int, *, seed: int, batch_size: int, window: int) -> Bytes:
+    """Returns `[batch_size, window]` random pieces: a function of the step, not of a state.
+
+    A run that was interrupted therefore goes on with the very batches it would have had.
+    """
+    random = np.random.default_rng((seed, step))
+    starts = random.integers(0, len(text) - window, size=batch_size, endpoint=True)
+    windows: Bytes = text[starts[:, None] + np.arange(window)]
+    return windows
+
+
+def batches_in_order(
+    text: Bytes, *, batch_size: int, window: int
+) -> Iterator[tuple[Bytes, npt.NDArray[np.bool_]]]:
+    """Cuts a text so that every byte but the first is predicted exactly once.
+
+    Yields:
+      `[batch_size, window]` pieces, each beginning with the last byte of the one before; and
+      `[batch_size, window - 1]`, which of the predictions count: not those of the padding.
+    """
+    ahead = window - 1
+    starts = np.arange(0, len(text) - 1, ahead)
+    for i in range(0, len(starts), batch_size):
+        rows = starts[i : i + batch_size]
+        rows = np.pad(rows, (0, batch_size - len(rows)), constant_values=len(text))
+        at = rows[:, None] + np.arange(window)
+        yield text[np.minimum(at, len(text) - 1)], at[:, 1:] < len(text)
+
+
+def _files(path: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """All files under `path`, sorted; hidden ones are left out."""
+    if not path.is_dir():
+        yield path
+        return
+    for folder, folders, names in os.walk(path, onerror=_raise):
+        folders[:] = sorted(f for f in folders if f not in skip and not f.startswith("."))
+        files = (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+        yield from (file for file in files if file.is_file())
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _as_array(text: bytes) -> Bytes:
+    return np.frombuffer(text, np.uint8)

@@ -1,0 +1,93 @@
+"""What the user sees while training: a progress bar, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Shows the metrics of every step on stderr.
+
+    Args:
+      done: the number of steps made before, by the run that goes on.
+      steps: the number of steps in all.
+      tokens_per_step: what one step reads.
+    """
+
+    def __init__(self, done: int, steps: int, tokens_per_step: int) -> None:
+        self._bar = tqdm(
+            initial=done, total=steps, unit="step", dynamic_ncols=True, disable=None, smoothing=0.1
+        )
+        self._steps, self._tokens = steps, tokens_per_step
+        self._line_every = max(1, steps // 20)
+        self._last = time.perf_counter()
+        self._first: tuple[int, float] | None = None
+
+    def speed(self) -> float:
+        """Returns tokens per second since this was asked before, that is of the last step."""
+        now, before = time.perf_counter(), self._last
+        self._last = now
+        return self._tokens / (now - before)
+
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows the metrics of a step."""
+        if self._first is None:  # it took as long as compiling did
+            self._first = step, time.perf_counter()
+        shown = {
+            "loss": f"{metrics['loss']:.3f}",
+            "bits/byte": f"{metrics['bits_per_byte']:.3f}",
+            "lr": f"{metrics['learning_rate']:.2e}",
+            "|grad|": f"{metrics['grad_norm']:.2f}",
+            "tokens/s": f"{metrics['tokens_per_s']:.0f}",
+        }
+        if not self._bar.disable:
+            self._bar.set_postfix(shown, refresh=False)
+            self._bar.update()
+        elif step % self._line_every == 0 or step == self._steps:
+            values = "  ".join(f"{name} {value}" for name, value in shown.items())
+            print(
+                f"step {step}/{self._steps}  {values}  ETA {self._eta(*self._first, step)}",
+                file=sys.stderr,
+            )
+
+    def _eta(self, first: int, start: float, step: int) -> str:
+        if step == first:
+            return "?"
+        seconds = (time.perf_counter() - start) / (step - first) * (self._steps - step)
+        return str(tqdm.format_interval(seconds))
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        self._bar.close()
+
+
+@contextmanager
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """Turns Ctrl-C and SIGTERM into a question that the loop can ask between two steps.
+
+    A second signal acts as it always does.
+
+    Yields:
+      Whether a signal has come.
+    """
+    caught: list[int] = []
+    before: dict[int, Any] = {}
+
+    def catch(number: int, _: object) -> None:
+        caught.append(number)
+        signal.signal(number, before[number])
+
+    for number in (int(signal.SIGINT), int(signal.SIGTERM)):
+        before[number] = signal.signal(number, catch)
+    try:
+        yield lambda: bool(caught)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,55 @@
+"""What a finished run says: a sample, and how well it predicts text it has not seen."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lm import baselines
+from lm.data import batches_in_order
+from lm.job import Job
+from lm.model import next_byte_loss
+from lm.run_folder import RunFolder
+from lm.sample import generate
+
+
+def evaluate(job: Job, params: Any) -> float:
+    """Returns bits per byte of the held-out text."""
+
+    @jax.jit
+    def nats(params: Any, windows: jax.Array, counts: jax.Array) -> jax.Array:
+        return jnp.sum(next_byte_loss(job.model, params, windows), where=counts)
+
+    batches = batches_in_order(
+        job.text.held_out, batch_size=job.config.batch_size, window=job.config.sequence_length + 1
+    )
+    total = sum(float(nats(params, *jax.device_put(batch, job.rows))) for batch in batches)
+    return total / math.log(2) / (len(job.text.held_out) - 1)
+
+
+def report(job: Job, folder: RunFolder, params: Any) -> None:
+    """Writes a sample, measures the model against simpler ones, and draws the plot."""
+    config, text = job.config, job.text
+    sample = generate(
+        job.model,
+        params,
+        config.prompt,
+        length=config.sample_bytes,
+        context=config.sequence_length,
+        seed=config.seed,
+    )
+    bits = {
+        "transformer": evaluate(job, params),
+        "bigram": baselines.bigram_bits(text.train, text.held_out),
+        "unigram": baselines.unigram_bits(text.train, text.held_out),
+        "gzip": baselines.gzip_bits(text.held_out),
+    }
+    folder.save_results({"held_out_bits_per_byte": bits, "sample": sample})
+    folder.plot(bits)
+    print(f"\nSample\n{sample}\n\nBits per byte of {len(text.held_out)} held-out bytes")
+    for name, value in bits.items():
+        print(f"  {name:<12}{value:6.3f}")
+    print(f"\n{folder.path}: plot.png metrics.jsonl results.json config.json checkpoint.msgpack")

@@ -1,0 +1,141 @@
+"""A folder that holds a run: configuration, metrics, checkpoint, plot, results."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import flax.serialization
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+
+from lm.config import UsageError
+
+
+class RunFolder:
+    """Where a run keeps its files.
+
+    Files that replace one another (the checkpoint, above all) do so in one step: a crash leaves
+    the old or the new one, never half of it.
+
+    Attributes:
+      path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path, config: Mapping[str, Any]) -> Self:
+        """Makes the folder and writes `config.json`.
+
+        Raises:
+          UsageError: it is there and not empty, or cannot be made.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if any(path.iterdir()):
+                raise UsageError(f"{path} is not empty; --resume continues the run in it")
+            self = cls(path)
+            self._write("config.json", json.dumps(config, indent=2).encode())
+        except OSError as error:
+            raise UsageError(f"cannot write {error.filename}: {error.strerror}") from error
+        return self
+
+    def read_config(self) -> dict[str, Any]:
+        """Returns what `config.json` holds.
+
+        Raises:
+          UsageError: there is no run in the folder.
+        """
+        try:
+            config = json.loads((self.path / "config.json").read_bytes())
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{self.path} is not the folder of a run: {error}") from error
+        return config if isinstance(config, dict) else {}
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Appends a line to `metrics.jsonl`."""
+        with (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+
+    def read_metrics(self) -> list[dict[str, float]]:
+        """Returns the lines of `metrics.jsonl`; one that a crash cut off is left out."""
+        file = self.path / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def forget_after(self, step: int) -> None:
+        """Drops the metrics of steps that come after the checkpoint and will be made again."""
+        kept = [json.dumps(line) + "\n" for line in self.read_metrics() if line["step"] <= step]
+        self._write("metrics.jsonl", "".join(kept).encode())
+
+    def save_checkpoint(self, state_dict: Mapping[str, Any]) -> None:
+        """Replaces `checkpoint.msgpack`."""
+        data = flax.serialization.msgpack_serialize(jax.device_get(state_dict))
+        self._write("checkpoint.msgpack", data)
+
+    def read_checkpoint(self) -> dict[str, Any] | None:
+        """Returns the state dict of the checkpoint; `None` if the run has not come that far.
+
+        Raises:
+          UsageError: it is damaged.
+        """
+        file = self.path / "checkpoint.msgpack"
+        if not file.exists():
+            return None
+        try:
+            state_dict = flax.serialization.msgpack_restore(file.read_bytes())
+        except Exception as error:  # whatever the decoder makes of damaged bytes
+            raise UsageError(f"{file} is damaged: {error!r}") from error
+        return state_dict if isinstance(state_dict, dict) else {}
+
+    def save_results(self, results: Mapping[str, Any]) -> None:
+        """Writes `results.json`."""
+        self._write("results.json", json.dumps(results, indent=2).encode())
+
+    def plot(self, levels: Mapping[str, float]) -> None:
+        """Draws loss and learning rate over the steps into `plot.png`.
+
+        Args:
+          levels: bits per byte to draw as horizontal lines, by name.
+        """
+        metrics = self.read_metrics()
+        steps = [line["step"] for line in metrics]
+        figure = Figure(figsize=(8, 6), layout="constrained")
+        loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        bits = np.array([line["bits_per_byte"] for line in metrics])
+        loss.plot(steps, bits, color="C0", alpha=0.3, linewidth=0.8)
+        loss.plot(steps, _smooth(bits), color="C0", label="training")
+        for i, (name, level) in enumerate(levels.items(), start=1):
+            loss.axhline(level, color=f"C{i}", linestyle="--", label=f"{name} {level:.2f}")
+        loss.set(ylabel="bits per byte", title=self.path.name)
+        loss.legend()
+        loss.grid(alpha=0.3)
+        rate.plot(steps, [line["learning_rate"] for line in metrics], color="C0")
+        rate.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
+        rate.grid(alpha=0.3)
+        image = io.BytesIO()
+        figure.savefig(image, dpi=120)
+        self._write("plot.png", image.getvalue())
+
+    def _write(self, name: str, data: bytes) -> None:
+        temporary = self.path / f".{name}.tmp"
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.path / name)
+
+
+def _smooth(values: Any, window: int = 20) -> Any:
+    """Mean over the last `window` values, or over as many as there are."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - window)
+    return (sums[ends] - sums[starts]) / (ends - starts)

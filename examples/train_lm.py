@@ -1,0 +1,269 @@
+"""Trains a small byte-level language model on the source of Python's standard library.
+
+    python examples/train_lm.py
+    python examples/train_lm.py --data ~/texts --steps 5000 --out runs/texts
+    python examples/train_lm.py --resume runs/texts --learning-rate 1e-4
+
+What to look at: a constructor of your own becomes a wrapped optimizer (`clipped_adamw`), its state
+is sharded as the parameters are (`place`), it is updated with a learning rate that may be given at
+run time (`train_step`), and it is saved and restored by path (`RunFolder`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax.linen.spmd import logical_to_mesh_sharding
+from jax.sharding import Mesh, PartitionSpec
+from lm.config import Arguments, Config, UsageError, continue_config, parse_arguments
+from lm.data import batch_of_step
+from lm.job import Job, make_job
+from lm.model import AXIS_RULES, Transformer, next_byte_loss
+from lm.progress import Progress, stop_requests
+from lm.report import report
+from lm.run_folder import RunFolder
+from opt_core import Optimizer
+from opt_core.errors import RestoreError
+from opt_core.protocols import DerivesLogicalAxes
+from opt_optax_bridge import resolve_hyper_params, wrap_optax_optimizer
+
+
+@wrap_optax_optimizer
+def clipped_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    b2: float = 0.98,
+    weight_decay: float = 0.1,
+    clip: float = 1.0,
+) -> optax.GradientTransformation:
+    """AdamW whose gradients are clipped by their global norm."""
+    return optax.chain(
+        optax.clip_by_global_norm(clip),
+        optax.adamw(learning_rate, b2=b2, weight_decay=weight_decay),
+    )
+
+
+def make_schedule(config: Config) -> optax.Schedule:
+    """Warms up over a twentieth of the run, then decays to a tenth of the peak."""
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.learning_rate,
+        warmup_steps=config.steps // 20,
+        decay_steps=config.steps,
+        end_value=0.1 * config.learning_rate,
+    )
+
+
+def make_optimizer(job: Job, state_dict: Mapping[str, Any] | None = None) -> Optimizer:
+    """Returns the optimizer, sharded from the start: no device ever holds more than its share.
+
+    Args:
+      job: the run.
+      state_dict: what to restore; `None` for a new run.
+
+    Raises:
+      RestoreError: the state dict is that of another optimizer or other parameters.
+    """
+    config = job.config
+    optimizer_def = clipped_adamw(
+        make_schedule(config), weight_decay=config.weight_decay, clip=config.clip
+    )
+
+    def init() -> Any:
+        tokens = jnp.zeros((1, config.sequence_length), jnp.uint8)
+        return job.model.init(jax.random.key(config.seed), tokens)["params"]
+
+    def create() -> Optimizer:
+        return optimizer_def.create(nn.unbox(init()))
+
+    param_axes = nn.get_partition_spec(jax.eval_shape(init))
+    placed = place(jax.eval_shape(create), param_axes, job.mesh)
+    if state_dict is not None:
+        return placed.restore_state(state_dict)
+    optimizer: Optimizer = jax.jit(create, out_shardings=shardings(placed))()
+    return optimizer
+
+
+def place(optimizer: Optimizer, param_axes: Any, mesh: Mesh) -> Optimizer:
+    """Says where every leaf belongs: state that follows a parameter is split as that is.
+
+    Args:
+      optimizer: an optimizer of `jax.ShapeDtypeStruct`s.
+      param_axes: logical axes of the parameters.
+      mesh: the devices.
+
+    Returns:
+      The same with shardings.
+    """
+    assert isinstance(optimizer.optimizer_def, DerivesLogicalAxes)
+    axes = optimizer.optimizer_def.derive_logical_axes(optimizer, param_axes)
+
+    def with_sharding(axes: PartitionSpec | None, leaf: Any) -> Any:
+        sharding = logical_to_mesh_sharding(axes or PartitionSpec(), mesh, AXIS_RULES)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    def is_axes(node: Any) -> bool:
+        return node is None or isinstance(node, PartitionSpec)
+
+    placed: Optimizer = jax.tree.map(with_sharding, axes, optimizer, is_leaf=is_axes)
+    return placed
+
+
+def shardings(tree: Any) -> Any:
+    """Returns the sharding of every leaf."""
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def train_step(
+    model: Transformer, optimizer: Optimizer, windows: jax.Array, overrides: Mapping[str, Any]
+) -> tuple[Optimizer, dict[str, jax.Array]]:
+    """Makes one update.
+
+    Args:
+      model: the network.
+      optimizer: parameters and state.
+      windows: `[batch, n]` bytes.
+      overrides: hyper-parameters for this step, such as `learning_rate`; traced, so that one
+        compiled step serves all their values.
+
+    Returns:
+      The new optimizer, and what happened: the learning rate is the one that was applied.
+    """
+
+    def mean_loss(params: Any) -> jax.Array:
+        return next_byte_loss(model, params, windows).mean()
+
+    loss, grads = jax.value_and_grad(mean_loss)(optimizer.target)
+    metrics = {
+        "loss": loss,
+        "bits_per_byte": loss / math.log(2),
+        "learning_rate": resolve_hyper_params(optimizer, **overrides).learning_rate,
+        "grad_norm": optax.global_norm(grads),
+    }
+    return optimizer.apply_gradient(grads, **overrides), metrics
+
+
+def train(
+    job: Job, folder: RunFolder, optimizer: Optimizer, overrides: Mapping[str, Any]
+) -> tuple[Optimizer, bool]:
+    """Makes the steps that are left, or those until a signal comes.
+
+    Args:
+      job: the run.
+      folder: where metrics and checkpoints go.
+      optimizer: where to start; donated.
+      overrides: hyper-parameters to use instead of those of the definition.
+
+    Returns:
+      The optimizer, and whether all steps are made.
+    """
+    config, done = job.config, int(optimizer.state.step)
+    window = config.sequence_length + 1
+    step_function = jax.jit(
+        partial(train_step, job.model),
+        donate_argnums=0,
+        out_shardings=(shardings(optimizer), None),
+    )
+    progress = Progress(done, config.steps, config.batch_size * config.sequence_length)
+    with stop_requests() as must_stop, contextlib.closing(progress):
+        for step in range(done + 1, config.steps + 1):
+            windows = batch_of_step(
+                job.text.train, step, seed=config.seed, batch_size=config.batch_size, window=window
+            )
+            windows = jax.device_put(windows, job.rows)
+            optimizer, metrics = step_function(optimizer, windows, overrides)
+            line = {"step": step, **{k: float(v) for k, v in jax.device_get(metrics).items()}}
+            if not math.isfinite(line["loss"]):
+                raise UsageError(f"the loss is {line['loss']} at step {step}: learn more slowly")
+            line["tokens_per_s"] = progress.speed()
+            folder.log(line)
+            progress.show(step, line)
+            if must_stop() or step % config.checkpoint_every == 0 or step == config.steps:
+                folder.save_checkpoint(optimizer.state_dict())
+            if must_stop():
+                return optimizer, False
+    return optimizer, True
+
+
+def start(arguments: Arguments) -> tuple[Job, RunFolder, Optimizer]:
+    """Begins a run in a folder of its own."""
+    config = Config(**arguments.given).check()
+    job = make_job(config)
+    path = arguments.out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
+    saved = dataclasses.asdict(config) | {"text_sha256": job.text.sha256}
+    folder = RunFolder.create(path, saved)
+    return job, folder, make_optimizer(job)
+
+
+def resume(path: Path, given: Mapping[str, Any]) -> tuple[Job, RunFolder, Optimizer]:
+    """Goes on with the run in a folder, from its checkpoint."""
+    folder = RunFolder(path)
+    saved = folder.read_config()
+    job = make_job(continue_config(saved, given, path))
+    if saved.get("text_sha256") != job.text.sha256:
+        raise UsageError(f"{job.text.source} is not (any more) the text that {path} learns from")
+    try:
+        optimizer = make_optimizer(job, folder.read_checkpoint())
+    except RestoreError as error:
+        found = error.report.mismatches
+        raise UsageError(
+            f"the checkpoint of {path} is of another configuration: {len(found)} deviations, "
+            f"such as {found[0]}"
+        ) from error
+    folder.forget_after(int(optimizer.state.step))
+    return job, folder, optimizer
+
+
+def run(arguments: Arguments) -> int:
+    """Trains and reports; returns the exit code."""
+    overrides = {}
+    if arguments.resume is None:
+        job, folder, optimizer = start(arguments)
+    else:
+        job, folder, optimizer = resume(arguments.resume, arguments.given)
+        if "learning_rate" in arguments.given:
+            overrides["learning_rate"] = jnp.float32(arguments.given["learning_rate"])
+    size = sum(leaf.size for leaf in jax.tree.leaves(optimizer.target))
+    print(
+        f"{folder.path}: {size:,} parameters on {job.config.mesh}, "
+        f"{len(job.text.train):,} bytes of {job.text.source}",
+        flush=True,
+    )
+    optimizer, is_finished = train(job, folder, optimizer, overrides)
+    if is_finished:
+        report(job, folder, optimizer.target)
+        return 0
+    folder.plot({})
+    again = ["python", sys.argv[0], "--resume", str(folder.path)]
+    again += [f"--learning-rate={arguments.given[name]}" for name in overrides]
+    print(f"Stopped after step {int(optimizer.state.step)}. Continue: {shlex.join(again)}")
+    return 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    try:
+        return run(parse_arguments(argv))
+    except UsageError as error:
+        print(f"train_lm: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("train_lm: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
