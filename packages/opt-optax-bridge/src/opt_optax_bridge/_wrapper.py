@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from opt_core import (
     Optimizer,
@@ -24,7 +25,7 @@ from opt_optax_bridge import _pickling
 from opt_optax_bridge._logical_axes import align_axes
 from opt_optax_bridge._overrides import changed_fields, traced_update
 from opt_optax_bridge._recipe import Recipe, make_hyper_params
-from opt_optax_bridge._stable_state import keep_avals, stable_leaves
+from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leaves
 
 
 class OptaxWrapper(OptimizerDef):
@@ -93,7 +94,8 @@ class OptaxWrapper(OptimizerDef):
           hyper_params: like `self.hyper_params`; fields that differ from it are overrides.
           params: pytree of parameters.
           state: the state that belongs to them.
-          grads: pytree with the containers, keys and shapes of `params`.
+          grads: pytree with the containers, keys and shapes of `params`. A transformation that
+            averages over examples (`dpsgd`) takes them with an axis of examples in front.
           **extra_args: arguments of the transformation's `update`, such as `value`.
 
         Returns:
@@ -105,7 +107,8 @@ class OptaxWrapper(OptimizerDef):
           StateChangedError: the transformation changed the structure or a shape of its state.
           TreeMismatchError: `grads` do not look like `params`.
         """
-        check_gradients(params, grads)
+        if not self._averages_examples(grads, state.param_states, params):
+            check_gradients(params, grads)
         overrides = changed_fields(self.hyper_params, hyper_params)
         if overrides or extra_args:
             updates, param_states = traced_update(
@@ -117,6 +120,18 @@ class OptaxWrapper(OptimizerDef):
             step=increment_step(state.step),
             param_states=keep_avals(state.param_states, param_states),
         )
+
+    def _averages_examples(self, grads: Any, state: Any, params: Any) -> bool:
+        """Whether every gradient has an axis of examples in front, and no update has."""
+        wanted, found = [[np.shape(x) for x in jax.tree.leaves(tree)] for tree in (params, grads)]
+        sizes = {shape[:1] for shape in found}
+        if sizes in ({()}, set()) or len(sizes) > 1 or [s[1:] for s in found] != wanted:
+            return False
+        try:
+            updates, _ = jax.eval_shape(self.optax_optimizer.update, grads, state, params)
+        except Exception:
+            return False  # no such transformation: the gradients are to blame
+        return same_shapes(params, updates)
 
     def build(self, overrides: Mapping[str, Any]) -> Any:
         """Returns the transformation, built again where there are overrides."""
