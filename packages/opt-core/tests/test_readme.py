@@ -1,0 +1,24 @@
+"""The README runs."""
+
+import importlib.metadata
+import re
+from pathlib import Path
+from typing import Any
+
+BESIDE = Path(__file__).parents[1] / "README.md"
+
+
+def readme() -> str:
+    """The checkout's, or where the tests were copied alone, the installed distribution's."""
+    if BESIDE.is_file() and (text := BESIDE.read_text()).startswith("# opt-core\n"):
+        return text
+    return importlib.metadata.metadata("opt-core")["Description"]
+
+
+def test_the_examples_run() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", readme(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 5
+    namespace: dict[str, Any] = {"__name__": "readme"}
+    for number, block in enumerate(blocks, start=1):
+        exec(compile(block, f"README.md, block {number}", "exec"), namespace)
+    assert namespace["restored"].optimizer_def == namespace["optimizer"].optimizer_def
