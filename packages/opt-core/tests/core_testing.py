@@ -1,5 +1,6 @@
 """What the tests share: a small optimizer, containers of every kind, equality to the bit."""
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -11,10 +12,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 from flax.core import FrozenDict
 from hypothesis import strategies as st
 from opt_core import Optimizer, OptimizerDef, OptimizerState, check_gradients, increment_step
+
+with warnings.catch_warnings():  # Flax 0.12.0 asks jax 0.8 for names that it deprecated
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from flax import nnx
 
 
 def given(**strategies: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Any]:
