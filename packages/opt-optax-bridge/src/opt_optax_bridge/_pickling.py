@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_EMPTY = "<empty cell>"
+
+class _Empty:
+    """Stands for what a variable holds that was never assigned; a class, to be pickled by name."""
 
 
 def dumps(obj: Any) -> bytes:
@@ -101,7 +103,7 @@ def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        return _EMPTY
+        return _Empty
 
 
 def _make_function(
@@ -126,5 +128,5 @@ def _fill_function(function: types.FunctionType, state: tuple[Any, ...]) -> None
     function.__kwdefaults__ = kwdefaults
     vars(function).update(attributes)
     for cell, content in zip(function.__closure__ or (), contents, strict=True):
-        if content is not _EMPTY and content != _EMPTY:
+        if content is not _Empty:
             cell.cell_contents = content

@@ -37,7 +37,8 @@ class Recipe:
     @property
     def name(self) -> str:
         """The constructor's name."""
-        return getattr(self.constructor, "__name__", type(self.constructor).__name__)
+        constructor = getattr(self.constructor, "func", self.constructor)  # of a partial
+        return getattr(constructor, "__name__", type(constructor).__name__)
 
     @functools.cached_property
     def _bound(self) -> inspect.BoundArguments | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -44,13 +45,17 @@ def wrap_optax_optimizer(
     return wrap_into(OptaxWrapper, optax_optimizer)
 
 
-def wrap_into(definition: type[W], constructor: Callable[P, Any]) -> Callable[P, W]:
+def wrap_into(
+    definition: type[W], constructor: Callable[P, Any], name: str | None = None
+) -> Callable[P, W]:
     """Returns `constructor` with its signature, making definitions of the given class."""
 
     @functools.wraps(constructor)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> W:
         return definition.from_recipe(Recipe(constructor, args, dict(kwargs)))
 
+    if name is not None:  # a partial has none
+        wrapped.__name__ = wrapped.__qualname__ = name
     return wrapped
 
 
@@ -69,8 +74,7 @@ def chain_sequence(
     return optax.chain(*transformations)
 
 
-chain = wrap_optax_optimizer(chain_sequence)
-chain.__name__ = chain.__qualname__ = "chain"
+chain = wrap_into(OptaxWrapper, chain_sequence, "chain")
 
 
 def optimizer_names() -> tuple[str, ...]:
@@ -86,7 +90,7 @@ def optimizer_names() -> tuple[str, ...]:
 @functools.cache
 def twin(name: str) -> Callable[..., OptaxWrapper]:
     """Returns the wrapped constructor of that name; an `AttributeError` if there is none."""
-    return wrap_optax_optimizer(constructor(name, "opt_optax_bridge"))
+    return wrap_into(OptaxWrapper, constructor(name, "opt_optax_bridge"), name)
 
 
 def constructor(name: str, module: str) -> Callable[..., Any]:
@@ -111,11 +115,14 @@ def _constructors() -> Mapping[str, Callable[..., Any]]:
 
 def _is_optimizer(name: str, obj: Any) -> bool:
     """Whether it makes a transformation out of a learning rate and is no building block."""
-    if name.startswith(("_", "scale_by_")) or not inspect.isfunction(obj):
+    if name.startswith(("_", "scale_by_")):
+        return False
+    if not isinstance(obj, types.FunctionType | functools.partial):  # `nadam` is a partial
         return False
     try:
         signature = inspect.signature(obj)
     except (TypeError, ValueError):
         return False
-    makes_one = "GradientTransformation" in str(signature.return_annotation)
+    result = signature.return_annotation  # of `dog` it is missing
+    makes_one = result is signature.empty or "GradientTransformation" in str(result)
     return makes_one and any("learning_rate" in name for name in signature.parameters)

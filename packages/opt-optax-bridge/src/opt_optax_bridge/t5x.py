@@ -144,13 +144,12 @@ def wrap_optax_optimizer(optax_optimizer: Callable[P, Any]) -> Callable[P, Optax
     return _twins.wrap_into(OptaxWrapper, optax_optimizer)
 
 
-chain = wrap_optax_optimizer(_twins.chain_sequence)
-chain.__name__ = chain.__qualname__ = "chain"
+chain = _twins.wrap_into(OptaxWrapper, _twins.chain_sequence, "chain")
 
 
 @functools.cache
 def _twin(name: str) -> Callable[..., OptaxWrapper]:
-    return wrap_optax_optimizer(_twins.constructor(name, __name__))
+    return _twins.wrap_into(OptaxWrapper, _twins.constructor(name, __name__), name)
 
 
 def __getattr__(name: str) -> Callable[..., OptaxWrapper]:
