@@ -104,8 +104,8 @@ def _composite(obj: Any, seen: dict[int, int]) -> Hashable:
         fields = ((f.name, each(getattr(obj, f.name))) for f in dataclasses.fields(obj))
         return (type(obj), *fields)
     if not _defines_equality(type(obj)):
-        if _is_plain(type(obj)) and vars(obj):
-            return (type(obj), each(vars(obj)))
+        if _is_plain(type(obj)) and (attributes := getattr(obj, "__dict__", None)):
+            return (type(obj), each(attributes))
         return _Same(obj)
     try:
         hash(obj)
