@@ -1,0 +1,454 @@
+"""The main job, `examples/train_lm.py`, as a user runs it: in a process of its own."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import flax.serialization
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+PROGRAM = EXAMPLES / "train_lm.py"
+STEPS = 300
+TINY = [
+    *("--layers=1", "--d-model=16", "--heads=2", "--batch-size=8", "--sequence-length=16"),
+    *(f"--steps={STEPS}", "--checkpoint-every=40", "--sample-bytes=20"),
+]
+ENVIRONMENT = {
+    **{k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))},
+    "JAX_PLATFORMS": "cpu",
+}
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def popen(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, PROGRAM, *map(str, arguments)],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    with popen(*arguments, **options) as process:
+        stdout, stderr = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(
+        list(map(str, arguments)), process.returncode, stdout, stderr
+    )
+
+
+def run_until(step: int, number: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs the program, and sends it a signal once that step is logged."""
+    folder = Path(str(arguments[1]))
+    with popen(*arguments) as process:
+        while process.poll() is None and len(read_lines(folder)) < step:
+            time.sleep(0.01)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(
+        list(map(str, arguments)), process.returncode, stdout, stderr
+    )
+
+
+def read_lines(folder: Path) -> list[str]:
+    file = folder / "metrics.jsonl"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """The metrics without those that differ from run to run."""
+    lines = [json.loads(line) for line in read_lines(folder)]
+    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def schedule(count: int, peak: float = 4e-3) -> float:
+    """The learning rate of the update after `count` others, by hand."""
+    warm_up = STEPS // 20
+    if count < warm_up:
+        return peak * count / warm_up
+    passed = (count - warm_up) / (STEPS - warm_up)
+    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * passed)))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        lines = [f"def f{i}_{j}(x):\n    return {j % 7} * x + {i}\n" for j in range(20)]
+        (folder / f"{i:02}.py").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing interrupted; its output is in `stdout` and `stderr`."""
+    folder = tmp_path_factory.mktemp("runs") / "deep" / "whole"
+    done = run("--out", folder, "--data", text, *TINY)
+    assert done.returncode == 0, done.stderr
+    (folder / "stdout").write_text(done.stdout)
+    (folder / "stderr").write_text(done.stderr)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def interrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped by Ctrl-C."""
+    folder = tmp_path_factory.mktemp("runs") / "interrupted"
+    done = run_until(20, signal.SIGINT, "--out", folder, "--data", text, *TINY)
+    assert done.returncode == 130, done.stderr
+    steps = len(read_lines(folder))
+    assert 20 <= steps < STEPS
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith(f"Stopped after step {steps}. ")
+    assert last.endswith(f"train_lm.py --resume {folder}")
+    assert "Traceback" not in done.stderr
+    return folder
+
+
+def test_a_run_leaves_all_its_files(whole: Path, text: Path) -> None:
+    config = json.loads((whole / "config.json").read_text())
+    assert config["data"] == [str(text)]
+    assert (config["steps"], config["layers"], config["mesh"]) == (STEPS, 1, "data=4,model=2")
+    assert [line["step"] for line in read_metrics(whole)] == list(range(1, STEPS + 1))
+    for line in map(json.loads, read_lines(whole)):
+        assert all(math.isfinite(value) for value in line.values())
+        assert line["bits_per_byte"] == pytest.approx(line["loss"] / math.log(2), rel=1e-6)
+        assert line["grad_norm"] > 0
+        assert line["tokens_per_s"] > 0
+    png = (whole / "plot.png").read_bytes()
+    assert png.startswith(PNG)
+    assert png[-8:-4] == b"IEND"
+    assert len(png) > 10_000
+    state = flax.serialization.msgpack_restore((whole / "checkpoint.msgpack").read_bytes())
+    assert sorted(state) == ["state", "target"]
+    assert state["state"]["step"] == STEPS
+    assert not list(whole.glob(".*"))
+
+
+def test_what_it_prints(whole: Path) -> None:
+    stdout, stderr = (whole / "stdout").read_text(), (whole / "stderr").read_text()
+    results = json.loads((whole / "results.json").read_text())
+    bits = results["held_out_bits_per_byte"]
+    assert list(bits) == ["transformer", "bigram", "unigram", "gzip"]
+    for name, value in bits.items():
+        assert f"  {name:<12}{value:6.3f}\n" in stdout
+    assert results["sample"].startswith("def ")
+    assert results["sample"] in stdout
+    assert bits["transformer"] < bits["unigram"]
+    # No terminal, no bar: plain lines.
+    assert "\r" not in stderr
+    lines = stderr.splitlines()
+    assert len(lines) == 20
+    assert lines[-1].startswith(f"step {STEPS}/{STEPS}  loss ")
+    for word in "bits/byte", "lr", "|grad|", "tokens/s", "ETA":
+        assert word in lines[-1]
+
+
+def test_loss_falls_and_baselines_are_those_of_the_text(whole: Path, text: Path) -> None:
+    losses = [line["loss"] for line in read_metrics(whole)]
+    assert np.mean(losses[-20:]) < 0.6 * losses[0]
+    bits = json.loads((whole / "results.json").read_text())["held_out_bits_per_byte"]
+    files = sorted(text.iterdir())
+    held_out = b"".join(f.read_bytes() for i, f in enumerate(files) if i % 20 == 19)
+    train = b"".join(f.read_bytes() for i, f in enumerate(files) if i % 20 != 19)
+    assert bits["unigram"] == pytest.approx(count_unigram_bits(train, held_out))
+    assert bits["bigram"] == pytest.approx(count_bigram_bits(train, held_out))
+
+
+def test_learning_rate_is_that_of_the_schedule(whole: Path) -> None:
+    rates = [line["learning_rate"] for line in read_metrics(whole)]
+    assert rates[0] == 0
+    assert max(rates) == np.float32(4e-3)
+    np.testing.assert_allclose(rates, [schedule(i) for i in range(STEPS)], rtol=2e-6)
+
+
+def test_a_run_that_was_killed_and_interrupted_has_the_same_losses(
+    whole: Path, interrupted: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(interrupted, folder)
+    run_until(len(read_lines(folder)) + 60, signal.SIGKILL, "--resume", folder)
+    before = len(read_lines(folder))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1')  # cut off in the middle of a line
+    assert before < STEPS
+    done = run("--resume", folder)
+    assert done.returncode == 0, done.stderr
+    assert read_metrics(folder) == read_metrics(whole)
+    assert (folder / "checkpoint.msgpack").read_bytes() == (
+        whole / "checkpoint.msgpack"
+    ).read_bytes()
+    results = [json.loads((f / "results.json").read_text()) for f in (folder, whole)]
+    assert results[0] == results[1]
+
+
+def test_learning_rate_on_resume_is_applied_from_there_on(
+    whole: Path, interrupted: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(interrupted, folder)
+    start = len(read_lines(folder))
+    done = run_until(
+        start + 20,
+        signal.SIGTERM,
+        "--resume",
+        folder,
+        "--learning-rate=1e-4",
+        "--mesh=data=4,model=2",
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stdout.splitlines()[-1].endswith(f"--resume {folder} --learning-rate=0.0001")
+    assert (folder / "plot.png").read_bytes().startswith(PNG)
+    metrics, others = read_metrics(folder), read_metrics(whole)
+    assert metrics[:start] == others[:start]
+    # The first loss is of the parameters that both runs have; then they part.
+    assert metrics[start]["loss"] == others[start]["loss"]
+    assert metrics[start + 1]["loss"] != others[start + 1]["loss"]
+    assert {line["learning_rate"] for line in metrics[start:]} == {float(np.float32(1e-4))}
+    config = json.loads((folder / "config.json").read_text())
+    assert config["learning_rate"] == 4e-3
+
+
+DRIVER = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+sys.path.insert(0, sys.argv[1])
+import train_lm
+results = {}
+for name, arguments in json.load(sys.stdin).items():
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = train_lm.main(arguments)
+    results[name] = code, out.getvalue(), err.getvalue()
+print(json.dumps(results))
+"""
+# Bad command lines, and a part of what is said about each. They run in one process.
+BAD = {
+    "unknown flag": (["--stepps=3"], "--stepps"),
+    "no number": (["--steps=many"], "--steps"),
+    "no steps": (["--steps=0"], "--steps must be at least 1"),
+    "negative seed": (["--seed=-1"], "--seed must be at least 0"),
+    "infinite rate": (["--learning-rate=inf"], "--learning-rate must be a positive number"),
+    "heads": (["--d-model=20", "--heads=3"], "--d-model 20"),
+    "no mesh": (["--mesh=8"], "--mesh must look like"),
+    "unknown axis": (["--mesh=data=4,modle=2"], "--mesh must look like"),
+    "empty mesh": (["--mesh=data=0,model=2"], "--mesh must have"),
+    "mesh and batch": (["--mesh=data=3,model=2"], "data=3 must divide --batch-size 8"),
+    "mesh and heads": (["--mesh=data=2,model=4"], "model=4 must divide --heads 2"),
+    "no data": (["--data", "nowhere"], "nowhere: No such file"),
+    "little data": (["--data", "little"], "too small"),
+    "not empty": (["--out", "whole"], "whole is not empty"),
+    "a file": (["--out", "little"], "cannot write"),
+    "out and resume": (["--out=a", "--resume=whole"], "not allowed with"),
+    "no run": (["--resume=nowhere"], "nowhere is not the folder of a run"),
+    "no configuration": (["--resume=odd"], "not the configuration of a run"),
+    "other width": (["--resume=whole", "--d-model=32"], "--d-model is 16 there, not 32"),
+    "other steps": (["--resume=whole", "--steps=99"], "--steps is 300 there, not 99"),
+    "rate on resume": (["--resume=whole", "--learning-rate=nan"], "--learning-rate must be"),
+    "other text": (["--resume=other_text"], "is not (any more) the text"),
+    "other checkpoint": (["--resume=other_checkpoint"], "deviation"),
+    "damaged checkpoint": (["--resume=damaged"], "is damaged"),
+}
+
+
+@pytest.fixture(scope="module")
+def bad_world(text: Path, whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the bad command lines name."""
+    world = tmp_path_factory.mktemp("bad")
+    (world / "little").write_text("too little")
+    for name in "whole", "other_text", "other_checkpoint", "damaged":
+        shutil.copytree(whole, world / name)
+    (world / "odd").mkdir()
+    (world / "odd" / "config.json").write_text('{"steps": "many"}')
+    shutil.copytree(text, world / "text")
+    (world / "text" / "00.py").write_text("something else\n" * 50)
+    config = json.loads((whole / "config.json").read_text())
+    other_text = {**config, "data": [str(world / "text")]}
+    (world / "other_text" / "config.json").write_text(json.dumps(other_text))
+    (world / "other_checkpoint" / "config.json").write_text(json.dumps({**config, "layers": 2}))
+    checkpoint = world / "damaged" / "checkpoint.msgpack"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-100])
+    return world
+
+
+@pytest.fixture(scope="module")
+def refusals(bad_world: Path, text: Path) -> dict[str, Any]:
+    """Exit code, stdout and stderr of every bad command line, and what changed on the disk."""
+    before = snapshot(bad_world)
+    commands = {}
+    for name, (arguments, _) in BAD.items():
+        is_new = not any(a.startswith("--resume") for a in arguments)
+        base = [f"--data={text}", *TINY] if is_new else []
+        commands[name] = [*base, *arguments]
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, EXAMPLES],
+        input=json.dumps(commands),
+        cwd=bad_world,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {**json.loads(done.stdout), "untouched": snapshot(bad_world) == before}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(refusals: dict[str, Any], name: str) -> None:
+    code, stdout, stderr = refusals[name]
+    assert code == 2, stderr
+    assert stdout == ""
+    assert stderr.startswith("train_lm: error: ")
+    assert BAD[name][1] in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_bad_input_writes_nothing(refusals: dict[str, Any]) -> None:
+    assert refusals["untouched"]
+
+
+def test_exit_code_of_the_process(tmp_path: Path) -> None:
+    done = run("--steps=-1", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "train_lm: error: --steps must be at least 1; got -1\n"
+    assert not list(tmp_path.iterdir())
+
+
+SHARDING = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import jax, jax.numpy as jnp, numpy as np
+import train_lm
+from functools import partial
+from lm.config import Config
+from lm.job import make_job
+job = make_job(Config(data=(sys.argv[2],), layers=1, d_model=16, heads=2, batch_size=8))
+optimizer = train_lm.make_optimizer(job)
+restored = train_lm.make_optimizer(job, jax.device_get(optimizer.state_dict()))
+step = jax.jit(partial(train_lm.train_step, job.model))
+windows = jax.device_put(np.zeros((8, 129), np.uint8), job.rows)
+rates = [float(step(optimizer, windows, {"learning_rate": jnp.float32(rate)})[1]["learning_rate"])
+         for rate in (0.5, 0.25)]
+print(json.dumps({
+    "specs": {jax.tree_util.keystr(p, simple=True, separator="/"): str(x.sharding.spec)
+              for p, x in jax.tree_util.tree_leaves_with_path(optimizer)},
+    "restored_alike": jax.tree.map(lambda x: x.sharding, restored)
+                      == jax.tree.map(lambda x: x.sharding, optimizer),
+    "devices": len(jax.devices()), "compiled": step._cache_size(), "rates": rates}))
+"""
+
+
+def test_state_is_sharded_as_the_parameters_and_rates_share_a_compiled_step(text: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SHARDING, EXAMPLES, text],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["devices"], found["compiled"], found["rates"]) == (8, 1, [0.5, 0.25])
+    assert found["restored_alike"]
+    wanted = {
+        "mlp_0/in": "P(None, 'model')",
+        "attention_0/qkv": "P(None, None, 'model', None)",
+        "embedding": "P('model', None)",
+        "norm/scale": "P(None,)",
+    }
+    for name, spec in wanted.items():
+        specs = [s for path, s in found["specs"].items() if path.endswith(f"/{name}")]
+        assert specs == [spec] * 3  # both moments, and the parameter itself
+
+
+def count_unigram_bits(train: bytes, held_out: bytes) -> float:
+    total = 0.0
+    for byte in held_out[1:]:
+        total -= math.log2((train.count(byte) + 1) / (len(train) + 256))
+    return total / (len(held_out) - 1)
+
+
+def count_bigram_bits(train: bytes, held_out: bytes) -> float:
+    pairs: dict[tuple[int, int], int] = {}
+    befores: dict[int, int] = {}
+    for pair in pairwise(train):
+        pairs[pair] = pairs.get(pair, 0) + 1
+        befores[pair[0]] = befores.get(pair[0], 0) + 1
+    total = 0.0
+    for before, after in pairwise(held_out):
+        prior = (train.count(after) + 1) / (len(train) + 256)
+        total -= math.log2((pairs.get((before, after), 0) + prior) / (befores.get(before, 0) + 1))
+    return total / (len(held_out) - 1)
+
+
+def load(module: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module(module)
+
+
+def test_baselines_agree_with_counting(monkeypatch: pytest.MonkeyPatch) -> None:
+    baselines = load("lm.baselines", monkeypatch)
+    train, held_out = b"abracadabra, said the witch\xff\x00" * 3, b"a witch said: abba\x00\xfe"
+    arrays = [np.frombuffer(t, np.uint8) for t in (train, held_out)]
+    assert baselines.unigram_bits(*arrays) == pytest.approx(count_unigram_bits(train, held_out))
+    assert baselines.bigram_bits(*arrays) == pytest.approx(count_bigram_bits(train, held_out))
+    np.testing.assert_allclose(baselines.fit_unigram(arrays[0]).sum(), 1)
+    np.testing.assert_allclose(baselines.fit_bigram(arrays[0]).sum(axis=1), 1)
+
+
+def test_every_held_out_byte_is_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = load("lm.data", monkeypatch)
+    for size in 2, 8, 9, 10, 64, 65, 100:
+        text = np.arange(size, dtype=np.uint8)
+        predicted: list[int] = []
+        for windows, counts in data.batches_in_order(text, batch_size=4, window=9):
+            assert windows.shape == (4, 9)
+            assert (np.diff(windows.astype(int), axis=1)[counts] == 1).all()
+            predicted += windows[:, 1:][counts].tolist()
+        assert predicted == list(range(1, size))
+
+
+def test_files_in_a_fixed_order_without_tests_and_site_packages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    data = load("lm.data", monkeypatch)
+    files = ["b.py", "a/z.py", "a.py", "site-packages/x.py", "a/test/x.py", ".git/x.py", "c.txt"]
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{name} " * 20)
+    monkeypatch.setattr(data.sysconfig, "get_path", lambda _: str(tmp_path))
+    library = data.load_text((), window=4)
+    expected = "".join(f"{name} " * 20 for name in ("a.py", "b.py", "a/z.py"))
+    assert (library.train.tobytes() + library.held_out.tobytes()).decode() == expected
+    given = data.load_text([str(tmp_path / "c.txt"), str(tmp_path / "c.txt")], window=4)
+    assert given.train.tobytes() + given.held_out.tobytes() == b"c.txt " * 20
+
+
+def test_batches_depend_on_the_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = load("lm.data", monkeypatch)
+    text = np.arange(200, dtype=np.uint8)
+    options = {"batch_size": 512, "window": 199}
+    first = data.batch_of_step(text, 5, seed=1, **options)
+    np.testing.assert_array_equal(first, data.batch_of_step(text, 5, seed=1, **options))
+    assert set(first[:, 0].tolist()) == {0, 1}  # the last window, too
+    assert not np.array_equal(first, data.batch_of_step(text, 6, seed=1, **options))
+    assert not np.array_equal(first, data.batch_of_step(text, 5, seed=2, **options))
