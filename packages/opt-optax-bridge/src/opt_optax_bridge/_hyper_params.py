@@ -12,11 +12,10 @@ import numpy as np
 from opt_core import Optimizer
 
 from opt_optax_bridge._overrides import (
+    UpdateArgs,
     changed_fields,
-    evaluate,
-    needed_variables,
+    evaluated_schedules,
     overridable,
-    traced_update,
 )
 from opt_optax_bridge._wrapper import OptaxWrapper
 
@@ -53,18 +52,13 @@ def resolve_hyper_params(optimizer: Optimizer, **overrides: Any) -> Any:
     extra_args = {name: overrides.pop(name) for name in names}
     hyper_params = definition.update_hyper_params(**overrides)
     changed = changed_fields(definition.hyper_params, hyper_params)
-    operands = (
-        jax.tree.map(jnp.zeros_like, optimizer.target),
-        optimizer.state.param_states,
-        optimizer.target,
-    )
-    if changed or extra_args:  # refuse what `apply_gradient` refuses
-        jax.eval_shape(lambda *o: traced_update(definition, changed, extra_args, *o), *operands)
     values = {f.name: getattr(hyper_params, f.name) for f in dataclasses.fields(hyper_params)}
     schedules = {name: value for name, value in values.items() if callable(value)}
-    evaluated = _evaluate_schedules(definition, schedules, extra_args, operands)
-    numbers = {k: jnp.asarray(v, _float_dtype(v)) for k, v in values.items() if k not in schedules}
-    return dataclasses.replace(hyper_params, **numbers, **evaluated)
+    resolved = {k: jnp.asarray(v, _float_dtype(v)) for k, v in values.items() if not callable(v)}
+    if schedules or changed or extra_args:
+        args = _update_args(optimizer, extra_args)
+        resolved |= evaluated_schedules(definition, changed, args, schedules)
+    return dataclasses.replace(hyper_params, **resolved)
 
 
 def overridable_hyper_params(optimizer: Optimizer, **extra_args: Any) -> tuple[str, ...]:
@@ -83,9 +77,13 @@ def overridable_hyper_params(optimizer: Optimizer, **extra_args: Any) -> tuple[s
       >>> overridable_hyper_params(optimizer)  # the initial accumulator acts at the start only
       ('learning_rate', 'eps')
     """
+    return overridable(_definition(optimizer), _update_args(optimizer, extra_args))
+
+
+def _update_args(optimizer: Optimizer, extra_args: Mapping[str, Any]) -> UpdateArgs:
+    """An update with gradients of zero: what is asked here does not depend on them."""
     grads = jax.tree.map(jnp.zeros_like, optimizer.target)
-    state, params = optimizer.state.param_states, optimizer.target
-    return overridable(_definition(optimizer), extra_args, grads, state, params)
+    return UpdateArgs(grads, optimizer.state.param_states, optimizer.target, extra_args)
 
 
 def _definition(optimizer: Optimizer) -> OptaxWrapper:
@@ -100,34 +98,3 @@ def _definition(optimizer: Optimizer) -> OptaxWrapper:
 def _float_dtype(value: Any) -> Any:
     dtype = getattr(value, "dtype", np.dtype(int))
     return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.result_type(float)
-
-
-def _evaluate_schedules(
-    definition: OptaxWrapper,
-    schedules: Mapping[str, Any],
-    extra_args: Mapping[str, Any],
-    operands: tuple[Any, Any, Any],
-) -> dict[str, Any]:
-    """Traces an update with schedules that note their values, and evaluates just those."""
-    if not schedules:
-        return {}
-
-    def rates(grads: Any, state: Any, params: Any) -> dict[str, Any]:
-        noted: dict[str, Any] = {}
-
-        def noting(name: str, schedule: Any) -> Any:
-            def evaluate_and_note(count: Any) -> Any:
-                return noted.setdefault(name, schedule(count))
-
-            return evaluate_and_note
-
-        tx = definition.build({name: noting(name, s) for name, s in schedules.items()})
-        tx.update(grads, state, params, **extra_args)
-        return {name: jnp.asarray(noted[name]) if name in noted else None for name in schedules}
-
-    program, out = jax.make_jaxpr(rates, return_shape=True)(*operands)
-    needed = needed_variables(program, program.jaxpr.outvars)
-    kept = [eqn for eqn in program.jaxpr.eqns if any(v in needed for v in eqn.outvars)]
-    program = program.replace(jaxpr=program.jaxpr.replace(eqns=kept))
-    leaves = evaluate(program, jax.tree.leaves(operands))
-    return dict(jax.tree.unflatten(jax.tree.structure(out), leaves))

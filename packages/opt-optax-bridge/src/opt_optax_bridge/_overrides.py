@@ -2,7 +2,7 @@
 
 The transformation is built and traced with stand-ins for the numbers: weakly typed scalars, as the
 Python floats are that Optax expects there, so that nothing is promoted. The traced program is then
-evaluated with the numbers themselves. It also tells whether an argument acts at all.
+run with the numbers themselves. It also tells whether an argument acts at all.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
-from opt_core import path_names
 from opt_core.errors import HyperParamError
 
+from opt_optax_bridge._program import Program
 from opt_optax_bridge._recipe import is_number
 from opt_optax_bridge._stable_state import same_shapes
 
@@ -27,6 +26,39 @@ if TYPE_CHECKING:
     from opt_optax_bridge._wrapper import OptaxWrapper
 
 _STAND_IN = 1.0
+_IDLE = "it acts only when the state is created, not in an update"
+_STRUCTURAL = "it decides a Python branch, shapes or structure"
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateArgs:
+    """What a transformation's `update` is called with.
+
+    Attributes:
+      grads: gradients.
+      state: the transformation's state.
+      params: parameters.
+      extra_args: keyword arguments: pytrees of arrays, or functions.
+    """
+
+    grads: Any
+    state: Any
+    params: Any
+    extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The extra arguments that are functions."""
+        return {name: value for name, value in self.extra_args.items() if callable(value)}
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The extra arguments that are not."""
+        return {name: value for name, value in self.extra_args.items() if not callable(value)}
+
+    def operands(self, numbers: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Everything that is traced, the overriding numbers first."""
+        return dict(numbers), self.arrays, self.grads, self.state, self.params
 
 
 def changed_fields(own: Any, given: Any) -> dict[str, Any]:
@@ -39,148 +71,141 @@ def _is_same(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, float) and isinstance(b, float) and a == b)
 
 
-def traced_update(
-    definition: OptaxWrapper,
-    overrides: Mapping[str, Any],
-    extra_args: Mapping[str, Any],
-    grads: Any,
-    state: Any,
-    params: Any,
+def overridden_update(
+    definition: OptaxWrapper, overrides: Mapping[str, Any], args: UpdateArgs
 ) -> tuple[Any, Any]:
     """Returns what the transformation's `update` returns, with overrides and extra arguments.
 
     Args:
       definition: knows how to build the transformation.
       overrides: numbers or scalar arrays by hyper-parameter; a schedule in the place of one.
-      extra_args: keyword arguments of `update`: pytrees of arrays, or functions.
-      grads: gradients, as `update` takes them.
-      state: the transformation's state.
-      params: parameters.
+      args: what `update` is called with.
 
     Raises:
       HyperParamError: an override is no scalar, or cannot act at run time; an extra argument is
         not used by the transformation. Says which and why.
     """
-    _check_values(definition, overrides)
-    numbers = {name: value for name, value in overrides.items() if not callable(value)}
-    schedules = {name: value for name, value in overrides.items() if callable(value)}
-    functions = {k: _Watched(v) for k, v in extra_args.items() if callable(v)}
-    arrays = {k: v for k, v in extra_args.items() if k not in functions}
-
-    def update(numbers: Any, arrays: Any, grads: Any, state: Any, params: Any) -> Any:
-        tx = definition.build({**numbers, **schedules})
-        return tx.update(grads, state, params, **arrays, **functions)
-
-    operands = (dict.fromkeys(numbers, _STAND_IN), arrays, grads, state, params)
-    try:
-        program, out = jax.make_jaxpr(update, return_shape=True)(*operands)
-    except Exception as error:
-        reasons = _reasons(definition, overrides, extra_args, grads, state, params)
-        if reasons:
-            raise _cannot_act(definition, reasons, extra_args, grads, state, params) from error
-        raise
-    reached = _reached_inputs(program, operands)
-    idle = {name: _IDLE for name in numbers if (0, name) not in reached}
-    if idle:
-        raise _cannot_act(definition, idle, extra_args, grads, state, params)
-    unused = [name for name in arrays if (1, name) not in reached]
-    unused += [name for name, function in functions.items() if not function.was_called]
-    if unused:
-        raise HyperParamError(_unused_message(definition, unused))
-    results = evaluate(program, jax.tree.leaves((numbers, *operands[1:])))
-    updates, new_state = jax.tree.unflatten(jax.tree.structure(out), results)
-    return updates, new_state
+    program = _checked(definition, overrides, args, schedules={})
+    updates, state = program.part(lambda out: out[0]).run(*args.operands(_numbers(overrides)))
+    return updates, state
 
 
-def evaluate(program: ClosedJaxpr, leaves: Sequence[Any]) -> list[Any]:
-    """Runs a traced program on leaves, scalars cast to the dtypes it was traced with."""
-    cast = [
-        leaf if isinstance(leaf, jax.Array) and leaf.shape else jnp.asarray(leaf, aval.dtype)
-        for leaf, aval in zip(leaves, program.in_avals, strict=True)
-    ]
-    return list(jaxpr_as_fun(program)(*cast))
+def evaluated_schedules(
+    definition: OptaxWrapper,
+    overrides: Mapping[str, Any],
+    args: UpdateArgs,
+    schedules: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns the value of each schedule in the update that `overridden_update` would make.
+
+    Args:
+      definition: knows how to build the transformation.
+      overrides: see `overridden_update`; what that refuses is refused here.
+      args: what `update` is called with.
+      schedules: schedules by hyper-parameter, overriding ones included.
+
+    Returns:
+      A scalar per schedule; `None` for one that the update does not evaluate.
+    """
+    program = _checked(definition, overrides, args, schedules)
+    noted = program.part(lambda out: out[1]).run(*args.operands(_numbers(overrides)))
+    return dict(noted)
 
 
-def overridable(
-    definition: OptaxWrapper, extra_args: Mapping[str, Any], grads: Any, state: Any, params: Any
-) -> tuple[str, ...]:
+def overridable(definition: OptaxWrapper, args: UpdateArgs) -> tuple[str, ...]:
     """Returns the names of the hyper-parameters that can change at run time.
 
     Each is tried: with a traced value, the update must build, keep the structure of the state, and
     depend on the value.
     """
     names = [field.name for field in dataclasses.fields(definition.hyper_params)]
-    stand_ins = dict.fromkeys(names, _STAND_IN)
-    reasons = _reasons(definition, stand_ins, extra_args, grads, state, params)
+    reasons = _reasons(definition, dict.fromkeys(names, _STAND_IN), args)
     return tuple(name for name in names if name not in reasons)
 
 
-_IDLE = "it acts only when the state is created, not in an update"
-_STRUCTURAL = "it decides a Python branch, shapes or structure"
+def _numbers(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in overrides.items() if not callable(value)}
+
+
+def _checked(
+    definition: OptaxWrapper,
+    overrides: Mapping[str, Any],
+    args: UpdateArgs,
+    schedules: Mapping[str, Any],
+) -> Program:
+    """Traces `((updates, state), values of the schedules)`, in which every argument must act."""
+    _check_values(definition, overrides)
+    functions = {name: _Watched(function) for name, function in args.functions.items()}
+    try:
+        program = _trace(definition, overrides, args, {**args.functions, **functions}, schedules)
+    except jax.errors.UnexpectedTracerError as error:
+        raise HyperParamError(_hidden_message(schedules)) from error
+    except Exception as error:
+        if reasons := _reasons(definition, overrides, args):
+            raise _cannot_act(definition, reasons, args) from error
+        raise
+    reached = {names[:2] for names in program.part(lambda out: out[0]).reached()}
+    idle = {name: _IDLE for name in _numbers(overrides) if ("0", name) not in reached}
+    if idle:
+        raise _cannot_act(definition, idle, args)
+    unused = [name for name in args.arrays if ("1", name) not in reached]
+    unused += [name for name, function in functions.items() if not function.was_called]
+    if unused:
+        raise HyperParamError(_unused_message(definition, unused))
+    return program
+
+
+def _trace(
+    definition: OptaxWrapper,
+    overrides: Mapping[str, Any],
+    args: UpdateArgs,
+    functions: Mapping[str, Any],
+    schedules: Mapping[str, Any],
+) -> Program:
+    static = {name: value for name, value in overrides.items() if callable(value)}
+
+    def update(numbers: Any, arrays: Any, grads: Any, state: Any, params: Any) -> Any:
+        noted: dict[str, Any] = dict.fromkeys(schedules)
+        noting = {name: _noting(noted, name, schedule) for name, schedule in schedules.items()}
+        tx = definition.build({**static, **noting, **numbers})
+        return tx.update(grads, state, params, **arrays, **functions), noted
+
+    return Program.trace(update, *args.operands(dict.fromkeys(_numbers(overrides), _STAND_IN)))
+
+
+def _noting(noted: dict[str, Any], name: str, schedule: Callable[[Any], Any]) -> Any:
+    def evaluate(count: Any) -> Any:
+        value = schedule(count)
+        if noted[name] is None:
+            noted[name] = jnp.asarray(value)
+        return value
+
+    return evaluate
 
 
 def _reasons(
-    definition: OptaxWrapper,
-    overrides: Mapping[str, Any],
-    extra_args: Mapping[str, Any],
-    grads: Any,
-    state: Any,
-    params: Any,
+    definition: OptaxWrapper, overrides: Mapping[str, Any], args: UpdateArgs
 ) -> dict[str, str]:
     """Tries each override alone; returns why those fail that do. Empty if the rest is to blame."""
-    attempt = functools.partial(
-        _reason_against, definition, extra_args=extra_args, operands=(grads, state, params)
-    )
-    if attempt(None) is not None:  # fails without any override as well
+    attempt = functools.partial(_reason_against, definition, args)
+    if attempt({}) is not None:  # fails without any override as well
         return {}
-    tried = ((name, attempt(name, overrides[name])) for name in overrides)
+    tried = ((name, attempt({name: value})) for name, value in overrides.items())
     return {name: reason for name, reason in tried if reason is not None}
 
 
 def _reason_against(
-    definition: OptaxWrapper,
-    name: str | None,
-    value: Any = None,
-    *,
-    extra_args: Mapping[str, Any],
-    operands: tuple[Any, Any, Any],
+    definition: OptaxWrapper, args: UpdateArgs, override: Mapping[str, Any]
 ) -> str | None:
-    numbers = {} if name is None or callable(value) else {name: _STAND_IN}
-    schedules = {name: value} if name is not None and callable(value) else {}
-
-    def update(numbers: Any, grads: Any, state: Any, params: Any) -> Any:
-        tx = definition.build({**numbers, **schedules})
-        return tx.update(grads, state, params, **extra_args)
-
     try:
-        program, (_, new_state) = jax.make_jaxpr(update, return_shape=True)(numbers, *operands)
+        program = _trace(definition, override, args, args.functions, {})
     except Exception:
         return _STRUCTURAL
-    if not same_shapes(operands[1], new_state):
+    (_, state), _ = jax.tree.unflatten(program.output, program.jaxpr.out_avals)
+    if not same_shapes(args.state, state):
         return _STRUCTURAL
-    if numbers and (0, name) not in _reached_inputs(program, (numbers, *operands)):
-        return _IDLE
-    return None
-
-
-def _reached_inputs(program: ClosedJaxpr, operands: tuple[Any, ...]) -> set[tuple[int, str]]:
-    """Returns the position of every operand that an output depends on, with its keys if a dict."""
-    needed = needed_variables(program, program.jaxpr.outvars)
-    paths = [path_names(path) for path, _ in jax.tree_util.tree_leaves_with_path(operands)]
-    return {
-        (int(names[0]), names[1] if len(names) > 1 else "")
-        for names, variable in zip(paths, program.jaxpr.invars, strict=True)
-        if variable in needed
-    }
-
-
-def needed_variables(program: ClosedJaxpr, outputs: Sequence[Any]) -> set[Any]:
-    """Returns the variables of a traced program that `outputs` depend on."""
-    needed = {out for out in outputs if not isinstance(out, Literal)}
-    for equation in reversed(program.jaxpr.eqns):
-        if any(out in needed for out in equation.outvars):
-            needed.update(v for v in equation.invars if not isinstance(v, Literal))
-    return needed
+    reached = {names[:2] for names in program.reached()}
+    return _IDLE if any(("0", name) not in reached for name in _numbers(override)) else None
 
 
 def _check_values(definition: OptaxWrapper, overrides: Mapping[str, Any]) -> None:
@@ -196,10 +221,10 @@ def _check_values(definition: OptaxWrapper, overrides: Mapping[str, Any]) -> Non
 
 
 def _cannot_act(
-    definition: OptaxWrapper, reasons: Mapping[str, str], *context: Any
+    definition: OptaxWrapper, reasons: Mapping[str, str], args: UpdateArgs
 ) -> HyperParamError:
     lines = [f"`{name}` cannot be overridden at run time: {why}" for name, why in reasons.items()]
-    allowed = ", ".join(f"`{name}`" for name in overridable(definition, *context))
+    allowed = ", ".join(f"`{name}`" for name in overridable(definition, args))
     return HyperParamError("; ".join(lines) + f". Of this optimizer these may be: {allowed}")
 
 
@@ -209,6 +234,15 @@ def _unused_message(definition: OptaxWrapper, names: Sequence[str]) -> str:
     return (
         f"{listed}: neither a hyper-parameter of this optimizer ({valid or 'it has none'}) nor an "
         "extra argument that its transformation uses"
+    )
+
+
+def _hidden_message(schedules: Mapping[str, Any]) -> str:
+    listed = ", ".join(f"`{name}`" for name in schedules)
+    return (
+        f"the value of {listed} cannot be read: the transformation evaluates the schedule inside "
+        "control flow (`lax.cond`, `scan`, ...). Evaluate the schedule yourself at the count in "
+        "`optimizer.state.param_states`, and pass the value as an override."
     )
 
 

@@ -23,7 +23,7 @@ from opt_core.errors import HyperParamError
 
 from opt_optax_bridge import _pickling
 from opt_optax_bridge._logical_axes import align_axes
-from opt_optax_bridge._overrides import changed_fields, traced_update
+from opt_optax_bridge._overrides import UpdateArgs, changed_fields, overridden_update
 from opt_optax_bridge._recipe import Recipe, make_hyper_params
 from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leaves
 
@@ -111,9 +111,8 @@ class OptaxWrapper(OptimizerDef):
             check_gradients(params, grads)
         overrides = changed_fields(self.hyper_params, hyper_params)
         if overrides or extra_args:
-            updates, param_states = traced_update(
-                self, overrides, extra_args, grads, state.param_states, params
-            )
+            args = UpdateArgs(grads, state.param_states, params, extra_args)
+            updates, param_states = overridden_update(self, overrides, args)
         else:
             updates, param_states = self.optax_optimizer.update(grads, state.param_states, params)
         return optax.apply_updates(params, updates), OptimizerState(

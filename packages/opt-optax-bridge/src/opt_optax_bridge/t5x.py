@@ -4,8 +4,8 @@ Differs from the rest of the package where T5X code relies on it, and only there
 
 * `apply_gradient(learning_rate=...)` is accepted and ignored: T5X's trainer always passes its own
   schedule, the Optax schedule rules;
-* `restore_state` takes leaves of any dtype (T5X saves and restores parameters in bfloat16 on
-  request), leaves without a dtype (partition specs), and `None` anywhere.
+* `restore_state` takes parameters of any dtype (T5X saves and restores them in bfloat16 on
+  request), and leaves that are no arrays (partition specs, `None`) anywhere.
 
 Not here: `MultiOptimizer`, `OptaxStatePartitionRules`, and `amos`, which lives in jestimator
 (`wrap_optax_optimizer(jestimator.amos.amos)`).
@@ -94,35 +94,41 @@ class OptaxWrapper(_wrapper.OptaxWrapper):
         *,
         strict: bool = True,
     ) -> tuple[Any, OptimizerState]:
-        """Returns target and state with the leaves of `state_dict`, of whatever dtype they are."""
+        """Returns target and state with the leaves of `state_dict`; see the module."""
         return super().restore_state(
-            _like(opt_target, state_dict.get("target")),
-            _like(opt_state, state_dict.get("state")),
+            _like(_param_like, opt_target, state_dict.get("target")),
+            _like(_state_leaf_like, opt_state, state_dict.get("state")),
             state_dict,
             strict=strict,
         )
 
 
-def _like(reference: Any, value: Any) -> Any:
-    """The reference with each leaf in the dtype, or of the kind, of what is to be restored."""
+def _like(leaf_like: Callable[[Any, Any], Any], reference: Any, value: Any) -> Any:
+    """The reference with each leaf of the kind of what is to be restored."""
     node = children(reference)
     if node is None:
-        return _leaf_like(reference, value)
+        return leaf_like(reference, value)
     given = {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {}
     return node.rebuild(
-        [_like(c, given[name]) if name in given else c for name, c in node.children]
+        [_like(leaf_like, c, given[name]) if name in given else c for name, c in node.children]
     )
 
 
-def _leaf_like(reference: Any, value: Any) -> Any:
+def _state_leaf_like(reference: Any, value: Any) -> Any:
     if isinstance(value, Mapping):
         return reference  # left to the strict check
     if value is None or not hasattr(reference, "shape"):
         return value
-    if not hasattr(value, "shape"):
-        return reference if isinstance(value, int | float | complex) else value
-    if value.dtype == reference.dtype or jnp.issubdtype(reference.dtype, jax.dtypes.prng_key):
-        return reference
+    if hasattr(value, "shape") or isinstance(value, int | float | complex):
+        return reference  # as well
+    return value
+
+
+def _param_like(reference: Any, value: Any) -> Any:
+    like = _state_leaf_like(reference, value)
+    dtypes = [getattr(array, "dtype", None) for array in (like, value)]
+    if None in dtypes or dtypes[0] == dtypes[1]:
+        return like
     return jax.ShapeDtypeStruct(reference.shape, value.dtype)
 
 
