@@ -151,7 +151,7 @@ def train_step(
         "loss": loss,
         "bits_per_byte": loss / math.log(2),
         "learning_rate": resolve_hyper_params(optimizer, **overrides).learning_rate,
-        "grad_norm": optax.global_norm(grads),
+        "grad_norm": optax.tree.norm(grads),
     }
     return optimizer.apply_gradient(grads, **overrides), metrics
 

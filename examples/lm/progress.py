@@ -40,6 +40,7 @@ class Progress:
         """Shows the metrics of a step."""
         if self._first is None:  # it took as long as compiling did
             self._first = step, time.perf_counter()
+            self._bar.unpause()
         shown = {
             "loss": f"{metrics['loss']:.3f}",
             "bits/byte": f"{metrics['bits_per_byte']:.3f}",
