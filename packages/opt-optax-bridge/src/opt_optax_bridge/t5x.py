@@ -126,10 +126,13 @@ def _state_leaf_like(reference: Any, value: Any) -> Any:
 
 def _param_like(reference: Any, value: Any) -> Any:
     like = _state_leaf_like(reference, value)
-    dtypes = [getattr(array, "dtype", None) for array in (like, value)]
-    if None in dtypes or dtypes[0] == dtypes[1]:
+    if not (hasattr(like, "dtype") and hasattr(value, "dtype")):
         return like
-    return jax.ShapeDtypeStruct(reference.shape, value.dtype)
+    if value.dtype == like.dtype or jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return like
+    is_placed = isinstance(like, jax.ShapeDtypeStruct) or getattr(like, "committed", False)
+    sharding = like.sharding if is_placed else None
+    return jax.ShapeDtypeStruct(like.shape, value.dtype, sharding=sharding)
 
 
 def wrap_optax_optimizer(optax_optimizer: Callable[P, Any]) -> Callable[P, OptaxWrapper]:
