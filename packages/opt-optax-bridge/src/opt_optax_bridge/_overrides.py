@@ -20,7 +20,13 @@ from opt_core.errors import HyperParamError
 
 from opt_optax_bridge._program import Program
 from opt_optax_bridge._recipe import is_number
+from opt_optax_bridge._signatures import named_arguments
 from opt_optax_bridge._stable_state import same_shapes
+
+try:
+    from jax.extend.core import get_opaque_trace_state
+except ImportError:  # jax < 0.9
+    from jax.core import get_opaque_trace_state
 
 if TYPE_CHECKING:
     from opt_optax_bridge._wrapper import OptaxWrapper
@@ -38,7 +44,7 @@ class UpdateArgs:
       grads: gradients.
       state: the transformation's state.
       params: parameters.
-      extra_args: keyword arguments: pytrees of arrays, or functions.
+      extra_args: keyword arguments: pytrees of arrays, functions, or anything static.
     """
 
     grads: Any
@@ -47,18 +53,23 @@ class UpdateArgs:
     extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def functions(self) -> dict[str, Callable[..., Any]]:
-        """The extra arguments that are functions."""
-        return {name: value for name, value in self.extra_args.items() if callable(value)}
+    def arrays(self) -> dict[str, Any]:
+        """The extra arguments that can be traced."""
+        return {name: value for name, value in self.extra_args.items() if _is_traceable(value)}
 
     @property
-    def arrays(self) -> dict[str, Any]:
-        """The extra arguments that are not."""
-        return {name: value for name, value in self.extra_args.items() if not callable(value)}
+    def static(self) -> dict[str, Any]:
+        """The extra arguments that cannot: functions, strings, flags."""
+        return {name: value for name, value in self.extra_args.items() if name not in self.arrays}
 
     def operands(self, numbers: Mapping[str, Any]) -> tuple[Any, ...]:
         """Everything that is traced, the overriding numbers first."""
         return dict(numbers), self.arrays, self.grads, self.state, self.params
+
+
+def _is_traceable(value: Any) -> bool:
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(is_number(leaf) or hasattr(leaf, "shape") for leaf in leaves)
 
 
 def changed_fields(own: Any, given: Any) -> dict[str, Any]:
@@ -135,11 +146,11 @@ def _checked(
 ) -> Program:
     """Traces `((updates, state), values of the schedules)`, in which every argument must act."""
     _check_values(definition, overrides)
-    functions = {name: _Watched(function) for name, function in args.functions.items()}
+    functions = {k: _Watched(value) for k, value in args.static.items() if callable(value)}
     try:
-        program = _trace(definition, overrides, args, {**args.functions, **functions}, schedules)
-    except jax.errors.UnexpectedTracerError as error:
-        raise HyperParamError(_hidden_message(schedules)) from error
+        program = _trace(definition, overrides, args, {**args.static, **functions}, schedules)
+    except HyperParamError:
+        raise
     except Exception as error:
         if reasons := _reasons(definition, overrides, args):
             raise _cannot_act(definition, reasons, args) from error
@@ -149,7 +160,9 @@ def _checked(
     if idle:
         raise _cannot_act(definition, idle, args)
     unused = [name for name in args.arrays if ("1", name) not in reached]
-    unused += [name for name, function in functions.items() if not function.was_called]
+    called = {name for name, function in functions.items() if function.was_called}
+    named = named_arguments(definition.optax_optimizer.update)
+    unused += [name for name in args.static if name not in called | named]
     if unused:
         raise HyperParamError(_unused_message(definition, unused))
     return program
@@ -159,28 +172,37 @@ def _trace(
     definition: OptaxWrapper,
     overrides: Mapping[str, Any],
     args: UpdateArgs,
-    functions: Mapping[str, Any],
+    static_args: Mapping[str, Any],
     schedules: Mapping[str, Any],
 ) -> Program:
     static = {name: value for name, value in overrides.items() if callable(value)}
 
     def update(numbers: Any, arrays: Any, grads: Any, state: Any, params: Any) -> Any:
-        noted: dict[str, Any] = dict.fromkeys(schedules)
-        noting = {name: _noting(noted, name, schedule) for name, schedule in schedules.items()}
+        notes = _Notes()
+        noting = {name: notes.taken_of(name, schedule) for name, schedule in schedules.items()}
         tx = definition.build({**static, **noting, **numbers})
-        return tx.update(grads, state, params, **arrays, **functions), noted
+        result = tx.update(grads, state, params, **arrays, **static_args)
+        return result, {name: notes.values.get(name) for name in schedules}
 
     return Program.trace(update, *args.operands(dict.fromkeys(_numbers(overrides), _STAND_IN)))
 
 
-def _noting(noted: dict[str, Any], name: str, schedule: Callable[[Any], Any]) -> Any:
-    def evaluate(count: Any) -> Any:
-        value = schedule(count)
-        if noted[name] is None:
-            noted[name] = jnp.asarray(value)
-        return value
+class _Notes:
+    """The values that schedules take while an update is traced."""
 
-    return evaluate
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self._trace = get_opaque_trace_state(convention="opt")
+
+    def taken_of(self, name: str, schedule: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def evaluate(count: Any) -> Any:
+            value = schedule(count)
+            if get_opaque_trace_state(convention="opt") != self._trace:
+                raise HyperParamError(_hidden_message(name))
+            self.values.setdefault(name, jnp.asarray(value))
+            return value
+
+        return evaluate
 
 
 def _reasons(
@@ -198,7 +220,7 @@ def _reason_against(
     definition: OptaxWrapper, args: UpdateArgs, override: Mapping[str, Any]
 ) -> str | None:
     try:
-        program = _trace(definition, override, args, args.functions, {})
+        program = _trace(definition, override, args, args.static, {})
     except Exception:
         return _STRUCTURAL
     (_, state), _ = jax.tree.unflatten(program.output, program.jaxpr.out_avals)
@@ -231,16 +253,17 @@ def _cannot_act(
 def _unused_message(definition: OptaxWrapper, names: Sequence[str]) -> str:
     listed = ", ".join(f"`{name}`" for name in names)
     valid = ", ".join(f"`{field.name}`" for field in dataclasses.fields(definition.hyper_params))
+    if definition.recipe is None:
+        valid = "it has none: a wrapped constructor would, see `wrap_optax_optimizer`"
     return (
         f"{listed}: neither a hyper-parameter of this optimizer ({valid or 'it has none'}) nor an "
         "extra argument that its transformation uses"
     )
 
 
-def _hidden_message(schedules: Mapping[str, Any]) -> str:
-    listed = ", ".join(f"`{name}`" for name in schedules)
+def _hidden_message(name: str) -> str:
     return (
-        f"the value of {listed} cannot be read: the transformation evaluates the schedule inside "
+        f"the value of `{name}` cannot be read: the transformation evaluates the schedule inside "
         "control flow (`lax.cond`, `scan`, ...). Evaluate the schedule yourself at the count in "
         "`optimizer.state.param_states`, and pass the value as an override."
     )

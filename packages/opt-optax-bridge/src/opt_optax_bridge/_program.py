@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from opt_core import path_names
+
+_PREFIX = "opt_optax_bridge/"
+_Values = Callable[[Sequence[Any]], Sequence[Any]]  # evaluates variables of a program
+
+
+def named(name: str, value: Any) -> Any:
+    """Returns `value`, to be found by its name in a program that is being traced."""
+    return checkpoint_name(value, _PREFIX + name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,24 +51,99 @@ class Program:
 
     def part(self, select: Callable[[Any], Any]) -> Program:
         """Returns the program that computes `select(output)` and nothing else."""
-        jaxpr = self.jaxpr.jaxpr
-        outvars, structure = jax.tree.flatten(
-            select(jax.tree.unflatten(self.output, jaxpr.outvars))
-        )
-        needed = _needed(self.jaxpr, outvars)
-        equations = [eqn for eqn in jaxpr.eqns if any(out in needed for out in eqn.outvars)]
-        info = jaxpr.debug_info._replace(result_paths=None)
-        jaxpr = jaxpr.replace(eqns=equations, outvars=outvars, debug_info=info)
-        return Program(self.jaxpr.replace(jaxpr=jaxpr), self.inputs, structure)
+        outputs = select(jax.tree.unflatten(self.output, self.jaxpr.jaxpr.outvars))
+        outvars, structure = jax.tree.flatten(outputs)
+        part = _part(self.jaxpr, self.jaxpr.jaxpr.invars, outvars)
+        return Program(part, self.inputs, structure)
 
     def run(self, *operands: Any) -> Any:
         """Returns the output for operands; scalars are cast to the dtypes they were traced with."""
-        avals = self.jaxpr.in_avals
-        leaves = [
-            leaf if isinstance(leaf, jax.Array) and leaf.shape else jnp.asarray(leaf, aval.dtype)
-            for leaf, aval in zip(jax.tree.leaves(operands), avals, strict=True)
-        ]
-        return jax.tree.unflatten(self.output, jaxpr_as_fun(self.jaxpr)(*leaves))
+        return jax.tree.unflatten(self.output, _run(self.jaxpr, jax.tree.leaves(operands)))
+
+    def run_until(self, name: str, *operands: Any) -> Any:
+        """Returns the first value of that name, computing nothing else; `None` if there is none.
+
+        It may lie inside a branch, a compiled function or a loop, of which the first pass counts.
+
+        Raises:
+          LookupError: it is computed for a whole axis at once, so that it has no single value.
+        """
+        leaves = jax.tree.leaves(operands)
+        return _find(
+            self.jaxpr, name, _values(self.jaxpr, lambda places: [leaves[i] for i in places])
+        )
+
+
+def _run(program: ClosedJaxpr, leaves: Sequence[Any]) -> Sequence[Any]:
+    cast = [
+        leaf if isinstance(leaf, jax.Array) and leaf.shape else jnp.asarray(leaf, aval.dtype)
+        for leaf, aval in zip(leaves, program.in_avals, strict=True)
+    ]
+    return list(jaxpr_as_fun(program)(*cast))
+
+
+def _find(program: ClosedJaxpr, name: str, values: _Values) -> Any:
+    for equation in program.jaxpr.eqns:
+        if equation.params.get("name") == _PREFIX + name:
+            return values(equation.invars)[0]
+        for body in _bodies(equation):
+            if _names(body, name):
+                return _find(body, name, _values(body, _inputs_of_body(body, equation, values)))
+    return None
+
+
+def _values(program: ClosedJaxpr, inputs: Callable[[Sequence[int]], Sequence[Any]]) -> _Values:
+    """Returns what evaluates variables of a program, asking only for the inputs that they need."""
+
+    def values(outvars: Sequence[Any]) -> Sequence[Any]:
+        needed = _needed(program, outvars)
+        places = [i for i, v in enumerate(program.jaxpr.invars) if v in needed]
+        invars = [program.jaxpr.invars[i] for i in places]
+        return _run(_part(program, invars, outvars), inputs(places))
+
+    return values
+
+
+def _inputs_of_body(
+    body: ClosedJaxpr, equation: Any, values: _Values
+) -> Callable[[Sequence[int]], Sequence[Any]]:
+    """Returns what evaluates inputs of a body: they are the last operands of its equation."""
+    operands = equation.invars[len(equation.invars) - len(body.jaxpr.invars) :]
+
+    def inputs(places: Sequence[int]) -> Sequence[Any]:
+        if any(operands[i].aval.shape != body.in_avals[i].shape for i in places):
+            raise LookupError(equation.primitive.name)
+        return values([operands[i] for i in places])
+
+    return inputs
+
+
+def _names(program: ClosedJaxpr, name: str) -> bool:
+    return any(
+        equation.params.get("name") == _PREFIX + name
+        or any(_names(body, name) for body in _bodies(equation))
+        for equation in program.jaxpr.eqns
+    )
+
+
+def _bodies(equation: Any) -> Iterator[ClosedJaxpr]:
+    for value in equation.params.values():
+        for body in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(body, ClosedJaxpr):
+                yield body
+            elif isinstance(body, Jaxpr):
+                yield ClosedJaxpr(body, ())
+
+
+def _part(program: ClosedJaxpr, invars: Sequence[Any], outvars: Sequence[Any]) -> ClosedJaxpr:
+    needed = _needed(program, outvars)
+    jaxpr = program.jaxpr.replace(
+        invars=list(invars),
+        outvars=list(outvars),
+        eqns=[eqn for eqn in program.jaxpr.eqns if any(out in needed for out in eqn.outvars)],
+        debug_info=program.jaxpr.debug_info._replace(arg_names=None, result_paths=None),
+    )
+    return program.replace(jaxpr=jaxpr)
 
 
 def _needed(program: ClosedJaxpr, outputs: Sequence[Any]) -> set[Any]:

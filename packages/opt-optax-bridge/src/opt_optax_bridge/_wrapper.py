@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
@@ -25,6 +24,7 @@ from opt_optax_bridge import _pickling
 from opt_optax_bridge._logical_axes import align_axes
 from opt_optax_bridge._overrides import UpdateArgs, changed_fields, overridden_update
 from opt_optax_bridge._recipe import Recipe, make_hyper_params
+from opt_optax_bridge._signatures import named_arguments, takes_any_keyword
 from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leaves
 
 
@@ -164,10 +164,10 @@ class OptaxWrapper(OptimizerDef):
 
     def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
         """Returns those of `names` that the transformation's `update` takes."""
-        parameters = inspect.signature(self.optax_optimizer.update).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        update = self.optax_optimizer.update
         own = {*self._names, "hyper_params", *(self.recipe.arguments if self.recipe else ())}
-        known = set(parameters) - {"updates", "state", "params"}
+        takes_any = takes_any_keyword(update)
+        known = named_arguments(update) - {"updates", "state", "params"}
         return frozenset(n for n in names if n not in own and (takes_any or n in known))
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
