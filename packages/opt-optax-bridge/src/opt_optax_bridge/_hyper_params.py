@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from opt_core import Optimizer
+from opt_core.errors import OptimizerError
 
 from opt_optax_bridge._overrides import (
     UpdateArgs,
@@ -18,6 +19,8 @@ from opt_optax_bridge._overrides import (
     overridable,
 )
 from opt_optax_bridge._wrapper import OptaxWrapper
+
+T = TypeVar("T")
 
 
 def resolve_hyper_params(optimizer: Optimizer, **overrides: Any) -> Any:
@@ -50,14 +53,20 @@ def resolve_hyper_params(optimizer: Optimizer, **overrides: Any) -> Any:
     definition = _definition(optimizer)
     names = definition.extra_arg_names(overrides)
     extra_args = {name: overrides.pop(name) for name in names}
-    hyper_params = definition.update_hyper_params(**overrides)
-    changed = changed_fields(definition.hyper_params, hyper_params)
+    own, hyper_params = (
+        definition.acting_hyper_params(),
+        definition.acting_hyper_params(**overrides),
+    )
+    changed = changed_fields(own, hyper_params)
     values = {f.name: getattr(hyper_params, f.name) for f in dataclasses.fields(hyper_params)}
     schedules = {name: value for name, value in values.items() if callable(value)}
     resolved = {k: jnp.asarray(v, _float_dtype(v)) for k, v in values.items() if not callable(v)}
     if schedules or changed or extra_args:
-        args = _update_args(optimizer, extra_args)
-        resolved |= evaluated_schedules(definition, changed, args, schedules)
+        resolved |= _ask(
+            lambda args: evaluated_schedules(definition, changed, args, schedules),
+            optimizer,
+            extra_args,
+        )
     return dataclasses.replace(hyper_params, **resolved)
 
 
@@ -77,13 +86,27 @@ def overridable_hyper_params(optimizer: Optimizer, **extra_args: Any) -> tuple[s
       >>> overridable_hyper_params(optimizer)  # the initial accumulator acts at the start only
       ('learning_rate', 'eps')
     """
-    return overridable(_definition(optimizer), _update_args(optimizer, extra_args))
+    definition = _definition(optimizer)
+    if definition.hyper_params is not definition.acting_hyper_params():
+        return ()  # the face of T5X ignores overrides
+    return _ask(lambda args: overridable(definition, args), optimizer, extra_args)
 
 
-def _update_args(optimizer: Optimizer, extra_args: Mapping[str, Any]) -> UpdateArgs:
-    """An update with gradients of zero: what is asked here does not depend on them."""
-    grads = jax.tree.map(jnp.zeros_like, optimizer.target)
-    return UpdateArgs(grads, optimizer.state.param_states, optimizer.target, extra_args)
+def _ask(
+    question: Callable[[UpdateArgs], T], optimizer: Optimizer, extra_args: Mapping[str, Any]
+) -> T:
+    """Asks about an update with gradients of zero: no answer depends on them."""
+    state, params = optimizer.state.param_states, optimizer.target
+    grads = jax.tree.map(jnp.zeros_like, params)
+    try:
+        return question(UpdateArgs(grads, state, params, extra_args))
+    except OptimizerError:
+        raise
+    except Exception:
+        examples = jax.tree.map(lambda g: g[None], grads)
+        if not _definition(optimizer).averages_examples(examples, state, params):
+            raise
+        return question(UpdateArgs(examples, state, params, extra_args))
 
 
 def _definition(optimizer: Optimizer) -> OptaxWrapper:

@@ -14,19 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from opt_core.errors import HyperParamError
 
-from opt_optax_bridge._program import Program
+from opt_optax_bridge._program import Program, named
 from opt_optax_bridge._recipe import is_number
 from opt_optax_bridge._signatures import named_arguments
 from opt_optax_bridge._stable_state import same_shapes
-
-try:
-    from jax.extend.core import get_opaque_trace_state
-except ImportError:  # jax < 0.9
-    from jax.core import get_opaque_trace_state
 
 if TYPE_CHECKING:
     from opt_optax_bridge._wrapper import OptaxWrapper
@@ -97,7 +91,7 @@ def overridden_update(
         not used by the transformation. Says which and why.
     """
     program = _checked(definition, overrides, args, schedules={})
-    updates, state = program.part(lambda out: out[0]).run(*args.operands(_numbers(overrides)))
+    updates, state = program.run(*args.operands(_numbers(overrides)))
     return updates, state
 
 
@@ -116,11 +110,21 @@ def evaluated_schedules(
       schedules: schedules by hyper-parameter, overriding ones included.
 
     Returns:
-      A scalar per schedule; `None` for one that the update does not evaluate.
+      A scalar per schedule; `None` for one that the update does not evaluate. In a branch that this
+      step does not take (`optax.MultiSteps`) it is what the branch would use.
+
+    Raises:
+      HyperParamError: see `overridden_update`; or a schedule has many values in one update.
     """
     program = _checked(definition, overrides, args, schedules)
-    noted = program.part(lambda out: out[1]).run(*args.operands(_numbers(overrides)))
-    return dict(noted)
+    operands = args.operands(_numbers(overrides))
+    values = {}
+    for name in schedules:
+        try:
+            values[name] = program.run_until(name, *operands)
+        except LookupError as where:
+            raise HyperParamError(_many_values_message(name, where)) from None
+    return values
 
 
 def overridable(definition: OptaxWrapper, args: UpdateArgs) -> tuple[str, ...]:
@@ -130,6 +134,7 @@ def overridable(definition: OptaxWrapper, args: UpdateArgs) -> tuple[str, ...]:
     depend on the value.
     """
     names = [field.name for field in dataclasses.fields(definition.hyper_params)]
+    _trace(definition, {}, args, args.static, {})  # raises what else is wrong, if anything is
     reasons = _reasons(definition, dict.fromkeys(names, _STAND_IN), args)
     return tuple(name for name in names if name not in reasons)
 
@@ -144,25 +149,23 @@ def _checked(
     args: UpdateArgs,
     schedules: Mapping[str, Any],
 ) -> Program:
-    """Traces `((updates, state), values of the schedules)`, in which every argument must act."""
+    """Traces `(updates, state)`, in which every argument must act; schedules' values are named."""
     _check_values(definition, overrides)
     functions = {k: _Watched(value) for k, value in args.static.items() if callable(value)}
     try:
         program = _trace(definition, overrides, args, {**args.static, **functions}, schedules)
-    except HyperParamError:
-        raise
     except Exception as error:
         if reasons := _reasons(definition, overrides, args):
             raise _cannot_act(definition, reasons, args) from error
         raise
-    reached = {names[:2] for names in program.part(lambda out: out[0]).reached()}
+    reached = {names[:2] for names in program.reached()}
     idle = {name: _IDLE for name in _numbers(overrides) if ("0", name) not in reached}
     if idle:
         raise _cannot_act(definition, idle, args)
     unused = [name for name in args.arrays if ("1", name) not in reached]
     called = {name for name, function in functions.items() if function.was_called}
-    named = named_arguments(definition.optax_optimizer.update)
-    unused += [name for name in args.static if name not in called | named]
+    taken = named_arguments(definition.optax_optimizer.update)
+    unused += [name for name in args.static if name not in called | taken]
     if unused:
         raise HyperParamError(_unused_message(definition, unused))
     return program
@@ -178,31 +181,15 @@ def _trace(
     static = {name: value for name, value in overrides.items() if callable(value)}
 
     def update(numbers: Any, arrays: Any, grads: Any, state: Any, params: Any) -> Any:
-        notes = _Notes()
-        noting = {name: notes.taken_of(name, schedule) for name, schedule in schedules.items()}
-        tx = definition.build({**static, **noting, **numbers})
-        result = tx.update(grads, state, params, **arrays, **static_args)
-        return result, {name: notes.values.get(name) for name in schedules}
+        naming = {name: _naming(name, schedule) for name, schedule in schedules.items()}
+        tx = definition.build({**static, **naming, **numbers})
+        return tx.update(grads, state, params, **arrays, **static_args)
 
     return Program.trace(update, *args.operands(dict.fromkeys(_numbers(overrides), _STAND_IN)))
 
 
-class _Notes:
-    """The values that schedules take while an update is traced."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self._trace = get_opaque_trace_state(convention="opt")
-
-    def taken_of(self, name: str, schedule: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def evaluate(count: Any) -> Any:
-            value = schedule(count)
-            if get_opaque_trace_state(convention="opt") != self._trace:
-                raise HyperParamError(_hidden_message(name))
-            self.values.setdefault(name, jnp.asarray(value))
-            return value
-
-        return evaluate
+def _naming(name: str, schedule: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda count: named(name, schedule(count))
 
 
 def _reasons(
@@ -223,7 +210,7 @@ def _reason_against(
         program = _trace(definition, override, args, args.static, {})
     except Exception:
         return _STRUCTURAL
-    (_, state), _ = jax.tree.unflatten(program.output, program.jaxpr.out_avals)
+    _, state = jax.tree.unflatten(program.output, program.jaxpr.out_avals)
     if not same_shapes(args.state, state):
         return _STRUCTURAL
     reached = {names[:2] for names in program.reached()}
@@ -261,11 +248,10 @@ def _unused_message(definition: OptaxWrapper, names: Sequence[str]) -> str:
     )
 
 
-def _hidden_message(name: str) -> str:
+def _many_values_message(name: str, where: LookupError) -> str:
     return (
-        f"the value of `{name}` cannot be read: the transformation evaluates the schedule inside "
-        "control flow (`lax.cond`, `scan`, ...). Evaluate the schedule yourself at the count in "
-        "`optimizer.state.param_states`, and pass the value as an override."
+        f"`{name}` has no single value in this update: its schedule is evaluated inside a "
+        f"`{where}`, for many counts at once"
     )
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
-from opt_core import path_names
+from opt_core import path_names, strong_type
 
 _PREFIX = "opt_optax_bridge/"
 _Values = Callable[[Sequence[Any]], Sequence[Any]]  # evaluates variables of a program
@@ -49,13 +49,6 @@ class Program:
         variables = zip(self.inputs, self.jaxpr.jaxpr.invars, strict=True)
         return {names for names, variable in variables if variable in needed}
 
-    def part(self, select: Callable[[Any], Any]) -> Program:
-        """Returns the program that computes `select(output)` and nothing else."""
-        outputs = select(jax.tree.unflatten(self.output, self.jaxpr.jaxpr.outvars))
-        outvars, structure = jax.tree.flatten(outputs)
-        part = _part(self.jaxpr, self.jaxpr.jaxpr.invars, outvars)
-        return Program(part, self.inputs, structure)
-
     def run(self, *operands: Any) -> Any:
         """Returns the output for operands; scalars are cast to the dtypes they were traced with."""
         return jax.tree.unflatten(self.output, _run(self.jaxpr, jax.tree.leaves(operands)))
@@ -85,7 +78,7 @@ def _run(program: ClosedJaxpr, leaves: Sequence[Any]) -> Sequence[Any]:
 def _find(program: ClosedJaxpr, name: str, values: _Values) -> Any:
     for equation in program.jaxpr.eqns:
         if equation.params.get("name") == _PREFIX + name:
-            return values(equation.invars)[0]
+            return strong_type(jnp.asarray(values(equation.invars)[0]))
         for body in _bodies(equation):
             if _names(body, name):
                 return _find(body, name, _values(body, _inputs_of_body(body, equation, values)))
@@ -143,7 +136,7 @@ def _part(program: ClosedJaxpr, invars: Sequence[Any], outvars: Sequence[Any]) -
         eqns=[eqn for eqn in program.jaxpr.eqns if any(out in needed for out in eqn.outvars)],
         debug_info=program.jaxpr.debug_info._replace(arg_names=None, result_paths=None),
     )
-    return program.replace(jaxpr=jaxpr)
+    return ClosedJaxpr(jaxpr, program.consts)
 
 
 def _needed(program: ClosedJaxpr, outputs: Sequence[Any]) -> set[Any]:

@@ -107,7 +107,7 @@ class OptaxWrapper(OptimizerDef):
           StateChangedError: the transformation changed the structure or a shape of its state.
           TreeMismatchError: `grads` do not look like `params`.
         """
-        if not self._averages_examples(grads, state.param_states, params):
+        if not self.averages_examples(grads, state.param_states, params):
             check_gradients(params, grads)
         overrides = changed_fields(self.hyper_params, hyper_params)
         if overrides or extra_args:
@@ -120,8 +120,8 @@ class OptaxWrapper(OptimizerDef):
             param_states=keep_avals(state.param_states, param_states),
         )
 
-    def _averages_examples(self, grads: Any, state: Any, params: Any) -> bool:
-        """Whether every gradient has an axis of examples in front, and no update has."""
+    def averages_examples(self, grads: Any, state: Any, params: Any) -> bool:
+        """Returns whether every gradient has an axis of examples in front, and no update has."""
         wanted, found = [[np.shape(x) for x in jax.tree.leaves(tree)] for tree in (params, grads)]
         sizes = {shape[:1] for shape in found}
         if sizes in ({()}, set()) or len(sizes) > 1 or [s[1:] for s in found] != wanted:
@@ -154,6 +154,10 @@ class OptaxWrapper(OptimizerDef):
                 f"a float or a schedule can. Of this optimizer these may be: {_listed(self._names)}"
             )
         return replace_hyper_params(hyper_params, **overrides)
+
+    def acting_hyper_params(self, **overrides: Any) -> Any:
+        """Returns the hyper-parameters by which an update with these overrides acts."""
+        return self.update_hyper_params(**overrides)
 
     @property
     def _names(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from flax.core import freeze, unfreeze
 from opt_core import Optimizer, OptimizerDef, OptimizerState, children
 
 from opt_optax_bridge import _twins, _wrapper
-from opt_optax_bridge._recipe import Recipe
+from opt_optax_bridge._recipe import Recipe, make_hyper_params
 
 __all__ = [
     "Dtype",
@@ -85,6 +85,11 @@ class OptaxWrapper(_wrapper.OptaxWrapper):
         """Makes one update; `hyper_params` are ignored."""
         del hyper_params
         return super().apply_gradient(self.hyper_params, params, state, grads, **extra_args)
+
+    def acting_hyper_params(self, **overrides: Any) -> Any:
+        """Returns the hyper-parameters that the transformation was built with."""
+        self.update_hyper_params(**overrides)  # refuses what is none
+        return self.recipe.hyper_params if self.recipe else make_hyper_params("no_hyper_params", {})
 
     def restore_state(
         self,
