@@ -115,7 +115,7 @@ class RunFolder:
         for i, (name, level) in enumerate(levels.items(), start=1):
             loss.axhline(level, color=f"C{i}", linestyle="--", label=f"{name} {level:.2f}")
         loss.set(ylabel="bits per byte", title=self.path.name)
-        loss.legend()
+        loss.legend(title="dashed: held-out text" if levels else None)
         loss.grid(alpha=0.3)
         rate.plot(steps, [line["learning_rate"] for line in metrics], color="C0")
         rate.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
