@@ -124,6 +124,7 @@ BUILDERS: dict[str, Callable[[Any], Any]] = {
     "unfilled cell": unfilled,
     "cycle": cyclic,
     "global": executed,
+    "code": lambda rate: eval(f"lambda step: {rate} * step"),
     "partial": lambda rate: functools.partial(math.pow, rate),
     "partial keyword": lambda rate: functools.partial(closure, rate=rate),
     "partial of closure": lambda rate: functools.partial(closure(rate), 1),

@@ -498,6 +498,7 @@ def test_definitions_are_compared_by_how_they_were_built() -> None:
     assert hash(one) == hash(same)
     assert one != other
     assert one != object()
+    assert Momentum(-1) != Momentum(-2)  # though their hashes are equal
     params = {"w": jnp.ones(2)}
     trees = [structure(d.create(params)) for d in (one, same, other)]
     assert trees[0] == trees[1]

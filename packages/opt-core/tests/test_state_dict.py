@@ -79,6 +79,17 @@ def test_containers_without_leaves_are_dropped_on_request(tree: Any) -> None:
     assert_same(restored(zeros_like(tree), dropped), tree)
 
 
+@given(tree=trees)
+def test_none_may_be_absent(tree: Any) -> None:
+    def without_none(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        return {name: without_none(child) for name, child in node.items() if child is not None}
+
+    state_dict = {"root": to_state_dict(tree)}
+    assert_same(restored({"root": zeros_like(tree)}, without_none(state_dict)), {"root": tree})
+
+
 def nodes(state_dict: Any) -> list[dict[str, Any]]:
     if not isinstance(state_dict, dict):
         return []
