@@ -343,6 +343,8 @@ def test_python_numbers_do_not_fit_arrays() -> None:
         (1, jnp.int32(2), 2),
         (1, 2.0, None),
         (1, True, None),
+        (1, np.float32(2), None),
+        (True, np.int32(1), None),
         (1, np.array([2]), None),
         (1.5, np.float32(2.5), 2.5),
         (1.5, 2, None),
