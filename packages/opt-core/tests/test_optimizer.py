@@ -350,6 +350,13 @@ def test_a_new_optimizer_can_be_donated(create: Callable[[Any], Optimizer]) -> N
     assert after.state.param_states["again"]["w"].tolist() == [[1.0] * 3] * 2
 
 
+def test_parameters_that_are_one_array_become_two() -> None:
+    shared = jnp.ones(3)
+    optimizer = KeepsParams().create({"a": shared, "b": shared, "c": jnp.ones(2)})
+    assert distinct_buffers(optimizer)
+    assert optimizer.target["a"] is shared
+
+
 def test_a_restored_optimizer_can_be_donated() -> None:
     reference = KeepsParams().create({"w": jnp.zeros(3)})
     shared = {"w": jnp.ones(3)}

@@ -108,14 +108,14 @@ class OptimizerDef:
     def create(self, target: Any) -> Optimizer:
         """Returns an optimizer of `target` before its first step.
 
-        No array of the new state shares its buffer with another or with `target`, so that the
-        optimizer can be donated.
+        No two arrays of the optimizer share a buffer, so that it can be donated. An array that
+        `target` holds twice is copied.
 
         Args:
           target: pytree of parameters. Weakly typed arrays become strong: an update would make them
             so, and everything would compile twice.
         """
-        target = strong_types(target)
+        target = unalias(strong_types(target))
         state = unalias(self.init_state(target), apart_from=target)
         return Optimizer(optimizer_def=self, state=state, target=target)
 
