@@ -1,7 +1,12 @@
 """Integration tests run on 8 virtual CPU devices; some need an accelerator besides."""
 
+import sys
+from pathlib import Path
+
 import jax
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `golden_cases`
 
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -1,0 +1,309 @@
+"""Trajectories and checkpoints of the real T5X, and what it takes to replay them.
+
+`goldens/README.md` says where they come from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import flax.core
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import optax.contrib
+from jax.sharding import PartitionSpec
+
+FOLDER = Path(__file__).parent / "goldens"
+
+StateDict = dict[str, Any]
+Flat = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One optimizer with its inputs, and what T5X made of them.
+
+    Attributes:
+      id: family and name, `t5x/adam_0`.
+      spec: how the optimizer is built, in JSON.
+      params: the initial parameters.
+      grads: one tree of gradients per step.
+      trajectory: the state dict's leaves by path, `steps + 1` entries each.
+      index: the case as the index has it.
+    """
+
+    id: str
+    spec: Any
+    params: Any
+    grads: tuple[Any, ...]
+    trajectory: Mapping[str, np.ndarray]
+    index: Mapping[str, Any]
+
+    @property
+    def is_bfloat16(self) -> bool:
+        return any(a.dtype == ml_dtypes.bfloat16 for a in self.trajectory.values())
+
+    @property
+    def checkpoint(self) -> StateDict:
+        """What T5X wrote after the last step: the state dict, out of its msgpack bytes."""
+        data = (FOLDER / self.index["checkpoint"]["file"]).read_bytes()
+        contents: StateDict = flax.serialization.msgpack_restore(data)
+        assert contents["version"] == 3
+        state_dict: StateDict = contents["optimizer"]
+        return state_dict
+
+    @property
+    def param_axes(self) -> Any:
+        """Logical axes of the parameters, in the parameters' own containers."""
+        axes = self.index["param_logical_axes"]
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: PartitionSpec(*axes[_joined(path)]), self.params
+        )
+
+
+@functools.cache
+def index() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((FOLDER / "index.json").read_text())
+    return loaded
+
+
+def case_ids() -> list[str]:
+    return [f"{c['family']}/{c['id']}" for c in index()["cases"]]
+
+
+def ids_with(field: str) -> list[str]:
+    return [f"{c['family']}/{c['id']}" for c in index()["cases"] if c.get(field) is not None]
+
+
+@functools.cache
+def load(case_id: str) -> Case:
+    entry = next(c for c in index()["cases"] if f"{c['family']}/{c['id']}" == case_id)
+    problem = index()["problems"][entry["problem"]]
+    inputs = _arrays(problem["file"])
+    trajectory = {k.removeprefix("sd/"): v for k, v in _arrays(entry["file"]).items()}
+
+    def gradients(t: int) -> Any:
+        return _tree(problem["structure"], lambda path: inputs[f"grads/{path}"][t])
+
+    return Case(
+        id=case_id,
+        spec=entry["constructor"],
+        params=_tree(problem["structure"], lambda path: inputs[f"params/{path}"]),
+        grads=tuple(gradients(t) for t in range(entry["steps"])),
+        trajectory=trajectory,
+        index=entry,
+    )
+
+
+def _arrays(file: str) -> dict[str, np.ndarray]:
+    with np.load(FOLDER / file, allow_pickle=False) as data:
+        names = {name: name.removesuffix("@bf16") for name in data.files}
+        return {
+            short: data[name].view(ml_dtypes.bfloat16) if short != name else data[name]
+            for name, short in names.items()
+        }
+
+
+def _tree(structure: Mapping[str, Any], leaf: Callable[[str], np.ndarray]) -> Any:
+    if structure["kind"] == "leaf":
+        return jnp.asarray(leaf(structure["path"]))
+    nested = {key: _tree(child, leaf) for key, child in structure["items"].items()}
+    return flax.core.freeze(nested) if structure["kind"] == "frozen" else nested
+
+
+def _joined(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+# The JSON language of the constructors.
+
+RAW = SimpleNamespace(
+    OptaxWrapper=lambda transformation: transformation,
+    chain=lambda transformations: optax.chain(*transformations),
+)
+
+# `noisy_sgd` without a key, as it was called then; `dpsgd`, of its own doing.
+_OPTAX_WARNINGS = ("Specifying a key will be required", '"seed" is deprecated')
+
+
+def build(spec: Any, api: Any) -> Any:
+    """Builds what `spec` describes.
+
+    Args:
+      spec: the `constructor` of a case.
+      api: where the wrapped constructors are: `opt_optax_bridge`, its `t5x`, or `RAW` for Optax's
+        own, wrapped by nobody.
+    """
+    match spec:
+        case {"$call": name}:
+            with warnings.catch_warnings():
+                for message in _OPTAX_WARNINGS:
+                    warnings.filterwarnings("ignore", message)
+                return _call(_constructor(api, name), spec, api)
+        case {"$optax": name}:
+            return _call(getattr(optax, name), spec, api)
+        case {"$inject": name}:
+            return _call(optax.inject_hyperparams(getattr(optax, name)), spec, api)
+        case {"$multisteps": inner, "k": k}:
+            return optax.MultiSteps(build(inner, api), k).gradient_transformation()
+        case {"$intkeys": items}:
+            return {int(key): value for key, value in items.items()}
+        case {"$dict": items}:
+            return {key: build(value, api) for key, value in items.items()}
+        case {"$frozen": items}:
+            return flax.core.freeze(items)
+        case list():
+            return [build(item, api) for item in spec]
+        case dict():
+            raise ValueError(f"no such construct: {spec}")
+    return spec
+
+
+def _constructor(api: Any, name: str) -> Callable[..., Any]:
+    if api is RAW and not hasattr(RAW, name):
+        api = optax.contrib if name == "dpsgd" else optax
+    constructor: Callable[..., Any] = getattr(api, name)
+    return constructor
+
+
+def _call(function: Callable[..., Any], spec: Mapping[str, Any], api: Any) -> Any:
+    args = build(spec.get("args", []), api)
+    kwargs = {key: build(value, api) for key, value in spec.get("kwargs", {}).items()}
+    return function(*args, **kwargs)
+
+
+# State dicts, and comparing them.
+
+
+def flatten(state_dict: Mapping[str, Any]) -> Flat:
+    """The leaves of nested dicts by `/`-joined path; `None` is a leaf, empty dicts vanish."""
+    return dict(_flatten(state_dict, ""))
+
+
+def _flatten(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, child in node.items():
+        if isinstance(child, Mapping):
+            yield from _flatten(child, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", child
+
+
+def unflatten(flat: Mapping[str, Any]) -> StateDict:
+    nested: StateDict = {}
+    for path, leaf in flat.items():
+        *parents, last = path.split("/")
+        node = nested
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return nested
+
+
+def raw_optax_trajectory(
+    case: Case, *, start: Flat | None = None, first: int = 0, jit: bool = False
+) -> list[Flat]:
+    """The trajectory of installed Optax, run as its documentation says, without our packages.
+
+    Args:
+      case: says which optimizer, parameters and gradients.
+      start: a state dict to start from instead, after `first` steps.
+      first: the first gradient to use.
+      jit: whether to compile the update.
+    """
+    tx = build(case.spec, RAW)
+
+    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    run = jax.jit(step) if jit else step
+    params, state = case.params, tx.init(case.params)
+    if start is not None:
+        params, state = _fill(params, start, "target"), _fill(state, start, "state/param_states")
+    trajectory = [_raw_state_dict(params, state, first)]
+    for t, grads in enumerate(case.grads[first:], first + 1):
+        params, state = run(params, state, grads)
+        trajectory.append(_raw_state_dict(params, state, t))
+    return trajectory
+
+
+def _fill(tree: Any, leaves: Flat, prefix: str) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: jnp.asarray(leaves[f"{prefix}/{_joined(path)}"]), tree
+    )
+
+
+def _raw_state_dict(params: Any, state: Any, step: int) -> Flat:
+    def plain(leaf: Any) -> Any:
+        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+            return jax.random.key_data(leaf)
+        return leaf
+
+    states = flax.serialization.to_state_dict(jax.tree.map(plain, state))
+    target = flax.serialization.to_state_dict(params)
+    nested = {"target": target, "state": {"step": np.int32(step), "param_states": states}}
+    return flatten(nested)
+
+
+def entry(case: Case, t: int) -> Flat:
+    """The state dict that T5X had after `t` steps."""
+    return {path: series[t] for path, series in case.trajectory.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """How far floats may be off: `rtol` times the entry plus `atol` times the largest entry."""
+
+    rtol: float
+    atol: float
+
+
+EXACT = Tolerance(0.0, 0.0)
+# Those of the goldens' README.
+OP_BY_OP = Tolerance(0.0, 4e-6)
+COMPILED = Tolerance(1e-5, 1e-5)
+BFLOAT16 = Tolerance(1e-2, 0.0)
+
+
+def deviations(found: Flat, expected: Flat, tolerance: Tolerance) -> list[str]:
+    """Every path where two state dicts differ: in keys, shapes, dtypes, or in values too far.
+
+    T5X's step was a Python int at first; ours is int32 from the start.
+    """
+    lines = [f"{path}: missing" for path in expected.keys() - found.keys()]
+    lines += [f"{path}: extra" for path in found.keys() - expected.keys()]
+    for path in sorted(found.keys() & expected.keys()):
+        a, b = np.asarray(found[path]), np.asarray(expected[path])
+        if path == "state/step":
+            b = np.asarray(b, np.int32)
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            lines.append(f"{path}: {a.dtype}{a.shape} instead of {b.dtype}{b.shape}")
+        elif (worst := _worst(a, b, tolerance)) > 1.0:
+            lines.append(f"{path}: {worst:.3g} times the tolerance")
+    return sorted(lines)
+
+
+def _worst(found: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -> float:
+    """The largest difference, in units of what is tolerated."""
+    if not jnp.issubdtype(expected.dtype, jnp.floating):
+        return 0.0 if np.array_equal(found, expected) else np.inf
+    a, b = found.astype(np.float64), expected.astype(np.float64)
+    differs = ~((a == b) | (np.isnan(a) & np.isnan(b)))
+    if not differs.any():
+        return 0.0
+    largest = np.max(np.abs(b), initial=0.0, where=np.isfinite(b))
+    tolerated = tolerance.rtol * np.abs(b) + tolerance.atol * largest
+    if not (np.isfinite(a - b) & (tolerated > 0))[differs].all():
+        return np.inf
+    return float(np.max(np.abs(a - b)[differs] / tolerated[differs]))

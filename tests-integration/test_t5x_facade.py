@@ -1,0 +1,417 @@
+"""A trainer that uses `opt_optax_bridge.t5x` as T5X's own modules use `t5x.optimizers`.
+
+It is written from the list of calls that T5X's train state, partitioner, initializer, trainer and
+checkpointer make, on 8 virtual devices, and asks nothing else of the optimizer.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.serialization
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.core import FrozenDict, freeze, unfreeze
+from flax.linen import partitioning as flax_partitioning
+from flax.linen.spmd import logical_to_mesh_axes
+from flax.traverse_util import empty_node, flatten_dict, unflatten_dict
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from opt_core.errors import HyperParamError, RestoreError
+from opt_optax_bridge import t5x
+
+P = PartitionSpec
+RULES = (("batch", "data"), ("vocab", "model"), ("embed", None), ("mlp", "model"))
+AXES = {
+    "embedding": ("vocab", "embed"),
+    "mlp": {"wi": ("embed", "mlp"), "wo": ("mlp", "embed")},
+    "scale": ("embed",),
+}
+
+
+def variables_of_model(key: jax.Array) -> FrozenDict[str, Any]:
+    """As `Module.init` returns them: parameters, their axes, a mutable collection."""
+    keys = jax.random.split(key, 3)
+    params = {
+        "embedding": jax.random.normal(keys[0], (16, 8)),
+        "mlp": {
+            "wi": jax.random.normal(keys[1], (8, 32)) / 3,
+            "wo": jax.random.normal(keys[2], (32, 8)) / 6,
+        },
+        "scale": jnp.ones(8),
+    }
+    axes = {
+        (*path[:-1], f"{path[-1]}_axes"): flax_partitioning.AxisMetadata(names=names)
+        for path, names in flatten_dict(AXES).items()
+    }
+    return freeze(
+        {"params": params, "params_axes": unflatten_dict(axes), "stats": {"mean": jnp.zeros(8)}}
+    )
+
+
+def loss_of_model(params: Any, stats: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, Any]:
+    hidden = params["embedding"][batch["inputs"]]
+    stats = freeze({"mean": 0.9 * stats["mean"] + 0.1 * hidden.mean((0, 1))})
+    hidden = jax.nn.relu(hidden * params["scale"] @ params["mlp"]["wi"]) @ params["mlp"]["wo"]
+    logits = hidden @ params["embedding"].T
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    return losses.mean(), stats
+
+
+@flax.struct.dataclass
+class Progress:
+    """What a trainer carries from step to step."""
+
+    optimizer: t5x.OptimizerType
+    params_axes: FrozenDict[str, Any]
+    mutables: FrozenDict[str, Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        state_dict = self.optimizer.state_dict()
+        state_dict["flax_mutables"] = unfreeze(self.mutables)
+        return state_dict
+
+    def restore(self, state_dict: Mapping[str, Any]) -> "Progress":
+        mutables = freeze(dict(state_dict.get("flax_mutables", {})))
+        optimizer = self.optimizer.restore_state(state_dict)
+        return dataclasses.replace(self, optimizer=optimizer, mutables=mutables)
+
+
+class Trainer:
+    """Creates, shards, trains, saves and restores."""
+
+    def __init__(self, definition: t5x.OptimizerDefType) -> None:
+        self.mesh = Mesh(
+            np.asarray(jax.devices()[:8]).reshape(4, 2), ("data", "model"), (AxisType.Auto,) * 2
+        )
+        self.definition = definition
+        self.traces = 0
+        self.shapes: Progress = jax.eval_shape(self.create, jax.random.key(0))
+        self.specs = self.mesh_axes()
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs)
+        # `None` is no axes: left to the compiler.
+        self.shardings: Any = Progress(shardings, self.shapes.params_axes, freeze({"mean": None}))
+        self.start = jax.jit(self.create, out_shardings=self.shardings)
+        self.step = jax.jit(
+            self._step,
+            in_shardings=(self.shardings, NamedSharding(self.mesh, P("data"))),
+            out_shardings=(self.shardings, None),
+            donate_argnums=0,
+        )
+
+    def create(self, key: jax.Array) -> Progress:
+        variables = variables_of_model(key)
+        if hasattr(self.definition, "set_param_axes"):
+            raise AssertionError("a wrapped optimizer needs no axes to be created")
+        return Progress(
+            optimizer=self.definition.create(variables["params"]),
+            params_axes=variables["params_axes"],
+            mutables=variables["stats"],
+        )
+
+    def logical_axes(self) -> Any:
+        assert hasattr(self.definition, "derive_logical_axes")
+        names = flax_partitioning.get_axis_names(self.shapes.params_axes)
+        return self.definition.derive_logical_axes(self.shapes.optimizer, names)
+
+    def mesh_axes(self) -> t5x.OptimizerType:
+        axes = self.logical_axes()
+
+        def to_mesh(spec: Any) -> Any:
+            if spec is None or spec is empty_node:
+                return spec
+            return logical_to_mesh_axes(spec, RULES)
+
+        flat = flatten_dict(axes.state_dict(), keep_empty_nodes=True, sep="/")
+        mapped = unflatten_dict({path: to_mesh(spec) for path, spec in flat.items()}, sep="/")
+        specs: t5x.OptimizerType = axes.restore_state(mapped)
+        return specs
+
+    def read(self, checkpoint: bytes) -> dict[str, Any]:
+        """The state dict of a checkpoint, every array where its axes want it."""
+        contents = flax.serialization.msgpack_restore(checkpoint)["optimizer"]
+        specs = flatten_dict(self.specs.state_dict(), sep="/")
+
+        def place(path: str, leaf: np.ndarray) -> Any:
+            return jax.device_put(leaf, NamedSharding(self.mesh, specs.get(path) or P()))
+
+        leaves = flatten_dict(contents, sep="/")
+        placed = {path: place(path, leaf) for path, leaf in leaves.items()}
+        state_dict: dict[str, Any] = unflatten_dict(placed, sep="/")
+        return state_dict
+
+    def _step(
+        self, progress: Progress, batch: Mapping[str, Any]
+    ) -> tuple[Progress, dict[str, jax.Array]]:
+        self.traces += 1
+        rate = 0.5 / jnp.sqrt(jnp.maximum(progress.optimizer.state.step, 100))
+        gradient = jax.value_and_grad(loss_of_model, has_aux=True)
+        (loss, mutables), grads = gradient(progress.optimizer.target, progress.mutables, batch)
+        optimizer = progress.optimizer.apply_gradient(grads, learning_rate=rate)
+        new = Progress(optimizer, progress.params_axes, mutables)
+        return new, {"loss": loss, "learning_rate": rate}
+
+
+def batches(count: int) -> list[dict[str, np.ndarray]]:
+    draw = np.random.default_rng(0)
+    tokens = [draw.integers(0, 16, (8, 5)) for _ in range(count)]
+    return [{"inputs": t[:, :-1], "targets": t[:, 1:]} for t in tokens]
+
+
+MASK = freeze({"embedding": True, "mlp": {"wi": True, "wo": True}, "scale": False})
+LABELS = freeze({"embedding": "slow", "mlp": {"wi": "fast", "wo": "fast"}, "scale": "none"})
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10)
+
+
+def by_label() -> optax.GradientTransformation:
+    slow, fast, none = optax.sgd(1e-2), optax.adamw(1e-2), optax.set_to_zero()
+    return optax.multi_transform({"slow": slow, "fast": fast, "none": none}, LABELS)
+
+
+def masked() -> optax.GradientTransformation:
+    return optax.chain(optax.masked(optax.scale_by_adam(), MASK), optax.scale(-1e-2))
+
+
+def parts() -> list[optax.GradientTransformation]:
+    schedule = optax.scale_by_schedule(SCHEDULE)
+    return [optax.clip_by_global_norm(1.0), optax.scale_by_adam(), schedule, optax.scale(-1.0)]
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[], t5x.OptaxWrapper], Callable[[], Any]]] = {
+    "adamw": (lambda: t5x.adamw(1e-2), lambda: optax.adamw(1e-2)),
+    "chain": (lambda: t5x.chain(parts()), lambda: optax.chain(*parts())),
+    "masked": (lambda: t5x.OptaxWrapper(masked()), masked),
+    "multi_transform": (lambda: t5x.OptaxWrapper(by_label()), by_label),
+    "sgd": (lambda: t5x.sgd(0.1), lambda: optax.sgd(0.1)),
+    "lion": (lambda: t5x.lion(1e-3), lambda: optax.lion(1e-3)),
+}
+each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def trainer_of(name: str) -> Trainer:
+    return Trainer(OPTIMIZERS[name][0]())
+
+
+def flat(progress: Progress | t5x.OptimizerType) -> dict[str, Any]:
+    """The state dict by path; `None` leaves stay, the mutables are left out."""
+    leaves = flatten_dict(progress.state_dict(), sep="/")
+    return {path: leaf for path, leaf in leaves.items() if not path.startswith("flax_mutables/")}
+
+
+def assert_equal(a: Progress, b: Progress) -> None:
+    assert jax.tree.structure(a.optimizer, is_leaf=is_none) == structure(b.optimizer)
+    ours, theirs = flat(a), flat(b)
+    assert ours.keys() == theirs.keys()
+    for path, leaf in ours.items():
+        assert leaf.dtype == theirs[path].dtype, path
+        np.testing.assert_array_equal(leaf, theirs[path], err_msg=path)
+
+
+def is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
+def structure(tree: Any) -> Any:
+    return jax.tree.structure(tree, is_leaf=is_none)
+
+
+def assert_sharded(trainer: Trainer, progress: Progress) -> None:
+    specs = flat(trainer.specs)
+    for path, leaf in flat(progress).items():
+        if specs[path] is not None:
+            wanted = NamedSharding(trainer.mesh, specs[path])
+            assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), path
+
+
+def raw_optax_run(name: str, count: int) -> Any:
+    """Parameters after `count` steps of Optax alone, on one device."""
+    tx = OPTIMIZERS[name][1]()
+    variables = variables_of_model(jax.random.key(1))
+    params, stats = variables["params"], variables["stats"]
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params: Any, state: Any, stats: Any, batch: Any) -> tuple[Any, Any, Any]:
+        grads, stats = jax.grad(loss_of_model, has_aux=True)(params, stats, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, stats
+
+    for batch in batches(count):
+        params, state, stats = step(params, state, stats, batch)
+    return params
+
+
+@each_optimizer
+def test_a_run_with_a_checkpoint_in_its_middle(name: str) -> None:
+    trainer = trainer_of(name)
+    progress = trainer.start(jax.random.key(1))
+    assert structure(progress.optimizer) == structure(trainer.shapes.optimizer)
+    first, second, third, fourth = batches(4)
+    assert_sharded(trainer, progress)
+    before = progress
+    for batch in (first, second):
+        progress, metrics = trainer.step(progress, batch)
+    assert metrics["learning_rate"] == np.float32(0.05)  # the trainer's: not what was applied
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before.optimizer))
+    assert_sharded(trainer, progress)
+
+    contents = {"version": 3, "optimizer": progress.state_dict()}
+    checkpoint = flax.serialization.to_bytes(contents)
+    from_shapes = trainer.shapes.restore(trainer.read(checkpoint))
+    on_host = flax.serialization.msgpack_restore(checkpoint)["optimizer"]
+    in_place = progress.restore({**on_host, "flax_mutables": progress.mutables})
+    for restored in (from_shapes, in_place):
+        assert_equal(restored, progress)
+        assert_sharded(trainer, restored)
+
+    runs = {"from shapes": from_shapes, "in place": in_place, "continued": progress}
+    mutables = jax.tree.map(jnp.copy, progress.mutables)  # `in_place` took them as they are
+    runs["continued"] = dataclasses.replace(progress, mutables=mutables)
+    for batch in (third, fourth):
+        runs = {run: trainer.step(state, batch)[0] for run, state in runs.items()}
+    continued = runs["continued"]
+    for state in runs.values():
+        assert_equal(state, continued)
+    assert trainer.traces == 1
+    assert int(continued.optimizer.state.step) == 4
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5),
+        continued.optimizer.target,
+        raw_optax_run(name, 4),
+    )
+
+
+@each_optimizer
+def test_axes_reach_every_leaf(name: str) -> None:
+    trainer = trainer_of(name)
+    logical, mesh = flat(trainer.logical_axes()), flat(trainer.specs)
+    shapes = flat(trainer.shapes)
+    assert logical.keys() == mesh.keys() == shapes.keys()
+    for path, shape in shapes.items():
+        if shape.shape:
+            assert len(logical[path]) == len(mesh[path]) == len(shape.shape), path
+        else:
+            assert logical[path] is None, path
+            assert mesh[path] is None, path
+    assert trainer.specs.target["mlp"]["wi"] == P(None, "model")
+    assert structure(trainer.specs) == structure(trainer.shapes.optimizer)
+    assert trainer.specs.state.step is None
+
+
+@each_optimizer
+def test_a_partitioner_without_axes_gets_none_everywhere(name: str) -> None:
+    trainer = trainer_of(name)
+    for progress in (trainer.shapes, trainer.start(jax.random.key(1))):
+        nothing = jax.tree.map(lambda _: None, progress.state_dict())
+        optimizer = progress.restore(nothing).optimizer
+        assert jax.tree.leaves(optimizer) == []
+        assert structure(optimizer) == structure(trainer.shapes.optimizer)
+
+
+@pytest.mark.parametrize("step", [7, np.int64(7), np.int32(7), jnp.array(7), np.asarray(7)])
+def test_the_step_is_replaced_through_the_state_dict(step: Any) -> None:
+    optimizer = t5x.adamw(1e-2).create(variables_of_model(jax.random.key(1))["params"])
+    state_dict = optimizer.state_dict()
+    state_dict["state"]["step"] = step
+    moved = optimizer.restore_state(state_dict)
+    assert (int(moved.state.step), moved.state.step.dtype) == (7, jnp.int32)
+    assert structure(moved) == structure(optimizer)
+
+
+@each_optimizer
+def test_parameters_are_replaced_whole(name: str) -> None:
+    optimizer = OPTIMIZERS[name][0]().create(variables_of_model(jax.random.key(1))["params"])
+    zeros = jax.tree.map(jnp.zeros_like, optimizer.target)
+    replaced = optimizer.replace(target=zeros)
+    assert structure(replaced) == structure(optimizer)
+    assert replaced.state is optimizer.state
+    assert not jnp.any(replaced.target["mlp"]["wi"])
+
+
+@each_optimizer
+def test_parameters_saved_in_bfloat16(name: str) -> None:
+    trainer = trainer_of(name)
+    progress, _ = trainer.step(trainer.start(jax.random.key(1)), batches(1)[0])
+    state_dict = progress.state_dict()
+    state_dict["target"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state_dict["target"])
+    saved = flax.serialization.msgpack_restore(flax.serialization.to_bytes(state_dict))
+    for reference in (trainer.shapes, progress):
+        restored = reference.restore(saved)
+        params = jax.tree.leaves(restored.optimizer.target)
+        assert all(leaf.dtype == jnp.bfloat16 for leaf in params)
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(restored.optimizer.state)]
+        assert dtypes == [leaf.dtype for leaf in jax.tree.leaves(progress.optimizer.state)]
+    assert_sharded(trainer, restored)  # as the live reference is
+    grads = jax.tree.map(jnp.ones_like, restored.optimizer.target)
+    new = restored.optimizer.apply_gradient(grads, learning_rate=0.1)
+    kept, before = jax.tree.leaves(new), jax.tree.leaves(restored.optimizer)
+    assert [leaf.dtype for leaf in kept] == [leaf.dtype for leaf in before]
+
+
+def test_only_parameters_may_change_dtype() -> None:
+    optimizer = t5x.adamw(1e-2).create(variables_of_model(jax.random.key(1))["params"])
+    state_dict = optimizer.state_dict()
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state_dict["state"]["param_states"])
+    state_dict["state"]["param_states"] = half
+    with pytest.raises(RestoreError, match="param_states/0/mu/mlp/wi: dtype"):
+        optimizer.restore_state(state_dict)
+
+
+def test_restore_is_strict_otherwise() -> None:
+    params = variables_of_model(jax.random.key(1))["params"]
+    state_dict = t5x.adamw(1e-2).create(params).state_dict()
+    with pytest.raises(RestoreError, match="another optimizer's state"):
+        t5x.sgd(1e-2).create(params).restore_state(state_dict)
+    state_dict["target"]["mlp"]["wi"] = jnp.zeros((8, 4))
+    with pytest.raises(RestoreError, match=r"target/mlp/wi: shape: expected float32\[8, 32\]"):
+        t5x.adamw(1e-2).create(params).restore_state(state_dict)
+
+
+def test_the_learning_rate_is_ignored_and_nothing_else_is() -> None:
+    optimizer = t5x.adamw(1e-2).create(variables_of_model(jax.random.key(1))["params"])
+    grads = jax.tree.map(jnp.ones_like, optimizer.target)
+    plain = optimizer.apply_gradient(grads)
+    for rate in (None, 123.0, jnp.float32(5), jnp.nan):
+        given = optimizer.apply_gradient(grads, learning_rate=rate)
+        assert jnp.array_equal(given.target["mlp"]["wi"], plain.target["mlp"]["wi"])
+    for name in ("weight_decay", "momentum"):
+        with pytest.raises(HyperParamError, match=name):
+            optimizer.apply_gradient(grads, **{name: 0.1})
+
+
+def test_empty_nodes_are_not_written_and_come_back() -> None:
+    trainer = trainer_of("sgd")
+    assert trainer.shapes.optimizer.state_dict()["state"].keys() == {"step"}
+    chained = flatten_dict(trainer_of("chain").shapes.state_dict()["state"], sep="/")
+    assert {path.split("/")[1] for path in chained if path != "step"} == {"1", "2"}
+
+
+# What T5X's modules take from `t5x.optimizers`, and the constructors that its configurations name.
+NAMES_BY_MODULE = {
+    "train_state": ["OptimizerType", "OptimizerDefType"],
+    "models": ["OptimizerDefType"],
+    "utils": ["OptimizerDefType"],
+    "checkpoints": ["OptimizerStateType"],
+    "contrib.moe.partitioning": ["OptaxWrapper"],
+    "tests": ["Optimizer", "OptimizerState", "OptimizerDef", "OptaxWrapper", "sgd"],
+    "configurations": [
+        *("adabelief", "adagrad", "adam", "adamw", "chain", "dpsgd", "fromage", "lamb", "lars"),
+        *("lion", "noisy_sgd", "radam", "rmsprop", "sgd", "yogi", "wrap_optax_optimizer"),
+    ],
+}
+
+
+@pytest.mark.parametrize("module", NAMES_BY_MODULE)
+def test_names_that_t5x_modules_take(module: str) -> None:
+    missing = [name for name in NAMES_BY_MODULE[module] if not hasattr(t5x, name)]
+    assert missing == []
+
+
+def test_definitions_are_wrappers_of_the_facade() -> None:
+    for definition in (t5x.adamw(1e-2), t5x.chain(parts()), t5x.OptaxWrapper(optax.sgd(0.1))):
+        assert isinstance(definition, t5x.OptaxWrapper)
+        assert isinstance(definition, t5x.OptimizerDef)
+        assert definition.hyper_params.learning_rate is None
