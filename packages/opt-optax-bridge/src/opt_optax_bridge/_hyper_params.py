@@ -60,14 +60,15 @@ def resolve_hyper_params(optimizer: Optimizer, **overrides: Any) -> Any:
     changed = changed_fields(own, hyper_params)
     values = {f.name: getattr(hyper_params, f.name) for f in dataclasses.fields(hyper_params)}
     schedules = {name: value for name, value in values.items() if callable(value)}
-    resolved = {k: jnp.asarray(v, _float_dtype(v)) for k, v in values.items() if not callable(v)}
+    resolved = {}
     if schedules or changed or extra_args:
-        resolved |= _ask(
+        resolved = _ask(
             lambda args: evaluated_schedules(definition, changed, args, schedules),
             optimizer,
             extra_args,
         )
-    return dataclasses.replace(hyper_params, **resolved)
+    numbers = {k: jnp.asarray(v, _float_dtype(v)) for k, v in values.items() if k not in schedules}
+    return dataclasses.replace(hyper_params, **numbers, **resolved)
 
 
 def overridable_hyper_params(optimizer: Optimizer, **extra_args: Any) -> tuple[str, ...]:
@@ -119,5 +120,5 @@ def _definition(optimizer: Optimizer) -> OptaxWrapper:
 
 
 def _float_dtype(value: Any) -> Any:
-    dtype = getattr(value, "dtype", np.dtype(int))
+    dtype = jax.dtypes.canonicalize_dtype(getattr(value, "dtype", np.dtype(float)))
     return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.result_type(float)

@@ -148,8 +148,8 @@ def _is_schedule(value: Any, parameter: inspect.Parameter | None) -> bool:
 
     The value alone does not tell: `jnp.float32` maps a count to a float too.
     """
-    annotation = parameter.annotation if parameter else inspect.Parameter.empty
-    if annotation is inspect.Parameter.empty:
+    annotation = parameter.annotation if parameter else Any
+    if annotation in (inspect.Parameter.empty, Any, "Any"):  # says nothing
         if isinstance(value, type) or hasattr(value, "dtype"):
             return False
     elif not _admits_schedule(annotation):
@@ -169,7 +169,7 @@ def _is_floating(value: Any) -> bool:
 def _admits_schedule(annotation: Any) -> bool:
     if isinstance(annotation, str):
         return "Schedule" in annotation
-    members = typing.get_args(annotation) or (annotation,)
-    origins = [typing.get_origin(member) or member for member in members]
-    has_callable = any(origin is Callable for origin in origins)
-    return has_callable and (float in members or annotation == optax.Schedule)
+    if annotation == optax.Schedule:
+        return True
+    members = typing.get_args(annotation)
+    return float in members and any(typing.get_origin(m) is Callable for m in members)

@@ -1,0 +1,295 @@
+"""What the tests share: every optimizer of the installed Optax, found and not listed."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge
+import optax
+import optax.contrib
+from flax import serialization
+from opt_core import Optimizer
+from opt_optax_bridge import OptaxWrapper
+
+LEARNING_RATE = 0.1
+
+# Arguments that have no default, by optimizer. A learning rate is given to all.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "dpsgd": {"l2_norm_clip": 1.0, "noise_multiplier": 0.5, "seed": 0},
+    "noisy_sgd": {"key": jax.random.key(0)},
+    "schedule_free": {"base_optimizer": optax.sgd(LEARNING_RATE)},
+}
+
+
+def make_params(dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+    return {
+        "b": jnp.array([0.5, -1.5, 2.0], dtype),
+        "w": jnp.array([[0.3, -0.7, 1.1], [-0.2, 0.9, -1.3]], dtype),
+    }
+
+
+def loss(params: Any) -> jax.Array:
+    total = sum(jnp.sum(jnp.cos(x) + x * x) for x in jax.tree.leaves(params))
+    return jnp.asarray(total)
+
+
+def grads_of(name: str, params: Any) -> Any:
+    """Gradients as the optimizer takes them."""
+    grads = jax.grad(loss)(params)
+    if name in ("dpsgd", "differentially_private_aggregate"):  # one per example
+        return jax.tree.map(lambda g: jnp.stack([g, -g / 2]), grads)
+    return grads
+
+
+def extra_args_of(name: str, params: Any, grads: Any) -> dict[str, Any]:
+    """What the optimizer's update takes besides gradients, state and parameters."""
+    match name:
+        case "lbfgs" | "scale_by_backtracking_linesearch" | "scale_by_zoom_linesearch":
+            return {"value": loss(params), "grad": grads, "value_fn": loss}
+        case "momo" | "momo_adam" | "polyak_sgd" | "reduce_on_plateau" | "scale_by_polyak":
+            return {"value": loss(params)}
+        case "sophia" | "hutchinson_estimator_diag_hessian":
+            return {"obj_fn": loss}
+    return {}
+
+
+def arguments_of(name: str, constructor: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments that the constructor cannot do without."""
+    known = {"learning_rate": LEARNING_RATE, **ARGUMENTS.get(name, {})}
+    needed = dict(ARGUMENTS.get(name, {}))
+    for parameter in inspect.signature(constructor).parameters.values():
+        is_named = parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        if is_named and parameter.default is parameter.empty:
+            if parameter.name not in known:
+                raise LookupError(
+                    f"Optax's `{name}` needs `{parameter.name}`: give it one in `ARGUMENTS` of "
+                    "bridge_testing.py (and what its update needs in `extra_args_of`)"
+                )
+            needed[parameter.name] = known[parameter.name]
+    return needed
+
+
+def constructor_of(name: str) -> Callable[..., Any]:
+    """Optax's own."""
+    module = optax if name in vars(optax) else optax.contrib
+    return cast(Callable[..., Any], getattr(module, name))
+
+
+def transformation(name: str, **arguments: Any) -> Any:
+    """Built by Optax."""
+    constructor = constructor_of(name)
+    return constructor(**{**arguments_of(name, constructor), **arguments})
+
+
+def definition(name: str, **arguments: Any) -> OptaxWrapper:
+    """Built by the twin."""
+    known = arguments_of(name, constructor_of(name))
+    made = getattr(opt_optax_bridge, name)(**{**known, **arguments})
+    assert isinstance(made, OptaxWrapper)
+    return made
+
+
+def step(name: str, optimizer: Optimizer, **overrides: Any) -> Optimizer:
+    """One step on `loss`."""
+    params = optimizer.target
+    grads = grads_of(name, params)
+    return optimizer.apply_gradient(grads, **extra_args_of(name, params, grads), **overrides)
+
+
+@functools.cache
+def inputs(name: str) -> tuple[Any, dict[str, Any]]:
+    """The gradients and extra arguments of the third step."""
+    params = trained(name).target
+    grads = grads_of(name, params)
+    return grads, extra_args_of(name, params, grads)
+
+
+def third_step(name: str, **overrides: Any) -> Optimizer:
+    grads, extra_args = inputs(name)
+    return trained(name).apply_gradient(grads, **extra_args, **overrides)
+
+
+def third_step_by_optax(name: str, **arguments: Any) -> tuple[Any, Any]:
+    """Parameters and state of the step that Optax makes when it is built with these arguments."""
+    grads, extra_args = inputs(name)
+    optimizer = trained(name)
+    tx = transformation(name, **arguments)
+    updates, state = tx.update(grads, optimizer.state.param_states, optimizer.target, **extra_args)
+    return optax.apply_updates(optimizer.target, updates), state
+
+
+class Jitted:
+    """A compiled function that knows how often it was traced."""
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        self.traces = 0
+
+        def traced(*args: Any) -> Any:
+            self.traces += 1
+            return function(*args)
+
+        self._call = jax.jit(traced, **options)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+
+@functools.cache
+def compiled_step(name: str) -> Jitted:
+    """`step`, compiled once for the whole session; its argument is donated."""
+    return Jitted(functools.partial(step, name), donate_argnums=0)
+
+
+@functools.cache
+def trained(name: str) -> Optimizer:
+    """An optimizer two steps on. Nobody may donate it: `copied` does."""
+    optimizer = definition(name).create(make_params())
+    return cast(Optimizer, compiled_step(name)(compiled_step(name)(optimizer)))
+
+
+def copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
+
+
+def through_bytes(state_dict: Mapping[str, Any]) -> Any:
+    """What a checkpoint file gives back."""
+    as_numpy = jax.tree.map(np.asarray, dict(state_dict))
+    return serialization.msgpack_restore(serialization.msgpack_serialize(as_numpy))
+
+
+def avals(tree: Any) -> Any:
+    """Structure, shapes, dtypes and weak types."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
+
+
+def as_data(leaf: Any) -> Any:
+    """A leaf as NumPy sees it, typed PRNG keys included."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
+def assert_same_bits(a: Any, b: Any) -> None:
+    assert avals(a) == avals(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(as_data(x), as_data(y))
+
+
+def are_close(a: Any, b: Any, rtol: float = 2e-5, atol: float = 1e-6) -> bool:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.allclose(as_data(x), as_data(y), rtol=rtol, atol=atol) for x, y in pairs)
+
+
+def assert_close(a: Any, b: Any, rtol: float = 2e-5, atol: float = 1e-6) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(as_data(x), as_data(y), rtol=rtol, atol=atol)
+
+
+def is_even(step: Any, **extra_args: Any) -> Any:
+    del extra_args
+    return step % 2 == 0
+
+
+def labels() -> dict[str, bool]:
+    return {"b": False, "w": True}
+
+
+# What Optax's other transformations need, by argument.
+BLOCK_ARGUMENTS: dict[str, Any] = {
+    "clipping": 1.0,
+    "decay": 0.9,
+    "eta": 0.1,
+    "f": lambda updates, params: jax.tree.map(lambda u, p: u - p, updates, params),
+    "gamma": 0.5,
+    "key": jax.random.key(1),
+    "l2_norm_clip": 1.0,
+    "learning_rate": LEARNING_RATE,
+    "mask": labels(),
+    "max_backtracking_steps": 3,
+    "max_consecutive_errors": 3,
+    "max_delta": 1.0,
+    "max_linesearch_steps": 3,
+    "max_norm": 1.0,
+    "measure": lambda updates: jax.tree.map(jnp.abs, updates),
+    "measure_name": "norm",
+    "noise_multiplier": 0.5,
+    "param_labels": labels(),
+    "freeze_mask": labels(),
+    "should_transform_fn": is_even,
+    "step_size": 0.5,
+    "step_size_fn": optax.linear_schedule(1.0, 0.0, 10),
+    "sync_period": 2,
+    "threshold": 1.0,
+    "transforms": {True: optax.adam(LEARNING_RATE), False: optax.set_to_zero()},
+    **dict.fromkeys(
+        ("adv_optimizer", "base_optimizer", "inner", "opt", "optimizer", "tx"),
+        optax.adam(LEARNING_RATE),
+    ),
+}
+
+# Those that are not simply called with their arguments, or that do not say what they return.
+BLOCKS: dict[str, Callable[[], Any]] = {
+    "MultiSteps": lambda: optax.MultiSteps(
+        optax.adam(LEARNING_RATE), 2, should_skip_update_fn=optax.skip_not_finite
+    ),
+    "chain": lambda: optax.chain(optax.clip(1.0), optax.adamw(optax.linear_schedule(1.0, 0.0, 9))),
+    "hutchinson_estimator_diag_hessian": optax.contrib.hutchinson_estimator_diag_hessian,
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(
+        learning_rate=optax.linear_schedule(1.0, 0.0, 10)
+    ),
+    "named_chain": lambda: optax.named_chain(
+        ("scaled", optax.scale(0.5)), ("adam", optax.adam(LEARNING_RATE))
+    ),
+    "scale_by_factored_rms": lambda: optax.scale_by_factored_rms(min_dim_size_to_factor=2),
+    "scale_by_muon": lambda: optax.masked(
+        optax.contrib.scale_by_muon(
+            weight_dimension_numbers=lambda updates: jax.tree.map(
+                lambda _: optax.contrib.MuonDimensionNumbers(), updates
+            )
+        ),
+        labels(),
+    ),
+}
+
+LEFT_OUT = {
+    "inject_stateful_hyperparams",  # the deprecated name of `inject_hyperparams`
+    "lookahead",  # its parameters are a pair, its gradients are not
+}
+
+
+def block_names() -> list[str]:
+    """Everything else in `optax` and `optax.contrib` that makes a transformation."""
+    exported = {**vars(optax), **vars(optax.contrib)}
+    public = {name: value for name, value in exported.items() if not name.startswith("_")}
+    found = {name for name, value in public.items() if _makes_transformation(value)}
+    found |= BLOCKS.keys() & exported.keys()
+    return sorted(found - set(opt_optax_bridge.optimizer_names()) - LEFT_OUT)
+
+
+def _makes_transformation(value: Any) -> bool:
+    if not inspect.isfunction(value):
+        return False
+    return "GradientTransformation" in str(inspect.signature(value).return_annotation)
+
+
+def block(name: str) -> Any:
+    """One of them, built by Optax."""
+    if name in BLOCKS:
+        return BLOCKS[name]()
+    constructor = constructor_of(name)
+    arguments = {}
+    for parameter in inspect.signature(constructor).parameters.values():
+        if parameter.default is parameter.empty or parameter.name == "key":
+            if parameter.name not in BLOCK_ARGUMENTS:
+                raise LookupError(
+                    f"Optax's `{name}` needs `{parameter.name}`: give it one in `BLOCK_ARGUMENTS` "
+                    "of bridge_testing.py"
+                )
+            arguments[parameter.name] = BLOCK_ARGUMENTS[parameter.name]
+    return constructor(**arguments)

@@ -1,0 +1,314 @@
+"""What `resolve_hyper_params` says is what the step does."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge
+import optax
+import pytest
+from bridge_testing import Jitted, assert_close, avals, loss, make_params, through_bytes
+from opt_core import Optimizer, OptimizerDef
+from opt_core.errors import HyperParamError
+from opt_optax_bridge import (
+    OptaxWrapper,
+    chain,
+    overridable_hyper_params,
+    resolve_hyper_params,
+    t5x,
+    wrap_optax_optimizer,
+)
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+GRADS = {"b": jnp.array([0.5, 0.25, -1.0]), "w": jnp.full((2, 3), 2.0)}
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "linear": optax.linear_schedule(0.5, 0.0, 4),
+    "warmup_cosine": optax.warmup_cosine_decay_schedule(0.01, 0.5, 2, 8),
+    "constant": optax.constant_schedule(0.25),
+    "by boundaries": optax.piecewise_constant_schedule(0.5, {2: 0.5}),
+    "compiled": jax.jit(optax.exponential_decay(0.5, 1, 0.9)),
+    "of NumPy": lambda count: jnp.take(np.array([0.5, 0.25, 0.125, 1.0]), count),
+}
+
+
+def applied(optimizer: Optimizer, **overrides: Any) -> float:
+    """The learning rate of a plain SGD step, measured."""
+    stepped = optimizer.apply_gradient(GRADS, **overrides)
+    rates = (optimizer.target["w"] - stepped.target["w"]) / GRADS["w"]
+    np.testing.assert_allclose(rates, rates[0, 0], rtol=1e-5)
+    return float(rates[0, 0])
+
+
+def close(found: Any, wanted: Any) -> bool:
+    return bool(np.isclose(found, wanted, rtol=2e-5, atol=1e-7))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=list(SCHEDULES))
+def test_it_is_the_rate_that_sgd_applies(schedule: Callable[[Any], Any]) -> None:
+    optimizer = opt_optax_bridge.sgd(schedule).create(make_params())
+    for count in range(4):
+        found = resolve_hyper_params(optimizer).learning_rate
+        assert close(found, applied(optimizer))
+        assert close(found, schedule(count))
+        assert (found.shape, found.dtype, found.weak_type) == ((), jnp.float32, False)
+        optimizer = optimizer.apply_gradient(GRADS)
+
+
+def test_overrides_are_what_it_says() -> None:
+    optimizer = opt_optax_bridge.sgd(SCHEDULES["linear"]).create(make_params())
+    optimizer = optimizer.apply_gradient(GRADS)
+    for given in (0.75, jnp.bfloat16(0.5), np.float64(0.3), lambda count: 0.1 + 0.1 * count):
+        found = resolve_hyper_params(optimizer, learning_rate=given).learning_rate
+        assert close(found, applied(optimizer, learning_rate=given))
+    own = optimizer.optimizer_def.hyper_params.replace(learning_rate=0.125)
+    assert close(resolve_hyper_params(optimizer, hyper_params=own).learning_rate, 0.125)
+
+
+def test_it_goes_by_the_count_of_the_state_not_by_the_step() -> None:
+    optimizer = opt_optax_bridge.sgd(SCHEDULES["linear"]).create(make_params())
+    optimizer = optimizer.replace(state=optimizer.state.replace(step=jnp.int32(3)))
+    assert close(resolve_hyper_params(optimizer).learning_rate, 0.5)
+
+
+def test_after_a_restore() -> None:
+    definition = opt_optax_bridge.adamw(SCHEDULES["linear"], weight_decay=SCHEDULES["constant"])
+    optimizer = definition.create(make_params())
+    for _ in range(3):
+        optimizer = optimizer.apply_gradient(GRADS)
+    restored = definition.create(make_params()).restore_state(through_bytes(optimizer.state_dict()))
+    found = resolve_hyper_params(restored)
+    assert close(found.learning_rate, 0.125)
+    assert close(found.weight_decay, 0.25)
+    assert_close(found, resolve_hyper_params(optimizer))
+
+
+def every(k: int) -> Callable[..., OptaxWrapper]:
+    return wrap_optax_optimizer(lambda learning_rate: optax.MultiSteps(optax.sgd(learning_rate), k))
+
+
+@wrap_optax_optimizer
+def looped(learning_rate: Any) -> Any:
+    """Runs SGD inside a loop that makes one pass."""
+    inner = optax.sgd(learning_rate)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        del params
+        once = jnp.minimum(1, state[-1].count + 1)
+        return jax.lax.fori_loop(0, once, lambda _, carry: inner.update(*carry), (updates, state))
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+NESTED: dict[str, Callable[..., OptaxWrapper]] = {
+    "MultiSteps": every(1),
+    "apply_if_finite": wrap_optax_optimizer(
+        lambda learning_rate: optax.apply_if_finite(optax.sgd(learning_rate), 3)
+    ),
+    "conditionally_transform": wrap_optax_optimizer(
+        lambda learning_rate: optax.conditionally_transform(
+            optax.sgd(learning_rate), lambda step, **_: step >= 0
+        )
+    ),
+    "MultiSteps in MultiSteps": wrap_optax_optimizer(
+        lambda learning_rate: optax.MultiSteps(
+            optax.MultiSteps(optax.sgd(learning_rate), 1).gradient_transformation(), 1
+        )
+    ),
+    "masked": wrap_optax_optimizer(
+        lambda learning_rate: optax.masked(optax.sgd(learning_rate), {"b": False, "w": True})
+    ),
+    "partition": wrap_optax_optimizer(
+        lambda learning_rate: optax.partition(
+            {1: optax.sgd(learning_rate), 2: optax.set_to_zero()}, {"b": 2, "w": 1}
+        )
+    ),
+    "a loop": looped,
+}
+
+
+@pytest.mark.parametrize("constructor", NESTED.values(), ids=list(NESTED))
+def test_schedules_inside_branches_loops_and_masks(constructor: Callable[..., Any]) -> None:
+    optimizer = constructor(SCHEDULES["linear"]).create(make_params())
+    for _ in range(3):
+        assert close(resolve_hyper_params(optimizer).learning_rate, applied(optimizer))
+        found = resolve_hyper_params(optimizer, learning_rate=0.75).learning_rate
+        assert close(found, applied(optimizer, learning_rate=0.75))
+        optimizer = optimizer.apply_gradient(GRADS)
+    traced = jax.jit(lambda o: resolve_hyper_params(o).learning_rate)(optimizer)
+    assert close(traced, applied(optimizer))
+
+
+def test_between_emissions_it_is_the_rate_of_the_next_one() -> None:
+    optimizer = every(2)(SCHEDULES["linear"]).create(make_params())
+    found = []
+    for _ in range(4):
+        found.append(float(resolve_hyper_params(optimizer).learning_rate))
+        optimizer = optimizer.apply_gradient(GRADS)
+    np.testing.assert_allclose(found, [0.5, 0.5, 0.375, 0.375])
+
+
+def test_a_schedule_of_many_counts_at_once_has_no_value() -> None:
+    @wrap_optax_optimizer
+    def scanned(learning_rate: Any) -> Any:
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
+            _, rates = jax.lax.scan(lambda _, i: (None, learning_rate(i)), None, jnp.arange(3))
+            return jax.tree.map(lambda u: -rates.sum() * u, updates), state
+
+        return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+    optimizer = scanned(SCHEDULES["linear"]).create(make_params())
+    with pytest.raises(HyperParamError) as caught:
+        resolve_hyper_params(optimizer)
+    assert str(caught.value) == (
+        "`learning_rate` has no single value in this update: its schedule is evaluated inside a "
+        "`scan`, for many counts at once"
+    )
+
+
+def test_a_schedule_that_the_update_does_not_evaluate_is_none() -> None:
+    @wrap_optax_optimizer
+    def idle(learning_rate: Any, unused: Any) -> Any:
+        del unused
+        return optax.sgd(learning_rate)
+
+    optimizer = idle(0.5, SCHEDULES["linear"]).create(make_params())
+    found = resolve_hyper_params(optimizer)
+    assert found.unused is None
+    assert close(found.learning_rate, 0.5)
+
+
+def test_schedules_of_other_things() -> None:
+    decayed = opt_optax_bridge.adamw(0.0, weight_decay=SCHEDULES["linear"]).create(make_params())
+    decayed = decayed.apply_gradient(GRADS)
+    assert close(resolve_hyper_params(decayed).weight_decay, 0.375)
+    muon = opt_optax_bridge.muon(SCHEDULES["linear"]).create(make_params()).apply_gradient(GRADS)
+    assert close(resolve_hyper_params(muon).learning_rate, 0.375)
+    free = opt_optax_bridge.schedule_free(optax.sgd(0.1), SCHEDULES["linear"]).create(make_params())
+    wanted = free.apply_gradient(GRADS).state.param_states.max_lr
+    assert close(resolve_hyper_params(free).learning_rate, wanted)
+
+
+def test_in_a_compiled_step() -> None:
+    optimizer = opt_optax_bridge.adamw(SCHEDULES["linear"]).create(make_params())
+
+    def train_step(optimizer: Optimizer, decay: Any) -> tuple[Optimizer, Any]:
+        used = resolve_hyper_params(optimizer, weight_decay=decay)
+        grads = jax.grad(loss)(optimizer.target)
+        return optimizer.apply_gradient(grads, weight_decay=decay), used
+
+    compiled = Jitted(train_step)
+    for count in range(3):
+        optimizer, used = compiled(optimizer, 0.01 * count)
+        assert close(used.learning_rate, SCHEDULES["linear"](count))
+        assert close(used.weight_decay, 0.01 * count)
+        assert close(used.b2, 0.999)
+    assert compiled.traces == 1
+
+
+def test_in_scan() -> None:
+    optimizer = opt_optax_bridge.sgd(SCHEDULES["linear"]).create(make_params())
+
+    def body(optimizer: Optimizer, _: Any) -> tuple[Optimizer, Any]:
+        return optimizer.apply_gradient(GRADS), resolve_hyper_params(optimizer).learning_rate
+
+    _, rates = jax.lax.scan(body, optimizer, None, length=4)
+    np.testing.assert_allclose(rates, [0.5, 0.375, 0.25, 0.125])
+
+
+def test_nothing_is_computed_but_the_schedule() -> None:
+    optimizer = opt_optax_bridge.lamb(SCHEDULES["linear"]).create(make_params())
+    text = str(jax.make_jaxpr(lambda o: resolve_hyper_params(o).learning_rate)(optimizer))
+    assert "sqrt" in str(jax.make_jaxpr(lambda o: o.apply_gradient(GRADS))(optimizer))
+    assert "sqrt" not in text
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"lerning_rate": 0.1},
+        {"learning_rate": None},
+        {"learning_rate": jnp.ones(2)},
+        {"nesterov": True},
+        {"value": 1.0},
+        {"hyper_params": 0.1},
+    ],
+    ids=repr,
+)
+def test_what_apply_gradient_refuses_is_refused(overrides: dict[str, Any]) -> None:
+    optimizer = opt_optax_bridge.adamw(0.1).create(make_params())
+    with pytest.raises(HyperParamError) as refused:
+        optimizer.apply_gradient(GRADS, **overrides)
+    with pytest.raises(HyperParamError) as caught:
+        resolve_hyper_params(optimizer, **overrides)
+    assert str(caught.value) == str(refused.value)
+
+
+def test_what_acts_at_the_start_only_is_refused() -> None:
+    optimizer = opt_optax_bridge.rmsprop(0.1).create(make_params())
+    assert close(resolve_hyper_params(optimizer).initial_scale, 0.0)
+    with pytest.raises(HyperParamError, match="it acts only when the state is created"):
+        resolve_hyper_params(optimizer, initial_scale=0.5)
+
+
+def test_extra_arguments_are_taken_and_needed() -> None:
+    optimizer = opt_optax_bridge.polyak_sgd(0.5).create(make_params())
+    assert close(resolve_hyper_params(optimizer, value=1.0, f_min=-2.0).f_min, -2.0)
+    assert overridable_hyper_params(optimizer, value=1.0) == (
+        "max_learning_rate",
+        "scaling",
+        "f_min",
+        "eps",
+    )
+    with pytest.raises(TypeError, match="value"):
+        overridable_hyper_params(optimizer)
+    with pytest.raises(TypeError, match="value"):
+        resolve_hyper_params(optimizer, f_min=-2.0)
+
+
+def test_per_example_gradients() -> None:
+    constructor = opt_optax_bridge.dpsgd
+    optimizer = constructor(SCHEDULES["linear"], 1.0, 0.0, 0).create(make_params())
+    found = resolve_hyper_params(optimizer, l2_norm_clip=2.0)
+    assert close(found.learning_rate, 0.5)
+    assert close(found.l2_norm_clip, 2.0)
+    assert "l2_norm_clip" in overridable_hyper_params(optimizer)
+    with pytest.raises(HyperParamError, match="typo"):
+        resolve_hyper_params(optimizer, typo=2.0)
+
+
+def test_abstract_optimizers_can_be_asked_too() -> None:
+    definition = opt_optax_bridge.adagrad(SCHEDULES["linear"])
+    abstract = jax.eval_shape(definition.create, make_params())
+    used = jax.eval_shape(resolve_hyper_params, abstract)
+    assert avals(used.learning_rate)[1] == [((), jnp.float32, False)]
+
+
+def test_opaque_definitions_have_nothing() -> None:
+    for definition in (OptaxWrapper(optax.adam(0.1)), chain([optax.adam(0.1)])):
+        optimizer = definition.create(make_params())
+        assert not resolve_hyper_params(optimizer).__dataclass_fields__
+        assert overridable_hyper_params(optimizer) == ()
+
+
+def test_the_face_of_t5x_tells_what_it_applies_not_what_it_is_told() -> None:
+    optimizer = t5x.sgd(SCHEDULES["linear"]).create(make_params())
+    found = resolve_hyper_params(optimizer, learning_rate=9.0)
+    assert close(found.learning_rate, 0.5)
+    assert close(found.learning_rate, applied(optimizer, learning_rate=9.0))
+    assert overridable_hyper_params(optimizer) == ()
+    opaque = t5x.OptaxWrapper(optax.sgd(0.1)).create(make_params())
+    assert not resolve_hyper_params(opaque, learning_rate=9.0).__dataclass_fields__
+
+
+@pytest.mark.parametrize("ask", [resolve_hyper_params, overridable_hyper_params])
+def test_only_wrappers_can_be_asked(ask: Callable[[Any], Any]) -> None:
+    class Own(OptimizerDef):
+        def init_state(self, params: Any) -> Any:
+            return OptaxWrapper(optax.sgd(0.1)).init_state(params)
+
+    with pytest.raises(TypeError, match=r"must be one of an `OptaxWrapper`.* a Own"):
+        ask(Own(None).create(make_params()))

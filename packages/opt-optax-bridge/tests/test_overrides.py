@@ -1,0 +1,300 @@
+"""Every float-valued argument of every optimizer acts at run time, and what cannot says so."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import opt_optax_bridge
+import optax
+import pytest
+from bridge_testing import (
+    Jitted,
+    are_close,
+    assert_close,
+    assert_same_bits,
+    avals,
+    inputs,
+    loss,
+    make_params,
+    step,
+    third_step,
+    third_step_by_optax,
+    trained,
+)
+from opt_core import Optimizer
+from opt_core.errors import HyperParamError
+from opt_optax_bridge import OptaxWrapper, overridable_hyper_params, wrap_optax_optimizer
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+NAMES = opt_optax_bridge.optimizer_names()
+
+# Arguments that an update depends on, but whose value makes no difference in the third step.
+QUIET = {
+    ("dog", "eps"),
+    ("radam", "eps"),
+    ("radam", "eps_root"),
+    ("rprop", "eta_minus"),
+    ("schedule_free_sgd", "weight_lr_power"),
+    ("sophia", "b2"),
+}
+
+
+def overridable(name: str) -> tuple[str, ...]:
+    return overridable_hyper_params(trained(name), **inputs(name)[1])
+
+
+def result(optimizer: Optimizer) -> tuple[Any, Any]:
+    return optimizer.target, optimizer.state.param_states
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_override_is_the_argument_of_the_constructor(name: str) -> None:
+    optimizer, (grads, extra_args) = trained(name), inputs(name)
+    functions = {k: v for k, v in extra_args.items() if callable(v)}
+    arrays = {k: v for k, v in extra_args.items() if k not in functions}
+
+    def overridden(optimizer: Optimizer, grads: Any, arrays: Any, values: Any) -> Optimizer:
+        return optimizer.apply_gradient(grads, **arrays, **functions, **values)
+
+    compiled = Jitted(overridden)
+    own = optimizer.optimizer_def.hyper_params
+    moved = {n: 0.7 * getattr(own, n) + 0.01 for n in overridable(name)}
+    all_moved = compiled(optimizer, grads, arrays, moved)
+    assert_close(result(all_moved), third_step_by_optax(name, **moved))
+    for argument in moved:
+        for value in (0.4 * getattr(own, argument) + 0.03, 0.0, 0.9, 3.0, 30.0):
+            values = {**moved, argument: value}
+            one_other = compiled(optimizer, grads, arrays, values)
+            if acts := not are_close(one_other, all_moved, rtol=1e-6, atol=0.0):
+                break
+        assert acts != ((name, argument) in QUIET), argument
+        assert_close(result(one_other), third_step_by_optax(name, **values))
+        assert avals(one_other) == avals(optimizer)
+    assert compiled.traces == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_tracing_an_override_is_the_same(name: str) -> None:
+    names = overridable(name)
+    if not names:
+        with pytest.raises(HyperParamError):
+            third_step(name, learning_rate=0.05)
+        return
+    value = 0.7 * getattr(trained(name).optimizer_def.hyper_params, names[0]) + 0.01
+    overridden = third_step(name, **{names[0]: value})
+    assert_close(result(overridden), third_step_by_optax(name, **{names[0]: value}))
+    assert avals(overridden) == avals(trained(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_cannot_be_overridden_is_refused_and_named(name: str) -> None:
+    fields = trained(name).optimizer_def.hyper_params.__dataclass_fields__
+    allowed = overridable(name)
+    for argument in set(fields) - set(allowed):
+        with pytest.raises(HyperParamError) as caught:
+            third_step(name, **{argument: 0.125})
+        assert f"`{argument}` cannot be overridden at run time" in str(caught.value)
+        listed = str(caught.value).rpartition("these may be: ")[2]
+        assert listed == ", ".join(f"`{n}`" for n in allowed)
+
+
+KINDS: dict[str, Callable[[float], Any]] = {
+    "float": float,
+    "np.float32": np.float32,
+    "np.float64": np.float64,
+    "np.array": np.array,
+    "jnp.float32": jnp.float32,
+    "jnp.bfloat16": jnp.bfloat16,
+    "ml_dtypes.bfloat16": ml_dtypes.bfloat16,
+    "weak": jnp.asarray,
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+def test_one_trace_serves_every_value(kind: Callable[[float], Any], dtype: Any) -> None:
+    optimizer = opt_optax_bridge.sgd(0.1, momentum=0.9).create(make_params(dtype))
+    compiled = Jitted(lambda optimizer, lr: step("sgd", optimizer, learning_rate=lr))
+    for rate in (0.125, 0.25, 0.5):  # exact in bfloat16
+        stepped = compiled(optimizer, kind(rate))
+        assert avals(stepped) == avals(optimizer)
+        built = step("sgd", opt_optax_bridge.sgd(rate, momentum=0.9).create(optimizer.target))
+        assert_same_bits(stepped.target, built.target)
+    assert compiled.traces == 1
+
+
+def test_an_integer_is_a_number() -> None:
+    grads = {"w": jnp.ones(2)}
+    optimizer = opt_optax_bridge.sgd(0.5).create({"w": jnp.zeros(2)})
+    for one in (1, np.int32(1), jnp.int8(1)):
+        stepped = optimizer.apply_gradient(grads, learning_rate=one)
+        assert stepped.target["w"].tolist() == [-1.0, -1.0]
+
+
+def test_a_schedule_gives_way_to_a_number_and_to_a_schedule() -> None:
+    grads = {"w": jnp.ones(2)}
+    half = optax.linear_schedule(1.0, 0.0, 2)
+    optimizer = opt_optax_bridge.sgd(half).create({"w": jnp.zeros(2)}).apply_gradient(grads)
+    assert optimizer.apply_gradient(grads).target["w"].tolist() == [-1.5, -1.5]
+    by_number = Jitted(lambda o, lr: o.apply_gradient(grads, learning_rate=lr))(optimizer, 0.25)
+    assert by_number.target["w"].tolist() == [-1.25, -1.25]
+    by_schedule = optimizer.apply_gradient(grads, learning_rate=lambda count: count * 4.0)
+    assert by_schedule.target["w"].tolist() == [-5.0, -5.0]
+    for stepped in (by_number, by_schedule):  # the count goes on
+        assert avals(stepped) == avals(optimizer)
+        assert_same_bits(stepped.apply_gradient(grads).target, stepped.target)
+
+
+def test_hyper_params_replaces_all_and_overrides_come_after() -> None:
+    optimizer, grads = trained("adamw"), inputs("adamw")[0]
+    given = optimizer.optimizer_def.hyper_params.replace(learning_rate=0.3, b1=0.5)
+    replaced = optimizer.apply_gradient(grads, hyper_params=given)
+    assert_close(result(replaced), third_step_by_optax("adamw", learning_rate=0.3, b1=0.5))
+    both = optimizer.apply_gradient(grads, hyper_params=given, b1=0.75, weight_decay=0.25)
+    wanted = third_step_by_optax("adamw", learning_rate=0.3, b1=0.75, weight_decay=0.25)
+    assert_close(result(both), wanted)
+
+
+def test_an_override_equal_to_the_argument_changes_no_bit() -> None:
+    own = trained("adamw").optimizer_def.hyper_params
+    assert_same_bits(third_step("adamw", hyper_params=own, b2=0.999), third_step("adamw"))
+
+
+def test_overrides_inside_scan() -> None:
+    optimizer = opt_optax_bridge.adamw(0.1).create(make_params())
+    rates = jnp.array([0.3, 0.2, 0.1])
+
+    def body(optimizer: Optimizer, rate: Any) -> tuple[Optimizer, None]:
+        return step("adamw", optimizer, learning_rate=rate), None
+
+    scanned, _ = jax.lax.scan(body, optimizer, rates)
+    for rate in rates:
+        optimizer = step("adamw", optimizer, learning_rate=rate)
+    assert_close(scanned, optimizer)
+
+
+def test_learning_rates_side_by_side_under_vmap() -> None:
+    optimizer, grads = trained("adamw"), inputs("adamw")[0]
+    rates = jnp.array([0.0, 0.01, 0.3])
+    many = jax.vmap(lambda lr: optimizer.apply_gradient(grads, learning_rate=lr).target)(rates)
+    for i, rate in enumerate(rates):
+        one = third_step_by_optax("adamw", learning_rate=float(rate))[0]
+        assert_close(jax.tree.map(lambda x, i=i: x[i], many), one)
+
+
+def test_the_derivative_by_the_learning_rate() -> None:
+    optimizer, grads = trained("sgd"), inputs("sgd")[0]
+
+    def after(rate: Any) -> Any:
+        return loss(optimizer.apply_gradient(grads, learning_rate=rate).target)
+
+    new_grads = jax.grad(loss)(optimizer.apply_gradient(grads, learning_rate=0.2).target)
+    wanted = -sum(jnp.vdot(g, n) for g, n in zip(grads.values(), new_grads.values(), strict=True))
+    np.testing.assert_allclose(jax.grad(after)(0.2), wanted, rtol=1e-5)
+
+
+STRUCTURAL = [
+    ("adafactor", "min_dim_size_to_factor", 8),
+    ("adafactor", "factored", False),
+    ("adafactor", "momentum", 0.9),
+    ("adamw", "mask", {"b": False, "w": True}),
+    ("adamw", "mu_dtype", jnp.bfloat16),
+    ("adamw", "nesterov", True),
+    ("galore", "rank", 2),
+    ("muon", "ns_coeffs", (2.0, -1.5, 0.5)),
+    ("muon", "ns_steps", 3),
+    ("sgd", "momentum", 0.9),
+]
+
+
+@pytest.mark.parametrize(("name", "argument", "value"), STRUCTURAL)
+def test_structural_arguments_are_refused(name: str, argument: str, value: Any) -> None:
+    with pytest.raises(HyperParamError, match=f"`{argument}` cannot be overridden at run time"):
+        third_step(name, **{argument: value})
+
+
+NO_NUMBERS = {
+    "None": None,
+    "a flag": True,
+    "a flag of NumPy": np.True_,
+    "text": "0.1",
+    "a vector": jnp.ones(3),
+    "one element": np.ones(1),
+    "complex": 1j,
+    "a schedule for a number": optax.constant_schedule(0.1),
+    "a key": jax.random.key(0),
+}
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS.values(), ids=list(NO_NUMBERS))
+def test_an_override_must_be_a_scalar(value: Any) -> None:
+    with pytest.raises(HyperParamError, match="`learning_rate` must be a real number"):
+        third_step("adamw", learning_rate=value)
+
+
+def test_none_does_not_take_momentum_away() -> None:
+    optimizer = opt_optax_bridge.sgd(0.1, momentum=0.9).create({"w": jnp.ones(2)})
+    with pytest.raises(HyperParamError, match="`momentum` must be a real number"):
+        optimizer.apply_gradient({"w": jnp.ones(2)}, momentum=None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_misspelt_name_is_refused_with_the_right_ones(name: str) -> None:
+    with pytest.raises(TypeError, match=r"['`]learning_rat['`]") as caught:
+        third_step(name, learning_rat=0.1)
+    if name == "lbfgs":  # it offers keywords that are left over to `value_fn`, and says so itself
+        return
+    assert isinstance(caught.value, HyperParamError)
+    for field in trained(name).optimizer_def.hyper_params.__dataclass_fields__:
+        assert f"`{field}`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "tx", [optax.adamw(0.1), optax.scale(-0.1), optax.MultiSteps(optax.sgd(0.1), 2)]
+)
+def test_an_opaque_transformation_has_nothing_to_override(tx: Any) -> None:
+    optimizer = OptaxWrapper(tx).create({"w": jnp.ones(2)})
+    with pytest.raises(HyperParamError, match=r"`learning_rate`.*none"):
+        optimizer.apply_gradient({"w": jnp.ones(2)}, learning_rate=0.1)
+    assert overridable_hyper_params(optimizer) == ()
+
+
+@wrap_optax_optimizer
+def clipped(learning_rate: Any, *, clip: float = 1.0, decay: Any = 0.0) -> Any:
+    """A constructor with a Python branch on a number."""
+    parts = [optax.clip(clip)] if clip > 0 else []
+    return optax.chain(*parts, optax.add_decayed_weights(decay), optax.sgd(learning_rate))
+
+
+def test_a_float_that_decides_a_branch_is_structural_and_the_others_act() -> None:
+    grads = {"w": jnp.full(2, 4.0)}
+    optimizer = clipped(0.5).create({"w": jnp.ones(2)})
+    assert overridable_hyper_params(optimizer) == ("learning_rate", "decay")
+    stepped = optimizer.apply_gradient(grads, learning_rate=0.25, decay=1.0)
+    assert stepped.target["w"].tolist() == [0.5, 0.5]
+    with pytest.raises(HyperParamError) as caught:
+        optimizer.apply_gradient(grads, clip=2.0, learning_rate=0.25)
+    assert str(caught.value) == (
+        "`clip` cannot be overridden at run time: it decides a Python branch, shapes or structure. "
+        "Of this optimizer these may be: `learning_rate`, `decay`"
+    )
+
+
+def test_an_error_of_the_update_itself_is_no_fault_of_the_override() -> None:
+    @wrap_optax_optimizer
+    def failing(learning_rate: float) -> Any:
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
+            raise ZeroDivisionError("on purpose")
+
+        del learning_rate
+        return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+    optimizer = failing(0.1).create({"w": jnp.ones(2)})
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        optimizer.apply_gradient({"w": jnp.ones(2)}, learning_rate=0.2)
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        overridable_hyper_params(optimizer)

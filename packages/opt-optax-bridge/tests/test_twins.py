@@ -1,0 +1,178 @@
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import opt_optax_bridge
+import optax
+import optax.contrib
+import pytest
+from bridge_testing import arguments_of, constructor_of, definition
+from opt_optax_bridge import OptaxWrapper, _twins, chain, optimizer_names, t5x, wrap_optax_optimizer
+
+NAMES = optimizer_names()
+T5X = "adabelief adagrad adam adamw fromage lars lamb lion noisy_sgd radam rmsprop sgd yogi dpsgd"
+
+
+def forget() -> None:
+    _twins._constructors.cache_clear()
+    _twins.twin.cache_clear()
+    t5x._twin.cache_clear()
+
+
+@pytest.fixture
+def other_optax(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Lets a test change what Optax exports."""
+    forget()
+    with monkeypatch.context() as patch:
+        yield patch
+    forget()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_twin_has_the_signature_and_the_docstring_of_optax(name: str) -> None:
+    for module in (opt_optax_bridge, t5x):
+        twin, original = getattr(module, name), constructor_of(name)
+        assert inspect.signature(twin) == inspect.signature(original)
+        assert twin.__doc__ == original.__doc__
+        assert twin.__name__ == name
+        assert twin.__wrapped__ is original
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_twin_makes_a_definition(name: str) -> None:
+    for module in (opt_optax_bridge, t5x):
+        made = getattr(module, name)(**arguments_of(name, constructor_of(name)))
+        assert type(made) is module.OptaxWrapper
+        assert isinstance(made.optax_optimizer, optax.GradientTransformation)
+
+
+def test_no_optimizer_is_forgotten() -> None:
+    """Tries everything that takes a learning rate, whatever its type and annotations."""
+    found = set()
+    for name, value in {**vars(optax), **vars(optax.contrib)}.items():
+        if name.startswith(("_", "scale_by_")) or not callable(value):
+            continue
+        try:
+            made = value(**arguments_of(name, value))
+            parameters = inspect.signature(value).parameters
+        except (LookupError, TypeError, ValueError):
+            continue
+        if hasattr(made, "update") and any("learning_rate" in p for p in parameters):
+            found.add(name)
+    assert found <= set(NAMES)
+    assert {*T5X.split(), "nadam", "dog", "muon", "schedule_free", "lbfgs", "adafactor"} <= found
+
+
+def test_twins_can_be_imported_by_name() -> None:
+    from opt_optax_bridge import adamw
+
+    assert adamw is opt_optax_bridge.adamw
+
+
+@pytest.mark.parametrize("module", [opt_optax_bridge, t5x], ids=lambda m: m.__name__)
+def test_a_name_that_optax_does_not_have(module: Any) -> None:
+    assert not hasattr(module, "clip")  # a building block, no optimizer
+    with pytest.raises(AttributeError) as caught:
+        module.adamw2  # noqa: B018
+    assert str(caught.value) == (
+        f"module '{module.__name__}' has no attribute 'adamw2': optax {optax.__version__} exports "
+        "no optimizer of that name (`opt_optax_bridge.optimizer_names()` lists them)"
+    )
+
+
+def test_a_new_optimizer_of_optax_is_found(other_optax: pytest.MonkeyPatch) -> None:
+    def brand_new(learning_rate: float) -> optax.GradientTransformation:
+        return optax.sgd(learning_rate)
+
+    other_optax.setattr(optax, "brand_new", brand_new, raising=False)
+    other_optax.setattr(
+        optax.contrib, "newer", functools.partial(brand_new, learning_rate=0.5), raising=False
+    )
+    assert {"brand_new", "newer"} <= set(optimizer_names())
+    assert opt_optax_bridge.brand_new(0.5) == wrap_optax_optimizer(brand_new)(0.5)
+    assert opt_optax_bridge.newer().hyper_params.learning_rate == 0.5
+    assert t5x.newer.__name__ == "newer"
+
+
+def test_a_removed_optimizer_leaves_the_others(other_optax: pytest.MonkeyPatch) -> None:
+    other_optax.delattr(optax, "adamw")
+    assert set(optimizer_names()) == set(NAMES) - {"adamw"}
+    with pytest.raises(AttributeError, match="no optimizer of that name"):
+        opt_optax_bridge.adamw  # noqa: B018
+    assert isinstance(opt_optax_bridge.adam(0.1), OptaxWrapper)
+
+
+def test_an_export_without_a_signature_does_no_harm(other_optax: pytest.MonkeyPatch) -> None:
+    def strange(learning_rate: float) -> optax.GradientTransformation:
+        return optax.sgd(learning_rate)
+
+    strange.__signature__ = "none"  # type: ignore[attr-defined]
+    with pytest.raises(TypeError):
+        inspect.signature(strange)
+    other_optax.setattr(optax, "strange", strange, raising=False)
+    assert optimizer_names() == NAMES
+
+
+def test_an_optimizer_that_the_tests_do_not_know_says_what_to_add(
+    other_optax: pytest.MonkeyPatch,
+) -> None:
+    def demanding(learning_rate: float, moon_phase: float) -> optax.GradientTransformation:
+        return optax.sgd(learning_rate * moon_phase)
+
+    other_optax.setattr(optax, "demanding", demanding, raising=False)
+    with pytest.raises(LookupError, match="needs `moon_phase`: give it one in `ARGUMENTS`"):
+        definition("demanding")
+
+
+def test_chain_takes_one_sequence() -> None:
+    parts = (optax.clip(0.5), optax.sgd(0.5))
+    optimizer = chain(parts).create({"w": jnp.ones(2)})
+    assert optimizer.apply_gradient({"w": jnp.full(2, 4.0)}).target["w"].tolist() == [0.75, 0.75]
+    assert chain.__name__ == t5x.chain.__name__ == "chain"
+    assert list(inspect.signature(chain).parameters) == ["transformations"]
+    assert chain([optax.sgd(0.5)]) == chain([optax.sgd(0.5)])
+    assert chain([optax.sgd(0.5)]) != chain([optax.sgd(0.25)])
+
+
+def test_a_constructor_of_your_own() -> None:
+    @wrap_optax_optimizer
+    def mine(rate: Any, /, power: float = 1.0, *, clip: float = 9.0, **rest: Any) -> Any:
+        """Of mine."""
+        return optax.chain(optax.clip(clip), optax.scale(-rate * power * rest.get("extra", 1.0)))
+
+    assert mine.__doc__ == "Of mine."
+    assert mine.__name__ == "mine"
+    assert list(inspect.signature(mine).parameters) == ["rate", "power", "clip", "rest"]
+    made = mine(0.5, extra=2.0)
+    fields = {name: getattr(made.hyper_params, name) for name in ("rate", "power", "clip", "extra")}
+    assert fields == {"rate": 0.5, "power": 1.0, "clip": 9.0, "extra": 2.0}
+    optimizer, grads = made.create({"w": jnp.zeros(1)}), {"w": jnp.full(1, 4.0)}
+    assert optimizer.apply_gradient(grads).target["w"].item() == -4.0
+    for overrides, wanted in [
+        ({"rate": 0.25}, -2.0),
+        ({"power": 3.0}, -12.0),
+        ({"clip": 1.0}, -1.0),
+        ({"extra": 0.5}, -1.0),
+        ({"rate": 1.0, "power": 0.5, "clip": 2.0, "extra": 4.0}, -4.0),
+    ]:
+        assert optimizer.apply_gradient(grads, **overrides).target["w"].item() == wanted
+
+
+def test_a_constructor_that_is_no_function() -> None:
+    class Builder:
+        def __call__(self, learning_rate: float) -> Any:
+            return optax.sgd(learning_rate)
+
+    for constructor in (Builder(), functools.partial(optax.sgd, momentum=0.5)):
+        optimizer = wrap_optax_optimizer(constructor)(0.5).create({"w": jnp.ones(1)})
+        stepped = optimizer.apply_gradient({"w": jnp.ones(1)}, learning_rate=0.25)
+        assert stepped.target["w"].item() == 0.75
+
+
+def test_wrong_arguments_fail_as_in_optax() -> None:
+    with pytest.raises(TypeError, match="learning_rate"):
+        opt_optax_bridge.adamw()
+    with pytest.raises(TypeError, match="lerning_rate"):
+        opt_optax_bridge.adamw(lerning_rate=0.1)
