@@ -300,3 +300,18 @@ def test_struct_dataclasses_compare_by_field() -> None:
 
     assert fingerprint(Hyper(jnp.ones(2))) == fingerprint(Hyper(jnp.ones(2)))
     assert fingerprint(Hyper(jnp.ones(2))) != fingerprint(Hyper(jnp.zeros(2)))
+
+
+def test_a_function_that_rebinds_a_captured_number_stays_what_it_was() -> None:
+    def decay(steps: int) -> Callable[[int], float]:
+        def schedule(count: int) -> float:
+            nonlocal steps
+            steps = float(steps)  # type: ignore[assignment]  # as Optax's cosine schedule does
+            return count / steps
+
+        return schedule
+
+    used = decay(100)
+    used(3)
+    assert fingerprint(used) == fingerprint(decay(100))
+    assert fingerprint(used) != fingerprint(decay(200))

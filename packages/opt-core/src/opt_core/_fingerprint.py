@@ -9,6 +9,7 @@ inside: two functions are the same when their code, defaults, captured values an
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
 import types
 from collections import OrderedDict
@@ -128,20 +129,37 @@ def _is_plain(cls: type) -> bool:
 
 
 def _function(function: types.FunctionType, seen: dict[int, int]) -> Hashable:
+    code = function.__code__
     captured = tuple(
-        _fingerprint(cell.cell_contents, seen) if _is_filled(cell) else None
-        for cell in function.__closure__ or ()
+        _captured(cell, seen, by_value=name in _rebound(code))
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
     )
     return (
         types.FunctionType,
         function.__module__,
         function.__qualname__,
-        function.__code__,
+        code,
         _fingerprint(function.__defaults__, seen),
         _fingerprint(function.__kwdefaults__, seen),
         captured,
         tuple(_globals(function)),
     )
+
+
+def _captured(cell: types.CellType, seen: dict[int, int], *, by_value: bool) -> Hashable:
+    if not _is_filled(cell):
+        return None
+    value = cell.cell_contents
+    if by_value and isinstance(value, int | float):
+        value = float(value)
+    return _fingerprint(value, seen)
+
+
+@functools.cache
+def _rebound(code: types.CodeType) -> frozenset[str]:
+    """The captured variables that a function assigns: Optax's cosine schedule makes 100 100.0."""
+    stores = (op.argval for op in dis.get_instructions(code) if op.opname == "STORE_DEREF")
+    return frozenset(stores) & frozenset(code.co_freevars)
 
 
 def _globals(function: types.FunctionType) -> Iterator[Hashable]:

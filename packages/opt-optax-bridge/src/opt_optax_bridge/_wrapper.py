@@ -72,7 +72,6 @@ class OptaxWrapper(OptimizerDef):
 
     def init_state(self, params: Any) -> OptimizerState:
         """Returns Optax's initial state, every leaf a strongly typed array."""
-        self._fingerprint()  # now: Optax's cosine schedules rebind what they captured when called
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             shapes: OptimizerState = jax.eval_shape(self.init_state, params)
             return shapes
