@@ -161,10 +161,14 @@ def through_bytes(state_dict: Mapping[str, Any]) -> Any:
     return serialization.msgpack_restore(serialization.msgpack_serialize(as_numpy))
 
 
+def structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
+
+
 def avals(tree: Any) -> Any:
     """Structure, shapes, dtypes and weak types."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
+    leaves = jax.tree.leaves(tree)
+    return structure(tree), [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
 
 
 def as_data(leaf: Any) -> Any:
@@ -186,7 +190,7 @@ def are_close(a: Any, b: Any, rtol: float = 2e-5, atol: float = 1e-6) -> bool:
 
 
 def assert_close(a: Any, b: Any, rtol: float = 2e-5, atol: float = 1e-6) -> None:
-    assert jax.tree.structure(a) == jax.tree.structure(b)
+    assert structure(a) == structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(as_data(x), as_data(y), rtol=rtol, atol=atol)
 
@@ -239,7 +243,9 @@ BLOCKS: dict[str, Callable[[], Any]] = {
         optax.adam(LEARNING_RATE), 2, should_skip_update_fn=optax.skip_not_finite
     ),
     "chain": lambda: optax.chain(optax.clip(1.0), optax.adamw(optax.linear_schedule(1.0, 0.0, 9))),
-    "hutchinson_estimator_diag_hessian": optax.contrib.hutchinson_estimator_diag_hessian,
+    "hutchinson_estimator_diag_hessian": lambda: constructor_of(
+        "hutchinson_estimator_diag_hessian"
+    )(),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(
         learning_rate=optax.linear_schedule(1.0, 0.0, 10)
     ),
@@ -248,9 +254,9 @@ BLOCKS: dict[str, Callable[[], Any]] = {
     ),
     "scale_by_factored_rms": lambda: optax.scale_by_factored_rms(min_dim_size_to_factor=2),
     "scale_by_muon": lambda: optax.masked(
-        optax.contrib.scale_by_muon(
+        constructor_of("scale_by_muon")(
             weight_dimension_numbers=lambda updates: jax.tree.map(
-                lambda _: optax.contrib.MuonDimensionNumbers(), updates
+                lambda _: constructor_of("MuonDimensionNumbers")(), updates
             )
         ),
         labels(),

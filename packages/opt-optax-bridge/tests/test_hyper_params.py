@@ -86,8 +86,36 @@ def test_after_a_restore() -> None:
     assert_close(found, resolve_hyper_params(optimizer))
 
 
-def every(k: int) -> Callable[..., OptaxWrapper]:
-    return wrap_optax_optimizer(lambda learning_rate: optax.MultiSteps(optax.sgd(learning_rate), k))
+@wrap_optax_optimizer
+def multi_steps(learning_rate: Any, every: int = 1) -> Any:
+    return optax.MultiSteps(optax.sgd(learning_rate), every)
+
+
+@wrap_optax_optimizer
+def nested_multi_steps(learning_rate: Any) -> Any:
+    inner = optax.MultiSteps(optax.sgd(learning_rate), 1)
+    return optax.MultiSteps(inner.gradient_transformation(), 1)
+
+
+@wrap_optax_optimizer
+def if_finite(learning_rate: Any) -> Any:
+    return optax.apply_if_finite(optax.sgd(learning_rate), 3)
+
+
+@wrap_optax_optimizer
+def conditional(learning_rate: Any) -> Any:
+    return optax.conditionally_transform(optax.sgd(learning_rate), lambda step, **_: step >= 0)
+
+
+@wrap_optax_optimizer
+def masked(learning_rate: Any) -> Any:
+    return optax.masked(optax.sgd(learning_rate), {"b": False, "w": True})
+
+
+@wrap_optax_optimizer
+def partitioned(learning_rate: Any) -> Any:
+    parts: dict[Any, Any] = {1: optax.sgd(learning_rate), 2: optax.set_to_zero()}
+    return optax.partition(parts, {"b": 2, "w": 1})
 
 
 @wrap_optax_optimizer
@@ -103,34 +131,10 @@ def looped(learning_rate: Any) -> Any:
     return optax.GradientTransformation(inner.init, update)
 
 
-NESTED: dict[str, Callable[..., OptaxWrapper]] = {
-    "MultiSteps": every(1),
-    "apply_if_finite": wrap_optax_optimizer(
-        lambda learning_rate: optax.apply_if_finite(optax.sgd(learning_rate), 3)
-    ),
-    "conditionally_transform": wrap_optax_optimizer(
-        lambda learning_rate: optax.conditionally_transform(
-            optax.sgd(learning_rate), lambda step, **_: step >= 0
-        )
-    ),
-    "MultiSteps in MultiSteps": wrap_optax_optimizer(
-        lambda learning_rate: optax.MultiSteps(
-            optax.MultiSteps(optax.sgd(learning_rate), 1).gradient_transformation(), 1
-        )
-    ),
-    "masked": wrap_optax_optimizer(
-        lambda learning_rate: optax.masked(optax.sgd(learning_rate), {"b": False, "w": True})
-    ),
-    "partition": wrap_optax_optimizer(
-        lambda learning_rate: optax.partition(
-            {1: optax.sgd(learning_rate), 2: optax.set_to_zero()}, {"b": 2, "w": 1}
-        )
-    ),
-    "a loop": looped,
-}
+NESTED = [multi_steps, nested_multi_steps, if_finite, conditional, masked, partitioned, looped]
 
 
-@pytest.mark.parametrize("constructor", NESTED.values(), ids=list(NESTED))
+@pytest.mark.parametrize("constructor", NESTED, ids=lambda constructor: constructor.__name__)
 def test_schedules_inside_branches_loops_and_masks(constructor: Callable[..., Any]) -> None:
     optimizer = constructor(SCHEDULES["linear"]).create(make_params())
     for _ in range(3):
@@ -143,7 +147,7 @@ def test_schedules_inside_branches_loops_and_masks(constructor: Callable[..., An
 
 
 def test_between_emissions_it_is_the_rate_of_the_next_one() -> None:
-    optimizer = every(2)(SCHEDULES["linear"]).create(make_params())
+    optimizer = multi_steps(SCHEDULES["linear"], every=2).create(make_params())
     found = []
     for _ in range(4):
         found.append(float(resolve_hyper_params(optimizer).learning_rate))

@@ -130,7 +130,6 @@ def test_building_again_changes_the_overridden_alone(
     recipe = Recipe(record, args, given)
     known = {k: v for k, v in overrides.items() if k in recipe.arguments}
     assert flat(recipe.build(**known)) == {**flat(recipe.build()), **known}
-    assert recipe.build() == record(*args, **given)
 
 
 def test_a_number_in_the_place_of_a_schedule_is_a_constant_schedule() -> None:
@@ -150,8 +149,8 @@ def test_hyper_params_are_a_frozen_pytree_that_pickles() -> None:
     assert jax.tree.leaves(hyper_params) == [0.1, 0.5, 1.0]
     assert type(hyper_params).__name__ == "record_hyper_params"
     assert pickle.loads(pickle.dumps(hyper_params)) == hyper_params
-    again = Recipe(record, (0.1,), {}).hyper_params
-    assert jax.tree.structure(again) == jax.tree.structure(hyper_params)
+    again: Any = jax.tree.structure(Recipe(record, (0.1,), {}).hyper_params)
+    assert again == jax.tree.structure(hyper_params)
     with pytest.raises(AttributeError):
         hyper_params.rate = 0.2
     assert hyper_params.replace(rate=0.2).rate == 0.2

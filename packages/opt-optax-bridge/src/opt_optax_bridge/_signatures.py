@@ -1,4 +1,4 @@
-"""Which keywords a transformation names, however deep in it."""
+"""What a transformation consists of: the functions and arrays that it captured, however deep."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
+
 
 def named_arguments(function: Callable[..., Any]) -> frozenset[str]:
     """Returns the names of all arguments of `function` and of the functions that it captured.
@@ -15,10 +17,16 @@ def named_arguments(function: Callable[..., Any]) -> frozenset[str]:
     A chain takes any keyword and hands it on; what counts is whether one of its parts names it.
     """
     names: set[str] = set()
-    for reached in _reached_functions(function, set()):
-        code = reached.__code__
-        names.update(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    for reached in _reached(function, set()):
+        if isinstance(reached, types.FunctionType):
+            code = reached.__code__
+            names.update(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     return frozenset(names)
+
+
+def captured_arrays(function: Callable[..., Any]) -> list[jax.Array]:
+    """Returns the arrays that `function` captured, such as the key of a noise."""
+    return [reached for reached in _reached(function, set()) if isinstance(reached, jax.Array)]
 
 
 def takes_any_keyword(function: Callable[..., Any]) -> bool:
@@ -27,12 +35,14 @@ def takes_any_keyword(function: Callable[..., Any]) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def _reached_functions(obj: Any, seen: set[int]) -> Iterator[types.FunctionType]:
+def _reached(obj: Any, seen: set[int]) -> Iterator[types.FunctionType | jax.Array]:
     if id(obj) in seen:
         return
     seen.add(id(obj))
     inside: list[Any] = []
     match obj:
+        case jax.Array():
+            yield obj
         case types.FunctionType():
             yield obj
             inside = [c.cell_contents for c in obj.__closure__ or () if _is_filled(c)]
@@ -47,7 +57,7 @@ def _reached_functions(obj: Any, seen: set[int]) -> Iterator[types.FunctionType]
         case _ if hasattr(obj, "update") and hasattr(obj, "__dict__"):  # such as MultiSteps
             inside = list(vars(obj).values())
     for part in inside:
-        yield from _reached_functions(part, seen)
+        yield from _reached(part, seen)
 
 
 def _is_filled(cell: types.CellType) -> bool:

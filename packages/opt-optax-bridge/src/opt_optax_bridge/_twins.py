@@ -18,13 +18,12 @@ P = ParamSpec("P")
 W = TypeVar("W", bound=OptaxWrapper)
 
 
-def wrap_optax_optimizer(
-    optax_optimizer: Callable[P, optax.GradientTransformation],
-) -> Callable[P, OptaxWrapper]:
+def wrap_optax_optimizer(optax_optimizer: Callable[P, Any]) -> Callable[P, OptaxWrapper]:
     """Makes a constructor of Optax optimizers one of optimizer definitions.
 
     Args:
-      optax_optimizer: a function that returns a `GradientTransformation`: Optax's or your own.
+      optax_optimizer: a function that returns a `GradientTransformation` (or `optax.MultiSteps`):
+        Optax's or your own.
 
     Returns:
       A function with the same signature and docstring that returns an `OptaxWrapper`. The

@@ -17,6 +17,7 @@ from opt_core import (
     increment_step,
     replace_hyper_params,
     to_state_dict,
+    unalias,
 )
 from opt_core.errors import HyperParamError
 
@@ -24,7 +25,7 @@ from opt_optax_bridge import _pickling
 from opt_optax_bridge._logical_axes import align_axes
 from opt_optax_bridge._overrides import UpdateArgs, changed_fields, overridden_update
 from opt_optax_bridge._recipe import Recipe, make_hyper_params
-from opt_optax_bridge._signatures import named_arguments, takes_any_keyword
+from opt_optax_bridge._signatures import captured_arrays, named_arguments, takes_any_keyword
 from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leaves
 
 
@@ -75,9 +76,12 @@ class OptaxWrapper(OptimizerDef):
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             shapes: OptimizerState = jax.eval_shape(self.init_state, params)
             return shapes
+        init = self.optax_optimizer.init
+        param_states = unalias(
+            init(params), apart_from=captured_arrays(init)
+        )  # they outlive a donation
         return OptimizerState(
-            step=jnp.zeros((), jnp.int32),
-            param_states=stable_leaves(self.optax_optimizer.init(params)),
+            step=jnp.zeros((), jnp.int32), param_states=stable_leaves(param_states)
         )
 
     def apply_gradient(
