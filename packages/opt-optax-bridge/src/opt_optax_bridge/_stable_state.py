@@ -16,7 +16,7 @@ def stable_leaves(state: Any) -> Any:
 
     def stable(leaf: Any) -> Any:
         if isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic):
-            return jnp.array(leaf)
+            leaf = jnp.array(leaf)  # of a Python number it is weak
         return strong_type(leaf)
 
     return jax.tree.map(stable, state)

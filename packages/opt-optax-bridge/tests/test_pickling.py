@@ -1,0 +1,143 @@
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import opt_optax_bridge
+import optax
+import pickled_elsewhere
+import pytest
+from bridge_testing import Jitted, assert_same_bits, grads_of, make_params, step, trained
+from opt_core import Optimizer
+from opt_optax_bridge import OptaxWrapper, _pickling
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+BUILT = pickled_elsewhere.built()
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_pickle_is_equal_and_hashes_equal(name: str) -> None:
+    unpickled = pickle.loads(pickle.dumps(BUILT[name]))
+    assert type(unpickled) is type(BUILT[name])
+    assert unpickled == BUILT[name]
+    assert hash(unpickled) == hash(BUILT[name])
+    assert jax.tree.leaves(unpickled.hyper_params) == jax.tree.leaves(BUILT[name].hyper_params)
+
+
+PROGRAM = """
+import pickle, sys
+sys.path.insert(0, sys.argv[1])
+unpickled = pickle.loads(open(sys.argv[2], "rb").read())
+import pickled_elsewhere
+from bridge_testing import make_params
+built = pickled_elsewhere.built()
+assert unpickled.keys() == built.keys()
+different = [name for name in built if unpickled[name] != built[name]]
+assert not different, different
+assert all(hash(unpickled[name]) == hash(built[name]) for name in built)
+for name in ["adamw", "NumPy table, closure", "recursive, closure", "wrapped lambda, closure"]:
+    one, two = [d[name].create(make_params()).apply_gradient(make_params()) for d in (unpickled, built)]
+    assert (one.target["w"] == two.target["w"]).all(), name
+optimizer = unpickled["adamw"].create(make_params())
+changed = optimizer.apply_gradient(make_params(), learning_rate=0.5)
+assert (changed.target["w"] != optimizer.apply_gradient(make_params()).target["w"]).all()
+print(len(built), "definitions")
+"""
+
+
+def test_every_definition_moves_to_another_process(tmp_path: Path) -> None:
+    path = tmp_path / "definitions.pickle"
+    path.write_bytes(pickle.dumps(BUILT))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"{len(BUILT)} definitions"
+
+
+def test_an_unpickled_definition_is_not_traced_again() -> None:
+    train_step = Jitted(lambda o: step("adamw", o))
+    made = opt_optax_bridge.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 9))
+    for _ in range(3):
+        train_step(made.create(make_params()))
+        made = pickle.loads(pickle.dumps(made))
+    assert train_step.traces == 1
+
+
+def test_a_whole_optimizer_pickles() -> None:
+    optimizer = trained("adamw")
+    unpickled = pickle.loads(pickle.dumps(optimizer))
+    assert isinstance(unpickled, Optimizer)
+    assert_same_bits(unpickled, optimizer)
+    assert_same_bits(step("adamw", unpickled), step("adamw", optimizer))
+
+
+def test_overrides_work_after_unpickling() -> None:
+    optimizer = trained("adamw")
+    unpickled = pickle.loads(pickle.dumps(optimizer))
+    grads = grads_of("adamw", optimizer.target)
+    changed = [o.apply_gradient(grads, learning_rate=0.5) for o in (optimizer, unpickled)]
+    assert_same_bits(*changed)
+
+
+def test_other_captured_values_make_other_pickles() -> None:
+    def made(rates: Any) -> OptaxWrapper:
+        wrapper = opt_optax_bridge.sgd(pickled_elsewhere.table(rates))
+        assert isinstance(wrapper, OptaxWrapper)
+        return wrapper
+
+    one, two = made(jnp.array([0.1, 0.2])), made(jnp.array([0.1, 0.3]))
+    assert pickle.loads(pickle.dumps(one)) != two
+
+
+def test_a_variable_that_was_never_assigned_stays_so() -> None:
+    def outer(assign: bool) -> Any:
+        if assign:
+            late = 2.0
+
+        def inner() -> float:
+            return late
+
+        return inner
+
+    assert _pickling.loads(_pickling.dumps(outer(True)))() == 2.0
+    with pytest.raises(NameError, match="late"):
+        _pickling.loads(_pickling.dumps(outer(False)))()
+
+
+def test_typed_keys_keep_their_implementation() -> None:
+    key = jax.random.key(3, impl="rbg")
+    unpickled = _pickling.loads(_pickling.dumps({"key": key}))["key"]
+    assert unpickled.dtype == key.dtype
+    assert (jax.random.key_data(unpickled) == jax.random.key_data(key)).all()
+
+
+def test_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = _pickling.dumps(BUILT["lambda, closure"].hyper_params.learning_rate)
+    monkeypatch.setattr(_pickling.sys, "version_info", (3, 99, 0))
+    with pytest.raises(pickle.UnpicklingError) as caught:
+        _pickling.loads(data)
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    del version
+    assert "was pickled under Python 3." in str(caught.value)
+    assert str(caught.value).endswith("a function made inside another cannot move to 3.99")
+
+
+def test_a_decorated_function_that_is_gone_is_named() -> None:
+    with pytest.raises(
+        pickle.UnpicklingError, match=r"`optax.sgd` is not what it was when pickled"
+    ):
+        _pickling._unwrap("optax", "sgd", 1)
+
+
+def test_what_cannot_be_pickled_says_so() -> None:
+    compiled = jax.jit(lambda count: 0.1 * count)
+    with pytest.raises((pickle.PicklingError, TypeError, AttributeError)):
+        pickle.dumps(opt_optax_bridge.sgd(compiled))

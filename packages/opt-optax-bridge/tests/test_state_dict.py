@@ -1,0 +1,256 @@
+"""State dicts: T5X's layout, every state of Optax to the bit, and errors with all paths."""
+
+from collections import OrderedDict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge
+import optax
+import pytest
+from bridge_testing import (
+    LEARNING_RATE,
+    assert_same_bits,
+    block,
+    block_names,
+    definition,
+    grads_of,
+    labels,
+    make_params,
+    step,
+    structure,
+    through_bytes,
+    trained,
+)
+from flax.core import FrozenDict, freeze
+from flax.traverse_util import flatten_dict
+from opt_core import Mismatch, Optimizer
+from opt_core.errors import RestoreError
+from opt_optax_bridge import OptaxWrapper
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+NAMES = opt_optax_bridge.optimizer_names()
+PARAMS = {"b", "w"}
+SCHEDULE = optax.linear_schedule(0.1, 0.0, 10)
+
+
+def state_paths(tx: Any, params: Any = None) -> set[str]:
+    """The paths below `state/param_states`."""
+    optimizer = OptaxWrapper(tx).create(make_params() if params is None else params)
+    state_dict = optimizer.state_dict()["state"]
+    assert state_dict.keys() <= {"step", "param_states"}
+    flat = flatten_dict(state_dict.get("param_states", {}), keep_empty_nodes=True)
+    return {"/".join(path) for path in flat}
+
+
+def each(*prefixes: str) -> set[str]:
+    return {f"{prefix}/{name}" for prefix in prefixes for name in PARAMS}
+
+
+def adam_at(prefix: str) -> set[str]:
+    return {f"{prefix}count", *each(f"{prefix}mu", f"{prefix}nu")}
+
+
+LAYOUTS: dict[str, tuple[Any, set[str]]] = {
+    "adam": (optax.adam(0.1), adam_at("0/")),
+    "momentum": (optax.sgd(0.1, momentum=0.9), each("0/trace")),
+    "schedule": (optax.adamw(SCHEDULE), adam_at("0/") | {"2/count"}),
+    "named_chain": (
+        optax.named_chain(("clip", optax.clip(1.0)), ("adam", optax.adam(0.1))),
+        adam_at("adam/0/"),
+    ),
+    "masked": (
+        optax.masked(optax.trace(0.9), labels()),
+        {"inner_state/trace/w"},
+    ),
+    "partition by flags": (
+        optax.partition({True: optax.trace(0.9), False: optax.set_to_zero()}, labels()),
+        {"inner_states/True/inner_state/trace/w"},
+    ),
+    "partition by numbers": (
+        optax.partition({0: optax.trace(0.9), 7: optax.ema(0.9)}, {"b": 7, "w": 0}),
+        {
+            "inner_states/0/inner_state/trace/w",
+            "inner_states/7/inner_state/count",
+            "inner_states/7/inner_state/ema/b",
+        },
+    ),
+    "MultiSteps": (
+        optax.MultiSteps(optax.sgd(SCHEDULE), 2, should_skip_update_fn=optax.skip_not_finite),
+        {
+            "mini_step",
+            "gradient_step",
+            "inner_opt_state/1/count",
+            "skip_state/num_not_finite",
+            "skip_state/should_skip",
+            *each("acc_grads"),
+        },
+    ),
+    "apply_if_finite": (
+        optax.apply_if_finite(optax.trace(0.9), 3),
+        {"notfinite_count", "last_finite", "total_notfinite", *each("inner_state/trace")},
+    ),
+    "inject_hyperparams": (
+        optax.inject_hyperparams(optax.sgd)(learning_rate=SCHEDULE),
+        {"count", "hyperparams/learning_rate", "hyperparams_states/learning_rate/count"},
+    ),
+    "noise": (optax.add_noise(0.1, 0.5, jax.random.key(3)), {"count", "rng_key"}),
+}
+
+
+@pytest.mark.parametrize(("tx", "paths"), LAYOUTS.values(), ids=list(LAYOUTS))
+def test_the_layout_is_that_of_t5x(tx: Any, paths: set[str]) -> None:
+    assert state_paths(tx) == paths
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [optax.sgd(0.1), optax.chain(optax.clip(1.0), optax.sgd(0.1)), optax.identity()],
+    ids=["sgd", "chain", "identity"],
+)
+def test_a_state_without_arrays_has_no_entry(tx: Any) -> None:
+    optimizer = OptaxWrapper(tx).create(make_params())
+    assert optimizer.state_dict() == {"target": optimizer.target, "state": {"step": 0}}
+    restored = optimizer.restore_state(through_bytes(optimizer.state_dict()))
+    assert_same_bits(restored, optimizer)
+    stepped = restored.apply_gradient(grads_of("sgd", restored.target))
+    assert structure(stepped) == structure(optimizer)
+
+
+def test_containers_and_keys_are_plain() -> None:
+    optimizer = OptaxWrapper(LAYOUTS["partition by flags"][0]).create(make_params())
+
+    def check(node: Any) -> None:
+        if not isinstance(node, jax.Array):
+            assert type(node) is dict
+            assert all(type(key) is str for key in node)
+            for child in node.values():
+                check(child)
+
+    check(optimizer.state_dict())
+
+
+def test_empty_parameters_stay_in_the_target_alone() -> None:
+    params = {**make_params(), "empty": {}}
+    optimizer = opt_optax_bridge.adam(0.1).create(params)
+    written = optimizer.state_dict()
+    assert written["target"]["empty"] == {}
+    assert written["state"]["param_states"]["0"]["mu"].keys() == PARAMS
+    restored = optimizer.restore_state(through_bytes(written))
+    assert_same_bits(restored, optimizer)
+
+
+def test_the_order_of_named_states_comes_back() -> None:
+    optimizer = OptaxWrapper(LAYOUTS["named_chain"][0]).create(make_params())
+    restored = optimizer.restore_state(through_bytes(optimizer.state_dict()))
+    states = restored.state.param_states
+    assert isinstance(states, OrderedDict | dict)
+    assert type(states) is type(optimizer.state.param_states)
+    assert list(states) == ["clip", "adam"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_comes_back_to_the_bit(name: str) -> None:
+    optimizer = trained(name)
+    written = through_bytes(optimizer.state_dict())
+    assert_same_bits(definition(name).create(make_params()).restore_state(written), optimizer)
+
+
+@pytest.mark.parametrize("name", block_names())
+def test_every_building_block_comes_back_to_the_bit(name: str) -> None:
+    created = OptaxWrapper(block(name)).create(make_params())
+    optimizer = step(name, created)
+    written = through_bytes(optimizer.state_dict())
+    assert_same_bits(created.restore_state(written), optimizer)
+
+
+@pytest.mark.parametrize("container", [dict, freeze], ids=["dict", "FrozenDict"])
+@pytest.mark.parametrize("kind", ["adam", "schedule", "named_chain", "MultiSteps"])
+def test_dicts_of_either_kind_come_back(kind: str, container: Any) -> None:
+    tx = LAYOUTS[kind][0]
+    optimizer = OptaxWrapper(tx).create(container(make_params()))
+    optimizer = optimizer.apply_gradient(container(make_params()))
+    written = through_bytes(optimizer.state_dict())
+    for given in (written, freeze(written)):
+        restored = optimizer.restore_state(given)
+        assert_same_bits(restored, optimizer)
+        assert isinstance(restored.target, FrozenDict if container is freeze else dict)
+
+
+def test_bfloat16_comes_back() -> None:
+    optimizer = opt_optax_bridge.adam(0.1, mu_dtype=jnp.bfloat16).create(make_params())
+    optimizer = optimizer.apply_gradient(make_params())
+    assert optimizer.state.param_states[0].mu["w"].dtype == jnp.bfloat16
+    restored = optimizer.restore_state(through_bytes(optimizer.state_dict()))
+    assert_same_bits(restored, optimizer)
+
+
+def test_a_restored_noise_goes_on_with_the_same_numbers() -> None:
+    optimizer = trained("noisy_sgd")
+    written = through_bytes(optimizer.state_dict())
+    assert written["state"]["param_states"]["0"]["rng_key"].dtype == np.uint32
+    restored = definition("noisy_sgd").create(make_params()).restore_state(written)
+    assert_same_bits(step("noisy_sgd", restored), step("noisy_sgd", optimizer))
+
+
+# What does not fit.
+
+
+def refused(optimizer: Optimizer, state_dict: Any) -> tuple[str, list[Mismatch]]:
+    with pytest.raises(RestoreError) as caught:
+        optimizer.restore_state(state_dict)
+    return str(caught.value), list(caught.value.report.mismatches)
+
+
+def test_the_state_of_adam_is_not_that_of_sgd() -> None:
+    adam = opt_optax_bridge.adam(LEARNING_RATE).create(make_params())
+    sgd = opt_optax_bridge.sgd(LEARNING_RATE).create(make_params())
+    said, mismatches = refused(sgd, adam.state_dict())
+    assert "another optimizer's state" in said
+    paths = {f"state/param_states/{path}" for path in adam_at("0/")}
+    assert {m.path for m in mismatches} == paths
+    assert {m.kind.value for m in mismatches} == {"extra"}
+    said, mismatches = refused(adam, sgd.state_dict())
+    assert "another optimizer's state, or none" in said
+    assert {m.path for m in mismatches} == paths
+    assert {m.kind.value for m in mismatches} == {"missing"}
+
+
+def test_every_deviation_is_listed_at_once() -> None:
+    optimizer = opt_optax_bridge.adam(0.1).create(make_params())
+    written = through_bytes(optimizer.state_dict())
+    moments = written["state"]["param_states"]["0"]
+    moments["mu"]["w"] = moments["mu"]["w"].T
+    moments["nu"]["w"] = moments["nu"]["w"].astype(np.float64)
+    moments["nu"]["c"] = moments["nu"].pop("b")
+    moments["count"] = {"value": moments["count"]}
+    written["target"]["w"] = written["target"]["w"][:1]
+    _, mismatches = refused(optimizer, written)
+    found = {m.path: (m.kind.value, m.expected, m.found) for m in mismatches}
+    at = "state/param_states/0"
+    assert found == {
+        f"{at}/count": ("container", "int32[]", "a mapping with keys value"),
+        f"{at}/mu/w": ("shape", "float32[2, 3]", "float32[3, 2]"),
+        f"{at}/nu/b": ("missing", "float32[3]", "nothing"),
+        f"{at}/nu/c": ("extra", "nothing", "float32[3]"),
+        f"{at}/nu/w": ("dtype", "float32[2, 3]", "float64[2, 3]"),
+        "target/w": ("shape", "float32[2, 3]", "float32[1, 3]"),
+    }
+
+
+def test_leniently_what_fits_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    adam, sgd = trained("adam"), definition("sgd").create(make_params())
+    restored = sgd.restore_state(adam.state_dict(), strict=False)
+    assert_same_bits(restored.target, adam.target)
+    assert int(restored.state.step) == 2
+    assert "another optimizer's state" in caplog.text
+
+
+def test_restoring_under_jit_and_into_shapes() -> None:
+    optimizer = trained("adamw")
+    written = optimizer.state_dict()
+    assert_same_bits(jax.jit(optimizer.restore_state)(written), optimizer)
+    abstract = jax.eval_shape(definition("adamw").create, make_params())
+    assert_same_bits(abstract.restore_state(through_bytes(written)), optimizer)
