@@ -1,6 +1,7 @@
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def test_a_pickle_is_equal_and_hashes_equal(name: str) -> None:
     assert type(unpickled) is type(BUILT[name])
     assert unpickled == BUILT[name]
     assert hash(unpickled) == hash(BUILT[name])
-    assert jax.tree.leaves(unpickled.hyper_params) == jax.tree.leaves(BUILT[name].hyper_params)
+    assert vars(unpickled.hyper_params).keys() == vars(BUILT[name].hyper_params).keys()
 
 
 PROGRAM = """
@@ -40,8 +41,9 @@ different = [name for name in built if unpickled[name] != built[name]]
 assert not different, different
 assert all(hash(unpickled[name]) == hash(built[name]) for name in built)
 for name in ["adamw", "NumPy table, closure", "recursive, closure", "wrapped lambda, closure"]:
-    one, two = [d[name].create(make_params()).apply_gradient(make_params()) for d in (unpickled, built)]
-    assert (one.target["w"] == two.target["w"]).all(), name
+    one, two = [d[name].create(make_params()) for d in (unpickled, built)]
+    one, two = [o.apply_gradient(make_params()).target["w"] for o in (one, two)]
+    assert (one == two).all(), name
 optimizer = unpickled["adamw"].create(make_params())
 changed = optimizer.apply_gradient(make_params(), learning_rate=0.5)
 assert (changed.target["w"] != optimizer.apply_gradient(make_params()).target["w"]).all()
@@ -121,12 +123,12 @@ def test_typed_keys_keep_their_implementation() -> None:
 
 def test_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = _pickling.dumps(BUILT["lambda, closure"].hyper_params.learning_rate)
-    monkeypatch.setattr(_pickling.sys, "version_info", (3, 99, 0))
+    major, minor = sys.version_info[:2]
+    monkeypatch.setattr(sys, "version_info", (3, 99, 0))
     with pytest.raises(pickle.UnpicklingError) as caught:
         _pickling.loads(data)
-    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    del version
-    assert "was pickled under Python 3." in str(caught.value)
+    monkeypatch.undo()
+    assert f"was pickled under Python {major}.{minor};" in str(caught.value)
     assert str(caught.value).endswith("a function made inside another cannot move to 3.99")
 
 
@@ -137,7 +139,16 @@ def test_a_decorated_function_that_is_gone_is_named() -> None:
         _pickling._unwrap("optax", "sgd", 1)
 
 
+def test_compiled_functions_are_pickled_by_name() -> None:
+    made = opt_optax_bridge.sgd(jnp.reciprocal)
+    unpickled = pickle.loads(pickle.dumps(made))
+    assert unpickled == made
+    assert unpickled.recipe.args[0] is jnp.reciprocal
+    with pytest.raises(pickle.PicklingError, match="PjitFunction"):
+        pickle.dumps(opt_optax_bridge.sgd(jax.jit(lambda count: 0.1 * count)))
+
+
 def test_what_cannot_be_pickled_says_so() -> None:
-    compiled = jax.jit(lambda count: 0.1 * count)
-    with pytest.raises((pickle.PicklingError, TypeError, AttributeError)):
-        pickle.dumps(opt_optax_bridge.sgd(compiled))
+    captured: Any = threading.Lock()
+    with pytest.raises(TypeError, match=r"cannot pickle '_thread.lock' object"):
+        pickle.dumps(opt_optax_bridge.sgd(lambda count: 0.1 * count if captured else 0.0))
