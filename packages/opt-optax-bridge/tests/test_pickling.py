@@ -144,7 +144,7 @@ def test_compiled_functions_are_pickled_by_name() -> None:
     unpickled = pickle.loads(pickle.dumps(made))
     assert unpickled == made
     assert unpickled.recipe.args[0] is jnp.reciprocal
-    with pytest.raises(pickle.PicklingError, match="PjitFunction"):
+    with pytest.raises((pickle.PicklingError, AttributeError), match="<lambda>"):
         pickle.dumps(opt_optax_bridge.sgd(jax.jit(lambda count: 0.1 * count)))
 
 
