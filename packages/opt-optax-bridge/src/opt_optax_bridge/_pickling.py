@@ -41,8 +41,8 @@ class _Pickler(pickle.Pickler):
         match obj:
             case types.FunctionType():
                 return _reduce_function(obj)
-            case jax.stages.Wrapped(__qualname__=name):
-                return name  # a compiled function goes by name or not at all
+            case jax.stages.Wrapped():  # a compiled function goes by name or not at all
+                return getattr(obj, "__qualname__", "")
             case types.ModuleType():
                 return importlib.import_module, (obj.__name__,)
             case jax.Array() if jnp.issubdtype(obj.dtype, jax.dtypes.prng_key):
