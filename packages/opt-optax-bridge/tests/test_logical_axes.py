@@ -1,0 +1,221 @@
+"""Logical axes of states that mirror the parameters."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import opt_optax_bridge
+import optax
+import pytest
+from bridge_testing import block, block_names, definition, labels
+from flax.core import FrozenDict, freeze
+from jax.sharding import PartitionSpec as P
+from opt_core import Optimizer
+from opt_core.errors import TreeMismatchError
+from opt_optax_bridge import OptaxWrapper
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+NAMES = opt_optax_bridge.optimizer_names()
+AXES = {"b": P("mlp"), "w": P("embed", "mlp")}
+SCHEDULE = optax.linear_schedule(0.1, 0.0, 10)
+
+
+def make_params() -> dict[str, jax.Array]:
+    return {"b": jnp.ones(4), "w": jnp.ones((3, 4))}
+
+
+def is_leaf(x: Any) -> bool:
+    return x is None or isinstance(x, P)
+
+
+def skeleton(tree: Any) -> Any:
+    return jax.tree.structure(tree, is_leaf=is_leaf)
+
+
+def derive(tx: Any, params: Any = None, axes: Any = None) -> Any:
+    """The axes of the state, in its own containers."""
+    optimizer = OptaxWrapper(tx).create(make_params() if params is None else params)
+    derived = optimizer.optimizer_def.derive_logical_axes(optimizer, AXES if axes is None else axes)  # type: ignore[attr-defined]
+    assert isinstance(derived, Optimizer)
+    assert derived.state.step is None
+    assert derived.optimizer_def is optimizer.optimizer_def
+    assert skeleton(derived) == skeleton(optimizer), "other containers than the optimizer's own"
+    return derived.state.param_states
+
+
+def test_adam() -> None:
+    adam, empty = derive(optax.adam(0.1))
+    assert adam.count is None
+    assert adam.mu == adam.nu == AXES
+    assert empty == optax.EmptyState()
+
+
+def test_a_schedule_counts_alone() -> None:
+    clip, (adam, decay, schedule) = derive(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE))
+    )
+    assert clip == decay == optax.EmptyState()
+    assert adam.mu == AXES
+    assert schedule.count is None
+
+
+@pytest.mark.parametrize("params", [make_params(), freeze(make_params())], ids=["dict", "Frozen"])
+@pytest.mark.parametrize("axes", [AXES, freeze(AXES)], ids=["dict", "Frozen"])
+def test_dicts_of_either_kind_stand_for_one_another(params: Any, axes: Any) -> None:
+    optimizer = opt_optax_bridge.adam(0.1).create(params)
+    derived = optimizer.optimizer_def.derive_logical_axes(optimizer, axes)
+    for tree in (derived.target, derived.state.param_states[0].mu):
+        assert isinstance(tree, FrozenDict) == isinstance(params, FrozenDict)
+        assert dict(tree) == AXES
+    assert skeleton(derived) == skeleton(optimizer)
+
+
+def test_masked_leaves_stay_masked() -> None:
+    state = derive(optax.masked(optax.trace(0.9), labels())).inner_state
+    assert state.trace == {"b": optax.MaskedNode(), "w": P("embed", "mlp")}
+
+
+NESTED = {"mlp": {"wi": jnp.ones((3, 4)), "wo": jnp.ones((4, 3))}, "norm": {"scale": jnp.ones(3)}}
+NESTED_AXES = {
+    "mlp": {"wi": P("embed", "mlp"), "wo": P("mlp", "embed")},
+    "norm": {"scale": P("embed")},
+}
+
+
+def test_a_mask_may_be_a_prefix() -> None:
+    tx = optax.masked(optax.trace(0.9), {"mlp": True, "norm": False})
+    state = derive(tx, NESTED, NESTED_AXES).inner_state
+    assert state.trace == {"mlp": NESTED_AXES["mlp"], "norm": optax.MaskedNode()}
+
+
+def test_partition_with_prefix_labels() -> None:
+    transforms: dict[Any, Any] = {0: optax.trace(0.9), True: optax.ema(0.9)}
+    state = derive(
+        optax.partition(
+            {"slow": transforms[0], "fast": transforms[True]}, {"mlp": "fast", "norm": "slow"}
+        ),
+        NESTED,
+        NESTED_AXES,
+    )
+    slow, fast = (state.inner_states[name].inner_state for name in ("slow", "fast"))
+    assert slow.trace == {"mlp": optax.MaskedNode(), "norm": NESTED_AXES["norm"]}
+    assert fast.ema == {"mlp": NESTED_AXES["mlp"], "norm": optax.MaskedNode()}
+    assert fast.count is None
+
+
+def test_accumulated_gradients() -> None:
+    tx = optax.MultiSteps(optax.adam(SCHEDULE), 2, should_skip_update_fn=optax.skip_not_finite)
+    state = derive(tx)
+    assert state.acc_grads == AXES
+    assert state.inner_opt_state[0].nu == AXES
+    assert state.mini_step is None
+    assert jax.tree.leaves(state.skip_state, is_leaf=is_leaf) == [None, None]
+
+
+def test_injected_hyper_params() -> None:
+    state = derive(optax.inject_hyperparams(optax.adam)(learning_rate=SCHEDULE))
+    assert state.inner_state[0].mu == AXES
+    assert set(jax.tree.leaves(state.hyperparams, is_leaf=is_leaf)) == {None}
+
+
+def test_states_that_no_name_gives_away() -> None:
+    """`apply_every`'s is called `ApplyEvery`; dicts and users' own are in nobody's list."""
+    assert derive(optax.apply_every(2)).grad_acc == AXES
+    tx = optax.GradientTransformation(lambda p: {"mine": [p, p]}, lambda u, s, p=None: (u, s))
+    assert derive(tx) == {"mine": [AXES, AXES]}
+
+
+def test_factored_statistics_follow_nothing_yet() -> None:
+    tx = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+    state = derive(tx)
+    nothing = {"b": None, "w": None}
+    assert state.v_row == state.v_col == nothing
+    assert state.v == {"b": P("mlp"), "w": None}
+
+
+def test_lists_of_statistics_follow_nothing_yet() -> None:
+    state = derive(optax.scale_by_sm3())
+    assert set(jax.tree.leaves(state.mu, is_leaf=is_leaf)) == {None}
+    assert state.nu == AXES
+
+
+def test_a_leaf_of_another_shape_follows_nothing() -> None:
+    tx = optax.GradientTransformation(
+        lambda p: jax.tree.map(lambda x: x[None], p), lambda u, s, p=None: (u, s)
+    )
+    assert derive(tx) == {"b": None, "w": None}
+
+
+def test_parameters_that_are_lists_or_one_array() -> None:
+    assert derive(optax.trace(0.9), [jnp.ones(2)], [P("x")]).trace == [P("x")]
+    assert derive(optax.trace(0.9), jnp.ones(2), P("x")).trace == P("x")
+
+
+def test_none_stands_for_no_axes() -> None:
+    assert derive(optax.trace(0.9), axes={"b": None, "w": P("embed", None)}).trace == {
+        "b": None,
+        "w": P("embed", None),
+    }
+
+
+def test_shapes_are_enough() -> None:
+    wrapper = opt_optax_bridge.adamw(SCHEDULE)
+    abstract = wrapper.create(jax.eval_shape(make_params))
+    concrete = wrapper.create(make_params())
+    assert wrapper.derive_logical_axes(abstract, AXES) == wrapper.derive_logical_axes(
+        concrete, AXES
+    )
+
+
+def test_inside_eval_shape() -> None:
+    wrapper = opt_optax_bridge.adamw(0.1)
+    found = []
+
+    def create(params: Any) -> Any:
+        optimizer = wrapper.create(params)
+        found.append(wrapper.derive_logical_axes(optimizer, AXES))
+        return optimizer
+
+    jax.eval_shape(create, make_params())
+    assert found[0].state.param_states[0].mu == AXES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_has_axes(name: str) -> None:
+    optimizer = jax.eval_shape(definition(name).create, make_params())
+    derived = optimizer.optimizer_def.derive_logical_axes(optimizer, AXES)
+    assert skeleton(derived) == skeleton(optimizer)
+    specs = jax.tree.leaves(derived.state, is_leaf=is_leaf)
+    for leaf, spec in zip(jax.tree.leaves(optimizer.state), specs, strict=True):
+        assert spec is None or spec == {(4,): P("mlp"), (3, 4): P("embed", "mlp")}[leaf.shape]
+
+
+@pytest.mark.parametrize("name", block_names())
+def test_every_building_block_has_axes(name: str) -> None:
+    derive(block(name))
+
+
+@pytest.mark.parametrize(
+    ("axes", "lines"),
+    [
+        ({"w": AXES["w"]}, ["b: no axes are given"]),
+        ({**AXES, "c": P("x")}, ["c: there is no such parameter"]),
+        (
+            {"kernel": P()},
+            ["b: no axes are given", "w: no axes are given", "kernel: there is no such parameter"],
+        ),
+        (
+            {**AXES, "w": {"kernel": P()}},
+            ["w: no axes are given", "w/kernel: there is no such parameter"],
+        ),
+    ],
+    ids=["missing", "extra", "renamed", "deeper"],
+)
+def test_axes_that_do_not_fit_are_listed(axes: Any, lines: list[str]) -> None:
+    with pytest.raises(TreeMismatchError) as caught:
+        derive(optax.adam(0.1), axes=axes)
+    assert str(caught.value).splitlines() == [
+        "`param_axes` do not fit the parameters:",
+        *(f"  {line}" for line in lines),
+    ]
