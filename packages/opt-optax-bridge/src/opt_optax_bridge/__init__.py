@@ -10,7 +10,8 @@ from importlib.metadata import version as _version
 from typing import Any
 
 from opt_optax_bridge._hyper_params import overridable_hyper_params, resolve_hyper_params
-from opt_optax_bridge._twins import chain, optimizer_names, twin, wrap_optax_optimizer
+from opt_optax_bridge._twins import chain, optimizer_names, wrap_optax_optimizer
+from opt_optax_bridge._twins import twin as _twin
 from opt_optax_bridge._wrapper import OptaxWrapper
 
 __version__ = _version("opt-optax-bridge")
@@ -27,7 +28,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Callable[..., Any]:
     """Finds `adamw` and every other optimizer in the installed Optax, when it is asked for."""
-    return twin(name)
+    return _twin(name)
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,137 @@
+"""The basics of `opt_optax_bridge.t5x`; what T5X's own modules do with it is tested elsewhere."""
+
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_core
+import optax
+import pytest
+from bridge_testing import assert_close, assert_same_bits, grads_of, make_params, through_bytes
+from jax.sharding import PartitionSpec as P
+from opt_core.errors import HyperParamError, RestoreError
+from opt_optax_bridge import t5x
+from opt_optax_bridge._wrapper import OptaxWrapper
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+
+NAMES = """
+Dtype Optimizer OptimizerDef OptimizerDefType OptimizerState OptimizerStateType OptimizerType
+OptaxWrapper _OptaxWrapperHyperParams chain freeze unfreeze wrap_optax_optimizer
+adabelief adagrad adam adamw fromage lars lamb lion noisy_sgd radam rmsprop sgd yogi dpsgd
+"""
+
+
+def test_the_names_of_t5x_are_there() -> None:
+    for name in NAMES.split():
+        assert hasattr(t5x, name), name
+    assert t5x.Optimizer is t5x.OptimizerType is opt_core.Optimizer
+    assert t5x.OptimizerDef is opt_core.OptimizerDef
+    assert issubclass(t5x.OptaxWrapper, OptaxWrapper)
+
+
+@pytest.mark.parametrize(
+    "made", [t5x.sgd(0.5), t5x.OptaxWrapper(optax.sgd(0.5)), t5x.chain([optax.sgd(0.5)])]
+)
+def test_the_learning_rate_of_the_trainer_is_ignored(made: t5x.OptaxWrapper) -> None:
+    optimizer = made.create(make_params())
+    assert vars(made.hyper_params) == {"learning_rate": None}
+    plain = optimizer.apply_gradient(make_params())
+    for rate in (9.0, jnp.float32(9.0), None, lambda count: 9.0):
+        assert_same_bits(optimizer.apply_gradient(make_params(), learning_rate=rate), plain)
+    assert_close(plain.target, jax.tree.map(lambda p: p / 2, make_params()))
+
+
+def test_and_nothing_else_is_ignored() -> None:
+    optimizer = t5x.adamw(0.5).create(make_params())
+    for overrides in ({"weight_decay": 0.1}, {"b1": 0.5}, {"typo": 1.0}):
+        with pytest.raises(HyperParamError, match=next(iter(overrides))):
+            optimizer.apply_gradient(make_params(), **overrides)
+
+
+def test_extra_arguments_reach_the_transformation() -> None:
+    optimizer = t5x.polyak_sgd().create(make_params())
+    grads = grads_of("polyak_sgd", optimizer.target)
+    one, two = (optimizer.apply_gradient(grads, learning_rate=1.0, value=v) for v in (0.1, 0.2))
+    assert not jnp.array_equal(one.target["w"], two.target["w"])
+
+
+def test_parameters_may_come_back_in_another_precision() -> None:
+    optimizer = t5x.adam(0.1).create(make_params()).apply_gradient(make_params())
+    saved = through_bytes(optimizer.state_dict())
+    saved["target"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), saved["target"])
+    restored = optimizer.restore_state(saved)
+    assert {x.dtype for x in jax.tree.leaves(restored.target)} == {jnp.dtype(jnp.bfloat16)}
+    assert_same_bits(restored.state, optimizer.state)
+
+
+def test_the_optimizer_state_may_not() -> None:
+    optimizer = t5x.adam(0.1).create(make_params())
+    saved = through_bytes(optimizer.state_dict())
+    saved["state"]["param_states"]["0"]["mu"]["w"] = np.zeros((2, 3), np.float16)
+    with pytest.raises(RestoreError, match="state/param_states/0/mu/w: dtype"):
+        optimizer.restore_state(saved)
+
+
+def test_shapes_and_paths_are_strict() -> None:
+    optimizer = t5x.adam(0.1).create(make_params())
+    saved = through_bytes(optimizer.state_dict())
+    saved["target"]["w"] = saved["target"]["w"].T
+    del saved["state"]["param_states"]["0"]["nu"]["b"]
+    with pytest.raises(RestoreError) as caught:
+        optimizer.restore_state(saved)
+    assert [m.path for m in caught.value.report.mismatches] == [
+        "state/param_states/0/nu/b",
+        "target/w",
+    ]
+
+
+def test_axes_travel_through_state_dicts() -> None:
+    """T5X's partitioner writes the axes into a state dict, changes them and restores them."""
+    optimizer = t5x.adam(0.1).create(jax.eval_shape(make_params))
+    axes = {"b": P("mlp"), "w": P("embed", "mlp")}
+    derived = optimizer.optimizer_def.derive_logical_axes(optimizer, axes)  # type: ignore[attr-defined]
+    written = derived.state_dict()
+    assert written["state"]["step"] is None
+    assert written["state"]["param_states"]["0"]["count"] is None
+    is_leaf = lambda x: x is None or isinstance(x, P)  # noqa: E731
+    mesh_axes = jax.tree.map(lambda a: a and P(*("data" for _ in a)), written, is_leaf=is_leaf)
+    restored = optimizer.restore_state(mesh_axes)
+    assert restored.target == {"b": P("data"), "w": P("data", "data")}
+    assert restored.state.step is None
+    assert restored.state.param_states[0].mu["b"] == P("data")
+
+
+def test_a_step_may_be_replaced_as_t5x_does() -> None:
+    optimizer = t5x.adam(0.1).create(make_params())
+    for step in (7, np.int64(7), jnp.int32(7)):
+        written = optimizer.state_dict()
+        written["state"]["step"] = step
+        restored = optimizer.restore_state(written)
+        assert_same_bits(restored.state.step, jnp.int32(7))
+
+
+def test_a_bf16_dict_of_the_package_itself_is_strict() -> None:
+    optimizer = OptaxWrapper(optax.adam(0.1)).create(make_params())
+    saved = through_bytes(optimizer.state_dict())
+    saved["target"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), saved["target"])
+    with pytest.raises(RestoreError, match="target/w: dtype"):
+        optimizer.restore_state(saved)
+
+
+def test_definitions_compare_and_pickle_and_are_not_those_of_the_package() -> None:
+    one, two = t5x.adamw(0.1), t5x.adamw(0.1)
+    assert one == two == pickle.loads(pickle.dumps(one))
+    assert type(pickle.loads(pickle.dumps(one))) is t5x.OptaxWrapper
+    assert one != OptaxWrapper(optax.adamw(0.1))
+    assert t5x.OptaxWrapper(optax.adamw(0.1)) != OptaxWrapper(optax.adamw(0.1))
+    assert vars(pickle.loads(pickle.dumps(one)).hyper_params) == {"learning_rate": None}
+
+
+def test_chain_takes_a_sequence_as_gin_binds_it() -> None:
+    made: Any = t5x.chain(transformations=[optax.clip(0.5), optax.sgd(1.0)])
+    stepped = made.create({"w": jnp.ones(1)}).apply_gradient({"w": jnp.full(1, 4.0)})
+    assert stepped.target["w"].item() == 0.5
