@@ -211,7 +211,9 @@ STRUCTURAL = [
 ]
 
 
-@pytest.mark.parametrize(("name", "argument", "value"), STRUCTURAL)
+@pytest.mark.parametrize(
+    ("name", "argument", "value"), [case for case in STRUCTURAL if case[0] in NAMES]
+)
 def test_structural_arguments_are_refused(name: str, argument: str, value: Any) -> None:
     with pytest.raises(HyperParamError, match=f"`{argument}` cannot be overridden at run time"):
         third_step(name, **{argument: value})

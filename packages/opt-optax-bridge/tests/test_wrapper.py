@@ -130,15 +130,15 @@ def test_extra_arguments_go_to_every_part_of_a_chain() -> None:
     tx = momo_and_plateau.__wrapped__(0.5)  # type: ignore[attr-defined]
     state = tx.init(params)
     grads = jax.grad(loss)(params)
-    for value in (1.0, 1.0, 2.0):
+    for value in jnp.array([1.0, 1.0, 2.0]):
         optimizer = optimizer.apply_gradient(grads, value=value)
         updates, state = tx.update(grads, state, params, value=value)
         params = optax.apply_updates(params, updates)
     assert_close((optimizer.target, optimizer.state.param_states), (params, state))
     assert float(state[1].scale) < 1.0
-    overridden = optimizer.apply_gradient(grads, value=2.0, learning_rate=0.25)
+    overridden = optimizer.apply_gradient(grads, value=value, learning_rate=0.25)
     other = momo_and_plateau.__wrapped__(0.25)  # type: ignore[attr-defined]
-    updates, state = other.update(grads, state, params, value=2.0)
+    updates, state = other.update(grads, state, params, value=value)
     assert_close(overridden.target, optax.apply_updates(params, updates))
 
 
@@ -147,7 +147,7 @@ def test_extra_arguments_go_to_every_part_of_a_chain() -> None:
     [
         ("lbfgs", "'value', 'grad', and 'value_fn'"),
         ("polyak_sgd", "'value'"),
-        ("momo", "'value'"),
+        ("momo", "value"),
         ("reduce_on_plateau", "'value'"),
         ("sophia", "obj_fn must be provided"),
     ],
