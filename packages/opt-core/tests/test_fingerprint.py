@@ -235,8 +235,6 @@ def test_what_is_equal(one: Any, same: Any) -> None:
 OPAQUE: dict[str, Callable[[], Any]] = {
     "jitted": lambda: jax.jit(closure(1.0)),
     "object": object,
-    "slots": lambda: Slotted(1.0),
-    "slots and dict": lambda: half_slotted(1.0),
     "equality without hash": lambda: Unhashable(1.0),
     "array of objects": lambda: np.array([object()]),
     "ufunc": lambda: np.frompyfunc(abs, 1, 1),
@@ -315,3 +313,85 @@ def test_a_function_that_rebinds_a_captured_number_stays_what_it_was() -> None:
     used(3)
     assert fingerprint(used) == fingerprint(decay(100))
     assert fingerprint(used) != fingerprint(decay(200))
+
+
+@dataclasses.dataclass
+class WithInitVar:
+    init: dataclasses.InitVar[float]
+
+    def __post_init__(self, init: float) -> None:
+        self.rate = init
+
+
+class AttributedDict(dict[str, float]):
+    rate: float
+
+
+def with_attribute(obj: Any, rate: float) -> Any:
+    obj.rate = rate
+    return obj
+
+
+GLOBAL_RATES = {"rate": 0.1, "array": np.zeros(2)}
+GLOBAL_SPACE = types.SimpleNamespace(rate=0.1)
+
+
+def reads_globals(step: Any) -> Any:
+    return reads_more(step) * GLOBAL_SPACE.rate
+
+
+def reads_more(step: Any) -> Any:
+    return step * GLOBAL_RATES["rate"]
+
+
+# Each pair differs in something that a look at fields, elements or data alone would miss.
+LOOK_ALIKES: dict[str, tuple[Any, Any]] = {
+    "attribute that is no field": (WithInitVar(0.1), WithInitVar(0.5)),
+    "attribute of a function": (
+        with_attribute(closure(1.0), 0.1),
+        with_attribute(closure(1.0), 0.5),
+    ),
+    "attribute of a dict": (
+        with_attribute(AttributedDict(), 0.1),
+        with_attribute(AttributedDict(), 0.5),
+    ),
+    "slots": (Slotted(0.1), Slotted(0.5)),
+    "slots and dict": (half_slotted(0.1), half_slotted(0.5)),
+    "masks": (np.ma.array([1.0], mask=[True]), np.ma.array([1.0], mask=[False])),
+    "kinds of partial": (functools.partial(abs, 1), jax.tree_util.Partial(abs, 1)),
+    "namespaces": (types.SimpleNamespace(rate=0.1), types.SimpleNamespace(rate=0.5)),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), LOOK_ALIKES.values(), ids=LOOK_ALIKES.keys())
+def test_look_alikes_differ(one: Any, other: Any) -> None:
+    assert fingerprint(one) == fingerprint(one)
+    assert fingerprint(one) != fingerprint(other)
+
+
+def test_objects_with_slots_are_looked_into() -> None:
+    assert fingerprint(Slotted(1.0)) == fingerprint(Slotted(1.0))
+    assert fingerprint(half_slotted(1.0)) == fingerprint(half_slotted(1.0))
+
+
+@pytest.mark.parametrize("where", ["dict", "array", "namespace"])
+def test_a_global_that_changed_makes_another_function(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fingerprint(reads_globals)
+    assert fingerprint(reads_globals) == before
+    match where:
+        case "dict":  # read through another function of this module
+            monkeypatch.setitem(GLOBAL_RATES, "rate", 0.5)
+        case "array":
+            monkeypatch.setitem(GLOBAL_RATES, "array", np.ones(2))
+        case "namespace":
+            monkeypatch.setattr(GLOBAL_SPACE, "rate", 0.5)
+    assert fingerprint(reads_globals) != before
+
+
+def test_shared_functions_are_looked_into_once() -> None:
+    shared: Any = closure(1.0)
+    for _ in range(60):  # 2**60 paths lead to the first
+        shared = functools.partial(shared, shared, shared)
+    assert hash(fingerprint(shared)) == hash(fingerprint(shared))

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import FrozenDict
 
 
 class _Same:
@@ -40,9 +41,10 @@ def fingerprint(obj: Any) -> Hashable:
     """Returns a hashable value that is equal for objects built the same way.
 
     Numbers compare with their type, arrays by content, containers by elements, dataclasses and
-    plain objects by attributes, functions by code and captured values. Globals that a function
-    names compare by value where they are numbers or strings, otherwise by identity. What cannot be
-    looked into (a tracer, a compiled function) equals only itself.
+    plain objects by attributes, functions by code and captured values. So do the globals that a
+    function names, where they are numbers, containers, arrays or functions of the same module;
+    other globals compare by identity. What cannot be looked into (a tracer, a compiled function)
+    equals only itself.
 
     Args:
       obj: anything.
@@ -73,13 +75,13 @@ def _fingerprint(obj: Any, seen: dict[int, int]) -> Hashable:
             return obj
         case jax.core.Tracer():
             return _Same(obj)
-    if id(obj) in seen:  # a cycle: a function that captures itself, say
+    if id(obj) in seen:  # a cycle, or a function that many share
         return ("seen", seen[id(obj)])
     seen[id(obj)] = len(seen)
-    try:
-        return _composite(obj, seen)
-    finally:
-        del seen[id(obj)]
+    value = _composite(obj, seen)
+    if isinstance(obj, tuple | list | Mapping | np.ndarray):
+        del seen[id(obj)]  # whether two places share an equal container makes no difference
+    return value
 
 
 def _composite(obj: Any, seen: dict[int, int]) -> Hashable:
@@ -88,31 +90,55 @@ def _composite(obj: Any, seen: dict[int, int]) -> Hashable:
         case np.ndarray() | np.generic() | jax.Array():
             return _array(obj)
         case tuple() | list():
-            return (type(obj), *map(each, obj))
+            return (type(obj), _attributes(obj, seen), *map(each, obj))
         case OrderedDict():
-            return (OrderedDict, *((each(k), each(v)) for k, v in obj.items()))
-        case Mapping():
-            return (type(obj), frozenset((each(k), each(v)) for k, v in obj.items()))
+            items: Hashable = tuple((each(k), each(v)) for k, v in obj.items())
+            return (type(obj), _attributes(obj, seen), items)
+        case dict() | FrozenDict() | types.MappingProxyType():
+            items = frozenset((each(k), each(v)) for k, v in obj.items())
+            return (type(obj), _attributes(obj, seen) if isinstance(obj, dict) else None, items)
         case set() | frozenset():
-            return (type(obj), frozenset(map(each, obj)))
+            return (type(obj), _attributes(obj, seen), frozenset(map(each, obj)))
         case types.FunctionType():
             return _function(obj, seen)
         case types.MethodType():
             return (types.MethodType, each(obj.__self__), each(obj.__func__))
         case functools.partial():
-            return (functools.partial, each(obj.func), each(obj.args), each(obj.keywords))
-    if dataclasses.is_dataclass(obj):
-        fields = ((f.name, each(getattr(obj, f.name))) for f in dataclasses.fields(obj))
-        return (type(obj), *fields)
-    if not _defines_equality(type(obj)):
-        if _is_plain(type(obj)) and (attributes := getattr(obj, "__dict__", None)):
-            return (type(obj), each(attributes))
-        return _Same(obj)
+            parts = (each(obj.func), each(obj.args), each(obj.keywords))
+            return (type(obj), _attributes(obj, seen), *parts)
+    is_value = _defines_equality(type(obj)) and not dataclasses.is_dataclass(obj)
+    if is_value and not isinstance(obj, types.SimpleNamespace):
+        return (type(obj), obj) if _is_hashable(obj) else _Same(obj)
+    if _is_plain(type(obj)) and (attributes := _attributes(obj, seen)):
+        return (type(obj), attributes)
+    return _Same(obj)
+
+
+def _attributes(obj: Any, seen: dict[int, int]) -> tuple[Hashable, ...]:
+    """What an object keeps in Python beside what its type keeps in C."""
+    slots = [name for base in type(obj).__mro__ for name in _slots(base)]
+    kept = {name: getattr(obj, name) for name in slots if hasattr(obj, name)}
+    kept |= getattr(obj, "__dict__", {})
+    return tuple((name, _fingerprint(value, seen)) for name, value in sorted(kept.items()))
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = cls.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    private = f"_{cls.__name__.lstrip('_')}"
+    return tuple(
+        private + name if name.startswith("__") and not name.endswith("__") else name
+        for name in names
+        if name not in ("__dict__", "__weakref__")
+    )
+
+
+def _is_hashable(obj: Any) -> bool:
     try:
         hash(obj)
     except TypeError:
-        return _Same(obj)
-    return (type(obj), obj)
+        return False
+    return True
 
 
 def _defines_equality(cls: type) -> bool:
@@ -124,8 +150,13 @@ class _Plain:
 
 
 def _is_plain(cls: type) -> bool:
-    has_slots = any(base.__dict__.get("__slots__") for base in cls.__mro__)
-    return cls.__basicsize__ == _Plain.__basicsize__ and not has_slots  # bigger: state kept in C
+    """Whether all that an instance keeps is in attributes: a bigger one keeps state in C."""
+    if cls is types.SimpleNamespace:
+        return True
+    slots = sum(len(_slots(base)) for base in cls.__mro__)
+    pointer = np.dtype(np.intp).itemsize
+    sizes = (object.__basicsize__, _Plain.__basicsize__)
+    return cls.__basicsize__ - slots * pointer in sizes
 
 
 def _function(function: types.FunctionType, seen: dict[int, int]) -> Hashable:
@@ -142,7 +173,8 @@ def _function(function: types.FunctionType, seen: dict[int, int]) -> Hashable:
         _fingerprint(function.__defaults__, seen),
         _fingerprint(function.__kwdefaults__, seen),
         captured,
-        tuple(_globals(function)),
+        _attributes(function, seen),
+        tuple(_globals(function, seen)),
     )
 
 
@@ -162,20 +194,32 @@ def _rebound(code: types.CodeType) -> frozenset[str]:
     return frozenset(stores) & frozenset(code.co_freevars)
 
 
-def _globals(function: types.FunctionType) -> Iterator[Hashable]:
+def _globals(function: types.FunctionType, seen: dict[int, int]) -> Iterator[Hashable]:
     # Without them a function that is defined again, after a global got a new value, would pass
     # for the old one, and the old compiled step would run.
     for name in sorted(_names(function.__code__) & function.__globals__.keys()):
-        match value := function.__globals__[name]:
-            case None | bool() | int() | float() | complex() | str() | bytes():
-                yield (name, _fingerprint(value, {}))
-            case _:
-                yield (name, _Same(value))
+        value = function.__globals__[name]
+        yield (name, _fingerprint(value, seen) if _is_data(value, function) else _Same(value))
+
+
+def _is_data(value: Any, function: types.FunctionType) -> bool:
+    """Whether a global may change its content, or was made from something that may."""
+    if isinstance(value, types.FunctionType):
+        return value.__globals__ is function.__globals__
+    if dataclasses.is_dataclass(value):
+        return not isinstance(value, type)
+    return isinstance(value, _DATA)
 
 
 def _names(code: types.CodeType) -> set[str]:
     inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*inner)
+
+
+_DATA = (
+    *(type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset),
+    *(np.ndarray, np.generic, jax.Array, functools.partial, types.SimpleNamespace),
+)
 
 
 def _is_filled(cell: types.CellType) -> bool:
@@ -187,6 +231,8 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def _array(array: np.ndarray[Any, Any] | np.generic | jax.Array) -> Hashable:
+    if isinstance(array, np.ndarray) and type(array) is not np.ndarray:
+        return _Same(array)  # a mask or the like beside the data
     if isinstance(array, jax.Array):
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             return (str(array.dtype), _array(jax.random.key_data(array)))
