@@ -143,8 +143,9 @@ def test_the_step_is_read_from_any_integer(found: Any) -> None:
     ("found", "kind", "words"),
     [
         (2**31, MismatchKind.VALUE, "2147483648, which does not fit int32"),
-        (np.int64(2**31), MismatchKind.DTYPE, "int64[]"),
-        (np.int64(-1), MismatchKind.DTYPE, "int64[]"),
+        (np.int64(2**31), MismatchKind.VALUE, "2147483648, which does not fit int32"),
+        (np.int64(-1), MismatchKind.VALUE, "-1"),
+        (-5, MismatchKind.VALUE, "-5"),
         (5.0, MismatchKind.VALUE, "5.0 (float)"),
         (np.float64(5), MismatchKind.DTYPE, "float64[]"),
         (True, MismatchKind.VALUE, "True (bool)"),

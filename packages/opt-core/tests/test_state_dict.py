@@ -414,3 +414,64 @@ def test_restored_leaves_go_where_the_reference_is() -> None:
             assert result[name].sharding == reference[name].sharding, name
     free = restored(jax.tree.map(lambda x: x, values), state_dict)
     assert not any(leaf.committed for leaf in free.values())
+
+
+class Lazy:
+    """What some checkpoint libraries give: an array to be read on demand."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+        return self.array
+
+
+def deleted() -> jax.Array:
+    array = jnp.ones(2)
+    array.delete()
+    return array
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (deleted(), "a deleted array (was it donated?)"),
+        (np.ma.array([1.0, 2.0], mask=[True, False], dtype=np.float32), "a masked array"),
+        (jax.ShapeDtypeStruct((2,), jnp.float32), "an abstract array (ShapeDtypeStruct)"),
+        (np.ndarray, "a type"),
+    ],
+    ids=["deleted", "masked", "abstract", "class"],
+)
+def test_what_is_no_data(value: Any, found: str) -> None:
+    restored, report = restore_state_dict({"w": jnp.ones(2)}, {"w": value})
+    [mismatch] = report.mismatches
+    assert (mismatch.path, mismatch.kind, mismatch.found) == ("w", MismatchKind.VALUE, found)
+    assert restored["w"].tolist() == [1.0, 1.0]
+
+
+def test_lazy_arrays_are_read_for_arrays_and_kept_for_shapes() -> None:
+    lazy = Lazy(np.arange(2, dtype=np.float32))
+    restored, report = restore_state_dict({"w": jnp.ones(2)}, {"w": lazy})
+    assert report.ok
+    assert restored["w"].tolist() == [0.0, 1.0]
+    shapes = {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}
+    restored, report = restore_state_dict(shapes, {"w": lazy})
+    assert report.ok
+    assert restored["w"] is lazy
+
+
+def test_too_deep_a_tree_is_a_named_error() -> None:
+    tree: Any = jnp.ones(1)
+    for _ in range(1000):
+        tree = {"a": tree}
+    with pytest.raises(StateDictError, match="nested too deeply"):
+        to_state_dict(tree)
+    with pytest.raises(StateDictError, match="nested too deeply"):
+        restore_state_dict(tree, {})
+
+
+def test_a_report_does_not_drown_in_keys() -> None:
+    many = {str(i): np.zeros(1) for i in range(1000)}
+    _, report = restore_state_dict({"w": jnp.ones(2)}, {"w": many})
+    assert "(1000 in all)" in report.mismatches[0].found
+    assert len(report.mismatches[0].found) < 300

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Hashable, Mapping
 from typing import Any, Self
@@ -15,7 +16,7 @@ from opt_core._aliasing import unalias
 from opt_core._dtypes import strong_types
 from opt_core._fingerprint import fingerprint
 from opt_core._hyper_params import replace_hyper_params
-from opt_core._report import RestoreReport
+from opt_core._report import Mismatch, MismatchKind, RestoreReport
 from opt_core._state_dict import restore_state_dict, to_state_dict
 from opt_core.errors import RestoreError
 from opt_core.protocols import TakesExtraArgs
@@ -174,6 +175,10 @@ class OptimizerDef:
         if isinstance(state_dict, Mapping):
             given = {k: _with_int32_step(v) for k, v in state_dict.items() if k in reference}
         restored, report = restore_state_dict(reference, given)
+        if (step := _negative(restored["state"].step)) is not None:
+            found = Mismatch("state/step", MismatchKind.VALUE, "a count from 0 on", str(step))
+            report = dataclasses.replace(report, mismatches=(*report.mismatches, found))
+            restored["state"] = restored["state"].replace(step=state.step)
         restored = unalias(restored)
         return (restored["target"], restored["state"]), report
 
@@ -300,6 +305,13 @@ def _with_int32_step(state: Any) -> Any:
         step, jax.core.Tracer
     ):
         is_wide = jnp.issubdtype(step.dtype, np.integer) and step.dtype != np.int32
-        if is_wide and np.shape(step) == () and 0 <= int(step) <= _INT32_MAX:
-            return {**state, "step": np.int32(step)}
+        if is_wide and np.shape(step) == ():
+            return {**state, "step": int(step)}
     return state
+
+
+def _negative(step: Any) -> int | None:
+    is_known = isinstance(step, np.ndarray | np.generic | jax.Array)
+    if not is_known or isinstance(step, jax.core.Tracer) or np.shape(step) != ():
+        return None
+    return int(step) if jnp.issubdtype(step.dtype, np.integer) and int(step) < 0 else None

@@ -20,6 +20,8 @@ from opt_core._report import Mismatch, MismatchKind, RestoreReport
 from opt_core.errors import StateDictError
 
 _ABSENT: Any = object()
+_LISTED_KEYS = 20
+_TOO_DEEP = "the tree is nested too deeply for Python: some 300 levels are possible"
 _SCALARS = (bool, int, float, complex)
 
 
@@ -36,7 +38,8 @@ def to_state_dict(tree: Any, *, keep_empty: bool = True) -> Any:
       keys become their uint32 data. `None` is kept.
 
     Raises:
-      StateDictError: two keys of one container have the same name.
+      StateDictError: two keys of one container have the same name, or the tree is nested too
+        deeply.
 
     Examples:
       >>> to_state_dict({'w': 1.0, 'layers': [(2.0,), ()]})
@@ -44,7 +47,10 @@ def to_state_dict(tree: Any, *, keep_empty: bool = True) -> Any:
       >>> to_state_dict({'w': 1.0, 'layers': [(2.0,), ()]}, keep_empty=False)
       {'layers': {'0': {'0': 2.0}}, 'w': 1.0}
     """
-    return _write(tree, (), keep_empty)
+    try:
+        return _write(tree, (), keep_empty)
+    except RecursionError:
+        raise StateDictError(_TOO_DEEP) from None
 
 
 def _write(tree: Any, names: tuple[str, ...], keep_empty: bool) -> Any:
@@ -70,15 +76,19 @@ def restore_state_dict(reference: Any, state_dict: Any) -> tuple[Any, RestoreRep
 
     The reference decides containers, shapes and dtypes. A leaf that deviates, or is missing, stays
     as it is in the reference. Empty containers may be absent, as may leaves that are `None`. A
-    Python number fits a scalar of its kind. NumPy arrays are copied, and placed on the devices of
-    the reference leaf where that is committed to some; JAX arrays are taken as they are.
+    Python number fits a scalar of its kind. NumPy arrays are copied. An array moves to the devices
+    of the reference leaf where that is committed to some; a JAX array that is there already is
+    taken as it is.
 
     Args:
       reference: any pytree; leaves may be arrays, tracers or `jax.ShapeDtypeStruct` leaves.
       state_dict: nested mappings.
 
     Returns:
-      The restored tree and the report. Raises nothing: the caller decides.
+      The restored tree and the report; what deviates is no error: the caller decides.
+
+    Raises:
+      StateDictError: the trees are nested too deeply.
 
     Examples:
       >>> tree, report = restore_state_dict({'w': np.zeros(2)}, {'w': np.ones(2), 'b': 1})
@@ -86,7 +96,10 @@ def restore_state_dict(reference: Any, state_dict: Any) -> tuple[Any, RestoreRep
       ([1.0, 1.0], 'b')
     """
     reader = _Reader()
-    restored = reader.read(reference, state_dict, ())
+    try:
+        restored = reader.read(reference, state_dict, ())
+    except RecursionError:
+        raise StateDictError(_TOO_DEEP) from None
     return restored, RestoreReport(tuple(reader.mismatches), reader.matched, reader.state_matched)
 
 
@@ -177,6 +190,10 @@ def _fit_other(reference: Any, value: Any) -> _Fit:
 def _fit_array(reference: Any, value: Any) -> _Fit:
     if not _is_array(value):
         return _fit_scalar(reference, value)
+    if not _is_abstract(reference) and hasattr(value, "__array__") and not _is_known(value):
+        value = np.asarray(value)  # a lazy array of a checkpoint library
+    if problem := _problem(reference, value):
+        return None, (MismatchKind.VALUE, problem)
     wanted = reference
     if _is_key(reference) and not _is_key(value):
         wanted = jax.eval_shape(jax.random.key_data, _abstract(reference))
@@ -187,6 +204,25 @@ def _fit_array(reference: Any, value: Any) -> _Fit:
     if wanted is not reference:
         return _wrap_key(reference, value), None
     return _place(reference, value), None
+
+
+def _problem(reference: Any, value: Any) -> str:
+    """What keeps an array from being restored, whatever its shape; empty if nothing does."""
+    if isinstance(value, np.ma.MaskedArray):
+        return "a masked array"
+    if isinstance(value, jax.Array) and not _is_abstract(value) and value.is_deleted():
+        return "a deleted array (was it donated?)"
+    if not _is_abstract(reference) and not _is_known(value):
+        return f"an abstract array ({type(value).__name__})"
+    return ""
+
+
+def _is_known(value: Any) -> bool:
+    return isinstance(value, np.ndarray | np.generic | jax.Array)
+
+
+def _is_abstract(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer) or not _is_known(value)
 
 
 def _fit_scalar(reference: Any, value: Any) -> _Fit:
@@ -209,14 +245,17 @@ def _is_in_range(value: Any, dtype: Any) -> bool:
 
 def _place(reference: Any, value: Any) -> Any:
     """The value as an array of its own, where the reference is."""
+    sharding = _sharding(reference)
     if isinstance(value, jax.Array):
+        if sharding is not None and not _is_abstract(value):
+            is_there = value.sharding.is_equivalent_to(sharding, value.ndim)
+            value = value if is_there else jax.device_put(value, sharding)
         return value if getattr(reference, "weak_type", False) else strong_type(value)
-    if not isinstance(value, np.ndarray | np.generic):
-        return value  # abstract, or a lazy array of the checkpoint library
+    if not _is_known(value):
+        return value  # as abstract as the reference
     copy = np.array(value)
     if isinstance(reference, np.ndarray | np.generic):
         return copy
-    sharding = _sharding(reference)
     return jnp.array(copy) if sharding is None else jax.device_put(copy, sharding)
 
 
@@ -229,7 +268,8 @@ def _sharding(reference: Any) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype")
+    is_instance = not isinstance(value, type) and hasattr(value, "dtype")
+    return is_instance and isinstance(getattr(value, "shape", None), tuple)
 
 
 def _abstract(value: Any) -> jax.ShapeDtypeStruct:
@@ -261,7 +301,10 @@ def _wrap_key(reference: Any, data: Any) -> Any:
 
 
 def _keys(names: Any) -> str:
-    return "keys " + ", ".join(names) if (names := list(names)) else "no keys"
+    names = list(names)
+    if len(names) > _LISTED_KEYS:
+        names = [*names[:_LISTED_KEYS], f"... ({len(names)} in all)"]
+    return "keys " + ", ".join(names) if names else "no keys"
 
 
 def _describe(value: Any) -> str:
