@@ -121,6 +121,14 @@ def test_typed_keys_keep_their_implementation() -> None:
     assert (jax.random.key_data(unpickled) == jax.random.key_data(key)).all()
 
 
+def test_modules_are_pickled_by_name() -> None:
+    captured: Any = jnp
+    made = opt_optax_bridge.sgd(lambda count: 0.1 * captured.sqrt(1.0 + count))
+    unpickled = pickle.loads(pickle.dumps(made))
+    assert unpickled == made
+    assert unpickled.hyper_params.learning_rate(3).item() == pytest.approx(0.2)
+
+
 def test_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = _pickling.dumps(BUILT["lambda, closure"].hyper_params.learning_rate)
     major, minor = sys.version_info[:2]

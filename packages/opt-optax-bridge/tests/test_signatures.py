@@ -49,6 +49,15 @@ def test_captured_arrays() -> None:
     assert captured_arrays(optax.sgd(0.1).init) == []
 
 
+def test_variables_that_were_never_assigned_are_nothing() -> None:
+    def inner(value: Any) -> Any:
+        return late(value)
+
+    assert named_arguments(inner) == {"value"}
+    late: Any = abs
+    assert named_arguments(inner) == {"value"}
+
+
 def test_what_captures_itself_ends() -> None:
     def loop(value: Any) -> Any:
         return loop(value)

@@ -89,6 +89,17 @@ def test_shapes_and_paths_are_strict() -> None:
     ]
 
 
+def test_what_is_no_array_is_strict_too() -> None:
+    optimizer = t5x.adam(0.1).create(make_params())
+    written = optimizer.state_dict()
+    written["target"]["w"] = {"kernel": written["target"]["w"]}
+    written["state"]["param_states"]["0"]["count"] = {}
+    with pytest.raises(RestoreError) as caught:
+        optimizer.restore_state(written)
+    found = {m.path: m.kind.value for m in caught.value.report.mismatches}
+    assert found == {"target/w": "container", "state/param_states/0/count": "container"}
+
+
 def test_axes_travel_through_state_dicts() -> None:
     """T5X's partitioner writes the axes into a state dict, changes them and restores them."""
     optimizer = t5x.adam(0.1).create(jax.eval_shape(make_params))
