@@ -1,6 +1,7 @@
 """What `resolve_hyper_params` says is what the step does."""
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -324,3 +325,16 @@ def test_only_wrappers_can_be_asked(ask: Callable[[Any], Any]) -> None:
 
     with pytest.raises(TypeError, match=r"must be one of an `OptaxWrapper`.* a Own"):
         ask(Own(None).create(make_params()))
+
+
+def test_a_schedule_with_two_values_in_one_update_has_none() -> None:
+    @wrap_optax_optimizer
+    def two_speeds(rate: optax.Schedule) -> optax.GradientTransformation:
+        slow = optax.MultiSteps(optax.sgd(rate), 2).gradient_transformation()
+        return optax.partition({"fast": optax.sgd(rate), "slow": slow}, {"a": "fast", "b": "slow"})
+
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    optimizer = two_speeds(optax.linear_schedule(0.0, 1.0, 10)).create(params)
+    assert float(resolve_hyper_params(optimizer).rate) == 0.0  # both counts are 0
+    optimizer = optimizer.apply_gradient(params)
+    assert math.isnan(resolve_hyper_params(optimizer).rate)

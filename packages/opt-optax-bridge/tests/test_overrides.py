@@ -24,6 +24,8 @@ from bridge_testing import (
     third_step_by_optax,
     trained,
 )
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from opt_core import Optimizer
 from opt_core.errors import HyperParamError
 from opt_optax_bridge import OptaxWrapper, overridable_hyper_params, wrap_optax_optimizer
@@ -313,3 +315,39 @@ def test_an_error_of_the_update_itself_is_no_fault_of_the_override() -> None:
         optimizer.apply_gradient({"w": jnp.ones(2)}, learning_rate=0.2)
     with pytest.raises(ZeroDivisionError, match="on purpose"):
         overridable_hyper_params(optimizer)
+
+
+@pytest.mark.parametrize("extra", [{"mode": "b"}, {"train": True}])
+def test_keywords_of_a_function_that_is_given_are_taken(extra: dict[str, Any]) -> None:
+    def value_fn(params: Any, mode: str = "a", train: bool = False) -> Any:
+        return jnp.sum(params["w"] ** 2) * (2.0 if mode == "b" or train else 1.0)
+
+    params = {"w": jnp.ones(2)}
+    value, grads = jax.value_and_grad(lambda p: value_fn(p, **extra))(params)
+    given = {"value": value, "grad": grads, "value_fn": value_fn, **extra}
+    optimizer = opt_optax_bridge.lbfgs().create(params)
+    raw = optimizer.optimizer_def.optax_optimizer
+    updates, _ = raw.update(grads, optimizer.state.param_states, params, **given)
+    after = optimizer.apply_gradient(grads, **given)
+    expected: Any = optax.apply_updates(params, updates)
+    assert after.target["w"].tolist() == expected["w"].tolist()
+    with pytest.raises(TypeError, match="mood"):  # ours, or Optax's own
+        optimizer.apply_gradient(grads, **given, mood="b")
+
+
+def test_an_override_that_varies_over_a_mesh_axis() -> None:
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    optimizer = opt_optax_bridge.sgd(0.1).create({"w": jnp.ones(2)})
+
+    def step(optimizer: Any, rates: Any) -> Any:
+        return optimizer.apply_gradient({"w": jnp.ones(2)}, learning_rate=rates[0]).target["w"]
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"))
+    assert jax.jit(mapped)(optimizer, jnp.array([0.5])).tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("name", ["params", "state", "updates"])
+def test_names_of_the_positional_arguments_are_no_overrides(name: str) -> None:
+    optimizer = opt_optax_bridge.adamw(0.1).create({"w": jnp.ones(2)})
+    with pytest.raises(HyperParamError, match=f"`{name}`"):
+        optimizer.apply_gradient({"w": jnp.ones(2)}, **{name: 1.0})

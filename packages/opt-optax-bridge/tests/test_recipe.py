@@ -10,6 +10,8 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import strategies as st
+from opt_core.errors import HyperParamError
+from opt_optax_bridge import OptaxWrapper, wrap_optax_optimizer
 from opt_optax_bridge._recipe import Recipe, is_number
 
 
@@ -86,7 +88,7 @@ def test_arguments_include_defaults_and_keywords() -> None:
         ("rate", jnp.float32(1), True),
         ("rate", np.float64(1), True),
         ("rate", jnp.ones(2), False),
-        ("rate", jnp.int32(1), False),
+        ("rate", jnp.int32(1), True),
         ("rate", True, False),
         ("steps", 7, False),
         ("steps", 7.0, True),
@@ -166,3 +168,65 @@ def test_numbers(value: Any) -> None:
 )
 def test_not_numbers(value: Any) -> None:
     assert not is_number(value)
+
+
+def test_a_list_that_changes_later_changes_nothing() -> None:
+    rates = [0.1]
+    make = wrap_optax_optimizer(lambda rates, factor=1.0: optax.sgd(factor * sum(rates)))
+    before = make(rates)
+    rates[0] = 0.5
+    optimizer = before.create({"w": jnp.ones(2)})
+    grads = {"w": jnp.ones(2)}
+    assert optimizer.apply_gradient(grads).target["w"][0] == pytest.approx(0.9)
+    assert optimizer.apply_gradient(grads, factor=2.0).target["w"][0] == pytest.approx(0.8)
+    assert make(rates) != before
+
+
+def test_an_iterator_is_no_argument() -> None:
+    make = wrap_optax_optimizer(lambda parts: optax.chain(*parts))
+    with pytest.raises(TypeError, match="pass a list"):
+        make(optax.sgd(rate) for rate in [0.1])
+
+
+def test_however_arguments_are_given_it_is_the_same_definition() -> None:
+    adam = wrap_optax_optimizer(optax.adam)
+    assert adam(0.1) == adam(learning_rate=0.1) == adam(0.1, b1=0.9)
+    assert hash(adam(0.1)) == hash(adam(learning_rate=0.1, b1=0.9))
+    assert adam(0.1) != adam(0.1, b1=0.8)
+
+
+CLIP = {"at": 0.5}
+
+
+def test_a_constructor_that_builds_something_else_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = wrap_optax_optimizer(lambda rate: optax.chain(optax.clip(CLIP["at"]), optax.sgd(rate)))
+    definition = make(0.1)
+    optimizer, grads = definition.create({"w": jnp.ones(2)}), {"w": jnp.ones(2)}
+    assert optimizer.apply_gradient(grads, rate=0.2).target["w"][0] == pytest.approx(0.9)
+    monkeypatch.setitem(CLIP, "at", 1.0)
+    assert optimizer.apply_gradient(grads).target["w"][0] == pytest.approx(0.95)
+    with pytest.raises(HyperParamError, match="has changed"):
+        optimizer.apply_gradient(grads, rate=0.2)
+    assert make(0.1) != definition
+
+
+@pytest.mark.parametrize("name", ["hyper_params", "optax_optimizer", "recipe"])
+def test_a_definition_does_not_change(name: str) -> None:
+    definition = wrap_optax_optimizer(optax.adam)(0.1)
+    with pytest.raises(AttributeError, match="cannot change"):
+        setattr(definition, name, None)
+
+
+class Scaled(OptaxWrapper):
+    def __init__(self, optax_optimizer: Any, scale: float) -> None:
+        super().__init__(optax_optimizer)
+        self.scale = scale
+
+
+def test_attributes_of_a_subclass_count() -> None:
+    one = Scaled(optax.sgd(0.1), 1.0)
+    assert one == Scaled(optax.sgd(0.1), 1.0)
+    assert one != Scaled(optax.sgd(0.1), 5.0)
+    again = pickle.loads(pickle.dumps(one))
+    assert again == one
+    assert again.scale == 1.0

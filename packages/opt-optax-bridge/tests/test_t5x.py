@@ -146,3 +146,29 @@ def test_chain_takes_a_sequence_as_gin_binds_it() -> None:
     made: Any = t5x.chain(transformations=[optax.clip(0.5), optax.sgd(1.0)])
     stepped = made.create({"w": jnp.ones(1)}).apply_gradient({"w": jnp.full(1, 4.0)})
     assert stepped.target["w"].item() == 0.5
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.array([2**33, 1]), np.array([1e300, 1.0]), np.array(["a", "b"]), "text", np.ones(2, int)],
+    ids=["int64", "float64", "strings", "text", "int"],
+)
+def test_parameters_of_another_kind_are_refused(value: Any) -> None:
+    optimizer = t5x.sgd(0.1).create({"w": jnp.ones(2)})
+    state_dict = {**optimizer.state_dict(), "target": {"w": value}}
+    assert not optimizer.check_state_dict(state_dict).ok
+    with pytest.raises(RestoreError, match="target/w"):
+        optimizer.restore_state(state_dict)
+
+
+def test_check_and_restore_agree() -> None:
+    optimizer = t5x.sgd(0.1).create({"w": jnp.ones(2)})
+    state_dict = {**optimizer.state_dict(), "target": {"w": jnp.ones(2, jnp.bfloat16)}}
+    assert optimizer.check_state_dict(state_dict).ok
+    assert optimizer.restore_state(state_dict).target["w"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("state_dict", [None, [1]])
+def test_what_is_no_state_dict_is_said(state_dict: Any) -> None:
+    with pytest.raises(RestoreError, match="mapping"):
+        t5x.sgd(0.1).create({"w": jnp.ones(2)}).restore_state(state_dict)

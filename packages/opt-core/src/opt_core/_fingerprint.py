@@ -235,7 +235,8 @@ def _array(array: np.ndarray[Any, Any] | np.generic | jax.Array) -> Hashable:
         return _Same(array)  # a mask or the like beside the data
     if isinstance(array, jax.Array):
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            return (str(array.dtype), _array(jax.random.key_data(array)))
+            with jax.ensure_compile_time_eval():  # inside a trace too
+                return (str(array.dtype), _array(jax.random.key_data(array)))
         if array.is_deleted() or not array.is_fully_addressable:
             return _Same(array)
     content = np.asarray(array)

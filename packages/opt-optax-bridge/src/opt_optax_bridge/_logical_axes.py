@@ -27,8 +27,8 @@ def align_axes(params: Any, state: Any, param_axes: Any) -> tuple[Any, Any]:
       TreeMismatchError: a parameter has no axes, or axes name no parameter; lists the paths.
     """
     axes = dict(flatten_with_paths(param_axes))
-    paths = [names for names, _ in flatten_with_paths(params)]
-    if set(axes) != set(paths):
+    paths = dict.fromkeys(names for names, _ in flatten_with_paths(params))
+    if axes.keys() != paths.keys():
         lines = [f"  {path_str(p)}: no axes are given" for p in paths if p not in axes]
         lines += [f"  {path_str(p)}: there is no such parameter" for p in axes if p not in paths]
         raise TreeMismatchError("`param_axes` do not fit the parameters:\n" + "\n".join(lines))

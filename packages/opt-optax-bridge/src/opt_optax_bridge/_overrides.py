@@ -1,8 +1,8 @@
 """Updates with arguments that are known at run time only.
 
-The transformation is built and traced with stand-ins for the numbers: weakly typed scalars, as the
-Python floats are that Optax expects there, so that nothing is promoted. The traced program is then
-run with the numbers themselves. It also tells whether an argument acts at all.
+The transformation is built and traced with the numbers as weakly typed scalars, as the Python
+floats are that Optax expects there, so that nothing is promoted. The traced program tells whether
+an argument acts at all; then it is run.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from opt_core.errors import HyperParamError
 
-from opt_optax_bridge._program import Program, named
+from opt_optax_bridge._program import Program, named, weakly_typed
 from opt_optax_bridge._recipe import is_number
-from opt_optax_bridge._signatures import named_arguments
-from opt_optax_bridge._stable_state import same_shapes
+from opt_optax_bridge._signatures import named_arguments, takes_any_keyword
+from opt_optax_bridge._stable_state import check_shapes
 
 if TYPE_CHECKING:
     from opt_optax_bridge._wrapper import OptaxWrapper
@@ -110,8 +111,9 @@ def evaluated_schedules(
       schedules: schedules by hyper-parameter, overriding ones included.
 
     Returns:
-      A scalar per schedule; `None` for one that the update does not evaluate. In a branch that this
-      step does not take (`optax.MultiSteps`) it is what the branch would use.
+      A scalar per schedule; `None` for one that the update does not evaluate, NaN for one that it
+      evaluates at different counts with different results. In a branch that this step does not take
+      (`optax.MultiSteps`) it is what the branch would use.
 
     Raises:
       HyperParamError: see `overridden_update`; or a schedule has many values in one update.
@@ -121,10 +123,18 @@ def evaluated_schedules(
     values = {}
     for name in schedules:
         try:
-            values[name] = program.run_until(name, *operands)
+            values[name] = _agreed(program.values(name, *operands))
         except LookupError as where:
             raise HyperParamError(_many_values_message(name, where)) from None
     return values
+
+
+def _agreed(values: Sequence[Any]) -> Any:
+    if len(values) < 2:
+        return values[0] if values else None
+    first = values[0]
+    same = functools.reduce(jnp.logical_and, [first == value for value in values[1:]])
+    return jnp.where(same, first, jnp.asarray(jnp.nan, first.dtype))
 
 
 def overridable(definition: OptaxWrapper, args: UpdateArgs) -> tuple[str, ...]:
@@ -139,8 +149,9 @@ def overridable(definition: OptaxWrapper, args: UpdateArgs) -> tuple[str, ...]:
     return tuple(name for name in names if name not in reasons)
 
 
-def _numbers(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in overrides.items() if not callable(value)}
+def _numbers(overrides: Mapping[str, Any]) -> dict[str, jax.Array]:
+    dtype = jnp.result_type(float)
+    return {k: jnp.asarray(v, dtype) for k, v in overrides.items() if not callable(v)}
 
 
 def _checked(
@@ -151,9 +162,12 @@ def _checked(
 ) -> Program:
     """Traces `(updates, state)`, in which every argument must act; schedules' values are named."""
     _check_values(definition, overrides)
+    if overrides or schedules:
+        definition.check_recipe()
     functions = {k: _Watched(value) for k, value in args.static.items() if callable(value)}
     try:
         program = _trace(definition, overrides, args, {**args.static, **functions}, schedules)
+        _check_state(args, program)
     except Exception as error:
         if reasons := _reasons(definition, overrides, args):
             raise _cannot_act(definition, reasons, args) from error
@@ -164,11 +178,19 @@ def _checked(
         raise _cannot_act(definition, idle, args)
     unused = [name for name in args.arrays if ("1", name) not in reached]
     called = {name for name, function in functions.items() if function.was_called}
-    taken = named_arguments(definition.optax_optimizer.update)
-    unused += [name for name in args.static if name not in called | taken]
+    unused += [name for name in args.static if name not in called | _taken(definition, args)]
     if unused:
         raise HyperParamError(_unused_message(definition, unused))
     return program
+
+
+def _taken(definition: OptaxWrapper, args: UpdateArgs) -> frozenset[str]:
+    """The keywords that the transformation names, or hands on to a function that it is given."""
+    functions = [value for value in args.static.values() if callable(value)]
+    if any(takes_any_keyword(function) for function in functions):
+        return frozenset(args.static)
+    takers = [definition.optax_optimizer.update, *functions]
+    return frozenset[str]().union(*map(named_arguments, takers))
 
 
 def _trace(
@@ -182,10 +204,11 @@ def _trace(
 
     def update(numbers: Any, arrays: Any, grads: Any, state: Any, params: Any) -> Any:
         naming = {name: _naming(name, schedule) for name, schedule in schedules.items()}
-        tx = definition.build({**static, **naming, **numbers})
+        weak = {name: weakly_typed(number) for name, number in numbers.items()}
+        tx = definition.build({**static, **naming, **weak})
         return tx.update(grads, state, params, **arrays, **static_args)
 
-    return Program.trace(update, *args.operands(dict.fromkeys(_numbers(overrides), _STAND_IN)))
+    return Program.trace(update, *args.operands(_numbers(overrides)))
 
 
 def _naming(name: str, schedule: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -208,13 +231,16 @@ def _reason_against(
 ) -> str | None:
     try:
         program = _trace(definition, override, args, args.static, {})
+        _check_state(args, program)
     except Exception:
-        return _STRUCTURAL
-    _, state = jax.tree.unflatten(program.output, program.jaxpr.out_avals)
-    if not same_shapes(args.state, state):
         return _STRUCTURAL
     reached = {names[:2] for names in program.reached()}
     return _IDLE if any(("0", name) not in reached for name in _numbers(override)) else None
+
+
+def _check_state(args: UpdateArgs, program: Program) -> None:
+    _, state = jax.tree.unflatten(program.output, program.jaxpr.out_avals)
+    check_shapes(args.state, state)
 
 
 def _check_values(definition: OptaxWrapper, overrides: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core.primitives import convert_element_type_p
 from opt_core import path_names, strong_type
 
 _PREFIX = "opt_optax_bridge/"
@@ -19,6 +20,13 @@ _Values = Callable[[Sequence[Any]], Sequence[Any]]  # evaluates variables of a p
 def named(name: str, value: Any) -> Any:
     """Returns `value`, to be found by its name in a program that is being traced."""
     return checkpoint_name(value, _PREFIX + name)
+
+
+def weakly_typed(number: jax.Array) -> Any:
+    """Returns a scalar that promotes nothing, as a Python number does."""
+    return convert_element_type_p.bind(
+        number, new_dtype=number.dtype, weak_type=True, sharding=None
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +45,7 @@ class Program:
 
     @classmethod
     def trace(cls, function: Callable[..., Any], *operands: Any) -> Program:
-        """Traces `function` on operands; a Python number becomes a weakly typed scalar."""
+        """Traces `function` on operands."""
         jaxpr, output = jax.make_jaxpr(function, return_shape=True)(*operands)
         paths = jax.tree_util.tree_leaves_with_path(operands)
         inputs = tuple(path_names(path) for path, _ in paths)
@@ -53,18 +61,17 @@ class Program:
         """Returns the output for operands; scalars are cast to the dtypes they were traced with."""
         return jax.tree.unflatten(self.output, _run(self.jaxpr, jax.tree.leaves(operands)))
 
-    def run_until(self, name: str, *operands: Any) -> Any:
-        """Returns the first value of that name, computing nothing else; `None` if there is none.
+    def values(self, name: str, *operands: Any) -> list[Any]:
+        """Returns all values of that name, computing nothing else.
 
-        It may lie inside a branch, a compiled function or a loop, of which the first pass counts.
+        They may lie inside branches, compiled functions or loops, of which the first pass counts.
 
         Raises:
-          LookupError: it is computed for a whole axis at once, so that it has no single value.
+          LookupError: one is computed for a whole axis at once, so that it is many.
         """
         leaves = jax.tree.leaves(operands)
-        return _find(
-            self.jaxpr, name, _values(self.jaxpr, lambda places: [leaves[i] for i in places])
-        )
+        values = _values(self.jaxpr, lambda places: [leaves[i] for i in places])
+        return list(_find(self.jaxpr, name, values))
 
 
 def _run(program: ClosedJaxpr, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -75,14 +82,14 @@ def _run(program: ClosedJaxpr, leaves: Sequence[Any]) -> Sequence[Any]:
     return list(jaxpr_as_fun(program)(*cast))
 
 
-def _find(program: ClosedJaxpr, name: str, values: _Values) -> Any:
+def _find(program: ClosedJaxpr, name: str, values: _Values) -> Iterator[Any]:
     for equation in program.jaxpr.eqns:
         if equation.params.get("name") == _PREFIX + name:
-            return strong_type(jnp.asarray(values(equation.invars)[0]))
+            yield strong_type(jnp.asarray(values(equation.invars)[0]))
         for body in _bodies(equation):
             if _names(body, name):
-                return _find(body, name, _values(body, _inputs_of_body(body, equation, values)))
-    return None
+                inputs = _inputs_of_body(body, equation, values)
+                yield from _find(body, name, _values(body, inputs))
 
 
 def _values(program: ClosedJaxpr, inputs: Callable[[Sequence[int]], Sequence[Any]]) -> _Values:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.struct
@@ -30,6 +30,11 @@ class Recipe:
     constructor: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        # A list that changes later would not change what was built, only what is built again.
+        object.__setattr__(self, "args", _snapshot(self.args))
+        object.__setattr__(self, "kwargs", _snapshot(self.kwargs))
 
     def __reduce__(self) -> Any:
         return Recipe, (self.constructor, self.args, self.kwargs)
@@ -70,6 +75,16 @@ class Recipe:
             if _is_hyper_param(value, parameters.get(name))
         }
         return make_hyper_params(f"{self.name}_hyper_params", values)
+
+    @property
+    def identity(self) -> Any:
+        """What two recipes for the same thing have in common, however the arguments were given."""
+        if self._bound is None:
+            return (self.constructor, self.args, self.kwargs)
+        bound = inspect.BoundArguments(self._bound.signature, type(self._bound.arguments)())
+        bound.arguments.update(self._bound.arguments)
+        bound.apply_defaults()
+        return (self.constructor, dict(bound.arguments))
 
     def build(self, **overrides: Any) -> Any:
         """Calls the constructor, with some arguments replaced.
@@ -115,6 +130,26 @@ def _hyper_params_class(class_name: str, fields: tuple[str, ...]) -> type:
     return flax.struct.dataclass(types.new_class(class_name, (), {}, lambda ns: ns.update(body)))
 
 
+def _snapshot(value: Any) -> Any:
+    """Returns containers and NumPy arrays as they are now."""
+    match value:
+        case Iterator():
+            raise TypeError("an argument is an iterator, which can be used only once; pass a list")
+        case list() | set() | dict() if type(value) not in (list, set, dict):
+            return value
+        case list():
+            return [_snapshot(part) for part in value]
+        case dict():
+            return {key: _snapshot(part) for key, part in value.items()}
+        case tuple() if type(value) is tuple:
+            return tuple(_snapshot(part) for part in value)
+        case set():
+            return set(value)
+        case np.ndarray() if type(value) is np.ndarray:
+            return value.copy()
+    return value
+
+
 def _constant_schedule(value: Any, count: Any) -> Any:
     del count
     return value
@@ -135,9 +170,9 @@ def _is_hyper_param(value: Any, parameter: inspect.Parameter | None) -> bool:
         return _is_schedule(value, parameter)
     if not is_number(value):
         return False
-    if isinstance(value, float) or not isinstance(value, int):
-        return isinstance(value, float) or jnp.issubdtype(value.dtype, jnp.floating)
-    # An int where a float is meant: `weight_decay=0`. Where ints are meant it is structural.
+    if isinstance(value, float) or (not isinstance(value, int) and _is_floating(value)):
+        return True
+    # An integer where a float is meant: `weight_decay=0`. Where one is meant it is structural.
     return parameter is not None and not (
         parameter.annotation is int or isinstance(parameter.default, int)
     )

@@ -32,9 +32,14 @@ def keep_avals(old: Any, new: Any) -> Any:
     Raises:
       StateChangedError: structure or a shape differs; lists the paths.
     """
+    check_shapes(old, new)
+    return jax.tree.map(_keep_aval, old, new)
+
+
+def check_shapes(old: Any, new: Any) -> None:
+    """Raises a `StateChangedError` if structure or a shape differs; leaves may be abstract."""
     if not same_shapes(old, new):
         raise _changed(old, new)
-    return jax.tree.map(_keep_aval, old, new)
 
 
 def same_shapes(old: Any, new: Any) -> bool:

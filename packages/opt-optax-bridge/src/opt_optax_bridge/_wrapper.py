@@ -14,6 +14,7 @@ from opt_core import (
     OptimizerDef,
     OptimizerState,
     check_gradients,
+    fingerprint,
     increment_step,
     replace_hyper_params,
     to_state_dict,
@@ -27,6 +28,9 @@ from opt_optax_bridge._overrides import UpdateArgs, changed_fields, overridden_u
 from opt_optax_bridge._recipe import Recipe, make_hyper_params
 from opt_optax_bridge._signatures import captured_arrays, named_arguments, takes_any_keyword
 from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leaves
+
+_FIXED = frozenset({"optax_optimizer", "recipe", "hyper_params"})
+_POSITIONAL = frozenset({"updates", "state", "params", "grads"})
 
 
 class OptaxWrapper(OptimizerDef):
@@ -50,7 +54,9 @@ class OptaxWrapper(OptimizerDef):
       [0.9, 0.9]
     """
 
+    optax_optimizer: Any
     recipe: Recipe | None
+    _built: Any
 
     def __init__(self, optax_optimizer: Any) -> None:
         if not (hasattr(optax_optimizer, "init") and hasattr(optax_optimizer, "update")):
@@ -59,17 +65,35 @@ class OptaxWrapper(OptimizerDef):
                 f"{type(optax_optimizer).__name__}. Call the constructor, or wrap it with "
                 "`wrap_optax_optimizer`."
             )
-        super().__init__(make_hyper_params("no_hyper_params", {}))
-        self.optax_optimizer = optax_optimizer
-        self.recipe = None
+        self._define(optax_optimizer, None)
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> Self:
         """Returns the definition of what `recipe` builds."""
         self = cls(recipe.build())
-        self.recipe = recipe
-        self.hyper_params = recipe.hyper_params
+        self._define(self.optax_optimizer, recipe)
         return self
+
+    def _define(self, optax_optimizer: Any, recipe: Recipe | None) -> None:
+        vars(self).update(
+            optax_optimizer=optax_optimizer,
+            recipe=recipe,
+            hyper_params=self._hyper_params_of(recipe),
+            # Taken now: what the transformation captured, or a global, may change later.
+            _built=fingerprint(optax_optimizer),
+            _origin=fingerprint(recipe.identity) if recipe else None,
+        )
+
+    def _hyper_params_of(self, recipe: Recipe | None) -> Any:
+        return recipe.hyper_params if recipe else make_hyper_params("no_hyper_params", {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED:
+            raise AttributeError(
+                f"`{name}` of a definition cannot change. Build another definition, or override "
+                "for one update: `apply_gradient(grads, hyper_params=...)`."
+            )
+        super().__setattr__(name, value)
 
     def init_state(self, params: Any) -> OptimizerState:
         """Returns Optax's initial state, every leaf a strongly typed array."""
@@ -143,6 +167,18 @@ class OptaxWrapper(OptimizerDef):
         assert self.recipe is not None, "only a recipe has hyper-parameters"
         return self.recipe.build(**overrides)
 
+    def check_recipe(self) -> None:
+        """Raises a `HyperParamError` if the constructor does not build any more what it built."""
+        if self.recipe is None or fingerprint(self.recipe.build()) == self._built:
+            return
+        if fingerprint(self.recipe.build()) != fingerprint(self.recipe.build()):
+            return  # what it builds cannot be compared
+        raise HyperParamError(
+            f"`{self.recipe.name}` does not build any more what it built for this definition: a "
+            "global or an object that it reads has changed. Make it an argument of the "
+            "constructor, and build the definition again."
+        )
+
     def update_hyper_params(self, **overrides: Any) -> Any:
         """Returns hyper-parameters for one update; see `OptimizerDef.update_hyper_params`."""
         hyper_params = overrides.pop("hyper_params", self.hyper_params)
@@ -175,8 +211,10 @@ class OptaxWrapper(OptimizerDef):
         update = self.optax_optimizer.update
         own = {*self._names, "hyper_params", *(self.recipe.arguments if self.recipe else ())}
         takes_any = takes_any_keyword(update)
-        known = named_arguments(update) - {"updates", "state", "params"}
-        return frozenset(n for n in names if n not in own and (takes_any or n in known))
+        known = named_arguments(update)
+        return frozenset(
+            n for n in names if n not in own | _POSITIONAL and (takes_any or n in known)
+        )
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
         """Returns the state dict in T5X's layout: containers without leaves vanish from `state`."""
@@ -204,12 +242,13 @@ class OptaxWrapper(OptimizerDef):
         return Optimizer(optimizer_def=self, state=state, target=target)
 
     def _identity(self) -> Any:
-        return self.recipe or self.optax_optimizer
+        return {k: v for k, v in super()._identity().items() if k not in _FIXED}
 
     def __reduce__(self) -> Any:
-        if self.recipe is None:
-            return _load_opaque, (type(self), _pickling.dumps(self.optax_optimizer))
-        return _load_recipe, (type(self), _pickling.dumps(self.recipe))
+        derived = {*_FIXED, "_built", "_origin", "_fingerprint_cache"}
+        attributes = {k: v for k, v in vars(self).items() if k not in derived}  # of a subclass
+        what = self.recipe or self.optax_optimizer
+        return _load, (type(self), _pickling.dumps((what, attributes)))
 
     def __copy__(self) -> Self:
         return self
@@ -226,9 +265,12 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names) or "none"
 
 
-def _load_opaque(cls: type[OptaxWrapper], data: bytes) -> OptaxWrapper:
-    return cls(_pickling.loads(data))
-
-
-def _load_recipe(cls: type[OptaxWrapper], data: bytes) -> OptaxWrapper:
-    return cls.from_recipe(_pickling.loads(data))
+def _load(cls: type[OptaxWrapper], data: bytes) -> OptaxWrapper:
+    what, attributes = _pickling.loads(data)
+    self = cls.__new__(cls)
+    if isinstance(what, Recipe):
+        self._define(what.build(), what)
+    else:
+        self._define(what, None)
+    vars(self).update(attributes)
+    return self

@@ -4,8 +4,8 @@ Differs from the rest of the package where T5X code relies on it, and only there
 
 * `apply_gradient(learning_rate=...)` is accepted and ignored: T5X's trainer always passes its own
   schedule, the Optax schedule rules;
-* `restore_state` takes parameters of any dtype (T5X saves and restores them in bfloat16 on
-  request), and leaves that are no arrays (partition specs, `None`) anywhere.
+* `restore_state` takes parameters in another precision (T5X saves and restores them in bfloat16 on
+  request), and partition specs or `None` in the place of any leaf.
 
 Not here: `MultiOptimizer`, `OptaxStatePartitionRules`, and `amos`, which lives in jestimator
 (`wrap_optax_optimizer(jestimator.amos.amos)`).
@@ -21,7 +21,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from flax.core import freeze, unfreeze
-from opt_core import Optimizer, OptimizerDef, OptimizerState, children
+from jax.sharding import PartitionSpec
+from opt_core import Optimizer, OptimizerDef, OptimizerState, RestoreReport, children
 
 from opt_optax_bridge import _twins, _wrapper
 from opt_optax_bridge._recipe import Recipe, make_hyper_params
@@ -63,16 +64,8 @@ class OptaxWrapper(_wrapper.OptaxWrapper):
       optax_optimizer: an Optax transformation.
     """
 
-    def __init__(self, optax_optimizer: Any) -> None:
-        super().__init__(optax_optimizer)
-        self.hyper_params = _OptaxWrapperHyperParams()
-
-    @classmethod
-    def from_recipe(cls, recipe: Recipe) -> OptaxWrapper:
-        """Returns the definition of what `recipe` builds."""
-        self = cls(recipe.build())
-        self.recipe = recipe
-        return self
+    def _hyper_params_of(self, recipe: Recipe | None) -> Any:
+        return _OptaxWrapperHyperParams()
 
     def apply_gradient(
         self,
@@ -91,21 +84,18 @@ class OptaxWrapper(_wrapper.OptaxWrapper):
         self.update_hyper_params(**overrides)  # refuses what is none
         return self.recipe.hyper_params if self.recipe else make_hyper_params("no_hyper_params", {})
 
-    def restore_state(
-        self,
-        opt_target: Any,
-        opt_state: OptimizerState,
-        state_dict: Mapping[str, Any],
-        *,
-        strict: bool = True,
-    ) -> tuple[Any, OptimizerState]:
-        """Returns target and state with the leaves of `state_dict`; see the module."""
-        return super().restore_state(
-            _like(_param_like, opt_target, state_dict.get("target")),
-            _like(_state_leaf_like, opt_state, state_dict.get("state")),
+    def _match(
+        self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
+    ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
+        return super()._match(
+            _like(_param_like, target, _entry(state_dict, "target")),
+            _like(_state_leaf_like, state, _entry(state_dict, "state")),
             state_dict,
-            strict=strict,
         )
+
+
+def _entry(state_dict: Any, name: str) -> Any:
+    return state_dict.get(name) if isinstance(state_dict, Mapping) else None
 
 
 def _like(leaf_like: Callable[[Any, Any], Any], reference: Any, value: Any) -> Any:
@@ -120,24 +110,27 @@ def _like(leaf_like: Callable[[Any, Any], Any], reference: Any, value: Any) -> A
 
 
 def _state_leaf_like(reference: Any, value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return reference  # left to the strict check
-    if value is None or not hasattr(reference, "shape"):
-        return value
-    if hasattr(value, "shape") or isinstance(value, int | float | complex):
-        return reference  # as well
-    return value
+    if value is None or isinstance(value, PartitionSpec) or not hasattr(reference, "shape"):
+        return reference if isinstance(value, Mapping) else value
+    return reference
 
 
 def _param_like(reference: Any, value: Any) -> Any:
     like = _state_leaf_like(reference, value)
-    if not (hasattr(like, "dtype") and hasattr(value, "dtype")):
+    if not (hasattr(like, "dtype") and hasattr(value, "dtype")) or value.dtype == like.dtype:
         return like
-    if value.dtype == like.dtype or jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+    if not _is_other_precision(like.dtype, value.dtype):
         return like
     is_placed = isinstance(like, jax.ShapeDtypeStruct) or getattr(like, "committed", False)
     sharding = like.sharding if is_placed else None
     return jax.ShapeDtypeStruct(like.shape, value.dtype, sharding=sharding)
+
+
+def _is_other_precision(own: Any, other: Any) -> bool:
+    """Whether both are floats, or both complex, and JAX holds the other as it is."""
+    kinds = (jnp.floating, jnp.complexfloating)
+    same_kind = any(jnp.issubdtype(own, k) and jnp.issubdtype(other, k) for k in kinds)
+    return same_kind and jax.dtypes.canonicalize_dtype(other) == other
 
 
 def wrap_optax_optimizer(optax_optimizer: Callable[P, Any]) -> Callable[P, OptaxWrapper]:
