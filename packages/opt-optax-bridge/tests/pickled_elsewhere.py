@@ -1,5 +1,6 @@
 """What test_pickling.py makes in one process and unpickles in another."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -62,8 +63,10 @@ CLOSURES: dict[str, Callable[[], OptaxWrapper]] = {
 
 def built() -> dict[str, OptaxWrapper]:
     """Every definition, under a name."""
-    twins = {name: definition(name) for name in opt_optax_bridge.optimizer_names()}
-    raw = {f"{name}, opaque": OptaxWrapper(transformation(name)) for name in twins}
-    blocks = {f"{name}, block": OptaxWrapper(block(name)) for name in block_names()}
-    closures = {f"{name}, closure": make() for name, make in CLOSURES.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Optax's, about itself
+        twins = {name: definition(name) for name in opt_optax_bridge.optimizer_names()}
+        raw = {f"{name}, opaque": OptaxWrapper(transformation(name)) for name in twins}
+        blocks = {f"{name}, block": OptaxWrapper(block(name)) for name in block_names()}
+        closures = {f"{name}, closure": make() for name, make in CLOSURES.items()}
     return {**twins, **raw, **blocks, **closures}
