@@ -258,6 +258,12 @@ def test_new_leaves_take_the_dtype_of_the_old() -> None:
     assert keep_avals(old, new)["b"].item() == 3
 
 
+def test_new_leaves_lose_weak_types() -> None:
+    new = keep_avals((jnp.zeros(()), jnp.zeros((), jnp.int32)), (jnp.asarray(1.0), 2))
+    assert not is_weak(new)
+    assert is_weak(jnp.asarray(1.0))
+
+
 def test_shapes_are_compared_leaf_by_leaf() -> None:
     assert same_shapes([jnp.ones(2), 1], [np.ones(2), jnp.ones(())])
     assert not same_shapes([jnp.ones(2)], [jnp.ones(3)])

@@ -53,11 +53,8 @@ def resolve_hyper_params(optimizer: Optimizer, **overrides: Any) -> Any:
     definition = _definition(optimizer)
     names = definition.extra_arg_names(overrides)
     extra_args = {name: overrides.pop(name) for name in names}
-    own, hyper_params = (
-        definition.acting_hyper_params(),
-        definition.acting_hyper_params(**overrides),
-    )
-    changed = changed_fields(own, hyper_params)
+    hyper_params = definition.acting_hyper_params(**overrides)
+    changed = changed_fields(definition.acting_hyper_params(), hyper_params)
     values = {f.name: getattr(hyper_params, f.name) for f in dataclasses.fields(hyper_params)}
     schedules = {name: value for name, value in values.items() if callable(value)}
     resolved = {}

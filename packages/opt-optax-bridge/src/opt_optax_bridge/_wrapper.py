@@ -101,9 +101,8 @@ class OptaxWrapper(OptimizerDef):
             shapes: OptimizerState = jax.eval_shape(self.init_state, params)
             return shapes
         init = self.optax_optimizer.init
-        param_states = unalias(
-            init(params), apart_from=captured_arrays(init)
-        )  # they outlive a donation
+        captured = captured_arrays(init)  # they outlive a donation
+        param_states = unalias(init(params), apart_from=captured)
         return OptimizerState(
             step=jnp.zeros((), jnp.int32), param_states=stable_leaves(param_states)
         )
