@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import opt_optax_bridge
+import optax
 import pytest
 from opt_core import Optimizer
 from opt_core.errors import RestoreError
@@ -35,7 +36,7 @@ CHANGED = {
         "optax#415: the schedule starts at 0 instead of 1, and the state has its counts"
     ),
 }
-# The state has other paths now: their checkpoints cannot be restored.
+# The state has other paths now: their checkpoints are refused, and fit what `OLD_LAYOUT` does.
 MOVED = {
     "t5x/noisy_sgd_0": [
         "state/param_states/0/count: missing",
@@ -286,6 +287,39 @@ def test_checkpoints_of_another_layout_are_refused(name: str) -> None:
     np.testing.assert_array_equal(
         jax.tree.leaves(kept.target)[0], jax.tree.leaves(case.checkpoint["target"])[0]
     )
+
+
+def old_noisy_sgd(state_dict: Any) -> tuple[Any, Any]:
+    """Scales before it adds the noise, as `noisy_sgd` did."""
+    noise = optax.add_noise(eta=0.01, gamma=0.55, key=0)
+    return t5x.chain([optax.scale(-0.05), noise]), state_dict
+
+
+def old_inject_hyperparams(state_dict: Any) -> tuple[Any, Any]:
+    """The schedule's count is a state of its own now; it was the one count."""
+    state = state_dict["state"]["param_states"]
+    counts = {"learning_rate": {"count": state["count"]}}
+    state = {**state, "hyperparams_states": counts}
+    state = {**state_dict["state"], "param_states": state}
+    return None, {**state_dict, "state": state}
+
+
+OLD_LAYOUT = {
+    "t5x/noisy_sgd_0": old_noisy_sgd,
+    "t5x/wrapper_inject_hyperparams": old_inject_hyperparams,
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_checkpoints_of_another_layout_can_be_moved(name: str) -> None:
+    case = g.load(name)
+    definition, moved = OLD_LAYOUT[name](case.checkpoint)
+    optimizer = create(case) if definition is None else definition.create(case.params)
+    restored = optimizer.restore_state(moved)
+    found = g.flatten(restored.state_dict())
+    assert g.deviations(found, without_mutables(g.flatten(moved)), g.EXACT) == []
+    after = restored.apply_gradient(case.grads[-1])
+    assert int(after.state.step) == len(case.grads) + 1
 
 
 def test_train_state_of_t5x() -> None:
