@@ -395,3 +395,18 @@ def test_shared_functions_are_looked_into_once() -> None:
     for _ in range(60):  # 2**60 paths lead to the first
         shared = functools.partial(shared, shared, shared)
     assert hash(fingerprint(shared)) == hash(fingerprint(shared))
+
+
+@dataclasses.dataclass
+class Cached:
+    rate: float
+
+    @functools.cached_property
+    def twice(self) -> float:
+        return 2 * self.rate
+
+
+def test_what_is_only_cached_does_not_count() -> None:
+    asked = Cached(1.0)
+    assert asked.twice == 2.0
+    assert fingerprint(asked) == fingerprint(Cached(1.0))

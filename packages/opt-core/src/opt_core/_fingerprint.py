@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import dis
 import functools
+import inspect
 import types
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
@@ -119,7 +120,12 @@ def _attributes(obj: Any, seen: dict[int, int]) -> tuple[Hashable, ...]:
     slots = [name for base in type(obj).__mro__ for name in _slots(base)]
     kept = {name: getattr(obj, name) for name in slots if hasattr(obj, name)}
     kept |= getattr(obj, "__dict__", {})
+    kept = {name: value for name, value in kept.items() if not _is_cache(type(obj), name)}
     return tuple((name, _fingerprint(value, seen)) for name, value in sorted(kept.items()))
+
+
+def _is_cache(cls: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(cls, name, None), functools.cached_property)
 
 
 def _slots(cls: type) -> tuple[str, ...]:
