@@ -22,6 +22,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "dpsgd": {"l2_norm_clip": 1.0, "noise_multiplier": 0.5, "seed": 0},
     "noisy_sgd": {"key": jax.random.key(0)},
     "schedule_free": {"base_optimizer": optax.sgd(LEARNING_RATE)},
+    "mechanize": {"base_optimizer": optax.sgd(LEARNING_RATE)},
+    "sam": {
+        "optimizer": optax.sgd(LEARNING_RATE),
+        "adv_optimizer": optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
+    },
 }
 
 

@@ -108,12 +108,19 @@ def constructor(name: str, module: str) -> Callable[..., Any]:
 
 @functools.cache
 def _constructors() -> Mapping[str, Callable[..., Any]]:
-    exported = {**vars(optax), **vars(optax.contrib)}
-    return {name: obj for name, obj in exported.items() if _is_optimizer(name, obj)}
+    # What takes an optimizer is one itself in `contrib` (`mechanize`, `sam`); in `optax` it is a
+    # building block (`selective_transform`).
+    marks = {optax: ("learning_rate",), optax.contrib: ("learning_rate", "optimizer")}
+    return {
+        name: obj
+        for module, words in marks.items()
+        for name, obj in vars(module).items()
+        if _is_optimizer(name, obj, words)
+    }
 
 
-def _is_optimizer(name: str, obj: Any) -> bool:
-    """Whether it makes a transformation out of a learning rate and is no building block."""
+def _is_optimizer(name: str, obj: Any, words: tuple[str, ...]) -> bool:
+    """Whether it makes a transformation out of an argument with one of these words in its name."""
     if name.startswith(("_", "scale_by_")):
         return False
     if not isinstance(obj, types.FunctionType | functools.partial):  # `nadam` is a partial
@@ -124,4 +131,4 @@ def _is_optimizer(name: str, obj: Any) -> bool:
         return False
     result = signature.return_annotation  # of `dog` it is missing
     makes_one = result is signature.empty or "GradientTransformation" in str(result)
-    return makes_one and any("learning_rate" in name for name in signature.parameters)
+    return makes_one and any(word in name for name in signature.parameters for word in words)
