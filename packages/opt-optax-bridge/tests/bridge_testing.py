@@ -25,7 +25,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "mechanize": {"base_optimizer": optax.sgd(LEARNING_RATE)},
     "sam": {
         "optimizer": optax.sgd(LEARNING_RATE),
-        "adv_optimizer": optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
+        "adv_optimizer": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.05)),
     },
 }
 
