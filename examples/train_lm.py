@@ -1,8 +1,8 @@
 """Trains a small byte-level language model on the source of Python's standard library.
 
-    python examples/train_lm.py
-    python examples/train_lm.py --data ~/texts --steps 5000 --out runs/texts
-    python examples/train_lm.py --resume runs/texts --learning-rate 1e-4
+    hatch run dev:train
+    hatch run dev:train --data ~/texts --steps 5000 --out runs/texts
+    hatch run dev:train --resume runs/texts --learning-rate 1e-4
 
 What to look at: a constructor of your own becomes a wrapped optimizer (`clipped_adamw`), its state
 is sharded as the parameters are (`place`), it is updated with a learning rate that may be given at
@@ -247,7 +247,7 @@ def run(arguments: Arguments) -> int:
         report(job, folder, optimizer.target)
         return 0
     folder.plot({})
-    again = ["python", sys.argv[0], "--resume", str(folder.path)]
+    again = ["hatch", "run", "dev:train", "--resume", str(folder.path)]
     again += [f"--learning-rate={arguments.given[name]}" for name in overrides]
     print(f"Stopped after step {int(optimizer.state.step)}. Continue: {shlex.join(again)}")
     return 130

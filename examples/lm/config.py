@@ -37,7 +37,8 @@ class Config:
     d_model: int = flag(128, "width of the transformer")
     heads: int = flag(4, "attention heads per block")
     learning_rate: float = flag(
-        4e-3, "peak of the schedule; with --resume: used instead of the schedule from there on"
+        4e-3,
+        "peak of the schedule; with --resume: the rate itself, until the program ends",
     )
     weight_decay: float = flag(0.1, "decoupled weight decay")
     clip: float = flag(1.0, "largest global norm of a gradient")

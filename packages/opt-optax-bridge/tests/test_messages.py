@@ -139,7 +139,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         HyperParamError,
         (
             "`nesterov` cannot be overridden at run time: only arguments that are a float or a "
-            "schedule can. Of this optimizer these may be: `learning_rate`"
+            "schedule can. Of this optimizer these may be: none (`learning_rate` is ignored; "
+            "`opt_optax_bridge` has twins that override)"
         ),
     ),
 }

@@ -278,8 +278,8 @@ def test_a_misspelt_name_is_refused_with_the_right_ones(name: str) -> None:
     if name == "lbfgs":  # it offers keywords that are left over to `value_fn`, and says so itself
         return
     assert isinstance(caught.value, HyperParamError)
-    for field in trained(name).optimizer_def.hyper_params.__dataclass_fields__:
-        assert f"`{field}`" in str(caught.value)
+    for allowed in overridable(name):
+        assert f"`{allowed}`" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -381,3 +381,22 @@ def test_names_of_the_positional_arguments_are_no_overrides(name: str) -> None:
     optimizer = opt_optax_bridge.adamw(0.1).create({"w": jnp.ones(2)})
     with pytest.raises(HyperParamError, match=f"`{name}`"):
         optimizer.apply_gradient({"w": jnp.ones(2)}, **{name: 1.0})
+
+
+def test_the_list_of_what_may_be_overridden_was_tried() -> None:
+    @wrap_optax_optimizer
+    def branching(learning_rate: float, weight_decay: float = 0.1, nesterov: bool = False) -> Any:
+        tx = optax.sgd(learning_rate, momentum=0.9, nesterov=nesterov)
+        return optax.chain(optax.add_decayed_weights(0.1), tx) if weight_decay > 0 else tx
+
+    optimizer = branching(0.1).create({"w": jnp.ones(2)})
+    for overrides in ({"nesterov": True}, {"momentum": 0.9}):
+        with pytest.raises(HyperParamError) as caught:
+            optimizer.apply_gradient({"w": jnp.ones(2)}, **overrides)
+        assert "`learning_rate`" in str(caught.value)
+        assert "weight_decay" not in str(caught.value)
+
+
+def test_only_constructors_are_wrapped() -> None:
+    with pytest.raises(TypeError, match="OptaxWrapper"):
+        wrap_optax_optimizer(optax.sgd(0.1))  # type: ignore[arg-type]  # what it is about

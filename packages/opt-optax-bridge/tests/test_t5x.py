@@ -172,3 +172,12 @@ def test_check_and_restore_agree() -> None:
 def test_what_is_no_state_dict_is_said(state_dict: Any) -> None:
     with pytest.raises(RestoreError, match="mapping"):
         t5x.sgd(0.1).create({"w": jnp.ones(2)}).restore_state(state_dict)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("amos", "jestimator"), ("MultiOptimizer", "not there yet"), ("adamq", "no optimizer")],
+)
+def test_what_is_missing_says_why(name: str, words: str) -> None:
+    with pytest.raises(AttributeError, match=words):
+        getattr(t5x, name)

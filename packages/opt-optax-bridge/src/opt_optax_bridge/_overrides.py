@@ -149,6 +149,16 @@ def overridable(definition: OptaxWrapper, args: UpdateArgs) -> tuple[str, ...]:
     return tuple(name for name in names if name not in reasons)
 
 
+def overridable_in_general(definition: OptaxWrapper) -> tuple[str, ...]:
+    """Returns what can be overridden for a matrix and a vector; all if that cannot be tried."""
+    params = {"matrix": jnp.ones((4, 4)), "vector": jnp.ones(4)}
+    try:
+        state = jax.eval_shape(definition.init_state, params).param_states
+        return overridable(definition, UpdateArgs(params, state, params))
+    except Exception:
+        return tuple(field.name for field in dataclasses.fields(definition.hyper_params))
+
+
 def _numbers(overrides: Mapping[str, Any]) -> dict[str, jax.Array]:
     dtype = jnp.result_type(float)
     return {k: jnp.asarray(v, dtype) for k, v in overrides.items() if not callable(v)}
@@ -265,7 +275,7 @@ def _cannot_act(
 
 def _unused_message(definition: OptaxWrapper, names: Sequence[str]) -> str:
     listed = ", ".join(f"`{name}`" for name in names)
-    valid = ", ".join(f"`{field.name}`" for field in dataclasses.fields(definition.hyper_params))
+    valid = ", ".join(f"`{name}`" for name in overridable_in_general(definition))
     if definition.recipe is None:
         valid = "it has none: a wrapped constructor would, see `wrap_optax_optimizer`"
     return (

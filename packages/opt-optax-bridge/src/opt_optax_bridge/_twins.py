@@ -48,6 +48,11 @@ def wrap_into(
     definition: type[W], constructor: Callable[P, Any], name: str | None = None
 ) -> Callable[P, W]:
     """Returns `constructor` with its signature, making definitions of the given class."""
+    if not callable(constructor):
+        raise TypeError(
+            f"a constructor is wrapped, a function that returns a transformation; got a "
+            f"{type(constructor).__name__}. Wrap a transformation with `OptaxWrapper(tx)`."
+        )
 
     @functools.wraps(constructor)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> W:

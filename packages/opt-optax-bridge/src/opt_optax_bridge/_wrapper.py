@@ -24,7 +24,12 @@ from opt_core.errors import HyperParamError
 
 from opt_optax_bridge import _pickling
 from opt_optax_bridge._logical_axes import align_axes
-from opt_optax_bridge._overrides import UpdateArgs, changed_fields, overridden_update
+from opt_optax_bridge._overrides import (
+    UpdateArgs,
+    changed_fields,
+    overridable_in_general,
+    overridden_update,
+)
 from opt_optax_bridge._recipe import Recipe, make_hyper_params
 from opt_optax_bridge._signatures import captured_arrays, named_arguments, takes_any_keyword
 from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leaves
@@ -190,13 +195,16 @@ class OptaxWrapper(OptimizerDef):
         if structural:
             raise HyperParamError(
                 f"{_listed(structural)} cannot be overridden at run time: only arguments that are "
-                f"a float or a schedule can. Of this optimizer these may be: {_listed(self._names)}"
+                f"a float or a schedule can. Of this optimizer these may be: {self._overridable()}"
             )
         return replace_hyper_params(hyper_params, **overrides)
 
     def acting_hyper_params(self, **overrides: Any) -> Any:
         """Returns the hyper-parameters by which an update with these overrides acts."""
         return self.update_hyper_params(**overrides)
+
+    def _overridable(self) -> str:
+        return _listed(overridable_in_general(self))
 
     @property
     def _names(self) -> tuple[str, ...]:

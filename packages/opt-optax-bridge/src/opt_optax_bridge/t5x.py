@@ -84,6 +84,9 @@ class OptaxWrapper(_wrapper.OptaxWrapper):
         self.update_hyper_params(**overrides)  # refuses what is none
         return self.recipe.hyper_params if self.recipe else make_hyper_params("no_hyper_params", {})
 
+    def _overridable(self) -> str:
+        return "none (`learning_rate` is ignored; `opt_optax_bridge` has twins that override)"
+
     def _match(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
     ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
@@ -154,6 +157,13 @@ def wrap_optax_optimizer(optax_optimizer: Callable[P, Any]) -> Callable[P, Optax
 chain = _twins.wrap_into(OptaxWrapper, _twins.chain_sequence, "chain")
 
 
+_ABSENT = {
+    "MultiOptimizer": "it is not there yet",
+    "OptaxStatePartitionRules": "it is not there yet; definitions have `derive_logical_axes`",
+    "amos": "it lives in jestimator: `wrap_optax_optimizer(jestimator.amos.amos)`",
+}
+
+
 @functools.cache
 def _twin(name: str) -> Callable[..., OptaxWrapper]:
     return _twins.wrap_into(OptaxWrapper, _twins.constructor(name, __name__), name)
@@ -161,6 +171,8 @@ def _twin(name: str) -> Callable[..., OptaxWrapper]:
 
 def __getattr__(name: str) -> Callable[..., OptaxWrapper]:
     """Finds `adamw` and every other optimizer in the installed Optax, when it is asked for."""
+    if name in _ABSENT:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {_ABSENT[name]}")
     return _twin(name)
 
 
