@@ -119,7 +119,7 @@ def interrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert 20 <= steps < STEPS
     last = done.stdout.splitlines()[-1]
     assert last.startswith(f"Stopped after step {steps}. ")
-    assert last.endswith(f"train_lm.py --resume {folder}")
+    assert last.endswith(f"Continue: hatch run dev:train --resume {folder}")
     assert "Traceback" not in done.stderr
     return folder
 
