@@ -1,0 +1,146 @@
+"""The parameters of a tree with the logical axes of each, in whatever form those are given."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from opt_partition._trees import KeyPath, children, flatten_with_paths, key_name, path_str
+from opt_partition.errors import AxesError
+
+Axis = str | tuple[str, ...] | None
+
+
+@runtime_checkable
+class HasPartitionSpec(Protocol):
+    """A box of Flax that knows its own spec, such as `nn.LogicallyPartitioned`."""
+
+    def get_partition_spec(self) -> PartitionSpec | None:
+        """Returns the logical axes."""
+
+
+@runtime_checkable
+class HasNames(Protocol):
+    """Metadata of Flax that carries names, such as `flax.linen.partitioning.AxisMetadata`."""
+
+    names: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter.
+
+    Attributes:
+      key_path: JAX's key path.
+      shape: its shape.
+      dtype: its dtype.
+      axes: the logical name, several names, or `None`, of each dimension.
+    """
+
+    key_path: KeyPath
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: tuple[Axis, ...]
+
+    @property
+    def path(self) -> str:
+        """`/`-joined keys."""
+        return path_str(self.key_path)
+
+
+def normalise_param_axes(params: Any, param_axes: Any) -> Any:
+    """Returns the logical axes of every parameter as a `PartitionSpec`, in the tree of `params`.
+
+    Args:
+      params: arrays or `jax.ShapeDtypeStruct`s.
+      param_axes: a tree with the same keys, whose containers may be of another kind. A leaf is a
+        `PartitionSpec`, a sequence of names, a box of Flax, or `None` for no names at all.
+
+    Returns:
+      Specs as long as the parameters' rank, in the containers of `params`.
+
+    Raises:
+      AxesError: a parameter has no axes or too many, axes name no parameter, or are none.
+
+    Examples:
+      >>> normalise_param_axes({'w': np.ones((2, 3))}, {'w': ('embed',)})
+      {'w': PartitionSpec('embed', None)}
+    """
+    specs = [PartitionSpec(*parameter.axes) for parameter in parameters(params, param_axes)]
+    return jax.tree.unflatten(jax.tree.structure(params), specs)
+
+
+def parameters(params: Any, param_axes: Any) -> list[Parameter]:
+    """Returns the parameters in JAX's order; see `normalise_param_axes`."""
+    leaves = list(flatten_with_paths(params))
+    found: dict[KeyPath, Any] = {}
+    problems = list(_collect(params, param_axes, (), found))
+    table = []
+    for path, leaf in leaves:
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not np.isscalar(leaf):
+            problems.append(
+                f"{path_str(path)}: `params` must hold arrays or jax.ShapeDtypeStructs, "
+                f"found {type(leaf).__name__}"
+            )
+            continue
+        shape = tuple(np.shape(leaf))
+        axes, problem = _read_axes(found.get(path), len(shape))
+        if problem:
+            problems.append(f"{path_str(path)}: {problem}")
+        table.append(Parameter(path, shape, jax.dtypes.result_type(leaf), axes))
+    if problems:
+        raise AxesError("`param_axes` do not fit `params`:\n  " + "\n  ".join(problems))
+    return table
+
+
+def _collect(params: Any, axes: Any, path: KeyPath, found: dict[KeyPath, Any]) -> Iterator[str]:
+    """Puts what `axes` hold for each parameter into `found`; yields what does not fit."""
+    node = children(params)
+    if node is None:
+        if params is not None:
+            found[path] = axes
+        return
+    given = children(axes) if not _is_leaf(axes) else None
+    by_name = {key_name(key): child for key, child in given.children} if given else {}
+    for key, child in node.children:
+        name = key_name(key)
+        if name in by_name:
+            yield from _collect(child, by_name.pop(name), (*path, key), found)
+        else:
+            for below, _ in flatten_with_paths(child):
+                yield f"{path_str((*path, key, *below))}: no axes are given"
+    for name, extra in by_name.items():
+        if _is_leaf(extra) or jax.tree.leaves(extra):
+            where = path_str(path) + "/" if path else ""
+            yield f"{where}{name}: axes are given, but there is no such parameter"
+
+
+def _is_leaf(axes: Any) -> bool:
+    return isinstance(axes, PartitionSpec | HasPartitionSpec | HasNames)
+
+
+def _read_axes(given: Any, rank: int) -> tuple[tuple[Axis, ...], str | None]:
+    """Returns `rank` axes, or what is wrong with those that are given."""
+    nothing: tuple[Axis, ...] = (None,) * rank
+    names = given
+    if isinstance(given, HasPartitionSpec):
+        names = given.get_partition_spec()
+    elif isinstance(given, HasNames) and not isinstance(given, PartitionSpec):
+        names = given.names
+    if names is None:
+        return nothing, None
+    if isinstance(names, str) or not isinstance(names, PartitionSpec | Sequence):
+        return nothing, f"axes must be a PartitionSpec or a tuple of names, found {given!r}"
+    axes = tuple(tuple(name) if isinstance(name, list) else name for name in names)
+    for axis in axes:
+        is_names = isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)
+        if not (axis is None or isinstance(axis, str) or is_names):
+            return nothing, f"the name of a dimension must be a string or None, found {axis!r}"
+    if len(axes) > rank:
+        return nothing, f"expected at most {rank} axes, one per dimension, found {given!r}"
+    return axes + nothing[len(axes) :], None
