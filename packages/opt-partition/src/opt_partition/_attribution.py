@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
+from opt_partition._alignment import align_shape
 from opt_partition._differencing import Prober, Verdict, Wanted, difference, first_line
 from opt_partition._matching import Match, match_leaves
 from opt_partition._param_axes import Axis, Parameter
@@ -344,7 +345,7 @@ def _statements(
         verdict = case.verdicts[axis]
         yield "differencing", verdict.dim, verdict.note
     elif parameter is not None and case.answer is None:
-        aligned = align(case.leaf.shape, parameter.shape)
+        aligned = align_shape(case.leaf.shape, parameter.shape)
         if aligned is not None:
             yield "alignment", aligned[axis], ""
 
@@ -365,31 +366,3 @@ def _from_tags(
     if dim >= len(shape) or shape[dim] != case.leaf.shape[axis]:
         return None, f"a part of parameter dimension {dim}"
     return dim, ""
-
-
-def align(shape: Sequence[int], parameter: Sequence[int]) -> tuple[int | None, ...] | None:
-    """The only way to find as many sizes of the parameter in `shape`, in their order.
-
-    Returns:
-      For each dimension of `shape` that of the parameter, or `None`; `None` if there are two ways.
-
-    Examples:
-      >>> align((10, 256, 384), (256, 384)), align((256,), (256, 256)) is None
-      ((None, 0, 1), True)
-    """
-    if tuple(shape) == tuple(parameter):
-        return tuple(range(len(parameter)))
-    for size in range(min(len(shape), len(parameter)), -1, -1):
-        ways = {
-            (here, there)
-            for here in itertools.combinations(range(len(shape)), size)
-            for there in itertools.combinations(range(len(parameter)), size)
-            if all(shape[i] == parameter[j] for i, j in zip(here, there, strict=True))
-        }
-        if len(ways) > 1:
-            return None
-        if ways:
-            [(here, there)] = ways
-            dims: Mapping[int, int] = dict(zip(here, there, strict=True))
-            return tuple(dims.get(axis) for axis in range(len(shape)))
-    return (None,) * len(shape)

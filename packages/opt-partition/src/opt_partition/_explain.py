@@ -15,7 +15,7 @@ from opt_partition._attribution import SOURCES, Attribution, Attributions, attri
 from opt_partition._layout import itemsize
 from opt_partition._param_axes import Axis, parameters
 from opt_partition._rules import DEFAULT_RULES, Rules
-from opt_partition._tables import format_table
+from opt_partition._text_table import format_table
 from opt_partition._trees import path_str
 from opt_partition.errors import UndecidedError
 
