@@ -302,14 +302,10 @@ def _decide(case: _Case, table: Sequence[Parameter]) -> Attribution:
     if owner is None:
         owner = next((v.parameter for v in case.verdicts if v.parameter is not None), None)
     parameter = table[owner] if owner is not None else None
-    dimensions = tuple(
-        _decide_dimension(case, axis, parameter, table) for axis in range(case.rank)
-    )
+    dimensions = tuple(_decide_dimension(case, axis, parameter, table) for axis in range(case.rank))
     follows = any(d.dim is not None for d in dimensions)
     follows |= parameter is not None and case.owner is not None
-    return Attribution(
-        case.key_path, case.leaf, parameter if follows else None, dimensions
-    )
+    return Attribution(case.key_path, case.leaf, parameter if follows else None, dimensions)
 
 
 def _decide_dimension(
@@ -350,9 +346,7 @@ def _statements(
             yield "alignment", aligned[axis], ""
 
 
-def _from_tags(
-    case: _Case, axis: int, table: Sequence[Parameter]
-) -> tuple[int | None, str] | None:
+def _from_tags(case: _Case, axis: int, table: Sequence[Parameter]) -> tuple[int | None, str] | None:
     """The parameter dimension that provenance tells, and a note; `None` if it tells nothing."""
     tags = case.tags[axis]
     if not tags:

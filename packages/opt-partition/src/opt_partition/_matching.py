@@ -41,7 +41,7 @@ def match_leaves(params: Any, state: Any, table: Sequence[Parameter]) -> list[tu
     """
     matches = _match_mirrors(jax.tree.structure(params), jax.tree.structure(state))
     paths = [path for path, _ in flatten_with_paths(state)]
-    result = [() if match is None else (match,) for match in matches]
+    result: list[tuple[Match, ...]] = [() if m is None else (m,) for m in matches]
     if any(match is None for match in matches):
         suffixes = _suffixes(table)
         for index, (match, path) in enumerate(zip(matches, paths, strict=True)):

@@ -68,8 +68,8 @@ def normalise_param_axes(params: Any, param_axes: Any) -> Any:
       AxesError: a parameter has no axes or too many, axes name no parameter, or are none.
 
     Examples:
-      >>> normalise_param_axes({'w': np.ones((2, 3))}, {'w': ('embed',)})
-      {'w': PartitionSpec('embed', None)}
+      >>> tuple(normalise_param_axes({'w': np.ones((2, 3))}, {'w': ('embed',)})['w'])
+      ('embed', None)
     """
     specs = [PartitionSpec(*parameter.axes) for parameter in parameters(params, param_axes)]
     return jax.tree.unflatten(jax.tree.structure(params), specs)

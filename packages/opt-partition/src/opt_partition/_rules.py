@@ -121,10 +121,10 @@ def projected_dimensions(leaf: StateLeaf) -> Answer:
         return tuple(range(len(leaf.shape))) if same else (None,) * len(leaf.shape)
     side, rank = projector.shape
     other = math.prod(parameter.shape) // side  # never the longer of the two
+    long: int | str = ASK
+    short: int | str = ASK  # unless it is a matrix, several dimensions may lie in one
     if len(parameter.shape) == 2:
         long, short = (0, 1) if parameter.shape[0] >= parameter.shape[1] else (1, 0)
-    else:
-        long = short = ASK  # several dimensions may lie in one
     if leaf.field == "projector":
         return long, None
     if leaf.shape == (rank, other) != (other, rank):
@@ -150,9 +150,9 @@ def _default_rules() -> Rules:
         # Which of two equal sizes is the largest is told by the order of an argsort alone.
         optax.FactoredState: factored_dimensions,
     }
-    if "GaLoreState" in vars(contrib):  # Optax 0.2.7 and newer
+    if (galore_state := vars(contrib).get("GaLoreState")) is not None:  # Optax >= 0.2.7
         # A rank that a matrix caps has, but does not index, the size of a dimension.
-        rules[contrib.GaLoreState] = projected_dimensions
+        rules[galore_state] = projected_dimensions
     return Rules(rules)
 
 
