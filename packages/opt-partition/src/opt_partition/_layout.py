@@ -10,7 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from opt_partition._trees import KeyPath, children, flatten_with_paths, key_name, path_str
+from opt_partition._align import align
+from opt_partition._trees import flatten_with_paths, path_str
 from opt_partition.errors import AxesError
 
 AnyMesh = Mesh | AbstractMesh
@@ -62,6 +63,36 @@ class Layout:
 
     mesh: AnyMesh
     leaves: Any
+
+    @classmethod
+    def from_specs(cls, specs: Any, shapes: Any, mesh: AnyMesh) -> Layout:
+        """The layout that specs of mesh axes describe.
+
+        Args:
+          specs: per leaf a `PartitionSpec`, a `NamedSharding`, whose memory kind is kept, or `None`
+            for a whole leaf; or a `Layout`, which is checked.
+          shapes: arrays or `jax.ShapeDtypeStruct`s in a tree like `specs`.
+          mesh: the mesh; those of shardings and of a layout must have its axes and sizes.
+
+        Raises:
+          AxesError: `specs`, `shapes` and `mesh` do not fit together; lists every path.
+        """
+        entries = align(specs.leaves if isinstance(specs, Layout) else specs, shapes, "specs")
+        if isinstance(specs, Layout) and dict(specs.mesh.shape) != dict(mesh.shape):
+            raise AxesError(
+                f"expected `specs` on {named_sizes(mesh, mesh.axis_names)}, found a layout on "
+                f"{named_sizes(specs.mesh, specs.mesh.axis_names)}"
+            )
+        leaves: list[LeafLayout] = []
+        problems: list[str] = []
+        for (path, leaf), entry in zip(leaves_with_paths(shapes), entries, strict=True):
+            try:
+                leaves.append(_leaf_layout(path, leaf, entry, mesh))
+            except (TypeError, AxesError) as error:
+                problems.append(f"{path}: {error}")
+        if problems:
+            raise AxesError("\n  ".join(["`specs` do not fit `shapes` and `mesh`:", *problems]))
+        return cls(mesh, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
     @property
     def rows(self) -> list[LeafLayout]:
@@ -207,7 +238,7 @@ def spec_str(spec: PartitionSpec) -> str:
       >>> spec_str(PartitionSpec('data', None))
       "P('data', None)"
     """
-    return f"P({', '.join(map(repr, spec))})"
+    return f"P({', '.join(map(repr, getattr(spec, 'partitions', spec)))})"
 
 
 def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
@@ -221,82 +252,66 @@ def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
     return tuple(leaf.shape), leaf.dtype
 
 
-def align(tree: Any, like: Any, argument: str, *, prefix: bool = False) -> list[Any]:
-    """What `tree` holds in the place of each leaf of `like`, in JAX's order.
-
-    Containers may differ in type as long as their keys agree, so that a dict stands for a
-    FrozenDict; and `None` may be held, though JAX takes it for an empty container.
-
-    Args:
-      tree: any pytree.
-      like: the tree whose leaves count.
-      argument: the caller's name of `tree`, for the message.
-      prefix: whether a leaf of `tree` may stand for a whole subtree of `like`.
-
-    Raises:
-      AxesError: `tree` has not the structure of `like`; lists every path.
-
-    Examples:
-      >>> align({'w': 'x', 'b': None}, {'w': 1, 'b': 2}, 'axes')
-      [None, 'x']
-      >>> align({'w': 'x', 'b': None}, {'w': [1, 2], 'b': 3}, 'memory_kinds', prefix=True)
-      [None, 'x', 'x']
-    """
-    if not prefix:
-        treedef: Any = jax.tree.structure(like)
-        try:
-            return list(treedef.flatten_up_to(tree))
-        except ValueError:
-            pass  # containers of other types, or a difference: the walk tells
-    problems: list[str] = []
-    entries = list(_walk(tree, like, (), prefix, problems))
-    if problems:
-        raise AxesError(
-            "\n  ".join(
-                [f"`{argument}` has another structure than the leaves it is for:", *problems]
+def _leaf_layout(path: str, leaf: Any, entry: Any, mesh: AnyMesh) -> LeafLayout:
+    """One leaf of `Layout.from_specs`."""
+    shape, dtype = shape_and_dtype(leaf)
+    memory_kind = None
+    match entry:
+        case LeafLayout():
+            if (entry.shape, entry.dtype) != (shape, dtype):
+                raise AxesError(
+                    f"laid out for {entry.dtype}{list(entry.shape)}, found {dtype}{list(shape)}"
+                )
+            return dataclasses.replace(entry, path=path)
+        case NamedSharding(mesh=other):
+            if dict(other.shape) != dict(mesh.shape):
+                raise AxesError(
+                    f"expected a sharding on {named_sizes(mesh, mesh.axis_names)}, found one on "
+                    f"{named_sizes(other, other.axis_names)}"
+                )
+            spec, memory_kind = entry.spec, entry.memory_kind
+        case PartitionSpec():
+            spec = entry
+        case None:
+            spec = PartitionSpec()
+        case _:
+            raise AxesError(
+                "expected a PartitionSpec of mesh axes, a NamedSharding or None, found a "
+                f"{type(entry).__name__}"
             )
+    full = _checked_spec(spec, shape, mesh)
+    return LeafLayout(path, shape, dtype, full, shard_shape(shape, full, mesh), memory_kind)
+
+
+def _checked_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
+    """Returns `spec` as long as `shape`; raises `AxesError` where it cannot lay it over `mesh`."""
+    if getattr(spec, "unreduced", None):
+        raise AxesError(
+            f"{spec_str(spec)} is unreduced over {sorted(spec.unreduced)}: reduce first"
         )
-    return entries
-
-
-def _walk(tree: Any, like: Any, path: KeyPath, prefix: bool, problems: list[str]) -> Iterator[Any]:
-    """Yields the entries of `align`; adds to `problems`."""
-    node, given = children(like), children(tree)
-    if node is None:
-        if like is not None:
-            yield tree
-        elif tree is not None:
-            problems.append(f"{path_str(path)}: expected nothing, found {_brief(tree)}")
-        return
-    if given is None and prefix:
-        yield from [tree] * len(jax.tree.leaves(like))
-        return
-    expected = {key_name(key): (key, child) for key, child in node.children}
-    found = {key_name(key): child for key, child in given.children} if given else {}
-    if given is None and (expected or tree is not None):
-        keys = ", ".join(expected)
-        problems.append(f"{path_str(path)}: expected keys {keys}; found {_brief(tree)}")
-        return
-    problems += [
-        f"{path_str((*path, key))}: missing"
-        for name, (key, _) in expected.items()
-        if name not in found
-    ]
-    problems += [
-        f"{path_str((*path, key))}: unexpected"
-        for key, _ in (given.children if given else [])
-        if key_name(key) not in expected
-    ]
-    for name, (key, child) in expected.items():
-        if name in found:
-            yield from _walk(found[name], child, (*path, key), prefix, problems)
-
-
-def _brief(value: Any) -> str:
-    """A few words for what stands where something else should."""
-    if isinstance(value, PartitionSpec):
-        return spec_str(value)
-    return "None" if value is None else f"a {type(value).__name__}"
+    entries: list[Any] = list(getattr(spec, "partitions", spec))
+    if len(entries) > len(shape):
+        raise AxesError(f"{spec_str(spec)} has more entries than {shape} has dimensions")
+    if PartitionSpec.UNCONSTRAINED in entries:
+        raise AxesError(f"{spec_str(spec)} leaves dimensions open; say which mesh axes they have")
+    names = [mesh_axes_of(entry) for entry in (*entries, *[None] * (len(shape) - len(entries)))]
+    flat = [axis for axes in names for axis in axes]
+    absent = [axis for axis in flat if axis not in mesh.shape]
+    if absent:
+        raise AxesError(
+            f"{spec_str(spec)} has {', '.join(map(repr, absent))}, and `mesh` only "
+            f"{named_sizes(mesh, mesh.axis_names)}"
+        )
+    if not manual_axes(mesh).isdisjoint(flat):
+        raise AxesError(f"{spec_str(spec)} has a Manual axis: inside shard_map leaves are local")
+    if len(set(flat)) < len(flat):
+        raise AxesError(f"{spec_str(spec)} has a mesh axis twice")
+    for dim, (size, axes) in enumerate(zip(shape, names, strict=True)):
+        if size % math.prod(mesh.shape[axis] for axis in axes):
+            raise AxesError(
+                f"dimension {dim} of {shape} does not divide by {named_sizes(mesh, axes)}"
+            )
+    return spec_of(names)
 
 
 def _cells(leaf: LeafLayout) -> tuple[str, ...]:

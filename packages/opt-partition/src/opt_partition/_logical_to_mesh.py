@@ -15,11 +15,11 @@ from typing import Any, Literal
 import jax
 from jax.sharding import PartitionSpec
 
+from opt_partition._align import align
 from opt_partition._layout import (
     AnyMesh,
     Layout,
     LeafLayout,
-    align,
     leaves_with_paths,
     manual_axes,
     named_sizes,
@@ -290,7 +290,7 @@ def _memory_kinds(
     """Returns the memory kind of each leaf."""
     if callable(memory_kinds):
         choose: Callable[[str, Any], str | None] = memory_kinds
-        kinds = [choose(path, leaf) for path, leaf in keyed]
+        kinds: list[Any] = [choose(path, leaf) for path, leaf in keyed]
     else:
         kinds = align(memory_kinds, shapes, "memory_kinds", prefix=True)
     wrong = [

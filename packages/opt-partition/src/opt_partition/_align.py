@@ -1,0 +1,90 @@
+"""Trees that go with another tree, leaf by leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from opt_partition._trees import KeyPath, children, key_name, path_str
+from opt_partition.errors import AxesError
+
+
+def align(tree: Any, like: Any, argument: str, *, prefix: bool = False) -> list[Any]:
+    """What `tree` holds in the place of each leaf of `like`, in JAX's order.
+
+    Containers may differ in type as long as their keys agree, so that a dict stands for a
+    FrozenDict; and `None` may be held, though JAX takes it for an empty container.
+
+    Args:
+      tree: any pytree.
+      like: the tree whose leaves count.
+      argument: the caller's name of `tree`, for the message.
+      prefix: whether a leaf of `tree` may stand for a whole subtree of `like`.
+
+    Raises:
+      AxesError: `tree` has not the structure of `like`; lists every path.
+
+    Examples:
+      >>> align({'w': 'x', 'b': None}, {'w': 1, 'b': 2}, 'axes')
+      [None, 'x']
+      >>> align({'w': 'x', 'b': None}, {'w': [1, 2], 'b': 3}, 'memory_kinds', prefix=True)
+      [None, 'x', 'x']
+    """
+    if not prefix:
+        treedef: Any = jax.tree.structure(like)
+        try:
+            return list(treedef.flatten_up_to(tree))
+        except ValueError:
+            pass  # containers of other types, or a difference: the walk tells
+    problems: list[str] = []
+    entries = list(_walk(tree, like, (), prefix, problems))
+    if problems:
+        raise AxesError(
+            "\n  ".join(
+                [f"`{argument}` has another structure than the leaves it is for:", *problems]
+            )
+        )
+    return entries
+
+
+def _walk(tree: Any, like: Any, path: KeyPath, prefix: bool, problems: list[str]) -> Iterator[Any]:
+    """Yields the entries of `align`; adds to `problems`."""
+    node, given = children(like), children(tree)
+    if node is None:
+        if like is not None:
+            yield tree
+        elif tree is not None:
+            problems.append(f"{path_str(path)}: expected nothing, found {_brief(tree)}")
+        return
+    if given is None and prefix:
+        yield from [tree] * len(jax.tree.leaves(like))
+        return
+    expected = {key_name(key): (key, child) for key, child in node.children}
+    found = {key_name(key): child for key, child in given.children} if given else {}
+    if given is None and (expected or tree is not None):
+        keys = ", ".join(expected)
+        problems.append(f"{path_str(path)}: expected keys {keys}; found {_brief(tree)}")
+        return
+    problems += [
+        f"{path_str((*path, key))}: missing"
+        for name, (key, _) in expected.items()
+        if name not in found
+    ]
+    problems += [
+        f"{path_str((*path, key))}: unexpected"
+        for key, _ in (given.children if given else [])
+        if key_name(key) not in expected
+    ]
+    for name, (key, child) in expected.items():
+        if name in found:
+            yield from _walk(found[name], child, (*path, key), prefix, problems)
+
+
+def _brief(value: Any) -> str:
+    """A few words for what stands where something else should."""
+    if isinstance(value, PartitionSpec):
+        return "a PartitionSpec"  # the class has another name in newer versions of JAX
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,145 @@
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from opt_partition._align import align
+from opt_partition._layout import Layout, itemsize, shard_shape
+from opt_partition.errors import AxesError
+
+P = PartitionSpec
+MESH = AbstractMesh((4, 2), ("data", "model"))
+
+
+def leaf(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_a_layout_is_what_it_was_made_from() -> None:
+    on_host = NamedSharding(MESH, P(), memory_kind="pinned_host")
+    specs = {"w": P("data", "model"), "b": None, "m": on_host}
+    shapes = {"w": leaf(8, 6), "b": leaf(6, dtype=jnp.bfloat16), "m": leaf()}
+    layout = Layout.from_specs(specs, shapes, MESH)
+    assert layout.specs == {"w": P("data", "model"), "b": P(None), "m": P()}
+    assert layout.shardings["m"] == on_host
+    assert [(row.path, row.bytes, row.bytes_per_device) for row in layout.rows] == [
+        ("b", 12, 12),
+        ("m", 4, 4),
+        ("w", 192, 24),
+    ]
+    assert (layout.bytes, layout.bytes_per_device) == (208, 40)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), layout.shapes) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), shapes
+    )
+    assert Layout.from_specs(layout, shapes, MESH) == layout
+    assert Layout.from_specs(layout.shardings, shapes, MESH) == layout
+
+
+def test_the_table() -> None:
+    shapes = {"w": leaf(1024, 8), "step": leaf(dtype=jnp.int32)}
+    layout = Layout.from_specs({"w": P("data"), "step": P()}, shapes, MESH)
+    assert str(layout) == (
+        "mesh: data=4, model=2\n"
+        "path   shape      dtype    spec              bytes  per device  memory  remarks\n"
+        "step   ()         int32    P()                   4           4  device\n"
+        "w      (1024, 8)  float32  P('data', None)  32,768       8,192  device\n"
+        "total                                       32,772       8,196"
+    )
+
+
+def test_an_empty_layout() -> None:
+    layout = Layout.from_specs({}, {}, MESH)
+    assert (layout.rows, layout.bytes, layout.notes) == ([], 0, ())
+    assert str(layout).splitlines()[-1].split() == ["total", "0", "0"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        (
+            P(None, None, "data"),
+            "P(None, None, 'data') has more entries than (8, 7) has dimensions",
+        ),
+        (P("tensor"), "P('tensor') has 'tensor', and `mesh` only data=4, model=2"),
+        (P("data", "data"), "P('data', 'data') has a mesh axis twice"),
+        (P(None, "model"), "dimension 1 of (8, 7) does not divide by model=2"),
+        (P(None, ("data", "model")), "dimension 1 of (8, 7) does not divide by data=4, model=2"),
+        (
+            P(P.UNCONSTRAINED),
+            "P(UNCONSTRAINED) leaves dimensions open; say which mesh axes they have",
+        ),
+        (P(unreduced={"data"}), "P() is unreduced over ['data']: reduce first"),
+        (
+            NamedSharding(AbstractMesh((2,), ("x",)), P("x")),
+            "expected a sharding on data=4, model=2, found one on x=2",
+        ),
+        (
+            "data",
+            "expected a PartitionSpec of mesh axes, a NamedSharding or None, found a str",
+        ),
+    ],
+)
+def test_specs_are_checked(spec: Any, problem: str) -> None:
+    with pytest.raises(AxesError) as caught:
+        Layout.from_specs({"w": spec, "b": P()}, {"w": leaf(8, 7), "b": leaf(3)}, MESH)
+    assert str(caught.value) == f"`specs` do not fit `shapes` and `mesh`:\n  w: {problem}"
+
+
+def test_layouts_are_checked() -> None:
+    layout = Layout.from_specs(P("data"), leaf(8), MESH)
+    with pytest.raises(AxesError, match=r"laid out for float32\[8\], found int32\[8\]"):
+        Layout.from_specs(layout, leaf(8, dtype=jnp.int32), MESH)
+    with pytest.raises(AxesError, match="on x=2, found a layout on data=4, model=2"):
+        Layout.from_specs(layout, leaf(8), AbstractMesh((2,), ("x",)))
+    manual = AbstractMesh((4,), ("data",), axis_types=(AxisType.Manual,))
+    with pytest.raises(AxesError, match="has a Manual axis"):
+        Layout.from_specs(P("data"), leaf(8), manual)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.ones(3, np.int8), jnp.ones((2, 2), jnp.bfloat16), np.ones(3, np.complex64), np.bool_(1)],
+)
+def test_bytes_are_those_of_arrays(value: Any) -> None:
+    assert itemsize(value.dtype) == value.dtype.itemsize
+    assert Layout.from_specs(None, value, MESH).bytes == value.nbytes
+
+
+def test_keys_have_the_bytes_of_their_data() -> None:
+    keys = jax.random.split(jax.random.key(0), 8)
+    layout = Layout.from_specs(P("data"), keys, MESH)
+    assert layout.bytes == jax.random.key_data(keys).nbytes
+    assert layout.bytes_per_device * 4 == layout.bytes
+
+
+def test_python_numbers_are_scalars() -> None:
+    [row] = Layout.from_specs(P(), 1.0, MESH).rows
+    assert (row.shape, row.bytes) == ((), 4)
+
+
+@given(st.lists(st.integers(0, 16), max_size=3), st.permutations([("data",), ("model",), ()]))
+@settings(deadline=None)
+def test_shards_are_those_of_jax(shape: list[int], entries: list[tuple[str, ...]]) -> None:
+    spec = P(*entries[: len(shape)])
+    sizes = [math.prod(MESH.shape[a] for a in names) for names in entries[: len(shape)]]
+    if all(size % n == 0 for size, n in zip(shape, sizes, strict=True)):
+        expected = NamedSharding(MESH, spec).shard_shape(tuple(shape))
+        assert shard_shape(shape, spec, MESH) == expected
+
+
+def test_align_walks_where_jax_would_not() -> None:
+    like = {"a": [1, 2], "b": None, "c": ()}
+    assert align({"a": ("x", None), "b": None, "c": None}, like, "axes") == ["x", None]
+    assert align("x", like, "axes", prefix=True) == ["x", "x"]
+    with pytest.raises(AxesError) as caught:
+        align({"a": ["x"], "b": "y", "c": ()}, like, "axes")
+    assert str(caught.value) == (
+        "`axes` has another structure than the leaves it is for:\n"
+        "  a/1: missing\n"
+        "  b: expected nothing, found a str"
+    )

@@ -1,0 +1,361 @@
+import itertools
+import math
+import time
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from opt_partition._logical_to_mesh import logical_to_mesh
+from opt_partition.errors import AxesError, IndivisibleError
+
+P = PartitionSpec
+MESH = AbstractMesh((4, 2, 3), ("data", "model", "fsdp"))
+
+
+def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def place(spec: Any, rules: Any, shape: tuple[int, ...], **options: Any) -> tuple[Any, Any]:
+    """Spec and notes of one leaf, which is the whole tree."""
+    [row] = logical_to_mesh(spec, rules, options.pop("mesh", MESH), leaf(*shape), **options).rows
+    return tuple(row.spec), row.notes
+
+
+@pytest.mark.parametrize(
+    ("spec", "rules", "shape", "expected"),
+    [
+        # The order of the rules decides, not that of the dimensions.
+        (P("a", "b"), [("b", "data"), ("a", "data"), ("a", "model")], (8, 8), ("model", "data")),
+        # A name may have fallbacks; the first that divides is taken.
+        (P("a"), [("a", "data"), ("a", "model")], (6,), ("model",)),
+        # `None` decides: the later rule of the name is not reached.
+        (P("a"), [("a", None), ("a", "data")], (8,), (None,)),
+        (P("a"), [("a", ()), ("a", "data")], (8,), (None,)),
+        # Several axes are used whole or not at all.
+        (P("a"), [("a", ("data", "model"))], (8,), (("data", "model"),)),
+        (P("a"), [("a", ["model", "data"])], (8,), (("model", "data"),)),
+        (P("a"), [("a", ("data", "model")), ("a", "data")], (4,), ("data",)),
+        (P("a", "b"), [("a", "data"), ("b", ("data", "model"))], (8, 8), ("data", None)),
+        # A mapping is one rule per name.
+        (P("a", "b"), {"a": "data", "b": None}, (8, 8), ("data", None)),
+        # Twice one name: the first dimension that divides gets the first rule.
+        (P("a", "a"), [("a", "data"), ("a", "model")], (8, 8), ("data", "model")),
+        (P("a", "a"), [("a", "data"), ("a", "model")], (6, 8), ("model", "data")),
+        # Merged dimensions: each name brings its axes, in the order of the names.
+        (P(("a", "b")), [("b", "data"), ("a", "model")], (8,), (("model", "data"),)),
+        (P(("a", "b")), [("b", "data"), ("a", "model")], (4,), ("data",)),
+        # Short specs and `None` leave dimensions whole.
+        (P("a"), [("a", "data")], (8, 8, 8), ("data", None, None)),
+        (None, [("a", "data")], (8, 8), (None, None)),
+        (P(), [], (), ()),
+        # Nothing divides by everything.
+        (P("a"), [("a", "data")], (0,), ("data",)),
+    ],
+)
+def test_rules_are_read_as_flax_reads_them(
+    spec: Any, rules: Any, shape: tuple[int, ...], expected: tuple[Any, ...]
+) -> None:
+    assert place(spec, rules, shape)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "rules", "shape", "notes"),
+    [
+        (
+            P(None, "mlp"),
+            {"mlp": "data"},
+            (3, 7),
+            ("dimension 1 ('mlp', 7) does not divide by data=4",),
+        ),
+        (
+            P("mlp"),
+            [("mlp", ("data", "model")), ("mlp", "fsdp")],
+            (4,),
+            (
+                (
+                    "dimension 0 ('mlp', 4) does not divide by data=4, model=2 and "
+                    "does not divide by fsdp=3"
+                ),
+            ),
+        ),
+        (
+            P("embed", "embed"),
+            {"embed": "data"},
+            (8, 8),
+            ("dimension 1 ('embed', 8) cannot use data: dimension 0 has it",),
+        ),
+        (
+            P(("a", "b")),
+            [("a", "data"), ("b", "model")],
+            (4,),
+            ("dimension 0 ('b', 4) does not divide by data=4, model=2",),
+        ),
+        # A rule with `None` settles it, and the note stays.
+        (
+            P("a"),
+            [("a", "data"), ("a", None)],
+            (6,),
+            ("dimension 0 ('a', 6) does not divide by data=4",),
+        ),
+        # A fallback is as good; nobody asked for more.
+        (P("a"), [("a", "data"), ("a", "model")], (6,), ()),
+        (P("a"), {"a": None}, (7,), ()),
+    ],
+)
+def test_what_stays_whole_is_noted(
+    spec: Any, rules: Any, shape: tuple[int, ...], notes: tuple[str, ...]
+) -> None:
+    assert place(spec, rules, shape)[1] == notes
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_axis_types_but_manual_are_alike(kind: AxisType) -> None:
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    assert place(P("a", "b"), {"a": "data", "b": "model"}, (8, 8), mesh=mesh) == (
+        ("data", "model"),
+        (),
+    )
+
+
+def test_manual_axes_are_passed_over() -> None:
+    types = (AxisType.Manual, AxisType.Auto)
+    mesh = AbstractMesh((4, 2), ("data", "model"), axis_types=types)
+    rules = [("a", "data"), ("b", ("model", "data")), ("b", "model")]
+    layout = logical_to_mesh(P("a", "b"), rules, mesh, leaf(8, 8), on_indivisible="error")
+    assert tuple(layout.specs) == (None, "model")
+    assert layout.notes == (".: dimension 0 ('a', 8) cannot use data: it is Manual",)
+    assert layout.rows[0].shard_shape == (8, 4)
+    assert layout.shardings.spec == layout.specs
+
+
+def test_mesh_with_devices() -> None:
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    layout = logical_to_mesh(P("a", "b"), {"a": "data", "b": "model"}, mesh, jnp.ones((7, 3)))
+    assert layout.shardings == NamedSharding(mesh, P("data", "model"))
+    assert jax.device_put(jnp.ones((7, 3)), layout.shardings).sharding == layout.shardings
+
+
+def test_state_of_an_optimizer() -> None:
+    tx = optax.masked(optax.adam(1e-3), {"w": True, "b": False})
+    shapes = jax.eval_shape(tx.init, {"w": leaf(8, 6), "b": leaf(6)})
+    axes = jax.tree.map(lambda x: P("embed", "mlp") if x.ndim else P(), shapes)
+    layout = logical_to_mesh(axes, {"embed": "data", "mlp": "fsdp"}, MESH, shapes)
+    chex.assert_trees_all_equal_structs(layout.specs, shapes)
+    assert [row.bytes_per_device for row in layout.rows] == [4, 16, 16]
+    assert layout.bytes == 4 + 2 * 8 * 6 * 4
+
+
+def test_containers_may_differ_in_type_and_hold_none() -> None:
+    class Pair(NamedTuple):
+        w: Any
+        b: Any
+        nothing: Any = None
+
+    shapes = Pair(leaf(8), (leaf(4), leaf(2)))
+    axes = {"w": None, "b": [P("a"), None], "nothing": None}
+    layout = logical_to_mesh(axes, {"a": "data"}, MESH, shapes)
+    assert isinstance(layout.leaves, Pair)
+    assert [(row.path, tuple(row.spec)) for row in layout.rows] == [
+        ("w", (None,)),
+        ("b/0", ("data",)),
+        ("b/1", (None,)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("memory_kinds", "expected"),
+    [
+        (None, [None, None, None]),
+        ("pinned_host", ["pinned_host"] * 3),
+        ({"mu": "pinned_host", "nu": None}, ["pinned_host", "pinned_host", None]),
+        ({"mu": {"b": None, "w": "pinned_host"}, "nu": "device"}, [None, "pinned_host", "device"]),
+        (
+            lambda path, x: "pinned_host" if x.ndim == 2 and "mu" in path else None,
+            [None, "pinned_host", None],
+        ),
+    ],
+)
+def test_memory_kinds_travel(memory_kinds: Any, expected: list[str | None]) -> None:
+    shapes = {"mu": {"w": leaf(8, 8), "b": leaf(8)}, "nu": leaf(8, 8)}
+    axes = jax.tree.map(lambda _: P("a"), shapes)
+    layout = logical_to_mesh(axes, {"a": "data"}, MESH, shapes, memory_kinds=memory_kinds)
+    assert [row.memory_kind for row in layout.rows] == expected
+    assert [s.memory_kind for s in jax.tree.leaves(layout.shardings)] == expected
+
+
+# Each case: axes, rules, options, the whole message.
+SHAPES = {"w": leaf(7, 6), "b": leaf(6)}
+FITTING = {"w": P("a", "b"), "b": P("b")}
+ERRORS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "longer than the rank": (
+        {"w": P("a"), "b": P("a", "b")},
+        {"a": None, "b": None},
+        {},
+        (
+            "`axes` does not fit `shapes` and `rules`:\n"
+            "  b: expected at most 1 entries, one a dimension; found P('a', 'b')"
+        ),
+    ),
+    "not a spec": (
+        {"w": ("a", "b"), "b": P(3)},
+        {"a": None, "b": None},
+        {},
+        (
+            "`axes` does not fit `shapes` and `rules`:\n"
+            "  b: expected names, tuples of names or None, found P(3)\n"
+            "  w: expected a PartitionSpec of logical names or None, found a tuple"
+        ),
+    ),
+    "other structure": (
+        {"w": {"x": P()}, "c": P()},
+        {},
+        {},
+        "`axes` has another structure than the leaves it is for:\n  b: missing\n  c: unexpected",
+    ),
+    "a leaf for a container": (
+        P(),
+        {},
+        {},
+        (
+            "`axes` has another structure than the leaves it is for:\n"
+            "  .: expected keys b, w; found a PartitionSpec"
+        ),
+    ),
+    "unknown names": (
+        FITTING,
+        {"a": None},
+        {},
+        (
+            "`axes` does not fit `shapes` and `rules`:\n"
+            "  'b', of b, w: no rule\n"
+            "  Add `(name, None)` to `rules` or pass `on_unknown='replicate'`."
+        ),
+    ),
+    "absent mesh axis": (
+        FITTING,
+        {"a": "tensor", "b": None},
+        {},
+        (
+            "`rules` give 'a' the mesh axes 'tensor', which `mesh` has not: it has data=4, "
+            "model=2, fsdp=3. Rename the axes, or leave the rule out on this mesh."
+        ),
+    ),
+    "mesh axis twice": (
+        FITTING,
+        {"a": ("data", "data")},
+        {},
+        "`rules` give 'a' one mesh axis twice: ('data', 'data')",
+    ),
+    "not a rule": (
+        FITTING,
+        [("a", 3)],
+        {},
+        (
+            "`rules` must be pairs of a logical name and a mesh axis, a tuple of mesh axes or "
+            "None; found ('a', 3)"
+        ),
+    ),
+    "memory kinds": (
+        FITTING,
+        {"a": None, "b": None},
+        {"memory_kinds": {"w": 1, "b": None}},
+        "`memory_kinds` must be strings or None:\n  w: found 1",
+    ),
+    "memory kinds for another tree": (
+        FITTING,
+        {"a": None, "b": None},
+        {"memory_kinds": {"w": None}},
+        "`memory_kinds` has another structure than the leaves it is for:\n  b: missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_say_where_and_what_to_do(name: str) -> None:
+    axes, rules, options, message = ERRORS[name]
+    with pytest.raises(AxesError) as caught:
+        logical_to_mesh(axes, rules, MESH, SHAPES, **options)
+    assert str(caught.value) == message
+
+
+def test_leaves_that_jax_cannot_hold() -> None:
+    with pytest.raises(AxesError, match="name: "):
+        logical_to_mesh({"name": P()}, {}, MESH, {"name": "adam"})
+
+
+def test_choices_are_checked() -> None:
+    with pytest.raises(
+        ValueError, match="`on_unknown` must be one of 'error', 'replicate': 'drop'"
+    ):
+        logical_to_mesh(P(), {}, MESH, leaf(), on_unknown="drop")  # type: ignore[arg-type]
+
+
+def test_unknown_names_may_be_replicated() -> None:
+    assert place(P("a", "b"), {"a": "data"}, (8, 8), on_unknown="replicate") == (
+        ("data", None),
+        ("dimension 1: no rule for 'b'",),
+    )
+
+
+def test_indivisible_dimensions_may_be_errors() -> None:
+    rules = [("a", "data"), ("b", "model"), ("c", "data"), ("c", None)]
+    axes = {"w": P("a", "b"), "b": P("b"), "settled": P("c"), "taken": P("a", "c")}
+    shapes = {"w": leaf(6, 7), "b": leaf(8), "settled": leaf(3), "taken": leaf(8, 8)}
+    with pytest.raises(IndivisibleError) as caught:
+        logical_to_mesh(axes, rules, MESH, shapes, on_indivisible="error")
+    assert str(caught.value) == (
+        "Dimensions do not divide by the mesh axes that `rules` give them:\n"
+        "  w: dimension 0 ('a', 6) does not divide by data=4\n"
+        "  w: dimension 1 ('b', 7) does not divide by model=2\n"
+        "  Add a rule that divides or `(name, None)`, or pass `on_indivisible='replicate'`."
+    )
+
+
+NAMES = st.sampled_from("abcd")
+AXES = st.lists(st.sampled_from(MESH.axis_names), max_size=3, unique=True).map(tuple)
+ENTRIES = st.none() | NAMES | st.tuples(NAMES, NAMES)
+
+
+@given(
+    entries=st.lists(st.tuples(ENTRIES, st.integers(0, 24)), max_size=4),
+    rules=st.lists(st.tuples(NAMES, st.none() | AXES), max_size=6),
+)
+@settings(deadline=None)
+def test_layouts_are_valid_and_as_sharded_as_the_rules_allow(
+    entries: list[tuple[Any, int]], rules: list[Any]
+) -> None:
+    names, shape = [name for name, _ in entries], tuple(size for _, size in entries)
+    layout = logical_to_mesh(P(*names), rules, MESH, leaf(*shape), on_unknown="replicate")
+    [row] = layout.rows
+    assert layout.shardings.shard_shape(shape) == row.shard_shape  # raises if it does not divide
+    assert layout.shapes.sharding == layout.shardings
+    used = [() if e is None else (e,) if isinstance(e, str) else e for e in row.spec]
+    taken = set(itertools.chain(*used))
+    for name, size, have in zip(names, shape, used, strict=True):
+        if not isinstance(name, str):
+            continue
+        table = [tuple(axes or ()) for rule, axes in rules if rule == name]
+        assert have in (*table, ())
+        if not have and () not in table:
+            # Nothing was left on the table: no rule could still be used.
+            assert not any(
+                size % math.prod(MESH.shape[axis] for axis in axes) == 0 and taken.isdisjoint(axes)
+                for axes in table
+            )
+            assert bool(table) <= any(f"({name!r}, {size})" in note for note in row.notes)
+
+
+def test_many_leaves_are_quick() -> None:
+    count = 30_000
+    shapes = {f"layers_{i}": leaf(64, i % 50 + 1) for i in range(count)}
+    axes = dict.fromkeys(shapes, P("embed", "mlp"))
+    start = time.perf_counter()
+    logical_to_mesh(axes, {"embed": "data", "mlp": "model"}, MESH, shapes)
+    assert time.perf_counter() - start < 5  # 0.5 s when the machine is idle

@@ -1,0 +1,240 @@
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from opt_partition._logical_to_mesh import logical_to_mesh
+from opt_partition._zero import extend_over
+from opt_partition.errors import AxesError
+
+P = PartitionSpec
+MESH = AbstractMesh((4, 2, 3, 1), ("data", "fsdp", "model", "one"))
+
+
+def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "axes", "expected"),
+    [
+        (P(), (4, 8), "data", (None, "data")),  # the longer dimension
+        (P(), (8, 8), "data", ("data", None)),  # the earlier of two
+        (P(), (8, 6), "data", ("data", None)),  # the one that divides
+        (P("fsdp"), (32, 4), "data", ("fsdp", "data")),  # rather a whole dimension
+        (P("fsdp"), (16, 3), "data", (("fsdp", "data"), None)),  # behind what is there
+        (P("fsdp"), (4, 3), "data", ("fsdp", None)),  # 4 does not divide by both
+        (P("data"), (16, 16), "data", ("data", None)),  # there already
+        (P(), (8, 64), ("data", "fsdp"), (None, ("data", "fsdp"))),  # together on one
+        (P(), (8, 64), ("fsdp", "data"), (None, ("fsdp", "data"))),  # in the order given
+        (P(), (4, 2), ("data", "fsdp"), ("data", "fsdp")),  # or apart
+        (P(), (6, 4), ("data", "fsdp"), ("fsdp", "data")),
+        (P(), (2, 4), ("data", "fsdp", "model"), ("fsdp", "data")),  # or some of them
+        (P(), (4,), ("fsdp", "data"), ("data",)),  # the larger saving
+        (P(), (7,), "one", ("one",)),
+        (P(), (), "data", ()),
+        (P(), (0, 4), "data", (None, None)),
+        (None, (4,), "data", ("data",)),
+    ],
+)
+def test_where_it_goes(
+    spec: Any, shape: tuple[int, ...], axes: Any, expected: tuple[Any, ...]
+) -> None:
+    assert tuple(extend_over(spec, leaf(*shape), MESH, axes).specs) == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "axes", "actions", "notes"),
+    [
+        (P(), (8, 3), "data", ("ZeRO: dimension 0 over data=4",), ()),
+        (
+            P(),
+            (7, 3),
+            "data",
+            (),
+            ("ZeRO: stays replicated over data=4: no dimension of (7, 3) divides",),
+        ),
+        (
+            P("fsdp"),
+            (4,),
+            ("data", "model"),
+            (),
+            (
+                "ZeRO: stays replicated over data=4: no dimension of its shard (2,) divides",
+                "ZeRO: stays replicated over model=3: no dimension of its shard (2,) divides",
+            ),
+        ),
+        (
+            P("data"),
+            (16,),
+            ("data", "fsdp"),
+            ("ZeRO: dimension 0 was over data=4 before", "ZeRO: dimension 0 over fsdp=2"),
+            (),
+        ),
+        (P(), (), "data", ("ZeRO: a scalar stays whole",), ()),
+        (P(), (0,), "data", ("ZeRO: an empty leaf stays whole",), ()),
+        (P(), (16,), "data", ("ZeRO: 64 bytes are below min_bytes=65",), ()),
+    ],
+)
+def test_what_it_says(
+    spec: Any, shape: tuple[int, ...], axes: Any, actions: tuple[str, ...], notes: tuple[str, ...]
+) -> None:
+    min_bytes = 65 if "below" in str(actions) else 0
+    [row] = extend_over(spec, leaf(*shape), MESH, axes, min_bytes=min_bytes).rows
+    assert (row.actions, row.notes) == (actions, notes)
+
+
+def test_min_bytes_counts_the_whole_leaf() -> None:
+    shapes = {"w": leaf(16, 4), "b": leaf(16)}
+    layout = extend_over({"w": P("fsdp"), "b": P()}, shapes, MESH, "data", min_bytes=256)
+    assert {row.path: tuple(row.spec) for row in layout.rows} == {
+        "b": (None,),
+        "w": ("fsdp", "data"),
+    }
+
+
+def test_manual_axes_stay_free() -> None:
+    types = (AxisType.Manual, AxisType.Explicit)
+    mesh = AbstractMesh((4, 2), ("data", "fsdp"), axis_types=types)
+    layout = extend_over(P(), leaf(8, 8), mesh, ("data", "fsdp"))
+    assert tuple(layout.specs) == ("fsdp", None)
+    assert layout.actions == (".: ZeRO: dimension 0 over fsdp=2",)
+    assert layout.notes == (".: ZeRO: cannot use data: it is Manual",)
+
+
+def test_every_field_of_adam_is_sharded() -> None:
+    params = {"w": leaf(16, 6), "b": leaf(6)}
+    shapes = jax.eval_shape(optax.adam(1e-3).init, params)
+    axes = jax.tree.map(lambda x: P(*("embed", "mlp")[-x.ndim :]) if x.ndim else P(), shapes)
+    before = logical_to_mesh(
+        axes,
+        {"embed": None, "mlp": "model"},
+        MESH,
+        shapes,
+        memory_kinds=lambda path, _: "pinned_host" if "nu" in path else None,
+    )
+    after = extend_over(before, shapes, MESH, "data")
+    assert {row.path: row.shard_shape for row in after.rows} == {
+        "0/count": (),
+        "0/mu/b": (2,),
+        "0/mu/w": (4, 2),
+        "0/nu/b": (2,),
+        "0/nu/w": (4, 2),
+    }
+    assert [row.memory_kind for row in after.rows] == [row.memory_kind for row in before.rows]
+    assert len(after.notes) == 2  # the biases
+
+
+def test_shardings_keep_their_memory() -> None:
+    sharding = NamedSharding(MESH, P("fsdp"), memory_kind="pinned_host")
+    layout = extend_over([sharding], [leaf(16)], MESH, "data")
+    assert layout.shardings == [sharding.update(spec=P(("fsdp", "data")))]
+
+
+def test_notes_before_are_kept_once() -> None:
+    first = logical_to_mesh(P("a", "b"), {"a": "data", "b": "fsdp"}, MESH, leaf(6, 3))
+    second = extend_over(first, leaf(6, 3), MESH, "data")
+    assert second.rows[0].notes == (
+        "dimension 0 ('a', 6) does not divide by data=4",
+        "dimension 1 ('b', 3) does not divide by fsdp=2",
+        "ZeRO: stays replicated over data=4: no dimension of (6, 3) divides",
+    )
+    assert extend_over(second, leaf(6, 3), MESH, "data").rows == second.rows
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        (
+            "x",
+            "`axes` has 'x', which `mesh` has not: it has data=4, fsdp=2, model=3, one=1",
+        ),
+        ((), "`axes` must be one or more mesh axes, each once: ()"),
+        (("data", "data"), "`axes` must be one or more mesh axes, each once: ('data', 'data')"),
+    ],
+)
+def test_axes_are_checked(axes: Any, message: str) -> None:
+    with pytest.raises(AxesError) as caught:
+        extend_over(P(), leaf(8), MESH, axes)
+    assert str(caught.value) == message
+
+
+def test_min_bytes_is_checked() -> None:
+    with pytest.raises(ValueError, match="`min_bytes` must not be negative: -1"):
+        extend_over(P(), leaf(8), MESH, "data", min_bytes=-1)
+
+
+AXES = st.lists(st.sampled_from(MESH.axis_names), min_size=1, max_size=4, unique=True)
+
+
+@st.composite
+def leaves(draw: st.DrawFn) -> tuple[tuple[int, ...], PartitionSpec]:
+    """A shape, and a spec that lays it over some of the mesh."""
+    shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 7, 8, 12, 24, 48]), max_size=3)))
+    free: list[str] = list(draw(st.permutations(MESH.axis_names)))
+    entries: list[Any] = []
+    more = st.booleans()
+    for size in shape:
+        names: tuple[str, ...] = ()
+        while free and draw(more):
+            if size % math.prod(MESH.shape[axis] for axis in (*names, free[0])):
+                break
+            names = (*names, free.pop(0))
+        entries.append(names or None)
+    return shape, P(*entries)
+
+
+def used(spec: PartitionSpec) -> list[str]:
+    return [axis for e in spec if e is not None for axis in ([e] if isinstance(e, str) else e)]
+
+
+@given(leaves(), AXES)
+@settings(deadline=None)
+def test_layouts_are_valid_and_never_larger(
+    given_leaf: tuple[tuple[int, ...], PartitionSpec], axes: list[str]
+) -> None:
+    shape, spec = given_leaf
+    before = extend_over(spec, leaf(*shape), MESH, "one", min_bytes=1 << 30)
+    after = extend_over(spec, leaf(*shape), MESH, axes)
+    [row] = after.rows
+    # JAX agrees that it divides, and what the mesh holds together is the leaf.
+    assert after.shardings.shard_shape(shape) == row.shard_shape
+    assert len(used(row.spec)) == len(set(used(row.spec)))
+    assert set(used(spec)) <= set(used(row.spec)) <= set(used(spec)) | set(axes)
+    ways = math.prod(MESH.shape[axis] for axis in used(row.spec))
+    assert math.prod(row.shard_shape) * ways == math.prod(shape)
+    assert after.bytes == before.bytes
+    assert after.bytes_per_device <= before.bytes_per_device
+    # Dimensions only gain axes, behind those that they had.
+    for old, new in zip(before.rows[0].spec, row.spec, strict=True):
+        assert used(P(new))[: len(used(P(old)))] == used(P(old))
+    assert extend_over(after, leaf(*shape), MESH, axes).specs == after.specs
+    # Every axis is accounted for, one way or another.
+    said = " ".join((*row.actions, *row.notes))
+    assert all(f"{axis}={MESH.shape[axis]}" in said for axis in axes) or "whole" in said
+
+
+@given(leaves(), AXES)
+@settings(deadline=None)
+def test_no_other_placement_holds_less(
+    given_leaf: tuple[tuple[int, ...], PartitionSpec], axes: list[str]
+) -> None:
+    shape, spec = given_leaf
+    [row] = extend_over(spec, leaf(*shape), MESH, axes).rows
+    free = [axis for axis in axes if axis not in used(spec)]
+    shard = NamedSharding(MESH, spec).shard_shape(shape)
+    fewest = math.prod(shard)
+    for places in itertools.product([None, *range(len(shape))], repeat=len(free)):
+        ways = [
+            math.prod(MESH.shape[a] for a, at in zip(free, places, strict=True) if at == dim)
+            for dim in range(len(shape))
+        ]
+        if all(size % n == 0 for size, n in zip(shard, ways, strict=True)):
+            fewest = min(fewest, math.prod(shard) // math.prod(ways))
+    assert math.prod(row.shard_shape) == fewest
