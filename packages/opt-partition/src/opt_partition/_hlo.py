@@ -1,0 +1,250 @@
+"""The text of a compiled XLA program, read into computations and instructions.
+
+Only what a look at collectives needs: names, shapes, operands, called computations and a handful of
+attributes. Written against what jax 0.8 to 0.12 print for CPU, GPU and TPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """Type of an array in a compiled program; the shape is what one device holds."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes without padding; of tokens and opaque values 0."""
+        return math.ceil(self.size * _bits(self.dtype) / 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+Type = Array | tuple["Type", ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name: unique in the program, without `%`.
+      type: an `Array`, or a tuple of types.
+      opcode: e.g. `'all-gather-start'`.
+      operands: names of instructions of the same computation.
+      literal: what stands in the brackets, as of `parameter(0)` and `constant(8)`.
+      attributes: the rest of the line.
+    """
+
+    name: str
+    type: Type
+    opcode: str
+    operands: tuple[str, ...]
+    literal: str
+    attributes: str
+
+    def attribute(self, key: str) -> str | None:
+        """An attribute's value as printed, with its brackets; `None` where there is none."""
+        found = re.search(rf"(?:^|, ){re.escape(key)}=", self.attributes)
+        return _value(self.attributes, found.end()) if found else None
+
+    def called(self, key: str) -> tuple[str, ...]:
+        """Names of the computations in an attribute like `calls` or `branch_computations`."""
+        return tuple(_NAME.findall(self.attribute(key) or ""))
+
+    @property
+    def op_name(self) -> str:
+        """Where it comes from in the traced program; of a parameter, the argument."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Computation:
+    """Instructions in the order printed: operands before their users.
+
+    Attributes:
+      name: unique in the program, without `%`.
+      instructions: by name.
+      root: name of the instruction that is the result.
+    """
+
+    name: str
+    instructions: dict[str, Instruction]
+    root: str
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Instruction, ...]:
+        """The parameters by number."""
+        found = [i for i in self.instructions.values() if i.opcode == "parameter"]
+        return tuple(sorted(found, key=lambda i: int(i.literal)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Module:
+    """A compiled program.
+
+    Attributes:
+      header: its first line.
+      computations: by name.
+      entry: name of the one that runs.
+    """
+
+    header: str
+    computations: dict[str, Computation]
+    entry: str
+
+    @property
+    def aliased_parameters(self) -> frozenset[int]:
+        """Numbers of the entry's parameters whose memory some output takes over."""
+        found = re.search(r"\binput_output_alias=", self.header)
+        table = _value(self.header, found.end()) if found else ""
+        return frozenset(int(n) for n in re.findall(r"\((\d+), \{", table))
+
+    @property
+    def num_partitions(self) -> int:
+        """Number of devices that run it together."""
+        found = re.search(r"\b(?:num_partitions|replica_count)=(\d+)", self.header)
+        return int(found[1]) if found else 1
+
+
+def parse(text: str) -> Module:
+    """Reads what `compiled.as_text()` returns.
+
+    Raises:
+      ValueError: it is no HLO text, or none that we can read; says which line.
+
+    Examples:
+      >>> module = parse('''HloModule jit_f
+      ...
+      ... ENTRY %main (x: f32[4]) -> f32[8] {
+      ...   %x = f32[4]{0} parameter(0), metadata={op_name="x"}
+      ...   ROOT %g = f32[8]{0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}
+      ... }''')
+      >>> gather = module.computations['main'].instructions['g']
+      >>> gather.opcode, gather.operands, str(gather.type), gather.attribute('replica_groups')
+      ('all-gather', ('x',), 'f32[8]', '{{0,1}}')
+    """
+    header, computations, entry = "", {}, ""
+    name, root, body = "", "", dict[str, Instruction]()
+    for line in text.splitlines():
+        if line.startswith("HloModule"):
+            header = line
+        elif opening := _COMPUTATION.match(line):
+            name, root, body = opening["name"], "", {}
+            entry = name if opening["entry"] else entry
+        elif line.startswith("}") and name:
+            computations[name] = Computation(name, body, root)
+            name = ""
+        elif name and (head := _INSTRUCTION.match(line)):
+            body[head["name"]] = _instruction(head["name"], line, head.end())
+            root = head["name"] if head["root"] else root
+    if not header or entry not in computations:
+        raise ValueError("not the text of a compiled XLA program: no `HloModule` with an `ENTRY`")
+    return Module(header, computations, entry)
+
+
+def flat_types(type_: Type) -> Iterator[Array]:
+    """Yields the arrays of a type in order.
+
+    Examples:
+      >>> [str(array) for array in flat_types((Array('f32', ()), (Array('s8', (2, 3)),)))]
+      ['f32[]', 's8[2,3]']
+    """
+    if isinstance(type_, Array):
+        yield type_
+    else:
+        for part in type_:
+            yield from flat_types(part)
+
+
+def parse_type(text: str) -> Type:
+    """Reads a type.
+
+    Examples:
+      >>> parse_type('(f32[8,<=2]{1,0:T(8,128)}, (bf16[], token[]))')
+      (Array(dtype='f32', shape=(8, 2)), (Array(dtype='bf16', shape=()), Array(dtype='token', ...)))
+    """
+    stack: list[list[Type]] = [[]]
+    for found in _TYPE_TOKEN.finditer(text):
+        if found["dtype"]:
+            dims = found["dims"].replace("<=", "").split(",") if found["dims"] else []
+            stack[-1].append(Array(found["dtype"], tuple(map(int, dims))))
+        elif found[0] == "(":
+            stack.append([])
+        elif found[0] == ")":
+            closed = tuple(stack.pop())
+            stack[-1].append(closed)
+    [[type_]] = stack
+    return type_
+
+
+def _instruction(name: str, line: str, start: int) -> Instruction:
+    """Reads the part of a line that follows `=`."""
+    end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
+    opening = line.index("(", end)
+    closing = _closing(line, opening)
+    opcode, literal = line[end:opening].strip(), line[opening + 1 : closing - 1]
+    operands = () if opcode in ("constant", "parameter") else tuple(_NAME.findall(literal))
+    type_ = parse_type(line[start:end])
+    return Instruction(name, type_, opcode, operands, literal, line[closing:].removeprefix(", "))
+
+
+def _value(text: str, start: int) -> str:
+    """What stands at `start` up to the next comma or space outside brackets and quotes."""
+    at = start
+    while at < len(text) and text[at] not in ", ":
+        at = _closing(text, at) if text[at] in "([{\"'" else at + 1
+    return text[start:at]
+
+
+def _closing(text: str, start: int) -> int:
+    """The place behind the bracket or quote that closes the one at `start`."""
+    depth, at = 0, start
+    while at < len(text):
+        char = text[at]
+        if char in "\"'":
+            at = _QUOTED.match(text, at).end()  # type: ignore[union-attr] # text is well-formed
+            if depth == 0:
+                return at
+            continue
+        depth += (char in "([{") - (char in ")]}")
+        at += 1
+        if depth == 0:
+            return at
+    raise ValueError(f"a bracket is never closed in a line of the compiled program: {text[:200]}")
+
+
+@functools.cache
+def _bits(dtype: str) -> int:
+    """Bits of one element: the number in the dtype's name.
+
+    Examples:
+      >>> [_bits(dtype) for dtype in ('pred', 'bf16', 'f8e4m3fn', 's4', 'c64', 'token')]
+      [8, 16, 8, 4, 64, 0]
+    """
+    digits = re.match(r"[a-z]+(\d+)", dtype)
+    return int(digits[1]) if digits else 8 * (dtype == "pred")
+
+
+_NAME = re.compile(r"%([\w.\-]+)")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"' + r"|'(?:[^'\\]|\\.)*'")
+_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
+_TYPE_TOKEN = re.compile(
+    r"(?P<dtype>[a-z][a-z0-9]*)\[(?P<dims>[^\]]*)\](?:\{[^}]*\})?|/\*.*?\*/|[()]"
+)
