@@ -1,0 +1,157 @@
+"""What people read: tables as data, bytes and shapes as text, repeated leaves in one row."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+_T = TypeVar("_T")
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of text.
+
+    Attributes:
+      title: what it shows.
+      columns: the heads of the columns.
+      rows: as many cells each as there are columns.
+      right: the columns that are aligned to the right, as numbers are.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        lines = [self.columns, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = [self._line(line, widths) for line in lines]
+        rule = "  ".join("-" * width for width in widths)
+        return "\n".join([self.title, text[0], rule, *text[1:]])
+
+    def _line(self, cells: Sequence[str], widths: Sequence[int]) -> str:
+        padded = (
+            cell.rjust(width) if name in self.right else cell.ljust(width)
+            for name, cell, width in zip(self.columns, cells, widths, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
+
+def human_bytes(count: int) -> str:
+    """Returns `count` bytes in the largest unit that leaves a number from 1.
+
+    Examples:
+      >>> human_bytes(1023), human_bytes(1536), human_bytes(13_421_772_800)
+      ('1,023 B', '1.50 KiB', '12.50 GiB')
+    """
+    size = min(max(0, (count.bit_length() - 1) // 10), len(_UNITS) - 1)
+    return f"{count:,} B" if not size else f"{count / 1024**size:,.2f} {_UNITS[size]}"
+
+
+def both(count: int) -> tuple[str, str]:
+    """Returns bytes in human units and the exact number, for two cells side by side.
+
+    Examples:
+      >>> both(1536)
+      ('1.50 KiB', '1,536')
+    """
+    return human_bytes(count), f"{count:,}"
+
+
+def dtype_name(dtype: Any) -> str:
+    """Returns the name of a dtype.
+
+    Examples:
+      >>> dtype_name(jax.numpy.dtype('float32')), dtype_name(jax.dtypes.float0)
+      ('float32', 'float0')
+    """
+    return "float0" if dtype == jax.dtypes.float0 else str(dtype)
+
+
+def join_ints(sizes: Iterable[int]) -> str:
+    """Returns a shape as text.
+
+    Examples:
+      >>> join_ints((8192, 64)), join_ints(())
+      ('8192x64', 'scalar')
+    """
+    return "x".join(map(str, sizes)) or "scalar"
+
+
+def entry_text(entry: Any) -> str:
+    """Returns one entry of a `PartitionSpec` as text.
+
+    Examples:
+      >>> entry_text("embed"), entry_text(None), entry_text(("data", "fsdp"))
+      ('embed', '-', 'data+fsdp')
+    """
+    if isinstance(entry, tuple | list):
+        return "+".join(map(str, entry)) or "-"
+    return "-" if entry is None else str(entry)
+
+
+def join_entries(entries: Iterable[Any]) -> str:
+    """Returns the entries of a `PartitionSpec` as text.
+
+    Examples:
+      >>> join_entries(("embed", None, ("data", "fsdp")))
+      'embed, -, data+fsdp'
+    """
+    return ", ".join(map(entry_text, entries))
+
+
+def collapse(
+    leaves: Iterable[_T], path: Callable[[_T], str], same: Callable[[_T], Hashable]
+) -> Iterator[tuple[str, list[_T]]]:
+    """Puts leaves together that differ in nothing but the numbers in their paths.
+
+    Args:
+      leaves: anything with a path.
+      path: returns the path of one.
+      same: returns what leaves must have in common.
+
+    Yields:
+      A pattern that stands for the paths, and the leaves, in the order of the first of each.
+
+    Examples:
+      >>> paths = ["0/mu/layers_0/w", "0/mu/layers_1/w", "0/mu/layers_2/w", "0/mu/out"]
+      >>> [(pattern, len(group)) for pattern, group in collapse(paths, str, len)]
+      [('0/mu/layers_{0..2}/w', 3), ('0/mu/out', 1)]
+    """
+    groups: dict[Hashable, list[_T]] = {}
+    for leaf in leaves:
+        words = tuple(_NUMBER.split(path(leaf)))
+        groups.setdefault((words, same(leaf)), []).append(leaf)
+    for group in groups.values():
+        yield _pattern([path(leaf) for leaf in group]), group
+
+
+def _pattern(paths: Sequence[str]) -> str:
+    """One text for paths that have the same words between numbers."""
+    words = _NUMBER.split(paths[0])
+    places = list(zip(*map(_NUMBER.findall, paths), strict=True))
+    # `a_{0..1}/b_{0..1}` says that there are four; where there are fewer, it would mislead.
+    is_product = math.prod(len(set(values)) for values in places) == len(set(paths))
+    spans = [_span(set(values), is_product) for values in places]
+    return "".join(itertools.chain(*itertools.zip_longest(words, spans, fillvalue="")))
+
+
+def _span(values: set[str], is_product: bool) -> str:
+    """Text for the numbers that stand in one place."""
+    if len(values) == 1:
+        return next(iter(values))
+    ordered = sorted(map(int, values))
+    # Zeros in front, as in `layer_007`, would be lost.
+    plain = values == {str(number) for number in range(ordered[0], ordered[-1] + 1)}
+    return f"{{{ordered[0]}..{ordered[-1]}}}" if plain and is_product else "{*}"

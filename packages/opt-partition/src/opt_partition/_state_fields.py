@@ -1,0 +1,67 @@
+"""The field of the optimizer state that each of its leaves belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey
+
+from opt_partition._trees import children, key_name
+
+_FIELD_KEYS = (GetAttrKey, FlattenedIndexKey)
+
+
+def state_fields(state: Any, params: Any) -> list[str]:
+    """Names the field of every leaf of an optimizer state, e.g. `ScaleByAdamState.mu`.
+
+    That is the innermost field whose container is none of the kinds that the parameters are made
+    of, so that `mu` of an Equinox model is one field. Leaves of a state without such containers
+    go by the first string among their keys.
+
+    Args:
+      state: the optimizer state, or its shapes.
+      params: the parameters that it is for.
+
+    Returns:
+      A name per leaf, in JAX's order.
+
+    Examples:
+      >>> import optax
+      >>> params = {'b': 1.0, 'w': 2.0}
+      >>> state_fields(optax.adam(0.1).init(params), params)
+      ['ScaleByAdamState.count', 'ScaleByAdamState.mu', 'ScaleByAdamState.mu',
+       'ScaleByAdamState.nu', 'ScaleByAdamState.nu']
+      >>> state_fields({'momentum': params}, params)
+      ['momentum', 'momentum']
+    """
+    return list(_walk(state, None, None, frozenset(_containers(params))))
+
+
+def _walk(
+    node: Any, field: str | None, key: str | None, of_params: frozenset[type]
+) -> Iterator[str]:
+    """Yields the names below `node`, which lies in `field`, or else under the string `key`."""
+    opened = children(node)
+    if opened is None:
+        # None and other nodes without children are no leaves to JAX.
+        yield from [field or key or type(node).__name__] * len(jax.tree.leaves(node))
+        return
+    container = type(node)
+    for child_key, child in opened.children:
+        below, name = field, key
+        if isinstance(child_key, _FIELD_KEYS) and container not in of_params:
+            below = f"{container.__name__}.{key_name(child_key)}"
+        if isinstance(child_key, DictKey) and isinstance(child_key.key, str):
+            name = key or child_key.key
+        yield from _walk(child, below, name, of_params)
+
+
+def _containers(tree: Any) -> Iterator[type]:
+    """Yields the type of every node of a tree."""
+    opened = children(tree)
+    if opened is not None:
+        yield type(tree)
+        for _, child in opened.children:
+            yield from _containers(child)
