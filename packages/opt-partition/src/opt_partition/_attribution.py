@@ -1,4 +1,4 @@
-"""For every dimension of every state leaf: the parameter dimension that it indexes, and who says so.
+"""For every dimension of a state: the parameter dimension that it indexes, and who says so.
 
 The sources are asked in turn, and the first that knows decides: a rule for the type of the state,
 the provenance that JAX's sharding-in-types tells, the effect of changed sizes, and an alignment of
@@ -236,10 +236,7 @@ def _ask_rules(
     cases: Sequence[_Case], state: Any, table: Sequence[Parameter], rules: Rules
 ) -> None:
     """Asks the rules of the types around each leaf, outermost first."""
-    number = 0
-    for enclosing, path in _typed_leaves(state, rules, ()):
-        case = cases[number]
-        number += 1
+    for case, (enclosing, path) in zip(cases, _typed_leaves(state, rules, ()), strict=True):
         owner = table[case.owner] if case.owner is not None else None
         for node, depth in enclosing:
             shape, dtype = case.leaf.shape, case.leaf.dtype

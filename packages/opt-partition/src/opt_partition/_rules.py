@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self
 
+import jax
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 from optax import contrib
 
 from opt_partition._param_axes import Parameter
-from opt_partition._trees import flatten_with_paths, key_name
+from opt_partition._trees import descend, key_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,15 @@ class StateLeaf:
     shape: tuple[int, ...]
     dtype: Any
     parameter: Parameter | None
+
+    def beside(self, field: str) -> jax.ShapeDtypeStruct | None:
+        """The leaf that another field of the state has for the same parameter, if there is one."""
+        path = self.parameter.key_path if self.parameter else ()
+        for start in range(len(path) + 1):
+            found = descend(getattr(self.state, field), path[start:])
+            if isinstance(found, jax.ShapeDtypeStruct):
+                return found
+        return None
 
     @property
     def field(self) -> str:
@@ -90,7 +100,7 @@ def factored_dimensions(leaf: StateLeaf) -> Answer:
     if parameter is None or leaf.field not in ("v_row", "v_col", "v"):
         return None
     shape = parameter.shape
-    full = _at(leaf.state.v, leaf.key_path[1:])
+    full = leaf.beside("v")
     if leaf.field == "v":
         return tuple(range(len(shape))) if leaf.shape == shape else _placeholder(leaf)
     if len(shape) < 2 or full is None or tuple(full.shape) == shape:
@@ -113,7 +123,7 @@ def projected_dimensions(leaf: StateLeaf) -> Answer:
     The rank indexes nothing, even where a small matrix caps it and its size is that of a dimension.
     """
     parameter = leaf.parameter
-    projector = _at(leaf.state.projector, leaf.key_path)
+    projector = leaf.beside("projector")
     if parameter is None or projector is None or len(projector.shape) != 2:
         return None
     if 0 in projector.shape:  # this parameter is not projected
@@ -133,15 +143,6 @@ def projected_dimensions(leaf: StateLeaf) -> Answer:
         return short, None
     if leaf.shape == (rank, other):  # the rank is capped: rows are projected if there are more
         return (short, None) if long == 1 else (None, short)
-    return None
-
-
-def _at(tree: Any, key_path: tuple[Any, ...]) -> Any:
-    """What `tree` has at the longest possible end of a path."""
-    leaves = dict(flatten_with_paths(tree))
-    for start in range(len(key_path) + 1):
-        if key_path[start:] in leaves:
-            return leaves[key_path[start:]]
     return None
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.tree_util import keystr
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
 
 KeyPath = tuple[Any, ...]
 
@@ -56,6 +56,29 @@ def children(node: Any) -> Node | None:
         return None
     rebuild = functools.partial(jax.tree_util.tree_unflatten, treedef)
     return Node([(key, child) for (key,), child in keyed], rebuild)
+
+
+def descend(tree: Any, path: Sequence[Any]) -> Any:
+    """Returns what `tree` holds at a key path; `None` if it has no such path.
+
+    Examples:
+      >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'mlp': [1.0]})
+      >>> descend({'mlp': [2.0, 3.0]}, path), descend({'attention': []}, path)
+      (2.0, None)
+    """
+    for key in path:
+        match key:
+            case DictKey(key=name):
+                tree = tree.get(name) if isinstance(tree, Mapping) else None
+            case GetAttrKey(name=name):
+                tree = getattr(tree, name, None)
+            case SequenceKey(idx=index):
+                is_long = isinstance(tree, list | tuple) and index < len(tree)
+                tree = tree[index] if is_long else None
+            case _:
+                node = children(tree)
+                tree = dict(node.children).get(key) if node else None
+    return tree
 
 
 def flatten_with_paths(tree: Any) -> Iterator[tuple[KeyPath, Any]]:
