@@ -89,9 +89,17 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
             )
             continue
         shape = tuple(np.shape(leaf))
-        axes, problem = _read_axes(found.get(path), len(shape))
-        if problem:
-            problems.append(f"{path_str(path)}: {problem}")
+        try:
+            axes = read_axes(found.get(path))
+        except AxesError as error:
+            problems.append(f"{path_str(path)}: {error}")
+            continue
+        if len(axes) > len(shape):
+            problems.append(
+                f"{path_str(path)}: expected at most {len(shape)} axes, one per dimension of "
+                f"{shape}, found {axes}"
+            )
+        axes += (None,) * (len(shape) - len(axes))
         table.append(Parameter(path, shape, jax.dtypes.result_type(leaf), axes))
     if problems:
         raise AxesError("`param_axes` do not fit `params`:\n  " + "\n  ".join(problems))
@@ -105,7 +113,7 @@ def _collect(params: Any, axes: Any, path: KeyPath, found: dict[KeyPath, Any]) -
         if params is not None:
             found[path] = axes
         return
-    given = children(axes) if not _is_leaf(axes) else None
+    given = children(axes) if not is_axes(axes) else None
     by_name = {key_name(key): child for key, child in given.children} if given else {}
     for key, child in node.children:
         name = key_name(key)
@@ -115,32 +123,38 @@ def _collect(params: Any, axes: Any, path: KeyPath, found: dict[KeyPath, Any]) -
             for below, _ in flatten_with_paths(child):
                 yield f"{path_str((*path, key, *below))}: no axes are given"
     for name, extra in by_name.items():
-        if _is_leaf(extra) or jax.tree.leaves(extra):
+        if is_axes(extra) or jax.tree.leaves(extra):
             where = path_str(path) + "/" if path else ""
             yield f"{where}{name}: axes are given, but there is no such parameter"
 
 
-def _is_leaf(axes: Any) -> bool:
-    return isinstance(axes, PartitionSpec | HasPartitionSpec | HasNames)
+def is_axes(node: Any) -> bool:
+    """Whether a node is the axes of one parameter for certain; a tuple may be a container."""
+    return isinstance(node, PartitionSpec | HasPartitionSpec | HasNames)
 
 
-def _read_axes(given: Any, rank: int) -> tuple[tuple[Axis, ...], str | None]:
-    """Returns `rank` axes, or what is wrong with those that are given."""
-    nothing: tuple[Axis, ...] = (None,) * rank
+def read_axes(given: Any) -> tuple[Axis, ...]:
+    """Returns the names of one parameter's dimensions, as far as they are given.
+
+    Raises:
+      AxesError: they are no names.
+
+    Examples:
+      >>> read_axes(PartitionSpec('embed', None)), read_axes(None)
+      (('embed', None), ())
+    """
     names = given
     if isinstance(given, HasPartitionSpec):
         names = given.get_partition_spec()
     elif isinstance(given, HasNames) and not isinstance(given, PartitionSpec):
         names = given.names
     if names is None:
-        return nothing, None
+        return ()
     if isinstance(names, str) or not isinstance(names, PartitionSpec | Sequence):
-        return nothing, f"axes must be a PartitionSpec or a tuple of names, found {given!r}"
+        raise AxesError(f"axes must be a PartitionSpec or a tuple of names, found {given!r}")
     axes = tuple(tuple(name) if isinstance(name, list) else name for name in names)
     for axis in axes:
         is_names = isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)
         if not (axis is None or isinstance(axis, str) or is_names):
-            return nothing, f"the name of a dimension must be a string or None, found {axis!r}"
-    if len(axes) > rank:
-        return nothing, f"expected at most {rank} axes, one per dimension, found {given!r}"
-    return axes + nothing[len(axes) :], None
+            raise AxesError(f"the name of a dimension must be a string or None, found {axis!r}")
+    return axes
