@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from opt_partition._hlo import Array, Computation, Instruction, Module, flat_types
 
@@ -75,7 +75,7 @@ class Site:
       parts: operand and result of each array that it moves.
       count: how often the place is reached in a step.
       per_iteration: as of `Collective`.
-      conditional: as of `Collective`.
+      branch: the outermost `conditional` that it is in and which of its branches.
     """
 
     computation: Computation
@@ -84,7 +84,7 @@ class Site:
     parts: tuple[tuple[Array, Array], ...]
     count: int
     per_iteration: bool
-    conditional: bool
+    branch: tuple[str, int] | None
 
     @property
     def groups(self) -> Groups | None:
@@ -98,25 +98,26 @@ def sites(module: Module) -> list[Site]:
     found: list[Site] = []
     seen: set[tuple[str, str]] = set()
 
-    def visit(name: str, count: int, per_iteration: bool, conditional: bool) -> None:
+    def visit(name: str, count: int, per_iteration: bool, branch: tuple[str, int] | None) -> None:
         computation = module.computations[name]
         for instruction in computation.instructions.values():
             kind = collective_kind(instruction)
             if kind is None:
-                for callee, times in callees(module, computation, instruction):
+                times: int | None = 1
+                if instruction.opcode == "while":
+                    times = trip_count(module, computation, instruction)
+                for n, callee in enumerate(callees(instruction)):
+                    inside = (instruction.name, n) if instruction.opcode == "conditional" else None
                     visit(
-                        callee,
-                        count * (times or 1),
-                        per_iteration or times is None,
-                        conditional or instruction.opcode == "conditional",
+                        callee, count * (times or 1), per_iteration or not times, branch or inside
                     )
             elif _first_of_async_fusion(instruction, kind, seen):
                 kind, parts = _parts(computation, instruction, kind)
                 found.append(
-                    Site(computation, instruction, kind, parts, count, per_iteration, conditional)
+                    Site(computation, instruction, kind, parts, count, per_iteration, branch)
                 )
 
-    visit(module.entry, 1, False, False)
+    visit(module.entry, 1, False, None)
     return found
 
 
@@ -148,7 +149,7 @@ def rows(site: Site, module: Module, mesh_shape: Mapping[str, int] | None) -> li
             axes=axes,
             count=site.count,
             per_iteration=site.per_iteration,
-            conditional=site.conditional,
+            conditional=site.branch is not None,
             bytes=bytes_sent(site.kind, operand.bytes, result.bytes, size),
             op_name=site.instruction.op_name,
         )
@@ -177,21 +178,10 @@ def collective_kind(instruction: Instruction) -> str | None:
     return opcode if opcode in KINDS else None
 
 
-def callees(
-    module: Module, computation: Computation, instruction: Instruction
-) -> Iterator[tuple[str, int | None]]:
-    """Yields each computation that an instruction runs and how often; `None` if not known."""
-    if instruction.opcode == "while":
-        times = trip_count(module, computation, instruction)
-        for name in (*instruction.called("body"), *instruction.called("condition")):
-            yield name, times
-    elif instruction.opcode == "conditional":
-        for key in ("branch_computations", "true_computation", "false_computation"):
-            yield from ((name, 1) for name in instruction.called(key))
-    elif instruction.opcode == "call":
-        yield from ((name, 1) for name in instruction.called("to_apply"))
-    elif instruction.opcode in ("fusion", "async-start", "custom-call"):
-        yield from ((name, 1) for name in instruction.called("calls"))
+def callees(instruction: Instruction) -> tuple[str, ...]:
+    """The computations that an instruction runs; not those that it applies to elements."""
+    keys = _CALLEES.get(instruction.opcode, ())
+    return tuple(name for key in keys for name in instruction.called(key))
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
@@ -396,6 +386,14 @@ def _ints(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)))
 
 
+_CALLEES = {
+    "async-start": ("calls",),
+    "call": ("to_apply",),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+    "custom-call": ("calls",),
+    "fusion": ("calls",),
+    "while": ("condition", "body"),
+}
 _MESH_GROUPS = re.compile(
     r"replica_groups=mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=(?P<ids>[^{]*))? \{(?P<axes>[^}]*)\}"
 )

@@ -120,7 +120,7 @@ def input_leaves(compiled: jax.stages.Compiled, expected: Expected) -> list[Leaf
     for field, place in places.items():
         _subtree(args, place, field)
     infos = [*flatten_with_paths(args), *flatten_with_paths(kwargs)]
-    found = compiled.in_tree.flatten_up_to(compiled.input_shardings)
+    found = _leaves_like(compiled.in_tree, compiled.input_shardings)
     return [
         Leaf(
             "input",
@@ -142,7 +142,7 @@ def output_leaves(
     """The flat results, in JAX's order; those like the parameters and the state are named so."""
     out = compiled.out_info
     asked = _broadcast(expected.outputs, out, "outputs")
-    found = compiled.out_tree.flatten_up_to(compiled.output_shardings)
+    found = _leaves_like(compiled.out_tree, compiled.output_shardings)
     places = _find_outputs(out, inputs)
     return [
         Leaf(
@@ -214,7 +214,8 @@ def platform(leaves: Sequence[Leaf]) -> str:
     """The platform of the devices that the step was compiled for."""
     for leaf in leaves:
         if leaf.found is not None:
-            return next(iter(leaf.found.device_set)).platform
+            device: Any = next(iter(leaf.found.device_set))
+            return str(device.platform)
     return jax.default_backend()
 
 
@@ -231,6 +232,12 @@ def sharding_str(sharding: Sharding, ndim: int) -> str:
     entries = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
     where = f" in {sharding.memory_kind}" * (sharding.memory_kind not in (None, "device"))
     return f"P({', '.join(map(repr, entries)) if any(entries) else ''}){where}"
+
+
+def _leaves_like(treedef: Any, tree: Any) -> list[Sharding | None]:
+    """The leaves of `tree`, where arguments that the step does not use have `None`."""
+    leaves: list[Sharding | None] = treedef.flatten_up_to(tree)
+    return leaves
 
 
 def _broadcast(prefix: Any, tree: Any, where: str) -> list[Sharding | None]:

@@ -200,9 +200,9 @@ def _collective_rows(collectives: Sequence[Collective]) -> list[list[str]]:
         return [["none"]]
     same: dict[tuple[Any, ...], list[Collective]] = {}
     for row in collectives:
-        key = (row.kind, row.dtype, row.operand_shape, row.shape, row.axes, row.group_size)
-        key += (row.per_iteration, row.conditional, row.sources)
-        same.setdefault(key, []).append(row)
+        what = (row.kind, row.dtype, row.operand_shape, row.shape, row.sources)
+        how = (row.axes, row.group_size, row.per_iteration, row.conditional)
+        same.setdefault((what, how), []).append(row)
     rows = [["kind", "array", "over", "count", "bytes sent", "depends on", "from"]]
     for group in sorted(same.values(), key=lambda g: -sum(row.total_bytes for row in g)):
         first = group[0]

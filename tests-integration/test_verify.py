@@ -1,0 +1,368 @@
+"""`verify` on steps compiled for 8 virtual devices: right ones pass, planted faults are caught."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from opt_partition._verify import verify
+from opt_partition._verify_leaves import Expected
+from opt_partition._verify_report import Report
+from opt_partition.errors import AxesError, ShardingMismatchError
+
+P = PartitionSpec
+Tree = Any
+
+DATA = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+GRID = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+PARAMS = {"w": jnp.ones((64, 32)), "b": jnp.ones(32)}
+BATCH = jnp.ones((16, 64))
+
+
+def loss(params: Tree, batch: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.square(jnp.tanh(batch @ params["w"] + params["b"])))
+
+
+def on(mesh: Mesh, *spec: Any) -> NamedSharding:
+    return NamedSharding(mesh, P(*spec))
+
+
+def like_params(tx: optax.GradientTransformation, sharded: Tree, rest: NamedSharding) -> Tree:
+    """State shardings: of the parameters' copies `sharded`, of everything else `rest`."""
+    state = jax.eval_shape(tx.init, PARAMS)
+    return optax.tree_map_params(
+        tx, lambda _, s: s, state, sharded, transform_non_params=lambda _: rest
+    )
+
+
+def train(
+    tx: optax.GradientTransformation,
+    *,
+    params: Tree,
+    state: Tree,
+    batch: NamedSharding,
+    out_state: Tree = None,
+    constrain: Callable[[Tree], Tree] = lambda grads: grads,
+    amid: Callable[[Tree], Tree] = lambda state: state,
+    micro_batches: int | None = None,
+) -> jax.stages.Lowered:
+    """A training step; `constrain` sees the gradients, `amid` the new state."""
+
+    def gradients(values: Tree, data: jax.Array) -> Tree:
+        if micro_batches is None:
+            return jax.grad(loss)(values, data)
+
+        def add(total: Tree, part: jax.Array) -> tuple[Tree, None]:
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(values, part)), None
+
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, values), data)[0]
+
+    def step(values: Tree, opt_state: Tree, data: jax.Array) -> tuple[Tree, Tree]:
+        grads = constrain(gradients(values, data))
+        updates, opt_state = tx.update(grads, opt_state, values)
+        return optax.apply_updates(values, updates), amid(opt_state)
+
+    shape = BATCH.shape if micro_batches is None else (micro_batches, *BATCH.shape)
+    return jax.jit(
+        step,
+        in_shardings=(params, state, batch),
+        out_shardings=(params, state if out_state is None else out_state),
+        donate_argnums=(0, 1),
+    ).lower(PARAMS, jax.eval_shape(tx.init, PARAMS), jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+ADAMW = optax.adamw(1e-3)
+WHOLE = {"w": on(DATA), "b": on(DATA)}
+SPREAD = {"w": on(DATA, "data"), "b": on(DATA, "data")}
+ZERO1 = like_params(ADAMW, SPREAD, on(DATA))
+EXPECTED = Expected(inputs=(WHOLE, ZERO1), outputs=(WHOLE, ZERO1))
+
+
+def zero1(**changed: Any) -> jax.stages.Lowered:
+    arguments = {"params": WHOLE, "state": ZERO1, "batch": on(DATA, "data"), **changed}
+    return train(ADAMW, **arguments)
+
+
+def errors(report: Report) -> list[tuple[str, str | None]]:
+    return [(finding.kind, finding.path) for finding in report.errors]
+
+
+def kinds(report: Report, least: int = 2) -> dict[str, list[tuple[int, ...]]]:
+    """Shapes by kind of collective, of those that move more than a scalar."""
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for row in report.collectives:
+        if max(map(len, (row.shape, row.operand_shape))) and max(row.shape) >= least:
+            found.setdefault(row.kind, []).append(row.shape)
+    return {kind: sorted(shapes) for kind, shapes in sorted(found.items())}
+
+
+@pytest.fixture(scope="module")
+def correct() -> Report:
+    return verify(zero1(), EXPECTED)
+
+
+class TestRightSteps:
+    def test_zero1(self, correct: Report) -> None:
+        assert correct.ok
+        assert correct.num_devices == 8
+        assert kinds(correct)["all-gather"] == [(32,), (64, 32)]
+        gather = next(row for row in correct.collectives if row.shape == (64, 32))
+        assert gather.axes == ("data",)
+        assert gather.bytes == 64 * 32 * 4 * 7 // 8
+        assert gather.sources == ("1/0/mu/w", "1/0/nu/w", "params", "inputs")
+
+    def test_bytes_are_those_of_the_arrays(self, correct: Report) -> None:
+        held = 64 * 32 * 4 + 32 * 4
+        assert correct.bytes_per_device("params") == held
+        assert correct.bytes_per_device("state") == 2 * held // 8 + 4
+        assert correct.bytes_per_device("state", "output") == 2 * held // 8 + 4
+        assert correct.memory is not None
+        state_and_params = held + 2 * held // 8 + 4
+        assert correct.memory.arguments == state_and_params + 2 * 64 * 4
+        assert correct.memory.aliased == state_and_params
+        assert all(leaf.aliased for leaf in correct.leaves if leaf.donated)
+
+    def test_cpus_leave_gradients_all_reduced(self, correct: Report) -> None:
+        said = [(f.kind, f.severity, f.path) for f in correct.findings]
+        assert said == [
+            ("gradient all-reduce", "warning", "1/0/mu/b"),
+            ("gradient all-reduce", "warning", "1/0/mu/w"),
+        ]
+        assert verify(zero1(), EXPECTED, gradients="any").findings[0].severity == "note"
+
+    def test_compiled_and_lowered_are_alike(self, correct: Report) -> None:
+        assert verify(zero1().compile(), EXPECTED) == correct
+
+    def test_fsdp_and_tensor_parallel_adafactor(self) -> None:
+        tx = optax.adafactor(1e-3, min_dim_size_to_factor=8)
+        params = {"w": on(GRID, "data", "model"), "b": on(GRID, "model")}
+        factors = jax.eval_shape(tx.init, PARAMS)
+        axes = {(64,): on(GRID, "data"), (32,): on(GRID, "model"), (64, 32): params["w"]}
+        state = jax.tree.map(lambda leaf: axes.get(leaf.shape, on(GRID)), factors)
+        step = train(tx, params=params, state=state, batch=on(GRID, "data"))
+        report = verify(step, Expected((params, state), (params, state)))
+        gathers = [row for row in report.collectives if row.kind == "all-gather"]
+        assert {row.shape for row in gathers if "params" in row.sources} >= {(64, 16)}
+        assert report.bytes_per_device("params") == 64 * 32 * 4 // 8 + 32 * 4 // 2
+
+    def test_fsdp_gathers_parameters_as_it_likes(self) -> None:
+        state = like_params(ADAMW, SPREAD, on(DATA))
+        step = train(ADAMW, params=SPREAD, state=state, batch=on(DATA, "data"))
+        report = verify(step, Expected((SPREAD, state), (SPREAD, state)))
+        gathers = [row for row in report.collectives if row.kind == "all-gather"]
+        assert gathers
+        assert all(row.sources == ("params",) for row in gathers)
+
+    def test_clipping_and_zero1_over_tensor_parallelism(self) -> None:
+        tx = optax.chain(optax.clip_by_global_norm(1.0), ADAMW, optax.clip_by_global_norm(1.0))
+        params = {"w": on(GRID, None, "model"), "b": on(GRID, "model")}
+        spread = {"w": on(GRID, "data", "model"), "b": on(GRID, "model")}
+        state = like_params(tx, spread, on(GRID))
+        step = train(tx, params=params, state=state, batch=on(GRID, "data"))
+        assert verify(step, Expected((params, state), (params, state))).ok
+
+    @pytest.mark.parametrize("every_k", [1, 3])
+    def test_accumulated_gradients_that_are_sharded_too(self, every_k: int) -> None:
+        tx = optax.MultiSteps(ADAMW, every_k).gradient_transformation()
+        state = like_params(tx, SPREAD, on(DATA))
+        step = train(tx, params=WHOLE, state=state, batch=on(DATA, "data"))
+        assert verify(step, Expected((WHOLE, state), (WHOLE, state))).ok
+
+    def test_scanned_micro_batches_count_as_often_as_they_run(self) -> None:
+        step = zero1(micro_batches=5, batch=on(DATA, None, "data"))
+        report = verify(step, EXPECTED)
+        sums = [row for row in report.collectives if row.kind == "all-reduce" and row.shape]
+        assert {(row.count, row.per_iteration) for row in sums} == {(5, False)}
+        assert sum(row.total_bytes for row in sums) >= 5 * 2 * (64 * 32 + 32) * 4 * 7 // 8
+        assert ", 5 times a step" in str(report.findings[-1])
+
+    def test_several_steps_in_one_program(self) -> None:
+        def step(params: Tree, state: Tree, batches: jax.Array) -> tuple[Tree, Tree]:
+            def one(carry: tuple[Tree, Tree], batch: jax.Array) -> tuple[tuple[Tree, Tree], None]:
+                grads = jax.grad(loss)(carry[0], batch)
+                updates, new = ADAMW.update(grads, carry[1], carry[0])
+                return (optax.apply_updates(carry[0], updates), new), None
+
+            return jax.lax.scan(one, (params, state), batches)[0]
+
+        shardings = (SPREAD, like_params(ADAMW, SPREAD, on(DATA)))
+        lowered = jax.jit(
+            step, in_shardings=(*shardings, on(DATA, None, "data")), out_shardings=shardings
+        ).lower(PARAMS, jax.eval_shape(ADAMW.init, PARAMS), jnp.ones((3, *BATCH.shape)))
+        report = verify(lowered, Expected(shardings, shardings))
+        gathers = [row for row in report.collectives if row.kind == "all-gather"]
+        assert gathers
+        assert {row.count for row in gathers} == {3}
+
+
+class TestPlantedFaults:
+    @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+    def test_state_comes_out_replicated(self) -> None:
+        replicated = like_params(ADAMW, WHOLE, on(DATA))
+        with pytest.raises(ShardingMismatchError) as caught:
+            verify(zero1(out_state=replicated), EXPECTED)
+        report = caught.value.report
+        wrong = [path for kind, path in errors(report) if kind == "sharding"]
+        assert wrong == [f"1/0/{name}/{leaf}" for name in ("mu", "nu") for leaf in ("b", "w")]
+        assert (
+            "output 1/0/mu/w float32[64, 32]: asked P('data', None), 1,024 bytes a device; found "
+            "P(), 8,192 bytes a device"
+        ) in str(caught.value)
+        assert "give `jax.jit` the shardings asked for" in str(caught.value)
+        lost = [f.path for f in report.findings if f.kind == "donation"]
+        assert lost == wrong
+        assert "donated, but no result takes over its 1,024 bytes" in str(caught.value)
+
+    @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+    def test_state_goes_in_replicated(self) -> None:
+        replicated = like_params(ADAMW, WHOLE, on(DATA))
+        with pytest.raises(ShardingMismatchError, match=r"input 1/0/nu/w .* found P\(\)"):
+            verify(zero1(state=replicated, out_state=ZERO1), EXPECTED)
+
+    def test_the_jit_of_a_step_decides_by_itself(self) -> None:
+        """The trap of ZeRO-1: without `out_shardings` the layout is whatever XLA propagates."""
+
+        def step(params: Tree, state: Tree, batch: jax.Array) -> tuple[Tree, Tree]:
+            updates, state = ADAMW.update(jax.grad(loss)(params, batch), state, params)
+            return optax.apply_updates(params, updates), state
+
+        lowered = jax.jit(step, in_shardings=(WHOLE, ZERO1, on(DATA, "data"))).lower(
+            PARAMS, jax.eval_shape(ADAMW.init, PARAMS), BATCH
+        )
+        report = verify(lowered, EXPECTED, raises=False)
+        assert "0/w" in [path for kind, path in errors(report) if kind == "sharding"]
+
+    def test_state_is_gathered_and_sliced_again(self) -> None:
+        def amid(state: Tree) -> Tree:
+            whole = jax.lax.with_sharding_constraint(state[0].mu, on(DATA))
+            whole = jax.lax.optimization_barrier(whole)
+            return (state[0]._replace(mu=whole), *state[1:])
+
+        with pytest.raises(ShardingMismatchError, match="2 gathers") as caught:
+            verify(zero1(amid=amid), EXPECTED)
+        assert errors(caught.value.report) == [
+            ("state gather", "1/0/mu/b"),
+            ("state gather", "1/0/mu/w"),
+        ]
+        assert "where 1 would do, of the new parameter or of its update" in str(caught.value)
+        assert "`state_gathers='any'`" in str(caught.value)
+        assert verify(zero1(amid=amid), EXPECTED, state_gathers="any").ok
+
+    def test_state_is_gathered_before_it_is_used(self) -> None:
+        plain = ADAMW.update
+
+        def update(grads: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
+            mu = jax.lax.with_sharding_constraint(state[0].mu, on(DATA))
+            mu = jax.lax.optimization_barrier(mu)
+            return plain(grads, (state[0]._replace(mu=mu), *state[1:]), params)
+
+        tx = optax.GradientTransformation(ADAMW.init, update)
+        step = train(tx, params=WHOLE, state=ZERO1, batch=on(DATA, "data"))
+        with pytest.raises(ShardingMismatchError, match="gathers 1/0/mu/w in full") as caught:
+            verify(step, EXPECTED)
+        assert ("state gather", "1/0/mu/w") in errors(caught.value.report)
+        assert "a device should hold 256 of its 2,048 elements" in str(caught.value)
+
+    def test_gradients_are_summed_where_they_could_be_scattered(self) -> None:
+        with pytest.raises(ShardingMismatchError, match="a reduce-scatter would send half") as e:
+            verify(by_hand(scatter=False), EXPECTED, gradients="reduce-scatter")
+        assert {kind for kind, _ in errors(e.value.report)} == {"gradient all-reduce"}
+        assert {path for _, path in errors(e.value.report)} == {"1/0/mu/b", "1/0/mu/w"}
+        assert "of which 1/0/mu/w takes 1/8" in str(e.value)
+
+    def test_scattered_gradients_pass(self) -> None:
+        report = verify(by_hand(scatter=True), EXPECTED, gradients="reduce-scatter")
+        assert kinds(report)["reduce-scatter"] == [(4,), (8, 32)]
+        assert "all-reduce" not in kinds(report)
+
+
+class TestExpected:
+    def test_a_step_of_one_tree(self) -> None:
+        """Parameters and state in one argument, found by their paths."""
+
+        def step(train: Tree, batch: jax.Array) -> tuple[Tree, jax.Array]:
+            value, grads = jax.value_and_grad(loss)(train["target"], batch)
+            updates, state = ADAMW.update(grads, train["state"], train["target"])
+            params = optax.apply_updates(train["target"], updates)
+            return {"target": params, "state": state}, value
+
+        shardings = {"target": WHOLE, "state": ZERO1}
+        shapes = {"target": PARAMS, "state": jax.eval_shape(ADAMW.init, PARAMS)}
+        lowered = jax.jit(
+            step, in_shardings=(shardings, on(DATA, "data")), out_shardings=(shardings, None)
+        ).lower(shapes, BATCH)
+        expected = Expected((shardings,), (shardings,), params="0/target", state="0/state")
+        report = verify(lowered, expected)
+        assert report.bytes_per_device("state") == 2 * (64 * 32 + 32) * 4 // 8 + 4
+        roles = {leaf.path: leaf.role for leaf in report.leaves if leaf.side == "output"}
+        assert (roles["0/target/w"], roles["0/state/0/mu/w"], roles["1"]) == (
+            "params",
+            "state",
+            "other",
+        )
+
+    def test_arguments_that_are_not_used(self) -> None:
+        def step(params: Tree, state: Tree, unused: Tree, batch: jax.Array) -> tuple[Tree, Tree]:
+            updates, state = ADAMW.update(jax.grad(loss)(params, batch), state, params)
+            return optax.apply_updates(params, updates), state
+
+        lowered = jax.jit(
+            step,
+            in_shardings=(WHOLE, ZERO1, on(DATA), on(DATA, "data")),
+            out_shardings=(WHOLE, ZERO1),
+        ).lower(PARAMS, jax.eval_shape(ADAMW.init, PARAMS), {"k": jnp.ones(3)}, BATCH)
+        report = verify(lowered, Expected((WHOLE, ZERO1, on(DATA, "data")), (WHOLE, ZERO1)))
+        unused = next(leaf for leaf in report.leaves if leaf.path == "2/k")
+        assert (unused.found, unused.bytes_found, unused.ok) == (None, 0, True)
+        gather = next(row for row in report.collectives if row.shape == (64, 32))
+        assert gather.sources == ("1/0/mu/w", "1/0/nu/w", "params", "inputs")
+
+    def test_layouts_of_an_abstract_mesh(self) -> None:
+        abstract = jax.tree.map(lambda s: NamedSharding(DATA.abstract_mesh, s.spec), (WHOLE, ZERO1))
+        assert verify(zero1(), Expected(abstract, abstract)).ok
+        other = NamedSharding(GRID.abstract_mesh, P("data"))
+        with pytest.raises(AxesError, match="make the layout with the mesh that the step runs on"):
+            verify(zero1(), Expected((other, None), None))
+
+    def test_the_report_can_be_kept(self, correct: Report) -> None:
+        data = json.loads(correct.to_json())
+        assert data["ok"] is True
+        assert data["memory"]["temporaries"] == correct.memory.temporaries  # type: ignore[union-attr]
+        assert len(data["leaves"]) == len(correct.leaves) == 15
+        assert {row["kind"] for row in data["collectives"]} == {"all-gather", "all-reduce"}
+        error = pickle.loads(pickle.dumps(ShardingMismatchError(correct)))
+        assert error.report == correct
+        assert "all-gather  f32 [8,32] → [64,32]" in str(correct)
+
+
+def by_hand(*, scatter: bool) -> jax.stages.Lowered:
+    """ZeRO-1 under `shard_map`: each device updates its part and all gather the parameters."""
+
+    def mine(whole: jax.Array) -> jax.Array:
+        size = whole.shape[0] // 8
+        return jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index("data") * size, size)
+
+    def reduced(grad: jax.Array) -> jax.Array:
+        if scatter:
+            return jax.lax.psum_scatter(grad, "data", tiled=True)
+        return mine(jax.lax.psum(grad, "data"))
+
+    def step(params: Tree, state: Tree, batch: jax.Array) -> tuple[Tree, Tree]:
+        grads = jax.tree.map(reduced, jax.grad(loss)(params, batch))
+        part = jax.tree.map(mine, params)
+        updates, state = ADAMW.update(grads, state, part)
+        part = optax.apply_updates(part, updates)
+        return jax.tree.map(lambda x: jax.lax.all_gather(x, "data", tiled=True), part), state
+
+    specs = jax.tree.map(lambda sharding: sharding.spec, (WHOLE, ZERO1, on(DATA, "data")))
+    mapped = jax.shard_map(step, mesh=DATA, in_specs=specs, out_specs=specs[:2], check_vma=False)
+    return jax.jit(
+        mapped, in_shardings=(WHOLE, ZERO1, on(DATA, "data")), out_shardings=(WHOLE, ZERO1)
+    ).lower(PARAMS, jax.eval_shape(ADAMW.init, PARAMS), BATCH)
