@@ -76,7 +76,7 @@ def test_an_empty_layout() -> None:
         (P(unreduced={"data"}), "P() is unreduced over ['data']: reduce first"),
         (
             NamedSharding(AbstractMesh((2,), ("x",)), P("x")),
-            "expected a sharding on data=4, model=2, found one on x=2",
+            "expected the mesh data=4, model=2; found x=2",
         ),
         (
             "data",
@@ -87,14 +87,14 @@ def test_an_empty_layout() -> None:
 def test_specs_are_checked(spec: Any, problem: str) -> None:
     with pytest.raises(AxesError) as caught:
         Layout.from_specs({"w": spec, "b": P()}, {"w": leaf(8, 7), "b": leaf(3)}, MESH)
-    assert str(caught.value) == f"`specs` do not fit `shapes` and `mesh`:\n  w: {problem}"
+    assert str(caught.value) == f"`specs` do not fit the leaves and the mesh:\n  w: {problem}"
 
 
 def test_layouts_are_checked() -> None:
     layout = Layout.from_specs(P("data"), leaf(8), MESH)
     with pytest.raises(AxesError, match=r"laid out for float32\[8\], found int32\[8\]"):
         Layout.from_specs(layout, leaf(8, dtype=jnp.int32), MESH)
-    with pytest.raises(AxesError, match="on x=2, found a layout on data=4, model=2"):
+    with pytest.raises(AxesError, match="`specs`: expected the mesh x=2; found data=4, model=2"):
         Layout.from_specs(layout, leaf(8), AbstractMesh((2,), ("x",)))
     manual = AbstractMesh((4,), ("data",), axis_types=(AxisType.Manual,))
     with pytest.raises(AxesError, match="has a Manual axis"):

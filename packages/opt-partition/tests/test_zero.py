@@ -174,7 +174,7 @@ AXES = st.lists(st.sampled_from(MESH.axis_names), min_size=1, max_size=4, unique
 
 
 @st.composite
-def leaves(draw: st.DrawFn) -> tuple[tuple[int, ...], PartitionSpec]:
+def leaves(draw: Any) -> tuple[tuple[int, ...], PartitionSpec]:
     """A shape, and a spec that lays it over some of the mesh."""
     shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 7, 8, 12, 24, 48]), max_size=3)))
     free: list[str] = list(draw(st.permutations(MESH.axis_names)))

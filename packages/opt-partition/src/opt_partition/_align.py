@@ -57,7 +57,7 @@ def _walk(tree: Any, like: Any, path: KeyPath, prefix: bool, problems: list[str]
         if like is not None:
             yield tree
         elif tree is not None:
-            problems.append(f"{path_str(path)}: expected nothing, found {_brief(tree)}")
+            problems.append(f"{path_str(path)}: expected nothing, found {brief(tree)}")
         return
     if given is None and prefix:
         yield from [tree] * len(jax.tree.leaves(like))
@@ -66,7 +66,7 @@ def _walk(tree: Any, like: Any, path: KeyPath, prefix: bool, problems: list[str]
     found = {key_name(key): child for key, child in given.children} if given else {}
     if given is None and (expected or tree is not None):
         keys = ", ".join(expected)
-        problems.append(f"{path_str(path)}: expected keys {keys}; found {_brief(tree)}")
+        problems.append(f"{path_str(path)}: expected keys {keys}; found {brief(tree)}")
         return
     problems += [
         f"{path_str((*path, key))}: missing"
@@ -83,7 +83,7 @@ def _walk(tree: Any, like: Any, path: KeyPath, prefix: bool, problems: list[str]
             yield from _walk(found[name], child, (*path, key), prefix, problems)
 
 
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
     """A few words for what stands where something else should."""
     if isinstance(value, PartitionSpec):
         return "a PartitionSpec"  # the class has another name in newer versions of JAX

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from opt_partition._align import align
+from opt_partition._align import align, brief
 from opt_partition._trees import flatten_with_paths, path_str
 from opt_partition.errors import AxesError
 
@@ -65,24 +65,25 @@ class Layout:
     leaves: Any
 
     @classmethod
-    def from_specs(cls, specs: Any, shapes: Any, mesh: AnyMesh) -> Layout:
+    def from_specs(
+        cls, specs: Any, shapes: Any, mesh: AnyMesh, *, argument: str = "specs"
+    ) -> Layout:
         """The layout that specs of mesh axes describe.
 
         Args:
           specs: per leaf a `PartitionSpec`, a `NamedSharding`, whose memory kind is kept, or `None`
             for a whole leaf; or a `Layout`, which is checked.
           shapes: arrays or `jax.ShapeDtypeStruct`s in a tree like `specs`.
-          mesh: the mesh; those of shardings and of a layout must have its axes and sizes.
+          mesh: the mesh; that of shardings and of a layout must be the same, or have the same axes
+            and sizes where either is abstract.
+          argument: the caller's name of `specs`, for messages.
 
         Raises:
           AxesError: `specs`, `shapes` and `mesh` do not fit together; lists every path.
         """
-        entries = align(specs.leaves if isinstance(specs, Layout) else specs, shapes, "specs")
-        if isinstance(specs, Layout) and dict(specs.mesh.shape) != dict(mesh.shape):
-            raise AxesError(
-                f"expected `specs` on {named_sizes(mesh, mesh.axis_names)}, found a layout on "
-                f"{named_sizes(specs.mesh, specs.mesh.axis_names)}"
-            )
+        entries = align(specs.leaves if isinstance(specs, Layout) else specs, shapes, argument)
+        if isinstance(specs, Layout):
+            _check_mesh(specs.mesh, mesh, f"`{argument}`: ")
         leaves: list[LeafLayout] = []
         problems: list[str] = []
         for (path, leaf), entry in zip(leaves_with_paths(shapes), entries, strict=True):
@@ -91,7 +92,8 @@ class Layout:
             except (TypeError, AxesError) as error:
                 problems.append(f"{path}: {error}")
         if problems:
-            raise AxesError("\n  ".join(["`specs` do not fit `shapes` and `mesh`:", *problems]))
+            head = f"`{argument}` do not fit the leaves and the mesh:"
+            raise AxesError("\n  ".join([head, *problems]))
         return cls(mesh, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
     @property
@@ -264,11 +266,7 @@ def _leaf_layout(path: str, leaf: Any, entry: Any, mesh: AnyMesh) -> LeafLayout:
                 )
             return dataclasses.replace(entry, path=path)
         case NamedSharding(mesh=other):
-            if dict(other.shape) != dict(mesh.shape):
-                raise AxesError(
-                    f"expected a sharding on {named_sizes(mesh, mesh.axis_names)}, found one on "
-                    f"{named_sizes(other, other.axis_names)}"
-                )
+            _check_mesh(other, mesh)
             spec, memory_kind = entry.spec, entry.memory_kind
         case PartitionSpec():
             spec = entry
@@ -276,11 +274,20 @@ def _leaf_layout(path: str, leaf: Any, entry: Any, mesh: AnyMesh) -> LeafLayout:
             spec = PartitionSpec()
         case _:
             raise AxesError(
-                "expected a PartitionSpec of mesh axes, a NamedSharding or None, found a "
-                f"{type(entry).__name__}"
+                "expected a PartitionSpec of mesh axes, a NamedSharding or None, found "
+                f"{brief(entry)}"
             )
     full = _checked_spec(spec, shape, mesh)
     return LeafLayout(path, shape, dtype, full, shard_shape(shape, full, mesh), memory_kind)
+
+
+def _check_mesh(found: AnyMesh, mesh: AnyMesh, where: str = "") -> None:
+    """Raises `AxesError` where a layout on `found` is none on `mesh`."""
+    if dict(found.shape) != dict(mesh.shape):
+        expected, other = (named_sizes(m, m.axis_names) for m in (mesh, found))
+        raise AxesError(f"{where}expected the mesh {expected}; found {other}")
+    if isinstance(found, Mesh) and isinstance(mesh, Mesh) and found != mesh:
+        raise AxesError(f"{where}the mesh has other devices or axis types than expected")
 
 
 def _checked_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import PartitionSpec
 
-from opt_partition._align import align
+from opt_partition._align import align, brief
 from opt_partition._layout import (
     AnyMesh,
     Layout,
@@ -267,9 +267,7 @@ def _parse_axes(entry: Any, rank: int) -> tuple[tuple[str, ...], ...]:
     if entry is None:
         return ((),) * rank
     if not isinstance(entry, PartitionSpec):
-        raise AxesError(
-            f"expected a PartitionSpec of logical names or None, found a {type(entry).__name__}"
-        )
+        raise AxesError(f"expected a PartitionSpec of logical names or None, found {brief(entry)}")
     dims: list[tuple[str, ...]] = []
     entries: tuple[Any, ...] = tuple(entry)
     for names in entries:
