@@ -258,10 +258,10 @@ class TestPlantedFaults:
     def test_state_is_gathered_before_it_is_used(self) -> None:
         plain = ADAMW.update
 
-        def update(grads: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
+        def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
             mu = jax.lax.with_sharding_constraint(state[0].mu, on(DATA))
             mu = jax.lax.optimization_barrier(mu)
-            return plain(grads, (state[0]._replace(mu=mu), *state[1:]), params)
+            return plain(updates, (state[0]._replace(mu=mu), *state[1:]), params)
 
         tx = optax.GradientTransformation(ADAMW.init, update)
         step = train(tx, params=WHOLE, state=ZERO1, batch=on(DATA, "data"))
@@ -345,11 +345,11 @@ class TestExpected:
 def by_hand(*, scatter: bool) -> jax.stages.Lowered:
     """ZeRO-1 under `shard_map`: each device updates its part and all gather the parameters."""
 
-    def mine(whole: jax.Array) -> jax.Array:
+    def mine(whole: jax.Array) -> Tree:
         size = whole.shape[0] // 8
         return jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index("data") * size, size)
 
-    def reduced(grad: jax.Array) -> jax.Array:
+    def reduced(grad: jax.Array) -> Tree:
         if scatter:
             return jax.lax.psum_scatter(grad, "data", tiled=True)
         return mine(jax.lax.psum(grad, "data"))

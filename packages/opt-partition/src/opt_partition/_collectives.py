@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-import re
 from collections.abc import Mapping
 
 from opt_partition._hlo import Array, Computation, Instruction, Module, flat_types
+from opt_partition._hlo_loops import trip_count
+from opt_partition._replica_groups import Groups, axes_of, parse_groups
 
 KINDS = (
     "all-gather",
@@ -19,8 +18,6 @@ KINDS = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-
-Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,77 +181,6 @@ def callees(instruction: Instruction) -> tuple[str, ...]:
     return tuple(name for key in keys for name in instruction.called(key))
 
 
-def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """How often a `while` runs its body: as XLA noted, else a counter against a constant."""
-    noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
-    if noted:
-        return int(noted[1])
-    [body], [condition] = loop.called("body"), loop.called("condition")
-    test = module.computations[condition]
-    root = test.instructions[test.root]
-    if root.opcode != "compare" or root.attribute("direction") != "LT":
-        return None
-    counter, limit = (test.instructions[name] for name in root.operands)
-    place = counter.attribute("index")
-    if counter.opcode != "get-tuple-element" or place is None:
-        return None
-    result = module.computations[body]
-    first = _constant(computation, _element(computation, loop.operands[0], int(place)))
-    step = _step(result, _element(result, result.root, int(place)), place)
-    last = _constant(test, limit.name)
-    if first is None or last is None or step is None:
-        return None
-    return max(0, math.ceil((last - first) / step))
-
-
-@functools.lru_cache(maxsize=1024)
-def parse_groups(attributes: str) -> Groups | None:
-    """The groups in an instruction's `replica_groups`; `None` where it gives none.
-
-    Examples:
-      >>> parse_groups('replica_groups={{0,1},{2,3}}')
-      ((0, 1), (2, 3))
-      >>> parse_groups('replica_groups=[2,2]<=[2,2]T(1,0)')
-      ((0, 2), (1, 3))
-      >>> parse_groups("replica_groups=mesh['a'=2,'b'=2] {'a'}, dimensions={0}")
-      ((0, 2), (1, 3))
-      >>> parse_groups("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}")
-      ((0, 1), (2, 3))
-      >>> parse_groups('replica_groups={}') is None
-      True
-    """
-    if found := _MESH_GROUPS.search(attributes):
-        return _mesh_groups(found["sizes"], found["ids"] or "", found["axes"])
-    if found := _IOTA_GROUPS.search(attributes):
-        count, size = _ints(found["shape"])
-        dims = _ints(found["dims"])
-        ids = _iota(dims, _ints(found["order"] or "") or tuple(range(len(dims))))
-        return tuple(tuple(ids[n * size : (n + 1) * size]) for n in range(count))
-    if found := _LISTED_GROUPS.search(attributes):
-        return tuple(_ints(group) for group in re.findall(r"\{([^{}]*)\}", found["groups"]))
-    return None
-
-
-def axes_of(groups: Groups, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The mesh axes along which a group's devices differ; `None` if that is no whole axes.
-
-    Examples:
-      >>> axes_of(((0, 2, 4, 6), (1, 3, 5, 7)), {'data': 4, 'model': 2})
-      ('data',)
-      >>> axes_of(((0, 4), (1, 5)), {'data': 4, 'model': 2}) is None
-      True
-    """
-    sizes = tuple(mesh_shape.values())
-    if not sizes or sum(map(len, groups)) != math.prod(sizes):
-        return None
-    places = [_unravel(device, sizes) for device in groups[0]]
-    differ = [len({place[n] for place in places}) > 1 for n in range(len(sizes))]
-    spanned = math.prod(size for size, varies in zip(sizes, differ, strict=True) if varies)
-    if spanned != len(places):
-        return None
-    return tuple(axis for axis, varies in zip(mesh_shape, differ, strict=True) if varies)
-
-
 def _parts(
     computation: Computation, instruction: Instruction, kind: str
 ) -> tuple[str, tuple[tuple[Array, Array], ...]]:
@@ -312,80 +238,6 @@ def _first_of_async_fusion(instruction: Instruction, kind: str, seen: set[tuple[
     return new
 
 
-def _element(computation: Computation, tuple_name: str, place: int) -> str:
-    """Name of an element of a tuple, if the tuple is made in sight; else of the tuple."""
-    instruction = computation.instructions[tuple_name]
-    return instruction.operands[place] if instruction.opcode == "tuple" else tuple_name
-
-
-def _source(computation: Computation, name: str) -> Instruction:
-    """The instruction whose value `name` has, behind copies."""
-    instruction = computation.instructions[name]
-    while instruction.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
-        instruction = computation.instructions[instruction.operands[0]]
-    return instruction
-
-
-def _constant(computation: Computation, name: str) -> int | None:
-    """The integer that `name` is; `None` if it is none."""
-    instruction = _source(computation, name)
-    digits = re.fullmatch(r"-?\d+", instruction.literal.strip())
-    return int(digits[0]) if digits and instruction.opcode == "constant" else None
-
-
-def _step(computation: Computation, name: str, place: str) -> int | None:
-    """What a loop adds to element `place` of its carry each time; `None` if not plain to see."""
-    add = _source(computation, name)
-    if add.opcode != "add":
-        return None
-    for counter, step in (add.operands, add.operands[::-1]):
-        source = _source(computation, counter)
-        if source.opcode == "get-tuple-element" and source.attribute("index") == place:
-            return _constant(computation, step)
-    return None
-
-
-def _mesh_groups(sizes: str, ids: str, axes: str) -> Groups:
-    """Groups of a mesh of named axes, over some of them."""
-    shape = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
-    total = math.prod(shape.values())
-    over = [list(shape).index(name) for name in re.findall(r"'([^']+)'", axes)]
-    rest = [n for n in range(len(shape)) if n not in over]
-    order = _iota(tuple(shape.values()), (*rest, *over))
-    if found := re.search(r"\[([\d,]*)\]T\(([\d,]*)\)", ids):
-        devices: tuple[int, ...] = _iota(_ints(found[1]), _ints(found[2]))
-    else:
-        listed = _ints(ids)
-        devices = listed if len(listed) == total else tuple(range(total))
-    size = math.prod(tuple(shape.values())[n] for n in over)
-    return tuple(
-        tuple(devices[n] for n in order[start : start + size]) for start in range(0, total, size)
-    )
-
-
-def _iota(dims: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """`0, 1, ...` as an array of `dims`, transposed by `order`, in a row."""
-    strides = [math.prod(dims[n + 1 :]) for n in range(len(dims))]
-    ids = [0]
-    for n in order:
-        ids = [i + k * strides[n] for i in ids for k in range(dims[n])]
-    return tuple(ids)
-
-
-def _unravel(index: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The place of element `index` of an array of `sizes`."""
-    place = []
-    for size in reversed(sizes):
-        index, at = divmod(index, size)
-        place.append(at)
-    return tuple(reversed(place))
-
-
-def _ints(text: str) -> tuple[int, ...]:
-    """The integers in a text."""
-    return tuple(map(int, re.findall(r"\d+", text)))
-
-
 _CALLEES = {
     "async-start": ("calls",),
     "call": ("to_apply",),
@@ -394,10 +246,3 @@ _CALLEES = {
     "fusion": ("calls",),
     "while": ("condition", "body"),
 }
-_MESH_GROUPS = re.compile(
-    r"replica_groups=mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=(?P<ids>[^{]*))? \{(?P<axes>[^}]*)\}"
-)
-_IOTA_GROUPS = re.compile(
-    r"replica_groups=\[(?P<shape>[\d,]*)\]<=\[(?P<dims>[\d,]*)\](?:T\((?P<order>[\d,]*)\))?"
-)
-_LISTED_GROUPS = re.compile(r"replica_groups=\{(?P<groups>\{[\d,{} ]*\})\}")
