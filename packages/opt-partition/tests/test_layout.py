@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from opt_partition._align import align
-from opt_partition._layout import Layout, itemsize, shard_shape
+from opt_partition._layout import Layout
+from opt_partition._specs import itemsize, shard_shape
 from opt_partition.errors import AxesError
 
 P = PartitionSpec
@@ -46,6 +47,7 @@ def test_the_table() -> None:
     assert str(layout) == (
         "mesh: data=4, model=2\n"
         "path   shape      dtype    spec              bytes  per device  memory  remarks\n"
+        "-----  ---------  -------  ---------------  ------  ----------  ------  -------\n"
         "step   ()         int32    P()                   4           4  device\n"
         "w      (1024, 8)  float32  P('data', None)  32,768       8,192  device\n"
         "total                                       32,772       8,196"

@@ -10,7 +10,8 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from opt_partition._align import align, brief
-from opt_partition._layout import Layout, leaves_with_paths, shape_and_dtype
+from opt_partition._layout import Layout, leaves_with_paths
+from opt_partition._specs import shape_and_dtype
 from opt_partition.errors import AxesError
 
 Init = Callable[[Any], Any]

@@ -16,11 +16,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from opt_partition._align import align, brief
-from opt_partition._layout import (
+from opt_partition._layout import Layout, LeafLayout, leaves_with_paths
+from opt_partition._specs import (
     AnyMesh,
-    Layout,
-    LeafLayout,
-    leaves_with_paths,
     manual_axes,
     named_sizes,
     shape_and_dtype,

@@ -10,10 +10,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from opt_partition._layout import (
+from opt_partition._layout import Layout, LeafLayout
+from opt_partition._specs import (
     AnyMesh,
-    Layout,
-    LeafLayout,
     manual_axes,
     mesh_axes_of,
     named_sizes,

@@ -1,0 +1,134 @@
+"""Specs of mesh axes, leaf by leaf."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from opt_partition.errors import AxesError
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def itemsize(dtype: Any) -> int:
+    """Bytes of one element; of a typed PRNG key, bytes of its data.
+
+    Examples:
+      >>> itemsize('bfloat16'), itemsize(jax.random.key(0).dtype)
+      (2, 8)
+    """
+    if jax.numpy.issubdtype(dtype, jax.dtypes.extended):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        return int(math.prod(data.shape) * data.dtype.itemsize)
+    return int(jax.numpy.dtype(dtype).itemsize)
+
+
+def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of an array, of a `jax.ShapeDtypeStruct` or of a Python number.
+
+    Raises:
+      TypeError: `leaf` is nothing that JAX can hold.
+    """
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        leaf = jax.typeof(leaf)
+    return tuple(leaf.shape), leaf.dtype
+
+
+def mesh_axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes in one entry of a `PartitionSpec`.
+
+    Examples:
+      >>> mesh_axes_of(None), mesh_axes_of('data'), mesh_axes_of(('data', 'model'))
+      ((), ('data',), ('data', 'model'))
+    """
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def shard_shape(shape: Sequence[int], spec: PartitionSpec, mesh: AnyMesh) -> tuple[int, ...]:
+    """The shape of what one device holds; every dimension must divide.
+
+    `NamedSharding.shard_shape` does the same, but not on meshes with `Manual` axes.
+
+    Examples:
+      >>> mesh = AbstractMesh((4, 2), ('data', 'model'))
+      >>> shard_shape((8, 6), PartitionSpec('data', None), mesh)
+      (2, 6)
+    """
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    ways = [math.prod(mesh.shape[axis] for axis in mesh_axes_of(entry)) for entry in entries]
+    return tuple(size // n for size, n in zip(shape, ways, strict=True))
+
+
+def manual_axes(mesh: AnyMesh) -> frozenset[str]:
+    """The mesh axes of type `Manual`: a leaf is already local to them, no spec may name them."""
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(axis for axis, kind in types if kind == AxisType.Manual)
+
+
+def named_sizes(mesh: AnyMesh, axes: Iterable[str]) -> str:
+    """Mesh axes and their sizes, for people.
+
+    Examples:
+      >>> named_sizes(AbstractMesh((4, 2), ('data', 'model')), ('model', 'data'))
+      'model=2, data=4'
+    """
+    return ", ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+
+
+def spec_of(axes: Iterable[Sequence[str]]) -> PartitionSpec:
+    """The `PartitionSpec` that lays each dimension over the given mesh axes.
+
+    Examples:
+      >>> tuple(spec_of([('data',), (), ('fsdp', 'model')]))
+      ('data', None, ('fsdp', 'model'))
+    """
+    return PartitionSpec(
+        *((names[0] if len(names) == 1 else tuple(names)) if names else None for names in axes)
+    )
+
+
+def spec_str(spec: PartitionSpec) -> str:
+    """A spec as people write it, in every version of JAX.
+
+    Examples:
+      >>> spec_str(PartitionSpec('data', None))
+      "P('data', None)"
+    """
+    return f"P({', '.join(map(repr, getattr(spec, 'partitions', spec)))})"
+
+
+def checked_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
+    """Returns `spec` as long as `shape`; raises `AxesError` where it cannot lay it over `mesh`."""
+    if getattr(spec, "unreduced", None):
+        raise AxesError(
+            f"{spec_str(spec)} is unreduced over {sorted(spec.unreduced)}: reduce first"
+        )
+    entries: list[Any] = list(getattr(spec, "partitions", spec))
+    if len(entries) > len(shape):
+        raise AxesError(f"{spec_str(spec)} has more entries than {shape} has dimensions")
+    if PartitionSpec.UNCONSTRAINED in entries:
+        raise AxesError(f"{spec_str(spec)} leaves dimensions open; say which mesh axes they have")
+    names = [mesh_axes_of(entry) for entry in (*entries, *[None] * (len(shape) - len(entries)))]
+    flat = [axis for axes in names for axis in axes]
+    absent = [axis for axis in flat if axis not in mesh.shape]
+    if absent:
+        raise AxesError(
+            f"{spec_str(spec)} has {', '.join(map(repr, absent))}, and `mesh` only "
+            f"{named_sizes(mesh, mesh.axis_names)}"
+        )
+    if not manual_axes(mesh).isdisjoint(flat):
+        raise AxesError(f"{spec_str(spec)} has a Manual axis: inside shard_map leaves are local")
+    if len(set(flat)) < len(flat):
+        raise AxesError(f"{spec_str(spec)} has a mesh axis twice")
+    for dim, (size, axes) in enumerate(zip(shape, names, strict=True)):
+        if size % math.prod(mesh.shape[axis] for axis in axes):
+            raise AxesError(
+                f"dimension {dim} of {shape} does not divide by {named_sizes(mesh, axes)}"
+            )
+    return spec_of(names)
