@@ -131,20 +131,33 @@ def collapse(
     """
     groups: dict[Hashable, list[_T]] = {}
     for leaf in leaves:
-        words = tuple(_NUMBER.split(path(leaf)))
-        groups.setdefault((words, same(leaf)), []).append(leaf)
+        groups.setdefault((words(path(leaf)), same(leaf)), []).append(leaf)
     for group in groups.values():
-        yield _pattern([path(leaf) for leaf in group]), group
+        yield pattern([path(leaf) for leaf in group]), group
 
 
-def _pattern(paths: Sequence[str]) -> str:
-    """One text for paths that have the same words between numbers."""
-    words = _NUMBER.split(paths[0])
+def words(path: str) -> tuple[str, ...]:
+    """Returns what stands between the numbers of a path.
+
+    Examples:
+      >>> words("0/mu/layers_17/w")
+      ('', '/mu/layers_', '/w')
+    """
+    return tuple(_NUMBER.split(path))
+
+
+def pattern(paths: Sequence[str]) -> str:
+    """Returns one text for paths that have the same `words`.
+
+    Examples:
+      >>> pattern(["layers_0/w", "layers_1/w"])
+      'layers_{0..1}/w'
+    """
     places = list(zip(*map(_NUMBER.findall, paths), strict=True))
     # `a_{0..1}/b_{0..1}` says that there are four; where there are fewer, it would mislead.
     is_product = math.prod(len(set(values)) for values in places) == len(set(paths))
     spans = [_span(set(values), is_product) for values in places]
-    return "".join(itertools.chain(*itertools.zip_longest(words, spans, fillvalue="")))
+    return "".join(itertools.chain(*itertools.zip_longest(words(paths[0]), spans, fillvalue="")))
 
 
 def _span(values: set[str], is_product: bool) -> str:

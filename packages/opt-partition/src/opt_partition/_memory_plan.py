@@ -11,17 +11,13 @@ import jax
 import numpy as np
 
 from opt_partition._explain import explain
-from opt_partition._layout import (
-    AnyMesh,
-    Layout,
-    LeafLayout,
-    named_sizes,
-)
+from opt_partition._layout import Layout, LeafLayout
 from opt_partition._logical_to_mesh import LogicalAxisRules, MemoryKinds, logical_to_mesh
 from opt_partition._param_axes import normalise_param_axes
 from opt_partition._plan import Kind, MemoryPlan
 from opt_partition._plan_rows import RowMaker
 from opt_partition._rules import DEFAULT_RULES, Rules
+from opt_partition._specs import AnyMesh, named_sizes
 from opt_partition._state_fields import state_fields
 from opt_partition._zero import extend_over
 from opt_partition.errors import AxesError
@@ -98,7 +94,7 @@ def memory_plan(
       >>> plan.state_fields
       {'ScaleByAdamState.count': 4, 'ScaleByAdamState.mu': 32768, 'ScaleByAdamState.nu': 32768}
       >>> [(row.leaf.path, row.reason) for row in plan.replicated][:1]
-      [('wi', "not over data=64: no rule shards 'embed'")]
+      [('wi', "not over data=64: no rule shards 'embed'; no rule uses 'data'")]
     """
     extended = _check_zero(zero, zero_level, mesh)
     explanation = explain(tx, params, param_axes, rules=derivation_rules, strict=strict)
@@ -122,7 +118,10 @@ def memory_plan(
         accumulators = None if accumulators is None else extend(accumulators)
     state = extend(lay(explanation.axes, shapes=explanation.state, memory_kinds=memory_kinds))
 
-    maker = RowMaker(rules, mesh, extended, group_by or _first_key)
+    zero_kinds: list[Kind] = ["state"]
+    if zero_level == 2:
+        zero_kinds += ["grads", "accumulators"]
+    maker = RowMaker(rules, mesh, dict.fromkeys(zero_kinds, extended), group_by or _first_key)
     layouts: dict[Kind, Layout | None] = {
         "params": param_layout,
         "grads": grads,

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from opt_partition._display import dtype_name
 from opt_partition._explain import Explanation
-from opt_partition._layout import AnyMesh, Layout, LeafLayout
+from opt_partition._layout import Layout, LeafLayout
 from opt_partition._plan_tables import plan_tables
+from opt_partition._specs import AnyMesh
 
 Kind = Literal["params", "grads", "accumulators", "state"]
 KINDS: tuple[Kind, ...] = ("params", "grads", "accumulators", "state")

@@ -9,16 +9,10 @@ from typing import Any
 import jax
 
 from opt_partition._explain import Explanation
-from opt_partition._layout import (
-    AnyMesh,
-    Layout,
-    LeafLayout,
-    manual_axes,
-    mesh_axes_of,
-    named_sizes,
-)
+from opt_partition._layout import Layout, LeafLayout
 from opt_partition._logical_to_mesh import LogicalAxisRules
 from opt_partition._plan import NO_PARAMETER, Kind, PlanRow
+from opt_partition._specs import AnyMesh, manual_axes, mesh_axes_of, named_sizes
 
 
 class RowMaker:
@@ -27,7 +21,7 @@ class RowMaker:
     Args:
       rules: which mesh axes logical names lie over.
       mesh: the mesh.
-      zero: the mesh axes that leaves were extended over.
+      zero: the mesh axes that the leaves of a kind were extended over.
       group_by: returns the group of a parameter from its path.
     """
 
@@ -35,13 +29,13 @@ class RowMaker:
         self,
         rules: LogicalAxisRules,
         mesh: AnyMesh,
-        zero: Sequence[str],
+        zero: Mapping[Kind, Sequence[str]],
         group_by: Callable[[str], str],
     ) -> None:
         pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
         self._sharded = {name for name, axes in pairs if mesh_axes_of(axes)}
         self._in_rules = {axis for _, axes in pairs for axis in mesh_axes_of(axes)}
-        self._zero = set(zero)
+        self._zero = zero
         self._mesh = mesh
         manual = manual_axes(mesh)
         self._sizes = {
@@ -84,10 +78,10 @@ class RowMaker:
                 group=NO_PARAMETER if parameter is None else self._group_by(parameter),
                 field=field,
                 waste=waste,
-                reason=self._reason(leaf, names) if waste else "",
+                reason=self._reason(kind, leaf, names) if waste else "",
             )
 
-    def _reason(self, leaf: LeafLayout, names: tuple[Any, ...]) -> str:
+    def _reason(self, kind: Kind, leaf: LeafLayout, names: tuple[Any, ...]) -> str:
         """Which mesh axes a leaf does not lie over, and why."""
         used = {axis for entry in leaf.spec for axis in mesh_axes_of(entry)}
         free = [axis for axis in self._sizes if axis not in used]
@@ -102,9 +96,10 @@ class RowMaker:
             why.append("no rule shards " + ", ".join(map(repr, dict.fromkeys(whole))))
         if not any(names):
             why.append("no dimension has a logical name")
-        if self._zero and not self._zero & used:
+        zero = set(self._zero.get(kind, ()))
+        if zero and not zero & used:
             why += leaf.actions
-        idle = [axis for axis in free if axis not in self._in_rules | self._zero]
+        idle = [axis for axis in free if axis not in self._in_rules | zero]
         if idle:
             why.append("no rule uses " + ", ".join(map(repr, idle)))
         return f"{where}: {'; '.join(why)}" if why else where

@@ -14,7 +14,7 @@ from opt_partition._display import (
     join_entries,
     join_ints,
 )
-from opt_partition._layout import named_sizes
+from opt_partition._specs import named_sizes
 
 if TYPE_CHECKING:
     from opt_partition._plan import MemoryPlan, PlanRow

@@ -1,0 +1,7 @@
+"""Runs the command line: `python -m opt_partition --help`."""
+
+import sys
+
+from opt_partition._cli import main
+
+sys.exit(main())
