@@ -265,10 +265,37 @@ class TestPlantedFaults:
 
         tx = optax.GradientTransformation(ADAMW.init, update)
         step = train(tx, params=WHOLE, state=ZERO1, batch=on(DATA, "data"))
-        with pytest.raises(ShardingMismatchError, match="gathers 1/0/mu/w in full") as caught:
+        with pytest.raises(
+            ShardingMismatchError, match="gathers 1/0/mu/w: a device gets 2,048"
+        ) as caught:
             verify(step, EXPECTED)
         assert ("state gather", "1/0/mu/w") in errors(caught.value.report)
-        assert "a device should hold 256 of its 2,048 elements" in str(caught.value)
+        assert "elements of 2,048 and should hold 256" in str(caught.value)
+
+    @pytest.mark.parametrize("optimizer", [optax.contrib.muon, optax.contrib.dadapt_adamw])
+    def test_optimizers_that_need_whole_matrices(self, optimizer: Any) -> None:
+        """Muon multiplies them; D-Adaptation's inner products flatten what is sharded twice."""
+        tx = optimizer(1e-3)
+        params = {"w": on(GRID, "data", "model"), "b": on(GRID, "model")}
+        axes = {(64, 32): params["w"], (32,): params["b"]}
+        shapes = jax.eval_shape(tx.init, PARAMS)
+        state = jax.tree.map(lambda leaf: axes.get(leaf.shape, on(GRID)), shapes)
+        expected = Expected((params, state), (params, state))
+        step = train(tx, params=params, state=state, batch=on(GRID, "data"))
+        assert not verify(step, expected, raises=False).ok
+        assert verify(step, expected, state_gathers="any").ok
+
+    @pytest.mark.parametrize(
+        "tx", [optax.sm3(0.1), optax.adafactor(1e-3, min_dim_size_to_factor=8)]
+    )
+    def test_rows_and_columns_may_be_gathered(self, tx: optax.GradientTransformation) -> None:
+        axes = {(64, 32): on(DATA, "data"), (32,): on(DATA, "data"), (64,): on(DATA, "data")}
+        state = jax.tree.map(
+            lambda leaf: axes.get(leaf.shape, on(DATA)), jax.eval_shape(tx.init, PARAMS)
+        )
+        step = train(tx, params=WHOLE, state=state, batch=on(DATA, "data"))
+        report = verify(step, Expected((WHOLE, state), (WHOLE, state)))
+        assert sum(row.kind == "all-gather" for row in report.collectives) > 2
 
     def test_gradients_are_summed_where_they_could_be_scattered(self) -> None:
         with pytest.raises(ShardingMismatchError, match="a reduce-scatter would send half") as e:

@@ -40,9 +40,11 @@ def verify(
        sharding of the parameter itself. Gathers of parameters, as FSDP needs for the forward and
        backward pass, and of gradients and activations, as tensor parallelism does, are nobody's
        concern here. Leaves smaller than their parameter, as the rows and columns of a factored
-       second moment, and gathers over some of a leaf's axes are noted. Of a `lax.cond`, the branch
-       that gathers most counts. Parameters and state that a loop carries through several steps
-       stay what they are.
+       second moment, may be gathered; that, and gathers over some of a leaf's axes, are noted. Of
+       a `lax.cond`, the branch that gathers most counts. Parameters and state that a loop carries
+       through several steps stay what they are. A state leaf belongs to the parameter whose path
+       is part of its own; one that belongs to none, as `optax.flatten` keeps, is judged only
+       where it is gathered as it is.
     3. *Gradients are all-reduced* of which each device then uses its part: the sum, taken over mesh
        axes that the new parameter or a state leaf of its shape is divided over, is as large as if
        it were not, and ends up there element by element. Parameters with nothing but factored

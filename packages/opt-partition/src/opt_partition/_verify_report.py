@@ -145,7 +145,7 @@ class Report:
         lines = [
             f"compiled step on {self.num_devices} {self.platform} devices: {said or 'as asked'}",
             f"  {checked} of {len(self.leaves)} leaves checked",
-            *(f"  {finding}" for finding in self.findings),
+            *(f"  {line}" for line in _said(self.findings)),
         ]
         if self.errors:
             lines.append(_advice(self.errors))
@@ -156,6 +156,19 @@ class Report:
             _table(_collective_rows(self.collectives)),
         ]
         return "\n".join(lines)
+
+
+def _said(findings: Sequence[Finding], most: int = 20) -> list[str]:
+    """The findings in words, of each kind and severity the first few."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.severity, finding.kind), []).append(finding)
+    lines = []
+    for (severity, kind), group in groups.items():
+        lines += map(str, group[:most])
+        if len(group) > most:
+            lines.append(f"{severity}: {kind}: {len(group) - most} more, in `findings`")
+    return lines
 
 
 _ADVICE = {

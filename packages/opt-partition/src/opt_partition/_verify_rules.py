@@ -143,16 +143,20 @@ def gradient_all_reduces(
 
 
 class _Owners:
-    """The parameter that a leaf of the state belongs to, by the end of its path."""
+    """The parameter that a leaf of the state belongs to: the one whose path is part of its own.
+
+    Mostly the end of it; `sm3` keeps a tuple for each parameter, so that numbers follow.
+    """
 
     def __init__(self, inputs: Sequence[Leaf]) -> None:
         self.params = {leaf.name: leaf for leaf in inputs if leaf.role == "params"}
 
     def of(self, leaf: Leaf) -> Leaf | None:
         keys = leaf.name.split("/")
-        for start in range(len(keys)):
-            if found := self.params.get("/".join(keys[start:])):
-                return found
+        for end in range(len(keys), 0, -1):
+            for start in range(end):
+                if found := self.params.get("/".join(keys[start:end])):
+                    return found
         return self.params.get(".")
 
 
@@ -162,12 +166,12 @@ def _pure_gather(gather: Moved, owners: _Owners, severity: Severity) -> Finding:
     owner = owners.of(leaf)
     factor = owner is not None and leaf.size < owner.size
     limit = min(leaf.size, owner.shard_size) if owner is not None else leaf.size
-    how = "in full" if gather.size >= limit else "in part"
+    in_part = gather.size < limit
     return _gather_finding(
         gather,
-        "note" if factor or how == "in part" else severity,
-        f"gathers {_names(gather.state)} {how}; a device should hold {leaf.shard_size:,} of its "
-        f"{leaf.size:,} elements",
+        "note" if factor or in_part else severity,
+        f"gathers {_names(gather.state)}: a device gets {gather.size:,} elements of "
+        f"{leaf.size:,} and should hold {leaf.shard_size:,}",
     )
 
 

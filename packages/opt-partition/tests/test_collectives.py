@@ -1,0 +1,165 @@
+"""Collectives of small programs in the forms that CPU, GPU and TPU give them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opt_partition._collectives import Collective, bytes_sent, collectives
+from opt_partition._hlo import parse
+from opt_partition._replica_groups import axes_of, parse_groups
+
+HEAD = "HloModule jit_f, num_partitions=8\n\n"
+ADD = "%add (a: f32[], b: f32[]) -> f32[] {\n  ROOT %a = f32[] parameter(0)\n}\n\n"
+
+
+def found(body: str, before: str = "") -> list[Collective]:
+    text = f"{HEAD}{ADD}{before}ENTRY %main (x: f32[8], y: f32[64]) -> f32[64] {{\n"
+    text += "  %x = f32[8]{0} parameter(0)\n  %y = f32[64]{0} parameter(1)\n"
+    return collectives(parse(text + body + "}\n"), {"data": 4, "model": 2})
+
+
+def test_asynchronous_ones_have_the_shape_of_their_result() -> None:
+    gather, scatter, reduce = found(
+        "  %g = (f32[8]{0}, f32[64]{0}) all-gather-start(%x), replica_groups=[1,8]<=[8]\n"
+        "  %s = ((f32[64]{0}), f32[8]{0}) reduce-scatter-start(%y), replica_groups=[1,8]<=[8]\n"
+        "  %r = f32[64]{0} all-reduce-start(%y), replica_groups=[2,4]<=[4,2]T(1,0)\n"
+        "  %s.1 = ((f32[64]{0}), f32[8]{0}) reduce-scatter-update(%s)\n"
+        "  %gd = f32[64]{0} all-gather-done(%g)\n"
+        "  %sd = f32[8]{0} reduce-scatter-done(%s.1)\n"
+        "  ROOT %rd = f32[64]{0} all-reduce-done(%r)\n"
+    )
+    assert (gather.kind, gather.operand_shape, gather.shape) == ("all-gather", (8,), (64,))
+    assert (scatter.kind, scatter.operand_shape, scatter.shape) == ("reduce-scatter", (64,), (8,))
+    assert (reduce.kind, reduce.shape, reduce.axes) == ("all-reduce", (64,), ("data",))
+    assert gather.bytes == scatter.bytes == 7 * 8 * 4
+    assert reduce.bytes == 2 * 3 * 64
+
+
+def test_combined_ones_are_told_apart() -> None:
+    first, second = found(
+        "  ROOT %r = (f32[8]{0}, bf16[64]{0}) all-reduce(%x, %y), replica_groups={}, "
+        "to_apply=%add\n"
+    )
+    assert (first.name, first.shape, first.group_size) == ("r.0", (8,), 8)
+    assert (second.name, second.dtype, second.axes) == ("r.1", "bf16", ("data", "model"))
+
+
+def test_the_reduce_scatter_of_tpus() -> None:
+    fusion = (
+        "%all-reduce-scatter.1 (in: f32[64]) -> f32[8] {\n"
+        "  %in = f32[64]{0} parameter(0)\n"
+        "  %sum = f32[64]{0} all-reduce(%in), replica_groups={{0,1,2,3,4,5,6,7}}\n"
+        "  %id = u32[] partition-id()\n"
+        "  ROOT %mine = f32[8]{0} dynamic-slice(%sum, %id), dynamic_slice_sizes={8}\n"
+        "}\n\n"
+    )
+    [scatter] = found(
+        "  ROOT %f = f32[8]{0} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1\n", fusion
+    )
+    assert (scatter.kind, scatter.operand_shape, scatter.shape) == ("reduce-scatter", (64,), (8,))
+
+
+def test_a_collective_spread_over_fusions_of_tpus_counts_once() -> None:
+    config = 'channel_id=4, backend_config={"async_collective_fusion_config":{"flag_start":"2"}}'
+    fusions = "".join(
+        f"%part.{n} (in: f32[8]) -> f32[64] {{\n"
+        f"  %in.{n} = f32[8]{{0}} parameter(0)\n"
+        f"  ROOT %g.{n} = f32[64]{{0}} all-gather(%in.{n}), {config}\n}}\n\n"
+        for n in range(3)
+    )
+    calls = "".join(
+        f"  {'ROOT ' * (n == 2)}%f.{n} = f32[64]{{0}} fusion(%x), calls=%part.{n}\n"
+        for n in range(3)
+    )
+    assert [row.name for row in found(calls, fusions)] == ["g.0"]
+
+
+LOOP = (
+    "%body (c: (s32[], f32[8])) -> (s32[], f32[8]) {\n"
+    "  %c = (s32[], f32[8]{0}) parameter(0)\n"
+    "  %i = s32[] get-tuple-element(%c), index=0\n"
+    "  %v = f32[8]{0} get-tuple-element(%c), index=1\n"
+    "  %two = s32[] constant(2)\n"
+    "  %next = s32[] add(%i, %two)\n"
+    "  %p = f32[8]{0} collective-permute(%v), source_target_pairs={{0,1},{1,0}}\n"
+    "  ROOT %t = (s32[], f32[8]{0}) tuple(%next, %p)\n"
+    "}\n\n"
+    "%cond (c: (s32[], f32[8])) -> pred[] {\n"
+    "  %c.1 = (s32[], f32[8]{0}) parameter(0)\n"
+    "  %i.1 = s32[] get-tuple-element(%c.1), index=0\n"
+    "  %n = s32[] LIMIT\n"
+    "  ROOT %lt = pred[] compare(%i.1, %n), direction=LT\n"
+    "}\n\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("limit", "noted", "count", "per_iteration"),
+    [
+        ("constant(7)", "", 4, False),
+        ("constant(7)", ', backend_config={"known_trip_count":{"n":"9"}}', 9, False),
+        ('custom-call(), custom_call_target="n"', "", 1, True),
+    ],
+)
+def test_loops(limit: str, noted: str, count: int, per_iteration: bool) -> None:
+    [permute] = found(
+        "  %zero = s32[] constant(0)\n"
+        "  %start = (s32[], f32[8]{0}) tuple(%zero, %x)\n"
+        "  ROOT %w = (s32[], f32[8]{0}) while(%start), condition=%cond, body=%body" + noted + "\n",
+        LOOP.replace("LIMIT", limit),
+    )
+    assert (permute.count, permute.per_iteration) == (count, per_iteration)
+    assert permute.total_bytes == count * 32
+
+
+def test_branches() -> None:
+    branches = "".join(
+        f"%b{n} (v: f32[8]) -> f32[8] {{\n  %v{n} = f32[8]{{0}} parameter(0)\n"
+        f"  ROOT %r{n} = f32[8]{{0}} all-reduce(%v{n}), to_apply=%add\n}}\n\n"
+        for n in range(2)
+    )
+    rows = found(
+        "  %k = s32[] constant(0)\n"
+        "  ROOT %c = f32[8]{0} conditional(%k, %x, %x), branch_computations={%b0, %b1}\n",
+        branches,
+    )
+    assert [row.conditional for row in rows] == [True, True]
+
+
+@given(
+    sizes=st.lists(st.integers(2, 4), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_groups_of_mesh_axes(sizes: list[int], data: st.DataObject) -> None:
+    """NumPy is the judge: both ways to print the same groups, and back to the axes' names."""
+    names = [f"a{n}" for n in range(len(sizes))]
+    over = data.draw(st.lists(st.sampled_from(range(len(sizes))), min_size=1, unique=True))
+    rest = [n for n in range(len(sizes)) if n not in over]
+    ids = np.arange(math.prod(sizes)).reshape(sizes).transpose(*rest, *over)
+    expected = ids.reshape(-1, math.prod(sizes[n] for n in over))
+
+    def listed(values: object) -> str:
+        return str(values).strip("()[]").replace(" ", "").rstrip(",")
+
+    mesh = ",".join(f"'{name}'={size}" for name, size in zip(names, sizes, strict=True))
+    axes = ",".join(f"'{names[n]}'" for n in over)
+    iota = f"{listed(expected.shape)}]<=[{listed(sizes)}]T({listed([*rest, *over])})"
+    plain = str(expected.tolist()).replace("[", "{").replace("]", "}").replace(" ", "")
+    for text in (f"mesh[{mesh}] {{{axes}}}", f"[{iota}", plain):
+        groups = parse_groups(f"channel_id=1, replica_groups={text}, dimensions={{0}}")
+        assert groups == tuple(map(tuple, expected.tolist()))
+    shape = dict(zip(names, sizes, strict=True))
+    assert axes_of(groups, shape) == tuple(names[n] for n in sorted(over))
+
+
+@given(st.integers(1, 512), st.integers(1, 10_000))
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size: int, part: int) -> None:
+    whole = part * size
+    scatter = bytes_sent("reduce-scatter", whole, part, size)
+    gather = bytes_sent("all-gather", part, whole, size)
+    assert bytes_sent("all-reduce", whole, whole, size) == scatter + gather
+    assert gather == part * (size - 1)
