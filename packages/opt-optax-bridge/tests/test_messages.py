@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from opt_core.errors import HyperParamError, StateChangedError, TreeMismatchError
 from opt_optax_bridge import OptaxWrapper, resolve_hyper_params, t5x
+from opt_partition.errors import AxesError
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -117,11 +118,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "axes": (
         lambda: SGD.optimizer_def.derive_logical_axes(SGD, {"v": P()}),
-        TreeMismatchError,
+        AxesError,
         (
-            "`param_axes` do not fit the parameters:\n"
+            "`param_axes` do not fit `params`:\n"
             "  w: no axes are given\n"
-            "  v: there is no such parameter"
+            "  v: axes are given, but there is no such parameter"
         ),
     ),
     "a state that changes": (

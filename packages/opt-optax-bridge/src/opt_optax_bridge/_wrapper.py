@@ -23,7 +23,7 @@ from opt_core import (
 from opt_core.errors import HyperParamError
 
 from opt_optax_bridge import _pickling
-from opt_optax_bridge._logical_axes import align_axes
+from opt_optax_bridge._logical_axes import derive_axes
 from opt_optax_bridge._overrides import (
     UpdateArgs,
     changed_fields,
@@ -235,15 +235,20 @@ class OptaxWrapper(OptimizerDef):
 
         Args:
           optimizer: an optimizer of this definition; arrays or `jax.ShapeDtypeStruct` leaves.
-          param_axes: a tree like the parameters with a `PartitionSpec` per leaf. Dicts and
-            FrozenDicts may stand for one another.
+          param_axes: a tree like the parameters with a `PartitionSpec` per leaf, or what else
+            `opt_partition.derive_logical_axes` takes. Dicts and FrozenDicts may stand for one
+            another.
 
         Returns:
-          An `Optimizer`: the axes as its target, `None` as its step. A leaf of the state that has
-          the place and the shape of a parameter has its axes, any other has `None`.
+          An `Optimizer`: the axes as its target, `None` as its step. Each dimension of a leaf of
+          the state has the name of the parameter dimension that it indexes; a leaf that follows no
+          parameter has `None`.
+
+        Raises:
+          opt_partition.errors.AxesError: `param_axes` do not fit the parameters.
         """
-        target, param_states = align_axes(
-            optimizer.target, optimizer.state.param_states, param_axes
+        target, param_states = derive_axes(
+            self.optax_optimizer, optimizer.target, optimizer.state.param_states, param_axes
         )
         state = OptimizerState(step=None, param_states=param_states)
         return Optimizer(optimizer_def=self, state=state, target=target)

@@ -7,7 +7,7 @@ Differs from the rest of the package where T5X code relies on it, and only there
 * `restore_state` takes parameters in another precision (T5X saves and restores them in bfloat16 on
   request), and partition specs or `None` in the place of any leaf.
 
-Not here: `MultiOptimizer`, `OptaxStatePartitionRules`, and `amos`, which lives in jestimator
+Not here: `MultiOptimizer`, and `amos`, which lives in jestimator
 (`wrap_optax_optimizer(jestimator.amos.amos)`).
 """
 
@@ -23,12 +23,14 @@ import jax.numpy as jnp
 from flax.core import freeze, unfreeze
 from jax.sharding import PartitionSpec
 from opt_core import Optimizer, OptimizerDef, OptimizerState, RestoreReport, children
+from opt_partition import OptaxStatePartitionRules
 
 from opt_optax_bridge import _twins, _wrapper
 from opt_optax_bridge._recipe import Recipe, make_hyper_params
 
 __all__ = [
     "Dtype",
+    "OptaxStatePartitionRules",
     "OptaxWrapper",
     "Optimizer",
     "OptimizerDef",
@@ -159,7 +161,6 @@ chain = _twins.wrap_into(OptaxWrapper, _twins.chain_sequence, "chain")
 
 _ABSENT = {
     "MultiOptimizer": "it is not there yet",
-    "OptaxStatePartitionRules": "it is not there yet; definitions have `derive_logical_axes`",
     "amos": "it lives in jestimator: `wrap_optax_optimizer(jestimator.amos.amos)`",
 }
 

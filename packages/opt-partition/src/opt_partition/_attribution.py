@@ -8,19 +8,17 @@ shapes. What none of them knows falls back to "indexes nothing", which replicate
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from opt_partition._alignment import align_shape
-from opt_partition._differencing import Prober, Verdict, Wanted, difference, first_line
+from opt_partition._differencing import Prober, Shape, Verdict, Wanted, difference, first_line
 from opt_partition._matching import Match, match_leaves
 from opt_partition._param_axes import Axis, Parameter
-from opt_partition._provenance import COLOURS, Tags, colour_parameters, trace_provenance
+from opt_partition._provenance import COLOURS, Tags, trace_provenance
 from opt_partition._rules import ASK, Answer, Rules, StateLeaf
 from opt_partition._trees import KeyPath, flatten_with_paths
 
@@ -73,6 +71,7 @@ class _Case:
     matches: tuple[Match, ...]
     tags: Tags = ()
     owners: tuple[int, ...] = ()
+    colour: int | None = None
     answer: Answer = None
     verdicts: tuple[Verdict, ...] = ()
 
@@ -146,7 +145,6 @@ class _Tracer:
         self, init: Callable[[Any], Any], treedef: Any, table: Sequence[Parameter]
     ) -> None:
         self._init, self._treedef, self._table = init, treedef, table
-        self._numbers = colour_parameters(table)
         self.evaluations = 0
         self.notes: tuple[str, ...] = ()
         self.digits = 0
@@ -164,11 +162,11 @@ class _Tracer:
 
     def colours(self, digit: int) -> list[int]:
         """The colour of every parameter in evaluation `digit`."""
-        return [number // COLOURS**digit % COLOURS for number in self._numbers]
+        return [number // COLOURS**digit % COLOURS for number in range(len(self._table))]
 
     def next_tags(self) -> list[Tags] | None:
         """The tags by further colours; `None` if there are none that tell any more apart."""
-        if max(self._numbers) < COLOURS**self.digits:
+        if len(self._table) <= COLOURS**self.digits:
             return None
         return self._trace()[1]
 
@@ -192,44 +190,63 @@ def _open_cases(
 
 def _find_owners(cases: Sequence[_Case], table: Sequence[Parameter], tracer: _Tracer) -> None:
     """Finds the parameter of every leaf: by its place, held against the colours that it shows."""
+    numbered: dict[tuple[Tags, Shape], tuple[int, ...]] = {}
     colours = tracer.colours(0)
-    by_colour = defaultdict(list)
-    for index, colour in enumerate(colours):
-        by_colour[colour].append(index)
     open_cases = []
     for number, case in enumerate(cases):
         placed = tuple(match.parameter for match in case.matches)
-        shown = {tag.colour for tags in case.tags for tag in tags}
-        if not shown:
+        if not any(case.tags):
             case.owners = placed if len({table[p].axes for p in placed}) <= 1 else ()
             continue
-        case.owners = tuple(p for p in placed if _can_own(case, table[p], colours[p]))
+        case.owners = _owners(case, placed, table, colours)
         if not case.owners:
-            among = itertools.chain.from_iterable(by_colour[colour] for colour in sorted(shown))
-            case.owners = tuple(p for p in among if _can_own(case, table[p], colours[p]))
-        if len({table[p].axes for p in case.owners}) > 1:
+            key = case.tags, case.leaf.shape
+            if key not in numbered:
+                numbered[key] = _owners(case, range(len(table)), table, colours)
+            case.owners = numbered[key]
             open_cases.append((number, case))
-    while open_cases and (tags := tracer.next_tags()) is not None:
+        elif len({table[p].axes for p in case.owners}) > 1:
+            open_cases.append((number, case))
+    _tell_apart(open_cases, tracer)
+    for case in cases:
+        if case.owner is not None and any(case.tags):
+            case.colour = colours[case.owner]
+
+
+def _tell_apart(open_cases: Sequence[tuple[int, _Case]], tracer: _Tracer) -> None:
+    """Looks at further colours until every leaf has one owner."""
+    while any(len(case.owners) > 1 for _, case in open_cases):
+        tags = tracer.next_tags()
+        if tags is None:
+            break
         colours = tracer.colours(tracer.digits - 1)
         for number, case in open_cases:
             shown = {tag.colour for each in tags[number] for tag in each}
             case.owners = tuple(p for p in case.owners if colours[p] in shown)
-        open_cases = [(n, c) for n, c in open_cases if len({table[p].axes for p in c.owners}) > 1]
-    for _, case in open_cases:
-        case.owners = ()
 
 
-def _can_own(case: _Case, parameter: Parameter, colour: int) -> bool:
-    """Whether the tags that a leaf shows may be those of this parameter."""
-    dims = {
-        (tag.dim, size)
-        for tags, size in zip(case.tags, case.leaf.shape, strict=True)
-        for tag in tags
-        if tag.colour == colour and len(tags) == 1
-    }
-    is_shown = any(tag.colour == colour for tags in case.tags for tag in tags)
-    shape = parameter.shape
-    return is_shown and all(dim < len(shape) for dim, _ in dims)
+def _owners(
+    case: _Case, candidates: Iterable[int], table: Sequence[Parameter], colours: Sequence[int]
+) -> tuple[int, ...]:
+    """Those of the candidates whose tags a leaf may show; a leaf may have a part of a parameter."""
+    weak = [p for p in candidates if _may_own(case, table[p], colours[p], any_size=True)]
+    return tuple(p for p in weak if _may_own(case, table[p], colours[p], any_size=False)) or (
+        *weak,
+    )
+
+
+def _may_own(case: _Case, parameter: Parameter, colour: int, *, any_size: bool) -> bool:
+    shape, is_shown = parameter.shape, False
+    for tags, size in zip(case.tags, case.leaf.shape, strict=True):
+        for tag in tags:
+            if tag.colour != colour:
+                continue
+            is_shown = True
+            if tag.dim >= len(shape):
+                return False
+            if len(tags) == 1 and shape[tag.dim] != size and not any_size:
+                return False
+    return is_shown
 
 
 def _ask_rules(
@@ -354,6 +371,8 @@ def _from_tags(case: _Case, axis: int, table: Sequence[Parameter]) -> tuple[int 
         dims = ", ".join(str(tag.dim) for tag in tags)
         return None, f"made of the parameter dimensions {dims}"
     dim, shape = tags[0].dim, table[case.owner].shape
+    if tags[0].colour != case.colour:
+        return None, "follows another parameter than the other dimensions"
     if dim >= len(shape) or shape[dim] != case.leaf.shape[axis]:
         return None, f"a part of parameter dimension {dim}"
     return dim, ""

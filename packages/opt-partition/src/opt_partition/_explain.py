@@ -12,9 +12,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from opt_partition._attribution import SOURCES, Attribution, Attributions, attribute
-from opt_partition._layout import itemsize
 from opt_partition._param_axes import Axis, parameters
 from opt_partition._rules import DEFAULT_RULES, Rules
+from opt_partition._specs import itemsize
 from opt_partition._text_table import format_table
 from opt_partition._trees import path_str
 from opt_partition.errors import UndecidedError
@@ -39,6 +39,7 @@ class Row:
       bytes: its size in bytes.
       parameter: path of the parameter that it belongs to; `None` if there is none.
       parameter_shape: the shape of that.
+      parameter_axes: the axes of that, as they were given.
       dims: for each dimension the parameter dimension that it indexes, or `None`.
       axes: for each dimension the logical name, or `None`.
       dropped: the names of the parameter that no dimension of the leaf has.
@@ -55,6 +56,7 @@ class Row:
     bytes: int
     parameter: str | None
     parameter_shape: tuple[int, ...] | None
+    parameter_axes: PartitionSpec | None
     dims: tuple[int | None, ...]
     axes: tuple[Axis, ...]
     dropped: tuple[Axis, ...]
@@ -62,6 +64,11 @@ class Row:
     source: str
     note: str
     is_disputed: bool
+
+    @property
+    def is_mirror(self) -> bool:
+        """Whether the leaf has all dimensions of its parameter, in their order, and no other."""
+        return self.shape == self.parameter_shape and self.dims == tuple(range(len(self.shape)))
 
     @property
     def spec(self) -> PartitionSpec:
@@ -99,7 +106,7 @@ class Explanation:
 
     def to_json(self, indent: int | None = 2) -> str:
         """Returns everything but the trees as JSON."""
-        rows = [dataclasses.asdict(row) | {"dtype": str(row.dtype)} for row in self.rows]
+        rows = [_to_data(row) for row in self.rows]
         data = {"rows": rows, "evaluations": self.evaluations, "notes": self.notes}
         return json.dumps(data, indent=indent)
 
@@ -205,6 +212,13 @@ def to_explanation(found: Attributions) -> Explanation:
     return Explanation(found.state, rows, found.evaluations, found.notes)
 
 
+def _to_data(row: Row) -> dict[str, Any]:
+    """A row as JSON has it."""
+    data = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+    axes = row.parameter_axes
+    return data | {"dtype": str(row.dtype), "parameter_axes": None if axes is None else [*axes]}
+
+
 def _row(found: Attribution) -> Row:
     shape, dtype = tuple(found.leaf.shape), found.leaf.dtype
     parameter, dimensions = found.parameter, found.dimensions
@@ -223,6 +237,7 @@ def _row(found: Attribution) -> Row:
         bytes=math.prod(shape) * itemsize(dtype),
         parameter=parameter.path if parameter else None,
         parameter_shape=parameter.shape if parameter else None,
+        parameter_axes=parameter.given if parameter else None,
         dims=dims,
         axes=tuple(d.axis for d in dimensions),
         dropped=tuple(a for i, a in enumerate(parameter.axes) if i not in kept and a is not None)

@@ -40,12 +40,14 @@ class Parameter:
       shape: its shape.
       dtype: its dtype.
       axes: the logical name, several names, or `None`, of each dimension.
+      given: the axes as they were given.
     """
 
     key_path: KeyPath
     shape: tuple[int, ...]
     dtype: Any
     axes: tuple[Axis, ...]
+    given: PartitionSpec | None = None
 
     @property
     def path(self) -> str:
@@ -53,16 +55,18 @@ class Parameter:
         return path_str(self.key_path)
 
 
-def normalise_param_axes(params: Any, param_axes: Any) -> Any:
+def normalise_param_axes(params: Any, param_axes: Any, *, pad: bool = True) -> Any:
     """Returns the logical axes of every parameter as a `PartitionSpec`, in the tree of `params`.
 
     Args:
       params: arrays or `jax.ShapeDtypeStruct`s.
       param_axes: a tree with the same keys, whose containers may be of another kind. A leaf is a
         `PartitionSpec`, a sequence of names, a box of Flax, or `None` for no names at all.
+      pad: whether to make the specs as long as the parameters' rank. If not they are as given, and
+        `None` stays `None`.
 
     Returns:
-      Specs as long as the parameters' rank, in the containers of `params`.
+      Specs in the containers of `params`.
 
     Raises:
       AxesError: a parameter has no axes or too many, axes name no parameter, or are none.
@@ -71,7 +75,8 @@ def normalise_param_axes(params: Any, param_axes: Any) -> Any:
       >>> tuple(normalise_param_axes({'w': np.ones((2, 3))}, {'w': ('embed',)})['w'])
       ('embed', None)
     """
-    specs = [PartitionSpec(*parameter.axes) for parameter in parameters(params, param_axes)]
+    table = parameters(params, param_axes)
+    specs = [PartitionSpec(*p.axes) if pad else p.given for p in table]
     return jax.tree.unflatten(jax.tree.structure(params), specs)
 
 
@@ -99,8 +104,9 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
                 f"{path_str(path)}: expected at most {len(shape)} axes, one per dimension of "
                 f"{shape}, found {axes}"
             )
+        given = None if found.get(path) is None else PartitionSpec(*axes)
         axes += (None,) * (len(shape) - len(axes))
-        table.append(Parameter(path, shape, jax.dtypes.result_type(leaf), axes))
+        table.append(Parameter(path, shape, jax.dtypes.result_type(leaf), axes, given))
     if problems:
         raise AxesError("`param_axes` do not fit `params`:\n  " + "\n  ".join(problems))
     return table

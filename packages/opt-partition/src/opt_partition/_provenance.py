@@ -4,22 +4,21 @@ Every dimension of every parameter is tagged with a mesh axis of size 1 that not
 No device is needed: the mesh is abstract, and `init` is only evaluated for its types. What comes
 out carries the tags of what it was made from. That is exact for square matrices, too.
 
-A tag holds a *colour* and a dimension. Parameters of different shape may share a colour, equal ones
-share one only where there are more than `COLOURS` of them: few different types keep JAX's caches
-warm, which is what makes repeated layers cheap.
+A tag holds a *colour* and a dimension. There are few colours, so that the equal parameters of
+repeated layers have few different types and JAX's caches stay warm; the colours of one evaluation
+are the last digit of each parameter's number, those of the next one the digit before.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from opt_partition._layout import mesh_axes_of
 from opt_partition._param_axes import Parameter
+from opt_partition._specs import mesh_axes_of
 
 COLOURS = 32
 
@@ -33,17 +32,6 @@ class Tag(NamedTuple):
 
 # The tags of each dimension of a leaf; several where dimensions were merged.
 Tags = tuple[tuple[Tag, ...], ...]
-
-
-def colour_parameters(table: Sequence[Parameter]) -> list[int]:
-    """Returns one number per parameter; equal shapes are counted, and `colours` cut it short."""
-    seen: Counter[Any] = Counter()
-    numbers = []
-    for parameter in table:
-        key = parameter.shape, parameter.dtype
-        numbers.append(seen[key])
-        seen[key] += 1
-    return numbers
 
 
 def trace_provenance(
