@@ -235,7 +235,7 @@ ERRORS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         (
             "`axes` does not fit `shapes` and `rules`:\n"
             "  'b', of b, w: no rule\n"
-            "  Add `(name, None)` to `rules` or pass `on_unknown='replicate'`."
+            "  Add `(name, None)` to `rules` or pass `on_unknown='replicate'`"
         ),
     ),
     "absent mesh axis": (
@@ -314,7 +314,7 @@ def test_indivisible_dimensions_may_be_errors() -> None:
         "Dimensions do not divide by the mesh axes that `rules` give them:\n"
         "  w: dimension 0 ('a', 6) does not divide by data=4\n"
         "  w: dimension 1 ('b', 7) does not divide by model=2\n"
-        "  Add a rule that divides or `(name, None)`, or pass `on_indivisible='replicate'`."
+        "  Add a rule that divides or `(name, None)`, or pass `on_indivisible='replicate'`"
     )
 
 

@@ -8,8 +8,7 @@ stays unsharded against the table's wish carries a note.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,20 +16,13 @@ from jax.sharding import PartitionSpec
 
 from opt_partition._align import align, brief
 from opt_partition._layout import Layout, LeafLayout, leaves_with_paths
-from opt_partition._specs import (
-    AnyMesh,
-    manual_axes,
-    named_sizes,
-    shape_and_dtype,
-    shard_shape,
-    spec_of,
-    spec_str,
-)
+from opt_partition._rule_table import LogicalAxisRules as LogicalAxisRules
+from opt_partition._rule_table import Placement, RuleTable
+from opt_partition._specs import AnyMesh, shape_and_dtype, spec_str
 from opt_partition.errors import AxesError, IndivisibleError
 
-MeshAxes = str | Sequence[str] | None
-LogicalAxisRules = Sequence[tuple[str, MeshAxes]] | Mapping[str, MeshAxes]
-MemoryKinds = Any  # None, a kind, a prefix tree of them, or a function of path and leaf
+# `None`, a memory kind, a prefix tree of both, or a function of a leaf's path and the leaf.
+MemoryKinds = Any
 
 
 def logical_to_mesh(
@@ -89,29 +81,25 @@ def logical_to_mesh(
     """
     _check_choice("on_indivisible", on_indivisible, ("replicate", "error"))
     _check_choice("on_unknown", on_unknown, ("error", "replicate"))
-    table = _Table(mesh, _parse_rules(rules, mesh))
+    table = RuleTable(rules, mesh)
     keyed = list(leaves_with_paths(shapes))
     entries = align(axes, shapes, "axes")
     kinds = _memory_kinds(memory_kinds, shapes, keyed)
 
-    placements: dict[Any, _Placement] = {}
+    placements: dict[Any, Placement] = {}
     leaves: list[LeafLayout] = []
-    problems: list[str] = []
-    indivisible: list[str] = []
-    unknown: dict[str, list[str]] = {}
+    faults = _Faults()
     for (path, leaf), entry, kind in zip(keyed, entries, kinds, strict=True):
         try:
             shape, dtype = shape_and_dtype(leaf)
             dims = _parse_axes(entry, len(shape))
-        except (TypeError, AxesError) as error:
-            problems.append(f"{path}: {error}")
+        except (TypeError, ValueError) as error:
+            faults.misfits.append(f"{path}: {error}")
             continue
         placement = placements.get((dims, shape))
         if placement is None:
             placement = placements[dims, shape] = table.place(dims, shape)
-        for name in placement.unknown:
-            unknown.setdefault(name, []).append(path)
-        indivisible += [f"{path}: {note}" for note in placement.indivisible]
+        faults.add(path, placement)
         leaves.append(
             LeafLayout(
                 path=path,
@@ -123,141 +111,45 @@ def logical_to_mesh(
                 notes=placement.notes,
             )
         )
-    if unknown and on_unknown == "error":
-        problems += [f"{name!r}, of {', '.join(paths)}: no rule" for name, paths in unknown.items()]
-        problems.append("Add `(name, None)` to `rules` or pass `on_unknown='replicate'`.")
-    if problems:
-        raise AxesError("\n  ".join(["`axes` does not fit `shapes` and `rules`:", *problems]))
-    if indivisible and on_indivisible == "error":
-        head = "Dimensions do not divide by the mesh axes that `rules` give them:"
-        tail = "Add a rule that divides or `(name, None)`, or pass `on_indivisible='replicate'`."
-        raise IndivisibleError("\n  ".join([head, *indivisible, tail]))
+    faults.check_fit(with_unknown=on_unknown == "error")
+    if on_indivisible == "error":
+        faults.check_divisible()
     return Layout(mesh, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Placement:
-    """What the rules say about one shape with one tuple of names."""
-
-    spec: PartitionSpec
-    shard_shape: tuple[int, ...]
-    notes: tuple[str, ...]
-    indivisible: tuple[str, ...]
-    unknown: tuple[str, ...]
-
-
 @dataclasses.dataclass
-class _Slot:
-    """One logical name at one dimension.
+class _Faults:
+    """What is wrong with a tree, gathered so that one error can list it all.
 
     Attributes:
-      dimension: the dimension.
-      name: the name.
-      axes: the mesh axes of the rule that decided; `None` before.
-      refusals: why rules before that one were not used.
-      divides: whether none of them was refused because the dimension does not divide.
+      misfits: leaves whose entry cannot be read.
+      unknown: names that no rule has, and the paths that have them.
+      indivisible: dimensions that stay whole for not dividing.
     """
 
-    dimension: int
-    name: str
-    axes: tuple[str, ...] | None = None
-    refusals: list[str] = dataclasses.field(default_factory=list)
-    divides: bool = True
+    misfits: list[str] = dataclasses.field(default_factory=list)
+    unknown: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    indivisible: list[str] = dataclasses.field(default_factory=list)
 
+    def add(self, path: str, placement: Placement) -> None:
+        """Takes up what the rules said about a leaf."""
+        for name in placement.unknown:
+            self.unknown.setdefault(name, []).append(path)
+        self.indivisible += [f"{path}: {note}" for note in placement.indivisible]
 
-class _Table:
-    """Rules on a mesh."""
+    def check_fit(self, *, with_unknown: bool) -> None:
+        lines = list(self.misfits)
+        if self.unknown and with_unknown:
+            lines += [f"{name!r}, of {', '.join(at)}: no rule" for name, at in self.unknown.items()]
+            lines.append("Add `(name, None)` to `rules` or pass `on_unknown='replicate'`")
+        if lines:
+            raise AxesError("\n  ".join(["`axes` does not fit `shapes` and `rules`:", *lines]))
 
-    def __init__(self, mesh: AnyMesh, rules: Sequence[tuple[str, tuple[str, ...]]]) -> None:
-        self._mesh = mesh
-        self._rules = rules
-        self._names = {name for name, _ in rules}
-        self._manual = manual_axes(mesh)
-
-    def place(self, dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...]) -> _Placement:
-        """Applies the rules to one shape; `dims` holds the names of each dimension."""
-        slots = [_Slot(dim, name) for dim, names in enumerate(dims) for name in names]
-        present = {slot.name for slot in slots}
-        used: dict[str, int] = {}  # mesh axis: dimension; in order of decision
-        for name, axes in self._rules:
-            if name not in present:
-                continue
-            for slot in slots:
-                if slot.name == name and slot.axes is None:
-                    self._try(axes, slot, shape[slot.dimension], used)
-
-        spec = spec_of(
-            [axis for slot in slots if slot.dimension == dim for axis in slot.axes or ()]
-            for dim in range(len(shape))
-        )
-        unsharded = [
-            (slot, _note(slot, shape)) for slot in slots if not slot.axes and slot.refusals
-        ]
-        unknown = [slot for slot in slots if slot.name not in self._names]
-        return _Placement(
-            spec=spec,
-            shard_shape=shard_shape(shape, spec, self._mesh),
-            notes=(
-                *(note for _, note in unsharded),
-                *(f"dimension {slot.dimension}: no rule for {slot.name!r}" for slot in unknown),
-            ),
-            indivisible=tuple(
-                note for slot, note in unsharded if slot.axes is None and not slot.divides
-            ),
-            unknown=tuple(dict.fromkeys(slot.name for slot in unknown)),
-        )
-
-    def _try(self, axes: tuple[str, ...], slot: _Slot, size: int, used: dict[str, int]) -> None:
-        """Gives `axes` to the slot, or writes down why not."""
-        manual = [axis for axis in axes if axis in self._manual]
-        taken = [axis for axis in axes if axis in used]
-        # A merged dimension has the mesh axes of all its names.
-        together = [axis for axis, dim in used.items() if dim == slot.dimension] + list(axes)
-        if manual:
-            slot.refusals.append(f"cannot use {manual[0]}: it is Manual")
-        elif taken:
-            slot.refusals.append(f"cannot use {taken[0]}: dimension {used[taken[0]]} has it")
-        elif axes and size % math.prod(self._mesh.shape[axis] for axis in together):
-            slot.refusals.append(f"does not divide by {named_sizes(self._mesh, together)}")
-            slot.divides = False
-        else:
-            slot.axes = axes
-            used.update(dict.fromkeys(axes, slot.dimension))
-
-
-def _note(slot: _Slot, shape: tuple[int, ...]) -> str:
-    refusals = " and ".join(slot.refusals)
-    return f"dimension {slot.dimension} ({slot.name!r}, {shape[slot.dimension]}) {refusals}"
-
-
-def _parse_rules(rules: LogicalAxisRules, mesh: AnyMesh) -> list[tuple[str, tuple[str, ...]]]:
-    """Returns pairs of a name and mesh axes that `mesh` has; `()` for `None`."""
-    pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
-    parsed: list[tuple[str, tuple[str, ...]]] = []
-    for pair in pairs:
-        match pair:
-            case (str(name), None):
-                parsed.append((name, ()))
-            case (str(name), str(axis)):
-                parsed.append((name, (axis,)))
-            case (str(name), [*several]) if all(isinstance(axis, str) for axis in several):
-                parsed.append((name, tuple(several)))
-            case _:
-                raise AxesError(
-                    "`rules` must be pairs of a logical name and a mesh axis, a tuple of mesh axes "
-                    f"or None; found {pair!r}"
-                )
-    for name, axes in parsed:
-        absent = [axis for axis in axes if axis not in mesh.shape]
-        if absent:
-            raise AxesError(
-                f"`rules` give {name!r} the mesh axes {', '.join(map(repr, absent))}, which `mesh` "
-                f"has not: it has {named_sizes(mesh, mesh.axis_names)}. Rename the axes, or leave "
-                "the rule out on this mesh."
-            )
-        if len(set(axes)) < len(axes):
-            raise AxesError(f"`rules` give {name!r} one mesh axis twice: {axes!r}")
-    return parsed
+    def check_divisible(self) -> None:
+        if self.indivisible:
+            head = "Dimensions do not divide by the mesh axes that `rules` give them:"
+            tail = "Add a rule that divides or `(name, None)`, or pass `on_indivisible='replicate'`"
+            raise IndivisibleError("\n  ".join([head, *self.indivisible, tail]))
 
 
 def _parse_axes(entry: Any, rank: int) -> tuple[tuple[str, ...], ...]:
