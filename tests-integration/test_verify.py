@@ -201,6 +201,52 @@ class TestRightSteps:
         assert gathers
         assert {row.count for row in gathers} == {3}
 
+    def test_branches_gather_one_at_a_time(self) -> None:
+        def step(params: Tree, state: Tree, batch: jax.Array, fast: jax.Array) -> Tree:
+            grads = jax.grad(loss)(params, batch)
+            updates, state = ADAMW.update(grads, state, params)
+
+            def gathered(scale: float) -> Callable[[], Tree]:
+                new = jax.tree.map(lambda p, u: p + jnp.tanh(scale * u), params, updates)
+                return lambda: jax.lax.with_sharding_constraint(
+                    jax.tree.map(jnp.sin, jax.lax.with_sharding_constraint(new, SPREAD)), WHOLE
+                )
+
+            return jax.lax.cond(fast, gathered(10.0), gathered(1.0)), state
+
+        lowered = jax.jit(
+            step,
+            in_shardings=(WHOLE, ZERO1, on(DATA, "data"), on(DATA)),
+            out_shardings=(WHOLE, ZERO1),
+        ).lower(PARAMS, jax.eval_shape(ADAMW.init, PARAMS), BATCH, jnp.asarray(True))
+        report = verify(lowered, EXPECTED)
+        gathers = [row for row in report.collectives if row.shape == (64, 32)]
+        assert [row.conditional for row in gathers if row.kind == "all-gather"] == [True, True]
+
+    def test_gradients_of_stacked_layers_are_summed_layer_by_layer(self) -> None:
+        params = {"w": jnp.ones((6, 64, 64))}
+        tx = optax.sgd(0.1, momentum=0.9)
+        spread, whole = {"w": on(DATA, None, "data")}, {"w": on(DATA)}
+
+        def deep_loss(values: Tree, batch: jax.Array) -> jax.Array:
+            out, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, values["w"])
+            return jnp.mean(out)
+
+        def step(values: Tree, state: Tree, batch: jax.Array) -> tuple[Tree, Tree]:
+            updates, state = tx.update(jax.grad(deep_loss)(values, batch), state)
+            return optax.apply_updates(values, updates), state
+
+        shapes = jax.eval_shape(tx.init, params)
+        state = jax.tree.map(lambda _: spread["w"], shapes)
+        lowered = jax.jit(
+            step, in_shardings=(whole, state, on(DATA, "data")), out_shardings=(whole, state)
+        ).lower(params, shapes, BATCH)
+        report = verify(lowered, Expected((whole, state), (whole, state)))
+        [warning] = report.findings
+        assert warning.path == "1/0/trace/w"
+        sums = [row for row in report.collectives if row.kind == "all-reduce"]
+        assert sum(row.total_bytes for row in sums) >= 2 * 6 * 64 * 64 * 4 * 7 // 8
+
 
 class TestPlantedFaults:
     @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
@@ -272,10 +318,10 @@ class TestPlantedFaults:
         assert ("state gather", "1/0/mu/w") in errors(caught.value.report)
         assert "elements of 2,048 and should hold 256" in str(caught.value)
 
-    @pytest.mark.parametrize("optimizer", [optax.contrib.muon, optax.contrib.dadapt_adamw])
-    def test_optimizers_that_need_whole_matrices(self, optimizer: Any) -> None:
+    @pytest.mark.parametrize("optimizer", ["muon", "dadapt_adamw"])
+    def test_optimizers_that_need_whole_matrices(self, optimizer: str) -> None:
         """Muon multiplies them; D-Adaptation's inner products flatten what is sharded twice."""
-        tx = optimizer(1e-3)
+        tx = getattr(optax.contrib, optimizer)(1e-3)
         params = {"w": on(GRID, "data", "model"), "b": on(GRID, "model")}
         axes = {(64, 32): params["w"], (32,): params["b"]}
         shapes = jax.eval_shape(tx.init, PARAMS)

@@ -152,6 +152,7 @@ def test_groups_of_mesh_axes(sizes: list[int], data: st.DataObject) -> None:
     for text in (f"mesh[{mesh}] {{{axes}}}", f"[{iota}", plain):
         groups = parse_groups(f"channel_id=1, replica_groups={text}, dimensions={{0}}")
         assert groups == tuple(map(tuple, expected.tolist()))
+    assert groups is not None
     shape = dict(zip(names, sizes, strict=True))
     assert axes_of(groups, shape) == tuple(names[n] for n in sorted(over))
 

@@ -46,8 +46,8 @@ def verify(
        is part of its own; one that belongs to none, as `optax.flatten` keeps, is judged only
        where it is gathered as it is.
     3. *Gradients are all-reduced* of which each device then uses its part: the sum, taken over mesh
-       axes that the new parameter or a state leaf of its shape is divided over, is as large as if
-       it were not, and ends up there element by element. Parameters with nothing but factored
+       axes that the new parameter or a leaf of the new state is divided over, is as large as if it
+       were not, and ends up there element by element. Parameters with nothing but factored
        state, replicated themselves, are not judged.
 
     Args:
@@ -107,7 +107,7 @@ def verify(
         gathers = _GATHER_SEVERITY[state_gathers]
         sums = _gradient_severities(gradients, platform)
         findings += rules.state_gathers(moved, inputs, gathers)
-        findings += rules.gradient_all_reduces(moved, inputs, mesh, *sums)
+        findings += rules.gradient_all_reduces(moved, mesh, *sums)
     report = Report(
         platform=platform,
         num_devices=module.num_partitions,

@@ -163,7 +163,7 @@ def _said(findings: Sequence[Finding], most: int = 20) -> list[str]:
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.severity, finding.kind), []).append(finding)
-    lines = []
+    lines: list[str] = []
     for (severity, kind), group in groups.items():
         lines += map(str, group[:most])
         if len(group) > most:
