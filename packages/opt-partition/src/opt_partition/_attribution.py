@@ -20,7 +20,7 @@ from opt_partition._matching import Match, match_leaves
 from opt_partition._param_axes import Axis, Parameter
 from opt_partition._provenance import COLOURS, Tags, trace_provenance
 from opt_partition._rules import ASK, Answer, Rules, StateLeaf
-from opt_partition._trees import KeyPath, flatten_with_paths
+from opt_partition._trees import KeyPath, flatten_with_paths, path_str
 
 # From the most to the least trusted.
 SOURCES = ("scalar", "rule", "provenance", "differencing", "alignment", "fallback")
@@ -260,12 +260,28 @@ def _ask_rules(
             leaf = StateLeaf(node, path[depth:], shape, dtype, owner)
             case.answer = rules.by_type[type(node)](leaf)
             if case.answer is not None:
-                if len(case.answer) != case.rank:
-                    raise ValueError(
-                        f"the rule for {type(node).__name__} gave {case.answer!r} for a leaf of "
-                        f"shape {shape}: it must have one entry per dimension"
-                    )
+                _check_answer(case.answer, leaf)
                 break
+
+
+def _check_answer(answer: Sequence[Any] | PartitionSpec, leaf: StateLeaf) -> None:
+    """Raises a `ValueError` where a rule says what cannot be."""
+    wrong = None
+    parameter = leaf.parameter.shape if leaf.parameter else None
+    if len(answer) != len(leaf.shape):
+        wrong = "it must have one entry per dimension"
+    elif not isinstance(answer, PartitionSpec):
+        for dim, size in zip(answer, leaf.shape, strict=True):
+            if (
+                dim is not None
+                and dim != ASK
+                and (not parameter or size not in parameter[dim:][:1])
+            ):
+                of = f"the parameter has shape {parameter}" if parameter else "it has no parameter"
+                wrong = f"no dimension of size {size} is parameter dimension {dim}: {of}"
+    if wrong:
+        where = f"{type(leaf.state).__name__}/{path_str(leaf.key_path)}"
+        raise ValueError(f"the rule for {where} of shape {leaf.shape} gave {answer!r}: {wrong}")
 
 
 def _typed_leaves(
@@ -332,15 +348,19 @@ def _decide_dimension(
         reason = case.verdicts[axis].note if case.verdicts else "nothing is known of it"
         return Dimension(None, None, "fallback", reason)
     source, dim, note = said[0]
-    others = [f"{s} says {d}" for s, d, _ in said[1:] if d != dim and (d is not None)]
-    if source != "rule" or dim is not None:
-        others += [f"{s} says none" for s, d, _ in said[1:] if d is None and s == "differencing"]
-    if others and source == "rule" and dim is None:
-        # A rule knows what indexes nothing though its size changes; that is what it is for.
-        others = [o for o in others if not o.startswith("differencing")]
-    note = "; ".join(filter(None, [note, *(f"{source} says {dim}, {o}" for o in others)]))
+    disputes = [
+        f"{source} says {dim}, {s} says {d}" for s, d, _ in said if _disputes(said[0], s, d)
+    ]
     name = parameter.axes[dim] if parameter is not None and dim is not None else None
-    return Dimension(dim, name, source, note, bool(others))
+    return Dimension(dim, name, source, "; ".join(filter(None, [note, *disputes])), bool(disputes))
+
+
+def _disputes(first: tuple[str, int | None, str], source: str, dim: int | None) -> bool:
+    """Whether a source contradicts the first one."""
+    if dim == first[1] or source == "alignment":  # which only looks at sizes
+        return False
+    # A rule knows what indexes nothing though its size changes; that is what it is for.
+    return not (first[0] == "rule" and first[1] is None and source == "differencing")
 
 
 def _statements(

@@ -87,7 +87,9 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
     problems = list(_collect(params, param_axes, (), found))
     table = []
     for path, leaf in leaves:
-        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not np.isscalar(leaf):
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(
+            leaf, int | float | complex
+        ):
             problems.append(
                 f"{path_str(path)}: `params` must hold arrays or jax.ShapeDtypeStructs, "
                 f"found {type(leaf).__name__}"

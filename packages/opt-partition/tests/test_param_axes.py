@@ -1,0 +1,109 @@
+"""Logical axes in all the forms that people have them in."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from opt_partition import normalise_param_axes
+from opt_partition.errors import AxesError
+
+PARAMS = {"mlp": [jnp.ones((3, 4)), np.ones(4)], "scale": jax.ShapeDtypeStruct((), "float32")}
+
+
+class Boxed:
+    """As `flax.linen.LogicallyPartitioned`: it knows its own spec."""
+
+    def get_partition_spec(self) -> P:
+        return P("embed", None)
+
+
+class Metadata:
+    """As `flax.linen.partitioning.AxisMetadata`: it has names."""
+
+    names = P("embed", "mlp")
+
+
+@pytest.mark.parametrize(
+    ("given", "padded"),
+    [
+        (P("embed", "mlp"), P("embed", "mlp")),
+        (P("embed"), P("embed", None)),
+        (P(), P(None, None)),
+        (None, P(None, None)),
+        (("embed", "mlp"), P("embed", "mlp")),
+        ([None, "mlp"], P(None, "mlp")),
+        (P(("heads", "kv"), None), P(("heads", "kv"), None)),
+        ([["heads", "kv"]], P(("heads", "kv"), None)),
+        (Boxed(), P("embed", None)),
+        (Metadata(), P("embed", "mlp")),
+    ],
+)
+def test_forms(given: Any, padded: P) -> None:
+    axes = {"mlp": [given, ("mlp",)], "scale": ()}
+    found = normalise_param_axes(PARAMS, axes)
+    assert found == {"mlp": [padded, P("mlp")], "scale": P()}
+
+
+def test_unpadded_they_are_as_given() -> None:
+    axes = {"mlp": [P("embed"), None], "scale": P()}
+    assert normalise_param_axes(PARAMS, axes, pad=False) == axes
+
+
+def test_containers_may_be_of_another_kind() -> None:
+    class Layer(NamedTuple):
+        kernel: Any
+        bias: Any
+
+    params = Layer(jnp.ones((3, 4)), jnp.ones(4))
+    found = normalise_param_axes(params, {"bias": ("mlp",), "kernel": ("embed", "mlp")})
+    assert found == Layer(P("embed", "mlp"), P("mlp"))
+
+
+def test_one_array_is_a_tree() -> None:
+    assert normalise_param_axes(jnp.ones((3, 4)), ("embed", "mlp")) == P("embed", "mlp")
+
+
+def test_empty_containers_and_none_need_no_axes() -> None:
+    params = {"w": jnp.ones(3), "empty": {}, "none": None}
+    assert normalise_param_axes(params, {"w": P("embed")}) == {
+        "w": P("embed"),
+        "empty": {},
+        "none": None,
+    }
+
+
+def test_all_that_does_not_fit_is_listed() -> None:
+    params = {
+        "a": {"w": jnp.ones(3), "b": jnp.ones(3)},
+        "c": jnp.ones(2),
+        "d": jnp.ones(2),
+        "e": jnp.ones(2),
+        "f": jnp.ones(2),
+        "g": "text",
+        "h": jnp.ones(2),
+    }
+    axes = {
+        "a": {"w": P("embed"), "x": P("embed")},
+        "c": P("embed", "mlp"),
+        "d": "embed",
+        "e": P(3),
+        "f": {"w": P("embed")},
+        "h": P(P.UNCONSTRAINED),
+    }
+    with pytest.raises(AxesError) as caught:
+        normalise_param_axes(params, axes)
+    assert str(caught.value).splitlines() == [
+        "`param_axes` do not fit `params`:",
+        "  a/b: no axes are given",
+        "  a/x: axes are given, but there is no such parameter",
+        "  g: no axes are given",
+        "  c: expected at most 1 axes, one per dimension of (2,), found ('embed', 'mlp')",
+        "  d: axes must be a PartitionSpec or a tuple of names, found 'embed'",
+        "  e: the name of a dimension must be a string or None, found 3",
+        f"  f: axes must be a PartitionSpec or a tuple of names, found { {'w': P('embed')}!r}",
+        "  g: `params` must hold arrays or jax.ShapeDtypeStructs, found str",
+        f"  h: the name of a dimension must be a string or None, found {P.UNCONSTRAINED!r}",
+    ]

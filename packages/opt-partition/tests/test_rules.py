@@ -1,0 +1,174 @@
+"""Rules by type, and what the other sources leave to them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from opt_partition import ASK, DEFAULT_RULES, Rules, StateLeaf, derive_logical_axes, explain
+from optax import contrib
+
+f32 = jnp.float32
+
+
+def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, f32)
+
+
+class Gram(NamedTuple):
+    """Two dimensions of a size, only one of which indexes rows."""
+
+    gram: Any
+
+
+def gram_init(params: Any) -> Gram:
+    return Gram(jax.tree.map(lambda p: jnp.zeros(p.shape[:1] * 2), params))
+
+
+PARAMS = {"w": shape(5, 3)}
+AXES = {"w": P("embed", "mlp")}
+
+
+def test_without_a_rule_sizes_speak() -> None:
+    assert derive_logical_axes(gram_init, PARAMS, AXES).gram["w"] == P("embed", "embed")
+
+
+def test_a_rule_is_asked_first() -> None:
+    rules = DEFAULT_RULES.extend({Gram: lambda leaf: (0, None)})
+    assert derive_logical_axes(gram_init, PARAMS, AXES, rules=rules).gram["w"] == P("embed", None)
+
+
+def test_a_rule_may_name_the_axes() -> None:
+    rules = Rules({Gram: lambda leaf: P("rows", None)})
+    assert derive_logical_axes(gram_init, PARAMS, AXES, rules=rules).gram["w"] == P("rows", None)
+
+
+def test_a_rule_may_leave_dimensions_or_leaves_to_the_others() -> None:
+    half = Rules({Gram: lambda leaf: (ASK, None)})
+    [row] = explain(gram_init, PARAMS, AXES, rules=half).rows
+    assert row.axes == ("embed", None)
+    assert row.sources == ("differencing", "rule")
+    silent = Rules({Gram: lambda leaf: None})
+    assert derive_logical_axes(gram_init, PARAMS, AXES, rules=silent).gram["w"] == P(
+        "embed", "embed"
+    )
+
+
+def test_what_a_rule_is_told() -> None:
+    told: list[StateLeaf] = []
+
+    def rule(leaf: StateLeaf) -> None:
+        told.append(leaf)
+
+    tx = optax.chain(optax.clip(1.0), optax.GradientTransformation(gram_init, lambda *a: a))  # type: ignore[arg-type, return-value]
+    explain(tx, PARAMS, AXES, rules=Rules({Gram: rule}))
+    [leaf] = told
+    assert isinstance(leaf.state, Gram)
+    assert (leaf.field, leaf.shape, leaf.dtype) == ("gram", (5, 5), f32)
+    assert leaf.parameter is not None
+    assert (leaf.parameter.path, leaf.parameter.shape) == ("w", (5, 3))
+    assert leaf.parameter.axes == ("embed", "mlp")
+    beside = leaf.beside("gram")
+    assert beside is not None
+    assert beside.shape == (5, 5)
+
+
+def test_an_answer_of_the_wrong_length() -> None:
+    with pytest.raises(ValueError, match=r"the rule for Gram/gram/w of shape \(5, 5\) gave \(0,\)"):
+        explain(gram_init, PARAMS, AXES, rules=Rules({Gram: lambda leaf: (0,)}))
+
+
+def test_an_answer_that_does_not_exist() -> None:
+    for answer in ((0, 7), (0, 1)):
+        with pytest.raises(
+            ValueError, match=f"no dimension of size 5 is parameter dimension {answer[1]}"
+        ):
+            explain(gram_init, PARAMS, AXES, rules=Rules({Gram: lambda leaf, a=answer: a}))  # type: ignore[misc]
+
+
+def test_the_outer_type_is_asked_first_and_the_inner_one_after() -> None:
+    class Outer(NamedTuple):
+        inner: Any
+
+    def init(params: Any) -> Outer:
+        return Outer(gram_init(params))
+
+    asked = []
+
+    def outer(leaf: StateLeaf) -> Any:
+        asked.append(("outer", leaf.key_path[0].name))
+        return None
+
+    def inner(leaf: StateLeaf) -> Any:
+        asked.append(("inner", leaf.key_path[0].name))
+        return 0, None
+
+    axes = derive_logical_axes(init, PARAMS, AXES, rules=Rules({Outer: outer, Gram: inner}))
+    assert axes.inner.gram["w"] == P("embed", None)
+    assert asked == [("outer", "inner"), ("inner", "gram")]
+
+
+def test_rules_do_not_change() -> None:
+    by_type = {Gram: lambda leaf: None}
+    rules = Rules(by_type)
+    by_type.clear()
+    assert Gram in rules.by_type
+    with pytest.raises(TypeError):
+        rules.by_type[Gram] = lambda leaf: None  # type: ignore[index]
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 6), (6, 8), (4, 8, 8), (8, 4, 8), (8, 8, 8)])
+def test_rows_and_columns_of_adafactor(sizes: tuple[int, ...]) -> None:
+    """Held against what the update does: a row is the mean over the dimension that is dropped."""
+    tx = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+    names = tuple("abcd"[: len(sizes)])
+    axes = derive_logical_axes(tx, {"w": shape(*sizes)}, {"w": names})
+    params = {"w": jnp.ones(sizes)}
+    state: Any = tx.init(params)
+    for dim, name in enumerate(names):
+        ramp = jnp.arange(1.0, 1 + sizes[dim]).reshape(
+            [-1 if d == dim else 1 for d in range(len(sizes))]
+        )
+        _, after = tx.update({"w": jnp.broadcast_to(ramp, sizes)}, state, params)
+        for field in ("v_row", "v_col"):
+            leaf = getattr(after, field)["w"]
+            spec = getattr(axes, field)["w"]
+            varies = [bool(jnp.ptp(leaf, axis=axis).max() > 1e-6) for axis in range(leaf.ndim)]
+            assert varies == [axis == name for axis in spec]
+
+
+needs_galore = pytest.mark.skipif(
+    "GaLoreState" not in vars(contrib), reason="this Optax has no GaLore"
+)
+
+
+@needs_galore
+@pytest.mark.parametrize(
+    ("sizes", "projector", "moments"),
+    [
+        ((8, 6), P("a", None), P(None, "b")),
+        ((6, 8), P("b", None), P("a", None)),
+        ((8, 8), P("a", None), P(None, "b")),
+        ((8, 2), P("a", None), P(None, "b")),  # the rank is capped
+        ((2, 8), P("b", None), P("a", None)),
+        ((3, 3), P("a", None), P(None, "b")),
+    ],
+)
+def test_the_side_that_galore_projects(sizes: tuple[int, int], projector: P, moments: P) -> None:
+    tx = contrib.galore(0.1, rank=3)
+    params = {"w": shape(*sizes), "b": shape(5)}
+    axes = derive_logical_axes(tx, params, {"w": ("a", "b"), "b": ("c",)})
+    galore = axes[0]
+    assert galore.projector == {"w": projector, "b": P()}
+    assert galore.base_optimizer_state.mu == {"w": moments, "b": P("c")}
+
+
+@needs_galore
+def test_galore_over_reshaped_parameters() -> None:
+    numbers = {"w": contrib.GaLoreDimensionNumbers(reduction_axis=(0, 1), output_axis=2)}
+    tx = contrib.galore(0.1, rank=3, weight_dimension_numbers=numbers)
+    axes = derive_logical_axes(tx, {"w": shape(2, 10, 7)}, {"w": ("a", "b", "c")})
+    assert axes[0].projector["w"] == P()  # both of two merged dimensions, and the rank
+    assert axes[0].base_optimizer_state.mu["w"] == P(None, "c")
