@@ -1,0 +1,148 @@
+"""Explanations: rows, table, JSON, strictness and cost."""
+
+import json
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from opt_partition import derive_logical_axes, explain
+from opt_partition.errors import UndecidedError
+
+
+def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, "float32")
+
+
+PARAMS = {"w": shape(256, 384), "b": shape(384)}
+AXES = {"w": P("embed", "mlp"), "b": P("mlp")}
+
+
+def test_a_row_says_everything() -> None:
+    rows = {row.path: row for row in explain(optax.adafactor(0.1), PARAMS, AXES).rows}
+    row = rows["0/v_row/w"]
+    assert (row.shape, row.dtype, row.bytes) == ((256,), jnp.float32, 1024)
+    assert (row.parameter, row.parameter_shape, row.parameter_axes) == (
+        "w",
+        (256, 384),
+        P("embed", "mlp"),
+    )
+    assert (row.dims, row.axes, row.dropped, row.spec) == ((0,), ("embed",), ("mlp",), P("embed"))
+    assert (row.source, row.sources, row.is_disputed) == ("rule", ("rule",), False)
+    assert rows["0/count"].source == "scalar"
+    assert rows["0/count"].spec == P()
+    assert rows["0/v/b"].is_mirror
+    assert not row.is_mirror
+
+
+def test_the_table() -> None:
+    assert str(explain(optax.trace(0.9), PARAMS, AXES)).splitlines() == [
+        "state    shape       dtype    parameter  axes          source      note",
+        "trace/b  (384,)      float32  b          (mlp)         provenance",
+        "trace/w  (256, 384)  float32  w          (embed, mlp)  provenance",
+        "2 leaves, 394,752 bytes; `init` evaluated 1 times",
+    ]
+
+
+def test_json() -> None:
+    data = json.loads(explain(optax.adam(0.1), PARAMS, AXES).to_json())
+    assert data["evaluations"] == 1
+    row = next(row for row in data["rows"] if row["path"] == "0/mu/w")
+    assert row["axes"] == ["embed", "mlp"]
+    assert row["parameter_axes"] == ["embed", "mlp"]
+    assert (row["dtype"], row["bytes"], row["dims"]) == ("float32", 4 * 256 * 384, [0, 1])
+
+
+class Largest(NamedTuple):
+    """One vector along the larger side: on a tie only the code of `init` knows which."""
+
+    side: Any
+
+
+def largest(params: Any) -> Largest:
+    return Largest(jax.tree.map(lambda p: jnp.zeros(max(p.shape)), params))
+
+
+def test_strict_lists_what_nothing_decided() -> None:
+    params = {"square": shape(8, 8), "oblong": shape(8, 6), "cube": shape(4, 4, 4)}
+    axes = {"square": ("a", "b"), "oblong": ("a", "b"), "cube": ("a", "b", "c")}
+    found = derive_logical_axes(largest, params, axes)
+    assert found.side == {"square": P(), "oblong": P("a"), "cube": P()}
+    with pytest.raises(UndecidedError) as caught:
+        derive_logical_axes(largest, params, axes, strict=True)
+    assert str(caught.value).splitlines() == [
+        "the axes of these leaves of the state could not be decided:",
+        "  side/cube (4,): changes of parameter dimension 0 do not agree",
+        "  side/square (8,): changes of parameter dimension 0 do not agree",
+        "Give a rule for their type: `rules=DEFAULT_RULES.extend({MyState: rule})`.",
+    ]
+
+
+def test_disagreement_is_a_note_and_under_strict_an_error() -> None:
+    from opt_partition import Rules
+
+    def init(params: Any) -> Largest:
+        return Largest(jax.tree.map(jnp.zeros_like, params))
+
+    rules = Rules({Largest: lambda leaf: (1, 0)})
+    params, axes = {"w": shape(5, 5)}, {"w": ("a", "b")}
+    [row] = explain(init, params, axes, rules=rules).rows
+    assert row.axes == ("b", "a")
+    assert row.is_disputed
+    assert row.note == (
+        "dimension 0: rule says 1, provenance says 0; dimension 1: rule says 0, provenance says 1"
+    )
+    with pytest.raises(UndecidedError, match="rule says 1, provenance says 0"):
+        explain(init, params, axes, rules=rules, strict=True)
+
+
+def test_an_init_that_no_explicit_mesh_takes() -> None:
+    explanation = explain(optax.flatten(optax.adam(0.1)), PARAMS, AXES, strict=True)
+    [note] = explanation.notes
+    assert note.startswith("no provenance: `init` does not work on an Explicit mesh (")
+    assert note in str(explanation)
+    mu = next(row for row in explanation.rows if row.path == "0/mu")
+    assert mu.axes == (None,)
+    assert mu.source == "differencing"
+    assert mu.note.startswith("made of the parameter dimensions 0, 1")
+
+
+def test_what_is_no_transformation() -> None:
+    with pytest.raises(TypeError, match="must be an Optax transformation or its `init`; got int"):
+        explain(3, PARAMS, AXES)  # type: ignore[arg-type]
+
+
+def test_errors_of_init_pass_through() -> None:
+    def init(params: Any) -> Any:
+        raise KeyError("no such parameter")
+
+    with pytest.raises(KeyError, match="no such parameter"):
+        explain(init, PARAMS, AXES)
+
+
+def test_nothing_is_computed_and_no_array_is_made() -> None:
+    arrays = {"w": jnp.ones((256, 384)), "b": jnp.ones(384)}
+    live = len(jax.live_arrays())
+    explanation = explain(optax.adafactor(0.1), arrays, AXES)
+    assert len(jax.live_arrays()) == live
+    assert all(
+        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(explanation.state)
+    )
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "sm3", "lbfgs"])
+def test_repeated_layers_cost_no_more_evaluations(name: str) -> None:
+    tx = {
+        "adamw": optax.adamw(0.1),
+        "adafactor": optax.adafactor(0.1),
+        "sm3": optax.sm3(0.1),
+        "lbfgs": optax.scale_by_lbfgs(),
+    }[name]
+
+    def evaluations(layers: int) -> int:
+        params = {f"layer_{i}": PARAMS for i in range(layers)}
+        return explain(tx, params, {f"layer_{i}": AXES for i in range(layers)}).evaluations
+
+    assert evaluations(1) == evaluations(50) <= 12

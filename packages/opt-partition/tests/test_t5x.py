@@ -1,0 +1,79 @@
+"""The face of T5X's rule table."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from opt_partition import OptaxStatePartitionRules
+from opt_partition.errors import AxesError
+
+derive = OptaxStatePartitionRules.derive_optax_logical_axes
+derive_params = OptaxStatePartitionRules.derive_params_axes
+
+PARAMS = {"mlp": {"wi": jnp.ones((8, 6)), "wo": jnp.ones((6, 8))}, "scale": jnp.ones(8)}
+AXES = {"mlp": {"wi": P("embed", "mlp"), "wo": P("mlp", "embed")}, "scale": P("embed")}
+
+
+def test_adam_in_a_chain() -> None:
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.constant_schedule(0.1)))
+    clip, (adam, schedule) = derive(tx.init(PARAMS), AXES)
+    assert clip == optax.EmptyState()
+    assert adam == optax.ScaleByAdamState(None, AXES, AXES)  # type: ignore[arg-type]
+    assert schedule.count is None
+
+
+def test_what_t5x_fails_on() -> None:
+    """zero_nans, SM3, MultiSteps with a skip function, in masked; states not called `...State`."""
+    masked = optax.masked(
+        optax.MultiSteps(  # type: ignore[arg-type]
+            optax.chain(optax.zero_nans(), optax.sm3(0.1), optax.apply_every(2)),
+            2,
+            should_skip_update_fn=optax.skip_not_finite,
+        ),
+        {"mlp": True, "scale": False},
+    )
+    state: Any = derive(masked.init(PARAMS), AXES).inner_state
+    below = {"mlp": AXES["mlp"], "scale": optax.MaskedNode()}
+    assert state.acc_grads == below
+    assert state.skip_state == {"num_not_finite": None, "should_skip": None}
+    zero_nans, (sm3, _), apply_every = state.inner_opt_state
+    assert zero_nans.found_nan == {"mlp": {"wi": None, "wo": None}, "scale": optax.MaskedNode()}
+    assert sm3.mu["mlp"] == {"wi": [P("embed"), P("mlp")], "wo": [P("mlp"), P("embed")]}
+    assert apply_every.grad_acc == below
+
+
+def test_factored_states_need_the_parameters() -> None:
+    state = optax.scale_by_factored_rms(min_dim_size_to_factor=2).init(PARAMS)
+    with pytest.raises(AxesError) as caught:
+        derive(state, AXES)
+    assert str(caught.value).splitlines() == [
+        "what these leaves of the state follow cannot be told from their shapes:",
+        "  v_row/mlp/wi (6,)",
+        "  v_row/mlp/wo (6,)",
+        "  v_col/mlp/wi (8,)",
+        "  v_col/mlp/wo (8,)",
+        "Pass `params`, or use `derive_logical_axes` with the transformation.",
+    ]
+    derived = derive(state, AXES, PARAMS)
+    assert derived.v_row == {"mlp": {"wi": P("mlp"), "wo": P("mlp")}, "scale": None}
+    assert derived.v_col == {"mlp": {"wi": P("embed"), "wo": P("embed")}, "scale": None}
+    assert derived.v == {"mlp": {"wi": None, "wo": None}, "scale": P("embed")}
+
+
+def test_nothing_else_is_guessed() -> None:
+    """A vector that no parameter owns is replicated; rows of a square may be its columns."""
+    state = optax.scale_by_lbfgs(memory_size=3).init(PARAMS)
+    assert derive(state, AXES).weights_memory is None
+    square = optax.scale_by_sm3().init({"w": jnp.ones((4, 4))})
+    with pytest.raises(AxesError, match=r"mu/w/0 \(4,\)"):
+        derive(square, {"w": P("a", "b")})
+
+
+def test_masked_parameters() -> None:
+    masked = {"mlp": optax.MaskedNode(), "scale": 0}
+    assert derive_params(masked, AXES) == {"mlp": optax.MaskedNode(), "scale": P("embed")}
+    assert derive_params(PARAMS, AXES) == AXES
+    with pytest.raises(AxesError, match="bias: no axes are given"):
+        derive_params({"bias": 0}, AXES)
