@@ -60,7 +60,7 @@ def explanation_table(
     size = sum(row.bytes for row in explanation.rows)
     return Table(
         f"optimizer state: {len(explanation.rows):,} leaves, {human_bytes(size)} ({size:,} bytes); "
-        f"`init` evaluated {explanation.evaluations} times",
+        f"evaluations of `init`: {explanation.evaluations}",
         (*columns, "note"),
         tuple(rows),
         frozenset({"leaves", "per device", "bytes per device"}),

@@ -31,7 +31,7 @@ section { border: 1px solid var(--line); border-radius: 8px; background: var(--p
   padding: .8rem 1rem; margin: 1rem 0; }
 section > ul { list-style: none; margin: 0 0 .6rem; padding: 0; }
 .cards { display: flex; flex-wrap: wrap; gap: 1rem 1.6rem; }
-figure { margin: 0; width: 240px; }
+figure { margin: 0; width: 270px; }
 figcaption { font-size: 12.5px; overflow-wrap: anywhere; }
 figcaption div { color: var(--faint); }
 svg { overflow: visible; }

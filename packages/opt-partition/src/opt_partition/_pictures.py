@@ -146,14 +146,14 @@ def explanation_items(explanation: Explanation, params: Any) -> list[Item]:
 
 
 def families(items: Iterable[Item]) -> list[Family]:
-    """Groups leaves by parameter, and parameters that lie alike."""
+    """Groups leaves by parameter, and parameters that lie alike; the leaves of none are last."""
     by_parameter: dict[tuple[str | None, str], list[Item]] = {}
     for item in items:
         # Leaves that follow no parameter do not belong together.
         alone = item.path if item.parameter is None else ""
         by_parameter.setdefault((item.parameter, alone), []).append(item)
     alike: dict[Hashable, list[tuple[str, list[Item]]]] = {}
-    for (parameter, alone), group in by_parameter.items():
+    for (parameter, alone), group in sorted(by_parameter.items(), key=lambda i: i[0][0] is None):
         key = tuple((item.field, item.dtype, item.lies) for item in group)
         alike.setdefault((parameter is None, key), []).append((parameter or alone, group))
     return [_family(members) for members in alike.values()]

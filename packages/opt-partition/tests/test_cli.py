@@ -1,0 +1,458 @@
+"""The command line: what it prints, what it writes, and one line for whatever is wrong."""
+
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from opt_partition._cli import main
+from opt_partition._cli_inputs import InputError, parse_axes, parse_mesh, read_rules
+
+MODULE = """
+import jax, optax
+
+print("noise at import")
+
+def params(dtype="float32"):
+    leaf = jax.ShapeDtypeStruct((8, 32), dtype)
+    return {f"layers_{n}": {"w": leaf} for n in range(3)}
+
+def axes(name="embed"):
+    return {f"layers_{n}": {"w": (name, "mlp")} for n in range(3)}
+
+def adam():
+    print("noise when called")
+    return optax.adam(0.1), params(), axes()
+
+class Deep:
+    @staticmethod
+    def adam():
+        return [optax.adam(0.1).init, params(), axes()]
+
+def raises():
+    return {}["missing\\nkey"]
+
+def leaves():
+    raise SystemExit(3)
+
+def two():
+    return optax.adam(0.1), params()
+
+def nothing():
+    pass
+
+def no_transformation():
+    return 3, params(), axes()
+
+def wrong_axes():
+    return optax.adam(0.1), params(), {"layers_0": {"w": ("a", "b", "c")}}
+
+def init_raises():
+    def init(params):
+        raise RuntimeError("no state today")
+    return init, params(), axes()
+
+def undecided():
+    def init(params):
+        assert params["layers_0"]["w"].shape == (8, 32)
+        return {"table": jax.numpy.zeros((5, 3))}
+    return init, params(), axes()
+
+not_a_function = 3
+"""
+RULES_TOML = 'rules = [["mlp", "model"], ["embed", ""]]\n'
+numbers = itertools.count()
+
+
+@pytest.fixture
+def module(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module in the current directory, of a name that was not imported before."""
+    name = f"cli_job_{next(numbers)}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "rules.toml").write_text(RULES_TOML)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    return name
+
+
+MESH = ["--mesh", "data=4,model=2", "--rules", "rules.toml"]
+Capture = pytest.CaptureFixture[str]
+
+
+def out_of(capsys: Capture, *arguments: str) -> str:
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert "noise" not in captured.out
+    return captured.out
+
+
+def complaint(capsys: Capture, *arguments: str) -> str:
+    """The one line, without the name of the program, that goes with exit code 2."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = [line for line in captured.err.splitlines() if not line.startswith("noise")]
+    assert len(lines) == 1
+    assert lines[0].startswith("opt_partition: ")
+    return lines[0].removeprefix("opt_partition: ")
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if rich were not installed."""
+    for name in ("rich", "rich.box", "rich.console", "rich.table", "rich.text"):
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_plan_in_plain_text(module: str, capsys: Capture) -> None:
+    out = out_of(capsys, "plan", f"{module}:adam", *MESH, "--zero", "data")
+    assert out.startswith("mesh data=4, model=2: 8 devices; state extended over data (ZeRO-1)\n")
+    assert "parameters         1.50 KiB             1,536   3.00 KiB   3,072\n" in out
+    assert (
+        "ScaleByAdamState.mu          3  float32       384 B               384  3.00 KiB\n" in out
+    )
+
+
+def test_tables_have_the_same_words_with_rich_and_without(
+    module: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    arguments = ("plan", f"{module}:adam", *MESH)
+    rich_words = out_of(capsys, *arguments).split()
+    for name in ("rich", "rich.box", "rich.console", "rich.table", "rich.text"):
+        monkeypatch.setitem(sys.modules, name, None)
+    plain_words = out_of(capsys, *arguments).split()
+
+    def words(found: list[str]) -> list[str]:
+        return [word for word in found if set(word) - set("-─")]
+
+    assert words(rich_words) == words(plain_words)
+    assert any("─" in word for word in rich_words)
+    assert not any("─" in word for word in plain_words)
+
+
+@pytest.mark.usefixtures("plain")
+def test_explain_without_and_with_a_mesh(module: str, capsys: Capture) -> None:
+    short = out_of(capsys, "explain", f"{module}:adam").splitlines()
+    assert short[0].startswith("optimizer state: 7 leaves, 6.00 KiB (6,148 bytes)")
+    assert [line.split()[:2] for line in short[3:]] == [
+        ["0/count", "1"],
+        ["0/mu/layers_{0..2}/w", "3"],
+        ["0/nu/layers_{0..2}/w", "3"],
+    ]
+    every = out_of(capsys, "explain", f"{module}:adam", "--all").splitlines()
+    assert len(every) == 3 + 7
+    laid = out_of(capsys, "explain", f"{module}:adam", *MESH, "--zero", "data").splitlines()
+    assert "spec" in laid[1]
+    mu = laid[4].split()
+    assert mu[-3:] == ["384", "B", "384"]
+    assert "data" in laid[4]
+
+
+def test_functions_of_classes_and_lists(module: str, capsys: Capture) -> None:
+    deep = out_of(capsys, "explain", f"{module}:Deep.adam", "--json")
+    assert json.loads(deep) == json.loads(out_of(capsys, "explain", f"{module}:adam", "--json"))
+
+
+def test_json_is_all_there_is_on_standard_output(module: str, capsys: Capture) -> None:
+    plan = json.loads(out_of(capsys, "plan", f"{module}:adam", *MESH, "--json"))
+    assert plan["mesh"] == {"data": 4, "model": 2}
+    assert plan["param_bytes_per_device"] == 3 * 8 * 16 * 4
+    assert plan["accumulator_bytes"] == 0
+    state = json.loads(out_of(capsys, "explain", f"{module}:adam", "--json"))
+    laid = json.loads(
+        out_of(capsys, "explain", f"{module}:adam", *MESH, "--zero", "data", "--json")
+    )
+    assert laid["mesh"] == {"data": 4, "model": 2}
+    for row, with_layout in zip(state["rows"], laid["rows"], strict=True):
+        layout = with_layout.pop("layout")
+        assert row == with_layout
+        assert set(layout) == {"spec", "shard_shape", "bytes_per_device", "notes", "actions"}
+    assert sum(row["bytes"] for row in state["rows"]) == 6148
+
+
+def test_what_is_asked_reaches_the_plan(module: str, capsys: Capture) -> None:
+    options = ["--zero", "data", "--zero-level", "2", "--grad-dtype", "bfloat16"]
+    text = out_of(
+        capsys, "plan", f"{module}:adam", *MESH, *options, "--accumulate", "--strict", "--json"
+    )
+    plan = json.loads(text)
+    assert (plan["zero"], plan["zero_level"]) == (["data"], 2)
+    assert plan["grad_bytes_per_device"] == 3 * 8 * 32 * 2 // 8
+    assert plan["accumulator_bytes_per_device"] == 3 * 8 * 32 * 4 // 8
+    text = out_of(capsys, "plan", f"{module}:adam", *MESH, "--accumulate", "bfloat16", "--json")
+    assert json.loads(text)["accumulator_bytes"] == 3 * 8 * 32 * 2
+
+
+@pytest.mark.parametrize("command", ["explain", "plan"])
+def test_a_page_is_written(module: str, capsys: Capture, command: str) -> None:
+    file = pathlib.Path("page.html")
+    file.write_text("old")
+    file.chmod(0o640)
+    assert out_of(capsys, command, f"{module}:adam", *MESH, "--html", "page.html") == ""
+    text = file.read_text()
+    assert text.startswith("<!doctype html>")
+    assert text.endswith("</html>\n")
+    assert "layers_{0..2}/w (3)" in text
+    assert f"{module}:adam" in text
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert not [name for name in os.listdir() if name.startswith(".page")]
+
+
+def test_a_page_is_written_whole_or_not_at_all(
+    module: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = pathlib.Path("page.html")
+    file.write_text("old")
+    before = sorted(os.listdir())
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    found = complaint(capsys, "explain", f"{module}:adam", "--html", "page.html")
+    assert found == "`page.html` cannot be written: No space left on device"
+    assert file.read_text() == "old"
+    # Importing the job may have left a cache of its bytecode.
+    assert sorted({*os.listdir()} - {"__pycache__"}) == sorted({*before} - {"__pycache__"})
+
+
+USAGE = "(see `python -m opt_partition {} --help`)"
+BAD: list[tuple[list[str], str]] = [
+    (["explain", "{m}"], "expected MODULE:FUNCTION, found `{m}`"),
+    (["explain", "{m}:"], "expected MODULE:FUNCTION, found `{m}:`"),
+    (
+        ["explain", "no_such_module:f"],
+        (
+            "`no_such_module` cannot be imported: ModuleNotFoundError: "
+            "No module named 'no_such_module'"
+        ),
+    ),
+    (["explain", "{m}:adan"], "`{m}` has no function `adan`"),
+    (["explain", "{m}:not_a_function"], "`{m}:not_a_function` is not a function but a int"),
+    (
+        ["explain", "{m}:raises"],
+        "`{m}:raises` failed: KeyError: 'missing\\nkey' ({m}.py, line 23)",
+    ),
+    (["explain", "{m}:leaves"], "`{m}:leaves` failed: SystemExit: 3 ({m}.py, line 26)"),
+    (
+        ["explain", "{m}:two"],
+        (
+            "`{m}:two` must return (transformation, parameters, logical axes); "
+            "it returned a tuple of 2"
+        ),
+    ),
+    (
+        ["explain", "{m}:nothing"],
+        (
+            "`{m}:nothing` must return (transformation, parameters, logical axes); "
+            "it returned a NoneType"
+        ),
+    ),
+    (
+        ["explain", "{m}:init_raises"],
+        "`{m}:init_raises`: RuntimeError: no state today ({m}.py, line 42)",
+    ),
+    (
+        ["plan", "{m}:init_raises", *MESH],
+        "`{m}:init_raises`: RuntimeError: no state today ({m}.py, line 42)",
+    ),
+    (
+        ["explain", "{m}:adam", "--mesh", "data=4"],
+        "`--mesh` and `--rules` go together: give both or neither",
+    ),
+    (["explain", "{m}:adam", "--zero", "data"], "`--zero` needs `--mesh` and `--rules`"),
+    (
+        ["plan", "{m}:adam", "--mesh", "data=4"],
+        "the following arguments are required: --rules " + USAGE.format("plan"),
+    ),
+    (
+        ["plan", "{m}:adam", *MESH, "--zero", "date"],
+        (
+            "`{m}:adam`: `zero` must be mesh axes, each once: the mesh has data=4, model=2; "
+            "found ('date',)"
+        ),
+    ),
+    (
+        ["plan", "{m}:adam", *MESH, "--zero-level", "2"],
+        (
+            "`{m}:adam`: ValueError: `zero_level` must be 1, or 2 together with `zero`; found 2 "
+            "with `zero=None`. Name the mesh axes in `zero`, e.g. 'data'."
+        ),
+    ),
+    (
+        ["plan", "{m}:adam", *MESH, "--zero-level", "3"],
+        "argument --zero-level: invalid choice: 3 (choose from 1, 2) " + USAGE.format("plan"),
+    ),
+    (
+        ["plan", "{m}:adam", "--mesh", "data=4,model=two", "--rules", "rules.toml"],
+        (
+            "`--mesh` must be axes with sizes, such as data=8,model=4; found `model=two` in "
+            "`data=4,model=two`"
+        ),
+    ),
+    (
+        ["plan", "{m}:adam", "--mesh", "data=4,data=2", "--rules", "rules.toml"],
+        "`--mesh` has the axis `data` twice: `data=4,data=2`",
+    ),
+    (
+        ["plan", "{m}:adam", "--mesh", "data=4", "--rules", "nowhere.json"],
+        "`--rules`: `nowhere.json` cannot be read: No such file or directory",
+    ),
+    (
+        ["plan", "{m}:adam", "--mesh", "data=4", "--rules", "{m}.py"],
+        "`--rules` must be a .json or .toml file; found `{m}.py`",
+    ),
+    (
+        ["explain", "{m}:adam", "--html", "no/such/folder.html"],
+        "`no/such/folder.html` cannot be written: No such file or directory",
+    ),
+    (["explain", "{m}:adam", "--html", "."], "`.` cannot be written: Is a directory"),
+    (
+        ["plan", "{m}:adam", *MESH, "--json", "--html", "f"],
+        "argument --html: not allowed with argument --json " + USAGE.format("plan"),
+    ),
+    (
+        ["plan", "{m}:adam", *MESH, "--grad-dtype", "float33"],
+        "`{m}:adam`: TypeError: data type 'float33' not understood",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=lambda value: str(value)[:60])
+def test_bad_input_is_one_line(
+    module: str, capsys: Capture, arguments: list[str], message: str
+) -> None:
+    found = complaint(capsys, *(argument.replace("{m}", module) for argument in arguments))
+    # The quotes of choices differ between versions of Python.
+    assert found.replace("'1', '2'", "1, 2") == message.replace("{m}", module)
+
+
+# Other parts of the package write these words.
+PARTLY_OURS: list[tuple[list[str], list[str]]] = [
+    (["explain", "broken:f"], ["`broken` cannot be imported: SyntaxError"]),
+    (["explain", "{m}:no_transformation"], ["`{m}:no_transformation`: ", "`tx_or_init`", "int"]),
+    (["explain", "{m}:wrong_axes"], ["`{m}:wrong_axes`: ", "layers_0/w", "layers_2/w"]),
+    (["explain", "{m}:undecided", "--strict"], ["`{m}:undecided`: ", "table"]),
+    (["plan", "{m}:undecided", *MESH, "--strict"], ["`{m}:undecided`: ", "table"]),
+    (
+        ["plan", "{m}:adam", "--mesh", "data=4", "--rules", "rules.toml"],
+        ["`{m}:adam`: ", "'model'", "data=4"],
+    ),
+    (["plain", "{m}:adam"], ["invalid choice: 'plain'"]),
+    ([], ["the following arguments are required"]),
+    (["explain", "{m}:adam", "--jsn"], ["unrecognized arguments: --jsn"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), PARTLY_OURS, ids=lambda value: str(value)[:60])
+def test_what_others_have_to_say_is_one_line_too(
+    module: str, capsys: Capture, arguments: list[str], words: list[str]
+) -> None:
+    found = complaint(capsys, *(argument.replace("{m}", module) for argument in arguments))
+    assert all(word.replace("{m}", module) in found for word in words)
+
+
+@pytest.mark.parametrize("command", [[], ["explain"], ["plan"]])
+def test_help_names_every_option(capsys: Capture, command: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "MODULE:FUNCTION" in text
+    assert "rules.toml" in text
+    if command:
+        assert all(f"--{option}" in text for option in ("mesh", "rules", "zero", "json", "html"))
+
+
+RULES = [("mlp", "model"), ("embed", ("data", "fsdp")), ("layers", None), ("heads", None)]
+START = '[["mlp", "model"], ["embed", ["data", "fsdp"]], '
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.json", START + '["layers", null], ["heads", []]]'),
+        ("b.json", '{"rules": ' + START + '["layers", ""], ["heads", null]]}'),
+        ("c.toml", "rules = " + START + '["layers", ""], ["heads", []]]'),
+    ],
+)
+def test_rules_in_files(tmp_path: pathlib.Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert read_rules(str(tmp_path / name)) == RULES
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", "[", "is no JSON"),
+        ("a.json", "[" * 100_000, "is no JSON"),
+        ("a.toml", "rules = ", "is no TOML"),
+        ("a.json", "3", "must hold a list of pairs"),
+        ("a.toml", "rule = []", "must hold a list of pairs"),
+        ("a.json", '{"mlp": "model"}', "must hold a list of pairs"),
+        ("a.json", '[["mlp"]]', 'found ["mlp"]'),
+        ("a.json", '["mlp"]', 'found "mlp"'),
+        ("a.json", '[["mlp", 3]]', 'found ["mlp", 3]'),
+        ("a.json", '[["mlp", ["model", ""]]]', 'found ["mlp", ["model", ""]]'),
+        ("a.toml", "rules = [[1979-05-27, 'model']]", 'found ["1979-05-27", "model"]'),
+    ],
+)
+def test_files_that_hold_no_rules(
+    tmp_path: pathlib.Path, name: str, text: str, message: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError) as caught:
+        read_rules(str(tmp_path / name))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_text(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.json").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(InputError, match="cannot be read: 'utf-8' codec"):
+        read_rules(str(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize("text", ["", "data", "data=", "=4", "data=0", "data=-1", "data=4,", "x=²"])
+def test_meshes_that_are_none(text: str) -> None:
+    with pytest.raises(InputError, match="`--mesh` must be axes with sizes"):
+        parse_mesh(text)
+
+
+def test_meshes_and_axes() -> None:
+    assert dict(parse_mesh(" data=64, fsdp=8 ").shape) == {"data": 64, "fsdp": 8}
+    assert parse_axes("data, fsdp") == ("data", "fsdp")
+
+
+def test_the_program_runs_from_any_folder(module: str) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "opt_partition", *arguments],
+            check=False,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        )
+
+    # Lines of a frame that ASCII does not have are no reason to fail.
+    good = run("plan", f"{module}:adam", *MESH)
+    assert (good.returncode, "8 devices" in good.stdout) == (0, True)
+    bad = run("plan", f"{module}:adan", *MESH)
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr == f"noise at import\nopt_partition: `{module}` has no function `adan`\n"
+
+
+def test_nobody_reads_to_the_end(module: str) -> None:
+    command = f"'{sys.executable}' -m opt_partition explain {module}:adam --json | head -n 1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], check=False, capture_output=True, text=True
+    )
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr

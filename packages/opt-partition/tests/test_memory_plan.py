@@ -1,0 +1,373 @@
+"""Plans: exact sums, reasons, words; against JAX's own shards."""
+
+import dataclasses
+import json
+import math
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh
+from opt_partition._memory_plan import memory_plan
+from opt_partition._plan import NO_PARAMETER, GroupBytes, MemoryPlan
+from opt_partition.errors import AxesError, IndivisibleError, UndecidedError
+
+NAMES = ("embed", "mlp", "heads")
+MESH = AbstractMesh((4, 2, 2), ("data", "fsdp", "model"))
+RULES = [("mlp", "model"), ("embed", "fsdp"), ("heads", None)]
+
+
+def leaf(*shape: int, dtype: Any = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+PARAMS = {"enc": {"wi": leaf(8, 12), "bias": leaf(12)}, "dec": {"wo": leaf(12, 7)}}
+AXES = {"enc": {"wi": ("embed", "mlp"), "bias": ("mlp",)}, "dec": {"wo": ("mlp", "embed")}}
+
+
+def plan_of(tx: Any = None, params: Any = PARAMS, axes: Any = AXES, **kwargs: Any) -> MemoryPlan:
+    rules, mesh = kwargs.pop("rules", RULES), kwargs.pop("mesh", MESH)
+    return memory_plan(tx or optax.adam(1e-3), params, axes, rules, mesh, **kwargs)
+
+
+def jax_bytes(shapes: Any, shardings: Any) -> int:
+    """Bytes of one device's shards, as JAX itself computes them."""
+    return sum(
+        math.prod(sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
+        for shape, sharding in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    )
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[Any, Any, list[Any], AbstractMesh, Any]:
+    sizes = st.sampled_from([1, 2, 3, 4, 6, 8])
+    params, axes = {}, {}
+    for n in range(draw(st.integers(1, 4))):
+        shape = draw(st.lists(sizes, max_size=3))
+        dtype = draw(st.sampled_from(["float32", "bfloat16"]))
+        params[f"p{n}"] = leaf(*shape, dtype=dtype)
+        axes[f"p{n}"] = tuple(draw(st.permutations([*NAMES, None])))[: len(shape)]
+    mesh_axes = ["data", "fsdp", "model"]
+    mesh = AbstractMesh(
+        tuple(draw(st.sampled_from([1, 2, 4])) for _ in mesh_axes), tuple(mesh_axes)
+    )
+    rules = [(name, draw(st.sampled_from([*mesh_axes, None]))) for name in NAMES]
+    zero = draw(st.sampled_from([None, "data", ("data", "model")]))
+    return params, axes, rules, mesh, zero
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs())
+def test_bytes_are_those_of_the_shards_that_jax_makes(job: Any) -> None:
+    params, axes, rules, mesh, zero = job
+    tx = optax.adam(1e-3)
+    plan = memory_plan(tx, params, axes, rules, mesh, zero=zero, accumulate=True)
+    state = jax.eval_shape(tx.init, params)
+    assert plan.param_bytes_per_device == jax_bytes(params, plan.params.shardings)
+    assert plan.grad_bytes_per_device == jax_bytes(params, plan.grads.shardings)
+    assert plan.state_bytes_per_device == jax_bytes(state, plan.state.shardings)
+    assert plan.accumulators is not None
+    wide = jax.tree.map(lambda p: leaf(*p.shape), params)
+    assert plan.accumulator_bytes_per_device == jax_bytes(wide, plan.accumulators.shardings)
+    assert plan.state_bytes == sum(p.size * p.dtype.itemsize for p in jax.tree.leaves(state))
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs())
+def test_every_way_of_adding_up_gives_the_total(job: Any) -> None:
+    params, axes, rules, mesh, zero = job
+    plan = memory_plan(
+        optax.adam(1e-3), params, axes, rules, mesh, zero=zero, accumulate=True, memory_kinds="host"
+    )
+    parts = (
+        plan.param_bytes_per_device,
+        plan.grad_bytes_per_device,
+        plan.accumulator_bytes_per_device,
+        plan.state_bytes_per_device,
+    )
+    total = plan.total_bytes_per_device
+    assert total == sum(parts)
+    assert total == sum(group.total for group in plan.groups.values())
+    assert total == sum(plan.bytes_per_device_by_memory.values())
+    assert plan.bytes_per_device_by_memory["host"] == plan.state_bytes_per_device
+    assert sum(plan.state_fields.values()) == plan.state_bytes_per_device
+    whole = (plan.param_bytes, plan.grad_bytes, plan.accumulator_bytes, plan.state_bytes)
+    assert plan.total_bytes == sum(whole)
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs())
+def test_waste_is_what_is_beyond_an_equal_share(job: Any) -> None:
+    params, axes, rules, mesh, zero = job
+    plan = memory_plan(optax.adam(1e-3), params, axes, rules, mesh, zero=zero)
+    for row in plan.rows:
+        # All devices together hold the leaf so many times.
+        copies = row.leaf.bytes_per_device * mesh.size / row.leaf.bytes
+        assert (row.waste > 0) == (copies > 1 and row.leaf.bytes_per_device > 1)
+        assert bool(row.reason) == (row.waste > 0)
+        assert 0 <= row.waste <= row.leaf.bytes_per_device
+    wastes = [row.waste for row in plan.replicated]
+    assert wastes == sorted((row.waste for row in plan.rows if row.waste), reverse=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(jobs())
+def test_each_level_of_zero_takes_no_more_than_the_one_below(job: Any) -> None:
+    params, axes, rules, mesh, _ = job
+
+    def totals(**kwargs: Any) -> tuple[int, int, int]:
+        plan = memory_plan(
+            optax.adam(1e-3), params, axes, rules, mesh, accumulate="float32", **kwargs
+        )
+        return (
+            plan.state_bytes_per_device,
+            plan.grad_bytes_per_device,
+            plan.accumulator_bytes_per_device,
+        )
+
+    none, one, two = totals(), totals(zero="data"), totals(zero="data", zero_level=2)
+    assert one[0] <= none[0]
+    assert one[1:] == none[1:]
+    assert two[0] == one[0]
+    assert two[1] <= one[1]
+    assert two[2] <= one[2]
+
+
+def test_numbers_by_hand() -> None:
+    plan = plan_of(zero="data", zero_level=2, accumulate="bfloat16")
+    # wi over fsdp and model: 96 / 4; bias over model: 12 / 2; wo over model: 84 / 2.
+    assert plan.param_bytes_per_device == 4 * (24 + 6 + 42)
+    # data divides what is left of wi, neither 6 nor (6, 7).
+    assert plan.grad_bytes_per_device == 4 * (6 + 6 + 42)
+    assert plan.accumulator_bytes_per_device == 2 * (6 + 6 + 42)
+    assert plan.state_bytes_per_device == 2 * 4 * (6 + 6 + 42) + 4
+    assert plan.state_bytes == 2 * 4 * (96 + 12 + 84) + 4
+    assert plan.groups == {
+        "dec": GroupBytes(params=168, grads=168, accumulators=84, state=336),
+        "enc": GroupBytes(params=120, grads=48, accumulators=24, state=96),
+        NO_PARAMETER: GroupBytes(state=4),
+    }
+    assert plan.state_fields == {
+        "ScaleByAdamState.count": 4,
+        "ScaleByAdamState.mu": 216,
+        "ScaleByAdamState.nu": 216,
+    }
+
+
+def test_groups_are_the_caller_s() -> None:
+    plan = plan_of(group_by=lambda path: "bias" if path.endswith("bias") else "matrices")
+    assert list(plan.groups) == ["matrices", "bias", NO_PARAMETER]
+    assert plan.groups["bias"].params == 24
+
+
+def test_accumulators_are_there_when_asked_for() -> None:
+    params, axes = (
+        {"w": leaf(8, dtype="bfloat16"), "n": leaf(3, dtype="int32")},
+        {"w": None, "n": None},
+    )
+    tx = optax.identity()
+    for nothing in (None, False):
+        plan = plan_of(tx, params, axes, accumulate=nothing)
+        assert plan.accumulators is None
+        assert plan.accumulator_bytes == plan.accumulator_bytes_per_device == 0
+    assert plan_of(tx, params, axes, accumulate=True).accumulator_bytes == 8 * 4
+    assert plan_of(tx, params, axes, accumulate="bfloat16").accumulator_bytes == 8 * 2
+    wide = plan_of(tx, {"w": leaf(8, dtype="float64")}, {"w": None}, accumulate=True)
+    assert wide.accumulator_bytes == 8 * 8
+
+
+def test_gradients_of_integers_have_no_bytes_and_complex_ones_no_real_dtype() -> None:
+    params = {"c": leaf(3, dtype="complex64"), "n": leaf(5, dtype="int32"), "w": leaf(4)}
+    axes = dict.fromkeys(params)
+    plan = plan_of(optax.identity(), params, axes)
+    assert plan.grad_bytes == 3 * 8 + 0 + 4 * 4
+    plan = plan_of(optax.identity(), params, axes, grad_dtype=jnp.bfloat16)
+    assert plan.grad_bytes == 3 * 8 + 0 + 4 * 2
+    assert plan.notes == ("grads c: the gradient stays complex64: bfloat16 is real",)
+    dtypes = [row.leaf.dtype for row in plan.rows if row.kind == "grads"]
+    assert dtypes[1] == jax.dtypes.float0
+    expected = jax.eval_shape(
+        jax.grad(lambda p: p["w"].sum(), allow_int=True),
+        {name: params[name] for name in ("n", "w")},
+    )
+    assert dtypes[1:] == [expected["n"].dtype, jnp.bfloat16]
+
+
+def test_memory_kinds_are_of_the_state() -> None:
+    def kind(path: str, _: Any) -> str | None:
+        return "pinned_host" if "/nu/" in path else None
+
+    plan = plan_of(memory_kinds=kind, zero="data")
+    assert plan.bytes_per_device_by_memory == {
+        "device": plan.total_bytes_per_device - plan.state_fields["ScaleByAdamState.nu"],
+        "pinned_host": plan.state_fields["ScaleByAdamState.nu"],
+    }
+    assert plan.state.shardings[0].nu["enc"]["wi"].memory_kind == "pinned_host"
+    assert "by memory" in str(plan)
+    assert "by memory" not in str(plan_of())
+
+
+def test_why_leaves_are_not_sharded_further() -> None:
+    params = {"square": leaf(8, 8), "odd": leaf(7), "scale": leaf(3), "temperature": leaf()}
+    axes = {"square": ("embed", "heads"), "odd": ("mlp",), "scale": None, "temperature": None}
+    plan = plan_of(optax.trace(0.9), params, axes, zero="data", zero_min_bytes=16)
+    reasons = {(row.kind, row.leaf.path): row.reason for row in plan.replicated}
+    assert reasons["params", "square"] == (
+        "not over data=4, model=2: no rule shards 'heads'; no rule uses 'data'"
+    )
+    assert reasons["params", "temperature"] == "not over data=4, fsdp=2, model=2: a scalar"
+    assert reasons["grads", "odd"] == (
+        "not over data=4, fsdp=2, model=2: dimension 0 ('mlp', 7) does not divide by model=2; "
+        "no rule uses 'data'"
+    )
+    assert reasons["state", "trace/odd"] == (
+        "not over data=4, fsdp=2, model=2: dimension 0 ('mlp', 7) does not divide by model=2; "
+        "ZeRO: stays replicated over data=4: no dimension of (7,) divides"
+    )
+    assert reasons["state", "trace/scale"] == (
+        "not over data=4, fsdp=2, model=2: no dimension has a logical name; "
+        "ZeRO: 12 bytes are below min_bytes=16"
+    )
+    assert reasons["state", "trace/square"] == "not over model=2: no rule shards 'heads'"
+
+
+def test_shardings_of_a_plan_are_trees_like_what_they_are_for() -> None:
+    plan = plan_of(optax.adafactor(1e-3, min_dim_size_to_factor=4))
+    state = jax.eval_shape(optax.adafactor(1e-3, min_dim_size_to_factor=4).init, PARAMS)
+    chex.assert_trees_all_equal_structs(plan.state.shardings, state)
+    chex.assert_trees_all_equal_structs(plan.params.shardings, PARAMS)
+    assert plan.explanation.state == state
+
+
+def test_a_plan_as_json() -> None:
+    plan = plan_of(zero=["data", "fsdp"], accumulate=True)
+    data = json.loads(plan.to_json())
+    assert data["mesh"] == {"data": 4, "fsdp": 2, "model": 2}
+    assert data["zero"] == ["data", "fsdp"]
+    for name in ("param", "grad", "accumulator", "state", "total"):
+        for end in ("bytes", "bytes_per_device"):
+            assert data[f"{name}_{end}"] == getattr(plan, f"{name}_{end}")
+    assert data["state_fields"] == plan.state_fields
+    assert [row["path"] for row in data["rows"]] == [row.leaf.path for row in plan.rows]
+    assert sum(row["bytes_per_device"] for row in data["rows"]) == plan.total_bytes_per_device
+    [wi] = [row for row in data["rows"] if row["path"] == "0/mu/enc/wi"]
+    assert wi == {
+        "kind": "state",
+        "path": "0/mu/enc/wi",
+        "shape": [8, 12],
+        "dtype": "float32",
+        "axes": ["embed", "mlp"],
+        "spec": [["fsdp", "data"], "model"],
+        "shard_shape": [1, 6],
+        "memory_kind": None,
+        "bytes": 384,
+        "bytes_per_device": 24,
+        "parameter": "enc/wi",
+        "group": "enc",
+        "field": "ScaleByAdamState.mu",
+        "waste": 0,
+        "reason": "",
+        "notes": [],
+        "actions": wi["actions"],
+    }
+
+
+IN_PRINT = """
+mesh data=4, fsdp=2, model=2: 16 devices; state extended over data (ZeRO-1)
+                 per device  bytes per device      whole   bytes
+---------------  ----------  ----------------  ---------  ------
+parameters         6.00 KiB             6,144  24.00 KiB  24,576
+gradients          6.00 KiB             6,144  24.00 KiB  24,576
+accumulators       6.00 KiB             6,144  24.00 KiB  24,576
+optimizer state    1.50 KiB             1,536  24.00 KiB  24,576
+total             19.50 KiB            19,968  96.00 KiB  98,304
+
+optimizer state by field
+field             leaves  dtype    per device  bytes per device      whole
+----------------  ------  -------  ----------  ----------------  ---------
+TraceState.trace       3  float32    1.50 KiB             1,536  24.00 KiB
+
+bytes per device of each group of parameters
+group          groups    params     grads  accumulators  state     total  bytes
+-------------  ------  --------  --------  ------------  -----  --------  -----
+layers_{0..2}       3  2.00 KiB  2.00 KiB      2.00 KiB  512 B  6.50 KiB  6,656
+
+replicated: 13.50 KiB (13,824 bytes) of each device beyond an equal share
+leaf                          leaves  shape  spec            waste  bytes  reason
+----------------------------  ------  -----  -----------  --------  -----  ------------------------------------
+params layers_{0..2}/w             3  64x32  fsdp, model  4.50 KiB  4,608  not over data=4: no rule uses 'data'
+grads layers_{0..2}/w              3  64x32  fsdp, model  4.50 KiB  4,608  not over data=4: no rule uses 'data'
+accumulators layers_{0..2}/w       3  64x32  fsdp, model  4.50 KiB  4,608  not over data=4: no rule uses 'data'
+"""  # noqa: E501
+
+
+def test_a_plan_in_print() -> None:
+    params = {f"layers_{n}": {"w": leaf(64, 32)} for n in range(3)}
+    axes = {name: {"w": ("embed", "mlp")} for name in params}
+    plan = plan_of(optax.sgd(0.1, momentum=0.9), params, axes, zero="data", accumulate=True)
+    assert str(plan) == IN_PRINT.strip("\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class Odd:
+    """A transformation whose state nothing explains."""
+
+    def init(self, params: Any) -> Any:
+        # No probe with other shapes gets past this.
+        assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, PARAMS)
+        return {"table": jnp.zeros((5, 3))}
+
+
+class Mixed(NamedTuple):
+    matrix: Any
+    vector: Any
+
+
+def test_parameters_in_containers_of_their_own() -> None:
+    params = Mixed(leaf(8, 12), {"bias": leaf(12)})
+    plan = plan_of(params=params, axes=Mixed(("embed", "mlp"), {"bias": ("mlp",)}))
+    assert list(plan.groups) == ["matrix", "vector", NO_PARAMETER]
+    assert set(plan.state_fields) == {f"ScaleByAdamState.{n}" for n in ("count", "mu", "nu")}
+
+
+def test_strict_and_the_choices_of_rules_reach_where_they_matter() -> None:
+    plan_of(Odd())
+    with pytest.raises(UndecidedError, match="table"):
+        plan_of(Odd(), strict=True)
+    with pytest.raises(IndivisibleError, match="dec/wo"):
+        plan_of(on_indivisible="error")
+    with pytest.raises(AxesError, match="'embed'"):
+        plan_of(rules=[("mlp", "model")])
+    plan = plan_of(rules=[("mlp", "model")], on_unknown="replicate")
+    assert "params enc/wi: dimension 0: no rule for 'embed'" in plan.notes
+
+
+@pytest.mark.parametrize("zero", ["date", ("data", "data"), ("data", "date")])
+def test_zero_over_axes_that_are_not_there(zero: Any) -> None:
+    with pytest.raises(AxesError) as caught:
+        plan_of(zero=zero)
+    assert str(caught.value) == (
+        f"`zero` must be mesh axes, each once: the mesh has data=4, fsdp=2, model=2; found {zero!r}"
+    )
+
+
+@pytest.mark.parametrize(("level", "zero"), [(2, None), (3, "data"), (0, "data")])
+def test_zero_levels_that_mean_nothing(level: Any, zero: Any) -> None:
+    with pytest.raises(ValueError, match="`zero_level`") as caught:
+        plan_of(zero=zero, zero_level=level)
+    assert str(caught.value) == (
+        f"`zero_level` must be 1, or 2 together with `zero`; found {level} with `zero={zero!r}`. "
+        "Name the mesh axes in `zero`, e.g. 'data'."
+    )
+
+
+def test_a_mesh_far_larger_than_the_machine() -> None:
+    mesh = AbstractMesh((4096, 8, 8), ("data", "fsdp", "model"))
+    params = {"w": leaf(2**20, 2**20)}
+    plan = plan_of(params=params, axes={"w": ("embed", "mlp")}, mesh=mesh, zero="data")
+    assert plan.state_fields["ScaleByAdamState.mu"] * mesh.size == plan.param_bytes
