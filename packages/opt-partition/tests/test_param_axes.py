@@ -39,6 +39,7 @@ class Metadata:
         ([["heads", "kv"]], P(("heads", "kv"), None)),
         (Boxed(), P("embed", None)),
         (Metadata(), P("embed", "mlp")),
+        (np.ones((3, 4)), P(None, None)),
     ],
 )
 def test_forms(given: Any, padded: P) -> None:
@@ -107,3 +108,8 @@ def test_all_that_does_not_fit_is_listed() -> None:
         "  g: `params` must hold arrays or jax.ShapeDtypeStructs, found str",
         f"  h: the name of a dimension must be a string or None, found {P.UNCONSTRAINED!r}",
     ]
+
+
+def test_boxed_parameters() -> None:
+    with pytest.raises(AxesError, match="w: `params` holds a Boxed; unbox the parameters"):
+        normalise_param_axes({"w": Boxed()}, {"w": Boxed()})

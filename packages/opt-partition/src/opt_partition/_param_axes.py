@@ -61,7 +61,8 @@ def normalise_param_axes(params: Any, param_axes: Any, *, pad: bool = True) -> A
     Args:
       params: arrays or `jax.ShapeDtypeStruct`s.
       param_axes: a tree with the same keys, whose containers may be of another kind. A leaf is a
-        `PartitionSpec`, a sequence of names, a box of Flax, or `None` for no names at all.
+        `PartitionSpec`, a sequence of names, a box of Flax, or `None` for no names at all; so is
+        an array, which among boxes is a parameter that has none.
       pad: whether to make the specs as long as the parameters' rank. If not they are as given, and
         `None` stays `None`.
 
@@ -106,7 +107,8 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
                 f"{path_str(path)}: expected at most {len(shape)} axes, one per dimension of "
                 f"{shape}, found {axes}"
             )
-        given = None if found.get(path) is None else PartitionSpec(*axes)
+        is_given = is_axes(found.get(path)) or isinstance(found.get(path), Sequence)
+        given = PartitionSpec(*axes) if is_given else None
         axes += (None,) * (len(shape) - len(axes))
         table.append(Parameter(path, shape, jax.dtypes.result_type(leaf), axes, given))
     if problems:
@@ -116,6 +118,9 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
 
 def _collect(params: Any, axes: Any, path: KeyPath, found: dict[KeyPath, Any]) -> Iterator[str]:
     """Puts what `axes` hold for each parameter into `found`; yields what does not fit."""
+    if isinstance(params, HasPartitionSpec) and not isinstance(params, PartitionSpec):
+        yield f"{path_str(path)}: `params` holds a {type(params).__name__}; unbox the parameters"
+        return
     node = children(params)
     if node is None:
         if params is not None:
@@ -156,7 +161,7 @@ def read_axes(given: Any) -> tuple[Axis, ...]:
         names = given.get_partition_spec()
     elif isinstance(given, HasNames) and not isinstance(given, PartitionSpec):
         names = given.names
-    if names is None:
+    if names is None or isinstance(names, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return ()
     if isinstance(names, str) or not isinstance(names, PartitionSpec | Sequence):
         raise AxesError(f"axes must be a PartitionSpec or a tuple of names, found {given!r}")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr
+from jax.tree_util import DictKey, SequenceKey, keystr
 
 KeyPath = tuple[Any, ...]
 
@@ -70,8 +70,6 @@ def descend(tree: Any, path: Sequence[Any]) -> Any:
         match key:
             case DictKey(key=name):
                 tree = tree.get(name) if isinstance(tree, Mapping) else None
-            case GetAttrKey(name=name):
-                tree = getattr(tree, name, None)
             case SequenceKey(idx=index):
                 is_long = isinstance(tree, list | tuple) and index < len(tree)
                 tree = tree[index] if is_long else None
