@@ -12,7 +12,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from opt_partition._memory_plan import memory_plan
 from opt_partition._plan import NO_PARAMETER, GroupBytes, MemoryPlan
 from opt_partition.errors import AxesError, IndivisibleError, UndecidedError
@@ -371,3 +371,23 @@ def test_a_mesh_far_larger_than_the_machine() -> None:
     params = {"w": leaf(2**20, 2**20)}
     plan = plan_of(params=params, axes={"w": ("embed", "mlp")}, mesh=mesh, zero="data")
     assert plan.state_fields["ScaleByAdamState.mu"] * mesh.size == plan.param_bytes
+
+
+def mesh_of(kind: AxisType) -> AbstractMesh:
+    """A mesh whose `data` axis is of the given type."""
+    return AbstractMesh((4, 2), ("data", "model"), axis_types=(kind, AxisType.Auto))
+
+
+def test_explicit_axes_change_nothing_and_manual_ones_are_not_used() -> None:
+    rules = [("mlp", "model"), ("embed", "data")]
+    params, axes = {"w": leaf(8, 12)}, {"w": ("embed", "mlp")}
+    auto, explicit, manual = (
+        plan_of(params=params, axes=axes, rules=rules, mesh=mesh_of(kind))
+        for kind in (AxisType.Auto, AxisType.Explicit, AxisType.Manual)
+    )
+    assert auto.param_bytes_per_device == 8 * 12 * 4 // 8
+    assert explicit.to_dict() == auto.to_dict()
+    # Inside `shard_map` a leaf is already what one device along `data` has of it.
+    assert manual.param_bytes_per_device == 8 * 12 * 4 // 2
+    assert [row.leaf.path for row in manual.replicated] == ["0/count"]
+    assert manual.notes[0] == ("params w: dimension 0 ('embed', 8) cannot use data: it is Manual")

@@ -84,8 +84,12 @@ def print_tables(tables: Sequence[Table]) -> None:
             title=Text(table.title), title_style="bold", title_justify="left", box=SIMPLE_HEAD
         )
         for name in table.columns:
+            is_number = name in table.right  # a number in two lines is hard to read
             rich_table.add_column(
-                Text(name), justify="right" if name in table.right else "left", overflow="fold"
+                Text(name),
+                justify="right" if is_number else "left",
+                overflow="fold",
+                no_wrap=is_number,
             )
         for row in table.rows:
             rich_table.add_row(*map(Text, row))
