@@ -13,10 +13,9 @@ from typing import Any
 import chex
 import jax
 import pytest
-from opt_partition._cli_inputs import read_rules
+from opt_partition import MemoryPlan, memory_plan
+from opt_partition._cli.inputs import read_rules
 from opt_partition._display import both, human_bytes
-from opt_partition._memory_plan import memory_plan
-from opt_partition._plan import MemoryPlan
 
 ROOT = pathlib.Path(__file__).parents[1]
 JOBS = ("adamw", "adafactor", "lion")

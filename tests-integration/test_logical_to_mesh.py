@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
-from opt_partition._logical_to_mesh import logical_to_mesh
-from opt_partition._zero import extend_over
+from opt_partition import extend_over, logical_to_mesh
 
 P = PartitionSpec
 linen: Any = flax.linen  # it exports nothing explicitly

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh
-from opt_partition._memory_plan import memory_plan
+from opt_partition import memory_plan
 
 contrib: Any = optax.contrib
 RULES = [("mlp", "model"), ("vocab", "model"), ("heads", "model"), ("embed", "fsdp")]

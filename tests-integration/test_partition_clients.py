@@ -34,7 +34,7 @@ def test_boxes_of_linen(boxed: Any) -> None:
 
 
 def test_metadata_of_t5x(boxed: Any) -> None:
-    axes = {"kernel": AxisMetadata(names=KERNEL), "bias": AxisMetadata(names=P("mlp"))}  # type: ignore[no-untyped-call]
+    axes = {"kernel": AxisMetadata(names=KERNEL), "bias": AxisMetadata(names=P("mlp"))}
     adam = derive_logical_axes(optax.adam(0.1), freeze(nn.unbox(boxed)), axes)[0]
     assert dict(adam.nu) == {"kernel": KERNEL, "bias": P("mlp")}
 

@@ -24,9 +24,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jax.tree_util import keystr
-from opt_partition._explain import Explanation, explain
-from opt_partition._layout import Layout
-from opt_partition._logical_to_mesh import logical_to_mesh
+from opt_partition import Explanation, Layout, explain, logical_to_mesh
 from optax_table import NOT_CONSTRUCTORS, TABLE, Case, exported
 
 Shape = tuple[int, ...]

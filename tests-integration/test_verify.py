@@ -12,9 +12,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from opt_partition._verify import verify
-from opt_partition._verify_leaves import Expected
-from opt_partition._verify_report import Report
+from opt_partition import Expected, Report, verify
 from opt_partition.errors import AxesError, ShardingMismatchError
 
 P = PartitionSpec

@@ -21,7 +21,7 @@ from workspace import ROOT, Package, closure, names, read_packages
 ALWAYS = "dependencies"
 ARROWS: Mapping[str, Mapping[str, set[str]]] = {
     "opt-core": {ALWAYS: {"jax", "flax"}},
-    "opt-partition": {ALWAYS: {"jax", "optax"}},
+    "opt-partition": {ALWAYS: {"jax", "optax"}, "cli": {"rich"}},
     "opt-accumulate": {ALWAYS: {"jax", "optax"}},
     "opt-adafactor": {ALWAYS: {"opt-core", "jax", "flax"}},
     "opt-optax-bridge": {

@@ -9,8 +9,8 @@ import sys
 from typing import Any
 
 import pytest
-from opt_partition._cli import main
-from opt_partition._cli_inputs import InputError, parse_axes, parse_mesh, read_rules
+from opt_partition._cli.inputs import InputError, parse_axes, parse_mesh, read_rules
+from opt_partition._cli.main import main
 
 MODULE = """
 import jax, optax

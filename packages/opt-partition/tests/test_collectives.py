@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from opt_partition._collectives import Collective, bytes_sent, collectives
-from opt_partition._hlo import parse
-from opt_partition._replica_groups import axes_of, parse_groups
+from opt_partition._verify.collectives import Collective, bytes_sent, collectives
+from opt_partition._verify.hlo import parse
+from opt_partition._verify.replica_groups import axes_of, parse_groups
 
 HEAD = "HloModule jit_f, num_partitions=8\n\n"
 ADD = "%add (a: f32[], b: f32[]) -> f32[] {\n  ROOT %a = f32[] parameter(0)\n}\n\n"

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from opt_partition._differencing import Prober, Verdict, Wanted, difference
-from opt_partition._param_axes import parameters
+from opt_partition._axes.differencing import Prober, Verdict, Wanted, difference
+from opt_partition._axes.param_axes import parameters
 from opt_partition._trees import flatten_with_paths
 
 

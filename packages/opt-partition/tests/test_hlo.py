@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from opt_partition._hlo import Array, flat_types, parse, parse_type
+from opt_partition._verify.hlo import Array, flat_types, parse, parse_type
 
 GPU = """HloModule jit_f, is_scheduled=true, input_output_alias={ {0}: (1, {}, must-alias), \
 {1}: (0, {}, may-alias) }, entry_computation_layout={(f32[8]{0})->f32[64]{0}}, num_partitions=8

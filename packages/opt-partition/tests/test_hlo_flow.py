@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from opt_partition._hlo import parse
-from opt_partition._hlo_flow import Deps, trace
+from opt_partition._verify.hlo import parse
+from opt_partition._verify.hlo_flow import Deps, trace
 
 X = jnp.ones((4, 4))
 

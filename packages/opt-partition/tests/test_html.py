@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
+from opt_partition._axes.explain import explain
+from opt_partition._cli.html import page
+from opt_partition._cli.pictures import Family, explanation_items, families, plan_items
+from opt_partition._cli.svg import Side, picture
 from opt_partition._display import Table
-from opt_partition._explain import explain
-from opt_partition._html import page
-from opt_partition._memory_plan import memory_plan
-from opt_partition._pictures import Family, explanation_items, families, plan_items
-from opt_partition._plan import MemoryPlan
-from opt_partition._plan_tables import plan_tables
-from opt_partition._svg import Side, picture
+from opt_partition._memory.memory_plan import memory_plan
+from opt_partition._memory.plan import MemoryPlan
+from opt_partition._memory.tables import plan_tables
 
 VOID = {"meta", "line"}
 NASTY = "<script>alert('&\"')</script>"

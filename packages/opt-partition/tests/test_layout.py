@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from opt_partition._align import align
-from opt_partition._layout import Layout
-from opt_partition._specs import itemsize, shard_shape
+from opt_partition._mesh.align import align
+from opt_partition._mesh.layout import Layout
+from opt_partition._mesh.specs import itemsize, shard_shape
 from opt_partition.errors import AxesError
 
 P = PartitionSpec

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from opt_partition._logical_to_mesh import logical_to_mesh
+from opt_partition._mesh.logical_to_mesh import logical_to_mesh
 from opt_partition.errors import AxesError, IndivisibleError
 
 P = PartitionSpec

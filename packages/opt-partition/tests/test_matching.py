@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from opt_partition._matching import match_leaves
-from opt_partition._param_axes import parameters
+from opt_partition._axes.matching import match_leaves
+from opt_partition._axes.param_axes import parameters
 from opt_partition._trees import flatten_with_paths, path_str
 
 

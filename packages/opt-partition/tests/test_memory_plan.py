@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType
-from opt_partition._memory_plan import memory_plan
-from opt_partition._plan import NO_PARAMETER, GroupBytes, MemoryPlan
+from opt_partition._memory.memory_plan import memory_plan
+from opt_partition._memory.plan import NO_PARAMETER, GroupBytes, MemoryPlan
 from opt_partition.errors import AxesError, IndivisibleError, UndecidedError
 
 NAMES = ("embed", "mlp", "heads")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opt_partition._cli import main
+from opt_partition._cli.main import main
 
 BESIDE = Path(__file__).parents[1] / "README.md"
 PYTHON = re.compile(r"^```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.M | re.S)

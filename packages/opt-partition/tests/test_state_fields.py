@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from opt_partition._state_fields import state_fields
+from opt_partition._memory.state_fields import state_fields
 
 PARAMS = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}
 

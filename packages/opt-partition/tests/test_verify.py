@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from opt_partition._verify import verify
-from opt_partition._verify_leaves import Expected, sharding_str
+from opt_partition._verify.leaves import Expected, sharding_str
+from opt_partition._verify.verify import verify
 from opt_partition.errors import AxesError, ShardingMismatchError
 
 P = PartitionSpec

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from opt_partition._logical_to_mesh import logical_to_mesh
-from opt_partition._zero import extend_over
+from opt_partition._mesh.logical_to_mesh import logical_to_mesh
+from opt_partition._mesh.zero import extend_over
 from opt_partition.errors import AxesError
 
 P = PartitionSpec

@@ -28,7 +28,8 @@ def derive_axes(tx: Any, params: Any, state: Any, param_axes: Any) -> tuple[Any,
       ValueError: `state` is not one that `tx` makes of such parameters.
     """
     explanation = explain(tx, params, param_axes)
-    found, expected = jax.tree.structure(state), jax.tree.structure(explanation.state)
+    found: Any = jax.tree.structure(state)
+    expected: Any = jax.tree.structure(explanation.state)
     if found != expected:
         raise ValueError(
             "`optimizer` holds a state that its transformation does not make of its parameters.\n"

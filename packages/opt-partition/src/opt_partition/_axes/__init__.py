@@ -1,0 +1,1 @@
+"""Logical axes of an optimizer's state."""

@@ -1,0 +1,254 @@
+"""The logical axes of any optimizer state, and why they are what they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+from jax.sharding import PartitionSpec
+
+from opt_partition._axes.attribution import SOURCES, Attribution, Attributions, attribute
+from opt_partition._axes.param_axes import Axis, parameters
+from opt_partition._axes.rules import DEFAULT_RULES, Rules
+from opt_partition._display import format_table
+from opt_partition._mesh.specs import itemsize
+from opt_partition._trees import path_str
+from opt_partition.errors import UndecidedError
+
+
+@runtime_checkable
+class HasInit(Protocol):
+    """An Optax transformation, or anything else with its `init`."""
+
+    def init(self, params: Any) -> Any:
+        """Returns the state for `params`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Why one state leaf has the axes that it has.
+
+    Attributes:
+      path: `/`-joined keys of the leaf.
+      shape: its shape.
+      dtype: its dtype.
+      bytes: its size in bytes.
+      parameter: path of the parameter that it belongs to; `None` if there is none.
+      parameter_shape: the shape of that.
+      parameter_axes: the axes of that, as they were given.
+      dims: for each dimension the parameter dimension that it indexes, or `None`.
+      axes: for each dimension the logical name, or `None`.
+      dropped: the names of the parameter that no dimension of the leaf has.
+      sources: for each dimension the source that decided.
+      source: the least trusted of those: `'rule'`, `'provenance'`, `'differencing'`,
+        `'alignment'` or `'fallback'`; `'scalar'` for a leaf without dimensions.
+      note: what else there is to say.
+      is_disputed: whether two sources disagree; the more trusted one decided.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    bytes: int
+    parameter: str | None
+    parameter_shape: tuple[int, ...] | None
+    parameter_axes: PartitionSpec | None
+    dims: tuple[int | None, ...]
+    axes: tuple[Axis, ...]
+    dropped: tuple[Axis, ...]
+    sources: tuple[str, ...]
+    source: str
+    note: str
+    is_disputed: bool
+
+    @property
+    def is_mirror(self) -> bool:
+        """Whether the leaf has all dimensions of its parameter, in their order, and no other."""
+        return self.shape == self.parameter_shape and self.dims == tuple(range(len(self.shape)))
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The axes as a spec: `P()` where no dimension follows anything."""
+        if all(dim is None for dim in self.dims) and not any(self.axes):
+            return PartitionSpec()
+        return PartitionSpec(*self.axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The logical axes of a state, and why they are what they are; prints as a table.
+
+    Attributes:
+      state: the state, as `jax.ShapeDtypeStruct`s.
+      rows: one per leaf, in JAX's order.
+      evaluations: how often `init` was evaluated for its shapes; nothing else is done with it.
+      notes: what holds for the whole state.
+    """
+
+    state: Any
+    rows: list[Row]
+    evaluations: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def axes(self) -> Any:
+        """A `PartitionSpec` of logical names per leaf, in the tree of the state."""
+        return jax.tree.unflatten(jax.tree.structure(self.state), [row.spec for row in self.rows])
+
+    @property
+    def undecided(self) -> list[Row]:
+        """The rows that `strict=True` raises on."""
+        return [row for row in self.rows if row.source == "fallback" or row.is_disputed]
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Returns everything but the trees as JSON."""
+        rows = [_to_data(row) for row in self.rows]
+        data = {"rows": rows, "evaluations": self.evaluations, "notes": self.notes}
+        return json.dumps(data, indent=indent)
+
+    def __str__(self) -> str:
+        head = ["state", "shape", "dtype", "parameter", "axes", "source", "note"]
+        lines = [
+            [
+                row.path,
+                str(row.shape),
+                str(row.dtype),
+                row.parameter or "",
+                _spec_str(row.axes),
+                row.source,
+                row.note,
+            ]
+            for row in self.rows
+        ]
+        total = sum(row.bytes for row in self.rows)
+        end = f"{len(self.rows)} leaves, {total:,} bytes; `init` evaluated {self.evaluations} times"
+        return "\n".join([format_table(head, lines), *self.notes, end])
+
+
+def explain(
+    tx_or_init: HasInit | Callable[[Any], Any],
+    params: Any,
+    param_axes: Any,
+    *,
+    rules: Rules = DEFAULT_RULES,
+    strict: bool = False,
+) -> Explanation:
+    """Finds the logical axes of an optimizer's state, and says for each leaf how.
+
+    Nothing is allocated and no device is used.
+
+    Args:
+      tx_or_init: an Optax transformation, or its `init`.
+      params: arrays or `jax.ShapeDtypeStruct`s.
+      param_axes: logical axes of each parameter, in a tree with the same keys: `PartitionSpec`s,
+        tuples of names, boxes of Flax, or `None`.
+      rules: rules for types of state whose dimensions cannot be found out.
+      strict: whether to raise where the axes of a leaf could not be decided.
+
+    Returns:
+      An `Explanation`: rows, the axes, and how often `init` was evaluated.
+
+    Raises:
+      AxesError: `param_axes` do not fit `params`.
+      UndecidedError: under `strict`, the leaves that nothing but the fallback decided, and those
+        on which two sources disagree.
+
+    Examples:
+      >>> import optax
+      >>> params = {'w': jax.ShapeDtypeStruct((256, 384), 'float32')}
+      >>> adafactor = explain(optax.adafactor(1e-3), params, {'w': ('embed', 'mlp')})
+      >>> [(row.path, row.axes) for row in adafactor.rows if row.shape == (256,)]
+      [('0/v_row/w', ('embed',))]
+    """
+    init = tx_or_init.init if isinstance(tx_or_init, HasInit) else tx_or_init
+    if not callable(init):
+        raise TypeError(
+            "`tx_or_init` must be an Optax transformation or its `init`; got "
+            f"{type(tx_or_init).__name__}. Call the constructor first."
+        )
+    table = parameters(params, param_axes)
+    explanation = to_explanation(attribute(init, params, table, rules))
+    if strict and explanation.undecided:
+        lines = [f"  {row.path} {row.shape}: {row.note}" for row in explanation.undecided]
+        raise UndecidedError(
+            "the axes of these leaves of the state could not be decided:\n"
+            + "\n".join(lines)
+            + "\nGive a rule for their type: `rules=DEFAULT_RULES.extend({MyState: rule})`."
+        )
+    return explanation
+
+
+def derive_logical_axes(
+    tx_or_init: HasInit | Callable[[Any], Any],
+    params: Any,
+    param_axes: Any,
+    *,
+    rules: Rules = DEFAULT_RULES,
+    strict: bool = False,
+) -> Any:
+    """Returns the logical axes of every leaf of an optimizer's state; see `explain`.
+
+    Returns:
+      The tree of the state, with a `PartitionSpec` of logical names per leaf: `None` for a
+      dimension that follows no dimension of a parameter, `P()` for a leaf that follows none.
+
+    Examples:
+      >>> import optax
+      >>> params = {'w': jax.ShapeDtypeStruct((256, 384), 'float32')}
+      >>> axes = derive_logical_axes(optax.adamw(1e-3), params, {'w': ('embed', 'mlp')})
+      >>> tuple(axes[0].count), tuple(axes[0].mu['w'])
+      ((), ('embed', 'mlp'))
+    """
+    return explain(tx_or_init, params, param_axes, rules=rules, strict=strict).axes
+
+
+def to_explanation(found: Attributions) -> Explanation:
+    """Returns what was found as rows."""
+    rows = [_row(attribution) for attribution in found.leaves]
+    return Explanation(found.state, rows, found.evaluations, found.notes)
+
+
+def _to_data(row: Row) -> dict[str, Any]:
+    """A row as JSON has it."""
+    data = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+    axes = row.parameter_axes
+    return data | {"dtype": str(row.dtype), "parameter_axes": None if axes is None else [*axes]}
+
+
+def _row(found: Attribution) -> Row:
+    shape, dtype = tuple(found.leaf.shape), found.leaf.dtype
+    parameter, dimensions = found.parameter, found.dimensions
+    sources = tuple(d.source for d in dimensions)
+    dims = tuple(d.dim for d in dimensions)
+    kept = {*dims}
+    notes = [
+        f"dimension {axis}: {d.note}" if len(shape) > 1 else d.note
+        for axis, d in enumerate(dimensions)
+        if d.note
+    ]
+    return Row(
+        path=path_str(found.key_path),
+        shape=shape,
+        dtype=dtype,
+        bytes=math.prod(shape) * itemsize(dtype),
+        parameter=parameter.path if parameter else None,
+        parameter_shape=parameter.shape if parameter else None,
+        parameter_axes=parameter.given if parameter else None,
+        dims=dims,
+        axes=tuple(d.axis for d in dimensions),
+        dropped=tuple(a for i, a in enumerate(parameter.axes) if i not in kept and a is not None)
+        if parameter
+        else (),
+        sources=sources,
+        source=max(sources, key=SOURCES.index, default="scalar"),
+        note="; ".join(dict.fromkeys(notes)),
+        is_disputed=any(d.is_disputed for d in dimensions),
+    )
+
+
+def _spec_str(axes: Sequence[Axis]) -> str:
+    return f"({', '.join('-' if axis is None else str(axis) for axis in axes)})"

@@ -1,0 +1,123 @@
+"""Which parameter a leaf of the state belongs to, read from the structure of the state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.tree_util import SequenceKey
+
+from opt_partition._axes.param_axes import Parameter
+from opt_partition._trees import KeyPath, flatten_with_paths
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """The place of a parameter in the path of a state leaf.
+
+    Attributes:
+      parameter: its index.
+      start: where its path begins in the leaf's, or in that of the subtree which mirrors it.
+    """
+
+    parameter: int
+    start: int
+
+
+def match_leaves(params: Any, state: Any, table: Sequence[Parameter]) -> list[tuple[Match, ...]]:
+    """Returns for every leaf of the state the parameters that it may belong to.
+
+    A subtree with the containers and keys of the parameters belongs to them leaf by leaf; empty
+    nodes may stand for parameters that are masked, and what is a leaf there may be a subtree here.
+    Where there is none, the longest run of keys that ends the path of a parameter decides, and it
+    may end that of several.
+
+    Args:
+      params: the parameters.
+      state: the state.
+      table: the parameters in JAX's order.
+    """
+    matches = _match_mirrors(jax.tree.structure(params), jax.tree.structure(state))
+    paths = [path for path, _ in flatten_with_paths(state)]
+    result: list[tuple[Match, ...]] = [() if m is None else (m,) for m in matches]
+    if any(match is None for match in matches):
+        suffixes = _suffixes(table)
+        for index, (match, path) in enumerate(zip(matches, paths, strict=True)):
+            if match is None:
+                result[index] = _match_suffix(path, suffixes)
+    return result
+
+
+def _match_mirrors(params: Any, state: Any) -> list[Match | None]:
+    """For each leaf of the tree definition `state`, its place in the outermost mirror."""
+    matches: list[Match | None] = []
+
+    def visit(node: Any, depth: int) -> None:
+        mirrored = _mirror(params, node)
+        if mirrored is not None:
+            matches.extend(Match(parameter, depth) for parameter in mirrored)
+        elif not node.children():
+            matches.extend([None] * node.num_leaves)
+        else:
+            for child in node.children():
+                visit(child, depth + 1)
+
+    visit(state, 0)
+    return matches
+
+
+def _mirror(params: Any, node: Any) -> list[int] | None:
+    """The parameter of each leaf of `node` where that mirrors `params`; else `None`."""
+    if node.num_leaves == 0:
+        return None
+    if node == params:
+        return list(range(params.num_leaves))
+    found: list[int] = []
+    return found if _follow(params, node, 0, found) else None
+
+
+def _follow(params: Any, node: Any, first: int, found: list[int]) -> bool:
+    if node.num_leaves == 0:
+        return True
+    if params.num_leaves == 1 and params.node_data() is None:
+        found.extend([first] * node.num_leaves)
+        return True
+    below, ours = params.children(), node.children()
+    if params.node_data() != node.node_data() or len(below) != len(ours):
+        return False
+    for theirs, child in zip(below, ours, strict=True):
+        if not _follow(theirs, child, first, found):
+            return False
+        first += theirs.num_leaves
+    return True
+
+
+def _suffixes(table: Sequence[Parameter]) -> Mapping[KeyPath, list[tuple[int, int]]]:
+    """The parameters, and where it begins in their paths, of every end of a path."""
+    suffixes: dict[KeyPath, list[tuple[int, int]]] = defaultdict(list)
+    for index, parameter in enumerate(table):
+        path = parameter.key_path
+        for start in range(len(path)):
+            suffixes[path[start:]].append((index, start))
+    return suffixes
+
+
+def _match_suffix(
+    path: KeyPath, suffixes: Mapping[KeyPath, list[tuple[int, int]]]
+) -> tuple[Match, ...]:
+    for start, stop in _windows(len(path)):
+        # A number alone says nothing: chains, lists of parameters and lists of theirs have it.
+        is_named = any(not isinstance(key, SequenceKey) for key in path[start:stop])
+        if is_named and (found := suffixes.get(path[start:stop])):
+            return tuple(Match(index, start) for index, _ in found)
+    return ()
+
+
+def _windows(length: int) -> Iterator[tuple[int, int]]:
+    """Longest first; of one length, the last first."""
+    for size in range(length, 0, -1):
+        for start in range(length - size, -1, -1):
+            yield start, start + size

@@ -1,0 +1,148 @@
+"""The face of T5X's rule table for Optax states."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from opt_partition._axes.attribution import attribute_by_structure
+from opt_partition._axes.explain import Row, to_explanation
+from opt_partition._axes.matching import match_leaves
+from opt_partition._axes.param_axes import Parameter, is_axes, parameters, read_axes
+from opt_partition._axes.rules import DEFAULT_RULES
+from opt_partition._trees import KeyPath, children, flatten_with_paths, key_name, path_str
+from opt_partition.errors import AxesError
+
+_UNKNOWN = -1  # a size
+
+
+class OptaxStatePartitionRules:
+    """T5X's two class methods, for states that are there already.
+
+    They see a state and nothing that makes it, so they know less than `derive_logical_axes`, which
+    is to be preferred where there is a transformation. There is no table of rules to maintain: the
+    structure of the state tells which leaf follows which parameter.
+    """
+
+    @classmethod
+    def derive_optax_logical_axes(
+        cls, optax_state: Any, params_axes: Any, params: Any = None
+    ) -> Any:
+        """Returns the logical axes of an Optax state.
+
+        Args:
+          optax_state: the state; arrays or `jax.ShapeDtypeStruct`s.
+          params_axes: the parameters' logical axes, `PartitionSpec`s as a rule.
+          params: the parameters, for their shapes. Not in T5X; needed for states of which no leaf
+            has the shape of the parameter that it follows, such as Adafactor's.
+
+        Returns:
+          The tree of the state with a `PartitionSpec` per leaf that follows a parameter, and `None`
+          for any other, as T5X has it.
+
+        Raises:
+          AxesError: the shape of a parameter is needed and cannot be told from the state; lists
+            the leaves.
+
+        Examples:
+          >>> import optax
+          >>> state = optax.sm3(0.1).init({'w': jax.numpy.ones((4, 3))})
+          >>> axes = {'w': PartitionSpec('embed', 'mlp')}
+          >>> derived = OptaxStatePartitionRules.derive_optax_logical_axes(state, axes)
+          >>> [tuple(spec) for spec in derived[0].mu['w']]
+          [('embed',), ('mlp',)]
+        """
+        if params is None:
+            params, table = _parameters_of_state(optax_state, params_axes)
+        else:
+            table = parameters(params, params_axes)
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), optax_state)
+        rows = to_explanation(attribute_by_structure(params, state, table, DEFAULT_RULES)).rows
+        unknown = [f"  {row.path} {row.shape}" for row in rows if _is_unknown(row)]
+        if unknown:
+            raise AxesError(
+                "what these leaves of the state follow cannot be told from their shapes:\n"
+                + "\n".join(unknown)
+                + "\nPass `params`, or use `derive_logical_axes` with the transformation."
+            )
+        specs = [row.spec if row.spec != PartitionSpec() else None for row in rows]
+        return jax.tree.unflatten(jax.tree.structure(optax_state), specs)
+
+    @classmethod
+    def derive_params_axes(cls, optax_params: Any, params_axes: Any) -> Any:
+        """Returns the parameters' axes in a tree like them, in which some may be masked.
+
+        Args:
+          optax_params: a tree like the parameters; an `optax.MaskedNode` may stand for a leaf or
+            for a whole subtree.
+          params_axes: the parameters' logical axes.
+
+        Returns:
+          The tree of `optax_params`, masked nodes included, with the axes of each leaf.
+
+        Raises:
+          AxesError: a leaf has no axes.
+        """
+        found, missing = [], []
+        for path, _ in flatten_with_paths(optax_params):
+            is_there, axes = _at(params_axes, path)
+            found.append(axes)
+            if not is_there:
+                missing.append(f"  {path_str(path)}: no axes are given")
+        if missing:
+            raise AxesError("`params_axes` do not fit `optax_params`:\n" + "\n".join(missing))
+        return jax.tree.unflatten(jax.tree.structure(optax_params), found)
+
+
+def _is_unknown(row: Row) -> bool:
+    """Whether a leaf belongs to a parameter, and nothing tells how."""
+    if row.parameter_shape is None or math.prod(row.shape) <= 1:
+        return False
+    return row.source == "fallback" or _UNKNOWN in row.parameter_shape
+
+
+def _at(axes: Any, path: KeyPath) -> tuple[bool, Any]:
+    """Whether there are axes at a path, and which."""
+    for key in path:
+        node = None if is_axes(axes) else children(axes)
+        below = {key_name(k): child for k, child in node.children} if node else {}
+        if key_name(key) not in below:
+            return False, None
+        axes = below[key_name(key)]
+    return True, axes
+
+
+def _parameters_of_state(state: Any, params_axes: Any) -> tuple[Any, list[Parameter]]:
+    """A tree of the parameters and their table; shapes are those of the leaves like them."""
+    given = jax.tree_util.tree_leaves_with_path(params_axes, is_leaf=_is_leaf)
+    ranks = [read_axes(axes) for _, axes in given]
+    params = jax.tree.unflatten(
+        jax.tree.structure(params_axes, is_leaf=_is_leaf), range(len(given))
+    )
+    nameless = [
+        Parameter(path, (), None, axes) for (path, _), axes in zip(given, ranks, strict=True)
+    ]
+    leaves = [leaf for _, leaf in flatten_with_paths(state)]
+    shapes = defaultdict(list)
+    for matches, leaf in zip(match_leaves(params, state, nameless), leaves, strict=True):
+        for match in matches[:1]:
+            shapes[match.parameter].append(tuple(leaf.shape))
+    table = [
+        Parameter(p.key_path, _shape(shapes[index], len(p.axes)), None, p.axes)
+        for index, p in enumerate(nameless)
+    ]
+    return params, table
+
+
+def _shape(shapes: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:
+    """The largest of the shapes with that rank; placeholders of size 1 are smaller."""
+    return max((shape for shape in shapes if len(shape) == rank), default=(_UNKNOWN,) * rank)
+
+
+def _is_leaf(node: Any) -> bool:
+    return node is None or is_axes(node)

@@ -1,0 +1,226 @@
+"""The command line: `python -m opt_partition explain|plan MODULE:FUNCTION`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+
+from opt_partition._axes.explain import Explanation, explain
+from opt_partition._cli.html import page
+from opt_partition._cli.inputs import (
+    InputError,
+    foreign_code,
+    load_job,
+    parse_axes,
+    parse_mesh,
+    read_rules,
+)
+from opt_partition._cli.outputs import explanation_table, print_tables, write_text
+from opt_partition._cli.pictures import Item, explanation_items, families, plan_items
+from opt_partition._display import Table
+from opt_partition._memory.memory_plan import memory_plan
+from opt_partition._memory.plan import MemoryPlan
+from opt_partition._memory.tables import plan_tables
+
+_EXAMPLES = """\
+MODULE:FUNCTION is called without arguments and returns (transformation, parameters, logical axes);
+the parameters may be jax.ShapeDtypeStructs. Modules of the current directory can be imported.
+No device of the mesh has to exist, and nothing is allocated on one.
+
+examples:
+  python -m opt_partition explain train:optimizer
+  python -m opt_partition plan train:optimizer --mesh data=8,model=4 --rules rules.toml --zero data
+
+rules.toml, in order of priority, with "" for no mesh axis:
+  rules = [["mlp", "model"], ["embed", ["data", "fsdp"]], ["layers", ""]]
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (see `{self.prog} --help`)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+      argv: the arguments; by default those of the process.
+
+    Returns:
+      0, or 2 after one line on standard error where the input is bad.
+    """
+    if hasattr(sys.stdout, "reconfigure"):
+        # A path may hold what the terminal's encoding has no letter for.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        arguments = _parser().parse_args(argv)
+        _run(arguments)
+        sys.stdout.flush()
+    except InputError as error:
+        print(f"opt_partition: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # Who reads has seen enough; without this, Python complains when it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m opt_partition",
+        description="The sharding of an optimizer's state, explained and planned.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="explain|plan")
+    _add_explain(commands)
+    _add_plan(commands)
+    return parser
+
+
+def _add_explain(commands: Any) -> None:
+    text = "Show which dimension of a parameter every dimension of the state follows, and why."
+    command = _add_command(commands, "explain", text, needs_mesh=False)
+    command.add_argument(
+        "--all", action="store_true", help="a row for every leaf, repeated layers included"
+    )
+
+
+def _add_plan(commands: Any) -> None:
+    text = "Show the bytes per device of parameters, gradients, accumulators and optimizer state."
+    command = _add_command(commands, "plan", text, needs_mesh=True)
+    command.add_argument(
+        "--zero-level",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="with --zero: 1 extends the state, 2 gradients and accumulators too (default: 1)",
+    )
+    command.add_argument(
+        "--grad-dtype", metavar="DTYPE", help="dtype of the gradients (default: the parameters')"
+    )
+    command.add_argument(
+        "--accumulate",
+        metavar="DTYPE",
+        nargs="?",
+        const=True,
+        help="plan gradient accumulators too (default dtype: float32 or wider)",
+    )
+
+
+def _add_command(commands: Any, name: str, text: str, *, needs_mesh: bool) -> Any:
+    """Adds a command with what both have in common."""
+    command = commands.add_parser(
+        name,
+        help=text,
+        description=text,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_argument("target", metavar="MODULE:FUNCTION", help="what to look at")
+    command.add_argument(
+        "--mesh", metavar="AXIS=SIZE,...", required=needs_mesh, help="the mesh, e.g. data=8,model=4"
+    )
+    command.add_argument(
+        "--rules",
+        metavar="FILE",
+        required=needs_mesh,
+        help="JSON or TOML file of pairs of a logical name and a mesh axis",
+    )
+    command.add_argument(
+        "--zero", metavar="AXIS,...", help="mesh axes to extend the state over, e.g. data"
+    )
+    command.add_argument(
+        "--strict", action="store_true", help="fail where the axes of a leaf were not decided"
+    )
+    output = command.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument("--html", metavar="FILE", help="write one self-contained page")
+    return command
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    if (arguments.mesh is None) != (arguments.rules is None):
+        raise InputError("`--mesh` and `--rules` go together: give both or neither")
+    if arguments.zero is not None and arguments.mesh is None:
+        raise InputError("`--zero` needs `--mesh` and `--rules`")
+    # What is cheap to check comes before what imports the caller's program.
+    mesh = None if arguments.mesh is None else parse_mesh(arguments.mesh)
+    rules = None if arguments.rules is None else read_rules(arguments.rules)
+    job = load_job(arguments.target)
+    if mesh is None or rules is None:
+        with foreign_code(f"`{arguments.target}`"):
+            explanation = explain(*job, strict=arguments.strict)
+        _show_explanation(arguments, explanation, job[1])
+        return
+    is_plan = arguments.command == "plan"
+    with foreign_code(f"`{arguments.target}`"):
+        plan = memory_plan(
+            *job,
+            rules,
+            mesh,
+            zero=None if arguments.zero is None else parse_axes(arguments.zero),
+            zero_level=arguments.zero_level if is_plan else 1,
+            grad_dtype=arguments.grad_dtype if is_plan else None,
+            accumulate=arguments.accumulate if is_plan else None,
+            strict=arguments.strict,
+        )
+    (_show_plan if is_plan else _show_layout)(arguments, plan)
+
+
+def _show_explanation(arguments: argparse.Namespace, explanation: Explanation, params: Any) -> None:
+    """Shows a state whose mesh is not known."""
+    if arguments.json:
+        print(explanation.to_json())
+        return
+    table = explanation_table(explanation, show_all=getattr(arguments, "all", False))
+    _show(arguments, [table], explanation_items(explanation, params))
+
+
+def _show_layout(arguments: argparse.Namespace, plan: MemoryPlan) -> None:
+    """Shows a state and how it lies."""
+    if arguments.json:
+        data = json.loads(plan.explanation.to_json())
+        rows = [row for row in plan.to_dict()["rows"] if row["kind"] == "state"]
+        keys = ("spec", "shard_shape", "bytes_per_device", "notes", "actions")
+        for row, lies in zip(data["rows"], rows, strict=True):
+            row["layout"] = {key: lies[key] for key in keys}
+        print(json.dumps({"mesh": dict(plan.mesh.shape), **data}, indent=1))
+        return
+    table = explanation_table(plan.explanation, plan.state, show_all=arguments.all)
+    items = [item for item in plan_items(plan) if item.field != "grads"]
+    _show(arguments, [table], items)
+
+
+def _show_plan(arguments: argparse.Namespace, plan: MemoryPlan) -> None:
+    if arguments.json:
+        print(plan.to_json())
+    else:
+        _show(arguments, plan_tables(plan), plan_items(plan))
+
+
+def _show(arguments: argparse.Namespace, tables: list[Table], items: list[Item]) -> None:
+    """Prints tables, or writes them with pictures."""
+    if arguments.html is None:
+        print_tables(tables)
+        return
+    title = f"{'Memory plan' if arguments.command == 'plan' else 'Optimizer state'} of "
+    text = page(
+        title + arguments.target,
+        f"Shapes and layouts, computed by opt-partition with jax {jax.__version__}.",
+        tables,
+        families(items),
+        has_mesh=arguments.mesh is not None,
+    )
+    write_text(arguments.html, text)

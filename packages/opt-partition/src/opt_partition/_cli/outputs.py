@@ -1,0 +1,140 @@
+"""What the command line gives back: tables on a terminal, text in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from opt_partition._axes.explain import Explanation, Row
+from opt_partition._cli.inputs import InputError, reason
+from opt_partition._display import (
+    Table,
+    both,
+    collapse,
+    dtype_name,
+    human_bytes,
+    join_entries,
+    join_ints,
+    pattern,
+    words,
+)
+from opt_partition._mesh.layout import Layout, LeafLayout
+
+_WIDE = 10_000
+
+
+def explanation_table(
+    explanation: Explanation, layout: Layout | None = None, *, show_all: bool = False
+) -> Table:
+    """The rows of an explanation, leaves that differ in numbers of their paths together.
+
+    Args:
+      explanation: the explanation.
+      layout: where the state lies, if it is known.
+      show_all: whether every leaf has a row of its own.
+    """
+    columns = ["state", "leaves", "shape", "dtype", "parameter", "axes", "source"]
+    columns += ["spec", "per device", "bytes per device"] if layout else []
+    leaves: Sequence[LeafLayout | None] = layout.rows if layout else [None] * len(explanation.rows)
+    pairs = list(zip(explanation.rows, leaves, strict=True))
+    groups = (
+        [(row.path, [(row, leaf)]) for row, leaf in pairs]
+        if show_all
+        else collapse(pairs, lambda pair: pair[0].path, lambda pair: _alike(*pair))
+    )
+    rows = []
+    for name, group in groups:
+        row, leaf = group[0]
+        parameter = pattern([member.parameter or "" for member, _ in group])
+        shape, axes = join_ints(row.shape), join_entries(row.axes)
+        dtype = dtype_name(row.dtype)
+        cells = [name, f"{len(group):,}", shape, dtype, parameter, axes, row.source]
+        if leaf:
+            per_device = sum(member.bytes_per_device for _, member in group if member)
+            cells += [join_entries(leaf.spec), *both(per_device)]
+        rows.append((*cells, "; ".join(_notes(row, leaf))))
+    size = sum(row.bytes for row in explanation.rows)
+    return Table(
+        f"optimizer state: {len(explanation.rows):,} leaves, {human_bytes(size)} ({size:,} bytes); "
+        f"evaluations of `init`: {explanation.evaluations}",
+        (*columns, "note"),
+        tuple(rows),
+        frozenset({"leaves", "per device", "bytes per device"}),
+    )
+
+
+def print_tables(tables: Sequence[Table]) -> None:
+    """Prints tables to standard output, by rich where it is installed."""
+    try:
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table as RichTable
+        from rich.text import Text
+    except ImportError:
+        print("\n\n".join(map(str, tables)))
+        return
+    # Only a terminal has a width to keep to.
+    console = Console(width=None if sys.stdout.isatty() else _WIDE)
+    for table in tables:
+        rich_table = RichTable(
+            title=Text(table.title), title_style="bold", title_justify="left", box=SIMPLE_HEAD
+        )
+        for name in table.columns:
+            is_number = name in table.right  # a number in two lines is hard to read
+            rich_table.add_column(
+                Text(name),
+                justify="right" if is_number else "left",
+                overflow="fold",
+                no_wrap=is_number,
+            )
+        for row in table.rows:
+            rich_table.add_row(*map(Text, row))
+        console.print(rich_table)
+
+
+def write_text(path: str, text: str) -> None:
+    """Writes a file whole or not at all.
+
+    Raises:
+      InputError: it cannot be written.
+    """
+    target = Path(path)
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(None, "Is a directory")
+        target = target.resolve()  # a link stays one
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8", errors="xmlcharrefreplace") as file:
+                file.write(text)
+            os.chmod(temporary, target.stat().st_mode if target.exists() else 0o666 & ~_umask())
+            os.replace(temporary, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise InputError(f"`{path}` cannot be written: {reason(error)}") from error
+
+
+def _alike(row: Row, leaf: LeafLayout | None) -> tuple[object, ...]:
+    """What leaves of one row of the table have in common."""
+    spec = leaf and (leaf.spec, leaf.memory_kind)
+    owner = words(row.parameter or "")
+    return row.shape, dtype_name(row.dtype), row.axes, row.source, owner, spec, _notes(row, leaf)
+
+
+def _notes(row: Row, leaf: LeafLayout | None) -> tuple[str, ...]:
+    memory = (f"in {leaf.memory_kind}",) if leaf and leaf.memory_kind else ()
+    return (*filter(None, [row.note]), *memory, *(leaf.notes if leaf else ()))
+
+
+def _umask() -> int:
+    """The mask of new files, which can only be read by setting it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask

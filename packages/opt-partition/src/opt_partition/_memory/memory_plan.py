@@ -1,0 +1,207 @@
+"""What a training step holds on every device, before anything is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from opt_partition._axes.explain import explain
+from opt_partition._axes.param_axes import normalise_param_axes
+from opt_partition._axes.rules import DEFAULT_RULES, Rules
+from opt_partition._memory.plan import Kind, MemoryPlan
+from opt_partition._memory.rows import RowMaker
+from opt_partition._memory.state_fields import state_fields
+from opt_partition._mesh.layout import Layout, LeafLayout
+from opt_partition._mesh.logical_to_mesh import LogicalAxisRules, MemoryKinds, logical_to_mesh
+from opt_partition._mesh.specs import AnyMesh, named_sizes
+from opt_partition._mesh.zero import extend_over
+from opt_partition.errors import AxesError
+
+
+def memory_plan(
+    tx: Any,
+    params: Any,
+    param_axes: Any,
+    rules: LogicalAxisRules,
+    mesh: AnyMesh,
+    *,
+    zero: str | Sequence[str] | None = None,
+    zero_level: Literal[1, 2] = 1,
+    zero_min_bytes: int = 0,
+    grad_dtype: Any = None,
+    accumulate: Any = None,
+    group_by: Callable[[str], str] | None = None,
+    memory_kinds: MemoryKinds = None,
+    derivation_rules: Rules = DEFAULT_RULES,
+    strict: bool = False,
+    on_indivisible: Literal["replicate", "error"] = "replicate",
+    on_unknown: Literal["error", "replicate"] = "error",
+) -> MemoryPlan:
+    """Plans the memory of a training step: parameters, gradients, accumulators, optimizer state.
+
+    Nothing is allocated and no device is asked: `params` may be `jax.ShapeDtypeStruct`s and the
+    mesh a `jax.sharding.AbstractMesh` of any size. The plan counts the arrays that a step takes
+    or makes, to the byte. It does not count activations, nor the padding that the layouts of
+    some accelerators add, nor what the compiler needs besides.
+
+    Args:
+      tx: the transformation, or its `init`.
+      params: arrays or `jax.ShapeDtypeStruct`s.
+      param_axes: the logical axes of each, as for `derive_logical_axes`.
+      rules: which mesh axes logical names lie over, as for `logical_to_mesh`.
+      mesh: the mesh.
+      zero: mesh axes to extend the optimizer state over, as `extend_over` does.
+      zero_level: 1 for the state; 2 for gradients and accumulators too.
+      zero_min_bytes: leaves smaller than this are not extended.
+      grad_dtype: the dtype of the gradients; by default, each parameter's. Complex parameters
+        keep theirs, with a note, where it is real; integers have gradients of no bytes (float0).
+      accumulate: the dtype of accumulators that lie like the gradients, beside any in `tx`
+        itself, such as those of `optax.MultiSteps`; `True` for float32 or the gradient's dtype
+        where that is wider.
+      group_by: returns the group of a parameter from its path; by default, the first key.
+      memory_kinds: the memory of the state's leaves, as for `logical_to_mesh`.
+      derivation_rules: `rules` of `explain`.
+      strict: as for `explain`.
+      on_indivisible: as for `logical_to_mesh`.
+      on_unknown: as for `logical_to_mesh`.
+
+    Returns:
+      The plan.
+
+    Raises:
+      AxesError: the axes, rules and mesh do not fit together.
+      IndivisibleError: see `logical_to_mesh`.
+      UndecidedError: see `explain`.
+      ValueError: `zero_level` is neither 1 nor 2, or it is 2 without `zero`.
+
+    Examples:
+      >>> import optax
+      >>> plan = memory_plan(
+      ...     optax.adam(1e-3),
+      ...     {'wi': jax.ShapeDtypeStruct((1024, 4096), 'float32')},
+      ...     {'wi': ('embed', 'mlp')},
+      ...     [('mlp', 'model'), ('embed', None)],
+      ...     jax.sharding.AbstractMesh((64, 8), ('data', 'model')),
+      ...     zero='data',
+      ... )
+      >>> plan.param_bytes_per_device, plan.state_bytes_per_device
+      (2097152, 65540)
+      >>> plan.state_fields
+      {'ScaleByAdamState.count': 4, 'ScaleByAdamState.mu': 32768, 'ScaleByAdamState.nu': 32768}
+      >>> [(row.leaf.path, row.reason) for row in plan.replicated][:1]
+      [('wi', "not over data=64: no rule shards 'embed'; no rule uses 'data'")]
+    """
+    extended = _check_zero(zero, zero_level, mesh)
+    explanation = explain(tx, params, param_axes, rules=derivation_rules, strict=strict)
+    lay = functools.partial(
+        logical_to_mesh,
+        rules=rules,
+        mesh=mesh,
+        on_indivisible=on_indivisible,
+        on_unknown=on_unknown,
+    )
+    extend = functools.partial(_extend, axes=extended, min_bytes=zero_min_bytes)
+
+    axes = normalise_param_axes(params, param_axes)
+    param_layout = lay(axes, shapes=params)
+    grads = _with_dtypes(param_layout, lambda dtype: _grad_dtype(dtype, grad_dtype))
+    accumulators = None
+    if accumulate is not None and accumulate is not False:
+        accumulators = _with_dtypes(grads, lambda dtype: _accumulator_dtype(dtype, accumulate))
+    if zero_level == 2:
+        grads = extend(grads)
+        accumulators = None if accumulators is None else extend(accumulators)
+    state = extend(lay(explanation.axes, shapes=explanation.state, memory_kinds=memory_kinds))
+
+    zero_kinds: list[Kind] = ["state"]
+    if zero_level == 2:
+        zero_kinds += ["grads", "accumulators"]
+    maker = RowMaker(rules, mesh, dict.fromkeys(zero_kinds, extended), group_by or _first_key)
+    layouts: dict[Kind, Layout | None] = {
+        "params": param_layout,
+        "grads": grads,
+        "accumulators": accumulators,
+    }
+    follow_params = [
+        row
+        for kind, layout in layouts.items()
+        for row in (maker.of_params(kind, layout, axes) if layout else ())
+    ]
+    follow_state = maker.of_state(state, explanation, state_fields(explanation.state, params))
+    return MemoryPlan(
+        mesh=mesh,
+        params=param_layout,
+        grads=grads,
+        accumulators=accumulators,
+        state=state,
+        rows=(*follow_params, *follow_state),
+        explanation=explanation,
+        zero=extended,
+        zero_level=zero_level,
+    )
+
+
+def _check_zero(zero: str | Sequence[str] | None, level: int, mesh: AnyMesh) -> tuple[str, ...]:
+    """Returns the mesh axes to extend over."""
+    axes = (zero,) if isinstance(zero, str) else tuple(zero or ())
+    absent = [axis for axis in axes if axis not in mesh.shape]
+    if absent or len(set(axes)) < len(axes):
+        raise AxesError(
+            "`zero` must be mesh axes, each once: the mesh has "
+            f"{named_sizes(mesh, mesh.axis_names)}; found {zero!r}"
+        )
+    if level not in (1, 2) or (level == 2 and not axes):
+        raise ValueError(
+            f"`zero_level` must be 1, or 2 together with `zero`; found {level!r} with "
+            f"`zero={zero!r}`. Name the mesh axes in `zero`, e.g. 'data'."
+        )
+    return axes
+
+
+def _extend(layout: Layout, axes: tuple[str, ...], min_bytes: int) -> Layout:
+    """The same layout, extended over `axes` if there are any."""
+    if not axes:
+        return layout
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), layout.leaves)
+    return extend_over(layout, shapes, layout.mesh, axes, min_bytes=min_bytes)
+
+
+def _first_key(path: str) -> str:
+    return path.split("/", 1)[0]
+
+
+def _with_dtypes(layout: Layout, choose: Callable[[Any], tuple[Any, str | None]]) -> Layout:
+    """The same layout for other dtypes, with notes why a dtype is not what was asked for."""
+
+    def change(leaf: LeafLayout) -> LeafLayout:
+        dtype, note = choose(leaf.dtype)
+        notes = leaf.notes if note is None else (*leaf.notes, note)
+        return dataclasses.replace(leaf, dtype=dtype, notes=notes)
+
+    return Layout(layout.mesh, jax.tree.map(change, layout.leaves))
+
+
+def _grad_dtype(dtype: Any, asked: Any) -> tuple[Any, str | None]:
+    """The dtype of the gradient of a parameter of `dtype`."""
+    if not jax.numpy.issubdtype(dtype, np.inexact):
+        return jax.dtypes.float0, None
+    if asked is None:
+        return dtype, None
+    asked = jax.numpy.dtype(asked)
+    if jax.numpy.issubdtype(dtype, np.complexfloating) and not np.issubdtype(
+        asked, np.complexfloating
+    ):
+        return dtype, f"the gradient stays {dtype}: {asked} is real"
+    return asked, None
+
+
+def _accumulator_dtype(dtype: Any, asked: Any) -> tuple[Any, str | None]:
+    """The dtype of the accumulator of a gradient of `dtype`."""
+    if asked is True and dtype != jax.dtypes.float0:
+        return jax.numpy.promote_types(dtype, jax.numpy.float32), None
+    return (dtype, None) if asked is True else _grad_dtype(dtype, asked)

@@ -1,0 +1,105 @@
+"""The rows of a memory plan: what every leaf costs, and why it is not sharded further."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from opt_partition._axes.explain import Explanation
+from opt_partition._memory.plan import NO_PARAMETER, Kind, PlanRow
+from opt_partition._mesh.layout import Layout, LeafLayout
+from opt_partition._mesh.logical_to_mesh import LogicalAxisRules
+from opt_partition._mesh.specs import AnyMesh, manual_axes, mesh_axes_of, named_sizes
+
+
+class RowMaker:
+    """Makes the rows of a plan.
+
+    Args:
+      rules: which mesh axes logical names lie over.
+      mesh: the mesh.
+      zero: the mesh axes that the leaves of a kind were extended over.
+      group_by: returns the group of a parameter from its path.
+    """
+
+    def __init__(
+        self,
+        rules: LogicalAxisRules,
+        mesh: AnyMesh,
+        zero: Mapping[Kind, Sequence[str]],
+        group_by: Callable[[str], str],
+    ) -> None:
+        pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
+        self._sharded = {name for name, axes in pairs if mesh_axes_of(axes)}
+        self._in_rules = {axis for _, axes in pairs for axis in mesh_axes_of(axes)}
+        self._zero = zero
+        self._mesh = mesh
+        manual = manual_axes(mesh)
+        self._sizes = {
+            axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in manual
+        }
+        self._ways = math.prod(self._sizes.values())
+        self._group_by = group_by
+
+    def of_params(self, kind: Kind, layout: Layout, axes: Any) -> Iterator[PlanRow]:
+        """Yields the rows of a tree like the parameters, whose logical axes are `axes`."""
+        names = [tuple(spec) for spec in jax.tree.leaves(axes)]
+        paths = [leaf.path for leaf in layout.rows]
+        return self._rows(kind, layout, names, paths, [kind] * len(paths))
+
+    def of_state(
+        self, layout: Layout, explanation: Explanation, fields: Sequence[str]
+    ) -> Iterator[PlanRow]:
+        """Yields the rows of an optimizer state, whose leaves belong to `fields`."""
+        names = [row.axes for row in explanation.rows]
+        parameters = [row.parameter for row in explanation.rows]
+        return self._rows("state", layout, names, parameters, fields)
+
+    def _rows(
+        self,
+        kind: Kind,
+        layout: Layout,
+        axes: Iterable[tuple[Any, ...]],
+        parameters: Iterable[str | None],
+        fields: Iterable[str],
+    ) -> Iterator[PlanRow]:
+        for leaf, names, parameter, field in zip(
+            layout.rows, axes, parameters, fields, strict=True
+        ):
+            waste = leaf.bytes_per_device - -(-leaf.bytes // self._ways)
+            yield PlanRow(
+                kind=kind,
+                leaf=leaf,
+                axes=names,
+                parameter=parameter,
+                group=NO_PARAMETER if parameter is None else self._group_by(parameter),
+                field=field,
+                waste=waste,
+                reason=self._reason(kind, leaf, names) if waste else "",
+            )
+
+    def _reason(self, kind: Kind, leaf: LeafLayout, names: tuple[Any, ...]) -> str:
+        """Which mesh axes a leaf does not lie over, and why."""
+        used = {axis for entry in leaf.spec for axis in mesh_axes_of(entry)}
+        free = [axis for axis in self._sizes if axis not in used]
+        where = f"not over {named_sizes(self._mesh, free)}"
+        if not leaf.shape:
+            return f"{where}: a scalar"
+        whole = [
+            name for entry in names for name in mesh_axes_of(entry) if name not in self._sharded
+        ]
+        why = list(leaf.notes)
+        if whole:
+            why.append("no rule shards " + ", ".join(map(repr, dict.fromkeys(whole))))
+        if not any(names):
+            why.append("no dimension has a logical name")
+        zero = set(self._zero.get(kind, ()))
+        if zero and not zero & used:
+            why += leaf.actions
+        idle = [axis for axis in free if axis not in self._in_rules | zero]
+        if idle:
+            why.append("no rule uses " + ", ".join(map(repr, idle)))
+        return f"{where}: {'; '.join(why)}" if why else where

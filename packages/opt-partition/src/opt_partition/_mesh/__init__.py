@@ -1,0 +1,1 @@
+"""From logical axes to devices."""

@@ -1,0 +1,218 @@
+"""Where every leaf of a tree lies on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from opt_partition._display import Table, dtype_name
+from opt_partition._mesh.align import align, brief
+from opt_partition._mesh.specs import AnyMesh as AnyMesh
+from opt_partition._mesh.specs import checked_spec, shape_and_dtype, spec_str
+from opt_partition._mesh.specs import itemsize as itemsize
+from opt_partition._mesh.specs import manual_axes as manual_axes
+from opt_partition._mesh.specs import mesh_axes_of as mesh_axes_of
+from opt_partition._mesh.specs import named_sizes as named_sizes
+from opt_partition._mesh.specs import shard_shape as shard_shape
+from opt_partition._trees import flatten_with_paths, path_str
+from opt_partition.errors import AxesError
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafLayout:
+    """Where one leaf lies.
+
+    Attributes:
+      path: `/`-joined keys of the leaf.
+      shape: its global shape.
+      dtype: its dtype.
+      spec: the mesh axes of each dimension; as long as `shape`.
+      shard_shape: the shape of what one device holds.
+      memory_kind: the memory it lies in, e.g. `'pinned_host'`; `None` is the device's default.
+      notes: what was asked for and could not be had, and why.
+      actions: what `extend_over` did to it, or why it had no reason to.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+    shard_shape: tuple[int, ...]
+    memory_kind: str | None = None
+    notes: tuple[str, ...] = ()
+    actions: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole leaf."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes that one device holds."""
+        return math.prod(self.shard_shape) * itemsize(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where every leaf of a tree lies on a mesh; `print` shows it as a table.
+
+    Attributes:
+      mesh: the mesh, with devices or abstract.
+      leaves: a `LeafLayout` in the place of every leaf.
+    """
+
+    mesh: AnyMesh
+    leaves: Any
+
+    @classmethod
+    def from_specs(
+        cls, specs: Any, shapes: Any, mesh: AnyMesh, *, argument: str = "specs"
+    ) -> Layout:
+        """The layout that specs of mesh axes describe.
+
+        Args:
+          specs: per leaf a `PartitionSpec`, a `NamedSharding`, whose memory kind is kept, or `None`
+            for a whole leaf; or a `Layout`, which is checked.
+          shapes: arrays or `jax.ShapeDtypeStruct`s in a tree like `specs`.
+          mesh: the mesh; that of shardings and of a layout must be the same, or have the same axes
+            and sizes where either is abstract.
+          argument: the caller's name of `specs`, for messages.
+
+        Raises:
+          AxesError: `specs`, `shapes` and `mesh` do not fit together; lists every path.
+        """
+        entries = align(specs.leaves if isinstance(specs, Layout) else specs, shapes, argument)
+        if isinstance(specs, Layout):
+            _check_mesh(specs.mesh, mesh, f"`{argument}`: ")
+        leaves: list[LeafLayout] = []
+        problems: list[str] = []
+        for (path, leaf), entry in zip(leaves_with_paths(shapes), entries, strict=True):
+            try:
+                leaves.append(_leaf_layout(path, leaf, entry, mesh))
+            except (TypeError, AxesError) as error:
+                problems.append(f"{path}: {error}")
+        if problems:
+            head = f"`{argument}` do not fit the leaves and the mesh:"
+            raise AxesError("\n  ".join([head, *problems]))
+        return cls(mesh, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
+
+    @property
+    def rows(self) -> list[LeafLayout]:
+        """The leaves in a list, in JAX's order."""
+        return jax.tree.leaves(self.leaves)
+
+    @property
+    def specs(self) -> Any:
+        """A `PartitionSpec` of mesh axes per leaf."""
+        return jax.tree.map(lambda leaf: leaf.spec, self.leaves)
+
+    @property
+    def shardings(self) -> Any:
+        """A `NamedSharding` per leaf; memory kinds included."""
+        return jax.tree.map(
+            lambda leaf: NamedSharding(self.mesh, leaf.spec, memory_kind=leaf.memory_kind),
+            self.leaves,
+        )
+
+    @property
+    def shapes(self) -> Any:
+        """A `jax.ShapeDtypeStruct` with its sharding per leaf."""
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            self.leaves,
+            self.shardings,
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tree."""
+        return sum(leaf.bytes for leaf in self.rows)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes that one device holds, in whatever memory."""
+        return sum(leaf.bytes_per_device for leaf in self.rows)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Every request that could not be honoured, as `path: what and why`."""
+        return tuple(f"{leaf.path}: {note}" for leaf in self.rows for note in leaf.notes)
+
+    @property
+    def actions(self) -> tuple[str, ...]:
+        """Everything that `extend_over` did or had no reason to do, as `path: what`."""
+        return tuple(f"{leaf.path}: {action}" for leaf in self.rows for action in leaf.actions)
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                leaf.path,
+                str(leaf.shape),
+                dtype_name(leaf.dtype),
+                spec_str(leaf.spec),
+                f"{leaf.bytes:,}",
+                f"{leaf.bytes_per_device:,}",
+                leaf.memory_kind or "device",
+                "; ".join((*leaf.actions, *leaf.notes)),
+            )
+            for leaf in self.rows
+        ]
+        rows.append(("total", "", "", "", f"{self.bytes:,}", f"{self.bytes_per_device:,}", "", ""))
+        return str(
+            Table(
+                title=f"mesh: {named_sizes(self.mesh, self.mesh.axis_names)}",
+                columns=(
+                    *("path", "shape", "dtype", "spec"),
+                    *("bytes", "per device", "memory", "remarks"),
+                ),
+                rows=tuple(rows),
+                right=frozenset({"bytes", "per device"}),
+            )
+        )
+
+
+def leaves_with_paths(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yields path and leaf of every leaf, in JAX's order."""
+    return ((path_str(path), leaf) for path, leaf in flatten_with_paths(tree))
+
+
+def _leaf_layout(path: str, leaf: Any, entry: Any, mesh: AnyMesh) -> LeafLayout:
+    """One leaf of `Layout.from_specs`."""
+    shape, dtype = shape_and_dtype(leaf)
+    memory_kind = None
+    match entry:
+        case LeafLayout():
+            if (entry.shape, entry.dtype) != (shape, dtype):
+                raise AxesError(
+                    f"laid out for {entry.dtype}{list(entry.shape)}, found {dtype}{list(shape)}"
+                )
+            return dataclasses.replace(entry, path=path)
+        case NamedSharding(mesh=other):
+            _check_mesh(other, mesh)
+            spec, memory_kind = entry.spec, entry.memory_kind
+        case PartitionSpec():
+            spec = entry
+        case None:
+            spec = PartitionSpec()
+        case _:
+            raise AxesError(
+                "expected a PartitionSpec of mesh axes, a NamedSharding or None, found "
+                f"{brief(entry)}"
+            )
+    full = checked_spec(spec, shape, mesh)
+    return LeafLayout(path, shape, dtype, full, shard_shape(shape, full, mesh), memory_kind)
+
+
+def _check_mesh(found: AnyMesh, mesh: AnyMesh, where: str = "") -> None:
+    """Raises `AxesError` where a layout on `found` is none on `mesh`."""
+    if dict(found.shape) != dict(mesh.shape):
+        expected, other = (named_sizes(m, m.axis_names) for m in (mesh, found))
+        raise AxesError(f"{where}expected the mesh {expected}; found {other}")
+    if isinstance(found, Mesh) and isinstance(mesh, Mesh) and found != mesh:
+        raise AxesError(f"{where}the mesh has other devices or axis types than expected")

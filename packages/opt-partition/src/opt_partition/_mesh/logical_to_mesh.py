@@ -1,0 +1,196 @@
+"""Logical axes to mesh axes, by a table of rules.
+
+The tables are those of T5X and Flax, and so is their reading: rules have priority over
+dimensions. Beyond it, a rule that would not divide a dimension is passed over, and whatever
+stays unsharded against the table's wish carries a note.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+from jax.sharding import PartitionSpec
+
+from opt_partition._mesh.align import align, brief
+from opt_partition._mesh.layout import Layout, LeafLayout, leaves_with_paths
+from opt_partition._mesh.rule_table import LogicalAxisRules as LogicalAxisRules
+from opt_partition._mesh.rule_table import Placement, RuleTable
+from opt_partition._mesh.specs import AnyMesh, shape_and_dtype, spec_str
+from opt_partition.errors import AxesError, IndivisibleError
+
+# `None`, a memory kind, a prefix tree of both, or a function of a leaf's path and the leaf.
+MemoryKinds = Any
+
+
+def logical_to_mesh(
+    axes: Any,
+    rules: LogicalAxisRules,
+    mesh: AnyMesh,
+    shapes: Any,
+    *,
+    on_indivisible: Literal["replicate", "error"] = "replicate",
+    on_unknown: Literal["error", "replicate"] = "error",
+    memory_kinds: MemoryKinds = None,
+) -> Layout:
+    """Lays leaves with logical axes over a mesh.
+
+    The rules are gone through in order. A rule is used where its name stands at a dimension that
+    no earlier rule decided, none of its mesh axes lies over another dimension of the leaf, and
+    the dimension divides by all of them together; otherwise a later rule of the same name may
+    serve. A rule of several mesh axes is used whole or not at all. A name that a leaf has twice,
+    as Shampoo's factors do, is served from the first dimension on.
+
+    Args:
+      axes: a `PartitionSpec` of logical names per leaf. An entry is a name, `None`, or a tuple of
+        names where a dimension is several of them merged, which may each bring mesh axes. A
+        short spec leaves the other dimensions whole; `None` in its place leaves all.
+      rules: pairs of a logical name and a mesh axis, several mesh axes, or `None`, which decides
+        for leaving the dimension whole. A mapping will do where each name has one rule.
+      mesh: a `Mesh` or `AbstractMesh`; rules with a `Manual` axis are not used.
+      shapes: arrays or `jax.ShapeDtypeStruct`s in a tree like `axes`.
+      on_indivisible: `'error'` raises where a dimension stays whole because it does not divide,
+        unless a rule with `None` settled it.
+      on_unknown: `'replicate'` leaves dimensions whole whose name no rule has, with a note.
+      memory_kinds: the memory of all leaves, a tree like `shapes` or a prefix of it, or a function
+        of a leaf's path and the leaf; `None` is the device's default.
+
+    Returns:
+      The layout. Leaves' `notes` name every dimension that has rules with mesh axes and yet
+      stays whole, and why.
+
+    Raises:
+      AxesError: `axes`, `rules`, `mesh` and `shapes` do not fit together.
+      IndivisibleError: see `on_indivisible`.
+
+    Examples:
+      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+      >>> layout = logical_to_mesh(
+      ...     {'wi': P('embed', 'mlp'), 'bias': P('mlp')},
+      ...     [('mlp', 'model'), ('embed', 'data')],
+      ...     AbstractMesh((4, 2), ('data', 'model')),
+      ...     {'wi': jax.ShapeDtypeStruct((8, 6), 'float32'),
+      ...      'bias': jax.ShapeDtypeStruct((7,), 'float32')},
+      ... )
+      >>> [(leaf.path, tuple(leaf.spec), leaf.shard_shape) for leaf in layout.rows]
+      [('bias', (None,), (7,)), ('wi', ('data', 'model'), (2, 3))]
+      >>> layout.notes
+      ("bias: dimension 0 ('mlp', 7) does not divide by model=2",)
+    """
+    _check_choice("on_indivisible", on_indivisible, ("replicate", "error"))
+    _check_choice("on_unknown", on_unknown, ("error", "replicate"))
+    table = RuleTable(rules, mesh)
+    keyed = list(leaves_with_paths(shapes))
+    entries = align(axes, shapes, "axes")
+    kinds = _memory_kinds(memory_kinds, shapes, keyed)
+
+    placements: dict[Any, Placement] = {}
+    leaves: list[LeafLayout] = []
+    faults = _Faults()
+    for (path, leaf), entry, kind in zip(keyed, entries, kinds, strict=True):
+        try:
+            shape, dtype = shape_and_dtype(leaf)
+            dims = _parse_axes(entry, len(shape))
+        except (TypeError, ValueError) as error:
+            faults.misfits.append(f"{path}: {error}")
+            continue
+        placement = placements.get((dims, shape))
+        if placement is None:
+            placement = placements[dims, shape] = table.place(dims, shape)
+        faults.add(path, placement)
+        leaves.append(
+            LeafLayout(
+                path=path,
+                shape=shape,
+                dtype=dtype,
+                spec=placement.spec,
+                shard_shape=placement.shard_shape,
+                memory_kind=kind,
+                notes=placement.notes,
+            )
+        )
+    faults.check_fit(with_unknown=on_unknown == "error")
+    if on_indivisible == "error":
+        faults.check_divisible()
+    return Layout(mesh, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
+
+
+@dataclasses.dataclass
+class _Faults:
+    """What is wrong with a tree, gathered so that one error can list it all.
+
+    Attributes:
+      misfits: leaves whose entry cannot be read.
+      unknown: names that no rule has, and the paths that have them.
+      indivisible: dimensions that stay whole for not dividing.
+    """
+
+    misfits: list[str] = dataclasses.field(default_factory=list)
+    unknown: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    indivisible: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, path: str, placement: Placement) -> None:
+        """Takes up what the rules said about a leaf."""
+        for name in placement.unknown:
+            self.unknown.setdefault(name, []).append(path)
+        self.indivisible += [f"{path}: {note}" for note in placement.indivisible]
+
+    def check_fit(self, *, with_unknown: bool) -> None:
+        lines = list(self.misfits)
+        if self.unknown and with_unknown:
+            lines += [f"{name!r}, of {', '.join(at)}: no rule" for name, at in self.unknown.items()]
+            lines.append("Add `(name, None)` to `rules` or pass `on_unknown='replicate'`")
+        if lines:
+            raise AxesError("\n  ".join(["`axes` does not fit `shapes` and `rules`:", *lines]))
+
+    def check_divisible(self) -> None:
+        if self.indivisible:
+            head = "Dimensions do not divide by the mesh axes that `rules` give them:"
+            tail = "Add a rule that divides or `(name, None)`, or pass `on_indivisible='replicate'`"
+            raise IndivisibleError("\n  ".join([head, *self.indivisible, tail]))
+
+
+def _parse_axes(entry: Any, rank: int) -> tuple[tuple[str, ...], ...]:
+    """Returns the names of each of `rank` dimensions."""
+    if entry is None:
+        return ((),) * rank
+    if not isinstance(entry, PartitionSpec):
+        raise AxesError(f"expected a PartitionSpec of logical names or None, found {brief(entry)}")
+    dims: list[tuple[str, ...]] = []
+    entries: tuple[Any, ...] = tuple(entry)
+    for names in entries:
+        several = () if names is None else names if isinstance(names, tuple) else (names,)
+        if not all(isinstance(name, str) for name in several):
+            raise AxesError(f"expected names, tuples of names or None, found {spec_str(entry)}")
+        dims.append(several)
+    if len(dims) > rank:
+        raise AxesError(
+            f"expected at most {rank} entries, one a dimension; found {spec_str(entry)}"
+        )
+    return (*dims, *[()] * (rank - len(dims)))
+
+
+def _memory_kinds(
+    memory_kinds: MemoryKinds, shapes: Any, keyed: Sequence[tuple[str, Any]]
+) -> list[str | None]:
+    """Returns the memory kind of each leaf."""
+    if callable(memory_kinds):
+        choose: Callable[[str, Any], str | None] = memory_kinds
+        kinds: list[Any] = [choose(path, leaf) for path, leaf in keyed]
+    else:
+        kinds = align(memory_kinds, shapes, "memory_kinds", prefix=True)
+    wrong = [
+        f"{path}: found {kind!r}"
+        for (path, _), kind in zip(keyed, kinds, strict=True)
+        if not (kind is None or isinstance(kind, str))
+    ]
+    if wrong:
+        raise AxesError("\n  ".join(["`memory_kinds` must be strings or None:", *wrong]))
+    return kinds
+
+
+def _check_choice(argument: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{argument}` must be one of {', '.join(map(repr, choices))}: {value!r}")

@@ -1,0 +1,1 @@
+"""What a compiled step does, held against what was asked."""

@@ -1,0 +1,235 @@
+"""What every value of a compiled program depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+from opt_partition._verify.collectives import callees, collective_kind
+from opt_partition._verify.hlo import Computation, Instruction, Module, Type
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Deps:
+    """What a value depends on, as bits of two integers.
+
+    Attributes:
+      any: everything that it depends on.
+      direct: of these, what it is computed from element by element: by arithmetic, casts,
+        transposes, slices and collectives, but by no product, reduction or broadcast on the way.
+    """
+
+    any: int = 0
+    direct: int = 0
+
+    def __or__(self, other: Deps) -> Deps:
+        return Deps(self.any | other.any, self.direct | other.direct)
+
+    @staticmethod
+    def of(bit: int) -> Deps:
+        """What the source of a bit depends on: itself."""
+        return Deps(1 << bit, 1 << bit)
+
+
+# One `Deps` stands for a tuple, too, if all its elements are alike.
+Value = Deps | tuple["Value", ...]
+Part = tuple[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """What the values of a program depend on.
+
+    Attributes:
+      outputs: each array of the result.
+      moved: each array that a collective moves, before it does; by instruction and place.
+    """
+
+    outputs: tuple[Deps, ...]
+    moved: dict[Part, Deps]
+
+
+def trace(module: Module, inputs: Sequence[Deps], tags: Mapping[Part, int]) -> Flow:
+    """Follows the inputs through a program.
+
+    A loop's carry that starts as one of the inputs, and nothing else, stays that input in the eyes
+    of the loop's body: parameters carried through several steps remain parameters.
+
+    Args:
+      module: the program.
+      inputs: what each parameter of its entry stands for.
+      tags: a bit for each array that a collective moves, which its result gets besides.
+
+    Returns:
+      What the results depend on, and what the collectives move.
+
+    Examples:
+      >>> from opt_partition._verify.hlo import parse
+      >>> module = parse('''HloModule jit_f
+      ...
+      ... ENTRY %main (x: f32[4], y: f32[4]) -> (f32[8], f32[4]) {
+      ...   %x = f32[4]{0} parameter(0)
+      ...   %y = f32[4]{0} parameter(1)
+      ...   %g = f32[8]{0} all-gather(%x), replica_groups={{0,1}}, dimensions={0}
+      ...   %sum = f32[4]{0} add(%x, %y)
+      ...   ROOT %out = (f32[8]{0}, f32[4]{0}) tuple(%g, %sum)
+      ... }''')
+      >>> flow = trace(module, [Deps.of(0), Deps.of(1)], {('g', 0): 2})
+      >>> [bin(output.any) for output in flow.outputs], flow.moved
+      (['0b101', '0b11'], {('g', 0): Deps(any=1, direct=1)})
+    """
+    tracer = _Tracer(module, tags)
+    entry = module.computations[module.entry]
+    result = tracer.run(entry, list(inputs))
+    return Flow(tuple(_flatten(result, entry.instructions[entry.root].type)), tracer.moved)
+
+
+class _Tracer:
+    """Runs computations on `Value`s; keeps what collectives move."""
+
+    def __init__(self, module: Module, tags: Mapping[Part, int]) -> None:
+        self.module = module
+        self.tags = tags
+        self.moved: dict[Part, Deps] = {}
+
+    def run(self, computation: Computation, arguments: Sequence[Value]) -> Value:
+        values: dict[str, Value] = {}
+        for instruction in computation.instructions.values():
+            if instruction.opcode == "parameter":
+                number = int(instruction.literal)
+                # XLA may pass less to a computation than it declares, e.g. to dead branches.
+                value = arguments[number] if number < len(arguments) else Deps()
+            else:
+                value = self.step(instruction, [values[name] for name in instruction.operands])
+            values[instruction.name] = value
+        return values[computation.root]
+
+    def step(self, instruction: Instruction, operands: list[Value]) -> Value:
+        opcode = instruction.opcode
+        if opcode == "tuple":
+            return tuple(operands)
+        if opcode == "get-tuple-element":
+            [whole] = operands
+            place = int(instruction.attribute("index") or 0)
+            return whole[place] if isinstance(whole, tuple) else whole
+        if opcode in _SAME or opcode.endswith(("-done", "-update")):
+            return operands[0]
+        if collective_kind(instruction):
+            return self.collective(instruction, operands)
+        called = callees(instruction)
+        if called and opcode == "while":
+            [condition, body], [start] = called, operands
+            return self.loop(condition, body, start)
+        if called and opcode == "conditional":
+            return _join(*(self.call(n, [v]) for n, v in zip(called, operands[1:], strict=True)))
+        if called:
+            return _join(*(self.call(name, operands) for name in called))
+        return _elementwise(instruction, [_merge(value) for value in operands])
+
+    def call(self, name: str, arguments: Sequence[Value]) -> Value:
+        return self.run(self.module.computations[name], arguments)
+
+    def loop(self, condition: str, body: str, start: Value) -> Value:
+        carry = start
+        while True:
+            self.call(condition, [carry])
+            result = _join(carry, self.call(body, [carry]))
+            settled = _keep_inputs(start, result)
+            if settled == carry:
+                return result
+            carry = settled
+
+    def collective(self, instruction: Instruction, operands: list[Value]) -> Value:
+        if instruction.opcode == "all-to-all" and len(operands) > 1:
+            operands = [_merge(tuple(operands))]
+        results: list[Deps] = []
+        for n, value in enumerate(operands):
+            part, deps = (instruction.name, n), _merge(value)
+            self.moved[part] = self.moved.get(part, Deps()) | deps
+            results.append(deps | Deps.of(self.tags[part]) if part in self.tags else deps)
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def _elementwise(instruction: Instruction, operands: list[Deps]) -> Deps:
+    """What an instruction without computations of its own makes of its operands."""
+    opcode = instruction.opcode.removesuffix("-start")
+    everything = _merge(tuple(operands)).any
+    if opcode == "custom-call" and not _MOVES.search(instruction.attributes):
+        return Deps(everything)
+    if opcode in _MIXES:
+        return Deps(everything)
+    carrying = slice(*_CARRYING.get(opcode, (None,)))
+    return Deps(everything, _merge(tuple(operands[carrying])).direct)
+
+
+def _join(*values: Value) -> Value:
+    """What one of several values depends on."""
+    tuples = [value for value in values if isinstance(value, tuple)]
+    if not tuples:
+        return _merge(tuple(values))
+    return tuple(
+        _join(*(value[n] if isinstance(value, tuple) else value for value in values))
+        for n in range(len(tuples[0]))
+    )
+
+
+def _merge(value: Value) -> Deps:
+    """What a value depends on with all its elements."""
+    if isinstance(value, Deps):
+        return value
+    merged = Deps()
+    for element in value:
+        merged |= _merge(element)
+    return merged
+
+
+def _keep_inputs(start: Value, value: Value) -> Value:
+    """`value`, but as at the start where that is one input, element by element."""
+    if isinstance(start, tuple) and isinstance(value, tuple):
+        return tuple(map(_keep_inputs, start, value))
+    is_input = isinstance(start, Deps) and start.any == start.direct and start.any.bit_count() == 1
+    return start if is_input else value
+
+
+def _flatten(value: Value, type_: Type) -> list[Deps]:
+    """What each array of a value of `type_` depends on."""
+    if not isinstance(type_, tuple):
+        return [_merge(value)]
+    elements = value if isinstance(value, tuple) else (value,) * len(type_)
+    return [d for v, t in zip(elements, type_, strict=True) for d in _flatten(v, t)]
+
+
+_SAME = frozenset({"bitcast", "copy", "copy-start", "optimization-barrier"})
+_MIXES = frozenset(
+    {
+        "broadcast",
+        "cholesky",
+        "convolution",
+        "dot",
+        "fft",
+        "gather",
+        "map",
+        "ragged-dot",
+        "reduce",
+        "reduce-window",
+        "rng",
+        "rng-bit-generator",
+        "scaled-dot",
+        "scatter",
+        "select-and-scatter",
+        "sort",
+        "topk",
+        "triangular-solve",
+    }
+)
+# The operands that hold elements of the result; the others say which.
+_CARRYING = {
+    "dynamic-slice": (0, 1),
+    "dynamic-update-slice": (0, 2),
+    "select": (1, 3),
+}
+# Calls by which TPUs and GPUs move values as they are.
+_MOVES = re.compile(
+    r'custom_call_target="(ConcatBitcast|AsyncCollectiveStart|AsyncCollectiveDone|MoveTo\w+)"'
+)

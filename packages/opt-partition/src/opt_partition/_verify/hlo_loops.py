@@ -1,0 +1,64 @@
+"""How often a loop of a compiled program runs."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from opt_partition._verify.hlo import Computation, Instruction, Module
+
+
+def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
+    """How often a `while` runs its body: as XLA noted, else a counter against a constant."""
+    noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+    if noted:
+        return int(noted[1])
+    [body], [condition] = loop.called("body"), loop.called("condition")
+    test = module.computations[condition]
+    root = test.instructions[test.root]
+    if root.opcode != "compare" or root.attribute("direction") != "LT":
+        return None
+    counter, limit = (test.instructions[name] for name in root.operands)
+    place = counter.attribute("index")
+    if counter.opcode != "get-tuple-element" or place is None:
+        return None
+    result = module.computations[body]
+    first = _constant(computation, _element(computation, loop.operands[0], int(place)))
+    step = _step(result, _element(result, result.root, int(place)), place)
+    last = _constant(test, limit.name)
+    if first is None or last is None or step is None:
+        return None
+    return max(0, math.ceil((last - first) / step))
+
+
+def _element(computation: Computation, tuple_name: str, place: int) -> str:
+    """Name of an element of a tuple, if the tuple is made in sight; else of the tuple."""
+    instruction = computation.instructions[tuple_name]
+    return instruction.operands[place] if instruction.opcode == "tuple" else tuple_name
+
+
+def _source(computation: Computation, name: str) -> Instruction:
+    """The instruction whose value `name` has, behind copies."""
+    instruction = computation.instructions[name]
+    while instruction.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
+        instruction = computation.instructions[instruction.operands[0]]
+    return instruction
+
+
+def _constant(computation: Computation, name: str) -> int | None:
+    """The integer that `name` is; `None` if it is none."""
+    instruction = _source(computation, name)
+    digits = re.fullmatch(r"-?\d+", instruction.literal.strip())
+    return int(digits[0]) if digits and instruction.opcode == "constant" else None
+
+
+def _step(computation: Computation, name: str, place: str) -> int | None:
+    """What a loop adds to element `place` of its carry each time; `None` if not plain to see."""
+    add = _source(computation, name)
+    if add.opcode != "add":
+        return None
+    for counter, step in (add.operands, add.operands[::-1]):
+        source = _source(computation, counter)
+        if source.opcode == "get-tuple-element" and source.attribute("index") == place:
+            return _constant(computation, step)
+    return None

@@ -1,0 +1,345 @@
+"""The arguments and results of a compiled step: how they lie, and how they should."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+
+from opt_partition._mesh.layout import Layout, itemsize, mesh_axes_of, shard_shape
+from opt_partition._trees import children, flatten_with_paths, key_name, path_str
+from opt_partition._verify.hlo import Module
+from opt_partition._verify.report import Finding, LeafReport, Role, Side
+from opt_partition.errors import AxesError
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What is asked of a compiled step.
+
+    `inputs` and `outputs` are trees like the step's arguments and its result, or prefixes of them:
+    in the place of a tree a `Layout` or a tree of shardings, one sharding for all leaves below it,
+    or `None` where anything goes. Arguments and results at the end may be left out.
+
+    Attributes:
+      inputs: of the positional arguments, e.g. `(params_layout, state_layout)`.
+      outputs: of the result, e.g. `(params_layout, state_layout)`.
+      params: path of the parameters in the arguments; of `f(optimizer, batch)` it would be
+        `'0/target'`.
+      state: path of the optimizer state in the arguments, e.g. `'0/state'`.
+    """
+
+    inputs: Any
+    outputs: Any
+    params: str = "0"
+    state: str = "1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An argument or result of a compiled step.
+
+    Attributes:
+      side: whether it goes in or comes out.
+      path: `/`-joined keys.
+      role: what it is.
+      name: of a parameter or a leaf of the state, its path from there.
+      shape: the global shape.
+      dtype: its dtype.
+      asked: the sharding that was asked for, if any.
+      found: the sharding compiled in; `None` for an argument that the step does not use.
+      donated: it is an argument given away.
+    """
+
+    side: Side
+    path: str
+    role: Role
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    asked: Sharding | None
+    found: Sharding | None
+    donated: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.asked, NamedSharding) and len(self.asked.spec) > len(self.shape):
+            raise AxesError(
+                f"{self.side} {self.path} has shape {self.shape}; {self.asked.spec} was asked for, "
+                "of more dimensions"
+            )
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the whole."""
+        return math.prod(self.shape)
+
+    @property
+    def shard_size(self) -> int:
+        """Number of elements that one device holds."""
+        return math.prod(_shard_shape(self.found, self.shape)) if self.found is not None else 0
+
+    @property
+    def bytes_found(self) -> int:
+        """Bytes that one device holds."""
+        return self.shard_size * itemsize(self.dtype)
+
+    @property
+    def bytes_asked(self) -> int | None:
+        """Bytes that one device should hold."""
+        if self.asked is None:
+            return None
+        return math.prod(_shard_shape(self.asked, self.shape)) * itemsize(self.dtype)
+
+    @property
+    def ok(self) -> bool:
+        """Whether it lies as asked, in the memory asked for."""
+        if self.asked is None or self.found is None:
+            return True
+        return _on_devices_of(self.asked, self.found, self.path).is_equivalent_to(
+            self.found, len(self.shape)
+        )
+
+    @property
+    def mesh_axes(self) -> tuple[tuple[str, ...], ...] | None:
+        """The mesh axes of each dimension; `None` where the sharding has no mesh."""
+        if not isinstance(self.found, NamedSharding):
+            return None
+        entries = [*self.found.spec, *[None] * (len(self.shape) - len(self.found.spec))]
+        return tuple(map(mesh_axes_of, entries))
+
+
+def input_leaves(compiled: jax.stages.Compiled, expected: Expected) -> list[Leaf]:
+    """The flat arguments, in JAX's order."""
+    args, kwargs = compiled.args_info
+    asked = [*_broadcast(expected.inputs, args, "inputs"), *[None] * len(jax.tree.leaves(kwargs))]
+    places = {"params": _keys(expected.params), "state": _keys(expected.state)}
+    for field, place in places.items():
+        _subtree(args, place, field)
+    infos = [*flatten_with_paths(args), *flatten_with_paths(kwargs)]
+    found = _leaves_like(compiled.in_tree, compiled.input_shardings)
+    return [
+        Leaf(
+            "input",
+            path_str(path),
+            *_role(path, places),
+            tuple(info.shape),
+            info.dtype,
+            ask,
+            find,
+            info.donated,
+        )
+        for (path, info), ask, find in zip(infos, asked, found, strict=True)
+    ]
+
+
+def output_leaves(
+    compiled: jax.stages.Compiled, expected: Expected, inputs: Sequence[Leaf]
+) -> list[Leaf]:
+    """The flat results, in JAX's order; those like the parameters and the state are named so."""
+    out = compiled.out_info
+    asked = _broadcast(expected.outputs, out, "outputs")
+    found = _leaves_like(compiled.out_tree, compiled.output_shardings)
+    places = _find_outputs(out, inputs)
+    return [
+        Leaf(
+            "output", path_str(path), *_role(path, places), tuple(info.shape), info.dtype, ask, find
+        )
+        for (path, info), ask, find in zip(flatten_with_paths(out), asked, found, strict=True)
+    ]
+
+
+def leaf_reports(leaves: Sequence[Leaf], module: Module) -> list[LeafReport]:
+    """What the report says of each leaf."""
+    used = [leaf for leaf in leaves if leaf.side == "input" and leaf.found is not None]
+    aliased = {used[n].path for n in module.aliased_parameters if n < len(used)}
+    return [
+        LeafReport(
+            side=leaf.side,
+            path=leaf.path,
+            role=leaf.role,
+            shape=leaf.shape,
+            dtype=str(leaf.dtype),
+            asked=None if leaf.asked is None else sharding_str(leaf.asked, len(leaf.shape)),
+            found=None if leaf.found is None else sharding_str(leaf.found, len(leaf.shape)),
+            bytes_asked=leaf.bytes_asked,
+            bytes_found=leaf.bytes_found,
+            ok=leaf.ok,
+            donated=leaf.donated,
+            aliased=leaf.side == "input" and leaf.path in aliased,
+        )
+        for leaf in leaves
+    ]
+
+
+def sharding_findings(reports: Sequence[LeafReport]) -> Iterator[Finding]:
+    """An error for each leaf that does not lie as asked."""
+    for leaf in reports:
+        if not leaf.ok:
+            elsewhere = ", on other devices or in another order" * (leaf.asked == leaf.found)
+            yield Finding(
+                "sharding",
+                "error",
+                leaf.path,
+                f"{leaf}: asked {leaf.asked}, {leaf.bytes_asked:,} bytes a device; found "
+                f"{leaf.found}, {leaf.bytes_found:,} bytes a device{elsewhere}",
+            )
+
+
+def donation_findings(reports: Sequence[LeafReport]) -> Iterator[Finding]:
+    """A warning for each leaf given away whose memory nothing takes over."""
+    for leaf in reports:
+        if leaf.donated and not leaf.aliased and leaf.found and leaf.role != "other":
+            yield Finding(
+                "donation",
+                "warning",
+                leaf.path,
+                f"{leaf}: donated, but no result takes over its {leaf.bytes_found:,} bytes: none "
+                "has its shape, dtype, sharding and memory",
+            )
+
+
+def mesh_shape(leaves: Sequence[Leaf]) -> Mapping[str, int]:
+    """The mesh that the step runs on; empty where no sharding has one."""
+    meshes = [leaf.found.mesh for leaf in leaves if isinstance(leaf.found, NamedSharding)]
+    return max(
+        (mesh.shape for mesh in meshes), key=lambda shape: math.prod(shape.values()), default={}
+    )
+
+
+def platform(leaves: Sequence[Leaf]) -> str:
+    """The platform of the devices that the step was compiled for."""
+    for leaf in leaves:
+        if leaf.found is not None:
+            device: Any = next(iter(leaf.found.device_set))
+            return str(device.platform)
+    return jax.default_backend()
+
+
+def sharding_str(sharding: Sharding, ndim: int) -> str:
+    """A sharding in words.
+
+    Examples:
+      >>> mesh = AbstractMesh((8,), ('data',))
+      >>> sharding_str(NamedSharding(mesh, jax.sharding.PartitionSpec('data')), 2)
+      "P('data', None)"
+    """
+    if not isinstance(sharding, NamedSharding):
+        return repr(sharding)
+    entries = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
+    where = f" in {sharding.memory_kind}" * (sharding.memory_kind not in (None, "device"))
+    return f"P({', '.join(map(repr, entries)) if any(entries) else ''}){where}"
+
+
+def _leaves_like(treedef: Any, tree: Any) -> list[Sharding | None]:
+    """The leaves of `tree`, where arguments that the step does not use have `None`."""
+    leaves: list[Sharding | None] = treedef.flatten_up_to(tree)
+    return leaves
+
+
+def _broadcast(prefix: Any, tree: Any, where: str) -> list[Sharding | None]:
+    """What `prefix` asks of each leaf of `tree`."""
+    if isinstance(prefix, Layout):
+        prefix = prefix.shardings
+    if prefix is None or isinstance(prefix, Sharding):
+        return [prefix] * len(jax.tree.leaves(tree))
+    asked, given = children(prefix), children(tree)
+    if asked is None:
+        raise AxesError(
+            f"`{where}`: expected a `Layout`, a sharding or `None` in each place; got "
+            f"{type(prefix).__name__} ({prefix!r})"
+        )
+    if given is None:
+        raise AxesError(f"`{where}`: the step has one leaf there; got {type(prefix).__name__}")
+    wanted = {key_name(key): child for key, child in asked.children}
+    names = [key_name(key) for key, _ in given.children]
+    may_be_short = where in ("inputs", "outputs") and isinstance(tree, tuple)
+    missing = [name for name in names if name not in wanted and not may_be_short]
+    extra = [name for name in wanted if name not in names]
+    if missing or extra:
+        raise AxesError(
+            f"`{where}`: not a prefix of the step's tree of {names}: missing {missing}, "
+            f"unknown {extra}; `None` stands for anything"
+        )
+    return [
+        leaf
+        for name, (_, child) in zip(names, given.children, strict=True)
+        for leaf in _broadcast(wanted.get(name), child, f"{where}/{name}")
+    ]
+
+
+def _keys(path: str) -> tuple[str, ...]:
+    return () if path == "." else tuple(path.split("/"))
+
+
+def _subtree(tree: Any, keys: Sequence[str], field: str) -> Any:
+    """The part of the arguments at `keys`."""
+    for depth, key in enumerate(keys):
+        node = children(tree)
+        named = {key_name(k): child for k, child in node.children} if node else {}
+        if key not in named:
+            raise AxesError(
+                f"`{field}`: no argument of the step is at {'/'.join(keys)!r}; "
+                f"{'/'.join(keys[:depth]) or 'the top'} has {list(named)}"
+            )
+        tree = named[key]
+    return tree
+
+
+def _role(path: Sequence[Any], places: Mapping[Any, tuple[str, ...]]) -> tuple[Role, str]:
+    """What the leaf at `path` is, and its path from there."""
+    names = tuple(map(key_name, path))
+    for role, place in places.items():
+        if names[: len(place)] == place:
+            return role, path_str(path[len(place) :])
+    return "other", path_str(path)
+
+
+def _find_outputs(out: Any, inputs: Sequence[Leaf]) -> dict[Role, tuple[str, ...]]:
+    """Where the new state and the new parameters are in the result.
+
+    The state first: it often holds trees like the parameters, but not the other way round.
+    """
+    places: dict[Role, tuple[str, ...]] = {}
+    roles: tuple[Role, ...] = ("state", "params")
+    for role in roles:
+        like = {leaf.name: leaf.shape for leaf in inputs if leaf.role == role}
+        for place, tree in _subtrees(out, ()):
+            inside = any(place[: len(other)] == other for other in places.values())
+            if like and not inside and _names_and_shapes(tree) == like:
+                places[role] = place
+                break
+    return places
+
+
+def _subtrees(tree: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield place, tree
+    node = children(tree)
+    for key, child in node.children if node else ():
+        yield from _subtrees(child, (*place, key_name(key)))
+
+
+def _names_and_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    return {path_str(path): tuple(leaf.shape) for path, leaf in flatten_with_paths(tree)}
+
+
+def _on_devices_of(asked: Sharding, found: Sharding, path: str) -> Sharding:
+    """`asked`, on `found`'s devices if its own mesh is abstract."""
+    if not isinstance(asked, NamedSharding) or not isinstance(asked.mesh, AbstractMesh):
+        return asked
+    if not isinstance(found, NamedSharding) or dict(found.mesh.shape) != dict(asked.mesh.shape):
+        raise AxesError(
+            f"{path}: asked for on an abstract mesh of {dict(asked.mesh.shape)}, but compiled "
+            f"with {found}: make the layout with the mesh that the step runs on"
+        )
+    assert isinstance(found.mesh, Mesh)
+    return NamedSharding(found.mesh, asked.spec, memory_kind=asked.memory_kind)
+
+
+def _shard_shape(sharding: Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if isinstance(sharding, NamedSharding):
+        return shard_shape(shape, sharding.spec, sharding.mesh)
+    return sharding.shard_shape(shape)

@@ -1,0 +1,254 @@
+"""What a look at a compiled step found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from opt_partition._display import format_table
+from opt_partition._verify.collectives import Collective
+
+Side = Literal["input", "output"]
+Role = Literal["params", "state", "other"]
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafReport:
+    """How one argument or result of the step lies, and how it should.
+
+    Attributes:
+      side: whether it goes in or comes out.
+      path: `/`-joined keys from the arguments or the result.
+      role: what `Expected` says it is.
+      shape: the global shape.
+      dtype: the dtype's name.
+      asked: the sharding asked for, in words; `None` where anything goes.
+      found: the sharding compiled in, in words; `None` for an argument that the step does not use.
+      bytes_asked: bytes that one device should hold; `None` where anything goes.
+      bytes_found: bytes that one device holds; `0` for an argument that is not used.
+      ok: whether what was found is what was asked.
+      donated: it is an argument given away.
+      aliased: some result takes over its memory.
+    """
+
+    side: Side
+    path: str
+    role: Role
+    shape: tuple[int, ...]
+    dtype: str
+    asked: str | None
+    found: str | None
+    bytes_asked: int | None
+    bytes_found: int
+    ok: bool
+    donated: bool = False
+    aliased: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.side} {self.path} {self.dtype}{list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that is not as it should be, or could not be told.
+
+    Attributes:
+      kind: `'sharding'`, `'state gather'`, `'gradient all-reduce'`, `'donation'` or `'not traced'`.
+      severity: an `'error'` makes `verify` raise.
+      path: the leaf that it is about, if it is about one.
+      message: what, expected, found.
+    """
+
+    kind: str
+    severity: Severity
+    path: str | None
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.kind}: {self.message}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What XLA says that one device needs, in bytes; padding included.
+
+    Attributes:
+      arguments: of all arguments.
+      outputs: of all results, those that take over an argument's memory included.
+      aliased: of the results that take over an argument's memory.
+      temporaries: of what lives only during the step.
+      host: of all of these that lie in the host's memory.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    host: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a compiled step does with its state; `str` prints it.
+
+    Attributes:
+      platform: what it was compiled for, e.g. `'cpu'`.
+      num_devices: how many devices run it together.
+      leaves: every argument and result.
+      collectives: every array that a collective moves.
+      findings: what is wrong; errors first.
+      memory: XLA's own account; `None` where the platform keeps none.
+    """
+
+    platform: str
+    num_devices: int
+    leaves: tuple[LeafReport, ...]
+    collectives: tuple[Collective, ...]
+    findings: tuple[Finding, ...]
+    memory: Memory | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing found is an error."""
+        return not self.errors
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings that make `verify` raise."""
+        return tuple(f for f in self.findings if f.severity == "error")
+
+    def bytes_per_device(self, role: Role, side: Side = "input") -> int:
+        """Bytes that one device holds of the parameters, the state or the rest."""
+        return sum(
+            leaf.bytes_found for leaf in self.leaves if (leaf.side, leaf.role) == (side, role)
+        )
+
+    @property
+    def collective_bytes(self) -> int:
+        """Bytes that one device sends in a step, as far as loops' lengths are known."""
+        return sum(row.total_bytes for row in self.collectives)
+
+    def to_json(self, indent: int | None = None) -> str:
+        """The report as a JSON object, field by field."""
+        data = {"ok": self.ok, **dataclasses.asdict(self)}
+        return json.dumps(data, indent=indent, default=str)
+
+    def __str__(self) -> str:
+        counts = Counter(f.severity for f in self.findings)
+        said = ", ".join(f"{n} {kind}{'s' * (n > 1)}" for kind, n in counts.items())
+        checked = sum(leaf.asked is not None for leaf in self.leaves)
+        lines = [
+            f"compiled step on {self.num_devices} {self.platform} devices: {said or 'as asked'}",
+            f"  {checked} of {len(self.leaves)} leaves checked",
+            *(f"  {line}" for line in _said(self.findings)),
+        ]
+        if self.errors:
+            lines.append(_advice(self.errors))
+        lines += ["", "bytes per device", _table(_memory_rows(self))]
+        lines += [
+            "",
+            "collectives, per device and step",
+            _table(_collective_rows(self.collectives)),
+        ]
+        return "\n".join(lines)
+
+
+def _said(findings: Sequence[Finding], most: int = 20) -> list[str]:
+    """The findings in words, of each kind and severity the first few."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.severity, finding.kind), []).append(finding)
+    lines: list[str] = []
+    for (severity, kind), group in groups.items():
+        lines += map(str, group[:most])
+        if len(group) > most:
+            lines.append(f"{severity}: {kind}: {len(group) - most} more, in `findings`")
+    return lines
+
+
+_ADVICE = {
+    "sharding": "give `jax.jit` the shardings asked for, as `in_shardings` and as `out_shardings`",
+    "state gather": (
+        "keep everything between state and update sharded like the state, e.g. by "
+        "`with_sharding_constraint` on gradients and updates; for an optimizer that needs whole "
+        "matrices pass `state_gathers='any'`"
+    ),
+    "gradient all-reduce": (
+        "constrain the gradients to the state's sharding by `with_sharding_constraint` before "
+        "anything else uses them, or reduce them by `jax.lax.psum_scatter` under `jax.shard_map`"
+    ),
+}
+
+
+def _advice(errors: Sequence[Finding]) -> str:
+    kinds = dict.fromkeys(finding.kind for finding in errors)
+    return "\n".join(f"  what to do: {_ADVICE[kind]}" for kind in kinds)
+
+
+def _memory_rows(report: Report) -> list[list[str]]:
+    rows = [["", "asked", "input", "output"]]
+    for role in ("params", "state", "other"):
+        asked = [
+            leaf.bytes_asked
+            for leaf in report.leaves
+            if (leaf.side, leaf.role) == ("input", role) and leaf.bytes_asked is not None
+        ]
+        found = [report.bytes_per_device(role, side) for side in ("input", "output")]
+        rows.append([role, f"{sum(asked):,}" if asked else "-", *(f"{n:,}" for n in found)])
+    if memory := report.memory:
+        rows.append(["all, XLA", "", f"{memory.arguments:,}", f"{memory.outputs:,}"])
+        rows.append(["aliased", "", f"{memory.aliased:,}", ""])
+        rows.append(["temporaries", "", f"{memory.temporaries:,}", ""])
+    return rows
+
+
+def _collective_rows(collectives: Sequence[Collective]) -> list[list[str]]:
+    """One row for all that differ in nothing but name and origin."""
+    if not collectives:
+        return [["none"]]
+    same: dict[tuple[Any, ...], list[Collective]] = {}
+    for row in collectives:
+        what = (row.kind, row.dtype, row.operand_shape, row.shape, row.sources)
+        how = (row.axes, row.group_size, row.per_iteration, row.conditional)
+        same.setdefault((what, how), []).append(row)
+    rows = [["kind", "array", "over", "count", "bytes sent", "depends on", "from"]]
+    for group in sorted(same.values(), key=lambda g: -sum(row.total_bytes for row in g)):
+        first = group[0]
+        rows.append(
+            [
+                first.kind,
+                _array(first),
+                "+".join(first.axes) if first.axes else f"{first.group_size} devices",
+                _count(group),
+                f"{sum(row.total_bytes for row in group):,}",
+                _shortened(first.sources),
+                first.op_name or "-",
+            ]
+        )
+    rows.append(["all", "", "", "", f"{sum(row.total_bytes for row in collectives):,}", "", ""])
+    return rows
+
+
+def _array(row: Collective) -> str:
+    shapes = dict.fromkeys((row.operand_shape, row.shape))
+    return f"{row.dtype} " + " → ".join(f"[{','.join(map(str, shape))}]" for shape in shapes)
+
+
+def _count(group: Sequence[Collective]) -> str:
+    first = group[0]
+    unknown = " per iteration" if first.per_iteration else ""
+    return f"{sum(row.count for row in group)}{unknown}{' at most' if first.conditional else ''}"
+
+
+def _shortened(sources: Sequence[str], most: int = 3) -> str:
+    more = f", {len(sources) - most} more" if len(sources) > most else ""
+    return ", ".join(sources[:most]) + more or "-"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return textwrap.indent(format_table(rows[0], rows[1:]), "  ")

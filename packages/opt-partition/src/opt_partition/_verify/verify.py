@@ -1,0 +1,162 @@
+"""Whether a compiled training step does what was asked of its sharding."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import jax
+
+from opt_partition._verify import leaves as leaves_
+from opt_partition._verify import rules
+from opt_partition._verify.collectives import collectives
+from opt_partition._verify.hlo import parse
+from opt_partition._verify.leaves import Expected
+from opt_partition._verify.report import Finding, Memory, Report, Severity
+from opt_partition.errors import ShardingMismatchError
+
+Gradients = Literal["auto", "reduce-scatter", "any"]
+StateGathers = Literal["error", "any"]
+
+
+def verify(
+    step: jax.stages.Compiled | jax.stages.Lowered,
+    expected: Expected,
+    *,
+    gradients: Gradients = "auto",
+    state_gathers: StateGathers = "error",
+    raises: bool = True,
+) -> Report:
+    """Compares what a compiled step does with what was asked of its sharding.
+
+    Three things are errors.
+
+    1. *A leaf does not lie as asked*, going in or coming out, or lies in another memory. Arguments
+       that the step does not use lie nowhere and are passed over.
+    2. *State is gathered.* Every value of the compiled program is traced to the arguments that it
+       depends on. Gathering what depends on state alone is wrong. What depends on state *and* on
+       parameters or gradients may be gathered once for each parameter, up to the part of it that a
+       device holds: ZeRO-1 gathers the new parameter, or its update. A second gather of that size
+       means that moments were gathered, or sliced and gathered again; a larger one undoes the
+       sharding of the parameter itself. Gathers of parameters, as FSDP needs for the forward and
+       backward pass, and of gradients and activations, as tensor parallelism does, are nobody's
+       concern here. Leaves smaller than their parameter, as the rows and columns of a factored
+       second moment, may be gathered; that, and gathers over some of a leaf's axes, are noted. Of
+       a `lax.cond`, the branch that gathers most counts. Parameters and state that a loop carries
+       through several steps stay what they are. A state leaf belongs to the parameter whose path
+       is part of its own; one that belongs to none, as `optax.flatten` keeps, is judged only
+       where it is gathered as it is.
+    3. *Gradients are all-reduced* of which each device then uses its part: the sum, taken over mesh
+       axes that the new parameter or a leaf of the new state is divided over, is as large as if it
+       were not, and ends up there element by element. Parameters with nothing but factored
+       state, replicated themselves, are not judged.
+
+    Args:
+      step: `jax.jit(f, ...).lower(...)`, compiled or not yet.
+      expected: what was asked.
+      gradients: `'auto'` makes an all-reduced gradient an error where XLA would have made a
+        reduce-scatter of it by itself: of matrices on GPUs and TPUs. Vectors it leaves be, and on
+        CPUs it leaves all be; these are warnings. `'reduce-scatter'` makes them errors everywhere,
+        for steps that say `psum_scatter` themselves; `'any'` makes all of them notes.
+      state_gathers: `'any'` makes gathers of state notes, for optimizers that need whole matrices.
+      raises: `False` returns the report whatever it says.
+
+    Returns:
+      The report: every leaf, every collective with what it depends on, bytes, findings. Its `str`
+      is a table, `to_json` all of it.
+
+    Raises:
+      ShardingMismatchError: the step is not as asked; its `report` says why.
+      AxesError: `expected` does not fit the step's arguments or result.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> from jax.sharding import NamedSharding, PartitionSpec
+      >>> tx = optax.sgd(0.1, momentum=0.9)
+      >>> params = {'w': jnp.ones((8, 4))}
+      >>> def step(params, state, batch):
+      ...     grads = jax.grad(lambda params: jnp.mean((batch @ params['w']) ** 2))(params)
+      ...     updates, state = tx.update(grads, state, params)
+      ...     return optax.apply_updates(params, updates), state
+      >>> whole = NamedSharding(jax.make_mesh((1,), ('data',)), PartitionSpec())
+      >>> jitted = jax.jit(step, in_shardings=whole, out_shardings=whole)
+      >>> lowered = jitted.lower(params, tx.init(params), jnp.ones((2, 8)))
+      >>> report = verify(lowered, Expected(inputs=(whole, whole), outputs=(whole, whole)))
+      >>> report.ok, report.bytes_per_device('state'), report.collectives
+      (True, 128, ())
+    """
+    _check("gradients", gradients, Gradients)
+    _check("state_gathers", state_gathers, StateGathers)
+    compiled = step.compile() if isinstance(step, jax.stages.Lowered) else step
+    if not isinstance(compiled, jax.stages.Compiled):
+        raise TypeError(
+            "`step` must be what `jax.jit(f).lower(...)` returns, compiled or not; got "
+            f"{type(step).__name__}"
+        )
+    inputs = leaves_.input_leaves(compiled, expected)
+    outputs = leaves_.output_leaves(compiled, expected, inputs)
+    leaves = [*inputs, *outputs]
+    module = parse(compiled.as_text() or "")
+    mesh = leaves_.mesh_shape(leaves)
+    platform = leaves_.platform(leaves)
+    reports = leaves_.leaf_reports(leaves, module)
+    findings = [*leaves_.sharding_findings(reports), *leaves_.donation_findings(reports)]
+    moved = rules.moved_arrays(module, inputs, outputs, mesh)
+    if moved is None:
+        findings.append(_UNTRACED)
+    else:
+        gathers = _GATHER_SEVERITY[state_gathers]
+        sums = _gradient_severities(gradients, platform)
+        findings += rules.state_gathers(moved, inputs, gathers)
+        findings += rules.gradient_all_reduces(moved, mesh, *sums)
+    report = Report(
+        platform=platform,
+        num_devices=module.num_partitions,
+        leaves=tuple(reports),
+        collectives=tuple(
+            collectives(module, mesh) if moved is None else (array.row for array in moved)
+        ),
+        findings=tuple(sorted(findings, key=lambda f: get_args(Severity).index(f.severity))),
+        memory=_memory(compiled),
+    )
+    if raises and not report.ok:
+        raise ShardingMismatchError(report)
+    return report
+
+
+_GATHER_SEVERITY: dict[StateGathers, Severity] = {"error": "error", "any": "note"}
+_UNTRACED = Finding(
+    "not traced",
+    "warning",
+    None,
+    "the parameters of the compiled program are not the arguments that the step uses: where its "
+    "collectives come from is not known, and gathers and all-reduces are not judged",
+)
+
+
+def _gradient_severities(gradients: Gradients, platform: str) -> tuple[Severity, Severity]:
+    """How bad an all-reduce is, of a matrix and of a vector."""
+    if gradients != "auto":
+        severity: Severity = "note" if gradients == "any" else "error"
+        return severity, severity
+    return "warning" if platform == "cpu" else "error", "warning"
+
+
+def _memory(compiled: jax.stages.Compiled) -> Memory | None:
+    """XLA's account of the memory, where there is one."""
+    try:
+        stats: Any = compiled.memory_analysis()
+    except NotImplementedError:
+        return None
+    if stats is None:
+        return None
+    fields = ("argument", "output", "alias", "temp")
+    [arguments, outputs, aliased, temporaries] = (
+        int(getattr(stats, f"{field}_size_in_bytes")) for field in fields
+    )
+    host = sum(int(getattr(stats, f"host_{field}_size_in_bytes")) for field in fields)
+    return Memory(arguments, outputs, aliased, temporaries, host)
+
+
+def _check(argument: str, value: str, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ValueError(f"`{argument}` must be one of {get_args(choices)}; got {value!r}")
