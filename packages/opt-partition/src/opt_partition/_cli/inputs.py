@@ -167,7 +167,7 @@ def _where(error: BaseException) -> str:
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not {"site-packages", "dist-packages"} & set(Path(frame.filename).parts)
-        and Path(frame.filename).parent != Path(__file__).parent
+        and Path(__file__).parents[1] not in Path(frame.filename).parents
         and os.path.exists(frame.filename)
         and not frame.filename.startswith(os.path.dirname(os.__file__))
     ]
