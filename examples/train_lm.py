@@ -2,11 +2,13 @@
 
     hatch run dev:train
     hatch run dev:train --data ~/texts --steps 5000 --out runs/texts
-    hatch run dev:train --resume runs/texts --learning-rate 1e-4
+    hatch run dev:train --resume runs/texts --zero --learning-rate 1e-4
 
 What to look at: a constructor of your own becomes a wrapped optimizer (`clipped_adamw`), its state
-is sharded as the parameters are (`place`), it is updated with a learning rate that may be given at
-run time (`train_step`), and it is saved and restored by path (`RunFolder`).
+is sharded as the parameters are, or further, and what that takes is known before (`place`), it is
+updated with a learning rate that may be given at run time (`train_step`) by a program that is
+compiled once and checked before it runs (`compile_step`, `check_step`), and it is saved and
+restored by path (`RunFolder`), on whatever mesh.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,18 +28,23 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from flax.linen.spmd import logical_to_mesh_sharding
-from jax.sharding import Mesh, PartitionSpec
-from lm.config import Arguments, Config, UsageError, continue_config, parse_arguments
+from lm.config import (
+    Arguments,
+    Config,
+    UsageError,
+    continue_config,
+    parse_arguments,
+    repeated_flags,
+)
 from lm.data import batch_of_step
 from lm.job import Job, make_job
-from lm.model import AXIS_RULES, Transformer, next_byte_loss
+from lm.model import Transformer, next_byte_loss
+from lm.placement import Placement, check_step, describe_plan, describe_report, place
 from lm.progress import Progress, stop_requests
 from lm.report import report
-from lm.run_folder import RunFolder
+from lm.run_folder import RunFolder, shapes
 from opt_core import Optimizer
 from opt_core.errors import RestoreError
-from opt_core.protocols import DerivesLogicalAxes
 from opt_optax_bridge import resolve_hyper_params, wrap_optax_optimizer
 
 
@@ -67,64 +74,30 @@ def make_schedule(config: Config) -> optax.Schedule:
     )
 
 
-def make_optimizer(job: Job, state_dict: Mapping[str, Any] | None = None) -> Optimizer:
-    """Returns the optimizer, sharded from the start: no device ever holds more than its share.
+def init_params(job: Job) -> Any:
+    """Returns the initial parameters in Flax's boxes, which name their dimensions."""
+    tokens = jnp.zeros((1, job.config.sequence_length), jnp.uint8)
+    return job.model.init(jax.random.key(job.config.seed), tokens)["params"]
 
-    Args:
-      job: the run.
-      state_dict: what to restore; `None` for a new run.
 
-    Raises:
-      RestoreError: the state dict is that of another optimizer or other parameters.
-    """
+def plan_optimizer(job: Job) -> Placement:
+    """Returns the optimizer as it will be, and where; nothing is allocated."""
     config = job.config
     optimizer_def = clipped_adamw(
         make_schedule(config), weight_decay=config.weight_decay, clip=config.clip
     )
+    params = jax.eval_shape(partial(init_params, job))
+    return place(optimizer_def, params, job.mesh, zero=config.zero)
 
-    def init() -> Any:
-        tokens = jnp.zeros((1, config.sequence_length), jnp.uint8)
-        return job.model.init(jax.random.key(config.seed), tokens)["params"]
+
+def create_optimizer(job: Job, placement: Placement) -> Optimizer:
+    """Returns the optimizer, born sharded: no device ever holds more than its share."""
 
     def create() -> Optimizer:
-        return optimizer_def.create(nn.unbox(init()))
+        return placement.optimizer.optimizer_def.create(nn.unbox(init_params(job)))
 
-    param_axes = nn.get_partition_spec(jax.eval_shape(init))
-    placed = place(jax.eval_shape(create), param_axes, job.mesh)
-    if state_dict is not None:
-        return placed.restore_state(state_dict)
-    optimizer: Optimizer = jax.jit(create, out_shardings=shardings(placed))()
+    optimizer: Optimizer = jax.jit(create, out_shardings=placement.shardings)()
     return optimizer
-
-
-def place(optimizer: Optimizer, param_axes: Any, mesh: Mesh) -> Optimizer:
-    """Says where every leaf belongs: state that follows a parameter is split as that is.
-
-    Args:
-      optimizer: an optimizer of `jax.ShapeDtypeStruct`s.
-      param_axes: logical axes of the parameters.
-      mesh: the devices.
-
-    Returns:
-      The same with shardings.
-    """
-    assert isinstance(optimizer.optimizer_def, DerivesLogicalAxes)
-    axes = optimizer.optimizer_def.derive_logical_axes(optimizer, param_axes)
-
-    def with_sharding(axes: PartitionSpec | None, leaf: Any) -> Any:
-        sharding = logical_to_mesh_sharding(axes or PartitionSpec(), mesh, AXIS_RULES)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    def is_axes(node: Any) -> bool:
-        return node is None or isinstance(node, PartitionSpec)
-
-    placed: Optimizer = jax.tree.map(with_sharding, axes, optimizer, is_leaf=is_axes)
-    return placed
-
-
-def shardings(tree: Any) -> Any:
-    """Returns the sharding of every leaf."""
-    return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
 def train_step(
@@ -156,14 +129,33 @@ def train_step(
     return optimizer.apply_gradient(grads, **overrides), metrics
 
 
+def compile_step(
+    job: Job, placement: Placement, overrides: Mapping[str, Any]
+) -> jax.stages.Compiled:
+    """Returns the one program that makes all steps, before there is an optimizer."""
+    shape = (job.config.batch_size, job.config.sequence_length + 1)
+    step = jax.jit(
+        partial(train_step, job.model),
+        donate_argnums=0,
+        out_shardings=(placement.shardings, None),
+    )
+    windows = jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=job.rows)
+    return step.lower(placement.optimizer, windows, overrides).compile()
+
+
 def train(
-    job: Job, folder: RunFolder, optimizer: Optimizer, overrides: Mapping[str, Any]
+    job: Job,
+    folder: RunFolder,
+    step_function: Callable[..., Any],
+    optimizer: Optimizer,
+    overrides: Mapping[str, Any],
 ) -> tuple[Optimizer, bool]:
     """Makes the steps that are left, or those until a signal comes.
 
     Args:
       job: the run.
       folder: where metrics and checkpoints go.
+      step_function: `train_step`, compiled.
       optimizer: where to start; donated.
       overrides: hyper-parameters to use instead of those of the definition.
 
@@ -172,11 +164,6 @@ def train(
     """
     config, done = job.config, int(optimizer.state.step)
     window = config.sequence_length + 1
-    step_function = jax.jit(
-        partial(train_step, job.model),
-        donate_argnums=0,
-        out_shardings=(shardings(optimizer), None),
-    )
     progress = Progress(done, config.steps, config.batch_size * config.sequence_length)
     with stop_requests() as must_stop, contextlib.closing(progress):
         for step in range(done + 1, config.steps + 1):
@@ -198,57 +185,75 @@ def train(
     return optimizer, True
 
 
-def start(arguments: Arguments) -> tuple[Job, RunFolder, Optimizer]:
+def start(arguments: Arguments) -> tuple[Job, RunFolder]:
     """Begins a run in a folder of its own."""
     config = Config(**arguments.given).check()
     job = make_job(config)
     path = arguments.out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
     saved = dataclasses.asdict(config) | {"text_sha256": job.text.sha256}
-    folder = RunFolder.create(path, saved)
-    return job, folder, make_optimizer(job)
+    return job, RunFolder.create(path, saved)
 
 
-def resume(path: Path, given: Mapping[str, Any]) -> tuple[Job, RunFolder, Optimizer]:
-    """Goes on with the run in a folder, from its checkpoint."""
+def resume(path: Path, given: Mapping[str, Any]) -> tuple[Job, RunFolder]:
+    """Goes on with the run in a folder."""
     folder = RunFolder(path)
     saved = folder.read_config()
     job = make_job(continue_config(saved, given, path))
     if saved.get("text_sha256") != job.text.sha256:
         raise UsageError(f"{job.text.source} is not (any more) the text that {path} learns from")
+    return job, folder
+
+
+def restore(placement: Placement, state_dict: Mapping[str, Any], path: Path) -> Optimizer:
+    """Returns the optimizer of a checkpoint, wherever the devices that wrote it had its parts."""
     try:
-        optimizer = make_optimizer(job, folder.read_checkpoint())
+        return placement.optimizer.restore_state(state_dict)
     except RestoreError as error:
         found = error.report.mismatches
         raise UsageError(
             f"the checkpoint of {path} is of another configuration: {len(found)} deviations, "
             f"such as {found[0]}"
         ) from error
-    folder.forget_after(int(optimizer.state.step))
-    return job, folder, optimizer
 
 
 def run(arguments: Arguments) -> int:
     """Trains and reports; returns the exit code."""
     overrides = {}
     if arguments.resume is None:
-        job, folder, optimizer = start(arguments)
+        job, folder = start(arguments)
     else:
-        job, folder, optimizer = resume(arguments.resume, arguments.given)
+        job, folder = resume(arguments.resume, arguments.given)
         if "learning_rate" in arguments.given:
             overrides["learning_rate"] = jnp.float32(arguments.given["learning_rate"])
-    size = sum(leaf.size for leaf in jax.tree.leaves(optimizer.target))
+    placement, checkpoint = plan_optimizer(job), folder.read_checkpoint()
+    if checkpoint is not None:
+        restore(placement, shapes(checkpoint), folder.path)  # does it fit? allocates nothing
+    size = sum(leaf.size for leaf in jax.tree.leaves(placement.optimizer.target))
     print(
         f"{folder.path}: {size:,} parameters on {job.config.mesh}, "
         f"{len(job.text.train):,} bytes of {job.text.source}",
+        describe_plan(placement.plan),
+        sep="\n",
         flush=True,
     )
-    optimizer, is_finished = train(job, folder, optimizer, overrides)
+    step_function = compile_step(job, placement, overrides)
+    checked = check_step(step_function, placement)
+    print(describe_report(checked), flush=True)
+    folder.save_placement(f"{placement.plan}\n\n{checked}\n")
+    if checkpoint is None:
+        optimizer = create_optimizer(job, placement)
+    else:
+        optimizer = restore(placement, checkpoint, folder.path)
+    if arguments.resume is not None:
+        folder.forget_after(int(optimizer.state.step))
+    optimizer, is_finished = train(job, folder, step_function, optimizer, overrides)
     if is_finished:
         report(job, folder, optimizer.target)
         return 0
     folder.plot({})
     again = ["hatch", "run", "dev:train", "--resume", str(folder.path)]
-    again += [f"--learning-rate={arguments.given[name]}" for name in overrides]
+    if arguments.resume is not None:
+        again += repeated_flags(arguments.given, folder.read_config())
     print(f"Stopped after step {int(optimizer.state.step)}. Continue: {shlex.join(again)}")
     return 130
 

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import flax.serialization
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -142,6 +146,9 @@ def test_a_run_leaves_all_its_files(whole: Path, text: Path) -> None:
     assert sorted(state) == ["state", "target"]
     assert state["state"]["step"] == STEPS
     assert not list(whole.glob(".*"))
+    placement = (whole / "placement.txt").read_text()
+    assert placement.startswith("mesh data=4, model=2: 8 devices\n")
+    assert "compiled step on 8 cpu devices: as asked\n" in placement
 
 
 def test_what_it_prints(whole: Path) -> None:
@@ -154,6 +161,25 @@ def test_what_it_prints(whole: Path) -> None:
     assert results["sample"].startswith("def ")
     assert results["sample"] in stdout
     assert bits["transformer"] < bits["unigram"]
+    # What a device will hold comes first, then what the step does with it. `clip` has no state.
+    elements = 2 * 256 * 16 + 4 * 16 * 16 + 2 * 64 * 16 + 3 * 16
+    shared = 4 * (elements - 3 * 16) // 2 + 4 * 3 * 16  # all but norms are split over model=2
+    lines = stdout.splitlines()
+    folder, parts, fields, groups, together, checked, sent = lines[:7]
+    assert folder.startswith(f"{whole}: {elements:,} parameters on data=4,model=2, ")
+    kib = [f"{count / 1024:.1f} KiB" for count in (shared, 4 * elements, 2 * shared, 8 * elements)]
+    assert parts == (
+        f"Plan for each device: parameters {kib[0]} of {kib[1]}, gradients {kib[0]} of {kib[1]}, "
+        f"state {kib[2]} of {kib[3]}"
+    )
+    assert fields.startswith("  state by field: ")
+    assert f"ScaleByAdamState.mu {kib[0]}, ScaleByAdamState.nu {kib[0]}" in fields
+    assert [part.split()[-3] for part in groups.split(",")[:5]] == [
+        *("attention", "embedding", "head", "mlp", "norm")
+    ]
+    assert together.startswith(f"  together {4 * shared / 1024:.1f} KiB, ")
+    assert checked == f"Checked the compiled step: state sharded as asked, {kib[2]} a device"
+    assert re.fullmatch(r"  sent by a device in a step: \d+ all-reduce \S+ KiB", sent)
     # No terminal, no bar: plain lines.
     assert "\r" not in stderr
     lines = stderr.splitlines()
@@ -244,6 +270,7 @@ print(json.dumps(results))
 # Bad command lines, and a part of what is said about each. They run in one process.
 BAD = {
     "unknown flag": (["--stepps=3"], "--stepps"),
+    "no switch": (["--zero=no"], "--zero"),
     "no number": (["--steps=many"], "--steps"),
     "no steps": (["--steps=0"], "--steps must be at least 1"),
     "negative seed": (["--seed=-1"], "--seed must be at least 0"),
@@ -333,51 +360,206 @@ def test_exit_code_of_the_process(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-SHARDING = """
-import json, sys
+PLACING = """
+import dataclasses, json, sys
+from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import jax, jax.numpy as jnp, numpy as np
+from flax.serialization import msgpack_serialize
 import train_lm
-from functools import partial
 from lm.config import Config
 from lm.job import make_job
+from lm.placement import check_step, describe_report
+from opt_partition.errors import ShardingMismatchError
+
+def specs(tree):
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): str(leaf.sharding.spec)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+def held(tree):
+    devices = dict.fromkeys(map(str, jax.devices()), 0)
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            devices[str(shard.device)] += shard.data.nbytes
+    return sorted(set(devices.values()))
+
+def train(step, optimizer):
+    windows = jax.device_put(np.arange(8 * 129, dtype=np.uint8).reshape(8, 129), job.rows)
+    metrics = []
+    for rate in (0.5, 0.25, 0.125):
+        optimizer, line = step(optimizer, windows, {"learning_rate": jnp.float32(rate)})
+        metrics.append({name: float(value) for name, value in line.items()})
+    return optimizer, metrics
+
+def saved(optimizer):
+    return jax.device_get(optimizer.state_dict())
+
 job = make_job(Config(data=(sys.argv[2],), layers=1, d_model=16, heads=2, batch_size=8))
-optimizer = train_lm.make_optimizer(job)
-restored = train_lm.make_optimizer(job, jax.device_get(optimizer.state_dict()))
-step = jax.jit(partial(train_lm.train_step, job.model))
-windows = jax.device_put(np.zeros((8, 129), np.uint8), job.rows)
-rates = [float(step(optimizer, windows, {"learning_rate": jnp.float32(rate)})[1]["learning_rate"])
-         for rate in (0.5, 0.25)]
-print(json.dumps({
-    "specs": {jax.tree_util.keystr(p, simple=True, separator="/"): str(x.sharding.spec)
-              for p, x in jax.tree_util.tree_leaves_with_path(optimizer)},
-    "restored_alike": jax.tree.map(lambda x: x.sharding, restored)
-                      == jax.tree.map(lambda x: x.sharding, optimizer),
-    "devices": len(jax.devices()), "compiled": step._cache_size(), "rates": rates}))
+jobs = {"plain": job, "zero": dataclasses.replace(
+    job, config=dataclasses.replace(job.config, zero=True))}
+places = {name: train_lm.plan_optimizer(job) for name, job in jobs.items()}
+out = {}
+steps = {name: train_lm.compile_step(job, places[name], {"learning_rate": jnp.float32(1)})
+         for name, job in jobs.items()}
+for name, place in places.items():
+    other = "zero" if name == "plain" else "plain"
+    report = check_step(steps[name], place)
+    try:
+        check_step(steps[other], place)
+        mismatch = ""
+    except ShardingMismatchError as error:
+        mismatch = str(error)
+    optimizer = train_lm.create_optimizer(jobs[name], place)
+    moved = train_lm.restore(places[other], saved(optimizer), Path("x"))
+    back = train_lm.restore(place, saved(moved), Path("x"))
+    states = [msgpack_serialize(saved(o)) for o in (optimizer, moved, back)]
+    out[name] = {
+        "specs": specs(optimizer), "planned_specs": specs(place.optimizer),
+        "back_specs": specs(back), "moved_specs": specs(moved),
+        "same_bytes": states[0] == states[1] == states[2], "bytes": states[0].hex(),
+        "held": held(optimizer.state.param_states), "planned": place.plan.state_bytes_per_device,
+        "verified": report.bytes_per_device("state"), "mismatch": mismatch,
+        "said": describe_report(report)}
+    optimizer, out[name]["metrics"] = train(steps[name], optimizer)
+    out[name]["after_specs"] = specs(optimizer)
+print(json.dumps(out | {"devices": len(jax.devices())}))
 """
 
 
-def test_state_is_sharded_as_the_parameters_and_rates_share_a_compiled_step(text: Path) -> None:
+@pytest.fixture(scope="module")
+def placed(text: Path) -> dict[str, Any]:
+    """What was found about the optimizer without ZeRO, and with it."""
     done = subprocess.run(
-        [sys.executable, "-c", SHARDING, EXAMPLES, text],
+        [sys.executable, "-c", PLACING, EXAMPLES, text],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["devices"], found["compiled"], found["rates"]) == (8, 1, [0.5, 0.25])
-    assert found["restored_alike"]
-    wanted = {
-        "mlp_0/in": "P(None, 'model')",
-        "attention_0/qkv": "P(None, None, 'model', None)",
-        "embedding": "P('model', None)",
-        "norm/scale": "P(None,)",
-    }
-    for name, spec in wanted.items():
-        specs = [s for path, s in found["specs"].items() if path.endswith(f"/{name}")]
-        assert specs == [spec] * 3  # both moments, and the parameter itself
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["devices"] == 8
+    return found
+
+
+# Of a parameter, and of its moments under ZeRO.
+SPECS = {
+    "mlp_0/in": ("P(None, 'model')", "P('data', 'model')"),
+    "attention_0/qkv": ("P(None, None, 'model', None)", "P(None, 'data', 'model', None)"),
+    "embedding": ("P('model', None)", "P('model', 'data')"),
+    "norm/scale": ("P(None,)", "P('data',)"),
+}
+
+
+@pytest.mark.parametrize("name", ["plain", "zero"])
+def test_state_is_sharded_as_the_parameters_and_over_data_by_zero(
+    placed: dict[str, Any], name: str
+) -> None:
+    found = placed[name]
+    other = placed["plain" if name == "zero" else "zero"]
+    for kind in "planned_specs", "back_specs", "after_specs":
+        assert found[kind] == found["specs"]
+    assert found["moved_specs"] == other["specs"]
+    for leaf, (of_parameter, of_zero) in SPECS.items():
+        of_state = of_parameter if name == "plain" else of_zero
+        specs = {path: s for path, s in found["specs"].items() if path.endswith(f"/{leaf}")}
+        assert specs.pop(f"target/{leaf}") == of_parameter
+        assert list(specs.values()) == [of_state] * 2
+
+
+@pytest.mark.parametrize("name", ["plain", "zero"])
+def test_devices_hold_what_was_planned_and_the_step_is_found_to_keep(
+    placed: dict[str, Any], name: str
+) -> None:
+    found = placed[name]
+    assert found["held"] == [found["planned"]] == [found["verified"]]
+
+
+def test_zero_divides_the_state_by_the_size_of_data(placed: dict[str, Any]) -> None:
+    counters = 2 * 4
+    assert placed["plain"]["planned"] - counters == 4 * (placed["zero"]["planned"] - counters)
+    assert " all-gather " in placed["zero"]["said"]
+    assert "all-gather" not in placed["plain"]["said"]
+
+
+def test_a_step_that_does_not_keep_the_placement_is_refused(placed: dict[str, Any]) -> None:
+    for name in "plain", "zero":
+        assert "error: sharding: input 0/state/param_states/" in placed[name]["mismatch"]
+
+
+def test_checkpoints_are_the_same_bytes_with_zero_and_without(placed: dict[str, Any]) -> None:
+    assert placed["plain"]["same_bytes"]
+    assert placed["zero"]["same_bytes"]
+    assert placed["plain"]["bytes"] == placed["zero"]["bytes"]  # of the new optimizers
+
+
+def test_one_compiled_step_serves_all_learning_rates(placed: dict[str, Any]) -> None:
+    plain, zero = (placed[name]["metrics"] for name in ("plain", "zero"))
+    assert [line["learning_rate"] for line in plain] == [0.5, 0.25, 0.125]
+    for a, b in zip(plain, zero, strict=True):
+        # Sums in another order; rates this large make the most of it.
+        assert a == pytest.approx(b, rel=1e-3)
+
+
+WATCHED = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import jax, train_lm
+seen = {}
+def watch(name):
+    original = getattr(train_lm, name)
+    def watched(*args):
+        seen.setdefault(name, []).append(sum(array.nbytes for array in jax.live_arrays()))
+        return original(*args)
+    setattr(train_lm, name, watched)
+for name in "describe_plan", "check_step", "train":
+    watch(name)
+compiled = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _, **kwargs: compiled.append(event) if "backend_compile" in event else None)
+def count(*args, original=train_lm.train):
+    compiled.clear()
+    result = original(*args)
+    seen["compiled while training"] = len(compiled)
+    return result
+train_lm.train = count
+train_lm.report = lambda *_: None  # it compiles programs of its own
+code = train_lm.main(sys.argv[2:])
+print(json.dumps(seen))
+sys.exit(code)
+"""
+
+
+def test_zero_on_resume_goes_on_from_the_same_numbers(
+    whole: Path, interrupted: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(interrupted, folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("zero") is False
+    (folder / "config.json").write_text(json.dumps(config))  # as before there was --zero
+    start = len(read_lines(folder))
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, EXAMPLES, "--resume", folder, "--zero"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    *_, last = done.stdout.splitlines()
+    seen = json.loads(last)
+    # Plan and check come before any array, the optimizer before the first step.
+    assert seen["describe_plan"] == seen["check_step"] == [0]
+    assert seen["train"][0] > 100_000
+    assert seen["compiled while training"] == 0
+    metrics, others = read_metrics(folder), read_metrics(whole)
+    assert metrics[:start] == others[:start]
+    assert len(metrics) == STEPS
+    np.testing.assert_allclose(
+        [line["loss"] for line in metrics], [line["loss"] for line in others], rtol=1e-3
+    )
+    assert "(ZeRO-1)" in (folder / "placement.txt").read_text()
 
 
 def count_unigram_bits(train: bytes, held_out: bytes) -> float:
@@ -398,6 +580,65 @@ def count_bigram_bits(train: bytes, held_out: bytes) -> float:
         prior = (train.count(after) + 1) / (len(train) + 256)
         total -= math.log2((pairs.get((before, after), 0) + prior) / (befores.get(before, 0) + 1))
     return total / (len(held_out) - 1)
+
+
+def test_flags_of_a_continuation_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load("lm.config", monkeypatch)
+    saved = {"learning_rate": 1e-3, "mesh": "data=4,model=2", "zero": True, "sample_bytes": 9}
+    given = {"learning_rate": 1e-3, "mesh": "data=8,model=1", "zero": False, "sample_bytes": 9}
+    found = config.repeated_flags(given, saved)
+    assert found == ["--learning-rate=0.001", "--mesh=data=8,model=1", "--no-zero"]
+    assert config.repeated_flags({"zero": True, "mesh": "m"}, {"mesh": "m"}) == ["--zero"]
+
+
+def describe(monkeypatch: pytest.MonkeyPatch, rows: int, data: int, zero: str | None) -> list[str]:
+    """What is said of SGD with momentum for five matrices over `data` and `model=2`."""
+    placement = load("lm.placement", monkeypatch)
+    params = {f"w{i}": jax.ShapeDtypeStruct((rows, 5), jnp.float32) for i in range(5)}
+    plan = placement.memory_plan(
+        optax.sgd(0.1, momentum=0.9),
+        params,
+        dict.fromkeys(params, ("mlp", "embed")),
+        placement.AXIS_RULES,
+        jax.sharding.AbstractMesh((data, 2), ("data", "model")),
+        zero=zero,
+    )
+    lines: list[str] = placement.describe_plan(plan).splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["Plan", "state", "all", "together"]
+    return lines[4:]
+
+
+def test_notes_of_a_plan_are_shown_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert describe(monkeypatch, rows=8, data=4, zero="data") == []
+    # Parameters, gradients and momenta, five each; three are shown.
+    *notes, more = describe(monkeypatch, rows=7, data=4, zero=None)
+    assert notes == [
+        f"  note: params w{i}: dimension 0 ('mlp', 7) does not divide by model=2" for i in range(3)
+    ]
+    assert more == "  12 more notes"
+    # Where nothing divides, ZeRO is not to be had either.
+    *_, more = describe(monkeypatch, rows=7, data=4, zero="data")
+    assert more == "  17 more notes"
+
+
+def test_zero_that_has_nothing_to_divide_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = "  note: --zero changes nothing: data=1 leaves one device for all of the state"
+    assert describe(monkeypatch, rows=8, data=1, zero="data") == [note]
+    assert describe(monkeypatch, rows=8, data=1, zero=None) == []
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536 * 1024, "1.5 MiB"),
+        (2**50, "1,024.0 TiB"),
+    ],
+)
+def test_amounts_are_for_people(monkeypatch: pytest.MonkeyPatch, count: int, text: str) -> None:
+    assert load("lm.placement", monkeypatch).amount(count) == text
 
 
 def load(module: str, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -43,6 +43,11 @@ class Config:
     weight_decay: float = flag(0.1, "decoupled weight decay")
     clip: float = flag(1.0, "largest global norm of a gradient")
     mesh: str = flag("data=4,model=2", "devices over which batch and parameters are split")
+    zero: bool = flag(
+        False,
+        "split optimizer state over data, too, not only parameters' dimensions over model (ZeRO-1)",
+        action=argparse.BooleanOptionalAction,
+    )
     checkpoint_every: int = flag(200, "steps between checkpoints")
     prompt: str = flag("def ", "what the sample begins with")
     sample_bytes: int = flag(400, "length of the sample")
@@ -93,8 +98,8 @@ class Config:
         least: dict[str, int] = {"seed": 0, "weight_decay": 0, "sample_bytes": 0}
         for field in dataclasses.fields(self):
             value, low = getattr(self, field.name), least.get(field.name, 1)
-            name = "--" + field.name.replace("_", "-")
-            if isinstance(value, int) and value < low:
+            name = _dashed(field.name)
+            if type(value) is int and value < low:
                 raise UsageError(f"{name} must be at least {low}; got {value}")
             if isinstance(value, float):
                 is_low = value < 0 if field.name in least else value <= 0
@@ -102,9 +107,9 @@ class Config:
                     raise UsageError(f"{name} must be a positive number; got {value}")
 
 
-# What may differ between a run and its continuation. Another mesh changes losses by rounding;
-# another learning rate is an override at run time, which leaves the schedule as it is.
-MAY_CHANGE = ("learning_rate", "mesh", "checkpoint_every", "prompt", "sample_bytes")
+# What may differ between a run and its continuation. Another mesh, or ZeRO, changes losses by
+# rounding; another learning rate is an override at run time, which leaves the schedule as it is.
+MAY_CHANGE = ("learning_rate", "mesh", "zero", "checkpoint_every", "prompt", "sample_bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,11 +150,12 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
     where.add_argument("--resume", type=Path, metavar="RUN", help="folder of a run to continue")
     for field in dataclasses.fields(Config):
         options = dict(field.metadata)
-        if "nargs" not in options:
-            options["type"] = type(field.default)
-            options["help"] += f" (default: {field.default})"
-        name = "--" + field.name.replace("_", "-")
-        parser.add_argument(name, default=argparse.SUPPRESS, metavar="X", **options)
+        if "action" not in options:
+            options["metavar"] = "X"
+            if "nargs" not in options:
+                options["type"] = type(field.default)
+                options["help"] += f" (default: {field.default})"
+        parser.add_argument(_dashed(field.name), default=argparse.SUPPRESS, **options)
     given = vars(parser.parse_args(argv))
     out, resume = given.pop("out"), given.pop("resume")
     if "data" in given:
@@ -168,6 +174,7 @@ def continue_config(saved: Mapping[str, Any], given: Mapping[str, Any], run: Pat
     Raises:
       UsageError: a flag contradicts the run, or the file is not that of a run.
     """
+    saved = {"zero": False, **saved}  # runs from before there was --zero have none
     types = {f.name: type(f.default) for f in dataclasses.fields(Config)} | {"data": list}
     if not all(isinstance(saved.get(name), kind) for name, kind in types.items()):
         raise UsageError(f"{run}/config.json is not the configuration of a run of this program")
@@ -176,7 +183,36 @@ def continue_config(saved: Mapping[str, Any], given: Mapping[str, Any], run: Pat
     for name in given:
         if name not in MAY_CHANGE and given[name] != getattr(config, name):
             raise UsageError(
-                f"{run} is a run of another configuration: --{name.replace('_', '-')} is "
+                f"{run} is a run of another configuration: {_dashed(name)} is "
                 f"{getattr(config, name)} there, not {given[name]}"
             )
     return dataclasses.replace(wanted, learning_rate=config.learning_rate)
+
+
+def repeated_flags(given: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Returns the flags to give once more when the run goes on again.
+
+    Args:
+      given: the flags of a continuation.
+      saved: what `config.json` says; flags that say the same need not be repeated. A learning rate
+        must be: there, it is the peak of the schedule.
+    """
+    flags = []
+    for name, value in given.items():
+        if name != "learning_rate" and saved.get(name, False) == value:
+            continue
+        if isinstance(value, bool):
+            flags.append(_dashed(name if value else f"no_{name}"))
+        else:
+            flags.append(f"{_dashed(name)}={value}")
+    return flags
+
+
+def _dashed(name: str) -> str:
+    """A field as a flag.
+
+    Examples:
+      >>> _dashed("batch_size")
+      '--batch-size'
+    """
+    return "--" + name.replace("_", "-")

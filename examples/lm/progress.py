@@ -27,8 +27,8 @@ class Progress:
         )
         self._steps, self._tokens = steps, tokens_per_step
         self._line_every = max(1, steps // 20)
-        self._last = time.perf_counter()
-        self._first: tuple[int, float] | None = None
+        self._done, self._start = done, time.perf_counter()
+        self._last = self._start
 
     def speed(self) -> float:
         """Returns tokens per second since this was asked before, that is of the last step."""
@@ -38,9 +38,6 @@ class Progress:
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the metrics of a step."""
-        if self._first is None:  # it took as long as compiling did
-            self._first = step, time.perf_counter()
-            self._bar.unpause()
         shown = {
             "loss": f"{metrics['loss']:.3f}",
             "bits/byte": f"{metrics['bits_per_byte']:.3f}",
@@ -54,14 +51,13 @@ class Progress:
         elif step % self._line_every == 0 or step == self._steps:
             values = "  ".join(f"{name} {value}" for name, value in shown.items())
             print(
-                f"step {step}/{self._steps}  {values}  ETA {self._eta(*self._first, step)}",
+                f"step {step}/{self._steps}  {values}  ETA {self._eta(step)}",
                 file=sys.stderr,
             )
 
-    def _eta(self, first: int, start: float, step: int) -> str:
-        if step == first:
-            return "?"
-        seconds = (time.perf_counter() - start) / (step - first) * (self._steps - step)
+    def _eta(self, step: int) -> str:
+        per_step = (time.perf_counter() - self._start) / (step - self._done)
+        seconds = per_step * (self._steps - step)
         return str(tqdm.format_interval(seconds))
 
     def close(self) -> None:

@@ -52,4 +52,5 @@ def report(job: Job, folder: RunFolder, params: Any) -> None:
     print(f"\nSample\n{sample}\n\nBits per byte of {len(text.held_out)} held-out bytes")
     for name, value in bits.items():
         print(f"  {name:<12}{value:6.3f}")
-    print(f"\n{folder.path}: plot.png metrics.jsonl results.json config.json checkpoint.msgpack")
+    files = "plot.png metrics.jsonl results.json placement.txt config.json checkpoint.msgpack"
+    print(f"\n{folder.path}: {files}")

@@ -95,6 +95,10 @@ class RunFolder:
             raise UsageError(f"{file} is damaged: {error!r}") from error
         return state_dict if isinstance(state_dict, dict) else {}
 
+    def save_placement(self, tables: str) -> None:
+        """Replaces `placement.txt`."""
+        self._write("placement.txt", tables.encode())
+
     def save_results(self, results: Mapping[str, Any]) -> None:
         """Writes `results.json`."""
         self._write("results.json", json.dumps(results, indent=2).encode())
@@ -131,6 +135,16 @@ class RunFolder:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self.path / name)
+
+
+def shapes(state_dict: Any) -> Any:
+    """Returns a checkpoint without its values: `jax.ShapeDtypeStruct`s in place of arrays."""
+
+    def shape(leaf: Any) -> Any:
+        is_array = isinstance(leaf, np.ndarray)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
+
+    return jax.tree.map(shape, state_dict)
 
 
 def _smooth(values: Any, window: int = 20) -> Any:

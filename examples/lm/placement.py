@@ -1,0 +1,139 @@
+"""Where parameters and optimizer state lie: planned before they exist, checked in the program.
+
+Nothing here allocates: a plan is made of shapes, and a compiled step is read, not run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from opt_core import Optimizer, OptimizerState
+from opt_optax_bridge import OptaxWrapper
+from opt_partition import Expected, MemoryPlan, Report, memory_plan, verify
+
+from lm.model import AXIS_RULES
+
+SHOWN_NOTES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """An optimizer that is yet to be made.
+
+    Attributes:
+      plan: how every parameter and every leaf of the state lies, and what that takes.
+      optimizer: the optimizer, of `jax.ShapeDtypeStruct`s that carry their shardings.
+    """
+
+    plan: MemoryPlan
+    optimizer: Optimizer
+
+    @property
+    def shardings(self) -> Any:
+        """The optimizer, a sharding in the place of every leaf."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.optimizer)
+
+
+def place(optimizer_def: OptaxWrapper, params: Any, mesh: Mesh, *, zero: bool) -> Placement:
+    """Says where every leaf belongs: state that follows a parameter is split as that is.
+
+    Args:
+      optimizer_def: the definition.
+      params: `jax.ShapeDtypeStruct`s in Flax's boxes, which name their dimensions.
+      mesh: the devices.
+      zero: whether state is split over `data` besides, as no parameter is (ZeRO-1).
+    """
+    plan = memory_plan(
+        optimizer_def.optax_optimizer,
+        nn.unbox(params),
+        params,
+        AXIS_RULES,
+        mesh,
+        zero="data" if zero else None,
+        group_by=lambda path: path.split("/")[0].split("_")[0],  # all layers together
+    )
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    state = OptimizerState(step=step, param_states=plan.state.shapes)
+    return Placement(plan, Optimizer(optimizer_def, state, plan.params.shapes))
+
+
+def describe_plan(plan: MemoryPlan) -> str:
+    """Returns what a device will hold, in a few lines; `print(plan)` shows all of it."""
+    parts = {
+        "parameters": (plan.param_bytes_per_device, plan.param_bytes),
+        "gradients": (plan.grad_bytes_per_device, plan.grad_bytes),
+        "state": (plan.state_bytes_per_device, plan.state_bytes),
+    }
+    shares = (f"{name} {amount(held)} of {amount(all_)}" for name, (held, all_) in parts.items())
+    groups = {name: group.total for name, group in plan.groups.items()}
+    together = amount(plan.total_bytes_per_device)
+    waste = amount(sum(row.waste for row in plan.replicated))
+    lines = [
+        f"Plan for each device: {', '.join(shares)}",
+        f"  state by field: {_amounts(plan.state_fields)}",
+        f"  all by group: {_amounts(groups)}",
+        f"  together {together}, {waste} of it beyond an equal share",
+    ]
+    return "\n".join([*lines, *_notes(plan)])
+
+
+def _notes(plan: MemoryPlan) -> list[str]:
+    """What was asked for and is not to be had."""
+    notes = [*plan.notes]
+    if "data" in plan.zero and plan.mesh.shape["data"] == 1:
+        notes.insert(0, "--zero changes nothing: data=1 leaves one device for all of the state")
+    more = len(notes) - SHOWN_NOTES
+    lines = [f"  note: {note}" for note in notes[:SHOWN_NOTES]]
+    return [*lines, f"  {more} more notes"] if more > 0 else lines
+
+
+def check_step(step: jax.stages.Compiled, placement: Placement) -> Report:
+    """Reads in the compiled `train_step` whether it does what `placement` says.
+
+    Raises:
+      ShardingMismatchError: it does not, gathers state, or wastes gradients that it has summed.
+    """
+    expected = Expected(
+        inputs=(placement.shardings,),
+        outputs=(placement.shardings,),
+        params="0/target",
+        state="0/state/param_states",
+    )
+    return verify(step, expected)
+
+
+def describe_report(report: Report) -> str:
+    """Returns what a checked step sends, in two lines; `print(report)` shows all of it."""
+    counts: Counter[str] = Counter()
+    sent: Counter[str] = Counter()
+    for row in report.collectives:
+        counts[row.kind] += row.count
+        sent[row.kind] += row.total_bytes
+    moved = (f"{n} {kind} {amount(sent[kind])}" for kind, n in counts.most_common())
+    found = Counter((finding.severity, finding.kind) for finding in report.findings)
+    said = "".join(f"; {severity}: {n} x {kind}" for (severity, kind), n in found.items())
+    return (
+        "Checked the compiled step: state sharded as asked, "
+        f"{amount(report.bytes_per_device('state'))} a device{said}\n"
+        f"  sent by a device in a step: {', '.join(moved) or 'nothing'}"
+    )
+
+
+def amount(count: int) -> str:
+    """Returns a number of bytes for people."""
+    if count < 1024:
+        return f"{count} B"
+    units = ("KiB", "MiB", "GiB", "TiB")
+    power = min((count.bit_length() - 1) // 10, len(units))
+    return f"{count / 1024**power:,.1f} {units[power - 1]}"
+
+
+def _amounts(items: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {amount(count)}" for name, count in items.items())
