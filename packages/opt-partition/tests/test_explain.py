@@ -109,6 +109,37 @@ def test_an_init_that_no_explicit_mesh_takes() -> None:
     assert mu.note.startswith("made of the parameter dimensions 0, 1")
 
 
+def test_halves_of_the_parameters_that_differ_in_names() -> None:
+    """Lookahead keeps the state of one half of what it is given; its path does not tell which."""
+    tx = optax.lookahead(optax.scale_by_factored_rms(min_dim_size_to_factor=2), 5, 0.5)
+    params = optax.LookaheadParams({"w": shape(8, 8)}, {"w": shape(8, 8)})
+    axes = optax.LookaheadParams({"w": ("a", "b")}, {"w": ("c", "d")})
+    state = derive_logical_axes(tx, params, axes, strict=True).fast_state
+    assert (state.v_row["w"], state.v_col["w"]) == (P("a"), P("b"))
+
+
+def test_halves_of_complex_parameters() -> None:
+    tx = optax.contrib.split_real_and_imaginary(  # type: ignore[attr-defined]
+        optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+    )
+    params = {"w": jax.ShapeDtypeStruct((8, 8), "complex64")}
+    rows = explain(tx, params, {"w": ("a", "b")}, strict=True).rows
+    axes = {row.path.removeprefix("inner_state/"): row.axes for row in rows}
+    assert axes["v_row/w/real"] == axes["v_row/w/imaginary"] == ("a",)
+    assert axes["v_col/w/real"] == axes["v_col/w/imaginary"] == ("b",)
+
+
+def test_what_is_a_little_longer_than_a_dimension_does_not_index_it() -> None:
+    def init(params: Any) -> Any:
+        return jax.tree.map(lambda p: jnp.zeros(p.shape[0] + 1), params)
+
+    [row] = explain(init, {"w": shape(8, 6)}, {"w": ("a", "b")}, strict=True).rows
+    assert (row.axes, row.note) == (
+        (None,),
+        "grows with parameter dimension 0, but is not its size",
+    )
+
+
 def test_what_is_no_transformation() -> None:
     with pytest.raises(TypeError, match="must be an Optax transformation or its `init`; got int"):
         explain(3, PARAMS, AXES)  # type: ignore[arg-type]

@@ -59,6 +59,26 @@ def test_lists_in_lists() -> None:
     }
 
 
+def test_a_chain_of_states_is_no_tuple_of_parameters() -> None:
+    state = (optax.TraceState((X, (X,))), optax.EmptyState())
+    assert owners((X, (X,)), state) == {"0/trace/0": {"0"}, "0/trace/1/0": {"1/0"}}
+    sm3 = optax.ScaleBySM3State(([X, X], [X]), (X, X))
+    assert owners((X, X), (sm3, optax.TraceState((X, X)))) == {
+        "0/mu/0/0": {"0"},
+        "0/mu/0/1": {"0"},
+        "0/mu/1/0": {"1"},
+        "0/nu/0": {"0"},
+        "0/nu/1": {"1"},
+        "1/trace/0": {"0"},
+        "1/trace/1": {"1"},
+    }
+
+
+def test_a_number_alone_names_nothing() -> None:
+    params = Pair(X, [X])
+    assert owners(params, (optax.ScaleByAdamState(X, params, params),))["0/count"] == set()
+
+
 def test_parameters_with_the_names_of_fields() -> None:
     params = Pair(X, X)
     assert owners(params, optax.ScaleByAdamState(X, params, params)) == {

@@ -15,7 +15,15 @@ import jax
 from jax.sharding import PartitionSpec
 
 from opt_partition._axes.alignment import align_shape
-from opt_partition._axes.differencing import Prober, Shape, Verdict, Wanted, difference, first_line
+from opt_partition._axes.differencing import (
+    Prober,
+    Shape,
+    Verdict,
+    Wanted,
+    difference,
+    find_sources,
+    first_line,
+)
 from opt_partition._axes.matching import Match, match_leaves
 from opt_partition._axes.param_axes import Axis, Parameter
 from opt_partition._axes.provenance import COLOURS, Tags, trace_provenance
@@ -118,6 +126,7 @@ def attribute(
     state, tags = tracer.first()
     cases = _open_cases(params, state, table, tags)
     _find_owners(cases, table, tracer)
+    _find_sources(cases, prober, len(table))
     _ask_rules(cases, state, table, rules)
     wanted = list(_unsettled(cases, table))
     verdicts = difference(prober, table, wanted) if wanted else {}
@@ -211,6 +220,17 @@ def _find_owners(cases: Sequence[_Case], table: Sequence[Parameter], tracer: _Tr
     for case in cases:
         if case.owner is not None and any(case.tags):
             case.colour = colours[case.owner]
+
+
+def _find_sources(cases: Sequence[_Case], prober: Prober, number: int) -> None:
+    """Finds the parameter of leaves that show no colours and whose place leaves several."""
+    unclear = [c for c in cases if not c.owners and len(c.matches) > 1 and c.rank]
+    if not unclear:
+        return
+    sources = find_sources(prober, number, [case.key_path for case in unclear])
+    for case in unclear:
+        if case.key_path in sources:
+            case.owners = (sources[case.key_path],)
 
 
 def _tell_apart(open_cases: Sequence[tuple[int, _Case]], tracer: _Tracer) -> None:
@@ -373,7 +393,12 @@ def _statements(
         yield "provenance", *tagged
     if case.verdicts and case.verdicts[axis].is_known:
         verdict = case.verdicts[axis]
-        yield "differencing", verdict.dim, verdict.note
+        shape = parameter.shape if parameter is not None else ()
+        if verdict.dim is None or case.leaf.shape[axis] == shape[verdict.dim]:
+            yield "differencing", verdict.dim, verdict.note
+        else:
+            note = f"grows with parameter dimension {verdict.dim}, but is not its size"
+            yield "differencing", None, note
     elif parameter is not None and case.answer is None:
         aligned = align_shape(case.leaf.shape, parameter.shape)
         if aligned is not None:

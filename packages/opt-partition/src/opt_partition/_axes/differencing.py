@@ -272,6 +272,14 @@ def _judge_dimension(growth: Mapping[int, Fraction]) -> Verdict:
             return Verdict(note=f"made of the parameter dimensions {dims}")
 
 
+def find_sources(prober: Prober, number: int, paths: Sequence[KeyPath]) -> dict[KeyPath, int]:
+    """Returns the one of `number` parameters whose sizes each of these leaves follows, if any."""
+    try:
+        return _sources(prober, range(number), prober.shapes(range(number)), paths)
+    except Exception:  # it is a user's function: anything can happen
+        return {}
+
+
 def _identify(
     prober: Prober,
     kept: Sequence[int],

@@ -8,10 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import optax
 from jax.tree_util import SequenceKey
 
 from opt_partition._axes.param_axes import Parameter
 from opt_partition._trees import KeyPath, flatten_with_paths
+
+_EMPTY_STATE = jax.tree.structure(optax.EmptyState())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +59,7 @@ def _match_mirrors(params: Any, state: Any) -> list[Match | None]:
     matches: list[Match | None] = []
 
     def visit(node: Any, depth: int) -> None:
-        mirrored = _mirror(params, node)
+        mirrored = _mirror(params, node, params)
         if mirrored is not None:
             matches.extend(Match(parameter, depth) for parameter in mirrored)
         elif not node.children():
@@ -69,30 +72,45 @@ def _match_mirrors(params: Any, state: Any) -> list[Match | None]:
     return matches
 
 
-def _mirror(params: Any, node: Any) -> list[int] | None:
+def _mirror(params: Any, node: Any, root: Any) -> list[int] | None:
     """The parameter of each leaf of `node` where that mirrors `params`; else `None`."""
     if node.num_leaves == 0:
         return None
     if node == params:
         return list(range(params.num_leaves))
     found: list[int] = []
-    return found if _follow(params, node, 0, found) else None
+    return found if _follow(params, node, 0, found, root) else None
 
 
-def _follow(params: Any, node: Any, first: int, found: list[int]) -> bool:
+def _follow(params: Any, node: Any, first: int, found: list[int], root: Any) -> bool:
     if node.num_leaves == 0:
-        return True
-    if params.num_leaves == 1 and params.node_data() is None:
+        return node != _EMPTY_STATE  # a state that holds nothing masks nothing
+    if _is_leaf(params):
+        # A chain of two states is no tree of two parameters: what is below mirrors them all.
+        if not _is_leaf(root) and not _is_leaf(node) and _holds_mirror(node, root):
+            return False
         found.extend([first] * node.num_leaves)
         return True
     below, ours = params.children(), node.children()
     if params.node_data() != node.node_data() or len(below) != len(ours):
         return False
     for theirs, child in zip(below, ours, strict=True):
-        if not _follow(theirs, child, first, found):
+        if not _follow(theirs, child, first, found, root):
             return False
         first += theirs.num_leaves
     return True
+
+
+def _holds_mirror(node: Any, root: Any) -> bool:
+    """Whether a subtree of `node` mirrors all parameters."""
+    return any(
+        _mirror(root, child, root) is not None or _holds_mirror(child, root)
+        for child in node.children()
+    )
+
+
+def _is_leaf(treedef: Any) -> bool:
+    return bool(treedef.num_leaves == 1 and treedef.node_data() is None)
 
 
 def _suffixes(table: Sequence[Parameter]) -> Mapping[KeyPath, list[tuple[int, int]]]:

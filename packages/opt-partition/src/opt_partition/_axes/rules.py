@@ -38,11 +38,11 @@ class StateLeaf:
 
     def beside(self, field: str) -> jax.ShapeDtypeStruct | None:
         """The leaf that another field of the state has for the same parameter, if there is one."""
-        path = self.parameter.key_path if self.parameter else ()
-        for start in range(len(path) + 1):
-            found = descend(getattr(self.state, field), path[start:])
-            if isinstance(found, jax.ShapeDtypeStruct):
-                return found
+        for path in (self.key_path[1:], self.parameter.key_path if self.parameter else ()):
+            for start in range(len(path) + 1):
+                found = descend(getattr(self.state, field), path[start:])
+                if isinstance(found, jax.ShapeDtypeStruct):
+                    return found
         return None
 
     @property
