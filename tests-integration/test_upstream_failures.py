@@ -1,0 +1,191 @@
+"""What the usual ways of specs for optimizer state give where it is not shaped like the parameters.
+
+Beside each stands what this package gives. T5X's table of rules by type is no longer installable:
+it knew 20 of Optax's 63 types of state, and raised for `FactoredState`, `MuonState` and
+`GaLoreState`; for sm3 it looked for the parameters' paths below a list and raised, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
+from jax.tree_util import keystr
+from opt_partition import derive_logical_axes
+
+optax: Any = importlib.import_module("optax")
+contrib: Any = importlib.import_module("optax.contrib")
+
+SHAPES = {"kernel": (16, 24), "square": (16, 16), "bias": (24,)}
+AXES = {
+    "kernel": PartitionSpec("embed", "mlp"),
+    "square": PartitionSpec("heads", "kv"),
+    "bias": PartitionSpec("mlp"),
+}
+SIZES = {"embed": 16, "mlp": 24, "heads": 16, "kv": 16}
+
+
+def params() -> Any:
+    return {name: jnp.ones(shape) for name, shape in SHAPES.items()}
+
+
+def adafactor() -> Any:
+    return optax.adafactor(1e-2, min_dim_size_to_factor=8)
+
+
+def galore() -> Any:
+    if not hasattr(contrib, "galore"):
+        pytest.skip("this Optax has no galore")
+    return contrib.galore(1e-2, rank=4)
+
+
+def by_optax(tx: Any) -> Any:
+    """The recipe of Optax's documentation: put the parameters' specs where parameters were."""
+    return optax.tree_map_params(
+        tx,
+        lambda _, spec: spec,
+        tx.init(params()),
+        AXES,
+        transform_non_params=lambda _: PartitionSpec(),
+    )
+
+
+def by_linen(tx: Any) -> Any:
+    """The recipe of Flax's Linen: parameters in boxes, which `init` maps over."""
+    boxed = {name: nn.Partitioned(leaf, tuple(AXES[name])) for name, leaf in params().items()}
+    return nn.get_partition_spec(jax.eval_shape(tx.init, boxed))
+
+
+def by_us(tx: Any) -> Any:
+    return derive_logical_axes(tx, params(), AXES)
+
+
+def leaves(tree: Any) -> dict[str, Any]:
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return {keystr(path, simple=True, separator="/"): leaf for path, leaf in found}
+
+
+def misfits(specs: Any, tx: Any) -> set[str]:
+    """Paths of the state whose spec is missing, too long, or of dimensions of another size."""
+    given = leaves(specs)
+    wrong = set()
+    for path, leaf in leaves(tx.init(params())).items():
+        spec = given.get(path)
+        if (
+            spec is None
+            or len(spec) > leaf.ndim
+            or any(name and SIZES[name] != size for name, size in zip(spec, leaf.shape))  # noqa: B905
+        ):
+            wrong.add(path)
+    return wrong
+
+
+@pytest.mark.parametrize("make", [adafactor, galore, lambda: optax.sm3(1e-2)])
+def test_ours_fit(make: Callable[[], Any]) -> None:
+    assert misfits(by_us(make()), make()) == set()
+    assert misfits(by_us(contrib.muon(1e-2)), contrib.muon(1e-2)) == set()
+
+
+@pytest.mark.parametrize("theirs", [by_optax, by_linen])
+def test_for_adam_all_agree(theirs: Callable[[Any], Any]) -> None:
+    tx = optax.adam(1e-2)
+    assert leaves(theirs(tx)) == leaves(by_us(tx))
+
+
+@pytest.mark.parametrize("theirs", [by_optax, by_linen])
+def test_adafactor_gets_specs_of_full_rank_for_its_rows_without_an_error(
+    theirs: Callable[[Any], Any],
+) -> None:
+    specs = theirs(adafactor())
+    assert specs[0].v_row["square"] == PartitionSpec("heads", "kv")  # of a vector
+    assert misfits(specs, adafactor()) == {
+        f"0/{field}/{name}"
+        for field, names in {
+            "v_row": ("bias", "kernel", "square"),
+            "v_col": ("bias", "kernel", "square"),
+            "v": ("kernel", "square"),
+        }.items()
+        for name in names
+    }
+
+    ours = by_us(adafactor())[0]
+    assert ours.v_row["square"] == PartitionSpec("heads")
+    assert ours.v_col["square"] == PartitionSpec("kv")
+    assert ours.v_row["kernel"] == PartitionSpec("embed")
+    assert ours.v_col["kernel"] == PartitionSpec("mlp")
+    assert ours.v["kernel"] == ours.v_row["bias"] == PartitionSpec()
+    assert ours.v["bias"] == PartitionSpec("mlp")
+
+
+def test_sm3_raises_in_optax_and_gets_one_spec_for_a_list_of_vectors_in_linen() -> None:
+    tx = optax.sm3(1e-2)
+    with pytest.raises(ValueError, match="has a subtree of type"):
+        by_optax(tx)
+    assert by_linen(tx)[0].mu["kernel"] == PartitionSpec("embed", "mlp")
+    assert "0/mu/kernel/0" in misfits(by_linen(tx), tx)
+
+    assert by_us(tx)[0].mu == {
+        "kernel": [PartitionSpec("embed"), PartitionSpec("mlp")],
+        "square": [PartitionSpec("heads"), PartitionSpec("kv")],
+        "bias": [PartitionSpec("mlp")],
+    }
+
+
+def test_muon_raises_in_optax_and_gets_specs_of_what_is_masked_in_linen() -> None:
+    tx = contrib.muon(1e-2)
+    with pytest.raises(ValueError, match="MaskedNode"):
+        by_optax(tx)
+    extra = leaves(by_linen(tx)).keys() - leaves(tx.init(params())).keys()
+    assert "inner_states/adam/inner_state/0/mu/kernel" in extra
+
+    ours = by_us(tx)
+    assert leaves(ours).keys() == leaves(tx.init(params())).keys()
+    muon = ours.inner_states["muon"].inner_state[0]
+    assert muon.mu["square"] == PartitionSpec("heads", "kv")
+    assert muon.ns_coeffs == PartitionSpec()
+    assert ours.inner_states["adam"].inner_state[0].nu["bias"] == PartitionSpec("mlp")
+
+
+@pytest.mark.parametrize("theirs", [by_optax, by_linen])
+def test_galore_gets_the_names_of_dimensions_that_it_projected_away(
+    theirs: Callable[[Any], Any],
+) -> None:
+    tx = galore()
+    state = tx.init(params())[0]
+    assert state.projector["kernel"].shape == (24, 4)
+    assert state.base_optimizer_state.mu["kernel"].shape == (16, 4)
+    # The dimension of size 24 is called `embed`, the rank `mlp`, and no length tells.
+    assert theirs(tx)[0].projector["kernel"] == PartitionSpec("embed", "mlp")
+    assert {"0/projector/kernel", "0/base_optimizer_state/mu/kernel"} <= misfits(theirs(tx), tx)
+
+    ours = by_us(tx)[0]
+    assert ours.projector["kernel"] == PartitionSpec("mlp", None)
+    assert ours.base_optimizer_state.mu["kernel"] == PartitionSpec("embed", None)
+    assert ours.base_optimizer_state.mu["bias"] == PartitionSpec("mlp")
+
+
+class Model(nnx.Module):
+    def __init__(self) -> None:
+        self.kernel = nnx.Param(jnp.ones((16, 24)), sharding_names=("embed", "mlp"))
+
+
+@pytest.mark.parametrize(
+    ("name", "make"), [("adafactor", adafactor), ("sm3", lambda: optax.sm3(1e-2))]
+)
+def test_an_optimizer_of_nnx_cannot_be_made(name: str, make: Callable[[], Any]) -> None:
+    mesh = jax.make_mesh((1, 1), ("embed", "mlp"), axis_types=(AxisType.Auto, AxisType.Auto))
+    with jax.set_mesh(mesh):
+        model = Model()
+        assert nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param) is not None
+        message = re.escape("sharding annotation")
+        with pytest.raises(ValueError, match=message):
+            nnx.Optimizer(model, make(), wrt=nnx.Param)
+    assert misfits(by_us(make()), make()) == set(), name
