@@ -84,7 +84,7 @@ def _mirror(params: Any, node: Any, root: Any) -> list[int] | None:
 
 def _follow(params: Any, node: Any, first: int, found: list[int], root: Any) -> bool:
     if node.num_leaves == 0:
-        return node != _EMPTY_STATE  # a state that holds nothing masks nothing
+        return bool(node != _EMPTY_STATE)  # a state that holds nothing masks nothing
     if _is_leaf(params):
         # A chain of two states is no tree of two parameters: what is below mirrors them all.
         if not _is_leaf(root) and not _is_leaf(node) and _holds_mirror(node, root):

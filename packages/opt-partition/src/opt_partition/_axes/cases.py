@@ -1,0 +1,63 @@
+"""What is known of the leaves of a state while they are looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from opt_partition._axes.differencing import Verdict
+from opt_partition._axes.matching import Match, match_leaves
+from opt_partition._axes.param_axes import Parameter
+from opt_partition._axes.provenance import Tags
+from opt_partition._axes.rules import Answer
+from opt_partition._trees import KeyPath, flatten_with_paths
+
+
+@dataclasses.dataclass
+class Case:
+    """What is known of one state leaf so far.
+
+    Attributes:
+      key_path: its key path.
+      leaf: its shape and dtype.
+      matches: the parameters that it may belong to by its place.
+      tags: what provenance says of its dimensions.
+      owners: the parameters that it may belong to; one, once that is settled.
+      colour: the colour of its owner.
+      answer: what a rule says of it.
+      verdicts: what changing sizes says of its dimensions.
+    """
+
+    key_path: KeyPath
+    leaf: jax.ShapeDtypeStruct
+    matches: tuple[Match, ...]
+    tags: Tags = ()
+    owners: tuple[int, ...] = ()
+    colour: int | None = None
+    answer: Answer = None
+    verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        """Its number of dimensions."""
+        return len(self.leaf.shape)
+
+    @property
+    def owner(self) -> int | None:
+        """The index of the parameter that it belongs to, if there is one."""
+        return self.owners[0] if self.owners else None
+
+
+def open_cases(
+    params: Any, state: Any, table: Sequence[Parameter], tags: list[Tags] | None
+) -> list[Case]:
+    """Returns what structure and provenance say of every leaf, in JAX's order."""
+    matches = match_leaves(params, state, table)
+    cases = []
+    for index, (path, leaf) in enumerate(flatten_with_paths(state)):
+        nothing: Tags = ((),) * len(leaf.shape)
+        cases.append(Case(path, leaf, matches[index], tags[index] if tags else nothing))
+    return cases

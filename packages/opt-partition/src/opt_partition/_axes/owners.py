@@ -1,0 +1,124 @@
+"""The parameter that each leaf of a state belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from opt_partition._axes.cases import Case
+from opt_partition._axes.differencing import Prober, Shape, find_sources, first_line
+from opt_partition._axes.param_axes import Parameter
+from opt_partition._axes.provenance import COLOURS, Tags, trace_provenance
+
+
+class Tracer:
+    """Evaluates `init` for provenance, as often as it takes to tell the parameters apart."""
+
+    def __init__(
+        self, init: Callable[[Any], Any], treedef: Any, table: Sequence[Parameter]
+    ) -> None:
+        self._init, self._treedef, self._table = init, treedef, table
+        self.evaluations = 0
+        self.notes: tuple[str, ...] = ()
+        self.digits = 0
+
+    def first(self) -> tuple[Any, list[Tags] | None]:
+        """The state, and its tags where `init` works on a mesh of `Explicit` axes."""
+        try:
+            return self._trace()
+        except Exception as error:  # it is a user's function: anything can happen
+            reason = first_line(error)
+            self.notes = (f"no provenance: `init` does not work on an Explicit mesh ({reason})",)
+        self.evaluations += 1
+        leaves = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in self._table]
+        return jax.eval_shape(self._init, self._treedef.unflatten(leaves)), None
+
+    def colours(self, digit: int) -> list[int]:
+        """The colour of every parameter in evaluation `digit`."""
+        return [number // COLOURS**digit % COLOURS for number in range(len(self._table))]
+
+    def next_tags(self) -> list[Tags] | None:
+        """The tags by further colours; `None` if there are none that tell any more apart."""
+        if len(self._table) <= COLOURS**self.digits:
+            return None
+        return self._trace()[1]
+
+    def _trace(self) -> tuple[Any, list[Tags]]:
+        self.evaluations += 1
+        colours = self.colours(self.digits)
+        self.digits += 1
+        return trace_provenance(self._init, self._treedef, self._table, colours)
+
+
+def find_owners(cases: Sequence[Case], table: Sequence[Parameter], tracer: Tracer) -> None:
+    """Finds the parameter of every leaf: by its place, held against the colours that it shows."""
+    numbered: dict[tuple[Tags, Shape], tuple[int, ...]] = {}
+    colours = tracer.colours(0)
+    open_cases = []
+    for number, case in enumerate(cases):
+        placed = tuple(match.parameter for match in case.matches)
+        if not any(case.tags):
+            case.owners = placed if len({table[p].axes for p in placed}) <= 1 else ()
+            continue
+        case.owners = _owners(case, placed, table, colours)
+        if not case.owners:
+            key = case.tags, case.leaf.shape
+            if key not in numbered:
+                numbered[key] = _owners(case, range(len(table)), table, colours)
+            case.owners = numbered[key]
+            open_cases.append((number, case))
+        elif len({table[p].axes for p in case.owners}) > 1:
+            open_cases.append((number, case))
+    _tell_apart(open_cases, tracer)
+    for case in cases:
+        if case.owner is not None and any(case.tags):
+            case.colour = colours[case.owner]
+
+
+def identify_owners(cases: Sequence[Case], prober: Prober, number: int) -> None:
+    """Finds the parameter of leaves that show no colours and whose place leaves several."""
+    unclear = [c for c in cases if not c.owners and len(c.matches) > 1 and c.rank]
+    if not unclear:
+        return
+    sources = find_sources(prober, number, [case.key_path for case in unclear])
+    for case in unclear:
+        if case.key_path in sources:
+            case.owners = (sources[case.key_path],)
+
+
+def _tell_apart(open_cases: Sequence[tuple[int, Case]], tracer: Tracer) -> None:
+    """Looks at further colours until every leaf has one owner."""
+    while any(len(case.owners) > 1 for _, case in open_cases):
+        tags = tracer.next_tags()
+        if tags is None:
+            break
+        colours = tracer.colours(tracer.digits - 1)
+        for number, case in open_cases:
+            shown = {tag.colour for each in tags[number] for tag in each}
+            case.owners = tuple(p for p in case.owners if colours[p] in shown)
+
+
+def _owners(
+    case: Case, candidates: Iterable[int], table: Sequence[Parameter], colours: Sequence[int]
+) -> tuple[int, ...]:
+    """Those of the candidates whose tags a leaf may show; a leaf may have a part of a parameter."""
+    weak = [p for p in candidates if _may_own(case, table[p], colours[p], any_size=True)]
+    return tuple(p for p in weak if _may_own(case, table[p], colours[p], any_size=False)) or (
+        *weak,
+    )
+
+
+def _may_own(case: Case, parameter: Parameter, colour: int, *, any_size: bool) -> bool:
+    shape, is_shown = parameter.shape, False
+    for tags, size in zip(case.tags, case.leaf.shape, strict=True):
+        for tag in tags:
+            if tag.colour != colour:
+                continue
+            is_shown = True
+            if tag.dim >= len(shape):
+                return False
+            if len(tags) == 1 and shape[tag.dim] != size and not any_size:
+                return False
+    return is_shown
