@@ -8,7 +8,6 @@ it knew 20 of Optax's 63 types of state, and raised for `FactoredState`, `MuonSt
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +59,7 @@ def by_optax(tx: Any) -> Any:
 
 def by_linen(tx: Any) -> Any:
     """The recipe of Flax's Linen: parameters in boxes, which `init` maps over."""
-    boxed = {name: nn.Partitioned(leaf, tuple(AXES[name])) for name, leaf in params().items()}
+    boxed: Any = {name: nn.Partitioned(leaf, tuple(AXES[name])) for name, leaf in params().items()}
     return nn.get_partition_spec(jax.eval_shape(tx.init, boxed))
 
 
@@ -127,7 +126,7 @@ def test_adafactor_gets_specs_of_full_rank_for_its_rows_without_an_error(
 
 def test_sm3_raises_in_optax_and_gets_one_spec_for_a_list_of_vectors_in_linen() -> None:
     tx = optax.sm3(1e-2)
-    with pytest.raises(ValueError, match="has a subtree of type"):
+    with pytest.raises(ValueError, match="list"):
         by_optax(tx)
     assert by_linen(tx)[0].mu["kernel"] == PartitionSpec("embed", "mlp")
     assert "0/mu/kernel/0" in misfits(by_linen(tx), tx)
@@ -141,7 +140,7 @@ def test_sm3_raises_in_optax_and_gets_one_spec_for_a_list_of_vectors_in_linen() 
 
 def test_muon_raises_in_optax_and_gets_specs_of_what_is_masked_in_linen() -> None:
     tx = contrib.muon(1e-2)
-    with pytest.raises(ValueError, match="MaskedNode"):
+    with pytest.raises(ValueError, match="MaskedNode|named tuple"):
         by_optax(tx)
     extra = leaves(by_linen(tx)).keys() - leaves(tx.init(params())).keys()
     assert "inner_states/adam/inner_state/0/mu/kernel" in extra
@@ -174,18 +173,15 @@ def test_galore_gets_the_names_of_dimensions_that_it_projected_away(
 
 class Model(nnx.Module):
     def __init__(self) -> None:
-        self.kernel = nnx.Param(jnp.ones((16, 24)), sharding_names=("embed", "mlp"))
+        self.kernel = nnx.Param(jnp.ones((16, 24)), out_sharding=("embed", "mlp"))
 
 
-@pytest.mark.parametrize(
-    ("name", "make"), [("adafactor", adafactor), ("sm3", lambda: optax.sm3(1e-2))]
-)
-def test_an_optimizer_of_nnx_cannot_be_made(name: str, make: Callable[[], Any]) -> None:
+@pytest.mark.parametrize("make", [adafactor, lambda: optax.sm3(1e-2)])
+def test_an_optimizer_of_nnx_cannot_be_made(make: Callable[[], Any]) -> None:
     mesh = jax.make_mesh((1, 1), ("embed", "mlp"), axis_types=(AxisType.Auto, AxisType.Auto))
     with jax.set_mesh(mesh):
         model = Model()
         assert nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param) is not None
-        message = re.escape("sharding annotation")
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="incompatible with its sharding annotation"):
             nnx.Optimizer(model, make(), wrt=nnx.Param)
-    assert misfits(by_us(make()), make()) == set(), name
+    assert misfits(by_us(make()), make()) == set()
