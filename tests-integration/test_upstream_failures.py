@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 from jax.tree_util import keystr
 from opt_partition import derive_logical_axes
+from packaging.version import Version
 
 optax: Any = importlib.import_module("optax")
 contrib: Any = importlib.import_module("optax.contrib")
@@ -140,7 +142,7 @@ def test_sm3_raises_in_optax_and_gets_one_spec_for_a_list_of_vectors_in_linen() 
 
 def test_muon_raises_in_optax_and_gets_specs_of_what_is_masked_in_linen() -> None:
     tx = contrib.muon(1e-2)
-    with pytest.raises(ValueError, match="MaskedNode|named tuple"):
+    with pytest.raises(ValueError, match=r"MaskedNode|named tuple"):
         by_optax(tx)
     extra = leaves(by_linen(tx)).keys() - leaves(tx.init(params())).keys()
     assert "inner_states/adam/inner_state/0/mu/kernel" in extra
@@ -171,9 +173,13 @@ def test_galore_gets_the_names_of_dimensions_that_it_projected_away(
     assert ours.base_optimizer_state.mu["bias"] == PartitionSpec("mlp")
 
 
+# Flax renamed it.
+OUT_SHARDING = "out_sharding" if Version(flax.__version__) >= Version("0.12.1") else "sharding"
+
+
 class Model(nnx.Module):
     def __init__(self) -> None:
-        self.kernel = nnx.Param(jnp.ones((16, 24)), out_sharding=("embed", "mlp"))
+        self.kernel = nnx.Param(jnp.ones((16, 24)), **{OUT_SHARDING: ("embed", "mlp")})
 
 
 @pytest.mark.parametrize("make", [adafactor, lambda: optax.sm3(1e-2)])
