@@ -179,7 +179,8 @@ OUT_SHARDING = "out_sharding" if Version(flax.__version__) >= Version("0.12.1") 
 
 class Model(nnx.Module):
     def __init__(self) -> None:
-        self.kernel = nnx.Param(jnp.ones((16, 24)), **{OUT_SHARDING: ("embed", "mlp")})
+        metadata: Any = {OUT_SHARDING: ("embed", "mlp")}
+        self.kernel = nnx.Param(jnp.ones((16, 24)), **metadata)
 
 
 @pytest.mark.parametrize("make", [adafactor, lambda: optax.sm3(1e-2)])

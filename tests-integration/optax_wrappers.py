@@ -1,0 +1,141 @@
+"""The wrappers of `optax` itself, and nestings of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+from optax_case import (
+    CONCATENATES,
+    MIN_DIM,
+    Case,
+    adafactor,
+    always,
+    by_rank,
+    is_matrix,
+    multi_steps,
+    optax,
+    prefix_tree,
+)
+
+
+def wrappers() -> Iterator[tuple[str, Case]]:
+    """Wrappers of `optax` itself."""
+    simple = {
+        "apply_if_finite": lambda: optax.apply_if_finite(adafactor(), 3),
+        "chain": lambda: optax.chain(
+            optax.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.scale(-1e-2)
+        ),
+        "chain: nested": lambda: optax.chain(
+            optax.chain(optax.trace(0.9), adafactor()), optax.chain(optax.scale_by_rms())
+        ),
+        "conditionally_mask": lambda: optax.conditionally_mask(
+            optax.adam(1e-2), lambda step, **_: step != 1
+        ),
+        "conditionally_transform": lambda: optax.conditionally_transform(
+            adafactor(), lambda step, **_: step != 1
+        ),
+        "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(
+            optax.linear_schedule(1e-2, 1e-3, 10)
+        ),
+        "inject_hyperparams: adafactor": lambda: optax.inject_hyperparams(
+            optax.adafactor, static_args=("min_dim_size_to_factor", "dtype_momentum", "factored")
+        )(learning_rate=1e-2, min_dim_size_to_factor=MIN_DIM),
+        "inject_stateful_hyperparams": lambda: optax.inject_stateful_hyperparams(optax.adam)(1e-2),
+        "masked": lambda: optax.masked(optax.adam(1e-2), is_matrix),
+        "multi_transform": lambda: optax.multi_transform(
+            {"matrix": adafactor(), "rest": optax.adam(1e-2)}, by_rank
+        ),
+        "named_chain": lambda: optax.named_chain(
+            ("clip", optax.clip(1e3)), ("factored", adafactor()), ("adam", optax.adam(1e-2))
+        ),
+        "named_chain: MultiSteps": lambda: optax.named_chain(
+            ("steps", multi_steps(adafactor(momentum=0.9))), ("trace", optax.trace(0.9))
+        ),
+        "partition: integers": lambda: optax.partition(
+            {0: optax.adam(1e-2), 1: optax.set_to_zero()},
+            lambda params: jax.tree.map(lambda leaf: int(leaf.ndim != 2), params),
+        ),
+        "with_extra_args_support": lambda: optax.with_extra_args_support(optax.trace(0.9)),
+        "MultiSteps": lambda: multi_steps(optax.adamw(1e-2)),
+        "MultiSteps: factored": lambda: multi_steps(adafactor()),
+        "MultiSteps: not finite": lambda: multi_steps(
+            optax.adam(1e-2), should_skip_update_fn=optax.skip_not_finite
+        ),
+        "MultiSteps: large": lambda: multi_steps(
+            adafactor(),
+            should_skip_update_fn=lambda u, step, params: optax.skip_large_updates(
+                u, step, params, max_squared_norm=1e9
+            ),
+        ),
+    }
+    for name, make in simple.items():
+        yield name, always(make)
+    yield "flatten", always(lambda: optax.flatten(optax.adam(1e-2)), explicit=CONCATENATES)
+    yield "freeze", Case(lambda params: optax.freeze(is_matrix(params)))
+    yield (
+        "masked: leaves",
+        Case(lambda params: optax.masked(adafactor(momentum=0.9), is_matrix(params))),
+    )
+    yield (
+        "masked: prefix",
+        Case(lambda p: optax.masked(adafactor(), prefix_tree(lambda name: name != "layers", p))),
+    )
+    yield (
+        "masked: twice",
+        Case(
+            lambda params: optax.masked(
+                optax.chain(
+                    optax.masked(optax.adam(1e-2), lambda p: jax.tree.map(lambda _: True, p)),
+                    optax.trace(0.9),
+                ),
+                is_matrix(params),
+            )
+        ),
+    )
+    yield (
+        "partition",
+        Case(
+            lambda params: optax.partition(
+                {"matrix": optax.lion(1e-2), "rest": adafactor()}, by_rank(params)
+            )
+        ),
+    )
+    yield (
+        "partition: prefix",
+        Case(
+            lambda params: optax.partition(
+                {"a": adafactor(momentum=0.9), "b": optax.freeze(True)},
+                prefix_tree(lambda name: "b" if name == "square" else "a", params),
+            )
+        ),
+    )
+    yield (
+        "partition: nested",
+        Case(
+            lambda params: multi_steps(
+                optax.chain(
+                    optax.clip_by_global_norm(1.0),
+                    optax.partition(
+                        {
+                            "matrix": optax.inject_hyperparams(optax.adam)(1e-2),
+                            "rest": optax.apply_if_finite(adafactor(), 2),
+                        },
+                        by_rank,
+                    ),
+                )
+            )
+        ),
+    )
+    yield (
+        "selective_transform",
+        Case(lambda p: optax.selective_transform(optax.adam(1e-2), freeze_mask=is_matrix(p))),
+    )
+    yield (
+        "lookahead",
+        always(
+            lambda: optax.lookahead(adafactor(momentum=0.9), 2, 0.5),
+            wrap=optax.LookaheadParams.init_synced,
+            fast=lambda params: params.fast,
+        ),
+    )
