@@ -54,6 +54,19 @@ def test_merged_dimensions_follow_none() -> None:
     assert verdict.note == "grows 3 times as much as parameter dimension 0"
 
 
+@pytest.mark.parametrize("block", [4, 5, 128])
+def test_blocks_are_seen_and_not_taken_for_nothing(block: int) -> None:
+    """As the scales of quantised moments."""
+    [(first, second)] = verdicts(each(lambda s: (s[0], -(-s[1] // block))), (6, 2 * block))
+    assert first == Verdict(0)
+    assert not second.is_known
+    assert second.note == "counts blocks of parameter dimension 1"
+    [(verdict,)] = verdicts(each(lambda s: (-(-s[0] // block),)), (2 * block + 1, 7))
+    assert not verdict.is_known, "the last block is a part of one"
+    [(verdict,)] = verdicts(each(lambda s: (s[0] * s[1] // block,)), (4 * block, 2 * block))
+    assert verdict.dim is None
+
+
 def factor(threshold: int) -> Callable[[Any], Any]:
     """Rows if both sizes reach a threshold, else a placeholder."""
     return each(lambda s: s[:1] if min(s) >= threshold else (1,))

@@ -4,7 +4,8 @@
 A state dimension that grows exactly as much indexes that dimension; one that grows in proportion is
 made of it and others; one that never changes indexes nothing. A probe that crosses a threshold (a
 size from which on an optimizer factors, the order of two sizes) shows as a change of rank, or as
-growth that other probes do not confirm, and is not believed.
+growth that other probes do not confirm, and is not believed. One that doubles with a dimension and
+yet does not grow with it counts blocks of that; whether it may be sharded likewise is not known.
 
 Only one parameter of each kind is looked at; an empty node stands for the others.
 """
@@ -60,6 +61,9 @@ class Wanted:
     shape: Shape
     parameter: int | None
     kind: Any
+
+
+_DOUBLE = 4
 
 
 class Prober:
@@ -196,6 +200,21 @@ class _Growths:
         errors = [g for g in more if isinstance(g, Exception)]
         return [g for g in more if not isinstance(g, Exception)], errors[0] if errors else None
 
+    def doubles(self, leaf: Wanted, axis: int) -> list[int]:
+        """The parameter dimensions that an axis of `leaf` doubles with."""
+        if leaf.parameter is None:
+            return []
+        shape = self._table[leaf.parameter].shape
+        dims = [dim for dim, size in enumerate(shape) if _change(size, _DOUBLE) == size]
+        found = []
+        for dim in dims:
+            growth = self._growth(leaf, dim, _DOUBLE)
+            if isinstance(growth, tuple) and growth[axis] > 0:
+                grown = growth[axis] * shape[dim]
+                if abs(grown - leaf.shape[axis]) <= 1:  # the last block may be a part of one
+                    found.append(dim)
+        return found
+
     def _growth(self, leaf: Wanted, dim: int, number: int) -> _Growth | Exception:
         shapes = self._probe(dim, number)
         if isinstance(shapes, Exception):
@@ -229,13 +248,15 @@ class _Growths:
 
 
 def _change(size: int, number: int) -> int:
-    """The change of probe 0, 1, 2 or 3: as small as can be, to both sides, and never to nothing.
+    """The change of probe 0 to 3: as small as can be, to both sides, and never to nothing.
+
+    Probe 4 doubles, where that is no small change.
 
     Examples:
       >>> [_change(8, number) for number in range(4)], [_change(1, number) for number in range(4)]
       ([1, -1, 2, -2], [1, 2, 3, 4])
     """
-    both = (1, -1, 2, -2)
+    both = (1, -1, 2, -2, size)
     return both[number] if size > 2 else number + 1
 
 
@@ -253,10 +274,16 @@ def _judge(leaf: Wanted, growth: _Growths) -> tuple[Verdict, ...]:
             doubts.append(f"changes of parameter dimension {dim} do not agree")
     if doubts:
         return (Verdict(is_known=False, note=doubts[0]),) * len(leaf.shape)
-    return tuple(
+    verdicts = [
         _judge_dimension({dim: g[axis] for dim, g in agreed if g[axis]})
         for axis in range(len(leaf.shape))
-    )
+    ]
+    for axis, verdict in enumerate(verdicts):
+        if verdict == Verdict() and (dims := growth.doubles(leaf, axis)):
+            blocks = " and ".join(f"{dim}" for dim in dims)
+            note = f"counts blocks of parameter dimension {blocks}"
+            verdicts[axis] = Verdict(is_known=False, note=note)
+    return tuple(verdicts)
 
 
 def _judge_dimension(growth: Mapping[int, Fraction]) -> Verdict:
