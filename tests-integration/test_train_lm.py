@@ -373,7 +373,7 @@ from lm.placement import check_step, describe_report
 from opt_partition.errors import ShardingMismatchError
 
 def specs(tree):
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): str(leaf.sharding.spec)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): list(leaf.sharding.spec)
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 def held(tree):
@@ -443,11 +443,11 @@ def placed(text: Path) -> dict[str, Any]:
 
 
 # Of a parameter, and of its moments under ZeRO.
-SPECS = {
-    "mlp_0/in": ("P(None, 'model')", "P('data', 'model')"),
-    "attention_0/qkv": ("P(None, None, 'model', None)", "P(None, 'data', 'model', None)"),
-    "embedding": ("P('model', None)", "P('model', 'data')"),
-    "norm/scale": ("P(None,)", "P('data',)"),
+SPECS: dict[str, tuple[list[str | None], list[str | None]]] = {
+    "mlp_0/in": ([None, "model"], ["data", "model"]),
+    "attention_0/qkv": ([None, None, "model", None], [None, "data", "model", None]),
+    "embedding": (["model", None], ["model", "data"]),
+    "norm/scale": ([None], ["data"]),
 }
 
 
