@@ -80,6 +80,30 @@ def test_strict_lists_what_nothing_decided() -> None:
     ]
 
 
+def test_blocks_are_reported() -> None:
+    def init(params: Any) -> Any:
+        return jax.tree.map(lambda p: jnp.zeros((p.shape[0], -(-p.shape[1] // 128))), params)
+
+    params, axes = {"w": shape(512, 1024)}, {"w": ("a", "b")}
+    [row] = explain(init, params, axes).rows
+    assert (row.axes, row.source) == (("a", None), "fallback")
+    assert row.note == "dimension 1: counts blocks of parameter dimension 1"
+    with pytest.raises(UndecidedError, match="counts blocks of parameter dimension 1"):
+        explain(init, params, axes, strict=True)
+
+
+def test_an_alignment_keeps_the_doubt() -> None:
+    """The larger side of a square, as a column: only the sizes speak, and only one way."""
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(lambda p: jnp.zeros((2, max(p.shape), min(p.shape))), params)
+
+    [row] = explain(init, {"w": shape(8, 8)}, {"w": ("a", "b")}).rows
+    assert row.axes == (None, "a", "b")
+    assert row.source == "fallback"
+    assert "dimension 1: changes of parameter dimension 0 do not agree" in row.note
+
+
 def test_disagreement_is_a_note_and_under_strict_an_error() -> None:
     from opt_partition import Rules
 

@@ -198,8 +198,10 @@ def _statements(
             yield "differencing", None, note
     elif parameter is not None and case.answer is None:
         aligned = align_shape(case.leaf.shape, parameter.shape)
-        if aligned is not None:
-            yield "alignment", aligned[axis], ""
+        doubt = case.verdicts[axis].note if case.verdicts else ""
+        # That a size is found nowhere does not outweigh the doubt.
+        if aligned is not None and (aligned[axis] is not None or not doubt):
+            yield "alignment", aligned[axis], doubt
 
 
 def _from_tags(case: Case, axis: int, table: Sequence[Parameter]) -> tuple[int | None, str] | None:

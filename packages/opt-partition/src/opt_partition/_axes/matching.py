@@ -54,12 +54,33 @@ def match_leaves(params: Any, state: Any, table: Sequence[Parameter]) -> list[tu
     return result
 
 
+class _Params:
+    """A tree of parameters, opened once: what a tree definition is asked costs its size.
+
+    Attributes:
+      treedef: the tree definition.
+      kind: type and keys of its root; `None` if that is a leaf.
+      children: its subtrees.
+    """
+
+    def __init__(self, treedef: Any) -> None:
+        self.treedef = treedef
+        self.kind = treedef.node_data()
+        self.num_leaves: int = treedef.num_leaves
+        self.children = [_Params(child) for child in treedef.children()]
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.kind is None and self.num_leaves == 1
+
+
 def _match_mirrors(params: Any, state: Any) -> list[Match | None]:
     """For each leaf of the tree definition `state`, its place in the outermost mirror."""
+    root = _Params(params)
     matches: list[Match | None] = []
 
     def visit(node: Any, depth: int) -> None:
-        mirrored = _mirror(params, node, params)
+        mirrored = _mirror(root, node)
         if mirrored is not None:
             matches.extend(Match(parameter, depth) for parameter in mirrored)
         elif not node.children():
@@ -72,45 +93,42 @@ def _match_mirrors(params: Any, state: Any) -> list[Match | None]:
     return matches
 
 
-def _mirror(params: Any, node: Any, root: Any) -> list[int] | None:
-    """The parameter of each leaf of `node` where that mirrors `params`; else `None`."""
+def _mirror(root: _Params, node: Any) -> list[int] | None:
+    """The parameter of each leaf of `node` where that mirrors the parameters; else `None`."""
     if node.num_leaves == 0:
         return None
-    if node == params:
-        return list(range(params.num_leaves))
+    if node == root.treedef:
+        return list(range(root.num_leaves))
     found: list[int] = []
-    return found if _follow(params, node, 0, found, root) else None
+    return found if _follow(root, node, 0, found, root) else None
 
 
-def _follow(params: Any, node: Any, first: int, found: list[int], root: Any) -> bool:
+def _follow(params: _Params, node: Any, first: int, found: list[int], root: _Params) -> bool:
     if node.num_leaves == 0:
         return bool(node != _EMPTY_STATE)  # a state that holds nothing masks nothing
-    if _is_leaf(params):
+    if params.is_leaf:
         # A chain of two states is no tree of two parameters: what is below mirrors them all.
-        if not _is_leaf(root) and not _is_leaf(node) and _holds_mirror(node, root):
+        if not root.is_leaf and _holds_mirror(node, root):
             return False
         found.extend([first] * node.num_leaves)
         return True
-    below, ours = params.children(), node.children()
-    if params.node_data() != node.node_data() or len(below) != len(ours):
+    below = node.children()
+    if len(below) != len(params.children) or params.kind != node.node_data():
         return False
-    for theirs, child in zip(below, ours, strict=True):
+    for theirs, child in zip(params.children, below, strict=True):
         if not _follow(theirs, child, first, found, root):
             return False
         first += theirs.num_leaves
     return True
 
 
-def _holds_mirror(node: Any, root: Any) -> bool:
-    """Whether a subtree of `node` mirrors all parameters."""
+def _holds_mirror(node: Any, root: _Params) -> bool:
+    """Whether a subtree of `node` mirrors all parameters, which are no single leaf."""
     return any(
-        _mirror(root, child, root) is not None or _holds_mirror(child, root)
+        _mirror(root, child) is not None or _holds_mirror(child, root)
         for child in node.children()
+        if child.node_data() is not None
     )
-
-
-def _is_leaf(treedef: Any) -> bool:
-    return bool(treedef.num_leaves == 1 and treedef.node_data() is None)
 
 
 def _suffixes(table: Sequence[Parameter]) -> Mapping[KeyPath, list[tuple[int, int]]]:
