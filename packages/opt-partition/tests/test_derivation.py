@@ -117,7 +117,10 @@ LEAVES = [
         "adafactor",
         optax.scale_by_factored_rms(min_dim_size_to_factor=MIN_DIM),
         lambda p: optax.FactoredState(
-            SCALAR, *(each(lambda leaf, i=i: factored(leaf)[i], p) for i in range(3))
+            SCALAR,
+            each(lambda leaf: factored(leaf)[0], p),
+            each(lambda leaf: factored(leaf)[1], p),
+            each(lambda leaf: factored(leaf)[2], p),
         ),
     ),
     Known(
