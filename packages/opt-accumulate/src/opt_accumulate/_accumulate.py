@@ -1,0 +1,207 @@
+"""`jax.value_and_grad` over a batch that is too large to be differentiated at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from opt_accumulate._aux import check_reductions, divide, finish_aux
+from opt_accumulate._microbatches import Split, batch_rows, split_rows
+from opt_accumulate._scan import Loop, Rng, Shares, accumulate
+from opt_accumulate._skipping import SkipFunction, check_skip_function
+from opt_accumulate._weighted import Weights, check_weights
+from opt_accumulate.errors import OptionError
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AccumulationMetrics:
+    """What happened to the microbatches of one batch.
+
+    Attributes:
+      weight: scalar: the total weight that losses and gradients were divided by; where it is 0,
+        they are zeros.
+      weights: (microbatches,): the weight of each; 0 where it was dropped.
+      skipped: (microbatches,) bool: whether `skip_fn` dropped it.
+    """
+
+    weight: jax.Array
+    weights: jax.Array
+    skipped: jax.Array
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many microbatches there were."""
+        return int(self.skipped.shape[-1])
+
+    @property
+    def num_skipped(self) -> jax.Array:
+        """How many of them `skip_fn` dropped."""
+        return self.skipped.sum(dtype=jnp.int32)
+
+    @property
+    def num_empty(self) -> jax.Array:
+        """How many of the others had no weight."""
+        return (~self.skipped & (self.weights == 0)).sum(dtype=jnp.int32)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    num_microbatches: int | None
+    microbatch_size: int | None
+    smaller_last: bool
+
+    def of(self, rows: int, batch: str) -> Split:
+        return split_rows(
+            rows, self.num_microbatches, self.microbatch_size, self.smaller_last, batch
+        )
+
+
+def accumulate_gradients(
+    loss_fn: Callable[..., Any],
+    *,
+    num_microbatches: int | None = None,
+    microbatch_size: int | None = None,
+    smaller_last: bool = False,
+    weights: Weights = "returned",
+    has_aux: bool = False,
+    aux: Any = "stack",
+    rng: Rng = False,
+    skip_fn: SkipFunction | None = None,
+    with_metrics: bool = False,
+    accumulator_dtype: Any = jnp.float32,
+    grad_dtype: Literal["accumulator", "params"] = "accumulator",
+    unroll: int | bool = 1,
+) -> Callable[..., tuple[Any, Any]]:
+    """Returns a `jax.value_and_grad` of `loss_fn` that goes through the batch in small parts.
+
+    The result is that of the whole batch at once, `sum of losses / sum of weights` and its
+    gradient, to rounding; memory holds the activations of one microbatch and one accumulator.
+    Microbatch `i` of `n` is the rows `i, i + n, i + 2n, ...`, which moves no row of a sharded
+    batch to another device.
+
+    Args:
+      loss_fn: `loss_fn(params, microbatch, *args)`, with a key at the end where `rng`. What it
+        returns is said by `weights` and `has_aux`.
+      num_microbatches: how many microbatches; the batch's rows must divide by it. Give this or
+        `microbatch_size`.
+      microbatch_size: rows of a microbatch.
+      smaller_last: whether the last microbatch may have fewer than `microbatch_size` rows; then
+        `loss_fn` is compiled for both sizes.
+      weights: what the loss is and how much it counts. `"returned"`: `loss_fn` returns
+        `(sum of losses, weight)`, such as the sum over tokens that are not masked, and their
+        number. `"examples"`: it returns a mean in which every row counts the same. A function: it
+        returns a mean whose weight is `weights(microbatch)`; the mean over nothing may be
+        anything where that is 0. `"mean_of_means"`: every microbatch counts the same, which is
+        not the mean over tokens where their numbers differ. No gradient flows through a weight.
+      has_aux: whether `loss_fn` returns `(loss, aux)`, under `"returned"` thus
+        `((sum, weight), aux)`.
+      aux: what becomes of the auxiliary outputs: `"stack"` (a new first dimension),
+        `"sum"`, `"mean"` (by weight), `"concat"` (outputs for each row, in the order of the
+        batch), or a tree of these that may end above the leaves.
+      rng: whether `loss_fn` takes a key: `True`, `jax.random.fold_in(key, i)` in microbatch `i`;
+        `"rows"`: an array of keys, `fold_in(key, r)` for row `r` of the batch, so that draws do
+        not depend on the number of microbatches.
+      skip_fn: which microbatches to drop, with their weights, as if the batch did not have them:
+        `"non_finite"` (loss, weight or any gradient), or a function of the loss as returned, its
+        gradient and the weight, that returns one bool.
+      with_metrics: whether to return an `AccumulationMetrics` too.
+      accumulator_dtype: of the sum of gradients. Complex and float64 gradients stay so; a dtype
+        below 32 bits is taken at its word. `None`: the gradients' own.
+      grad_dtype: whether gradients are returned in the accumulator's or the parameters' dtypes.
+      unroll: that of `jax.lax.scan`.
+
+    Returns:
+      `value_and_grad(params, batch, *args)`, with a keyword `rng` for the key. It returns
+      `(loss, grads)`; in the place of `loss`, `(loss, aux)`, `(loss, metrics)` or
+      `(loss, aux, metrics)` where these are asked for. Call it under `jax.jit`.
+
+    Raises:
+      OptionError: arguments that do not exist or do not go together.
+
+    Examples:
+      >>> def loss_fn(w, batch):
+      ...     error = (batch['x'] * w - 1.0) ** 2 * batch['mask']
+      ...     return error.sum(), batch['mask'].sum()
+      >>> batch = {'x': jnp.arange(4.0), 'mask': jnp.array([1.0, 1.0, 0.0, 1.0])}
+      >>> loss, grad = accumulate_gradients(loss_fn, num_microbatches=2)(jnp.float32(2.0), batch)
+      >>> print(f'{loss:.4f} {grad:.4f}')
+      9.0000 10.6667
+    """
+    _check_callable(loss_fn)
+    sizes = _check_sizes(num_microbatches, microbatch_size, smaller_last)
+    check_weights(weights)
+    check_reductions(aux)
+    check_skip_function(skip_fn)
+    if aux != "stack" and not has_aux:
+        raise OptionError(f"`aux`={aux!r} needs `has_aux=True`: without, there are no outputs.")
+    _check_choice("rng", rng, (False, True, "rows"))
+    _check_choice("grad_dtype", grad_dtype, ("accumulator", "params"))
+    loop = Loop(loss_fn, weights, has_aux, aux, rng, skip_fn, accumulator_dtype, unroll)
+
+    def value_and_grad(params: Any, batch: Any, *args: Any, rng: Any = None) -> tuple[Any, Any]:
+        _check_key(loop.rng, rng)
+        split = sizes.of(batch_rows(batch), "`batch`")
+        share = Shares(0, rng)
+        sums, stacks, plan = accumulate(loop, split, share, params, batch, args, lambda g: g)
+        grads = jax.tree.map(lambda g: divide(g, sums.weight), sums.grads)
+        if grad_dtype == "params":
+            grads = jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), grads, params)
+        value: tuple[Any, ...] = (divide(sums.loss, sums.weight),)
+        if has_aux:
+            value += (finish_aux(plan, sums.aux, stacks.aux, sums.weight),)
+        if with_metrics:
+            value += (AccumulationMetrics(sums.weight, stacks.weights, stacks.skipped),)
+        return (value if len(value) > 1 else value[0]), grads
+
+    return value_and_grad
+
+
+def _check_callable(loss_fn: Any) -> None:
+    if not callable(loss_fn):
+        raise OptionError(
+            f"`loss_fn` must be a function of (params, microbatch); it is {loss_fn!r}."
+        )
+
+
+def _check_sizes(num: Any, size: Any, smaller_last: bool) -> _Sizes:
+    if (num is None) == (size is None):
+        raise OptionError(
+            "Give `num_microbatches` or `microbatch_size`, one of them: "
+            f"they are {num!r} and {size!r}."
+        )
+    for name, value in (("num_microbatches", num), ("microbatch_size", size)):
+        is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if value is not None and (not is_integer or value < 1):
+            raise OptionError(f"`{name}` must be an integer of 1 or more; it is {value!r}.")
+    if smaller_last and size is None:
+        raise OptionError(
+            "`smaller_last=True` needs `microbatch_size`; under `num_microbatches` all have one size."
+        )
+    return _Sizes(
+        None if num is None else int(num), None if size is None else int(size), bool(smaller_last)
+    )
+
+
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        listed = ", ".join(map(repr, choices))
+        raise OptionError(f"`{name}` must be one of {listed}; it is {value!r}.")
+
+
+def _check_key(wanted: Rng, key: Any) -> None:
+    if wanted is not False and key is None:
+        raise OptionError(
+            f"`accumulate_gradients(..., rng={wanted!r})` needs a key: call the returned function "
+            "with `rng=jax.random.key(...)`."
+        )
+    if wanted is False and key is not None:
+        raise OptionError(
+            "A key `rng` was given, but `loss_fn` takes none: say so by "
+            "`accumulate_gradients(..., rng=True)` (or 'rows')."
+        )

@@ -1,0 +1,184 @@
+"""What becomes of a loss function's auxiliary outputs over the microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+
+from opt_accumulate._microbatches import Split, unfold
+from opt_accumulate._precision import at_least_32_bits, inexact
+from opt_accumulate._trees import broadcast_prefix, path_str
+from opt_accumulate.errors import LossOutputError, OptionError
+
+Reduction: TypeAlias = Literal["stack", "sum", "mean", "concat"]
+
+_REDUCTIONS = get_args(Reduction)
+
+
+class AuxPlan(NamedTuple):
+    """The auxiliary output of one microbatch, and what to do with each of its leaves.
+
+    Attributes:
+      treedef: of the output.
+      shapes: of its leaves.
+      rules: one for each leaf.
+    """
+
+    treedef: Any
+    shapes: list[jax.ShapeDtypeStruct]
+    rules: list[Reduction]
+
+
+def check_reductions(aux: Any) -> None:
+    """Raises unless every leaf of `aux` is a reduction.
+
+    Raises:
+      OptionError: some are not; lists every path.
+    """
+    wrong = [
+        f"  {path_str(path)}: {leaf!r}\n"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(aux)
+        if leaf not in _REDUCTIONS
+    ]
+    if wrong:
+        raise OptionError(
+            "`aux` must be one of 'stack', 'sum', 'mean', 'concat', or a tree of them; it has\n"
+            + "".join(wrong)
+        )
+
+
+def plan_aux(output: Any, aux: Any, split: Split) -> AuxPlan:
+    """Decides what to do with an auxiliary output.
+
+    Args:
+      output: the shapes of one microbatch's.
+      aux: reductions, a tree that may end above the leaves of `output`.
+      split: the sizes of the microbatches.
+
+    Raises:
+      LossOutputError: a leaf to be concatenated has no dimension of rows; lists every path.
+      OptionError: `aux` does not fit `output`.
+    """
+    keyed, treedef = jax.tree_util.tree_flatten_with_path(output)
+    rules = broadcast_prefix(aux, output, "aux")
+    wrong = [
+        f"  {path_str(path)}: shape {leaf.shape}\n"
+        for (path, leaf), rule in zip(keyed, rules, strict=True)
+        if rule == "concat" and leaf.shape[:1] != (split.size,)
+    ]
+    if wrong:
+        raise LossOutputError(
+            f"`aux='concat'` needs outputs with one entry for each of the microbatch's "
+            f"{split.size} rows, but found\n" + "".join(wrong) + "Take 'stack', 'sum' or 'mean'."
+        )
+    return AuxPlan(treedef, [leaf for _, leaf in keyed], rules)
+
+
+def zero_sums(plan: AuxPlan) -> list[jax.Array]:
+    """Returns what the sums begin with: one for each leaf that is summed or averaged."""
+    return [
+        zeros_of(shape, inexact(shape.dtype) if rule == "mean" else at_least_32_bits(shape.dtype))
+        for shape, rule in zip(plan.shapes, plan.rules, strict=True)
+        if rule in ("sum", "mean")
+    ]
+
+
+def zeros_of(shape: jax.ShapeDtypeStruct, dtype: Any) -> jax.Array:
+    """Returns zeros that lie as an Explicit mesh's types say."""
+    spec = () if shape.sharding is None else tuple(shape.sharding.spec)
+    if any(entry is not None for entry in spec):
+        return jnp.zeros(shape.shape, dtype, device=shape.sharding)
+    return jnp.zeros(shape.shape, dtype)
+
+
+def add_sums(
+    plan: AuxPlan, sums: Sequence[jax.Array], aux: Any, weight: jax.Array, keep: jax.Array | None
+) -> list[jax.Array]:
+    """Adds one microbatch's output to the sums.
+
+    Args:
+      plan: what to do.
+      sums: as `zero_sums` began them.
+      aux: the output.
+      weight: of the microbatch, for the means.
+      keep: false: the microbatch is as if it never was; `None`: it is kept.
+    """
+    added = []
+    for leaf, rule in zip(jax.tree.leaves(aux), plan.rules, strict=True):
+        if rule == "mean":
+            dtype = inexact(jnp.result_type(leaf))
+            added.append(jnp.asarray(leaf, dtype) * weight.astype(dtype))
+        elif rule == "sum":
+            added.append(jnp.asarray(leaf))
+    return [
+        total + select(keep, leaf.astype(total.dtype))
+        for total, leaf in zip(sums, added, strict=True)
+    ]
+
+
+def select(keep: jax.Array | None, value: jax.Array) -> jax.Array:
+    """Returns `value`, or zeros where it is not kept: chosen, since `0 * inf` is no zero."""
+    return value if keep is None else jnp.where(keep, value, jnp.zeros_like(value))
+
+
+def stacked_leaves(plan: AuxPlan, aux: Any) -> list[jax.Array]:
+    """Returns the leaves that are stacked or concatenated."""
+    pairs = zip(jax.tree.leaves(aux), plan.rules, strict=True)
+    return [jnp.asarray(leaf) for leaf, rule in pairs if rule in ("stack", "concat")]
+
+
+def join_last(
+    plan: AuxPlan,
+    stacked: Sequence[jax.Array],
+    last: Sequence[jax.Array] | None,
+    split: Split,
+) -> list[jax.Array]:
+    """Puts the outputs of a smaller last microbatch behind the stacked ones.
+
+    Raises:
+      LossOutputError: a leaf to be stacked has another shape in the smaller microbatch.
+    """
+    joined = []
+    rules = [rule for rule in plan.rules if rule in ("stack", "concat")]
+    for index, (rule, leaf) in enumerate(zip(rules, stacked, strict=True)):
+        whole = unfold(leaf, split) if rule == "concat" else leaf
+        if last is not None:
+            tail = last[index] if rule == "concat" else last[index][None]
+            if tail.shape[1:] != whole.shape[1:]:
+                raise LossOutputError(
+                    f"`aux='stack'` needs outputs of one shape, but there are {leaf.shape[1:]} "
+                    f"and, in the smaller last microbatch, {tail.shape[1:]}. Take 'concat' for outputs "
+                    "with one entry for each row, or 'sum' or 'mean'."
+                )
+            whole = jnp.concatenate([whole, tail])
+        joined.append(whole)
+    return joined
+
+
+def finish_aux(
+    plan: AuxPlan, sums: Sequence[jax.Array], stacked: Sequence[jax.Array], weight: jax.Array
+) -> Any:
+    """Returns the auxiliary output of the whole batch.
+
+    Args:
+      plan: what was done.
+      sums: of the leaves that are summed or averaged.
+      stacked: the other leaves.
+      weight: of the whole batch.
+    """
+    remaining_sums, remaining_stacks = iter(sums), iter(stacked)
+    leaves = []
+    for rule in plan.rules:
+        leaf = next(remaining_sums if rule in ("sum", "mean") else remaining_stacks)
+        leaves.append(divide(leaf, weight) if rule == "mean" else leaf)
+    return jax.tree.unflatten(plan.treedef, leaves)
+
+
+def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
+    """Returns `total / weight`, and zeros for a weight of zero."""
+    empty = weight == 0
+    divisor = jnp.where(empty, jnp.ones_like(weight), weight).astype(total.dtype)
+    return jnp.where(empty, jnp.zeros_like(total), total / divisor)

@@ -1,0 +1,195 @@
+"""Cutting a batch into microbatches without moving rows between devices.
+
+Microbatch `i` of `n` takes the rows `i, i + n, i + 2n, ...`. A device that holds consecutive rows
+of a sharded batch then holds an equal part of every microbatch; consecutive microbatches would
+each lie on a few devices only, and had to be spread over all of them first.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from opt_accumulate._trees import path_str
+from opt_accumulate.errors import BatchError
+
+
+class Split(NamedTuple):
+    """How many rows go where.
+
+    Attributes:
+      num: how many microbatches of `size` rows.
+      size: rows of each of them.
+      last: rows of one smaller microbatch at the end; 0: there is none.
+    """
+
+    num: int
+    size: int
+    last: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole batch."""
+        return self.num * self.size + self.last
+
+    @property
+    def total(self) -> int:
+        """How many microbatches there are, with the smaller one."""
+        return self.num + (self.last > 0)
+
+
+def batch_rows(batch: Any) -> int:
+    """Returns the number of rows that all leaves of a batch have.
+
+    Raises:
+      BatchError: no leaf, leaves without rows, or leaves that differ; lists every path.
+
+    Examples:
+      >>> batch_rows({'tokens': np.zeros((6, 3)), 'mask': np.ones(6)})
+      6
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    shapes = {path_str(path): np.shape(leaf) for path, leaf in leaves}
+    if not shapes:
+        raise BatchError(
+            f"`batch` has no arrays: expected a tree whose leaves share their first dimension, "
+            f"found {batch!r}."
+        )
+    scalars = [path for path, shape in shapes.items() if not shape]
+    if scalars:
+        raise BatchError(
+            "Leaves of `batch` must have rows as their first dimension, but these are scalars:\n"
+            + "".join(f"  {path}\n" for path in scalars)
+            + "Pass what all microbatches share as further arguments after `batch`."
+        )
+    sizes = {shape[0] for shape in shapes.values()}
+    if len(sizes) > 1:
+        raise BatchError(
+            "Leaves of `batch` must have the same number of rows (first dimension):\n"
+            + "".join(
+                f"  {path}: {shape[0]} rows of {shape[1:]}\n" for path, shape in shapes.items()
+            )
+            + "Pass what all microbatches share as further arguments after `batch`."
+        )
+    (rows,) = sizes
+    if not rows:
+        raise BatchError("`batch` has 0 rows: " + ", ".join(shapes))
+    return int(rows)
+
+
+def split_rows(
+    rows: int,
+    num_microbatches: int | None,
+    microbatch_size: int | None,
+    smaller_last: bool,
+    of: str,
+) -> Split:
+    """Decides the sizes of the microbatches; exactly one of the two numbers is given.
+
+    Args:
+      rows: of the batch.
+      num_microbatches: how many microbatches.
+      microbatch_size: rows of each.
+      smaller_last: whether the last microbatch may have fewer rows.
+      of: what the errors call the batch.
+
+    Raises:
+      BatchError: `rows` does not divide.
+
+    Examples:
+      >>> split_rows(12, 4, None, False, '`batch`')
+      Split(num=4, size=3, last=0)
+      >>> split_rows(14, None, 4, True, '`batch`')
+      Split(num=3, size=4, last=2)
+    """
+    if num_microbatches is not None:
+        if rows % num_microbatches:
+            raise BatchError(
+                f"{of} has {rows} rows, which do not divide into `num_microbatches`="
+                f"{num_microbatches}. Take a divisor ({_divisors(rows)}), pad the batch with rows "
+                "of weight 0, or give `microbatch_size` with `smaller_last=True`."
+            )
+        return Split(num_microbatches, rows // num_microbatches, 0)
+    assert microbatch_size is not None
+    if rows % microbatch_size and not smaller_last:
+        raise BatchError(
+            f"{of} has {rows} rows, which do not divide into microbatches of `microbatch_size`="
+            f"{microbatch_size} rows. Take a divisor ({_divisors(rows)}), pad the batch with rows "
+            "of weight 0, or give `smaller_last=True`."
+        )
+    size = min(microbatch_size, rows)
+    return Split(rows // size, size, rows % size)
+
+
+def _divisors(rows: int) -> str:
+    small = [d for d in range(1, math.isqrt(rows) + 1) if rows % d == 0]
+    found = sorted({*small, *(rows // d for d in small)})
+    return ", ".join(map(str, found if len(found) <= 12 else [*found[:8], "...", found[-1]]))
+
+
+def fold(batch: Any, split: Split) -> Any:
+    """Returns the batch as (size, num, ...), from which `take` cuts; no row changes its device."""
+    return jax.tree.map(lambda leaf: _fold(leaf, split), batch)
+
+
+def _fold(leaf: Any, split: Split) -> jax.Array:
+    leaf = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    leaf = jax.lax.slice_in_dim(leaf, 0, split.num * split.size) if split.last else leaf
+    shape = (split.size, split.num, *leaf.shape[1:])
+    spec = tuple(jax.typeof(leaf).sharding.spec)
+    if not any(entry is not None for entry in spec):
+        return leaf.reshape(shape)
+    # On an Explicit mesh: the rows of each microbatch stay spread as the batch's rows are.
+    target = jax.sharding.PartitionSpec(spec[0], None, *spec[1:])
+    folded: jax.Array = jnp.reshape(leaf, shape, out_sharding=target)
+    return folded
+
+
+def take(folded: Any, index: Any) -> Any:
+    """Returns one microbatch of what `fold` returned.
+
+    Examples:
+      >>> folded = fold(jnp.arange(6), Split(num=3, size=2, last=0))
+      >>> [take(folded, i).tolist() for i in range(3)]
+      [[0, 3], [1, 4], [2, 5]]
+    """
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False), folded
+    )
+
+
+def take_last(batch: Any, split: Split) -> Any:
+    """Returns the smaller microbatch: the last rows of the batch."""
+    start = split.num * split.size
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf[start:]), batch)
+
+
+def row_numbers(split: Split, index: Any) -> jax.Array:
+    """Returns which rows of the batch microbatch `index` has.
+
+    Examples:
+      >>> row_numbers(Split(num=3, size=2, last=1), 1).tolist()
+      [1, 4]
+    """
+    return jnp.arange(split.size, dtype=jnp.int32) * split.num + index
+
+
+def unfold(stacked: Any, split: Split) -> jax.Array:
+    """Puts per-row outputs, stacked over the microbatches, in the order of the batch's rows.
+
+    Examples:
+      >>> unfold(jnp.array([[0, 3], [1, 4], [2, 5]]), Split(num=3, size=2, last=0)).tolist()
+      [0, 1, 2, 3, 4, 5]
+    """
+    rows = jnp.swapaxes(stacked, 0, 1)
+    shape = (split.num * split.size, *rows.shape[2:])
+    spec = tuple(jax.typeof(rows).sharding.spec)
+    if not any(entry is not None for entry in spec):
+        return rows.reshape(shape)
+    target = jax.sharding.PartitionSpec(spec[0], *spec[2:])
+    in_order: jax.Array = jnp.reshape(rows, shape, out_sharding=target)
+    return in_order

@@ -1,0 +1,63 @@
+"""The dtypes that sums are kept in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+
+def at_least_32_bits(dtype: Any) -> Any:
+    """Returns a dtype that sums of `dtype` do not quickly overflow or lose digits in.
+
+    Examples:
+      >>> [str(at_least_32_bits(jnp.dtype(d))) for d in ('bfloat16', 'float64', 'bool', 'uint8')]
+      ['float32', 'float64', 'int32', 'uint32']
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.bool_:
+        return jnp.dtype(jnp.int32)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return dtype
+    for kind, wide in (
+        (jnp.floating, jnp.float32),
+        (jnp.unsignedinteger, jnp.uint32),
+        (jnp.integer, jnp.int32),
+    ):
+        if jnp.issubdtype(dtype, kind):
+            return dtype if dtype.itemsize >= 4 else jnp.dtype(wide)
+    return dtype
+
+
+def inexact(dtype: Any) -> Any:
+    """Returns the dtype of a mean of values of `dtype`.
+
+    Examples:
+      >>> [str(inexact(d)) for d in ('int32', 'bfloat16', 'complex64')]
+      ['float32', 'float32', 'complex64']
+    """
+    wide = at_least_32_bits(dtype)
+    return wide if jnp.issubdtype(wide, jnp.inexact) else jnp.dtype(jnp.float32)
+
+
+def accumulator_dtype_of(dtype: Any, wanted: Any) -> Any:
+    """Returns the dtype that gradients of `dtype` are summed in.
+
+    Args:
+      dtype: that of the gradients.
+      wanted: `None` for `dtype` itself; a dtype of 32 bits or more widens only (float64 stays
+        float64), a smaller one is taken at its word. Complex gradients stay complex.
+
+    Examples:
+      >>> [str(accumulator_dtype_of(jnp.dtype(d), jnp.float32)) for d in ('bfloat16', 'complex64')]
+      ['float32', 'complex64']
+      >>> str(accumulator_dtype_of(jnp.dtype('float32'), jnp.bfloat16))
+      'bfloat16'
+    """
+    dtype = jnp.dtype(dtype)
+    if wanted is None:
+        return dtype
+    wanted = jnp.dtype(wanted)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jnp.dtype(jnp.complex128) if wanted == jnp.float64 else dtype
+    return wanted if wanted.itemsize < 4 or wanted.itemsize >= dtype.itemsize else dtype

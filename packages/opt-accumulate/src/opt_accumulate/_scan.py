@@ -1,0 +1,198 @@
+"""The loop over the microbatches of the rows that are at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from opt_accumulate import _aux
+from opt_accumulate._aux import AuxPlan, select
+from opt_accumulate._microbatches import Split, fold, row_numbers, take, take_last
+from opt_accumulate._precision import accumulator_dtype_of, at_least_32_bits
+from opt_accumulate._skipping import SkipFunction, should_skip
+from opt_accumulate._weighted import Weighted, Weights, is_sum, read_loss
+
+Rng: TypeAlias = bool | Literal["rows"]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What happens to each microbatch.
+
+    Attributes:
+      loss_fn: the user's.
+      weights: what it returns.
+      has_aux: whether it returns more.
+      aux: reductions of that.
+      rng: whether it takes a key, or one key for each row.
+      skip_fn: which microbatches to drop.
+      accumulator_dtype: of the sum of gradients.
+      unroll: that of `jax.lax.scan`.
+    """
+
+    loss_fn: Callable[..., Any]
+    weights: Weights
+    has_aux: bool
+    aux: Any
+    rng: Rng
+    skip_fn: SkipFunction | None
+    accumulator_dtype: Any
+    unroll: int | bool
+
+
+class Sums(NamedTuple):
+    """What is added up.
+
+    Attributes:
+      grads: like the parameters, in the accumulator's dtype.
+      loss: scalar.
+      weight: scalar.
+      aux: the leaves of the auxiliary output that are summed or averaged.
+    """
+
+    grads: Any
+    loss: jax.Array
+    weight: jax.Array
+    aux: list[jax.Array]
+
+
+class Stacks(NamedTuple):
+    """What is kept for each microbatch; all leaves begin with that dimension.
+
+    Attributes:
+      weights: those that counted.
+      skipped: whether it was dropped.
+      aux: the leaves of the auxiliary output that are stacked or concatenated.
+    """
+
+    weights: jax.Array
+    skipped: jax.Array
+    aux: list[jax.Array]
+
+
+class Shares(NamedTuple):
+    """Which part of a batch is at hand.
+
+    Attributes:
+      index: of this share.
+      rng: the key of the whole batch; `None` without.
+    """
+
+    index: Any
+    rng: Any
+
+
+def accumulate(
+    loop: Loop,
+    split: Split,
+    share: Shares,
+    params: Any,
+    batch: Any,
+    args: tuple[Any, ...],
+    place: Callable[[Any], Any],
+) -> tuple[Sums, Stacks, AuxPlan]:
+    """Sums losses and gradients over microbatches.
+
+    Args:
+      loop: what happens to each.
+      split: of the rows of `batch`.
+      share: which part of the whole batch this is.
+      params: to differentiate by.
+      batch: leaves of `split.rows` rows.
+      args: further arguments of the loss function.
+      place: puts a tree like the gradients where the accumulator lies.
+    """
+    folded = fold(batch, split)
+
+    def keys(index: Any, rows: Any) -> tuple[jax.Array, ...]:
+        if loop.rng is False:
+            return ()
+        if loop.rng == "rows":
+            rows = rows + share.index * split.rows
+            return (jax.vmap(jax.random.fold_in, (None, 0))(share.rng, rows),)
+        return (jax.random.fold_in(share.rng, index + share.index * split.total),)
+
+    def weighted(params: Any, microbatch: Any, rng: tuple[jax.Array, ...]) -> Weighted:
+        output = loop.loss_fn(params, microbatch, *args, *rng)
+        return read_loss(output, microbatch, loop.weights, loop.has_aux)
+
+    first = take(folded, 0), keys(0, row_numbers(split, 0))
+    shapes = jax.eval_shape(weighted, params, *first)
+    plan = _aux.plan_aux(shapes.aux, loop.aux, split)
+
+    def step(sums: Sums, microbatch: Any, rng: tuple[jax.Array, ...]) -> tuple[Sums, Stacks]:
+        return _step(loop, plan, place, sums, lambda p: weighted(p, microbatch, rng), params)
+
+    def body(sums: Sums, index: jax.Array) -> tuple[Sums, Stacks]:
+        return step(sums, take(folded, index), keys(index, row_numbers(split, index)))
+
+    sums = Sums(
+        place(_zero_gradients(params, loop.accumulator_dtype)),
+        jnp.zeros((), at_least_32_bits(shapes.loss.dtype)),
+        jnp.zeros((), shapes.weight.dtype),
+        _aux.zero_sums(plan),
+    )
+    indices = jnp.arange(split.num, dtype=jnp.int32)
+    sums, stacks = jax.lax.scan(body, sums, indices, unroll=loop.unroll)
+    last = None
+    if split.last:
+        rows = jnp.arange(split.num * split.size, split.rows, dtype=jnp.int32)
+        sums, last = step(sums, take_last(batch, split), keys(split.num, rows))
+    return sums, _join(plan, stacks, last, split), plan
+
+
+def _zero_gradients(params: Any, dtype: Any) -> Any:
+    return jax.tree.map(
+        lambda p: jnp.zeros_like(p, dtype=accumulator_dtype_of(jnp.result_type(p), dtype)), params
+    )
+
+
+def _step(
+    loop: Loop,
+    plan: AuxPlan,
+    place: Callable[[Any], Any],
+    sums: Sums,
+    weighted: Callable[[Any], Weighted],
+    params: Any,
+) -> tuple[Sums, Stacks]:
+    def loss_and_rest(params: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        loss, weight, aux = weighted(params)
+        return loss, (weight, aux)
+
+    (loss, (weight, aux)), grads = jax.value_and_grad(loss_and_rest, has_aux=True)(params)
+    skip = should_skip(loop.skip_fn, loss, grads, weight)
+    keep = None if skip is None else ~skip
+    if callable(loop.weights):
+        # The mean over nothing is often 0/0.
+        keep = weight != 0 if keep is None else keep & (weight != 0)
+
+    def contribution(value: jax.Array, dtype: Any) -> jax.Array:
+        value = value.astype(dtype)
+        # Multiplied here and not before differentiating: cotangents of a bfloat16 or float16 loss
+        # would be rounded, or overflow, on their way through it.
+        return select(keep, value if is_sum(loop.weights) else value * weight.astype(dtype))
+
+    placed = place(grads)
+    counted = select(keep, weight)
+    sums = Sums(
+        jax.tree.map(lambda a, g: a + contribution(g, a.dtype), sums.grads, placed),
+        sums.loss + contribution(loss, sums.loss.dtype),
+        sums.weight + counted,
+        _aux.add_sums(plan, sums.aux, aux, weight, keep),
+    )
+    skipped = jnp.zeros((), jnp.bool_) if skip is None else skip
+    return sums, Stacks(counted, skipped, _aux.stacked_leaves(plan, aux))
+
+
+def _join(plan: AuxPlan, stacks: Stacks, last: Stacks | None, split: Split) -> Stacks:
+    if last is None:
+        return stacks._replace(aux=_aux.join_last(plan, stacks.aux, None, split))
+    return Stacks(
+        jnp.concatenate([stacks.weights, last.weights[None]]),
+        jnp.concatenate([stacks.skipped, last.skipped[None]]),
+        _aux.join_last(plan, stacks.aux, last.aux, split),
+    )

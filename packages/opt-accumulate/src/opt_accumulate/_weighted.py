@@ -1,0 +1,145 @@
+"""What a loss function returns, and how much it counts.
+
+Every rule comes down to a loss and a weight for each microbatch, so that the whole batch has
+`sum(loss sums) / sum(weights)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from opt_accumulate._precision import at_least_32_bits
+from opt_accumulate.errors import LossOutputError, OptionError
+
+NamedWeights: TypeAlias = Literal["returned", "examples", "mean_of_means"]
+Weights: TypeAlias = NamedWeights | Callable[[Any], Any]
+
+_NAMED = get_args(NamedWeights)
+
+_CHOICES = """
+  weights='returned'       it returns (sum of losses, weight), e.g. the sum over tokens and their \
+number
+  weights='examples'       it returns the mean over its rows, each counting the same
+  weights=f                it returns a mean; f(microbatch) is the weight of that mean
+  weights='mean_of_means'  every microbatch counts the same, whatever it holds"""
+
+
+class Weighted(NamedTuple):
+    """One microbatch's loss, in the words of its loss function.
+
+    Attributes:
+      loss: scalar; differentiate this.
+      weight: scalar, of 32 bits or more.
+      aux: what else the loss function returned; `None` without.
+    """
+
+    loss: jax.Array
+    weight: jax.Array
+    aux: Any
+
+
+def check_weights(weights: Any) -> None:
+    """Raises unless `weights` is one of the rules.
+
+    Raises:
+      OptionError: it is not.
+    """
+    if not callable(weights) and weights not in _NAMED:
+        raise OptionError(f"`weights` has no rule {weights!r}. If the loss function{_CHOICES}")
+
+
+def is_sum(weights: Weights) -> bool:
+    """Whether losses are sums already, or means still to be multiplied by their weight."""
+    return weights == "returned"
+
+
+def read_loss(output: Any, microbatch: Any, weights: Weights, has_aux: bool) -> Weighted:
+    """Takes apart what a loss function returned.
+
+    Args:
+      output: `loss`, or `(loss, aux)` where `has_aux`; under `weights="returned"` the loss is
+        itself a pair `(sum, weight)`.
+      microbatch: what the loss function was given.
+      weights: the rule.
+      has_aux: whether there is an auxiliary output.
+
+    Raises:
+      LossOutputError: `output` is something else.
+
+    Examples:
+      >>> out = read_loss(((jnp.float32(6), jnp.int32(3)), 'aux'), None, 'returned', True)
+      >>> out.loss.item(), out.weight.item(), out.aux
+      (6.0, 3, 'aux')
+    """
+    aux = None
+    if has_aux:
+        if not _is_pair(output):
+            raise LossOutputError(
+                f"With `has_aux=True` the loss function must return (loss, aux), not "
+                f"{_describe(output)}."
+            )
+        output, aux = output
+    if is_sum(weights):
+        if not _is_pair(output):
+            raise LossOutputError(
+                f"The loss function must return (sum of losses, weight), not {_describe(output)}. "
+                f"That is `weights='returned'`; say what it returns:{_CHOICES}"
+            )
+        loss, weight = output
+    else:
+        loss, weight = output, _weight_of(microbatch, weights)
+    return Weighted(_scalar_loss(loss), _scalar_weight(weight, weights), aux)
+
+
+def _weight_of(microbatch: Any, weights: Weights) -> Any:
+    if callable(weights):
+        return weights(microbatch)
+    if weights == "mean_of_means":
+        return jnp.int32(1)
+    return jnp.int32(jax.tree.leaves(microbatch)[0].shape[0])
+
+
+def _scalar_loss(loss: Any) -> jax.Array:
+    if _is_pair(loss):
+        raise LossOutputError(
+            f"The loss must be one number, not {_describe(loss)}. Does the loss function return "
+            "(sum, weight)? Then give `weights='returned'`. Or (loss, aux)? Then `has_aux=True`."
+        )
+    if not _is_scalar(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        raise LossOutputError(
+            f"The loss must be one floating-point number (shape (), a real dtype), not "
+            f"{_describe(loss)}. Sum or average it over its dimensions."
+        )
+    return jnp.asarray(loss)
+
+
+def _scalar_weight(weight: Any, weights: Weights) -> jax.Array:
+    source = "the loss function" if is_sum(weights) else "`weights`"
+    dtype = jnp.result_type(weight) if _is_scalar(weight) else None
+    if dtype is None or jnp.issubdtype(dtype, jnp.complexfloating):
+        raise LossOutputError(
+            f"The weight that {source} returns must be one real number, such as `mask.sum()`, not "
+            f"{_describe(weight)}."
+        )
+    return jax.lax.stop_gradient(jnp.asarray(weight).astype(at_least_32_bits(dtype)))
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2
+
+
+def _is_scalar(value: Any) -> bool:
+    return jax.tree_util.all_leaves([value]) and np.shape(value) == ()
+
+
+def _describe(value: Any) -> str:
+    leaves = jax.tree.leaves(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return f"{getattr(value, 'dtype', type(value).__name__)} of shape {np.shape(value)}"
+    shapes = jax.tree.map(lambda leaf: tuple(np.shape(leaf)), value)
+    return f"a {type(value).__name__} of shapes {shapes}"
