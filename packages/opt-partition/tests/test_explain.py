@@ -1,5 +1,6 @@
 """Explanations: rows, table, JSON, strictness and cost."""
 
+import gc
 import json
 from typing import Any, NamedTuple
 
@@ -175,6 +176,23 @@ def test_errors_of_init_pass_through() -> None:
 
     with pytest.raises(KeyError, match="no such parameter"):
         explain(init, PARAMS, AXES)
+
+
+def test_the_garbage_collector_is_left_as_it_was() -> None:
+    def init(params: Any) -> Any:
+        assert not gc.isenabled()
+        raise KeyError
+
+    assert gc.isenabled()
+    with pytest.raises(KeyError):
+        explain(init, PARAMS, AXES)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        explain(optax.trace(0.9), PARAMS, AXES)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_nothing_is_computed_and_no_array_is_made() -> None:
