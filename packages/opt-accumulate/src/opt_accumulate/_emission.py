@@ -1,0 +1,73 @@
+"""Running the inner optimizer on the steps that emit, and leaving memory alone on the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Form = Literal["loop", "cond", "select"]
+Body = Callable[[Any, Any], Any]
+
+
+def check_form(form: str) -> None:
+    """Raises unless `form` is one of those that `emit_if` knows."""
+    if form not in get_args(Form):
+        raise ValueError(f"`form` must be one of {', '.join(get_args(Form))}, found {form!r}.")
+
+
+def emit_if(
+    emit: jax.Array | bool, body: Body, carry: Any, operands: Any, form: Form
+) -> tuple[jax.Array | bool, Any]:
+    """Returns `body(carry, operands)` where `emit` is true, `carry` otherwise.
+
+    Args:
+      emit: a boolean scalar, or a Python boolean where the answer is known.
+      body: takes and returns what is carried; neither structure nor dtypes may change.
+      carry: what an emission replaces.
+      operands: what an emission only reads.
+      form: how the choice is made. `"loop"`: a loop of no or one trip, whose carry stays where it
+        is. `"cond"`: `lax.cond`, which copies what passes through it but has a reverse-mode
+        derivative. `"select"`: both, and a choice between them.
+
+    Returns:
+      `emit`, known only after `body` has run, and what is carried. What overwrites an operand
+      should depend on the former, so that it comes after everything that reads the operand.
+    """
+    if isinstance(emit, bool):
+        return emit, body(carry, operands) if emit else carry
+    if form == "cond":
+        chosen: tuple[jax.Array, Any] = lax.cond(
+            emit,
+            lambda carry: (jnp.array(True), body(carry, operands)),
+            lambda carry: (jnp.array(False), carry),
+            carry,
+        )
+        return chosen
+    if form == "select":
+        emitted = body(carry, operands)
+        return emit, jax.tree.map(lambda new, old: jnp.where(emit, new, old), emitted, carry)
+
+    def trip(index: jax.Array, counted: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        index, held = _barrier((index, operands))
+        return index + 1, body(counted[1], held)
+
+    trips, carry = lax.fori_loop(0, emit.astype(jnp.int32), trip, (jnp.int32(0), carry))
+    return trips > 0, carry
+
+
+def _barrier(tree: Any) -> Any:
+    """Ties arrays to the loop's index: what does not depend on it, XLA computes before the loop."""
+    leaves, treedef = jax.tree.flatten(tree)
+    tied = [i for i, leaf in enumerate(leaves) if _is_plain_array(leaf)]
+    after = lax.optimization_barrier([leaves[i] for i in tied])
+    for i, leaf in zip(tied, after, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _is_plain_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)

@@ -1,0 +1,75 @@
+"""The inner optimizer: what it gets, and what of its answer is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from opt_accumulate._accumulator import cast_like, flatten, path_str
+
+
+class InnerUpdate:
+    """An optimizer whose state never changes structure, shapes, dtypes or weak types."""
+
+    def __init__(self, opt: Any) -> None:
+        if not (hasattr(opt, "init") and hasattr(opt, "update")):
+            raise TypeError(
+                "`opt` must be a gradient transformation, with `init` and `update`, found "
+                f"{opt!r}. Give an optimizer, e.g. `optax.adamw(1e-3)`."
+            )
+        self.opt = _with_extra_args(opt)
+
+    def init(self, params: Any) -> Any:
+        """Returns the optimizer's state, without weak types."""
+        state = self.opt.init(params)
+        return cast_like(state, state)
+
+    def __call__(
+        self, grads: Any, state: Any, params: Any, extra_args: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """Returns the updates, and the new state in the dtypes of the old."""
+        updates, new_state = self.opt.update(grads, state, params, **extra_args)
+        _check_state(state, new_state)
+        return updates, cast_like(new_state, state)
+
+    def updates_like(
+        self, grads: Any, state: Any, params: Any, extra_args: Mapping[str, Any]
+    ) -> Any:
+        """Returns shape, dtype and sharding of the updates that these gradients would give."""
+        return jax.eval_shape(lambda: self.opt.update(grads, state, params, **extra_args)[0])
+
+
+def _with_extra_args(opt: Any) -> optax.GradientTransformationExtraArgs:
+    if isinstance(opt, optax.GradientTransformationExtraArgs):
+        return opt
+
+    def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        del extra_args
+        return opt.update(grads, state, params)
+
+    init_and_update: Any = opt.init, update  # Optax's type of `update` lacks the extra arguments
+    return optax.GradientTransformationExtraArgs(*init_and_update)
+
+
+def _check_state(old: Any, new: Any) -> None:
+    old_leaves, old_treedef = flatten(old)
+    new_leaves, new_treedef = flatten(new)
+    if old_treedef == new_treedef:
+        wrong = [
+            f"  {path_str(path)}: expected shape {np.shape(before)}, found {np.shape(after)}"
+            for (path, before), (_, after) in zip(old_leaves, new_leaves, strict=True)
+            if np.shape(before) != np.shape(after)
+        ]
+    else:
+        wrong = [f"  expected {old_treedef}", f"  found    {new_treedef}"]
+    if wrong:
+        raise TypeError(
+            "the inner optimizer `opt` returned another state than it was given:\n"
+            + "\n".join(wrong)
+            + "\nA state must keep its structure and shapes from `init` on: otherwise no compiled "
+            "step can take it back."
+        )

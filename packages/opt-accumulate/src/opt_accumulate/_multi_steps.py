@@ -1,0 +1,302 @@
+"""`MultiSteps`: Optax's interface and states; the inner optimizer runs only when it emits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from opt_accumulate import _accumulator as accumulator
+from opt_accumulate import _window_means as window_means_
+from opt_accumulate._buffers import own_buffers, zeros_of
+from opt_accumulate._emission import Form, check_form, emit_if
+from opt_accumulate._every_k import parse_every_k
+from opt_accumulate._inner import InnerUpdate
+from opt_accumulate._skip_state import SKIP, ask, init_skip_state, last_decision
+
+ShouldSkip = Callable[..., tuple[Any, Any]]
+
+
+class _MiniStep(NamedTuple):
+    """What is decided about one mini-step before anything of the size of the parameters moves."""
+
+    emit: jax.Array | bool
+    skip: jax.Array | None
+    state: optax.MultiStepsState
+    extra_args: dict[str, Any]
+
+
+class MultiSteps:
+    """Accumulates gradients over mini-steps; every k of them make one step of an optimizer.
+
+    `optax.MultiSteps` with the same arguments, the same state class and the same numbers, except
+    that
+
+    * the inner optimizer runs only on the mini-steps that emit: all others cost the accumulation;
+    * `apply` takes and returns parameters, and leaves them where they are until there is a step;
+    * nothing non-finite stays in the accumulator after an emission, or leaves before it;
+    * extra arguments reach the inner optimizer, through `gradient_transformation()` too;
+    * it accumulates in float32 and hands that on, not a copy rounded to the gradients' dtype;
+    * `flush` emits a window that is not full.
+
+    A window that holds k mini-steps or more emits with its next one: so does a state that was
+    restored with a smaller k. The value of a schedule is asked for at the number of steps made, is
+    cut to an int32, and is taken as 1 if it is less.
+
+    Donate parameters and state to the compiled step (`jax.jit(..., donate_argnums=(0, 1))`), else
+    XLA copies what the step could have left in place.
+
+    Examples:
+      >>> steps = MultiSteps(optax.sgd(1.0), 2)
+      >>> params = jnp.zeros(2)
+      >>> state = steps.init(params)
+      >>> for grads in (jnp.array([1.0, 2.0]), jnp.array([3.0, 4.0])):
+      ...     params, state = steps.apply(params, state, grads)
+      ...     print(params.tolist(), bool(steps.has_updated(state)))
+      [0.0, 0.0] False
+      [-2.0, -3.0] True
+    """
+
+    def __init__(
+        self,
+        opt: Any,
+        every_k_schedule: Any,
+        use_grad_mean: bool = True,
+        should_skip_update_fn: ShouldSkip | None = None,
+        accumulator_dtype: Any = jnp.float32,
+        *,
+        window_means: Sequence[str] = (),
+        form: Form = "loop",
+    ) -> None:
+        """Describes the accumulation; nothing is allocated.
+
+        Args:
+          opt: the inner optimizer, a gradient transformation.
+          every_k_schedule: how many mini-steps make a step: a positive integer, or a function from
+            the number of steps made to one.
+          use_grad_mean: hand on the mean of the gradients; otherwise their sum.
+          should_skip_update_fn: called as `f(updates, gradient_step, params)`, says which
+            mini-steps are left out, and what is written to `skip_state`; may be a
+            `StatefulSkipFunction`.
+          accumulator_dtype: what to accumulate in. float32 does not truncate float64; complex
+            gradients get the complex dtype that holds it. `None`: each parameter's own dtype.
+          window_means: names of scalar extra arguments of which the inner optimizer gets the mean
+            over the mini-steps of the window, not the value on the last one.
+          form: how a mini-step decides: `"loop"`, the fastest; `"cond"`, which can be
+            differentiated in reverse; or `"select"`, without control flow.
+
+        Raises:
+          TypeError: `every_k_schedule` is no integer or function; `window_means` are no names.
+          ValueError: `every_k_schedule` is not positive or no scalar; an unknown `form`.
+        """
+        check_form(form)
+        self._inner = InnerUpdate(opt)
+        self._every_k = parse_every_k(every_k_schedule)
+        self._mean = use_grad_mean
+        self._should_skip = should_skip_update_fn
+        self._dtype = accumulator_dtype
+        self._window_means = window_means_.parse_names(window_means)
+        self._form = form
+
+    @property
+    def inner_opt(self) -> optax.GradientTransformationExtraArgs:
+        """The inner optimizer; it takes extra arguments, whether it uses them or not."""
+        return self._inner.opt
+
+    def init(self, params: Any) -> optax.MultiStepsState:
+        """Returns the state before the first mini-step; it shares no buffer with `params`."""
+        skip_state = () if self._should_skip is None else init_skip_state(self._should_skip, params)
+        state = optax.MultiStepsState(
+            mini_step=jnp.zeros([], jnp.int32),
+            gradient_step=jnp.zeros([], jnp.int32),
+            inner_opt_state=self._inner.init(params),
+            acc_grads=accumulator.zeros_for(params, self._dtype),
+            skip_state=window_means_.attach(skip_state, self._window_means),
+        )
+        owned: optax.MultiStepsState = own_buffers(state, apart_from=params)
+        return owned
+
+    def update(
+        self, updates: Any, state: optax.MultiStepsState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, optax.MultiStepsState]:
+        """Takes in the gradients of one mini-step.
+
+        Args:
+          updates: the gradients.
+          state: the state.
+          params: the parameters, if the inner optimizer wants them.
+          **extra_args: for the inner optimizer, on the mini-step that emits.
+
+        Returns:
+          What to add to the parameters, zeros unless a window is full; and the new state.
+        """
+        step = self._begin(updates, state, params, extra_args)
+
+        def body(carry: Any, operands: Any) -> Any:
+            mean, (params, extra_args) = self._mean_of(operands[0]), operands[1]
+            new, inner = self._inner(mean, carry[1], params, extra_args)
+            return accumulator.cast_like(new, carry[0]), inner
+
+        like = self._inner.updates_like(updates, step.state.inner_opt_state, params, extra_args)
+        carry = zeros_of(like), step.state.inner_opt_state
+        operands = self._window(updates, state), (params, step.extra_args)
+        done, (new, inner) = emit_if(step.emit, body, carry, operands, self._form)
+        return new, self._end(updates, state, step, done, inner)
+
+    def apply(
+        self, params: Any, state: optax.MultiStepsState, grads: Any, **extra_args: Any
+    ) -> tuple[Any, optax.MultiStepsState]:
+        """Takes in the gradients of one mini-step, and steps if the window is full.
+
+        What `update` and `optax.apply_updates` do, without the addition on the mini-steps that do
+        not emit, and without rounding the updates to the gradients' dtype on the one that does.
+
+        Args:
+          params: the parameters.
+          state: the state.
+          grads: the gradients.
+          **extra_args: for the inner optimizer, on the mini-step that emits.
+
+        Returns:
+          The parameters and the state.
+        """
+        step = self._begin(grads, state, params, extra_args)
+
+        def body(carry: Any, operands: Any) -> Any:
+            mean, extra_args = self._mean_of(operands[0]), operands[1]
+            new, inner = self._inner(mean, carry[1], carry[0], extra_args)
+            return accumulator.cast_like(optax.apply_updates(carry[0], new), carry[0]), inner
+
+        carry = accumulator.cast_like(params, params), step.state.inner_opt_state
+        operands = self._window(grads, state), step.extra_args
+        done, (params, inner) = emit_if(step.emit, body, carry, operands, self._form)
+        return params, self._end(grads, state, step, done, inner)
+
+    def flush(
+        self, state: optax.MultiStepsState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, optax.MultiStepsState]:
+        """Emits a window before it is full, e.g. at the end of an epoch.
+
+        The inner optimizer gets the mean (or sum) of the mini-steps that the window holds. An empty
+        window gives zeros, and the state as it was.
+
+        Args:
+          state: the state.
+          params: the parameters, if the inner optimizer wants them.
+          **extra_args: for the inner optimizer; means of the window need not be given.
+
+        Returns:
+          What to add to the parameters, and the new state.
+        """
+        skip_state, means = window_means_.detach(state.skip_state, self._window_means)
+        emit = jnp.asarray(state.mini_step) > 0
+        inner = accumulator.cast_like(state.inner_opt_state, state.inner_opt_state)
+        extra_args = {**extra_args, **means}
+
+        def body(carry: Any, operands: Any) -> Any:
+            new, inner = self._inner(operands[0], carry[1], operands[1], operands[2])
+            return accumulator.cast_like(new, carry[0]), inner
+
+        grads = state.acc_grads
+        grads_like = grads if params is None else accumulator.cast_like(grads, params)
+        like = self._inner.updates_like(grads_like, inner, params, extra_args)
+        operands = (grads, params, extra_args)
+        done, (new, inner) = emit_if(emit, body, (zeros_of(like), inner), operands, self._form)
+        if last_decision(skip_state) is not None:
+            skip = jnp.where(emit, False, last_decision(skip_state))
+            skip_state = {**skip_state, SKIP: skip}
+        means = {name: jnp.where(emit, 0, mean) for name, mean in means.items()}
+        gradient_step = jnp.asarray(state.gradient_step)
+        return new, optax.MultiStepsState(
+            mini_step=jnp.zeros_like(jnp.asarray(state.mini_step)),
+            gradient_step=jnp.where(emit, optax.safe_increment(gradient_step), gradient_step),
+            inner_opt_state=inner,
+            acc_grads=jax.tree.map(lambda acc: _select(done, jnp.zeros_like(acc), acc), grads),
+            skip_state=window_means_.join(skip_state, means),
+        )
+
+    def has_updated(self, state: optax.MultiStepsState) -> jax.Array:
+        """Returns whether the mini-step that returned `state` emitted: a boolean scalar.
+
+        Works on states of Optax; one that does not say whether the last mini-step was skipped is
+        read as Optax reads it.
+        """
+        updated = jnp.logical_and(
+            jnp.asarray(state.mini_step) == 0, jnp.asarray(state.gradient_step) > 0
+        )
+        skipped = last_decision(state.skip_state)
+        return updated if skipped is None else jnp.logical_and(updated, ~jnp.asarray(skipped))
+
+    def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
+        """Returns `init` and `update` as a transformation that takes extra arguments."""
+        update: Any = self.update  # Optax's type of it lacks the extra arguments
+        return optax.GradientTransformationExtraArgs(self.init, update)
+
+    def _begin(
+        self, grads: Any, state: optax.MultiStepsState, params: Any, extra_args: dict[str, Any]
+    ) -> _MiniStep:
+        """Decides what the mini-step does; returns its state but for inner and accumulator."""
+        accumulator.check_like(grads, state.acc_grads)
+        mini_step, gradient_step = map(jnp.asarray, (state.mini_step, state.gradient_step))
+        skip_state, means = window_means_.detach(state.skip_state, self._window_means)
+        k = self._every_k if isinstance(self._every_k, int) else self._every_k(gradient_step)
+        emit: jax.Array | bool = True if isinstance(k, int) and k == 1 else mini_step >= k - 1
+        skip = None
+        if self._should_skip is not None:
+            skip, skip_state = ask(self._should_skip, grads, gradient_step, params, skip_state)
+            emit = jnp.logical_and(emit, ~skip)
+        new_means = window_means_.take_in(extra_args, means, mini_step)
+        kept = {
+            name: _select(emit, jnp.zeros_like(new), _select(skip, means[name], new))
+            for name, new in new_means.items()
+        }
+        held = _select(skip, mini_step, optax.safe_increment(mini_step))
+        inner = state.inner_opt_state
+        new_state = optax.MultiStepsState(
+            mini_step=_select(emit, jnp.zeros_like(mini_step), held),
+            gradient_step=_select(emit, optax.safe_increment(gradient_step), gradient_step),
+            inner_opt_state=accumulator.cast_like(inner, inner),
+            acc_grads=state.acc_grads,
+            skip_state=window_means_.join(skip_state, kept),
+        )
+        return _MiniStep(emit, skip, new_state, {**extra_args, **new_means})
+
+    def _window(self, grads: Any, state: optax.MultiStepsState) -> tuple[Any, Any, jax.Array]:
+        return grads, state.acc_grads, jnp.asarray(state.mini_step)
+
+    def _mean_of(self, window: tuple[Any, Any, jax.Array]) -> Any:
+        """The accumulated gradient that an emission hands on.
+
+        It is computed where it is used, from the same operands as the accumulator beside it: so XLA
+        need not hold it, and the accumulator is written once, after all that reads it.
+        """
+        grads, acc, count = window
+        return accumulator.add(grads, acc, count, mean=self._mean)
+
+    def _end(
+        self,
+        grads: Any,
+        state: optax.MultiStepsState,
+        step: _MiniStep,
+        done: jax.Array | bool,
+        inner: Any,
+    ) -> optax.MultiStepsState:
+        """Returns the state of the mini-step, once `done` is known."""
+        old = accumulator.keep_imaginary(state.acc_grads, grads)
+        new = accumulator.cast_like(self._mean_of(self._window(grads, state)), old)
+        kept = jax.tree.map(
+            lambda old, new: _select(done, jnp.zeros_like(old), _select(step.skip, old, new)),
+            old,
+            new,
+        )
+        return step.state._replace(inner_opt_state=inner, acc_grads=kept)
+
+
+def _select(predicate: jax.Array | bool | None, chosen: Any, otherwise: Any) -> Any:
+    """Selects, never multiplies; `None` and Python booleans are known answers."""
+    if predicate is None or isinstance(predicate, bool):
+        return chosen if predicate else otherwise
+    return jnp.where(predicate, chosen, otherwise)
