@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from opt_accumulate._aux import check_reductions, divide, finish_aux
-from opt_accumulate._microbatches import Split, batch_rows, split_rows
+from opt_accumulate._deferred import accumulate_deferred, find_mesh
+from opt_accumulate._microbatches import Sizes, batch_rows
+from opt_accumulate._placement import leaf_shardings, place
 from opt_accumulate._scan import Loop, Rng, Shares, accumulate
 from opt_accumulate._skipping import SkipFunction, check_skip_function
 from opt_accumulate._weighted import Weights, check_weights
@@ -50,18 +54,6 @@ class AccumulationMetrics:
         return (~self.skipped & (self.weights == 0)).sum(dtype=jnp.int32)
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    num_microbatches: int | None
-    microbatch_size: int | None
-    smaller_last: bool
-
-    def of(self, rows: int, batch: str) -> Split:
-        return split_rows(
-            rows, self.num_microbatches, self.microbatch_size, self.smaller_last, batch
-        )
-
-
 def accumulate_gradients(
     loss_fn: Callable[..., Any],
     *,
@@ -76,6 +68,10 @@ def accumulate_gradients(
     with_metrics: bool = False,
     accumulator_dtype: Any = jnp.float32,
     grad_dtype: Literal["accumulator", "params"] = "accumulator",
+    reduce: Literal["auto", "deferred"] = "auto",
+    data_axes: str | Sequence[str] = "data",
+    mesh: Mesh | AbstractMesh | None = None,
+    out_shardings: Any = None,
     unroll: int | bool = 1,
 ) -> Callable[..., tuple[Any, Any]]:
     """Returns a `jax.value_and_grad` of `loss_fn` that goes through the batch in small parts.
@@ -114,6 +110,18 @@ def accumulate_gradients(
       accumulator_dtype: of the sum of gradients. Complex and float64 gradients stay so; a dtype
         below 32 bits is taken at its word. `None`: the gradients' own.
       grad_dtype: whether gradients are returned in the accumulator's or the parameters' dtypes.
+      reduce: when gradients are added up over the devices of a sharded batch. `"auto"`: where
+        the compiler sees fit, which is in every microbatch. `"deferred"`: once, at the end; each
+        device goes through its own rows and keeps an accumulator of the parameters' size (as they
+        are sharded over other mesh axes). `loss_fn` then sees one device's part of a microbatch,
+        on a mesh without `data_axes`, and each part is a microbatch of its own for `rng`,
+        `skip_fn`, `"stack"` and the metrics: part `d` of microbatch `i` is number `d * n + i`.
+      data_axes: the mesh axes that the batch is sharded over; for `"deferred"`.
+      mesh: for `"deferred"`; by default that of `out_shardings` or of `jax.set_mesh`.
+      out_shardings: where the accumulator and the returned gradients lie: a `NamedSharding`, or a
+        tree of them like the parameters that may end early; `None`: like the parameters. Sharded
+        over `data_axes` (ZeRO-2), `"auto"` keeps a part of the accumulator on each device, and
+        `"deferred"` ends in a reduce-scatter.
       unroll: that of `jax.lax.scan`.
 
     Returns:
@@ -140,18 +148,31 @@ def accumulate_gradients(
     check_skip_function(skip_fn)
     if aux != "stack" and not has_aux:
         raise OptionError(f"`aux`={aux!r} needs `has_aux=True`: without, there are no outputs.")
+    if mesh is not None and reduce == "auto":
+        raise OptionError("`mesh` is for `reduce='deferred'` only; `reduce` is 'auto'.")
+    axes = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
     _check_choice("rng", rng, (False, True, "rows"))
+    _check_choice("reduce", reduce, ("auto", "deferred"))
     _check_choice("grad_dtype", grad_dtype, ("accumulator", "params"))
     loop = Loop(loss_fn, weights, has_aux, aux, rng, skip_fn, accumulator_dtype, unroll)
 
     def value_and_grad(params: Any, batch: Any, *args: Any, rng: Any = None) -> tuple[Any, Any]:
         _check_key(loop.rng, rng)
-        split = sizes.of(batch_rows(batch), "`batch`")
-        share = Shares(0, rng)
-        sums, stacks, plan = accumulate(loop, split, share, params, batch, args, lambda g: g)
+        shardings = leaf_shardings(out_shardings, params)
+        if reduce == "deferred":
+            found = find_mesh(mesh, shardings, axes)
+            sums, stacks, plan = accumulate_deferred(
+                loop, sizes, found, axes, shardings, rng, params, batch, args
+            )
+        else:
+            split = sizes.of(batch_rows(batch))
+            keep_place = functools.partial(place, shardings=shardings)
+            share = Shares(0, rng)
+            sums, stacks, plan = accumulate(loop, split, share, params, batch, args, keep_place)
         grads = jax.tree.map(lambda g: divide(g, sums.weight), sums.grads)
         if grad_dtype == "params":
             grads = jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), grads, params)
+        grads = place(grads, shardings)
         value: tuple[Any, ...] = (divide(sums.loss, sums.weight),)
         if has_aux:
             value += (finish_aux(plan, sums.aux, stacks.aux, sums.weight),)
@@ -169,7 +190,7 @@ def _check_callable(loss_fn: Any) -> None:
         )
 
 
-def _check_sizes(num: Any, size: Any, smaller_last: bool) -> _Sizes:
+def _check_sizes(num: Any, size: Any, smaller_last: bool) -> Sizes:
     if (num is None) == (size is None):
         raise OptionError(
             "Give `num_microbatches` or `microbatch_size`, one of them: "
@@ -181,9 +202,9 @@ def _check_sizes(num: Any, size: Any, smaller_last: bool) -> _Sizes:
             raise OptionError(f"`{name}` must be an integer of 1 or more; it is {value!r}.")
     if smaller_last and size is None:
         raise OptionError(
-            "`smaller_last=True` needs `microbatch_size`; under `num_microbatches` all have one size."
+            "`smaller_last=True` needs `microbatch_size`: `num_microbatches` makes equal parts."
         )
-    return _Sizes(
+    return Sizes(
         None if num is None else int(num), None if size is None else int(size), bool(smaller_last)
     )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,9 @@ Reduction: TypeAlias = Literal["stack", "sum", "mean", "concat"]
 _REDUCTIONS = get_args(Reduction)
 
 
-class AuxPlan(NamedTuple):
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class AuxPlan:
     """The auxiliary output of one microbatch, and what to do with each of its leaves.
 
     Attributes:
@@ -28,8 +31,8 @@ class AuxPlan(NamedTuple):
     """
 
     treedef: Any
-    shapes: list[jax.ShapeDtypeStruct]
-    rules: list[Reduction]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    rules: tuple[Reduction, ...]
 
 
 def check_reductions(aux: Any) -> None:
@@ -74,7 +77,7 @@ def plan_aux(output: Any, aux: Any, split: Split) -> AuxPlan:
             f"`aux='concat'` needs outputs with one entry for each of the microbatch's "
             f"{split.size} rows, but found\n" + "".join(wrong) + "Take 'stack', 'sum' or 'mean'."
         )
-    return AuxPlan(treedef, [leaf for _, leaf in keyed], rules)
+    return AuxPlan(treedef, tuple(leaf for _, leaf in keyed), tuple(rules))
 
 
 def zero_sums(plan: AuxPlan) -> list[jax.Array]:
@@ -150,8 +153,8 @@ def join_last(
             if tail.shape[1:] != whole.shape[1:]:
                 raise LossOutputError(
                     f"`aux='stack'` needs outputs of one shape, but there are {leaf.shape[1:]} "
-                    f"and, in the smaller last microbatch, {tail.shape[1:]}. Take 'concat' for outputs "
-                    "with one entry for each row, or 'sum' or 'mean'."
+                    f"and, in the smaller last microbatch, {tail.shape[1:]}. Take 'concat' for "
+                    "outputs with one entry for each row, or 'sum' or 'mean'."
                 )
             whole = jnp.concatenate([whole, tail])
         joined.append(whole)

@@ -8,6 +8,8 @@ each lie on a few devices only, and had to be spread over all of them first.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -81,54 +83,71 @@ def batch_rows(batch: Any) -> int:
     return int(rows)
 
 
-def split_rows(
-    rows: int,
-    num_microbatches: int | None,
-    microbatch_size: int | None,
-    smaller_last: bool,
-    of: str,
-) -> Split:
-    """Decides the sizes of the microbatches; exactly one of the two numbers is given.
+@dataclass(frozen=True)
+class Sizes:
+    """What was asked for.
 
-    Args:
-      rows: of the batch.
-      num_microbatches: how many microbatches.
-      microbatch_size: rows of each.
+    Attributes:
+      num_microbatches: how many microbatches; this or `microbatch_size` is `None`.
+      microbatch_size: rows of each, over all devices.
       smaller_last: whether the last microbatch may have fewer rows.
-      of: what the errors call the batch.
-
-    Raises:
-      BatchError: `rows` does not divide.
-
-    Examples:
-      >>> split_rows(12, 4, None, False, '`batch`')
-      Split(num=4, size=3, last=0)
-      >>> split_rows(14, None, 4, True, '`batch`')
-      Split(num=3, size=4, last=2)
     """
-    if num_microbatches is not None:
-        if rows % num_microbatches:
+
+    num_microbatches: int | None
+    microbatch_size: int | None
+    smaller_last: bool = False
+
+    def of(self, rows: int, devices: int = 1) -> Split:
+        """Returns the sizes for a batch, or for one device's part of it.
+
+        Args:
+          rows: of the batch, over all devices.
+          devices: on how many of them the rows lie, each with its own microbatches.
+
+        Raises:
+          BatchError: the rows do not divide.
+
+        Examples:
+          >>> Sizes(4, None).of(12)
+          Split(num=4, size=3, last=0)
+          >>> Sizes(None, 4, smaller_last=True).of(28, devices=2)
+          Split(num=7, size=2, last=0)
+        """
+        asked = {name: value for name, value in vars(self).items() if value}
+        (name, value), *_ = asked.items()
+        each = "" if devices == 1 else f" on each of {devices} devices"
+        if rows % devices or (name == "microbatch_size" and value % devices):
             raise BatchError(
-                f"{of} has {rows} rows, which do not divide into `num_microbatches`="
-                f"{num_microbatches}. Take a divisor ({_divisors(rows)}), pad the batch with rows "
-                "of weight 0, or give `microbatch_size` with `smaller_last=True`."
+                f"`batch` has {rows} rows and `{name}` is {value}: the rows must divide evenly "
+                f"over the {devices} devices of `data_axes`. Pad the batch with rows of weight 0, "
+                "take other sizes, or `reduce='auto'`."
             )
-        return Split(num_microbatches, rows // num_microbatches, 0)
-    assert microbatch_size is not None
-    if rows % microbatch_size and not smaller_last:
-        raise BatchError(
-            f"{of} has {rows} rows, which do not divide into microbatches of `microbatch_size`="
-            f"{microbatch_size} rows. Take a divisor ({_divisors(rows)}), pad the batch with rows "
-            "of weight 0, or give `smaller_last=True`."
-        )
-    size = min(microbatch_size, rows)
-    return Split(rows // size, size, rows % size)
+        local = rows // devices
+        if self.num_microbatches is not None:
+            size, last = divmod(local, self.num_microbatches)
+            split = Split(self.num_microbatches, size, 0)
+        else:
+            size = min(value // devices, local)
+            last = local % size
+            split = Split(local // size, size, last)
+        if last and not self.smaller_last:
+            numbers = [devices * d if name == "microbatch_size" else d for d in _divisors(local)]
+            raise BatchError(
+                f"`batch` has {local} rows{each}, which do not divide into microbatches: `{name}` "
+                f"is {value}. Take one of {_listed(numbers)}; or pad the batch with rows of weight "
+                "0; or give `microbatch_size` with `smaller_last=True`."
+            )
+        return split
 
 
-def _divisors(rows: int) -> str:
-    small = [d for d in range(1, math.isqrt(rows) + 1) if rows % d == 0]
-    found = sorted({*small, *(rows // d for d in small)})
-    return ", ".join(map(str, found if len(found) <= 12 else [*found[:8], "...", found[-1]]))
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    shown = numbers if len(numbers) <= 12 else [*numbers[:10], "...", numbers[-1]]
+    return ", ".join(map(str, shown))
 
 
 def fold(batch: Any, split: Split) -> Any:
@@ -142,7 +161,7 @@ def _fold(leaf: Any, split: Split) -> jax.Array:
     shape = (split.size, split.num, *leaf.shape[1:])
     spec = tuple(jax.typeof(leaf).sharding.spec)
     if not any(entry is not None for entry in spec):
-        return leaf.reshape(shape)
+        return jax.lax.reshape(leaf, shape)
     # On an Explicit mesh: the rows of each microbatch stay spread as the batch's rows are.
     target = jax.sharding.PartitionSpec(spec[0], None, *spec[1:])
     folded: jax.Array = jnp.reshape(leaf, shape, out_sharding=target)
@@ -189,7 +208,7 @@ def unfold(stacked: Any, split: Split) -> jax.Array:
     shape = (split.num * split.size, *rows.shape[2:])
     spec = tuple(jax.typeof(rows).sharding.spec)
     if not any(entry is not None for entry in spec):
-        return rows.reshape(shape)
+        return jax.lax.reshape(rows, shape)
     target = jax.sharding.PartitionSpec(spec[0], *spec[2:])
     in_order: jax.Array = jnp.reshape(rows, shape, out_sharding=target)
     return in_order

@@ -1,0 +1,174 @@
+"""One reduction over the devices for a whole batch, whatever the number of microbatches.
+
+Each device adds up the gradients of its own rows; `jax.shard_map` over the data axes keeps the
+compiler from adding over the devices in every microbatch. Its results are stacked over the
+devices, not summed inside: sums inside would know nothing of the other mesh axes, which stay
+the compiler's (measured: `psum_scatter` gathers what lies over a tensor axis first, and `psum` is
+an internal error on Explicit meshes with a further axis, jax 0.8 to 0.12).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from opt_accumulate._aux import AuxPlan
+from opt_accumulate._microbatches import Sizes, batch_rows
+from opt_accumulate._placement import Shardings, axes_of, explicit_spec, place, reshard, without
+from opt_accumulate._scan import Loop, Shares, Stacks, Sums, accumulate
+from opt_accumulate.errors import OptionError
+
+
+def find_mesh(mesh: Any, shardings: Shardings, data_axes: Sequence[str]) -> Any:
+    """Returns the mesh to reduce over: that given, that of the shardings, or the current one.
+
+    Raises:
+      OptionError: there is none, there are two, or it has not all of `data_axes`.
+    """
+    meshes = [sharding.mesh for sharding in shardings if sharding is not None]
+    current = jax.sharding.get_abstract_mesh()
+    found = mesh or next(iter(meshes), None) or (None if current.empty else current)
+    if found is None:
+        raise OptionError(
+            "`reduce='deferred'` needs a mesh: give `mesh`, or call under `jax.set_mesh(mesh)`."
+        )
+    others = [other for other in meshes if dict(other.shape) != dict(found.shape)]
+    if others:
+        raise OptionError(
+            f"`out_shardings` lie on a mesh of {dict(others[0].shape)}, `mesh` is "
+            f"{dict(found.shape)}: they must be one mesh."
+        )
+    missing = [axis for axis in data_axes if axis not in found.axis_names]
+    if missing:
+        raise OptionError(
+            f"`data_axes` names {', '.join(map(repr, missing))}, but the mesh has the axes "
+            f"{', '.join(map(repr, found.axis_names))}. Name those that the batch is sharded over."
+        )
+    return found
+
+
+def accumulate_deferred(
+    loop: Loop,
+    sizes: Sizes,
+    mesh: Any,
+    data_axes: tuple[str, ...],
+    shardings: Shardings,
+    rng: Any,
+    params: Any,
+    batch: Any,
+    args: tuple[Any, ...],
+) -> tuple[Sums, Stacks, AuxPlan]:
+    """Does what `accumulate` does, over all devices, and adds up over them once.
+
+    Args:
+      loop: what happens to each microbatch.
+      sizes: of the microbatches.
+      mesh: of the devices.
+      data_axes: the mesh axes that the batch is sharded over.
+      shardings: of the accumulator, one for each leaf of `params`.
+      rng: the key of the batch; `None` without.
+      params: to differentiate by.
+      batch: of all devices.
+      args: further arguments of the loss function.
+    """
+    devices = math.prod(mesh.shape[axis] for axis in data_axes)
+    split = sizes.of(batch_rows(batch), devices)
+    over_devices = PartitionSpec(data_axes)
+
+    def on_device(
+        index: jax.Array, params: Any, batch: Any, args: tuple[Any, ...], rng: Any
+    ) -> tuple[Sums, Stacks, AuxPlan]:
+        def keep_place(tree: Any) -> Any:
+            return place(tree, shardings, data_axes)
+
+        share = Shares(index[0], rng)
+        sums, stacks, plan = accumulate(loop, split, share, params, batch, args, keep_place)
+        return jax.tree.map(lambda leaf: leaf[None], sums), stacks, plan
+
+    run = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(over_devices, PartitionSpec(), over_devices, PartitionSpec(), PartitionSpec()),
+        out_specs=(over_devices, over_devices, PartitionSpec()),
+        axis_names=set(data_axes),
+        # Loss functions have loops that begin with constants; as types these would have to be
+        # told to vary over the devices, in each of them.
+        check_vma=False,
+    )
+    index = jnp.arange(devices, dtype=jnp.int32)
+    whole = [jax.tree.map(lambda leaf: _gathered(leaf, data_axes), t) for t in (params, args)]
+    spread = [jax.tree.map(lambda leaf: _spread(leaf, mesh, data_axes), t) for t in (index, batch)]
+    sums, stacks, plan = run(spread[0], whole[0], spread[1], whole[1], rng)
+    grads, treedef = jax.tree.flatten(sums.grads)
+    reduced = [
+        _reduce(leaf, sharding, mesh, data_axes)
+        for leaf, sharding in zip(grads, shardings, strict=True)
+    ]
+    rest = jax.tree.map(_sum_devices, sums._replace(grads=None))
+    return rest._replace(grads=jax.tree.unflatten(treedef, reduced)), stacks, plan
+
+
+def _gathered(leaf: Any, data_axes: tuple[str, ...]) -> Any:
+    spec = explicit_spec(leaf)
+    if spec is None or without(spec, data_axes) == spec:
+        return leaf
+    return reshard(leaf, without(spec, data_axes))
+
+
+def _spread(leaf: Any, mesh: Any, data_axes: tuple[str, ...]) -> Any:
+    spec = explicit_spec(leaf)
+    if spec is None:
+        return leaf
+    rest = tuple(without(spec, data_axes))[1:]
+    return reshard(leaf, NamedSharding(mesh, PartitionSpec(data_axes, *rest)))
+
+
+def _sum_devices(stacked: jax.Array) -> jax.Array:
+    total: jax.Array = jnp.sum(stacked, 0, dtype=stacked.dtype)
+    return total
+
+
+def _reduce(
+    stacked: jax.Array, sharding: NamedSharding | None, mesh: Any, data_axes: tuple[str, ...]
+) -> jax.Array:
+    if sharding is None:
+        return _sum_devices(stacked)
+    spec = sharding.spec
+    scattered = _scattered_axes(spec, stacked.shape[1:], mesh, data_axes)
+    if not scattered:
+        return place([_sum_devices(stacked)], [sharding])[0]
+
+    def scatter(local: jax.Array) -> jax.Array:
+        total = local[0]
+        for dim, axes in scattered.items():
+            total = jax.lax.psum_scatter(total, axes, scatter_dimension=dim, tiled=True)
+        used = {axis for axes in scattered.values() for axis in axes}
+        remaining = tuple(axis for axis in data_axes if axis not in used)
+        return jax.lax.psum(total, remaining) if remaining else total
+
+    in_spec = PartitionSpec(data_axes, *tuple(without(spec, data_axes)))
+    stacked = place([stacked], [NamedSharding(mesh, in_spec)])[0]
+    run = jax.shard_map(scatter, mesh=mesh, in_specs=in_spec, out_specs=spec, check_vma=False)
+    reduced: jax.Array = run(stacked)
+    return reduced
+
+
+def _scattered_axes(
+    spec: PartitionSpec, shape: tuple[int, ...], mesh: Any, data_axes: tuple[str, ...]
+) -> dict[int, tuple[str, ...]]:
+    """Returns the data axes of each dimension; none where the parts would come out in disorder."""
+    scattered = {}
+    for dim, entry in enumerate(spec):
+        axes = axes_of(entry)
+        data = tuple(axis for axis in axes if axis in data_axes)
+        if not data:
+            continue
+        if axes[-len(data) :] != data or shape[dim] % math.prod(mesh.shape[a] for a in axes):
+            return {}
+        scattered[dim] = data
+    return scattered
