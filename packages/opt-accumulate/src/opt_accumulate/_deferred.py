@@ -141,7 +141,8 @@ def _reduce(
     spec = sharding.spec
     scattered = _scattered_axes(spec, stacked.shape[1:], mesh, data_axes)
     if not scattered:
-        return place([_sum_devices(stacked)], [sharding])[0]
+        (whole,) = place([_sum_devices(stacked)], [sharding])
+        return jnp.asarray(whole)
 
     def scatter(local: jax.Array) -> jax.Array:
         total = local[0]

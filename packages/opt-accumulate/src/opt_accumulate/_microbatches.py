@@ -194,7 +194,8 @@ def row_numbers(split: Split, index: Any) -> jax.Array:
       >>> row_numbers(Split(num=3, size=2, last=1), 1).tolist()
       [1, 4]
     """
-    return jnp.arange(split.size, dtype=jnp.int32) * split.num + index
+    rows: jax.Array = jnp.arange(split.size, dtype=jnp.int32) * split.num + index
+    return rows
 
 
 def unfold(stacked: Any, split: Split) -> jax.Array:

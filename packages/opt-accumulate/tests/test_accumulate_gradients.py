@@ -1,0 +1,638 @@
+"""Gradients over microbatches against those of the whole batch at once."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import chex
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from opt_accumulate._accumulate import AccumulationMetrics, accumulate_gradients
+from opt_accumulate.errors import BatchError, LossOutputError, OptionError
+
+ROWS = 12
+FLOAT32_EPS = float(np.finfo(np.float32).eps)
+
+Tree = Any
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion() -> Iterator[None]:
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+def make_params() -> Tree:
+    w = np.random.RandomState(0).randint(-2, 3, (3, 2))
+    return {"w": jnp.asarray(w, jnp.float32), "b": jnp.asarray([1.0, -2.0], jnp.float32)}
+
+
+def make_batch(mask: np.ndarray[Any, Any] | None = None, rows: int = ROWS) -> Tree:
+    """Small whole numbers: every sum of them is exact in float32, in whatever order."""
+    random = np.random.RandomState(1)
+    mask = random.randint(0, 2, (rows, 2)) if mask is None else mask
+    return {
+        "x": jnp.asarray(random.randint(-3, 4, (rows, 3)), jnp.float32),
+        "mask": jnp.asarray(mask, jnp.float32),
+    }
+
+
+def token_losses(params: Tree, batch: Tree) -> jax.Array:
+    out: jax.Array = jnp.square(batch["x"] @ params["w"] + params["b"])
+    return out
+
+
+def loss_sum(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+    losses = token_losses(params, batch) * batch["mask"]
+    return losses.sum(), batch["mask"].sum().astype(jnp.int32)
+
+
+def whole_batch(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+    """JAX's own gradient of total loss / total weight; the division comes last, as in ours."""
+    weight = loss_sum(params, batch)[1].astype(jnp.float32)
+    loss, grads = jax.value_and_grad(lambda p: loss_sum(p, batch)[0])(params)
+    return loss / weight, jax.tree.map(lambda g: g / weight, grads)
+
+
+def mean_over_tokens(params: Tree, batch: Tree) -> jax.Array:
+    total, weight = loss_sum(params, batch)
+    return total / weight.astype(jnp.float32)
+
+
+def masked_tokens(batch: Tree) -> jax.Array:
+    out: jax.Array = batch["mask"].sum().astype(jnp.int32)
+    return out
+
+
+def assert_equal(a: Tree, b: Tree) -> None:
+    chex.assert_trees_all_equal(a, b)
+    chex.assert_trees_all_equal_dtypes(a, b)
+
+
+# Weights.
+
+
+@hypothesis.given(
+    mask=st.lists(st.booleans(), min_size=2 * ROWS, max_size=2 * ROWS).filter(any),
+    size=st.integers(1, ROWS),
+)
+@hypothesis.settings(max_examples=15, deadline=None)
+def test_ragged_masks_give_the_gradient_of_the_whole_batch_bit_for_bit(
+    mask: list[bool], size: int
+) -> None:
+    params, batch = make_params(), make_batch(np.reshape(mask, (ROWS, 2)))
+    vg = accumulate_gradients(loss_sum, microbatch_size=size, smaller_last=True)
+    with jax.numpy_dtype_promotion("strict"):
+        assert_equal(vg(params, batch), whole_batch(params, batch))
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 6, 12, np.int64(3)])
+def test_any_number_of_microbatches_is_the_same(num: int) -> None:
+    params, batch = make_params(), make_batch()
+    vg = jax.jit(accumulate_gradients(loss_sum, num_microbatches=num))
+    assert_equal(vg(params, batch), whole_batch(params, batch))
+
+
+@pytest.mark.parametrize("unroll", [2, True])
+def test_unrolled_is_the_same_without_a_loop_where_it_is_all(unroll: int | bool) -> None:
+    params, batch = make_params(), make_batch()
+    vg = accumulate_gradients(loss_sum, num_microbatches=4, unroll=unroll)
+    assert_equal(jax.jit(vg)(params, batch), whole_batch(params, batch))
+    program = jax.jit(vg).lower(params, batch).compile().as_text()
+    assert program is not None
+    assert (" while(" in program) == (unroll is not True)
+
+
+def test_rounding_is_that_of_float32() -> None:
+    """Real numbers through a nonlinear loss, against float64 of the whole batch."""
+    random = np.random.RandomState(2)
+    w, x = random.randn(5, 7), random.randn(64, 5)
+    mask = random.rand(64) < 0.3
+    grad64 = x.T @ (mask[:, None] * (1 - np.tanh(x @ w) ** 2)) / mask.sum()
+
+    def loss_fn(w: jax.Array, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        losses = jnp.tanh(batch["x"] @ w).sum(-1)
+        return jnp.where(batch["mask"], losses, 0.0).sum(), batch["mask"].sum()
+
+    batch = {"x": jnp.asarray(x, jnp.float32), "mask": jnp.asarray(mask)}
+    _, grad = accumulate_gradients(loss_fn, num_microbatches=16)(jnp.float32(w), batch)
+    # 64 terms of magnitude 1, each rounded a few times, divided by about 20.
+    np.testing.assert_allclose(grad, grad64, atol=64 / 20 * 4 * FLOAT32_EPS)
+
+
+def test_means_with_a_weight_of_the_batch_are_as_exact() -> None:
+    params, batch = make_params(), make_batch()
+    vg = accumulate_gradients(mean_over_tokens, num_microbatches=4, weights=masked_tokens)
+    # A mean times its weight is off by a rounding of each microbatch's mean.
+    chex.assert_trees_all_close(vg(params, batch), whole_batch(params, batch), rtol=4e-7)
+
+
+def test_mean_of_means_is_another_number_and_has_to_be_asked_for() -> None:
+    mask = np.ones((ROWS, 2))
+    mask[1::2, 0] = 0  # microbatch 0 has two tokens in a row, microbatch 1 one
+    params, batch = make_params(), make_batch(mask)
+    parts = [jax.tree.map(lambda leaf, i=i: leaf[i::2], batch) for i in range(2)]
+    means = [jax.value_and_grad(mean_over_tokens)(params, part) for part in parts]
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, *means)
+    vg = accumulate_gradients(mean_over_tokens, num_microbatches=2, weights="mean_of_means")
+    chex.assert_trees_all_close(vg(params, batch), mean, rtol=1e-6)
+    loss, true = vg(params, batch)[0], whole_batch(params, batch)[0]
+    assert abs(loss - true) > 0.03 * true
+
+
+@pytest.mark.skipif(not hasattr(optax, "microbatching"), reason="Optax has it since 0.2.7")
+def test_optax_microbatching_averages_means_and_agrees_on_sums() -> None:
+    mask = np.ones((ROWS, 2))
+    mask[1::2, 0] = 0
+    params, batch = make_params(), make_batch(mask)
+    true = whole_batch(params, batch)[1]
+    kinds = optax.microbatching.AccumulationType
+
+    def microbatched(grad_fn: Callable[..., Any], kind: Any) -> Tree:
+        run = optax.microbatching.microbatch(grad_fn, 1, ROWS // 2, kind)
+        return run(params, batch)
+
+    sums = microbatched(jax.grad(loss_sum, has_aux=True), kinds.SUM)
+    means = microbatched(jax.grad(mean_over_tokens), kinds.MEAN)
+    ours = accumulate_gradients(loss_sum, num_microbatches=2)(params, batch)[1]
+    assert_equal(ours, true)
+    assert_equal(jax.tree.map(lambda g: g / sums[1].astype(jnp.float32), sums[0]), true)
+    off = jnp.abs(means["w"] - true["w"]).max() / jnp.abs(true["w"]).max()
+    assert off > 0.01  # Optax has no weights for its means
+
+
+@pytest.mark.parametrize("size", [5, 8, 12, 20])
+def test_every_example_counts_the_same_in_a_smaller_last_microbatch(size: int) -> None:
+    params, batch = make_params(), make_batch()
+
+    def loss_fn(params: Tree, batch: Tree) -> jax.Array:
+        return token_losses(params, batch).sum(-1).mean()
+
+    vg = accumulate_gradients(loss_fn, microbatch_size=size, smaller_last=True, weights="examples")
+    expected = jax.value_and_grad(loss_fn)(params, batch)
+    chex.assert_trees_all_close(vg(params, batch), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("weights", ["returned", "callable"])
+def test_microbatches_without_tokens_are_as_nothing(weights: str) -> None:
+    rule: Any
+    mask = np.ones((ROWS, 2))
+    mask[1::3] = 0
+    params, batch = make_params(), make_batch(mask)
+    fn, rule = (
+        (loss_sum, "returned") if weights == "returned" else (mean_over_tokens, masked_tokens)
+    )
+    vg = accumulate_gradients(fn, num_microbatches=3, weights=rule, with_metrics=True)
+    (loss, metrics), grads = vg(params, batch)
+    chex.assert_trees_all_close((loss, grads), whole_batch(params, batch), rtol=4e-7)
+    assert metrics.weights.tolist() == [8, 0, 8]
+    assert (int(metrics.weight), int(metrics.num_empty), int(metrics.num_skipped)) == (16, 1, 0)
+    # The mean over nothing is 0/0, and so is its gradient.
+    assert np.isnan(mean_over_tokens(params, jax.tree.map(lambda leaf: leaf[1::3], batch)))
+
+
+@pytest.mark.parametrize("fn", [loss_sum, mean_over_tokens])
+def test_no_weight_at_all_gives_zeros_and_says_so(fn: Callable[..., Any]) -> None:
+    params, batch = make_params(), make_batch(np.zeros((ROWS, 2)))
+    rule: Any = "returned" if fn is loss_sum else masked_tokens
+    vg = accumulate_gradients(fn, num_microbatches=3, weights=rule, with_metrics=True)
+    (loss, metrics), grads = vg(params, batch)
+    assert_equal((loss, grads), (jnp.float32(0), jax.tree.map(jnp.zeros_like, params)))
+    assert (int(metrics.weight), int(metrics.num_empty), metrics.num_microbatches) == (0, 3, 3)
+
+
+def test_counts_beyond_float32_stay_whole() -> None:
+    """2**24 + 1 is no float32: counts are added as integers."""
+    counts = jnp.asarray([2**24, 1, 1, 1], jnp.int32)
+
+    def loss_fn(w: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return w, count.sum()
+
+    vg = accumulate_gradients(loss_fn, num_microbatches=4, with_metrics=True)
+    (_, metrics), _ = vg(jnp.float32(1), counts)
+    assert int(metrics.weight) == 2**24 + 3
+
+
+def test_no_gradient_flows_through_weights() -> None:
+    def loss_fn(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return (w * x).sum(), (w * x).sum()
+
+    _, grad = accumulate_gradients(loss_fn, num_microbatches=2)(jnp.float32(2), jnp.ones(4))
+    assert float(grad) == 4 / 8  # by the quotient rule it would be 0
+
+
+# Auxiliary outputs and metrics.
+
+
+def loss_and_aux(params: Tree, batch: Tree) -> tuple[Any, Tree]:
+    losses = token_losses(params, batch)
+    aux = {
+        "losses": losses,
+        "tokens": {"kept": masked_tokens(batch), "any": batch["mask"].any()},
+        "mean": jax.lax.stop_gradient(losses[:, 0]).mean().astype(jnp.bfloat16),
+        "none": None,
+    }
+    return loss_sum(params, batch), aux
+
+
+@pytest.mark.parametrize("sizes", [{"num_microbatches": 3}, {"microbatch_size": 4}])
+def test_auxiliary_outputs_are_stacked(sizes: dict[str, Any]) -> None:
+    params, batch = make_params(), make_batch()
+    vg = accumulate_gradients(loss_and_aux, has_aux=True, **sizes)
+    (loss, aux), _ = vg(params, batch)
+    assert float(loss) == float(whole_batch(params, batch)[0])
+    for i in range(3):
+        part = jax.tree.map(lambda leaf, i=i: leaf[i::3], batch)
+        expected = loss_and_aux(params, part)[1]
+        assert_equal(jax.tree.map(lambda leaf, i=i: leaf[i], aux), expected)
+
+
+def test_auxiliary_outputs_by_a_tree_of_rules() -> None:
+    params, batch = make_params(), make_batch()
+    rules = {"losses": "concat", "tokens": "sum", "mean": "mean", "none": None}
+    vg = accumulate_gradients(
+        loss_and_aux, microbatch_size=5, smaller_last=True, has_aux=True, aux=rules
+    )
+    (_, aux), _ = vg(params, batch)
+    losses, tokens = token_losses(params, batch), masked_tokens(batch)
+    np.testing.assert_array_equal(aux["losses"], losses)  # in the order of the batch
+    assert aux["tokens"] == {"kept": tokens, "any": jnp.int32(3)}
+    assert {leaf.dtype for leaf in aux["tokens"].values()} == {np.dtype("int32")}
+    rows = np.array([0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 2, 2])  # microbatch of each row
+    means = [float(losses[rows == i, 0].mean().astype(jnp.bfloat16)) for i in range(3)]
+    weights = [float(batch["mask"][rows == i].sum()) for i in range(3)]
+    assert aux["mean"].dtype == jnp.float32
+    np.testing.assert_allclose(aux["mean"], np.average(means, weights=weights), rtol=1e-6)
+
+
+def test_metrics_go_through_jit_and_stand_last() -> None:
+    vg = accumulate_gradients(loss_and_aux, num_microbatches=3, has_aux=True, with_metrics=True)
+    (_, aux, metrics), _ = jax.jit(vg)(make_params(), make_batch())
+    assert isinstance(metrics, AccumulationMetrics)
+    assert metrics.weights.tolist() == aux["tokens"]["kept"].tolist()
+    assert metrics.num_microbatches == 3
+
+
+# Randomness.
+
+
+def draw(params: jax.Array, batch: jax.Array, rng: jax.Array) -> tuple[jax.Array, Any]:
+    return params * batch.mean(), jax.random.key_data(rng)
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_each_microbatch_has_its_own_key(make_key: Callable[[int], jax.Array]) -> None:
+    key = make_key(7)
+    vg = accumulate_gradients(
+        draw, microbatch_size=4, smaller_last=True, rng=True, weights="examples", has_aux=True
+    )
+    (_, data), _ = vg(jnp.float32(1), jnp.ones(10), rng=key)
+    expected = [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(3)]
+    np.testing.assert_array_equal(data, expected)
+
+
+@pytest.mark.parametrize("size", [3, 4, 6, 12])
+def test_keys_of_rows_do_not_depend_on_the_microbatches(size: int) -> None:
+    def loss_fn(w: jax.Array, x: jax.Array, scale: jax.Array, rng: jax.Array) -> tuple[Any, Any]:
+        noise = jax.vmap(jax.random.normal)(rng)
+        return (w * x * noise * scale).mean(), noise
+
+    vg = accumulate_gradients(
+        loss_fn,
+        microbatch_size=size,
+        smaller_last=True,
+        rng="rows",
+        weights="examples",
+        has_aux=True,
+        aux="concat",
+    )
+    key = jax.random.key(3)
+    (_, noise), grad = vg(jnp.float32(1), jnp.ones(10), jnp.float32(2), rng=key)
+    expected = [jax.random.normal(jax.random.fold_in(key, row)) for row in range(10)]
+    np.testing.assert_array_equal(noise, expected)
+    np.testing.assert_allclose(grad, 2 * np.mean(expected), rtol=1e-6)
+
+
+# Dropped microbatches.
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("rule", ["returned", "callable"])
+def test_a_microbatch_that_is_not_finite_is_as_if_it_were_not_there(bad: float, rule: str) -> None:
+    weights: Any
+    params, batch = make_params(), make_batch(np.ones((ROWS, 2)))
+    poisoned = {**batch, "x": batch["x"].at[5, 1].set(bad)}
+    kept = jax.tree.map(lambda leaf: leaf[np.arange(ROWS) % 4 != 1], batch)
+    fn, weights = (
+        (loss_sum, "returned") if rule == "returned" else (mean_over_tokens, masked_tokens)
+    )
+    vg = functools.partial(accumulate_gradients, fn, num_microbatches=4, weights=weights)
+    loss, grads = vg()(params, poisoned)
+    assert not any(np.isfinite(leaf).all() for leaf in [loss, grads["w"]])
+    (loss, metrics), grads = vg(skip_fn="non_finite", with_metrics=True)(params, poisoned)
+    chex.assert_trees_all_close((loss, grads), whole_batch(params, kept), rtol=4e-7)
+    assert metrics.skipped.tolist() == [False, True, False, False]
+    assert (int(metrics.num_skipped), int(metrics.num_empty), int(metrics.weight)) == (1, 0, 18)
+
+
+def test_an_infinite_gradient_of_a_finite_loss_is_found() -> None:
+    def loss_fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sqrt(w * x).sum()
+
+    vg = accumulate_gradients(
+        loss_fn, num_microbatches=2, weights="examples", skip_fn="non_finite", with_metrics=True
+    )
+    (loss, metrics), grad = vg(jnp.float32(4), jnp.array([1.0, 0.0]))
+    assert metrics.skipped.tolist() == [False, True]
+    assert (float(loss), float(grad)) == (2.0, 0.25)
+
+
+def test_dropped_microbatches_leave_sums_and_means_of_outputs_alone() -> None:
+    def loss_fn(w: jax.Array, x: jax.Array) -> tuple[jax.Array, Tree]:
+        return (w * x).sum(), {"sum": x.sum(), "mean": x.sum(), "stack": x.sum()}
+
+    seen: list[Any] = []
+
+    def skip_fn(loss: jax.Array, grads: jax.Array, weight: jax.Array) -> jax.Array:
+        seen.append((loss.shape, grads.shape, weight.dtype))
+        return grads > 5.0
+
+    vg = accumulate_gradients(
+        loss_fn,
+        num_microbatches=3,
+        weights="examples",
+        has_aux=True,
+        aux={"sum": "sum", "mean": "mean", "stack": "stack"},
+        skip_fn=skip_fn,
+    )
+    (loss, aux), grad = vg(jnp.float32(1), jnp.array([1.0, jnp.inf, 3.0]))
+    assert (float(loss), float(grad)) == (2.0, 2.0)
+    assert {k: v.tolist() for k, v in aux.items()} == {
+        "sum": 4.0,
+        "mean": 2.0,
+        "stack": [1.0, np.inf, 3.0],
+    }
+    assert seen[0] == ((), (), np.dtype("int32"))
+
+
+# Precision.
+
+
+def test_bfloat16_gradients_are_added_in_float32() -> None:
+    x = jnp.asarray(np.random.RandomState(3).rand(64, 8), jnp.bfloat16)
+
+    def loss_fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        return (w * x.mean(0)).sum()
+
+    vg = functools.partial(accumulate_gradients, loss_fn, num_microbatches=64, weights="examples")
+    w = jnp.ones(8, jnp.bfloat16)
+    loss, grad = vg()(w, x)
+    mean = np.asarray(x, np.float64).mean(0)
+    assert (loss.dtype, grad.dtype) == (jnp.float32, jnp.float32)
+    # 64 exact addends; a rounding of the sum in each addition.
+    np.testing.assert_allclose(grad, mean, rtol=64 * FLOAT32_EPS)
+    in_bfloat16 = vg(accumulator_dtype=None)(w, x)[1]
+    assert in_bfloat16.dtype == jnp.bfloat16
+    assert np.abs(np.asarray(in_bfloat16, np.float64) - mean).max() > 2e-3
+    assert vg(grad_dtype="params")(w, x)[1].dtype == jnp.bfloat16
+    assert vg(accumulator_dtype="float16")(w, x)[1].dtype == jnp.float16
+
+
+def test_complex_gradients_keep_their_imaginary_parts() -> None:
+    def loss_fn(z: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.square(jnp.abs(z * x)).mean()
+
+    z, x = jnp.complex64(1 + 2j), jnp.array([1 + 1j, 2 - 1j], jnp.complex64)
+    vg = accumulate_gradients(loss_fn, num_microbatches=2, weights="examples")
+    chex.assert_trees_all_close(vg(z, x), jax.value_and_grad(loss_fn)(z, x), rtol=1e-6)
+    assert vg(z, x)[1].dtype == jnp.complex64
+
+
+def test_float64_stays_float64() -> None:
+    enable_x64: Any = jax.enable_x64
+    with enable_x64(True):
+        x = jnp.asarray([1e-10, 1.0, 1.0, 1.0], jnp.float64)
+
+        def loss_fn(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return (w * x).sum(), jnp.ones_like(x).sum()
+
+        loss, grad = accumulate_gradients(loss_fn, num_microbatches=4)(jnp.float64(1), x)
+        assert (loss.dtype, grad.dtype) == (jnp.float64, jnp.float64)
+        assert float(grad) == (3 + 1e-10) / 4
+
+
+# Programs.
+
+
+def test_memory_is_one_microbatch_of_activations_and_one_accumulator() -> None:
+    params = {"a": jnp.zeros((64, 1024)), "b": jnp.zeros((1024, 64))}
+    size = sum(leaf.nbytes for leaf in params.values())
+    x = jnp.zeros((4096, 64))
+
+    def loss_fn(params: Tree, x: jax.Array) -> jax.Array:
+        return jnp.square(jnp.tanh(x @ params["a"]) @ params["b"]).sum(-1).mean()
+
+    def temporaries(f: Callable[..., Any]) -> int:
+        analysis = jax.jit(f).lower(params, x).compile().memory_analysis()
+        assert analysis is not None
+        return int(analysis.temp_size_in_bytes)
+
+    full = temporaries(jax.value_and_grad(loss_fn))
+    small = temporaries(lambda params, x: jax.value_and_grad(loss_fn)(params, x[: 4096 // 16]))
+    ours = temporaries(accumulate_gradients(loss_fn, num_microbatches=16, weights="examples"))
+    assert full > 16 * 1024 * 1024  # the activations, of which there is a 16th in ours
+    # Beside one microbatch: its rows, and its gradients next to the accumulator that is an output.
+    assert ours <= small + x.nbytes // 16 + 2 * size
+    assert ours < full / 6
+
+
+def test_loss_function_is_traced_a_fixed_number_of_times() -> None:
+    traced = []
+
+    def loss_fn(params: Tree, batch: Tree) -> Any:
+        traced.append(1)
+        return loss_sum(params, batch)
+
+    vg = jax.jit(accumulate_gradients(loss_fn, num_microbatches=12))
+    for _ in range(2):
+        vg(make_params(), make_batch())
+    assert len(traced) == 2  # once for the shapes of its outputs, once for the loop
+
+
+def test_checkpointed_loss_functions_and_vmapped_parameters() -> None:
+    params, batch = make_params(), make_batch()
+    rematerialised = accumulate_gradients(jax.checkpoint(loss_sum), num_microbatches=3)
+    assert_equal(jax.jit(rematerialised)(params, batch), whole_batch(params, batch))
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf + 1]), params)
+    vg = accumulate_gradients(loss_sum, num_microbatches=3)
+    each = jax.vmap(vg, (0, None))(many, batch)
+    second = whole_batch(jax.tree.map(lambda leaf: leaf + 1, params), batch)
+    assert_equal(jax.tree.map(lambda leaf: leaf[1], each), second)
+
+
+def test_eval_shape_and_trees_that_are_single_arrays() -> None:
+    vg = accumulate_gradients(lambda w, x: (w * x).mean(), num_microbatches=2, weights="examples")
+    loss, grad = jax.eval_shape(vg, jnp.ones(3), jnp.ones((4, 3)))
+    assert (loss.shape, grad.shape) == ((), (3,))
+
+
+def test_trains_as_the_whole_batch_does() -> None:
+    tx = optax.adamw(1e-2)
+    batch = make_batch()
+
+    def train(value_and_grad: Callable[..., Any]) -> list[float]:
+        params = make_params()
+        state, losses = tx.init(params), []
+        for _ in range(10):
+            loss, grads = jax.jit(value_and_grad)(params, batch)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            losses.append(float(loss))
+        return losses
+
+    with jax.numpy_dtype_promotion("standard"):  # Optax's
+        one = train(jax.value_and_grad(mean_over_tokens))
+        six = train(accumulate_gradients(loss_sum, num_microbatches=6))
+    # Ten steps of roundings of the last place.
+    np.testing.assert_allclose(six, one, rtol=2e-6)
+    assert one[-1] < 0.95 * one[0]
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "Give `num_microbatches` or `microbatch_size`, one of them: they are None and None."),
+        ({"num_microbatches": 2, "microbatch_size": 2}, "one of them: they are 2 and 2."),
+        ({"num_microbatches": 0}, "`num_microbatches` must be an integer of 1 or more; it is 0."),
+        ({"num_microbatches": True}, "must be an integer of 1 or more; it is True."),
+        ({"microbatch_size": 2.0}, "`microbatch_size` must be an integer of 1 or more; it is 2.0."),
+        ({"num_microbatches": 2, "smaller_last": True}, "`smaller_last=True` needs `microbatch_si"),
+        ({"num_microbatches": 2, "weights": "mean"}, "`weights` has no rule 'mean'. If the loss"),
+        ({"num_microbatches": 2, "aux": "sum"}, "`aux`='sum' needs `has_aux=True`"),
+        (
+            {"num_microbatches": 2, "has_aux": True, "aux": {"a": {"b": "max"}, "c": "sum"}},
+            "'concat', or a tree of them; it has\n  a/b: 'max'\n",
+        ),
+        ({"num_microbatches": 2, "rng": 1}, "`rng` must be one of False, True, 'rows'; it is 1."),
+        ({"num_microbatches": 2, "reduce": "late"}, "`reduce` must be one of 'auto', 'deferred';"),
+        ({"num_microbatches": 2, "grad_dtype": None}, "one of 'accumulator', 'params'; it is Non"),
+        ({"num_microbatches": 2, "skip_fn": "nan"}, "`skip_fn` must be None, 'non_finite', or a"),
+    ],
+)
+def test_options_that_do_not_exist(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError) as error:
+        accumulate_gradients(loss_sum, **options)
+    assert words in str(error.value)
+
+
+def test_loss_function_that_is_none() -> None:
+    not_callable: Any = None
+    with pytest.raises(OptionError, match="`loss_fn` must be a function of"):
+        accumulate_gradients(not_callable, num_microbatches=1)
+
+
+@pytest.mark.parametrize(
+    ("output", "options", "words"),
+    [
+        (
+            lambda w: w,
+            {},
+            (
+                "must return (sum of losses, weight), not float32 of shape (). "
+                "That is `weights='returned'`; say what it returns:"
+            ),
+        ),
+        (lambda w: (w, jnp.ones(2)), {}, "weight that the loss function returns must be one real"),
+        (lambda w: (w, 1j), {}, "must be one real number, such as `mask.sum()`, not complex"),
+        (
+            lambda w: (w, 1),
+            {"weights": "examples"},
+            (
+                "The loss must be one number, not a tuple of shapes ((), ()). Does the loss "
+                "function return (sum, weight)? Then give `weights='returned'`. Or (loss, aux)?"
+            ),
+        ),
+        (lambda w: w * jnp.ones(3), {"weights": "examples"}, "not float32 of shape (3,). Sum or"),
+        (lambda w: jnp.int32(1), {"weights": "examples"}, "not int32 of shape (). Sum or average"),
+        (lambda w: w, {"has_aux": True}, "With `has_aux=True` the loss function must return (los"),
+        (lambda w: w, {"weights": lambda b: b}, "The weight that `weights` returns must be one r"),
+        (
+            lambda w: (w, {"x": jnp.ones(3), "y": w}),
+            {"weights": "examples", "has_aux": True, "aux": "concat"},
+            "each of the microbatch's 2 rows, but found\n  x: shape (3,)\n  y: shape ()\nTake",
+        ),
+        (
+            lambda w: w,
+            {"weights": "examples", "skip_fn": lambda loss, grads, weight: loss},
+            "`skip_fn` must return one truth value (shape (), bool), not float32 of shape ().",
+        ),
+    ],
+)
+def test_outputs_that_were_not_announced(
+    output: Callable[[jax.Array], Any], options: dict[str, Any], words: str
+) -> None:
+    vg = accumulate_gradients(lambda w, batch: output(w), num_microbatches=2, **options)
+    with pytest.raises(LossOutputError) as error:
+        vg(jnp.float32(1), jnp.ones(4))
+    assert words in str(error.value)
+
+
+def test_outputs_of_another_shape_in_the_smaller_microbatch() -> None:
+    vg = accumulate_gradients(
+        lambda w, x: ((w * x).mean(), x), microbatch_size=3, smaller_last=True,
+        weights="examples", has_aux=True,
+    )  # fmt: skip
+    with pytest.raises(LossOutputError, match=r"there are \(3,\) and, in the smaller last micro"):
+        vg(jnp.float32(1), jnp.ones(5))
+
+
+def test_rules_and_shardings_that_fit_no_tree() -> None:
+    vg = accumulate_gradients(
+        loss_and_aux, num_microbatches=2, has_aux=True, aux={"losses": "sum", "other": "sum"}
+    )
+    with pytest.raises(OptionError, match="`aux` must be one value for all, or a tree that"):
+        vg(make_params(), make_batch())
+    spec = jax.sharding.PartitionSpec()
+    vg = accumulate_gradients(loss_sum, num_microbatches=2, out_shardings={"w": spec, "b": None})
+    with pytest.raises(OptionError, match=r"a tree of them like the parameters; it has\n  w: P"):
+        vg(make_params(), make_batch())
+
+
+def test_keys_that_are_missing_or_not_wanted() -> None:
+    args = make_params(), make_batch()
+    with pytest.raises(OptionError, match=r"rng=True\)` needs a key: call the returned function"):
+        accumulate_gradients(loss_sum, num_microbatches=2, rng=True)(*args)
+    with pytest.raises(OptionError, match="A key `rng` was given, but `loss_fn` takes none"):
+        accumulate_gradients(loss_sum, num_microbatches=2)(*args, rng=jax.random.key(0))
+
+
+def test_batches_that_do_not_divide() -> None:
+    args = make_params(), make_batch()
+    with pytest.raises(BatchError, match=r"`batch` has 12 rows, which do not divide into microba"):
+        accumulate_gradients(loss_sum, num_microbatches=5)(*args)
+
+
+def test_deferring_needs_a_mesh_with_the_axes() -> None:
+    args = make_params(), make_batch()
+    with pytest.raises(OptionError, match="`reduce='deferred'` needs a mesh: give `mesh`, or"):
+        accumulate_gradients(loss_sum, num_microbatches=2, reduce="deferred")(*args)
+    mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    with pytest.raises(OptionError, match="`data_axes` names 'data', but the mesh has the axes 'f"):
+        accumulate_gradients(loss_sum, num_microbatches=2, reduce="deferred", mesh=mesh)(*args)
+    with pytest.raises(OptionError, match="`mesh` is for `reduce='deferred'` only"):
+        accumulate_gradients(loss_sum, num_microbatches=2, mesh=mesh)
+
+
+def test_deferred_over_one_device_is_the_same() -> None:
+    params, batch = make_params(), make_batch()
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    vg = accumulate_gradients(loss_sum, num_microbatches=3, reduce="deferred", mesh=mesh)
+    assert_equal(jax.jit(vg)(params, batch), whole_batch(params, batch))
