@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # for `core_testing`
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _strict_promotion() -> Iterator[None]:
     with jax.numpy_dtype_promotion("strict"):
         yield

@@ -203,5 +203,6 @@ def _grad_dtype(dtype: Any, asked: Any) -> tuple[Any, str | None]:
 def _accumulator_dtype(dtype: Any, asked: Any) -> tuple[Any, str | None]:
     """The dtype of the accumulator of a gradient of `dtype`."""
     if asked is True and dtype != jax.dtypes.float0:
-        return jax.numpy.promote_types(dtype, jax.numpy.float32), None
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.numpy.promote_types(dtype, jax.numpy.float32), None
     return (dtype, None) if asked is True else _grad_dtype(dtype, asked)
