@@ -61,8 +61,8 @@ def test_sizes_on_devices_are_those_of_the_whole_batch_divided() -> None:
             1,
             (
                 "`batch` has 12 rows, which do not divide into microbatches: `num_microbatches` "
-                "is 5. Take one of 1, 2, 3, 4, 6, 12; or pad the batch with rows of weight 0; or give "
-                "`microbatch_size` with `smaller_last=True`."
+                "is 5. Take one of 1, 2, 3, 4, 6, 12; or pad the batch with rows of weight 0; or "
+                "give `microbatch_size` with `smaller_last=True`."
             ),
         ),
         (Sizes(13, None), 12, 1, "`num_microbatches` is 13. Take one of 1, 2, 3, 4, 6, 12;"),

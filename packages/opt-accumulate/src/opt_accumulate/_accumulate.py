@@ -114,8 +114,9 @@ def accumulate_gradients(
         the compiler sees fit, which is in every microbatch. `"deferred"`: once, at the end; each
         device goes through its own rows and keeps an accumulator of the parameters' size (as they
         are sharded over other mesh axes). `loss_fn` then sees one device's part of a microbatch,
-        on a mesh without `data_axes`, and each part is a microbatch of its own for `rng`,
-        `skip_fn`, `"stack"` and the metrics: part `d` of microbatch `i` is number `d * n + i`.
+        on a mesh without `data_axes`: sharding constraints in it are `PartitionSpec`s of other
+        axes, without a mesh. Each part is a microbatch of its own for `rng`, `skip_fn`, `"stack"`
+        and the metrics: part `d` of microbatch `i` is number `d * n + i`.
       data_axes: the mesh axes that the batch is sharded over; for `"deferred"`.
       mesh: for `"deferred"`; by default that of `out_shardings` or of `jax.set_mesh`.
       out_shardings: where the accumulator and the returned gradients lie: a `NamedSharding`, or a

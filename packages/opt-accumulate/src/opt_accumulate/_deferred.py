@@ -103,7 +103,8 @@ def accumulate_deferred(
     index = jnp.arange(devices, dtype=jnp.int32)
     whole = [jax.tree.map(lambda leaf: _gathered(leaf, data_axes), t) for t in (params, args)]
     spread = [jax.tree.map(lambda leaf: _spread(leaf, mesh, data_axes), t) for t in (index, batch)]
-    sums, stacks, plan = run(spread[0], whole[0], spread[1], whole[1], rng)
+    # Outside of `jit`, `shard_map` over some axes of a mesh only is not to be had.
+    sums, stacks, plan = jax.jit(run)(spread[0], whole[0], spread[1], whole[1], rng)
     grads, treedef = jax.tree.flatten(sums.grads)
     reduced = [
         _reduce(leaf, sharding, mesh, data_axes)

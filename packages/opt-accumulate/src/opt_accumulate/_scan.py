@@ -164,6 +164,7 @@ def _step(
         return loss, (weight, aux)
 
     (loss, (weight, aux)), grads = jax.value_and_grad(loss_and_rest, has_aux=True)(params)
+    grads = place(grads)
     skip = should_skip(loop.skip_fn, loss, grads, weight)
     keep = None if skip is None else ~skip
     if callable(loop.weights):
@@ -176,10 +177,9 @@ def _step(
         # would be rounded, or overflow, on their way through it.
         return select(keep, value if is_sum(loop.weights) else value * weight.astype(dtype))
 
-    placed = place(grads)
     counted = select(keep, weight)
     sums = Sums(
-        jax.tree.map(lambda a, g: a + contribution(g, a.dtype), sums.grads, placed),
+        jax.tree.map(lambda a, g: a + contribution(g, a.dtype), sums.grads, grads),
         sums.loss + contribution(loss, sums.loss.dtype),
         sums.weight + counted,
         _aux.add_sums(plan, sums.aux, aux, weight, keep),

@@ -1,0 +1,530 @@
+"""Gradient accumulation on 8 virtual devices: equal values, and what moves between devices."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge as opt
+import opt_partition
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from opt_accumulate._accumulate import accumulate_gradients
+from opt_accumulate.errors import BatchError, OptionError
+from opt_partition._verify.collectives import Collective, collectives
+from opt_partition._verify.hlo import flat_types, parse
+
+P = PartitionSpec
+Tree = Any
+Reduce = Literal["auto", "deferred"]
+
+NUM = 4
+SHAPES = {"w": (16, 8), "v": (16, 12)}
+SPECS = {"w": P(None, "model"), "v": P(None, "model")}
+ZERO2 = {"w": P("data", "model"), "v": P("model", "data")}
+
+
+def make_params() -> Tree:
+    random = np.random.RandomState(0)
+    return {k: jnp.asarray(random.randint(-2, 3, s), jnp.float32) for k, s in SHAPES.items()}
+
+
+def make_batch() -> Tree:
+    """Small whole numbers, whose sums are exact in any order; masks of all densities."""
+    random = np.random.RandomState(1)
+    x = jnp.asarray(random.randint(-2, 3, (64, 16)), jnp.float32)
+    return {"x": x, "mask": jnp.asarray(random.rand(64) < np.linspace(0, 1, 64))}
+
+
+def row_losses(params: Tree, batch: Tree) -> jax.Array:
+    w, v = (jnp.square(batch["x"] @ params[name]).sum(-1) for name in ("w", "v"))
+    return w + v
+
+
+def loss_fn(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+    return jnp.where(batch["mask"], row_losses(params, batch), 0.0).sum(), batch["mask"].sum()
+
+
+def whole_batch(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
+    """Of all rows at once, on one device."""
+    weight = batch["mask"].sum().astype(jnp.float32)
+    loss, grads = jax.value_and_grad(lambda p: loss_fn(p, batch)[0])(params)
+    return loss / weight, jax.tree.map(lambda g: g / weight, grads)
+
+
+def assert_equal(a: Tree, b: Tree) -> None:
+    """Bit for bit but for the last division: XLA multiplies by the reciprocal where it likes."""
+
+    def check(a: Any, b: Any) -> None:
+        if np.issubdtype(np.asarray(b).dtype, np.floating):
+            np.testing.assert_array_max_ulp(np.asarray(a), np.asarray(b), 2)
+        else:
+            np.testing.assert_array_equal(a, b)
+
+    jax.tree.map(check, jax.device_get(a), jax.device_get(b))
+
+
+def make_mesh(kind: AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+
+
+def use(mesh: jax.sharding.Mesh) -> AbstractContextManager[Any]:
+    """Explicit meshes have to be the current one."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return contextlib.nullcontext()
+    set_mesh: Any = jax.set_mesh
+    context: AbstractContextManager[Any] = set_mesh(mesh)
+    return context
+
+
+def put(tree: Tree, mesh: jax.sharding.Mesh, specs: Tree) -> Tree:
+    return jax.device_put(tree, on(mesh, specs))
+
+
+def on(mesh: jax.sharding.Mesh, specs: Tree) -> Tree:
+    is_spec = lambda leaf: isinstance(leaf, P)  # noqa: E731
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+
+
+def compiled(f: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
+    return jax.jit(f).lower(*args).compile()
+
+
+def moved(program: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> list[Collective]:
+    """The collectives that run over `data`, how often in `count`."""
+    module = parse(program.as_text() or "")
+    found = collectives(module, dict(mesh.shape))
+    return [c for c in found if c.axes is None or set(c.axes) & {"data", "replica"}]
+
+
+@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
+    assert jax.device_count() == 8
+    return make_mesh(request.param)
+
+
+# Values and collectives.
+
+
+@pytest.mark.parametrize("out", [None, ZERO2], ids=["whole", "zero2"])
+@pytest.mark.parametrize("reduce", ["auto", "deferred"])
+def test_values_shardings_and_metrics(reduce: Reduce, out: Tree, mesh: jax.sharding.Mesh) -> None:
+    vg = accumulate_gradients(
+        lambda p, b: (loss_fn(p, b), {"rows": row_losses(p, b), "tokens": b["mask"].sum()}),
+        num_microbatches=NUM,
+        has_aux=True,
+        aux={"rows": "concat", "tokens": "stack"},
+        skip_fn="non_finite",
+        with_metrics=True,
+        reduce=reduce,
+        mesh=mesh if reduce == "deferred" else None,
+        out_shardings=None if out is None else on(mesh, out),
+    )
+    params, batch = make_params(), make_batch()
+    with use(mesh):
+        program = compiled(vg, put(params, mesh, SPECS), put(batch, mesh, P("data")))
+        (loss, aux, metrics), grads = program(put(params, mesh, SPECS), put(batch, mesh, P("data")))
+    assert_equal((loss, grads), whole_batch(params, batch))
+    assert_equal(aux["rows"], row_losses(params, batch))
+    for name, spec in (out or SPECS).items():
+        assert grads[name].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+    parts = batch["mask"].reshape((4, 4, NUM))  # device, row, microbatch
+    expected = parts.sum((0, 1)) if reduce == "auto" else parts.sum(1).ravel()
+    assert metrics.weights.tolist() == aux["tokens"].tolist() == expected.tolist()
+    assert (int(metrics.weight), int(metrics.num_skipped)) == (int(batch["mask"].sum()), 0)
+
+
+@pytest.mark.parametrize("num", [2, 8])
+def test_deferred_gradients_are_summed_once_whatever_the_number_of_microbatches(
+    num: int, mesh: jax.sharding.Mesh
+) -> None:
+    vg = functools.partial(accumulate_gradients, loss_fn, num_microbatches=num)
+    with use(mesh):
+        args = put(make_params(), mesh, SPECS), put(make_batch(), mesh, P("data"))
+        deferred = moved(compiled(vg(reduce="deferred", mesh=mesh), *args), mesh)
+        auto = moved(compiled(vg(), *args), mesh)
+    assert {c.kind for c in deferred} == {"all-reduce"}
+    assert {c.count for c in deferred} == {1}
+    # Two gradients; the loss and the weight.
+    assert sorted(len(c.shape) for c in deferred) == [0, 0, 2, 2]
+    in_every_microbatch = [c for c in auto if c.kind == "all-reduce" and len(c.shape) == 2]
+    assert [c.count for c in in_every_microbatch] == [num, num]
+
+
+def test_zero2_gradients_are_reduce_scattered_once(mesh: jax.sharding.Mesh) -> None:
+    vg = accumulate_gradients(
+        loss_fn, num_microbatches=NUM, reduce="deferred", out_shardings=on(mesh, ZERO2)
+    )
+    with use(mesh):
+        args = put(make_params(), mesh, SPECS), put(make_batch(), mesh, P("data"))
+        found = moved(compiled(vg, *args), mesh)
+    assert {c.count for c in found} == {1}
+    scattered = [c for c in found if c.kind == "reduce-scatter"]
+    assert sorted(c.shape for c in scattered) == [(4, 4), (8, 3)]  # an eighth of each
+    assert {c.axes for c in scattered} == {("data",)}
+    assert all(c.shape == () for c in found if c.kind != "reduce-scatter")
+
+
+def test_zero2_accumulators_of_the_loop_are_parts() -> None:
+    mesh = make_mesh(AxisType.Auto)
+    args = put(make_params(), mesh, SPECS), put(make_batch(), mesh, P("data"))
+
+    def carried(out: Tree) -> set[tuple[int, ...]]:
+        vg = accumulate_gradients(loss_fn, num_microbatches=2, out_shardings=out)
+        module = parse(compiled(vg, *args).as_text() or "")
+        loops = [
+            instruction
+            for computation in module.computations.values()
+            for instruction in computation.instructions.values()
+            if instruction.opcode == "while"
+        ]
+        assert len(loops) == 1
+        return {array.shape for array in flat_types(loops[0].type)}
+
+    # The parameters are carried too; (16, 4) and (16, 6) on a device.
+    assert carried(None).isdisjoint({(4, 4), (8, 3)})
+    assert carried(on(mesh, ZERO2)) > {(4, 4), (8, 3)}
+
+
+@pytest.mark.parametrize("reduce", ["auto", "deferred"])
+def test_no_row_leaves_its_device(reduce: Reduce, mesh: jax.sharding.Mesh) -> None:
+    vg = accumulate_gradients(
+        loss_fn,
+        num_microbatches=NUM,
+        reduce=reduce,
+        mesh=mesh if reduce == "deferred" else None,
+    )
+    with use(mesh):
+        args = put(make_params(), mesh, SPECS), put(make_batch(), mesh, P("data"))
+        kinds = {c.kind for c in moved(compiled(vg, *args), mesh)}
+    assert kinds == {"all-reduce"}
+
+
+def test_consecutive_rows_would_leave_their_devices() -> None:
+    """What the test above looks for is there when microbatches are cut the usual way."""
+    mesh = make_mesh(AxisType.Auto)
+
+    grad = jax.grad(lambda params, batch: loss_fn(params, batch)[0])
+
+    def contiguous(params: Tree, batch: Tree) -> Tree:
+        def add(sums: Tree, part: Tree) -> tuple[Tree, None]:
+            return jax.tree.map(jnp.add, sums, grad(params, part)), None
+
+        parts = jax.tree.map(lambda leaf: leaf.reshape((NUM, -1, *leaf.shape[1:])), batch)
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)[0]
+
+    args = put(make_params(), mesh, SPECS), put(make_batch(), mesh, P("data"))
+    assert "all-gather" in {c.kind for c in moved(compiled(contiguous, *args), mesh)}
+
+
+@pytest.mark.parametrize(
+    ("reduce", "kind"),
+    [
+        ("auto", AxisType.Auto),
+        ("deferred", AxisType.Auto),
+        # "auto" on an Explicit mesh: the loss function itself has to gather, by its types.
+        ("deferred", AxisType.Explicit),
+    ],
+)
+def test_parameters_sharded_over_the_data_axis_too(reduce: Reduce, kind: AxisType) -> None:
+    mesh = make_mesh(kind)
+    vg = accumulate_gradients(
+        loss_fn,
+        num_microbatches=NUM,
+        reduce=reduce,
+        mesh=mesh if reduce == "deferred" else None,
+        out_shardings=on(mesh, ZERO2),
+    )
+    params, batch = make_params(), make_batch()
+    with use(mesh):
+        result = jax.jit(vg)(put(params, mesh, ZERO2), put(batch, mesh, P("data")))
+    assert_equal(result, whole_batch(params, batch))
+
+
+def test_tensor_parallel_layers_with_their_reductions_inside() -> None:
+    """Partial sums over `model` in the forward pass; `data` still waits for the end."""
+    mesh = make_mesh(AxisType.Auto)
+    random = np.random.RandomState(0)
+    params = {
+        "wi": jnp.asarray(random.randint(-2, 3, (16, 8)), jnp.float32),
+        "wo": jnp.asarray(random.randint(-2, 3, (8, 20)), jnp.float32),
+    }
+
+    def two_layers(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        hidden = jax.nn.relu(batch["x"] @ params["wi"])
+        hidden = jax.lax.with_sharding_constraint(hidden, P(None, "model"))
+        return jnp.square(hidden @ params["wo"]).sum(), batch["mask"].sum()
+
+    batch = make_batch()
+    vg = accumulate_gradients(two_layers, num_microbatches=NUM, reduce="deferred", mesh=mesh)
+    args = (
+        put(params, mesh, {"wi": P(None, "model"), "wo": P("model", None)}),
+        put(batch, mesh, P("data")),
+    )
+    program = compiled(vg, *args)
+    assert {c.count for c in moved(program, mesh)} == {1}
+    over_model = [
+        c for c in collectives(parse(program.as_text() or ""), dict(mesh.shape))
+        if c.axes == ("model",)
+    ]  # fmt: skip
+    assert [(c.shape, c.count) for c in over_model] == [((4, 20), NUM)]  # activations alone
+    weight = batch["mask"].sum().astype(jnp.float32)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        expected = jax.jit(jax.grad(lambda p: two_layers(p, batch)[0]))(params)
+    assert_equal(program(*args)[1], jax.tree.map(lambda g: g / weight, expected))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [P("data"), P(("replica", "data")), P("replica", "data"), P(("model", "data")),
+     P(("data", "model")), P("model"), P()],
+)  # fmt: skip
+def test_several_data_axes_and_accumulators_over_any_of_them(spec: PartitionSpec) -> None:
+    mesh = jax.make_mesh((2, 2, 2), ("replica", "data", "model"), axis_types=(AxisType.Auto,) * 3)
+    out = {"w": NamedSharding(mesh, spec), "v": None}
+    vg = accumulate_gradients(
+        loss_fn,
+        num_microbatches=NUM,
+        reduce="deferred",
+        data_axes=("replica", "data"),
+        out_shardings=out,
+    )
+    params, batch = make_params(), make_batch()
+    args = put(params, mesh, SPECS), put(batch, mesh, P(("replica", "data")))
+    program = compiled(vg, *args)
+    loss, grads = program(*args)
+    assert_equal((loss, grads), whole_batch(params, batch))
+    assert grads["w"].sharding.is_equivalent_to(out["w"], 2)
+    assert {c.count for c in moved(program, mesh)} == {1}
+
+
+def test_a_last_microbatch_that_is_smaller_on_every_device(mesh: jax.sharding.Mesh) -> None:
+    vg = accumulate_gradients(
+        loss_fn, microbatch_size=24, smaller_last=True, reduce="deferred", mesh=mesh
+    )
+    params, batch = make_params(), make_batch()
+    with use(mesh):
+        result = jax.jit(vg)(put(params, mesh, SPECS), put(batch, mesh, P("data")))
+    assert_equal(result, whole_batch(params, batch))
+
+
+# Randomness and dropped parts.
+
+
+def noisy(params: Tree, batch: Tree, scale: jax.Array, rng: jax.Array) -> Any:
+    noise = jax.random.randint(rng, batch["mask"].shape, 0, 3).astype(jnp.float32)
+    losses = row_losses(params, batch) * noise * scale
+    return (losses.sum(), batch["mask"].sum()), jax.random.key_data(rng)
+
+
+def test_keys_are_the_same_whatever_the_sharding() -> None:
+    mesh = make_mesh(AxisType.Auto)
+    params, batch, key = make_params(), make_batch(), jax.random.key(5)
+    make = functools.partial(
+        accumulate_gradients, noisy, num_microbatches=NUM, rng=True, has_aux=True
+    )
+    run = jax.jit(make())
+    sharded = put(params, mesh, SPECS), put(batch, mesh, P("data"))
+    assert_equal(
+        run(params, batch, jnp.float32(2), rng=key), run(*sharded, jnp.float32(2), rng=key)
+    )
+    deferred = jax.jit(make(reduce="deferred", mesh=mesh))
+    (_, data), _ = deferred(*sharded, jnp.float32(2), rng=key)
+    parts = [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(4 * NUM)]
+    assert_equal(data, jnp.stack(parts))  # a device's part is a microbatch of its own
+
+
+def test_keys_of_rows_give_the_same_result_deferred_or_not(mesh: jax.sharding.Mesh) -> None:
+    def loss_fn(params: Tree, batch: Tree, rng: jax.Array) -> tuple[jax.Array, jax.Array]:
+        noise = jax.vmap(lambda key: jax.random.randint(key, (), 0, 3))(rng)
+        return (row_losses(params, batch) * noise.astype(jnp.float32)).sum(), noise.sum()
+
+    params, batch, key = make_params(), make_batch(), jax.random.key(5)
+    whole = accumulate_gradients(loss_fn, num_microbatches=1, rng="rows")(params, batch, rng=key)
+    deferred = accumulate_gradients(
+        loss_fn, num_microbatches=NUM, rng="rows", reduce="deferred", mesh=mesh
+    )
+    with use(mesh):
+        args = put(params, mesh, SPECS), put(batch, mesh, P("data"))
+        assert_equal(jax.jit(deferred)(*args, rng=key), whole)
+
+
+@pytest.mark.parametrize("reduce", ["auto", "deferred"])
+def test_what_is_not_finite_is_dropped_with_its_part(
+    reduce: Reduce, mesh: jax.sharding.Mesh
+) -> None:
+    params, batch = make_params(), make_batch()
+    batch["mask"] = jnp.ones_like(batch["mask"])
+    row = 37  # on device 2; of microbatch 1
+    poisoned = {**batch, "x": batch["x"].at[row, 3].set(jnp.nan)}
+    rows = np.arange(64)
+    dropped = rows % NUM == 1 if reduce == "auto" else (rows % NUM == 1) & (rows // 16 == 2)
+    vg = accumulate_gradients(
+        loss_fn,
+        num_microbatches=NUM,
+        skip_fn="non_finite",
+        with_metrics=True,
+        reduce=reduce,
+        mesh=mesh if reduce == "deferred" else None,
+    )
+    with use(mesh):
+        args = put(params, mesh, SPECS), put(poisoned, mesh, P("data"))
+        (loss, metrics), grads = jax.jit(vg)(*args)
+    kept = jax.tree.map(lambda leaf: leaf[~dropped], batch)
+    assert_equal((loss, grads), whole_batch(params, kept))
+    assert np.flatnonzero(metrics.skipped).tolist() == [1 if reduce == "auto" else 2 * NUM + 1]
+    assert int(metrics.weight) == (~dropped).sum()
+
+
+# Used as people use it.
+
+
+def test_closures_and_calls_outside_jit() -> None:
+    mesh = make_mesh(AxisType.Auto)
+    scale = jnp.float32(2)
+
+    def scaled(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        total, weight = loss_fn(params, batch)
+        return total * scale, weight * 2
+
+    params, batch = make_params(), make_batch()
+    vg = accumulate_gradients(scaled, num_microbatches=NUM, reduce="deferred", mesh=mesh)
+    args = put(params, mesh, SPECS), put(batch, mesh, P("data"))
+    assert_equal(vg(*args), whole_batch(params, batch))
+    assert_equal(vg(params, batch), whole_batch(params, batch))  # all on one device at first
+
+
+def test_loss_functions_with_loops_that_begin_with_constants(mesh: jax.sharding.Mesh) -> None:
+    def looped(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        def body(total: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            x, mask = row
+            part = jnp.where(mask, jnp.square(x @ params["w"]).sum(), 0.0)
+            return total + part + jnp.square(x @ params["v"]).sum() * 0, None
+
+        rows = batch["x"], batch["mask"]
+        return jax.lax.scan(jax.checkpoint(body), jnp.float32(0), rows)[0], batch["mask"].sum()
+
+    params, batch = make_params(), make_batch()
+    vg = accumulate_gradients(looped, num_microbatches=NUM, reduce="deferred", mesh=mesh)
+    with use(mesh):
+        args = put(params, mesh, SPECS), put(batch, mesh, P("data"))
+        _, grads = jax.jit(vg)(*args)
+    expected = whole_batch({**params, "v": jnp.zeros_like(params["v"])}, batch)[1]
+    assert_equal(grads["w"], expected["w"])
+
+
+def test_linen_with_dropout_under_checkpoint() -> None:
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = nn.relu(nn.Dense(32)(x))
+            out: jax.Array = nn.Dense(4)(nn.Dropout(0.5, deterministic=False)(x))
+            return out
+
+    model, batch = Model(), make_batch()
+    key = jax.random.key(0)
+    variables = model.init({"params": key, "dropout": key}, batch["x"])
+
+    def loss_fn(params: Tree, batch: Tree, rng: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out: Any = model.apply(params, batch["x"], rngs={"dropout": rng})
+        return jnp.square(out).sum(where=batch["mask"][:, None]), batch["mask"].sum()
+
+    def by_hand(params: Tree) -> Any:
+        total, weight = jnp.float32(0), batch["mask"].sum()
+        for i in range(NUM):
+            part = jax.tree.map(lambda leaf, i=i: leaf[i::NUM], batch)
+            total += loss_fn(params, part, jax.random.fold_in(key, i))[0]
+        return total / weight
+
+    vg = accumulate_gradients(jax.checkpoint(loss_fn), num_microbatches=NUM, rng=True)
+    _assert_close(jax.jit(vg)(variables, batch, rng=key), jax.value_and_grad(by_hand)(variables))
+
+
+def test_nnx_by_its_state() -> None:
+    rngs = nnx.Rngs(0)
+    layers = nnx.Linear(16, 8, rngs=rngs), jax.nn.relu, nnx.Linear(8, 4, rngs=rngs)
+    graph, state = nnx.split(nnx.Sequential(*layers))
+    batch = make_batch()
+
+    def loss_fn(state: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        out = nnx.merge(graph, state)(batch["x"])
+        return jnp.square(out).sum(where=batch["mask"][:, None]), batch["mask"].sum()
+
+    def whole(state: Tree) -> jax.Array:
+        total, weight = loss_fn(state, batch)
+        return total / weight
+
+    mesh = make_mesh(AxisType.Auto)
+    vg = accumulate_gradients(loss_fn, num_microbatches=NUM, reduce="deferred", mesh=mesh)
+    loss, grads = jax.jit(vg)(state, put(batch, mesh, P("data")))
+    assert isinstance(grads, type(state))
+    _assert_close((loss, grads), jax.value_and_grad(whole)(state))
+
+
+@pytest.mark.parametrize("reduce", ["auto", "deferred"])
+def test_wrapped_optimizer_with_a_layout(reduce: Reduce, mesh: jax.sharding.Mesh) -> None:
+    # On Explicit meshes the types of parameters, state and gradients must be the same.
+    specs = SPECS if AxisType.Explicit in mesh.axis_types else ZERO2
+    layout = opt_partition.Layout.from_specs(specs, make_params(), mesh)
+    definition = opt.adamw(1e-2)
+    vg = accumulate_gradients(
+        loss_fn,
+        num_microbatches=NUM,
+        reduce=reduce,
+        mesh=mesh if reduce == "deferred" else None,
+        out_shardings=layout.shardings,
+    )
+
+    def step(optimizer: Any, batch: Tree, value_and_grad: Callable[..., Any] = vg) -> Any:
+        _, grads = value_and_grad(optimizer.target, batch)
+        return optimizer.apply_gradient(grads)
+
+    batch = make_batch()
+    single = definition.create(make_params())
+    for _ in range(3):
+        single = step(single, batch, whole_batch)
+    with use(mesh):
+        optimizer = definition.create(put(make_params(), mesh, SPECS))
+        for _ in range(3):
+            optimizer = jax.jit(step)(optimizer, put(batch, mesh, P("data")))
+    _assert_close(optimizer.target, single.target)
+
+
+def _assert_close(a: Tree, b: Tree) -> None:
+    # Sums in another order, of up to 64 terms of one magnitude.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, jax.device_get(a), jax.device_get(b))
+
+
+# Errors.
+
+
+def test_rows_that_do_not_divide_over_the_devices() -> None:
+    mesh = make_mesh(AxisType.Auto)
+    vg = accumulate_gradients(loss_fn, num_microbatches=3, reduce="deferred", mesh=mesh)
+    batch = make_batch()
+    with pytest.raises(BatchError, match="`batch` has 16 rows on each of 4 devices, which do not"):
+        vg(make_params(), batch)
+    short = jax.tree.map(lambda leaf: leaf[:63], batch)
+    with pytest.raises(BatchError, match="`batch` has 63 rows and `num_microbatches` is 3: the"):
+        vg(make_params(), short)
+
+
+def test_shardings_on_another_mesh() -> None:
+    mesh = make_mesh(AxisType.Auto)
+    other = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    vg = accumulate_gradients(
+        loss_fn,
+        num_microbatches=2,
+        reduce="deferred",
+        mesh=mesh,
+        out_shardings=NamedSharding(other, P("data")),
+    )
+    with pytest.raises(OptionError, match=r"lie on a mesh of {'data': 8}, `mesh` is {'data': 4, "):
+        vg(make_params(), make_batch())
