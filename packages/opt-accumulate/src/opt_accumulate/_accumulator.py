@@ -58,6 +58,19 @@ def cast_like(tree: Any, like: Any) -> Any:
     return jax.tree.map(leaf, tree, like)
 
 
+def widen(accumulator: Any, grads: Any) -> Any:
+    """Returns the accumulator in no narrower dtypes than those of `grads`.
+
+    Optimizers compute in the dtype of what they get: bfloat16, chosen to save memory, is to be that
+    of the accumulator alone.
+    """
+
+    def leaf(total: Any, grad: Any) -> Any:
+        return jnp.asarray(total, jnp.promote_types(jnp.result_type(total), jnp.result_type(grad)))
+
+    return jax.tree.map(leaf, accumulator, grads)
+
+
 def keep_imaginary(accumulator: Any, grads: Any) -> Any:
     """Makes real leaves complex that are to hold complex gradients; all others stay as they are.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -34,8 +35,7 @@ def emit_if(
         derivative. `"select"`: both, and a choice between them.
 
     Returns:
-      `emit`, known only after `body` has run, and what is carried. What overwrites an operand
-      should depend on the former, so that it comes after everything that reads the operand.
+      `emit`, known only after `body` has run, and what is carried.
     """
     if isinstance(emit, bool):
         return emit, body(carry, operands) if emit else carry
@@ -51,16 +51,33 @@ def emit_if(
         emitted = body(carry, operands)
         return emit, jax.tree.map(lambda new, old: jnp.where(emit, new, old), emitted, carry)
 
-    def trip(index: jax.Array, counted: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        index, held = _barrier((index, operands))
-        return index + 1, body(counted[1], held)
+    limit = emit.astype(jnp.int32)
 
-    trips, carry = lax.fori_loop(0, emit.astype(jnp.int32), trip, (jnp.int32(0), carry))
+    def trip(counted: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        count, held = _barrier((counted[0], operands))
+        return count + 1, body(counted[1], held)
+
+    trips, carry = lax.while_loop(lambda counted: counted[0] < limit, trip, (jnp.int32(0), carry))
     return trips > 0, carry
 
 
+def zeros_if(done: jax.Array | bool, tree: Any, form: Form) -> Any:
+    """Returns zeros where `done` is true, `tree` otherwise.
+
+    Args:
+      done: what `emit_if` returned. It orders the two: when this overwrites `tree`, all that reads
+        it has been computed, so that XLA need not copy `tree` for the emission.
+      tree: arrays.
+      form: how the choice is made.
+    """
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+    if form == "cond":
+        form = "select"
+    return emit_if(done, lambda carry, _: zeros(carry), tree, (), form)[1]
+
+
 def _barrier(tree: Any) -> Any:
-    """Ties arrays to the loop's index: what does not depend on it, XLA computes before the loop."""
+    """Ties arrays to the loop's count: what does not depend on it, XLA computes before the loop."""
     leaves, treedef = jax.tree.flatten(tree)
     tied = [i for i, leaf in enumerate(leaves) if _is_plain_array(leaf)]
     after = lax.optimization_barrier([leaves[i] for i in tied])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import optax
 from opt_accumulate import _accumulator as accumulator
 from opt_accumulate import _window_means as window_means_
 from opt_accumulate._buffers import own_buffers, zeros_of
-from opt_accumulate._emission import Form, check_form, emit_if
+from opt_accumulate._emission import Form, check_form, emit_if, zeros_if
 from opt_accumulate._every_k import parse_every_k
 from opt_accumulate._inner import InnerUpdate
 from opt_accumulate._skip_state import SKIP, ask, init_skip_state, last_decision
@@ -24,7 +25,6 @@ class _MiniStep(NamedTuple):
     """What is decided about one mini-step before anything of the size of the parameters moves."""
 
     emit: jax.Array | bool
-    skip: jax.Array | None
     state: optax.MultiStepsState
     extra_args: dict[str, Any]
 
@@ -136,15 +136,16 @@ class MultiSteps:
         step = self._begin(updates, state, params, extra_args)
 
         def body(carry: Any, operands: Any) -> Any:
-            mean, (params, extra_args) = self._mean_of(operands[0]), operands[1]
-            new, inner = self._inner(mean, carry[1], params, extra_args)
+            acc, params, extra_args = operands
+            acc = accumulator.widen(acc, updates)
+            new, inner = self._inner(acc, carry[1], params, extra_args)
             return accumulator.cast_like(new, carry[0]), inner
 
         like = self._inner.updates_like(updates, step.state.inner_opt_state, params, extra_args)
         carry = zeros_of(like), step.state.inner_opt_state
-        operands = self._window(updates, state), (params, step.extra_args)
+        operands = step.state.acc_grads, params, step.extra_args
         done, (new, inner) = emit_if(step.emit, body, carry, operands, self._form)
-        return new, self._end(updates, state, step, done, inner)
+        return new, self._end(step.state, done, inner)
 
     def apply(
         self, params: Any, state: optax.MultiStepsState, grads: Any, **extra_args: Any
@@ -166,14 +167,15 @@ class MultiSteps:
         step = self._begin(grads, state, params, extra_args)
 
         def body(carry: Any, operands: Any) -> Any:
-            mean, extra_args = self._mean_of(operands[0]), operands[1]
-            new, inner = self._inner(mean, carry[1], carry[0], extra_args)
+            acc, extra_args = operands
+            acc = accumulator.widen(acc, grads)
+            new, inner = self._inner(acc, carry[1], carry[0], extra_args)
             return accumulator.cast_like(optax.apply_updates(carry[0], new), carry[0]), inner
 
         carry = accumulator.cast_like(params, params), step.state.inner_opt_state
-        operands = self._window(grads, state), step.extra_args
+        operands = step.state.acc_grads, step.extra_args
         done, (params, inner) = emit_if(step.emit, body, carry, operands, self._form)
-        return params, self._end(grads, state, step, done, inner)
+        return params, self._end(step.state, done, inner)
 
     def flush(
         self, state: optax.MultiStepsState, params: Any = None, **extra_args: Any
@@ -197,26 +199,27 @@ class MultiSteps:
         extra_args = {**extra_args, **means}
 
         def body(carry: Any, operands: Any) -> Any:
-            new, inner = self._inner(operands[0], carry[1], operands[1], operands[2])
+            acc, params, extra_args = operands
+            acc = accumulator.widen(acc, grads_like)
+            new, inner = self._inner(acc, carry[1], params, extra_args)
             return accumulator.cast_like(new, carry[0]), inner
 
-        grads = state.acc_grads
-        grads_like = grads if params is None else accumulator.cast_like(grads, params)
+        acc = state.acc_grads
+        grads_like = acc if params is None else accumulator.cast_like(acc, params)
         like = self._inner.updates_like(grads_like, inner, params, extra_args)
-        operands = (grads, params, extra_args)
+        operands = acc, params, extra_args
         done, (new, inner) = emit_if(emit, body, (zeros_of(like), inner), operands, self._form)
         if last_decision(skip_state) is not None:
             skip = jnp.where(emit, False, last_decision(skip_state))
             skip_state = {**skip_state, SKIP: skip}
         means = {name: jnp.where(emit, 0, mean) for name, mean in means.items()}
         gradient_step = jnp.asarray(state.gradient_step)
-        return new, optax.MultiStepsState(
+        state = state._replace(
             mini_step=jnp.zeros_like(jnp.asarray(state.mini_step)),
             gradient_step=jnp.where(emit, optax.safe_increment(gradient_step), gradient_step),
-            inner_opt_state=inner,
-            acc_grads=jax.tree.map(lambda acc: _select(done, jnp.zeros_like(acc), acc), grads),
             skip_state=window_means_.join(skip_state, means),
         )
+        return new, self._end(state, done, inner)
 
     def has_updated(self, state: optax.MultiStepsState) -> jax.Array:
         """Returns whether the mini-step that returned `state` emitted: a boolean scalar.
@@ -238,7 +241,7 @@ class MultiSteps:
     def _begin(
         self, grads: Any, state: optax.MultiStepsState, params: Any, extra_args: dict[str, Any]
     ) -> _MiniStep:
-        """Decides what the mini-step does; returns its state but for inner and accumulator."""
+        """Accumulates, and decides whether to emit; in the state, all else is as after that."""
         accumulator.check_like(grads, state.acc_grads)
         mini_step, gradient_step = map(jnp.asarray, (state.mini_step, state.gradient_step))
         skip_state, means = window_means_.detach(state.skip_state, self._window_means)
@@ -259,40 +262,21 @@ class MultiSteps:
             mini_step=_select(emit, jnp.zeros_like(mini_step), held),
             gradient_step=_select(emit, optax.safe_increment(gradient_step), gradient_step),
             inner_opt_state=accumulator.cast_like(inner, inner),
-            acc_grads=state.acc_grads,
+            acc_grads=self._accumulate(grads, state.acc_grads, mini_step, skip),
             skip_state=window_means_.join(skip_state, kept),
         )
-        return _MiniStep(emit, skip, new_state, {**extra_args, **new_means})
+        return _MiniStep(emit, new_state, {**extra_args, **new_means})
 
-    def _window(self, grads: Any, state: optax.MultiStepsState) -> tuple[Any, Any, jax.Array]:
-        return grads, state.acc_grads, jnp.asarray(state.mini_step)
-
-    def _mean_of(self, window: tuple[Any, Any, jax.Array]) -> Any:
-        """The accumulated gradient that an emission hands on.
-
-        It is computed where it is used, from the same operands as the accumulator beside it: so XLA
-        need not hold it, and the accumulator is written once, after all that reads it.
-        """
-        grads, acc, count = window
-        return accumulator.add(grads, acc, count, mean=self._mean)
+    def _accumulate(self, grads: Any, old: Any, count: jax.Array, skip: jax.Array | None) -> Any:
+        old = accumulator.keep_imaginary(old, grads)
+        new = accumulator.cast_like(accumulator.add(grads, old, count, mean=self._mean), old)
+        return jax.tree.map(functools.partial(_select, skip), old, new)
 
     def _end(
-        self,
-        grads: Any,
-        state: optax.MultiStepsState,
-        step: _MiniStep,
-        done: jax.Array | bool,
-        inner: Any,
+        self, state: optax.MultiStepsState, done: jax.Array | bool, inner: Any
     ) -> optax.MultiStepsState:
-        """Returns the state of the mini-step, once `done` is known."""
-        old = accumulator.keep_imaginary(state.acc_grads, grads)
-        new = accumulator.cast_like(self._mean_of(self._window(grads, state)), old)
-        kept = jax.tree.map(
-            lambda old, new: _select(done, jnp.zeros_like(old), _select(step.skip, old, new)),
-            old,
-            new,
-        )
-        return step.state._replace(inner_opt_state=inner, acc_grads=kept)
+        acc = zeros_if(done, state.acc_grads, self._form)
+        return state._replace(inner_opt_state=inner, acc_grads=acc)
 
 
 def _select(predicate: jax.Array | bool | None, chosen: Any, otherwise: Any) -> Any:

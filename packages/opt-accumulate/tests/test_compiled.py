@@ -1,0 +1,125 @@
+"""What XLA makes of a mini-step: counted in the compiled program, not timed.
+
+XLA counts the body of a loop once, whether it runs or not. So the work of a mini-step that does not
+emit is what the entry computation does outside its two loops, beside which stands what it does for
+the bare accumulation.
+"""
+
+import re
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from opt_accumulate._multi_steps import MultiSteps
+from opt_accumulate._skip import skip_not_finite
+
+SIDE = 256
+PARAMS = {f"w{i}": jnp.full((SIDE, SIDE), 0.5, jnp.float32) for i in range(3)}
+BYTES = 4 * 3 * SIDE**2
+ADAMW = optax.adamw(1e-3)
+INNER = {"adamw": ADAMW, "clipped": optax.chain(optax.clip_by_global_norm(1.0), ADAMW)}
+
+_MOVES_NOTHING = {"parameter", "tuple", "get-tuple-element", "bitcast", "while"}
+
+
+def compiled(step: Any, *operands: Any, donate: tuple[int, ...] = (0, 1)) -> Any:
+    return jax.jit(step, donate_argnums=donate).lower(*operands).compile()
+
+
+def bare_step(inner: Any) -> Any:
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = inner.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return compiled(step, PARAMS, inner.init(PARAMS), PARAMS)
+
+
+def bare_accumulation() -> Any:
+    def step(acc: Any, count: jax.Array, grads: Any) -> Any:
+        return jax.tree.map(lambda a, g: a + (g - a) / (count + 1), acc, grads), count + 1
+
+    return compiled(step, PARAMS, jnp.int32(0), PARAMS)
+
+
+def ours(inner: Any, **options: Any) -> Any:
+    steps = MultiSteps(inner, 4, **options)
+    return compiled(steps.apply, PARAMS, steps.init(PARAMS), PARAMS)
+
+
+def optax_step(inner: Any) -> Any:
+    steps = optax.MultiSteps(inner, 4)
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = steps.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return compiled(step, PARAMS, steps.init(PARAMS), PARAMS)
+
+
+def entry(program: Any) -> list[tuple[str, str]]:
+    """Returns opcode and result type of what the entry computation does to large arrays."""
+    text = program.as_text()
+    body = text[text.index("ENTRY ") :]
+    body = body[: body.index("\n}")]
+    found = re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = (\(?.*?\)?) ([\w-]+)\(", body, re.MULTILINE)
+    large = f"f32[{SIDE},{SIDE}]"
+    return [(op, kind) for kind, op in found if large in kind and op not in _MOVES_NOTHING]
+
+
+def temporaries(program: Any) -> float:
+    """Returns the temporary memory, in sizes of the parameters."""
+    return float(program.memory_analysis().temp_size_in_bytes) / BYTES
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_a_mini_step_that_does_not_emit_does_the_bare_accumulation(inner: str) -> None:
+    expected = entry(bare_accumulation())
+    assert len(expected) in (1, len(PARAMS))  # fusions, or calls of them
+    assert entry(ours(INNER[inner])) == expected
+    assert len(entry(optax_step(INNER[inner]))) > 3 * len(expected)
+
+
+def test_skipping_adds_no_pass_that_writes() -> None:
+    found = entry(ours(ADAMW, should_skip_update_fn=skip_not_finite))
+    assert found == entry(bare_accumulation())
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_an_emission_takes_the_memory_of_the_bare_step(inner: str) -> None:
+    assert temporaries(ours(INNER[inner])) < temporaries(bare_step(INNER[inner])) + 0.05
+    assert temporaries(optax_step(INNER[inner])) > 2.0
+
+
+@pytest.mark.parametrize("options", [{}, {"should_skip_update_fn": skip_not_finite}], ids=str)
+def test_everything_is_updated_in_place(options: Any) -> None:
+    program = ours(ADAMW, **options)
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= 4 * BYTES
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1024  # no array
+
+
+def test_the_protocol_of_optax_adds_the_zeros_and_their_addition() -> None:
+    steps = MultiSteps(ADAMW, 4)
+
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = steps.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    program = compiled(step, PARAMS, steps.init(PARAMS), PARAMS)
+    # `weight_decay * params` depends on nothing that the loop changes, but is not hoisted.
+    assert len(entry(program)) == 3 * len(PARAMS)
+    assert temporaries(program) < 1.05
+
+
+def test_one_program_for_every_mini_step() -> None:
+    steps = MultiSteps(
+        INNER["clipped"], lambda step: step + 1, should_skip_update_fn=skip_not_finite
+    )
+    step = jax.jit(chex.assert_max_traces(steps.apply, 1))
+    carried: Any = PARAMS, steps.init(PARAMS)
+    for scale in (1.0, jnp.nan, 2.0, 3.0):
+        carried = step(*carried, jax.tree.map(lambda p, scale=scale: p * scale, PARAMS))
+    assert int(carried[1].gradient_step) == 2

@@ -1,0 +1,511 @@
+"""Where `MultiSteps` must be better than Optax's: each test shows what Optax does beside it."""
+
+import functools
+from typing import Any, get_args
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from opt_accumulate._emission import Form
+from opt_accumulate._multi_steps import MultiSteps
+from opt_accumulate._skip import skip_not_finite
+from optax.contrib._prodigy import prodigy
+
+BOTH = pytest.mark.parametrize("kind", [MultiSteps, optax.MultiSteps])
+FORMS = get_args(Form)
+PARAMS = {"a": jnp.array([1.0, -2.0, 0.5]), "b": jnp.float32(0.25)}
+SGD = optax.sgd(1.0)
+
+
+def grads_of(value: float) -> Any:
+    return jax.tree.map(lambda p: jnp.full_like(p, value), PARAMS)
+
+
+def run(steps: Any, values: list[float], state: Any = None) -> tuple[list[float], Any]:
+    """Returns what was added to `b` on each mini-step, and the state."""
+    state = steps.init(PARAMS) if state is None else state
+    update, added = jax.jit(steps.update), []
+    for value in values:
+        updates, state = update(grads_of(value), state, PARAMS)
+        added.append(float(updates["b"]))
+    return added, state
+
+
+def applied(steps: MultiSteps, state: Any, params: Any, values: list[float]) -> Any:
+    for value in values:
+        params, state = jax.jit(steps.apply)(params, state, grads_of(value))
+    return params, state
+
+
+# No wasted work
+
+
+@BOTH
+def test_the_inner_optimizer_runs_only_to_emit(kind: Any) -> None:
+    calls = []
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        jax.debug.callback(lambda: calls.append(1))
+        return updates, state
+
+    counting = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    run(kind(counting, 4), [1.0] * 8)
+    jax.effects_barrier()
+    assert len(calls) == (2 if kind is MultiSteps else 8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_apply_is_update_and_addition(form: Form) -> None:
+    inner = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+    steps = MultiSteps(inner, 3, form=form, should_skip_update_fn=skip_not_finite)
+    params: Any = PARAMS
+    state: Any = steps.init(PARAMS)
+    for value in (1.0, jnp.nan, 2.0, 3.0, 4.0):
+        updates, state = steps.update(grads_of(value), state, params)
+        params = optax.apply_updates(params, updates)
+    found = applied(steps, steps.init(PARAMS), PARAMS, [1.0, jnp.nan, 2.0, 3.0, 4.0])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, (params, state))
+    assert int(state.mini_step) == 1
+    assert int(state.gradient_step) == 1
+
+
+def test_parameters_stay_the_same_to_the_bit_between_steps() -> None:
+    params = {"a": jnp.array([-0.0, jnp.nan, 1e-45])}
+    steps: Any = MultiSteps(SGD, 2)
+    state = steps.init(params)
+    kept, _ = jax.jit(steps.apply)(params, state, {"a": jnp.ones(3)})
+    assert np.asarray(kept["a"]).tobytes() == np.asarray(params["a"]).tobytes()
+    updates, _ = optax.MultiSteps(SGD, 2).update({"a": jnp.ones(3)}, state, params)
+    touched: Any = optax.apply_updates(params, updates)
+    assert np.asarray(touched["a"]).tobytes() != np.asarray(params["a"]).tobytes()  # -0.0 + 0.0
+
+
+# Non-finite values
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
+@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize("mean", [True, False])
+def test_the_damage_ends_at_its_own_emission(
+    mean: bool, position: int, bad: float, form: Form
+) -> None:
+    values = [1.0, 1.0, 3.0, 5.0]
+    values[position] = bad
+    added, state = run(MultiSteps(SGD, 2, mean, form=form), values)
+    assert added[0] == added[2] == 0.0
+    assert not np.isfinite(added[1])
+    assert added[3] == (-4.0 if mean else -8.0)
+    for leaf in jax.tree.leaves(state.acc_grads):
+        np.testing.assert_array_equal(leaf, 0.0)
+
+    added, state = run(optax.MultiSteps(SGD, 2, mean), values)
+    assert np.isnan(added[3])
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(state.acc_grads))
+
+
+@BOTH
+def test_a_bad_mini_step_that_is_skipped_never_happened(kind: Any) -> None:
+    steps = kind(SGD, 2, should_skip_update_fn=skip_not_finite)
+    assert run(steps, [1.0, jnp.nan, 3.0, jnp.inf, 1.0, 1.0])[0] == [0, 0, -2.0, 0, 0, -1.0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_inner_updates_do_not_leak_before_the_emission(form: Form) -> None:
+    inner = optax.sgd(lambda count: 1 / count)  # the first step is bad, nothing before it
+    assert run(MultiSteps(inner, 2, form=form), [1.0] * 4)[0] == [0, -jnp.inf, 0, -1]
+    theirs = optax.MultiSteps(inner, 2)
+    updates: Any = theirs.update(grads_of(1.0), theirs.init(PARAMS), PARAMS)[0]
+    assert np.isnan(updates["a"]).all()  # under `jit`, XLA may simplify `False * x`
+
+
+# has_updated
+
+
+@pytest.mark.parametrize("transform", ["update", "apply"])
+def test_has_updated_after_a_skipped_mini_step(transform: str) -> None:
+    steps = MultiSteps(SGD, 2, should_skip_update_fn=skip_not_finite)
+    theirs = optax.MultiSteps(SGD, 2, should_skip_update_fn=optax.skip_not_finite)
+    state, params, read, read_by_optax = steps.init(PARAMS), PARAMS, [], []
+    assert not steps.has_updated(state)
+    for value in (1.0, 1.0, jnp.nan, jnp.nan, 1.0, 1.0):
+        if transform == "apply":
+            params, state = steps.apply(params, state, grads_of(value))
+        else:
+            _, state = steps.update(grads_of(value), state, params)
+        read.append(bool(steps.has_updated(state)))
+        read_by_optax.append(bool(theirs.has_updated(state)))
+    assert read == [False, True, False, False, False, True]
+    assert read_by_optax == [False, True, True, True, False, True]
+
+
+def test_has_updated_on_a_state_of_optax() -> None:
+    theirs = optax.MultiSteps(SGD, 2, should_skip_update_fn=optax.skip_not_finite)
+    _, updated = run(theirs, [1.0, 1.0])
+    _, skipped = run(theirs, [jnp.nan], updated)
+    ours = MultiSteps(SGD, 2)
+    assert (bool(ours.has_updated(updated)), bool(ours.has_updated(skipped))) == (True, False)
+    assert bool(theirs.has_updated(skipped))
+
+
+# Extra arguments
+
+
+def takes_value() -> optax.GradientTransformationExtraArgs:
+    """Adds what it is given: a value, what a function makes of it, a tree."""
+
+    def update(
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        value: Any = -1.0,
+        f: Any = None,
+        tree: Any = 0,
+    ) -> Any:
+        del params
+        value = value if f is None else f(value)
+        total = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(tree))
+        return jax.tree.map(lambda u: jnp.full_like(u, value) + total, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def in_chain(steps: Any) -> Any:
+    return optax.chain(optax.clip(1.0), steps.gradient_transformation(), optax.scale(2.0))
+
+
+@BOTH
+def test_extra_arguments_pass_a_chain(kind: Any) -> None:
+    tx = in_chain(kind(takes_value(), 2))
+    state, added = tx.init(PARAMS), []
+    update = jax.jit(lambda g, s, v: tx.update(g, s, PARAMS, value=v))
+    for value in (5.0, 7.0, 9.0, 11.0):
+        updates, state = update(grads_of(1.0), state, value)
+        added.append(float(updates["b"]))
+    dropped = [0.0, -2.0, 0.0, -2.0]
+    assert added == ([0.0, 14.0, 0.0, 22.0] if kind is MultiSteps else dropped)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_functions_and_trees_reach_the_inner_optimizer(form: Form) -> None:
+    tx = in_chain(MultiSteps(takes_value(), 1, form=form))
+    tree = {"x": jnp.ones(3), "key": (jnp.float32(1.0),)}
+    updates, _ = tx.update(
+        grads_of(1.0), tx.init(PARAMS), PARAMS, value=3.0, f=lambda v: v + 1, tree=tree
+    )
+    assert float(updates["b"]) == 2 * (4.0 + 4.0)
+    steps = MultiSteps(takes_value(), 2, form=form)
+    _, state = steps.update(grads_of(1.0), steps.init(PARAMS), value=1.0, tree=tree)
+    updates, _ = steps.update(grads_of(1.0), state, value=1.0, f=jnp.negative, tree=tree)
+    assert float(updates["b"]) == 3.0
+
+
+def test_an_inner_optimizer_without_extra_arguments_is_spared_them() -> None:
+    updates, _ = MultiSteps(SGD, 1).update(grads_of(1.0), MultiSteps(SGD, 1).init(PARAMS), value=1)
+    assert float(updates["b"]) == -1.0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_means_over_the_window(form: Form) -> None:
+    steps: Any = MultiSteps(
+        takes_value(),
+        2,
+        should_skip_update_fn=skip_not_finite,
+        window_means=("value",),
+        form=form,
+    )
+    state, added = steps.init(PARAMS), []
+    first = state
+    update = jax.jit(lambda g, s, v: steps.update(g, s, PARAMS, value=v))
+    for grad, value in ((1, 5.0), (jnp.nan, jnp.nan), (1, 7.0), (1, 1.0), (1, 2.0), (1, 40.0)):
+        updates, state = update(grads_of(grad), state, value)
+        added.append((float(updates["b"]), bool(steps.has_updated(state))))
+    emitted = [(6.0, True), (1.5, True)]
+    assert added == [(0, False), (0, False), emitted[0], (0, False), emitted[1], (0, False)]
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, first)
+    flushed, state = steps.flush(state, PARAMS)
+    assert float(flushed["b"]) == 40.0
+    assert float(state.skip_state["window_means"]["value"]) == 0.0
+
+
+def test_what_window_means_cannot_be() -> None:
+    steps = MultiSteps(SGD, 2, window_means=("value",))
+    state = steps.init(PARAMS)
+    with pytest.raises(TypeError, match="`update` needs the argument `value`: `window_means` asks"):
+        steps.update(grads_of(1.0), state)
+    with pytest.raises(ValueError, match=r"`value` must be a real scalar.*shape \(2,\) and dtype"):
+        steps.update(grads_of(1.0), state, value=jnp.ones(2))
+    with pytest.raises(TypeError, match=r"`window_means` must be a sequence of names"):
+        MultiSteps(SGD, 2, window_means="value")
+    other = optax.MultiSteps(SGD, 2).init(PARAMS)
+    with pytest.raises(ValueError, match="must hold the `window_means` value; found none"):
+        steps.update(grads_of(1.0), other, value=1.0)
+    with pytest.raises(ValueError, match="must hold the `window_means` loss; found value"):
+        MultiSteps(SGD, 2, window_means=("loss",)).update(grads_of(1.0), state, loss=1.0)
+
+
+# flush
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mean", [True, False])
+def test_flush_emits_what_the_window_holds(mean: bool, form: Form) -> None:
+    steps = MultiSteps(SGD, 4, mean, form=form, should_skip_update_fn=skip_not_finite)
+    _, state = run(steps, [1.0, 3.0, jnp.nan])
+    assert not steps.has_updated(state)
+    updates, flushed = jax.jit(steps.flush)(state, PARAMS)
+    assert float(updates["b"]) == (-2.0 if mean else -4.0)
+    assert steps.has_updated(flushed)
+    assert (int(flushed.mini_step), int(flushed.gradient_step)) == (0, 1)
+    assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(flushed.acc_grads))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_equal((a.dtype, a.shape), (b.dtype, b.shape)), state, flushed
+    )
+    assert run(steps, [1.0] * 4, flushed)[0] == [0, 0, 0, -1.0 if mean else -4.0]
+
+
+def test_flush_leaves_an_empty_window_alone() -> None:
+    steps = MultiSteps(optax.adam(0.1), 2, should_skip_update_fn=skip_not_finite)
+    _, state = run(steps, [1.0, 1.0, jnp.nan])
+    updates, flushed = jax.jit(steps.flush)(state, PARAMS)
+    assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(updates))
+    jax.tree.map(np.testing.assert_array_equal, flushed, state)
+
+
+# dtypes
+
+
+def seen_by_inner(seen: list[Any]) -> optax.GradientTransformation:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        jax.debug.callback(lambda x: seen.append(np.asarray(x)), updates["a"])
+        return updates, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+@BOTH
+def test_64_bfloat16_gradients_reach_the_inner_optimizer_in_float32(kind: Any) -> None:
+    params = {"a": jnp.zeros(256, jnp.bfloat16)}
+    grads = jax.random.uniform(jax.random.key(0), (64, 256), minval=0.5, maxval=1.5)
+    grads = grads.astype(jnp.bfloat16)
+    seen: list[Any] = []
+    steps = kind(seen_by_inner(seen), 64)
+    update = jax.jit(steps.update)
+    state = steps.init(params)
+    for grad in grads:
+        updates, state = update({"a": grad}, state, params)
+    jax.effects_barrier()
+    exact = np.asarray(grads, np.float64).mean(axis=0)
+    error = np.max(np.abs(np.asarray(seen[-1], np.float64) - exact) / exact)
+    assert updates["a"].dtype == jnp.bfloat16
+    assert error < 1e-6 if kind is MultiSteps else error > 1e-3
+
+
+@BOTH
+def test_complex_gradients_keep_their_imaginary_parts(kind: Any) -> None:
+    params = {"z": jnp.zeros(1, jnp.complex64)}
+    steps = kind(SGD, 2)
+    state = steps.init(params)
+    if kind is optax.MultiSteps:
+        if hasattr(steps, "_accumulator_dtype"):  # new in 0.2.7
+            with pytest.warns(Warning, match="complex"):
+                assert _two_complex(steps, state).tolist() == [-1 - 1j]
+        return
+    assert _two_complex(steps, state).tolist() == [-1 - 2j]
+    theirs = optax.MultiSteps(SGD, 2).init(params)  # float32
+    assert _two_complex(steps, theirs).tolist() == [-1 - 2j]
+
+
+def _two_complex(steps: Any, state: Any) -> Any:
+    grads = {"z": jnp.array([1 + 2j], jnp.complex64)}
+    _, state = steps.update(grads, state)
+    return steps.update(grads, state)[0]["z"]
+
+
+DTYPES = [  # parameters, `accumulator_dtype`, accumulator
+    (jnp.bfloat16, jnp.float32, jnp.float32),
+    (jnp.float16, None, jnp.float16),
+    (jnp.float32, None, jnp.float32),
+    (jnp.float32, jnp.bfloat16, jnp.bfloat16),
+    (jnp.complex64, jnp.bfloat16, jnp.complex64),
+    (jnp.complex64, None, jnp.complex64),
+]
+
+
+@pytest.mark.parametrize(("dtype", "asked", "expected"), DTYPES)
+def test_dtypes_of_the_accumulator(dtype: Any, asked: Any, expected: Any) -> None:
+    params = {"a": jnp.ones((2, 3), dtype), "b": jnp.ones((), dtype)}
+    inner = optax.adam(optax.linear_schedule(0.1, 0.2, 3))
+    steps = MultiSteps(inner, 2, accumulator_dtype=asked)
+    state = steps.init(params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.acc_grads)} == {np.dtype(expected)}
+    describe = functools.partial(jax.tree.map, lambda x: (x.shape, x.dtype, x.weak_type))
+    for _ in range(3):
+        updates, new = jax.jit(steps.update)(params, state, params)
+        assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {np.dtype(dtype)}
+        assert describe(new) == describe(state)
+        moved, applied = jax.jit(steps.apply)(params, state, params)
+        assert describe((moved, applied)) == describe((params, state))
+        state = new
+
+
+def enable_x64() -> Any:
+    modules: tuple[Any, ...] = (jax, jax.experimental)  # it has moved
+    (context,) = [module.enable_x64 for module in modules if hasattr(module, "enable_x64")][:1]
+    return context(True)
+
+
+def test_float64_is_not_truncated() -> None:
+    exact = 1 + 2.0**-40
+    with enable_x64():
+        params, grads = {"a": jnp.zeros(1)}, {"a": jnp.full(1, exact)}
+        ours, theirs = MultiSteps(SGD, 2), optax.MultiSteps(SGD, 2)
+        assert ours.init(params).acc_grads["a"].dtype == jnp.float64
+        assert float(_two_float64(ours, ours.init(params), grads)) == -exact
+        if hasattr(theirs, "_accumulator_dtype"):  # new in 0.2.7
+            assert float(_two_float64(theirs, theirs.init(params), grads)) != -exact
+
+
+def _two_float64(steps: Any, state: Any, grads: Any) -> Any:
+    _, state = steps.update(grads, state)
+    return steps.update(grads, state)[0]["a"][0]
+
+
+def test_an_accumulator_of_bfloat16_hands_on_float32() -> None:
+    seen: list[Any] = []
+    steps = MultiSteps(seen_by_inner(seen), 1, accumulator_dtype=jnp.bfloat16)
+    steps.update(grads_of(1.0), steps.init(PARAMS))
+    jax.effects_barrier()
+    assert seen[0].dtype == np.float32
+
+
+# JAX's transformations
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scan_and_vmap(form: Form) -> None:
+    inner = optax.adam(0.1)
+    values = jax.random.normal(jax.random.key(0), (4, 7))
+
+    def train(steps: Any, values: jax.Array) -> Any:
+        def mini_step(carry: Any, value: jax.Array) -> Any:
+            params, state = carry
+            updates, state = steps.update(grads_of(1.0) | {"b": value}, state, params)
+            return (optax.apply_updates(params, updates), state), updates["b"]
+
+        return jax.lax.scan(mini_step, (PARAMS, steps.init(PARAMS)), values)
+
+    ours, theirs = MultiSteps(inner, 3, form=form), optax.MultiSteps(inner, 3)
+    expected = [train(theirs, row) for row in values]
+    for index, row in enumerate(values):
+        # Scans are compiled differently: fused multiply-adds round otherwise.
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7),
+            train(ours, row),
+            expected[index],
+        )
+    batched = jax.vmap(functools.partial(train, ours))(values)
+    for index in range(len(values)):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7),
+            jax.tree.map(lambda x, index=index: x[index], batched),
+            expected[index],
+        )
+
+
+def test_vmap_over_windows_that_end_at_different_mini_steps() -> None:
+    steps: Any = MultiSteps(SGD, 2)
+    state = steps.init(PARAMS)
+    _, later = steps.update(grads_of(3.0), state)
+    states = jax.tree.map(lambda *x: jnp.stack(x), state, later)
+    grads = jax.tree.map(lambda x: jnp.stack([x, x]), grads_of(1.0))
+    updates, new = jax.vmap(steps.update)(grads, states)
+    assert updates["b"].tolist() == [0.0, -2.0]
+    assert new.mini_step.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("form", ["cond", "select"])
+def test_reverse_derivatives(form: Form) -> None:
+    def loss(rate: jax.Array, form: Form) -> Any:
+        steps: Any = MultiSteps(optax.sgd(rate), 2, form=form)
+        params, state = PARAMS, steps.init(PARAMS)
+        for _ in range(2):
+            params, state = steps.apply(params, state, grads_of(2.0))
+        return params["b"]
+
+    grad = jax.jit(jax.grad(loss), static_argnums=1)
+    assert float(grad(jnp.float32(0.5), form)) == -2.0
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        grad(jnp.float32(0.5), "loop")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_donation_of_states_that_keep_the_parameters(form: Form) -> None:
+    params = jax.tree.map(jnp.copy, PARAMS)
+    steps: Any = MultiSteps(prodigy(), 2, form=form)
+    step = jax.jit(steps.apply, donate_argnums=(0, 1))
+    carried = params, steps.init(params)
+    for value in (1.0, 2.0, 3.0):
+        carried = step(*carried, grads_of(value))
+    assert int(carried[1].mini_step) == 1
+
+
+def test_counters_stay_at_their_largest_value() -> None:
+    top = jnp.int32(np.iinfo(np.int32).max)
+    steps = MultiSteps(SGD, 1)
+    _, state = steps.update(grads_of(1.0), steps.init(PARAMS)._replace(gradient_step=top))
+    assert state.gradient_step == top
+    steps = MultiSteps(SGD, lambda step: top)
+    state = steps.init(PARAMS)._replace(mini_step=top - 2)
+    _, state = steps.update(grads_of(1.0), state)
+    assert state.mini_step == top - 1
+
+
+# Errors
+
+
+def test_gradients_that_do_not_fit() -> None:
+    steps = MultiSteps(SGD, 2)
+    state = steps.init(PARAMS)
+    with pytest.raises(ValueError, match=r"(?s)`updates` do not look.*a: expected shape \(3,\), "):
+        steps.update({"a": jnp.ones(()), "b": jnp.ones(())}, state)
+    with pytest.raises(ValueError, match=r"(?s)b: expected a leaf.*c: expected none, found a leaf"):
+        steps.update({"a": jnp.ones(3), "c": jnp.ones(())}, state)
+    with pytest.raises(ValueError, match=r"containers: expected .*found "):
+        steps.update(tuple(PARAMS.values()), steps.init(list(PARAMS.values())))
+
+
+def test_inner_optimizers_that_change_their_state() -> None:
+    def grows(updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, {"seen": updates} if state == {} else {"seen": jnp.ones(7)}
+
+    def steps(first: Any) -> MultiSteps:
+        return MultiSteps(optax.GradientTransformation(lambda params: first, grows), 2)
+
+    with pytest.raises(TypeError, match=r"(?s)`opt` returned another state.*expected .*found "):
+        steps({}).update(grads_of(1.0), steps({}).init(PARAMS))
+    first = {"seen": jnp.ones(2)}
+    with pytest.raises(TypeError, match=r"seen: expected shape \(2,\), found \(7,\)"):
+        steps(first).update(grads_of(1.0), steps(first).init(PARAMS))
+
+
+def test_arguments_that_are_not_possible() -> None:
+    with pytest.raises(
+        ValueError, match=r"`form` must be one of loop, cond, select, found 'while'"
+    ):
+        MultiSteps(SGD, 2, form="while")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`opt` must be a gradient transformation, .*found 0.1"):
+        MultiSteps(0.1, 2)
+
+
+def test_an_empty_tree() -> None:
+    steps = MultiSteps(SGD, 2, should_skip_update_fn=skip_not_finite)
+    state = steps.init({})
+    for _ in range(2):
+        updates, state = jax.jit(steps.update)({}, state, {})
+    assert updates == {}
+    assert steps.has_updated(state)

@@ -1,0 +1,285 @@
+"""Skip functions: Optax's two where Optax is wrong, those that remember, and combinations."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opt_accumulate import _skip
+from opt_accumulate._compose import all_of, any_of
+from opt_accumulate._multi_steps import MultiSteps
+from opt_accumulate._outliers import skip_outliers
+from opt_accumulate._skip import skip_large_updates, skip_not_finite
+from opt_accumulate._skip_state import StatefulSkipFunction
+
+PARAMS = {"w": jnp.zeros(2), "b": jnp.zeros(())}
+SGD = optax.sgd(1.0)
+
+
+def grads_of(value: Any) -> Any:
+    return {"w": jnp.full(2, value, jnp.float32), "b": jnp.zeros(())}
+
+
+def norm_of(value: float) -> float:
+    return abs(value) * 2**0.5
+
+
+def decide(function: Any, values: list[float]) -> tuple[list[bool], Any]:
+    """Returns what a function that remembers says of gradients, one after another."""
+    state, said = function.init(PARAMS), []
+    call = jax.jit(lambda grads, state: function(grads, jnp.int32(0), None, state))
+    for value in values:
+        skip, new = call(grads_of(value), state)
+        chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
+        assert bool(new["should_skip"]) == bool(skip)
+        state = new
+        said.append(bool(skip))
+    return said, state
+
+
+def train(steps: Any, values: list[Any]) -> tuple[list[float], Any]:
+    state, added = steps.init(PARAMS), []
+    update = jax.jit(steps.update)
+    for value in values:
+        updates, new = update(grads_of(value), state, PARAMS)
+        chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
+        state = new
+        added.append(float(updates["w"][0]))
+    return added, state
+
+
+# Optax's two
+
+
+def test_nothing_is_finite_and_small() -> None:
+    skip, state = skip_not_finite({}, 0, None)
+    assert (bool(skip), int(state["num_not_finite"])) == (False, 0)
+    assert state["num_not_finite"].dtype == jnp.int32
+    skip, state = skip_large_updates({}, 0, None, max_squared_norm=1.0)
+    assert (bool(skip), float(state["norm_squared"])) == (False, 0.0)
+    theirs: Any = optax.skip_not_finite({}, 0, None)
+    assert getattr(theirs[1]["num_not_finite"], "dtype", None) != jnp.int32
+
+
+@pytest.mark.parametrize("value", [jnp.inf, -jnp.inf, jnp.nan, complex(0, np.inf), complex(np.nan)])
+def test_not_finite(value: Any) -> None:
+    bad = jnp.array([1.0, value, value])
+    skip, state = skip_not_finite({"good": jnp.ones(3), "bad": bad}, 0, None)
+    assert (bool(skip), int(state["num_not_finite"])) == (True, 2)
+
+
+def test_counts_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_skip, "_MAX", 10)  # instead of arrays of 2**31 values
+    bad = jnp.full((4, 3), jnp.nan)
+    assert int(skip_not_finite(bad, 0, None)[1]["num_not_finite"]) == 10
+    assert int(skip_not_finite([bad[:2], bad[:2]], 0, None)[1]["num_not_finite"]) == 10
+    assert int(skip_not_finite(bad.at[1:].set(0.0), 0, None)[1]["num_not_finite"]) == 3
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(300.0, jnp.float16), (3 + 4j, jnp.complex64)])
+def test_squares_that_optax_cannot_take(value: Any, dtype: Any) -> None:
+    updates = jnp.full(1, value, dtype)
+    squared = abs(value) ** 2
+    limits, theirs = (1.01 * squared, 0.99 * squared), []
+    for limit, expected in zip(limits, (False, True), strict=True):
+        skip, state = skip_large_updates(updates, 0, None, max_squared_norm=limit)
+        assert bool(skip) == expected
+        assert float(state["norm_squared"]) == pytest.approx(squared, rel=1e-6)
+        theirs.append(bool(optax.skip_large_updates(updates, 0, None, limit)[0]))
+    assert theirs == ([True, True] if dtype == jnp.float16 else [False, False])
+
+
+def test_sums_of_bfloat16_squares_are_float32() -> None:
+    updates = jnp.ones(1000, jnp.bfloat16)
+    state = skip_large_updates(updates, 0, None, 1.0)[1]
+    assert (state["norm_squared"].dtype, float(state["norm_squared"])) == (jnp.float32, 1000.0)
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_a_norm_that_is_not_finite_is_large(value: float) -> None:
+    assert skip_large_updates(jnp.array([value]), 0, None, max_squared_norm=1e30)[0]
+
+
+# What a skip function may return
+
+
+def negative(updates: Any, gradient_step: Any, params: Any) -> tuple[Any, Any]:
+    return updates["w"][0] < 0, ()
+
+
+def test_the_decision_is_kept_where_the_function_does_not_keep_it() -> None:
+    steps = MultiSteps(SGD, 2, should_skip_update_fn=negative)
+    added, state = train(steps, [1.0, 1.0, -1.0])
+    assert added == [0.0, -1.0, 0.0]
+    assert bool(state.skip_state["should_skip"])
+    assert not steps.has_updated(state)
+    theirs = optax.MultiSteps(SGD, 2, should_skip_update_fn=negative)
+    _, their_state = train(theirs, [1.0, 1.0, -1.0])
+    assert their_state.skip_state == ()
+    assert theirs.has_updated(their_state)
+    added, _ = train_on(steps, their_state, [3.0, 5.0])
+    assert added == [0.0, -4.0]
+    added, _ = train_on(theirs, state, [3.0, 5.0])
+    assert added == [0.0, -4.0]
+
+
+def train_on(steps: Any, state: Any, values: list[float]) -> tuple[list[float], Any]:
+    added = []
+    for value in values:
+        updates, state = steps.update(grads_of(value), state, PARAMS)
+        added.append(float(updates["w"][0]))
+    return added, state
+
+
+@pytest.mark.parametrize("answer", [True, np.bool_(True), jnp.array(True)])
+def test_booleans_of_every_kind(answer: Any) -> None:
+    steps = MultiSteps(SGD, 1, should_skip_update_fn=lambda *_: (answer, {"seen": jnp.int32(1)}))
+    added, state = train(steps, [1.0])
+    assert added == [0.0]
+    assert int(state.skip_state["skip_state"]["seen"]) == 1
+
+
+@pytest.mark.parametrize("answer", [jnp.array(1), jnp.array([True]), 0.0])
+def test_other_answers_are_an_error(answer: Any) -> None:
+    steps = MultiSteps(SGD, 1, should_skip_update_fn=lambda *_: (answer, ()))
+    with pytest.raises(ValueError, match="`should_skip_update_fn` must return a boolean scalar"):
+        steps.init(PARAMS)
+
+
+# Outliers
+
+
+def test_outliers_are_judged_by_what_was_accepted() -> None:
+    said, state = decide(skip_outliers(3.0, warmup=3, decay=1.0), [1, 2, 3, 5, 60, 9, -10, 6])
+    assert said == [False, False, False, False, True, True, True, False]
+    assert float(state["mean_norm"]) == pytest.approx(norm_of((1 + 2 + 3 + 5 + 6) / 5), rel=1e-6)
+    counts = ("num_accepted", "num_skipped", "num_consecutive")
+    assert [int(state[name]) for name in counts] == [5, 3, 0]
+    assert float(state["norm"]) == pytest.approx(norm_of(6), rel=1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(values=st.lists(st.floats(0.5, 4.0, width=32), min_size=1, max_size=12))
+def test_the_running_mean(values: list[float]) -> None:
+    _, state = decide_eagerly(skip_outliers(100.0, decay=0.75), values)
+    mean = 0.0
+    for index, value in enumerate(values):
+        mean += (norm_of(value) - mean) * max(1 / (index + 1), 0.25)
+    assert float(state["mean_norm"]) == pytest.approx(mean, rel=1e-5)
+
+
+def decide_eagerly(function: Any, values: list[float]) -> tuple[list[bool], Any]:
+    state, said = function.init(PARAMS), []
+    for value in values:
+        skip, state = function(grads_of(value), 0, None, state)
+        said.append(bool(skip))
+    return said, state
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_what_is_not_finite_is_an_outlier_even_in_the_warmup(value: float) -> None:
+    guard = skip_outliers(3.0, warmup=5, max_consecutive=1)
+    said, state = decide(guard, [value, value, 1.0, value])
+    assert said == [True, True, False, True]
+    assert float(state["mean_norm"]) == pytest.approx(norm_of(1.0), rel=1e-6)
+
+
+def test_larger_gradients_for_good() -> None:
+    values = [1.0, 1.0, 50.0, 50.0, 50.0, 50.0]
+    assert decide(skip_outliers(3.0, warmup=1), values)[0] == [False, False, *[True] * 4]
+    said, state = decide(skip_outliers(3.0, warmup=1, max_consecutive=2), values)
+    assert said == [False, False, True, True, False, False]
+    assert int(state["num_consecutive"]) == 0
+
+
+def test_an_outlier_leaves_the_window_alone() -> None:
+    steps = MultiSteps(SGD, 2, should_skip_update_fn=skip_outliers(3.0, warmup=1))
+    added, state = train(steps, [1.0, 99.0, 2.0, 88.0])
+    assert added == [0.0, 0.0, -1.5, 0.0]
+    assert int(state.skip_state["num_skipped"]) == 2
+    assert not steps.has_updated(state)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"factor": 1.0}, "`factor` must be more than 1, found 1.0"),
+        ({"factor": float("nan")}, "`factor` must be more than 1, found nan"),
+        ({"decay": 0.0}, "`decay` must be more than 0 and at most 1, found 0.0"),
+        ({"decay": 1.5}, "`decay` must be more than 0 and at most 1, found 1.5"),
+        ({"warmup": 0}, "`warmup` must be at least 1, found 0"),
+        ({"max_consecutive": 0}, "`max_consecutive` must be at least 1, or None, found 0"),
+    ],
+)
+def test_arguments_out_of_range(wrong: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        skip_outliers(**({"factor": 2.0} | wrong))
+
+
+# Combinations
+
+LARGE = functools.partial(skip_large_updates, max_squared_norm=50.0)
+COMBINED: list[tuple[Callable[..., Any], list[bool]]] = [
+    (any_of, [False, True, True, True]),
+    (all_of, [False, False, False, True]),
+]
+
+
+@pytest.mark.parametrize(("combine", "expected"), COMBINED)
+def test_decisions_and_counts(combine: Callable[..., Any], expected: list[bool]) -> None:
+    said, state = decide(combine(negative, LARGE), [1.0, -1.0, 9.0, -9.0])
+    assert said == expected
+    assert int(state["num_skipped"]) == sum(expected)
+    assert [int(count) for count in state["num_by_function"]] == [2, 2]
+    assert float(state["skip_states"][1]["norm_squared"]) == 162.0
+
+
+def test_combinations_of_combinations() -> None:
+    combined = any_of(skip_not_finite, all_of(negative, LARGE))
+    assert isinstance(combined, StatefulSkipFunction)
+    said, state = decide(combined, [-1.0, 9.0, jnp.nan, -9.0])
+    assert said == [False, False, True, True]
+    assert int(state["skip_states"][1]["num_skipped"]) == 1
+    assert int(state["num_skipped"]) == 2
+
+
+def test_a_guard_forgets_what_the_others_decided() -> None:
+    guard = skip_outliers(3.0, warmup=1)
+    _, state = decide(any_of(negative, guard), [1.0, -2.0, 1.0, 70.0])
+    inner = state["skip_states"][1]
+    assert float(inner["mean_norm"]) == pytest.approx(norm_of(1.0), rel=1e-6)
+    assert [int(inner[name]) for name in ("num_accepted", "num_skipped")] == [2, 1]
+    _, state = decide(all_of(negative, guard), [1.0, 70.0])
+    assert int(state["skip_states"][1]["num_skipped"]) == 0
+    assert int(state["num_by_function"][1]) == 1
+
+
+def test_combinations_in_multi_steps() -> None:
+    skip = any_of(skip_not_finite, skip_outliers(3.0, warmup=1))
+    steps = MultiSteps(SGD, 2, should_skip_update_fn=skip)
+    added, state = train(steps, [1.0, jnp.nan, 2.0, 77.0, jnp.inf, 2.0, 4.0])
+    assert added == [0.0, 0.0, -1.5, 0.0, 0.0, 0.0, -3.0]
+    assert int(state.skip_state["num_skipped"]) == 3
+    assert [int(count) for count in state.skip_state["num_by_function"]] == [2, 3]
+
+
+def test_counters_stay_at_their_largest_value() -> None:
+    top = jnp.int32(np.iinfo(np.int32).max)
+    counted = any_of(negative)
+    state = counted.init(PARAMS) | {"num_skipped": top}
+    assert counted(grads_of(-1.0), 0, None, state)[1]["num_skipped"] == top
+
+
+@pytest.mark.parametrize("combine", [any_of, all_of])
+def test_what_cannot_be_combined(combine: Any) -> None:
+    with pytest.raises(TypeError, match=f"`{combine.__name__}` needs at least one skip function"):
+        combine()
+    with pytest.raises(TypeError, match=f"`{combine.__name__}` takes skip functions, found 3"):
+        combine(negative, 3)

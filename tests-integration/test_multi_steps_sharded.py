@@ -1,0 +1,134 @@
+"""`MultiSteps` on 8 devices: where the state lies, and when devices talk to one another."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from opt_accumulate._multi_steps import MultiSteps
+from opt_accumulate._skip import skip_not_finite
+
+P = PartitionSpec
+SPECS = {"w": P("data", "model"), "b": P("model")}
+INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+FORMS: Any = ["loop", "cond", "select"]
+_COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|collective-permute)(-start)?\(")
+
+
+@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def mesh(request: pytest.FixtureRequest) -> Mesh:
+    assert jax.device_count() == 8
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(request.param,) * 2)
+
+
+def tree_at(mesh: Mesh, index: int) -> dict[str, jax.Array]:
+    def make() -> dict[str, jax.Array]:
+        key = jax.random.fold_in(jax.random.key(0), index)
+        return {"w": jax.random.normal(key, (16, 8)), "b": jnp.linspace(-1.0, 1.0, 8) * index}
+
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    tree: dict[str, jax.Array] = jax.jit(make, out_shardings=shardings)()
+    return tree
+
+
+def assert_sharded(tree: Any, mesh: Mesh) -> None:
+    for name, spec in SPECS.items():
+        leaf = tree[name]
+        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim), name
+
+
+def collectives(program: Any) -> tuple[int, int]:
+    """Returns how many there are in the entry computation, and how many in all."""
+    text = program.as_text()
+    entry = text[text.index("\nENTRY ") :]
+    entry = entry[: entry.index("\n}")]
+    return len(_COLLECTIVE.findall(entry)), len(_COLLECTIVE.findall(text))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_leaf_stays_where_its_parameter_is(mesh: Mesh, form: Any) -> None:
+    with jax.set_mesh(mesh):
+        steps: Any = MultiSteps(INNER, 2, form=form, should_skip_update_fn=skip_not_finite)
+        params = tree_at(mesh, 0)
+        state = steps.init(params)
+        apply = jax.jit(steps.apply)
+        for index in range(1, 4):
+            params, state = apply(params, state, tree_at(mesh, index))
+            adam = state.inner_opt_state[1][0]
+            for tree in (params, state.acc_grads, adam.mu, adam.nu):
+                assert_sharded(tree, mesh)
+        updates, updated = jax.jit(steps.update)(tree_at(mesh, 4), state, params)
+        flushed, _ = jax.jit(steps.flush)(state, params)
+        for tree in (updates, updated.acc_grads, flushed):
+            assert_sharded(tree, mesh)
+
+
+def test_numbers_are_those_of_optax_on_one_device(mesh: Mesh) -> None:
+    single = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
+    ours, theirs = MultiSteps(INNER, 2), optax.MultiSteps(INNER, 2)
+    results = []
+    for steps, place in ((ours, mesh), (theirs, single)):
+        with jax.set_mesh(place):
+            params: Any = tree_at(place, 0)
+            state: Any = steps.init(params)
+            update = jax.jit(steps.update)
+            for index in range(1, 6):
+                updates, state = update(tree_at(place, index), state, params)
+                params = jax.jit(optax.apply_updates)(params, updates)
+        results.append(jax.tree.map(np.asarray, (params, state)))
+    # A global norm is summed in another order over 8 devices.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
+
+
+def test_devices_talk_only_to_emit(mesh: Mesh) -> None:
+    def optax_step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = theirs.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    ours, theirs = MultiSteps(INNER, 2), optax.MultiSteps(INNER, 2)
+    with jax.set_mesh(mesh):
+        params = tree_at(mesh, 0)
+        lowered = jax.jit(ours.apply).lower(params, ours.init(params), params)
+        always, ever = collectives(lowered.compile())
+        assert always == 0
+        assert ever > 0  # the norm, in the loop
+        lowered = jax.jit(optax_step).lower(params, theirs.init(params), params)
+        assert collectives(lowered.compile())[0] > 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_inside_shard_map(mesh: Mesh, form: Any) -> None:
+    steps: Any = MultiSteps(optax.adam(0.1), 2, form=form)
+    state_spec = jax.tree.map(lambda _: P(), jax.eval_shape(steps.init, jnp.ones(4)))
+    state_spec = state_spec._replace(
+        acc_grads=P("data"),
+        inner_opt_state=jax.tree.map(
+            lambda leaf: P("data") if leaf.ndim else P(),
+            jax.eval_shape(steps.init, jnp.ones(4)).inner_opt_state,
+        ),
+    )
+
+    def local(params: Any, state: Any, grads: Any) -> Any:
+        updates, _ = steps.update(grads, state, params)
+        return *steps.apply(params, state, grads), updates
+
+    with jax.set_mesh(mesh):
+        params = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P("data")))
+        step = jax.jit(
+            jax.shard_map(
+                local,
+                mesh=mesh,
+                in_specs=(P("data"), state_spec, P("data")),
+                out_specs=(P("data"), state_spec, P("data")),
+            )
+        )
+        state, moved = steps.init(params), params
+        for _ in range(2):
+            moved, state, updates = step(moved, state, params)
+    expected = np.arange(8.0) + np.asarray(updates)
+    np.testing.assert_allclose(np.asarray(moved), expected, rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(updates)[1:], -0.1, rtol=1e-4)  # Adam's first step
