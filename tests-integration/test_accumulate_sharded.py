@@ -140,6 +140,18 @@ def test_values_shardings_and_metrics(reduce: Reduce, out: Tree, mesh: jax.shard
     assert (int(metrics.weight), int(metrics.num_skipped)) == (int(batch["mask"].sum()), 0)
 
 
+@pytest.mark.parametrize("size", [16, 24])
+def test_microbatches_of_a_size_with_the_mesh_in_use(size: int, mesh: jax.sharding.Mesh) -> None:
+    set_mesh: Any = jax.set_mesh
+    params, batch = make_params(), make_batch()
+    with set_mesh(mesh):
+        args = put(params, mesh, SPECS), put(batch, mesh, P("data"))
+        for reduce in ("auto", "deferred"):
+            vg: Any = functools.partial(accumulate_gradients, loss_fn, reduce=reduce)
+            vg = vg(microbatch_size=size, smaller_last=True)
+            assert_equal(jax.jit(vg)(*args), whole_batch(params, batch))
+
+
 @pytest.mark.parametrize("num", [2, 8])
 def test_deferred_gradients_are_summed_once_whatever_the_number_of_microbatches(
     num: int, mesh: jax.sharding.Mesh
@@ -302,16 +314,6 @@ def test_several_data_axes_and_accumulators_over_any_of_them(spec: PartitionSpec
     assert_equal((loss, grads), whole_batch(params, batch))
     assert grads["w"].sharding.is_equivalent_to(out["w"], 2)
     assert {c.count for c in moved(program, mesh)} == {1}
-
-
-def test_a_last_microbatch_that_is_smaller_on_every_device(mesh: jax.sharding.Mesh) -> None:
-    vg = accumulate_gradients(
-        loss_fn, microbatch_size=24, smaller_last=True, reduce="deferred", mesh=mesh
-    )
-    params, batch = make_params(), make_batch()
-    with use(mesh):
-        result = jax.jit(vg)(put(params, mesh, SPECS), put(batch, mesh, P("data")))
-    assert_equal(result, whole_batch(params, batch))
 
 
 # Randomness and dropped parts.
@@ -514,6 +516,17 @@ def test_rows_that_do_not_divide_over_the_devices() -> None:
     short = jax.tree.map(lambda leaf: leaf[:63], batch)
     with pytest.raises(BatchError, match="`batch` has 63 rows and `num_microbatches` is 3: the"):
         vg(make_params(), short)
+
+
+def test_microbatches_smaller_than_the_devices_on_an_explicit_mesh() -> None:
+    mesh = make_mesh(AxisType.Explicit)
+    vg = accumulate_gradients(loss_fn, num_microbatches=32)
+    with use(mesh), pytest.raises(BatchError) as error:
+        vg(put(make_params(), mesh, SPECS), put(make_batch(), mesh, P("data")))
+    assert str(error.value) == (
+        "Microbatches have 2 rows, which do not divide over the 4 devices that the rows of `batch` "
+        "lie over (mask: 'data'). Take fewer microbatches, of a multiple of 4 rows."
+    )
 
 
 def test_shardings_on_another_mesh() -> None:

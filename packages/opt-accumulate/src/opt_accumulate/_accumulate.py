@@ -157,6 +157,7 @@ def accumulate_gradients(
     _check_choice("grad_dtype", grad_dtype, ("accumulator", "params"))
     loop = Loop(loss_fn, weights, has_aux, aux, rng, skip_fn, accumulator_dtype, unroll)
 
+    @jax.named_scope("accumulate_gradients")
     def value_and_grad(params: Any, batch: Any, *args: Any, rng: Any = None) -> tuple[Any, Any]:
         _check_key(loop.rng, rng)
         shardings = leaf_shardings(out_shardings, params)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from opt_accumulate._placement import axes_of, explicit_spec
 from opt_accumulate._trees import path_str
 from opt_accumulate.errors import BatchError
 
@@ -151,21 +152,40 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def fold(batch: Any, split: Split) -> Any:
-    """Returns the batch as (size, num, ...), from which `take` cuts; no row changes its device."""
-    return jax.tree.map(lambda leaf: _fold(leaf, split), batch)
+    """Returns the batch as (size, num, ...), from which `take` cuts; no row changes its device.
+
+    Raises:
+      BatchError: on an Explicit mesh, a microbatch does not divide over the devices of the rows.
+    """
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _fold(path, leaf, split), batch)
 
 
-def _fold(leaf: Any, split: Split) -> jax.Array:
+def _fold(path: Any, leaf: Any, split: Split) -> jax.Array:
     leaf = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    spec = explicit_spec(leaf)
+    rest = () if spec is None else tuple(spec)
+    if rest:
+        _check_devices(path, leaf, rest[0], split)
     leaf = jax.lax.slice_in_dim(leaf, 0, split.num * split.size) if split.last else leaf
     shape = (split.size, split.num, *leaf.shape[1:])
-    spec = tuple(jax.typeof(leaf).sharding.spec)
-    if not any(entry is not None for entry in spec):
+    if not rest:
         return jax.lax.reshape(leaf, shape)
-    # On an Explicit mesh: the rows of each microbatch stay spread as the batch's rows are.
-    target = jax.sharding.PartitionSpec(spec[0], None, *spec[1:])
+    # The rows of each microbatch stay spread as the batch's rows are.
+    target = jax.sharding.PartitionSpec(rest[0], None, *rest[1:])
     folded: jax.Array = jnp.reshape(leaf, shape, out_sharding=target)
     return folded
+
+
+def _check_devices(path: Any, leaf: jax.Array, entry: Any, split: Split) -> None:
+    mesh = jax.typeof(leaf).sharding.mesh
+    devices = math.prod(mesh.shape[axis] for axis in axes_of(entry))
+    if split.size % devices or split.last % devices:
+        sizes = f"{split.size}" + (f" and {split.last}" if split.last else "")
+        raise BatchError(
+            f"Microbatches have {sizes} rows, which do not divide over the {devices} devices that "
+            f"the rows of `batch` lie over ({path_str(path)}: {entry!r}). Take fewer microbatches, "
+            f"of a multiple of {devices} rows."
+        )
 
 
 def take(folded: Any, index: Any) -> Any:
@@ -207,9 +227,9 @@ def unfold(stacked: Any, split: Split) -> jax.Array:
     """
     rows = jnp.swapaxes(stacked, 0, 1)
     shape = (split.num * split.size, *rows.shape[2:])
-    spec = tuple(jax.typeof(rows).sharding.spec)
-    if not any(entry is not None for entry in spec):
+    spec = explicit_spec(rows)
+    if spec is None:
         return jax.lax.reshape(rows, shape)
-    target = jax.sharding.PartitionSpec(spec[0], *spec[2:])
+    target = jax.sharding.PartitionSpec(spec[0], *tuple(spec)[2:])
     in_order: jax.Array = jnp.reshape(rows, shape, out_sharding=target)
     return in_order
