@@ -54,8 +54,8 @@ def emit_if(
     limit = emit.astype(jnp.int32)
 
     def trip(counted: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        count, held = _barrier((counted[0], operands))
-        return count + 1, body(counted[1], held)
+        count, carry = counted
+        return count + 1, body(carry, _tied_to(count, operands))
 
     trips, carry = lax.while_loop(lambda counted: counted[0] < limit, trip, (jnp.int32(0), carry))
     return trips > 0, carry
@@ -76,14 +76,16 @@ def zeros_if(done: jax.Array | bool, tree: Any, form: Form) -> Any:
     return emit_if(done, lambda carry, _: zeros(carry), tree, (), form)[1]
 
 
-def _barrier(tree: Any) -> Any:
-    """Ties arrays to the loop's count: what does not depend on it, XLA computes before the loop."""
-    leaves, treedef = jax.tree.flatten(tree)
-    tied = [i for i, leaf in enumerate(leaves) if _is_plain_array(leaf)]
-    after = lax.optimization_barrier([leaves[i] for i in tied])
-    for i, leaf in zip(tied, after, strict=True):
-        leaves[i] = leaf
-    return jax.tree.unflatten(treedef, leaves)
+def _tied_to(count: jax.Array, tree: Any) -> Any:
+    """Ties arrays to the loop's count: what does not depend on it, XLA computes before the loop.
+
+    One by one, as all that passes a barrier together varies, under `shard_map`, over the same axes.
+    """
+
+    def tie(leaf: Any) -> Any:
+        return lax.optimization_barrier((count, leaf))[1] if _is_plain_array(leaf) else leaf
+
+    return jax.tree.map(tie, tree)
 
 
 def _is_plain_array(leaf: Any) -> bool:
