@@ -94,15 +94,91 @@ def test_blocks_are_reported() -> None:
 
 
 def test_an_alignment_keeps_the_doubt() -> None:
-    """The larger side of a square, as a column: only the sizes speak, and only one way."""
+    """Where `init` takes no other sizes only those it has can speak, if there is one way."""
 
     def init(params: Any) -> Any:
-        return jax.tree.map(lambda p: jnp.zeros((2, max(p.shape), min(p.shape))), params)
+        assert {p.shape for p in jax.tree.leaves(params)} <= {(8, 6), (8, 8)}, "no other"
+        return jax.tree.map(lambda p: jnp.zeros((2, *p.shape)), params)
 
-    [row] = explain(init, {"w": shape(8, 8)}, {"w": ("a", "b")}).rows
-    assert row.axes == (None, "a", "b")
-    assert row.source == "fallback"
-    assert "dimension 1: changes of parameter dimension 0 do not agree" in row.note
+    params = {"w": shape(8, 6), "square": shape(8, 8)}
+    rows = {row.path: row for row in explain(init, params, dict.fromkeys(params, ("a", "b"))).rows}
+    assert rows["w"].axes == (None, "a", "b")
+    assert rows["w"].sources == ("fallback", "alignment", "alignment")
+    assert "dimension 1: sizes cannot be changed: AssertionError: no other" in rows["w"].note
+    assert rows["square"].axes == (None, None, None)
+    assert rows["square"].source == "fallback"
+
+
+def test_equal_shapes_may_be_treated_unlike_by_name() -> None:
+    def init(params: Any) -> Any:
+        def row(path: Any, p: Any) -> Any:
+            return jnp.zeros(p.shape[1] if path[-1].key == "q" else p.shape[0])
+
+        return {"row": jax.tree_util.tree_map_with_path(row, params)}
+
+    params = {"q": shape(64, 64), "k": shape(64, 64)}
+    axes = {"q": ("embed", "heads"), "k": ("embed", "kv")}
+    assert derive_logical_axes(init, params, axes, strict=True) == {
+        "row": {"q": P("heads"), "k": P("embed")}
+    }
+
+
+@pytest.mark.parametrize("names", ["ab", "abc"])
+def test_a_leaf_in_the_place_of_another_parameter(names: str) -> None:
+    def swapped(params: Any) -> Any:
+        shapes = [p.shape for p in params.values()]
+        return {name: jnp.zeros(s) for name, s in zip(params, reversed(shapes), strict=True)}
+
+    def reverse(params: Any) -> Any:
+        return [jnp.zeros(p.shape) for p in reversed(params)]
+
+    params = {name: shape(64, 64) for name in names}
+    axes = {name: (f"{name}0", f"{name}1") for name in names}
+    expected = [P(f"{name}0", f"{name}1") for name in reversed(names)]
+    found = derive_logical_axes(swapped, params, axes, strict=True)
+    assert [*found.values()] == expected
+    as_list = derive_logical_axes(reverse, [*params.values()], [*axes.values()], strict=True)
+    assert as_list == expected
+
+
+def test_a_stack_of_parameters() -> None:
+    def stack(params: Any) -> Any:
+        return {"mu": jnp.stack([params["q"], params["k"]])}
+
+    params = {"q": shape(64, 64), "k": shape(64, 64)}
+    same, other = ("embed", "heads"), ("embed", "kv")
+    axes = derive_logical_axes(stack, params, {"q": same, "k": same}, strict=True)
+    assert axes == {"mu": P(None, "embed", "heads")}
+    with pytest.raises(UndecidedError, match="the parameter that it follows cannot be told"):
+        derive_logical_axes(stack, params, {"q": same, "k": other}, strict=True)
+
+
+def test_an_order_that_sizes_decide() -> None:
+    def init(params: Any) -> Any:
+        leaves = sorted(jax.tree.leaves(params), key=lambda p: -p.size)
+        return {"m": tuple(jnp.zeros(p.shape) for p in leaves)}
+
+    params = {"a": shape(8), "b": shape(8, 8), "c": shape(8, 8)}
+    axes = {"a": ("x",), "b": ("a", "b"), "c": ("c", "d")}
+    with pytest.raises(UndecidedError, match="m/1"):
+        derive_logical_axes(init, params, axes, strict=True)
+
+
+def test_sizes_that_must_divide() -> None:
+    def init(params: Any) -> Any:
+        assert all(n % 8 == 0 for p in jax.tree.leaves(params) for n in p.shape)
+        return jax.tree.map(lambda p: jnp.zeros(p.shape[::-1]), params)
+
+    params, axes = {"w": shape(128, 128)}, {"w": ("e", "m")}
+    assert derive_logical_axes(init, params, axes, strict=True) == {"w": P("m", "e")}
+
+
+def test_what_init_cannot_do_is_said() -> None:
+    with pytest.raises(TypeError) as caught:
+        explain(optax.adam, PARAMS, AXES)  # type: ignore[arg-type]
+    assert "a constructor that is yet to be called" in caught.value.__notes__[-1]
+    with pytest.raises(TypeError, match="`rules` must be `Rules`; got dict"):
+        explain(optax.adam(0.1), PARAMS, AXES, rules={})  # type: ignore[arg-type]
 
 
 def test_disagreement_is_a_note_and_under_strict_an_error() -> None:

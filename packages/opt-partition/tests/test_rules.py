@@ -1,5 +1,6 @@
 """Rules by type, and what the other sources leave to them."""
 
+import pickle
 from typing import Any, NamedTuple
 
 import jax
@@ -87,6 +88,22 @@ def test_an_answer_that_does_not_exist() -> None:
             ValueError, match=f"no dimension of size 5 is parameter dimension {answer[1]}"
         ):
             explain(gram_init, PARAMS, AXES, rules=Rules({Gram: lambda leaf, a=answer: a}))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("answer", [(-1, None), (True, None), (0.0, None)])
+def test_a_dimension_is_a_number_from_0(answer: Any) -> None:
+    with pytest.raises(ValueError, match=f"is parameter dimension {answer[0]!r}"):
+        explain(gram_init, PARAMS, AXES, rules=Rules({Gram: lambda leaf: answer}))
+
+
+@pytest.mark.parametrize("answer", ["embed", 3, iter((0, 1))])
+def test_an_answer_of_another_kind(answer: Any) -> None:
+    with pytest.raises(ValueError, match=r"the rule for Gram/gram/w .* expected a tuple"):
+        explain(gram_init, PARAMS, AXES, rules=Rules({Gram: lambda leaf: answer}))
+
+
+def test_rules_pickle() -> None:
+    assert pickle.loads(pickle.dumps(DEFAULT_RULES)).by_type == DEFAULT_RULES.by_type
 
 
 def test_the_outer_type_is_asked_first_and_the_inner_one_after() -> None:

@@ -67,8 +67,10 @@ def test_nothing_else_is_guessed() -> None:
     state = optax.scale_by_lbfgs(memory_size=3).init(PARAMS)
     assert derive(state, AXES).weights_memory is None
     square = optax.scale_by_sm3().init({"w": jnp.ones((4, 4))})
-    with pytest.raises(AxesError, match=r"mu/w/0 \(4,\)"):
-        derive(square, {"w": P("a", "b")})
+    for params in (None, {"w": jnp.ones((4, 4))}):
+        with pytest.raises(AxesError, match=r"mu/w/0 \(4,\)") as caught:
+            derive(square, {"w": P("a", "b")}, params)
+        assert ("Pass `params`" in str(caught.value)) == (params is None)
 
 
 def test_masked_parameters() -> None:

@@ -73,6 +73,8 @@ def descend(tree: Any, path: Sequence[Any]) -> Any:
             case SequenceKey(idx=index):
                 is_long = isinstance(tree, list | tuple) and index < len(tree)
                 tree = tree[index] if is_long else None
+            case _ if isinstance(tree, dict | list):
+                return None  # without opening it: it may be large
             case _:
                 node = children(tree)
                 tree = dict(node.children).get(key) if node else None

@@ -31,17 +31,18 @@ def _check_answer(answer: Sequence[Any] | PartitionSpec, leaf: StateLeaf) -> Non
     """Raises a `ValueError` where a rule says what cannot be."""
     wrong = None
     parameter = leaf.parameter.shape if leaf.parameter else None
-    if len(answer) != len(leaf.shape):
+    if not isinstance(answer, PartitionSpec | tuple | list):
+        wrong = "expected a tuple with one entry per dimension, a PartitionSpec or None"
+    elif len(answer) != len(leaf.shape):
         wrong = "it must have one entry per dimension"
     elif not isinstance(answer, PartitionSpec):
         for dim, size in zip(answer, leaf.shape, strict=True):
-            if (
-                dim is not None
-                and dim != ASK
-                and (not parameter or size not in parameter[dim:][:1])
-            ):
+            if dim is None or dim == ASK:
+                continue
+            is_index = isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0
+            if not is_index or not parameter or parameter[dim:][:1] != (size,):
                 of = f"the parameter has shape {parameter}" if parameter else "it has no parameter"
-                wrong = f"no dimension of size {size} is parameter dimension {dim}: {of}"
+                wrong = f"no dimension of size {size} is parameter dimension {dim!r}: {of}"
     if wrong:
         where = f"{type(leaf.state).__name__}/{path_str(leaf.key_path)}"
         raise ValueError(f"the rule for {where} of shape {leaf.shape} gave {answer!r}: {wrong}")

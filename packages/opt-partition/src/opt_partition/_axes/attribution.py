@@ -145,13 +145,12 @@ def _settled(case: Case, axis: int, table: Sequence[Parameter]) -> bool:
 
 
 def _decide(case: Case, table: Sequence[Parameter]) -> Attribution:
-    owner = case.owner
-    if owner is None:
-        owner = next((v.parameter for v in case.verdicts if v.parameter is not None), None)
+    # Changing sizes tells the parameter where the place does not, or misleads.
+    owner = next((v.parameter for v in case.verdicts if v.parameter is not None), case.owner)
     parameter = table[owner] if owner is not None else None
     dimensions = tuple(_decide_dimension(case, axis, parameter, table) for axis in range(case.rank))
     follows = any(d.dim is not None for d in dimensions)
-    follows |= parameter is not None and case.owner is not None
+    follows |= case.owner is not None
     return Attribution(case.key_path, case.leaf, parameter if follows else None, dimensions)
 
 
@@ -197,7 +196,9 @@ def _statements(
             note = f"grows with parameter dimension {verdict.dim}, but is not its size"
             yield "differencing", None, note
     elif parameter is not None and case.answer is None:
-        aligned = align_shape(case.leaf.shape, parameter.shape)
+        # Of two equal sizes either may be meant; without `init` a mirror is taken for one.
+        is_clear = len({*parameter.shape}) == len(parameter.shape) or not case.verdicts
+        aligned = align_shape(case.leaf.shape, parameter.shape) if is_clear else None
         doubt = case.verdicts[axis].note if case.verdicts else ""
         # That a size is found nowhere does not outweigh the doubt.
         if aligned is not None and (aligned[axis] is not None or not doubt):

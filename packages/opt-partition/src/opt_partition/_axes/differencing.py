@@ -13,6 +13,7 @@ Only one parameter of each kind is looked at; an empty node stands for the other
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -63,7 +64,9 @@ class Wanted:
     kind: Any
 
 
-_DOUBLE = 4
+_AMOUNTS = 17  # by which sizes are changed to tell parameters apart; small, for thresholds
+_DOUBLE, _TREBLE = 4, 5
+_NUMBER = re.compile(r"\d+")
 
 
 class Prober:
@@ -129,9 +132,16 @@ def _representatives(table: Sequence[Parameter], wanted: Sequence[Wanted]) -> li
     first: dict[Any, int] = {}
     for index, parameter in enumerate(table):
         if kinds[index] or not is_complete:
-            key = parameter.shape, parameter.dtype, tuple(kinds[index])
-            first.setdefault(key, index)
+            first.setdefault((_kind(parameter), *kinds[index]), index)
     return sorted(first.values())
+
+
+def _kind(parameter: Parameter) -> Any:
+    """What parameters have in common that `init` may be taken to treat alike.
+
+    The same layer of a stack has the same name but for numbers.
+    """
+    return parameter.shape, parameter.dtype, _NUMBER.sub("#", parameter.path)
 
 
 def _difference_among(
@@ -146,26 +156,23 @@ def _difference_among(
     there = [leaf for leaf in wanted if baseline.get(leaf.path) == leaf.shape]
     growth = _Growths(prober, table, kept, there)
     verdicts = {leaf.path: _judge(leaf, growth) for leaf in there}
-    verdicts = _identify(prober, kept, baseline, there, verdicts)
+    verdicts = _identify(prober, table, kept, baseline, there, verdicts)
+    verdicts = _confirm(prober, table, kept, there, verdicts)
     if not is_all:
         # What the kept parameters say holds for all of their kind.
         spoken = {
-            (leaf.kind, leaf.shape, _kind(table, leaf)): verdicts[leaf.path]
+            (leaf.kind, leaf.shape, _kind(table[leaf.parameter])): verdicts[leaf.path]
             for leaf in there
             if leaf.parameter is not None
+            and all(verdict.parameter is None for verdict in verdicts[leaf.path])
         }
         for leaf in wanted:
-            key = leaf.kind, leaf.shape, _kind(table, leaf)
-            if leaf.parameter is not None and key in spoken:
+            if leaf.parameter is None or leaf.path in verdicts:
+                continue
+            key = leaf.kind, leaf.shape, _kind(table[leaf.parameter])
+            if key in spoken:
                 verdicts[leaf.path] = spoken[key]
     return verdicts
-
-
-def _kind(table: Sequence[Parameter], leaf: Wanted) -> Any:
-    if leaf.parameter is None:
-        return None
-    parameter = table[leaf.parameter]
-    return parameter.shape, parameter.dtype
 
 
 def _nothing(wanted: Sequence[Wanted], error: Exception) -> dict[KeyPath, tuple[Verdict, ...]]:
@@ -198,6 +205,8 @@ class _Growths:
             return growths, None
         more = [*first, *(self._growth(leaf, dim, number) for number in (2, 3))]
         errors = [g for g in more if isinstance(g, Exception)]
+        if len(errors) == len(more):  # sizes that must divide by something
+            more = [self._growth(leaf, dim, number) for number in (_DOUBLE, _TREBLE)]
         return [g for g in more if not isinstance(g, Exception)], errors[0] if errors else None
 
     def doubles(self, leaf: Wanted, axis: int) -> list[int]:
@@ -250,13 +259,13 @@ class _Growths:
 def _change(size: int, number: int) -> int:
     """The change of probe 0 to 3: as small as can be, to both sides, and never to nothing.
 
-    Probe 4 doubles, where that is no small change.
+    Probe 4 doubles and probe 5 trebles, where that is no small change.
 
     Examples:
       >>> [_change(8, number) for number in range(4)], [_change(1, number) for number in range(4)]
       ([1, -1, 2, -2], [1, 2, 3, 4])
     """
-    both = (1, -1, 2, -2, size)
+    both = (1, -1, 2, -2, size, 2 * size)
     return both[number] if size > 2 else number + 1
 
 
@@ -309,6 +318,7 @@ def find_sources(prober: Prober, number: int, paths: Sequence[KeyPath]) -> dict[
 
 def _identify(
     prober: Prober,
+    table: Sequence[Parameter],
     kept: Sequence[int],
     baseline: Mapping[KeyPath, Shape],
     wanted: Sequence[Wanted],
@@ -323,18 +333,100 @@ def _identify(
     ]
     if not nameless:
         return result
-    sources = _sources(prober, kept, baseline, [leaf.path for leaf in nameless])
+    try:
+        sources = _sources(prober, kept, baseline, [leaf.path for leaf in nameless])
+    except Exception:  # sizes that must agree with one another, say
+        sources = {}
     for leaf in nameless:
         source = sources.get(leaf.path)
+        if source is None:
+            source = _any_owner(table, kept, leaf, verdicts[leaf.path])
         result[leaf.path] = tuple(
             verdict
             if verdict.dim is None
             else dataclasses.replace(verdict, parameter=source)
             if source is not None
-            else Verdict(note="made of several parameters")
+            else Verdict(is_known=False, note="the parameter that it follows cannot be told")
             for verdict in verdicts[leaf.path]
         )
     return result
+
+
+def _any_owner(
+    table: Sequence[Parameter], kept: Sequence[int], leaf: Wanted, verdicts: Sequence[Verdict]
+) -> int | None:
+    """The first of all parameters that a leaf may follow, if they have the same names."""
+    able = [index for index in kept if _fits(table[index], leaf, verdicts)]
+    return able[0] if able and len({table[index].axes for index in able}) == 1 else None
+
+
+def _fits(parameter: Parameter, leaf: Wanted, verdicts: Sequence[Verdict]) -> bool:
+    """Whether the dimensions that `leaf` follows are there and have its sizes."""
+    return all(
+        verdict.dim is None or parameter.shape[verdict.dim :][:1] == (size,)
+        for verdict, size in zip(verdicts, leaf.shape, strict=True)
+    )
+
+
+def _confirm(
+    prober: Prober,
+    table: Sequence[Parameter],
+    kept: Sequence[int],
+    wanted: Sequence[Wanted],
+    verdicts: Mapping[KeyPath, tuple[Verdict, ...]],
+) -> dict[KeyPath, tuple[Verdict, ...]]:
+    """Changes every dimension by another amount: whether a leaf follows the parameter in its place.
+
+    A leaf that grows exactly as another parameter does, and as only that one, follows that one.
+    """
+    result = dict(verdicts)
+    placed = [leaf for leaf in wanted if leaf.parameter is not None]
+    followers = [leaf for leaf in placed if any(v.dim is not None for v in verdicts[leaf.path])]
+    if not followers or len(kept) < 2:
+        return result
+    rank = max(len(table[index].shape) for index in kept)
+    numbers = {index: number for number, index in enumerate(kept)}
+
+    def change(index: int, shape: Shape) -> Shape:
+        first = numbers[index] * rank
+        return tuple(size + 1 + (first + dim) % _AMOUNTS for dim, size in enumerate(shape))
+
+    try:
+        grown = prober.shapes(kept, change)
+    except Exception:  # it is a user's function: anything can happen
+        return result
+    changed = {index: change(index, table[index].shape) for index in kept}
+    for leaf in followers:
+        dims = [verdict.dim for verdict in verdicts[leaf.path]]
+
+        def explains(index: int, leaf: Wanted = leaf, dims: Sequence[int | None] = dims) -> bool:
+            """Whether `leaf` has grown as it would if it followed that parameter."""
+            new = grown.get(leaf.path, ())
+            return (
+                _fits(table[index], leaf, verdicts[leaf.path])
+                and len(new) == len(dims)
+                and all(
+                    dim is None or size == changed[index][dim]
+                    for dim, size in zip(dims, new, strict=True)
+                )
+            )
+
+        if explains(_index(leaf)):
+            continue
+        others = [index for index in kept if explains(index)]
+        if len(others) == 1:
+            result[leaf.path] = tuple(
+                verdict
+                if verdict.dim is None
+                else dataclasses.replace(verdict, parameter=others[0])
+                for verdict in verdicts[leaf.path]
+            )
+    return result
+
+
+def _index(leaf: Wanted) -> int:
+    assert leaf.parameter is not None, "only leaves with a place are confirmed"
+    return leaf.parameter
 
 
 def _sources(

@@ -172,6 +172,10 @@ def explain(
             "`tx_or_init` must be an Optax transformation or its `init`; got "
             f"{type(tx_or_init).__name__}. Call the constructor first."
         )
+    if not isinstance(rules, Rules):
+        raise TypeError(
+            f"`rules` must be `Rules`; got {type(rules).__name__}. Use `DEFAULT_RULES.extend(...)`."
+        )
     table = parameters(params, param_axes)
     with _collector_paused():
         explanation = to_explanation(attribute(init, params, table, rules))

@@ -33,7 +33,14 @@ class Tracer:
             self.notes = (f"no provenance: `init` does not work on an Explicit mesh ({reason})",)
         self.evaluations += 1
         leaves = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in self._table]
-        return jax.eval_shape(self._init, self._treedef.unflatten(leaves)), None
+        try:
+            return jax.eval_shape(self._init, self._treedef.unflatten(leaves)), None
+        except Exception as error:
+            error.add_note(
+                "`init` must work under `jax.eval_shape`, on shapes without values. Is it the "
+                "`init` of a transformation, and not a constructor that is yet to be called?"
+            )
+            raise
 
     def colours(self, digit: int) -> list[int]:
         """The colour of every parameter in evaluation `digit`."""

@@ -38,7 +38,7 @@ class StateLeaf:
 
     def beside(self, field: str) -> jax.ShapeDtypeStruct | None:
         """The leaf that another field of the state has for the same parameter, if there is one."""
-        for path in (self.key_path[1:], self.parameter.key_path if self.parameter else ()):
+        for path in (self.parameter.key_path if self.parameter else (), self.key_path[1:]):
             for start in range(len(path) + 1):
                 found = descend(getattr(self.state, field), path[start:])
                 if isinstance(found, jax.ShapeDtypeStruct):
@@ -84,6 +84,9 @@ class Rules:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "by_type", MappingProxyType(dict(self.by_type)))
+
+    def __reduce__(self) -> tuple[type[Self], tuple[dict[type, Rule]]]:
+        return type(self), (dict(self.by_type),)
 
     def extend(self, by_type: Mapping[type, Rule]) -> Self:
         """Returns these rules and more; a type that has one gets the new one."""

@@ -57,7 +57,8 @@ class OptaxStatePartitionRules:
           >>> [tuple(spec) for spec in derived[0].mu['w']]
           [('embed',), ('mlp',)]
         """
-        if params is None:
+        is_inferred = params is None
+        if is_inferred:
             params, table = _parameters_of_state(optax_state, params_axes)
         else:
             table = parameters(params, params_axes)
@@ -68,7 +69,8 @@ class OptaxStatePartitionRules:
             raise AxesError(
                 "what these leaves of the state follow cannot be told from their shapes:\n"
                 + "\n".join(unknown)
-                + "\nPass `params`, or use `derive_logical_axes` with the transformation."
+                + ("\nPass `params`, or use" if is_inferred else "\nUse")
+                + " `derive_logical_axes` with the transformation."
             )
         specs = [row.spec if row.spec != PartitionSpec() else None for row in rows]
         return jax.tree.unflatten(jax.tree.structure(optax_state), specs)
