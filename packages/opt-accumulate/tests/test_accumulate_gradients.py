@@ -403,6 +403,17 @@ def test_bfloat16_gradients_are_added_in_float32() -> None:
     assert vg(accumulator_dtype="float16")(w, x)[1].dtype == jnp.float16
 
 
+def test_weights_that_do_not_fit_the_accumulator() -> None:
+    """A count of 65,536 is infinite in float16: neither products nor quotients are taken in it."""
+
+    def loss_fn(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return (w * x).sum(), jnp.int32(2**15)
+
+    vg = accumulate_gradients(loss_fn, num_microbatches=2, accumulator_dtype=jnp.float16)
+    _, grad = vg(jnp.float32(1), jnp.full(2, 2.0**14))
+    assert (grad.dtype, float(grad)) == (jnp.float16, 0.5)
+
+
 def test_complex_gradients_keep_their_imaginary_parts() -> None:
     def loss_fn(z: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.square(jnp.abs(z * x)).mean()
@@ -522,6 +533,7 @@ def test_trains_as_the_whole_batch_does() -> None:
             "'concat', or a tree of them; it has\n  a/b: 'max'\n",
         ),
         ({"num_microbatches": 2, "rng": 1}, "`rng` must be one of False, True, 'rows'; it is 1."),
+        ({"num_microbatches": 2, "data_axes": ()}, "`data_axes` must name the mesh axes of the ba"),
         ({"num_microbatches": 2, "reduce": "late"}, "`reduce` must be one of 'auto', 'deferred';"),
         ({"num_microbatches": 2, "grad_dtype": None}, "one of 'accumulator', 'params'; it is Non"),
         ({"num_microbatches": 2, "skip_fn": "nan"}, "`skip_fn` must be None, 'non_finite', or a"),

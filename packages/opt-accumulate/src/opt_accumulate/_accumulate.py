@@ -16,7 +16,7 @@ from opt_accumulate._aux import check_reductions, divide, finish_aux
 from opt_accumulate._deferred import accumulate_deferred, find_mesh
 from opt_accumulate._microbatches import Sizes, batch_rows
 from opt_accumulate._placement import leaf_shardings, place
-from opt_accumulate._scan import Loop, Rng, Shares, accumulate
+from opt_accumulate._scan import Loop, Rng, Share, accumulate
 from opt_accumulate._skipping import SkipFunction, check_skip_function
 from opt_accumulate._weighted import Weights, check_weights
 from opt_accumulate.errors import OptionError
@@ -152,6 +152,8 @@ def accumulate_gradients(
     if mesh is not None and reduce == "auto":
         raise OptionError("`mesh` is for `reduce='deferred'` only; `reduce` is 'auto'.")
     axes = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
+    if not axes:
+        raise OptionError("`data_axes` must name the mesh axes of the batch; it is empty.")
     _check_choice("rng", rng, (False, True, "rows"))
     _check_choice("reduce", reduce, ("auto", "deferred"))
     _check_choice("grad_dtype", grad_dtype, ("accumulator", "params"))
@@ -169,7 +171,7 @@ def accumulate_gradients(
         else:
             split = sizes.of(batch_rows(batch))
             keep_place = functools.partial(place, shardings=shardings)
-            share = Shares(0, rng)
+            share = Share(0, rng)
             sums, stacks, plan = accumulate(loop, split, share, params, batch, args, keep_place)
         grads = jax.tree.map(lambda g: divide(g, sums.weight), sums.grads)
         if grad_dtype == "params":

@@ -181,7 +181,13 @@ def finish_aux(
 
 
 def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns `total / weight`, and zeros for a weight of zero."""
+    """Returns `total / weight`, and zeros for a weight of zero.
+
+    Examples:
+      >>> divide(jnp.float16(3), jnp.int32(100_000)).dtype, divide(jnp.float32(1), jnp.int32(0))
+      (dtype('float16'), Array(0., dtype=float32))
+    """
     empty = weight == 0
-    divisor = jnp.where(empty, jnp.ones_like(weight), weight).astype(total.dtype)
-    return jnp.where(empty, jnp.zeros_like(total), total / divisor)
+    wide = inexact(total.dtype)  # counts do not fit float16
+    quotient = total.astype(wide) / jnp.where(empty, jnp.ones_like(weight), weight).astype(wide)
+    return select(~empty, quotient.astype(total.dtype))

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from opt_accumulate._aux import AuxPlan
 from opt_accumulate._microbatches import Sizes, batch_rows
 from opt_accumulate._placement import Shardings, axes_of, explicit_spec, place, reshard, without
-from opt_accumulate._scan import Loop, Shares, Stacks, Sums, accumulate
+from opt_accumulate._scan import Loop, Share, Stacks, Sums, accumulate
 from opt_accumulate.errors import OptionError
 
 
@@ -89,7 +89,7 @@ def accumulate_deferred(
         def keep_place(tree: Any) -> Any:
             return place(tree, shardings, data_axes)
 
-        share = Shares(index[0], rng)
+        share = Share(index[0], rng)
         sums, stacks, plan = accumulate(loop, split, share, params, batch, args, keep_place)
         return jax.tree.map(lambda leaf: leaf[None], sums), stacks, plan
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from opt_accumulate import _aux
 from opt_accumulate._aux import AuxPlan, select
 from opt_accumulate._microbatches import Split, fold, row_numbers, take, take_last
-from opt_accumulate._precision import accumulator_dtype_of, at_least_32_bits
+from opt_accumulate._precision import accumulator_dtype_of, at_least_32_bits, inexact
 from opt_accumulate._skipping import SkipFunction, should_skip
 from opt_accumulate._weighted import Weighted, Weights, is_sum, read_loss
 
@@ -74,7 +74,7 @@ class Stacks(NamedTuple):
     aux: list[jax.Array]
 
 
-class Shares(NamedTuple):
+class Share(NamedTuple):
     """Which part of a batch is at hand.
 
     Attributes:
@@ -89,7 +89,7 @@ class Shares(NamedTuple):
 def accumulate(
     loop: Loop,
     split: Split,
-    share: Shares,
+    share: Share,
     params: Any,
     batch: Any,
     args: tuple[Any, ...],
@@ -172,10 +172,12 @@ def _step(
         keep = weight != 0 if keep is None else keep & (weight != 0)
 
     def contribution(value: jax.Array, dtype: Any) -> jax.Array:
-        value = value.astype(dtype)
         # Multiplied here and not before differentiating: cotangents of a bfloat16 or float16 loss
-        # would be rounded, or overflow, on their way through it.
-        return select(keep, value if is_sum(loop.weights) else value * weight.astype(dtype))
+        # would be rounded, or overflow, on their way through it. Counts do not fit float16 either.
+        if not is_sum(loop.weights):
+            wide = inexact(value.dtype)
+            value = value.astype(wide) * weight.astype(wide)
+        return select(keep, value.astype(dtype))
 
     counted = select(keep, weight)
     sums = Sums(
