@@ -1,5 +1,7 @@
 """Plans against live arrays and compiled steps, on 8 virtual devices."""
 
+import copy
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh
-from opt_partition import memory_plan
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from opt_partition import Layout, memory_plan
 
 contrib: Any = optax.contrib
 RULES = [("mlp", "model"), ("vocab", "model"), ("heads", "model"), ("embed", "fsdp")]
@@ -163,3 +165,31 @@ def test_gradients_and_accumulators_are_as_large_as_planned() -> None:
             out_shardings=layout.shardings,
         )()
         assert set(bytes_on_each_device(zeros).values()) == {planned}
+
+
+@pytest.mark.parametrize(("dtype", "packed"), [("int4", 2), ("int2", 4), ("float32", 1)])
+def test_elements_of_less_than_a_byte_count_as_one(dtype: str, packed: int) -> None:
+    params = {"w": jnp.zeros((64, 32), dtype)}
+    plan = memory_plan(optax.identity(), params, {"w": ("embed", "mlp")}, RULES, make_mesh())
+    live = place(params, plan.params.shardings)
+    assert plan.param_bytes == live["w"].nbytes
+    assert set(bytes_on_each_device(live).values()) == {plan.param_bytes_per_device}
+    compiled = jax.jit(lambda tree: tree, keep_unused=True).lower(live).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    assert analysis.argument_size_in_bytes * packed == plan.param_bytes_per_device
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_plans_are_copied_and_pickled(kind: AxisType) -> None:
+    axes = ("data", "fsdp", "model")
+    mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(kind,) * 3)
+    shardings = memory_plan(optax.identity(), PARAMS, AXES, RULES, mesh).params.shardings
+    params = place(PARAMS, shardings)
+    plan = memory_plan(optax.adamw(1e-3), params, AXES, RULES, mesh, zero="data")
+    assert copy.deepcopy(plan) == plan
+    assert copy.deepcopy(plan).state.mesh is mesh
+    loaded = pickle.loads(pickle.dumps(plan))
+    assert loaded.mesh == AbstractMesh((2, 2, 2), axes, axis_types=(kind,) * 3)
+    assert loaded.to_dict() == plan.to_dict()
+    assert Layout(mesh, loaded.state.leaves).shardings == plan.state.shardings

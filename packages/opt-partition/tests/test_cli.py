@@ -322,6 +322,13 @@ BAD: list[tuple[list[str], str]] = [
         ["plan", "{m}:adam", *MESH, "--grad-dtype", "float33"],
         "`{m}:adam`: TypeError: data type 'float33' not understood",
     ),
+    (
+        ["plan", "{m}:adam", *MESH, "--grad-dtype", "int8"],
+        (
+            "`{m}:adam`: ValueError: `grad_dtype` must be a floating or complex dtype, such as "
+            "'bfloat16': the gradient of a float is no int8"
+        ),
+    ),
 ]
 
 
@@ -456,3 +463,19 @@ def test_nobody_reads_to_the_end(module: str) -> None:
     )
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+@pytest.mark.parametrize(
+    ("where", "why"), [(">/dev/full", "No space left on device"), (">&-", "it is closed")]
+)
+@pytest.mark.parametrize("what", ["tables", "json", "help"])
+def test_standard_output_that_cannot_be_written(
+    module: str, where: str, why: str, what: str
+) -> None:
+    options = {"tables": "", "json": "--json", "help": "--help"}[what]
+    command = f"'{sys.executable}' -m opt_partition explain {module}:adam {options} {where}"
+    done = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("noise")]
+    assert lines == [f"opt_partition: standard output cannot be written: {why}"]
+    assert done.returncode == 2

@@ -1,4 +1,6 @@
+import copy
 import math
+import pickle
 from typing import Any
 
 import jax
@@ -145,3 +147,33 @@ def test_align_walks_where_jax_would_not() -> None:
         "  a/1: missing\n"
         "  b: expected nothing, found a str"
     )
+
+
+def on_devices(kind: AxisType) -> Layout:
+    """A layout on a mesh of the one device that there is."""
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(kind, AxisType.Auto))
+    shapes = {"w": leaf(8, 6, dtype=jnp.bfloat16), "keys": jax.random.split(jax.random.key(0), 4)}
+    specs = {"w": P("data", "model"), "keys": NamedSharding(mesh, P(), memory_kind="pinned_host")}
+    return Layout.from_specs(specs, shapes, mesh)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_copies_share_the_mesh(kind: AxisType) -> None:
+    layout = on_devices(kind)
+    for copied in (copy.copy(layout), copy.deepcopy(layout), copy.deepcopy([layout])[0]):
+        assert copied == layout
+        assert copied.mesh is layout.mesh
+    assert copy.copy(layout).leaves is layout.leaves
+    assert copy.deepcopy(layout).leaves is not layout.leaves
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_pickles_leave_the_devices_behind(kind: AxisType) -> None:
+    layout = on_devices(kind)
+    loaded = pickle.loads(pickle.dumps(layout))
+    assert loaded.mesh == AbstractMesh((1, 1), ("data", "model"), axis_types=(kind, AxisType.Auto))
+    assert loaded.leaves == layout.leaves
+    assert str(loaded) == str(layout)
+    assert Layout(layout.mesh, loaded.leaves) == layout
+    assert Layout(layout.mesh, loaded.leaves).shardings == layout.shardings
+    assert pickle.loads(pickle.dumps(loaded)) == loaded

@@ -1,8 +1,10 @@
 """Plans: exact sums, reasons, words; against JAX's own shards."""
 
+import copy
 import dataclasses
 import json
 import math
+import pickle
 from typing import Any, NamedTuple
 
 import chex
@@ -391,3 +393,64 @@ def test_explicit_axes_change_nothing_and_manual_ones_are_not_used() -> None:
     assert manual.param_bytes_per_device == 8 * 12 * 4 // 2
     assert [row.leaf.path for row in manual.replicated] == ["0/count"]
     assert manual.notes[0] == ("params w: dimension 0 ('embed', 8) cannot use data: it is Manual")
+
+
+def test_rules_may_be_read_only_once() -> None:
+    names, axes = zip(*RULES, strict=True)
+    expected = plan_of(zero="data")
+    for rules in (zip(names, axes, strict=True), iter(RULES), dict(RULES), dict(RULES).items()):
+        assert plan_of(rules=rules, zero="data").to_dict() == expected.to_dict()
+
+
+@pytest.mark.parametrize("argument", ["grad_dtype", "accumulate"])
+@pytest.mark.parametrize("dtype", [jnp.int8, "int8", "uint4", "bool", jax.dtypes.float0])
+def test_gradients_are_no_integers(argument: str, dtype: Any) -> None:
+    with pytest.raises(ValueError, match=argument) as caught:
+        plan_of(**{argument: dtype})
+    name = "[('float0', 'V')]" if dtype is jax.dtypes.float0 else jnp.dtype(dtype).name
+    assert str(caught.value) == (
+        f"`{argument}` must be a floating or complex dtype, such as 'bfloat16': the gradient of a "
+        f"float is no {name}"
+    )
+
+
+def test_gradients_of_reals_are_not_complex() -> None:
+    params = {"c": leaf(3, dtype="complex128"), "w": leaf(4)}
+    plan = plan_of(optax.identity(), params, dict.fromkeys(params), grad_dtype="complex64")
+    assert plan.grad_bytes == 3 * 8 + 4 * 4
+    assert plan.notes == ("grads w: the gradient stays float32: complex64 is complex",)
+
+
+def test_groups_are_strings() -> None:
+    with pytest.raises(TypeError) as caught:
+        plan_of(group_by=len)
+    assert str(caught.value) == (
+        "`group_by` must return the name of a group, a string, for the path of every parameter; "
+        "for 'dec/wo' it returned 6, a int"
+    )
+
+
+def test_derivation_rules_are_rules() -> None:
+    rules: Any = {optax.ScaleByAdamState: lambda leaf: None}
+    with pytest.raises(TypeError) as caught:
+        plan_of(derivation_rules=rules)
+    assert str(caught.value) == (
+        "`derivation_rules` must be `Rules`, such as `DEFAULT_RULES.extend({MyState: rule})`; "
+        "found a dict"
+    )
+
+
+def test_plans_on_devices_are_copied_and_pickled() -> None:
+    axes, types = ("data", "fsdp", "model"), (AxisType.Explicit,) * 3
+    mesh = jax.make_mesh((1, 1, 1), axes, axis_types=types)
+    abstract = AbstractMesh((1, 1, 1), axes, axis_types=types)
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=4)
+    plan = plan_of(tx, mesh=mesh, zero="data", accumulate=True)
+    copied = copy.deepcopy(plan)
+    assert copied == plan
+    assert copied.mesh is copied.state.mesh is mesh
+    assert copy.copy(plan).state is plan.state
+    loaded = pickle.loads(pickle.dumps(plan))
+    assert loaded == plan_of(tx, mesh=abstract, zero="data", accumulate=True)
+    assert loaded.to_dict() == plan.to_dict()
+    assert str(loaded) == str(plan)

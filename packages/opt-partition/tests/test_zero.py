@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from opt_partition._mesh.logical_to_mesh import logical_to_mesh
+from opt_partition._mesh.placement import best_placement
 from opt_partition._mesh.zero import extend_over
 from opt_partition.errors import AxesError
 
@@ -238,3 +239,52 @@ def test_no_other_placement_holds_less(
         if all(size % n == 0 for size, n in zip(shard, ways, strict=True)):
             fewest = min(fewest, math.prod(shard) // math.prod(ways))
     assert math.prod(row.shard_shape) == fewest
+
+
+def first_of_all(sizes: list[int], shard: list[int], before: list[bool]) -> tuple[int | None, ...]:
+    """The best placement as the docstring of `extend_over` has it, found by trying every one."""
+    nowhere = len(shard)
+
+    def rank(places: tuple[int, ...]) -> tuple[Any, ...]:
+        ways = [
+            math.prod(size for size, at in zip(sizes, places, strict=True) if at == dim)
+            for dim in range(len(shard))
+        ]
+        if any(length % n for length, n in zip(shard, ways, strict=True)):
+            return (math.inf,)
+        after = [length // n for length, n in zip(shard, ways, strict=True)]
+        touched = {*places} - {nowhere}
+        return (
+            math.prod(after),
+            places.count(nowhere),
+            len(touched),
+            sum(before[dim] for dim in touched),
+            -min((after[dim] for dim in touched), default=0),
+            places,
+        )
+
+    best = min(itertools.product(range(nowhere + 1), repeat=len(sizes)), key=rank)
+    return tuple(None if dim == nowhere else dim for dim in best)
+
+
+@st.composite
+def searches(draw: Any) -> tuple[list[int], list[int], list[bool]]:
+    sizes = draw(st.lists(st.sampled_from([1, 2, 2, 2, 3, 4, 6]), max_size=4))
+    lengths = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24, 36, 48])
+    shard = draw(st.lists(lengths, min_size=1, max_size=4))
+    return sizes, shard, [draw(st.booleans()) for _ in shard]
+
+
+@given(searches())
+@settings(deadline=None, max_examples=400)
+def test_the_placement_is_the_first_of_all(search: Any) -> None:
+    assert best_placement(*search) == first_of_all(*search)
+
+
+def test_many_dimensions_and_axes_take_no_time() -> None:
+    # To try all 9 ** 8 placements would take an hour or so.
+    mesh = AbstractMesh((2,) * 8, tuple("abcdefgh"))
+    layout = extend_over(P(), leaf(*[2] * 7, 6), mesh, mesh.axis_names)
+    assert tuple(layout.specs) == tuple("abcdefgh")
+    layout = extend_over(P(), leaf(*[512] * 8), mesh, mesh.axis_names)
+    assert tuple(layout.specs) == (tuple("abcdefgh"), *[None] * 7)

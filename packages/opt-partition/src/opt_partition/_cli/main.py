@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -21,7 +20,13 @@ from opt_partition._cli.inputs import (
     parse_mesh,
     read_rules,
 )
-from opt_partition._cli.outputs import explanation_table, print_tables, write_text
+from opt_partition._cli.outputs import (
+    explanation_table,
+    print_tables,
+    print_text,
+    standard_output,
+    write_text,
+)
 from opt_partition._cli.pictures import Item, explanation_items, families, plan_items
 from opt_partition._display import Table
 from opt_partition._memory.memory_plan import memory_plan
@@ -45,6 +50,11 @@ rules.toml, in order of priority, with "" for no mesh axis:
 class _Parser(argparse.ArgumentParser):
     """A parser whose complaints are one line."""
 
+    def print_help(self, file: Any = None) -> None:
+        # That of argparse hides errors.
+        with standard_output():
+            print(self.format_help(), end="", file=file)
+
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message} (see `{self.prog} --help`)")
 
@@ -56,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; by default those of the process.
 
     Returns:
-      0, or 2 after one line on standard error where the input is bad.
+      0, or 2 after one line on standard error where the input is bad or standard output cannot be
+      written.
     """
     if hasattr(sys.stdout, "reconfigure"):
         # A path may hold what the terminal's encoding has no letter for.
@@ -64,13 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         _run(arguments)
-        sys.stdout.flush()
     except InputError as error:
         print(f"opt_partition: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        # Who reads has seen enough; without this, Python complains when it closes the stream.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -182,7 +189,7 @@ def _run(arguments: argparse.Namespace) -> None:
 def _show_explanation(arguments: argparse.Namespace, explanation: Explanation, params: Any) -> None:
     """Shows a state whose mesh is not known."""
     if arguments.json:
-        print(explanation.to_json())
+        print_text(explanation.to_json())
         return
     table = explanation_table(explanation, show_all=getattr(arguments, "all", False))
     _show(arguments, [table], explanation_items(explanation, params))
@@ -196,7 +203,7 @@ def _show_layout(arguments: argparse.Namespace, plan: MemoryPlan) -> None:
         keys = ("spec", "shard_shape", "bytes_per_device", "notes", "actions")
         for row, lies in zip(data["rows"], rows, strict=True):
             row["layout"] = {key: lies[key] for key in keys}
-        print(json.dumps({"mesh": dict(plan.mesh.shape), **data}, indent=1))
+        print_text(json.dumps({"mesh": dict(plan.mesh.shape), **data}, indent=1))
         return
     table = explanation_table(plan.explanation, plan.state, show_all=arguments.all)
     items = [item for item in plan_items(plan) if item.field != "grads"]
@@ -205,7 +212,7 @@ def _show_layout(arguments: argparse.Namespace, plan: MemoryPlan) -> None:
 
 def _show_plan(arguments: argparse.Namespace, plan: MemoryPlan) -> None:
     if arguments.json:
-        print(plan.to_json())
+        print_text(plan.to_json())
     else:
         _show(arguments, plan_tables(plan), plan_items(plan))
 

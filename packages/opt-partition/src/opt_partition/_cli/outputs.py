@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from opt_partition._axes.explain import Explanation, Row
@@ -67,6 +67,35 @@ def explanation_table(
     )
 
 
+@contextlib.contextmanager
+def standard_output() -> Iterator[None]:
+    """Writes to standard output to the end, which whoever reads it may put early.
+
+    Raises:
+      InputError: it cannot be written, as on a full disk.
+    """
+    # None where the process was started with it closed.
+    if (stream := sys.stdout) is None:
+        raise InputError("standard output cannot be written: it is closed")
+    try:
+        try:
+            yield
+        finally:
+            stream.flush()
+    except OSError as error:
+        # What the stream still holds would fail once more, with a traceback, when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if not isinstance(error, BrokenPipeError):  # who reads a pipe may have seen enough
+            raise InputError(f"standard output cannot be written: {reason(error)}") from error
+
+
+def print_text(text: str) -> None:
+    """Prints text to standard output."""
+    with standard_output():
+        print(text)
+
+
+@standard_output()
 def print_tables(tables: Sequence[Table]) -> None:
     """Prints tables to standard output, by rich where it is installed."""
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -59,7 +59,8 @@ def memory_plan(
       zero_level: 1 for the state; 2 for gradients and accumulators too.
       zero_min_bytes: leaves smaller than this are not extended.
       grad_dtype: the dtype of the gradients; by default, each parameter's. Complex parameters
-        keep theirs, with a note, where it is real; integers have gradients of no bytes (float0).
+        keep theirs, with a note, where it is real, and real ones where it is complex; integers
+        have gradients of no bytes (float0).
       accumulate: the dtype of accumulators that lie like the gradients, beside any in `tx`
         itself, such as those of `optax.MultiSteps`; `True` for float32 or the gradient's dtype
         where that is wider.
@@ -77,7 +78,9 @@ def memory_plan(
       AxesError: the axes, rules and mesh do not fit together.
       IndivisibleError: see `logical_to_mesh`.
       UndecidedError: see `explain`.
-      ValueError: `zero_level` is neither 1 nor 2, or it is 2 without `zero`.
+      TypeError: `derivation_rules` are not `Rules`, or `group_by` returns no string.
+      ValueError: `zero_level` is neither 1 nor 2, or it is 2 without `zero`; or `grad_dtype` or
+        `accumulate` is a dtype that no gradient has.
 
     Examples:
       >>> import optax
@@ -97,6 +100,16 @@ def memory_plan(
       [('wi', "not over data=64: no rule shards 'embed'; no rule uses 'data'")]
     """
     extended = _check_zero(zero, zero_level, mesh)
+    _check_dtype("grad_dtype", grad_dtype)
+    _check_dtype("accumulate", None if isinstance(accumulate, bool) else accumulate)
+    if not isinstance(derivation_rules, Rules):
+        raise TypeError(
+            "`derivation_rules` must be `Rules`, such as "
+            "`DEFAULT_RULES.extend({MyState: rule})`; found a "
+            f"{type(derivation_rules).__name__}"
+        )
+    # They are read for parameters, state and reasons, which an iterator would serve only once.
+    rules = rules if isinstance(rules, Mapping) else list(rules)
     explanation = explain(tx, params, param_axes, rules=derivation_rules, strict=strict)
     lay = functools.partial(
         logical_to_mesh,
@@ -163,6 +176,15 @@ def _check_zero(zero: str | Sequence[str] | None, level: int, mesh: AnyMesh) -> 
     return axes
 
 
+def _check_dtype(argument: str, asked: Any) -> None:
+    """Raises `ValueError` where gradients cannot be of a dtype."""
+    if asked is not None and not jax.numpy.issubdtype(asked, np.inexact):
+        raise ValueError(
+            f"`{argument}` must be a floating or complex dtype, such as 'bfloat16': the gradient "
+            f"of a float is no {jax.numpy.dtype(asked)}"
+        )
+
+
 def _extend(layout: Layout, axes: tuple[str, ...], min_bytes: int) -> Layout:
     """The same layout, extended over `axes` if there are any."""
     if not axes:
@@ -193,10 +215,12 @@ def _grad_dtype(dtype: Any, asked: Any) -> tuple[Any, str | None]:
     if asked is None:
         return dtype, None
     asked = jax.numpy.dtype(asked)
-    if jax.numpy.issubdtype(dtype, np.complexfloating) and not np.issubdtype(
-        asked, np.complexfloating
-    ):
-        return dtype, f"the gradient stays {dtype}: {asked} is real"
+    is_complex, to_complex = (
+        jax.numpy.issubdtype(kind, np.complexfloating) for kind in (dtype, asked)
+    )
+    if is_complex != to_complex:
+        found = "complex" if to_complex else "real"
+        return dtype, f"the gradient stays {dtype}: {asked} is {found}"
     return asked, None
 
 

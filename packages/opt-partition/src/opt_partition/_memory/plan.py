@@ -12,6 +12,7 @@ from typing import Any, Literal
 from opt_partition._axes.explain import Explanation
 from opt_partition._display import dtype_name
 from opt_partition._memory.tables import plan_tables
+from opt_partition._mesh.copies import OnMesh
 from opt_partition._mesh.layout import Layout, LeafLayout
 from opt_partition._mesh.specs import AnyMesh
 
@@ -68,10 +69,11 @@ class GroupBytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryPlan:
+class MemoryPlan(OnMesh):
     """What lies where, and how many bytes it takes; `print` shows it as tables.
 
-    All numbers of bytes are exact and plain integers.
+    All numbers of bytes are exact and plain integers. Copies share the mesh; a pickle has an
+    `AbstractMesh` of the same axes in its place, in the layouts too.
 
     Attributes:
       mesh: the mesh.

@@ -75,11 +75,20 @@ class RowMaker:
                 leaf=leaf,
                 axes=names,
                 parameter=parameter,
-                group=NO_PARAMETER if parameter is None else self._group_by(parameter),
+                group=NO_PARAMETER if parameter is None else self._group_of(parameter),
                 field=field,
                 waste=waste,
                 reason=self._reason(kind, leaf, names) if waste else "",
             )
+
+    def _group_of(self, parameter: str) -> str:
+        group: object = self._group_by(parameter)
+        if not isinstance(group, str):
+            raise TypeError(
+                f"`group_by` must return the name of a group, a string, for the path of every "
+                f"parameter; for {parameter!r} it returned {group!r}, a {type(group).__name__}"
+            )
+        return group
 
     def _reason(self, kind: Kind, leaf: LeafLayout, names: tuple[Any, ...]) -> str:
         """Which mesh axes a leaf does not lie over, and why."""

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from opt_partition._display import Table, dtype_name
 from opt_partition._mesh.align import align, brief
+from opt_partition._mesh.copies import OnMesh
 from opt_partition._mesh.specs import AnyMesh as AnyMesh
 from opt_partition._mesh.specs import checked_spec, shape_and_dtype, spec_str
 from opt_partition._mesh.specs import itemsize as itemsize
@@ -59,8 +60,11 @@ class LeafLayout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Layout(OnMesh):
     """Where every leaf of a tree lies on a mesh; `print` shows it as a table.
+
+    Copies share the mesh. A pickle has an `AbstractMesh` of the same axes in its place, as devices
+    belong to one process; `Layout(mesh, layout.leaves)` is the layout on a mesh with devices again.
 
     Attributes:
       mesh: the mesh, with devices or abstract.

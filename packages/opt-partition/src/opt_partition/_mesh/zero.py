@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from opt_partition._mesh.layout import Layout, LeafLayout
+from opt_partition._mesh.placement import best_placement
 from opt_partition._mesh.specs import (
     AnyMesh,
     manual_axes,
@@ -145,7 +145,8 @@ def _extend(
     manual = manual_axes(mesh)
     free = [axis for axis in axes if axis not in held and axis not in manual]
 
-    placed = _best(free, before, shard, mesh)
+    sizes = [mesh.shape[axis] for axis in free]
+    placed = best_placement(sizes, shard, [bool(names) for names in before])
     added = [
         tuple(a for a, at in zip(free, placed, strict=True) if at == d) for d in range(len(shape))
     ]
@@ -173,43 +174,3 @@ def _extend(
         if axis in manual and axis not in held
     ]
     return _Extension(after, result, tuple(actions), tuple(notes))
-
-
-def _best(
-    free: Sequence[str], before: Sequence[Sequence[str]], shard: tuple[int, ...], mesh: AnyMesh
-) -> tuple[int | None, ...]:
-    """Returns the dimension of each free mesh axis; `None` where it has no place."""
-    sizes = [mesh.shape[axis] for axis in free]
-
-    def rank(placed: tuple[int | None, ...]) -> tuple[Any, ...]:
-        lengths = list(shard)
-        for size, dim in zip(sizes, placed, strict=True):
-            if dim is not None:
-                lengths[dim] //= size
-        touched = {dim for dim in placed if dim is not None}
-        return (
-            math.prod(lengths),
-            placed.count(None),  # an axis of size 1 saves nothing, and is placed all the same
-            len(touched),
-            sum(bool(before[dim]) for dim in touched),
-            -min((lengths[dim] for dim in touched), default=0),
-            [len(shard) if dim is None else dim for dim in placed],
-        )
-
-    return min(_placements(sizes, shard), key=rank)
-
-
-def _placements(sizes: Sequence[int], shard: tuple[int, ...]) -> Iterator[tuple[int | None, ...]]:
-    """Yields every way to give each size a dimension that it divides, or none."""
-    if not sizes:
-        yield ()
-        return
-    for dim in (*range(len(shard)), None):
-        if dim is None:
-            rest = shard
-        elif shard[dim] % sizes[0]:
-            continue
-        else:
-            rest = (*shard[:dim], shard[dim] // sizes[0], *shard[dim + 1 :])
-        for others in _placements(sizes[1:], rest):
-            yield (dim, *others)
