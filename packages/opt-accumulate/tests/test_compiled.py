@@ -6,6 +6,7 @@ the bare accumulation.
 """
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import chex
@@ -61,12 +62,20 @@ def optax_step(inner: Any) -> Any:
 
 def entry(program: Any) -> list[tuple[str, str]]:
     """Returns opcode and result type of what the entry computation does to large arrays."""
-    text = program.as_text()
-    body = text[text.index("ENTRY ") :]
+    return list(_large(program.as_text(), "ENTRY "))
+
+
+def _large(text: str, head: str) -> Iterator[tuple[str, str]]:
+    """Yields what one computation does, and those that it calls: not its loops."""
+    body = text[text.index("\n" + head) + 1 :]
     body = body[: body.index("\n}")]
-    found = re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = (\(?.*?\)?) ([\w-]+)\(", body, re.MULTILINE)
-    large = f"f32[{SIDE},{SIDE}]"
-    return [(op, kind) for kind, op in found if large in kind and op not in _MOVES_NOTHING]
+    instruction = r"^\s+(?:ROOT )?%?[\w.-]+ = (\(?.*?\)?) ([\w-]+)\((.*)$"
+    for kind, opcode, rest in re.findall(instruction, body, re.MULTILINE):
+        if opcode == "call":
+            (called,) = re.findall(r"to_apply=(%?[\w.-]+)", rest)
+            yield from _large(text, called + " ")
+        elif f"f32[{SIDE},{SIDE}]" in kind and opcode not in _MOVES_NOTHING:
+            yield opcode, kind
 
 
 def temporaries(program: Any) -> float:

@@ -77,12 +77,32 @@ def assert_same(ours: Any, theirs: Any, *, exact: bool = False) -> None:
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("inner", INNER)
-def test_float32_is_the_same(inner: str, options: str, compiled: bool) -> None:
-    with jax.disable_jit(not compiled):
-        check_parity(inner, options, exact=not compiled)
+@pytest.mark.parametrize("inner", ["sgd", "clipped adam"])
+def test_float32_is_the_same_to_the_bit(inner: str, options: str) -> None:
+    with jax.disable_jit():
+        check_parity(inner, options, exact=True)
+
+
+CASES = [("clipped adam", name) for name in OPTIONS] + [(name, "schedule") for name in INNER]
+
+
+@pytest.mark.parametrize(("inner", "options"), sorted(set(CASES)))
+def test_compiled_steps_are_the_same(inner: str, options: str) -> None:
+    check_parity(inner, options, exact=False)
+
+
+def test_bfloat16_differs_by_its_rounding_only() -> None:
+    """Optax rounds what it accumulated, or each step of it before 0.2.7: 2**-8 a time."""
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    ours: Any = MultiSteps(optax.sgd(0.1), 3)
+    theirs: Any = optax.MultiSteps(optax.sgd(0.1), 3)
+    found = run(ours, ours.init(params), params, range(6), jnp.bfloat16)[2]
+    expected = run(theirs, theirs.init(params), params, range(6), jnp.bfloat16)[2]
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype == jnp.bfloat16
+        wide, wide_too = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(wide, wide_too, rtol=2**-6, atol=2**-9)
 
 
 def check_parity(inner: str, options: str, exact: bool) -> None:
@@ -95,8 +115,8 @@ def check_parity(inner: str, options: str, exact: bool) -> None:
     assert int(found[1].gradient_step) >= 2
 
 
-@pytest.mark.parametrize("switch", [1, 3, 5])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("switch", [1, 4])
+@pytest.mark.parametrize("options", ["sum of 3", "schedule", "skip"])
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_a_live_state_moves_in_the_middle_of_a_window(
     ours_first: bool, options: str, switch: int
