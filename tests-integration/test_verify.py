@@ -315,6 +315,11 @@ class TestPlantedFaults:
             verify(step, EXPECTED)
         assert ("state gather", "1/0/mu/w") in errors(caught.value.report)
         assert "elements of 2,048 and should hold 256" in str(caught.value)
+        assert all(
+            "; `state_gathers='any'` allows it, for optimizers that need whole matrices, as Muon "
+            "and GaLore do" in finding.message
+            for finding in caught.value.report.errors
+        )
 
     @pytest.mark.parametrize("optimizer", ["muon", "dadapt_adamw"])
     def test_optimizers_that_need_whole_matrices(self, optimizer: str) -> None:
@@ -341,6 +346,49 @@ class TestPlantedFaults:
         report = verify(step, Expected((WHOLE, state), (WHOLE, state)))
         assert sum(row.kind == "all-gather" for row in report.collectives) > 2
 
+    def test_state_is_gathered_by_a_sum(self) -> None:
+        """Each device puts its shard into zeros, and these are summed."""
+
+        def amid(state: Tree) -> Tree:
+            def again(part: jax.Array) -> jax.Array:
+                size, place = part.shape[0], jax.lax.axis_index("data") * part.shape[0]
+                zeros = jnp.zeros((8 * size, *part.shape[1:]))
+                whole = jax.lax.dynamic_update_slice_in_dim(zeros, part, place, 0)
+                whole = jax.lax.psum(whole, "data")
+                return jax.lax.dynamic_slice_in_dim(whole, place, size)
+
+            return (state[0]._replace(mu=jax.tree.map(again, state[0].mu)), *state[1:])
+
+        step = by_hand(scatter=True, before=amid)
+        with pytest.raises(ShardingMismatchError, match="a device gets 2,048 elements") as caught:
+            verify(step, EXPECTED, gradients="reduce-scatter")
+        assert errors(caught.value.report) == [
+            ("state gather", "1/0/mu/b"),
+            ("state gather", "1/0/mu/w"),
+        ]
+        assert verify(step, EXPECTED, state_gathers="any").ok
+
+    def test_products_of_state_may_be_summed(self) -> None:
+        """As large as a leaf of the state, from nothing but state; and still no gather."""
+        params, tx = {"w": jnp.ones((64, 64))}, optax.sgd(0.1, momentum=0.9)
+        whole, spread = {"w": on(DATA)}, {"w": on(DATA, "data")}
+
+        def step(values: Tree, state: Tree, batch: jax.Array) -> Tree:
+            old = state[0].trace["w"]
+            grads = jax.grad(lambda p: jnp.mean(jnp.square(batch @ p["w"])))(values)
+            updates, state = tx.update(grads, state)
+            return optax.apply_updates(values, updates), state, old.T @ old
+
+        shapes = jax.eval_shape(tx.init, params)
+        state = jax.tree.map(lambda _: spread["w"], shapes)
+        shardings = (whole, state, on(DATA, "data"))
+        lowered = jax.jit(
+            step, in_shardings=shardings, out_shardings=(whole, state, on(DATA))
+        ).lower(params, shapes, BATCH)
+        report = verify(lowered, Expected((whole, state), (whole, state)))
+        [row] = [row for row in report.collectives if row.sources == ("1/0/trace/w",)]
+        assert (row.kind, row.shape) == ("all-reduce", (64, 64))
+
     def test_gradients_are_summed_where_they_could_be_scattered(self) -> None:
         with pytest.raises(ShardingMismatchError, match="a reduce-scatter would send half") as e:
             verify(by_hand(scatter=False), EXPECTED, gradients="reduce-scatter")
@@ -355,6 +403,37 @@ class TestPlantedFaults:
 
 
 class TestExpected:
+    @pytest.mark.parametrize("model", [None, "model"])
+    def test_paths_that_read_alike(self, model: str | None) -> None:
+        """`a/b` is one key here and two there."""
+        params = {"a/b": jnp.ones((64, 128)), "a": {"b": jnp.ones((128, 64))}}
+        whole = {"a/b": on(GRID, None, model), "a": {"b": on(GRID, model)}}
+        spread = {"a/b": on(GRID, "data", model), "a": {"b": on(GRID, model, "data")}}
+        shapes = jax.eval_shape(ADAMW.init, params)
+        state = optax.tree_map_params(
+            ADAMW, lambda _, s: s, shapes, spread, transform_non_params=lambda _: on(GRID)
+        )
+
+        def step(values: Tree, opt_state: Tree, batch: jax.Array) -> tuple[Tree, Tree]:
+            def mlp_loss(p: Tree) -> jax.Array:
+                return jnp.mean(jnp.square(jnp.tanh(batch @ p["a/b"]) @ p["a"]["b"]))
+
+            updates, opt_state = ADAMW.update(jax.grad(mlp_loss)(values), opt_state, values)
+            return optax.apply_updates(values, updates), opt_state
+
+        lowered = jax.jit(
+            step,
+            in_shardings=(whole, state, on(GRID, "data")),
+            out_shardings=(whole, state),
+            donate_argnums=(0, 1),
+        ).lower(params, shapes, BATCH)
+        report = verify(lowered, Expected((whole, state), (whole, state)))
+        assert all(leaf.aliased for leaf in report.leaves if leaf.donated)
+        new = [
+            leaf.path for leaf in report.leaves if (leaf.side, leaf.role) == ("output", "params")
+        ]
+        assert new == ["0/a/b", "0/a/b"]
+
     def test_a_step_of_one_tree(self) -> None:
         """Parameters and state in one argument, found by their paths."""
 
@@ -413,8 +492,13 @@ class TestExpected:
         assert "all-gather  f32 [8,32] → [64,32]" in str(correct)
 
 
-def by_hand(*, scatter: bool) -> jax.stages.Lowered:
-    """ZeRO-1 under `shard_map`: each device updates its part and all gather the parameters."""
+def by_hand(
+    *, scatter: bool, before: Callable[[Tree], Tree] = lambda state: state
+) -> jax.stages.Lowered:
+    """ZeRO-1 under `shard_map`: each device updates its part and all gather the parameters.
+
+    `before` sees a device's part of the old state.
+    """
 
     def mine(whole: jax.Array) -> Tree:
         size = whole.shape[0] // 8
@@ -428,7 +512,7 @@ def by_hand(*, scatter: bool) -> jax.stages.Lowered:
     def step(params: Tree, state: Tree, batch: jax.Array) -> tuple[Tree, Tree]:
         grads = jax.tree.map(reduced, jax.grad(loss)(params, batch))
         part = jax.tree.map(mine, params)
-        updates, state = ADAMW.update(grads, state, part)
+        updates, state = ADAMW.update(grads, before(state), part)
         part = optax.apply_updates(part, updates)
         return jax.tree.map(lambda x: jax.lax.all_gather(x, "data", tiled=True), part), state
 

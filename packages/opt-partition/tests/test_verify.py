@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from opt_partition._verify.leaves import Expected, sharding_str
@@ -89,11 +90,13 @@ def test_other_arguments(compiled: jax.stages.Compiled) -> None:
         verify(compiled, nothing, gradients="all-reduce")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`state_gathers` must be one of"):
         verify(compiled, nothing, state_gathers="none")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`expected` must be an `Expected`.*; got tuple"):
+        verify(compiled, (None, None))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`step` must be what `jax.jit\(f\).lower"):
         verify(jax.jit(step), nothing)  # type: ignore[arg-type]
 
 
-def test_keyword_arguments_and_typed_keys() -> None:
+def test_typed_keys() -> None:
     def draw(params: Any, state: Any, *, key: jax.Array) -> Any:
         return params + jax.random.normal(key, params.shape), state
 
@@ -101,6 +104,154 @@ def test_keyword_arguments_and_typed_keys() -> None:
     report = verify(lowered, Expected(None, None))
     key = next(leaf for leaf in report.leaves if leaf.path == "key")
     assert (key.role, key.bytes_found) == ("other", 8)
+
+
+@pytest.fixture(scope="module")
+def by_keyword() -> jax.stages.Compiled:
+    def keyword_step(params: Any, *, batch: jax.Array, state: Any) -> Any:
+        return step(params, state, batch)
+
+    jitted = jax.jit(keyword_step, out_shardings=WHOLE)
+    arguments = jax.device_put({"batch": jnp.ones((2, 8)), "state": STATE}, WHOLE)
+    return jitted.lower(jax.device_put(PARAMS, WHOLE), **arguments).compile()
+
+
+class TestKeywordArguments:
+    def test_they_are_found_by_name(self, by_keyword: jax.stages.Compiled) -> None:
+        asked = {"state": {"mu": WHOLE, "count": None}, "batch": None}
+        report = verify(by_keyword, Expected(None, None, state="state", keywords=asked))
+        assert report.findings == ()
+        leaves = {leaf.path: leaf for leaf in report.leaves if leaf.side == "input"}
+        assert {path for path, leaf in leaves.items() if leaf.role == "state"} == {
+            "state/count",
+            "state/mu/w",
+        }
+        assert leaves["state/mu/w"].asked == "P()"
+        assert leaves["batch"].asked is None
+        assert report.bytes_per_device("state", "output") == 8 * 4 * 4 + 4
+
+    def test_they_are_compared(self, by_keyword: jax.stages.Compiled) -> None:
+        host = {"state": WHOLE.with_memory_kind("pinned_host")}
+        with pytest.raises(ShardingMismatchError, match=r"state/mu/w .* P\(\) in pinned_host"):
+            verify(by_keyword, Expected(None, None, state="state", keywords=host))
+
+    def test_those_not_asked_about_are_noted(self, by_keyword: jax.stages.Compiled) -> None:
+        report = verify(by_keyword, Expected(None, None, state="state"))
+        assert [(f.kind, f.severity, f.path) for f in report.findings] == [
+            ("keyword argument", "note", "batch"),
+            ("keyword argument", "note", "state"),
+        ]
+        assert "state: 2 arrays of which nothing was asked; give `Expected(..., keywords={" in str(
+            report
+        )
+
+    def test_unknown_names(self, by_keyword: jax.stages.Compiled) -> None:
+        with pytest.raises(AxesError, match=r"`keywords`: not a prefix .* unknown \['key'\]"):
+            verify(by_keyword, Expected(None, None, state="state", keywords={"key": None}))
+        with pytest.raises(AxesError, match="`keywords`: expected a mapping from names"):
+            verify(by_keyword, Expected(None, None, state="state", keywords=WHOLE))  # type: ignore[arg-type]
+
+    def test_their_names_are_said(self, by_keyword: jax.stages.Compiled) -> None:
+        said = r"`state`: no argument of the step is at '1'; the top has \['0', 'batch', 'state'\]"
+        with pytest.raises(AxesError, match=said):
+            verify(by_keyword, Expected(None, None))
+
+
+def _contrib(name: str) -> optax.GradientTransformation:
+    return getattr(optax.contrib, name)(0.1)  # type: ignore[no-any-return]
+
+
+class TestPathsOfParametersAndState:
+    """`params` and `state` of `Expected` that point elsewhere are not passed over."""
+
+    BATCH = jnp.ones((2, 8))
+
+    def lowered(self, fun: Any, *arguments: Any) -> jax.stages.Lowered:
+        return jax.jit(fun, in_shardings=WHOLE, out_shardings=WHOLE).lower(*arguments)
+
+    def one_tree(self) -> jax.stages.Lowered:
+        def fun(train: Any, batch: jax.Array) -> Any:
+            params, state = step(train["params"], train["opt"], batch)
+            return {"params": params, "opt": state}
+
+        return self.lowered(fun, {"params": PARAMS, "opt": STATE}, self.BATCH)
+
+    def test_the_state_is_the_batch(self) -> None:
+        with pytest.raises(AxesError) as caught:
+            verify(self.one_tree(), Expected(None, None))
+        assert str(caught.value).startswith(
+            "`state`: at '1' there is float32[2, 8]; nothing in the result has the same paths and "
+            "shapes, as the new state would; give the paths of the parameters and of the optimizer "
+            "state in the arguments, e.g. `Expected(..., params='0/params', state='0/opt_state')`"
+        )
+        assert verify(self.one_tree(), Expected(None, None, "0/params", "0/opt")).findings == ()
+
+    def test_one_is_in_the_other(self) -> None:
+        with pytest.raises(AxesError, match="`params` and `state`: '0' and '0/opt' overlap"):
+            verify(self.one_tree(), Expected(None, None, state="0/opt"))
+
+    def test_the_batch_is_returned(self) -> None:
+        """Then it has a counterpart; but it is nobody's state."""
+
+        def fun(train: Any, batch: jax.Array) -> Any:
+            params, state = step(train["params"], train["opt"], batch)
+            return {"params": params, "opt": state}, batch + 1
+
+        lowered = self.lowered(fun, {"params": PARAMS, "opt": STATE}, self.BATCH)
+        [warning] = verify(lowered, Expected(None, None)).findings
+        assert (warning.kind, warning.severity) == ("ownership", "warning")
+        assert "`state`: at '1' there is float32[2, 8], none of which belongs" in warning.message
+
+    def test_they_are_swapped(self) -> None:
+        def fun(state: Any, params: Any, batch: jax.Array) -> Any:
+            return step(params, state, batch)[::-1]
+
+        lowered = self.lowered(fun, STATE, PARAMS, self.BATCH)
+        with pytest.raises(AxesError) as caught:
+            verify(lowered, Expected(None, None))
+        assert str(caught.value).startswith(
+            "`params` and `state` are swapped: at '1' there is w float32[8, 4], none of which "
+            "belongs to a parameter at '0', count int32[], mu/w float32[8, 4]; give the paths"
+        )
+        assert verify(lowered, Expected(None, None, "1", "0")).findings == ()
+
+    def test_no_new_parameters(self) -> None:
+        lowered = self.lowered(lambda *a: step(*a)[1]["count"], PARAMS, STATE, self.BATCH)
+        with pytest.raises(
+            AxesError, match=r"`params`: at '0' there is w float32\[8, 4\]; nothing"
+        ):
+            verify(lowered, Expected(None, None))
+
+    def test_no_parameters_at_all(self) -> None:
+        lowered = self.lowered(lambda _, *a: step(*a), (), PARAMS, STATE, self.BATCH)
+        with pytest.raises(AxesError, match="`params`: there are no arrays at '0'; give the paths"):
+            verify(lowered, Expected(None, None))
+
+    @pytest.mark.parametrize(
+        "tx",
+        [
+            optax.sgd(0.1),
+            optax.sgd(lambda _: 0.1),
+            optax.adam(0.1),
+            optax.flatten(optax.adam(0.1)),
+            optax.sm3(0.1),
+            optax.adafactor(0.1, min_dim_size_to_factor=2),
+            optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+            optax.inject_hyperparams(optax.adam)(0.1),
+            optax.masked(optax.adam(0.1), lambda p: jax.tree.map(lambda x: x.ndim < 2, p)),
+            _contrib("muon"),
+            _contrib("schedule_free_adamw"),
+            optax.lbfgs(linesearch=None),
+        ],
+    )
+    @pytest.mark.parametrize("params", [{"w": jnp.ones((8, 4)), "b": jnp.ones(4)}, jnp.ones(4)])
+    def test_optimizers_are_told_apart(self, tx: Any, params: Any) -> None:
+        def fun(params: Any, state: Any) -> Any:
+            updates, state = tx.update(params, state, params)
+            return optax.apply_updates(params, updates), state
+
+        report = verify(self.lowered(fun, params, tx.init(params)), Expected(None, None))
+        assert report.findings == ()
 
 
 def test_shardings_in_words() -> None:

@@ -14,6 +14,7 @@ from opt_partition._mesh.layout import Layout, itemsize, mesh_axes_of, shard_sha
 from opt_partition._trees import children, flatten_with_paths, key_name, path_str
 from opt_partition._verify.hlo import Module
 from opt_partition._verify.report import Finding, LeafReport, Role, Side
+from opt_partition._verify.roles import Keys, find_arguments, find_results, role_of
 from opt_partition.errors import AxesError
 
 
@@ -29,14 +30,17 @@ class Expected:
       inputs: of the positional arguments, e.g. `(params_layout, state_layout)`.
       outputs: of the result, e.g. `(params_layout, state_layout)`.
       params: path of the parameters in the arguments; of `f(optimizer, batch)` it would be
-        `'0/target'`.
+        `'0/target'`, of `f(*, params, state)` `'params'`.
       state: path of the optimizer state in the arguments, e.g. `'0/state'`.
+      keywords: of the keyword arguments, by name, e.g. `{'state': state_layout}`; what is left out
+        is not checked, and noted.
     """
 
     inputs: Any
     outputs: Any
     params: str = "0"
     state: str = "1"
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Leaf:
       side: whether it goes in or comes out.
       path: `/`-joined keys.
       role: what it is.
-      name: of a parameter or a leaf of the state, its path from there.
+      name: of a parameter or a leaf of the state, its keys from there.
       shape: the global shape.
       dtype: its dtype.
       asked: the sharding that was asked for, if any.
@@ -58,7 +62,7 @@ class Leaf:
     side: Side
     path: str
     role: Role
-    name: str
+    name: Keys
     shape: tuple[int, ...]
     dtype: Any
     asked: Sharding | None
@@ -115,17 +119,19 @@ class Leaf:
 def input_leaves(compiled: jax.stages.Compiled, expected: Expected) -> list[Leaf]:
     """The flat arguments, in JAX's order."""
     args, kwargs = compiled.args_info
-    asked = [*_broadcast(expected.inputs, args, "inputs"), *[None] * len(jax.tree.leaves(kwargs))]
-    places = {"params": _keys(expected.params), "state": _keys(expected.state)}
-    for field, place in places.items():
-        _subtree(args, place, field)
+    asked = [
+        *_broadcast(expected.inputs, args, "inputs"),
+        *_keywords(expected.keywords, kwargs),
+    ]
+    arguments = {**{str(n): argument for n, argument in enumerate(args)}, **kwargs}
+    places = find_arguments(arguments, expected.params, expected.state)
     infos = [*flatten_with_paths(args), *flatten_with_paths(kwargs)]
     found = _leaves_like(compiled.in_tree, compiled.input_shardings)
     return [
         Leaf(
             "input",
             path_str(path),
-            *_role(path, places),
+            *role_of(path, places),
             tuple(info.shape),
             info.dtype,
             ask,
@@ -143,10 +149,20 @@ def output_leaves(
     out = compiled.out_info
     asked = _broadcast(expected.outputs, out, "outputs")
     found = _leaves_like(compiled.out_tree, compiled.output_shardings)
-    places = _find_outputs(out, inputs)
+    roles: tuple[Role, ...] = ("params", "state")
+    places = find_results(
+        out,
+        {role: {leaf.name: leaf.shape for leaf in inputs if leaf.role == role} for role in roles},
+    )
     return [
         Leaf(
-            "output", path_str(path), *_role(path, places), tuple(info.shape), info.dtype, ask, find
+            "output",
+            path_str(path),
+            *role_of(path, places),
+            tuple(info.shape),
+            info.dtype,
+            ask,
+            find,
         )
         for (path, info), ask, find in zip(flatten_with_paths(out), asked, found, strict=True)
     ]
@@ -155,7 +171,7 @@ def output_leaves(
 def leaf_reports(leaves: Sequence[Leaf], module: Module) -> list[LeafReport]:
     """What the report says of each leaf."""
     used = [leaf for leaf in leaves if leaf.side == "input" and leaf.found is not None]
-    aliased = {used[n].path for n in module.aliased_parameters if n < len(used)}
+    aliased = {id(used[n]) for n in module.aliased_parameters if n < len(used)}
     return [
         LeafReport(
             side=leaf.side,
@@ -169,7 +185,7 @@ def leaf_reports(leaves: Sequence[Leaf], module: Module) -> list[LeafReport]:
             bytes_found=leaf.bytes_found,
             ok=leaf.ok,
             donated=leaf.donated,
-            aliased=leaf.side == "input" and leaf.path in aliased,
+            aliased=id(leaf) in aliased,
         )
         for leaf in leaves
     ]
@@ -186,6 +202,20 @@ def sharding_findings(reports: Sequence[LeafReport]) -> Iterator[Finding]:
                 leaf.path,
                 f"{leaf}: asked {leaf.asked}, {leaf.bytes_asked:,} bytes a device; found "
                 f"{leaf.found}, {leaf.bytes_found:,} bytes a device{elsewhere}",
+            )
+
+
+def keyword_findings(compiled: jax.stages.Compiled, expected: Expected) -> Iterator[Finding]:
+    """A note for each keyword argument of which nothing was asked."""
+    for name, argument in compiled.args_info[1].items():
+        count = len(jax.tree.leaves(argument))
+        if count and name not in expected.keywords:
+            yield Finding(
+                "keyword argument",
+                "note",
+                name,
+                f"{name}: {count} array{'s' * (count > 1)} of which nothing was asked; give "
+                f"`Expected(..., keywords={{{name!r}: ...}})`, or `None` there for anything",
             )
 
 
@@ -271,59 +301,14 @@ def _broadcast(prefix: Any, tree: Any, where: str) -> list[Sharding | None]:
     ]
 
 
-def _keys(path: str) -> tuple[str, ...]:
-    return () if path == "." else tuple(path.split("/"))
-
-
-def _subtree(tree: Any, keys: Sequence[str], field: str) -> Any:
-    """The part of the arguments at `keys`."""
-    for depth, key in enumerate(keys):
-        node = children(tree)
-        named = {key_name(k): child for k, child in node.children} if node else {}
-        if key not in named:
-            raise AxesError(
-                f"`{field}`: no argument of the step is at {'/'.join(keys)!r}; "
-                f"{'/'.join(keys[:depth]) or 'the top'} has {list(named)}"
-            )
-        tree = named[key]
-    return tree
-
-
-def _role(path: Sequence[Any], places: Mapping[Any, tuple[str, ...]]) -> tuple[Role, str]:
-    """What the leaf at `path` is, and its path from there."""
-    names = tuple(map(key_name, path))
-    for role, place in places.items():
-        if names[: len(place)] == place:
-            return role, path_str(path[len(place) :])
-    return "other", path_str(path)
-
-
-def _find_outputs(out: Any, inputs: Sequence[Leaf]) -> dict[Role, tuple[str, ...]]:
-    """Where the new state and the new parameters are in the result.
-
-    The state first: it often holds trees like the parameters, but not the other way round.
-    """
-    places: dict[Role, tuple[str, ...]] = {}
-    roles: tuple[Role, ...] = ("state", "params")
-    for role in roles:
-        like = {leaf.name: leaf.shape for leaf in inputs if leaf.role == role}
-        for place, tree in _subtrees(out, ()):
-            inside = any(place[: len(other)] == other for other in places.values())
-            if like and not inside and _names_and_shapes(tree) == like:
-                places[role] = place
-                break
-    return places
-
-
-def _subtrees(tree: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    yield place, tree
-    node = children(tree)
-    for key, child in node.children if node else ():
-        yield from _subtrees(child, (*place, key_name(key)))
-
-
-def _names_and_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    return {path_str(path): tuple(leaf.shape) for path, leaf in flatten_with_paths(tree)}
+def _keywords(asked: Mapping[str, Any], kwargs: Mapping[str, Any]) -> list[Sharding | None]:
+    """What `asked` asks of each leaf of the keyword arguments, in JAX's order."""
+    if not isinstance(asked, Mapping):
+        raise AxesError(
+            "`keywords`: expected a mapping from names of keyword arguments; got "
+            f"{type(asked).__name__}"
+        )
+    return _broadcast({name: asked.get(name) for name in kwargs} | dict(asked), kwargs, "keywords")
 
 
 def _on_devices_of(asked: Sharding, found: Sharding, path: str) -> Sharding:

@@ -58,7 +58,8 @@ class Finding:
     """Something that is not as it should be, or could not be told.
 
     Attributes:
-      kind: `'sharding'`, `'state gather'`, `'gradient all-reduce'`, `'donation'` or `'not traced'`.
+      kind: `'sharding'`, `'state gather'`, `'gradient all-reduce'`, `'donation'`, `'ownership'`,
+        `'keyword argument'` or `'not traced'`.
       severity: an `'error'` makes `verify` raise.
       path: the leaf that it is about, if it is about one.
       message: what, expected, found.
@@ -175,8 +176,7 @@ _ADVICE = {
     "sharding": "give `jax.jit` the shardings asked for, as `in_shardings` and as `out_shardings`",
     "state gather": (
         "keep everything between state and update sharded like the state, e.g. by "
-        "`with_sharding_constraint` on gradients and updates; for an optimizer that needs whole "
-        "matrices pass `state_gathers='any'`"
+        "`with_sharding_constraint` on gradients and updates"
     ),
     "gradient all-reduce": (
         "constrain the gradients to the state's sharding by `with_sharding_constraint` before "

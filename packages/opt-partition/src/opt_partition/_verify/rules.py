@@ -11,7 +11,9 @@ from opt_partition._verify.collectives import Collective, Site, rows, sites
 from opt_partition._verify.hlo import Module
 from opt_partition._verify.hlo_flow import Deps, trace
 from opt_partition._verify.leaves import Leaf
+from opt_partition._verify.ownership import Owners
 from opt_partition._verify.report import Finding, Severity
+from opt_partition._verify.roles import Keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +61,13 @@ def moved_arrays(
     if len(used) != len(module.computations[module.entry].parameters):
         return None
     state = [leaf for leaf in used if leaf.role == "state" and leaf.shard_size < leaf.size]
-    numbers = {leaf.path: n for n, leaf in enumerate(state, _FIRST_LEAF)}
+    numbers = {id(leaf): n for n, leaf in enumerate(state, _FIRST_LEAF)}
     first_tag = _FIRST_LEAF + len(state)
     found = [
         Moved(row, s, math.prod(row.shape)) for s in sites(module) for row in rows(s, module, mesh)
     ]
     parts = [(s.instruction.name, n) for s in sites(module) for n in range(len(s.parts))]
-    seeds = [Deps.of(numbers.get(leaf.path, _ROLE_BITS[leaf.role])) for leaf in used]
+    seeds = [Deps.of(numbers.get(id(leaf), _ROLE_BITS[leaf.role])) for leaf in used]
     flow = trace(module, seeds, {part: n for n, part in enumerate(parts, first_tag)})
     reaches: defaultdict[int, list[Leaf]] = defaultdict(list)
     for leaf, deps in zip(outputs, flow.outputs, strict=True):
@@ -80,17 +82,19 @@ def moved_arrays(
 def state_gathers(
     moved: Sequence[Moved], inputs: Sequence[Leaf], severity: Severity
 ) -> Iterator[Finding]:
-    """The all-gathers that bring the state, or what is made of it, to a device once too often."""
-    owners = _Owners(inputs)
-    groups: defaultdict[frozenset[str], list[Moved]] = defaultdict(list)
+    """The collectives that bring the state, or what is made of it, to a device once too often."""
+    owners = Owners([leaf for leaf in inputs if leaf.role == "params"])
+    groups: defaultdict[frozenset[Keys], list[Moved]] = defaultdict(list)
     for gather in moved:
-        if gather.row.kind != "all-gather" or not gather.state:
+        alone = gather.directly and not gather.from_params and not gather.from_inputs
+        is_sum = gather.row.kind == "all-reduce" and alone and _gathers(gather, owners)
+        if not gather.state or not (gather.row.kind == "all-gather" or is_sum):
             continue
-        if gather.directly and not gather.from_params and not gather.from_inputs:
+        if alone:
             yield _pure_gather(gather, owners, severity)
             continue
         params = [p for p in map(owners.of, gather.state) if p is not None]
-        fitting = frozenset(p.path for p in params if p.shard_size == gather.size)
+        fitting = frozenset(p.name for p in params if p.shard_size == gather.size)
         if fitting:
             groups[fitting].append(gather)
         elif gather.directly and params and all(p.shard_size < gather.size for p in params):
@@ -139,31 +143,12 @@ def gradient_all_reduces(
                 break
 
 
-class _Owners:
-    """The parameter that a leaf of the state belongs to: the one whose path is part of its own.
-
-    Mostly the end of it; `sm3` keeps a tuple for each parameter, so that numbers follow.
-    """
-
-    def __init__(self, inputs: Sequence[Leaf]) -> None:
-        self.params = {leaf.name: leaf for leaf in inputs if leaf.role == "params"}
-
-    def of(self, leaf: Leaf) -> Leaf | None:
-        keys = leaf.name.split("/")
-        for end in range(len(keys), 0, -1):
-            for start in range(end):
-                if found := self.params.get("/".join(keys[start:end])):
-                    return found
-        return self.params.get(".")
-
-
-def _pure_gather(gather: Moved, owners: _Owners, severity: Severity) -> Finding:
+def _pure_gather(gather: Moved, owners: Owners, severity: Severity) -> Finding:
     """A gather of state as it is: wrong, unless it is of what is smaller than its parameter."""
     leaf = gather.state[0]
     owner = owners.of(leaf)
     factor = owner is not None and leaf.size < owner.size
-    limit = min(leaf.size, owner.shard_size) if owner is not None else leaf.size
-    in_part = gather.size < limit
+    in_part = gather.size < _most(leaf, owners)
     return _gather_finding(
         gather,
         "note" if factor or in_part else severity,
@@ -172,8 +157,23 @@ def _pure_gather(gather: Moved, owners: _Owners, severity: Severity) -> Finding:
     )
 
 
+def _gathers(reduce: Moved, owners: Owners) -> bool:
+    """Whether an all-reduce is a gather: it sums shards, each at its place in zeros."""
+    limits = [_most(leaf, owners) for leaf in reduce.state]
+    held = sum(leaf.shard_size for leaf in reduce.state)
+    return reduce.size > held and reduce.size in (*limits, sum(limits))
+
+
+def _most(leaf: Leaf, owners: Owners) -> int:
+    """The elements of a leaf of the state that no device should see at once."""
+    owner = owners.of(leaf)
+    return leaf.size if owner is None else min(leaf.size, owner.shard_size)
+
+
 def _gather_finding(gather: Moved, severity: Severity, said: str) -> Finding:
-    return Finding("state gather", severity, gather.state[0].path, f"{gather}: {said}")
+    remedy = "; `state_gathers='any'` allows it, for optimizers that need whole matrices, as Muon "
+    remedy = (remedy + "and GaLore do") * (severity == "error")
+    return Finding("state gather", severity, gather.state[0].path, f"{gather}: {said}{remedy}")
 
 
 def _most_at_once(gathers: Sequence[Moved]) -> int:

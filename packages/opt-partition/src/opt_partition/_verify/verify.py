@@ -11,6 +11,7 @@ from opt_partition._verify import rules
 from opt_partition._verify.collectives import collectives
 from opt_partition._verify.hlo import parse
 from opt_partition._verify.leaves import Expected
+from opt_partition._verify.ownership import check_roles
 from opt_partition._verify.report import Finding, Memory, Report, Severity
 from opt_partition.errors import ShardingMismatchError
 
@@ -44,7 +45,8 @@ def verify(
        a `lax.cond`, the branch that gathers most counts. Parameters and state that a loop carries
        through several steps stay what they are. A state leaf belongs to the parameter whose path
        is part of its own; one that belongs to none, as `optax.flatten` keeps, is judged only
-       where it is gathered as it is.
+       where it is gathered as it is. An all-reduce that sums shards of state, each at its place
+       in zeros, is a gather; rings of collective permutes are not judged.
     3. *Gradients are all-reduced* of which each device then uses its part: the sum, taken over mesh
        axes that the new parameter or a leaf of the new state is divided over, is as large as if it
        were not, and ends up there element by element. Parameters with nothing but factored
@@ -66,7 +68,8 @@ def verify(
 
     Raises:
       ShardingMismatchError: the step is not as asked; its `report` says why.
-      AxesError: `expected` does not fit the step's arguments or result.
+      AxesError: `expected` does not fit the step's arguments or result: its `params` and `state`
+        must be returned as they came, with the same paths and shapes.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -92,6 +95,11 @@ def verify(
             "`step` must be what `jax.jit(f).lower(...)` returns, compiled or not; got "
             f"{type(step).__name__}"
         )
+    if not isinstance(expected, Expected):
+        raise TypeError(
+            "`expected` must be an `Expected`, as `Expected(inputs=..., outputs=...)`; got "
+            f"{type(expected).__name__}"
+        )
     inputs = leaves_.input_leaves(compiled, expected)
     outputs = leaves_.output_leaves(compiled, expected, inputs)
     leaves = [*inputs, *outputs]
@@ -99,7 +107,12 @@ def verify(
     mesh = leaves_.mesh_shape(leaves)
     platform = leaves_.platform(leaves)
     reports = leaves_.leaf_reports(leaves, module)
-    findings = [*leaves_.sharding_findings(reports), *leaves_.donation_findings(reports)]
+    findings = [
+        *leaves_.sharding_findings(reports),
+        *check_roles(inputs, outputs, expected),
+        *leaves_.donation_findings(reports),
+        *leaves_.keyword_findings(compiled, expected),
+    ]
     moved = rules.moved_arrays(module, inputs, outputs, mesh)
     if moved is None:
         findings.append(_UNTRACED)
