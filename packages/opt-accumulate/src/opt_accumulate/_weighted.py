@@ -126,7 +126,7 @@ def _scalar_weight(weight: Any, weights: Weights) -> jax.Array:
             f"The weight that {source} returns must be one real number, such as `mask.sum()`, not "
             f"{_describe(weight)}."
         )
-    return jax.lax.stop_gradient(jnp.asarray(weight).astype(at_least_32_bits(dtype)))
+    return jnp.asarray(weight).astype(at_least_32_bits(dtype))
 
 
 def _is_pair(value: Any) -> bool:
