@@ -6,7 +6,6 @@ import itertools
 import os
 import pathlib
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,13 +60,10 @@ def test_its_rules_are_the_same_in_both_files(decoder_70b: Any) -> None:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_it_is_planned_in_seconds(decoder_70b: Any, name: str) -> None:
-    planned.cache_clear()
-    start = time.perf_counter()
+def test_layers_are_looked_at_once_and_shown_once(decoder_70b: Any, name: str) -> None:
     plan = planned(decoder_70b, name)
-    text = str(plan)
-    assert time.perf_counter() - start < 10
-    assert "layers_{0..79}" in text
+    assert plan.explanation.evaluations == 1
+    assert "layers_{0..79}" in str(plan)
     stacked = planned(decoder_70b, f"{name}_stacked")
     assert stacked.param_bytes_per_device == plan.param_bytes_per_device
 

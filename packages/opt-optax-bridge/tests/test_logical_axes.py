@@ -214,7 +214,7 @@ def test_every_building_block_has_axes(name: str) -> None:
         ),
         (
             {**AXES, "w": {"kernel": P()}},
-            ["w: axes must be a PartitionSpec or a tuple of names, found {'kernel': P()}"],
+            [f"w: axes must be a PartitionSpec or a tuple of names, found { {'kernel': P()}!r}"],
         ),
     ],
     ids=["missing", "extra", "renamed", "deeper"],

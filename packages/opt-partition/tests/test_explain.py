@@ -175,7 +175,7 @@ def test_sizes_that_must_divide() -> None:
 
 def test_what_init_cannot_do_is_said() -> None:
     with pytest.raises(TypeError) as caught:
-        explain(optax.adam, PARAMS, AXES)  # type: ignore[arg-type]
+        explain(optax.adam, PARAMS, AXES)
     assert "a constructor that is yet to be called" in caught.value.__notes__[-1]
     with pytest.raises(TypeError, match="`rules` must be `Rules`; got dict"):
         explain(optax.adam(0.1), PARAMS, AXES, rules={})  # type: ignore[arg-type]
