@@ -1,7 +1,38 @@
-"""Exact, cheap and safe gradient accumulation."""
+"""Exact, cheap and safe gradient accumulation: over steps, and over microbatches in one step.
+
+`MultiSteps` is Optax's, but for what a mini-step costs and what it survives: states move between
+the two. `accumulate_gradients` is `jax.value_and_grad` over microbatches, weighted exactly.
+"""
 
 from importlib.metadata import version as _version
 
+from optax import EmaState, MultiStepsState, ShouldSkipUpdateFunction, TraceState, ema, trace
+
+from opt_accumulate import errors
+from opt_accumulate._accumulate import AccumulationMetrics, accumulate_gradients
+from opt_accumulate._compose import all_of, any_of
+from opt_accumulate._multi_steps import MultiSteps
+from opt_accumulate._outliers import skip_outliers
+from opt_accumulate._skip import skip_large_updates, skip_not_finite
+from opt_accumulate._skip_state import StatefulSkipFunction
+
 __version__ = _version("opt-accumulate")
 
-__all__: list[str] = []
+__all__ = [
+    "AccumulationMetrics",
+    "EmaState",
+    "MultiSteps",
+    "MultiStepsState",
+    "ShouldSkipUpdateFunction",
+    "StatefulSkipFunction",
+    "TraceState",
+    "accumulate_gradients",
+    "all_of",
+    "any_of",
+    "ema",
+    "errors",
+    "skip_large_updates",
+    "skip_not_finite",
+    "skip_outliers",
+    "trace",
+]

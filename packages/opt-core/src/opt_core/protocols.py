@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from opt_core._optimizer import Optimizer
 
-__all__ = ["DerivesLogicalAxes", "TakesExtraArgs", "TakesParamAxes"]
+__all__ = ["DerivesLogicalAxes", "TakesExtraArgs", "TakesParamAxes", "UpdatesParams"]
 
 
 @runtime_checkable
@@ -54,5 +54,24 @@ class TakesExtraArgs(Protocol):
 
         Args:
           names: the keywords given to `Optimizer.apply_gradient`.
+        """
+        ...
+
+
+@runtime_checkable
+class UpdatesParams(Protocol):
+    """A transformation that takes and returns parameters, besides Optax's `init` and `update`.
+
+    `opt_accumulate.MultiSteps` is one: on a step that only accumulates it does not touch them.
+    """
+
+    def apply(self, params: Any, state: Any, grads: Any, **extra_args: Any) -> tuple[Any, Any]:
+        """Returns the new parameters and state; what `update` and the addition would give.
+
+        Args:
+          params: the parameters.
+          state: the state of the transformation.
+          grads: the gradients, like the parameters.
+          **extra_args: arguments of the transformation's `update`, such as `value`.
         """
         ...

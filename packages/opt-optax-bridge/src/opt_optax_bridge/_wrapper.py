@@ -21,6 +21,7 @@ from opt_core import (
     unalias,
 )
 from opt_core.errors import HyperParamError
+from opt_core.protocols import UpdatesParams
 
 from opt_optax_bridge import _pickling
 from opt_optax_bridge._logical_axes import derive_axes
@@ -46,7 +47,9 @@ class OptaxWrapper(OptimizerDef):
     one made from a transformation has nothing to override.
 
     Args:
-      optax_optimizer: anything with Optax's `init` and `update`, `optax.MultiSteps` included.
+      optax_optimizer: anything with Optax's `init` and `update`, `optax.MultiSteps` included. One
+        that is `opt_core.protocols.UpdatesParams` besides, as `opt_accumulate.MultiSteps`, is
+        handed the parameters themselves.
 
     Attributes:
       optax_optimizer: the transformation.
@@ -145,9 +148,13 @@ class OptaxWrapper(OptimizerDef):
         if overrides or extra_args:
             args = UpdateArgs(grads, state.param_states, params, extra_args)
             updates, param_states = overridden_update(self, overrides, args)
+            params = optax.apply_updates(params, updates)
+        elif isinstance(self.optax_optimizer, UpdatesParams):
+            params, param_states = self.optax_optimizer.apply(params, state.param_states, grads)
         else:
             updates, param_states = self.optax_optimizer.update(grads, state.param_states, params)
-        return optax.apply_updates(params, updates), OptimizerState(
+            params = optax.apply_updates(params, updates)
+        return params, OptimizerState(
             step=increment_step(state.step),
             param_states=keep_avals(state.param_states, param_states),
         )

@@ -1,0 +1,80 @@
+"""`OptaxWrapper` around `opt_accumulate.MultiSteps`: the parameters are handed to it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge as opt
+import optax
+import pytest
+from opt_accumulate import MultiSteps, skip_not_finite
+from opt_core import Optimizer
+from opt_core.protocols import UpdatesParams
+
+PARAMS = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3)}
+
+
+def gradients(step: int) -> Any:
+    return jax.tree.map(lambda p: jnp.cos(p + step), PARAMS)
+
+
+def run(tx: Any, steps: int = 7) -> Optimizer:
+    optimizer = opt.OptaxWrapper(tx).create(jax.tree.map(jnp.copy, PARAMS))
+    step = jax.jit(lambda optimizer, grads: optimizer.apply_gradient(grads), donate_argnums=0)
+    for i in range(steps):
+        optimizer = step(optimizer, gradients(i))
+    return optimizer
+
+
+def test_it_is_updated_as_optax_updates_its_own() -> None:
+    ours, theirs = run(MultiSteps(optax.adamw(0.1), 3)), run(optax.MultiSteps(optax.adamw(0.1), 3))
+    found: Any = jax.tree.structure(ours.state)
+    assert found == jax.tree.structure(theirs.state)
+    assert jax.tree.map(jnp.shape, ours.state_dict()) == jax.tree.map(
+        jnp.shape, theirs.state_dict()
+    )
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)  # other fused multiply-adds
+
+
+def test_state_dicts_go_between_the_two() -> None:
+    theirs = run(optax.MultiSteps(optax.adamw(0.1), 3), steps=4)
+    ours = opt.OptaxWrapper(MultiSteps(optax.adamw(0.1), 3)).create(PARAMS)
+    restored = ours.restore_state(theirs.state_dict())
+    step = restored.apply_gradient(gradients(4)).apply_gradient(gradients(5))
+    for a, b in zip(
+        jax.tree.leaves(step),
+        jax.tree.leaves(run(optax.MultiSteps(optax.adamw(0.1), 3), 6)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_apply_is_what_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    tx = MultiSteps(optax.sgd(0.1), 2)
+    assert isinstance(tx, UpdatesParams)
+    assert not isinstance(optax.sgd(0.1), UpdatesParams)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the parameters need not be added to")
+
+    monkeypatch.setattr(MultiSteps, "update", refuse)
+    optimizer = opt.OptaxWrapper(tx).create(PARAMS)
+    stepped = optimizer.apply_gradient(gradients(0))
+    for a, b in zip(jax.tree.leaves(stepped.target), jax.tree.leaves(PARAMS), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_bad_mini_step_is_as_if_it_never_happened() -> None:
+    tx = MultiSteps(optax.adamw(0.1), 2, should_skip_update_fn=skip_not_finite)
+    optimizer = opt.OptaxWrapper(tx).create(PARAMS)
+    bad = jax.tree.map(lambda p: p.at[0].set(jnp.inf), gradients(9))
+    for grads in (gradients(0), bad, gradients(1)):
+        optimizer = optimizer.apply_gradient(grads)
+    for a, b in zip(
+        jax.tree.leaves(optimizer.target),
+        jax.tree.leaves(run(MultiSteps(optax.adamw(0.1), 2), 2).target),
+        strict=True,
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
