@@ -6,9 +6,10 @@
 
 What to look at: a constructor of your own becomes a wrapped optimizer (`clipped_adamw`), its state
 is sharded as the parameters are, or further, and what that takes is known before (`place`), it is
-updated with a learning rate that may be given at run time (`train_step`) by a program that is
-compiled once and checked before it runs (`compile_step`, `check_step`), and it is saved and
-restored by path (`RunFolder`), on whatever mesh.
+updated with a learning rate that may be given at run time (`train_step`) from gradients of a batch
+that need not fit into memory at once (`loss_and_gradients`) by a program that is compiled once and
+checked before it runs (`compile_step`, `check_step`), and it is saved and restored by path
+(`RunFolder`), on whatever mesh.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ from lm.config import (
 )
 from lm.data import batch_of_step
 from lm.job import Job, make_job
-from lm.model import Transformer, next_byte_loss
+from lm.model import next_byte_loss
 from lm.placement import Placement, check_step, describe_plan, describe_report, place
 from lm.progress import Progress, stop_requests
 from lm.report import report
 from lm.run_folder import RunFolder, shapes
+from opt_accumulate import accumulate_gradients
 from opt_core import Optimizer
 from opt_core.errors import RestoreError
 from opt_optax_bridge import resolve_hyper_params, wrap_optax_optimizer
@@ -100,13 +102,42 @@ def create_optimizer(job: Job, placement: Placement) -> Optimizer:
     return optimizer
 
 
+def loss_and_gradients(
+    job: Job, params: Any, windows: jax.Array
+) -> tuple[jax.Array, Any, jax.Array]:
+    """Returns the mean loss over a batch, its gradients, and how many sequences they are of.
+
+    With `--skip-nonfinite`, these are the sequences of the microbatches that were not dropped; of
+    none, loss and gradients are zeros.
+    """
+    config = job.config
+
+    def mean_loss(params: Any, windows: jax.Array) -> jax.Array:
+        return next_byte_loss(job.model, params, windows).mean()
+
+    if config.microbatches == 1 and not config.skip_nonfinite:
+        loss, grads = jax.value_and_grad(mean_loss)(params, windows)
+        return loss, grads, jnp.int32(config.batch_size)
+    value_and_grad = accumulate_gradients(
+        mean_loss,
+        num_microbatches=config.microbatches,
+        weights="examples",
+        skip_fn="non_finite" if config.skip_nonfinite else None,
+        with_metrics=True,
+        reduce="deferred",  # devices talk once a step, not once a microbatch
+        mesh=job.mesh,
+    )
+    (loss, metrics), grads = value_and_grad(params, windows)
+    return loss, grads, metrics.weight
+
+
 def train_step(
-    model: Transformer, optimizer: Optimizer, windows: jax.Array, overrides: Mapping[str, Any]
+    job: Job, optimizer: Optimizer, windows: jax.Array, overrides: Mapping[str, Any]
 ) -> tuple[Optimizer, dict[str, jax.Array]]:
-    """Makes one update.
+    """Makes one update, or none where `--skip-nonfinite` leaves nothing of the batch.
 
     Args:
-      model: the network.
+      job: the run.
       optimizer: parameters and state.
       windows: `[batch, n]` bytes.
       overrides: hyper-parameters for this step, such as `learning_rate`; traced, so that one
@@ -115,18 +146,20 @@ def train_step(
     Returns:
       The new optimizer, and what happened: the learning rate is the one that was applied.
     """
-
-    def mean_loss(params: Any) -> jax.Array:
-        return next_byte_loss(model, params, windows).mean()
-
-    loss, grads = jax.value_and_grad(mean_loss)(optimizer.target)
+    loss, grads, kept = loss_and_gradients(job, optimizer.target, windows)
     metrics = {
         "loss": loss,
         "bits_per_byte": loss / math.log(2),
         "learning_rate": resolve_hyper_params(optimizer, **overrides).learning_rate,
         "grad_norm": optax.tree.norm(grads),
     }
-    return optimizer.apply_gradient(grads, **overrides), metrics
+    updated = optimizer.apply_gradient(grads, **overrides)
+    if job.config.skip_nonfinite:
+        metrics["skipped"] = job.config.batch_size - kept
+        step = updated.state.step  # counts batches: the next one is not this one again
+        updated = jax.tree.map(partial(jnp.where, kept > 0), updated, optimizer)
+        updated = updated.replace(state=updated.state.replace(step=step))
+    return updated, metrics
 
 
 def compile_step(
@@ -135,7 +168,7 @@ def compile_step(
     """Returns the one program that makes all steps, before there is an optimizer."""
     shape = (job.config.batch_size, job.config.sequence_length + 1)
     step = jax.jit(
-        partial(train_step, job.model),
+        partial(train_step, job),
         donate_argnums=0,
         out_shardings=(placement.shardings, None),
     )
@@ -173,7 +206,9 @@ def train(
             windows = jax.device_put(windows, job.rows)
             optimizer, metrics = step_function(optimizer, windows, overrides)
             line = {"step": step, **{k: float(v) for k, v in jax.device_get(metrics).items()}}
-            if not math.isfinite(line["loss"]):
+            if line.get("skipped") == config.batch_size:
+                line = {"step": step, "skipped": line["skipped"]}  # nothing else to be told
+            elif not math.isfinite(line["loss"]):
                 raise UsageError(f"the loss is {line['loss']} at step {step}: learn more slowly")
             line["tokens_per_s"] = progress.speed()
             folder.log(line)

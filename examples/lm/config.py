@@ -32,6 +32,9 @@ class Config:
     steps: int = flag(1200, "updates to make")
     seed: int = flag(0, "decides initial parameters, batches and the sample")
     batch_size: int = flag(16, "sequences per step")
+    microbatches: int = flag(
+        1, "parts of a batch, differentiated one after the other: less memory, the same update"
+    )
     sequence_length: int = flag(128, "bytes per sequence")
     layers: int = flag(3, "blocks of the transformer")
     d_model: int = flag(128, "width of the transformer")
@@ -46,6 +49,13 @@ class Config:
     zero: bool = flag(
         False,
         "split optimizer state over data, too, not only parameters' dimensions over model (ZeRO-1)",
+        action=argparse.BooleanOptionalAction,
+    )
+    skip_nonfinite: bool = flag(
+        False,
+        "leave out sequences of a step whose loss or gradients are not finite: each device's part "
+        "of a microbatch, whole; the update is that of the others, and of nothing where none are "
+        "left. How many were skipped is shown and logged (without, the run stops)",
         action=argparse.BooleanOptionalAction,
     )
     checkpoint_every: int = flag(200, "steps between checkpoints")
@@ -87,6 +97,11 @@ class Config:
                 f"--mesh {self.mesh} does not divide: data={data} must divide "
                 f"--batch-size {self.batch_size}"
             )
+        if self.batch_size % (data * self.microbatches):
+            raise UsageError(
+                f"--microbatches {self.microbatches} does not divide: {self.microbatches} x "
+                f"data={data} of --mesh must divide --batch-size {self.batch_size}"
+            )
         for what, size in ("--heads", self.heads), ("the bytes' range", VOCAB):
             if size % model:
                 raise UsageError(
@@ -107,9 +122,15 @@ class Config:
                     raise UsageError(f"{name} must be a positive number; got {value}")
 
 
-# What may differ between a run and its continuation. Another mesh, or ZeRO, changes losses by
-# rounding; another learning rate is an override at run time, which leaves the schedule as it is.
-MAY_CHANGE = ("learning_rate", "mesh", "zero", "checkpoint_every", "prompt", "sample_bytes")
+# What may differ between a run and its continuation. Another mesh, ZeRO or other microbatches
+# change losses by rounding; another learning rate is an override at run time, which leaves the
+# schedule as it is.
+MAY_CHANGE = (
+    *("learning_rate", "mesh", "zero", "microbatches", "skip_nonfinite"),
+    *("checkpoint_every", "prompt", "sample_bytes"),
+)
+# Runs from before there were these flags are saved without them.
+ADDED: Mapping[str, Any] = {"zero": False, "microbatches": 1, "skip_nonfinite": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +195,7 @@ def continue_config(saved: Mapping[str, Any], given: Mapping[str, Any], run: Pat
     Raises:
       UsageError: a flag contradicts the run, or the file is not that of a run.
     """
-    saved = {"zero": False, **saved}  # runs from before there was --zero have none
+    saved = {**ADDED, **saved}
     types = {f.name: type(f.default) for f in dataclasses.fields(Config)} | {"data": list}
     if not all(isinstance(saved.get(name), kind) for name, kind in types.items()):
         raise UsageError(f"{run}/config.json is not the configuration of a run of this program")
@@ -199,7 +220,7 @@ def repeated_flags(given: Mapping[str, Any], saved: Mapping[str, Any]) -> list[s
     """
     flags = []
     for name, value in given.items():
-        if name != "learning_rate" and saved.get(name, False) == value:
+        if name != "learning_rate" and {**ADDED, **saved}.get(name) == value:
             continue
         if isinstance(value, bool):
             flags.append(_dashed(name if value else f"no_{name}"))

@@ -38,12 +38,18 @@ class Progress:
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the metrics of a step."""
+        formats = {
+            "loss": ("loss", ".3f"),
+            "bits_per_byte": ("bits/byte", ".3f"),
+            "learning_rate": ("lr", ".2e"),
+            "grad_norm": ("|grad|", ".2f"),
+            "skipped": ("skipped", ".0f"),
+            "tokens_per_s": ("tokens/s", ".0f"),
+        }
         shown = {
-            "loss": f"{metrics['loss']:.3f}",
-            "bits/byte": f"{metrics['bits_per_byte']:.3f}",
-            "lr": f"{metrics['learning_rate']:.2e}",
-            "|grad|": f"{metrics['grad_norm']:.2f}",
-            "tokens/s": f"{metrics['tokens_per_s']:.0f}",
+            name: format(metrics[key], spec)
+            for key, (name, spec) in formats.items()
+            if key in metrics
         }
         if not self._bar.disable:
             self._bar.set_postfix(shown, refresh=False)

@@ -109,7 +109,7 @@ class RunFolder:
         Args:
           levels: bits per byte to draw as horizontal lines, by name.
         """
-        metrics = self.read_metrics()
+        metrics = [line for line in self.read_metrics() if "loss" in line]  # others made no update
         steps = [line["step"] for line in metrics]
         figure = Figure(figsize=(8, 6), layout="constrained")
         loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
