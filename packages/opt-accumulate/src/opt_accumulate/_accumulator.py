@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr, tree_flatten_with_path
+
+from opt_accumulate._trees import differences
 
 
 def zeros_for(params: Any, dtype: Any) -> Any:
@@ -88,35 +89,13 @@ def keep_imaginary(accumulator: Any, grads: Any) -> Any:
 
 def check_like(grads: Any, accumulator: Any) -> None:
     """Raises unless gradients have the structure and the shapes of the accumulator."""
-    expected, treedef = flatten(accumulator)
-    found, grads_treedef = flatten(grads)
-    if treedef == grads_treedef:
-        wrong = [
-            f"  {path_str(path)}: expected shape {np.shape(total)}, found {np.shape(grad)}"
-            for (path, total), (_, grad) in zip(expected, found, strict=True)
-            if np.shape(total) != np.shape(grad)
-        ]
-    else:
-        paths, others = ({path_str(p): None for p, _ in x} for x in (expected, found))
-        wrong = [f"  {path}: expected a leaf, found none" for path in paths if path not in others]
-        wrong += [f"  {path}: expected none, found a leaf" for path in others if path not in paths]
-        wrong = wrong or [f"  containers: expected {treedef}, found {grads_treedef}"]
+    wrong = differences(accumulator, grads)
     if wrong:
         raise ValueError(
             "`updates` do not look like the accumulator, which looks like the parameters that "
             "`init` got:\n" + "\n".join(wrong) + "\nPass gradients with respect to those "
             "parameters, or make a new state with `init`."
         )
-
-
-def flatten(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
-    """Returns key path and leaf of every leaf, and the structure."""
-    return tree_flatten_with_path(tree)
-
-
-def path_str(path: tuple[Any, ...]) -> str:
-    """Returns a JAX key path as `decoder/layers_0/kernel`; the root is `.`."""
-    return keystr(path, simple=True, separator="/") or "."
 
 
 def _dtype_for(leaf: Any, dtype: Any) -> np.dtype[Any]:

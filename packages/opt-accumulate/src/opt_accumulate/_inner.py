@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
-from opt_accumulate._accumulator import cast_like, flatten, path_str
+from opt_accumulate._accumulator import cast_like
+from opt_accumulate._trees import differences
 
 
 class InnerUpdate:
@@ -56,16 +56,7 @@ def _with_extra_args(opt: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def _check_state(old: Any, new: Any) -> None:
-    old_leaves, old_treedef = flatten(old)
-    new_leaves, new_treedef = flatten(new)
-    if old_treedef == new_treedef:
-        wrong = [
-            f"  {path_str(path)}: expected shape {np.shape(before)}, found {np.shape(after)}"
-            for (path, before), (_, after) in zip(old_leaves, new_leaves, strict=True)
-            if np.shape(before) != np.shape(after)
-        ]
-    else:
-        wrong = [f"  expected {old_treedef}", f"  found    {new_treedef}"]
+    wrong = differences(old, new)
     if wrong:
         raise TypeError(
             "the inner optimizer `opt` returned another state than it was given:\n"

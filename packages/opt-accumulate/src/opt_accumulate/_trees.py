@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.tree_util import keystr
+import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from opt_accumulate.errors import OptionError
 
@@ -20,6 +21,28 @@ def path_str(path: Sequence[Any]) -> str:
       'mlp/0'
     """
     return keystr(tuple(path), simple=True, separator="/") or "."
+
+
+def differences(expected: Any, found: Any) -> list[str]:
+    """Returns one indented line for each way in which a tree is not as expected.
+
+    Examples:
+      >>> differences({'a': jax.numpy.ones(2)}, {'a': jax.numpy.ones(3)})
+      ['  a: expected shape (2,), found (3,)']
+    """
+    treedef: Any
+    leaves, treedef = tree_flatten_with_path(expected)
+    others, other_treedef = tree_flatten_with_path(found)
+    if treedef == other_treedef:
+        return [
+            f"  {path_str(path)}: expected shape {np.shape(leaf)}, found {np.shape(other)}"
+            for (path, leaf), (_, other) in zip(leaves, others, strict=True)
+            if np.shape(leaf) != np.shape(other)
+        ]
+    here, there = ({path_str(path): None for path, _ in side} for side in (leaves, others))
+    lines = [f"  {path}: expected a leaf, found none" for path in here if path not in there]
+    lines += [f"  {path}: expected none, found a leaf" for path in there if path not in here]
+    return lines or [f"  containers: expected {treedef}, found {other_treedef}"]
 
 
 def broadcast_prefix(

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.tree_util import DictKey, SequenceKey, keystr
 
 KeyPath = tuple[Any, ...]
-
-
-class Node(NamedTuple):
-    """One pytree node, opened.
-
-    Attributes:
-      children: key and subtree of each child, in the node's own order.
-      rebuild: makes the node again from new children in that order.
-    """
-
-    children: list[tuple[Any, Any]]
-    rebuild: Callable[[Sequence[Any]], Any]
 
 
 def path_str(path: Sequence[Any]) -> str:
@@ -40,22 +27,21 @@ def key_name(key: Any) -> str:
     return keystr((key,), simple=True)
 
 
-def children(node: Any) -> Node | None:
-    """Opens one level of a pytree; `None` where `node` is a leaf, as `None` itself is here.
+def children(node: Any) -> list[tuple[Any, Any]] | None:
+    """Returns key and subtree of each child; `None` for a leaf, which `None` itself is here.
 
     Examples:
-      >>> [(key_name(key), child) for key, child in children({'b': 1, 'a': (2, 3)}).children]
+      >>> [(key_name(key), child) for key, child in children({'b': 1, 'a': (2, 3)})]
       [('a', (2, 3)), ('b', 1)]
       >>> children(1.0) is None
       True
     """
     if node is None:
         return None
-    keyed, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    keyed = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
     if len(keyed) == 1 and not keyed[0][0]:
         return None
-    rebuild = functools.partial(jax.tree_util.tree_unflatten, treedef)
-    return Node([(key, child) for (key,), child in keyed], rebuild)
+    return [(key, child) for (key,), child in keyed]
 
 
 def descend(tree: Any, path: Sequence[Any]) -> Any:
@@ -77,10 +63,15 @@ def descend(tree: Any, path: Sequence[Any]) -> Any:
                 return None  # without opening it: it may be large
             case _:
                 node = children(tree)
-                tree = dict(node.children).get(key) if node else None
+                tree = dict(node).get(key) if node else None
     return tree
 
 
 def flatten_with_paths(tree: Any) -> Iterator[tuple[KeyPath, Any]]:
     """Yields key path and leaf of every leaf, in JAX's order."""
     yield from jax.tree_util.tree_leaves_with_path(tree)
+
+
+def leaves_with_paths(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yields path, as text, and leaf of every leaf, in JAX's order."""
+    return ((path_str(path), leaf) for path, leaf in flatten_with_paths(tree))

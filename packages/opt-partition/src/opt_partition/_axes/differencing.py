@@ -154,7 +154,7 @@ def _difference_among(
     except Exception as error:  # it is a user's function: anything can happen
         return _nothing(wanted, error) if is_all else {}
     there = [leaf for leaf in wanted if baseline.get(leaf.path) == leaf.shape]
-    growth = _Growths(prober, table, kept, there)
+    growth = _Growths(prober, table, kept)
     verdicts = {leaf.path: _judge(leaf, growth) for leaf in there}
     verdicts = _identify(prober, table, kept, baseline, there, verdicts)
     verdicts = _confirm(prober, table, kept, there, verdicts)
@@ -188,12 +188,10 @@ class _Growths:
         prober: Prober,
         table: Sequence[Parameter],
         kept: Sequence[int],
-        wanted: Sequence[Wanted],
     ) -> None:
         self._prober, self._table, self._kept = prober, table, kept
         self._probes: dict[tuple[int, int], Mapping[KeyPath, Shape] | Exception] = {}
         self.rank = max((len(table[index].shape) for index in kept), default=0)
-        self._wanted = wanted
 
     def along(self, leaf: Wanted, dim: int) -> tuple[list[_Growth], Exception | None]:
         """The growth of `leaf` in the probes of parameter dimension `dim` that count."""

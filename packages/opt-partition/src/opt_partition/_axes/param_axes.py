@@ -127,8 +127,8 @@ def _collect(params: Any, axes: Any, path: KeyPath, found: dict[KeyPath, Any]) -
             found[path] = axes
         return
     given = children(axes) if not is_axes(axes) else None
-    by_name = {key_name(key): child for key, child in given.children} if given else {}
-    for key, child in node.children:
+    by_name = {key_name(key): child for key, child in given} if given else {}
+    for key, child in node:
         name = key_name(key)
         if name in by_name:
             yield from _collect(child, by_name.pop(name), (*path, key), found)

@@ -112,7 +112,7 @@ def _at(axes: Any, path: KeyPath) -> tuple[bool, Any]:
     """Whether there are axes at a path, and which."""
     for key in path:
         node = None if is_axes(axes) else children(axes)
-        below = {key_name(k): child for k, child in node.children} if node else {}
+        below = {key_name(k): child for k, child in node} if node else {}
         if key_name(key) not in below:
             return False, None
         axes = below[key_name(key)]

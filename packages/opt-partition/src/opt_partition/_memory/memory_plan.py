@@ -17,7 +17,8 @@ from opt_partition._memory.plan import Kind, MemoryPlan
 from opt_partition._memory.rows import RowMaker
 from opt_partition._memory.state_fields import state_fields
 from opt_partition._mesh.layout import Layout, LeafLayout
-from opt_partition._mesh.logical_to_mesh import LogicalAxisRules, MemoryKinds, logical_to_mesh
+from opt_partition._mesh.logical_to_mesh import MemoryKinds, logical_to_mesh
+from opt_partition._mesh.rule_table import LogicalAxisRules
 from opt_partition._mesh.specs import AnyMesh, named_sizes
 from opt_partition._mesh.zero import extend_over
 from opt_partition.errors import AxesError

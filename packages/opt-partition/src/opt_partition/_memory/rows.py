@@ -11,7 +11,7 @@ import jax
 from opt_partition._axes.explain import Explanation
 from opt_partition._memory.plan import NO_PARAMETER, Kind, PlanRow
 from opt_partition._mesh.layout import Layout, LeafLayout
-from opt_partition._mesh.logical_to_mesh import LogicalAxisRules
+from opt_partition._mesh.rule_table import LogicalAxisRules
 from opt_partition._mesh.specs import AnyMesh, manual_axes, mesh_axes_of, named_sizes
 
 

@@ -49,7 +49,7 @@ def _walk(
         yield from [field or key or type(node).__name__] * len(jax.tree.leaves(node))
         return
     container = type(node)
-    for child_key, child in opened.children:
+    for child_key, child in opened:
         below, name = field, key
         if isinstance(child_key, _FIELD_KEYS) and container not in of_params:
             below = f"{container.__name__}.{key_name(child_key)}"
@@ -63,5 +63,5 @@ def _containers(tree: Any) -> Iterator[type]:
     opened = children(tree)
     if opened is not None:
         yield type(tree)
-        for _, child in opened.children:
+        for _, child in opened:
             yield from _containers(child)

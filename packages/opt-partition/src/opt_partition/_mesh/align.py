@@ -62,8 +62,8 @@ def _walk(tree: Any, like: Any, path: KeyPath, prefix: bool, problems: list[str]
     if given is None and prefix:
         yield from [tree] * len(jax.tree.leaves(like))
         return
-    expected = {key_name(key): (key, child) for key, child in node.children}
-    found = {key_name(key): child for key, child in given.children} if given else {}
+    expected = {key_name(key): (key, child) for key, child in node}
+    found = {key_name(key): child for key, child in given} if given else {}
     if given is None and (expected or tree is not None):
         keys = ", ".join(expected)
         problems.append(f"{path_str(path)}: expected keys {keys}; found {brief(tree)}")
@@ -75,7 +75,7 @@ def _walk(tree: Any, like: Any, path: KeyPath, prefix: bool, problems: list[str]
     ]
     problems += [
         f"{path_str((*path, key))}: unexpected"
-        for key, _ in (given.children if given else [])
+        for key, _ in given or []
         if key_name(key) not in expected
     ]
     for name, (key, child) in expected.items():

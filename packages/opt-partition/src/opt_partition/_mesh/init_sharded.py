@@ -10,8 +10,9 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from opt_partition._mesh.align import align, brief
-from opt_partition._mesh.layout import Layout, leaves_with_paths
+from opt_partition._mesh.layout import Layout
 from opt_partition._mesh.specs import shape_and_dtype
+from opt_partition._trees import leaves_with_paths
 from opt_partition.errors import AxesError
 
 Init = Callable[[Any], Any]

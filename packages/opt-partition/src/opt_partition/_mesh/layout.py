@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,14 +12,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from opt_partition._display import Table, dtype_name
 from opt_partition._mesh.align import align, brief
 from opt_partition._mesh.copies import OnMesh
-from opt_partition._mesh.specs import AnyMesh as AnyMesh
-from opt_partition._mesh.specs import checked_spec, shape_and_dtype, spec_str
-from opt_partition._mesh.specs import itemsize as itemsize
-from opt_partition._mesh.specs import manual_axes as manual_axes
-from opt_partition._mesh.specs import mesh_axes_of as mesh_axes_of
-from opt_partition._mesh.specs import named_sizes as named_sizes
-from opt_partition._mesh.specs import shard_shape as shard_shape
-from opt_partition._trees import flatten_with_paths, path_str
+from opt_partition._mesh.specs import (
+    AnyMesh,
+    checked_spec,
+    itemsize,
+    named_sizes,
+    shape_and_dtype,
+    shard_shape,
+    spec_str,
+)
+from opt_partition._trees import leaves_with_paths
 from opt_partition.errors import AxesError
 
 
@@ -179,11 +180,6 @@ class Layout(OnMesh):
                 right=frozenset({"bytes", "per device"}),
             )
         )
-
-
-def leaves_with_paths(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields path and leaf of every leaf, in JAX's order."""
-    return ((path_str(path), leaf) for path, leaf in flatten_with_paths(tree))
 
 
 def _leaf_layout(path: str, leaf: Any, entry: Any, mesh: AnyMesh) -> LeafLayout:

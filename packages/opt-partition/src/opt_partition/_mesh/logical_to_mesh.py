@@ -15,10 +15,10 @@ import jax
 from jax.sharding import PartitionSpec
 
 from opt_partition._mesh.align import align, brief
-from opt_partition._mesh.layout import Layout, LeafLayout, leaves_with_paths
-from opt_partition._mesh.rule_table import LogicalAxisRules as LogicalAxisRules
-from opt_partition._mesh.rule_table import Placement, RuleTable
+from opt_partition._mesh.layout import Layout, LeafLayout
+from opt_partition._mesh.rule_table import LogicalAxisRules, Placement, RuleTable
 from opt_partition._mesh.specs import AnyMesh, shape_and_dtype, spec_str
+from opt_partition._trees import leaves_with_paths
 from opt_partition.errors import AxesError, IndivisibleError
 
 # `None`, a memory kind, a prefix tree of both, or a function of a leaf's path and the leaf.

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from opt_partition._mesh.layout import Layout, itemsize, mesh_axes_of, shard_shape
+from opt_partition._mesh.layout import Layout
+from opt_partition._mesh.specs import itemsize, mesh_axes_of, shard_shape
 from opt_partition._trees import children, flatten_with_paths, key_name, path_str
 from opt_partition._verify.hlo import Module
 from opt_partition._verify.report import Finding, LeafReport, Role, Side
@@ -284,8 +285,8 @@ def _broadcast(prefix: Any, tree: Any, where: str) -> list[Sharding | None]:
         )
     if given is None:
         raise AxesError(f"`{where}`: the step has one leaf there; got {type(prefix).__name__}")
-    wanted = {key_name(key): child for key, child in asked.children}
-    names = [key_name(key) for key, _ in given.children]
+    wanted = {key_name(key): child for key, child in asked}
+    names = [key_name(key) for key, _ in given]
     may_be_short = where in ("inputs", "outputs") and isinstance(tree, tuple)
     missing = [name for name in names if name not in wanted and not may_be_short]
     extra = [name for name in wanted if name not in names]
@@ -296,7 +297,7 @@ def _broadcast(prefix: Any, tree: Any, where: str) -> list[Sharding | None]:
         )
     return [
         leaf
-        for name, (_, child) in zip(names, given.children, strict=True)
+        for name, (_, child) in zip(names, given, strict=True)
         for leaf in _broadcast(wanted.get(name), child, f"{where}/{name}")
     ]
 

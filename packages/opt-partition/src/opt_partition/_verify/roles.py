@@ -82,7 +82,7 @@ def _keys(arguments: Any, path: str, field: str) -> Keys:
     tree = arguments
     for depth, key in enumerate(keys):
         node = children(tree)
-        named = {key_name(k): child for k, child in node.children} if node else {}
+        named = {key_name(k): child for k, child in node} if node else {}
         if key not in named:
             raise AxesError(
                 f"`{field}`: no argument of the step is at {path!r}; "
@@ -95,7 +95,7 @@ def _keys(arguments: Any, path: str, field: str) -> Keys:
 def _subtrees(tree: Any, place: Keys) -> Iterator[tuple[Keys, Any]]:
     yield place, tree
     node = children(tree)
-    for key, child in node.children if node else ():
+    for key, child in node or ():
         yield from _subtrees(child, (*place, key_name(key)))
 
 
