@@ -124,7 +124,7 @@ def loss_and_gradients(
         weights="examples",
         skip_fn="non_finite" if config.skip_nonfinite else None,
         with_metrics=True,
-        reduce="deferred",  # devices talk once a step, not once a microbatch
+        reduce="deferred",  # gradients are summed over `data` once a step, not once a microbatch
         mesh=job.mesh,
     )
     (loss, metrics), grads = value_and_grad(params, windows)

@@ -33,7 +33,9 @@ class Config:
     seed: int = flag(0, "decides initial parameters, batches and the sample")
     batch_size: int = flag(16, "sequences per step")
     microbatches: int = flag(
-        1, "parts of a batch, differentiated one after the other: less memory, the same update"
+        1,
+        "parts of a batch, differentiated one after the other: less memory, the same update; "
+        "their number times data of --mesh must divide --batch-size",
     )
     sequence_length: int = flag(128, "bytes per sequence")
     layers: int = flag(3, "blocks of the transformer")
@@ -53,9 +55,9 @@ class Config:
     )
     skip_nonfinite: bool = flag(
         False,
-        "leave out sequences of a step whose loss or gradients are not finite: each device's part "
-        "of a microbatch, whole; the update is that of the others, and of nothing where none are "
-        "left. How many were skipped is shown and logged (without, the run stops)",
+        "drop each device's part of a microbatch whose loss or gradients are not finite; update from "
+        "the rest, or not at all where nothing is left. How many sequences were dropped is shown and "
+        "logged (without, the run stops)",
         action=argparse.BooleanOptionalAction,
     )
     checkpoint_every: int = flag(200, "steps between checkpoints")
@@ -100,7 +102,8 @@ class Config:
         if self.batch_size % (data * self.microbatches):
             raise UsageError(
                 f"--microbatches {self.microbatches} does not divide: {self.microbatches} x "
-                f"data={data} of --mesh must divide --batch-size {self.batch_size}"
+                f"data={data} of --mesh must divide --batch-size {self.batch_size}. "
+                f"Take a --batch-size of {data * self.microbatches}, or a multiple of it"
             )
         for what, size in ("--heads", self.heads), ("the bytes' range", VOCAB):
             if size % model:

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from opt_accumulate._accumulate import AccumulationMetrics, accumulate_gradients
+from opt_accumulate._skip import skip_not_finite
 from opt_accumulate.errors import BatchError, LossOutputError, OptionError
 
 ROWS = 12
@@ -586,6 +587,21 @@ def test_loss_function_that_is_none() -> None:
             {"weights": "examples", "skip_fn": lambda loss, grads, weight: loss},
             "`skip_fn` must return one truth value (shape (), bool), not float32 of shape ().",
         ),
+        (
+            lambda w: w,
+            {"weights": "examples", "skip_fn": skip_not_finite},
+            "not a tuple. Is it a `should_skip_update_fn` of `MultiSteps`? Here it is a",
+        ),
+        (
+            lambda w: ((w, 1), {"x": w}),
+            {},
+            "not a pair and a dict of shapes {'x': ()}. Does it return ((sum, weight), aux)? Then",
+        ),
+        (
+            lambda w: (w, 1),
+            {"has_aux": True},
+            "must return ((sum of losses, weight), aux), not float32 of shape () in the place of",
+        ),
     ],
 )
 def test_outputs_that_were_not_announced(
@@ -610,7 +626,11 @@ def test_rules_and_shardings_that_fit_no_tree() -> None:
     vg = accumulate_gradients(
         loss_and_aux, num_microbatches=2, has_aux=True, aux={"losses": "sum", "other": "sum"}
     )
-    with pytest.raises(OptionError, match="`aux` must be one value for all, or a tree that"):
+    words = (
+        "`aux` must be one value for all, or a tree like losses, mean, tokens/any, tokens/kept, "
+        "which may end above these; it has losses, other."
+    )
+    with pytest.raises(OptionError, match=words):
         vg(make_params(), make_batch())
     spec = jax.sharding.PartitionSpec()
     vg = accumulate_gradients(loss_sum, num_microbatches=2, out_shardings={"w": spec, "b": None})
@@ -630,6 +650,14 @@ def test_batches_that_do_not_divide() -> None:
     args = make_params(), make_batch()
     with pytest.raises(BatchError, match=r"`batch` has 12 rows, which do not divide into microba"):
         accumulate_gradients(loss_sum, num_microbatches=5)(*args)
+    with pytest.raises(BatchError, match=r"pad the batch with rows of weight 0\.$"):
+        accumulate_gradients(loss_sum, num_microbatches=24)(*args)
+
+
+def test_parameters_that_cannot_be_learned() -> None:
+    params = {"w": jnp.ones(()), "seen": jnp.int32(0), "rng": {"key": jax.random.key(0)}}
+    with pytest.raises(OptionError, match=r"(?s)found\n  rng/key: key<fry>\n  seen: int32\nPass "):
+        accumulate_gradients(loss_sum, num_microbatches=2)(params, make_batch())
 
 
 def test_deferring_needs_a_mesh_with_the_axes() -> None:

@@ -501,6 +501,17 @@ def test_arguments_that_are_not_possible() -> None:
         MultiSteps(0.1, 2)
 
 
+def test_arguments_in_another_order() -> None:
+    steps = MultiSteps(SGD, 2)
+    words = (
+        r"`state` must be an `optax.MultiStepsState`, found dict. Mind the order: `update\(grads, "
+    )
+    with pytest.raises(TypeError, match=words):
+        steps.apply(PARAMS, grads_of(1.0), steps.init(PARAMS))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=words):
+        steps.flush(PARAMS, steps.init(PARAMS))  # type: ignore[arg-type]
+
+
 def test_an_empty_tree() -> None:
     steps = MultiSteps(SGD, 2, should_skip_update_fn=skip_not_finite)
     state = steps.init({})

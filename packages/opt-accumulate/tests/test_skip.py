@@ -153,6 +153,46 @@ def test_other_answers_are_an_error(answer: Any) -> None:
         steps.init(PARAMS)
 
 
+@pytest.mark.parametrize("answer", [jnp.array(True), [True, ()], (True, (), ())])
+def test_answers_without_a_state(answer: Any) -> None:
+    steps = MultiSteps(SGD, 1, should_skip_update_fn=lambda *_: answer)
+    with pytest.raises(
+        TypeError, match=r"must return \(skip, state\), found .*return \(skip, \(\)\)"
+    ):
+        steps.init(PARAMS)
+
+
+def test_names_are_no_skip_functions() -> None:
+    function: Any = "non_finite"
+    with pytest.raises(TypeError, match=r"`should_skip_update_fn` must be a func.*'non_finite'"):
+        MultiSteps(SGD, 1, should_skip_update_fn=function)
+
+
+# A guard that a running job gets, changes or loses
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (None, any_of(skip_not_finite), "num_skipped: expected a leaf, found none"),
+        (skip_not_finite, any_of(skip_not_finite), "num_not_finite: expected none, found a leaf"),
+        (any_of(negative), any_of(negative, negative), "num_by_function/1: expected a leaf"),
+        (skip_outliers(3.0), None, "there are none"),
+    ],
+)
+def test_states_of_another_guard(before: Any, after: Any, words: str) -> None:
+    old = MultiSteps(SGD, 2, should_skip_update_fn=before)
+    new = MultiSteps(SGD, 2, should_skip_update_fn=after)
+    _, state = train(old, [1.0, 2.0])
+    with pytest.raises(ValueError, match="`skip_state` was ") as error:
+        new.update(grads_of(1.0), state)
+    assert words in str(error.value)
+    assert "`state._replace(skip_state=steps.init(params).skip_state)`" in str(error.value)
+    changed = state._replace(skip_state=new.init(PARAMS).skip_state)
+    _, changed = new.update(grads_of(1.0), changed)
+    chex.assert_trees_all_equal_structs(changed, new.init(PARAMS))
+
+
 # Outliers
 
 

@@ -18,6 +18,7 @@ from opt_accumulate._microbatches import Sizes, batch_rows
 from opt_accumulate._placement import leaf_shardings, place
 from opt_accumulate._scan import Loop, Rng, Share, accumulate
 from opt_accumulate._skipping import SkipFunction, check_skip_function
+from opt_accumulate._trees import path_str
 from opt_accumulate._weighted import Weights, check_weights
 from opt_accumulate.errors import OptionError
 
@@ -128,7 +129,8 @@ def accumulate_gradients(
     Returns:
       `value_and_grad(params, batch, *args)`, with a keyword `rng` for the key. It returns
       `(loss, grads)`; in the place of `loss`, `(loss, aux)`, `(loss, metrics)` or
-      `(loss, aux, metrics)` where these are asked for. Call it under `jax.jit`.
+      `(loss, aux, metrics)` where these are asked for. `*args` go to `loss_fn` as they are; they
+      have no names. Call it under `jax.jit`.
 
     Raises:
       OptionError: arguments that do not exist or do not go together.
@@ -162,6 +164,7 @@ def accumulate_gradients(
     @jax.named_scope("accumulate_gradients")
     def value_and_grad(params: Any, batch: Any, *args: Any, rng: Any = None) -> tuple[Any, Any]:
         _check_key(loop.rng, rng)
+        _check_params(params)
         shardings = leaf_shardings(out_shardings, params)
         if reduce == "deferred":
             found = find_mesh(mesh, shardings, axes)
@@ -213,6 +216,20 @@ def _check_sizes(num: Any, size: Any, smaller_last: bool) -> Sizes:
     )
 
 
+def _check_params(params: Any) -> None:
+    wrong = [
+        f"  {path_str(path)}: {jnp.result_type(leaf)}\n"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    ]
+    if wrong:
+        raise OptionError(
+            "`params` must be arrays of floating-point or complex numbers, to differentiate by; "
+            "found\n" + "".join(wrong) + "Pass counters, keys and other state that is not "
+            "learned as a further argument."
+        )
+
+
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         listed = ", ".join(map(repr, choices))
@@ -223,7 +240,7 @@ def _check_key(wanted: Rng, key: Any) -> None:
     if wanted is not False and key is None:
         raise OptionError(
             f"`accumulate_gradients(..., rng={wanted!r})` needs a key: call the returned function "
-            "with `rng=jax.random.key(...)`."
+            "with the keyword `rng=jax.random.key(...)`."
         )
     if wanted is False and key is not None:
         raise OptionError(

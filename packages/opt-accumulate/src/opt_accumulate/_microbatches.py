@@ -132,11 +132,12 @@ class Sizes:
             last = local % size
             split = Split(local // size, size, last)
         if last and not self.smaller_last:
+            fewer = "" if value > rows else "; or give `microbatch_size` with `smaller_last=True`"
             numbers = [devices * d if name == "microbatch_size" else d for d in _divisors(local)]
             raise BatchError(
                 f"`batch` has {local} rows{each}, which do not divide into microbatches: `{name}` "
                 f"is {value}. Take one of {_listed(numbers)}; or pad the batch with rows of weight "
-                "0; or give `microbatch_size` with `smaller_last=True`."
+                f"0{fewer}."
             )
         return split
 

@@ -16,7 +16,14 @@ from opt_accumulate._buffers import own_buffers, zeros_of
 from opt_accumulate._emission import Form, check_form, emit_if, zeros_if
 from opt_accumulate._every_k import parse_every_k
 from opt_accumulate._inner import InnerUpdate
-from opt_accumulate._skip_state import SKIP, ask, init_skip_state, last_decision
+from opt_accumulate._skip_state import (
+    NEW_SKIP_STATE,
+    SKIP,
+    ask,
+    check_skip_function,
+    init_skip_state,
+    last_decision,
+)
 
 ShouldSkip = Callable[..., tuple[Any, Any]]
 
@@ -44,7 +51,7 @@ class MultiSteps:
 
     A window that holds k mini-steps or more emits with its next one: so does a state that was
     restored with a smaller k. The value of a schedule is asked for at the number of steps made, is
-    cut to an int32, and is taken as 1 if it is less.
+    converted to int32, and is taken as 1 if it is less.
 
     Donate parameters and state to the compiled step (`jax.jit(..., donate_argnums=(0, 1))`), else
     XLA copies what the step could have left in place.
@@ -89,10 +96,12 @@ class MultiSteps:
             differentiated in reverse; or `"select"`, without control flow.
 
         Raises:
-          TypeError: `every_k_schedule` is no integer or function; `window_means` are no names.
+          TypeError: `every_k_schedule` is no integer or function; `should_skip_update_fn` is no
+            function; `window_means` are no names.
           ValueError: `every_k_schedule` is not positive or no scalar; an unknown `form`.
         """
         check_form(form)
+        check_skip_function(should_skip_update_fn)
         self._inner = InnerUpdate(opt)
         self._every_k = parse_every_k(every_k_schedule)
         self._mean = use_grad_mean
@@ -193,6 +202,7 @@ class MultiSteps:
         Returns:
           What to add to the parameters, and the new state.
         """
+        self._check(state)
         skip_state, means = window_means_.detach(state.skip_state, self._window_means)
         emit = jnp.asarray(state.mini_step) > 0
         inner = accumulator.cast_like(state.inner_opt_state, state.inner_opt_state)
@@ -238,10 +248,26 @@ class MultiSteps:
         update: Any = self.update  # Optax's type of it lacks the extra arguments
         return optax.GradientTransformationExtraArgs(self.init, update)
 
+    def _check(self, state: Any) -> None:
+        """Raises unless `state` is one that these arguments understand."""
+        if not isinstance(state, optax.MultiStepsState):
+            raise TypeError(
+                f"`state` must be an `optax.MultiStepsState`, found {type(state).__name__}. Mind "
+                "the order: `update(grads, state, params)`, `apply(params, state, grads)`, "
+                "`flush(state, params)`."
+            )
+        unread = self._should_skip is None and not self._window_means
+        if unread and jax.tree.leaves(state.skip_state):
+            raise ValueError(
+                "`skip_state` was made with a `should_skip_update_fn` or `window_means`, and there "
+                f"are none. {NEW_SKIP_STATE}"
+            )
+
     def _begin(
         self, grads: Any, state: optax.MultiStepsState, params: Any, extra_args: dict[str, Any]
     ) -> _MiniStep:
         """Accumulates, and decides whether to emit; in the state, all else is as after that."""
+        self._check(state)
         accumulator.check_like(grads, state.acc_grads)
         mini_step, gradient_step = map(jnp.asarray, (state.mini_step, state.gradient_step))
         skip_state, means = window_means_.detach(state.skip_state, self._window_means)

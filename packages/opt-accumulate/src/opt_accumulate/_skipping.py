@@ -50,6 +50,11 @@ def should_skip(
         return _not_finite((loss, grads, weight))
     skip = skip_fn(loss, grads, weight)
     dtype = getattr(skip, "dtype", type(skip))
+    if isinstance(skip, tuple):
+        raise LossOutputError(
+            "`skip_fn` must return one truth value, not a tuple. Is it a `should_skip_update_fn` "
+            "of `MultiSteps`? Here it is a function of (loss, grads, weight), or 'non_finite'."
+        )
     if jnp.shape(skip) != () or dtype not in (bool, jnp.bool_):
         raise LossOutputError(
             f"`skip_fn` must return one truth value (shape (), bool), not {dtype} of shape "

@@ -11,6 +11,8 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from opt_accumulate.errors import OptionError
 
+_SHOWN = 20
+
 
 def path_str(path: Sequence[Any]) -> str:
     """Returns a JAX key path as `decoder/layers_0/kernel`; the root is `.`.
@@ -67,7 +69,13 @@ def broadcast_prefix(
         full = jax.tree.broadcast(prefix, tree, is_leaf)
     except ValueError as error:
         raise OptionError(
-            f"`{argument}` must be one value for all, or a tree that begins like "
-            f"{jax.tree.structure(tree)}; it is {jax.tree.structure(prefix, is_leaf)}: {error}"
+            f"`{argument}` must be one value for all, or a tree like {_leaves(tree)}, which may "
+            f"end above these; it has {_leaves(prefix, is_leaf)}."
         ) from error
     return jax.tree.leaves(full, is_leaf)
+
+
+def _leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> str:
+    paths = [path_str(path) for path, _ in tree_flatten_with_path(tree, is_leaf)[0]]
+    shown = ", ".join(paths[:_SHOWN]) or "no leaves"
+    return shown if len(paths) <= _SHOWN else f"{shown} and {len(paths) - _SHOWN} more"

@@ -86,11 +86,19 @@ def read_loss(output: Any, microbatch: Any, weights: Weights, has_aux: bool) -> 
         output, aux = output
     if is_sum(weights):
         if not _is_pair(output):
+            returned, where = "(sum of losses, weight)", ""
+            if has_aux:
+                returned, where = f"({returned}, aux)", " in the place of the pair"
             raise LossOutputError(
-                f"The loss function must return (sum of losses, weight), not {_describe(output)}. "
+                f"The loss function must return {returned}, not {_describe(output)}{where}. "
                 f"That is `weights='returned'`; say what it returns:{_CHOICES}"
             )
         loss, weight = output
+        if not has_aux and _is_pair(loss):
+            raise LossOutputError(
+                "The loss function must return (sum of losses, weight), not a pair and "
+                f"{_describe(weight)}. Does it return ((sum, weight), aux)? Then `has_aux=True`."
+            )
     else:
         loss, weight = output, _weight_of(microbatch, weights)
     return Weighted(_scalar_loss(loss), _scalar_weight(weight, weights), aux)

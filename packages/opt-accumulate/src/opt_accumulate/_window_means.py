@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from opt_accumulate._accumulator import add
-from opt_accumulate._skip_state import SKIP
+from opt_accumulate._skip_state import NEW_SKIP_STATE, SKIP
 
 _MEANS = "window_means"
 
@@ -42,8 +42,7 @@ def detach(state: Any, names: Sequence[str]) -> tuple[Any, dict[str, jax.Array]]
         found = "none" if means is None else ", ".join(sorted(means))
         raise ValueError(
             f"`skip_state` must hold the `window_means` {', '.join(sorted(names))}; found {found}. "
-            "The state was made with other `window_means`, or by Optax: between two windows, "
-            "take the `skip_state` of a new `init`."
+            f"The state was made with other `window_means`, or by Optax. {NEW_SKIP_STATE}"
         )
     return state["skip_state"], dict(means)
 
