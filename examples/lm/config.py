@@ -55,9 +55,9 @@ class Config:
     )
     skip_nonfinite: bool = flag(
         False,
-        "drop each device's part of a microbatch whose loss or gradients are not finite; update from "
-        "the rest, or not at all where nothing is left. How many sequences were dropped is shown and "
-        "logged (without, the run stops)",
+        "drop each device's part of a microbatch whose loss or gradients are not finite; update "
+        "from the rest, or not at all where nothing is left. How many sequences were dropped is "
+        "shown and logged (without, the run stops)",
         action=argparse.BooleanOptionalAction,
     )
     checkpoint_every: int = flag(200, "steps between checkpoints")
