@@ -541,3 +541,257 @@ def test_shardings_on_another_mesh() -> None:
     )
     with pytest.raises(OptionError, match=r"lie on a mesh of {'data': 8}, `mesh` is {'data': 4, "):
         vg(make_params(), make_batch())
+
+
+# Where gradients lie, and where rows do.
+
+
+@pytest.mark.parametrize("num", [1, 4])
+def test_gradients_lie_like_parameters_that_are_sharded_over_the_data_axis(num: int) -> None:
+    """FSDP on an Explicit mesh, without `out_shardings`."""
+    mesh = make_mesh(AxisType.Explicit)
+    vg = accumulate_gradients(loss_fn, num_microbatches=num, reduce="deferred")
+    params, batch = make_params(), make_batch()
+    with use(mesh):
+        args = put(params, mesh, ZERO2), put(batch, mesh, P("data"))
+        program = compiled(vg, *args)
+        loss, grads = program(*args)
+    assert_equal((loss, grads), whole_batch(params, batch))
+    for name, spec in ZERO2.items():
+        assert grads[name].sharding.spec == spec
+    found = [c for c in moved(program, mesh) if c.kind == "reduce-scatter"]
+    assert [(c.axes, c.count) for c in found] == [(("data",), 1)] * 2
+
+
+@pytest.mark.parametrize("reduce", ["auto", "deferred"])
+def test_gradients_lie_like_concrete_parameters(reduce: Reduce) -> None:
+    """Outside of `jit` shardings are known on Auto meshes too."""
+    mesh = make_mesh(AxisType.Auto)
+    options: Any = {"reduce": reduce, "mesh": mesh, "num_microbatches": NUM}
+    params, batch = make_params(), make_batch()
+    args = put(params, mesh, ZERO2), put(batch, mesh, P("data"))
+    loss, grads = accumulate_gradients(loss_fn, **options)(*args)
+    assert_equal((loss, grads), whole_batch(params, batch))
+    for name, spec in ZERO2.items():
+        assert grads[name].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+
+
+def test_rows_that_would_be_gathered_are_an_error_where_the_mesh_is_known() -> None:
+    mesh = make_mesh(AxisType.Auto)
+    args = put(make_params(), mesh, SPECS), put(make_batch(), mesh, P("data"))
+    vg = functools.partial(accumulate_gradients, loss_fn, num_microbatches=32)  # 16 rows a device
+    assert "all-gather" in {c.kind for c in moved(compiled(vg(), *args), mesh)}
+    words = (
+        "Microbatches have 2 rows, which do not divide over the 4 devices that the rows of `batch` "
+        "lie over (`data_axes`: 'data'). Take fewer microbatches, of a multiple of 4 rows."
+    )
+    with pytest.raises(BatchError) as error:
+        jax.jit(vg(mesh=mesh))(*args)
+    assert words in str(error.value)
+    assert_equal(
+        jax.jit(vg(num_microbatches=16, mesh=mesh))(*args),
+        whole_batch(make_params(), make_batch()),
+    )
+
+
+def test_rows_over_axes_that_data_axes_does_not_name() -> None:
+    mesh = make_mesh(AxisType.Explicit)
+    vg = accumulate_gradients(loss_fn, num_microbatches=2, reduce="deferred")
+    with use(mesh), pytest.raises(OptionError) as error:
+        jax.jit(vg)(put(make_params(), mesh, P()), put(make_batch(), mesh, P(("data", "model"))))
+    words = (
+        "`data_axes` has 'data', but rows of `batch` lie over other mesh axes too:\n"
+        "  mask: 'data', 'model'\n  x: 'data', 'model'\nName all axes that the rows lie over."
+    )
+    assert words in str(error.value)
+
+
+def test_rows_on_one_device_are_spread_over_an_explicit_mesh() -> None:
+    mesh = make_mesh(AxisType.Explicit)
+    vg = accumulate_gradients(loss_fn, num_microbatches=NUM, reduce="deferred")
+    params, batch = make_params(), make_batch()
+    with use(mesh):
+        assert_equal(jax.jit(vg)(params, batch), whole_batch(params, batch))
+
+
+@pytest.mark.parametrize("out", [None, P("data", "model")])
+@pytest.mark.parametrize("reduce", ["auto", "deferred"])
+@pytest.mark.parametrize("explicit", ["data", "model"])
+def test_meshes_with_axes_of_both_types(
+    explicit: str, reduce: Reduce, out: PartitionSpec | None
+) -> None:
+    kinds = [AxisType.Explicit if axis == explicit else AxisType.Auto for axis in ("data", "model")]
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=tuple(kinds))
+    vg = accumulate_gradients(
+        loss_fn,
+        num_microbatches=NUM,
+        reduce=reduce,
+        out_shardings=None if out is None else NamedSharding(mesh, out),
+    )
+    params, batch = make_params(), make_batch()
+    with use(mesh):
+        result = jax.jit(vg)(put(params, mesh, SPECS), put(batch, mesh, P("data")))
+    assert_equal(result, whole_batch(params, batch))
+    expected = NamedSharding(mesh, SPECS["w"] if out is None else out)
+    assert result[1]["w"].sharding.is_equivalent_to(expected, 2)
+
+
+def test_one_dimension_over_axes_of_both_types() -> None:
+    kinds = AxisType.Explicit, AxisType.Auto
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
+    out = {"w": NamedSharding(mesh, P(None, ("data", "model"))), "v": None}
+    vg = accumulate_gradients(loss_fn, num_microbatches=NUM, out_shardings=out)
+    words = r"together, which JAX cannot do:\n  w: None, \('data', 'model'\)\nSplit it over axes of"
+    with use(mesh), pytest.raises(OptionError, match=words):
+        jax.jit(vg)(make_params(), make_batch())
+
+
+# Inside `jax.shard_map`s of others.
+
+
+def mean_loss(params: Tree, batch: Tree) -> jax.Array:
+    total, weight = loss_fn(params, batch)
+    return total / weight.astype(jnp.float32)
+
+
+def psum_loss(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+    total, weight = loss_fn(params, batch)
+    return jax.lax.psum(total, "data"), jax.lax.psum(weight, "data")
+
+
+def psum_loss_local_weight(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+    total, weight = loss_fn(params, batch)
+    return jax.lax.psum(total, "data"), weight
+
+
+def tokens(batch: Tree) -> jax.Array:
+    out: jax.Array = batch["mask"].sum()
+    return out
+
+
+def quotient(loss: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """Total loss / total weight of a device's rows, all at once."""
+
+    def whole(params: Tree, batch: Tree) -> jax.Array:
+        total = loss(params, batch)
+        if isinstance(total, tuple):
+            return total[0] / total[1].astype(jnp.float32)
+        out: jax.Array = total
+        return out
+
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "check_vma"),
+    [
+        (loss_fn, {}, True),
+        (loss_fn, {}, False),
+        (loss_fn, {"skip_fn": "non_finite"}, True),
+        (mean_loss, {"weights": tokens}, True),
+        (psum_loss, {}, True),
+        (psum_loss_local_weight, {}, True),
+    ],
+)
+def test_inside_a_shard_map_as_value_and_grad_is(
+    loss: Callable[..., Any], options: Any, check_vma: bool
+) -> None:
+    """Ragged masks: each device divides by its own weight."""
+    mesh = make_mesh(AxisType.Auto)
+
+    def run(value_and_grad: Callable[..., Any], params: Tree, batch: Tree) -> Any:
+        def on_device(params: Tree, batch: Tree) -> Any:
+            value, grads = value_and_grad(params, batch)
+            return jax.lax.pmean(value, "data"), grads
+
+        return jax.jit(
+            jax.shard_map(
+                on_device,
+                mesh=mesh,
+                in_specs=(P(), P("data")),
+                out_specs=P(),
+                check_vma=check_vma,
+                axis_names={"data"},
+            )
+        )(params, batch)
+
+    params, batch = make_params(), make_batch()
+    batch["mask"] = batch["mask"].at[jnp.arange(0, 64, 16)].set(True)
+    ours = run(accumulate_gradients(loss, num_microbatches=NUM, **options), params, batch)
+    _assert_close(ours, run(jax.value_and_grad(quotient(loss)), params, batch))
+
+
+def test_inside_a_shard_map_with_everything() -> None:
+    """Each device drops its own; gradients are summed once, whatever the number of microbatches."""
+    mesh = make_mesh(AxisType.Auto)
+    params, batch = make_params(), make_batch()
+    batch["mask"] = jnp.ones_like(batch["mask"])
+    batch["x"] = batch["x"].at[37, 3].set(jnp.nan)  # on device 2; of microbatch 1
+    vg = accumulate_gradients(
+        lambda p, b, rng: (loss_fn(p, b), {"rows": row_losses(p, b), "norm": p["w"].sum()}),
+        microbatch_size=5,
+        smaller_last=True,
+        has_aux=True,
+        aux={"rows": "concat", "norm": "mean"},
+        rng=True,
+        skip_fn="non_finite",
+        with_metrics=True,
+    )
+
+    def on_device(params: Tree, batch: Tree, rng: jax.Array) -> Any:
+        (loss, aux, metrics), grads = vg(params, batch, rng=rng)
+        return (loss[None], aux["rows"], aux["norm"][None], metrics.skipped), grads
+
+    run = jax.shard_map(
+        on_device, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=(P("data"), P())
+    )
+    args = params, put(batch, mesh, P("data")), jax.random.key(0)
+    program = compiled(run, *args)
+    (losses, rows, norm, skipped), grads = program(*args)
+    assert np.flatnonzero(skipped).tolist() == [2 * NUM + 2]  # rows 2, 5, 8, ... of the device
+    assert_equal(norm, jnp.full(4, params["w"].sum()))
+    assert_equal(rows, row_losses(params, batch))
+    kept = ~((np.arange(64) // 16 == 2) & (np.arange(64) % 16 % 3 == 2) & (np.arange(64) % 16 < 15))
+    parts = [
+        jax.tree.map(lambda leaf, d=d: leaf[kept & (np.arange(64) // 16 == d)], batch)
+        for d in range(4)
+    ]
+    expected = [jax.value_and_grad(mean_loss)(params, part) for part in parts]
+    _assert_close(losses, jnp.stack([loss for loss, _ in expected]))
+    _assert_close(grads, jax.tree.map(lambda *leaves: sum(leaves), *[g for _, g in expected]))
+    assert {c.count for c in moved(program, mesh) if len(c.shape) == 2} == {1}
+
+
+def test_inside_a_shard_map_parts_of_one_loss_are_dropped_together() -> None:
+    """Tensor parallelism by hand: only one device has the gradient that is not finite."""
+    mesh = make_mesh(AxisType.Auto)
+
+    def loss_fn(params: Tree, x: jax.Array) -> jax.Array:
+        # sqrt has an infinite gradient at 0: in the second microbatch, for the parameter 1.
+        return jax.lax.psum(jnp.sqrt(params - (x == 0)).sum(), "model")
+
+    vg = accumulate_gradients(
+        loss_fn, num_microbatches=2, weights="examples", skip_fn="non_finite", with_metrics=True
+    )
+
+    def on_device(params: jax.Array, x: jax.Array) -> Any:
+        (loss, metrics), grads = vg(params, x)
+        return (loss, metrics.skipped), grads
+
+    run = jax.shard_map(
+        on_device, mesh=mesh, in_specs=(P("model"), P()), out_specs=(P(), P("model"))
+    )
+    x, params = jnp.array([4.0, 0.0]), jnp.array([1.0, 4.0])
+    (loss, skipped), grads = jax.jit(run)(params, x)
+    assert skipped.tolist() == [False, True]
+    assert float(loss) == 1.0 + 2.0
+    assert grads.tolist() == [0.5, 0.25]
+
+
+def test_deferred_inside_a_shard_map_over_the_data() -> None:
+    mesh = make_mesh(AxisType.Auto)
+    vg = accumulate_gradients(loss_fn, num_microbatches=2, reduce="deferred", mesh=mesh)
+    run = jax.shard_map(vg, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    words = "`reduce='deferred'` inside a `jax.shard_map` over 'data': each device has its own rows"
+    with pytest.raises(OptionError, match=words):
+        jax.jit(run)(make_params(), make_batch())

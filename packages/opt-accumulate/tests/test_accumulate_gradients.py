@@ -92,7 +92,7 @@ def test_ragged_masks_give_the_gradient_of_the_whole_batch_bit_for_bit(
         assert_equal(vg(params, batch), whole_batch(params, batch))
 
 
-@pytest.mark.parametrize("num", [1, 2, 3, 4, 6, 12, np.int64(3)])
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 6, 12, np.int64(3), jnp.int32(3)])
 def test_any_number_of_microbatches_is_the_same(num: int) -> None:
     params, batch = make_params(), make_batch()
     vg = jax.jit(accumulate_gradients(loss_sum, num_microbatches=num))
@@ -279,6 +279,31 @@ def test_metrics_go_through_jit_and_stand_last() -> None:
     assert metrics.num_microbatches == 3
 
 
+def test_outputs_of_microbatches_without_weight_are_in_no_mean_but_in_sums() -> None:
+    mask = np.ones((ROWS, 2))
+    mask[1::3] = 0
+    params, batch = make_params(), make_batch(mask)
+
+    def loss_fn(params: Tree, batch: Tree) -> tuple[Any, Tree]:
+        total, count = loss_sum(params, batch)
+        mean = token_losses(params, batch).mean(where=batch["mask"] > 0)  # 0/0 without tokens
+        return (total, count), {"mean": mean, "rows": jnp.int32(batch["x"].shape[0])}
+
+    def with_its_mean(params: Tree, batch: Tree) -> tuple[Any, Tree]:
+        (total, count), aux = loss_fn(params, batch)
+        return total / count.astype(jnp.float32), aux
+
+    options: dict[str, Any] = {
+        "num_microbatches": 3, "has_aux": True, "aux": {"mean": "mean", "rows": "sum"}
+    }  # fmt: skip
+    returned = accumulate_gradients(loss_fn, **options)
+    function = accumulate_gradients(with_its_mean, weights=masked_tokens, **options)
+    for vg in (returned, function):
+        (_, aux), _ = vg(params, batch)
+        np.testing.assert_allclose(aux["mean"], whole_batch(params, batch)[0], rtol=1e-6)
+        assert int(aux["rows"]) == ROWS
+
+
 # Randomness.
 
 
@@ -341,6 +366,28 @@ def test_a_microbatch_that_is_not_finite_is_as_if_it_were_not_there(bad: float, 
     assert (int(metrics.num_skipped), int(metrics.num_empty), int(metrics.weight)) == (1, 0, 18)
 
 
+def test_padding_is_empty_and_not_skipped() -> None:
+    """Its mean is NaN; a weight that is not finite, or a mean of something, is still judged."""
+    mask = np.ones((ROWS, 2))
+    mask[1::4] = 0
+    params, batch = make_params(), make_batch(mask)
+    batch["x"] = batch["x"].at[2, 1].set(jnp.nan)
+    vg = accumulate_gradients(
+        mean_over_tokens,
+        num_microbatches=4,
+        weights=masked_tokens,
+        skip_fn="non_finite",
+        with_metrics=True,
+    )
+    (loss, metrics), grads = vg(params, batch)
+    assert metrics.skipped.tolist() == [False, False, True, False]
+    assert metrics.weights.tolist() == [6, 0, 0, 6]
+    assert (int(metrics.num_skipped), int(metrics.num_empty)) == (1, 1)
+    rows = np.arange(ROWS) % 4
+    kept = jax.tree.map(lambda leaf: leaf[(rows == 0) | (rows == 3)], batch)
+    chex.assert_trees_all_close((loss, grads), whole_batch(params, kept), rtol=4e-7)
+
+
 def test_an_infinite_gradient_of_a_finite_loss_is_found() -> None:
     def loss_fn(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.sqrt(w * x).sum()
@@ -379,6 +426,38 @@ def test_dropped_microbatches_leave_sums_and_means_of_outputs_alone() -> None:
         "stack": [1.0, np.inf, 3.0],
     }
     assert seen[0] == ((), (), np.dtype("int32"))
+
+
+# Trees.
+
+
+@pytest.mark.parametrize("reduce", ["auto", "deferred"])
+@pytest.mark.parametrize("out", ["none", "one", "tree"])
+def test_parameters_with_none_as_jax_has_them(reduce: Any, out: str) -> None:
+    params: Tree = {**make_params(), "bias": None, "inner": [None, jnp.float32(3)]}
+    batch = make_batch()
+
+    def scaled(params: Tree, batch: Tree) -> tuple[jax.Array, jax.Array]:
+        total, weight = loss_sum(params, batch)
+        return total * params["inner"][1], weight
+
+    def quotient(params: Tree) -> jax.Array:
+        total, weight = scaled(params, batch)
+        return total / weight.astype(jnp.float32)
+
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    shardings: dict[str, Any] = {
+        "none": None,
+        "one": whole,
+        "tree": {"w": whole, "b": None, "bias": None, "inner": whole},
+    }
+    vg = accumulate_gradients(
+        scaled, num_microbatches=3, reduce=reduce, mesh=mesh, out_shardings=shardings[out]
+    )
+    result = jax.jit(vg)(params, batch)
+    chex.assert_trees_all_close(result, jax.value_and_grad(quotient)(params), rtol=1e-6)
+    assert result[1]["bias"] is None
 
 
 # Precision.
@@ -538,6 +617,26 @@ def test_trains_as_the_whole_batch_does() -> None:
         ({"num_microbatches": 2, "reduce": "late"}, "`reduce` must be one of 'auto', 'deferred';"),
         ({"num_microbatches": 2, "grad_dtype": None}, "one of 'accumulator', 'params'; it is Non"),
         ({"num_microbatches": 2, "skip_fn": "nan"}, "`skip_fn` must be None, 'non_finite', or a"),
+        ({"num_microbatches": 2, "skip_fn": np.ones(2)}, "`skip_fn` must be None, 'non_finite', o"),
+        ({"num_microbatches": 2, "weights": np.ones(2)}, "`weights` has no rule array([1., 1.])."),
+        (
+            {"num_microbatches": 2, "has_aux": True, "aux": {"a": np.array(["sum", "mean"])}},
+            "'concat', or a tree of them; it has\n  a: array(['sum', 'mean']",
+        ),
+        ({"num_microbatches": jnp.array([2])}, "must be an integer of 1 or more; it is Array([2]"),
+        ({"num_microbatches": jnp.array(True)}, "must be an integer of 1 or more; it is Array(Tr"),
+        ({"num_microbatches": 2, "unroll": 0}, "`unroll` must be an integer of 1 or more (or a b"),
+        ({"num_microbatches": 2, "unroll": "x"}, "1 or more (or a bool); it is 'x'."),
+        ({"num_microbatches": 2, "unroll": 1.5}, "1 or more (or a bool); it is 1.5."),
+        (
+            {"num_microbatches": 2, "accumulator_dtype": int},
+            "of 16 bits or more, such as 'float32';",
+        ),
+        ({"num_microbatches": 2, "accumulator_dtype": jnp.int8}, "'float32'; it is 'int8'."),
+        ({"num_microbatches": 2, "accumulator_dtype": bool}, "'float32'; it is 'bool'."),
+        ({"num_microbatches": 2, "accumulator_dtype": jnp.float8_e4m3fn}, "it is 'float8_e4m3fn'."),
+        ({"num_microbatches": 2, "accumulator_dtype": "complex64"}, "it is 'complex64'."),
+        ({"num_microbatches": 2, "accumulator_dtype": "f31"}, "'float32'; it is 'f31'."),
     ],
 )
 def test_options_that_do_not_exist(options: dict[str, Any], words: str) -> None:
@@ -618,8 +717,41 @@ def test_outputs_of_another_shape_in_the_smaller_microbatch() -> None:
         lambda w, x: ((w * x).mean(), x), microbatch_size=3, smaller_last=True,
         weights="examples", has_aux=True,
     )  # fmt: skip
-    with pytest.raises(LossOutputError, match=r"there are \(3,\) and, in the smaller last micro"):
+    with pytest.raises(LossOutputError, match=r"  \.: expected shape \(3,\), found \(2,\)\nTake"):
         vg(jnp.float32(1), jnp.ones(5))
+
+
+@pytest.mark.parametrize("rule", ["sum", "mean", "stack", "concat"])
+def test_no_output_of_a_smaller_microbatch_is_broadcast(rule: str) -> None:
+    """Of one row: (1,) could be added to (5,)."""
+
+    def loss_fn(w: jax.Array, x: jax.Array) -> tuple[Any, Tree]:
+        wrong = jnp.ones(5) if rule == "concat" else x
+        return (w * x).mean(), {"fits": x.sum(), "a": {"b": wrong}}
+
+    vg = accumulate_gradients(
+        loss_fn, microbatch_size=5, smaller_last=True, weights="examples", has_aux=True,
+        aux={"fits": "sum", "a": rule},
+    )  # fmt: skip
+    found = (
+        "expected shape (1,), found (5,)" if rule == "concat" else "expected shape (5,), found (1,)"
+    )
+    words = (
+        "Auxiliary outputs of the smaller last microbatch do not fit those of the others, of 1 "
+        f"and 5 rows:\n  a/b: {found}\nTake 'concat' for outputs with one entry for each row;"
+    )
+    with pytest.raises(LossOutputError) as error:
+        vg(jnp.float32(1), jnp.ones(11))
+    assert words in str(error.value)
+
+
+def test_outputs_of_another_tree_in_the_smaller_microbatch() -> None:
+    vg = accumulate_gradients(
+        lambda w, x: ((w * x).mean(), [x.sum()] * x.shape[0]), microbatch_size=2,
+        smaller_last=True, weights="examples", has_aux=True, aux="sum",
+    )  # fmt: skip
+    with pytest.raises(LossOutputError, match=r"\n  1: expected a leaf, found none\nTake"):
+        vg(jnp.float32(1), jnp.ones(3))
 
 
 def test_rules_and_shardings_that_fit_no_tree() -> None:
@@ -667,7 +799,7 @@ def test_deferring_needs_a_mesh_with_the_axes() -> None:
     mesh = jax.make_mesh((1,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     with pytest.raises(OptionError, match="`data_axes` names 'data', but the mesh has the axes 'f"):
         accumulate_gradients(loss_sum, num_microbatches=2, reduce="deferred", mesh=mesh)(*args)
-    with pytest.raises(OptionError, match="`mesh` is for `reduce='deferred'` only"):
+    with pytest.raises(OptionError, match="`data_axes` names 'data', but the mesh has the axes 'f"):
         accumulate_gradients(loss_sum, num_microbatches=2, mesh=mesh)
 
 
@@ -676,3 +808,25 @@ def test_deferred_over_one_device_is_the_same() -> None:
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     vg = accumulate_gradients(loss_sum, num_microbatches=3, reduce="deferred", mesh=mesh)
     assert_equal(jax.jit(vg)(params, batch), whole_batch(params, batch))
+
+
+@pytest.mark.parametrize("reduce", ["auto", "deferred"])
+def test_further_arguments_that_are_no_arrays(reduce: Any) -> None:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss_fn(
+        w: jax.Array, x: jax.Array, f: Any, options: Tree, scale: Any, offset: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        sign = -1.0 if options["train"] else 1.0  # a Python bool, and no tracer
+        losses = f(w * x) * sign * options["power"] ** 2 * scale + offset[0]
+        return losses.sum() if options["name"] == "sum" else losses.min(), jnp.int32(x.shape[0])
+
+    vg = accumulate_gradients(loss_fn, num_microbatches=2, reduce=reduce, mesh=mesh)
+    x, offset = jnp.arange(4.0), np.ones(2, np.float32)
+    options = {"train": True, "power": 3, "name": "sum", "none": None}
+    for f in (jnp.tanh, jax.tree_util.Partial(jnp.tanh)):
+        args = (x, f, options, jnp.float32(2), offset)
+        expected = jax.value_and_grad(lambda w, args=args: loss_fn(w, *args)[0] / 4)
+        chex.assert_trees_all_close(
+            vg(jnp.float32(0.5), *args), expected(jnp.float32(0.5)), rtol=1e-6
+        )

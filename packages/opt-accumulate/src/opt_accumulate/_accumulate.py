@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from opt_accumulate._aux import check_reductions, divide, finish_aux
-from opt_accumulate._deferred import accumulate_deferred, find_mesh
-from opt_accumulate._microbatches import Sizes, batch_rows
-from opt_accumulate._placement import leaf_shardings, place
+from opt_accumulate._deferred import accumulate_deferred, check_axes, find_mesh
+from opt_accumulate._microbatches import Sizes, batch_rows, check_devices
+from opt_accumulate._placement import leaf_shardings, like_params, place
+from opt_accumulate._precision import check_accumulator_dtype
 from opt_accumulate._scan import Loop, Rng, Share, accumulate
 from opt_accumulate._skipping import SkipFunction, check_skip_function
 from opt_accumulate._trees import path_str
+from opt_accumulate._varying import sum_as_like
 from opt_accumulate._weighted import Weights, check_weights
 from opt_accumulate.errors import OptionError
 
@@ -80,7 +82,11 @@ def accumulate_gradients(
     The result is that of the whole batch at once, `sum of losses / sum of weights` and its
     gradient, to rounding; memory holds the activations of one microbatch and one accumulator.
     Microbatch `i` of `n` is the rows `i, i + n, i + 2n, ...`, which moves no row of a sharded
-    batch to another device.
+    batch to another device, where each has a multiple of `n` rows; `mesh` has that checked.
+
+    Inside a `jax.shard_map` of your own that has each device's rows, the result is that of
+    `jax.value_and_grad` there: the loss of these rows, and its gradient, which for parameters that
+    all devices share is the sum of those of all devices. It is summed once, at the end.
 
     Args:
       loss_fn: `loss_fn(params, microbatch, *args)`, with a key at the end where `rng`. What it
@@ -99,17 +105,19 @@ def accumulate_gradients(
       has_aux: whether `loss_fn` returns `(loss, aux)`, under `"returned"` thus
         `((sum, weight), aux)`.
       aux: what becomes of the auxiliary outputs: `"stack"` (a new first dimension),
-        `"sum"`, `"mean"` (by weight), `"concat"` (outputs for each row, in the order of the
-        batch), or a tree of these that may end above the leaves.
+        `"sum"` (of all that `skip_fn` did not drop, those of weight 0 too), `"mean"` (by weight;
+        where that is 0 they may be anything), `"concat"` (outputs for each row, in the order of
+        the batch), or a tree of these that may end above the leaves.
       rng: whether `loss_fn` takes a key: `True`, `jax.random.fold_in(key, i)` in microbatch `i`;
         `"rows"`: an array of keys, `fold_in(key, r)` for row `r` of the batch, so that draws do
         not depend on the number of microbatches.
       skip_fn: which microbatches to drop, with their weights, as if the batch did not have them:
         `"non_finite"` (loss, weight or any gradient), or a function of the loss as returned, its
-        gradient and the weight, that returns one bool.
+        gradient and the weight, that returns one bool. Where a function `weights` says 0,
+        there is nothing to drop.
       with_metrics: whether to return an `AccumulationMetrics` too.
-      accumulator_dtype: of the sum of gradients. Complex and float64 gradients stay so; a dtype
-        below 32 bits is taken at its word. `None`: the gradients' own.
+      accumulator_dtype: of the sum of gradients, real, of 16 bits or more. Complex and float64
+        gradients stay so; a dtype below 32 bits is taken at its word. `None`: the gradients' own.
       grad_dtype: whether gradients are returned in the accumulator's or the parameters' dtypes.
       reduce: when gradients are added up over the devices of a sharded batch. `"auto"`: where
         the compiler sees fit, which is in every microbatch. `"deferred"`: once, at the end; each
@@ -118,19 +126,25 @@ def accumulate_gradients(
         on a mesh without `data_axes`: sharding constraints in it are `PartitionSpec`s of other
         axes, without a mesh. Each part is a microbatch of its own for `rng`, `skip_fn`, `"stack"`
         and the metrics: part `d` of microbatch `i` is number `d * n + i`.
-      data_axes: the mesh axes that the batch is sharded over; for `"deferred"`.
-      mesh: for `"deferred"`; by default that of `out_shardings` or of `jax.set_mesh`.
+      data_axes: the mesh axes that the batch is sharded over, all of them; for `"deferred"` and
+        `mesh`.
+      mesh: for `"deferred"`, by default that of `out_shardings` or of `jax.set_mesh`. With
+        `"auto"` it is an error if a microbatch does not divide over `data_axes` of `mesh`. Without
+        `mesh` only Explicit meshes tell: on Auto meshes the compiler then gathers the batch.
       out_shardings: where the accumulator and the returned gradients lie: a `NamedSharding`, or a
-        tree of them like the parameters that may end early; `None`: like the parameters. Sharded
-        over `data_axes` (ZeRO-2), `"auto"` keeps a part of the accumulator on each device, and
-        `"deferred"` ends in a reduce-scatter.
-      unroll: that of `jax.lax.scan`.
+        tree of them like the parameters that may end early. `None`: like the parameters where
+        that is known, which is on Explicit meshes and, on others, outside of `jax.jit`; under
+        `jit` on Auto meshes it is the compiler's choice, and with `"deferred"` each device has
+        whole gradients: give `out_shardings` with parameters sharded over `data_axes` (FSDP).
+        Sharded over `data_axes` (ZeRO-2), `"auto"` keeps a part of the accumulator on each
+        device, and `"deferred"` ends in a reduce-scatter.
+      unroll: that of `jax.lax.scan`, a bool or an integer of 1 or more.
 
     Returns:
       `value_and_grad(params, batch, *args)`, with a keyword `rng` for the key. It returns
       `(loss, grads)`; in the place of `loss`, `(loss, aux)`, `(loss, metrics)` or
-      `(loss, aux, metrics)` where these are asked for. `*args` go to `loss_fn` as they are; they
-      have no names. Call it under `jax.jit`.
+      `(loss, aux, metrics)` where these are asked for. `*args` go to `loss_fn` as they are, arrays
+      or not; they have no names. Call it under `jax.jit`.
 
     Raises:
       OptionError: arguments that do not exist or do not go together.
@@ -149,13 +163,15 @@ def accumulate_gradients(
     check_weights(weights)
     check_reductions(aux)
     check_skip_function(skip_fn)
+    check_accumulator_dtype(accumulator_dtype)
     if aux != "stack" and not has_aux:
         raise OptionError(f"`aux`={aux!r} needs `has_aux=True`: without, there are no outputs.")
-    if mesh is not None and reduce == "auto":
-        raise OptionError("`mesh` is for `reduce='deferred'` only; `reduce` is 'auto'.")
     axes = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
     if not axes:
         raise OptionError("`data_axes` must name the mesh axes of the batch; it is empty.")
+    if mesh is not None:
+        check_axes(mesh, axes)
+    unroll = unroll if isinstance(unroll, bool) else _check_positive("unroll", unroll)
     _check_choice("rng", rng, (False, True, "rows"))
     _check_choice("reduce", reduce, ("auto", "deferred"))
     _check_choice("grad_dtype", grad_dtype, ("accumulator", "params"))
@@ -168,15 +184,20 @@ def accumulate_gradients(
         shardings = leaf_shardings(out_shardings, params)
         if reduce == "deferred":
             found = find_mesh(mesh, shardings, axes)
+            shardings = like_params(shardings, params, found)
             sums, stacks, plan = accumulate_deferred(
                 loop, sizes, found, axes, shardings, rng, params, batch, args
             )
         else:
+            shardings = like_params(shardings, params)
             split = sizes.of(batch_rows(batch))
+            if mesh is not None:
+                check_devices(split, mesh, axes, "`data_axes`")
             keep_place = functools.partial(place, shardings=shardings)
             share = Share(0, rng)
             sums, stacks, plan = accumulate(loop, split, share, params, batch, args, keep_place)
         grads = jax.tree.map(lambda g: divide(g, sums.weight), sums.grads)
+        grads = sum_as_like(grads, params)
         if grad_dtype == "params":
             grads = jax.tree.map(lambda g, p: g.astype(jnp.result_type(p)), grads, params)
         grads = place(grads, shardings)
@@ -203,17 +224,24 @@ def _check_sizes(num: Any, size: Any, smaller_last: bool) -> Sizes:
             "Give `num_microbatches` or `microbatch_size`, one of them: "
             f"they are {num!r} and {size!r}."
         )
-    for name, value in (("num_microbatches", num), ("microbatch_size", size)):
-        is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        if value is not None and (not is_integer or value < 1):
-            raise OptionError(f"`{name}` must be an integer of 1 or more; it is {value!r}.")
+    num = None if num is None else _check_positive("num_microbatches", num)
+    size = None if size is None else _check_positive("microbatch_size", size)
     if smaller_last and size is None:
         raise OptionError(
             "`smaller_last=True` needs `microbatch_size`: `num_microbatches` makes equal parts."
         )
-    return Sizes(
-        None if num is None else int(num), None if size is None else int(size), bool(smaller_last)
-    )
+    return Sizes(num, size, bool(smaller_last))
+
+
+def _check_positive(name: str, value: Any) -> int:
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        others = " (or a bool)" if name == "unroll" else ""
+        raise OptionError(f"`{name}` must be an integer of 1 or more{others}; it is {value!r}.")
+    return number
 
 
 def _check_params(params: Any) -> None:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from opt_accumulate._microbatches import Split, unfold
 from opt_accumulate._precision import at_least_32_bits, inexact
-from opt_accumulate._trees import broadcast_prefix, path_str
+from opt_accumulate._trees import broadcast_prefix, differences, path_str
+from opt_accumulate._varying import axes_of_type, vary
 from opt_accumulate.errors import LossOutputError, OptionError
 
 Reduction: TypeAlias = Literal["stack", "sum", "mean", "concat"]
@@ -44,7 +45,7 @@ def check_reductions(aux: Any) -> None:
     wrong = [
         f"  {path_str(path)}: {leaf!r}\n"
         for path, leaf in jax.tree_util.tree_leaves_with_path(aux)
-        if leaf not in _REDUCTIONS
+        if not (isinstance(leaf, str) and leaf in _REDUCTIONS)
     ]
     if wrong:
         raise OptionError(
@@ -80,21 +81,42 @@ def plan_aux(output: Any, aux: Any, split: Split) -> AuxPlan:
     return AuxPlan(treedef, tuple(leaf for _, leaf in keyed), tuple(rules))
 
 
+def check_last(plan: AuxPlan, output: Any, split: Split) -> None:
+    """Raises unless the output of the smaller last microbatch fits those of the others.
+
+    Raises:
+      LossOutputError: it is another tree, or has leaves of other shapes; lists every path.
+    """
+
+    def shape_of(leaf: jax.ShapeDtypeStruct, rule: Reduction) -> jax.ShapeDtypeStruct:
+        shape = (split.last, *leaf.shape[1:]) if rule == "concat" else leaf.shape
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    shapes = [shape_of(*pair) for pair in zip(plan.shapes, plan.rules, strict=True)]
+    if wrong := differences(jax.tree.unflatten(plan.treedef, shapes), output):
+        raise LossOutputError(
+            "Auxiliary outputs of the smaller last microbatch do not fit those of the others, of "
+            f"{split.last} and {split.size} rows:\n" + "\n".join(wrong) + "\n"
+            "Take 'concat' for outputs with one entry for each row; for the other reductions "
+            "reduce over the rows in `loss_fn`, or give sizes that divide the batch."
+        )
+
+
 def zero_sums(plan: AuxPlan) -> list[jax.Array]:
     """Returns what the sums begin with: one for each leaf that is summed or averaged."""
     return [
-        zeros_of(shape, inexact(shape.dtype) if rule == "mean" else at_least_32_bits(shape.dtype))
+        _zeros(shape, inexact(shape.dtype) if rule == "mean" else at_least_32_bits(shape.dtype))
         for shape, rule in zip(plan.shapes, plan.rules, strict=True)
         if rule in ("sum", "mean")
     ]
 
 
-def zeros_of(shape: jax.ShapeDtypeStruct, dtype: Any) -> jax.Array:
-    """Returns zeros that lie as an Explicit mesh's types say."""
+def _zeros(shape: jax.ShapeDtypeStruct, dtype: Any) -> jax.Array:
+    """Returns zeros that lie and vary as types say, on an Explicit mesh and in `shard_map`."""
     spec = () if shape.sharding is None else tuple(shape.sharding.spec)
-    if any(entry is not None for entry in spec):
-        return jnp.zeros(shape.shape, dtype, device=shape.sharding)
-    return jnp.zeros(shape.shape, dtype)
+    lies = shape.sharding if any(entry is not None for entry in spec) else None
+    zeros: jax.Array = vary(jnp.zeros(shape.shape, dtype, device=lies), axes_of_type(shape))
+    return zeros
 
 
 def add_sums(
@@ -106,20 +128,19 @@ def add_sums(
       plan: what to do.
       sums: as `zero_sums` began them.
       aux: the output.
-      weight: of the microbatch, for the means.
+      weight: of the microbatch, for the means; where it is 0, they may be anything.
       keep: false: the microbatch is as if it never was; `None`: it is kept.
     """
+    filled = weight != 0
     added = []
     for leaf, rule in zip(jax.tree.leaves(aux), plan.rules, strict=True):
         if rule == "mean":
             dtype = inexact(jnp.result_type(leaf))
-            added.append(jnp.asarray(leaf, dtype) * weight.astype(dtype))
+            product = jnp.asarray(leaf, dtype) * weight.astype(dtype)
+            added.append(select(filled if keep is None else keep & filled, product))
         elif rule == "sum":
-            added.append(jnp.asarray(leaf))
-    return [
-        total + select(keep, leaf.astype(total.dtype))
-        for total, leaf in zip(sums, added, strict=True)
-    ]
+            added.append(select(keep, jnp.asarray(leaf)))
+    return [total + leaf.astype(total.dtype) for total, leaf in zip(sums, added, strict=True)]
 
 
 def select(keep: jax.Array | None, value: jax.Array) -> jax.Array:
@@ -139,23 +160,13 @@ def join_last(
     last: Sequence[jax.Array] | None,
     split: Split,
 ) -> list[jax.Array]:
-    """Puts the outputs of a smaller last microbatch behind the stacked ones.
-
-    Raises:
-      LossOutputError: a leaf to be stacked has another shape in the smaller microbatch.
-    """
+    """Puts the outputs of a smaller last microbatch behind the stacked ones."""
     joined = []
     rules = [rule for rule in plan.rules if rule in ("stack", "concat")]
     for index, (rule, leaf) in enumerate(zip(rules, stacked, strict=True)):
         whole = unfold(leaf, split) if rule == "concat" else leaf
         if last is not None:
             tail = last[index] if rule == "concat" else last[index][None]
-            if tail.shape[1:] != whole.shape[1:]:
-                raise LossOutputError(
-                    f"`aux='stack'` needs outputs of one shape, but there are {leaf.shape[1:]} "
-                    f"and, in the smaller last microbatch, {tail.shape[1:]}. Take 'concat' for "
-                    "outputs with one entry for each row, or 'sum' or 'mean'."
-                )
             whole = jnp.concatenate([whole, tail])
         joined.append(whole)
     return joined

@@ -18,12 +18,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from opt_accumulate._aux import AuxPlan
 from opt_accumulate._microbatches import Sizes, batch_rows
-from opt_accumulate._placement import Shardings, axes_of, explicit_spec, place, reshard, without
+from opt_accumulate._placement import (
+    Shardings,
+    axes_of,
+    explicit_axes,
+    explicit_spec,
+    place,
+    reshard,
+    without,
+)
 from opt_accumulate._scan import Loop, Share, Stacks, Sums, accumulate
+from opt_accumulate._trees import path_str
 from opt_accumulate.errors import OptionError
 
 
@@ -31,10 +41,18 @@ def find_mesh(mesh: Any, shardings: Shardings, data_axes: Sequence[str]) -> Any:
     """Returns the mesh to reduce over: that given, that of the shardings, or the current one.
 
     Raises:
-      OptionError: there is none, there are two, or it has not all of `data_axes`.
+      OptionError: there is none, there are two, it has not all of `data_axes`, or these are
+        manual already.
     """
     meshes = [sharding.mesh for sharding in shardings if sharding is not None]
     current = jax.sharding.get_abstract_mesh()
+    types = dict(zip(current.axis_names, current.axis_types, strict=True))
+    manual = [axis for axis in data_axes if types.get(axis) == AxisType.Manual]
+    if manual:
+        raise OptionError(
+            f"`reduce='deferred'` inside a `jax.shard_map` over {', '.join(map(repr, manual))}: "
+            "each device has its own rows there already. Take `reduce='auto'`, which sums once."
+        )
     found = mesh or next(iter(meshes), None) or (None if current.empty else current)
     if found is None:
         raise OptionError(
@@ -46,13 +64,22 @@ def find_mesh(mesh: Any, shardings: Shardings, data_axes: Sequence[str]) -> Any:
             f"`out_shardings` lie on a mesh of {dict(others[0].shape)}, `mesh` is "
             f"{dict(found.shape)}: they must be one mesh."
         )
-    missing = [axis for axis in data_axes if axis not in found.axis_names]
+    check_axes(found, data_axes)
+    return found
+
+
+def check_axes(mesh: Any, data_axes: Sequence[str]) -> None:
+    """Raises unless a mesh has the axes.
+
+    Raises:
+      OptionError: it has not.
+    """
+    missing = [axis for axis in data_axes if axis not in mesh.axis_names]
     if missing:
         raise OptionError(
             f"`data_axes` names {', '.join(map(repr, missing))}, but the mesh has the axes "
-            f"{', '.join(map(repr, found.axis_names))}. Name those that the batch is sharded over."
+            f"{', '.join(map(repr, mesh.axis_names))}. Name those that the batch is sharded over."
         )
-    return found
 
 
 def accumulate_deferred(
@@ -79,13 +106,22 @@ def accumulate_deferred(
       batch: of all devices.
       args: further arguments of the loss function.
     """
+    _check_rows(batch, data_axes)
     devices = math.prod(mesh.shape[axis] for axis in data_axes)
     split = sizes.of(batch_rows(batch), devices)
     over_devices = PartitionSpec(data_axes)
 
+    # Functions, strings and Python's numbers and bools stay what they are.
+    leaves, args_treedef = jax.tree.flatten(args)
+    static = [None if _is_array(leaf) else leaf for leaf in leaves]
+    arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
+
     def on_device(
-        index: jax.Array, params: Any, batch: Any, args: tuple[Any, ...], rng: Any
+        index: jax.Array, params: Any, batch: Any, arrays: list[Any], rng: Any
     ) -> tuple[Sums, Stacks, AuxPlan]:
+        both = zip(static, arrays, strict=True)
+        args = jax.tree.unflatten(args_treedef, [s if a is None else a for s, a in both])
+
         def keep_place(tree: Any) -> Any:
             return place(tree, shardings, data_axes)
 
@@ -104,7 +140,7 @@ def accumulate_deferred(
         check_vma=False,
     )
     index = jnp.arange(devices, dtype=jnp.int32)
-    whole = [jax.tree.map(lambda leaf: _gathered(leaf, data_axes), t) for t in (params, args)]
+    whole = [jax.tree.map(lambda leaf: _gathered(leaf, data_axes), t) for t in (params, arrays)]
     spread = [jax.tree.map(lambda leaf: _spread(leaf, mesh, data_axes), t) for t in (index, batch)]
     # Outside of `jit`, `shard_map` over some axes of a mesh only is not to be had.
     sums, stacks, plan = jax.jit(run)(spread[0], whole[0], spread[1], whole[1], rng)
@@ -117,6 +153,24 @@ def accumulate_deferred(
     return rest._replace(grads=jax.tree.unflatten(treedef, reduced)), stacks, plan
 
 
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray)
+
+
+def _check_rows(batch: Any, data_axes: tuple[str, ...]) -> None:
+    wrong = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        spec = explicit_spec(leaf)
+        axes = axes_of(spec[0]) if spec else ()
+        if not set(axes) <= set(data_axes):
+            wrong.append(f"  {path_str(path)}: {', '.join(map(repr, axes))}\n")
+    if wrong:
+        raise OptionError(
+            f"`data_axes` has {', '.join(map(repr, data_axes))}, but rows of `batch` lie over "
+            "other mesh axes too:\n" + "".join(wrong) + "Name all axes that the rows lie over."
+        )
+
+
 def _gathered(leaf: Any, data_axes: tuple[str, ...]) -> Any:
     spec = explicit_spec(leaf)
     if spec is None or without(spec, data_axes) == spec:
@@ -125,11 +179,13 @@ def _gathered(leaf: Any, data_axes: tuple[str, ...]) -> Any:
 
 
 def _spread(leaf: Any, mesh: Any, data_axes: tuple[str, ...]) -> Any:
+    explicit = explicit_axes(mesh)
+    rows = tuple(axis for axis in data_axes if axis in explicit)
     spec = explicit_spec(leaf)
-    if spec is None:
+    if spec is None and not rows:
         return leaf
-    rest = tuple(without(spec, data_axes))[1:]
-    return reshard(leaf, NamedSharding(mesh, PartitionSpec(data_axes, *rest)))
+    rest = tuple(without(spec or PartitionSpec(), data_axes))[1:]
+    return reshard(leaf, NamedSharding(mesh, PartitionSpec(rows or None, *rest)))
 
 
 def _sum_devices(stacked: jax.Array) -> jax.Array:

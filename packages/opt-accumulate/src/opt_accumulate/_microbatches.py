@@ -166,7 +166,8 @@ def _fold(path: Any, leaf: Any, split: Split) -> jax.Array:
     spec = explicit_spec(leaf)
     rest = () if spec is None else tuple(spec)
     if rest:
-        _check_devices(path, leaf, rest[0], split)
+        mesh = jax.typeof(leaf).sharding.mesh
+        check_devices(split, mesh, axes_of(rest[0]), path_str(path))
     leaf = jax.lax.slice_in_dim(leaf, 0, split.num * split.size) if split.last else leaf
     shape = (split.size, split.num, *leaf.shape[1:])
     if not rest:
@@ -177,15 +178,25 @@ def _fold(path: Any, leaf: Any, split: Split) -> jax.Array:
     return folded
 
 
-def _check_devices(path: Any, leaf: jax.Array, entry: Any, split: Split) -> None:
-    mesh = jax.typeof(leaf).sharding.mesh
-    devices = math.prod(mesh.shape[axis] for axis in axes_of(entry))
+def check_devices(split: Split, mesh: Any, axes: Sequence[str], where: str) -> None:
+    """Raises unless each microbatch has the same number of rows on every device.
+
+    Args:
+      split: of the rows over all devices.
+      mesh: of the devices.
+      axes: the mesh axes that the rows lie over.
+      where: what says so.
+
+    Raises:
+      BatchError: some devices would have more rows than others.
+    """
+    devices = math.prod(mesh.shape[axis] for axis in axes)
     if split.size % devices or split.last % devices:
         sizes = f"{split.size}" + (f" and {split.last}" if split.last else "")
         raise BatchError(
             f"Microbatches have {sizes} rows, which do not divide over the {devices} devices that "
-            f"the rows of `batch` lie over ({path_str(path)}: {entry!r}). Take fewer microbatches, "
-            f"of a multiple of {devices} rows."
+            f"the rows of `batch` lie over ({where}: {', '.join(map(repr, axes))}). Take fewer "
+            f"microbatches, of a multiple of {devices} rows."
         )
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from opt_accumulate.errors import OptionError
+
 
 def at_least_32_bits(dtype: Any) -> Any:
     """Returns a dtype that sums of `dtype` do not quickly overflow or lose digits in.
@@ -38,6 +40,26 @@ def inexact(dtype: Any) -> Any:
     """
     wide = at_least_32_bits(dtype)
     return wide if jnp.issubdtype(wide, jnp.inexact) else jnp.dtype(jnp.float32)
+
+
+def check_accumulator_dtype(wanted: Any) -> None:
+    """Raises unless gradients can be summed in a dtype.
+
+    Raises:
+      OptionError: it is no dtype of real floating-point numbers of 16 bits or more.
+    """
+    if wanted is None:
+        return
+    try:
+        dtype = jnp.dtype(wanted)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise OptionError(
+            "`accumulator_dtype` must be None, or a dtype that sums of gradients fit in: real "
+            "floating-point numbers of 16 bits or more, such as 'float32'; it is "
+            f"{wanted if dtype is None else dtype.name!r}."
+        )
 
 
 def accumulator_dtype_of(dtype: Any, wanted: Any) -> Any:

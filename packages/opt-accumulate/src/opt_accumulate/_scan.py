@@ -14,6 +14,7 @@ from opt_accumulate._aux import AuxPlan, select
 from opt_accumulate._microbatches import Split, fold, row_numbers, take, take_last
 from opt_accumulate._precision import accumulator_dtype_of, at_least_32_bits, inexact
 from opt_accumulate._skipping import SkipFunction, should_skip
+from opt_accumulate._varying import axes_of_type, vary
 from opt_accumulate._weighted import Weighted, Weights, is_sum, read_loss
 
 Rng: TypeAlias = bool | Literal["rows"]
@@ -122,13 +123,28 @@ def accumulate(
 
     first = take(folded, 0), keys(0, row_numbers(split, 0))
     shapes = jax.eval_shape(weighted, params, *first)
+    if (axes := axes_of_type(shapes.loss)) and any(
+        axes - axes_of_type(leaf) for leaf in jax.tree.leaves(params)
+    ):
+        params = vary(params, axes)
+        shapes = jax.eval_shape(weighted, params, *first)
     plan = _aux.plan_aux(shapes.aux, loop.aux, split)
+    # What total loss / total weight varies over; so does all that is divided by that weight.
+    axes |= axes_of_type(shapes.weight)
 
-    def step(sums: Sums, microbatch: Any, rng: tuple[jax.Array, ...]) -> tuple[Sums, Stacks]:
-        return _step(loop, plan, place, sums, lambda p: weighted(p, microbatch, rng), params)
+    def step(sums: Sums, one: Callable[[Any], Weighted]) -> tuple[Sums, Stacks]:
+        sums, stacks = _step(loop, plan, place, sums, one, params)
+        return vary(sums, axes), stacks
 
     def body(sums: Sums, index: jax.Array) -> tuple[Sums, Stacks]:
-        return step(sums, take(folded, index), keys(index, row_numbers(split, index)))
+        microbatch, rng = take(folded, index), keys(index, row_numbers(split, index))
+        return step(sums, lambda p: weighted(p, microbatch, rng))
+
+    def smaller(params: Any) -> Weighted:
+        rows = jnp.arange(split.num * split.size, split.rows, dtype=jnp.int32)
+        output = weighted(params, take_last(batch, split), keys(split.num, rows))
+        _aux.check_last(plan, output.aux, split)
+        return output
 
     sums = Sums(
         place(_zero_gradients(params, loop.accumulator_dtype)),
@@ -136,12 +152,12 @@ def accumulate(
         jnp.zeros((), shapes.weight.dtype),
         _aux.zero_sums(plan),
     )
+    sums = vary(sums, axes)
     indices = jnp.arange(split.num, dtype=jnp.int32)
     sums, stacks = jax.lax.scan(body, sums, indices, unroll=loop.unroll)
     last = None
     if split.last:
-        rows = jnp.arange(split.num * split.size, split.rows, dtype=jnp.int32)
-        sums, last = step(sums, take_last(batch, split), keys(split.num, rows))
+        sums, last = step(sums, smaller)
     return sums, _join(plan, stacks, last, split), plan
 
 
@@ -165,11 +181,15 @@ def _step(
 
     (loss, (weight, aux)), grads = jax.value_and_grad(loss_and_rest, has_aux=True)(params)
     grads = place(grads)
+    filled = weight != 0
     skip = should_skip(loop.skip_fn, loss, grads, weight)
-    keep = None if skip is None else ~skip
+    keep = None
     if callable(loop.weights):
-        # The mean over nothing is often 0/0.
-        keep = weight != 0 if keep is None else keep & (weight != 0)
+        # The mean over nothing is often 0/0: it is not judged.
+        skip = None if skip is None else skip & filled
+        keep = filled
+    if skip is not None:
+        keep = ~skip if keep is None else keep & ~skip
 
     def contribution(value: jax.Array, dtype: Any) -> jax.Array:
         # Multiplied here and not before differentiating: cotangents of a bfloat16 or float16 loss
@@ -184,7 +204,7 @@ def _step(
         jax.tree.map(lambda a, g: a + contribution(g, a.dtype), sums.grads, grads),
         sums.loss + contribution(loss, sums.loss.dtype),
         sums.weight + counted,
-        _aux.add_sums(plan, sums.aux, aux, weight, keep),
+        _aux.add_sums(plan, sums.aux, aux, weight, None if skip is None else ~skip),
     )
     skipped = jnp.zeros((), jnp.bool_) if skip is None else skip
     return sums, Stacks(counted, skipped, _aux.stacked_leaves(plan, aux))

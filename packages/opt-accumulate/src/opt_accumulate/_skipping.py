@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from opt_accumulate._varying import any_over, axes_of_types
 from opt_accumulate.errors import LossOutputError, OptionError
 
 SkipFunction: TypeAlias = Literal["non_finite"] | Callable[[jax.Array, Any, jax.Array], Any]
@@ -19,7 +20,8 @@ def check_skip_function(skip_fn: Any) -> None:
     Raises:
       OptionError: it cannot.
     """
-    if skip_fn is not None and skip_fn != "non_finite" and not callable(skip_fn):
+    named = isinstance(skip_fn, str) and skip_fn == "non_finite"
+    if skip_fn is not None and not named and not callable(skip_fn):
         raise OptionError(
             "`skip_fn` must be None, 'non_finite', or a function of (loss, grads, weight) that "
             f"returns whether to drop the microbatch; it is {skip_fn!r}."
@@ -46,8 +48,10 @@ def should_skip(
     """
     if skip_fn is None:
         return None
+    # Parts of one loss are dropped together, though gradients of parts of parameters differ.
+    kept = axes_of_types((loss, weight))
     if skip_fn == "non_finite":
-        return _not_finite((loss, grads, weight))
+        return any_over(_not_finite((loss, grads, weight)), kept)
     skip = skip_fn(loss, grads, weight)
     dtype = getattr(skip, "dtype", type(skip))
     if isinstance(skip, tuple):
@@ -60,7 +64,7 @@ def should_skip(
             f"`skip_fn` must return one truth value (shape (), bool), not {dtype} of shape "
             f"{jnp.shape(skip)}. Join several by `jnp.any`."
         )
-    return jnp.asarray(skip)
+    return any_over(jnp.asarray(skip), kept)
 
 
 def _not_finite(tree: Any) -> jax.Array:

@@ -49,7 +49,8 @@ def check_weights(weights: Any) -> None:
     Raises:
       OptionError: it is not.
     """
-    if not callable(weights) and weights not in _NAMED:
+    named = isinstance(weights, str) and weights in _NAMED
+    if not named and not callable(weights):
         raise OptionError(f"`weights` has no rule {weights!r}. If the loss function{_CHOICES}")
 
 
