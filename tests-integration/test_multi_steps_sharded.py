@@ -67,9 +67,18 @@ def test_every_leaf_stays_where_its_parameter_is(mesh: Mesh, form: Any) -> None:
             assert_sharded(tree, mesh)
 
 
-def test_numbers_are_those_of_optax_on_one_device(mesh: Mesh) -> None:
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {"every_k_schedule": 2},
+    "sum": {"every_k_schedule": 2, "use_grad_mean": False},
+    "schedule": {"every_k_schedule": lambda step: jnp.where(step < 1, 1, 2)},
+    "skip": {"every_k_schedule": 2, "should_skip_update_fn": optax.skip_not_finite},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_numbers_are_those_of_optax_on_one_device(mesh: Mesh, options: str) -> None:
     single = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
-    ours, theirs = MultiSteps(INNER, 2), optax.MultiSteps(INNER, 2)
+    ours, theirs = (kind(INNER, **OPTIONS[options]) for kind in (MultiSteps, optax.MultiSteps))
     results = []
     for steps, place in ((ours, mesh), (theirs, single)):
         with jax.set_mesh(place):
@@ -77,7 +86,10 @@ def test_numbers_are_those_of_optax_on_one_device(mesh: Mesh) -> None:
             state: Any = steps.init(params)
             update = jax.jit(steps.update)
             for index in range(1, 6):
-                updates, state = update(tree_at(place, index), state, params)
+                grads = tree_at(place, index)
+                if index == 2 and options == "skip":
+                    grads["b"] = grads["b"] * jnp.inf
+                updates, state = update(grads, state, params)
                 params = jax.jit(optax.apply_updates)(params, updates)
         results.append(jax.tree.map(np.asarray, (params, state)))
     # A global norm is summed in another order over 8 devices.

@@ -44,6 +44,14 @@ def test_what_would_never_update_is_an_error(k: Any) -> None:
         MultiSteps(optax.sgd(1.0), k)
 
 
+@pytest.mark.parametrize("k", [2**31, np.int64(2**40)])
+def test_what_does_not_fit_the_counter_is_an_error(k: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"`every_k_schedule` must be an int32, at most 2147483647"
+    ):
+        MultiSteps(optax.sgd(1.0), k)
+
+
 @pytest.mark.parametrize("k", [0, -1])
 def test_optax_never_updates_and_says_nothing(k: int) -> None:
     assert emissions_of_optax(k) == []

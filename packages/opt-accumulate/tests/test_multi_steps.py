@@ -499,6 +499,9 @@ def test_arguments_that_are_not_possible() -> None:
         MultiSteps(SGD, 2, form="while")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`opt` must be a gradient transformation, .*found 0.1"):
         MultiSteps(0.1, 2)
+    for dtype in (jnp.int32, jnp.float8_e4m3fn, "nothing"):
+        with pytest.raises(ValueError, match="`accumulator_dtype` must be None, or a dtype"):
+            MultiSteps(SGD, 2, accumulator_dtype=dtype)
 
 
 def test_arguments_in_another_order() -> None:
@@ -519,3 +522,34 @@ def test_an_empty_tree() -> None:
         updates, state = jax.jit(steps.update)({}, state, {})
     assert updates == {}
     assert steps.has_updated(state)
+
+
+def test_optimizers_that_are_written_for_one_dtype() -> None:
+    """Those run under `optax.MultiSteps`, which rounds gradients before it hands them on."""
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    for name, inner in {
+        "apply_if_finite": optax.apply_if_finite(optax.adamw(1e-3), 3),
+        "novograd": optax.novograd(0.1),
+    }.items():
+        steps = MultiSteps(inner, 2)
+        state = steps.init(params)
+        theirs = optax.MultiSteps(inner, 2)
+        expected, _ = theirs.update(params, theirs.init(params)._replace(mini_step=1), params)
+        with pytest.warns(UserWarning, match="`opt` cannot take gradients in the accumulator's fl"):
+            updates, _ = steps.update(params, state._replace(mini_step=jnp.int32(1)), params)
+        for path, leaf in updates.items():
+            np.testing.assert_allclose(
+                np.asarray(leaf, np.float32),
+                np.asarray(expected[path], np.float32),
+                rtol=2**-6,
+                err_msg=f"{name} {path}",
+            )
+    own = MultiSteps(optax.apply_if_finite(optax.adamw(1e-3), 3), 2, accumulator_dtype=None)
+    own.update(params, own.init(params), params)  # without a warning, which would be an error
+
+
+def test_errors_of_the_inner_optimizer_are_its_own() -> None:
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    steps = MultiSteps(optax.contrib.reduce_on_plateau(), 1)
+    with pytest.raises(TypeError, match="value"):
+        steps.update(params, steps.init(params), params)

@@ -1,6 +1,7 @@
 """`MultiSteps` against Optax's own: the same numbers, to the bit, wherever Optax's are finite."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -43,9 +44,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "schedule": {"every_k_schedule": three_then_two},
     "skip": {"every_k_schedule": 2, "should_skip_update_fn": every_third},
 }
+HAS_ACCUMULATOR_DTYPE = "accumulator_dtype" in inspect.signature(optax.MultiSteps).parameters
+if HAS_ACCUMULATOR_DTYPE:  # since 0.2.7
+    OPTIONS["float32"] = {"every_k_schedule": 3, "accumulator_dtype": jnp.float32}
+    OPTIONS["None"] = {"every_k_schedule": 3, "accumulator_dtype": None}
 
 
-def grads_at(index: int, dtype: Any = jnp.float32) -> Any:
+def grads_at(index: Any, dtype: Any = jnp.float32) -> Any:
     key = jax.random.fold_in(KEY, index)
     return jax.tree.map(lambda p: jax.random.normal(key, p.shape).astype(dtype), PARAMS)
 
@@ -59,6 +64,31 @@ def run(steps: Any, state: Any, params: Any, indices: range, dtype: Any = jnp.fl
         params = optax.apply_updates(params, updates)
         emitted.append(updates)
     return params, state, emitted
+
+
+def scanned(steps: Any, params: Any, dtype: Any) -> Any:
+    def mini_step(carry: Any, index: jax.Array) -> Any:
+        params, state = carry
+        updates, state = steps.update(grads_at(index, dtype), state, params)
+        return (optax.apply_updates(params, updates), state), updates
+
+    carry = params, steps.init(params)
+    return jax.jit(lambda carry: jax.lax.scan(mini_step, carry, jnp.arange(9)))(carry)
+
+
+def vmapped(steps: Any, params: Any, dtype: Any) -> Any:
+    """Two runs at once, whose gradients are not the same; no run is skipped when the other is."""
+
+    def member(first: jax.Array) -> Any:
+        state, moved, emitted = steps.init(params), params, []
+        for index in range(4):
+            grads = grads_at(100 * first + index, dtype)
+            updates, state = steps.update(grads, state, moved)
+            moved = optax.apply_updates(moved, updates)
+            emitted.append(updates)
+        return moved, state, emitted
+
+    return jax.jit(jax.vmap(member))(jnp.arange(2))
 
 
 def assert_same(ours: Any, theirs: Any, *, exact: bool = False) -> None:
@@ -92,11 +122,29 @@ def test_compiled_steps_are_the_same(inner: str, options: str) -> None:
     check_parity(inner, options, exact=False)
 
 
-def test_bfloat16_differs_by_its_rounding_only() -> None:
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("transformed", [scanned, vmapped])
+def test_scanned_and_vmapped_mini_steps_are_the_same(transformed: Any, options: str) -> None:
+    inner = INNER["clipped adam"]
+    found, expected = (
+        transformed(kind(inner, **OPTIONS[options]), PARAMS, jnp.float32)
+        for kind in (MultiSteps, optax.MultiSteps)
+    )
+    assert_same(found, expected)
+
+
+# Without "None", which is Optax's TypeError.
+BFLOAT16 = {name: options for name, options in OPTIONS.items() if name != "None"}
+if HAS_ACCUMULATOR_DTYPE:
+    BFLOAT16["bfloat16"] = {"every_k_schedule": 3, "accumulator_dtype": jnp.bfloat16}
+
+
+@pytest.mark.parametrize("options", BFLOAT16)
+def test_bfloat16_differs_by_its_rounding_only(options: str) -> None:
     """Optax rounds what it accumulated, or each step of it before 0.2.7: 2**-8 a time."""
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
-    ours: Any = MultiSteps(optax.sgd(0.1), 3)
-    theirs: Any = optax.MultiSteps(optax.sgd(0.1), 3)
+    ours: Any = MultiSteps(optax.sgd(0.1), **BFLOAT16[options])
+    theirs: Any = optax.MultiSteps(optax.sgd(0.1), **BFLOAT16[options])
     found = run(ours, ours.init(params), params, range(6), jnp.bfloat16)[2]
     expected = run(theirs, theirs.init(params), params, range(6), jnp.bfloat16)[2]
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

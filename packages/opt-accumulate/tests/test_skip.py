@@ -231,6 +231,21 @@ def test_what_is_not_finite_is_an_outlier_even_in_the_warmup(value: float) -> No
     assert float(state["mean_norm"]) == pytest.approx(norm_of(1.0), rel=1e-6)
 
 
+def test_no_gradient_tells_nothing() -> None:
+    said, state = decide(skip_outliers(3.0, warmup=2), [0, 0, 0, 0, 1, 0, 1, 0, 2, 70])
+    assert said == [False] * 9 + [True]
+    assert int(state["num_accepted"]) == 3
+
+
+def test_statistics_restored_as_numpy_arrays_stay_float32() -> None:
+    with jax.enable_x64(True):
+        guard = skip_outliers(3.0)
+        state = jax.tree.map(np.asarray, guard.init(None))
+        for _ in range(2):
+            state = guard(jnp.ones(2, jnp.float32), 0, None, jax.tree.map(np.asarray, state))[1]
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, guard.init(None))
+
+
 def test_larger_gradients_for_good() -> None:
     values = [1.0, 1.0, 50.0, 50.0, 50.0, 50.0]
     assert decide(skip_outliers(3.0, warmup=1), values)[0] == [False, False, *[True] * 4]

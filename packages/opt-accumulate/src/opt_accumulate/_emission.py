@@ -21,12 +21,13 @@ def check_form(form: str) -> None:
 
 
 def emit_if(
-    emit: jax.Array | bool, body: Body, carry: Any, operands: Any, form: Form
-) -> tuple[jax.Array | bool, Any]:
+    emit: jax.Array, body: Body, carry: Any, operands: Any, form: Form
+) -> tuple[jax.Array, Any]:
     """Returns `body(carry, operands)` where `emit` is true, `carry` otherwise.
 
     Args:
-      emit: a boolean scalar, or a Python boolean where the answer is known.
+      emit: a boolean scalar. Where the answer is known it is better not told: with nothing to
+        order an emission by, XLA copies the accumulator that it reads.
       body: takes and returns what is carried; neither structure nor dtypes may change.
       carry: what an emission replaces.
       operands: what an emission only reads.
@@ -37,8 +38,6 @@ def emit_if(
     Returns:
       `emit`, known only after `body` has run, and what is carried.
     """
-    if isinstance(emit, bool):
-        return emit, body(carry, operands) if emit else carry
     if form == "cond":
         chosen: tuple[jax.Array, Any] = lax.cond(
             emit,
@@ -61,7 +60,7 @@ def emit_if(
     return trips > 0, carry
 
 
-def zeros_if(done: jax.Array | bool, tree: Any, form: Form) -> Any:
+def zeros_if(done: jax.Array, tree: Any, form: Form) -> Any:
     """Returns zeros where `done` is true, `tree` otherwise.
 
     Args:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+_MAX = int(np.iinfo(np.int32).max)
+
 EveryK = Callable[[jax.Array], "int | jax.Array"]
 
 
@@ -25,7 +27,7 @@ def parse_every_k(every_k_schedule: Any) -> int | EveryK:
 
     Raises:
       TypeError: neither an integer nor a function.
-      ValueError: not positive, or not a scalar.
+      ValueError: not positive, no int32, or not a scalar.
 
     Examples:
       >>> parse_every_k(np.int64(4))
@@ -44,6 +46,11 @@ def parse_every_k(every_k_schedule: Any) -> int | EveryK:
         raise ValueError(
             f"`every_k_schedule` must be at least 1, found {number}: there would never be an "
             "update. Give the number of mini-steps that make one step; 1 for no accumulation."
+        )
+    if number > _MAX:
+        raise ValueError(
+            f"`every_k_schedule` must be an int32, at most {_MAX}, found {number}: mini-steps are "
+            "counted in that."
         )
     return number
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from opt_accumulate._accumulator import cast_like
+from opt_accumulate._accumulator import cast_like, widen
 from opt_accumulate._trees import differences
 
 
@@ -29,10 +31,38 @@ class InnerUpdate:
         return cast_like(state, state)
 
     def __call__(
-        self, grads: Any, state: Any, params: Any, extra_args: Mapping[str, Any]
+        self, acc: Any, like: Any, state: Any, params: Any, extra_args: Mapping[str, Any]
     ) -> tuple[Any, Any]:
-        """Returns the updates, and the new state in the dtypes of the old."""
-        updates, new_state = self.opt.update(grads, state, params, **extra_args)
+        """Makes one step.
+
+        Args:
+          acc: the accumulated gradients; the optimizer gets them in no narrower dtypes than these
+            and those of `like`. One that is not written for other dtypes than its state's gets
+            them in those of `like`, as from Optax, with a warning.
+          like: arrays with the dtypes of the gradients.
+          state: of the optimizer.
+          params: the parameters.
+          extra_args: for the optimizer.
+
+        Returns:
+          The updates, and the new state in the dtypes of the old.
+        """
+        wide, narrow = widen(acc, like), cast_like(acc, like)
+        try:
+            updates, new_state = self.opt.update(wide, state, params, **extra_args)
+        except TypeError as error:
+            if _dtypes(wide) == _dtypes(narrow):
+                raise
+            try:
+                updates, new_state = self.opt.update(narrow, state, params, **extra_args)
+            except TypeError:
+                raise error from None
+            warnings.warn(
+                "the inner optimizer `opt` cannot take gradients in the accumulator's "
+                f"{', '.join(_dtypes(wide))}: it gets them rounded to {', '.join(_dtypes(narrow))}. "
+                "Give it float32 parameters, or `accumulator_dtype=None` to accumulate in theirs.",
+                stacklevel=2,
+            )
         _check_state(state, new_state)
         return updates, cast_like(new_state, state)
 
@@ -41,6 +71,10 @@ class InnerUpdate:
     ) -> Any:
         """Returns shape, dtype and sharding of the updates that these gradients would give."""
         return jax.eval_shape(lambda: self.opt.update(grads, state, params, **extra_args)[0])
+
+
+def _dtypes(tree: Any) -> list[str]:
+    return sorted({str(jnp.result_type(leaf)) for leaf in jax.tree.leaves(tree)})
 
 
 def _with_extra_args(opt: Any) -> optax.GradientTransformationExtraArgs:

@@ -16,6 +16,7 @@ from opt_accumulate._buffers import own_buffers, zeros_of
 from opt_accumulate._emission import Form, check_form, emit_if, zeros_if
 from opt_accumulate._every_k import parse_every_k
 from opt_accumulate._inner import InnerUpdate
+from opt_accumulate._precision import check_accumulator_dtype
 from opt_accumulate._skip_state import (
     NEW_SKIP_STATE,
     SKIP,
@@ -31,7 +32,7 @@ ShouldSkip = Callable[..., tuple[Any, Any]]
 class _MiniStep(NamedTuple):
     """What is decided about one mini-step before anything of the size of the parameters moves."""
 
-    emit: jax.Array | bool
+    emit: jax.Array
     state: optax.MultiStepsState
     extra_args: dict[str, Any]
 
@@ -98,9 +99,11 @@ class MultiSteps:
         Raises:
           TypeError: `every_k_schedule` is no integer or function; `should_skip_update_fn` is no
             function; `window_means` are no names.
-          ValueError: `every_k_schedule` is not positive or no scalar; an unknown `form`.
+          ValueError: `every_k_schedule` is not positive or no scalar; `accumulator_dtype` cannot
+            hold gradients; an unknown `form`.
         """
         check_form(form)
+        check_accumulator_dtype(accumulator_dtype)
         check_skip_function(should_skip_update_fn)
         self._inner = InnerUpdate(opt)
         self._every_k = parse_every_k(every_k_schedule)
@@ -146,8 +149,7 @@ class MultiSteps:
 
         def body(carry: Any, operands: Any) -> Any:
             acc, params, extra_args = operands
-            acc = accumulator.widen(acc, updates)
-            new, inner = self._inner(acc, carry[1], params, extra_args)
+            new, inner = self._inner(acc, updates, carry[1], params, extra_args)
             return accumulator.cast_like(new, carry[0]), inner
 
         like = self._inner.updates_like(updates, step.state.inner_opt_state, params, extra_args)
@@ -177,8 +179,7 @@ class MultiSteps:
 
         def body(carry: Any, operands: Any) -> Any:
             acc, extra_args = operands
-            acc = accumulator.widen(acc, grads)
-            new, inner = self._inner(acc, carry[1], carry[0], extra_args)
+            new, inner = self._inner(acc, grads, carry[1], carry[0], extra_args)
             return accumulator.cast_like(optax.apply_updates(carry[0], new), carry[0]), inner
 
         carry = accumulator.cast_like(params, params), step.state.inner_opt_state
@@ -210,8 +211,7 @@ class MultiSteps:
 
         def body(carry: Any, operands: Any) -> Any:
             acc, params, extra_args = operands
-            acc = accumulator.widen(acc, grads_like)
-            new, inner = self._inner(acc, carry[1], params, extra_args)
+            new, inner = self._inner(acc, grads_like, carry[1], params, extra_args)
             return accumulator.cast_like(new, carry[0]), inner
 
         acc = state.acc_grads
@@ -272,7 +272,7 @@ class MultiSteps:
         mini_step, gradient_step = map(jnp.asarray, (state.mini_step, state.gradient_step))
         skip_state, means = window_means_.detach(state.skip_state, self._window_means)
         k = self._every_k if isinstance(self._every_k, int) else self._every_k(gradient_step)
-        emit: jax.Array | bool = True if isinstance(k, int) and k == 1 else mini_step >= k - 1
+        emit = mini_step >= k - 1
         skip = None
         if self._should_skip is not None:
             skip, skip_state = ask(self._should_skip, grads, gradient_step, params, skip_state)
@@ -299,14 +299,14 @@ class MultiSteps:
         return jax.tree.map(functools.partial(_select, skip), old, new)
 
     def _end(
-        self, state: optax.MultiStepsState, done: jax.Array | bool, inner: Any
+        self, state: optax.MultiStepsState, done: jax.Array, inner: Any
     ) -> optax.MultiStepsState:
         acc = zeros_if(done, state.acc_grads, self._form)
         return state._replace(inner_opt_state=inner, acc_grads=acc)
 
 
-def _select(predicate: jax.Array | bool | None, chosen: Any, otherwise: Any) -> Any:
-    """Selects, never multiplies; `None` and Python booleans are known answers."""
-    if predicate is None or isinstance(predicate, bool):
-        return chosen if predicate else otherwise
+def _select(predicate: jax.Array | None, chosen: Any, otherwise: Any) -> Any:
+    """Selects, never multiplies; `None` is false."""
+    if predicate is None:
+        return otherwise
     return jnp.where(predicate, chosen, otherwise)

@@ -22,12 +22,13 @@ def skip_outliers(
     """Skips mini-steps whose gradient norm is beyond `factor` times its running mean.
 
     The mean is that of the accepted mini-steps alone: arithmetic as long as there are less than
-    `1 / (1 - decay)` of them, exponential after. A norm that is not finite is always skipped.
+    `1 / (1 - decay)` of them, exponential after. A norm that is not finite is always skipped. One
+    of 0 never is, and tells nothing: it is counted nowhere, in the warmup neither.
 
     Args:
       factor: how many times the running mean is too much; more than 1.
       decay: of the running mean; 1 for the arithmetic mean of all that was accepted.
-      warmup: mini-steps to accept, if finite, before judging any.
+      warmup: mini-steps to accept, if finite, before judging any; those with a norm of 0 beside.
       max_consecutive: accept a finite gradient after so many skipped in a row, so that a run whose
         gradients have become larger for good goes on; `None` for never.
 
@@ -82,20 +83,22 @@ class SkipOutliers:
         """Judges one mini-step by the statistics of those accepted before it."""
         del gradient_step, params
         norm = jnp.sqrt(squared_norm(updates)).astype(jnp.float32)
-        mean, accepted = skip_state["mean_norm"], skip_state["num_accepted"]
-        in_a_row = skip_state["num_consecutive"]
+        names = ("mean_norm", "num_accepted", "num_consecutive")
+        mean, accepted, in_a_row = (jnp.asarray(skip_state[name]) for name in names)
 
         tolerated = accepted < self.warmup
         if self.max_consecutive is not None:
             tolerated |= in_a_row >= self.max_consecutive
-        skip = ~(jnp.isfinite(norm) & (tolerated | (norm <= self.factor * mean)))
+        is_zero = norm == 0
+        skip = ~(jnp.isfinite(norm) & (tolerated | is_zero | (norm <= self.factor * mean)))
+        unheard = skip | is_zero
 
         weight = jnp.maximum(1 / (accepted + 1.0), 1 - self.decay)
         return skip, {
             "should_skip": skip,
             "norm": norm,
-            "mean_norm": jnp.where(skip, mean, mean + (norm - mean) * weight),
-            "num_accepted": jnp.where(skip, accepted, optax.safe_increment(accepted)),
+            "mean_norm": jnp.where(unheard, mean, mean + (norm - mean) * weight),
+            "num_accepted": jnp.where(unheard, accepted, optax.safe_increment(accepted)),
             "num_skipped": _count(skip_state["num_skipped"], skip),
             "num_consecutive": jnp.where(skip, optax.safe_increment(in_a_row), 0),
         }

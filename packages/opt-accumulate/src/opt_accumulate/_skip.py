@@ -32,8 +32,10 @@ def skip_not_finite(
       (True, 1)
     """
     del gradient_step, params
-    counts = [_count_not_finite(leaf) for leaf in jax.tree.leaves(updates)]
-    number = functools.reduce(_saturating_add, counts, jnp.zeros([], jnp.int32))
+    # A sum of squares that is finite has no other in it, and is read in one pass; counting takes
+    # memory, so it is done only where there may be something to count.
+    suspect = ~jnp.isfinite(squared_norm(updates))
+    number = jax.lax.cond(suspect, _count_all, lambda _: suspect.astype(jnp.int32), updates)
     should_skip = number > 0
     return should_skip, {"should_skip": should_skip, "num_not_finite": number}
 
@@ -81,6 +83,11 @@ def _squares(leaf: Any) -> jax.Array:
     if jnp.iscomplexobj(leaf):
         return jnp.real(leaf) ** 2 + jnp.imag(leaf) ** 2
     return jnp.square(leaf)
+
+
+def _count_all(tree: Any) -> jax.Array:
+    counts = [_count_not_finite(leaf) for leaf in jax.tree.leaves(tree)]
+    return functools.reduce(_saturating_add, counts, jnp.zeros([], jnp.int32))
 
 
 def _count_not_finite(leaf: Any) -> jax.Array:
