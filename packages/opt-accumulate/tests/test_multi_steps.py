@@ -13,6 +13,7 @@ from opt_accumulate._emission import Form
 from opt_accumulate._multi_steps import MultiSteps
 from opt_accumulate._skip import skip_not_finite
 from optax.contrib._prodigy import prodigy
+from optax.contrib._reduce_on_plateau import reduce_on_plateau
 
 BOTH = pytest.mark.parametrize("kind", [MultiSteps, optax.MultiSteps])
 FORMS = get_args(Form)
@@ -510,7 +511,7 @@ def test_arguments_in_another_order() -> None:
         r"`state` must be an `optax.MultiStepsState`, found dict. Mind the order: `update\(grads, "
     )
     with pytest.raises(TypeError, match=words):
-        steps.apply(PARAMS, grads_of(1.0), steps.init(PARAMS))  # type: ignore[arg-type]
+        steps.apply(PARAMS, grads_of(1.0), steps.init(PARAMS))
     with pytest.raises(TypeError, match=words):
         steps.flush(PARAMS, steps.init(PARAMS))  # type: ignore[arg-type]
 
@@ -534,6 +535,7 @@ def test_optimizers_that_are_written_for_one_dtype() -> None:
         steps = MultiSteps(inner, 2)
         state = steps.init(params)
         theirs = optax.MultiSteps(inner, 2)
+        expected: Any
         expected, _ = theirs.update(params, theirs.init(params)._replace(mini_step=1), params)
         with pytest.warns(UserWarning, match="`opt` cannot take gradients in the accumulator's fl"):
             updates, _ = steps.update(params, state._replace(mini_step=jnp.int32(1)), params)
@@ -550,6 +552,6 @@ def test_optimizers_that_are_written_for_one_dtype() -> None:
 
 def test_errors_of_the_inner_optimizer_are_its_own() -> None:
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
-    steps = MultiSteps(optax.contrib.reduce_on_plateau(), 1)
+    steps = MultiSteps(reduce_on_plateau(), 1)
     with pytest.raises(TypeError, match="value"):
         steps.update(params, steps.init(params), params)

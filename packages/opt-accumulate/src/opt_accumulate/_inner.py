@@ -59,7 +59,8 @@ class InnerUpdate:
                 raise error from None
             warnings.warn(
                 "the inner optimizer `opt` cannot take gradients in the accumulator's "
-                f"{', '.join(_dtypes(wide))}: it gets them rounded to {', '.join(_dtypes(narrow))}. "
+                f"{', '.join(_dtypes(wide))}: it gets them rounded to "
+                f"{', '.join(_dtypes(narrow))}. "
                 "Give it float32 parameters, or `accumulator_dtype=None` to accumulate in theirs.",
                 stacklevel=2,
             )
