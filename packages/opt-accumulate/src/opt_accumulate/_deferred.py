@@ -179,12 +179,12 @@ def _gathered(leaf: Any, data_axes: tuple[str, ...]) -> Any:
 
 
 def _spread(leaf: Any, mesh: Any, data_axes: tuple[str, ...]) -> Any:
+    spec = explicit_spec(leaf)
+    if spec is None:
+        return leaf
     explicit = explicit_axes(mesh)
     rows = tuple(axis for axis in data_axes if axis in explicit)
-    spec = explicit_spec(leaf)
-    if spec is None and not rows:
-        return leaf
-    rest = tuple(without(spec or PartitionSpec(), data_axes))[1:]
+    rest = tuple(without(spec, data_axes))[1:]
     return reshard(leaf, NamedSharding(mesh, PartitionSpec(rows or None, *rest)))
 
 
