@@ -2,6 +2,30 @@
 
 from importlib.metadata import version as _version
 
+from opt_adafactor import errors
+from opt_adafactor._adafactor import Adafactor
+from opt_adafactor._factor_rules import (
+    HEURISTIC_RULE,
+    FactorDim,
+    FactorRule,
+    HeuristicRule,
+    factor_name_to_factordim,
+    standard_logical_factor_rules,
+)
+from opt_adafactor._hparam_map import HParamMap
+from opt_adafactor._hyper_params import _AdafactorHyperParams
+from opt_adafactor._state import _AdafactorParamState
+
 __version__ = _version("opt-adafactor")
 
-__all__: list[str] = []
+__all__ = [
+    "HEURISTIC_RULE",
+    "Adafactor",
+    "FactorDim",
+    "FactorRule",
+    "HParamMap",
+    "HeuristicRule",
+    "errors",
+    "factor_name_to_factordim",
+    "standard_logical_factor_rules",
+]
