@@ -1,4 +1,4 @@
-"""T5X's trajectories and checkpoints of Adafactor; `goldens/README.md` says where they come from."""
+"""T5X's trajectories and checkpoints of Adafactor; see `goldens/README.md`."""
 
 from __future__ import annotations
 

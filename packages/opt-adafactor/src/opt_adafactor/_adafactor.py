@@ -227,7 +227,7 @@ class Adafactor(OptimizerDef):
         leaves = plan.treedef.flatten_up_to(params)
         dtype = None if self.hyper_params.beta1 is None else self.dtype_momentum
         states = [
-            with_placeholders(init_slots(leaf, factoring, dtype))
+            _AdafactorParamState(*with_placeholders(init_slots(leaf, factoring, dtype)))
             for leaf, factoring in zip(leaves, plan.factorings, strict=True)
         ]
         return OptimizerState(jnp.zeros([], jnp.int32), plan.treedef.unflatten(states))
@@ -309,7 +309,7 @@ class Adafactor(OptimizerDef):
     ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]] | None]:
         options = self._planner.options
         if not fallback_to_heuristics:
-            options = FactoringOptions(options.factored, options.min_dim_size_to_factor, True)
+            options = options._replace(respect_rank2_rules=True)
         found = parse_rule(rule, tuple(shape), path, options)
         return found.averaged, (found.rows, found.cols) if found.is_factored else None
 
@@ -426,16 +426,11 @@ def _states(plan: Plan, param_states: Any) -> list[_AdafactorParamState]:
                 f"`param_states` of `{path}`: expected the state of one parameter, found a "
                 f"{type(state).__name__}"
             )
-    return [jax.tree.map(_as_array, state) for state in states]
-
-
-def _as_array(slot: Any) -> Any:
-    return jnp.asarray(slot)
+    return [jax.tree.map(jnp.asarray, state) for state in states]
 
 
 def _put(old: _AdafactorParamState, new: Slots) -> _AdafactorParamState:
-    kept = (a if b is None else b for a, b in zip((old.v_row, old.v_col, old.v, old.m), new))
-    return _AdafactorParamState(*kept)
+    return old.replace(**{k: slot for k, slot in new._asdict().items() if slot is not None})
 
 
 def _nest(path: str, leaf: Any) -> Any:

@@ -98,10 +98,16 @@ def check_covers(paths: Mapping[str, tuple[int, ...]], axes: Mapping[str, Any]) 
         if spec is not None and len(spec) != len(shape):
             lines.append(
                 f"{path}: {len(shape)} axes expected, one per dimension of {shape}, "
-                f"found {len(spec)}: {spec}"
+                f"found {len(spec)}: {show_spec(spec)}"
             )
     if lines:
         raise AxesError("`param_axes` do not fit the parameters:\n  " + "\n  ".join(lines))
+
+
+def show_spec(spec: Any) -> str:
+    """Returns axes as every version of JAX does not print them: `(embed, -, mlp)`."""
+    names = ("-" if axis is None else axis if isinstance(axis, str) else str(axis) for axis in spec)
+    return f"({', '.join(names)})"
 
 
 def _is_axes(node: Any) -> bool:
@@ -124,7 +130,7 @@ def _spec(leaf: Any, path: str) -> PartitionSpec | None:
         return PartitionSpec(*leaf)
     raise AxesError(
         f"`param_axes` of `{path}` must be a `PartitionSpec`, a tuple of names or None, found "
-        f"a {type(leaf).__name__}. Unbox the axes that Flax keeps (`flax.linen.get_partition_spec`)."
+        f"a {type(leaf).__name__}. Unbox what Flax keeps (`flax.linen.get_partition_spec`)."
     )
 
 
@@ -135,8 +141,8 @@ def _rule(path: str, spec: PartitionSpec | None, dims: Mapping[str, FactorDim]) 
     if FactorDim.ROW in rule and FactorDim.COLUMN in rule:
         if FactorDim.NONE in rule:
             raise FactorRuleError(
-                f"`{path}` with axes {spec} would be {show(rule)}: next to ROW and COLUMN, NONE "
-                "has no meaning. Make those dimensions BATCH, ROW or COLUMN."
+                f"`{path}` with axes {show_spec(spec)} would be {show(rule)}: next to ROW and "
+                "COLUMN, NONE has no meaning. Make those dimensions BATCH, ROW or COLUMN."
             )
         return rule
     return tuple(d if d is FactorDim.BATCH else FactorDim.NONE for d in rule)
@@ -148,13 +154,14 @@ def _dim(path: str, spec: PartitionSpec, axis: Any, dims: Mapping[str, FactorDim
         if name not in dims:
             known = ", ".join(f"`{known}`" for known in dims)
             raise UnknownNameError(
-                f"`logical_factor_rules` have no rule for the axis `{name}` of `{path}`, whose axes "
-                f"are {spec}; they know {known}. Add it to them."
+                f"`logical_factor_rules` have no rule for the axis `{name}` of `{path}`, whose "
+                f"axes are {show_spec(spec)}; they know {known}. Add it to them."
             )
     roles = list(dict.fromkeys(dims[name] for name in names)) or [FactorDim.NONE]
     if len(roles) > 1:
         raise FactorRuleError(
-            f"the names {names} share one dimension of `{path}`, whose axes are {spec}, and "
+            f"the names {names} share one dimension of `{path}`, whose axes are "
+            f"{show_spec(spec)}, and "
             f"`logical_factor_rules` make them {show(tuple(roles))}. Give them one role."
         )
     return roles[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,8 +54,7 @@ class Factoring:
         return tuple(i for i, dim in enumerate(self.row_dims) if dim in self.rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class FactoringOptions:
+class FactoringOptions(NamedTuple):
     """What decides beside the rule.
 
     Attributes:

@@ -30,6 +30,7 @@ class HParamMap:
     __slots__ = ("_compiled", "rules")
 
     rules: tuple[tuple[str, Any], ...]
+    _compiled: tuple[re.Pattern[str], ...]
 
     def __init__(self, rules: Iterable[tuple[str, Any]]) -> None:
         """Compiles the table.
@@ -65,8 +66,9 @@ class HParamMap:
 
     def __call__(self, params: Any) -> Any:
         """Returns the tree of `params` with the value of each parameter as leaf."""
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-        return treedef.unflatten([self[path_str(path_names(path))] for path, _ in leaves])
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: self[path_str(path_names(path))], params
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"`HParamMap` is immutable; make a new one to change `{name}`")

@@ -104,15 +104,14 @@ class Planner:
         shapes: Mapping[str, tuple[int, ...]],
         factorings: Mapping[str, Factoring],
     ) -> None:
-        respecting = FactoringOptions(
-            self.options.factored, self.options.min_dim_size_to_factor, True
-        )
+        respecting = self.options._replace(respect_rank2_rules=True)
         lines = []
         for path, found in factorings.items():
             rule = rules[path]
-            if is_ignored(rule, self.options) and self.options.factored:
-                if parse_rule(rule, shapes[path], path, respecting) != found:
-                    lines.append(f"`{path}` {shapes[path]}: {_show(rule)}")
+            if not isinstance(rule, tuple) or not is_ignored(rule, self.options):
+                continue
+            if parse_rule(rule, shapes[path], path, respecting) != found:
+                lines.append(f"`{path}` {shapes[path]}: {_show(rule)}")
         if lines:
             more = [f"... and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
             logger.warning(

@@ -76,9 +76,9 @@ def placeholder() -> jax.Array:
     return jnp.zeros((1,), jnp.float32)
 
 
-def with_placeholders(slots: Slots) -> _AdafactorParamState:
-    """Returns the state as T5X keeps it."""
-    return _AdafactorParamState(*(placeholder() if slot is None else slot for slot in slots))
+def with_placeholders(slots: Slots) -> Slots:
+    """Returns the slots with every unused one filled."""
+    return Slots(*(placeholder() if slot is None else slot for slot in slots))
 
 
 def _zeros(param: Any, dims: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -174,7 +174,8 @@ def _is_weak(value: Any) -> bool:
 def subtract(param: jax.Array, update: jax.Array, decay: Any) -> jax.Array:
     """Returns `(1 - decay) * param - update` in the parameter's dtype; `decay` may be `None`."""
     kept = param if decay is None else times(1.0 - decay, param)
-    return plus(kept, -update).astype(param.dtype)
+    result: jax.Array = plus(kept, -update).astype(param.dtype)
+    return result
 
 
 def negate(param: jax.Array, update: jax.Array, decay: Any) -> jax.Array:
@@ -185,7 +186,7 @@ def negate(param: jax.Array, update: jax.Array, decay: Any) -> jax.Array:
 def is_finite(*arrays: jax.Array | None) -> jax.Array:
     """Returns whether all entries of all arrays are finite: a boolean scalar."""
     flags = [jnp.all(jnp.isfinite(array)) for array in arrays if array is not None]
-    return functools.reduce(jnp.logical_and, flags)
+    return functools.reduce(jnp.logical_and, flags, jnp.array(True))
 
 
 def keep_finite(new: Any, old: Any) -> Any:

@@ -111,7 +111,7 @@ def update_tree(
     rows = list(zip(params, grads, slots, scales, decays, plan.factorings, strict=True))
     if skip == "global":
         return _update_together(rows, scalars, finish)
-    mode = {False: None, True: "entries"}.get(skip, skip)  # type: ignore[call-overload]
+    mode = skip if isinstance(skip, str) else "entries" if skip else None
     done = [
         _update_tensor(p, g, s, scalars, scale, decay, factoring=f, skip=mode, finish=finish)
         for p, g, s, scale, decay, f in rows

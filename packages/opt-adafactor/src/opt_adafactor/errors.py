@@ -2,10 +2,10 @@
 
 ```
 AdafactorError (opt_core.errors.OptimizerError)
-├── AxesError (ValueError)          logical axes that do not fit the parameters or the rules
-├── FactorRuleError (ValueError)    a factor rule that does not fit its parameter
+├── AxesError (ValueError)             logical axes that do not fit the parameters
+├── FactorRuleError (ValueError)       a factor rule that does not fit its parameter
 ├── StateConversionError (ValueError)  a state that has no counterpart in the other form
-└── UnknownNameError (KeyError)     a name that no rule knows: of an axis, a parameter or a `FactorDim`
+└── UnknownNameError (KeyError)        an axis, parameter or `FactorDim` that no rule knows
 ```
 
 Overrides that cannot be honoured are `opt_core.errors.HyperParamError`s, as everywhere.
