@@ -38,6 +38,11 @@ class Factoring:
         """Whether `v_row` and `v_col` are kept, in place of `v`."""
         return bool(self.rows or self.cols)
 
+    def is_equivalent(self, other: Factoring) -> bool:
+        """Whether updates are the same: rows and columns of a matrix may change places."""
+        same_dims = {self.rows, self.cols} == {other.rows, other.cols}
+        return same_dims and self.averaged == other.averaged
+
     @property
     def row_dims(self) -> tuple[int, ...]:
         """The dimensions of the parameter that `v_row` has."""

@@ -39,8 +39,8 @@ class Plan(NamedTuple):
 class Planner:
     """Makes the plan of a tree of parameters, once for each tree.
 
-    Rules are looked up, checked and warned about when a tree is seen for the first time, not at
-    every trace.
+    Rules are looked up and checked when a tree is seen for the first time, not at every trace,
+    and warned about once.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Planner:
         self._factor_map = factor_map
         self._told = told
         self._plans: dict[Any, Plan] = {}
+        self._has_warned = False
 
     def plan(self, params: Any) -> Plan:
         """Returns the plan of a tree.
@@ -105,14 +106,17 @@ class Planner:
         factorings: Mapping[str, Factoring],
     ) -> None:
         respecting = self.options._replace(respect_rank2_rules=True)
+        if self._has_warned:
+            return
         lines = []
         for path, found in factorings.items():
             rule = rules[path]
             if not isinstance(rule, tuple) or not is_ignored(rule, self.options):
                 continue
-            if parse_rule(rule, shapes[path], path, respecting) != found:
+            if not parse_rule(rule, shapes[path], path, respecting).is_equivalent(found):
                 lines.append(f"`{path}` {shapes[path]}: {_show(rule)}")
         if lines:
+            self._has_warned = True
             more = [f"... and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
             logger.warning(
                 "explicit factor rules of rank 2 and less are ignored, as in T5X; the sizes decide "

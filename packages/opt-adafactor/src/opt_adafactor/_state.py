@@ -89,8 +89,8 @@ def _zeros(param: Any, dims: tuple[int, ...], dtype: Any) -> jax.Array:
     if not _is_sharded_in_types(param):
         return jnp.zeros([shape[dim] for dim in dims], dtype)
     dropped = tuple(dim for dim in range(len(shape)) if dim not in dims)
-    like = jax.eval_shape(lambda x: jnp.sum(x, axis=dropped), param)
-    return jnp.zeros_like(like, dtype=dtype)
+    # A sum has the sharding of what is left in every version of JAX; nothing is added up.
+    return jnp.sum(jnp.zeros_like(param, dtype=dtype), axis=dropped)
 
 
 def _is_sharded_in_types(param: Any) -> bool:
