@@ -104,15 +104,14 @@ def test_definitions_are_values() -> None:
         assert hash(twin) == hash(a)
     axes = a.with_param_axes({"w": ("x", "x")})
     assert pickle.loads(pickle.dumps(axes)) == axes
-    assert jax.tree.structure(a.create(PARAMS)) == jax.tree.structure(b.create(PARAMS))
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, a.create(PARAMS), b.create(PARAMS)))
 
 
 def test_equal_definitions_share_a_compiled_step() -> None:
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def step(optimizer: Optimizer, grads: Any, rate: Any) -> Optimizer:
+    def apply(optimizer: Optimizer, grads: Any, rate: Any) -> Optimizer:
         return optimizer.apply_gradient(grads, learning_rate=rate)
 
+    step = jax.jit(chex.assert_max_traces(apply, 1))
     for _ in range(2):
         optimizer = Adafactor(beta1=0.9).create(PARAMS)
         for t in range(3):
@@ -122,14 +121,13 @@ def test_equal_definitions_share_a_compiled_step() -> None:
 def test_states_keep_structure_shapes_dtypes_and_buffers_apart() -> None:
     definition = Adafactor(0.1, beta1=0.9, dtype_momentum=jnp.bfloat16, min_dim_size_to_factor=4)
     optimizer = definition.create(jax.tree.map(jnp.copy, PARAMS))
-    step = jax.jit(lambda o, g: o.apply_gradient(g), donate_argnums=0)
+    step = jax.jit(chex.assert_max_traces(lambda o, g: o.apply_gradient(g), 1), donate_argnums=0)
     described = [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(optimizer)]
     again = step(optimizer, GRADS)
     assert [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(again)] == described
     pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(again)]
     assert len(set(pointers)) == len(pointers)
     step(again, GRADS)
-    assert step._cache_size() == 1
 
 
 def test_everything_is_traceable() -> None:
@@ -302,7 +300,7 @@ def test_any_containers(wrap: Any) -> None:
     params, grads = wrap(PARAMS["w"], PARAMS["b"]), wrap(GRADS["w"], GRADS["b"])
     optimizer = Adafactor(0.1, min_dim_size_to_factor=4).create(params)
     stepped = optimizer.apply_gradient(grads)
-    assert jax.tree.structure(stepped) == jax.tree.structure(optimizer)
+    chex.assert_trees_all_equal_structs(stepped, optimizer)
     expected = run(Adafactor(0.1, min_dim_size_to_factor=4), steps=1)
     leaves = jax.tree.leaves(stepped.target)
     chex.assert_trees_all_equal(leaves, [expected.target["w"], expected.target["b"]])
@@ -361,7 +359,8 @@ def test_arguments_are_checked(options: Any, error: Any, words: str) -> None:
 
 
 def test_under_64_bit_mode_states_stay_in_float32() -> None:
-    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+    enable_x64: Any = jax.enable_x64
+    with enable_x64(True):
         params = {"w": jnp.asarray(np.ones((6, 4))), "s": jnp.float32(1.0)}
         optimizer = Adafactor(0.1, beta1=0.9, min_dim_size_to_factor=4).create(params)
         stepped = optimizer.apply_gradient(params)

@@ -34,8 +34,8 @@ def test_standard_rules() -> None:
         FactorDim.ROW: {"embed"},
         FactorDim.BATCH: {"layers", "stack"},
         FactorDim.NONE: {"relpos_buckets", "layer_norm_scale"},
-        FactorDim.COLUMN: set(
-            "vocab mlp heads kv joined_kv q_wi_fused o_wo_fused multiquery_heads kv_fused "
-            "mlp_activations".split()
-        ),
+        FactorDim.COLUMN: {
+            *("vocab", "mlp", "heads", "kv", "joined_kv", "q_wi_fused", "o_wo_fused"),
+            *("multiquery_heads", "kv_fused", "mlp_activations"),
+        },
     }

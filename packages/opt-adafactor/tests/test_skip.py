@@ -4,7 +4,6 @@ from typing import Any
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from adafactor_testing import normal

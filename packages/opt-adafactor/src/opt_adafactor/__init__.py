@@ -14,8 +14,8 @@ from opt_adafactor._factor_rules import (
     standard_logical_factor_rules,
 )
 from opt_adafactor._hparam_map import HParamMap
-from opt_adafactor._hyper_params import _AdafactorHyperParams
-from opt_adafactor._state import _AdafactorParamState
+from opt_adafactor._hyper_params import _AdafactorHyperParams as _AdafactorHyperParams
+from opt_adafactor._state import _AdafactorParamState as _AdafactorParamState
 from opt_adafactor._transformation import (
     AdafactorState,
     adafactor,

@@ -25,6 +25,7 @@ from opt_adafactor._hyper_params import (
 )
 from opt_adafactor._plan import Plan, Planner, missing_rule_hint
 from opt_adafactor._state import (
+    FLOAT32,
     Slots,
     _AdafactorParamState,
     init_slots,
@@ -69,7 +70,7 @@ class Adafactor(OptimizerDef):
         min_dim_size_to_factor: int = 128,
         epsilon1: Any = 1e-30,
         epsilon2: Any = 1e-3,
-        dtype_momentum: Any = jnp.float32,
+        dtype_momentum: Any = FLOAT32,
         factor_map: HParamMap | None = None,
         logical_factor_rules: Mapping[str, Any] | None = None,
         weight_decay_rate_lr_exponent: Any = None,

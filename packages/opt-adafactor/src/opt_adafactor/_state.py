@@ -11,6 +11,9 @@ import numpy as np
 
 from opt_adafactor._factoring import Factoring
 
+# A dtype, not `jnp.float32`: that is callable, and `optax.inject_hyperparams` would call it.
+FLOAT32 = np.dtype("float32")
+
 
 class _AdafactorParamState(flax.struct.PyTreeNode):
     """The state of one parameter as T5X keeps it; unused slots are float32 zeros of shape (1,).

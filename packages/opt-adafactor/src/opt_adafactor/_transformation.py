@@ -13,7 +13,7 @@ from opt_adafactor import _tensor
 from opt_adafactor._adafactor import Adafactor
 from opt_adafactor._hparam_map import HParamMap
 from opt_adafactor._plan import Plan
-from opt_adafactor._state import Slots, init_slots, used_slots, with_placeholders
+from opt_adafactor._state import FLOAT32, Slots, init_slots, used_slots, with_placeholders
 from opt_adafactor._tree_update import clip_global_norm, make_scalars, update_tree, weight_decay
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def adafactor(
     min_dim_size_to_factor: int = 128,
     epsilon1: Any = 1e-30,
     epsilon2: Any = 1e-3,
-    dtype_momentum: Any = jnp.float32,
+    dtype_momentum: Any = FLOAT32,
     factor_map: HParamMap | None = None,
     logical_factor_rules: Mapping[str, Any] | None = None,
     weight_decay_rate_lr_exponent: Any = None,
