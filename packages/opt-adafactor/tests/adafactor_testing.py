@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +29,7 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any = np.float32) -> jax.Ar
 
 def largest_difference(a: Any, b: Any) -> float:
     """The largest difference of two trees, relative to the largest entry of each array."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
+    chex.assert_trees_all_equal_structs(a, b)
 
     def relative(x: Any, y: Any) -> float:
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)

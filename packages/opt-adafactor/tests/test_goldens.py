@@ -27,9 +27,8 @@ def step(optimizer: Optimizer, case: g.Case, t: int) -> Optimizer:
 def replay(name: str) -> list[Optimizer]:
     case = g.load(name)
     run = [case.create()]
-    with jax.disable_jit():
-        for t in range(len(case.grads)):
-            run.append(step(run[-1], case, t))
+    for t in range(len(case.grads)):
+        run.append(step(run[-1], case, t))
     return run
 
 
@@ -45,6 +44,7 @@ def test_trajectories_op_by_op(name: str) -> None:
 @pytest.mark.parametrize("name", ["Adafactor_std_rules_scan", "Adafactor_lr_overrides"])
 def test_trajectories_compiled(name: str) -> None:
     case = g.load(name)
+    chex.clear_trace_counter()
     compiled = jax.jit(
         chex.assert_max_traces(lambda o, grads, overrides: o.apply_gradient(grads, **overrides), 1)
     )

@@ -1,4 +1,5 @@
 import pickle
+from typing import Any
 
 import pytest
 from flax.core import FrozenDict
@@ -13,7 +14,7 @@ def test_the_first_pattern_found_anywhere_wins() -> None:
 
 def test_values_in_the_containers_of_the_parameters() -> None:
     hparams = HParamMap([("0", None), (".*", "x")])
-    params = FrozenDict({"layers": [1.0, (2.0, 3.0)], "by_key": {7: 4.0}})
+    params: Any = FrozenDict({"layers": [1.0, (2.0, 3.0)], "by_key": {7: 4.0}})
     found = hparams(params)
     assert isinstance(found, FrozenDict)
     assert found["layers"] == [None, (None, "x")]
@@ -26,7 +27,7 @@ def test_maps_are_values() -> None:
     assert hash(a) == hash(b)
     assert a != HParamMap([("b", (1, 2))])
     assert pickle.loads(pickle.dumps(a)) == a
-    assert HParamMap([])  # a map, though without rules
+    assert bool(HParamMap([]))  # a map, though without rules
     assert repr(b) == "HParamMap([('a', (1, 2))])"
     with pytest.raises(AttributeError, match=r"`HParamMap` is immutable.*`rules`"):
         a.rules = ()
