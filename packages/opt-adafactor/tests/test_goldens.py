@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import opt_adafactor as t5x  # as T5X code may write
 import pytest
+from adafactor_testing import rule
 from jax.sharding import PartitionSpec as P
 from opt_core import Optimizer
 
@@ -53,6 +54,53 @@ def test_trajectories_compiled(name: str) -> None:
         optimizer = compiled(optimizer, grads, case.overrides(t))
     last = len(case.grads)
     assert not g.deviations(g.flatten(optimizer.state_dict()), case.entry(last), **COMPILED)
+
+
+SPEC_OPTIONS = {"max_parameter_scale": 0.05, "clipping_threshold": None}
+
+
+# Three steps on 0.1 sin(0.3 i + 0.7) with gradients sin(0.11 (t + 1) i + 0.5 t): first, last
+# and sum of the parameter, first and last of `v_row` or `v`, first of `v_col`. From T5X of 2026.
+@pytest.mark.parametrize(
+    ("shape", "letters", "options", "numbers"),
+    [
+        ((6, 9), None, {}, [0.05017419, -0.0662047, 0.4394789, 0.5065811, 0.6004837, 0.42791]),
+        ((7,), None, {}, [0.04732634, 0.04271193, 0.4306715, 0.3712187, 0.4197393]),
+        (
+            (4, 3, 6),
+            "rbc",
+            {},
+            [0.05140093, 0.002939008, 0.4395153, 0.5495402, 0.5711286, 0.3754921],
+        ),
+        (
+            (4, 3, 2, 5),
+            "rbcc",
+            {},
+            [0.05181341, -0.1235198, -0.00577373, 0.5085427, 0.3660061, 0.5468392],
+        ),
+        (
+            (6, 9),
+            None,
+            {"weight_decay_rate_lr_exponent": 2, **SPEC_OPTIONS},
+            [0.05256078, -0.06740835, 0.4301966, 0.5065811, 0.6004837, 0.42791],
+        ),
+        ((5, 3), "nb", {}, [0.04643507, -0.09476987, -0.01522185, 0.3712187, 0.466564]),
+    ],
+)
+def test_numbers_of_todays_t5x(shape: Any, letters: Any, options: Any, numbers: Any) -> None:
+    if letters is not None:
+        options = {**options, "factor_map": t5x.HParamMap([("w", rule(letters))])}
+    i = np.arange(np.prod(shape))
+    optimizer = t5x.Adafactor(0.1, min_dim_size_to_factor=2, **options).create(
+        {"w": jnp.float32(0.1 * np.sin(0.3 * i + 0.7)).reshape(shape)}
+    )
+    for t in range(3):
+        grad = np.sin(0.11 * (t + 1) * i + 0.5 * t).reshape(shape)
+        optimizer = optimizer.apply_gradient({"w": jnp.float32(grad)})
+    p, state = np.ravel(optimizer.target["w"]), optimizer.state.param_states["w"]
+    v = np.ravel(state.v_row if len(numbers) == 6 else state.v)
+    found = [p[0], p[-1], p.sum(), v[0], v[-1], np.ravel(state.v_col)[0]][: len(numbers)]
+    np.testing.assert_allclose(found, numbers, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", g.case_ids("checkpoint"))

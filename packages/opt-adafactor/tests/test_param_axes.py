@@ -131,7 +131,8 @@ def test_a_second_model_does_not_clobber_the_first() -> None:
     assert second.state.param_states["wi"].v_col.shape == (6, 8)
     stepped = first.apply_gradient(PARAMS)
     assert stepped.state.param_states["wi"].v_col.shape == (3, 8)
-    first.apply_gradient(PARAMS, hyper_params=hyper_params)  # as they were then
+    for captured in (hyper_params, make().hyper_params):  # as they were then, and before
+        first.apply_gradient(PARAMS, hyper_params=captured)
     assert second.apply_gradient(other).state.param_states["wi"].v_col.shape == (6, 8)
     definition.set_param_axes(AXES)
     assert definition.hyper_params.factor_map.keys() == AXES.keys()

@@ -153,6 +153,7 @@ class Adafactor(OptimizerDef):
         check_hyper_params(hyper_params)
         super().__init__(hyper_params)
         self.dtype_momentum = jax.dtypes.canonicalize_dtype(dtype_momentum)
+        self._given_map = factor_map
         self._told: tuple[FactorMap, ...] = ()
         self._planner = self._new_planner()
 
@@ -372,12 +373,12 @@ class Adafactor(OptimizerDef):
             raise missing_rule_hint(error, self.hyper_params) from None
 
     def _check_overrides(self, hyper_params: Any) -> None:
-        if hyper_params.factor_map in self._told:  # captured when another model was told last
+        if hyper_params.factor_map in (self._given_map, *self._told):  # captured before a telling
             hyper_params = hyper_params.replace(factor_map=self.hyper_params.factor_map)
         check_overrides(self.hyper_params, hyper_params)
 
     def _identity(self) -> Any:
-        return self.hyper_params, self.dtype_momentum, self._told
+        return self.hyper_params, self.dtype_momentum, self._given_map, self._told
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in super().__getstate__().items() if k != "_planner"}
