@@ -37,7 +37,6 @@ def transformations(options: dict[str, Any]) -> dict[str, Any]:
     momentum = {"momentum": options["beta1"]} if options else {}
     return {
         "adafactor": ada.adafactor(0.1, **SMALL, **options),
-        "in a chain": optax.chain(optax.clip(1e9), ada.adafactor(0.1, **SMALL, **options)),
         "optax.adafactor": optax.adafactor(0.1, **SMALL, **momentum),
         "with a schedule": optax.adafactor(optax.linear_schedule(0.1, 0.1, 9), **SMALL, **momentum),
     }
