@@ -23,7 +23,7 @@ ARROWS: Mapping[str, Mapping[str, set[str]]] = {
     "opt-core": {ALWAYS: {"jax", "flax"}},
     "opt-partition": {ALWAYS: {"jax", "optax"}, "cli": {"rich"}},
     "opt-accumulate": {ALWAYS: {"jax", "optax"}},
-    "opt-adafactor": {ALWAYS: {"opt-core", "jax", "flax"}},
+    "opt-adafactor": {ALWAYS: {"opt-core", "jax", "flax"}, "optax": {"optax"}},
     "opt-optax-bridge": {
         ALWAYS: {"opt-core", "opt-partition", "optax", "jax", "flax"},
         "orbax": {"orbax-checkpoint"},

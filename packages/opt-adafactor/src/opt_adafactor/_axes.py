@@ -1,0 +1,167 @@
+"""Logical axes of parameters, and the factor rules that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+from opt_core import path_names, path_str
+
+from opt_adafactor._factor_rules import (
+    HEURISTIC_RULE,
+    FactorDim,
+    FactorRule,
+    factor_name_to_factordim,
+)
+from opt_adafactor._factoring import show
+from opt_adafactor.errors import AxesError, FactorRuleError, UnknownNameError
+
+
+class FactorMap(Mapping[str, FactorRule]):
+    """The factor rule of every parameter of one model by path; immutable and hashable."""
+
+    def __init__(self, rules: Mapping[str, FactorRule]) -> None:
+        self._rules = dict(rules)
+
+    def __getitem__(self, path: str) -> FactorRule:
+        return self._rules[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rules)
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._rules.items()))
+
+    def __repr__(self) -> str:
+        return f"FactorMap({self._rules!r})"
+
+
+def flatten_axes(param_axes: Any) -> dict[str, PartitionSpec | None]:
+    """Returns the axes of every parameter by path.
+
+    Args:
+      param_axes: a tree like the parameters, its containers of any kind. A leaf is a
+        `PartitionSpec`, a tuple of names, or `None` for no names at all.
+
+    Raises:
+      AxesError: a leaf is something else.
+
+    Examples:
+      >>> axes = flatten_axes({'mlp': [PartitionSpec('embed', 'mlp')], 'scale': None})
+      >>> tuple(axes['mlp/0']), axes['scale']
+      (('embed', 'mlp'), None)
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(param_axes, is_leaf=_is_axes)[0]
+    return {(path := path_str(path_names(keys))): _spec(leaf, path) for keys, leaf in leaves}
+
+
+def factor_rules_from_axes(param_axes: Any, logical_factor_rules: Mapping[str, Any]) -> FactorMap:
+    """Returns the rule of every parameter.
+
+    A dimension without a name is `NONE`; several names on one dimension must agree. A parameter of
+    which one of `ROW` and `COLUMN` is absent has neither. One without axes has the heuristic.
+
+    Args:
+      param_axes: see `flatten_axes`.
+      logical_factor_rules: the `FactorDim` of each name, or the name of that.
+
+    Raises:
+      UnknownNameError: no rule for an axis name.
+      FactorRuleError: `ROW`, `COLUMN` and `NONE` on one parameter, or names that disagree.
+      AxesError: a leaf is no axes.
+    """
+    dims = {name: factor_name_to_factordim(dim) for name, dim in logical_factor_rules.items()}
+    return FactorMap(
+        {path: _rule(path, spec, dims) for path, spec in flatten_axes(param_axes).items()}
+    )
+
+
+def check_covers(paths: Mapping[str, tuple[int, ...]], axes: Mapping[str, Any]) -> None:
+    """Raises unless `axes` has an entry of the right rank for every parameter, and no other.
+
+    Args:
+      paths: the shape of every parameter by path.
+      axes: specs, or factor rules, by path.
+
+    Raises:
+      AxesError: lists every path.
+    """
+    lines = [f"{path}: no axes are given" for path in paths if path not in axes]
+    lines += [f"{path}: there is no such parameter" for path in axes if path not in paths]
+    for path, shape in paths.items():
+        spec = axes.get(path)
+        if spec is not None and len(spec) != len(shape):
+            lines.append(
+                f"{path}: {len(shape)} axes expected, one per dimension of {shape}, "
+                f"found {len(spec)}: {show_spec(spec)}"
+            )
+    if lines:
+        raise AxesError("`param_axes` do not fit the parameters:\n  " + "\n  ".join(lines))
+
+
+def show_spec(spec: Any) -> str:
+    """Returns axes as every version of JAX does not print them: `(embed, -, mlp)`."""
+    names = ("-" if axis is None else axis if isinstance(axis, str) else str(axis) for axis in spec)
+    return f"({', '.join(names)})"
+
+
+def _is_axes(node: Any) -> bool:
+    """Whether a node is the axes of one parameter; a tuple of anything else is a container."""
+    if node is None or isinstance(node, PartitionSpec):
+        return True
+    return type(node) is tuple and all(_is_axis(axis) for axis in node)
+
+
+def _is_axis(axis: Any) -> bool:
+    if isinstance(axis, tuple | list):
+        return all(isinstance(name, str) for name in axis)
+    return axis is None or isinstance(axis, str)
+
+
+def _spec(leaf: Any, path: str) -> PartitionSpec | None:
+    if leaf is None or isinstance(leaf, PartitionSpec):
+        return leaf
+    if isinstance(leaf, tuple):
+        return PartitionSpec(*leaf)
+    raise AxesError(
+        f"`param_axes` of `{path}` must be a `PartitionSpec`, a tuple of names or None, found "
+        f"a {type(leaf).__name__}. Unbox what Flax keeps (`flax.linen.get_partition_spec`)."
+    )
+
+
+def _rule(path: str, spec: PartitionSpec | None, dims: Mapping[str, FactorDim]) -> FactorRule:
+    if spec is None:
+        return HEURISTIC_RULE
+    rule = tuple(_dim(path, spec, axis, dims) for axis in spec)
+    if FactorDim.ROW in rule and FactorDim.COLUMN in rule:
+        if FactorDim.NONE in rule:
+            raise FactorRuleError(
+                f"`{path}` with axes {show_spec(spec)} would be {show(rule)}: next to ROW and "
+                "COLUMN, NONE has no meaning. Make those dimensions BATCH, ROW or COLUMN."
+            )
+        return rule
+    return tuple(d if d is FactorDim.BATCH else FactorDim.NONE for d in rule)
+
+
+def _dim(path: str, spec: PartitionSpec, axis: Any, dims: Mapping[str, FactorDim]) -> FactorDim:
+    names = (axis,) if isinstance(axis, str) else tuple(axis or ())
+    for name in names:
+        if name not in dims:
+            known = ", ".join(f"`{known}`" for known in dims)
+            raise UnknownNameError(
+                f"`logical_factor_rules` have no rule for the axis `{name}` of `{path}`, whose "
+                f"axes are {show_spec(spec)}; they know {known}. Add it to them."
+            )
+    roles = list(dict.fromkeys(dims[name] for name in names)) or [FactorDim.NONE]
+    if len(roles) > 1:
+        raise FactorRuleError(
+            f"the names {names} share one dimension of `{path}`, whose axes are "
+            f"{show_spec(spec)}, and "
+            f"`logical_factor_rules` make them {show(tuple(roles))}. Give them one role."
+        )
+    return roles[0]

@@ -1,0 +1,43 @@
+"""The logical axes of the state, from those of the parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax.sharding import PartitionSpec
+from opt_core import Optimizer, OptimizerState
+
+from opt_adafactor._axes import check_covers, flatten_axes
+from opt_adafactor._factoring import Factoring
+from opt_adafactor._plan import Plan
+from opt_adafactor._state import _AdafactorParamState
+
+
+def derive_logical_axes(
+    plan: Plan, optimizer: Optimizer, param_axes: Any, *, has_momentum: bool
+) -> Optimizer:
+    """Returns an optimizer of axes; see `Adafactor.derive_logical_axes`."""
+    axes = flatten_axes(param_axes)
+    leaves = plan.treedef.flatten_up_to(optimizer.target)
+    check_covers({p: np.shape(x) for p, x in zip(plan.paths, leaves, strict=True)}, axes)
+    specs = [axes[path] for path in plan.paths]
+    states = [
+        _state_axes(spec, factoring, has_momentum=has_momentum)
+        for spec, factoring in zip(specs, plan.factorings, strict=True)
+    ]
+    state = OptimizerState(step=None, param_states=plan.treedef.unflatten(states))
+    return optimizer.replace(state=state, target=plan.treedef.unflatten(specs))
+
+
+def _state_axes(
+    spec: PartitionSpec | None, factoring: Factoring, *, has_momentum: bool
+) -> _AdafactorParamState:
+    if spec is None:
+        return _AdafactorParamState(None, None, None, None)
+    m = spec if has_momentum else None
+    if not factoring.is_factored:
+        return _AdafactorParamState(None, None, spec, m)
+    v_row = PartitionSpec(*(spec[dim] for dim in factoring.row_dims))
+    v_col = PartitionSpec(*(spec[dim] for dim in factoring.col_dims))
+    return _AdafactorParamState(v_row, v_col, None, m)

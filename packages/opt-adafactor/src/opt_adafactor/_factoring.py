@@ -1,0 +1,171 @@
+"""From the rule of one parameter to the dimensions that are averaged and factored."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from opt_adafactor._factor_rules import (
+    HEURISTIC_RULE,
+    FactorDim,
+    FactorRule,
+    HeuristicRule,
+    factor_name_to_factordim,
+)
+from opt_adafactor.errors import FactorRuleError
+
+
+@dataclasses.dataclass(frozen=True)
+class Factoring:
+    """How the statistics of one parameter are kept; static.
+
+    Attributes:
+      rank: the rank of the parameter.
+      averaged: dimensions over which parameter scale and clipping average: all but the batch.
+      rows: row dimensions, averaged away in `v_col`.
+      cols: column dimensions, averaged away in `v_row`.
+    """
+
+    rank: int
+    averaged: tuple[int, ...]
+    rows: tuple[int, ...] = ()
+    cols: tuple[int, ...] = ()
+
+    @property
+    def is_factored(self) -> bool:
+        """Whether `v_row` and `v_col` are kept, in place of `v`."""
+        return bool(self.rows or self.cols)
+
+    def is_equivalent(self, other: Factoring) -> bool:
+        """Whether updates are the same: rows and columns of a matrix may change places."""
+        same_dims = {self.rows, self.cols} == {other.rows, other.cols}
+        return same_dims and self.averaged == other.averaged
+
+    @property
+    def row_dims(self) -> tuple[int, ...]:
+        """The dimensions of the parameter that `v_row` has."""
+        return tuple(dim for dim in range(self.rank) if dim not in self.cols)
+
+    @property
+    def col_dims(self) -> tuple[int, ...]:
+        """The dimensions of the parameter that `v_col` has."""
+        return tuple(dim for dim in range(self.rank) if dim not in self.rows)
+
+    @property
+    def rows_of_v_row(self) -> tuple[int, ...]:
+        """Where the row dimensions are in `v_row`."""
+        return tuple(i for i, dim in enumerate(self.row_dims) if dim in self.rows)
+
+
+class FactoringOptions(NamedTuple):
+    """What decides beside the rule.
+
+    Attributes:
+      factored: whether to factor at all.
+      min_dim_size_to_factor: the size that both dimensions must have for the heuristic.
+      respect_rank2_rules: whether explicit rules hold for rank 2 and less without batch dimensions.
+    """
+
+    factored: bool
+    min_dim_size_to_factor: int
+    respect_rank2_rules: bool
+
+
+def heuristic_dims(shape: tuple[int, ...], options: FactoringOptions) -> tuple[int, int] | None:
+    """Returns the row and the column dimension that the sizes suggest.
+
+    Args:
+      shape: of the parameter.
+      options: see `FactoringOptions`.
+
+    Returns:
+      The second largest dimension and the largest; `None` where the former is too small.
+
+    Examples:
+      >>> heuristic_dims((24, 16), FactoringOptions(True, 8, False))
+      (1, 0)
+    """
+    if not options.factored or len(shape) < 2:
+        return None
+    by_size = np.argsort(shape, kind="stable")
+    row, col = int(by_size[-2]), int(by_size[-1])
+    return (row, col) if shape[row] >= options.min_dim_size_to_factor else None
+
+
+def parse_rule(
+    rule: Any, shape: tuple[int, ...], path: str, options: FactoringOptions
+) -> Factoring:
+    """Returns how to keep the statistics of one parameter.
+
+    Args:
+      rule: `None`, `HEURISTIC_RULE`, or a `FactorDim` (or its name) per dimension.
+      shape: of the parameter.
+      path: of the parameter, for messages.
+      options: see `FactoringOptions`.
+
+    Raises:
+      FactorRuleError: the rule has another rank than the parameter, is none, or the heuristic is
+        asked about a rank above 2.
+
+    Examples:
+      >>> scanned = (FactorDim.ROW, FactorDim.BATCH, FactorDim.COLUMN)
+      >>> parse_rule(scanned, (16, 3, 24), 'wi', FactoringOptions(True, 128, False))
+      Factoring(rank=3, averaged=(0, 2), rows=(0,), cols=(2,))
+    """
+    rank = len(shape)
+    everything = tuple(range(rank))
+    if rule is None or not options.factored:
+        return Factoring(rank, everything)
+    if isinstance(rule, HeuristicRule):
+        return _by_heuristic(shape, path, options)
+    dims = _dims(rule, shape, path)
+    if is_ignored(dims, options):
+        return _by_heuristic(shape, path, options)
+    where = {role: tuple(i for i, d in enumerate(dims) if d is role) for role in FactorDim}
+    averaged = tuple(i for i in everything if i not in where[FactorDim.BATCH])
+    return Factoring(rank, averaged, where[FactorDim.ROW], where[FactorDim.COLUMN])
+
+
+def is_ignored(rule: FactorRule, options: FactoringOptions) -> bool:
+    """Whether T5X's custom of ignoring explicit rules of rank 2 and less applies to a rule."""
+    if not isinstance(rule, tuple) or options.respect_rank2_rules:
+        return False
+    return len(rule) <= 2 and FactorDim.BATCH not in rule
+
+
+def _by_heuristic(shape: tuple[int, ...], path: str, options: FactoringOptions) -> Factoring:
+    rank = len(shape)
+    if rank > 2:
+        raise FactorRuleError(
+            f"a parameter of rank above 2 must have an explicit factor rule: `{path}` has shape "
+            f"{shape} and {HEURISTIC_RULE}. Name what each dimension is, in `factor_map` or by "
+            "`logical_factor_rules` and the parameters' axes (`with_param_axes`), or give it the "
+            "rule `None` not to factor it."
+        )
+    found = heuristic_dims(shape, options)
+    if found is None:
+        return Factoring(rank, tuple(range(rank)))
+    row, col = found
+    return Factoring(rank, tuple(range(rank)), (row,), (col,))
+
+
+def _dims(rule: Any, shape: tuple[int, ...], path: str) -> tuple[FactorDim, ...]:
+    dims = tuple(map(factor_name_to_factordim, rule)) if isinstance(rule, tuple | list) else None
+    if dims is None or not all(isinstance(dim, FactorDim) for dim in dims):
+        raise FactorRuleError(
+            f"the factor rule of `{path}` must be `None`, `HEURISTIC_RULE` or a tuple of "
+            f"`FactorDim`s, found {rule!r}"
+        )
+    if len(dims) != len(shape):
+        raise FactorRuleError(
+            f"the factor rule of `{path}` has {len(dims)} dimensions, {show(dims)}, and its shape "
+            f"{shape} has {len(shape)}. Give one `FactorDim` per dimension."
+        )
+    return dims
+
+
+def show(dims: tuple[FactorDim, ...]) -> str:
+    """Returns a rule in words, `(ROW, COLUMN)`."""
+    return f"({', '.join(dim.name for dim in dims)})"

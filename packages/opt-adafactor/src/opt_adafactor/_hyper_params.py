@@ -1,0 +1,141 @@
+"""The hyper-parameters of Adafactor, and which of them a step may override."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from opt_core.errors import HyperParamError
+
+from opt_adafactor._hparam_map import HParamMap
+
+# They decide the structure and shapes of the state, which cannot change from step to step.
+_FIXED = (
+    *("factored", "min_dim_size_to_factor", "factor_map", "logical_factor_rules"),
+    "respect_rank2_rules",
+)
+_NUMBERS = (
+    *("learning_rate", "beta1", "decay_rate", "step_offset", "clipping_threshold"),
+    *("weight_decay_rate", "epsilon1", "epsilon2", "weight_decay_rate_lr_exponent"),
+    *("global_norm_clip_threshold", "max_parameter_scale"),
+)
+_OPTIONAL = {
+    *("learning_rate", "beta1", "clipping_threshold", "weight_decay_rate"),
+    *("weight_decay_rate_lr_exponent", "global_norm_clip_threshold", "max_parameter_scale"),
+}
+SKIP_MODES = (False, True, "tensor", "global")
+
+
+class _AdafactorHyperParams(flax.struct.PyTreeNode):
+    """The hyper-parameters, in T5X's order; see `Adafactor` for what they mean."""
+
+    learning_rate: Any
+    factored: Any
+    multiply_by_parameter_scale: Any
+    beta1: Any
+    decay_rate: Any
+    step_offset: Any
+    clipping_threshold: Any
+    weight_decay_rate: Any
+    min_dim_size_to_factor: Any
+    epsilon1: Any
+    epsilon2: Any
+    factor_map: Any = None
+    logical_factor_rules: Any = None
+    weight_decay_rate_lr_exponent: Any = None
+    global_norm_clip_threshold: Any = None
+    max_parameter_scale: Any = None
+    skip_nan_updates: Any = False
+    respect_rank2_rules: Any = False
+
+
+def is_known(value: Any) -> bool:
+    """Whether a number is known while the step is traced, and may be tested in Python."""
+    return isinstance(value, bool | int | float | np.generic)
+
+
+def check_hyper_params(hyper_params: Any) -> None:
+    """Raises where a hyper-parameter has no such type or value.
+
+    Raises:
+      TypeError: a number, flag or map of another type.
+      ValueError: an array, a mode or a threshold that makes no sense.
+    """
+    for name in _NUMBERS:
+        _check_number(name, getattr(hyper_params, name))
+    scale = hyper_params.multiply_by_parameter_scale
+    if not isinstance(scale, HParamMap) and not _is_flag(scale):
+        raise TypeError(
+            "`multiply_by_parameter_scale` must be either bool or `HParamMap` type, found "
+            f"{type(scale).__name__}"
+        )
+    mode = hyper_params.skip_nan_updates
+    if not any(mode is known or mode == known for known in SKIP_MODES if type(mode) is type(known)):
+        raise ValueError(
+            "`skip_nan_updates` must be False, True (entry by entry, as T5X), 'tensor' or "
+            f"'global', found {_shown(mode)}"
+        )
+    threshold = hyper_params.clipping_threshold
+    if is_known(threshold) and not threshold > 0:
+        raise ValueError(
+            f"`clipping_threshold` must be above 0, found {threshold}; `None` turns clipping off"
+        )
+    rate, exponent = hyper_params.weight_decay_rate, hyper_params.weight_decay_rate_lr_exponent
+    if rate is None and is_known(exponent) and exponent == 0:
+        raise ValueError(
+            "`weight_decay_rate_lr_exponent` 0 without a `weight_decay_rate` would decay by 1, and "
+            "leave nothing of the parameters. Give `weight_decay_rate` alone."
+        )
+
+
+def check_overrides(own: Any, given: Any) -> None:
+    """Raises where `given` differs from a definition's `own` in what a step cannot change.
+
+    Raises:
+      HyperParamError: names what, and how to have it.
+    """
+    if own is given:
+        return
+    for name in _FIXED:
+        old, new = getattr(own, name), getattr(given, name)
+        if old is not new and (isinstance(new, jax.Array) or old != new):
+            raise HyperParamError(
+                f"`{name}` cannot be overridden for one step: the shapes of the state depend on "
+                "it. Make a new definition and convert the state."
+            )
+    if (own.beta1 is None) != (given.beta1 is None):
+        has, asked = ("no momentum", "on") if own.beta1 is None else ("momentum", "off")
+        instead = "with `beta1=0.0`" if own.beta1 is None else "with `beta1=None`"
+        advice = "" if own.beta1 is None else ", or override `beta1=0.0`"
+        raise HyperParamError(
+            f"`beta1`: the definition has {has}, which one step cannot turn {asked}: the state has "
+            f"its slot or has not. Make a definition {instead}{advice}."
+        )
+    check_hyper_params(given)
+
+
+def _is_flag(value: Any) -> bool:
+    if isinstance(value, bool | np.bool_):
+        return True
+    return isinstance(value, jax.Array) and value.dtype == jnp.bool_ and not value.shape
+
+
+def _check_number(name: str, value: Any) -> None:
+    if value is None and name in _OPTIONAL:
+        return
+    is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
+    is_number = is_array and not jnp.issubdtype(value.dtype, jnp.bool_)
+    if not is_number and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if name == "learning_rate" and callable(value):
+            return
+        also = " or None" if name in _OPTIONAL else ""
+        raise TypeError(f"`{name}` must be a number{also}, found {_shown(value)}")
+    if np.shape(value):
+        raise ValueError(f"`{name}` must be a scalar, found an array of shape {np.shape(value)}")
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__

@@ -1,0 +1,175 @@
+"""The static half of an update: for every parameter its path and how its statistics are kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from opt_core import path_names, path_str
+
+from opt_adafactor._axes import FactorMap, check_covers
+from opt_adafactor._factor_rules import HEURISTIC_RULE, FactorRule
+from opt_adafactor._factoring import Factoring, FactoringOptions, is_ignored, parse_rule, show
+from opt_adafactor.errors import AxesError, FactorRuleError
+
+logger = logging.getLogger("opt_adafactor")
+
+_LISTED = 5
+_KEPT_PLANS = 32
+
+
+class Plan(NamedTuple):
+    """What is decided about a tree of parameters before anything is computed.
+
+    Attributes:
+      treedef: the tree.
+      paths: of every parameter, in JAX's order.
+      factorings: how the statistics of each are kept.
+    """
+
+    treedef: Any
+    paths: tuple[str, ...]
+    factorings: tuple[Factoring, ...]
+
+
+class Planner:
+    """Makes the plan of a tree of parameters, once for each tree.
+
+    Rules are looked up and checked when a tree is seen for the first time, not at every trace,
+    and warned about once.
+    """
+
+    def __init__(
+        self, options: FactoringOptions, factor_map: Any, told: tuple[FactorMap, ...] = ()
+    ) -> None:
+        """Takes the rules.
+
+        Args:
+          options: see `FactoringOptions`.
+          factor_map: an `HParamMap` of rules, or `None`.
+          told: rules derived from logical axes, of one model each. They supersede `factor_map`.
+        """
+        self.options = options
+        self._factor_map = factor_map
+        self._told = told
+        self._plans: dict[Any, Plan] = {}
+        self._has_warned = False
+
+    def plan(self, params: Any) -> Plan:
+        """Returns the plan of a tree.
+
+        Raises:
+          FactorRuleError: a rule does not fit its parameter, or one is needed.
+          AxesError: the axes that were told are not those of these parameters.
+          UnknownNameError: no pattern of `factor_map` is found in a path.
+          TypeError: a parameter is no array of real floating-point numbers.
+        """
+        leaves, treedef = jax.tree.flatten(params)
+        key = treedef, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+        if (plan := self._plans.get(key)) is None:
+            plan = self._make(params)
+            if len(self._plans) >= _KEPT_PLANS:
+                self._plans.clear()
+            self._plans[key] = plan
+        return plan
+
+    def _make(self, params: Any) -> Plan:
+        keyed, treedef = jax.tree_util.tree_flatten_with_path(params)
+        leaves = {path_str(path_names(keys)): leaf for keys, leaf in keyed}
+        for path, leaf in leaves.items():
+            _check_dtype(path, leaf)
+        shapes = {path: np.shape(leaf) for path, leaf in leaves.items()}
+        rules = self._rules(shapes)
+        factorings = {p: parse_rule(rules[p], shapes[p], p, self.options) for p in shapes}
+        self._warn(rules, shapes, factorings)
+        return Plan(treedef, tuple(shapes), tuple(factorings.values()))
+
+    def _rules(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, FactorRule]:
+        if not self.options.factored:
+            return dict.fromkeys(shapes, None)
+        if self._told:
+            rules = _chosen(self._told, shapes.keys())
+            _check_told(rules, shapes)
+            return rules
+        if self._factor_map is not None:
+            return {path: self._factor_map[path] for path in shapes}
+        return dict.fromkeys(shapes, HEURISTIC_RULE)
+
+    def _warn(
+        self,
+        rules: Mapping[str, FactorRule],
+        shapes: Mapping[str, tuple[int, ...]],
+        factorings: Mapping[str, Factoring],
+    ) -> None:
+        respecting = self.options._replace(respect_rank2_rules=True)
+        if self._has_warned:
+            return
+        lines = []
+        for path, found in factorings.items():
+            rule = rules[path]
+            if not isinstance(rule, tuple) or not is_ignored(rule, self.options):
+                continue
+            if not parse_rule(rule, shapes[path], path, respecting).is_equivalent(found):
+                lines.append(f"`{path}` {shapes[path]}: {_show(rule)}")
+        if lines:
+            self._has_warned = True
+            more = [f"... and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
+            logger.warning(
+                "explicit factor rules of rank 2 and less are ignored, as in T5X; the sizes decide "
+                "otherwise for:\n%s\n`respect_rank2_rules=True` honours them.",
+                "\n".join(f"  {line}" for line in lines[:_LISTED] + more),
+            )
+
+
+def _show(rule: FactorRule) -> str:
+    return show(rule) if isinstance(rule, tuple) else str(rule)
+
+
+def _chosen(told: tuple[FactorMap, ...], paths: Any) -> FactorMap:
+    """The rules of the model with exactly these parameters, or with these among others."""
+    tests: list[Callable[[FactorMap], bool]] = [
+        lambda rules: rules.keys() == paths,
+        lambda rules: rules.keys() >= paths,
+    ]
+    for fits in tests:
+        for rules in reversed(told):
+            if fits(rules):
+                return rules
+    return told[-1]
+
+
+def _check_told(rules: FactorMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    known = {path: rules[path] for path in shapes if path in rules}
+    sized = {path: rule if isinstance(rule, tuple) else None for path, rule in known.items()}
+    try:
+        check_covers(shapes, sized)
+    except AxesError as error:
+        raise AxesError(
+            f"{error}\nThese are the axes that `with_param_axes` or `set_param_axes` was given."
+        ) from None
+
+
+def _check_dtype(path: str, leaf: Any) -> None:
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None and isinstance(leaf, float):
+        return
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        found = f"a {type(leaf).__name__}" if dtype is None else str(dtype)
+        raise TypeError(
+            f"`params`: Adafactor updates real floating-point arrays, and `{path}` is {found}. "
+            "Leave it to another optimizer, or out of the tree."
+        )
+
+
+def missing_rule_hint(error: FactorRuleError, hyper_params: Any) -> FactorRuleError:
+    """Returns the error, with what to do where logical rules were given but no axes."""
+    if hyper_params.logical_factor_rules is None or isinstance(hyper_params.factor_map, FactorMap):
+        return error
+    return FactorRuleError(
+        f"{error} `logical_factor_rules` are given, but no axes yet: call `with_param_axes` (or "
+        "`set_param_axes`) before `create`."
+    )

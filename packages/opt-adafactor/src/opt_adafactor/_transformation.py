@@ -1,0 +1,354 @@
+"""Adafactor as Optax transformations: the same plan and the same step as the definition's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from opt_core import check_gradients, increment_step
+
+from opt_adafactor import _tensor
+from opt_adafactor._adafactor import Adafactor
+from opt_adafactor._hparam_map import HParamMap
+from opt_adafactor._plan import Plan
+from opt_adafactor._state import FLOAT32, Slots, init_slots, used_slots, with_placeholders
+from opt_adafactor._tree_update import clip_global_norm, make_scalars, update_tree, weight_decay
+
+if TYPE_CHECKING:
+    import optax
+
+
+class AdafactorState(NamedTuple):
+    """The state of `adafactor`: each field but the count is a tree like the parameters.
+
+    `v_row`, `v_col` and `v` are those of `optax.FactoredState`; unused leaves are float32 zeros of
+    shape (1,).
+
+    Attributes:
+      count: int32 scalar; updates made.
+      v_row: float32; means over the columns.
+      v_col: float32; means over the rows.
+      v: float32; second moments of what is not factored.
+      m: the momentum; `None` without.
+    """
+
+    count: Any
+    v_row: Any
+    v_col: Any
+    v: Any
+    m: Any
+
+
+def require_optax() -> None:
+    """Raises unless Optax can be imported.
+
+    Raises:
+      ImportError: it is not installed; says how to.
+    """
+    try:
+        import optax  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "this needs Optax, which opt-adafactor installs with an extra: "
+            '`pip install "opt-adafactor[optax]"`'
+        ) from error
+
+
+def adafactor(
+    learning_rate: Any = None,
+    factored: bool = True,
+    multiply_by_parameter_scale: bool | HParamMap = True,
+    beta1: Any = None,
+    decay_rate: Any = 0.8,
+    step_offset: Any = 0,
+    clipping_threshold: Any = 1.0,
+    weight_decay_rate: Any = None,
+    min_dim_size_to_factor: int = 128,
+    epsilon1: Any = 1e-30,
+    epsilon2: Any = 1e-3,
+    dtype_momentum: Any = FLOAT32,
+    factor_map: HParamMap | None = None,
+    logical_factor_rules: Mapping[str, Any] | None = None,
+    weight_decay_rate_lr_exponent: Any = None,
+    global_norm_clip_threshold: Any = None,
+    max_parameter_scale: Any = None,
+    skip_nan_updates: bool | str = False,
+    respect_rank2_rules: bool = False,
+    *,
+    param_axes: Any = None,
+    weight_decay_mask: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns Adafactor as an Optax transformation: what `Adafactor` does, by updates.
+
+    The arguments are those of `Adafactor`, and two more. Updates are float32 at least, whatever the
+    gradients are, so that parameters come out as they do there. Equal to `optax.adafactor` for
+    parameters of rank 2 and less.
+
+    Args:
+      learning_rate: as for `Adafactor`; a schedule is called with the count. `None` counts as 1.
+      factored: see `Adafactor`; likewise those that follow.
+      multiply_by_parameter_scale: see `Adafactor`.
+      beta1: see `Adafactor`; Optax's `momentum`.
+      decay_rate: see `Adafactor`.
+      step_offset: see `Adafactor`; Optax's `decay_offset`.
+      clipping_threshold: see `Adafactor`.
+      weight_decay_rate: see `Adafactor`.
+      min_dim_size_to_factor: see `Adafactor`.
+      epsilon1: see `Adafactor`; Optax's `eps`.
+      epsilon2: see `Adafactor`.
+      dtype_momentum: see `Adafactor`.
+      factor_map: see `Adafactor`.
+      logical_factor_rules: see `Adafactor`; they need `param_axes`.
+      weight_decay_rate_lr_exponent: see `Adafactor`.
+      global_norm_clip_threshold: see `Adafactor`.
+      max_parameter_scale: see `Adafactor`.
+      skip_nan_updates: see `Adafactor`; what is left as it was has an update of zero.
+      respect_rank2_rules: see `Adafactor`.
+      param_axes: the logical axes of the parameters; see `Adafactor.with_param_axes`.
+      weight_decay_mask: which parameters decay: a tree of flags like the parameters or a prefix of
+        it, or a function from the parameters to one. `None` for all.
+
+    Returns:
+      A transformation whose state is an `AdafactorState`. `update` needs the parameters.
+
+    Raises:
+      ImportError: Optax is not installed.
+      TypeError: an argument has another type; likewise `ValueError`.
+
+    Examples:
+      >>> import optax
+      >>> tx = adafactor(optax.linear_schedule(0.1, 0.0, 10), min_dim_size_to_factor=2)
+      >>> params = {'w': jnp.ones((3, 2))}
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(params, state, params)
+      >>> optax.apply_updates(params, updates)['w'][0].tolist(), state.v_row['w'].shape
+      ([0.9, 0.9], (2,))
+    """
+    require_optax()
+    import optax
+
+    definition = Adafactor(
+        1.0 if learning_rate is None else learning_rate,
+        factored,
+        multiply_by_parameter_scale,
+        beta1,
+        decay_rate,
+        step_offset,
+        clipping_threshold,
+        weight_decay_rate,
+        min_dim_size_to_factor,
+        epsilon1,
+        epsilon2,
+        dtype_momentum,
+        factor_map,
+        logical_factor_rules,
+        weight_decay_rate_lr_exponent,
+        global_norm_clip_threshold,
+        max_parameter_scale,
+        skip_nan_updates,
+        respect_rank2_rules,
+    )
+    definition = _with_axes(definition, param_axes)
+    hyper_params = definition.hyper_params
+
+    def init(params: Any) -> AdafactorState:
+        return _init(definition, params)
+
+    def update(
+        updates: Any, state: AdafactorState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, AdafactorState]:
+        del extra_args
+        _check_given(params)
+        check_gradients(params, updates)
+        plan = definition._plan(params)
+        rate = hyper_params.learning_rate
+        rate = rate(state.count) if callable(rate) else rate
+        decay = weight_decay(hyper_params, rate)
+        new, slots = update_tree(
+            plan,
+            make_scalars(hyper_params, state.count, rate),
+            _arrays(plan, params),
+            clip_global_norm(_arrays(plan, updates), hyper_params.global_norm_clip_threshold),
+            _slots(plan, state),
+            scale_by_param=hyper_params.multiply_by_parameter_scale,
+            decays=[decay if flag else None for flag in _mask(plan, params, weight_decay_mask)],
+            skip=skip_nan_updates,
+            finish=_tensor.negate,
+        )
+        return plan.treedef.unflatten(new), _to_state(plan, state, slots)
+
+    function: Any = update  # Optax's type of it lacks the extra arguments
+    return optax.GradientTransformationExtraArgs(init, function)
+
+
+def scale_by_generalized_factored_rms(
+    factored: bool = True,
+    decay_rate: Any = 0.8,
+    step_offset: Any = 0,
+    min_dim_size_to_factor: int = 128,
+    epsilon: Any = 1e-30,
+    clipping_threshold: Any = None,
+    *,
+    factor_map: HParamMap | None = None,
+    logical_factor_rules: Mapping[str, Any] | None = None,
+    param_axes: Any = None,
+    respect_rank2_rules: bool = False,
+) -> optax.GradientTransformation:
+    """Returns `optax.scale_by_factored_rms` with factor rules, for parameters of any rank.
+
+    Args:
+      factored: whether to factor at all.
+      decay_rate: the second moments decay by `1 - (count + 1)**-decay_rate`.
+      step_offset: the count that counts as 0 there. Up to it the decay is 0, not NaN.
+      min_dim_size_to_factor: without a rule, a matrix is factored if both of its dimensions have
+        this size.
+      epsilon: added to squared gradients.
+      clipping_threshold: the largest root mean square of an update, for every index of the batch
+        dimensions by itself; `None` turns it off.
+      factor_map: a `FactorRule` for each parameter, by path.
+      logical_factor_rules: the `FactorDim` of each logical axis name; they need `param_axes`.
+      param_axes: the logical axes of the parameters; see `Adafactor.with_param_axes`.
+      respect_rank2_rules: whether explicit rules for rank 2 and less hold; see `Adafactor`.
+
+    Returns:
+      A transformation whose state is an `optax.FactoredState`, in float32 whatever the parameters
+      are. `update` needs the parameters, for their paths.
+
+    Raises:
+      ImportError: Optax is not installed.
+      TypeError: an argument has another type; likewise `ValueError`.
+
+    Examples:
+      >>> scanned = HParamMap([('wi', ('row', 'batch', 'column'))])
+      >>> tx = scale_by_generalized_factored_rms(factor_map=scanned)
+      >>> tx.init({'wi': jnp.ones((16, 3, 24))}).v_col['wi'].shape
+      (3, 24)
+    """
+    require_optax()
+    import optax
+
+    definition = Adafactor(
+        1.0,
+        factored,
+        multiply_by_parameter_scale=False,
+        decay_rate=decay_rate,
+        step_offset=step_offset,
+        clipping_threshold=clipping_threshold,
+        min_dim_size_to_factor=min_dim_size_to_factor,
+        epsilon1=epsilon,
+        factor_map=factor_map,
+        logical_factor_rules=logical_factor_rules,
+        respect_rank2_rules=respect_rank2_rules,
+    )
+    definition = _with_axes(definition, param_axes)
+
+    def init(params: Any) -> Any:
+        return optax.FactoredState(*_init(definition, params)[:4])
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        _check_given(params)
+        check_gradients(params, updates)
+        plan = definition._plan(params)
+        own = AdafactorState(state.count, state.v_row, state.v_col, state.v, None)
+        new, slots = update_tree(
+            plan,
+            make_scalars(definition.hyper_params, state.count, 1.0),
+            _arrays(plan, params),
+            _arrays(plan, updates),
+            _slots(plan, own),
+            scale_by_param=False,
+            decays=[None] * len(plan.paths),
+            skip=False,
+            finish=_keep_sign,
+        )
+        own = _to_state(plan, own, slots)
+        return plan.treedef.unflatten(new), optax.FactoredState(*own[:4])
+
+    return optax.GradientTransformation(init, update)
+
+
+def _keep_sign(param: jax.Array, update: jax.Array, decay: Any) -> jax.Array:
+    del param, decay
+    return update
+
+
+def _with_axes(definition: Adafactor, param_axes: Any) -> Adafactor:
+    rules = definition.hyper_params.logical_factor_rules
+    if (rules is None) != (param_axes is None):
+        missing = "logical_factor_rules" if rules is None else "param_axes"
+        given = "param_axes" if rules is None else "logical_factor_rules"
+        raise ValueError(
+            f"`{given}` is given without `{missing}`: factor rules by axis need both, the rule of "
+            "each axis name and the names of each parameter"
+        )
+    return definition if rules is None else definition.with_param_axes(param_axes)
+
+
+def _init(definition: Adafactor, params: Any) -> AdafactorState:
+    plan = definition._plan(params)
+    has_momentum = definition.hyper_params.beta1 is not None
+    dtype = definition.dtype_momentum if has_momentum else None
+    leaves = plan.treedef.flatten_up_to(params)
+    pairs = zip(leaves, plan.factorings, strict=True)
+    states = [with_placeholders(init_slots(leaf, factoring, dtype)) for leaf, factoring in pairs]
+    trees = _columns(plan, states, has_momentum=has_momentum)
+    return AdafactorState(jnp.zeros([], jnp.int32), *trees)
+
+
+def _columns(plan: Plan, slots: Sequence[Slots], *, has_momentum: bool) -> list[Any]:
+    """One tree per slot, of the slots of each parameter."""
+    unflatten = plan.treedef.unflatten
+    trees = [unflatten([s[field] for s in slots]) for field in range(3)]
+    return [*trees, unflatten([s.m for s in slots]) if has_momentum else None]
+
+
+def _rows(plan: Plan, state: AdafactorState) -> list[Slots]:
+    """The slots of each parameter, placeholders included."""
+    trees = [_arrays(plan, tree) for tree in (state.v_row, state.v_col, state.v)]
+    m = [None] * len(plan.paths) if state.m is None else _arrays(plan, state.m)
+    return [Slots(*slots) for slots in zip(*trees, m, strict=True)]
+
+
+def _slots(plan: Plan, state: AdafactorState) -> list[Slots]:
+    has_momentum = state.m is not None
+    return [
+        used_slots(slots, factoring, has_momentum=has_momentum)
+        for slots, factoring in zip(_rows(plan, state), plan.factorings, strict=True)
+    ]
+
+
+def _to_state(plan: Plan, old: AdafactorState, new: Sequence[Slots]) -> AdafactorState:
+    """The state after a step: placeholders stay what they are."""
+    rows = [
+        Slots(*(a if b is None else b for a, b in zip(before, after, strict=True)))
+        for before, after in zip(_rows(plan, old), new, strict=True)
+    ]
+    trees = _columns(plan, rows, has_momentum=old.m is not None)
+    return AdafactorState(increment_step(old.count), *trees)
+
+
+def _arrays(plan: Plan, tree: Any) -> list[Any]:
+    return [jnp.asarray(leaf) for leaf in plan.treedef.flatten_up_to(tree)]
+
+
+def _mask(plan: Plan, params: Any, mask: Any) -> list[bool]:
+    """The flag of every parameter, from a tree of them or a prefix of it."""
+    if callable(mask):
+        mask = mask(params)
+    if mask is None:
+        return [True] * len(plan.paths)
+    flags: list[bool] = []
+    jax.tree.map(
+        lambda flag, below: flags.extend([bool(flag)] * len(jax.tree.leaves(below))), mask, params
+    )
+    return flags
+
+
+def _check_given(params: Any) -> None:
+    if params is None:
+        raise ValueError(
+            "`params` is None: Adafactor scales by the parameters and has rules by their paths; "
+            "call `update(grads, state, params)`"
+        )

@@ -1,0 +1,172 @@
+"""One step of Adafactor on a tree: what both faces, the definition and the transformation, do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from opt_adafactor import _tensor
+from opt_adafactor._factoring import Factoring
+from opt_adafactor._hparam_map import HParamMap
+from opt_adafactor._hyper_params import is_known
+from opt_adafactor._plan import Plan
+from opt_adafactor._state import Slots
+from opt_adafactor._tensor import Scalars
+
+# `_tensor.subtract` or `_tensor.negate`.
+Finish = Callable[[jax.Array, jax.Array, Any], jax.Array]
+
+
+def make_scalars(hyper_params: Any, step: Any, learning_rate: Any) -> Scalars:
+    """Returns the numbers of one step.
+
+    Args:
+      hyper_params: the hyper-parameters, overrides included.
+      step: updates made before; an integer scalar.
+      learning_rate: that of this step.
+    """
+    beta1 = hyper_params.beta1
+    since = jnp.asarray(step) - jnp.asarray(hyper_params.step_offset).astype(jnp.int32)
+    beta2 = _tensor.decay_rate_pow(since, hyper_params.decay_rate)
+    return Scalars(
+        learning_rate=learning_rate,
+        beta2=beta2,
+        complement2=1.0 - beta2,
+        epsilon1=hyper_params.epsilon1,
+        epsilon2=hyper_params.epsilon2,
+        max_scale=hyper_params.max_parameter_scale,
+        clipping=hyper_params.clipping_threshold,
+        beta1=beta1,
+        complement1=None if beta1 is None else 1.0 - beta1,
+    )
+
+
+def weight_decay(hyper_params: Any, learning_rate: Any) -> Any:
+    """Returns the share of the parameters to take away in one step; `None` for no decay.
+
+    With an exponent it is `rate * learning_rate**exponent`, a rate of `None` counting as 1.
+    """
+    rate, exponent = hyper_params.weight_decay_rate, hyper_params.weight_decay_rate_lr_exponent
+    if exponent is None:
+        return rate
+    power = _power(learning_rate, exponent)
+    return power if rate is None else _tensor.times(rate, power)
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    if is_known(base) and is_known(exponent):
+        return base**exponent
+    return jnp.asarray(base).astype(jnp.float32) ** jnp.asarray(exponent).astype(jnp.float32)
+
+
+def clip_global_norm(grads: Sequence[Any], threshold: Any) -> list[Any]:
+    """Returns gradients of at most this global norm; a threshold of `None` or 0 turns it off.
+
+    The norm is that of float32, whatever the gradients are.
+    """
+    if threshold is None or (is_known(threshold) and threshold == 0):
+        return list(grads)
+    wide = [jnp.asarray(grad).astype(jnp.float32) for grad in grads]
+    squares = [jnp.sum(jnp.square(grad)) for grad in wide]
+    norm = jnp.sqrt(functools.reduce(jnp.add, squares, jnp.float32(0)))
+    threshold = jnp.asarray(threshold).astype(jnp.float32)
+    factor = threshold * jnp.minimum(1.0 / threshold, 1.0 / norm)
+    factor = jnp.where(threshold == 0, 1.0, factor)
+    return [grad * factor for grad in wide]
+
+
+def update_tree(
+    plan: Plan,
+    scalars: Scalars,
+    params: Sequence[Any],
+    grads: Sequence[Any],
+    slots: Sequence[Slots],
+    *,
+    scale_by_param: Any,
+    decays: Sequence[Any],
+    skip: bool | str,
+    finish: Finish,
+) -> tuple[list[jax.Array], list[Slots]]:
+    """Makes one update of every tensor of a plan.
+
+    Args:
+      plan: the static half.
+      scalars: the numbers of this step.
+      params: parameters, in the order of the plan; likewise the rest.
+      grads: gradients.
+      slots: statistics.
+      scale_by_param: a flag, or an `HParamMap` of flags.
+      decays: weight decay of each, or `None`.
+      skip: what to leave out where the result is not finite; see `Adafactor`.
+      finish: what to return for each.
+
+    Returns:
+      New parameters or updates, and new statistics.
+    """
+    scales = [_flag(scale_by_param, path) for path in plan.paths]
+    rows = list(zip(params, grads, slots, scales, decays, plan.factorings, strict=True))
+    if skip == "global":
+        return _update_together(rows, scalars, finish)
+    mode = skip if isinstance(skip, str) else "entries" if skip else None
+    done = [
+        _update_tensor(p, g, s, scalars, scale, decay, factoring=f, skip=mode, finish=finish)
+        for p, g, s, scale, decay, f in rows
+    ]
+    return [out for out, _ in done], [new for _, new in done]
+
+
+def _flag(scale_by_param: Any, path: str) -> Any:
+    value = scale_by_param[path] if isinstance(scale_by_param, HParamMap) else scale_by_param
+    return bool(value) if is_known(value) else value
+
+
+def _update_tensor(
+    param: jax.Array,
+    grad: jax.Array,
+    slots: Slots,
+    scalars: Scalars,
+    scale_by_param: Any,
+    decay: Any,
+    *,
+    factoring: Factoring,
+    skip: str | None,
+    finish: Finish,
+) -> tuple[jax.Array, Slots]:
+    update, new = _tensor.scaled_update(param, grad, slots, scalars, scale_by_param, factoring)
+    out = finish(param, update, decay)
+    if skip is None:
+        return out, new
+    unchanged = _unchanged(finish, param, out)
+    if skip == "entries":
+        kept = Slots(*map(_tensor.keep_finite, new, slots))
+        return _tensor.keep_finite(out, unchanged), kept
+    return _guarded(_tensor.is_finite(update, *new), out, unchanged, new, slots)
+
+
+def _update_together(
+    rows: Sequence[tuple[Any, ...]], scalars: Scalars, finish: Finish
+) -> tuple[list[jax.Array], list[Slots]]:
+    """No tensor is updated unless every one of them is finite."""
+    made = [_tensor.scaled_update(p, g, s, scalars, scale, f) for p, g, s, scale, _, f in rows]
+    flags = [_tensor.is_finite(update, *new) for update, new in made]
+    ok = functools.reduce(jnp.logical_and, flags, jnp.array(True))
+    done = []
+    for (param, _, old, _, decay, _), (update, new) in zip(rows, made, strict=True):
+        out = finish(param, update, decay)
+        done.append(_guarded(ok, out, _unchanged(finish, param, out), new, old))
+    return [out for out, _ in done], [new for _, new in done]
+
+
+def _guarded(
+    ok: jax.Array, out: jax.Array, unchanged: jax.Array, new: Slots, old: Slots
+) -> tuple[jax.Array, Slots]:
+    kept = Slots(*(_tensor.select(ok, a, b) for a, b in zip(new, old, strict=True)))
+    return jnp.where(ok, out, unchanged), kept
+
+
+def _unchanged(finish: Finish, param: jax.Array, out: jax.Array) -> jax.Array:
+    return param if finish is _tensor.subtract else jnp.zeros_like(out)

@@ -1,0 +1,39 @@
+"""What several tests use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from opt_adafactor import FactorDim
+
+ROLES = {
+    "r": FactorDim.ROW,
+    "c": FactorDim.COLUMN,
+    "b": FactorDim.BATCH,
+    "n": FactorDim.NONE,
+}
+
+
+def rule(letters: str) -> tuple[FactorDim, ...]:
+    """A factor rule from a letter per dimension."""
+    return tuple(ROLES[letter] for letter in letters)
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype: Any = np.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def largest_difference(a: Any, b: Any) -> float:
+    """The largest difference of two trees, relative to the largest entry of each array."""
+    chex.assert_trees_all_equal_structs(a, b)
+
+    def relative(x: Any, y: Any) -> float:
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert x.shape == y.shape
+        return float(np.max(np.abs(x - y), initial=0.0) / (np.max(np.abs(y), initial=0.0) or 1.0))
+
+    return max(map(relative, jax.tree.leaves(a), jax.tree.leaves(b)), default=0.0)

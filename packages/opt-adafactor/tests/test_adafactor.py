@@ -1,0 +1,370 @@
+"""The definition: T5X's own cases, values, overrides, containers."""
+
+import copy
+import pickle
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_adafactor
+import pytest
+from adafactor_testing import largest_difference, normal, rule
+from flax.core import FrozenDict
+from opt_adafactor import Adafactor, HParamMap, _AdafactorHyperParams, _AdafactorParamState
+from opt_core import Optimizer, OptimizerState
+from opt_core.errors import HyperParamError, RestoreError, TreeMismatchError
+
+PARAMS = {"w": normal(1, (6, 4)), "b": normal(2, (3,))}
+GRADS = {"w": normal(3, (6, 4)), "b": normal(4, (3,))}
+
+
+def run(definition: Adafactor, steps: int = 3, **overrides: Any) -> Optimizer:
+    optimizer = definition.create(PARAMS)
+    for t in range(steps):
+        optimizer = optimizer.apply_gradient(grads_at(t), **overrides)
+    return optimizer
+
+
+def grads_at(t: Any) -> Any:
+    """The gradients of a step: each larger than the last, so that decays tell."""
+    return jax.tree.map(lambda g: g * jnp.asarray(t + 1).astype(g.dtype), GRADS)
+
+
+# What T5X code does with it.
+
+
+def test_hyper_params_are_built_by_position() -> None:
+    definition = Adafactor(learning_rate=0.1, beta1=0.0, min_dim_size_to_factor=32)
+    assert definition.hyper_params == _AdafactorHyperParams(
+        0.1, True, True, 0.0, 0.8, 0, 1.0, None, 32, 1e-30, 1e-3
+    )
+    assert definition.hyper_params.replace(beta1=0.5).beta1 == 0.5
+    assert definition.dtype_momentum == jnp.float32
+
+
+def test_one_step_from_a_given_state() -> None:
+    definition = Adafactor(learning_rate=0.1, min_dim_size_to_factor=0)
+    params = grads = {"x": np.ones((3, 2), np.float32)}
+    unused = np.zeros((1,))
+    state = _AdafactorParamState(np.full(2, 0.9), np.full(3, 0.1), unused, unused)
+    new, new_state = definition.apply_gradient(
+        definition.hyper_params, params, OptimizerState(1, {"x": state}), grads
+    )
+    found = new_state.param_states["x"]
+    np.testing.assert_allclose(new["x"], np.full((3, 2), 0.9), rtol=1e-6)
+    np.testing.assert_allclose(found.v_row, np.full(2, 0.9574349), rtol=1e-6)
+    np.testing.assert_allclose(found.v_col, np.full(3, 0.6169143), rtol=1e-6)
+    assert int(new_state.step) == 2
+    assert found.v.tolist() == found.m.tolist() == [0.0]
+
+
+def test_one_parameter_at_a_time() -> None:
+    definition = Adafactor(0.1, min_dim_size_to_factor=0, beta1=0.9)
+    optimizer = definition.create({"a": PARAMS})
+    state = definition.init_param_state(PARAMS["w"], "a/w")
+    chex.assert_trees_all_equal(state, optimizer.state.param_states["a"]["w"])
+    new, state = definition.apply_param_gradient(
+        0, definition.hyper_params, PARAMS["w"], state, GRADS["w"], "a/w"
+    )
+    optimizer = optimizer.apply_gradient({"a": GRADS})
+    chex.assert_trees_all_equal(new, optimizer.target["a"]["w"])
+    chex.assert_trees_all_equal(state, optimizer.state.param_states["a"]["w"])
+
+
+def test_private_helpers_of_t5x() -> None:
+    definition = Adafactor(0.1, min_dim_size_to_factor=8)
+    assert definition._factored_dims((24, 16)) == ((1,), (0,))
+    assert definition._factored_dims((24, 4)) is None
+    assert definition._parse_rule(None, (3, 4), "a") == ((0, 1), None)
+    assert definition._parse_rule(rule("rbc"), (3, 4, 5), "a") == ((0, 2), ((0,), (2,)))
+    assert definition._parse_rule(rule("cr"), (16, 24), "a") == ((0, 1), ((0,), (1,)))
+    strict = definition._parse_rule(rule("cr"), (16, 24), "a", fallback_to_heuristics=False)
+    assert strict == ((0, 1), ((1,), (0,)))
+    assert float(definition._decay_rate_pow(1, 0.8)) == pytest.approx(1 - 2**-0.8)
+
+
+# Values.
+
+
+def test_definitions_are_values() -> None:
+    def build(**changes: Any) -> Adafactor:
+        rules = HParamMap([("w", rule("rc")), ("b", None)])
+        return Adafactor(0.1, factor_map=rules, logical_factor_rules={"x": "row"}, **changes)
+
+    a, b = build(), build()
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a != build(beta1=0.0)
+    assert a != build(dtype_momentum=jnp.bfloat16)
+    assert a != a.with_param_axes({"w": ("x", "x")})
+    for twin in (copy.copy(a), copy.deepcopy(a), pickle.loads(pickle.dumps(a))):
+        assert twin == a
+        assert hash(twin) == hash(a)
+    axes = a.with_param_axes({"w": ("x", "x")})
+    assert pickle.loads(pickle.dumps(axes)) == axes
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, a.create(PARAMS), b.create(PARAMS)))
+
+
+def test_equal_definitions_share_a_compiled_step() -> None:
+    def apply(optimizer: Optimizer, grads: Any, rate: Any) -> Optimizer:
+        return optimizer.apply_gradient(grads, learning_rate=rate)
+
+    step = jax.jit(chex.assert_max_traces(apply, 1))
+    for _ in range(2):
+        optimizer = Adafactor(beta1=0.9).create(PARAMS)
+        for t in range(3):
+            optimizer = step(optimizer, GRADS, jnp.float32(0.1 / (t + 1)))
+
+
+def test_states_keep_structure_shapes_dtypes_and_buffers_apart() -> None:
+    definition = Adafactor(0.1, beta1=0.9, dtype_momentum=jnp.bfloat16, min_dim_size_to_factor=4)
+    optimizer = definition.create(jax.tree.map(jnp.copy, PARAMS))
+    step = jax.jit(chex.assert_max_traces(lambda o, g: o.apply_gradient(g), 1), donate_argnums=0)
+    described = [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(optimizer)]
+    again = step(optimizer, GRADS)
+    assert [(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(again)] == described
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(again)]
+    assert len(set(pointers)) == len(pointers)
+    step(again, GRADS)
+
+
+def test_everything_is_traceable() -> None:
+    definition = Adafactor(0.1)
+    abstract = jax.eval_shape(definition.create, PARAMS)
+    concrete = definition.create(PARAMS)
+    chex.assert_trees_all_equal_shapes_and_dtypes(abstract, concrete)
+    assert definition.init_state(abstract.target).param_states["w"].v.shape == (6, 4)
+
+    def body(optimizer: Optimizer, t: Any) -> tuple[Optimizer, None]:
+        return optimizer.apply_gradient(grads_at(t)), None
+
+    scanned, _ = jax.lax.scan(body, concrete, jnp.arange(3))
+    assert largest_difference(scanned.target, run(definition).target) < 1e-6
+    many = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), (PARAMS, GRADS))
+
+    def one(params: Any, grads: Any) -> Any:
+        return definition.create(params).apply_gradient(grads).target
+
+    mapped = jax.vmap(one)(*many)
+    assert largest_difference(jax.tree.map(lambda x: x[0], mapped), one(PARAMS, GRADS)) < 1e-6
+
+
+# Overrides.
+
+OVERRIDES: dict[str, tuple[Any, Any]] = {
+    "learning_rate": (0.1, 0.05),
+    "beta1": (0.9, 0.5),
+    "decay_rate": (0.8, 0.5),
+    "step_offset": (0, 2),
+    "clipping_threshold": (1.0, 0.2),
+    "weight_decay_rate": (0.0, 0.1),
+    "epsilon1": (1e-30, 0.1),
+    "epsilon2": (1e-3, 3.0),
+    "weight_decay_rate_lr_exponent": (1.0, 2.0),
+    "global_norm_clip_threshold": (0.0, 0.5),
+    "max_parameter_scale": (9.0, 0.1),
+    "multiply_by_parameter_scale": (True, False),
+}
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_overrides_traced_or_not_are_as_good_as_arguments(name: str) -> None:
+    own, other = OVERRIDES[name]
+    options = {"learning_rate": 0.1, "beta1": 0.9, "epsilon1": 0.01, "weight_decay_rate": 0.01}
+    overridden = Adafactor(**{**options, name: own})
+    expected = run(Adafactor(**{**options, name: other}), steps=2)
+    assert largest_difference(run(overridden, 2).target, expected.target) > 1e-4
+    dtype = {bool: jnp.bool_, int: jnp.int32, float: jnp.float32}[type(other)]
+    step = jax.jit(lambda o, t, value: o.apply_gradient(grads_at(t), **{name: value}))
+    traced = overridden.create(PARAMS)
+    for t in range(2):
+        traced = step(traced, t, jnp.asarray(other, dtype))
+    for found in (run(overridden, 2, **{name: other}), traced):
+        assert largest_difference(found.target, expected.target) < 1e-6
+        assert largest_difference(found.state, expected.state) < 1e-6
+
+
+def test_a_map_of_flags_can_be_overridden_too() -> None:
+    flags = HParamMap([("w", False), ("", True)])
+    expected = run(Adafactor(0.1, multiply_by_parameter_scale=flags))
+    found = run(Adafactor(0.1), multiply_by_parameter_scale=flags)
+    chex.assert_trees_all_equal(found.target, expected.target)
+    plain = run(Adafactor(0.1, multiply_by_parameter_scale=False))
+    chex.assert_trees_all_equal(found.target["w"], plain.target["w"])
+    chex.assert_trees_all_equal(found.target["b"], run(Adafactor(0.1)).target["b"])
+
+
+def test_learning_rate_as_a_function_of_the_step() -> None:
+    scheduled = run(Adafactor(lambda step: 0.1 / (step.astype(jnp.float32) + 1.0)))
+    optimizer = Adafactor().create(PARAMS)
+    for t in range(3):
+        optimizer = optimizer.apply_gradient(grads_at(t), learning_rate=0.1 / (t + 1))
+    assert largest_difference(scheduled.target, optimizer.target) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        {"factored": False},
+        {"min_dim_size_to_factor": 2},
+        {"factor_map": HParamMap([])},
+        {"logical_factor_rules": {}},
+        {"respect_rank2_rules": True},
+    ],
+    ids=lambda override: next(iter(override)),
+)
+def test_what_shapes_the_state_cannot_be_overridden(override: dict[str, Any]) -> None:
+    (name,) = override
+    optimizer = Adafactor(0.1).create(PARAMS)
+    with pytest.raises(HyperParamError, match=f"`{name}` cannot be overridden for one step"):
+        optimizer.apply_gradient(GRADS, **override)
+    hyper_params = optimizer.optimizer_def.hyper_params.replace(**override)
+    with pytest.raises(HyperParamError, match=f"`{name}` cannot"):
+        optimizer.apply_gradient(GRADS, hyper_params=hyper_params)
+    with pytest.raises(HyperParamError, match=f"`{name}` cannot"):
+        optimizer.optimizer_def.apply_gradient(hyper_params, PARAMS, optimizer.state, GRADS)
+
+
+def test_a_traced_override_of_what_shapes_the_state() -> None:
+    optimizer = Adafactor(0.1).create(PARAMS)
+    step = jax.jit(lambda o, size: o.apply_gradient(GRADS, min_dim_size_to_factor=size))
+    with pytest.raises(HyperParamError, match="`min_dim_size_to_factor` cannot"):
+        step(optimizer, 2)
+
+
+def test_momentum_is_not_switched_by_an_override() -> None:
+    without, with_ = Adafactor(0.1).create(PARAMS), Adafactor(0.1, beta1=0.9).create(PARAMS)
+    with pytest.raises(HyperParamError, match=r"`beta1`: the definition has no momentum"):
+        without.apply_gradient(GRADS, beta1=0.9)
+    with pytest.raises(HyperParamError, match=r"has momentum.*off.*override `beta1=0.0`"):
+        with_.apply_gradient(GRADS, beta1=None)
+
+
+def test_unknown_and_missing_hyper_params() -> None:
+    optimizer = Adafactor().create(PARAMS)
+    with pytest.raises(HyperParamError, match=r"`lr`; this optimizer has `learning_rate`"):
+        optimizer.apply_gradient(GRADS, lr=0.1)
+    with pytest.raises(HyperParamError, match=r"no `learning_rate`: give one to the definition"):
+        optimizer.apply_gradient(GRADS)
+
+
+# Defects of T5X that this does not have.
+
+
+def test_a_step_before_the_offset_is_a_first_step() -> None:
+    offset = run(Adafactor(0.1, step_offset=1_000_000, min_dim_size_to_factor=4), steps=1)
+    plain = run(Adafactor(0.1, min_dim_size_to_factor=4), steps=1)
+    chex.assert_trees_all_equal(offset.target, plain.target)
+    chex.assert_trees_all_equal(offset.state, plain.state)
+    chex.assert_tree_all_finite(run(Adafactor(0.1, step_offset=2), steps=4))
+
+
+def test_the_last_step_of_int32_has_the_decay_of_a_late_step() -> None:
+    optimizer = Adafactor(0.1).create(PARAMS)
+    late = optimizer.replace(state=optimizer.state.replace(step=jnp.int32(2**31 - 1)))
+    v = late.apply_gradient(GRADS).state.param_states["w"].v
+    assert float(v.max()) < 1e-5  # next to nothing of the new gradient
+
+
+def test_no_weight_decay_is_none_and_zero_is_zero() -> None:
+    plain = run(Adafactor(0.1)).target
+    zero = run(Adafactor(0.1, weight_decay_rate=0.0, weight_decay_rate_lr_exponent=2.0)).target
+    chex.assert_trees_all_equal(zero, plain)  # T5X takes 0.0 for 1.0 here
+    constant = run(Adafactor(0.1, weight_decay_rate=0.1)).target
+    power = run(Adafactor(0.1, weight_decay_rate=0.1, weight_decay_rate_lr_exponent=0.0)).target
+    assert largest_difference(power, constant) < 1e-6
+    with pytest.raises(ValueError, match=r"`weight_decay_rate_lr_exponent` 0 without"):
+        Adafactor(0.1, weight_decay_rate_lr_exponent=0.0)
+
+
+def test_a_parameter_of_one_entry_is_no_placeholder() -> None:
+    optimizer = Adafactor(0.1).create({"gate": jnp.full((1,), 2.0)})
+    optimizer = optimizer.apply_gradient({"gate": jnp.ones((1,))})
+    assert optimizer.state.param_states["gate"].v.tolist() == [1.0]
+    assert optimizer.target["gate"].tolist() == pytest.approx([1.8])
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda a, b: [a, [b]],
+        lambda a, b: (a, {3: b}),
+        lambda a, b: {"x": {"empty": {}, "a": a}, "y": (b, None)},
+        lambda a, b: FrozenDict({"a": a, "b": {"c/d": b}}),
+        lambda a, b: OptimizerState(a, b),
+    ],
+)
+def test_any_containers(wrap: Any) -> None:
+    params, grads = wrap(PARAMS["w"], PARAMS["b"]), wrap(GRADS["w"], GRADS["b"])
+    optimizer = Adafactor(0.1, min_dim_size_to_factor=4).create(params)
+    stepped = optimizer.apply_gradient(grads)
+    chex.assert_trees_all_equal_structs(stepped, optimizer)
+    expected = run(Adafactor(0.1, min_dim_size_to_factor=4), steps=1)
+    leaves = jax.tree.leaves(stepped.target)
+    chex.assert_trees_all_equal(leaves, [expected.target["w"], expected.target["b"]])
+    restored = optimizer.restore_state(stepped.state_dict())
+    chex.assert_trees_all_equal(restored.state, stepped.state)
+
+
+def test_a_bare_array() -> None:
+    optimizer = Adafactor(0.1).create(PARAMS["w"]).apply_gradient(GRADS["w"])
+    chex.assert_trees_all_equal(optimizer.target, run(Adafactor(0.1), steps=1).target["w"])
+
+
+def test_gradients_and_states_must_look_like_the_parameters() -> None:
+    optimizer = Adafactor(0.1).create(PARAMS)
+    with pytest.raises(TreeMismatchError, match=r"`grads`.*\n.*b: expected an array of shape"):
+        optimizer.apply_gradient({"w": GRADS["w"]})
+    broken = optimizer.replace(state=optimizer.state.replace(param_states={"w": 1.0}))
+    with pytest.raises(TreeMismatchError, match="`param_states` have other containers or keys"):
+        broken.apply_gradient(GRADS)
+    broken = optimizer.replace(state=optimizer.state.replace(param_states=PARAMS))
+    with pytest.raises(TreeMismatchError, match=r"`param_states` of `b`: expected the state of"):
+        broken.apply_gradient(GRADS)
+
+
+def test_restoring_into_another_factoring_is_an_error() -> None:
+    saved = Adafactor(0.1, min_dim_size_to_factor=4).create(PARAMS).state_dict()
+    with pytest.raises(RestoreError, match=r"state/param_states/w/v_row: shape: expected") as found:
+        Adafactor(0.1).create(PARAMS).restore_state(saved)
+    assert len(found.value.report.mismatches) == 3  # and `v_col`, and `v`
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"learning_rate": "fast"}, TypeError, "`learning_rate` must be a number or None, found"),
+        ({"decay_rate": None}, TypeError, "`decay_rate` must be a number, found NoneType"),
+        ({"beta1": True}, TypeError, "`beta1` must be a number or None, found True"),
+        ({"epsilon1": np.ones(2)}, ValueError, r"`epsilon1` must be a scalar.*shape \(2,\)"),
+        ({"clipping_threshold": 0.0}, ValueError, "`clipping_threshold` must be above 0"),
+        ({"multiply_by_parameter_scale": 1}, TypeError, "either bool or `HParamMap`.*found int"),
+        ({"skip_nan_updates": "all"}, ValueError, "`skip_nan_updates` must be False, True"),
+        ({"skip_nan_updates": 1}, ValueError, "'tensor' or 'global', found 1"),
+        ({"factored": 1}, TypeError, "`factored` must be bool, found int"),
+        ({"respect_rank2_rules": None}, TypeError, "`respect_rank2_rules` must be bool"),
+        ({"min_dim_size_to_factor": 8.0}, TypeError, "`min_dim_size_to_factor` must be an int"),
+        ({"dtype_momentum": jnp.int8}, TypeError, "`dtype_momentum` must be a floating dtype"),
+        ({"factor_map": {"a": None}}, TypeError, "`factor_map` must be.*found dict"),
+    ],
+)
+def test_arguments_are_checked(options: Any, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        Adafactor(**options)
+    if "factored" not in options and "factor_map" not in options:
+        with pytest.raises(error, match=words):
+            opt_adafactor.adafactor(**options)
+
+
+def test_under_64_bit_mode_states_stay_in_float32() -> None:
+    enable_x64: Any = jax.enable_x64
+    with enable_x64(True):
+        params = {"w": jnp.asarray(np.ones((6, 4))), "s": jnp.float32(1.0)}
+        optimizer = Adafactor(0.1, beta1=0.9, min_dim_size_to_factor=4).create(params)
+        stepped = optimizer.apply_gradient(params)
+        assert stepped.target["w"].dtype == jnp.float64
+        dtypes = {x.dtype.name for x in jax.tree.leaves(stepped.state)}
+        assert dtypes == {"float32", "int32"}
+        chex.assert_trees_all_equal_shapes_and_dtypes(optimizer, stepped)

@@ -1,0 +1,41 @@
+import pickle
+from typing import Any
+
+import pytest
+from flax.core import FrozenDict
+from opt_adafactor import HParamMap
+from opt_adafactor.errors import UnknownNameError
+
+
+def test_the_first_pattern_found_anywhere_wins() -> None:
+    hparams = HParamMap((("b/kernel", 1), ("kernel$", 2), ("", 3)))
+    assert [hparams[p] for p in ("a/b/kernel", "a/kernel", "kernel_2")] == [1, 2, 3]
+
+
+def test_values_in_the_containers_of_the_parameters() -> None:
+    hparams = HParamMap([("0", None), (".*", "x")])
+    params: Any = FrozenDict({"layers": [1.0, (2.0, 3.0)], "by_key": {7: 4.0}})
+    found = hparams(params)
+    assert isinstance(found, FrozenDict)
+    assert found["layers"] == [None, (None, "x")]
+    assert found["by_key"][7] == "x"
+
+
+def test_maps_are_values() -> None:
+    a, b = HParamMap([("a", [1, 2])]), HParamMap(iter([("a", (1, 2))]))
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a != HParamMap([("b", (1, 2))])
+    assert pickle.loads(pickle.dumps(a)) == a
+    assert bool(HParamMap([]))  # a map, though without rules
+    assert repr(b) == "HParamMap([('a', (1, 2))])"
+    with pytest.raises(AttributeError, match=r"`HParamMap` is immutable.*`rules`"):
+        a.rules = ()
+
+
+def test_a_missing_rule_names_parameter_and_patterns() -> None:
+    with pytest.raises(UnknownNameError, match=r"`c/d`; the patterns are `a`, `b`") as caught:
+        HParamMap([("a", 1), ("b", 2)])["c/d"]
+    assert isinstance(caught.value, KeyError)
+    with pytest.raises(ValueError, match=r"`rules`: `\(` is no regular expression"):
+        HParamMap([("(", 1)])

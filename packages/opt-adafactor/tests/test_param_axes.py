@@ -1,0 +1,250 @@
+"""Factor rules from logical axes, and the logical axes of the state."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from flax.core import FrozenDict
+from jax.sharding import PartitionSpec as P
+from opt_adafactor import (
+    HEURISTIC_RULE,
+    Adafactor,
+    FactorDim,
+    HParamMap,
+    standard_logical_factor_rules,
+)
+from opt_adafactor.errors import AxesError, FactorRuleError, UnknownNameError
+from opt_core.errors import HyperParamError
+
+ROW, COLUMN, BATCH, NONE = FactorDim.ROW, FactorDim.COLUMN, FactorDim.BATCH, FactorDim.NONE
+PARAMS = {
+    "query": jnp.ones((6, 3, 2, 4)),
+    "wi": jnp.ones((6, 3, 8)),
+    "scale": jnp.ones((6, 3)),
+    "embedding": jnp.ones((12, 6)),
+    "square": jnp.ones((6, 6)),
+    "gate": jnp.ones((1,)),
+    "temperature": jnp.ones(()),
+}
+AXES = {
+    "query": P("embed", "layers", "heads", "kv"),
+    "wi": P("embed", "layers", "mlp"),
+    "scale": P("embed", "layers"),
+    "embedding": P("vocab", "embed"),
+    "square": P("embed", "mlp"),
+    "gate": P("mlp"),
+    "temperature": P(),
+}
+
+
+def make(**options: Any) -> Adafactor:
+    rules = standard_logical_factor_rules()
+    return Adafactor(0.1, logical_factor_rules=rules, min_dim_size_to_factor=4, **options)
+
+
+def rules_of(axes: Any, **options: Any) -> dict[str, Any]:
+    return dict(make(**options).with_param_axes(axes).hyper_params.factor_map)
+
+
+def test_rules() -> None:
+    assert rules_of(AXES) == {
+        "query": (ROW, BATCH, COLUMN, COLUMN),
+        "wi": (ROW, BATCH, COLUMN),
+        "scale": (NONE, BATCH),
+        "embedding": (COLUMN, ROW),
+        "square": (ROW, COLUMN),
+        "gate": (NONE,),
+        "temperature": (),
+    }
+
+
+def test_axes_without_names_and_with_several() -> None:
+    axes = {
+        "none": P(None, "embed", "mlp"),
+        "several": P("layers", ("heads", "kv"), "embed"),
+        "unnamed": None,
+        "tuple": ("embed", None),
+    }
+    with pytest.raises(FactorRuleError, match=r"`none` with axes \(-, embed, mlp\) would be"):
+        rules_of(axes)
+    del axes["none"]
+    assert rules_of(axes) == {
+        "several": (BATCH, COLUMN, ROW),
+        "unnamed": HEURISTIC_RULE,
+        "tuple": (NONE, NONE),
+    }
+    with pytest.raises(FactorRuleError, match=r"\('heads', 'embed'\) share one dimension of `w`"):
+        rules_of({"w": P(("heads", "embed"))})
+
+
+def test_containers_of_any_kind() -> None:
+    rules = rules_of(FrozenDict({"layers": [P("embed", "mlp"), (P("mlp"), {3: P()})]}))
+    assert rules.keys() == {"layers/0", "layers/1/0", "layers/1/1/3"}
+    params = {"layers": (jnp.ones((8, 4)), [jnp.ones(4), {"3": jnp.ones(())}])}
+    definition = make().with_param_axes({"layers": [P("embed", "mlp"), (P("mlp"), {"3": P()})]})
+    assert definition.create(params).state.param_states["layers"][0].v_row.shape == (4,)
+
+
+def test_rules_by_axis_go_before_the_map() -> None:
+    definition = make(factor_map=HParamMap([(".*", None)]))
+    assert definition.create(PARAMS).state.param_states["wi"].v.shape == (6, 3, 8)
+    told = definition.with_param_axes(AXES)
+    assert told.create(PARAMS).state.param_states["wi"].v.shape == (1,)
+
+
+def test_definitions_do_not_change() -> None:
+    definition = make()
+    before = hash(definition)
+    told = definition.with_param_axes(AXES)
+    assert hash(definition) == before
+    assert definition.hyper_params.factor_map is None
+    assert told == make().with_param_axes(FrozenDict(AXES))
+    assert told != definition
+    other = told.with_param_axes({"w": P("mlp", "embed")})
+    other.create({"w": jnp.ones((8, 8))})
+    with pytest.raises(AxesError, match="wi: no axes are given"):
+        other.create(PARAMS)
+
+
+def test_told_by_t5xs_method() -> None:
+    definition = make()
+    jax.eval_shape(lambda: definition.set_param_axes(AXES))  # the trainer does it while tracing
+    before = hash(definition)
+    definition.set_param_axes(FrozenDict(AXES))  # again and again
+    assert hash(definition) == before
+    expected = make().with_param_axes(AXES).create(PARAMS)
+    assert definition == expected.optimizer_def
+    chex.assert_trees_all_equal(definition.create(PARAMS).state, expected.state)
+
+
+def test_a_second_model_does_not_clobber_the_first() -> None:
+    definition = make()
+    definition.set_param_axes(AXES)
+    first = definition.create(PARAMS)
+    hyper_params = definition.hyper_params
+    other = {"wi": jnp.ones((6, 3, 8))}
+    definition.set_param_axes({"wi": P("layers", "embed", "mlp")})
+    second = definition.create(other)
+    assert second.state.param_states["wi"].v_row.shape == (6, 3)
+    assert second.state.param_states["wi"].v_col.shape == (6, 8)
+    stepped = first.apply_gradient(PARAMS)
+    assert stepped.state.param_states["wi"].v_col.shape == (3, 8)
+    for captured in (hyper_params, make().hyper_params):  # as they were then, and before
+        first.apply_gradient(PARAMS, hyper_params=captured)
+    assert second.apply_gradient(other).state.param_states["wi"].v_col.shape == (6, 8)
+    definition.set_param_axes(AXES)
+    assert definition.hyper_params.factor_map.keys() == AXES.keys()
+    with pytest.raises(HyperParamError, match=r"for `wi`, now .*Use `with_param_axes`"):
+        definition.set_param_axes({"wi": P("embed", "layers", "mlp")})
+
+
+def test_axes_of_more_than_the_parameters_at_hand() -> None:
+    # As in a MultiOptimizer that gives each of its definitions a part of the tree.
+    told = make().with_param_axes(AXES)
+    part = {"wi": PARAMS["wi"]}
+    assert told.create(part).state.param_states["wi"].v_row.shape == (6, 3)
+
+
+def test_without_rules() -> None:
+    definition = Adafactor(0.1)
+    definition.set_param_axes(AXES)  # T5X's trainer tells every Adafactor
+    assert definition == Adafactor(0.1)
+    with pytest.raises(HyperParamError, match=r"`with_param_axes` needs `logical_factor_rules`"):
+        definition.with_param_axes(AXES)
+    unfactored = make(factored=False).with_param_axes(AXES)
+    assert unfactored.create(PARAMS).state.param_states["wi"].v.shape == (6, 3, 8)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        rules_of({"decoder": {"moe": P("expert", "embed")}})
+    message = str(caught.value)
+    assert "no rule for the axis `expert` of `decoder/moe`" in message
+    assert "whose axes are (expert, embed)" in message
+    assert "they know `embed`, `layers`" in message
+
+
+def test_axes_must_fit_the_parameters() -> None:
+    axes = {**AXES, "wi": P("embed", "mlp"), "more": P("embed")}
+    del axes["query"]
+    with pytest.raises(AxesError) as caught:
+        make().with_param_axes(axes).create(PARAMS)
+    message = str(caught.value)
+    assert "query: no axes are given" in message
+    assert "wi: 3 axes expected, one per dimension of (6, 3, 8), found 2" in message
+    assert "`with_param_axes`" in message
+    with pytest.raises(AxesError, match=r"`param_axes` of `wi` must be a `PartitionSpec`, .*int"):
+        make().with_param_axes({"wi": 3})
+
+
+# The axes of the state.
+
+
+def derive(definition: Adafactor, axes: Any = AXES, params: Any = PARAMS) -> Any:
+    optimizer = jax.eval_shape(definition.create, params)
+    derived = definition.derive_logical_axes(optimizer, axes)
+    assert derived.state.step is None
+    assert derived.optimizer_def is definition
+    return derived
+
+
+def test_factors_have_the_axes_of_what_they_keep() -> None:
+    derived = derive(make().with_param_axes(AXES))
+    assert derived.target == AXES
+    found = {path: (s.v_row, s.v_col, s.v, s.m) for path, s in derived.state.param_states.items()}
+    assert found == {
+        "query": (P("embed", "layers"), P("layers", "heads", "kv"), None, None),
+        "wi": (P("embed", "layers"), P("layers", "mlp"), None, None),
+        "scale": (None, None, P("embed", "layers"), None),
+        "embedding": (P("embed"), P("vocab"), None, None),
+        "square": (P("embed"), P("mlp"), None, None),
+        "gate": (None, None, P("mlp"), None),
+        "temperature": (None, None, P(), None),
+    }
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.9])
+def test_momentum_has_the_axes_of_the_parameter(beta1: float) -> None:
+    derived = derive(make(beta1=beta1).with_param_axes(AXES))
+    assert {path: s.m for path, s in derived.state.param_states.items()} == AXES
+
+
+def test_structure_is_that_of_the_optimizer() -> None:
+    definition = make(beta1=0.9).with_param_axes(AXES)
+    derived = derive(definition, FrozenDict(AXES))
+
+    def is_leaf(x: Any) -> bool:
+        return x is None or isinstance(x, P)
+
+    optimizer = definition.create(PARAMS)
+    expected: Any = jax.tree.structure(optimizer, is_leaf=is_leaf)
+    assert expected == jax.tree.structure(derived, is_leaf=is_leaf)
+    shapes = jax.tree.map(jnp.shape, optimizer.state.param_states)
+    specs = jax.tree.leaves(derived.state.param_states, is_leaf=is_leaf)
+    for shape, spec in zip(
+        jax.tree.leaves(shapes, is_leaf=lambda x: type(x) is tuple), specs, strict=True
+    ):
+        assert len(spec) == len(shape) if spec is not None else shape == (1,)
+
+
+def test_derivation_needs_no_factor_rules_by_axis() -> None:
+    derived = derive(
+        Adafactor(0.1, min_dim_size_to_factor=4),
+        {"w": P(None, ("a", "b")), "unnamed": None},
+        {"w": jnp.ones((8, 4)), "unnamed": jnp.ones((8, 4))},
+    )
+    state = derived.state.param_states["w"]
+    assert (state.v_row, state.v_col) == (P(("a", "b")), P(None))
+    assert derived.state.param_states["unnamed"].v_row is None
+    assert derived.target["unnamed"] is None
+
+
+def test_derivation_checks_the_axes() -> None:
+    with pytest.raises(AxesError) as caught:
+        derive(Adafactor(0.1), {"w": P("a"), "x": P()}, {"w": jnp.ones((8, 4)), "y": jnp.ones(2)})
+    message = str(caught.value)
+    assert "w: 2 axes expected, one per dimension of (8, 4), found 1: (a)" in message
+    assert "y: no axes are given" in message
+    assert "x: there is no such parameter" in message
