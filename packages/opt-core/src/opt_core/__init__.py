@@ -12,7 +12,10 @@ from opt_core._aliasing import unalias
 from opt_core._dtypes import strong_type, strong_types
 from opt_core._fingerprint import fingerprint
 from opt_core._gradients import check_gradients
+from opt_core._group_layout import GroupStates
+from opt_core._groups import FROZEN, Group
 from opt_core._hyper_params import replace_hyper_params
+from opt_core._multi_optimizer import MultiOptimizer
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
 from opt_core._paths import children, flatten_with_paths, path_names, path_str
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
@@ -21,8 +24,12 @@ from opt_core._state_dict import restore_state_dict, to_state_dict
 __version__ = _version("opt-core")
 
 __all__ = [
+    "FROZEN",
+    "Group",
+    "GroupStates",
     "Mismatch",
     "MismatchKind",
+    "MultiOptimizer",
     "Optimizer",
     "OptimizerDef",
     "OptimizerState",
