@@ -49,7 +49,8 @@ def gradient_leaves(params: Any, grads: Any, needed: Set[tuple[str, ...]]) -> li
     Raises:
       TreeMismatchError: containers or keys differ; lists every path.
     """
-    leaves, treedef = jax.tree.flatten(grads)
+    leaves = jax.tree.leaves(grads)
+    treedef: Any = jax.tree.structure(grads)
     expected: Any = jax.tree.structure(params)
     if treedef == expected:
         return leaves
@@ -59,8 +60,8 @@ def gradient_leaves(params: Any, grads: Any, needed: Set[tuple[str, ...]]) -> li
     def walk(param: Any, grad: Any, names: tuple[str, ...]) -> Iterator[Any]:
         count = len(jax.tree.leaves(param))
         if names not in prefixes:
-            same = jax.tree.structure(param) == jax.tree.structure(grad)
-            yield from jax.tree.leaves(grad) if same else [None] * count
+            given = jax.tree.leaves(grad)
+            yield from given if len(given) == count else [None] * count
             return
         opened, found = children(param), children(grad)
         if opened is None:

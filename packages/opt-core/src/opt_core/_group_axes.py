@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from opt_core._groups import Names
+from opt_core._group_states import GroupStates, merge_states
+from opt_core._groups import Group, Names
 from opt_core._optimizer import Optimizer, OptimizerState
 from opt_core._paths import children, path_str
 from opt_core._roles import roles
 from opt_core._selection import Selection
 from opt_core.errors import TreeMismatchError
-from opt_core.protocols import DerivesLogicalAxes
+from opt_core.protocols import DerivesLogicalAxes, TakesParamAxes
 
 _ABSENT: Any = object()
 
@@ -59,12 +62,41 @@ def axes_of_leaves(selection: Selection, params: Any, param_axes: Any) -> list[A
     return [found[names] for names in selection.paths]
 
 
-def prune_axes(selection: Selection, param_axes: Any, position: int) -> Any:
-    """Returns the axes of one group, in the containers that its definition sees."""
-    return selection.cut_by_path(param_axes, position)
+def with_axes(selection: Selection, param_axes: Any) -> list[Group]:
+    """Returns the table, with copies of the definitions that take axes and know them now."""
+    groups = []
+    for position, part in enumerate(selection.parts):
+        definition = part.group.definition
+        if isinstance(definition, TakesParamAxes):
+            definition = copy.copy(definition)
+            definition.set_param_axes(selection.cut_by_path(param_axes, position))
+        groups.append(dataclasses.replace(part.group, definition=definition))
+    return groups
 
 
-def derive_group_axes(optimizer: Optimizer, param_axes: Any) -> OptimizerState:
+def derive_axes(
+    selection: Selection, optimizer: Optimizer, subs: Sequence[Optimizer], param_axes: Any
+) -> tuple[Any, Any]:
+    """Returns the axes of parameters and `param_states`, in their own containers.
+
+    Args:
+      selection: how the parameters are divided.
+      optimizer: the whole.
+      subs: every group that is not frozen, as its definition sees it.
+      param_axes: see `axes_of_leaves`.
+    """
+    axes = axes_of_leaves(selection, optimizer.target, param_axes)
+    states = [
+        _derive_group_axes(sub, part.cut(axes)).param_states
+        for sub, part in zip(subs, selection.trained, strict=True)
+    ]
+    target = selection.treedef.unflatten(axes)
+    if isinstance(like := optimizer.state.param_states, GroupStates):
+        return target, GroupStates(dict(zip(like, states, strict=True)))
+    return target, merge_states(selection, states)
+
+
+def _derive_group_axes(optimizer: Optimizer, param_axes: Any) -> OptimizerState:
     """Returns the axes of one group's state.
 
     Args:
@@ -75,14 +107,14 @@ def derive_group_axes(optimizer: Optimizer, param_axes: Any) -> OptimizerState:
     if isinstance(definition, DerivesLogicalAxes):
         return definition.derive_logical_axes(optimizer, param_axes).state
     states = optimizer.state.param_states
-    leaves, treedef = jax.tree.flatten(states)
+    leaves = jax.tree.leaves(states)
     params = dict(_by_path(optimizer.target, optimizer.target))
     axes = dict(_by_path(optimizer.target, param_axes))
     derived = []
     for role, leaf in zip(roles(optimizer.target, states), leaves, strict=True):
         mirrors = role.param is not None and np.shape(params[role.param]) == np.shape(leaf)
         derived.append(axes[role.param] if mirrors and role.param is not None else None)
-    return OptimizerState(None, treedef.unflatten(derived))
+    return OptimizerState(None, jax.tree.unflatten(jax.tree.structure(states), derived))
 
 
 def _by_path(params: Any, tree: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:

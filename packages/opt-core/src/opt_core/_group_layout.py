@@ -1,89 +1,19 @@
-"""The state of several groups in one tree, and in one state dict.
-
-Where every group keeps an entry per parameter, the entries stand at the paths of the parameters,
-with `None` where a parameter is frozen: what Flax (from 0.3.3 on) and T5X wrote. Otherwise every
-group has an entry of its own, under its name.
-"""
+"""State dicts of several groups: taking them apart by path, and reading what Flax once wrote."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-import flax.serialization
 import jax
 import numpy as np
-from jax.tree_util import DictKey
 
 from opt_core._groups import Names
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
 from opt_core._state_dict import to_state_dict
-from opt_core.errors import RestoreError
-
-if TYPE_CHECKING:
-    from opt_core._optimizer import OptimizerDef, OptimizerState
 
 STATES = ("state", "param_states")
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class GroupStates(Mapping[str, Any]):
-    """The states of groups by name: an immutable mapping, and a pytree.
-
-    Its own type tells it from a dict of parameters that are called as the groups are.
-
-    Args:
-      states: the `param_states` of every group that is not frozen.
-
-    Examples:
-      >>> states = GroupStates({'kernels': 1, 'biases': 2})
-      >>> states['biases'], list(states)
-      (2, ['kernels', 'biases'])
-    """
-
-    __slots__ = ("_states",)
-
-    def __init__(self, states: Mapping[str, Any]) -> None:
-        self._states = dict(states)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._states[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._states)
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def __repr__(self) -> str:
-        return f"GroupStates({self._states!r})"
-
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[DictKey, Any]], tuple[str, ...]]:
-        """Returns the states with their keys, and the names; for JAX."""
-        return [(DictKey(name), state) for name, state in self._states.items()], tuple(self)
-
-    def tree_flatten(self) -> tuple[list[Any], tuple[str, ...]]:
-        """Returns the states, and the names; for JAX."""
-        return list(self._states.values()), tuple(self)
-
-    @classmethod
-    def tree_unflatten(cls, names: tuple[str, ...], states: Iterable[Any]) -> GroupStates:
-        """Makes it again; for JAX."""
-        return cls(dict(zip(names, states, strict=True)))
-
-
-flax.serialization.register_serialization_state(
-    GroupStates,
-    lambda groups: {name: flax.serialization.to_state_dict(groups[name]) for name in groups},
-    lambda groups, written: GroupStates(
-        {
-            name: flax.serialization.from_state_dict(groups[name], written[name], name=name)
-            for name in groups
-        }
-    ),
-)
-
 
 # One level of nested mappings at a time.
 
@@ -134,23 +64,7 @@ def leftover(value: Any, shape: Any) -> Any:
     }
 
 
-# Restoring.
-
-
-def restore_group(
-    definition: OptimizerDef, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
-) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-    """Restores one group by its own definition, even one that has a `restore_state` of its own."""
-    from opt_core._optimizer import OptimizerDef
-
-    if type(definition).restore_state is OptimizerDef.restore_state:
-        return definition._match(target, state, state_dict)
-    try:
-        restored = definition.restore_state(target, state, state_dict)
-    except RestoreError as error:
-        return (target, state), error.report
-    states = len(jax.tree.leaves(restored[1].param_states))
-    return restored, RestoreReport((), len(jax.tree.leaves(restored)), states)
+# Reports.
 
 
 def renamed(report: RestoreReport, name: str) -> RestoreReport:

@@ -26,6 +26,10 @@ Names: TypeAlias = tuple[str, ...]
 LogicalAxes: TypeAlias = Mapping[Names, frozenset[str]]
 
 _LISTED = 50
+_ADVICE = (
+    "A pattern must match the whole path of a leaf. Every leaf needs exactly one group: make the "
+    "patterns disjoint, or say `rest=FROZEN` or `rest=` a definition."
+)
 
 
 class Frozen(enum.Enum):
@@ -276,8 +280,7 @@ def _message(problems: Sequence[str]) -> str:
         [
             "the groups do not divide the parameters:",
             *listed,
-            "A pattern must match the whole path of a leaf. Every leaf needs exactly one group: "
-            "make the patterns disjoint, or say `rest=FROZEN` or `rest=` a definition.",
+            _ADVICE,
         ]
     )
 

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
-from opt_core import _group_layout as layout
+from opt_core import _group_hyper_params as hypers
 from opt_core._aliasing import unalias
 from opt_core._gradients import gradient_leaves
-from opt_core._group_axes import axes_of_leaves, derive_group_axes, prune_axes
-from opt_core._group_layout import GroupStates
-from opt_core._groups import (
-    FROZEN,
-    REST,
-    Frozen,
-    Group,
-    LogicalAxes,
-    Names,
-    check_pattern,
-    logical_axes_by_path,
+from opt_core._group_arguments import check_groups, groups_of_pairs, groups_of_rules
+from opt_core._group_axes import derive_axes, with_axes
+from opt_core._group_state_dict import (
+    Share,
+    is_whole,
+    match_groups,
+    read_list_layout,
+    shares,
+    target_dict,
+    write_states,
 )
+from opt_core._group_states import GroupStates, join_states, split_states
+from opt_core._groups import FROZEN, Frozen, Group, LogicalAxes, logical_axes_by_path
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
 from opt_core._paths import flatten_with_paths
 from opt_core._report import RestoreReport
-from opt_core._selection import Part, Selection, at_paths, has_shape, replace_at, select
-from opt_core._state_dict import restore_state_dict, to_state_dict
-from opt_core.errors import GroupError, HyperParamError, UnusedArgumentError
-from opt_core.protocols import TakesExtraArgs, TakesParamAxes
+from opt_core._selection import Selection, has_shape, select
+from opt_core.protocols import TakesParamAxes
 
 _KEPT_SELECTIONS = 8
 
@@ -62,7 +59,7 @@ class MultiOptimizer(OptimizerDef):
     Examples:
       >>> class Sgd(OptimizerDef):
       ...     def init_state(self, params):
-      ...         return OptimizerState(jnp.zeros((), jnp.int32), jax.tree.map(lambda _: (), params))
+      ...         return OptimizerState(jnp.zeros((), jnp.int32), ())
       ...     def apply_gradient(self, hyper_params, params, state, grads):
       ...         rate = self.hyper_params
       ...         return jax.tree.map(lambda p, g: p - rate * g, params, grads), state
@@ -78,6 +75,7 @@ class MultiOptimizer(OptimizerDef):
     sub_optimizers: tuple[OptimizerDef, ...]
     traversals: tuple[Any, ...]
     param_axes: LogicalAxes | None
+    _selections: dict[Any, Selection]
 
     def __init__(
         self,
@@ -87,19 +85,13 @@ class MultiOptimizer(OptimizerDef):
         **keyword: Any,
     ) -> None:
         # T5X's configurations bind the sequence by its name.
-        given = keyword.pop("traversals_and_optimizers", None)
-        if keyword or (given is not None and traversals_and_optimizers):
+        by_name = keyword.pop("traversals_and_optimizers", None)
+        if keyword or (by_name is not None and traversals_and_optimizers):
             raise TypeError(
                 f"`{type(self).__name__}` takes `(pattern, definition)` pairs, `names` and `rest`"
             )
-        pairs = _pairs(traversals_and_optimizers if given is None else (given,))
-        names = [str(i) for i in range(len(pairs))] if names is None else list(names)
-        if len(names) != len(pairs):
-            raise GroupError(
-                f"`names` has {len(names)} names for {len(pairs)} groups; give one each"
-            )
-        rows = [(name, *pair) for name, pair in zip(names, pairs, strict=True)]
-        self._define([*(Group(*row) for row in rows), Group("rest", REST, rest)], None)
+        given = traversals_and_optimizers if by_name is None else (by_name,)
+        self._define(groups_of_pairs(given, names, rest), None)
 
     @classmethod
     def from_rules(
@@ -131,21 +123,24 @@ class MultiOptimizer(OptimizerDef):
           >>> [group.name for group in definition.groups]
           ['norms', '1', 'rest']
         """
-        groups = [Group(*_row(row, i)) for i, row in enumerate(rules)]
-        if rest is not None:
-            groups.append(Group("rest", REST, rest))
-        return cls._from_groups(groups, param_axes)
-
-    @classmethod
-    def _from_groups(cls, groups: Sequence[Group], param_axes: Any = None) -> Self:
         self = cls.__new__(cls)
-        self._define(groups, None)
+        self._define(groups_of_rules(rules, rest), None)
         if param_axes is not None:
             self.set_param_axes(param_axes)
         return self
 
+    def with_groups(self, groups: Sequence[Group]) -> Self:
+        """Returns the definition with another table; the logical axes stay known.
+
+        Args:
+          groups: the rows, frozen ones included; see `groups`.
+        """
+        new = type(self).__new__(type(self))
+        new._define(groups, self.param_axes)
+        return new
+
     def _define(self, groups: Sequence[Group], param_axes: LogicalAxes | None) -> None:
-        _check(groups)
+        check_groups(groups)
         trained = [group for group in groups if not group.is_frozen]
         definitions = tuple(g.definition for g in trained if isinstance(g.definition, OptimizerDef))
         vars(self).pop("_fingerprint_cache", None)
@@ -170,8 +165,6 @@ class MultiOptimizer(OptimizerDef):
         """The names of the groups that are not frozen, in order."""
         return tuple(group.name for group in self.groups if not group.is_frozen)
 
-    # Selection.
-
     def select(self, params: Any) -> Selection:
         """Returns how the groups divide a tree of parameters; decided once per structure.
 
@@ -191,7 +184,7 @@ class MultiOptimizer(OptimizerDef):
         return found
 
     def _selection_like(self, tree: Any) -> Selection:
-        """The selection of parameters that `tree` has the paths of; its leaves may be axes."""
+        """The selection of the parameters whose paths `tree` has; its leaves may be axes."""
         leaves = jax.tree.leaves(tree)
         if leaves and all(map(has_shape, leaves)):
             return self.select(tree)
@@ -199,7 +192,24 @@ class MultiOptimizer(OptimizerDef):
         known = [s for s in self._selections.values() if s.owners.keys() <= paths]
         return known[-1] if known else self.select(tree)
 
-    # The contract.
+    def split(self, optimizer: Optimizer) -> dict[str, Optimizer]:
+        """Returns an optimizer per group that is not frozen, as its definition sees it.
+
+        Args:
+          optimizer: one of this definition.
+
+        Examples:
+          >>> definition = MultiOptimizer(('w', OptimizerDef(None)), names=['weights'])
+          >>> params = {'w': jnp.ones(2), 'b': jnp.ones(1)}
+          >>> state = OptimizerState(jnp.int32(3), {'w': jnp.zeros(2), 'b': None})
+          >>> definition.split(Optimizer(definition, state, params))['weights'].target.keys()
+          dict_keys(['w'])
+        """
+        given = self._shares(optimizer.target, optimizer.state)
+        return {share.name: share.optimizer for share in given}
+
+    def _shares(self, target: Any, state: OptimizerState) -> list[Share]:
+        return list(shares(self._selection_like(target), self.sub_optimizers, target, state))
 
     def init_state(self, params: Any) -> OptimizerState:
         """Returns the state of every group before the first step.
@@ -213,14 +223,11 @@ class MultiOptimizer(OptimizerDef):
         """
         selection = self.select(params)
         leaves = jax.tree.leaves(params)
-        states = [
-            definition.init_state(part.cut(leaves)).param_states
-            for part, definition in self._trained(selection)
-        ]
-        step = jnp.zeros((), jnp.int32)
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            step = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
-        return OptimizerState(step, self._join(selection, states))
+        parts = zip(selection.trained, self.sub_optimizers, strict=True)
+        states = [d.init_state(part.cut(leaves)).param_states for part, d in parts]
+        is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+        step = jax.eval_shape(_zero) if is_abstract else _zero()
+        return OptimizerState(step, join_states(selection, self.sub_optimizers, states))
 
     def apply_gradient(
         self,
@@ -243,34 +250,32 @@ class MultiOptimizer(OptimizerDef):
           HyperParamError: `hyper_params` has another length; or a definition's own.
           TreeMismatchError: `grads` have other containers or keys than `params`.
         """
-        self._check_length(hyper_params)
+        hypers.check_length(hyper_params, self.group_names)
         selection = self.select(params)
-        leaves, treedef = jax.tree.flatten(params)
+        leaves = jax.tree.leaves(params)
         needed = {selection.paths[i] for part in selection.trained for i in part.members}
         gradients = gradient_leaves(params, grads, needed)
-        states, used = [], set[str]()
-        split = self._split(selection, state.param_states)
-        for (part, definition), hyper, param_states in zip(
-            self._trained(selection), hyper_params, split, strict=True
-        ):
-            with _named(part.group):
-                taken = _extra_args_of(definition, extra_args)
-                (new, new_state), rejected = _apply(
-                    definition,
-                    hyper,
-                    part.cut(leaves),
-                    OptimizerState(state.step, param_states),
-                    part.cut(gradients),
-                    taken,
-                )
-            used |= taken.keys() - rejected
+        states, used = [], frozenset[str]()
+        rows = zip(
+            selection.trained,
+            self.sub_optimizers,
+            hyper_params,
+            split_states(selection, state.param_states),
+            strict=True,
+        )
+        for part, definition, hyper, own in rows:
+            own_state = OptimizerState(state.step, own)
+            operands = (hyper, part.cut(leaves), own_state, part.cut(gradients))
+            taken = hypers.extra_args_of(definition, extra_args)
+            with hypers.named(part.group.name):
+                (new, new_state), acted = hypers.apply_with(definition, operands, taken)
+            used |= acted
             part.paste(new, leaves)
             states.append(new_state.param_states)
-        if unused := extra_args.keys() - used:
-            raise UnusedArgumentError(_unused_message(unused), unused)
-        return treedef.unflatten(leaves), OptimizerState(
-            increment_step(state.step), self._join(selection, states)
-        )
+        hypers.check_used(extra_args, used)
+        param_states = join_states(selection, self.sub_optimizers, states)
+        new_params = selection.treedef.unflatten(leaves)
+        return new_params, OptimizerState(increment_step(state.step), param_states)
 
     def update_hyper_params(self, **overrides: Any) -> tuple[Any, ...]:
         """Returns the hyper-parameters of every group for one update.
@@ -286,93 +291,32 @@ class MultiOptimizer(OptimizerDef):
         given = overrides.pop("hyper_params", None)
         by_group = overrides.pop("group_overrides", None) or {}
         if given is not None:
-            self._check_length(given)
-        self._check_names(by_group)
+            hypers.check_length(given, self.group_names)
+        hypers.check_names(by_group, self.groups)
         found = []
         for i, (name, definition) in enumerate(
             zip(self.group_names, self.sub_optimizers, strict=True)
         ):
             own = {} if given is None else {"hyper_params": given[i]}
-            with _named(f"`{name}`"):
+            with hypers.named(name):
                 found.append(
-                    self._group_hyper_params(definition, own, overrides, by_group.get(name, {}))
+                    self._hyper_params_of(definition, own, overrides, by_group.get(name, {}))
                 )
         return tuple(found)
 
-    def _group_hyper_params(
+    def _hyper_params_of(
         self,
         definition: OptimizerDef,
         given: Mapping[str, Any],
         broadcast: Mapping[str, Any],
         overrides: Mapping[str, Any],
     ) -> Any:
-        """One group's: those given for it alone (or its own), what all get, what it gets alone."""
+        """One group's: those given for it (or its own), with what all get, and what it alone."""
         return definition.update_hyper_params(**given, **{**broadcast, **overrides})
 
     def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
         """Returns those of `names` that some definition takes in its update, and none overrides."""
-        names = frozenset(names) - {"hyper_params", "group_overrides"}
-        claimed = [
-            (d, d.extra_arg_names(names)) for d in self.sub_optimizers if _takes_extra_args(d)
-        ]
-        found = frozenset[str]().union(*(taken for _, taken in claimed))
-        return frozenset(n for n in found if not any(_overrides(d, n) for d in self.sub_optimizers))
-
-    def split(self, optimizer: Optimizer) -> dict[str, Optimizer]:
-        """Returns an optimizer per group that is not frozen, as its definition sees it.
-
-        Args:
-          optimizer: one of this definition.
-
-        Examples:
-          >>> definition = MultiOptimizer(('w', OptimizerDef(None)), names=['weights'])
-          >>> params = {'w': jnp.ones(2), 'b': jnp.ones(1)}
-          >>> state = OptimizerState(jnp.int32(3), {'w': jnp.zeros(2), 'b': None})
-          >>> definition.split(Optimizer(definition, state, params))['weights'].target.keys()
-          dict_keys(['w'])
-        """
-        return {
-            part.group.name: Optimizer(definition, state, target)
-            for part, definition, state, target in self._cut(optimizer.target, optimizer.state)
-        }
-
-    def _trained(self, selection: Selection) -> Iterator[tuple[Part, OptimizerDef]]:
-        return zip(selection.trained, self.sub_optimizers, strict=True)
-
-    def _cut(
-        self, target: Any, state: OptimizerState
-    ) -> Iterator[tuple[Part, OptimizerDef, OptimizerState, Any]]:
-        """Every group with its state and parameters; leaves may be anything, axes too."""
-        selection = self._selection_like(target)
-        states = state.param_states
-        for part, definition in self._trained(selection):
-            position = selection.parts.index(part)
-            holes = definition.whole_tree
-            own = (
-                states[part.group.name]
-                if isinstance(states, GroupStates)
-                else selection.cut_by_path(states, position)
-            )
-            cut = selection.cut_by_path(target, position, holes=holes)
-            yield part, definition, OptimizerState(state.step, own), cut
-
-    def _split(self, selection: Selection, param_states: Any) -> list[Any]:
-        if isinstance(param_states, GroupStates):
-            return [param_states[part.group.name] for part in selection.trained]
-        states = selection.treedef.flatten_up_to(param_states)
-        return [part.cut(states) for part in selection.trained]
-
-    def _join(self, selection: Selection, states: Sequence[Any]) -> Any:
-        parts = list(self._trained(selection))
-        if not all(_is_per_parameter(d, p, s) for (p, d), s in zip(parts, states, strict=True)):
-            names = [part.group.name for part, _ in parts]
-            return GroupStates(dict(zip(names, states, strict=True)))
-        leaves: list[Any] = [None] * len(selection.paths)
-        for (part, _), state in zip(parts, states, strict=True):
-            part.paste(state, leaves)
-        return selection.treedef.unflatten(leaves)
-
-    # Logical axes.
+        return hypers.extra_arg_names(self.sub_optimizers, names)
 
     def set_param_axes(self, param_axes: Any) -> None:
         """Tells the patterns and the definitions the logical axes, before `create`.
@@ -384,17 +328,8 @@ class MultiOptimizer(OptimizerDef):
         """
         axes = logical_axes_by_path(param_axes)
         self._define(self.groups, axes)
-        if not any(isinstance(definition, TakesParamAxes) for definition in self.sub_optimizers):
-            return
-        selection = self._selection_like(param_axes)
-        groups = []
-        for position, group in enumerate(self.groups):
-            definition = group.definition
-            if isinstance(definition, TakesParamAxes):
-                definition = copy.copy(definition)
-                definition.set_param_axes(prune_axes(selection, param_axes, position))
-            groups.append(Group(group.name, group.pattern, definition))
-        self._define(groups, axes)
+        if any(isinstance(definition, TakesParamAxes) for definition in self.sub_optimizers):
+            self._define(with_axes(self._selection_like(param_axes), param_axes), axes)
 
     def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
         """Returns the optimizer with the logical axes of every leaf in its place.
@@ -412,25 +347,10 @@ class MultiOptimizer(OptimizerDef):
           TreeMismatchError: `param_axes` have other paths than the parameters; lists them.
         """
         selection = self.select(optimizer.target)
-        axes = axes_of_leaves(selection, optimizer.target, param_axes)
-        subs = self.split(optimizer)
-        states = [
-            derive_group_axes(subs[part.group.name], part.cut(axes)).param_states
-            for part, _ in self._trained(selection)
-        ]
-        joined = self._join_like(selection, optimizer.state.param_states, states)
-        state = OptimizerState(step=None, param_states=joined)
-        return Optimizer(self, state, selection.treedef.unflatten(axes))
-
-    def _join_like(self, selection: Selection, like: Any, states: Sequence[Any]) -> Any:
-        if isinstance(like, GroupStates):
-            return GroupStates(dict(zip(like, states, strict=True)))
-        leaves: list[Any] = [None] * len(selection.paths)
-        for part, state in zip(selection.trained, states, strict=True):
-            part.paste(state, leaves)
-        return selection.treedef.unflatten(leaves)
-
-    # State dicts.
+        target, param_states = derive_axes(
+            selection, optimizer, list(self.split(optimizer).values()), param_axes
+        )
+        return Optimizer(self, OptimizerState(step=None, param_states=param_states), target)
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
         """Returns `{'target': ..., 'state': {'step': ..., 'param_states': ...}}`.
@@ -443,123 +363,29 @@ class MultiOptimizer(OptimizerDef):
           target: the parameters.
           state: the state that belongs to them.
         """
-        written: dict[str, Any] = {}
         is_grouped = isinstance(state.param_states, GroupStates)
-        if not is_grouped:
-            written = layout.blank(target)
-        for part, definition, own, cut in self._cut(target, state):
-            entry = definition.state_dict(cut, own)["state"].get("param_states", {})
-            if not is_grouped:
-                for names in self._paths_of(part, target):
-                    value = layout.get_at(entry, names, {})
-                    if not names:
-                        written = value
-                    else:
-                        layout.set_at(written, names, value)
-            elif not isinstance(entry, Mapping) or entry:
-                written[part.group.name] = entry
-        rest = {"param_states": written} if written or not is_grouped else {}
-        return {
-            "target": to_state_dict(target),
-            "state": {"step": to_state_dict(state.step), **rest},
-        }
-
-    def _paths_of(self, part: Part, target: Any) -> list[Names]:
-        return [self._selection_like(target).paths[i] for i in part.members]
+        states = write_states(target, is_grouped, self._shares(target, state))
+        return target_dict(target, state.step, states)
 
     def _match(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
     ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-        given = state_dict.get("state") if isinstance(state_dict, Mapping) else None
-        is_grouped = isinstance(state.param_states, GroupStates)
-        selection = self._selection_like(target)
-        members = [[selection.paths[i] for i in part.members] for part in selection.trained]
         problems: tuple[Any, ...] = ()
-        if not is_grouped and layout.is_list_layout(given):
-            given, problems = layout.from_list_layout(given, members)
-            state_dict = {**state_dict, "state": given}
-        if not isinstance(given, Mapping) or "target" not in state_dict:
+        given = self._shares(target, state)
+        if isinstance(state_dict, Mapping) and not isinstance(state.param_states, GroupStates):
+            state_dict, problems = read_list_layout(state_dict, given)
+        if not is_whole(state_dict):
             return super()._match(target, state, state_dict)
-
-        owned = {names: () for paths in members for names in paths}
-        shape = layout.trie(owned)
-        (rest, rest_state), report = self._match_rest(
-            replace_at(target, owned),
-            OptimizerState(state.step, self._unowned_states(selection, state, owned)),
-            {
-                "target": layout.leftover(state_dict["target"], shape),
-                "state": {
-                    **given,
-                    "param_states": layout.leftover(
-                        given.get("param_states", {}),
-                        dict.fromkeys(state.param_states) if is_grouped else shape,
-                    ),
-                },
-            },
-        )
-        reports = [RestoreReport((*problems, *report.mismatches), report.matched)]
-        states: dict[str, Any] = {}
-        leaves, entries = {}, {}
-        for part, definition, own, cut in self._cut(target, state):
-            paths = self._paths_of(part, target)
-            own_shape = layout.trie(paths)
-            written = {"target": layout.restrict(state_dict["target"], own_shape)}
-            written["state"] = {"step": own.step}
-            if "param_states" in given:
-                entry = given["param_states"]
-                if not is_grouped:
-                    written["state"]["param_states"] = layout.restrict(entry, own_shape)
-                elif isinstance(entry, Mapping) and part.group.name in entry:
-                    written["state"]["param_states"] = entry[part.group.name]
-            (cut, own), found = layout.restore_group(definition, cut, own, written)
-            reports.append(layout.without_step(found))
-            wanted = dict.fromkeys(paths)
-            leaves |= dict(at_paths(cut, wanted))
-            if is_grouped:
-                reports[-1] = layout.renamed(reports[-1], part.group.name)
-                states[part.group.name] = own.param_states
-            else:
-                entries |= dict(at_paths(own.param_states, wanted))
-        restored = (
-            GroupStates(states) if is_grouped else replace_at(rest_state.param_states, entries)
-        )
-        new = replace_at(rest, leaves), OptimizerState(rest_state.step, restored)
-        return unalias(new), layout.merged_reports(reports)
-
-    def _unowned_states(
-        self, selection: Selection, state: OptimizerState, owned: Mapping[Names, Any]
-    ) -> Any:
-        if isinstance(state.param_states, GroupStates):
-            return {}
-        return replace_at(state.param_states, {n: owned.get(n) for n in selection.owners})
+        optimizer = Optimizer(self, state, target)
+        restored, report = match_groups(optimizer, state_dict, given, self._match_rest)
+        found = (*problems, *report.mismatches)
+        return unalias(restored), RestoreReport(found, report.matched, report.state_matched)
 
     def _match_rest(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
     ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-        """Restores the step and the frozen leaves; where the groups have something, `()` is."""
+        """Restores the step and the frozen leaves; what belongs to a group is `()` here."""
         return super()._match(target, state, state_dict)
-
-    # What every definition is.
-
-    def _check_length(self, hyper_params: Any) -> None:
-        expected = len(self.sub_optimizers)
-        if not isinstance(hyper_params, Sequence) or len(hyper_params) != expected:
-            found = len(hyper_params) if isinstance(hyper_params, Sequence) else "no sequence"
-            raise HyperParamError(
-                f"`hyper_params` must have {expected} entries, one for each of "
-                f"{', '.join(f'`{name}`' for name in self.group_names)}; got {found}"
-            )
-
-    def _check_names(self, by_group: Mapping[str, Any]) -> None:
-        names = self.group_names
-        for name in by_group:
-            if name not in names:
-                frozen = any(group.name == name for group in self.groups)
-                what = "is frozen" if frozen else "is no group"
-                raise HyperParamError(
-                    f"`group_overrides`: `{name}` {what}; the groups that are updated are "
-                    f"{', '.join(f'`{n}`' for n in names)}"
-                )
 
     def _identity(self) -> Any:
         return (self.groups, self.param_axes)
@@ -580,108 +406,5 @@ class MultiOptimizer(OptimizerDef):
         return f"{type(self).__name__}({rows})"
 
 
-def _pairs(given: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """The pairs, given as they are or as one sequence."""
-    if len(given) == 1 and not _is_pair(given[0]):
-        given = list(given[0]) if isinstance(given[0], Iterable) else given
-    for pair in given:
-        if not _is_pair(pair):
-            raise TypeError(
-                "a group is a pair `(pattern, definition)`; got "
-                + (f"a {type(pair).__name__}" if not _has_two(pair) else _no_definition(pair[1]))
-            )
-    if not given:
-        raise GroupError("there is no group: pass `(pattern, definition)` pairs")
-    return [(pattern, definition) for pattern, definition in given]
-
-
-def _has_two(pair: Any) -> bool:
-    return isinstance(pair, tuple | list) and len(pair) == 2
-
-
-def _is_pair(pair: Any) -> bool:
-    return _has_two(pair) and isinstance(pair[1], OptimizerDef | Frozen)
-
-
-def _no_definition(value: Any) -> str:
-    hint = " (wrap it: `opt_optax_bridge.OptaxWrapper(tx)`)" if hasattr(value, "update") else ""
-    return f"a {type(value).__name__} for a definition{hint}"
-
-
-def _row(row: Any, position: int) -> tuple[str, Any, Any]:
-    if not isinstance(row, tuple | list) or len(row) not in (2, 3):
-        raise TypeError(
-            f"rule {position} must be `(pattern, definition)` or `(name, pattern, definition)`"
-        )
-    name, pattern, definition = row if len(row) == 3 else (str(position), *row)
-    return name, pattern, definition
-
-
-def _check(groups: Sequence[Group]) -> None:
-    names = [group.name for group in groups]
-    for group in groups:
-        if not isinstance(group.name, str) or not group.name or "/" in group.name:
-            raise GroupError(f"a group's name is text without `/`; got {group.name!r}")
-        if names.count(group.name) > 1:
-            raise GroupError(f"two groups are called `{group.name}`; rename one")
-        if not isinstance(group.definition, OptimizerDef | Frozen):
-            raise TypeError(f"{group} has {_no_definition(group.definition)}")
-        check_pattern(group.pattern)
-
-
-def _is_per_parameter(definition: OptimizerDef, part: Part, state: Any) -> bool:
-    if definition.whole_tree or isinstance(state, GroupStates):
-        return False
-    try:
-        part.treedef.flatten_up_to(state)
-    except (ValueError, TypeError, KeyError):
-        return False
-    return True
-
-
-def _takes_extra_args(definition: OptimizerDef) -> bool:
-    return isinstance(definition, TakesExtraArgs)
-
-
-def _overrides(definition: OptimizerDef, name: str) -> bool:
-    """Whether it is the name of a hyper-parameter."""
-    if isinstance(definition, MultiOptimizer):
-        return any(_overrides(sub, name) for sub in definition.sub_optimizers)
-    return name in getattr(definition.hyper_params, "__dataclass_fields__", ())
-
-
-def _extra_args_of(definition: OptimizerDef, extra_args: Mapping[str, Any]) -> dict[str, Any]:
-    if not extra_args or not isinstance(definition, TakesExtraArgs):
-        return {}
-    return {name: extra_args[name] for name in definition.extra_arg_names(extra_args)}
-
-
-def _apply(
-    definition: Any, hyper_params: Any, params: Any, state: Any, grads: Any, extra_args: Any
-) -> tuple[tuple[Any, OptimizerState], frozenset[str]]:
-    """One group's update, and the extra arguments that it has no use for."""
-    rejected = frozenset[str]()
-    while True:
-        taken = {name: value for name, value in extra_args.items() if name not in rejected}
-        try:
-            return definition.apply_gradient(hyper_params, params, state, grads, **taken), rejected
-        except UnusedArgumentError as error:
-            if not error.names & taken.keys():
-                raise
-            rejected |= error.names
-
-
-@contextlib.contextmanager
-def _named(group: Any) -> Iterator[None]:
-    """Says in an error about hyper-parameters which group it is about."""
-    try:
-        yield
-    except UnusedArgumentError:
-        raise
-    except HyperParamError as error:
-        raise HyperParamError(f"group {group}: {error}") from error
-
-
-def _unused_message(names: Iterable[str]) -> str:
-    listed = ", ".join(f"`{name}`" for name in sorted(names))
-    return f"{listed}: neither a hyper-parameter nor an extra argument that any group uses"
+def _zero() -> jax.Array:
+    return jnp.zeros((), jnp.int32)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax.core import FrozenDict
 
-from opt_core._groups import Group, Leaf, LogicalAxes, Names, assign
+from opt_core._groups import Group, Leaf, LogicalAxes, Names, assign, matched
 from opt_core._paths import children, flatten_with_paths
 
 _DICTS = (dict, OrderedDict, FrozenDict)
@@ -50,17 +50,15 @@ def _prune(
     parts = [_prune(child, keep, (*names, name), holes) for name, child in opened.children]
     has_any = any(has for _, has in parts)
     if type(node) in _DICTS and not holes:
-        chosen = {
-            name for (name, _), (_, has) in zip(opened.children, parts, strict=True) if has
-        }
+        chosen = {name for (name, _), (_, has) in zip(opened.children, parts, strict=True) if has}
         by_name = {name: part for (name, _), (part, _) in zip(opened.children, parts, strict=True)}
         return type(node)({k: by_name[str(k)] for k in node if str(k) in chosen}), has_any
     return opened.rebuild([part for part, _ in parts]), has_any
 
 
-def at_paths(tree: Any, wanted: Mapping[Names, Any]) -> Iterator[tuple[Names, Any]]:
+def at_paths(tree: Any, wanted: Collection[Names]) -> Iterator[tuple[Names, Any]]:
     """Yields what `tree` has at each of the `wanted` paths, not looking into it."""
-    prefixes = _prefixes(wanted)
+    wanted, prefixes = set(wanted), _prefixes(wanted)
 
     def walk(node: Any, names: Names) -> Iterator[tuple[Names, Any]]:
         if names in wanted:
@@ -87,7 +85,7 @@ def replace_at(tree: Any, values: Mapping[Names, Any]) -> Any:
     return walk(tree, ())
 
 
-def _prefixes(paths: Mapping[Names, Any]) -> set[Names]:
+def _prefixes(paths: Collection[Names]) -> set[Names]:
     return {names[:n] for names in paths for n in range(len(names))}
 
 
@@ -162,15 +160,28 @@ def select(groups: Sequence[Group], tree: Any, axes: LogicalAxes | None) -> Sele
     Raises:
       GroupError: the groups do not divide the leaves.
     """
-    values, treedef = jax.tree.flatten(tree)
-    skeleton = treedef.unflatten(range(len(values)))
-    found = {x: names for names, x in flatten_with_paths(skeleton) if x is not None}
-    paths = tuple(found[i] for i in range(len(values)))
-    leaves = [Leaf(names, value) for names, value in zip(paths, values, strict=True)]
+    leaves, treedef = described(tree)
+    paths = tuple(leaf.names for leaf in leaves)
     owners = assign(groups, treedef.unflatten([leaf.info for leaf in leaves]), leaves, axes)
     by_path = dict(zip(paths, owners, strict=True))
+    skeleton = treedef.unflatten(range(len(leaves)))
     parts = tuple(_part(group, i, skeleton, by_path) for i, group in enumerate(groups))
     return Selection(treedef, paths, by_path, parts)
+
+
+def described(tree: Any) -> tuple[list[Leaf], Any]:
+    """Returns what patterns may know of the leaves of `tree`, in order, and its structure."""
+    values, structure = jax.tree.flatten(tree)
+    treedef: Any = structure
+    positions = flatten_with_paths(treedef.unflatten(range(len(values))))
+    names = {position: names for names, position in positions if position is not None}
+    return [Leaf(names[i], value) for i, value in enumerate(values)], treedef
+
+
+def positions_of(pattern: Any, tree: Any, axes: LogicalAxes | None) -> frozenset[int]:
+    """Returns the positions of the leaves of `tree` that a pattern matches."""
+    leaves, treedef = described(tree)
+    return matched(pattern, treedef.unflatten([leaf.info for leaf in leaves]), leaves, axes)
 
 
 def _part(group: Group, position: int, skeleton: Any, owners: Mapping[Names, int]) -> Part:
@@ -180,5 +191,4 @@ def _part(group: Group, position: int, skeleton: Any, owners: Mapping[Names, int
         lambda names: owners[names] == position if names in owners else None,
         holes=holes,
     )
-    members, treedef = jax.tree.flatten(tree)
-    return Part(group, tuple(members), treedef)
+    return Part(group, tuple(jax.tree.leaves(tree)), jax.tree.structure(tree))
