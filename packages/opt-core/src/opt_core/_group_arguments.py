@@ -59,7 +59,7 @@ def _check_definition(group: Group, definition: Any) -> None:
 
 
 def _pairs(given: Sequence[Any]) -> list[tuple[Any, Any]]:
-    if len(given) == 1 and not _is_pair(given[0]) and isinstance(given[0], Iterable):
+    if len(given) == 1 and isinstance(given[0], Iterable) and not _looks_like_pair(given[0]):
         given = list(given[0])
     for pair in given:
         if not _has_two(pair):
@@ -73,6 +73,10 @@ def _pairs(given: Sequence[Any]) -> list[tuple[Any, Any]]:
     if not given:
         raise GroupError("there is no group: pass `(pattern, definition)` pairs")
     return [(pattern, definition) for pattern, definition in given]
+
+
+def _looks_like_pair(value: Any) -> bool:
+    return _has_two(value) and (_is_pair(value) or not _has_two(value[0]))
 
 
 def _has_two(pair: Any) -> bool:

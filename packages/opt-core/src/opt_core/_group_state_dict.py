@@ -129,11 +129,11 @@ def match_groups(
 
 
 def read_list_layout(
-    state_dict: Mapping[str, Any], given: Sequence[Share]
-) -> tuple[Mapping[str, Any], tuple[Mismatch, ...]]:
+    state_dict: Any, given: Sequence[Share], param_states: Any
+) -> tuple[Any, tuple[Mismatch, ...]]:
     """Returns a state dict in today's layout, and what of an old one had no place in it."""
-    state = state_dict.get("state")
-    if not layout.is_list_layout(state):
+    state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+    if isinstance(param_states, GroupStates) or not layout.is_list_layout(state):
         return state_dict, ()
     state, problems = layout.from_list_layout(state, [share.paths for share in given])
     return {**state_dict, "state": state}, problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -118,9 +119,8 @@ class MultiOptimizer(OptimizerDef):
 
         Examples:
           >>> sgd, adam = OptimizerDef('sgd'), OptimizerDef('adam')
-          >>> definition = MultiOptimizer.from_rules(
-          ...     [('norms', '.*norm/.*', sgd), ('.*old_head.*', FROZEN)], rest=adam)
-          >>> [group.name for group in definition.groups]
+          >>> rules = [('norms', '.*norm/.*', sgd), ('.*old_head.*', FROZEN)]
+          >>> [group.name for group in MultiOptimizer.from_rules(rules, rest=adam).groups]
           ['norms', '1', 'rest']
         """
         self = cls.__new__(cls)
@@ -294,9 +294,8 @@ class MultiOptimizer(OptimizerDef):
             hypers.check_length(given, self.group_names)
         hypers.check_names(by_group, self.groups)
         found = []
-        for i, (name, definition) in enumerate(
-            zip(self.group_names, self.sub_optimizers, strict=True)
-        ):
+        names = zip(self.group_names, self.sub_optimizers, strict=True)
+        for i, (name, definition) in enumerate(names):
             own = {} if given is None else {"hyper_params": given[i]}
             with hypers.named(name):
                 found.append(
@@ -370,10 +369,8 @@ class MultiOptimizer(OptimizerDef):
     def _match(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
     ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-        problems: tuple[Any, ...] = ()
         given = self._shares(target, state)
-        if isinstance(state_dict, Mapping) and not isinstance(state.param_states, GroupStates):
-            state_dict, problems = read_list_layout(state_dict, given)
+        state_dict, problems = read_list_layout(state_dict, given, state.param_states)
         if not is_whole(state_dict):
             return super()._match(target, state, state_dict)
         optimizer = Optimizer(self, state, target)
@@ -393,13 +390,8 @@ class MultiOptimizer(OptimizerDef):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_selections": {}}
 
-    def __copy__(self) -> Self:
-        new = type(self).__new__(type(self))
-        vars(new).update(self.__getstate__())
-        return new
-
     def __deepcopy__(self, memo: Any) -> Self:
-        return self.__copy__()
+        return copy.copy(self)
 
     def __repr__(self) -> str:
         rows = ", ".join(f"{group}: {group.definition!r}" for group in self.groups)
