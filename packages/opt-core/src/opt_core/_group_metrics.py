@@ -100,7 +100,7 @@ def _norm(terms: list[tuple[Any, ...]]) -> jax.Array:
 
 
 def _square(leaf: Any, minus: Any = None) -> jax.Array:
-    dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+    dtype = jnp.float32 if leaf.dtype.itemsize < 4 else leaf.dtype
     value = jnp.asarray(leaf, dtype)
     if minus is not None:
         value = value - jnp.asarray(minus, dtype)

@@ -157,7 +157,7 @@ def pattern_str(pattern: Any) -> str:
             return "the rest"
         case Set():
             return f"axes {', '.join(sorted(pattern))}"
-    name = getattr(pattern, "__qualname__", None) if callable(pattern) else None
+    name = getattr(pattern, "__name__", None) if callable(pattern) else None
     return name if isinstance(name, str) else type(pattern).__name__
 
 
