@@ -181,7 +181,8 @@ def test_through_a_checkpoint(mixture: str, container: Any, other: bool) -> None
     pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(optimizer), strict=True)
     assert all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in pairs)
     groups = set(optimizer.state_dict()["state"].get("param_states", {}))
-    assert groups == (set() if mixture == "stateless" else groups & set(RULES))
+    assert groups <= set(RULES)
+    assert bool(groups) == (mixture != "stateless")  # a group that keeps nothing has no entry
 
 
 @every_mixture

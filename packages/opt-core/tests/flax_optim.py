@@ -54,7 +54,8 @@ class PerParameter(OptimizerDef):
     def apply_gradient(
         self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
     ) -> tuple[Any, OptimizerState]:
-        leaves, treedef = jax.tree.flatten(params)
+        leaves = jax.tree.leaves(params)
+        treedef: Any = jax.tree.structure(params)
         states, gradients = map(treedef.flatten_up_to, (state.param_states, grads))
         step = increment_step(state.step)
         updated = [
@@ -160,7 +161,7 @@ def build(spec: Any) -> Any:
 def definition_of(case_id: str) -> MultiOptimizer:
     entry = case(case_id)
     if isinstance(entry["constructor"], str):  # told in words
-        kernels, biases = (traversal(lambda path, k=k: k in path) for k in ("kernel", "bias"))  # type: ignore[misc]
+        kernels, biases = (build({"path_contains": part}) for part in ("kernel", "bias"))
         return MultiOptimizer((kernels, Momentum(0.05)), (biases, Adam(0.1)))
     if "focus" in entry:
         return MultiOptimizer((build(entry["focus"]), build(entry["constructor"])))
@@ -180,10 +181,11 @@ def inputs(case_id: str) -> tuple[Any, list[Any]]:
         return flax.core.freeze(nested) if node["kind"] == "frozen" else nested
 
     structure = problem["structure"]
-    grads = [
-        tree(structure, lambda path, t=t: arrays[f"grads/{path}"][t]) for t in range(entry["steps"])
-    ]
-    return tree(structure, lambda path: arrays[f"params/{path}"]), grads
+    
+    def gradients(t: int) -> Any:
+        return tree(structure, lambda path: arrays[f"grads/{path}"][t])
+
+    return tree(structure, lambda path: arrays[f"params/{path}"]), [gradients(t) for t in range(entry["steps"])]
 
 
 def arrays_in(file: str) -> Mapping[str, np.ndarray]:

@@ -36,7 +36,7 @@ def make_params() -> Any:
     }
 
 
-GRADS = {
+GRADS: Any = {
     "a": {"kernel": jnp.full((2, 3), 0.5), "bias": jnp.full(3, 2.0), "none": {}},
     "b": {"kernel": jnp.full((3, 2), 0.25), "scale": jnp.ones(2)},
 }
@@ -428,7 +428,7 @@ def test_extra_arguments_go_where_they_are_used() -> None:
 
 # Logical axes.
 
-AXES = {
+AXES: Any = {
     "a": {"kernel": P("embed", "mlp"), "bias": P("mlp"), "none": {}},
     "b": {"kernel": P("mlp", None), "scale": None},
 }

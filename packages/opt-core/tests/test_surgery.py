@@ -10,6 +10,7 @@ from flax_optim import Adam, GradientDescent
 from hypothesis import strategies as st
 from opt_core import (
     FROZEN,
+    Group,
     GroupStates,
     MultiOptimizer,
     Optimizer,
@@ -74,6 +75,16 @@ KERNELS = ("kernels", ".*kernel", Momentum())
 BIASES = ("biases", ".*bias", Adam(0.1))
 
 
+def groups_of(optimizer: Optimizer) -> tuple[Group, ...]:
+    definition = optimizer.optimizer_def
+    assert isinstance(definition, MultiOptimizer)
+    return definition.groups
+
+
+def table(optimizer: Optimizer) -> list[str]:
+    return [group.name for group in groups_of(optimizer)]
+
+
 def trained(definition: OptimizerDef, steps: int = 2) -> Optimizer:
     return advanced(definition.create(make_params()), steps)
 
@@ -125,13 +136,13 @@ def test_freeze_drops_state_and_stops() -> None:
         created=(),
         dropped=("a/bias/grad_ema", "a/bias/grad_sq_ema", "a/kernel"),
     )
-    assert [group.name for group in found.optimizer_def.groups] == ["frozen", "kernels", "rest"]
+    assert table(found) == ["frozen", "kernels", "rest"]
     stepped = advanced(found, 1)
     assert stepped.target["a"]["kernel"] is optimizer.target["a"]["kernel"]
     assert not jnp.array_equal(stepped.target["b"]["kernel"], optimizer.target["b"]["kernel"])
-    assert str(found.optimizer_def.groups[1]) == "`kernels` ('.*kernel' but not 'a/.*')"
+    assert str(groups_of(found)[1]) == "`kernels` ('.*kernel' but not 'a/.*')"
     again, _ = freeze(found, "b/.*")
-    assert [group.name for group in again.optimizer_def.groups] == ["frozen_2", "frozen", "rest"]
+    assert table(again) == ["frozen_2", "frozen", "rest"]
     assert jax.tree.leaves(again.state.param_states) == []
 
 
@@ -140,7 +151,7 @@ def test_freeze_of_an_optimizer_without_groups() -> None:
     found, report = freeze(optimizer, "a/.*", name="layer")
     assert report.kept == ("b/kernel", "b/scale")
     assert report.dropped == ("a/bias", "a/kernel")
-    assert [group.name for group in found.optimizer_def.groups] == ["layer", "rest"]
+    assert table(found) == ["layer", "rest"]
     found, report = freeze(trained(Whole()), "a/.*")
     assert isinstance(found.state.param_states, GroupStates)
     assert report.kept == ("rest/0/count", "rest/0/mu/b/kernel", "rest/0/mu/b/scale")
@@ -263,17 +274,17 @@ DEFINITIONS = [Momentum(), Adam(0.1), GradientDescent(0.1), Whole(), FROZEN]
 def test_any_regrouping_can_be_trained_and_keeps_no_wrong_state(data: st.DataObject) -> None:
     """Accumulated gradients of ones tell whose state a leaf was."""
 
-    def table() -> MultiOptimizer:
+    def draw_table() -> MultiOptimizer:
         choice = st.sampled_from(DEFINITIONS)
         chosen = [data.draw(choice) for _ in range(3)]
         return groups(("a", "a/.*", chosen[0]), ("b", "b/kernel", chosen[1]), rest=chosen[2])
 
-    optimizer = table().create(make_params())
+    optimizer = draw_table().create(make_params())
     grads = {
         "a": {"kernel": jnp.full((2, 3), 2.0), "bias": jnp.full(3, 3.0)},
         "b": {"kernel": jnp.full((3, 2), 4.0), "scale": jnp.full(2, 5.0)},
     }
-    found, report = regroup(optimizer.apply_gradient(grads), table())
+    found, report = regroup(optimizer.apply_gradient(grads), draw_table())
     fresh = found.optimizer_def.create(make_params())
     assert structure(found) == structure(fresh)
     assert len(report.kept) + len(report.created) == len(jax.tree.leaves(found.state.param_states))
