@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import opt_optax_bridge as opt
 import optax
+import optax.contrib
 import pytest
 from flax.core import freeze
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -28,6 +29,8 @@ from opt_core import (
 )
 from opt_core.errors import HyperParamError, RestoreError, UnusedArgumentError
 from opt_optax_bridge import t5x
+
+contrib: Any = optax.contrib  # exports without saying so
 
 
 def make_params() -> Any:
@@ -68,7 +71,8 @@ class PerParameter(OptimizerDef):
     def apply_gradient(
         self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
     ) -> tuple[Any, OptimizerState]:
-        leaves, treedef = jax.tree.flatten(params)
+        leaves = jax.tree.leaves(params)
+        treedef: Any = jax.tree.structure(params)
         states, gradients = map(treedef.flatten_up_to, (state.param_states, grads))
         new = [{"m": s["m"] + g, "v": s["v"]} for s, g in zip(states, gradients, strict=True)]
         moved = [p - 0.1 * s["m"] for p, s in zip(leaves, new, strict=True)]
@@ -104,7 +108,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "stateless": dict.fromkeys(RULES, lambda: optax.sgd(1e-2)),
     "clipped": {
         "tables": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.rmsprop(1e-2)),
-        "kernels": lambda: optax.contrib.muon(1e-2),
+        "kernels": lambda: contrib.muon(1e-2),
         "vectors": lambda: optax.inject_hyperparams(optax.adam)(1e-2),
     },
 }
@@ -137,7 +141,12 @@ def test_every_group_is_optax_on_its_leaves(mixture: str) -> None:
     labels = LABELS
     tx = optax.partition({name: as_tx(make()) for name, make in MIXTURES[mixture].items()}, labels)
     params, state = make_params(), tx.init(make_params())
-    step = jax.jit(lambda o, g: o.apply_gradient(g))
+    traces = []
+
+    @jax.jit
+    def step(optimizer: Optimizer, grads: Any) -> Optimizer:
+        traces.append(1)
+        return optimizer.apply_gradient(grads)
 
     @jax.jit
     def theirs(params: Any, state: Any, grads: Any) -> Any:
@@ -153,7 +162,7 @@ def test_every_group_is_optax_on_its_leaves(mixture: str) -> None:
         optimizer.target,
         params,
     )
-    assert step._cache_size() == 1
+    assert len(traces) == 1
 
 
 def as_tx(tx: Any) -> Any:
@@ -248,7 +257,8 @@ def test_states_are_sharded_as_derived() -> None:
 
 def cost(function: Any, *operands: Any) -> dict[str, float]:
     found: Any = jax.jit(function).lower(*operands).compile().cost_analysis()
-    return found[0] if isinstance(found, list) else found
+    counts: dict[str, float] = found[0] if isinstance(found, list) else found
+    return counts
 
 
 @pytest.mark.parametrize("mixture", ["adamw", "three kinds", "stateless"])
@@ -381,8 +391,11 @@ def test_the_example_of_t5x(api: Any, variadic: bool) -> None:
     opt_def = made(*pairs) if variadic else made(pairs)
     optimizer = opt_def.create(make_params())
 
+    traces = []
+
     @jax.jit
     def train_step(optimizer: Any, grads: Any, lr: Any) -> Any:
+        traces.append(1)
         hparams = optimizer.optimizer_def.hyper_params
         step = optimizer.state.step
         return optimizer.apply_gradient(
@@ -402,7 +415,7 @@ def test_the_example_of_t5x(api: Any, variadic: bool) -> None:
     still = train_step(last, GRADS, 0.1)
     assert moved(last, still) == {"0"}
     assert moved(still, train_step(still, GRADS, 0.1)) == {"0", "1"}
-    assert train_step._cache_size() == 1
+    assert len(traces) == 1
     assert first.target["layer"]["scale"] is not None
     assert np.array_equal(first.target["layer"]["scale"], optimizer.target["layer"]["scale"])
 

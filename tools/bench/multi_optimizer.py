@@ -11,7 +11,7 @@ import argparse
 import functools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -40,7 +40,7 @@ def make_definition(groups: int) -> MultiOptimizer:
 def make_partition(params: Any, groups: int) -> Any:
     """Returns Optax's own."""
     labels = {name: {kind: kind for kind in layer} for name, layer in params.items()}
-    txs = {f"kind_{j}": optax.adamw(1e-3 / (j + 1)) for j in range(groups)}
+    txs: dict[Hashable, Any] = {f"kind_{j}": optax.adamw(1e-3 / (j + 1)) for j in range(groups)}
     return optax.partition(txs, labels)
 
 

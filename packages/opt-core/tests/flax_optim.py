@@ -181,11 +181,13 @@ def inputs(case_id: str) -> tuple[Any, list[Any]]:
         return flax.core.freeze(nested) if node["kind"] == "frozen" else nested
 
     structure = problem["structure"]
-    
+
     def gradients(t: int) -> Any:
         return tree(structure, lambda path: arrays[f"grads/{path}"][t])
 
-    return tree(structure, lambda path: arrays[f"params/{path}"]), [gradients(t) for t in range(entry["steps"])]
+    return tree(structure, lambda path: arrays[f"params/{path}"]), [
+        gradients(t) for t in range(entry["steps"])
+    ]
 
 
 def arrays_in(file: str) -> Mapping[str, np.ndarray]:

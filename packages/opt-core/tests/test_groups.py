@@ -295,3 +295,22 @@ def test_every_container(make: Any) -> None:
         if a is not None and not jnp.array_equal(a, b)
     ]
     assert moved == [first]
+
+
+def test_states_of_other_groups_are_not_taken_for_these() -> None:
+    """Stacked parameters have another rank, so a pattern by rank divides them otherwise."""
+    params = {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}
+    definition = MultiOptimizer((lambda path, leaf: leaf.ndim == 2, Momentum()))
+    optimizer = definition.create(params)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), optimizer)
+    assert int(jax.vmap(lambda o: o.apply_gradient(params))(stacked).state.step[0]) == 1
+    uses: list[Any] = [stacked.state_dict, lambda: stacked.apply_gradient(stacked.target)]
+    for use in uses:
+        with pytest.raises(GroupError) as caught:
+            use()
+        assert str(caught.value) == (
+            "the state was made for other groups than these parameters are divided into:\n"
+            "  `kernel` is frozen and has one\n"
+            "A pattern that looks at shapes or dtypes divides parameters anew when these change, "
+            "as stacked ones do: decide by the path."
+        )

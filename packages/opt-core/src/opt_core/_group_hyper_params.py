@@ -43,9 +43,13 @@ def check_names(by_group: Mapping[str, Any], groups: Sequence[Group]) -> None:
 
 def has_hyper_param(definition: OptimizerDef, name: str) -> bool:
     """Whether it is the name of a hyper-parameter, of a nested definition's too."""
-    found = definition.hyper_params
-    each = found if isinstance(found, tuple) else (found,)
-    return any(name in hyper_param_names(hyper_params) for hyper_params in each)
+    return _has_name(definition.hyper_params, name)
+
+
+def _has_name(hyper_params: Any, name: str) -> bool:
+    if isinstance(hyper_params, tuple):
+        return any(_has_name(inner, name) for inner in hyper_params)
+    return name in hyper_param_names(hyper_params)
 
 
 def extra_arg_names(definitions: Sequence[OptimizerDef], names: Iterable[str]) -> frozenset[str]:

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 
 from opt_core import _group_layout as layout
-from opt_core._group_states import GroupStates
+from opt_core._group_states import GroupStates, check_division
 from opt_core._groups import Names
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
 from opt_core._report import Mismatch, RestoreReport
-from opt_core._selection import Part, Selection, at_paths, replace_at
+from opt_core._selection import Part, Selection, at_paths, has_shape, replace_at
 from opt_core._state_dict import to_state_dict
 from opt_core.errors import RestoreError
 
@@ -44,6 +44,8 @@ def shares(
 ) -> Iterator[Share]:
     """Yields every group that is not frozen, by path: leaves may be axes, or anything."""
     states = state.param_states
+    if not isinstance(states, GroupStates) and all(map(has_shape, jax.tree.leaves(target))):
+        check_division(selection, dict(at_paths(states, selection.paths)))
     for part, definition in zip(selection.trained, definitions, strict=True):
         position = selection.parts.index(part)
         own = (

@@ -14,7 +14,10 @@ import flax.serialization
 import jax
 from jax.tree_util import DictKey
 
+from opt_core._groups import Names
+from opt_core._paths import path_str
 from opt_core._selection import Part, Selection
+from opt_core.errors import GroupError
 
 if TYPE_CHECKING:
     from opt_core._optimizer import OptimizerDef
@@ -113,7 +116,30 @@ def split_states(selection: Selection, param_states: Any) -> list[Any]:
     if isinstance(param_states, GroupStates):
         return [param_states[part.group.name] for part in selection.trained]
     states = selection.treedef.flatten_up_to(param_states)
+    check_division(selection, dict(zip(selection.paths, states, strict=True)))
     return [part.cut(states) for part in selection.trained]
+
+
+def check_division(selection: Selection, states: Mapping[Names, Any]) -> None:
+    """Raises a `GroupError` if states by path were made for other groups.
+
+    They are where a pattern asks for the shape or dtype of a leaf, and it has another one now.
+    """
+    problems = []
+    for part in selection.parts:
+        own = {selection.paths[i]: states[selection.paths[i]] for i in part.members}
+        absent = {names for names, state in own.items() if state is None}
+        if part.group.is_frozen:
+            problems += [f"`{path_str(n)}` is frozen and has one" for n in own if n not in absent]
+        elif len(absent) < len(own):
+            problems += [f"`{path_str(n)}` of {part.group} has none" for n in own if n in absent]
+    if problems:
+        raise GroupError(
+            "the state was made for other groups than these parameters are divided into:\n"
+            + "\n".join(f"  {line}" for line in problems)
+            + "\nA pattern that looks at shapes or dtypes divides parameters anew when these "
+            "change, as stacked ones do: decide by the path."
+        )
 
 
 def _is_per_parameter(definition: OptimizerDef, part: Part, state: Any) -> bool:
