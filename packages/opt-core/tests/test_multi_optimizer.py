@@ -259,6 +259,13 @@ def test_a_restore_error_counts_what_fits() -> None:
         other.restore_state({**written, "state": {"step": 1, "param_states": {"x": 1}}})
 
 
+@pytest.mark.parametrize("definition", [Momentum(), Adam(0.1), Whole()])
+def test_a_single_array_is_a_tree_too(definition: OptimizerDef) -> None:
+    optimizer = MultiOptimizer.from_rules([("all", r"\.", definition)]).create(jnp.ones(3))
+    optimizer = advanced(optimizer, 1)
+    assert_same(optimizer.restore_state(to_numpy(optimizer.state_dict())), optimizer)
+
+
 class WritesBackwards(Momentum):
     """Has a state dict, and a way back, of its own."""
 

@@ -54,6 +54,8 @@ def restrict(value: Any, shape: Any) -> Any:
 
 def leftover(value: Any, shape: Any) -> Any:
     """Returns nested mappings without what lies on the paths of a trie."""
+    if shape is None:
+        return {}
     if not isinstance(value, Mapping):
         return value
     given = {str(key): child for key, child in value.items()}
