@@ -17,6 +17,8 @@ def test_there_are_pages() -> None:
     assert {"README.md", "getting-started.md", "checkpoints.md", "migrating-from-t5x.md"} <= names
 
 
+# T5X's own example makes traversals of Flax, which warn.
+@pytest.mark.filterwarnings("ignore:`flax.traverse_util.Traversal`:DeprecationWarning")
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_blocks_run(page: pathlib.Path) -> None:
     namespace: dict[str, Any] = {}

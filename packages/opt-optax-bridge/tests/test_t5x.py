@@ -19,7 +19,8 @@ pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 
 NAMES = """
-Dtype Optimizer OptimizerDef OptimizerDefType OptimizerState OptimizerStateType OptimizerType
+Dtype MultiOptimizer Optimizer OptimizerDef OptimizerDefType OptimizerState OptimizerStateType
+OptimizerType
 OptaxWrapper _OptaxWrapperHyperParams chain freeze unfreeze wrap_optax_optimizer
 adabelief adagrad adam adamw fromage lars lamb lion noisy_sgd radam rmsprop sgd yogi dpsgd
 """
@@ -176,8 +177,55 @@ def test_what_is_no_state_dict_is_said(state_dict: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("amos", "jestimator"), ("MultiOptimizer", "not there yet"), ("adamq", "no optimizer")],
+    [("amos", "jestimator"), ("adamq", "no optimizer")],
 )
 def test_what_is_missing_says_why(name: str, words: str) -> None:
     with pytest.raises(AttributeError, match=words):
         getattr(t5x, name)
+
+
+def both(**kwargs: Any) -> t5x.MultiOptimizer:
+    return t5x.MultiOptimizer([("w", t5x.sgd(0.5)), ("b", t5x.sgd(0.5))], **kwargs)
+
+
+def test_the_trainers_rate_is_ignored_in_groups_and_a_groups_own_acts() -> None:
+    optimizer = both(names=["matrices", "vectors"]).create(make_params())
+    plain = optimizer.apply_gradient(make_params())
+    assert_same_bits(optimizer.apply_gradient(make_params(), learning_rate=9.0), plain)
+    matrices, vectors = both().hyper_params
+    given: dict[str, Any] = {"hyper_params": [matrices.replace(learning_rate=0.25), vectors]}
+    by_name: dict[str, Any] = {"group_overrides": {"matrices": {"learning_rate": 0.25}}}
+    for overrides in (given, by_name, {**given, "learning_rate": 9.0}):
+        found = optimizer.apply_gradient(make_params(), **overrides)
+        assert_close(found.target["w"], 0.75 * make_params()["w"])
+        assert_same_bits(found.target["b"], plain.target["b"])
+
+
+def test_a_rate_that_cannot_act_in_a_group_is_an_error() -> None:
+    opaque = t5x.MultiOptimizer([("w|b", t5x.OptaxWrapper(optax.sgd(0.5)))])
+    optimizer = opaque.create(make_params())
+    assert_same_bits(
+        optimizer.apply_gradient(make_params(), learning_rate=9.0),
+        optimizer.apply_gradient(make_params()),
+    )
+    with pytest.raises(HyperParamError, match="group `0`: `learning_rate` cannot be given to a"):
+        optimizer.apply_gradient(make_params(), group_overrides={"0": {"learning_rate": 0.1}})
+    with pytest.raises(HyperParamError, match=r"group `0`: .*`typo`"):
+        optimizer.apply_gradient(make_params(), group_overrides={"0": {"typo": 0.1}})
+
+
+def test_groups_restore_as_leniently_as_one_does() -> None:
+    optimizer = t5x.MultiOptimizer([("w", t5x.adam(0.5))]).create(make_params())
+    saved = through_bytes(optimizer.state_dict())
+    saved["target"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), saved["target"])
+    restored = optimizer.restore_state(saved)
+    assert {x.dtype for x in jax.tree.leaves(restored.target)} == {jnp.dtype(jnp.bfloat16)}
+    assert_same_bits(restored.state, optimizer.state)
+    saved["target"]["b"] = saved["target"]["b"][None]
+    with pytest.raises(RestoreError, match="target/b: shape"):
+        optimizer.restore_state(saved)
+
+
+def test_groups_of_the_facade_are_not_those_of_the_core() -> None:
+    assert both() == both() == pickle.loads(pickle.dumps(both()))
+    assert both() != opt_core.MultiOptimizer([("w", t5x.sgd(0.5)), ("b", t5x.sgd(0.5))])

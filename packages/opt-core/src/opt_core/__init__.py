@@ -9,37 +9,57 @@ from importlib.metadata import version as _version
 
 from opt_core import errors, protocols
 from opt_core._aliasing import unalias
+from opt_core._describe import GroupRow, GroupTable, describe
 from opt_core._dtypes import strong_type, strong_types
 from opt_core._fingerprint import fingerprint
 from opt_core._gradients import check_gradients
+from opt_core._group_metrics import GroupNorms, group_metrics
+from opt_core._group_states import GroupStates
+from opt_core._groups import FROZEN, Group
 from opt_core._hyper_params import replace_hyper_params
+from opt_core._multi_optimizer import MultiOptimizer
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
 from opt_core._paths import children, flatten_with_paths, path_names, path_str
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
 from opt_core._state_dict import restore_state_dict, to_state_dict
+from opt_core._surgery import SurgeryReport, freeze, regroup, reset, unfreeze
 
 __version__ = _version("opt-core")
 
 __all__ = [
+    "FROZEN",
+    "Group",
+    "GroupNorms",
+    "GroupRow",
+    "GroupStates",
+    "GroupTable",
     "Mismatch",
     "MismatchKind",
+    "MultiOptimizer",
     "Optimizer",
     "OptimizerDef",
     "OptimizerState",
     "RestoreReport",
+    "SurgeryReport",
     "check_gradients",
     "children",
+    "describe",
     "errors",
     "fingerprint",
     "flatten_with_paths",
+    "freeze",
+    "group_metrics",
     "increment_step",
     "path_names",
     "path_str",
     "protocols",
+    "regroup",
     "replace_hyper_params",
+    "reset",
     "restore_state_dict",
     "strong_type",
     "strong_types",
     "to_state_dict",
     "unalias",
+    "unfreeze",
 ]

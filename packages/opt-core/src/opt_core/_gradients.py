@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 import jax
@@ -32,7 +32,68 @@ def check_gradients(params: Any, grads: Any) -> None:
     found = list(_differences(params, grads, ()))
     if not found:
         found = [f"static data: expected {treedef}, found {grad_treedef}"]
-    raise TreeMismatchError(
+    raise _mismatch(found)
+
+
+def gradient_leaves(params: Any, grads: Any, needed: Set[tuple[str, ...]]) -> list[Any]:
+    """Returns the gradient of every leaf of `params`, in order.
+
+    Args:
+      params: the parameters.
+      grads: a tree like them. Where no leaf is needed it may have `None`, or nothing at all.
+      needed: the paths of the leaves that must have a gradient.
+
+    Returns:
+      One gradient per leaf; `None` for those that are not needed and not there.
+
+    Raises:
+      TreeMismatchError: containers or keys differ; lists every path.
+    """
+    leaves = jax.tree.leaves(grads)
+    treedef: Any = jax.tree.structure(grads)
+    expected: Any = jax.tree.structure(params)
+    if treedef == expected:
+        return leaves
+    prefixes = {names[:n] for names in needed for n in range(len(names) + 1)}
+    problems: list[str] = []
+
+    def walk(param: Any, grad: Any, names: tuple[str, ...]) -> Iterator[Any]:
+        count = len(jax.tree.leaves(param))
+        if names not in prefixes:
+            given = jax.tree.leaves(grad)
+            yield from given if len(given) == count else [None] * count
+            return
+        opened, found = children(param), children(grad)
+        if opened is None:
+            if grad is None or found is not None:
+                problems.append(f"{path_str(names)}: expected {_leaf(param)}, found {_kind(grad)}")
+            yield grad
+            return
+        if found is None or type(param) is not type(grad):
+            problems.append(f"{path_str(names)}: expected {_kind(param)}, found {_kind(grad)}")
+            yield from [None] * count
+            return
+        theirs = dict(found.children)
+        for name, child in opened.children:
+            if name in theirs:
+                yield from walk(child, theirs.pop(name), (*names, name))
+            elif (*names, name) in prefixes:
+                line = f"{path_str((*names, name))}: expected {_kind(child)}, found nothing"
+                problems.append(line)
+            else:
+                yield from [None] * len(jax.tree.leaves(child))
+        for name, child in theirs.items():
+            line = f"{path_str((*names, name))}: expected nothing, found {_kind(child)}"
+            problems.append(line)
+
+    found = list(walk(params, grads, ()))
+    if problems or len(found) != expected.num_leaves:
+        raise _mismatch(problems or [f"static data: expected {expected}, found {treedef}"])
+    return found
+
+
+def _mismatch(found: list[str]) -> TreeMismatchError:
+    return TreeMismatchError(
         "`grads` do not look like the parameters:\n"
         + "\n".join(f"  {line}" for line in found)
         + "\nDifferentiate with respect to the optimizer's own `target`, or convert the gradients' "

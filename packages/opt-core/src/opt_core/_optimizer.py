@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Hashable, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import flax.struct
 import jax
@@ -60,6 +60,15 @@ class OptimizerDef:
     """
 
     hyper_params: Any
+
+    whole_tree: ClassVar[bool] = False
+    """Whether the state belongs to the tree as a whole, as that of Optax's transformations does.
+
+    In a `MultiOptimizer` such a definition sees the dicts of the parameters with all their keys,
+    `()` where a leaf belongs to another group, and has a state dict of its own. Any other sees
+    smaller dicts, and its state is written beside that of the other groups, path by path, where it
+    has an entry per parameter.
+    """
 
     def __init__(self, hyper_params: Any) -> None:
         self.hyper_params = hyper_params

@@ -2,7 +2,9 @@
 
 ```
 OptimizerError
+├── GroupError (ValueError)         groups that do not divide the parameters, or a group unknown
 ├── HyperParamError (TypeError)     a hyper-parameter that does not exist or cannot be overridden
+│   └── UnusedArgumentError         an extra argument that the update does not use
 ├── RestoreError (ValueError)       a state dict that does not fit; carries the report
 ├── StateDictError (ValueError)     a tree that has no faithful state dict
 ├── StateChangedError (TypeError)   an update that would change the shape or structure of the state
@@ -14,18 +16,21 @@ Each is also the builtin that callers of Flax and T5X already catch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from opt_core._report import RestoreReport
 
 __all__ = [
+    "GroupError",
     "HyperParamError",
     "OptimizerError",
     "RestoreError",
     "StateChangedError",
     "StateDictError",
     "TreeMismatchError",
+    "UnusedArgumentError",
 ]
 
 
@@ -33,8 +38,27 @@ class OptimizerError(Exception):
     """The base of every error that these packages raise on purpose."""
 
 
+class GroupError(OptimizerError, ValueError):
+    """Groups do not divide the parameters exactly, or no group has the name asked for."""
+
+
 class HyperParamError(OptimizerError, TypeError):
     """An override names no hyper-parameter, or one that cannot change at run time."""
+
+
+class UnusedArgumentError(HyperParamError):
+    """An extra argument is neither a hyper-parameter nor used by the update.
+
+    Attributes:
+      names: the arguments that are not used.
+    """
+
+    def __init__(self, message: str, names: Iterable[str]) -> None:
+        self.names = frozenset(names)
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[UnusedArgumentError], tuple[str, list[str]]]:
+        return UnusedArgumentError, (str(self), sorted(self.names))
 
 
 class StateDictError(OptimizerError, ValueError):

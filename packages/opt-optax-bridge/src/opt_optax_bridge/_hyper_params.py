@@ -111,7 +111,8 @@ def _definition(optimizer: Optimizer) -> OptaxWrapper:
     if not isinstance(optimizer.optimizer_def, OptaxWrapper):
         raise TypeError(
             "`optimizer` must be one of an `OptaxWrapper`; its definition is a "
-            f"{type(optimizer.optimizer_def).__name__}"
+            f"{type(optimizer.optimizer_def).__name__}. Ask about one group of a `MultiOptimizer`: "
+            "`definition.split(optimizer)[name]`"
         )
     return optimizer.optimizer_def
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from opt_core.errors import HyperParamError
+from opt_core.errors import HyperParamError, UnusedArgumentError
 
 from opt_optax_bridge._program import Program, named, weakly_typed
 from opt_optax_bridge._recipe import is_number
@@ -88,8 +88,8 @@ def overridden_update(
       args: what `update` is called with.
 
     Raises:
-      HyperParamError: an override is no scalar, or cannot act at run time; an extra argument is
-        not used by the transformation. Says which and why.
+      HyperParamError: an override is no scalar, or cannot act at run time. Says which and why.
+      UnusedArgumentError: an extra argument is not used by the transformation.
     """
     program = _checked(definition, overrides, args, schedules={})
     updates, state = program.run(*args.operands(_numbers(overrides)))
@@ -190,7 +190,7 @@ def _checked(
     called = {name for name, function in functions.items() if function.was_called}
     unused += [name for name in args.static if name not in called | _taken(definition, args)]
     if unused:
-        raise HyperParamError(_unused_message(definition, unused))
+        raise UnusedArgumentError(_unused_message(definition, unused), unused)
     return program
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,8 @@ class OptaxWrapper(OptimizerDef):
       >>> optimizer.apply_gradient({'w': jnp.ones(2)}).target['w'].tolist()
       [0.9, 0.9]
     """
+
+    whole_tree: ClassVar[bool] = True  # the state is one, and masks may have the parameters' keys
 
     optax_optimizer: Any
     recipe: Recipe | None

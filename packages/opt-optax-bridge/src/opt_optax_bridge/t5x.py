@@ -7,8 +7,10 @@ Differs from the rest of the package where T5X code relies on it, and only there
 * `restore_state` takes parameters in another precision (T5X saves and restores them in bfloat16 on
   request), and partition specs or `None` in the place of any leaf.
 
-Not here: `MultiOptimizer`, and `amos`, which lives in jestimator
-(`wrap_optax_optimizer(jestimator.amos.amos)`).
+`MultiOptimizer` works with wrapped Optax optimizers too. There a learning rate that is given to one
+group, as in T5X's own example, acts; the trainer's, which all get, is ignored by the wrapped ones.
+
+Not here: `amos`, which lives in jestimator (`wrap_optax_optimizer(jestimator.amos.amos)`).
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from typing import Any, ParamSpec
 import flax.struct
 import jax
 import jax.numpy as jnp
+import opt_core
 from flax.core import freeze, unfreeze
 from jax.sharding import PartitionSpec
 from opt_core import Optimizer, OptimizerDef, OptimizerState, RestoreReport, children
+from opt_core.errors import HyperParamError
 from opt_partition import OptaxStatePartitionRules
 
 from opt_optax_bridge import _twins, _wrapper
@@ -30,6 +34,7 @@ from opt_optax_bridge._recipe import Recipe, make_hyper_params
 
 __all__ = [
     "Dtype",
+    "MultiOptimizer",
     "OptaxStatePartitionRules",
     "OptaxWrapper",
     "Optimizer",
@@ -59,6 +64,11 @@ class _OptaxWrapperHyperParams:
     learning_rate: float | None = None
 
 
+@flax.struct.dataclass
+class _ActingHyperParams(_OptaxWrapperHyperParams):
+    """Given to one group of a `MultiOptimizer`, and obeyed."""
+
+
 class OptaxWrapper(_wrapper.OptaxWrapper):
     """`opt_optax_bridge.OptaxWrapper` with T5X's leniencies.
 
@@ -77,9 +87,21 @@ class OptaxWrapper(_wrapper.OptaxWrapper):
         grads: Any,
         **extra_args: Any,
     ) -> tuple[Any, OptimizerState]:
-        """Makes one update; `hyper_params` are ignored."""
-        del hyper_params
+        """Makes one update; `hyper_params` are ignored, but for those of a group."""
+        if isinstance(hyper_params, _ActingHyperParams):
+            rate, twin = hyper_params.learning_rate, self._twin()
+            acting = twin.update_hyper_params(learning_rate=rate)
+            return twin.apply_gradient(acting, params, state, grads, **extra_args)
         return super().apply_gradient(self.hyper_params, params, state, grads, **extra_args)
+
+    def _twin(self) -> _wrapper.OptaxWrapper:
+        """The same transformation, of which the hyper-parameters act."""
+        if self.recipe is None:
+            raise HyperParamError(
+                "`learning_rate` cannot be given to a transformation that was wrapped as it is: "
+                "make it with a wrapped constructor (`wrap_optax_optimizer`)"
+            )
+        return _wrapper.OptaxWrapper.from_recipe(self.recipe)
 
     def acting_hyper_params(self, **overrides: Any) -> Any:
         """Returns the hyper-parameters that the transformation was built with."""
@@ -92,11 +114,56 @@ class OptaxWrapper(_wrapper.OptaxWrapper):
     def _match(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
     ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-        return super()._match(
-            _like(_param_like, target, _entry(state_dict, "target")),
-            _like(_state_leaf_like, state, _entry(state_dict, "state")),
-            state_dict,
-        )
+        return super()._match(*_references(target, state, state_dict), state_dict)
+
+
+class MultiOptimizer(opt_core.MultiOptimizer):
+    """`opt_core.MultiOptimizer` with T5X's leniencies.
+
+    The trainer's `apply_gradient(learning_rate=...)` reaches every group, and wrapped Optax
+    optimizers ignore it, as they do alone. One that is given to a group, by `hyper_params=[...]` or
+    `group_overrides=`, acts.
+
+    Args:
+      *traversals_and_optimizers: pairs of a traversal and a definition, or one sequence of them.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> definition = MultiOptimizer([('kernel', _twin('sgd')(0.1)), ('bias', _twin('sgd')(0.1))])
+      >>> optimizer = definition.create({'kernel': jnp.ones(1), 'bias': jnp.ones(1)})
+      >>> kernel, bias = definition.hyper_params
+      >>> optimizer = optimizer.apply_gradient(
+      ...     optimizer.target, hyper_params=[kernel.replace(learning_rate=0.5), bias])
+      >>> {name: float(value[0]) for name, value in optimizer.target.items()}
+      {'bias': 0.9, 'kernel': 0.5}
+    """
+
+    def _hyper_params_of(
+        self,
+        definition: OptimizerDef,
+        given: Mapping[str, Any],
+        broadcast: Mapping[str, Any],
+        overrides: Mapping[str, Any],
+    ) -> Any:
+        found = super()._hyper_params_of(definition, given, broadcast, overrides)
+        if not isinstance(definition, OptaxWrapper):
+            return found
+        own = getattr(given.get("hyper_params"), "learning_rate", None)
+        rate = overrides.get("learning_rate", own)
+        return found if rate is None else _ActingHyperParams(rate)
+
+    def _match_rest(
+        self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
+    ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
+        return super()._match_rest(*_references(target, state, state_dict), state_dict)
+
+
+def _references(target: Any, state: OptimizerState, state_dict: Any) -> tuple[Any, Any]:
+    """Parameters and state with leaves of the kind of what is to be restored, where T5X does so."""
+    return (
+        _like(_param_like, target, _entry(state_dict, "target")),
+        _like(_state_leaf_like, state, _entry(state_dict, "state")),
+    )
 
 
 def _entry(state_dict: Any, name: str) -> Any:
@@ -160,7 +227,6 @@ chain = _twins.wrap_into(OptaxWrapper, _twins.chain_sequence, "chain")
 
 
 _ABSENT = {
-    "MultiOptimizer": "it is not there yet",
     "amos": "it lives in jestimator: `wrap_optax_optimizer(jestimator.amos.amos)`",
 }
 

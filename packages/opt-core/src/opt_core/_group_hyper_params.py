@@ -1,0 +1,120 @@
+"""Hyper-parameters and extra arguments of several groups: which value goes where."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from opt_core._groups import Group
+from opt_core._hyper_params import hyper_param_names
+from opt_core.errors import HyperParamError, UnusedArgumentError
+from opt_core.protocols import TakesExtraArgs
+
+if TYPE_CHECKING:
+    from opt_core._optimizer import OptimizerDef, OptimizerState
+
+OWN = frozenset({"hyper_params", "group_overrides"})
+
+
+def check_length(hyper_params: Any, names: Sequence[str]) -> None:
+    """Raises a `HyperParamError` unless there is one entry per group."""
+    is_sequence = isinstance(hyper_params, Sequence) and not isinstance(hyper_params, str)
+    if not is_sequence or len(hyper_params) != len(names):
+        found = str(len(hyper_params)) if is_sequence else f"a {type(hyper_params).__name__}"
+        raise HyperParamError(
+            f"`hyper_params` must have {len(names)} entries, one for each of {listed(names)}; got "
+            f"{found}"
+        )
+
+
+def check_names(by_group: Mapping[str, Any], groups: Sequence[Group]) -> None:
+    """Raises a `HyperParamError` unless every name is that of a group that is updated."""
+    frozen = {group.name for group in groups if group.is_frozen}
+    names = [group.name for group in groups if not group.is_frozen]
+    for name in by_group:
+        if name not in names:
+            what = "is frozen" if name in frozen else "is no group"
+            raise HyperParamError(
+                f"`group_overrides`: `{name}` {what}; the groups that are updated are "
+                f"{listed(names)}"
+            )
+
+
+def has_hyper_param(definition: OptimizerDef, name: str) -> bool:
+    """Whether it is the name of a hyper-parameter, of a nested definition's too."""
+    return _has_name(definition.hyper_params, name)
+
+
+def _has_name(hyper_params: Any, name: str) -> bool:
+    if isinstance(hyper_params, tuple):
+        return any(_has_name(inner, name) for inner in hyper_params)
+    return name in hyper_param_names(hyper_params)
+
+
+def extra_arg_names(definitions: Sequence[OptimizerDef], names: Iterable[str]) -> frozenset[str]:
+    """Returns those of `names` that some definition takes in its update, and none overrides."""
+    asked = frozenset(names) - OWN
+    taken = frozenset[str]().union(
+        *(d.extra_arg_names(asked) for d in definitions if isinstance(d, TakesExtraArgs))
+    )
+    return frozenset(n for n in taken if not any(has_hyper_param(d, n) for d in definitions))
+
+
+def extra_args_of(definition: OptimizerDef, extra_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the extra arguments that one definition says it takes."""
+    if not extra_args or not isinstance(definition, TakesExtraArgs):
+        return {}
+    return {name: extra_args[name] for name in definition.extra_arg_names(extra_args)}
+
+
+def apply_with(
+    definition: Any, operands: tuple[Any, ...], extra_args: Mapping[str, Any]
+) -> tuple[tuple[Any, OptimizerState], frozenset[str]]:
+    """Updates one group.
+
+    A transformation that takes any keyword says so only when it is traced that it has no use for
+    one. Another group may have.
+
+    Args:
+      definition: the group's.
+      operands: hyper-parameters, parameters, state and gradients.
+      extra_args: what it says it takes.
+
+    Returns:
+      What `apply_gradient` returns, and the names of the arguments that were used.
+    """
+    taken = dict(extra_args)
+    while True:
+        try:
+            return definition.apply_gradient(*operands, **taken), frozenset(taken)
+        except UnusedArgumentError as error:
+            if not error.names & taken.keys():
+                raise
+            taken = {name: value for name, value in taken.items() if name not in error.names}
+
+
+@contextlib.contextmanager
+def named(group: str) -> Iterator[None]:
+    """Says in an error about hyper-parameters which group it is about."""
+    try:
+        yield
+    except UnusedArgumentError:
+        raise
+    except HyperParamError as error:
+        raise HyperParamError(f"group `{group}`: {error}") from error
+
+
+def check_used(extra_args: Mapping[str, Any], used: frozenset[str]) -> None:
+    """Raises an `UnusedArgumentError` for arguments that no group used."""
+    if unused := sorted(extra_args.keys() - used):
+        raise UnusedArgumentError(
+            f"{listed(unused)}: neither a hyper-parameter nor an extra argument that any group "
+            "uses",
+            unused,
+        )
+
+
+def listed(names: Iterable[str]) -> str:
+    """Returns names for people to read."""
+    return ", ".join(f"`{name}`" for name in names) or "none"

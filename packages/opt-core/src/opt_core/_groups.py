@@ -1,0 +1,304 @@
+"""Parameter groups: which definition a leaf belongs to, decided by its path.
+
+A group has a pattern. Patterns see paths, shapes, dtypes and logical axes, never values, so the
+same tree is divided the same way before, inside and after a compiled function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+import jax
+from flax import traverse_util
+
+from opt_core._paths import flatten_with_paths, path_str
+from opt_core._state_dict import to_state_dict
+from opt_core.errors import GroupError
+
+if TYPE_CHECKING:
+    from opt_core._optimizer import OptimizerDef
+
+Names: TypeAlias = tuple[str, ...]
+LogicalAxes: TypeAlias = Mapping[Names, frozenset[str]]
+
+_LISTED = 50
+_ADVICE = (
+    "A pattern must match the whole path of a leaf. Every leaf needs exactly one group: make the "
+    "patterns disjoint, or say `rest=FROZEN` or `rest=` a definition."
+)
+
+
+class Frozen(enum.Enum):
+    """The type of `FROZEN`."""
+
+    FROZEN = "frozen"
+
+    def __repr__(self) -> str:
+        return "FROZEN"
+
+
+FROZEN = Frozen.FROZEN
+"""In the place of a definition: these leaves have no state and are not updated."""
+
+
+class Rest(enum.Enum):
+    """The type of `REST`."""
+
+    REST = "rest"
+
+
+REST = Rest.REST
+"""In the place of a pattern: the leaves that no other group has."""
+
+
+@runtime_checkable
+class Traversal(Protocol):
+    """What selects leaves of a tree, as the traversals of `flax.traverse_util` do."""
+
+    def iterate(self, inputs: Any) -> Iterable[Any]:
+        """Yields the selected parts of `inputs`."""
+        ...
+
+    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        """Returns `inputs` with `fn` applied to the selected parts."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class But:
+    """What `pattern` matches and `excluded` does not.
+
+    Attributes:
+      pattern: any pattern.
+      excluded: another.
+    """
+
+    pattern: Any
+    excluded: Any
+
+    def __str__(self) -> str:
+        return f"{pattern_str(self.pattern)} but not {pattern_str(self.excluded)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """One row of the table of groups.
+
+    Attributes:
+      name: what the group is called in overrides, reports and state dicts.
+      pattern: which leaves it has.
+      definition: how they are updated, or `FROZEN`.
+    """
+
+    name: str
+    pattern: Any
+    definition: OptimizerDef | Frozen
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the group is not updated."""
+        return isinstance(self.definition, Frozen)
+
+    def __str__(self) -> str:
+        return f"`{self.name}` ({pattern_str(self.pattern)})"
+
+
+class Leaf:
+    """What a pattern may know of a leaf.
+
+    Attributes:
+      names: the names along its path.
+      path: the same, joined by `/`.
+      info: a `jax.ShapeDtypeStruct`, or what says that the shape is not known yet.
+    """
+
+    __slots__ = ("info", "names", "path")
+
+    def __init__(self, names: Names, value: Any) -> None:
+        self.names, self.path = names, path_str(names)
+        has_shape = hasattr(value, "shape") and hasattr(value, "dtype")
+        self.info: Any = (
+            jax.ShapeDtypeStruct(value.shape, value.dtype) if has_shape else _Unknown(self.path)
+        )
+
+
+class _Unknown:
+    """Stands for a leaf of which only the path is known."""
+
+    __slots__ = ("_path",)
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise GroupError(
+            f"a pattern asks for `{name}` of `{self._path}`, of which only the path is known here. "
+            "Create the optimizer, or call `derive_logical_axes`, with this definition first, or "
+            "decide by the path."
+        )
+
+
+def pattern_str(pattern: Any) -> str:
+    """Returns a pattern for people to read."""
+    match pattern:
+        case But():
+            return str(pattern)
+        case str():
+            return repr(pattern)
+        case re.Pattern():
+            return repr(pattern.pattern)
+        case Rest():
+            return "the rest"
+        case Set():
+            return f"axes {', '.join(sorted(pattern))}"
+    name = getattr(pattern, "__name__", None) if callable(pattern) else None
+    return name if isinstance(name, str) else type(pattern).__name__
+
+
+def check_pattern(pattern: Any) -> None:
+    """Raises a `TypeError` unless `pattern` is one; a `GroupError` for a bad expression."""
+    match pattern:
+        case str():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise GroupError(f"{pattern!r} is no regular expression: {error}") from None
+            return
+        case Set():
+            if not pattern or not all(isinstance(name, str) for name in pattern):
+                raise GroupError("a set of logical axes needs one name or more, all of them text")
+            return
+    if not (isinstance(pattern, re.Pattern | Rest | But | Traversal) or callable(pattern)):
+        raise TypeError(
+            "a pattern is a regular expression for the whole path, a function of `(path, leaf)`, "
+            f"a set of logical axes, or a traversal; got a {type(pattern).__name__}"
+        )
+
+
+def matched(
+    pattern: Any, tree: Any, leaves: Sequence[Leaf], axes: LogicalAxes | None
+) -> frozenset[int]:
+    """Returns the positions of the leaves that a pattern matches.
+
+    Args:
+      pattern: any pattern but `REST`.
+      tree: the parameters' containers with `leaves[i].info` as leaves.
+      leaves: the same leaves, in order.
+      axes: logical axes by path; needed for a set of them.
+    """
+    match pattern:
+        case But(inner, excluded):
+            return matched(inner, tree, leaves, axes) - matched(excluded, tree, leaves, axes)
+        case str() | re.Pattern():
+            expression = re.compile(pattern)
+            return frozenset(i for i, x in enumerate(leaves) if expression.fullmatch(x.path))
+        case Set():
+            if axes is None:
+                raise GroupError(
+                    f"{pattern_str(pattern)}: the logical axes are not known. Pass `param_axes=` "
+                    "to `from_rules`, or call `set_param_axes` first."
+                )
+            none = frozenset[str]()
+            return frozenset(
+                i for i, x in enumerate(leaves) if set(pattern) <= axes.get(x.names, none)
+            )
+    if isinstance(pattern, Traversal):
+        return _traversed(pattern, tree, leaves)
+    try:
+        return frozenset(i for i, x in enumerate(leaves) if pattern(x.path, x.info))
+    except AttributeError as error:
+        raise GroupError(
+            f"{pattern_str(pattern)}: {error}. A pattern sees the shape and dtype of a leaf, never "
+            "its values."
+        ) from error
+
+
+def _traversed(traversal: Traversal, tree: Any, leaves: Sequence[Leaf]) -> frozenset[int]:
+    if isinstance(traversal, traverse_util.ModelParamTraversal):
+        # It knows nested dicts alone.
+        positions = jax.tree.unflatten(jax.tree.structure(tree), range(len(leaves)))
+        tree = jax.tree.map(lambda i: leaves[i].info, to_state_dict(positions))
+    selected = {id(leaf) for part in traversal.iterate(tree) for leaf in jax.tree.leaves(part)}
+    return frozenset(i for i, x in enumerate(leaves) if id(x.info) in selected)
+
+
+def assign(
+    groups: Sequence[Group], tree: Any, leaves: Sequence[Leaf], axes: LogicalAxes | None
+) -> list[int]:
+    """Returns the position of the group of every leaf.
+
+    Args:
+      groups: the table; at most one pattern is `REST`.
+      tree: the parameters' containers with `leaves[i].info` as leaves.
+      leaves: the same leaves, in order.
+      axes: logical axes by path, if known.
+
+    Raises:
+      GroupError: a leaf is matched twice or never, or a pattern matches nothing; lists them all.
+    """
+    found = [
+        frozenset[int]() if isinstance(g.pattern, Rest) else matched(g.pattern, tree, leaves, axes)
+        for g in groups
+    ]
+    rest = next((i for i, g in enumerate(groups) if isinstance(g.pattern, Rest)), None)
+    owners: list[int] = []
+    problems: list[str] = []
+    for position, leaf in enumerate(leaves):
+        own = [i for i, matches in enumerate(found) if position in matches]
+        if not own and rest is not None:
+            own = [rest]
+        if len(own) != 1:
+            names = " and ".join(str(groups[i]) for i in own)
+            problems.append(f"`{leaf.path}` is matched by " + (names or "no group"))
+        owners.append(own[0] if own else -1)
+    for group, matches in zip(groups, found, strict=True):
+        if not matches and not isinstance(group.pattern, Rest):
+            problems.append(f"{group} matches no parameter" + _hint(group.pattern, leaves))
+    if problems:
+        raise GroupError(_message(problems))
+    return owners
+
+
+def _hint(pattern: Any, leaves: Sequence[Leaf]) -> str:
+    if not isinstance(pattern, str | re.Pattern):
+        return ""
+    found = sum(1 for leaf in leaves if re.search(pattern, leaf.path))
+    return f"; a part of the path matches for {found}: write '.*' around it" if found else ""
+
+
+def _message(problems: Sequence[str]) -> str:
+    listed = [f"  {line}" for line in problems[:_LISTED]]
+    if len(problems) > _LISTED:
+        listed.append(f"  ... and {len(problems) - _LISTED} more")
+    return "\n".join(
+        [
+            "the groups do not divide the parameters:",
+            *listed,
+            _ADVICE,
+        ]
+    )
+
+
+def logical_axes_by_path(param_axes: Any) -> dict[Names, frozenset[str]]:
+    """Returns the names of the logical axes of every leaf.
+
+    Args:
+      param_axes: nested containers with a `PartitionSpec`, or `None`, per parameter.
+
+    Examples:
+      >>> from jax.sharding import PartitionSpec as P
+      >>> logical_axes_by_path({'w': P('embed', ('heads', 'kv'), None)})[('w',)] == {
+      ...     'embed', 'heads', 'kv'}
+      True
+    """
+    found: dict[Names, frozenset[str]] = {}
+    for names, spec in flatten_with_paths(param_axes):
+        parts = [part if isinstance(part, tuple) else (part,) for part in tuple(spec or ())]
+        found[names] = frozenset(name for part in parts for name in part if name is not None)
+    return found

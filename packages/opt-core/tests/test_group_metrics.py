@@ -1,0 +1,100 @@
+"""Norms group by group."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from core_testing import Momentum
+from opt_core import FROZEN, GroupNorms, MultiOptimizer, group_metrics
+from opt_core.errors import TreeMismatchError
+
+
+def tree(seed: int, dtype: Any = np.float32) -> Any:
+    draw = np.random.default_rng(seed)
+    shapes = {"kernel": (4, 3), "bias": (3,), "scale": (), "count": (2,)}
+    return {k: jnp.asarray(draw.normal(size=s).astype(dtype)) for k, s in shapes.items()}
+
+
+def definition() -> MultiOptimizer:
+    return MultiOptimizer.from_rules(
+        [("vectors", "bias|scale", Momentum(0.1)), ("kernels", "kernel", Momentum(0.5))],
+        rest=FROZEN,
+    )
+
+
+def norm(*arrays: Any) -> float:
+    """By NumPy, in float64."""
+    return float(np.sqrt(sum(np.sum(np.asarray(a, np.float64) ** 2) for a in arrays)))
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(np.float32, 1e-6), (ml_dtypes.bfloat16, 1e-2)])
+def test_against_numpy(dtype: Any, rtol: float) -> None:
+    before, grads = definition().create(tree(0, dtype)), tree(1, dtype)
+    after = before.apply_gradient(grads)
+    found = jax.jit(group_metrics)(before, grads, after)
+    assert list(found) == ["kernels", "rest", "vectors"]  # as a dict leaves `jit`
+    assert list(group_metrics(before, grads, after)) == ["vectors", "kernels", "rest"]
+    for name, keys in {"vectors": ["bias", "scale"], "kernels": ["kernel"]}.items():
+        old, new = ([o.target[k] for k in keys] for o in (before, after))
+        updates = [np.asarray(b, np.float64) - np.asarray(a, np.float64) for a, b in zip(old, new)]  # noqa: B905
+        expected = (norm(*(grads[k] for k in keys)), norm(*old), norm(*updates))
+        got = found[name]
+        assert isinstance(got, GroupNorms)
+        assert {x.dtype for x in jax.tree.leaves(got)} == {jnp.dtype(jnp.float32)}
+        np.testing.assert_allclose((got.gradient, got.parameter, got.update), expected, rtol=rtol)
+        np.testing.assert_allclose(got.update_to_parameter, expected[2] / expected[1], rtol=rtol)
+
+
+def test_frozen_groups_have_parameters_alone() -> None:
+    before = definition().create(tree(0))
+    grads = {k: v for k, v in tree(1).items() if k != "count"}
+    found = group_metrics(before, grads, before.apply_gradient(grads))["rest"]
+    assert [float(x) for x in jax.tree.leaves(found)] == pytest.approx(
+        [0.0, norm(before.target["count"]), 0.0, 0.0]
+    )
+    with pytest.raises(TreeMismatchError, match="bias"):
+        group_metrics(before, {"kernel": grads["kernel"]}, before)
+
+
+def test_parameters_of_zero_have_no_ratio() -> None:
+    before = definition().create(jax.tree.map(jnp.zeros_like, tree(0)))
+    found = group_metrics(before, tree(1), before.apply_gradient(tree(1)))
+    assert float(found["kernels"].update) > 0
+    assert float(found["kernels"].update_to_parameter) == 0.0
+
+
+def test_an_optimizer_without_groups_is_one_group() -> None:
+    before = Momentum(0.5).create(tree(0))
+    found = group_metrics(before, tree(1), before.apply_gradient(tree(1)))
+    assert list(found) == ["rest"]
+    assert float(found["rest"].gradient) == pytest.approx(norm(*tree(1).values()))
+
+
+def test_in_one_pass_over_the_arrays() -> None:
+    """Beside the update, no more than three sums of squares read."""
+    params = {"kernel": jnp.ones((256, 256)), "bias": jnp.ones(256)}
+    rules = [("kernels", "kernel", Momentum(0.5))]
+    optimizer = MultiOptimizer.from_rules(rules, rest=Momentum(0.1)).create(params)
+
+    def step(optimizer: Any, grads: Any) -> Any:
+        return optimizer.apply_gradient(grads)
+
+    def with_metrics(optimizer: Any, grads: Any) -> Any:
+        after = optimizer.apply_gradient(grads)
+        return after, group_metrics(optimizer, grads, after)
+
+    def squares(grads: Any, old: Any, new: Any) -> Any:
+        updates = jax.tree.map(jnp.subtract, new, old)
+        return jax.tree.map(lambda x: jnp.sum(jnp.square(x)), (grads, old, updates))
+
+    plain, metered = (bytes_accessed(f, optimizer, params) for f in (step, with_metrics))
+    scalars = 4 * 64
+    assert metered - plain <= bytes_accessed(squares, params, params, params) + scalars
+
+
+def bytes_accessed(function: Any, *operands: Any) -> float:
+    cost: Any = jax.jit(function).lower(*operands).compile().cost_analysis()
+    return float((cost[0] if isinstance(cost, list) else cost)["bytes accessed"])

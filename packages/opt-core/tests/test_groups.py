@@ -1,0 +1,316 @@
+"""Which group a leaf belongs to."""
+
+import copy
+import pickle
+import re
+import warnings
+from typing import Any
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import pytest
+from core_testing import TARGETS, Momentum, assert_same, given, trees
+from flax_optim import GradientDescent, traversal
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from opt_core import FROZEN, MultiOptimizer, OptimizerDef, flatten_with_paths, path_str
+from opt_core.errors import GroupError
+
+PARAMS = {
+    "decoder": {"wi": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}, "norm": jnp.ones(2)},
+    "embed": jnp.ones((4, 2)),
+}
+AXES = {
+    "decoder": {"wi": {"kernel": P("embed", "mlp"), "bias": P("mlp")}, "norm": P("embed")},
+    "embed": P("vocab", "embed"),
+}
+REST = {"rest": GradientDescent(0.1)}
+
+
+def members(definition: MultiOptimizer, params: Any = None) -> dict[str, list[str]]:
+    selection = definition.select(PARAMS if params is None else params)
+    return {
+        part.group.name: [path_str(selection.paths[i]) for i in part.members]
+        for part in selection.parts
+    }
+
+
+PATTERNS: dict[str, tuple[Any, list[str]]] = {
+    "expression": (r"decoder/.*(bias|norm)", ["decoder/norm", "decoder/wi/bias"]),
+    "compiled": (re.compile(r"DECODER/.*kernel", re.IGNORECASE), ["decoder/wi/kernel"]),
+    "path": (lambda path, leaf: path.endswith("kernel"), ["decoder/wi/kernel"]),
+    "shape": (lambda path, leaf: leaf.ndim == 2, ["decoder/wi/kernel", "embed"]),
+    "dtype": (lambda path, leaf: leaf.dtype == jnp.float32 and "wi" in path, None),  # type: ignore[dict-item]
+    "axes": ({"embed"}, ["decoder/norm", "decoder/wi/kernel", "embed"]),
+    "both axes": (frozenset({"vocab", "embed"}), ["embed"]),
+    "traversal": (traversal(lambda path: path == "/decoder/wi/bias"), ["decoder/wi/bias"]),
+}
+PATTERNS["dtype"] = (PATTERNS["dtype"][0], ["decoder/wi/bias", "decoder/wi/kernel"])
+
+
+@pytest.mark.parametrize(("pattern", "expected"), PATTERNS.values(), ids=PATTERNS.keys())
+def test_patterns(pattern: Any, expected: list[str]) -> None:
+    rules = [("group", pattern, GradientDescent(0.1))]
+    definition = MultiOptimizer.from_rules(rules, rest=FROZEN, param_axes=AXES)
+    assert members(definition)["group"] == expected
+
+
+def test_traversals_of_flax_see_the_containers() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        part = flax.traverse_util.t_identity["decoder"]["wi"]
+    assert members(MultiOptimizer((part, Momentum())))["0"] == [
+        "decoder/wi/bias",
+        "decoder/wi/kernel",
+    ]
+
+
+def test_a_traversal_may_look_at_shapes_and_never_at_values() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        by_rank = flax.traverse_util.ModelParamTraversal(lambda path, value: value.ndim > 1)
+        by_value = flax.traverse_util.ModelParamTraversal(lambda path, value: value.sum() > 0)
+    optimizer = MultiOptimizer((by_rank, Momentum())).create(PARAMS)
+    optimizer = jax.jit(lambda o: o.apply_gradient(PARAMS))(optimizer)
+    assert optimizer.state.param_states["decoder"]["norm"] is None
+    assert_same(optimizer.restore_state(optimizer.state_dict()), optimizer)
+    with pytest.raises(AttributeError, match="sum"):
+        MultiOptimizer((by_value, Momentum())).create(PARAMS)
+    with pytest.raises(GroupError, match="never its values"):
+        MultiOptimizer((lambda path, leaf: leaf.sum() > 0, Momentum())).create(PARAMS)
+
+
+def test_using_a_traversal_does_not_warn() -> None:
+    selected = traversal(lambda path: "kernel" in path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MultiOptimizer((selected, Momentum())).create(PARAMS).apply_gradient(PARAMS)
+
+
+MADE = (traversal(lambda p: "kernel" in p), Momentum(0.1)), ("embed", Momentum(0.2))
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        MultiOptimizer(MADE),
+        MultiOptimizer(list(MADE)),
+        MultiOptimizer(*MADE),
+        MultiOptimizer(*map(list, MADE)),
+        MultiOptimizer(iter(MADE)),
+        MultiOptimizer(traversals_and_optimizers=MADE),
+    ],
+)
+def test_the_same_pairs_in_every_way(definition: MultiOptimizer) -> None:
+    assert definition == MultiOptimizer(MADE)
+    assert definition.sub_optimizers == (Momentum(0.1), Momentum(0.2))
+    assert definition.traversals == (MADE[0][0], "embed")
+    assert [h.learning_rate for h in definition.hyper_params] == [0.1, 0.2]
+    assert members(definition)["rest"] == ["decoder/norm", "decoder/wi/bias"]
+
+
+def test_a_single_pair_may_stand_alone() -> None:
+    assert MultiOptimizer(MADE[1]) == MultiOptimizer([MADE[1]])
+
+
+def test_rows_and_names() -> None:
+    rules = [("tables", "embed", Momentum()), (".*/wi/.*", FROZEN)]
+    definition = MultiOptimizer.from_rules(rules, rest=Momentum(0.1))
+    assert members(definition) == {
+        "tables": ["embed"],
+        "1": ["decoder/wi/bias", "decoder/wi/kernel"],
+        "rest": ["decoder/norm"],
+    }
+    assert definition.group_names == ("tables", "rest")
+    named = MultiOptimizer(*MADE, names=["kernels", "tables"])
+    assert named.group_names == ("kernels", "tables")
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "nothing": (lambda: MultiOptimizer([]), GroupError, "there is no group"),
+    "no rules": (lambda: MultiOptimizer.from_rules([]), GroupError, "there is no group"),
+    "no pair": (lambda: MultiOptimizer("a", "b"), TypeError, "got a str"),
+    "no definition": (lambda: MultiOptimizer(("a", 1)), TypeError, "a int for a definition"),
+    "no rule": (lambda: MultiOptimizer.from_rules(["a"]), TypeError, "rule 0 must be"),
+    "rule definition": (
+        lambda: MultiOptimizer.from_rules([("a", "b", 1)]),
+        TypeError,
+        r"group `a` \('b'\) has a int for a definition",
+    ),
+    "names": (lambda: MultiOptimizer(*MADE, names=["a"]), GroupError, "1 names for 2 groups"),
+    "twice": (lambda: MultiOptimizer(*MADE, names=["a", "a"]), GroupError, "two groups .* `a`"),
+    "slash": (lambda: MultiOptimizer(*MADE, names=["a", "b/c"]), GroupError, "'b/c'"),
+    "keyword": (lambda: MultiOptimizer(*MADE, other=1), TypeError, "`names` and `rest`"),
+    "expression": (lambda: MultiOptimizer(("(", Momentum())), GroupError, "no regular expression"),
+    "pattern": (lambda: MultiOptimizer((1, Momentum())), TypeError, "got a int"),
+    "no axes": (lambda: MultiOptimizer((set(), Momentum())), GroupError, "one name or more"),
+    "unknown axes": (
+        lambda: MultiOptimizer(({"embed"}, Momentum())).create(PARAMS),
+        GroupError,
+        "axes embed: the logical axes are not known",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "words"), WRONG.values(), ids=WRONG.keys())
+def test_what_is_refused(make: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_optax_has_a_hint() -> None:
+    class Transformation:
+        def init(self) -> None: ...
+
+        def update(self) -> None: ...
+
+    with pytest.raises(TypeError, match=r"OptaxWrapper\(tx\)"):
+        MultiOptimizer(("a", Transformation()))
+
+
+def test_one_error_tells_everything() -> None:
+    definition = MultiOptimizer.from_rules(
+        [
+            ("kernels", ".*kernel", Momentum()),
+            ("wi", "decoder/wi/.*", Momentum()),
+            ("tables", "embedding", Momentum()),
+            ("part", "bed", FROZEN),
+        ]
+    )
+    with pytest.raises(GroupError) as caught:
+        definition.create(PARAMS)
+    assert str(caught.value) == (
+        "the groups do not divide the parameters:\n"
+        "  `decoder/norm` is matched by no group\n"
+        "  `decoder/wi/kernel` is matched by `kernels` ('.*kernel') and `wi` ('decoder/wi/.*')\n"
+        "  `embed` is matched by no group\n"
+        "  `tables` ('embedding') matches no parameter\n"
+        "  `part` ('bed') matches no parameter; a part of the path matches for 1: write '.*' "
+        "around it\n"
+        "A pattern must match the whole path of a leaf. Every leaf needs exactly one group: make "
+        "the patterns disjoint, or say `rest=FROZEN` or `rest=` a definition."
+    )
+
+
+def test_a_long_error_is_cut() -> None:
+    params = {f"w{i}": jnp.ones(()) for i in range(60)}
+    with pytest.raises(GroupError, match=r"\.\.\. and 9 more"):
+        MultiOptimizer.from_rules([("w0", Momentum())]).create(params)
+
+
+def test_definitions_compare_hash_copy_and_pickle() -> None:
+    def make(rate: float = 0.1, pattern: str = "a") -> MultiOptimizer:
+        return MultiOptimizer.from_rules([(pattern, Momentum(rate))], rest=FROZEN)
+
+    one = make()
+    assert one == make()
+    assert hash(one) == hash(make())
+    assert one != make(0.2)
+    assert one != make(pattern="b")
+    for again in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        assert again == one
+        assert again.group_names == ("0",)
+    with pytest.raises(AttributeError, match="`groups`: a `MultiOptimizer` does not change"):
+        one.groups = ()
+
+
+def test_a_definition_that_is_built_again_does_not_compile_again() -> None:
+    traces = []
+
+    @jax.jit
+    def step(optimizer: Any) -> Any:
+        traces.append(1)
+        return optimizer.apply_gradient(optimizer.target)
+
+    for _ in range(2):
+        rules = [("all", lambda path, leaf: leaf.ndim > 1, Momentum())]
+        step(step(MultiOptimizer.from_rules(rules, rest=FROZEN).create(PARAMS)))
+    assert len(traces) == 1
+
+
+class SeesAxes(OptimizerDef):
+    """Remembers what it is told."""
+
+    told: Any = None
+
+    def set_param_axes(self, param_axes: Any) -> None:
+        self.told = param_axes
+
+
+def test_axes_reach_copies_of_the_definitions() -> None:
+    shared = SeesAxes(None)
+    definition = MultiOptimizer((".*kernel", shared), ("embed", shared))
+    before = hash(definition)
+    definition.set_param_axes(AXES)
+    first, second = definition.sub_optimizers
+    assert first.told == {"decoder": {"wi": {"kernel": P("embed", "mlp")}}}  # type: ignore[attr-defined]
+    assert second.told == {"embed": P("vocab", "embed")}  # type: ignore[attr-defined]
+    assert shared.told is None
+    assert hash(definition) != before
+
+
+def test_axes_may_come_before_any_parameter_unless_a_shape_is_asked_for() -> None:
+    definition = MultiOptimizer((lambda path, leaf: leaf.ndim == 2, SeesAxes(None)))
+    with pytest.raises(GroupError, match="asks for `ndim` of `decoder/norm`"):
+        definition.set_param_axes(AXES)
+
+
+@given(tree=trees, data=st.data())
+def test_every_leaf_of_every_tree_has_one_group(tree: Any, data: st.DataObject) -> None:
+    """Cut into groups and put together again, a tree is itself."""
+    leaves = [names for names, leaf in flatten_with_paths(tree) if leaf is not None]
+    if not leaves:
+        return
+    chosen = data.draw(st.sets(st.sampled_from(leaves)))
+    paths = {path_str(names) for names in chosen}
+    definition = MultiOptimizer.from_rules(
+        [("a", lambda path, leaf: path in paths, Momentum())] if chosen else [], rest=FROZEN
+    )
+    selection = definition.select(tree)
+    values = jax.tree.leaves(tree)
+    again: list[Any] = [None] * len(values)
+    for part in selection.parts:
+        part.paste(part.cut(values), again)
+    assert all(a is b for a, b in zip(again, values, strict=True))
+    assert sorted(i for part in selection.parts for i in part.members) == list(range(len(values)))
+
+
+@pytest.mark.parametrize("make", TARGETS.values(), ids=TARGETS.keys())
+def test_every_container(make: Any) -> None:
+    params = make()
+    first = path_str(next(n for n, leaf in flatten_with_paths(params) if leaf is not None))
+    rules = [("first", re.escape(first), Momentum())]
+    definition = MultiOptimizer.from_rules(rules, rest=FROZEN)
+    optimizer = definition.create(params)
+    grads = jax.tree.map(jnp.ones_like, params)
+    stepped = jax.jit(lambda o, g: o.apply_gradient(g))(optimizer, grads)
+    assert jax.tree.structure(stepped) == jax.tree.structure(optimizer)  # type: ignore[operator]
+    assert_same(optimizer.restore_state(stepped.state_dict()), stepped)
+    moved = [
+        path_str(names)
+        for (names, a), (_, b) in zip(
+            flatten_with_paths(params), flatten_with_paths(stepped.target), strict=True
+        )
+        if a is not None and not jnp.array_equal(a, b)
+    ]
+    assert moved == [first]
+
+
+def test_states_of_other_groups_are_not_taken_for_these() -> None:
+    """Stacked parameters have another rank, so a pattern by rank divides them otherwise."""
+    params = {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}
+    definition = MultiOptimizer((lambda path, leaf: leaf.ndim == 2, Momentum()))
+    optimizer = definition.create(params)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), optimizer)
+    assert int(jax.vmap(lambda o: o.apply_gradient(params))(stacked).state.step[0]) == 1
+    uses: list[Any] = [stacked.state_dict, lambda: stacked.apply_gradient(stacked.target)]
+    for use in uses:
+        with pytest.raises(GroupError) as caught:
+            use()
+        assert str(caught.value) == (
+            "the state was made for other groups than these parameters are divided into:\n"
+            "  `kernel` is frozen and has one\n"
+            "A pattern that looks at shapes or dtypes divides parameters anew when these change, "
+            "as stacked ones do: decide by the path."
+        )

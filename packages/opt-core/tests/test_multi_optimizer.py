@@ -1,0 +1,489 @@
+"""Updates, overrides and state dicts of several groups."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from core_testing import KeepsParams, Momentum, advanced, assert_same, structure, to_numpy
+from flax.core import freeze
+from flax_optim import Adam, GradientDescent, HyperParams
+from jax.sharding import PartitionSpec as P
+from opt_core import (
+    FROZEN,
+    GroupStates,
+    MultiOptimizer,
+    Optimizer,
+    OptimizerDef,
+    OptimizerState,
+    increment_step,
+)
+from opt_core.errors import (
+    HyperParamError,
+    RestoreError,
+    TreeMismatchError,
+    UnusedArgumentError,
+)
+
+
+def make_params() -> Any:
+    return {
+        "a": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3), "none": {}},
+        "b": {"kernel": jnp.ones((3, 2)), "scale": 2 * jnp.ones(2)},
+    }
+
+
+GRADS: Any = {
+    "a": {"kernel": jnp.full((2, 3), 0.5), "bias": jnp.full(3, 2.0), "none": {}},
+    "b": {"kernel": jnp.full((3, 2), 0.25), "scale": jnp.ones(2)},
+}
+
+
+class Whole(OptimizerDef):
+    """Has one state for the whole tree, as an Optax transformation; takes `value`."""
+
+    whole_tree = True
+
+    def __init__(self, learning_rate: Any = 0.5) -> None:
+        super().__init__(HyperParams(learning_rate))
+
+    def init_state(self, params: Any) -> OptimizerState:
+        state = {"count": jnp.zeros((), jnp.int32), "sum": jax.tree.map(jnp.zeros_like, params)}
+        return OptimizerState(jnp.zeros((), jnp.int32), state)
+
+    def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
+        return frozenset(names) & {"value", "other"}
+
+    def apply_gradient(
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any, **extra: Any
+    ) -> tuple[Any, OptimizerState]:
+        if "other" in extra:
+            raise UnusedArgumentError("`other` is not used", ["other"])
+        rate = hyper_params.learning_rate * extra.get("value", 1.0)
+        old = state.param_states
+        new = {"count": old["count"] + 1, "sum": jax.tree.map(jnp.add, old["sum"], grads)}
+        params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
+        return params, OptimizerState(increment_step(state.step), new)
+
+
+def both(rest: Any = FROZEN) -> MultiOptimizer:
+    """Kernels and biases, an entry per parameter."""
+    rules = [("kernels", ".*kernel", Momentum(0.5)), ("biases", ".*bias", Adam(0.1))]
+    return MultiOptimizer.from_rules(rules, rest=rest)
+
+
+def mixed(rest: Any = FROZEN) -> MultiOptimizer:
+    """Kernels and biases, one of them with a state of the whole."""
+    rules = [("kernels", ".*kernel", Momentum(0.5)), ("biases", ".*bias", Whole(0.1))]
+    return MultiOptimizer.from_rules(rules, rest=rest)
+
+
+def nested() -> MultiOptimizer:
+    inner = MultiOptimizer.from_rules(
+        [("kernels", ".*kernel", Momentum(0.25))], rest=GradientDescent(0.1)
+    )
+    return MultiOptimizer.from_rules(
+        [("a", "a/.*", inner), ("b", "b/kernel", Whole())], rest=FROZEN
+    )
+
+
+def keeps() -> MultiOptimizer:
+    return MultiOptimizer.from_rules([("kept", ".*kernel", KeepsParams())], rest=Momentum())
+
+
+MADE = {"both": both, "mixed": mixed, "nested": nested, "keeps": keeps}
+every = pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
+
+
+@every
+def test_groups_do_what_their_definitions_do_alone(make: Any) -> None:
+    """Each on a tree of its own leaves: the same bits."""
+    optimizer = make().create(make_params())
+    alone = optimizer.optimizer_def.split(optimizer)
+    for _ in range(3):
+        optimizer = optimizer.apply_gradient(GRADS)
+        grads = make().split(optimizer.replace(target=GRADS))
+        alone = {name: o.apply_gradient(grads[name].target) for name, o in alone.items()}
+    found = optimizer.optimizer_def.split(optimizer)
+    assert found.keys() == alone.keys()
+    for name, own in alone.items():
+        assert_same(found[name].target, own.target)
+        assert_same(found[name].state.param_states, own.state.param_states)
+    assert int(optimizer.state.step) == 3
+
+
+@every
+def test_a_step_compiles_once_and_keeps_every_aval(make: Any) -> None:
+    traces = []
+
+    def step(optimizer: Optimizer, grads: Any) -> Optimizer:
+        traces.append(1)
+        return optimizer.apply_gradient(grads)
+
+    compiled = jax.jit(step, donate_argnums=0)
+    optimizer = make().create(make_params())
+    eager = optimizer.apply_gradient(GRADS).apply_gradient(GRADS)
+    found = compiled(compiled(make().create(make_params()), GRADS), GRADS)
+    assert len(traces) == 1
+    assert structure(found) == structure(eager)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, eager)
+
+
+@every
+def test_eval_shape_scan_and_vmap(make: Any) -> None:
+    optimizer = make().create(make_params())
+    shapes = jax.eval_shape(lambda: make().create(make_params()))
+    abstract = make().create(jax.eval_shape(make_params))
+    for found in (shapes, abstract):
+        assert structure(found) == structure(optimizer)
+    scanned, _ = jax.lax.scan(lambda o, g: (o.apply_gradient(g), None), optimizer, stack(GRADS, 3))
+    looped = optimizer
+    for _ in range(3):
+        looped = looped.apply_gradient(GRADS)
+    assert structure(scanned) == structure(looped)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), scanned, looped)
+    many = jax.vmap(lambda o, g: o.apply_gradient(g))(stack(optimizer, 2), stack(GRADS, 2))
+    one = optimizer.apply_gradient(GRADS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a[1], b, rtol=1e-6), many, one)
+
+
+def stack(tree: Any, n: int) -> Any:
+    return jax.tree.map(lambda x: jnp.stack([x] * n), tree)
+
+
+@every
+@pytest.mark.parametrize("container", [dict, freeze])
+def test_state_dicts_come_back(make: Any, container: Any) -> None:
+    optimizer = make().create(container(make_params()))
+    grads = container(GRADS)
+    optimizer = optimizer.apply_gradient(grads)
+    written = to_numpy(optimizer.state_dict())
+    data = flax.serialization.msgpack_serialize(written)
+    restored = make().create(container(make_params()))
+    restored = restored.restore_state(flax.serialization.msgpack_restore(data))
+    assert_same(restored, optimizer)
+    assert optimizer.check_state_dict(written).ok
+    whole = flax.serialization.to_bytes(optimizer)  # Flax's own way, not ours
+    assert_same(flax.serialization.from_bytes(restored, whole), optimizer)
+
+
+def test_the_merged_layout() -> None:
+    written = advanced(both().create(make_params()), 1).state_dict()
+    states = written["state"]["param_states"]
+    assert list(states) == ["a", "b"]
+    assert states["a"]["bias"].keys() == {"grad_ema", "grad_sq_ema"}
+    assert states["a"]["kernel"].shape == (2, 3)
+    assert states["a"]["none"] == {}
+    assert states["b"]["scale"] is None
+
+
+def test_the_layout_by_group() -> None:
+    optimizer = advanced(mixed().create(make_params()), 1)
+    assert isinstance(optimizer.state.param_states, GroupStates)
+    states = optimizer.state_dict()["state"]["param_states"]
+    assert list(states) == ["kernels", "biases"]
+    assert states["kernels"].keys() == {"a", "b"}
+    assert states["biases"]["sum"]["b"] == {"kernel": {}, "scale": {}}
+
+
+def test_groups_called_as_parameters_are_not_confused() -> None:
+    rules = [("a", "b/.*", Whole()), ("b", "a/.*", GradientDescent(0.1))]
+    optimizer = advanced(MultiOptimizer.from_rules(rules).create(make_params()), 1)
+    assert_same(optimizer.restore_state(optimizer.state_dict()), optimizer)
+    assert "sum" in optimizer.state_dict()["state"]["param_states"]["a"]
+
+
+def test_a_group_sees_its_leaves_alone() -> None:
+    optimizer = mixed().create(make_params())
+    split = mixed().split(optimizer)
+    assert set(split["kernels"].target["a"]) == {"kernel"}
+    hole = split["biases"].target
+    assert hole["b"] == {"kernel": (), "scale": ()}
+    assert hole["a"].keys() == {"kernel", "bias", "none"}
+
+
+def test_deviations_are_told_by_the_path_in_the_dict() -> None:
+    for make, prefix in ((both, ""), (mixed, "kernels/")):
+        optimizer = make().create(make_params())
+        written = to_numpy(optimizer.state_dict())
+        states = written["state"]["param_states"]
+        kernels = states["kernels"] if prefix else states
+        kernels["a"]["kernel"] = np.zeros((3, 2), np.float32)
+        kernels["b"]["kernel"] = {"x": 1}
+        written["target"]["b"]["scale"] = np.zeros(2, np.float16)
+        del written["target"]["a"]["bias"]
+        written["target"]["new"] = written["extra"] = 1
+        written["state"]["step"] = -1
+        states["other"] = 1
+        report = optimizer.check_state_dict(written)
+        assert {(m.path, m.kind.value) for m in report.mismatches} == {
+            (f"state/param_states/{prefix}a/kernel", "shape"),
+            (f"state/param_states/{prefix}b/kernel", "container"),
+            ("target/b/scale", "dtype"),
+            ("target/a/bias", "missing"),
+            ("target/new", "extra"),
+            ("state/step", "value"),
+            ("state/param_states/other", "extra"),
+        }
+        with pytest.raises(RestoreError):
+            optimizer.restore_state(written)
+        partly = optimizer.restore_state({**written, "target": make_params()}, strict=False)
+        assert_same(partly.target, make_params())
+
+
+@pytest.mark.parametrize(
+    "given", [None, [], {}, {"target": {}}, {"state": {}, "target": {}}, {"state": 1, "target": 2}]
+)
+@every
+def test_what_is_no_state_dict_is_a_restore_error(make: Any, given: Any) -> None:
+    with pytest.raises(RestoreError):
+        make().create(make_params()).restore_state(given)
+
+
+def test_a_state_where_a_parameter_is_frozen_is_a_deviation() -> None:
+    written = advanced(both(rest=Momentum()).create(make_params()), 1).state_dict()
+    report = both().create(make_params()).check_state_dict(written)
+    assert [m.path for m in report.mismatches] == ["state/param_states/b/scale"]
+
+
+def test_a_restore_error_counts_what_fits() -> None:
+    optimizer = both().create(make_params())
+    written = optimizer.state_dict()
+    n = len(jax.tree.leaves(optimizer))
+    assert optimizer.check_state_dict(written).matched >= n
+    other = MultiOptimizer.from_rules([("all", ".*", Adam(0.1))]).create(make_params())
+    with pytest.raises(RestoreError, match="another optimizer's state"):
+        other.restore_state({**written, "state": {"step": 1, "param_states": {"x": 1}}})
+
+
+@pytest.mark.parametrize("definition", [Momentum(), Adam(0.1), Whole()])
+def test_a_single_array_is_a_tree_too(definition: OptimizerDef) -> None:
+    optimizer = MultiOptimizer.from_rules([("all", r"\.", definition)]).create(jnp.ones(3))
+    optimizer = advanced(optimizer, 1)
+    assert_same(optimizer.restore_state(to_numpy(optimizer.state_dict())), optimizer)
+
+
+class WritesBackwards(Momentum):
+    """Has a state dict, and a way back, of its own."""
+
+    def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
+        written = super().state_dict(target, state)
+        flipped = jax.tree.map(lambda x: -x, written["state"]["param_states"])
+        return {**written, "state": {**written["state"], "param_states": flipped}}
+
+    def restore_state(self, *args: Any, **kwargs: Any) -> Any:
+        target, state = super().restore_state(*args, **kwargs)
+        flipped = jax.tree.map(lambda x: -x, state.param_states)
+        return target, state.replace(param_states=flipped)
+
+
+@pytest.mark.parametrize("other", [Momentum(), Whole()])
+def test_definitions_write_and_read_their_own_part(other: OptimizerDef) -> None:
+    rules = [("kernels", ".*kernel", WritesBackwards())]
+    optimizer = advanced(MultiOptimizer.from_rules(rules, rest=other).create(make_params()), 1)
+    written = optimizer.state_dict()
+    states = written["state"]["param_states"]
+    states = states["kernels"] if isinstance(other, Whole) else states
+    assert float(states["a"]["kernel"][0, 0]) == -1.0
+    assert_same(optimizer.restore_state(written), optimizer)
+    del written["target"]["a"]["kernel"]
+    with pytest.raises(RestoreError, match="target/a/kernel: missing"):
+        optimizer.restore_state(written)
+
+
+# Frozen leaves.
+
+
+def test_frozen_leaves_cost_nothing_and_stay_the_same_arrays() -> None:
+    params = make_params()
+    optimizer = both().create(params)
+    stepped = optimizer.apply_gradient(GRADS).apply_gradient(GRADS)
+    assert stepped.target["b"]["scale"] is params["b"]["scale"]
+    assert stepped.state.param_states["b"]["scale"] is None
+    everything = MultiOptimizer.from_rules([("all", ".*", FROZEN)]).create(params)
+    assert jax.tree.leaves(everything.state.param_states) == []
+    assert everything.apply_gradient(None).target["a"]["bias"] is params["a"]["bias"]
+
+
+def test_a_compiled_step_hands_frozen_leaves_through() -> None:
+    optimizer = both().create(make_params())
+    hlo = jax.jit(lambda o: o.apply_gradient(GRADS), donate_argnums=0).lower(optimizer).compile()
+    pointer = optimizer.target["b"]["scale"].unsafe_buffer_pointer()
+    stepped = hlo(optimizer)
+    assert stepped.target["b"]["scale"].unsafe_buffer_pointer() == pointer
+    assert optimizer.target["b"]["scale"].is_deleted()
+
+
+def without(path: str, value: Any = ...) -> Any:
+    outer, inner = path.split("/")
+    layer = {k: v for k, v in GRADS[outer].items() if k != inner}
+    return {**GRADS, outer: layer if value is ... else {**layer, inner: value}}
+
+
+def test_frozen_leaves_need_no_gradient() -> None:
+    optimizer = both().create(make_params())
+    expected = optimizer.apply_gradient(GRADS)
+    float0 = np.zeros(2, jax.dtypes.float0)
+    for grads in (without("b/scale"), without("b/scale", None), without("b/scale", float0)):
+        assert_same(optimizer.apply_gradient(grads), expected)
+    layer = MultiOptimizer(("a/.*", Momentum())).create(make_params())
+    only = layer.apply_gradient({"a": GRADS["a"]})
+    assert_same(only, layer.apply_gradient(GRADS))
+    frozen = freeze(make_params())
+    assert_same(
+        both().create(frozen).apply_gradient(freeze(without("b/scale"))).target,
+        freeze(expected.target),
+    )
+
+
+def test_other_gradients_are_needed() -> None:
+    optimizer = both().create(make_params())
+    wrong = without("a/kernel")
+    wrong["a"] = {**wrong["a"], "bias": None, "more": jnp.ones(1)}
+    wrong["b"] = list(GRADS["b"].values())
+    with pytest.raises(TreeMismatchError) as caught:
+        optimizer.apply_gradient(wrong)
+    assert str(caught.value) == (
+        "`grads` do not look like the parameters:\n"
+        "  a/bias: expected an array of shape (3,), found None\n"
+        "  a/kernel: expected an array of shape (2, 3), found nothing\n"
+        "  a/more: expected nothing, found an array of shape (1,)\n"
+        "  b: expected a dict, found a list\n"
+        "Differentiate with respect to the optimizer's own `target`, or convert the gradients' "
+        "containers to those of the parameters."
+    )
+    wide = without("a/kernel", jnp.ones((2, 2)))
+    with pytest.raises(TreeMismatchError, match=r"a/kernel: expected shape \(2, 3\)"):
+        optimizer.apply_gradient(wide)
+
+
+# Hyper-parameters.
+
+
+def test_an_override_reaches_every_group() -> None:
+    optimizer = both().create(make_params())
+    found = optimizer.apply_gradient(GRADS, learning_rate=0.0)
+    assert_same(found.target, optimizer.target)
+
+
+def test_a_list_has_an_entry_per_group() -> None:
+    optimizer = both().create(make_params())
+    kernels, biases = optimizer.optimizer_def.hyper_params
+    given = [kernels.replace(learning_rate=1.0), biases.replace(learning_rate=0.0)]
+    found = optimizer.apply_gradient(GRADS, hyper_params=given).target
+    assert float(found["a"]["kernel"][0, 0]) == 0.5
+    assert_same(found["a"]["bias"], optimizer.target["a"]["bias"])
+
+
+def test_one_group_alone() -> None:
+    optimizer = both().create(make_params())
+    found = optimizer.apply_gradient(
+        GRADS, learning_rate=0.0, group_overrides={"kernels": {"learning_rate": jnp.float32(1)}}
+    ).target
+    assert float(found["b"]["kernel"][0, 0]) == 0.75
+    assert_same(found["a"]["bias"], optimizer.target["a"]["bias"])
+    deeper = {"a": {"group_overrides": {"kernels": {"learning_rate": 0.0}}}}
+    inner = nested().create(make_params())
+    found = inner.apply_gradient(GRADS, group_overrides=deeper).target
+    assert_same(found["a"]["kernel"], inner.target["a"]["kernel"])
+    assert float(found["a"]["bias"][0]) == np.float32(0.8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"hyper_params": []}, "2 entries, one for each of `kernels`, `biases`; got 0"),
+        ({"hyper_params": [None] * 3}, "2 entries, one for each of `kernels`, `biases`; got 3"),
+        ({"hyper_params": 1.0}, "2 entries, one for each of `kernels`, `biases`; got a float"),
+        ({"typo": 1}, "group `kernels`: no such hyper-parameter: `typo`; this optimizer has "),
+        ({"beta": 1}, "group `biases`: no such hyper-parameter: `beta`"),
+        ({"group_overrides": {"x": {}}}, "`x` is no group; the groups that are updated are `ker"),
+        ({"group_overrides": {"rest": {}}}, "`rest` is frozen; the groups that are updated are"),
+        ({"group_overrides": {"biases": {"beta": 1}}}, "group `biases`: no such hyper-parameter"),
+    ],
+)
+def test_overrides_that_are_refused(overrides: Any, words: str) -> None:
+    optimizer = both().create(make_params())
+    with pytest.raises(HyperParamError) as caught:
+        optimizer.apply_gradient(GRADS, **overrides)
+    assert words in str(caught.value)
+
+
+def test_a_short_list_cannot_reach_the_update_either() -> None:
+    optimizer = both().create(make_params())
+    definition = optimizer.optimizer_def
+    with pytest.raises(HyperParamError, match="2 entries"):
+        definition.apply_gradient(
+            definition.hyper_params[:1], optimizer.target, optimizer.state, GRADS
+        )
+
+
+def test_extra_arguments_go_where_they_are_used() -> None:
+    optimizer = mixed().create(make_params())
+    found = optimizer.apply_gradient(GRADS, value=2.0).target
+    plain = optimizer.apply_gradient(GRADS).target
+    assert float(found["a"]["bias"][0]) == np.float32(1 - 0.1 * 2 * 2)
+    assert_same(found["a"]["kernel"], plain["a"]["kernel"])
+    with pytest.raises(UnusedArgumentError, match="`other`: neither a hyper-parameter nor"):
+        optimizer.apply_gradient(GRADS, other=2.0)
+    with pytest.raises(HyperParamError, match="group `kernels`: no such hyper-parameter: `value`"):
+        both().create(make_params()).apply_gradient(GRADS, value=1.0)
+
+
+# Logical axes.
+
+AXES: Any = {
+    "a": {"kernel": P("embed", "mlp"), "bias": P("mlp"), "none": {}},
+    "b": {"kernel": P("mlp", None), "scale": None},
+}
+
+
+@every
+@pytest.mark.parametrize("container", [dict, freeze])
+def test_axes_of_states_that_look_like_parameters(make: Any, container: Any) -> None:
+    optimizer = make().create(jax.eval_shape(make_params))
+    derived = make().derive_logical_axes(optimizer, container(AXES))
+    is_leaf = lambda x: x is None or isinstance(x, P)  # noqa: E731
+    assert derived.target == AXES
+    assert derived.state.step is None
+    filled = jax.tree.map(lambda x: P() if x is None else x, derived, is_leaf=is_leaf)
+    assert structure(filled).num_leaves >= structure(optimizer).num_leaves
+    written = derived.state_dict()  # as T5X's partitioner does
+    assert_axes_fit(optimizer.state_dict(), written)
+
+
+def assert_axes_fit(written: Any, axes: Any, path: str = "") -> None:
+    """Every spec stands at a leaf with as many dimensions."""
+    if isinstance(written, dict):
+        assert written.keys() == axes.keys(), path
+        for key in written:
+            assert_axes_fit(written[key], axes[key], f"{path}/{key}")
+    elif axes is not None:
+        assert len(axes) == written.ndim, path
+    elif written is not None:
+        assert written.ndim == 0 or "scale" in path, path
+
+
+def test_the_axes_themselves() -> None:
+    optimizer = both(rest=Momentum()).create(make_params())
+    found = both(rest=Momentum()).derive_logical_axes(optimizer, AXES).state.param_states
+    assert found["a"]["kernel"] == P("embed", "mlp")
+    assert found["a"]["bias"].grad_sq_ema == P("mlp")
+    assert found["b"]["kernel"] == P("mlp", None)
+    assert found["b"]["scale"] is None
+
+
+def test_axes_of_other_paths_are_told() -> None:
+    optimizer = both().create(make_params())
+    wrong = {"a": {**AXES["a"], "more": P()}, "b": {"scale": None}}
+    with pytest.raises(TreeMismatchError) as caught:
+        both().derive_logical_axes(optimizer, wrong)
+    assert str(caught.value) == (
+        "`param_axes` do not have the paths of the parameters:\n"
+        "  a/more: expected nothing, found axes\n"
+        "  b/kernel: expected a `PartitionSpec`, found nothing\n"
+        "Give one `PartitionSpec`, or `None`, for every parameter."
+    )

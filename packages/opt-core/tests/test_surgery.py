@@ -1,0 +1,310 @@
+"""Changing the groups of an optimizer, and what becomes of its state."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from core_testing import Momentum, advanced, assert_same, given, structure
+from flax_optim import Adam, GradientDescent
+from hypothesis import strategies as st
+from opt_core import (
+    FROZEN,
+    Group,
+    GroupStates,
+    MultiOptimizer,
+    Optimizer,
+    OptimizerDef,
+    OptimizerState,
+    SurgeryReport,
+    flatten_with_paths,
+    freeze,
+    increment_step,
+    regroup,
+    reset,
+    unfreeze,
+)
+from opt_core.errors import GroupError
+
+
+class Moments(NamedTuple):
+    count: Any
+    mu: Any
+
+
+class Beliefs(NamedTuple):
+    count: Any
+    mu: Any
+
+
+class Whole(OptimizerDef):
+    """One state for all its leaves, with a count, as an Optax transformation."""
+
+    whole_tree = True
+
+    def __init__(self, make: Any = Moments) -> None:
+        super().__init__(None)
+        self.make = make
+
+    def init_state(self, params: Any) -> OptimizerState:
+        state = self.make(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+        return OptimizerState(jnp.zeros((), jnp.int32), (state, ()))
+
+    def apply_gradient(
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
+    ) -> tuple[Any, OptimizerState]:
+        (old, rest) = state.param_states
+        mu = jax.tree.map(jnp.add, old.mu, grads)
+        return params, OptimizerState(
+            increment_step(state.step), (self.make(old.count + 1, mu), rest)
+        )
+
+
+def make_params() -> Any:
+    return {
+        "a": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)},
+        "b": {"kernel": jnp.ones((3, 2)), "scale": jnp.ones(2)},
+    }
+
+
+def groups(*rules: Any, rest: Any = FROZEN) -> MultiOptimizer:
+    return MultiOptimizer.from_rules(rules, rest=rest)
+
+
+KERNELS = ("kernels", ".*kernel", Momentum())
+BIASES = ("biases", ".*bias", Adam(0.1))
+
+
+def groups_of(optimizer: Optimizer) -> tuple[Group, ...]:
+    definition = optimizer.optimizer_def
+    assert isinstance(definition, MultiOptimizer)
+    return definition.groups
+
+
+def table(optimizer: Optimizer) -> list[str]:
+    return [group.name for group in groups_of(optimizer)]
+
+
+def trained(definition: OptimizerDef, steps: int = 2) -> Optimizer:
+    return advanced(definition.create(make_params()), steps)
+
+
+def test_reset_starts_one_group_anew() -> None:
+    optimizer = trained(groups(KERNELS, BIASES))
+    found, report = reset(optimizer, "biases")
+    assert report == SurgeryReport(
+        kept=("a/kernel", "b/kernel"),
+        created=("a/bias/grad_ema", "a/bias/grad_sq_ema"),
+        dropped=("a/bias/grad_ema", "a/bias/grad_sq_ema"),
+    )
+    states, old = found.state.param_states, optimizer.state.param_states
+    assert not states["a"]["bias"].grad_ema.any()
+    assert states["a"]["kernel"] is old["a"]["kernel"]
+    assert found.target["a"]["bias"] is optimizer.target["a"]["bias"]
+    assert int(found.state.step) == 2
+    assert structure(found) == structure(optimizer)
+
+
+def test_reset_inside_and_by_group() -> None:
+    inner = groups(KERNELS, BIASES)
+    optimizer = trained(groups(("a", "a/.*", inner), ("b", "b/kernel", Whole())))
+    found, report = reset(optimizer, "a/kernels")
+    assert report.created == ("a/a/kernel",)
+    found, report = reset(optimizer, "b")
+    assert report.created == ("b/0/count", "b/0/mu/b/kernel")
+    assert int(found.state.param_states["b"][0].count) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("other", "`other` is no group; the groups with a state are `kernels`, `biases`"),
+        ("rest", "`rest` is frozen and has no state to reset; the groups with a state are"),
+        ("kernels/x", "`kernels/x` is no group; the groups with a state are none"),
+    ],
+)
+def test_reset_of_what_is_no_group(name: str, words: str) -> None:
+    with pytest.raises(GroupError, match=words):
+        reset(trained(groups(KERNELS, BIASES)), name)
+
+
+def test_freeze_drops_state_and_stops() -> None:
+    optimizer = trained(groups(KERNELS, BIASES))
+    found, report = freeze(optimizer, "a/.*")
+    assert report == SurgeryReport(
+        kept=("b/kernel",),
+        created=(),
+        dropped=("a/bias/grad_ema", "a/bias/grad_sq_ema", "a/kernel"),
+    )
+    assert table(found) == ["frozen", "kernels", "rest"]
+    stepped = advanced(found, 1)
+    assert stepped.target["a"]["kernel"] is optimizer.target["a"]["kernel"]
+    assert not jnp.array_equal(stepped.target["b"]["kernel"], optimizer.target["b"]["kernel"])
+    assert str(groups_of(found)[1]) == "`kernels` ('.*kernel' but not 'a/.*')"
+    again, _ = freeze(found, "b/.*")
+    assert table(again) == ["frozen_2", "frozen", "rest"]
+    assert jax.tree.leaves(again.state.param_states) == []
+
+
+def test_freeze_of_an_optimizer_without_groups() -> None:
+    optimizer = trained(Momentum())
+    found, report = freeze(optimizer, "a/.*", name="layer")
+    assert report.kept == ("b/kernel", "b/scale")
+    assert report.dropped == ("a/bias", "a/kernel")
+    assert table(found) == ["layer", "rest"]
+    found, report = freeze(trained(Whole()), "a/.*")
+    assert isinstance(found.state.param_states, GroupStates)
+    assert report.kept == ("rest/0/count", "rest/0/mu/b/kernel", "rest/0/mu/b/scale")
+    assert int(found.state.param_states["rest"][0].count) == 2
+
+
+def test_freeze_inside_a_nested_one() -> None:
+    inner = groups(KERNELS, BIASES)
+    optimizer = trained(groups(("a", "a/.*", inner), ("b", "b/.*", Momentum())))
+    found, report = freeze(optimizer, "a/bias")
+    assert report.dropped == ("a/bias/grad_ema", "a/bias/grad_sq_ema")
+    assert report.created == ()
+    assert advanced(found, 1).target["a"]["bias"] is optimizer.target["a"]["bias"]
+
+
+def test_unfreeze_starts_anew_and_goes_on() -> None:
+    optimizer = trained(groups(KERNELS))
+    found, report = unfreeze(optimizer, ".*bias", Adam(0.1))
+    assert report == SurgeryReport(
+        kept=("a/kernel", "b/kernel"),
+        created=("a/bias/grad_ema", "a/bias/grad_sq_ema"),
+        dropped=(),
+    )
+    moved = advanced(found, 1)
+    assert not jnp.array_equal(moved.target["a"]["bias"], found.target["a"]["bias"])
+    back, report = freeze(found, ".*bias")
+    assert_same(back.state, optimizer.state)
+    there, _ = unfreeze(back, "a/bias", Adam(0.1), name="biases")
+    assert_same(there.state, found.state)
+
+
+def test_unfreeze_of_what_is_not_frozen() -> None:
+    with pytest.raises(GroupError) as caught:
+        unfreeze(trained(groups(KERNELS)), "a/.*", Momentum())
+    assert str(caught.value) == (
+        "`pattern` matches leaves that are not frozen:\n"
+        "  `a/kernel` belongs to `kernels` ('.*kernel')\n"
+        "Make it narrower, or take `regroup` to move them."
+    )
+
+
+@pytest.mark.parametrize("change", [freeze, lambda o, p: unfreeze(o, p, Momentum())])
+def test_a_pattern_that_matches_nothing(change: Any) -> None:
+    with pytest.raises(GroupError, match=r"'bias'\) matches no parameter"):
+        change(trained(groups(KERNELS)), "bias")
+
+
+def test_regroup_keeps_what_fits() -> None:
+    optimizer = trained(groups(KERNELS, BIASES))
+    new = groups(
+        ("first", "a/.*", Momentum(0.1)), ("second", "b/kernel", Adam(0.1)), rest=Momentum()
+    )
+    found, report = regroup(optimizer, new)
+    assert report == SurgeryReport(
+        kept=("a/kernel",),
+        created=("a/bias", "b/kernel/grad_ema", "b/kernel/grad_sq_ema", "b/scale"),
+        dropped=("a/bias/grad_ema", "a/bias/grad_sq_ema", "b/kernel"),
+    )
+    assert found.optimizer_def == new
+    assert int(found.state.step) == 2
+    assert_same(found.target, optimizer.target)
+
+
+def test_from_one_definition_to_groups_and_back_is_exact() -> None:
+    optimizer = trained(Whole())
+    divided, report = regroup(optimizer, groups(("a", "a/.*", Whole()), rest=Whole()))
+    assert report.created == report.dropped == ()
+    assert report.kept[:2] == ("a/0/count", "a/0/mu/a/bias")
+    again, report = regroup(advanced(divided, 1), Whole())
+    assert report.created == ()
+    assert report.dropped == ("rest/0/count",)  # the other one says the same
+    assert_same(again, advanced(optimizer, 1))
+
+
+def test_other_meanings_of_the_same_paths_do_not_fit() -> None:
+    _, report = regroup(trained(Whole(Moments)), Whole(Beliefs))
+    assert report.kept == ()
+    assert len(report.created) == len(report.dropped) == 5
+
+
+def test_groups_that_disagree_start_anew() -> None:
+    both = groups(("a", "a/.*", Whole()), rest=Whole())
+    optimizer = advanced(reset(trained(both), "a")[0], 1)  # counts 1 and 3
+    found, report = regroup(optimizer, Whole())
+    assert report.kept == ()
+    assert int(found.state.param_states[0].count) == 0
+    assert not found.state.param_states[0].mu["b"]["kernel"].any()
+
+
+def test_nothing_is_shared_and_all_can_be_donated() -> None:
+    divided, _ = regroup(trained(Whole()), groups(("a", "a/.*", Whole()), rest=Whole()))
+    leaves = jax.tree.leaves(divided)
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+    jax.jit(lambda o: o.apply_gradient(o.target), donate_argnums=0)(divided)
+
+
+def test_inside_a_compiled_function() -> None:
+    optimizer = trained(groups(KERNELS, BIASES))
+    found = jax.jit(lambda o: freeze(o, "a/.*")[0])(optimizer)
+    assert_same(found.state, freeze(optimizer, "a/.*")[0].state)
+    both = trained(groups(("a", "a/.*", Whole()), rest=Whole()))
+    with pytest.raises(GroupError, match="outside of compiled functions"):
+        jax.jit(lambda o: regroup(o, Whole())[0])(both)
+    shapes = jax.eval_shape(lambda: trained(groups(KERNELS, BIASES)))
+    assert regroup(shapes, groups(KERNELS))[1].kept == ("a/kernel", "b/kernel")
+
+
+def test_a_report_to_print() -> None:
+    _, report = freeze(trained(groups(KERNELS, BIASES)), "a/bias")
+    assert str(report) == (
+        "kept 2\n  a/kernel\n  b/kernel\ncreated 0\ndropped 2\n  a/bias/grad_ema\n"
+        "  a/bias/grad_sq_ema"
+    )
+
+
+DEFINITIONS = [Momentum(), Adam(0.1), GradientDescent(0.1), Whole(), FROZEN]
+
+
+@given(data=st.data())
+def test_any_regrouping_can_be_trained_and_keeps_no_wrong_state(data: st.DataObject) -> None:
+    """Accumulated gradients of ones tell whose state a leaf was."""
+
+    def draw_table() -> MultiOptimizer:
+        choice = st.sampled_from(DEFINITIONS)
+        chosen = [data.draw(choice) for _ in range(3)]
+        return groups(("a", "a/.*", chosen[0]), ("b", "b/kernel", chosen[1]), rest=chosen[2])
+
+    optimizer = draw_table().create(make_params())
+    grads = {
+        "a": {"kernel": jnp.full((2, 3), 2.0), "bias": jnp.full(3, 3.0)},
+        "b": {"kernel": jnp.full((3, 2), 4.0), "scale": jnp.full(2, 5.0)},
+    }
+    found, report = regroup(optimizer.apply_gradient(grads), draw_table())
+    fresh = found.optimizer_def.create(make_params())
+    assert structure(found) == structure(fresh)
+    assert len(report.kept) + len(report.created) == len(jax.tree.leaves(found.state.param_states))
+    found.apply_gradient(grads)
+    for path, state in momenta(found).items():
+        expected = value_at(grads, path) if path in momenta(optimizer) else 0.0
+        assert jnp.array_equal(state, jnp.full_like(state, expected)), path
+
+
+def momenta(optimizer: Optimizer) -> dict[tuple[str, ...], Any]:
+    """The momentum of every parameter that has one."""
+    found = {}
+    for part in optimizer.optimizer_def.split(optimizer).values():  # type: ignore[attr-defined]
+        if isinstance(part.optimizer_def, Momentum):
+            for names, state in flatten_with_paths(part.state.param_states):
+                found[names] = state
+    return found
+
+
+def value_at(grads: Any, path: tuple[str, ...]) -> float:
+    for name in path:
+        grads = grads[name]
+    return float(grads.ravel()[0])
