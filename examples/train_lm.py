@@ -4,12 +4,12 @@
     hatch run dev:train --data ~/texts --steps 5000 --out runs/texts
     hatch run dev:train --resume runs/texts --zero --learning-rate 1e-4
 
-What to look at: a constructor of your own becomes a wrapped optimizer (`clipped_adamw`), its state
-is sharded as the parameters are, or further, and what that takes is known before (`place`), it is
-updated with a learning rate that may be given at run time (`train_step`) from gradients of a batch
-that need not fit into memory at once (`loss_and_gradients`) by a program that is compiled once and
-checked before it runs (`compile_step`, `check_step`), and it is saved and restored by path
-(`RunFolder`), on whatever mesh.
+What to look at: parameters are updated in groups, each by an optimizer of its own (`make_groups`),
+whose state is sharded as the parameters are, or further, and what that takes is known before
+(`place`); with a learning rate that may be given at run time (`train_step`), from gradients of a
+batch that need not fit into memory at once (`loss_and_gradients`), by a program that is compiled
+once and checked before it runs (`compile_step`, `check_step`). All of it is saved and restored by
+path (`RunFolder`), on whatever mesh.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import opt_optax_bridge as opt
 import optax
 from lm.config import (
     Arguments,
@@ -43,26 +44,12 @@ from lm.model import next_byte_loss
 from lm.placement import Placement, check_step, describe_plan, describe_report, place
 from lm.progress import Progress, stop_requests
 from lm.report import report
-from lm.run_folder import RunFolder, shapes
+from lm.run_folder import RunFolder, numbers, shapes
 from opt_accumulate import accumulate_gradients
-from opt_core import Optimizer
+from opt_adafactor import Adafactor
+from opt_core import MultiOptimizer, Optimizer, describe, group_metrics
 from opt_core.errors import RestoreError
-from opt_optax_bridge import resolve_hyper_params, wrap_optax_optimizer
-
-
-@wrap_optax_optimizer
-def clipped_adamw(
-    learning_rate: optax.ScalarOrSchedule,
-    *,
-    b2: float = 0.98,
-    weight_decay: float = 0.1,
-    clip: float = 1.0,
-) -> optax.GradientTransformation:
-    """AdamW whose gradients are clipped by their global norm."""
-    return optax.chain(
-        optax.clip_by_global_norm(clip),
-        optax.adamw(learning_rate, b2=b2, weight_decay=weight_decay),
-    )
+from opt_optax_bridge import resolve_hyper_params
 
 
 def make_schedule(config: Config) -> optax.Schedule:
@@ -76,6 +63,21 @@ def make_schedule(config: Config) -> optax.Schedule:
     )
 
 
+def make_groups(config: Config) -> MultiOptimizer:
+    """Returns AdamW for matrices, without decay for norms and biases, and Adafactor for the table.
+
+    Adafactor is told the learning rate with every step, as T5X does it.
+    """
+    adamw = partial(opt.adamw, make_schedule(config), b2=0.98)
+    return MultiOptimizer.from_rules(
+        [
+            ("embedding", "embedding", Adafactor(multiply_by_parameter_scale=False)),
+            ("vectors", ".*/(scale|bias)", adamw(weight_decay=0.0)),
+            ("matrices", "head|.*/(qkv|in|out)", adamw(weight_decay=config.weight_decay)),
+        ]
+    )
+
+
 def init_params(job: Job) -> Any:
     """Returns the initial parameters in Flax's boxes, which name their dimensions."""
     tokens = jnp.zeros((1, job.config.sequence_length), jnp.uint8)
@@ -84,12 +86,8 @@ def init_params(job: Job) -> Any:
 
 def plan_optimizer(job: Job) -> Placement:
     """Returns the optimizer as it will be, and where; nothing is allocated."""
-    config = job.config
-    optimizer_def = clipped_adamw(
-        make_schedule(config), weight_decay=config.weight_decay, clip=config.clip
-    )
     params = jax.eval_shape(partial(init_params, job))
-    return place(optimizer_def, params, job.mesh, zero=config.zero)
+    return place(make_groups(job.config), params, job.mesh, zero=job.config.zero)
 
 
 def create_optimizer(job: Job, placement: Placement) -> Optimizer:
@@ -144,16 +142,24 @@ def train_step(
         compiled step serves all their values.
 
     Returns:
-      The new optimizer, and what happened: the learning rate is the one that was applied.
+      The new optimizer, and what happened: the learning rate is the one that was applied, and
+      `groups` has the norms of each group.
     """
     loss, grads, kept = loss_and_gradients(job, optimizer.target, windows)
+    matrices = optimizer.optimizer_def.split(optimizer)["matrices"]
+    clip = optax.clip_by_global_norm(job.config.clip)  # over all groups
+    clipped, _ = clip.update(grads, optax.EmptyState())
+    rate = resolve_hyper_params(matrices, **overrides).learning_rate
+    updated = optimizer.apply_gradient(
+        clipped, **overrides, group_overrides={"embedding": {"learning_rate": rate}}
+    )
     metrics = {
         "loss": loss,
         "bits_per_byte": loss / math.log(2),
-        "learning_rate": resolve_hyper_params(optimizer, **overrides).learning_rate,
+        "learning_rate": rate,
         "grad_norm": optax.tree.norm(grads),
+        "groups": group_metrics(optimizer, grads, updated),
     }
-    updated = optimizer.apply_gradient(grads, **overrides)
     if job.config.skip_nonfinite:
         metrics["skipped"] = job.config.batch_size - kept
         step = updated.state.step  # counts batches: the next one is not this one again
@@ -205,7 +211,7 @@ def train(
             )
             windows = jax.device_put(windows, job.rows)
             optimizer, metrics = step_function(optimizer, windows, overrides)
-            line = {"step": step, **{k: float(v) for k, v in jax.device_get(metrics).items()}}
+            line = {"step": step, **numbers(jax.device_get(metrics))}
             if line.get("skipped") == config.batch_size:
                 line = {"step": step, "skipped": line["skipped"]}  # nothing else to be told
             elif not math.isfinite(line["loss"]):
@@ -267,6 +273,7 @@ def run(arguments: Arguments) -> int:
     print(
         f"{folder.path}: {size:,} parameters on {job.config.mesh}, "
         f"{len(job.text.train):,} bytes of {job.text.source}",
+        describe(placement.optimizer),
         describe_plan(placement.plan),
         sep="\n",
         flush=True,

@@ -13,9 +13,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from opt_core import Optimizer, OptimizerState
-from opt_optax_bridge import OptaxWrapper
+from opt_core import Optimizer, OptimizerDef, OptimizerState
 from opt_partition import Expected, MemoryPlan, Report, memory_plan, verify
 
 from lm.model import AXIS_RULES
@@ -41,7 +41,7 @@ class Placement:
         return jax.tree.map(lambda leaf: leaf.sharding, self.optimizer)
 
 
-def place(optimizer_def: OptaxWrapper, params: Any, mesh: Mesh, *, zero: bool) -> Placement:
+def place(optimizer_def: OptimizerDef, params: Any, mesh: Mesh, *, zero: bool) -> Placement:
     """Says where every leaf belongs: state that follows a parameter is split as that is.
 
     Args:
@@ -50,8 +50,12 @@ def place(optimizer_def: OptaxWrapper, params: Any, mesh: Mesh, *, zero: bool) -
       mesh: the devices.
       zero: whether state is split over `data` besides, as no parameter is (ZeRO-1).
     """
+
+    def init(params: Any) -> Any:
+        return optimizer_def.init_state(params).param_states
+
     plan = memory_plan(
-        optimizer_def.optax_optimizer,
+        optax.GradientTransformation(init, optax.identity().update),  # only its state is planned
         nn.unbox(params),
         params,
         AXIS_RULES,

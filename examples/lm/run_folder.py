@@ -59,12 +59,12 @@ class RunFolder:
             raise UsageError(f"{self.path} is not the folder of a run: {error}") from error
         return config if isinstance(config, dict) else {}
 
-    def log(self, metrics: Mapping[str, float]) -> None:
+    def log(self, metrics: Mapping[str, Any]) -> None:
         """Appends a line to `metrics.jsonl`."""
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics) + "\n")
 
-    def read_metrics(self) -> list[dict[str, float]]:
+    def read_metrics(self) -> list[dict[str, Any]]:
         """Returns the lines of `metrics.jsonl`; one that a crash cut off is left out."""
         file = self.path / "metrics.jsonl"
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
@@ -135,6 +135,12 @@ class RunFolder:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self.path / name)
+
+
+def numbers(metrics: Any) -> Any:
+    """Returns metrics as JSON has them: numbers in dictionaries."""
+    plain = flax.serialization.to_state_dict(metrics)
+    return jax.tree.map(float, plain)
 
 
 def shapes(state_dict: Any) -> Any:

@@ -29,7 +29,8 @@ class GroupRow:
       elements: how many numbers these have.
       state_bytes: what its definition keeps for them, 0 where it is frozen.
       definition: the class of the definition, or `frozen`.
-      hyper_params: by name, or all in words where they are no dataclass.
+      hyper_params: by name, those at their defaults left out; all in words where they are no
+        dataclass.
     """
 
     name: str
@@ -142,8 +143,13 @@ def _hyper_params(definition: Any) -> str:
     hyper_params = definition.hyper_params
     if not dataclasses.is_dataclass(hyper_params):
         return str(hyper_params)
-    named = ((f.name, getattr(hyper_params, f.name)) for f in dataclasses.fields(hyper_params))
-    return ", ".join(f"{name}={_value(value)}" for name, value in named)
+    named = ((f, getattr(hyper_params, f.name)) for f in dataclasses.fields(hyper_params))
+    shown = [f"{f.name}={_value(value)}" for f, value in named if not _is_same(value, f.default)]
+    return ", ".join(shown)
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and bool(value == default))
 
 
 def _value(value: Any) -> str:
