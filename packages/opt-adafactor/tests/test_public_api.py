@@ -34,7 +34,7 @@ def test_errors_export_what_they_define() -> None:
 
 def test_errors_are_the_builtins_that_callers_catch() -> None:
     expected = {
-        "AxesError": ValueError,
+        "ParamAxesError": ValueError,
         "FactorRuleError": ValueError,
         "StateConversionError": ValueError,
         "UnknownNameError": KeyError,

@@ -8,10 +8,9 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.core import FrozenDict
 from opt_core import Optimizer, OptimizerDef, OptimizerState, check_gradients, increment_step
-from opt_core.errors import HyperParamError, TreeMismatchError
+from opt_core.errors import HyperParamError
 
 from opt_adafactor import _tensor
 from opt_adafactor._axes import FactorMap, factor_rules_from_axes
@@ -22,11 +21,13 @@ from opt_adafactor._hyper_params import (
     _AdafactorHyperParams,
     check_hyper_params,
     check_overrides,
+    check_static,
 )
+from opt_adafactor._inputs import at, flatten_states, nest, put_slots
+from opt_adafactor._inputs import learning_rate as learning_rate_of
 from opt_adafactor._plan import Plan, Planner, missing_rule_hint
 from opt_adafactor._state import (
     FLOAT32,
-    Slots,
     _AdafactorParamState,
     init_slots,
     used_slots,
@@ -127,7 +128,7 @@ class Adafactor(OptimizerDef):
                 "`factor_map` must be either None or `HParamMap` type, found "
                 f"{type(factor_map).__name__}"
             )
-        _check_static(factored, min_dim_size_to_factor, dtype_momentum, respect_rank2_rules)
+        check_static(factored, min_dim_size_to_factor, dtype_momentum, respect_rank2_rules)
         if logical_factor_rules is not None:
             logical_factor_rules = FrozenDict(logical_factor_rules)
         hyper_params = _AdafactorHyperParams(
@@ -223,7 +224,7 @@ class Adafactor(OptimizerDef):
 
         Raises:
           FactorRuleError: a parameter needs a rule and has none, or has one that does not fit.
-          AxesError: the axes that were told do not fit the parameters.
+          ParamAxesError: the axes that were told do not fit the parameters.
         """
         plan = self._plan(params)
         leaves = plan.treedef.flatten_up_to(params)
@@ -257,8 +258,8 @@ class Adafactor(OptimizerDef):
         check_gradients(params, grads)
         plan = self._plan(params)
         has_momentum = hyper_params.beta1 is not None
-        states = _states(plan, state.param_states)
-        rate = _learning_rate(hyper_params, state.step)
+        states = flatten_states(plan, state.param_states)
+        rate = learning_rate_of(hyper_params, state.step)
         grads = clip_global_norm(
             plan.treedef.flatten_up_to(grads), hyper_params.global_norm_clip_threshold
         )
@@ -276,7 +277,7 @@ class Adafactor(OptimizerDef):
             skip=hyper_params.skip_nan_updates,
             finish=_tensor.subtract,
         )
-        new_states = [_put(old, new) for old, new in zip(states, new_slots, strict=True)]
+        new_states = [put_slots(old, new) for old, new in zip(states, new_slots, strict=True)]
         unflatten = plan.treedef.unflatten
         return unflatten(new_params), OptimizerState(
             increment_step(state.step), unflatten(new_states)
@@ -294,7 +295,7 @@ class Adafactor(OptimizerDef):
             containers may be of another kind.
 
         Raises:
-          AxesError: `param_axes` do not fit the parameters; lists the paths.
+          ParamAxesError: `param_axes` do not fit the parameters; lists the paths.
         """
         plan = self._plan(optimizer.target)
         has_momentum = self.hyper_params.beta1 is not None
@@ -326,8 +327,8 @@ class Adafactor(OptimizerDef):
           param: the parameter.
           path: its `/`-joined keys.
         """
-        state = self.init_state(_nest(path, param)).param_states
-        return _at(state, path)  # type: ignore[no-any-return]
+        state = self.init_state(nest(path, param)).param_states
+        return at(state, path)  # type: ignore[no-any-return]
 
     def apply_param_gradient(
         self, step: Any, hyper_params: Any, param: Any, state: Any, grad: Any, path: str
@@ -345,11 +346,11 @@ class Adafactor(OptimizerDef):
         Returns:
           The new parameter and its new state.
         """
-        params, grads, states = (_nest(path, x) for x in (param, grad, state))
+        params, grads, states = (nest(path, x) for x in (param, grad, state))
         new, new_state = self.apply_gradient(
             hyper_params, params, OptimizerState(step, states), grads
         )
-        return _at(new, path), _at(new_state.param_states, path)
+        return at(new, path), at(new_state.param_states, path)
 
     def _rules_of(self, param_axes: Any) -> FactorMap:
         return factor_rules_from_axes(param_axes, self.hyper_params.logical_factor_rules)
@@ -386,62 +387,3 @@ class Adafactor(OptimizerDef):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._planner = self._new_planner()
-
-
-def _check_static(
-    factored: Any, min_dim_size_to_factor: Any, dtype_momentum: Any, respect: Any
-) -> None:
-    for name, flag in (("factored", factored), ("respect_rank2_rules", respect)):
-        if not isinstance(flag, bool | np.bool_):
-            raise TypeError(f"`{name}` must be bool, found {type(flag).__name__}")
-    is_integer = isinstance(min_dim_size_to_factor, int | np.integer)
-    if not is_integer or isinstance(min_dim_size_to_factor, bool):
-        raise TypeError(
-            "`min_dim_size_to_factor` must be an integer that is known when the step is traced, "
-            f"found {type(min_dim_size_to_factor).__name__}"
-        )
-    if not jnp.issubdtype(dtype_momentum, jnp.floating):
-        raise TypeError(f"`dtype_momentum` must be a floating dtype, found {dtype_momentum}")
-
-
-def _learning_rate(hyper_params: Any, step: Any) -> Any:
-    rate = hyper_params.learning_rate
-    if rate is None:
-        raise HyperParamError(
-            "no `learning_rate`: give one to the definition, or with every step "
-            "(`apply_gradient(grads, learning_rate=...)`)"
-        )
-    return rate(step) if callable(rate) else rate
-
-
-def _states(plan: Plan, param_states: Any) -> list[_AdafactorParamState]:
-    try:
-        states = plan.treedef.flatten_up_to(param_states)
-    except ValueError as error:
-        raise TreeMismatchError(
-            "`param_states` have other containers or keys than the parameters: "
-            f"{error}. Create the state of these parameters, or restore into that."
-        ) from None
-    for path, state in zip(plan.paths, states, strict=True):
-        if not isinstance(state, _AdafactorParamState):
-            raise TreeMismatchError(
-                f"`param_states` of `{path}`: expected the state of one parameter, found a "
-                f"{type(state).__name__}"
-            )
-    return [jax.tree.map(jnp.asarray, state) for state in states]
-
-
-def _put(old: _AdafactorParamState, new: Slots) -> _AdafactorParamState:
-    return old.replace(**{k: slot for k, slot in new._asdict().items() if slot is not None})
-
-
-def _nest(path: str, leaf: Any) -> Any:
-    for key in reversed(path.split("/")):
-        leaf = {key: leaf}
-    return leaf
-
-
-def _at(tree: Any, path: str) -> Any:
-    for key in path.split("/"):
-        tree = tree[key]
-    return tree

@@ -16,7 +16,7 @@ from opt_adafactor._factor_rules import (
     factor_name_to_factordim,
 )
 from opt_adafactor._factoring import show
-from opt_adafactor.errors import AxesError, FactorRuleError, UnknownNameError
+from opt_adafactor.errors import FactorRuleError, ParamAxesError, UnknownNameError
 
 
 class FactorMap(Mapping[str, FactorRule]):
@@ -49,7 +49,7 @@ def flatten_axes(param_axes: Any) -> dict[str, PartitionSpec | None]:
         `PartitionSpec`, a tuple of names, or `None` for no names at all.
 
     Raises:
-      AxesError: a leaf is something else.
+      ParamAxesError: a leaf is something else.
 
     Examples:
       >>> axes = flatten_axes({'mlp': [PartitionSpec('embed', 'mlp')], 'scale': None})
@@ -73,7 +73,7 @@ def factor_rules_from_axes(param_axes: Any, logical_factor_rules: Mapping[str, A
     Raises:
       UnknownNameError: no rule for an axis name.
       FactorRuleError: `ROW`, `COLUMN` and `NONE` on one parameter, or names that disagree.
-      AxesError: a leaf is no axes.
+      ParamAxesError: a leaf is no axes.
     """
     dims = {name: factor_name_to_factordim(dim) for name, dim in logical_factor_rules.items()}
     return FactorMap(
@@ -89,7 +89,7 @@ def check_covers(paths: Mapping[str, tuple[int, ...]], axes: Mapping[str, Any]) 
       axes: specs, or factor rules, by path.
 
     Raises:
-      AxesError: lists every path.
+      ParamAxesError: lists every path.
     """
     lines = [f"{path}: no axes are given" for path in paths if path not in axes]
     lines += [f"{path}: there is no such parameter" for path in axes if path not in paths]
@@ -101,7 +101,7 @@ def check_covers(paths: Mapping[str, tuple[int, ...]], axes: Mapping[str, Any]) 
                 f"found {len(spec)}: {show_spec(spec)}"
             )
     if lines:
-        raise AxesError("`param_axes` do not fit the parameters:\n  " + "\n  ".join(lines))
+        raise ParamAxesError("`param_axes` do not fit the parameters:\n  " + "\n  ".join(lines))
 
 
 def show_spec(spec: Any) -> str:
@@ -128,7 +128,7 @@ def _spec(leaf: Any, path: str) -> PartitionSpec | None:
         return leaf
     if isinstance(leaf, tuple):
         return PartitionSpec(*leaf)
-    raise AxesError(
+    raise ParamAxesError(
         f"`param_axes` of `{path}` must be a `PartitionSpec`, a tuple of names or None, found "
         f"a {type(leaf).__name__}. Unbox what Flax keeps (`flax.linen.get_partition_spec`)."
     )

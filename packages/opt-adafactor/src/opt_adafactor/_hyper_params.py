@@ -91,6 +91,27 @@ def check_hyper_params(hyper_params: Any) -> None:
         )
 
 
+def check_static(
+    factored: Any, min_dim_size_to_factor: Any, dtype_momentum: Any, respect: Any
+) -> None:
+    """Raises where an argument that decides the state has another type.
+
+    Raises:
+      TypeError: names the argument.
+    """
+    for name, flag in (("factored", factored), ("respect_rank2_rules", respect)):
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(f"`{name}` must be bool, found {type(flag).__name__}")
+    is_integer = isinstance(min_dim_size_to_factor, int | np.integer)
+    if not is_integer or isinstance(min_dim_size_to_factor, bool):
+        raise TypeError(
+            "`min_dim_size_to_factor` must be an integer that is known when the step is traced, "
+            f"found {type(min_dim_size_to_factor).__name__}"
+        )
+    if not jnp.issubdtype(dtype_momentum, jnp.floating):
+        raise TypeError(f"`dtype_momentum` must be a floating dtype, found {dtype_momentum}")
+
+
 def check_overrides(own: Any, given: Any) -> None:
     """Raises where `given` differs from a definition's `own` in what a step cannot change.
 

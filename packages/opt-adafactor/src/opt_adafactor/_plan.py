@@ -14,7 +14,7 @@ from opt_core import path_names, path_str
 from opt_adafactor._axes import FactorMap, check_covers
 from opt_adafactor._factor_rules import HEURISTIC_RULE, FactorRule
 from opt_adafactor._factoring import Factoring, FactoringOptions, is_ignored, parse_rule, show
-from opt_adafactor.errors import AxesError, FactorRuleError
+from opt_adafactor.errors import FactorRuleError, ParamAxesError
 
 logger = logging.getLogger("opt_adafactor")
 
@@ -64,7 +64,7 @@ class Planner:
 
         Raises:
           FactorRuleError: a rule does not fit its parameter, or one is needed.
-          AxesError: the axes that were told are not those of these parameters.
+          ParamAxesError: the axes that were told are not those of these parameters.
           UnknownNameError: no pattern of `factor_map` is found in a path.
           TypeError: a parameter is no array of real floating-point numbers.
         """
@@ -147,8 +147,8 @@ def _check_told(rules: FactorMap, shapes: Mapping[str, tuple[int, ...]]) -> None
     sized = {path: rule if isinstance(rule, tuple) else None for path, rule in known.items()}
     try:
         check_covers(shapes, sized)
-    except AxesError as error:
-        raise AxesError(
+    except ParamAxesError as error:
+        raise ParamAxesError(
             f"{error}\nThese are the axes that `with_param_axes` or `set_param_axes` was given."
         ) from None
 

@@ -2,8 +2,8 @@
 
 ```
 AdafactorError (opt_core.errors.OptimizerError)
-├── AxesError (ValueError)             logical axes that do not fit the parameters
 ├── FactorRuleError (ValueError)       a factor rule that does not fit its parameter
+├── ParamAxesError (ValueError)        logical axes that do not fit the parameters
 ├── StateConversionError (ValueError)  a state that has no counterpart in the other form
 └── UnknownNameError (KeyError)        an axis, parameter or `FactorDim` that no rule knows
 ```
@@ -17,8 +17,8 @@ from opt_core.errors import OptimizerError
 
 __all__ = [
     "AdafactorError",
-    "AxesError",
     "FactorRuleError",
+    "ParamAxesError",
     "StateConversionError",
     "UnknownNameError",
 ]
@@ -28,7 +28,7 @@ class AdafactorError(OptimizerError):
     """The base of every error that is this package's own."""
 
 
-class AxesError(AdafactorError, ValueError):
+class ParamAxesError(AdafactorError, ValueError):
     """Logical axes are missing, are too many, or have another rank than their parameter."""
 
 

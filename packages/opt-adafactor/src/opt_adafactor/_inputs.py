@@ -1,0 +1,68 @@
+"""What a step of the definition is given, checked and taken apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from opt_core.errors import HyperParamError, TreeMismatchError
+
+from opt_adafactor._plan import Plan
+from opt_adafactor._state import Slots, _AdafactorParamState
+
+
+def learning_rate(hyper_params: Any, step: Any) -> Any:
+    """Returns the learning rate of a step.
+
+    Raises:
+      HyperParamError: there is none.
+    """
+    rate = hyper_params.learning_rate
+    if rate is None:
+        raise HyperParamError(
+            "no `learning_rate`: give one to the definition, or with every step "
+            "(`apply_gradient(grads, learning_rate=...)`)"
+        )
+    return rate(step) if callable(rate) else rate
+
+
+def flatten_states(plan: Plan, param_states: Any) -> list[_AdafactorParamState]:
+    """Returns the state of every parameter, in the order of the plan.
+
+    Raises:
+      TreeMismatchError: they do not look like the parameters.
+    """
+    try:
+        states = plan.treedef.flatten_up_to(param_states)
+    except ValueError as error:
+        raise TreeMismatchError(
+            "`param_states` have other containers or keys than the parameters: "
+            f"{error}. Create the state of these parameters, or restore into that."
+        ) from None
+    for path, state in zip(plan.paths, states, strict=True):
+        if not isinstance(state, _AdafactorParamState):
+            raise TreeMismatchError(
+                f"`param_states` of `{path}`: expected the state of one parameter, found a "
+                f"{type(state).__name__}"
+            )
+    return [jax.tree.map(jnp.asarray, state) for state in states]
+
+
+def put_slots(old: _AdafactorParamState, new: Slots) -> _AdafactorParamState:
+    """Returns a state with new slots; unused ones stay as they are."""
+    return old.replace(**{k: slot for k, slot in new._asdict().items() if slot is not None})
+
+
+def nest(path: str, leaf: Any) -> Any:
+    """Returns a tree with one leaf, at a `/`-joined path."""
+    for key in reversed(path.split("/")):
+        leaf = {key: leaf}
+    return leaf
+
+
+def at(tree: Any, path: str) -> Any:
+    """Returns what is at a `/`-joined path."""
+    for key in path.split("/"):
+        tree = tree[key]
+    return tree
