@@ -12,7 +12,7 @@ import opt_optax_bridge
 import optax
 import pytest
 from bridge_testing import Jitted, assert_close, avals, loss, make_params, through_bytes
-from opt_core import Optimizer, OptimizerDef
+from opt_core import MultiOptimizer, Optimizer, OptimizerDef
 from opt_core.errors import HyperParamError
 from opt_optax_bridge import (
     OptaxWrapper,
@@ -338,3 +338,12 @@ def test_a_schedule_with_two_values_in_one_update_has_none() -> None:
     assert float(resolve_hyper_params(optimizer).rate) == 0.0  # both counts are 0
     optimizer = optimizer.apply_gradient(params)
     assert math.isnan(resolve_hyper_params(optimizer).rate)
+
+
+def test_of_groups_one_is_asked() -> None:
+    definition = MultiOptimizer(("w", opt_optax_bridge.sgd(0.5)), names=["matrices"])
+    optimizer = definition.create({"w": jnp.ones(2)})
+    with pytest.raises(TypeError, match=r"one of its groups: `definition\.split\(optimizer\)"):
+        opt_optax_bridge.resolve_hyper_params(optimizer)
+    group = definition.split(optimizer)["matrices"]
+    assert float(opt_optax_bridge.resolve_hyper_params(group).learning_rate) == 0.5

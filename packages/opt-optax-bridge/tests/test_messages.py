@@ -9,7 +9,12 @@ import opt_optax_bridge
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from opt_core.errors import HyperParamError, StateChangedError, TreeMismatchError
+from opt_core.errors import (
+    HyperParamError,
+    StateChangedError,
+    TreeMismatchError,
+    UnusedArgumentError,
+)
 from opt_optax_bridge import OptaxWrapper, resolve_hyper_params, t5x
 from opt_partition.errors import AxesError
 
@@ -64,7 +69,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "misspelt": (
         lambda: SGD.apply_gradient(GRADS, momentun=0.5),
-        HyperParamError,
+        UnusedArgumentError,
         (
             "`momentun`: neither a hyper-parameter of this optimizer (`learning_rate`, `momentum`) "
             "nor an extra argument that its transformation uses"
@@ -72,7 +77,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "nothing to override": (
         lambda: OPAQUE.apply_gradient(GRADS, learning_rate=0.5),
-        HyperParamError,
+        UnusedArgumentError,
         (
             "`learning_rate`: neither a hyper-parameter of this optimizer (it has none: a wrapped "
             "constructor would, see `wrap_optax_optimizer`) nor an extra argument that its "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -130,11 +131,7 @@ class MultiOptimizer(OptimizerDef):
         return self
 
     def with_groups(self, groups: Sequence[Group]) -> Self:
-        """Returns the definition with another table; the logical axes stay known.
-
-        Args:
-          groups: the rows, frozen ones included; see `groups`.
-        """
+        """Returns the definition with another table, see `groups`; logical axes stay known."""
         new = type(self).__new__(type(self))
         new._define(groups, self.param_axes)
         return new
@@ -205,8 +202,8 @@ class MultiOptimizer(OptimizerDef):
           >>> definition.split(Optimizer(definition, state, params))['weights'].target.keys()
           dict_keys(['w'])
         """
-        given = self._shares(optimizer.target, optimizer.state)
-        return {share.name: share.optimizer for share in given}
+        shared = self._shares(optimizer.target, optimizer.state)
+        return {share.name: share.optimizer for share in shared}
 
     def _shares(self, target: Any, state: OptimizerState) -> list[Share]:
         return list(shares(self._selection_like(target), self.sub_optimizers, target, state))
@@ -373,10 +370,10 @@ class MultiOptimizer(OptimizerDef):
         state_dict, problems = read_list_layout(state_dict, given, state.param_states)
         if not is_whole(state_dict):
             return super()._match(target, state, state_dict)
-        optimizer = Optimizer(self, state, target)
-        restored, report = match_groups(optimizer, state_dict, given, self._match_rest)
-        found = (*problems, *report.mismatches)
-        return unalias(restored), RestoreReport(found, report.matched, report.state_matched)
+        whole = Optimizer(self, state, target)
+        restored, report = match_groups(whole, state_dict, given, self._match_rest)
+        found = dataclasses.replace(report, mismatches=(*problems, *report.mismatches))
+        return unalias(restored), found
 
     def _match_rest(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]

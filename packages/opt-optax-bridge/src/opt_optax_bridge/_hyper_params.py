@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from opt_core import Optimizer
+from opt_core import MultiOptimizer, Optimizer
 from opt_core.errors import OptimizerError
 
 from opt_optax_bridge._overrides import (
@@ -108,13 +108,16 @@ def _ask(
 
 
 def _definition(optimizer: Optimizer) -> OptaxWrapper:
-    if not isinstance(optimizer.optimizer_def, OptaxWrapper):
-        raise TypeError(
-            "`optimizer` must be one of an `OptaxWrapper`; its definition is a "
-            f"{type(optimizer.optimizer_def).__name__}. Ask about one group of a `MultiOptimizer`: "
-            "`definition.split(optimizer)[name]`"
-        )
-    return optimizer.optimizer_def
+    definition = optimizer.optimizer_def
+    if isinstance(definition, OptaxWrapper):
+        return definition
+    hint = ""
+    if isinstance(definition, MultiOptimizer):
+        hint = ". Ask about one of its groups: `definition.split(optimizer)[name]`"
+    raise TypeError(
+        "`optimizer` must be one of an `OptaxWrapper`; its definition is a "
+        f"{type(definition).__name__}{hint}"
+    )
 
 
 def _float_dtype(value: Any) -> Any:
