@@ -26,7 +26,7 @@ def test_the_table_in_full() -> None:
     definition = MultiOptimizer.from_rules([("a", "a/.*", inner)], rest=FROZEN)
     expected = """\
 group   pattern   leaves  elements     state  definition  hyper-parameters
-a/w     '.*/w'         1     2,048  16.0 KiB  Adam        learning_rate=0.1, weight_decay=0.0
+a/w     '.*/w'         1     2,048  16.0 KiB  Adam        learning_rate=0.1
 a/rest  the rest       1        32       8 B  Schedules
 rest    the rest       1         4       0 B  frozen
 total                  3     2,084  16.0 KiB"""
