@@ -16,7 +16,7 @@ import pytest
 from core_testing import Momentum, Pair, given
 from flax.core import FrozenDict
 from hypothesis import strategies as st
-from opt_core import fingerprint
+from opt_core import Optimizer, OptimizerDef, OptimizerState, fingerprint
 
 SCALE = 2.0
 
@@ -25,6 +25,26 @@ SCALE = 2.0
 class Config:
     rate: Any
     other: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Nothing:
+    pass
+
+
+@dataclasses.dataclass(slots=True)
+class NothingSlotted:
+    pass
+
+
+@flax.struct.dataclass
+class NothingStruct:
+    pass
+
+
+@dataclasses.dataclass(eq=False)
+class Sentinel:
+    pass
 
 
 class Plain:
@@ -201,6 +221,8 @@ DIFFERENT: list[tuple[Any, Any]] = [
     (Plain(1), Config(1)),
     (functools.partial(math.pow, 1), functools.partial(math.pow, 1, 2)),
     (cyclic(1), [1, [1, None]]),
+    (Nothing(), NothingStruct()),
+    (Nothing(), types.SimpleNamespace()),
 ]
 
 
@@ -222,6 +244,12 @@ EQUAL: list[tuple[Any, Any]] = [
     (Colour.RED, Colour.RED),
     (jnp.float32, jnp.float32),
     (types.MappingProxyType({"a": 1}), types.MappingProxyType({"a": 1})),
+    (Nothing(), Nothing()),
+    (NothingSlotted(), NothingSlotted()),
+    (NothingStruct(), NothingStruct()),
+    (types.SimpleNamespace(), types.SimpleNamespace()),
+    (closure(Nothing()), closure(Nothing())),
+    (Momentum(Nothing()), Momentum(Nothing())),
 ]
 
 
@@ -235,6 +263,7 @@ def test_what_is_equal(one: Any, same: Any) -> None:
 OPAQUE: dict[str, Callable[[], Any]] = {
     "jitted": lambda: jax.jit(closure(1.0)),
     "object": object,
+    "sentinel": Sentinel,
     "equality without hash": lambda: Unhashable(1.0),
     "array of objects": lambda: np.array([object()]),
     "ufunc": lambda: np.frompyfunc(abs, 1, 1),
@@ -298,6 +327,19 @@ def test_struct_dataclasses_compare_by_field() -> None:
 
     assert fingerprint(Hyper(jnp.ones(2))) == fingerprint(Hyper(jnp.ones(2)))
     assert fingerprint(Hyper(jnp.ones(2))) != fingerprint(Hyper(jnp.zeros(2)))
+
+
+def test_hyper_params_without_fields_compile_once() -> None:
+    traces = []
+
+    @jax.jit
+    def step(optimizer: Any) -> Any:
+        traces.append(1)
+        return optimizer.target
+
+    for _ in range(2):
+        step(Optimizer(OptimizerDef(NothingStruct()), OptimizerState(0, ()), jnp.ones(2)))
+    assert len(traces) == 1
 
 
 def test_a_function_that_rebinds_a_captured_number_stays_what_it_was() -> None:

@@ -107,12 +107,15 @@ def _composite(obj: Any, seen: dict[int, int]) -> Hashable:
         case functools.partial():
             parts = (each(obj.func), each(obj.args), each(obj.keywords))
             return (type(obj), _attributes(obj, seen), *parts)
-    is_value = _defines_equality(type(obj)) and not dataclasses.is_dataclass(obj)
-    if is_value and not isinstance(obj, types.SimpleNamespace):
+    is_value = _defines_equality(type(obj))
+    is_record = dataclasses.is_dataclass(obj) or isinstance(obj, types.SimpleNamespace)
+    if is_value and not is_record:
         return (type(obj), obj) if _is_hashable(obj) else _Same(obj)
-    if _is_plain(type(obj)) and (attributes := _attributes(obj, seen)):
-        return (type(obj), attributes)
-    return _Same(obj)
+    if not _is_plain(type(obj)):
+        return _Same(obj)
+    attributes = _attributes(obj, seen)
+    # What holds nothing and says nothing of equality may be a sentinel.
+    return (type(obj), attributes) if attributes or is_value else _Same(obj)
 
 
 def _attributes(obj: Any, seen: dict[int, int]) -> tuple[Hashable, ...]:
