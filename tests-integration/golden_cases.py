@@ -16,10 +16,12 @@ from typing import Any
 
 import flax.core
 import flax.serialization
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import opt_adafactor
 import optax
 import optax.contrib
 from jax.sharding import PartitionSpec
@@ -72,24 +74,28 @@ class Case:
         )
 
 
+WRAPPED = "index.json"  # wrapped Optax optimizers
+GROUPS = "groups.json"  # T5X's Adafactor, mostly in groups
+
+
 @functools.cache
-def index() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((FOLDER / "index.json").read_text())
+def index(file: str = WRAPPED) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((FOLDER / file).read_text())
     return loaded
 
 
-def case_ids() -> list[str]:
-    return [f"{c['family']}/{c['id']}" for c in index()["cases"]]
+def case_ids(file: str = WRAPPED) -> list[str]:
+    return [f"{c['family']}/{c['id']}" for c in index(file)["cases"]]
 
 
-def ids_with(field: str) -> list[str]:
-    return [f"{c['family']}/{c['id']}" for c in index()["cases"] if c.get(field) is not None]
+def ids_with(field: str, file: str = WRAPPED) -> list[str]:
+    return [f"{c['family']}/{c['id']}" for c in index(file)["cases"] if c.get(field) is not None]
 
 
 @functools.cache
-def load(case_id: str) -> Case:
-    entry = next(c for c in index()["cases"] if f"{c['family']}/{c['id']}" == case_id)
-    problem = index()["problems"][entry["problem"]]
+def load(case_id: str, file: str = WRAPPED) -> Case:
+    entry = next(c for c in index(file)["cases"] if f"{c['family']}/{c['id']}" == case_id)
+    problem = index(file)["problems"][entry["problem"]]
     inputs = _arrays(problem["file"])
     trajectory = {k.removeprefix("sd/"): v for k, v in _arrays(entry["file"]).items()}
 
@@ -142,8 +148,8 @@ def build(spec: Any, api: Any) -> Any:
 
     Args:
       spec: the `constructor` of a case.
-      api: where the wrapped constructors are: `opt_optax_bridge`, its `t5x`, or `RAW` for Optax's
-        own, wrapped by nobody.
+      api: where the constructors of definitions are: `opt_optax_bridge`, its `t5x`, or `RAW` for
+        Optax's own, wrapped by nobody.
     """
     match spec:
         case {"$call": name}:
@@ -163,11 +169,26 @@ def build(spec: Any, api: Any) -> Any:
             return {key: build(value, api) for key, value in items.items()}
         case {"$frozen": items}:
             return flax.core.freeze(items)
+        case {"$pair": [first, second]}:
+            return build(first, api), build(second, api)
+        case {"$traversal": {"path_contains": part}}:
+            return _traversal(lambda path: part in path)
+        case {"$traversal": {"path_not_contains": part}}:
+            return _traversal(lambda path: part not in path)
+        case {"$standard_logical_factor_rules": True}:
+            return opt_adafactor.standard_logical_factor_rules()
         case list():
             return [build(item, api) for item in spec]
         case dict():
             raise ValueError(f"no such construct: {spec}")
     return spec
+
+
+def _traversal(keep: Callable[[str], bool]) -> Any:
+    """Flax's, by path; making one warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return flax.traverse_util.ModelParamTraversal(lambda path, _: keep(path))
 
 
 def _constructor(api: Any, name: str) -> Callable[..., Any]:
@@ -258,7 +279,8 @@ def _raw_state_dict(params: Any, state: Any, step: int) -> Flat:
 
 def entry(case: Case, t: int) -> Flat:
     """The state dict that T5X had after `t` steps."""
-    return {path: series[t] for path, series in case.trajectory.items()}
+    recorded: Flat = {path: series[t] for path, series in case.trajectory.items()}
+    return recorded | dict.fromkeys(case.index.get("none_keys", []))
 
 
 @dataclasses.dataclass(frozen=True)
