@@ -1,0 +1,383 @@
+"""The real Adafactor, wrapped Optax, a nested table and frozen leaves in one `MultiOptimizer`.
+
+Every group must be what its definition makes of its subtree alone.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge as opt
+import opt_partition
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from opt_adafactor import Adafactor, standard_logical_factor_rules
+from opt_core import FROZEN, MultiOptimizer, Optimizer, OptimizerDef
+from opt_core.errors import HyperParamError, RestoreError
+from opt_core.protocols import DerivesLogicalAxes, TakesParamAxes
+from opt_optax_bridge import t5x
+
+SHAPES: Any = {
+    "embed": {"embedding": (64, 16)},
+    "stack": {
+        "query": {"kernel": (16, 4, 8, 8)},
+        "wi": {"kernel": (16, 4, 32)},
+        "norm": {"scale": (16, 4)},
+    },
+    "head": {"kernel": (16, 24), "bias": (24,)},
+    "old_head": {"kernel": (16, 8)},
+}
+AXES: Any = {
+    "embed": {"embedding": P("vocab", "embed")},
+    "stack": {
+        "query": {"kernel": P("embed", "layers", "heads", "kv")},
+        "wi": {"kernel": P("embed", "layers", "mlp")},
+        "norm": {"scale": P("embed", "layers")},
+    },
+    "head": {"kernel": P("embed", "mlp"), "bias": P("mlp")},
+    "old_head": {"kernel": P("embed", "mlp")},
+}
+GROUPS = {"table": ("embed",), "stack": ("stack",), "head": ("head",)}
+TO_MESH = {"embed": "data", "mlp": "model", "heads": "model", "vocab": "model"}
+
+
+def make_params(seed: int = 0) -> Any:
+    draw = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: jnp.asarray(draw.normal(size=shape), jnp.float32),
+        SHAPES,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def adafactor(**options: Any) -> Adafactor:
+    options = {"beta1": 0.9, "min_dim_size_to_factor": 8, "weight_decay_rate": 1e-3, **options}
+    return Adafactor(0.1, **options)
+
+
+def nested() -> MultiOptimizer:
+    """Scanned kernels by their logical axes, the norms unfactored."""
+    by_axes = adafactor(logical_factor_rules=standard_logical_factor_rules())
+    return MultiOptimizer.from_rules(
+        [
+            ("kernels", ".*kernel", by_axes),
+            ("norms", ".*scale", Adafactor(0.02, factored=False)),
+        ]
+    )
+
+
+def with_optax_inside() -> MultiOptimizer:
+    return MultiOptimizer.from_rules(
+        [
+            (
+                "kernels",
+                ".*kernel",
+                adafactor(logical_factor_rules=standard_logical_factor_rules()),
+            ),
+            ("norms", ".*scale", opt.sgd(0.1, momentum=0.9)),
+        ]
+    )
+
+
+SCHEDULE = optax.linear_schedule(0.0, 1e-2, 3)
+
+# Definitions of `table`, `stack` and `head`; with a wrapped one, states are kept by group.
+MIXTURES: dict[str, tuple[Any, Any, Any]] = {
+    "adafactors": (adafactor, nested, lambda: adafactor(clipping_threshold=0.5)),
+    "with adamw": (adafactor, nested, lambda: opt.adamw(SCHEDULE, weight_decay=0.1)),
+    "mixed inside": (lambda: opt.adamw(1e-2), with_optax_inside, adafactor),
+}
+
+
+def definitions(mixture: str) -> dict[str, OptimizerDef]:
+    return {name: make() for name, make in zip(GROUPS, MIXTURES[mixture], strict=True)}
+
+
+def definition_of(mixture: str, api: Any = MultiOptimizer) -> Any:
+    rules = [(name, f"{name}/.*", d) for name, d in definitions(mixture).items()]
+    rules[0] = ("table", "embed/.*", rules[0][2])
+    definition = api.from_rules([*rules, ("old", "old_head/.*", FROZEN)])
+    definition.set_param_axes(AXES)
+    return definition
+
+
+def subtree(name: str, tree: Mapping[str, Any]) -> Any:
+    return {key: tree[key] for key in GROUPS[name]}
+
+
+def alone(mixture: str, name: str) -> Optimizer:
+    """One group without the others."""
+    definition = definitions(mixture)[name]
+    if isinstance(definition, TakesParamAxes):
+        definition.set_param_axes(subtree(name, AXES))
+    return definition.create(subtree(name, make_params()))
+
+
+def apply(optimizer: Optimizer, t: int, names: Any = tuple(SHAPES), **given: Any) -> Optimizer:
+    grads = make_params(t + 1)
+    return optimizer.apply_gradient({name: grads[name] for name in names}, **given)
+
+
+def by_path(tree: Any, is_leaf: Any = None) -> dict[str, Any]:
+    """Wrapped definitions see `()` where other groups' leaves are: no leaf, so no path."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def assert_identical(found: Any, expected: Any) -> None:
+    found, expected = by_path(found), by_path(expected)
+    assert found.keys() == expected.keys()
+    for path, leaf in expected.items():
+        assert found[path].dtype == leaf.dtype, path
+        np.testing.assert_array_equal(found[path], leaf, err_msg=path)
+
+
+def assert_groups_are(optimizer: Optimizer, singles: Mapping[str, Optimizer]) -> None:
+    parts = optimizer.optimizer_def.split(optimizer)  # type: ignore[attr-defined]
+    assert parts.keys() == singles.keys()
+    for name, single in singles.items():
+        assert_identical(parts[name].target, single.target)
+        assert_identical(parts[name].state, single.state)
+
+
+every_mixture = pytest.mark.parametrize("mixture", MIXTURES)
+
+
+@every_mixture
+def test_every_group_is_its_definition_alone(mixture: str) -> None:
+    """Bit for bit, op by op; what is frozen keeps its buffer and needs no gradient."""
+    optimizer = definition_of(mixture).create(make_params())
+    singles = {name: alone(mixture, name) for name in GROUPS}
+    assert_groups_are(optimizer, singles)
+    frozen = optimizer.target["old_head"]["kernel"]
+    for t in range(3):
+        optimizer = apply(optimizer, t, [name for name in SHAPES if name != "old_head"])
+        singles = {name: apply(single, t, GROUPS[name]) for name, single in singles.items()}
+        assert_groups_are(optimizer, singles)
+    assert optimizer.target["old_head"]["kernel"] is frozen
+    states = optimizer.state.param_states
+    if mixture == "adafactors":
+        assert states["old_head"]["kernel"] is None
+        assert states["stack"]["wi"]["kernel"].v_row.shape == (16, 4)
+    else:
+        assert set(states) == set(GROUPS)
+
+
+@every_mixture
+def test_compiled_once_with_the_rates_traced(mixture: str) -> None:
+    optimizer = plain = definition_of(mixture).create(make_params())
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(optimizer: Optimizer, grads: Any, rate: Any) -> Optimizer:
+        traces.append(1)
+        return optimizer.apply_gradient(grads, learning_rate=rate)
+
+    optimizer = jax.tree.map(jnp.copy, optimizer)
+    for t, rate in enumerate((0.1, 0.05, 0.0)):
+        given, optimizer = optimizer, step(optimizer, make_params(t + 1), jnp.float32(rate))
+        plain = apply(plain, t, learning_rate=jnp.float32(rate))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given))
+    assert len(traces) == 1
+    for a, b in zip(jax.tree.leaves(optimizer), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(b))))
+
+
+@every_mixture
+def test_overrides_for_all_for_one_group_and_for_one_inside(mixture: str) -> None:
+    optimizer = definition_of(mixture).create(make_params())
+    singles = {name: alone(mixture, name) for name in GROUPS}
+    for t in range(2):
+        inner = {"norms": {"learning_rate": 0.5}}
+        groups = {"table": {"learning_rate": 0.3}, "stack": {"group_overrides": inner}}
+        optimizer = apply(optimizer, t, learning_rate=0.2, group_overrides=groups)
+        singles = {
+            "table": apply(singles["table"], t, GROUPS["table"], learning_rate=0.3),
+            "stack": apply(
+                singles["stack"], t, GROUPS["stack"], learning_rate=0.2, group_overrides=inner
+            ),
+            "head": apply(singles["head"], t, GROUPS["head"], learning_rate=0.2),
+        }
+        assert_groups_are(optimizer, singles)
+    plain = apply(apply(alone(mixture, "stack"), 0, GROUPS["stack"]), 1, GROUPS["stack"])
+    scale = plain.target["stack"]["norm"]["scale"]
+    assert not np.array_equal(optimizer.target["stack"]["norm"]["scale"], scale)
+
+
+def test_overrides_that_cannot_be_honoured_say_which_group() -> None:
+    optimizer = definition_of("with adamw").create(make_params())
+    with pytest.raises(HyperParamError, match="group `stack`: group `kernels`: `factored`"):
+        apply(
+            optimizer,
+            0,
+            group_overrides={"stack": {"group_overrides": {"kernels": {"factored": False}}}},
+        )
+    with pytest.raises(HyperParamError, match=r"group `head`: .*`clipping_threshold`"):
+        apply(optimizer, 0, clipping_threshold=0.5)
+    with pytest.raises(HyperParamError, match="`hyper_params` must have 3 entries"):
+        apply(optimizer, 0, hyper_params=optimizer.optimizer_def.hyper_params[:2])
+
+
+def test_the_trainer_of_t5x_reaches_adafactor_and_not_the_wrapped() -> None:
+    """Its `learning_rate=` is what Adafactor has; the schedule rules `adamw`."""
+    kept: dict[str, Any] = {
+        "table": adafactor(),
+        "head": t5x.adamw(SCHEDULE, weight_decay=0.1),
+    }
+    rules = [("table", "embed/.*", kept["table"]), ("head", "head/.*", kept["head"])]
+    optimizer = t5x.MultiOptimizer.from_rules(rules, rest=FROZEN).create(make_params())
+    singles = {k: d.create(subtree(k, make_params())) for k, d in kept.items()}
+    for t in range(2):
+        optimizer = apply(optimizer, t, learning_rate=0.3)
+        singles = {k: apply(s, t, GROUPS[k], learning_rate=0.3) for k, s in singles.items()}
+    assert_groups_are(optimizer, singles)
+    own = apply(
+        apply(kept["head"].create(subtree("head", make_params())), 0, ["head"]), 1, ["head"]
+    )
+    assert_identical(optimizer.target["head"], own.target["head"])
+
+
+# Checkpoints.
+
+
+def through_msgpack(state_dict: Any) -> Any:
+    return flax.serialization.msgpack_restore(flax.serialization.msgpack_serialize(state_dict))
+
+
+@every_mixture
+@pytest.mark.parametrize("api", [MultiOptimizer, t5x.MultiOptimizer], ids=["opt_core", "t5x"])
+def test_through_a_checkpoint(mixture: str, api: Any) -> None:
+    optimizer = apply(definition_of(mixture, api).create(make_params()), 0)
+    written = through_msgpack(optimizer.state_dict())
+    restored = definition_of(mixture, api).create(make_params(9)).restore_state(written)
+    assert jax.tree.structure(restored) == jax.tree.structure(optimizer)  # type: ignore[operator]
+    assert_identical(restored, optimizer)
+    assert_identical(apply(restored, 1), apply(optimizer, 1))
+    states = written["state"]["param_states"]
+    if mixture == "adafactors":  # T5X's layout, the nested table's groups in it
+        assert states.keys() == SHAPES.keys()
+        assert states["old_head"] == {"kernel": None}
+        assert set(states["stack"]["norm"]["scale"]) == {"v_row", "v_col", "v", "m"}
+    else:
+        assert states.keys() == GROUPS.keys()
+        alike = alone(mixture, "stack").state_dict()["state"]["param_states"]
+        assert jax.tree.structure(states["stack"]) == jax.tree.structure(alike)
+
+
+@every_mixture
+def test_a_checkpoint_that_does_not_fit_says_where(mixture: str) -> None:
+    optimizer = definition_of(mixture).create(make_params())
+    written = through_msgpack(optimizer.state_dict())
+    prefix = "" if mixture == "adafactors" else "stack/"
+    inner = "kernels/" if mixture == "mixed inside" else ""
+    states = written["state"]["param_states"]
+    for name in f"{prefix}{inner}stack/wi".split("/"):
+        states = states[name]
+    states["kernel"]["v_row"] = states["kernel"]["v_row"][:8]
+    del states["kernel"]["m"]
+    path = f"state/param_states/{prefix}{inner}stack/wi/kernel"
+    with pytest.raises(RestoreError) as caught:
+        optimizer.restore_state(written)
+    report = caught.value.report
+    assert {m.path: m.kind.value for m in report.mismatches} == {
+        f"{path}/v_row": "shape",
+        f"{path}/m": "missing",
+    }
+
+
+# Logical axes, and where the state lies.
+
+
+@every_mixture
+def test_logical_axes_are_those_of_each_group_alone(mixture: str) -> None:
+    abstract = jax.eval_shape(definition_of(mixture).create, make_params())
+    derived = abstract.optimizer_def.derive_logical_axes(abstract, AXES)
+    assert derived.target == AXES
+    assert derived.state.step is None
+    parts = abstract.optimizer_def.split(derived)
+    for name in GROUPS:
+        single = alone(mixture, name)
+        definition = single.optimizer_def
+        assert isinstance(definition, DerivesLogicalAxes)
+        expected = definition.derive_logical_axes(single, subtree(name, AXES))
+        found = parts[name].state.param_states
+        assert by_path(found, is_axes) == by_path(expected.state.param_states, is_axes)
+    kernels = parts["stack"].state.param_states
+    if mixture == "mixed inside":
+        kernels = kernels["kernels"]
+    query = kernels["stack"]["query"]["kernel"]
+    assert (query.v_row, query.v_col) == (P("embed", "layers"), P("layers", "heads", "kv"))
+    assert query.m == AXES["stack"]["query"]["kernel"]
+
+
+def is_axes(x: Any) -> bool:
+    return x is None or isinstance(x, P)
+
+
+@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def mesh(request: pytest.FixtureRequest) -> Mesh:
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(request.param,) * 2)
+
+
+def layout_of(definition: Any, mesh: Any) -> opt_partition.Layout:
+    abstract = jax.eval_shape(definition.create, make_params())
+    axes = definition.derive_logical_axes(abstract, AXES)
+    return opt_partition.logical_to_mesh(axes, TO_MESH, mesh, abstract, on_unknown="replicate")
+
+
+@every_mixture
+def test_on_eight_devices_with_donation(mixture: str, mesh: Mesh) -> None:
+    definition = definition_of(mixture)
+    layout = layout_of(definition, mesh)
+    shardings: Any = layout.shardings
+    traces = []
+
+    def step(optimizer: Optimizer, grads: Any) -> Optimizer:
+        traces.append(1)
+        return optimizer.apply_gradient(grads)
+
+    compiled = jax.jit(step, out_shardings=shardings, donate_argnums=0)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(make_params(), shardings.target)
+        sharded = jax.jit(definition.create, out_shardings=shardings)(params)
+        held = dict.fromkeys(jax.devices(), 0)
+        for array in jax.tree.leaves(sharded):
+            for shard in array.addressable_shards:
+                held[shard.device] += shard.data.nbytes
+        assert set(held.values()) == {layout.bytes_per_device}
+        for t in range(2):
+            given = sharded
+            sharded = compiled(sharded, jax.device_put(make_params(t + 1), shardings.target))
+    assert len(traces) == 1
+    # XLA may not use a donated scalar; JAX deletes what was used.
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given) if leaf.ndim > 1)
+    pairs = zip(jax.tree.leaves(sharded), jax.tree.leaves(shardings), strict=True)
+    assert all(a.sharding.is_equivalent_to(s, a.ndim) for a, s in pairs)
+
+    plain = definition.create(make_params())
+    for t in range(2):
+        plain = apply(plain, t)
+    for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(b))))
+
+    restored = sharded.restore_state(through_msgpack(plain.state_dict()))
+    pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(sharded), strict=True)
+    assert all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in pairs)
+    assert_identical(jax.device_get(restored), jax.device_get(plain))
+
+
+def test_the_statistics_are_sharded_as_their_parameters() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    specs: Any = layout_of(definition_of("adafactors"), mesh).specs
+    states = specs.state.param_states["stack"]
+    assert states["wi"]["kernel"].v_row == P("data", None)
+    assert states["wi"]["kernel"].v_col == P(None, "model")
+    assert states["query"]["kernel"].v_col == P(None, "model", None)
+    assert states["query"]["kernel"].m == P("data", None, "model", None)
+    assert states["wi"]["kernel"].v == P(None)  # the placeholder
