@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import opt_adafactor as t5x  # as T5X code may write
 import pytest
-from adafactor_testing import rule
+from adafactor_testing import apply_compiled, rule
 from jax.sharding import PartitionSpec as P
 from opt_core import Optimizer
 
@@ -96,7 +96,7 @@ def test_numbers_of_todays_t5x(shape: Any, letters: Any, options: Any, numbers: 
     )
     for t in range(3):
         grad = np.sin(0.11 * (t + 1) * i + 0.5 * t).reshape(shape)
-        optimizer = optimizer.apply_gradient({"w": jnp.float32(grad)})
+        optimizer = apply_compiled(optimizer, {"w": jnp.float32(grad)})
     p, state = np.ravel(optimizer.target["w"]), optimizer.state.param_states["w"]
     v = np.ravel(state.v_row if len(numbers) == 6 else state.v)
     found = [p[0], p[-1], p.sum(), v[0], v[-1], np.ravel(state.v_col)[0]][: len(numbers)]

@@ -16,10 +16,11 @@ print(json.dumps(sorted(new - sys.stdlib_module_names)))
 WITHOUT_OPTAX = """
 import sys
 sys.modules["optax"] = None
+import jax
 import jax.numpy as jnp
 import opt_adafactor
 optimizer = opt_adafactor.Adafactor(0.1).create({"w": jnp.ones(3)})
-optimizer = optimizer.apply_gradient({"w": jnp.ones(3)})
+optimizer = jax.jit(lambda o: o.apply_gradient({"w": jnp.ones(3)}))(optimizer)
 for call in (
     opt_adafactor.adafactor,
     opt_adafactor.scale_by_generalized_factored_rms,

@@ -3,10 +3,9 @@
 from typing import Any
 
 import chex
-import jax
 import numpy as np
 import pytest
-from adafactor_testing import normal
+from adafactor_testing import apply_compiled, normal
 from opt_adafactor import Adafactor
 from opt_core import Optimizer
 
@@ -36,7 +35,7 @@ def parts(optimizer: Optimizer, name: str) -> Any:
 @pytest.mark.parametrize("bad", BAD)
 def test_by_tensor(bad: float) -> None:
     before = make("tensor")
-    after = jax.jit(lambda o, g: o.apply_gradient(g))(before, grads(bad))
+    after = apply_compiled(before, grads(bad))
     for name in ("factored", "plain"):
         chex.assert_trees_all_equal(parts(after, name), parts(before, name))
     clean = before.apply_gradient(grads())

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
-from adafactor_testing import largest_difference, normal, rule
+from adafactor_testing import apply_compiled, largest_difference, normal, rule
 from opt_adafactor import Adafactor, HParamMap
 
 OPTIONS: dict[str, Any] = {
@@ -37,8 +37,8 @@ def test_a_stack_and_its_layers(shape: tuple[int, ...], letters: str) -> None:
     alone = [single.create({"w": layer(params["w"], i)}) for i in range(3)]
     for t in range(3):
         grads = normal(t + 1, shape) / sizes
-        together = together.apply_gradient({"w": grads})
-        alone = [o.apply_gradient({"w": layer(grads, i)}) for i, o in enumerate(alone)]
+        together = apply_compiled(together, {"w": grads})
+        alone = [apply_compiled(o, {"w": layer(grads, i)}) for i, o in enumerate(alone)]
     for i, optimizer in enumerate(alone):
         found = {"w": layer(together.target["w"], i)}
         assert largest_difference(found, optimizer.target) < 1e-6

@@ -177,7 +177,7 @@ def test_what_is_no_state_dict_is_said(state_dict: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("amos", "jestimator"), ("adamq", "no optimizer")],
+    [("amos", "jestimator"), ("Adafactor", "opt_adafactor"), ("adamq", "no optimizer")],
 )
 def test_what_is_missing_says_why(name: str, words: str) -> None:
     with pytest.raises(AttributeError, match=words):

@@ -10,7 +10,8 @@ Differs from the rest of the package where T5X code relies on it, and only there
 `MultiOptimizer` works with wrapped Optax optimizers too. There a learning rate that is given to one
 group, as in T5X's own example, acts; the trainer's, which all get, is ignored by the wrapped ones.
 
-Not here: `amos`, which lives in jestimator (`wrap_optax_optimizer(jestimator.amos.amos)`).
+Not here: `amos`, which lives in jestimator (`wrap_optax_optimizer(jestimator.amos.amos)`). T5X's
+Adafactor is in `opt_adafactor`, as it was in `t5x.adafactor`.
 """
 
 from __future__ import annotations
@@ -228,6 +229,7 @@ chain = _twins.wrap_into(OptaxWrapper, _twins.chain_sequence, "chain")
 
 _ABSENT = {
     "amos": "it lives in jestimator: `wrap_optax_optimizer(jestimator.amos.amos)`",
+    "Adafactor": "it is in `opt_adafactor`, as it was in `t5x.adafactor`",
 }
 
 
