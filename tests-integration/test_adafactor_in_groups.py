@@ -267,7 +267,7 @@ def test_through_a_checkpoint(mixture: str, api: Any) -> None:
     else:
         assert states.keys() == GROUPS.keys()
         alike = alone(mixture, "stack").state_dict()["state"]["param_states"]
-        assert jax.tree.structure(states["stack"]) == jax.tree.structure(alike)
+        assert by_path(states["stack"]).keys() == by_path(alike).keys()
 
 
 @every_mixture

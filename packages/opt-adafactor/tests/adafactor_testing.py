@@ -30,7 +30,8 @@ def normal(seed: int, shape: tuple[int, ...], dtype: Any = np.float32) -> jax.Ar
 
 def apply_compiled(optimizer: Optimizer, grads: Any, **overrides: Any) -> Optimizer:
     """One step under `jit`: where ops are compared elsewhere, it compiles one program, not 40."""
-    return _apply_compiled(optimizer, grads, overrides)
+    stepped: Optimizer = _apply_compiled(optimizer, grads, overrides)
+    return stepped
 
 
 @jax.jit
