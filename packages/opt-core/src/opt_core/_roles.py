@@ -6,10 +6,11 @@ path, so Adam's second moment is not taken for AdaBelief's, nor one parameter's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 
 from opt_core._groups import Names
 from opt_core._paths import children, flatten_with_paths
@@ -31,14 +32,22 @@ class Role(NamedTuple):
     inner: Steps
 
 
-def roles(params: Any, param_states: Any) -> list[Role]:
+def roles(params: Any, param_states: Any, *, whole_tree: bool = False) -> list[Role]:
     """Returns the role of every leaf of a state.
 
-    A part of the state that has the containers of the parameters is taken to follow them.
+    A part of the state that has the containers of the parameters follows them. Empty containers may
+    differ: where a leaf belongs to another group, the parameters have `()` and the state of
+    `optax.masked` a `MaskedNode`.
+
+    A tuple may be the parameters' or, say, that of a chain of transformations. Shapes decide: it
+    is not the parameters' where something inside has their containers and their very shapes,
+    unless it is an entry per parameter whose leaves all have the parameter's shape.
 
     Args:
-      params: the parameters.
+      params: the parameters; arrays, or anything that has shapes.
       param_states: the state that belongs to them.
+      whole_tree: whether the state is one for all, as that of Optax's transformations; then the
+        innermost containers are the parameters'.
 
     Returns:
       One role per leaf, in the order of `jax.tree.leaves(param_states)`.
@@ -48,17 +57,57 @@ def roles(params: Any, param_states: Any) -> list[Role]:
       >>> found = roles(params, (3, {'w': 4.0, 'b': {'v': 5.0}}))
       >>> [(role.param, [name for _, name in role.inner]) for role in found]
       [(None, []), (('b',), ['v']), (('w',), [])]
+      >>> found = roles((np.ones(2), np.ones(3)), (7, (np.ones(2), np.ones(3))))
+      >>> [role.param for role in found]
+      [None, ('0',), ('1',)]
     """
-    treedef = jax.tree.structure(params)
-    paths = [names for names, leaf in flatten_with_paths(params) if leaf is not None]
-    return list(_walk(param_states, (), treedef, paths))
+    known = [(names, leaf) for names, leaf in flatten_with_paths(params) if leaf is not None]
+    return list(_walk(param_states, (), _Params(params, known, whole_tree)))
 
 
-def _walk(node: Any, outer: Steps, treedef: Any, paths: list[Names]) -> Iterator[Role]:
-    parts = _parts(node, treedef)
-    if parts is not None:
-        for names, part in zip(paths, parts, strict=True):
-            for inner in _steps(part, ()):
+class _Params(NamedTuple):
+    """The parameters, their leaves by path, and whether the state is one for all of them."""
+
+    tree: Any
+    leaves: Sequence[tuple[Names, Any]]
+    whole_tree: bool
+
+    def follows(self, node: Any, parts: Sequence[Any]) -> bool:
+        """Whether a node that has the containers of the parameters is meant to have them."""
+        if self.matches(parts):
+            return True
+        if not self.whole_tree and (children(self.tree) is None or self._is_per_parameter(parts)):
+            return True
+        return not self._has_match(node)
+
+    def matches(self, parts: Sequence[Any]) -> bool:
+        """Whether there is one leaf of the parameter's shape, or nothing, for each."""
+        return self._is_per_parameter(parts) and all(
+            not _steps(part) or children(part) is None for part in parts
+        )
+
+    def _is_per_parameter(self, parts: Sequence[Any]) -> bool:
+        return all(
+            np.shape(leaf) == np.shape(param)
+            for (_, param), part in zip(self.leaves, parts, strict=True)
+            for leaf in jax.tree.leaves(part)
+        )
+
+    def _has_match(self, node: Any) -> bool:
+        """Whether something inside of a node has the parameters' containers and shapes."""
+        opened = children(node)
+        for _, child in opened.children if opened is not None else ():
+            parts = _parts(self.tree, child) if jax.tree.leaves(child) else None
+            if (parts is not None and self.matches(parts)) or self._has_match(child):
+                return True
+        return False
+
+
+def _walk(node: Any, outer: Steps, params: _Params) -> Iterator[Role]:
+    parts = _parts(params.tree, node) if params.leaves else None
+    if parts is not None and params.follows(node, parts):
+        for (names, _), part in zip(params.leaves, parts, strict=True):
+            for inner in _steps(part):
                 yield Role(outer, names, inner)
         return
     opened = children(node)
@@ -67,25 +116,37 @@ def _walk(node: Any, outer: Steps, treedef: Any, paths: list[Names]) -> Iterator
             yield Role(outer, None, ())
         return
     for name, child in opened.children:
-        yield from _walk(child, (*outer, (type(node), name)), treedef, paths)
+        yield from _walk(child, (*outer, (type(node), name)), params)
 
 
-def _parts(node: Any, treedef: Any) -> list[Any] | None:
+def _parts(params: Any, node: Any) -> list[Any] | None:
     """What `node` has at each parameter, or `None` where it does not have their containers."""
-    if treedef.num_leaves == 0:
+    count = len(jax.tree.leaves(params))
+    if children(params) is None and params is not None:
+        return [node]
+    if not jax.tree.leaves(node):
+        return [node] * count
+    opened, other = children(params), children(node)
+    if count == 0 or opened is None or other is None or type(params) is not type(node):
         return None
-    try:
-        parts: list[Any] = treedef.flatten_up_to(node)
-    except (ValueError, TypeError, KeyError):
+    if [name for name, _ in opened.children] != [name for name, _ in other.children]:
         return None
-    return parts
+    found: list[Any] = []
+    for (_, param), (_, child) in zip(opened.children, other.children, strict=True):
+        parts = _parts(param, child)
+        if parts is None:
+            return None
+        found += parts
+    return found
 
 
-def _steps(node: Any, names: Steps) -> Iterator[Steps]:
+def _steps(node: Any, names: Steps = ()) -> list[Steps]:
+    """Types and names along the path of every leaf."""
     opened = children(node)
     if opened is None:
-        if node is not None:
-            yield names
-        return
-    for name, child in opened.children:
-        yield from _steps(child, (*names, (type(node), name)))
+        return [] if node is None else [names]
+    return [
+        found
+        for name, child in opened.children
+        for found in _steps(child, (*names, (type(node), name)))
+    ]

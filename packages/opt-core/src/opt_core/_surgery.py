@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,9 @@ from opt_core._aliasing import unalias
 from opt_core._groups import FROZEN, But, Group, Names, Rest
 from opt_core._multi_optimizer import MultiOptimizer
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
-from opt_core._paths import flatten_with_paths, path_str
-from opt_core._roles import Role, roles
-from opt_core._selection import described, positions_of
+from opt_core._paths import path_str
+from opt_core._selection import positions_of
+from opt_core._state_entries import Entry, entries, leaf_groups, members
 from opt_core.errors import GroupError
 
 
@@ -43,27 +43,6 @@ class SurgeryReport:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    """One leaf of a state.
-
-    Attributes:
-      path: where it is in `param_states`.
-      group: the names of the groups around it, outermost first.
-      role: what it is for.
-      leaf: itself.
-    """
-
-    path: str
-    group: Names
-    role: Role
-    leaf: Any
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        return self.role, np.shape(self.leaf), getattr(self.leaf, "dtype", type(self.leaf))
-
-
 def reset(optimizer: Optimizer, group: str) -> tuple[Optimizer, SurgeryReport]:
     """Starts the state of one group anew; parameters and `step` stay.
 
@@ -79,7 +58,7 @@ def reset(optimizer: Optimizer, group: str) -> tuple[Optimizer, SurgeryReport]:
     """
     names = tuple(group.split("/"))
     fresh = optimizer.replace(state=optimizer.optimizer_def.init_state(optimizer.target))
-    old, new = _entries(optimizer), _entries(fresh)
+    old, new = entries(optimizer), entries(fresh)
     definition = optimizer.optimizer_def
     for depth, name in enumerate(names):
         known = definition.group_names if isinstance(definition, MultiOptimizer) else ()
@@ -131,7 +110,8 @@ def unfreeze(
 
     Args:
       optimizer: one of a `MultiOptimizer`.
-      pattern: which leaves; see `MultiOptimizer.from_rules`.
+      pattern: which leaves; see `MultiOptimizer.from_rules`. Those that are frozen inside a nested
+        `MultiOptimizer` leave it.
       definition: how they are updated. Their state starts anew.
       name: what the new group is called; a number is added where there is one already.
 
@@ -143,11 +123,12 @@ def unfreeze(
     """
     whole = _as_groups(optimizer.optimizer_def)
     chosen = _positions(whole, optimizer.target, pattern)
-    selection = whole.select(optimizer.target)
-    trained = {i: part.group for part in selection.trained for i in part.members}
+    paths = whole.select(optimizer.target).paths
+    owners = {names: group for group, names in members(optimizer)}
     if busy := [
-        f"  `{path_str(selection.paths[i])}` belongs to {trained[i]}"
-        for i in sorted(chosen & trained.keys())
+        f"  `{path_str(paths[i])}` belongs to {_shown(whole, owners[paths[i]])}"
+        for i in sorted(chosen)
+        if paths[i] in owners
     ]:
         raise GroupError(
             "`pattern` matches leaves that are not frozen:\n"
@@ -159,17 +140,27 @@ def unfreeze(
     return regroup(optimizer, whole.with_groups([new, *groups]))
 
 
-def regroup(optimizer: Optimizer, new_definition: OptimizerDef) -> tuple[Optimizer, SurgeryReport]:
+def regroup(
+    optimizer: Optimizer,
+    new_definition: OptimizerDef,
+    *,
+    counts: Literal["agree", "keep"] = "agree",
+) -> tuple[Optimizer, SurgeryReport]:
     """Goes on with another definition, keeping every state that still fits.
 
     A leaf of the state fits where the new state has one for the same parameter, in the same place
     of the same types, of the same shape and dtype: the moments of Adam fit AdamW, not AdaBelief.
-    What a group keeps for all its leaves, such as a count, is kept where the groups that they come
-    from agree about it. Where they do not, the whole new group starts anew.
+    What a group keeps for all its leaves, such as a count, is kept where all the groups that they
+    come from have it and agree about it. Where they do not, the whole new group starts anew: Adam's
+    first steps would be several times too long where moments of zero meet a large count.
+    Hyper-parameters that a state records (`optax.inject_hyperparams`) are the new definition's,
+    unless the definition is the same.
 
     Args:
       optimizer: of any definition.
       new_definition: any definition. Parameters and `step` stay as they are.
+      counts: `'agree'`, or `'keep'`: leaves that were frozen, or come from a group without a count,
+        join those that have one at their count, with moments of zero.
 
     Returns:
       The optimizer and a report of what was kept, created and dropped.
@@ -190,14 +181,16 @@ def regroup(optimizer: Optimizer, new_definition: OptimizerDef) -> tuple[Optimiz
       >>> report
       SurgeryReport(kept=('w',), created=(), dropped=('b',))
     """
+    if counts not in ("agree", "keep"):
+        raise GroupError(f"`counts` must be 'agree' or 'keep', found {counts!r}")
     fresh = new_definition.create(optimizer.target)
     fresh = fresh.replace(target=optimizer.target)
-    old, new = _entries(optimizer), _entries(fresh)
+    old, new = entries(optimizer), entries(fresh)
     by_role = {entry.kind: entry for entry in old if entry.role.param is not None}
     found = [by_role.get(entry.kind) for entry in new]
-    shared = _shared(optimizer, old, fresh, new)
+    shared = _shared(optimizer, old, fresh, new, counts)
     conflicted = {group for group, entry in shared.items() if entry is None}
-    taken: list[_Entry | None] = []
+    taken: list[Entry | None] = []
     for entry, source in zip(new, found, strict=True):
         if entry.group in conflicted:
             source = None
@@ -216,32 +209,47 @@ def regroup(optimizer: Optimizer, new_definition: OptimizerDef) -> tuple[Optimiz
 
 
 def _shared(
-    optimizer: Optimizer, old: Sequence[_Entry], fresh: Optimizer, new: Sequence[_Entry]
-) -> dict[Names, dict[Any, _Entry] | None]:
+    optimizer: Optimizer,
+    old: Sequence[Entry],
+    fresh: Optimizer,
+    new: Sequence[Entry],
+    counts: str,
+) -> dict[Names, dict[Any, Entry] | None]:
     """What each new group takes of that which belongs to no parameter; `None` where sources differ.
 
-    The sources of a group are the old groups that its leaves come from.
+    The sources of a group are the old groups that its leaves come from; `None` is one where a leaf
+    was frozen.
     """
-    owners = {names: group for group, names in _members(optimizer)}
-    sources: dict[Names, dict[Names, None]] = {}
-    for group, names in _members(fresh):
-        if names in owners:
-            sources.setdefault(group, {})[owners[names]] = None
-    found: dict[Names, dict[Any, _Entry] | None] = {}
+    owners = {names: group for group, names in members(optimizer)}
+    before = {group: part.optimizer_def for group, part in leaf_groups(optimizer)}
+    after = {group: part.optimizer_def for group, part in leaf_groups(fresh)}
+    sources: dict[Names, dict[Names | None, None]] = {}
+    for group, names in members(fresh):
+        sources.setdefault(group, {})[owners.get(names)] = None
+    by_group = {(entry.group, entry.kind): entry for entry in old if entry.role.param is None}
+    found: dict[Names, dict[Any, Entry] | None] = {}
     for entry in new:
         if entry.role.param is not None:
             continue
-        candidates = [
-            other
-            for other in old
-            if other.kind == entry.kind and other.group in sources.get(entry.group, ())
-        ]
         agreed = found.setdefault(entry.group, {})
-        if candidates and not all(_same(candidates[0].leaf, x.leaf) for x in candidates[1:]):
+        own = sources.get(entry.group, {})
+        given = [x for source in own if (x := by_group.get((source, entry.kind))) is not None]
+        if not given or agreed is None:
+            continue
+        if entry.is_hyper_param:
+            # One that was changed at run time outlives surgery; another definition's does not.
+            unchanged = all(s is not None and before[s] == after[entry.group] for s in own)
+            if unchanged and _agree(given):
+                agreed[entry.kind] = given[0]
+        elif (len(given) < len(own) and counts == "agree") or not _agree(given):
             found[entry.group] = None
-        elif candidates and agreed is not None:
-            agreed[entry.kind] = candidates[0]
+        else:
+            agreed[entry.kind] = given[0]
     return found
+
+
+def _agree(found: Sequence[Entry]) -> bool:
+    return all(_same(found[0].leaf, other.leaf) for other in found[1:])
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -255,38 +263,6 @@ def _same(a: Any, b: Any) -> bool:
     if jnp.issubdtype(getattr(a, "dtype", float), jax.dtypes.prng_key):
         a, b = jax.random.key_data(a), jax.random.key_data(b)
     return bool(np.array_equal(np.asarray(a), np.asarray(b)))
-
-
-def _entries(optimizer: Optimizer) -> list[_Entry]:
-    """Every leaf of the state, in order."""
-    states = optimizer.state.param_states
-    leaves = jax.tree.leaves(states)
-    positions = jax.tree.unflatten(jax.tree.structure(states), range(len(leaves)))
-    paths = {i: path_str(names) for names, i in flatten_with_paths(positions) if i is not None}
-    indexed = optimizer.replace(state=OptimizerState(optimizer.state.step, positions))
-    found: dict[int, _Entry] = {}
-    for group, part in _leaf_groups(indexed):
-        own = jax.tree.leaves(part.state.param_states)
-        for i, role in zip(own, roles(part.target, part.state.param_states), strict=True):
-            found[i] = _Entry(paths[i], group, role, leaves[i])
-    return [found[i] for i in range(len(leaves))]
-
-
-def _leaf_groups(optimizer: Optimizer, outer: Names = ()) -> Iterable[tuple[Names, Optimizer]]:
-    """The groups that are no `MultiOptimizer` themselves."""
-    definition = optimizer.optimizer_def
-    if not isinstance(definition, MultiOptimizer):
-        yield outer, optimizer
-        return
-    for name, part in definition.split(optimizer).items():
-        yield from _leaf_groups(part, (*outer, name))
-
-
-def _members(optimizer: Optimizer) -> Iterable[tuple[Names, Names]]:
-    """The group and the path of every leaf that is updated."""
-    for group, part in _leaf_groups(optimizer):
-        for leaf in described(part.target)[0]:
-            yield group, leaf.names
 
 
 def _with_leaves(optimizer: Optimizer, fresh: Optimizer, leaves: Sequence[Any]) -> Optimizer:
@@ -342,6 +318,14 @@ def _carve_inside(group: Group, part: Any, leaves: Sequence[Any], taken: frozens
             inside = frozenset(i for i in share.members if part.members[i] in taken)
             kept.append(_carve_inside(share.group, share, own, inside))
     return dataclasses.replace(group, definition=nested.with_groups(kept))
+
+
+def _shown(definition: MultiOptimizer, names: Names) -> str:
+    """A group for people to read; one of a nested definition by its names alone."""
+    if len(names) > 1:
+        return f"`{'/'.join(names)}`"
+    name = names[0] if names else "rest"
+    return str(next(group for group in definition.groups if group.name == name))
 
 
 def _unused(name: str, groups: Sequence[Group]) -> str:
