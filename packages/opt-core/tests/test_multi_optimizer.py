@@ -1,7 +1,7 @@
 """Updates, overrides and state dicts of several groups."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.serialization
 import jax
@@ -24,6 +24,7 @@ from opt_core import (
 from opt_core.errors import (
     HyperParamError,
     RestoreError,
+    StateDictError,
     TreeMismatchError,
     UnusedArgumentError,
 )
@@ -294,6 +295,51 @@ def test_definitions_write_and_read_their_own_part(other: OptimizerDef) -> None:
         optimizer.restore_state(written)
 
 
+class WritesUnderAName(Momentum):
+    """Has a state dict that is not laid out as its state is."""
+
+    def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
+        written = {"step": state.step, "param_states": {"momenta": state.param_states}}
+        return {"target": target, "state": written}
+
+
+class WritesWhole(WritesUnderAName):
+    whole_tree: ClassVar[bool] = True
+
+
+def test_a_layout_of_its_own_is_not_lost() -> None:
+    rules = [("a", "a/.*", WritesUnderAName())]
+    optimizer = MultiOptimizer.from_rules(rules, rest=FROZEN).create(make_params())
+    with pytest.raises(StateDictError) as caught:
+        optimizer.state_dict()
+    assert "`state_dict` of group `a` is not laid out as its parameters" in str(caught.value)
+    assert "`a/kernel` has no entry" in str(caught.value)
+    assert "or set `whole_tree = True` in `WritesUnderAName`" in str(caught.value)
+    whole = MultiOptimizer.from_rules([("a", "a/.*", WritesWhole())], rest=FROZEN)
+    written = whole.create(make_params()).state_dict()["state"]["param_states"]
+    assert written["a"]["momenta"]["a"]["kernel"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("definition", [Momentum(), Whole()])
+def test_names_that_a_state_dict_has_twice(definition: OptimizerDef) -> None:
+    params = {1: jnp.ones(2), 2: jnp.ones(2)}
+    optimizer = MultiOptimizer.from_rules([("a", "1", definition)], rest=FROZEN).create(params)
+    written = optimizer.state_dict()
+    written["target"] = {1: jnp.ones(2), "1": jnp.zeros(2), "2": jnp.ones(2)}
+    report = optimizer.check_state_dict(written)
+    assert [str(m) for m in report.mismatches] == [
+        "target: container: expected keys with different names, found keys 1, '1', '2'"
+    ]
+    assert_same(optimizer.restore_state(written, strict=False), optimizer)
+
+
+@pytest.mark.parametrize("definition", [Momentum(), Whole()])
+def test_a_group_without_leaves_beside_a_single_array(definition: OptimizerDef) -> None:
+    rules = [("all", r"\.", definition)]
+    optimizer = MultiOptimizer.from_rules(rules, rest=definition).create(jnp.ones(3))
+    assert_same(optimizer.restore_state(optimizer.state_dict()), optimizer)
+
+
 # Frozen leaves.
 
 
@@ -360,6 +406,22 @@ def test_other_gradients_are_needed() -> None:
         optimizer.apply_gradient(wide)
 
 
+def test_gradients_of_frozen_leaves_must_fit_where_they_are_given() -> None:
+    optimizer = MultiOptimizer(("a/.*", Momentum())).create(make_params())
+    shape = make_params()["b"]["kernel"].shape
+    examples = {**GRADS["b"], "kernel": jnp.ones((5, *shape))}
+    for rest in (None, {}, {"kernel": None}, examples):
+        optimizer.apply_gradient({**GRADS, "b": rest})
+    for rest, words in (
+        ({**GRADS["b"], "kernel": jnp.ones(7)}, r"b/kernel: expected an array of shape .*\(7,\)"),
+        ({"typo": None}, "b/typo: expected nothing, found None"),
+        ({"typo": jnp.ones(7)}, "b/typo: expected nothing, found an array"),
+        (jnp.ones(7), "b: expected a dict, found an array"),
+    ):
+        with pytest.raises(TreeMismatchError, match=words):
+            optimizer.apply_gradient({**GRADS, "b": rest})
+
+
 # Hyper-parameters.
 
 
@@ -403,6 +465,18 @@ def test_one_group_alone() -> None:
         ({"group_overrides": {"x": {}}}, "`x` is no group; the groups that are updated are `ker"),
         ({"group_overrides": {"rest": {}}}, "`rest` is frozen; the groups that are updated are"),
         ({"group_overrides": {"biases": {"beta": 1}}}, "group `biases`: no such hyper-parameter"),
+        ({"group_overrides": {"biases": None}}, "`biases` must map names of hyper-parameters to "),
+        ({"group_overrides": {"biases": 0.5}}, "values; got a float"),
+        ({"group_overrides": [("biases", {})]}, "must map names of groups to overrides, as "),
+        ({"group_overrides": 0}, "`{'embeddings': {'learning_rate': 0.1}}`; got a int"),
+        ({"group_overrides": []}, "; got a list"),
+        (
+            {
+                "hyper_params": both().hyper_params,
+                "group_overrides": {"kernels": {"hyper_params": both().hyper_params[0]}},
+            },
+            "group `kernels` is given `hyper_params` twice: in `hyper_params=` and in ",
+        ),
     ],
 )
 def test_overrides_that_are_refused(overrides: Any, words: str) -> None:
@@ -410,6 +484,13 @@ def test_overrides_that_are_refused(overrides: Any, words: str) -> None:
     with pytest.raises(HyperParamError) as caught:
         optimizer.apply_gradient(GRADS, **overrides)
     assert words in str(caught.value)
+
+
+def test_without_a_group_there_is_nothing_to_override() -> None:
+    frozen = MultiOptimizer.from_rules([(".*", FROZEN)]).create(make_params())
+    assert int(frozen.apply_gradient({}).state.step) == 1
+    with pytest.raises(HyperParamError, match="`learning_rate`: there is no group to override"):
+        frozen.apply_gradient({}, learning_rate=0.1)
 
 
 def test_a_short_list_cannot_reach_the_update_either() -> None:

@@ -7,15 +7,18 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from opt_core._fingerprint import fingerprint
 from opt_core._groups import Group, pattern_str
 from opt_core._multi_optimizer import MultiOptimizer
 from opt_core._optimizer import Optimizer, OptimizerDef
 from opt_core._paths import path_str
-from opt_core._selection import Part
+from opt_core._selection import Part, has_shape
 
 _WIDEST = 60
+_NUMBERS = (bool, int, float, complex)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +29,7 @@ class GroupRow:
       name: the group's.
       pattern: which leaves it has, in words.
       paths: of its leaves, joined by `/`.
-      elements: how many numbers these have.
+      elements: how many numbers these have; none where a leaf is a function, or the like.
       state_bytes: what its definition keeps for them, 0 where it is frozen.
       definition: the class of the definition, or `frozen`.
       hyper_params: by name, those at their defaults left out; all in words where they are no
@@ -115,7 +118,7 @@ def _rows(definition: MultiOptimizer, optimizer: Optimizer, outer: str = "") -> 
             rows += _rows(own.optimizer_def, own, f"{outer}{part.group.name}/")
         elif part.members:
             paths = tuple(path_str(selection.paths[i]) for i in part.members)
-            sizes = [math.prod(np.shape(leaves[i])) for i in part.members]
+            sizes = [_elements(leaves[i]) for i in part.members]
             state = 0 if own is None else _bytes(own.state.param_states)
             rows.append(_row(part, outer, paths, sum(sizes), state))
     return rows
@@ -144,12 +147,14 @@ def _hyper_params(definition: Any) -> str:
     if not dataclasses.is_dataclass(hyper_params):
         return str(hyper_params)
     named = ((f, getattr(hyper_params, f.name)) for f in dataclasses.fields(hyper_params))
-    shown = [f"{f.name}={_value(value)}" for f, value in named if not _is_same(value, f.default)]
+    shown = [f"{f.name}={_value(value)}" for f, value in named if not _is_default(value, f)]
     return ", ".join(shown)
 
 
-def _is_same(value: Any, default: Any) -> bool:
-    return value is default or (type(value) is type(default) and bool(value == default))
+def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
+    has_factory = field.default_factory is not dataclasses.MISSING
+    default = field.default_factory() if has_factory else field.default
+    return value is default or fingerprint(value) == fingerprint(default)
 
 
 def _value(value: Any) -> str:
@@ -158,7 +163,17 @@ def _value(value: Any) -> str:
 
 
 def _bytes(tree: Any) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sum(_elements(x) * _itemsize(x) for x in jax.tree.leaves(tree))
+
+
+def _elements(leaf: Any) -> int:
+    return math.prod(np.shape(leaf)) if has_shape(leaf) or isinstance(leaf, _NUMBERS) else 0
+
+
+def _itemsize(leaf: Any) -> int:
+    if not isinstance(leaf, _NUMBERS):
+        return int(leaf.dtype.itemsize) if has_shape(leaf) else 0
+    return int(jnp.result_type(leaf).itemsize)  # of the array that it becomes
 
 
 def _cells(row: GroupRow) -> list[str]:

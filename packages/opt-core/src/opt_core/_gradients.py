@@ -47,25 +47,29 @@ def gradient_leaves(params: Any, grads: Any, needed: Set[tuple[str, ...]]) -> li
       One gradient per leaf; `None` for those that are not needed and not there.
 
     Raises:
-      TreeMismatchError: containers or keys differ; lists every path.
+      TreeMismatchError: containers or keys differ, or the shape of a gradient that is not needed;
+        lists every path.
     """
     leaves = jax.tree.leaves(grads)
     treedef: Any = jax.tree.structure(grads)
     expected: Any = jax.tree.structure(params)
-    if treedef == expected:
+    if treedef == expected and all(map(_fits, jax.tree.leaves(params), leaves)):
         return leaves
     prefixes = {names[:n] for names in needed for n in range(len(names) + 1)}
     problems: list[str] = []
 
     def walk(param: Any, grad: Any, names: tuple[str, ...]) -> Iterator[Any]:
         count = len(jax.tree.leaves(param))
-        if names not in prefixes:
-            given = jax.tree.leaves(grad)
-            yield from given if len(given) == count else [None] * count
-            return
         opened, found = children(param), children(grad)
+        if names not in prefixes and (grad is None or (found is not None and not found.children)):
+            yield from [None] * count
+            return
         if opened is None:
-            if grad is None or found is not None:
+            if not count:  # `None`, which is no leaf
+                problems.extend(_extra(grad, names))
+                return
+            is_odd = names not in prefixes and not _fits(param, grad)
+            if grad is None or found is not None or is_odd:
                 problems.append(f"{path_str(names)}: expected {_leaf(param)}, found {_kind(grad)}")
             yield grad
             return
@@ -90,6 +94,19 @@ def gradient_leaves(params: Any, grads: Any, needed: Set[tuple[str, ...]]) -> li
     if problems or len(found) != expected.num_leaves:
         raise _mismatch(problems or [f"static data: expected {expected}, found {treedef}"])
     return found
+
+
+def _extra(grad: Any, names: tuple[str, ...]) -> list[str]:
+    where = f"{path_str(names)}: expected nothing, found {_kind(grad)}"
+    return [] if grad is None else [where]
+
+
+def _fits(param: Any, grad: Any) -> bool:
+    """Whether a gradient has the parameter's shape, or an axis of examples in front of it."""
+    if not hasattr(param, "shape"):
+        return True
+    shape = np.shape(grad)
+    return bool(shape == param.shape or (shape and shape[1:] == param.shape))
 
 
 def _mismatch(found: list[str]) -> TreeMismatchError:

@@ -28,8 +28,49 @@ def check_length(hyper_params: Any, names: Sequence[str]) -> None:
         )
 
 
-def check_names(by_group: Mapping[str, Any], groups: Sequence[Group]) -> None:
-    """Raises a `HyperParamError` unless every name is that of a group that is updated."""
+def by_group(overrides: Any, hyper_params: Any, groups: Sequence[Group]) -> Mapping[str, Any]:
+    """Returns `group_overrides`, empty where they are `None`.
+
+    Args:
+      overrides: what was given for them.
+      hyper_params: what was given by this name, if anything.
+      groups: the table.
+
+    Raises:
+      HyperParamError: they are no mapping of mappings, name a group that is not updated, or say
+        again what `hyper_params` says.
+    """
+    if overrides is None:
+        return {}
+    if not isinstance(overrides, Mapping):
+        raise HyperParamError(
+            "`group_overrides` must map names of groups to overrides, as "
+            "`{'embeddings': {'learning_rate': 0.1}}`; got a " + type(overrides).__name__
+        )
+    _check_names(overrides, groups)
+    for name, own in overrides.items():
+        if not isinstance(own, Mapping):
+            raise HyperParamError(
+                f"`group_overrides`: `{name}` must map names of hyper-parameters to values; got a "
+                f"{type(own).__name__}"
+            )
+        if hyper_params is not None and "hyper_params" in own:
+            raise HyperParamError(
+                f"group `{name}` is given `hyper_params` twice: in `hyper_params=` and in "
+                "`group_overrides=`; leave one out"
+            )
+    return overrides
+
+
+def check_reach(overrides: Iterable[str], names: Sequence[str]) -> None:
+    """Raises a `HyperParamError` where there are overrides for all groups, and no group."""
+    if not names and (given := listed(overrides)) != "none":
+        raise HyperParamError(
+            f"{given}: there is no group to override anything of, all of them are frozen"
+        )
+
+
+def _check_names(by_group: Mapping[str, Any], groups: Sequence[Group]) -> None:
     frozen = {group.name for group in groups if group.is_frozen}
     names = [group.name for group in groups if not group.is_frozen]
     for name in by_group:

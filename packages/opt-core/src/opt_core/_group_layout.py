@@ -45,20 +45,27 @@ def trie(paths: Iterable[Names]) -> Any:
 
 
 def restrict(value: Any, shape: Any) -> Any:
-    """Returns the part of nested mappings that lies on the paths of a trie."""
+    """Returns the part of nested mappings that lies on the paths of a trie.
+
+    A mapping of which two keys have one name stays whole: whoever restores it reports them.
+    """
     if shape is None or not isinstance(value, Mapping):
         return value
     given = {str(key): child for key, child in value.items()}
+    if len(given) < len(value):
+        return value
     return {name: restrict(given[name], shape[name]) for name in shape if name in given}
 
 
 def leftover(value: Any, shape: Any) -> Any:
-    """Returns nested mappings without what lies on the paths of a trie."""
+    """Returns nested mappings without what lies on the paths of a trie; see `restrict`."""
     if shape is None:
         return {}
     if not isinstance(value, Mapping):
         return value
     given = {str(key): child for key, child in value.items()}
+    if len(given) < len(value):
+        return value
     return {
         name: leftover(child, shape[name]) if name in shape else child
         for name, child in given.items()
@@ -146,7 +153,7 @@ def _items(value: Any) -> list[Any]:
     if not isinstance(value, Mapping):
         return []
     given = {str(key): item for key, item in value.items()}
-    order = [str(i) for i in range(len(given))]
+    order = [str(i) for i in range(len(value))]
     return [given[name] for name in order] if set(order) == set(given) else []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import flax.struct
@@ -12,7 +13,7 @@ from opt_core._gradients import gradient_leaves
 from opt_core._groups import REST, Group
 from opt_core._multi_optimizer import MultiOptimizer
 from opt_core._optimizer import Optimizer
-from opt_core._selection import Selection, select
+from opt_core._selection import Selection, has_shape, select
 
 
 class GroupNorms(flax.struct.PyTreeNode):
@@ -44,7 +45,7 @@ def group_metrics(before: Optimizer, grads: Any, after: Optimizer) -> dict[str, 
 
     Returns:
       Norms by group name, in the order of the groups, frozen groups included; a group without any
-      leaf is left out.
+      leaf is left out. An `OrderedDict`, which keeps its order under `jax.jit`.
 
     Raises:
       TreeMismatchError: `grads` do not have the containers of the parameters.
@@ -67,7 +68,7 @@ def group_metrics(before: Optimizer, grads: Any, after: Optimizer) -> dict[str, 
     needed = {selection.paths[i] for part in selection.trained for i in part.members}
     gradients = gradient_leaves(before.target, grads, needed)
     old, new = jax.tree.leaves(before.target), jax.tree.leaves(after.target)
-    found = {}
+    found = OrderedDict[str, GroupNorms]()  # of a dict, `jax.jit` sorts the keys
     for part in selection.parts:
         if not part.members:
             continue
@@ -100,7 +101,8 @@ def _norm(terms: list[tuple[Any, ...]]) -> jax.Array:
 
 
 def _square(leaf: Any, minus: Any = None) -> jax.Array:
-    dtype = jnp.float32 if leaf.dtype.itemsize < 4 else leaf.dtype
+    dtype = jnp.result_type(leaf)
+    dtype = jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
     value = jnp.asarray(leaf, dtype)
     if minus is not None:
         value = value - jnp.asarray(minus, dtype)
@@ -108,4 +110,5 @@ def _square(leaf: Any, minus: Any = None) -> jax.Array:
 
 
 def _is_float(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+    is_number = has_shape(leaf) or isinstance(leaf, float | complex)
+    return is_number and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))

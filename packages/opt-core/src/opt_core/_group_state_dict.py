@@ -12,10 +12,13 @@ from opt_core import _group_layout as layout
 from opt_core._group_states import GroupStates, check_division
 from opt_core._groups import Names
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
+from opt_core._paths import path_str
 from opt_core._report import Mismatch, RestoreReport
 from opt_core._selection import Part, Selection, at_paths, has_shape, replace_at
 from opt_core._state_dict import to_state_dict
-from opt_core.errors import RestoreError
+from opt_core.errors import RestoreError, StateDictError
+
+_ABSENT: Any = object()
 
 Restored = tuple[tuple[Any, OptimizerState], RestoreReport]
 Restore = Callable[[Any, OptimizerState, Mapping[str, Any]], Restored]
@@ -45,7 +48,7 @@ def shares(
     """Yields every group that is not frozen, by path: leaves may be axes, or anything."""
     states = state.param_states
     if not isinstance(states, GroupStates) and all(map(has_shape, jax.tree.leaves(target))):
-        check_division(selection, dict(at_paths(states, selection.paths)))
+        check_division(selection, definitions, target, dict(at_paths(states, selection.paths)))
     for part, definition in zip(selection.trained, definitions, strict=True):
         position = selection.parts.index(part)
         own = (
@@ -68,6 +71,7 @@ def write_states(target: Any, is_grouped: bool, given: Sequence[Share]) -> dict[
         if is_grouped:
             written |= {share.name: entry} if not isinstance(entry, Mapping) or entry else {}
             continue
+        _check_entries(share, entry)
         for names in share.paths:
             value = layout.get_at(entry, names, {})
             if names:
@@ -75,6 +79,27 @@ def write_states(target: Any, is_grouped: bool, given: Sequence[Share]) -> dict[
             else:  # the only parameter is the tree itself
                 written = value
     return {} if is_grouped and not written else {"param_states": written}
+
+
+def _check_entries(share: Share, entry: Any) -> None:
+    """Raises a `StateDictError` unless the group wrote an entry per parameter, and no other."""
+    states = dict(at_paths(share.optimizer.state.param_states, share.paths))
+    missing = [
+        f"`{path_str(names)}` has no entry"
+        for names in share.paths
+        if layout.get_at(entry, names, _ABSENT) is _ABSENT and jax.tree.leaves(states.get(names))
+    ]
+    others = jax.tree.leaves(layout.leftover(entry, layout.trie(share.paths)))
+    if not missing and not others:
+        return
+    problems = missing + [f"{len(others)} arrays are of no parameter"] * bool(others)
+    raise StateDictError(
+        f"the `state_dict` of group `{share.name}` is not laid out as its parameters are, as its "
+        "state is:\n"
+        + "\n".join(f"  {line}" for line in problems)
+        + f"\nWrite one entry per parameter, or set `whole_tree = True` in "
+        f"`{type(share.optimizer.optimizer_def).__name__}`: its state then has a layout of its own."
+    )
 
 
 def match_groups(
@@ -148,10 +173,11 @@ def _own_dict(state_dict: Mapping[str, Any], share: Share, is_grouped: bool) -> 
     if "param_states" in state_dict["state"]:
         entry = state_dict["state"]["param_states"]
         if not is_grouped:
-            state["param_states"] = layout.restrict(entry, shape)
+            state["param_states"] = layout.restrict(entry, shape) if share.paths else {}
         elif isinstance(entry, Mapping) and share.name in entry:
             state["param_states"] = entry[share.name]
-    return {"target": layout.restrict(state_dict["target"], shape), "state": state}
+    target = layout.restrict(state_dict["target"], shape) if share.paths else {}
+    return {"target": target, "state": state}
 
 
 def _restore(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Restored:

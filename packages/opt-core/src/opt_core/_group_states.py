@@ -111,28 +111,45 @@ def merge_states(selection: Selection, states: Sequence[Any]) -> Any:
     return selection.treedef.unflatten(leaves)
 
 
-def split_states(selection: Selection, param_states: Any) -> list[Any]:
+def split_states(
+    selection: Selection, definitions: Sequence[OptimizerDef], params: Any, param_states: Any
+) -> list[Any]:
     """Returns the states that were joined."""
     if isinstance(param_states, GroupStates):
         return [param_states[part.group.name] for part in selection.trained]
     states = selection.treedef.flatten_up_to(param_states)
-    check_division(selection, dict(zip(selection.paths, states, strict=True)))
+    check_division(selection, definitions, params, dict(zip(selection.paths, states, strict=True)))
     return [part.cut(states) for part in selection.trained]
 
 
-def check_division(selection: Selection, states: Mapping[Names, Any]) -> None:
+def check_division(
+    selection: Selection,
+    definitions: Sequence[OptimizerDef],
+    params: Any,
+    states: Mapping[Names, Any],
+) -> None:
     """Raises a `GroupError` if states by path were made for other groups.
 
-    They are where a pattern asks for the shape or dtype of a leaf, and it has another one now.
+    Args:
+      selection: how the parameters are divided.
+      definitions: one per group that is not frozen.
+      params: the parameters.
+      states: entries by path.
     """
     problems = []
+    of_part = iter(definitions)
     for part in selection.parts:
         own = {selection.paths[i]: states[selection.paths[i]] for i in part.members}
-        absent = {names for names, state in own.items() if state is None}
+        absent = [names for names, state in own.items() if state is None]
         if part.group.is_frozen:
             problems += [f"`{path_str(n)}` is frozen and has one" for n in own if n not in absent]
-        elif len(absent) < len(own):
-            problems += [f"`{path_str(n)}` of {part.group} has none" for n in own if n in absent]
+            continue
+        definition = next(of_part)
+        if absent:
+            missing = set(absent) - _without_entry(selection, part, definition, params)
+            problems += [
+                f"`{path_str(n)}` of {part.group} has none" for n in absent if n in missing
+            ]
     if problems:
         raise GroupError(
             "the state was made for other groups than these parameters are divided into:\n"
@@ -140,6 +157,16 @@ def check_division(selection: Selection, states: Mapping[Names, Any]) -> None:
             + "\nA pattern that looks at shapes or dtypes divides parameters anew when these "
             "change, as stacked ones do: decide by the path."
         )
+
+
+def _without_entry(
+    selection: Selection, part: Part, definition: OptimizerDef, params: Any
+) -> set[Names]:
+    """The paths for which the definition itself keeps `None`, as a nested one for frozen leaves."""
+    own = part.cut(jax.tree.leaves(params))
+    fresh = jax.eval_shape(definition.init_state, own).param_states
+    entries = part.treedef.flatten_up_to(fresh)
+    return {selection.paths[i] for i, e in zip(part.members, entries, strict=True) if e is None}
 
 
 def _is_per_parameter(definition: OptimizerDef, part: Part, state: Any) -> bool:

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from flax import traverse_util
+from jax.sharding import PartitionSpec
 
 from opt_core._paths import flatten_with_paths, path_str
 from opt_core._state_dict import to_state_dict
@@ -120,23 +122,32 @@ class Leaf:
 
     def __init__(self, names: Names, value: Any) -> None:
         self.names, self.path = names, path_str(names)
-        has_shape = hasattr(value, "shape") and hasattr(value, "dtype")
-        self.info: Any = (
-            jax.ShapeDtypeStruct(value.shape, value.dtype) if has_shape else _Unknown(self.path)
-        )
+        self.info: Any
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            self.info = jax.ShapeDtypeStruct(value.shape, value.dtype)
+        elif isinstance(value, bool | int | float | complex):
+            self.info = jax.ShapeDtypeStruct((), jnp.result_type(value))
+        else:
+            self.info = _Unknown(self.path, value)
 
 
 class _Unknown:
-    """Stands for a leaf of which only the path is known."""
+    """Stands for a leaf that is no array, or of which only the path is known."""
 
-    __slots__ = ("_path",)
+    __slots__ = ("_kind", "_path")
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, value: Any) -> None:
+        is_axes = value is None or isinstance(value, PartitionSpec)
+        self._path, self._kind = path, "" if is_axes else type(value).__name__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if self._kind:
+            raise GroupError(
+                f"a pattern asks for `{name}` of `{self._path}`, which is no array but a "
+                f"{self._kind}: decide by the path"
+            )
         raise GroupError(
             f"a pattern asks for `{name}` of `{self._path}`, of which only the path is known here. "
             "Create the optimizer, or call `derive_logical_axes`, with this definition first, or "
@@ -170,6 +181,8 @@ def check_pattern(pattern: Any) -> None:
             except re.error as error:
                 raise GroupError(f"{pattern!r} is no regular expression: {error}") from None
             return
+        case re.Pattern() if isinstance(pattern.pattern, bytes):
+            raise GroupError(f"{pattern.pattern!r}: paths are text, not bytes; compile a text")
         case Set():
             if not pattern or not all(isinstance(name, str) for name in pattern):
                 raise GroupError("a set of logical axes needs one name or more, all of them text")
@@ -204,19 +217,34 @@ def matched(
                     f"{pattern_str(pattern)}: the logical axes are not known. Pass `param_axes=` "
                     "to `from_rules`, or call `set_param_axes` first."
                 )
-            none = frozenset[str]()
-            return frozenset(
-                i for i, x in enumerate(leaves) if set(pattern) <= axes.get(x.names, none)
-            )
-    if isinstance(pattern, Traversal):
-        return _traversed(pattern, tree, leaves)
+            if without := [f"`{x.path}`" for x in leaves if x.names not in axes]:
+                raise GroupError(
+                    f"{pattern_str(pattern)}: `param_axes` have nothing for "
+                    f"{', '.join(without)}. Give one `PartitionSpec`, or `None`, for every "
+                    "parameter."
+                )
+            return frozenset(i for i, x in enumerate(leaves) if set(pattern) <= axes[x.names])
     try:
-        return frozenset(i for i, x in enumerate(leaves) if pattern(x.path, x.info))
-    except AttributeError as error:
+        if isinstance(pattern, Traversal):
+            return _traversed(pattern, tree, leaves)
+        return frozenset(i for i, x in enumerate(leaves) if _answer(pattern, x))
+    except GroupError:
+        raise
+    except Exception as error:  # of the pattern's own code
         raise GroupError(
-            f"{pattern_str(pattern)}: {error}. A pattern sees the shape and dtype of a leaf, never "
-            "its values."
+            f"{pattern_str(pattern)}: {error}. A pattern is a function of `(path, leaf)`, and sees "
+            "the shape and dtype of a leaf, never its values."
         ) from error
+
+
+def _answer(pattern: Callable[[str, Any], Any], leaf: Leaf) -> bool:
+    answer = pattern(leaf.path, leaf.info)
+    if isinstance(answer, str | bytes):
+        raise GroupError(
+            f"{pattern_str(pattern)} returns {answer!r} for `{leaf.path}`: a pattern says whether "
+            "a leaf is of its group, not which group a leaf is of"
+        )
+    return bool(answer)
 
 
 def _traversed(traversal: Traversal, tree: Any, leaves: Sequence[Leaf]) -> frozenset[int]:

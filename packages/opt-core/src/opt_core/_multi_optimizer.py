@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from opt_core import _group_hyper_params as hypers
 from opt_core._aliasing import unalias
+from opt_core._division import Divisions
 from opt_core._gradients import gradient_leaves
 from opt_core._group_arguments import check_groups, groups_of_pairs, groups_of_rules
 from opt_core._group_axes import derive_axes, with_axes
@@ -29,10 +30,7 @@ from opt_core._groups import FROZEN, Frozen, Group, LogicalAxes, logical_axes_by
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
 from opt_core._paths import flatten_with_paths
 from opt_core._report import RestoreReport
-from opt_core._selection import Selection, has_shape, select
-from opt_core.protocols import TakesParamAxes
-
-_KEPT_SELECTIONS = 8
+from opt_core._selection import Selection, has_shape
 
 
 class MultiOptimizer(OptimizerDef):
@@ -77,7 +75,7 @@ class MultiOptimizer(OptimizerDef):
     sub_optimizers: tuple[OptimizerDef, ...]
     traversals: tuple[Any, ...]
     param_axes: LogicalAxes | None
-    _selections: dict[Any, Selection]
+    _selections: Divisions
 
     def __init__(
         self,
@@ -126,9 +124,7 @@ class MultiOptimizer(OptimizerDef):
         """
         self = cls.__new__(cls)
         self._define(groups_of_rules(rules, rest), None)
-        if param_axes is not None:
-            self.set_param_axes(param_axes)
-        return self
+        return self if param_axes is None else self.with_param_axes(param_axes)
 
     def with_groups(self, groups: Sequence[Group]) -> Self:
         """Returns the definition with another table, see `groups`; logical axes stay known."""
@@ -147,7 +143,7 @@ class MultiOptimizer(OptimizerDef):
             traversals=tuple(group.pattern for group in trained),
             hyper_params=tuple(definition.hyper_params for definition in definitions),
             param_axes=param_axes,
-            _selections={},
+            _selections=Divisions(groups, param_axes),
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -169,16 +165,10 @@ class MultiOptimizer(OptimizerDef):
           params: arrays, tracers or `jax.ShapeDtypeStruct` leaves.
 
         Raises:
-          GroupError: they do not divide it exactly.
+          GroupError: they do not divide it exactly; or a pattern that looks at shapes divides
+            them otherwise than the parameters that an optimizer was created with.
         """
-        leaves, treedef = jax.tree.flatten(params)
-        key = (treedef, tuple((x.shape, x.dtype) if has_shape(x) else None for x in leaves))
-        if (found := self._selections.get(key)) is None:
-            found = select(self.groups, params, self.param_axes)
-            while len(self._selections) >= _KEPT_SELECTIONS:
-                self._selections.pop(next(iter(self._selections)))
-            self._selections[key] = found
-        return found
+        return self._selections.of(params, creates=False)
 
     def _selection_like(self, tree: Any) -> Selection:
         """The selection of the parameters whose paths `tree` has; its leaves may be axes."""
@@ -218,7 +208,7 @@ class MultiOptimizer(OptimizerDef):
           One `step`. `param_states` mirrors the parameters where every group keeps an entry per
           parameter, with `None` for frozen ones; otherwise it is a mapping of group names.
         """
-        selection = self.select(params)
+        selection = self._selections.of(params, creates=True)
         leaves = jax.tree.leaves(params)
         parts = zip(selection.trained, self.sub_optimizers, strict=True)
         states = [d.init_state(part.cut(leaves)).param_states for part, d in parts]
@@ -257,7 +247,7 @@ class MultiOptimizer(OptimizerDef):
             selection.trained,
             self.sub_optimizers,
             hyper_params,
-            split_states(selection, state.param_states),
+            split_states(selection, self.sub_optimizers, params, state.param_states),
             strict=True,
         )
         for part, definition, hyper, own in rows:
@@ -286,10 +276,10 @@ class MultiOptimizer(OptimizerDef):
           HyperParamError: a wrong length, an unknown group, or a name that a group does not have.
         """
         given = overrides.pop("hyper_params", None)
-        by_group = overrides.pop("group_overrides", None) or {}
+        by_group = hypers.by_group(overrides.pop("group_overrides", None), given, self.groups)
         if given is not None:
             hypers.check_length(given, self.group_names)
-        hypers.check_names(by_group, self.groups)
+        hypers.check_reach(overrides, self.group_names)
         found = []
         names = zip(self.group_names, self.sub_optimizers, strict=True)
         for i, (name, definition) in enumerate(names):
@@ -314,18 +304,28 @@ class MultiOptimizer(OptimizerDef):
         """Returns those of `names` that some definition takes in its update, and none overrides."""
         return hypers.extra_arg_names(self.sub_optimizers, names)
 
-    def set_param_axes(self, param_axes: Any) -> None:
-        """Tells the patterns and the definitions the logical axes, before `create`.
-
-        The definitions themselves stay as they are: this one goes on with copies.
+    def with_param_axes(self, param_axes: Any) -> Self:
+        """Returns a definition whose patterns and definitions know the logical axes.
 
         Args:
           param_axes: a tree like the parameters with a `PartitionSpec` of logical names per leaf.
         """
         axes = logical_axes_by_path(param_axes)
-        self._define(self.groups, axes)
-        if any(isinstance(definition, TakesParamAxes) for definition in self.sub_optimizers):
-            self._define(with_axes(self._selection_like(param_axes), param_axes), axes)
+        new = type(self).__new__(type(self))
+        new._define(with_axes(self.groups, param_axes, axes), axes)
+        return new
+
+    def set_param_axes(self, param_axes: Any) -> None:
+        """Tells this definition the logical axes, before `create`, as T5X's trainer does.
+
+        Prefer `with_param_axes`: whatever was compiled with this definition does not know of it.
+        The definitions of the groups stay as they are; this one goes on with copies.
+
+        Args:
+          param_axes: see `with_param_axes`. Where it is refused nothing changes.
+        """
+        new = self.with_param_axes(param_axes)
+        self._define(new.groups, new.param_axes)
 
     def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
         """Returns the optimizer with the logical axes of every leaf in its place.
@@ -383,9 +383,6 @@ class MultiOptimizer(OptimizerDef):
 
     def _identity(self) -> Any:
         return (self.groups, self.param_axes)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_selections": {}}
 
     def __deepcopy__(self, memo: Any) -> Self:
         return copy.copy(self)

@@ -11,7 +11,8 @@ import jax
 from flax.core import FrozenDict
 
 from opt_core._groups import Group, Leaf, LogicalAxes, Names, assign, matched
-from opt_core._paths import children, flatten_with_paths
+from opt_core._paths import children, flatten_with_paths, path_names, path_str
+from opt_core.errors import GroupError
 
 _DICTS = (dict, OrderedDict, FrozenDict)
 HOLE = ()
@@ -170,12 +171,32 @@ def select(groups: Sequence[Group], tree: Any, axes: LogicalAxes | None) -> Sele
 
 
 def described(tree: Any) -> tuple[list[Leaf], Any]:
-    """Returns what patterns may know of the leaves of `tree`, in order, and its structure."""
+    """Returns what patterns may know of the leaves of `tree`, in order, and its structure.
+
+    Raises:
+      GroupError: two keys of one container have the same name, such as `1` and `'1'`.
+    """
+    _check_names(tree)
     values, structure = jax.tree.flatten(tree)
     treedef: Any = structure
     positions = flatten_with_paths(treedef.unflatten(range(len(values))))
     names = {position: names for names, position in positions if position is not None}
     return [Leaf(names[i], value) for i, value in enumerate(values)], treedef
+
+
+def _check_names(tree: Any) -> None:
+    """Raises a `GroupError` if two nodes of the tree have one path."""
+    found: dict[Names, Any] = {}
+    for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
+        names = path_names(keys)
+        for n in range(1, len(names) + 1):
+            other = found.setdefault(names[:n], keys[:n])
+            if other != keys[:n]:
+                both = " and ".join(f"`{jax.tree_util.keystr(path)}`" for path in (other, keys[:n]))
+                raise GroupError(
+                    f"{both} have the same path, `{path_str(names[:n])}`, and could not be told "
+                    "apart; rename one of the keys"
+                )
 
 
 def positions_of(pattern: Any, tree: Any, axes: LogicalAxes | None) -> frozenset[int]:
