@@ -8,13 +8,13 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from flax.core import FrozenDict
 from opt_core import Optimizer, OptimizerDef, OptimizerState, check_gradients, increment_step
 from opt_core.errors import HyperParamError
 
 from opt_adafactor import _tensor
 from opt_adafactor._axes import FactorMap, factor_rules_from_axes
 from opt_adafactor._derived_axes import derive_logical_axes
+from opt_adafactor._factor_rules import convert_logical_rules
 from opt_adafactor._factoring import FactoringOptions, heuristic_dims, parse_rule
 from opt_adafactor._hparam_map import HParamMap
 from opt_adafactor._hyper_params import (
@@ -23,7 +23,7 @@ from opt_adafactor._hyper_params import (
     check_overrides,
     check_static,
 )
-from opt_adafactor._inputs import at, flatten_states, nest, put_slots
+from opt_adafactor._inputs import at, check_slots, flatten_states, nest, put_slots
 from opt_adafactor._inputs import learning_rate as learning_rate_of
 from opt_adafactor._plan import Plan, Planner, missing_rule_hint
 from opt_adafactor._state import (
@@ -118,6 +118,7 @@ class Adafactor(OptimizerDef):
         Raises:
           ValueError: `factored` is false and there is a `factor_map`, or a value makes no sense.
           TypeError: an argument has another type.
+          UnknownNameError: `logical_factor_rules` name no `FactorDim`; likewise `FactorRuleError`.
         """
         if not factored and factor_map is not None:
             raise ValueError(
@@ -130,7 +131,7 @@ class Adafactor(OptimizerDef):
             )
         check_static(factored, min_dim_size_to_factor, dtype_momentum, respect_rank2_rules)
         if logical_factor_rules is not None:
-            logical_factor_rules = FrozenDict(logical_factor_rules)
+            logical_factor_rules = convert_logical_rules(logical_factor_rules)
         hyper_params = _AdafactorHyperParams(
             learning_rate,
             factored,
@@ -261,17 +262,22 @@ class Adafactor(OptimizerDef):
         states = flatten_states(plan, state.param_states)
         rate = learning_rate_of(hyper_params, state.step)
         grads = clip_global_norm(
-            plan.treedef.flatten_up_to(grads), hyper_params.global_norm_clip_threshold
+            plan.treedef.flatten_up_to(grads),
+            hyper_params.global_norm_clip_threshold,
+            spoils=bool(hyper_params.skip_nan_updates),
         )
+        leaves = [jnp.asarray(p) for p in plan.treedef.flatten_up_to(params)]
+        slots = [
+            used_slots(s, f, has_momentum=has_momentum)
+            for s, f in zip(states, plan.factorings, strict=True)
+        ]
+        check_slots(plan, leaves, slots, has_momentum=has_momentum)
         new_params, new_slots = update_tree(
             plan,
             make_scalars(hyper_params, state.step, rate),
-            [jnp.asarray(p) for p in plan.treedef.flatten_up_to(params)],
+            leaves,
             [jnp.asarray(g) for g in grads],
-            [
-                used_slots(s, f, has_momentum=has_momentum)
-                for s, f in zip(states, plan.factorings, strict=True)
-            ],
+            slots,
             scale_by_param=hyper_params.multiply_by_parameter_scale,
             decays=[weight_decay(hyper_params, rate)] * len(states),
             skip=hyper_params.skip_nan_updates,
@@ -358,14 +364,14 @@ class Adafactor(OptimizerDef):
     def _tell(self, told: tuple[FactorMap, ...]) -> None:
         self._told = told
         self.hyper_params = self.hyper_params.replace(factor_map=told[-1])
-        self._planner = self._new_planner()
+        self._planner = self._new_planner(self._planner.warned)
 
-    def _new_planner(self) -> Planner:
+    def _new_planner(self, warned: set[tuple[str, ...]] | None = None) -> Planner:
         hyper = self.hyper_params
         options = FactoringOptions(
             hyper.factored, hyper.min_dim_size_to_factor, hyper.respect_rank2_rules
         )
-        return Planner(options, hyper.factor_map, self._told)
+        return Planner(options, hyper.factor_map, self._told, warned)
 
     def _plan(self, params: Any) -> Plan:
         try:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+from flax.core.meta import AxisMetadata
+from flax.linen import partitioning
 from jax.sharding import PartitionSpec
 from opt_core import path_names, path_str
 
@@ -17,6 +19,9 @@ from opt_adafactor._factor_rules import (
 )
 from opt_adafactor._factoring import show
 from opt_adafactor.errors import FactorRuleError, ParamAxesError, UnknownNameError
+
+# Axes without leaves, which JAX would take for an empty container.
+_BOXES = AxisMetadata | partitioning.AxisMetadata
 
 
 class FactorMap(Mapping[str, FactorRule]):
@@ -46,10 +51,10 @@ def flatten_axes(param_axes: Any) -> dict[str, PartitionSpec | None]:
 
     Args:
       param_axes: a tree like the parameters, its containers of any kind. A leaf is a
-        `PartitionSpec`, a tuple of names, or `None` for no names at all.
+        `PartitionSpec`, a tuple of names, `None` for no names at all, or one of Flax's boxes.
 
     Raises:
-      ParamAxesError: a leaf is something else.
+      ParamAxesError: a leaf is something else, or two have the same path.
 
     Examples:
       >>> axes = flatten_axes({'mlp': [PartitionSpec('embed', 'mlp')], 'scale': None})
@@ -57,7 +62,13 @@ def flatten_axes(param_axes: Any) -> dict[str, PartitionSpec | None]:
       (('embed', 'mlp'), None)
     """
     leaves = jax.tree_util.tree_flatten_with_path(param_axes, is_leaf=_is_axes)[0]
-    return {(path := path_str(path_names(keys))): _spec(leaf, path) for keys, leaf in leaves}
+    axes: dict[str, PartitionSpec | None] = {}
+    for keys, leaf in leaves:
+        path = path_str(path_names(keys))
+        if path in axes:
+            raise ParamAxesError(f"`param_axes`: two entries have the path `{path}`; rename one")
+        axes[path] = _spec(leaf, path)
+    return axes
 
 
 def factor_rules_from_axes(param_axes: Any, logical_factor_rules: Mapping[str, Any]) -> FactorMap:
@@ -100,6 +111,8 @@ def check_covers(paths: Mapping[str, tuple[int, ...]], axes: Mapping[str, Any]) 
                 f"{path}: {len(shape)} axes expected, one per dimension of {shape}, "
                 f"found {len(spec)}: {show_spec(spec)}"
             )
+    if any(path.endswith("/value") and path.removesuffix("/value") in axes for path in paths):
+        lines.append("the parameters are in Flax's boxes: take them out (`flax.linen.unbox`)")
     if lines:
         raise ParamAxesError("`param_axes` do not fit the parameters:\n  " + "\n  ".join(lines))
 
@@ -112,7 +125,7 @@ def show_spec(spec: Any) -> str:
 
 def _is_axes(node: Any) -> bool:
     """Whether a node is the axes of one parameter; a tuple of anything else is a container."""
-    if node is None or isinstance(node, PartitionSpec):
+    if node is None or isinstance(node, PartitionSpec | _BOXES):
         return True
     return type(node) is tuple and all(_is_axis(axis) for axis in node)
 
@@ -124,6 +137,10 @@ def _is_axis(axis: Any) -> bool:
 
 
 def _spec(leaf: Any, path: str) -> PartitionSpec | None:
+    if isinstance(leaf, AxisMetadata):
+        leaf = leaf.get_partition_spec()
+    elif isinstance(leaf, partitioning.AxisMetadata):
+        leaf = leaf.names
     if leaf is None or isinstance(leaf, PartitionSpec):
         return leaf
     if isinstance(leaf, tuple):

@@ -26,7 +26,9 @@ def to_optax_state(state: OptimizerState, like: Any) -> Any:
         `scale_by_generalized_factored_rms` or `optax.adafactor`, alone or inside a chain.
 
     Returns:
-      `like` with the statistics, the momentum and the counts of `state`, in the dtypes of `like`.
+      `like` with the statistics, the momentum and the count of `state`, in the dtypes of `like`.
+      Schedules in one chain with Optax's statistics, and those of an `optax.inject_hyperparams`
+      around, get that count too; everything else is as it was.
 
     Raises:
       ImportError: Optax is not installed.
@@ -50,31 +52,37 @@ def to_optax_state(state: OptimizerState, like: Any) -> Any:
     states = _param_states(state.param_states, treedef)
     trees = {slot: treedef.unflatten([getattr(s, slot) for s in states]) for slot in _SLOTS}
     m = treedef.unflatten([s.m for s in states])
-    has_momentum = any(np.shape(s.m) != (1,) for s in states)
     is_own = isinstance(owner, AdafactorState)
-    has_room = owner.m is not None if is_own else bool(_all(like, (optax.EmaState,)))
-    if has_momentum and not has_room:
+    ema = None if is_own else _momentum_of(like, owner, "like")
+    if any(_is_momentum(s.m) for s in states) and (owner.m if is_own else ema) is None:
         raise StateConversionError(
             "`state` has momentum, and `like` has no place for it: give the transformation that "
             "`beta1` (Optax's `momentum`) too"
         )
 
     def fill(node: Any) -> Any:
-        if isinstance(node, AdafactorState):
-            new_m = None if node.m is None else _pour(node.m, m, "m")
-            return node._replace(count=_count(state.step), m=new_m, **_poured(node, trees))
-        if isinstance(node, optax.FactoredState):
-            return node._replace(count=_count(state.step), **_poured(node, trees))
-        if isinstance(node, optax.EmaState):
-            return node._replace(count=_count(state.step), ema=_pour(node.ema, m, "m"))
-        return node._replace(count=_count(state.step))  # of a schedule
+        new = node._replace(count=_count(state.step), **_poured(node, trees))
+        return new._replace(m=_pour(node.m, m, "m")) if is_own and node.m is not None else new
 
-    kinds = (AdafactorState, optax.FactoredState, optax.EmaState, optax.ScaleByScheduleState)
-    return jax.tree.map(
-        lambda node: fill(node) if isinstance(node, kinds) else node,
-        like,
-        is_leaf=lambda node: isinstance(node, kinds),
-    )
+    def fill_beside(node: Any) -> Any:
+        if node is ema:
+            return node._replace(count=_count(state.step), ema=_pour(node.ema, m, "m"))
+        is_schedule = isinstance(node, optax.ScaleByScheduleState)
+        return node._replace(count=_count(state.step)) if is_schedule else node
+
+    def rebuild(node: Any) -> Any:
+        if node is owner:
+            return fill(node)
+        if not _holds(node, owner):
+            return node
+        children, structure = jax.tree.flatten(node, is_leaf=lambda child: child is not node)
+        if not is_own and type(node) is tuple and any(child is owner for child in children):
+            children = [fill_beside(child) for child in children]  # of its own chain
+        children = [rebuild(child) for child in children]
+        node = jax.tree.unflatten(structure, children)
+        return _recount(node, state.step) if isinstance(node, _injected()) else node
+
+    return rebuild(like)
 
 
 def from_optax_state(state: Any) -> OptimizerState:
@@ -82,14 +90,16 @@ def from_optax_state(state: Any) -> OptimizerState:
 
     Args:
       state: the state of `adafactor`, `scale_by_generalized_factored_rms` or `optax.adafactor`,
-        alone or inside a chain. An `optax.EmaState` beside the statistics is taken as momentum.
+        alone or inside a chain. An `optax.EmaState` that follows Optax's statistics in the same
+        chain is taken as momentum.
 
     Returns:
       The state: statistics in float32, the momentum in its own dtype, placeholders as T5X has them.
 
     Raises:
       ImportError: Optax is not installed.
-      StateConversionError: `state` holds no Adafactor state or several.
+      StateConversionError: `state` holds no Adafactor state or several, or one followed by several
+        moving averages.
 
     Examples:
       >>> import optax
@@ -102,9 +112,11 @@ def from_optax_state(state: Any) -> OptimizerState:
     import optax
 
     owner = _find(state, (AdafactorState, optax.FactoredState), "state")
-    m = owner.m if isinstance(owner, AdafactorState) else None
-    if not isinstance(owner, AdafactorState) and (found := _all(state, (optax.EmaState,))):
-        m = found[0].ema
+    if isinstance(owner, AdafactorState):
+        m = owner.m
+    else:
+        ema = _momentum_of(state, owner, "state")
+        m = None if ema is None else ema.ema
     treedef: Any = jax.tree.structure(owner.v)
     leaves = jax.tree.leaves(owner.v)
     momenta = [placeholder() for _ in leaves] if m is None else treedef.flatten_up_to(m)
@@ -114,6 +126,66 @@ def from_optax_state(state: Any) -> OptimizerState:
         for row, col, v, moment in zip(rows, cols, leaves, momenta, strict=True)
     ]
     return OptimizerState(_count(owner.count), treedef.unflatten(states))
+
+
+def _momentum_of(state: Any, owner: Any, argument: str) -> Any:
+    """The moving average that follows the statistics in the same chain; `None` without one."""
+    import optax
+
+    chain = _chain_of(state, owner)
+    place = next(i for i, child in enumerate(chain) if child is owner)
+    averages = [child for child in chain[place:] if isinstance(child, optax.EmaState)]
+    if len(averages) > 1:
+        raise StateConversionError(
+            f"`{argument}`: {len(averages)} `optax.EmaState`s follow the statistics in one chain, "
+            "and one of them at most is the momentum. Nest the others in a chain of their own."
+        )
+    return averages[0] if averages else None
+
+
+def _chain_of(state: Any, owner: Any) -> tuple[Any, ...]:
+    """The states of the `optax.chain` that `owner` is in; of itself alone where it is in none."""
+    if type(state) is tuple and any(child is owner for child in state):
+        return state
+    children = jax.tree.leaves(state, is_leaf=lambda child: child is not state)
+    inner = [child for child in children if child is not state and _holds(child, owner)]
+    return _chain_of(inner[0], owner) if inner and inner[0] is not owner else (owner,)
+
+
+def _is_momentum(m: Any) -> bool:
+    """Whether a slot is no placeholder; a parameter of shape (1,) shows it by its value alone."""
+    if np.shape(m) != (1,):
+        return True
+    if isinstance(m, jax.Array) and (isinstance(m, jax.core.Tracer) or not m.is_fully_addressable):
+        return False
+    return bool(np.any(np.asarray(m) != 0))
+
+
+def _holds(node: Any, owner: Any) -> bool:
+    return any(
+        leaf is owner for leaf in jax.tree.leaves(node, is_leaf=lambda child: child is owner)
+    )
+
+
+def _injected() -> tuple[type, ...]:
+    import optax
+
+    return optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
+
+
+def _recount(node: Any, step: Any) -> Any:
+    """The state of `optax.inject_hyperparams`, its schedules included, at a step."""
+    import optax
+
+    node = node._replace(count=_count(step))
+    if not isinstance(node, optax.InjectStatefulHyperparamsState):
+        return node
+    plain = type(optax.WrappedSchedule(lambda step: step).init())
+    schedules = {
+        name: state._replace(count=_count(step)) if isinstance(state, plain) else state
+        for name, state in node.hyperparams_states.items()
+    }
+    return node._replace(hyperparams_states=schedules)
 
 
 def _float32(slot: Any) -> jax.Array:

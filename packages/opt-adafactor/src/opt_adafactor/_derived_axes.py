@@ -18,7 +18,7 @@ def derive_logical_axes(
     plan: Plan, optimizer: Optimizer, param_axes: Any, *, has_momentum: bool
 ) -> Optimizer:
     """Returns an optimizer of axes; see `Adafactor.derive_logical_axes`."""
-    axes = flatten_axes(param_axes)
+    axes = _axes_by_path(plan, param_axes)
     leaves = plan.treedef.flatten_up_to(optimizer.target)
     check_covers({p: np.shape(x) for p, x in zip(plan.paths, leaves, strict=True)}, axes)
     specs = [axes[path] for path in plan.paths]
@@ -28,6 +28,15 @@ def derive_logical_axes(
     ]
     state = OptimizerState(step=None, param_states=plan.treedef.unflatten(states))
     return optimizer.replace(state=state, target=plan.treedef.unflatten(specs))
+
+
+def _axes_by_path(plan: Plan, param_axes: Any) -> dict[str, PartitionSpec | None]:
+    """Axes by path; in the parameters' own containers `()` is an empty one, not a scalar's axes."""
+    try:
+        given = plan.treedef.flatten_up_to(param_axes)
+    except (ValueError, TypeError, KeyError):
+        return flatten_axes(param_axes)  # other containers, or other parameters
+    return flatten_axes(dict(zip(plan.paths, given, strict=True)))
 
 
 def _state_axes(

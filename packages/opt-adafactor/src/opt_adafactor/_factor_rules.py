@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Any
 
 from flax.core import FrozenDict
 
-from opt_adafactor.errors import UnknownNameError
+from opt_adafactor.errors import FactorRuleError, UnknownNameError
 
 
 class FactorDim(enum.Enum):
@@ -85,3 +86,30 @@ def standard_logical_factor_rules() -> FrozenDict[str, FactorDim]:
       (<FactorDim.ROW: 2>, <FactorDim.COLUMN: 3>)
     """
     return FrozenDict({name: dim for dim, names in _STANDARD.items() for name in names})
+
+
+def convert_logical_rules(rules: Mapping[str, Any]) -> FrozenDict[str, FactorDim]:
+    """Returns the rules of logical axes, with `FactorDim`s for names.
+
+    Raises:
+      UnknownNameError: no `FactorDim` has such a name.
+      FactorRuleError: the rule of an axis is neither a `FactorDim` nor a name.
+
+    Examples:
+      >>> convert_logical_rules({'embed': 'row'})['embed']
+      <FactorDim.ROW: 2>
+    """
+    return FrozenDict({axis: _convert_logical_rule(axis, rule) for axis, rule in rules.items()})
+
+
+def _convert_logical_rule(axis: str, rule: Any) -> FactorDim:
+    try:
+        dim = factor_name_to_factordim(rule)
+    except UnknownNameError as error:
+        raise UnknownNameError(f"`logical_factor_rules` of the axis `{axis}`: {error}") from None
+    if not isinstance(dim, FactorDim):
+        raise FactorRuleError(
+            f"`logical_factor_rules` of the axis `{axis}` must be a `FactorDim` or its name, found "
+            f"{rule!r}. Where there is nothing to factor, write `FactorDim.NONE`."
+        )
+    return dim

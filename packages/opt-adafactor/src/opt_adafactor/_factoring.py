@@ -87,7 +87,7 @@ def heuristic_dims(shape: tuple[int, ...], options: FactoringOptions) -> tuple[i
       >>> heuristic_dims((24, 16), FactoringOptions(True, 8, False))
       (1, 0)
     """
-    if not options.factored or len(shape) < 2:
+    if not options.factored or len(shape) < 2 or 0 in shape:
         return None
     by_size = np.argsort(shape, kind="stable")
     row, col = int(by_size[-2]), int(by_size[-1])
@@ -118,14 +118,23 @@ def parse_rule(
     everything = tuple(range(rank))
     if rule is None or not options.factored:
         return Factoring(rank, everything)
-    if isinstance(rule, HeuristicRule):
-        return _by_heuristic(shape, path, options)
-    dims = _dims(rule, shape, path)
-    if is_ignored(dims, options):
+    dims = convert_rule(rule, shape, path)
+    if not isinstance(dims, tuple) or is_ignored(dims, options):
         return _by_heuristic(shape, path, options)
     where = {role: tuple(i for i, d in enumerate(dims) if d is role) for role in FactorDim}
     averaged = tuple(i for i in everything if i not in where[FactorDim.BATCH])
+    if 0 in shape:  # the mean of nothing is NaN
+        return Factoring(rank, averaged)
     return Factoring(rank, averaged, where[FactorDim.ROW], where[FactorDim.COLUMN])
+
+
+def convert_rule(rule: Any, shape: tuple[int, ...], path: str) -> FactorRule:
+    """Returns a rule with `FactorDim`s for names.
+
+    Raises:
+      FactorRuleError: the rule has another rank than the parameter, or is none.
+    """
+    return rule if rule is None or isinstance(rule, HeuristicRule) else _dims(rule, shape, path)
 
 
 def is_ignored(rule: FactorRule, options: FactoringOptions) -> bool:

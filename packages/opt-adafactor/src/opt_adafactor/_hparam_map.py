@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from opt_core import path_names, path_str
 
 from opt_adafactor.errors import UnknownNameError
@@ -65,7 +67,17 @@ class HParamMap:
         )
 
     def __call__(self, params: Any) -> Any:
-        """Returns the tree of `params` with the value of each parameter as leaf."""
+        """Returns the tree of `params` with the value of each parameter as leaf.
+
+        Raises:
+          TypeError: `params` is a step number: the map is taken for a schedule.
+        """
+        if _is_step(params):
+            raise TypeError(
+                "`HParamMap` maps trees of parameters, and is called with a number, as if it were "
+                "a schedule. `optax.inject_hyperparams` does that to what is callable: name the "
+                "argument in its `static_args` (`factor_map`, `multiply_by_parameter_scale`)."
+            )
         return jax.tree_util.tree_map_with_path(
             lambda path, _: self[path_str(path_names(path))], params
         )
@@ -86,6 +98,12 @@ class HParamMap:
 
     def __reduce__(self) -> tuple[type[HParamMap], tuple[Any, ...]]:
         return HParamMap, (self.rules,)
+
+
+def _is_step(params: Any) -> bool:
+    if isinstance(params, jax.Array | np.ndarray | np.generic):
+        return not params.shape and jnp.issubdtype(params.dtype, jnp.integer)
+    return isinstance(params, int)
 
 
 def _frozen(value: Any) -> Any:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from opt_core.errors import HyperParamError, TreeMismatchError
 
 from opt_adafactor._plan import Plan
-from opt_adafactor._state import Slots, _AdafactorParamState
+from opt_adafactor._state import Slots, _AdafactorParamState, slot_shapes
 
 
 def learning_rate(hyper_params: Any, step: Any) -> Any:
@@ -47,6 +49,33 @@ def flatten_states(plan: Plan, param_states: Any) -> list[_AdafactorParamState]:
                 f"{type(state).__name__}"
             )
     return [jax.tree.map(jnp.asarray, state) for state in states]
+
+
+def check_slots(
+    plan: Plan, params: Sequence[Any], slots: Sequence[Slots], *, has_momentum: bool
+) -> None:
+    """Raises unless the statistics of every parameter have the shapes that its rule gives them.
+
+    Raises:
+      TreeMismatchError: lists every path.
+    """
+    lines = []
+    for path, param, factoring, found in zip(
+        plan.paths, params, plan.factorings, slots, strict=True
+    ):
+        expected = slot_shapes(np.shape(param), factoring)
+        for name, shape, slot in zip(Slots._fields, expected, found, strict=True):
+            if shape is None or (name == "m" and not has_momentum):
+                continue
+            if slot is None or np.shape(slot) != shape:
+                shown = "none" if slot is None else np.shape(slot)
+                lines.append(f"{path}: `{name}` of shape {shape} expected, found {shown}")
+    if lines:
+        raise TreeMismatchError(
+            "the state does not fit the parameters:\n  " + "\n  ".join(lines) + "\nIt was made "
+            "for other shapes, factor rules, `min_dim_size_to_factor` or `beta1`: create it with "
+            "these, or restore one that was."
+        )
 
 
 def put_slots(old: _AdafactorParamState, new: Slots) -> _AdafactorParamState:

@@ -10,10 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from opt_core import path_names, path_str
+from opt_core.errors import TreeMismatchError
 
 from opt_adafactor._axes import FactorMap, check_covers
 from opt_adafactor._factor_rules import HEURISTIC_RULE, FactorRule
-from opt_adafactor._factoring import Factoring, FactoringOptions, is_ignored, parse_rule, show
+from opt_adafactor._factoring import (
+    Factoring,
+    FactoringOptions,
+    convert_rule,
+    is_ignored,
+    parse_rule,
+    show,
+)
 from opt_adafactor.errors import FactorRuleError, ParamAxesError
 
 logger = logging.getLogger("opt_adafactor")
@@ -40,11 +48,19 @@ class Planner:
     """Makes the plan of a tree of parameters, once for each tree.
 
     Rules are looked up and checked when a tree is seen for the first time, not at every trace,
-    and warned about once.
+    and the same ones are warned about once.
+
+    Attributes:
+      options: see `FactoringOptions`.
+      warned: what was warned about already.
     """
 
     def __init__(
-        self, options: FactoringOptions, factor_map: Any, told: tuple[FactorMap, ...] = ()
+        self,
+        options: FactoringOptions,
+        factor_map: Any,
+        told: tuple[FactorMap, ...] = (),
+        warned: set[tuple[str, ...]] | None = None,
     ) -> None:
         """Takes the rules.
 
@@ -52,12 +68,13 @@ class Planner:
           options: see `FactoringOptions`.
           factor_map: an `HParamMap` of rules, or `None`.
           told: rules derived from logical axes, of one model each. They supersede `factor_map`.
+          warned: what an earlier planner of the same definition warned about.
         """
         self.options = options
         self._factor_map = factor_map
         self._told = told
         self._plans: dict[Any, Plan] = {}
-        self._has_warned = False
+        self.warned: set[tuple[str, ...]] = set() if warned is None else warned
 
     def plan(self, params: Any) -> Plan:
         """Returns the plan of a tree.
@@ -66,6 +83,7 @@ class Planner:
           FactorRuleError: a rule does not fit its parameter, or one is needed.
           ParamAxesError: the axes that were told are not those of these parameters.
           UnknownNameError: no pattern of `factor_map` is found in a path.
+          TreeMismatchError: two parameters have the same path.
           TypeError: a parameter is no array of real floating-point numbers.
         """
         leaves, treedef = jax.tree.flatten(params)
@@ -79,11 +97,21 @@ class Planner:
 
     def _make(self, params: Any) -> Plan:
         keyed, treedef = jax.tree_util.tree_flatten_with_path(params)
-        leaves = {path_str(path_names(keys)): leaf for keys, leaf in keyed}
+        leaves: dict[str, Any] = {}
+        for keys, leaf in keyed:
+            path = path_str(path_names(keys))
+            if path in leaves:
+                raise TreeMismatchError(
+                    f"`params`: two parameters have the path `{path}`, of shapes "
+                    f"{np.shape(leaves[path])} and {np.shape(leaf)}. Rules and axes go by path: "
+                    "rename one."
+                )
+            leaves[path] = leaf
         for path, leaf in leaves.items():
             _check_dtype(path, leaf)
         shapes = {path: np.shape(leaf) for path, leaf in leaves.items()}
-        rules = self._rules(shapes)
+        raw = self._rules(shapes)
+        rules = {path: convert_rule(raw[path], shape, path) for path, shape in shapes.items()}
         factorings = {p: parse_rule(rules[p], shapes[p], p, self.options) for p in shapes}
         self._warn(rules, shapes, factorings)
         return Plan(treedef, tuple(shapes), tuple(factorings.values()))
@@ -106,8 +134,6 @@ class Planner:
         factorings: Mapping[str, Factoring],
     ) -> None:
         respecting = self.options._replace(respect_rank2_rules=True)
-        if self._has_warned:
-            return
         lines = []
         for path, found in factorings.items():
             rule = rules[path]
@@ -115,8 +141,8 @@ class Planner:
                 continue
             if not parse_rule(rule, shapes[path], path, respecting).is_equivalent(found):
                 lines.append(f"`{path}` {shapes[path]}: {_show(rule)}")
-        if lines:
-            self._has_warned = True
+        if lines and tuple(lines) not in self.warned:
+            self.warned.add(tuple(lines))
             more = [f"... and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
             logger.warning(
                 "explicit factor rules of rank 2 and less are ignored, as in T5X; the sizes decide "

@@ -12,6 +12,7 @@ from opt_core import check_gradients, increment_step
 from opt_adafactor import _tensor
 from opt_adafactor._adafactor import Adafactor
 from opt_adafactor._hparam_map import HParamMap
+from opt_adafactor._inputs import check_slots
 from opt_adafactor._plan import Plan
 from opt_adafactor._state import FLOAT32, Slots, init_slots, used_slots, with_placeholders
 from opt_adafactor._tree_update import clip_global_norm, make_scalars, update_tree, weight_decay
@@ -166,18 +167,25 @@ def adafactor(
         rate = hyper_params.learning_rate
         rate = rate(state.count) if callable(rate) else rate
         decay = weight_decay(hyper_params, rate)
-        new, slots = update_tree(
+        grads = clip_global_norm(
+            _arrays(plan, updates),
+            hyper_params.global_norm_clip_threshold,
+            spoils=bool(skip_nan_updates),
+        )
+        leaves = _arrays(plan, params)
+        slots = _slots(plan, leaves, state, has_momentum=hyper_params.beta1 is not None)
+        new, new_slots = update_tree(
             plan,
             make_scalars(hyper_params, state.count, rate),
-            _arrays(plan, params),
-            clip_global_norm(_arrays(plan, updates), hyper_params.global_norm_clip_threshold),
-            _slots(plan, state),
+            leaves,
+            grads,
+            slots,
             scale_by_param=hyper_params.multiply_by_parameter_scale,
             decays=[decay if flag else None for flag in _mask(plan, params, weight_decay_mask)],
             skip=skip_nan_updates,
             finish=_tensor.negate,
         )
-        return plan.treedef.unflatten(new), _to_state(plan, state, slots)
+        return plan.treedef.unflatten(new), _to_state(plan, state, new_slots)
 
     function: Any = update  # Optax's type of it lacks the extra arguments
     return optax.GradientTransformationExtraArgs(init, function)
@@ -252,12 +260,13 @@ def scale_by_generalized_factored_rms(
         check_gradients(params, updates)
         plan = definition._plan(params)
         own = AdafactorState(state.count, state.v_row, state.v_col, state.v, None)
+        leaves = _arrays(plan, params)
         new, slots = update_tree(
             plan,
             make_scalars(definition.hyper_params, state.count, 1.0),
-            _arrays(plan, params),
+            leaves,
             _arrays(plan, updates),
-            _slots(plan, own),
+            _slots(plan, leaves, own, has_momentum=False),
             scale_by_param=False,
             decays=[None] * len(plan.paths),
             skip=False,
@@ -311,12 +320,15 @@ def _rows(plan: Plan, state: AdafactorState) -> list[Slots]:
     return [Slots(*slots) for slots in zip(*trees, m, strict=True)]
 
 
-def _slots(plan: Plan, state: AdafactorState) -> list[Slots]:
-    has_momentum = state.m is not None
-    return [
+def _slots(
+    plan: Plan, params: Sequence[Any], state: AdafactorState, *, has_momentum: bool
+) -> list[Slots]:
+    used = [
         used_slots(slots, factoring, has_momentum=has_momentum)
         for slots, factoring in zip(_rows(plan, state), plan.factorings, strict=True)
     ]
+    check_slots(plan, params, used, has_momentum=has_momentum)
+    return used
 
 
 def _to_state(plan: Plan, old: AdafactorState, new: Sequence[Slots]) -> AdafactorState:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from opt_core.errors import HyperParamError
 
 from opt_adafactor import _tensor
 from opt_adafactor._factoring import Factoring
@@ -58,25 +61,56 @@ def weight_decay(hyper_params: Any, learning_rate: Any) -> Any:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    if is_known(base) and is_known(exponent):
-        return base**exponent
-    return jnp.asarray(base).astype(jnp.float32) ** jnp.asarray(exponent).astype(jnp.float32)
+    if not is_known(base) or not is_known(exponent):
+        return _float32(base) ** _float32(exponent)
+    try:
+        power = float(base) ** float(exponent)
+    except ZeroDivisionError:
+        power = math.inf
+    if isinstance(power, complex) or not math.isfinite(power):
+        raise HyperParamError(
+            f"`weight_decay_rate_lr_exponent`: `learning_rate` {base} to the power of {exponent} "
+            "is no finite number. Give an exponent of 0 or more, or a learning rate above 0."
+        )
+    return power
 
 
-def clip_global_norm(grads: Sequence[Any], threshold: Any) -> list[Any]:
+def _float32(number: Any) -> Any:
+    # NumPy first: `jnp.asarray` warns of what it makes narrower.
+    if isinstance(number, np.ndarray | np.generic):
+        number = number.astype(np.float32)
+    return jnp.asarray(number).astype(jnp.float32)
+
+
+def clip_global_norm(grads: Sequence[Any], threshold: Any, *, spoils: bool) -> list[Any]:
     """Returns gradients of at most this global norm; a threshold of `None` or 0 turns it off.
 
-    The norm is that of float32, whatever the gradients are.
+    The norm is that of float32, whatever the gradients are, and does not overflow where they are
+    finite.
+
+    Args:
+      grads: gradients.
+      threshold: the largest norm.
+      spoils: whether an inf makes every gradient NaN, as a NaN does, for what is skipped then.
+        Otherwise it makes every finite gradient 0, as in T5X.
     """
     if threshold is None or (is_known(threshold) and threshold == 0):
         return list(grads)
     wide = [jnp.asarray(grad).astype(jnp.float32) for grad in grads]
-    squares = [jnp.sum(jnp.square(grad)) for grad in wide]
-    norm = jnp.sqrt(functools.reduce(jnp.add, squares, jnp.float32(0)))
-    threshold = jnp.asarray(threshold).astype(jnp.float32)
-    factor = threshold * jnp.minimum(1.0 / threshold, 1.0 / norm)
-    factor = jnp.where(threshold == 0, 1.0, factor)
-    return [grad * factor for grad in wide]
+    sizes = [jnp.max(jnp.abs(grad), initial=0.0) for grad in wide]
+    largest = functools.reduce(jnp.maximum, sizes, jnp.float32(0))
+    unit = jnp.where((largest > 0) & (largest < jnp.inf), largest, 1.0)
+    scaled = [grad / unit for grad in wide]
+    squares = [jnp.sum(jnp.square(grad)) for grad in scaled]
+    norm = jnp.sqrt(functools.reduce(jnp.add, squares, jnp.float32(0)))  # in units
+    threshold = _float32(threshold)
+    is_small = (threshold == 0) | (norm * unit <= threshold)
+    if spoils:
+        norm = jnp.where(norm < jnp.inf, norm, jnp.nan)
+    factor = threshold / norm
+    return [
+        jnp.where(is_small, grad, part * factor) for grad, part in zip(wide, scaled, strict=True)
+    ]
 
 
 def update_tree(
@@ -141,10 +175,11 @@ def _update_tensor(
     if skip is None:
         return out, new
     unchanged = _unchanged(finish, param, out)
+    result = _result(finish, param, update, decay, out)
     if skip == "entries":
         kept = Slots(*map(_tensor.keep_finite, new, slots))
-        return _tensor.keep_finite(out, unchanged), kept
-    return _guarded(_tensor.is_finite(update, *new), out, unchanged, new, slots)
+        return jnp.where(jnp.isfinite(result), out, unchanged), kept
+    return _guarded(_tensor.is_finite(update, result, *new), out, unchanged, new, slots)
 
 
 def _update_together(
@@ -152,12 +187,19 @@ def _update_together(
 ) -> tuple[list[jax.Array], list[Slots]]:
     """No tensor is updated unless every one of them is finite."""
     made = [_tensor.scaled_update(p, g, s, scalars, scale, f) for p, g, s, scale, _, f in rows]
-    flags = [_tensor.is_finite(update, *new) for update, new in made]
+    outs = [
+        finish(param, update, decay)
+        for (param, _, _, _, decay, _), (update, _) in zip(rows, made, strict=True)
+    ]
+    flags = [
+        _tensor.is_finite(update, _result(finish, param, update, decay, out), *new)
+        for (param, _, _, _, decay, _), (update, new), out in zip(rows, made, outs, strict=True)
+    ]
     ok = functools.reduce(jnp.logical_and, flags, jnp.array(True))
-    done = []
-    for (param, _, old, _, decay, _), (update, new) in zip(rows, made, strict=True):
-        out = finish(param, update, decay)
-        done.append(_guarded(ok, out, _unchanged(finish, param, out), new, old))
+    done = [
+        _guarded(ok, out, _unchanged(finish, param, out), new, old)
+        for (param, _, old, _, _, _), (_, new), out in zip(rows, made, outs, strict=True)
+    ]
     return [out for out, _ in done], [new for _, new in done]
 
 
@@ -166,6 +208,13 @@ def _guarded(
 ) -> tuple[jax.Array, Slots]:
     kept = Slots(*(_tensor.select(ok, a, b) for a, b in zip(new, old, strict=True)))
     return jnp.where(ok, out, unchanged), kept
+
+
+def _result(
+    finish: Finish, param: jax.Array, update: jax.Array, decay: Any, out: jax.Array
+) -> jax.Array:
+    """The new parameter, whichever form the result has: it may overflow where no update does."""
+    return out if finish is _tensor.subtract else _tensor.subtract(param, update, decay)
 
 
 def _unchanged(finish: Finish, param: jax.Array, out: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import enum
 import functools
 import inspect
 import types
@@ -74,6 +75,8 @@ def _fingerprint(obj: Any, seen: dict[int, int]) -> Hashable:
             return (type(obj), obj.real.hex(), obj.imag.hex())
         case types.CodeType() | types.BuiltinFunctionType():
             return obj
+        case enum.Enum():
+            return (type(obj), obj)
         case jax.core.Tracer():
             return _Same(obj)
     if id(obj) in seen:  # a cycle, or a function that many share
@@ -96,7 +99,7 @@ def _composite(obj: Any, seen: dict[int, int]) -> Hashable:
             items: Hashable = tuple((each(k), each(v)) for k, v in obj.items())
             return (type(obj), _attributes(obj, seen), items)
         case dict() | FrozenDict() | types.MappingProxyType():
-            items = frozenset((each(k), each(v)) for k, v in obj.items())
+            items = frozenset((each(k), each(v)) for k, v in _in_order(obj))
             return (type(obj), _attributes(obj, seen) if isinstance(obj, dict) else None, items)
         case set() | frozenset():
             return (type(obj), _attributes(obj, seen), frozenset(map(each, obj)))
@@ -116,6 +119,14 @@ def _composite(obj: Any, seen: dict[int, int]) -> Hashable:
     attributes = _attributes(obj, seen)
     # What holds nothing and says nothing of equality may be a sentinel.
     return (type(obj), attributes) if attributes or is_value else _Same(obj)
+
+
+def _in_order(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    """The items in an order of their own: what is shared among them is numbered as it is seen."""
+    items = list(mapping.items())
+    if all(isinstance(key, str | int) for key in mapping):
+        items.sort(key=lambda item: (type(item[0]).__name__, str(item[0])))
+    return items
 
 
 def _attributes(obj: Any, seen: dict[int, int]) -> tuple[Hashable, ...]:
