@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from opt_core._group_layout import set_at
 from opt_core._group_states import GroupStates, merge_states
-from opt_core._groups import Group, Names
+from opt_core._groups import Group, Leaf, LogicalAxes, Names, Rest, matched
 from opt_core._optimizer import Optimizer, OptimizerState
-from opt_core._paths import children, path_str
+from opt_core._paths import children, flatten_with_paths, path_str
 from opt_core._roles import roles
-from opt_core._selection import Selection
-from opt_core.errors import TreeMismatchError
+from opt_core._selection import Selection, described
+from opt_core.errors import GroupError, TreeMismatchError
 from opt_core.protocols import DerivesLogicalAxes, TakesParamAxes
 
 _ABSENT: Any = object()
@@ -62,16 +63,57 @@ def axes_of_leaves(selection: Selection, params: Any, param_axes: Any) -> list[A
     return [found[names] for names in selection.paths]
 
 
-def with_axes(selection: Selection, param_axes: Any) -> list[Group]:
-    """Returns the table, with copies of the definitions that take axes and know them now."""
-    groups = []
-    for position, part in enumerate(selection.parts):
-        definition = part.group.definition
-        if isinstance(definition, TakesParamAxes):
-            definition = copy.copy(definition)
-            definition.set_param_axes(selection.cut_by_path(param_axes, position))
-        groups.append(dataclasses.replace(part.group, definition=definition))
-    return groups
+def with_axes(groups: Sequence[Group], param_axes: Any, known: LogicalAxes) -> list[Group]:
+    """Returns the table, with copies of the definitions that take axes and know them now.
+
+    Only axes need be known, no parameter yet. A group that asks for the shape of a leaf is told the
+    axes of all leaves that it may have: those of no group that the paths decide.
+
+    Args:
+      groups: the table.
+      param_axes: a tree like the parameters with a `PartitionSpec`, or `None`, per leaf.
+      known: the names in them by path.
+    """
+    if not any(isinstance(group.definition, TakesParamAxes) for group in groups):
+        return list(groups)
+    axes = dict(flatten_with_paths(param_axes))
+    tree = jax.tree.map(lambda _: _ABSENT, param_axes, is_leaf=lambda x: x is None)
+    leaves, treedef = described(tree)
+    infos = treedef.unflatten([leaf.info for leaf in leaves])
+    decided = [_decided(group.pattern, infos, leaves, known) for group in groups]
+    free = frozenset(range(len(leaves))).difference(*(own for own in decided if own is not None))
+    return [
+        _told(
+            group,
+            {leaves[i].names: axes[leaves[i].names] for i in sorted(free if own is None else own)},
+        )
+        for group, own in zip(groups, decided, strict=True)
+    ]
+
+
+def _decided(
+    pattern: Any, tree: Any, leaves: Sequence[Leaf], known: LogicalAxes
+) -> frozenset[int] | None:
+    """What a pattern matches; `None` where that takes more than paths and axes."""
+    if isinstance(pattern, Rest):
+        return None
+    try:
+        return matched(pattern, tree, leaves, known)
+    except GroupError:
+        return None
+
+
+def _told(group: Group, axes: Mapping[Names, Any]) -> Group:
+    if not isinstance(group.definition, TakesParamAxes):
+        return group
+    # Dicts of dicts: whatever the containers of the parameters, nothing stands in for other leaves.
+    tree: Any = axes.get((), {})
+    for names, spec in axes.items():
+        if names:
+            set_at(tree, names, spec)
+    definition = copy.copy(group.definition)
+    definition.set_param_axes(tree)
+    return dataclasses.replace(group, definition=definition)
 
 
 def derive_axes(
@@ -111,7 +153,8 @@ def _derive_group_axes(optimizer: Optimizer, param_axes: Any) -> OptimizerState:
     params = dict(_by_path(optimizer.target, optimizer.target))
     axes = dict(_by_path(optimizer.target, param_axes))
     derived = []
-    for role, leaf in zip(roles(optimizer.target, states), leaves, strict=True):
+    found = roles(optimizer.target, states, whole_tree=definition.whole_tree)
+    for role, leaf in zip(found, leaves, strict=True):
         mirrors = role.param is not None and np.shape(params[role.param]) == np.shape(leaf)
         derived.append(axes[role.param] if mirrors and role.param is not None else None)
     return OptimizerState(None, jax.tree.unflatten(jax.tree.structure(states), derived))
