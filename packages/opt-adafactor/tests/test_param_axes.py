@@ -254,3 +254,14 @@ def test_derivation_checks_the_axes() -> None:
     assert "w: 2 axes expected, one per dimension of (8, 4), found 1: (a)" in message
     assert "y: no axes are given" in message
     assert "x: there is no such parameter" in message
+
+
+def test_axes_where_other_leaves_are_left_out() -> None:
+    """In a group of a `MultiOptimizer`, lists and tuples have `()` for the leaves of others."""
+    params = [(jnp.ones((3, 4)), ()), ((), jnp.ones(4))]
+    axes = [(P("embed", "mlp"), ()), ((), None)]
+    found = Adafactor(0.1).derive_logical_axes(Adafactor(0.1).create(params), axes)
+    states = found.state.param_states
+    assert states[0][0].v == P("embed", "mlp")
+    assert states[0][1] == states[1][0] == ()
+    assert states[1][1].v is None

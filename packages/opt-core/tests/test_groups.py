@@ -75,7 +75,7 @@ def test_a_traversal_may_look_at_shapes_and_never_at_values() -> None:
     optimizer = jax.jit(lambda o: o.apply_gradient(PARAMS))(optimizer)
     assert optimizer.state.param_states["decoder"]["norm"] is None
     assert_same(optimizer.restore_state(optimizer.state_dict()), optimizer)
-    with pytest.raises(GroupError, match="ModelParamTraversal: .*sum.*never its values"):
+    with pytest.raises(GroupError, match=r"ModelParamTraversal: .*sum.*never its values"):
         MultiOptimizer((by_value, Momentum())).create(PARAMS)
     with pytest.raises(GroupError, match="never its values"):
         MultiOptimizer((lambda path, leaf: leaf.sum() > 0, Momentum())).create(PARAMS)
@@ -250,10 +250,53 @@ def test_axes_reach_copies_of_the_definitions() -> None:
     assert hash(definition) != before
 
 
-def test_axes_may_come_before_any_parameter_unless_a_shape_is_asked_for() -> None:
-    definition = MultiOptimizer((lambda path, leaf: leaf.ndim == 2, SeesAxes(None)))
-    with pytest.raises(GroupError, match="asks for `ndim` of `decoder/norm`"):
+def test_axes_may_come_before_any_parameter() -> None:
+    """A group that asks for shapes is told of every leaf that no path gives to another group."""
+    rules = [
+        ("embeddings", "embed", SeesAxes(None)),
+        ("matrices", lambda path, leaf: leaf.ndim == 2 and path != "embed", SeesAxes(None)),
+    ]
+    definition = MultiOptimizer.from_rules(rules, rest=SeesAxes(None), param_axes=AXES)
+    first, *others = [d.told for d in definition.sub_optimizers]  # type: ignore[attr-defined]
+    assert first == {"embed": AXES["embed"]}
+    assert others == [{k: v for k, v in AXES.items() if k != "embed"}] * 2
+    assert [len(part.members) for part in definition.select(PARAMS).parts] == [1, 1, 1]
+
+
+def test_axes_of_lists_and_leaves_without_axes() -> None:
+    axes = [(P("a"), None), (), (P("b"), P("c"))]
+    one, two = (
+        MultiOptimizer.from_rules([(".*/1", SeesAxes(None))], rest=SeesAxes(None))
+        .with_param_axes(axes)
+        .sub_optimizers
+    )
+    assert one.told == {"0": {"1": None}, "2": {"1": P("c")}}  # type: ignore[attr-defined]
+    assert two.told == {"0": {"0": P("a")}, "2": {"0": P("b")}}  # type: ignore[attr-defined]
+
+
+def test_axes_make_another_definition() -> None:
+    plain = MultiOptimizer.from_rules([({"vocab"}, SeesAxes(None))], rest=FROZEN)
+    known = plain.with_param_axes(AXES)
+    assert plain.param_axes is None
+    assert known != plain
+    told = MultiOptimizer.from_rules([({"vocab"}, SeesAxes(None))], rest=FROZEN)
+    told.set_param_axes(AXES)
+    assert told == known
+
+
+class RefusesAxes(OptimizerDef):
+    def set_param_axes(self, param_axes: Any) -> None:
+        raise ValueError("these axes do not do")
+
+
+def test_axes_that_are_refused_change_nothing() -> None:
+    definition = MultiOptimizer(("embed", SeesAxes(None)), (".*kernel", RefusesAxes(None)))
+    before = hash(definition)
+    with pytest.raises(ValueError, match="do not do"):
         definition.set_param_axes(AXES)
+    assert definition.param_axes is None
+    assert definition.sub_optimizers[0].told is None  # type: ignore[attr-defined]
+    assert hash(definition) == before
 
 
 @given(tree=trees, data=st.data())

@@ -8,6 +8,7 @@ import pytest
 from core_testing import Momentum, advanced, assert_same, given, structure
 from flax_optim import Adam, GradientDescent
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 from opt_core import (
     FROZEN,
     Group,
@@ -265,6 +266,149 @@ def test_a_report_to_print() -> None:
         "kept 2\n  a/kernel\n  b/kernel\ncreated 0\ndropped 2\n  a/bias/grad_ema\n"
         "  a/bias/grad_sq_ema"
     )
+
+
+class Hole(NamedTuple):
+    """As Optax's `MaskedNode`: no leaf, where a mask says so."""
+
+
+class Masked(Whole):
+    """Keeps moments of matrices alone."""
+
+    def init_state(self, params: Any) -> OptimizerState:
+        def moment(param: Any) -> Any:
+            is_hole = isinstance(param, tuple) or param.ndim < 2
+            return Hole() if is_hole else jnp.zeros_like(param)
+
+        mu = jax.tree.map(moment, params, is_leaf=lambda x: isinstance(x, tuple))
+        return OptimizerState(jnp.zeros((), jnp.int32), Moments(jnp.zeros((), jnp.int32), mu))
+
+    def apply_gradient(
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
+    ) -> tuple[Any, OptimizerState]:
+        count, mu = state.param_states
+        mu = jax.tree.map(
+            lambda m, g: m if isinstance(m, Hole) else m + g,
+            mu,
+            grads,
+            is_leaf=lambda x: isinstance(x, Hole),
+        )
+        return params, OptimizerState(increment_step(state.step), Moments(count + 1, mu))
+
+
+@pytest.mark.parametrize("pattern", ["a/bias", "b/kernel"])
+def test_moments_of_what_a_mask_keeps_are_kept(pattern: str) -> None:
+    optimizer = trained(Masked())
+    found, report = freeze(optimizer, pattern)
+    assert report.created == ()
+    assert report.kept[:2] == ("rest/count", "rest/mu/a/kernel")
+    assert report.dropped == (("mu/b/kernel",) if pattern == "b/kernel" else ())
+    old = optimizer.state.param_states.mu["a"]["kernel"]
+    assert found.state.param_states["rest"].mu["a"]["kernel"] is old
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 3)])
+def test_a_tuple_of_parameters_is_not_the_tuple_of_a_chain(shape: tuple[int, ...]) -> None:
+    params = (jnp.ones((3, 3)), jnp.ones(shape))
+    optimizer = advanced(Whole().create(params), 3)
+    found, report = freeze(optimizer, "1")
+    assert report == SurgeryReport(
+        kept=("rest/0/count", "rest/0/mu/0"), created=(), dropped=("0/mu/1",)
+    )
+    state = found.state.param_states["rest"][0]
+    assert int(state.count) == 3
+    assert jnp.array_equal(state.mu[0], optimizer.state.param_states[0].mu[0])
+    divided, report = regroup(optimizer, groups(("w", "0", Whole()), ("b", "1", Whole())))
+    assert report.created == report.dropped == ()
+    back, report = regroup(divided, Whole())
+    assert report.created == ()
+    assert_same(back, optimizer)
+
+
+class CountAndMoments(OptimizerDef):
+    def init_state(self, params: Any) -> OptimizerState:
+        step = jnp.zeros((), jnp.int32)
+        return OptimizerState(
+            step, (jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+        )
+
+
+def test_axes_of_a_tuple_of_parameters() -> None:
+    params = (jnp.ones((3, 3)), jnp.ones((3, 3)))
+    optimizer = MultiOptimizer.from_rules([(".*", CountAndMoments(None))]).create(params)
+    axes = (P("a", "b"), P("c", "d"))
+    found = optimizer.optimizer_def.derive_logical_axes(optimizer, axes)  # type: ignore[attr-defined]
+    assert found.state.param_states == (None, axes)
+
+
+@pytest.mark.parametrize("other", [Momentum(), FROZEN])
+def test_leaves_without_a_count_do_not_join_one(other: Any) -> None:
+    """Moments of zero at a large count: Adam's steps would be several times too long."""
+    optimizer = trained(groups(("a", "a/.*", Whole()), rest=other), 5)
+    found, report = regroup(optimizer, Whole())
+    assert report.kept == ()
+    assert int(found.state.param_states[0].count) == 0
+    found, report = regroup(optimizer, Whole(), counts="keep")
+    assert report.kept == ("0/count", "0/mu/a/bias", "0/mu/a/kernel")
+    assert int(found.state.param_states[0].count) == 5
+    with pytest.raises(GroupError, match="`counts` must be 'agree' or 'keep', found 'all'"):
+        regroup(optimizer, Whole(), counts="all")  # type: ignore[arg-type]
+
+
+class Recorded(NamedTuple):
+    hyperparams: Any
+    inner_state: Any
+
+
+class Injected(Whole):
+    """Its state records a rate, as that of `optax.inject_hyperparams`."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def init_state(self, params: Any) -> OptimizerState:
+        state = super().init_state(params)
+        rate = jnp.float32(self.rate)
+        return OptimizerState(state.step, Recorded({"learning_rate": rate}, state.param_states))
+
+
+def rates(optimizer: Optimizer) -> list[float]:
+    states = optimizer.state.param_states
+    every = states.values() if isinstance(states, GroupStates) else [states]
+    return [float(state.hyperparams["learning_rate"]) for state in every]
+
+
+def test_recorded_hyper_parameters_are_the_new_definitions() -> None:
+    params = make_params()
+    optimizer = Injected(0.25).create(params)
+    found, report = regroup(optimizer, groups(("all", ".*", Injected(0.5))))
+    assert rates(found) == [0.5]
+    assert report.created == ("all/hyperparams/learning_rate",)
+    assert report.dropped == ("hyperparams/learning_rate",)
+    two = groups(("a", "a/.*", Injected(0.25)), rest=Injected(0.5)).create(params)
+    found, report = regroup(two, Injected(0.75))
+    assert rates(found) == [0.75]
+    assert report.created == ("hyperparams/learning_rate",)
+    assert len(report.kept) == 5  # the count and the moments
+
+
+def test_a_rate_changed_at_run_time_outlives_the_freezing_of_others() -> None:
+    optimizer = Injected(0.25).create(make_params())
+    changed = optimizer.state.param_states._replace(hyperparams={"learning_rate": jnp.float32(2)})
+    optimizer = optimizer.replace(state=OptimizerState(optimizer.state.step, changed))
+    assert rates(freeze(optimizer, "a/.*")[0]) == [2.0]
+
+
+def test_unfreeze_what_is_frozen_inside() -> None:
+    inner = groups(("kernels", ".*kernel", Whole()))
+    optimizer = trained(groups(("a", "a/.*", inner), ("b", "b/kernel", Whole())))
+    found, report = unfreeze(optimizer, "a/bias", Whole())
+    assert report.created == ("unfrozen/0/count", "unfrozen/0/mu/a/bias")
+    assert report.dropped == ()
+    assert jnp.array_equal(advanced(found, 1).state.param_states["unfrozen"][0].count, 1)
+    with pytest.raises(GroupError, match="`a/kernel` belongs to `a/kernels`"):
+        unfreeze(optimizer, "a/.*", Whole())
 
 
 DEFINITIONS = [Momentum(), Adam(0.1), GradientDescent(0.1), Whole(), FROZEN]

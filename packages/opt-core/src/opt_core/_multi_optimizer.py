@@ -315,17 +315,6 @@ class MultiOptimizer(OptimizerDef):
         new._define(with_axes(self.groups, param_axes, axes), axes)
         return new
 
-    def with_param_axes(self, param_axes: Any) -> Self:
-        """Returns a definition whose patterns and definitions know the logical axes.
-
-        Args:
-          param_axes: a tree like the parameters with a `PartitionSpec` of logical names per leaf.
-        """
-        axes = logical_axes_by_path(param_axes)
-        new = type(self).__new__(type(self))
-        new._define(with_axes(self.groups, param_axes, axes), axes)
-        return new
-
     def set_param_axes(self, param_axes: Any) -> None:
         """Tells this definition the logical axes, before `create`, as T5X's trainer does.
 
