@@ -103,3 +103,46 @@ def test_what_has_no_counterpart() -> None:
         ada.to_optax_state(plain, ada.adafactor(0.1).init({"w": PARAMS["w"]}))
     with pytest.raises(StateConversionError, match=r"`m` of `b`: expected shape \(3,\)"):
         ada.to_optax_state(plain, ada.adafactor(0.1, beta1=0.9, **SMALL).init(PARAMS))
+
+
+def test_what_is_not_of_adafactor_is_left_alone() -> None:
+    optimizer = train(Adafactor(0.1, beta1=0.9, **SMALL).create(PARAMS), range(1))
+    own = ada.adafactor(0.1, beta1=0.9, **SMALL)
+    theirs = optax.adafactor(0.1, momentum=0.9, **SMALL)
+    schedule = optax.scale_by_schedule(optax.constant_schedule(1.0))
+    for tx in (own, theirs):
+        like = optax.chain(schedule, tx, optax.ema(0.5)).init(PARAMS)
+        before, state, after = ada.to_optax_state(optimizer.state, like)
+        chex.assert_trees_all_equal((before, after), (like[0], like[2]))
+        chex.assert_trees_all_equal(ada.from_optax_state(state), optimizer.state)
+        chex.assert_trees_all_equal(ada.from_optax_state((before, state, after)), optimizer.state)
+    first = optax.chain(optax.ema(0.5), optax.scale_by_factored_rms()).init(PARAMS)
+    assert ada.from_optax_state(first).param_states["w"].m.shape == (1,)
+
+
+def test_a_chain_that_may_mean_two_things() -> None:
+    two = optax.chain(optax.scale_by_factored_rms(), optax.ema(0.5), optax.ema(0.9)).init(PARAMS)
+    with pytest.raises(StateConversionError, match="2 `optax.EmaState`s follow the statistics"):
+        ada.from_optax_state(two)
+    with pytest.raises(StateConversionError, match="2 `optax.EmaState`s follow the statistics"):
+        ada.to_optax_state(Adafactor(0.1).create(PARAMS).state, two)
+
+
+def test_momentum_of_single_numbers_is_not_dropped() -> None:
+    params = {"b": jnp.ones((1,))}
+    optimizer = Adafactor(0.1, beta1=0.9).create(params).apply_gradient(params)
+    for tx in (ada.adafactor(0.1), optax.adafactor(0.1)):
+        with pytest.raises(StateConversionError, match="`state` has momentum, and `like` has no"):
+            ada.to_optax_state(optimizer.state, tx.init(params))
+
+
+def test_schedules_of_injected_hyperparams_go_on() -> None:
+    schedule = optax.linear_schedule(0.1, 0.0, 4)
+    optimizer = train(Adafactor(schedule, **SMALL).create(PARAMS), range(2))
+    inject = optax.inject_hyperparams(ada.adafactor, static_args=tuple(SMALL))
+    tx = inject(schedule, **SMALL)
+    state = ada.to_optax_state(optimizer.state, tx.init(PARAMS))
+    params, state = train_optax(tx, optimizer.target, state, range(2, 3))
+    expected = train(optimizer, range(2, 3))
+    assert largest_difference(params, expected.target) < 1e-6
+    assert (int(state.count), int(state.inner_state.count)) == (3, 3)

@@ -103,7 +103,8 @@ def test_ignored_rules_are_warned_about_once_and_only_where_it_matters(
         for _ in range(2):
             optimizer = jax.jit(lambda o: o.apply_gradient(o.target))(optimizer)
         definition.create({"kept": jnp.ones((32, 8))})
-    (record,) = caplog.records
+    record, of_another_model = caplog.records
+    assert "`kept` (32, 8)" in of_another_model.getMessage()
     message = record.getMessage()
     assert "`kept` (16, 8): (NONE, NONE)" in message
     assert "`small` (4, 4): (ROW, COLUMN)" in message

@@ -5,7 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 from adafactor_testing import apply_compiled, largest_difference, normal, rule
-from opt_adafactor import Adafactor, HParamMap
+from jax.sharding import PartitionSpec as P
+from opt_adafactor import Adafactor, HParamMap, standard_logical_factor_rules
 
 OPTIONS: dict[str, Any] = {
     "learning_rate": 0.1,
@@ -46,3 +47,24 @@ def test_a_stack_and_its_layers(shape: tuple[int, ...], letters: str) -> None:
         assert largest_difference(layer(state.m, i), layers.m) < 1e-6
         row = jnp.take(state.v_row, i, axis=letters.replace("c", "").index("b"))
         assert largest_difference(row, layers.v_row) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "options"),
+    [
+        ((130, 128), ("embed", "mlp"), {}),
+        ((6,), ("embed",), {}),
+        ((8, 4, 6), ("embed", "heads", "kv"), {}),
+        ((6, 8), ("embed", "mlp"), {"respect_rank2_rules": True}),
+    ],
+    ids=str,
+)
+def test_the_standard_rules_of_a_stack(shape: Any, axes: Any, options: Any) -> None:
+    definition = Adafactor(0.1, logical_factor_rules=standard_logical_factor_rules(), **options)
+    params, grads = normal(0, (2, *shape)), normal(1, (2, *shape))
+    stacked = definition.with_param_axes({"w": P("layers", *axes)}).create({"w": params})
+    found = apply_compiled(stacked, {"w": grads}).target["w"]
+    single = definition.with_param_axes({"w": P(*axes)})
+    for i in range(2):
+        layer = apply_compiled(single.create({"w": params[i]}), {"w": grads[i]})
+        assert largest_difference(found[i], layer.target["w"]) < 1e-6

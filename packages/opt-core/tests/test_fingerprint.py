@@ -2,6 +2,7 @@ import dataclasses
 import enum
 import functools
 import math
+import pickle
 import types
 from collections import OrderedDict
 from collections.abc import Callable
@@ -452,3 +453,23 @@ def test_what_is_only_cached_does_not_count() -> None:
     asked = Cached(1.0)
     assert asked.twice == 2.0
     assert fingerprint(asked) == fingerprint(Cached(1.0))
+
+
+class Role(enum.Enum):
+    ROW = 1
+    COLUMN = 2
+
+
+def test_members_of_enums_are_themselves() -> None:
+    assert fingerprint([Role.ROW, Role.ROW]) != fingerprint([Role.ROW, Role.COLUMN])
+    copied = pickle.loads(pickle.dumps(Role.ROW))
+    assert fingerprint([Role.ROW, Role.ROW]) == fingerprint([Role.ROW, copied])
+
+
+@pytest.mark.parametrize("container", [dict, FrozenDict])
+def test_the_order_of_a_mapping_makes_no_difference(container: Any) -> None:
+    shared, other = closure(1.0), closure(2.0)
+    values = {"a": shared, "b": other, "c": shared, "d": Role.ROW, "e": Role.ROW}
+    turned = dict(reversed(values.items()))
+    assert fingerprint(container(values)) == fingerprint(container(turned))
+    assert fingerprint(container(values)) != fingerprint(container({**values, "c": other}))

@@ -169,7 +169,7 @@ def _chosen(told: tuple[FactorMap, ...], paths: Any) -> FactorMap:
 
 
 def _check_told(rules: FactorMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    known = {path: rules[path] for path in shapes if path in rules}
+    known = {p: rule for p, rule in rules.items() if p in shapes or f"{p}/value" in shapes}
     sized = {path: rule if isinstance(rule, tuple) else None for path, rule in known.items()}
     try:
         check_covers(shapes, sized)

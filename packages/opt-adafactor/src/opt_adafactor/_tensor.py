@@ -134,7 +134,7 @@ def _rms(array: jax.Array, factoring: Factoring) -> jax.Array:
 
 
 def _like(number: Any, array: jax.Array) -> jax.Array:
-    return jnp.asarray(number).astype(array.dtype)
+    return jnp.asarray(number).astype(jax.dtypes.canonicalize_dtype(array.dtype))
 
 
 def times(a: Any, b: Any) -> Any:
@@ -154,7 +154,8 @@ def _promoted(a: Any, b: Any) -> tuple[Any, Any]:
         return (a, b) if _is_weak(b) else (_like(a, b), b)
     if _is_weak(b):
         return a, _like(b, a)
-    dtype = _promote_types(a.dtype, b.dtype)
+    # NumPy's float64 is float32 to JAX, unless it is told otherwise.
+    dtype = _promote_types(*map(jax.dtypes.canonicalize_dtype, (a.dtype, b.dtype)))
     return a.astype(dtype), b.astype(dtype)
 
 
