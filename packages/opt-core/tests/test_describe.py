@@ -1,9 +1,11 @@
 """The table of groups."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from core_testing import Momentum
 from flax_optim import Adam, traversal
@@ -53,6 +55,33 @@ def test_functions_and_sets_have_names_and_long_patterns_are_cut() -> None:
     assert "is_weight" in table
     assert "xxx...  " in table
     assert len(max(table.splitlines(), key=len)) < 200
+
+
+def test_numbers_and_functions_among_states_and_parameters() -> None:
+    class Counts(OptimizerDef):
+        def init_state(self, params: Any) -> OptimizerState:
+            return OptimizerState(jnp.zeros((), jnp.int32), {"n": 0, "f": 1.5})
+
+    params = {"w": jnp.ones(3), "x": 1.0, "act": jax.nn.relu}
+    definition = MultiOptimizer.from_rules([("w", "w|x", Counts(None))], rest=FROZEN)
+    first, rest = describe(definition.create(params)).rows
+    assert (first.elements, first.state_bytes) == (4, 8)
+    assert (rest.paths, rest.elements) == (("act",), 0)
+
+
+def test_defaults_that_are_arrays_or_made_are_left_out() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Rates:
+        each: Any = (np.ones(2),)
+        names: Any = dataclasses.field(default_factory=list)
+        scale: float = 1.0
+
+    def shown(rates: Rates) -> str:
+        definition = MultiOptimizer.from_rules([("all", ".*", Schedules(rates))])
+        return describe(definition.create(make_params())).rows[0].hyper_params
+
+    assert shown(Rates((np.ones(2),), [], 1.0)) == ""
+    assert shown(Rates((np.zeros(1),), ["a"], 2.0)) == "each=(array([0.]),), names=['a'], scale=2.0"
 
 
 def test_other_optimizers_have_no_table() -> None:

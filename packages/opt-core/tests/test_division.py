@@ -85,7 +85,7 @@ def test_a_definition_may_keep_nothing_for_some(inner: OptimizerDef) -> None:
     assert written["state"]["param_states"]["a"]["bias"] is None
     assert_same(definition.create(params).restore_state(written), optimizer)
     states = {"a": {"kernel": None, "bias": None}, "b": jnp.ones(3)}
-    with pytest.raises(GroupError, match="`a/kernel` of `0` .* has none"):
+    with pytest.raises(GroupError, match=r"`a/kernel` of `0` .* has none"):
         Optimizer(definition, OptimizerState(0, states), params).apply_gradient(params)
 
 
@@ -122,7 +122,9 @@ def test_axes_must_know_every_parameter() -> None:
     axes = {"w": PartitionSpec("embed")}
     params = {"w": jnp.ones(2), "b": jnp.ones(2)}
     definition = MultiOptimizer.from_rules([({"embed"}, Momentum())], rest=FROZEN, param_axes=axes)
-    with pytest.raises(GroupError, match="axes embed: `param_axes` have nothing for `b`. Give one"):
+    with pytest.raises(
+        GroupError, match=r"axes embed: `param_axes` have nothing for `b`. Give one"
+    ):
         definition.create(params)
 
 
@@ -133,5 +135,5 @@ def test_leaves_that_are_no_arrays() -> None:
     )
     selection = by_rank.select({"w": 1.0, "b": jnp.ones(3)})
     assert [path_str(selection.paths[i]) for i in selection.parts[0].members] == ["b"]
-    with pytest.raises(GroupError, match="`ndim` of `act`, which is no array but a .*: decide by"):
+    with pytest.raises(GroupError, match=r"`ndim` of `act`, which is no array but a .*: decide by"):
         by_rank.create(params)

@@ -59,6 +59,13 @@ def test_frozen_groups_have_parameters_alone() -> None:
         group_metrics(before, {"kernel": grads["kernel"]}, before)
 
 
+def test_leaves_that_are_no_arrays() -> None:
+    params = {"kernel": jnp.ones(4), "act": jax.nn.relu, "x": 3.0}
+    before = MultiOptimizer.from_rules([("w", "kernel", Momentum())], rest=FROZEN).create(params)
+    found = group_metrics(before, {"kernel": jnp.ones(4)}, before)
+    assert (float(found["w"].gradient), float(found["rest"].parameter)) == (2.0, 3.0)
+
+
 def test_parameters_of_zero_have_no_ratio() -> None:
     before = definition().create(jax.tree.map(jnp.zeros_like, tree(0)))
     found = group_metrics(before, tree(1), before.apply_gradient(tree(1)))

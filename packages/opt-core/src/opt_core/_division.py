@@ -80,13 +80,13 @@ def _message(groups: Sequence[Group], old: Selection, new: Selection) -> str:
     ]
     if len(moved) > _LISTED:
         moved = [*moved[:_LISTED], f"  ... and {len(moved) - _LISTED} more"]
-    return "\n".join(
-        [
-            "the patterns divide these parameters otherwise than those of the same structure that "
-            "an optimizer was created with:",
-            *moved,
-            "A pattern that looks at shapes or dtypes divides parameters anew when these change, "
-            "as stacked ones do: decide by the path, or step inside `jax.vmap` as it was created. "
-            "Another model of this structure needs `create` of its own.",
-        ]
+    head = (
+        "the patterns divide these parameters otherwise than those of the same structure that an "
+        "optimizer was created with:"
     )
+    advice = (
+        "A pattern that looks at shapes or dtypes divides parameters anew when these change, as "
+        "stacked ones do: decide by the path, or step inside `jax.vmap` as it was created. Another "
+        "model of this structure needs `create` of its own."
+    )
+    return "\n".join([head, *moved, advice])

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from opt_core._groups import Group
 from opt_core._hyper_params import hyper_param_names
 from opt_core.errors import HyperParamError, UnusedArgumentError
@@ -13,6 +15,7 @@ from opt_core.protocols import TakesExtraArgs
 
 if TYPE_CHECKING:
     from opt_core._optimizer import OptimizerDef, OptimizerState
+    from opt_core._selection import Part, Selection
 
 OWN = frozenset({"hyper_params", "group_overrides"})
 
@@ -107,6 +110,35 @@ def extra_args_of(definition: OptimizerDef, extra_args: Mapping[str, Any]) -> di
     if not extra_args or not isinstance(definition, TakesExtraArgs):
         return {}
     return {name: extra_args[name] for name in definition.extra_arg_names(extra_args)}
+
+
+def of_group(
+    extra_args: Mapping[str, Any], selection: Selection, part: Part, leaves: Sequence[Any]
+) -> dict[str, Any]:
+    """Returns extra arguments as one group's definition needs them.
+
+    Optax's line searches take the loss as a function of the parameters, `value_fn`, and its
+    gradient, `grad`. A group has a part of the parameters: the others stay where they are before
+    the update.
+
+    Args:
+      extra_args: what the definition takes.
+      selection: how the parameters are divided.
+      part: the group's.
+      leaves: all parameters, in order.
+    """
+    taken, leaves = dict(extra_args), list(leaves)
+    if callable(value_fn := taken.get("value_fn")):
+
+        def value_of_group(params: Any, *args: Any, **kwargs: Any) -> Any:
+            whole = list(leaves)
+            part.paste(params, whole)
+            return value_fn(selection.treedef.unflatten(whole), *args, **kwargs)
+
+        taken["value_fn"] = value_of_group
+    if "grad" in taken and jax.tree.structure(taken["grad"]) == selection.treedef:
+        taken["grad"] = part.cut(jax.tree.leaves(taken["grad"]))
+    return taken
 
 
 def apply_with(

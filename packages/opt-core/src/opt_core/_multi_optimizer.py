@@ -239,7 +239,8 @@ class MultiOptimizer(OptimizerDef):
         """
         hypers.check_length(hyper_params, self.group_names)
         selection = self.select(params)
-        leaves = jax.tree.leaves(params)
+        before = jax.tree.leaves(params)
+        leaves = list(before)
         needed = {selection.paths[i] for part in selection.trained for i in part.members}
         gradients = gradient_leaves(params, grads, needed)
         states, used = [], frozenset[str]()
@@ -254,6 +255,7 @@ class MultiOptimizer(OptimizerDef):
             own_state = OptimizerState(state.step, own)
             operands = (hyper, part.cut(leaves), own_state, part.cut(gradients))
             taken = hypers.extra_args_of(definition, extra_args)
+            taken = hypers.of_group(taken, selection, part, before)
             with hypers.named(part.group.name):
                 (new, new_state), acted = hypers.apply_with(definition, operands, taken)
             used |= acted

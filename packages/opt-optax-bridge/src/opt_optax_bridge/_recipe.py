@@ -74,7 +74,12 @@ class Recipe:
             for name, value in self.arguments.items()
             if _is_hyper_param(value, parameters.get(name))
         }
-        return make_hyper_params(f"{self.name}_hyper_params", values)
+        defaults = {
+            name: parameter.default
+            for name, parameter in parameters.items()
+            if name in values and isinstance(parameter.default, int | float)
+        }
+        return make_hyper_params(f"{self.name}_hyper_params", values, defaults)
 
     @property
     def identity(self) -> Any:
@@ -111,23 +116,37 @@ class Recipe:
         return self.constructor(*bound.args, **bound.kwargs)
 
 
-def make_hyper_params(class_name: str, values: Mapping[str, Any]) -> Any:
-    """Returns a frozen dataclass instance, a pytree, with `values` as its fields."""
-    return _hyper_params_class(class_name, tuple(values))(**values)
+def make_hyper_params(
+    class_name: str, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> Any:
+    """Returns a frozen dataclass instance, a pytree.
+
+    Args:
+      class_name: its class's.
+      values: of its fields, by name.
+      defaults: numbers that the constructor takes where a field is not given.
+    """
+    cls = _hyper_params_class(class_name, tuple(values), tuple((defaults or {}).items()))
+    return cls(**values)
 
 
 @functools.cache
-def _hyper_params_class(class_name: str, fields: tuple[str, ...]) -> type:
+def _hyper_params_class(
+    class_name: str, fields: tuple[str, ...], defaults: tuple[tuple[str, Any], ...]
+) -> type:
     def reduce(self: Any) -> tuple[Any, ...]:
-        return make_hyper_params, (class_name, {name: getattr(self, name) for name in fields})
+        values = {name: getattr(self, name) for name in fields}
+        return make_hyper_params, (class_name, values, dict(defaults))
 
     body = {
+        **dict(defaults),
         "__annotations__": dict.fromkeys(fields, Any),
         "__doc__": "The arguments that can be overridden at run time.",
         "__module__": __name__,
         "__reduce__": reduce,
     }
-    return flax.struct.dataclass(types.new_class(class_name, (), {}, lambda ns: ns.update(body)))
+    cls = types.new_class(class_name, (), {}, lambda ns: ns.update(body))
+    return flax.struct.dataclass(cls, kw_only=True)
 
 
 def _snapshot(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+from opt_core.errors import HyperParamError
 
 
 def named_arguments(function: Callable[..., Any]) -> frozenset[str]:
@@ -22,6 +24,30 @@ def named_arguments(function: Callable[..., Any]) -> frozenset[str]:
             code = reached.__code__
             names.update(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     return frozenset(names)
+
+
+@contextlib.contextmanager
+def required_keywords_named(function: Callable[..., Any]) -> Iterator[None]:
+    """Says in a `HyperParamError` which keyword `function`, or one that it captured, lacks."""
+    try:
+        yield
+    except TypeError as error:
+        required: set[str] = set()
+        for reached in _reached(function, set()):
+            if isinstance(reached, types.FunctionType):
+                code, first = reached.__code__, reached.__code__.co_argcount
+                keywords = code.co_varnames[first : first + code.co_kwonlyargcount]
+                required.update(set(keywords) - (reached.__kwdefaults__ or {}).keys())
+        said = str(error)
+        missing = sorted(name for name in required if repr(name) in said and "missing" in said)
+        if not missing:
+            raise
+        listed = ", ".join(f"`{name}`" for name in missing)
+        example = ", ".join(f"{name}=..." for name in missing)
+        raise HyperParamError(
+            f"{listed}: the update of this transformation needs it; call "
+            f"`apply_gradient(grads, {example})`"
+        ) from error
 
 
 def captured_arrays(function: Callable[..., Any]) -> list[jax.Array]:

@@ -32,7 +32,12 @@ from opt_optax_bridge._overrides import (
     overridden_update,
 )
 from opt_optax_bridge._recipe import Recipe, make_hyper_params
-from opt_optax_bridge._signatures import captured_arrays, named_arguments, takes_any_keyword
+from opt_optax_bridge._signatures import (
+    captured_arrays,
+    named_arguments,
+    required_keywords_named,
+    takes_any_keyword,
+)
 from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leaves
 
 _FIXED = frozenset({"optax_optimizer", "recipe", "hyper_params"})
@@ -140,22 +145,25 @@ class OptaxWrapper(OptimizerDef):
 
         Raises:
           HyperParamError: an override or an extra argument that nothing in the update depends on,
-            or that decides a Python branch, shapes or structure.
+            or that decides a Python branch, shapes or structure; or an extra argument is missing.
           StateChangedError: the transformation changed the structure or a shape of its state.
           TreeMismatchError: `grads` do not look like `params`.
         """
         if not self.averages_examples(grads, state.param_states, params):
             check_gradients(params, grads)
         overrides = changed_fields(self.hyper_params, hyper_params)
-        if overrides or extra_args:
-            args = UpdateArgs(grads, state.param_states, params, extra_args)
-            updates, param_states = overridden_update(self, overrides, args)
-            params = optax.apply_updates(params, updates)
-        elif isinstance(self.optax_optimizer, UpdatesParams):
-            params, param_states = self.optax_optimizer.apply(params, state.param_states, grads)
-        else:
-            updates, param_states = self.optax_optimizer.update(grads, state.param_states, params)
-            params = optax.apply_updates(params, updates)
+        with required_keywords_named(self.optax_optimizer.update):
+            if overrides or extra_args:
+                args = UpdateArgs(grads, state.param_states, params, extra_args)
+                updates, param_states = overridden_update(self, overrides, args)
+                params = optax.apply_updates(params, updates)
+            elif isinstance(self.optax_optimizer, UpdatesParams):
+                params, param_states = self.optax_optimizer.apply(params, state.param_states, grads)
+            else:
+                updates, param_states = self.optax_optimizer.update(
+                    grads, state.param_states, params
+                )
+                params = optax.apply_updates(params, updates)
         return params, OptimizerState(
             step=increment_step(state.step),
             param_states=keep_avals(state.param_states, param_states),
