@@ -116,15 +116,15 @@ def test_what_is_not_of_adafactor_is_left_alone() -> None:
         chex.assert_trees_all_equal((before, after), (like[0], like[2]))
         chex.assert_trees_all_equal(ada.from_optax_state(state), optimizer.state)
         chex.assert_trees_all_equal(ada.from_optax_state((before, state, after)), optimizer.state)
-    first = optax.chain(optax.ema(0.5), optax.scale_by_factored_rms()).init(PARAMS)
+    first: Any = optax.chain(optax.ema(0.5), optax.scale_by_factored_rms()).init(PARAMS)
     assert ada.from_optax_state(first).param_states["w"].m.shape == (1,)
 
 
 def test_a_chain_that_may_mean_two_things() -> None:
     two = optax.chain(optax.scale_by_factored_rms(), optax.ema(0.5), optax.ema(0.9)).init(PARAMS)
-    with pytest.raises(StateConversionError, match="2 `optax.EmaState`s follow the statistics"):
+    with pytest.raises(StateConversionError, match=r"2 `optax.EmaState`s follow the statistics"):
         ada.from_optax_state(two)
-    with pytest.raises(StateConversionError, match="2 `optax.EmaState`s follow the statistics"):
+    with pytest.raises(StateConversionError, match=r"2 `optax.EmaState`s follow the statistics"):
         ada.to_optax_state(Adafactor(0.1).create(PARAMS).state, two)
 
 

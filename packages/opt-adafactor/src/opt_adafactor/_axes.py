@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from flax.core.meta import AxisMetadata
+from flax.core.meta import Partitioned
 from flax.linen import partitioning
 from jax.sharding import PartitionSpec
 from opt_core import path_names, path_str
@@ -21,7 +21,7 @@ from opt_adafactor._factoring import show
 from opt_adafactor.errors import FactorRuleError, ParamAxesError, UnknownNameError
 
 # Axes without leaves, which JAX would take for an empty container.
-_BOXES = AxisMetadata | partitioning.AxisMetadata
+_BOXES = Partitioned | partitioning.AxisMetadata
 
 
 class FactorMap(Mapping[str, FactorRule]):
@@ -137,7 +137,7 @@ def _is_axis(axis: Any) -> bool:
 
 
 def _spec(leaf: Any, path: str) -> PartitionSpec | None:
-    if isinstance(leaf, AxisMetadata):
+    if isinstance(leaf, Partitioned):
         leaf = leaf.get_partition_spec()
     elif isinstance(leaf, partitioning.AxisMetadata):
         leaf = leaf.names

@@ -65,7 +65,7 @@ def to_optax_state(state: OptimizerState, like: Any) -> Any:
         return new._replace(m=_pour(node.m, m, "m")) if is_own and node.m is not None else new
 
     def fill_beside(node: Any) -> Any:
-        if node is ema:
+        if ema is not None and node is ema:
             return node._replace(count=_count(state.step), ema=_pour(node.ema, m, "m"))
         is_schedule = isinstance(node, optax.ScaleByScheduleState)
         return node._replace(count=_count(state.step)) if is_schedule else node

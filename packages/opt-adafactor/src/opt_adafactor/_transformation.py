@@ -84,8 +84,8 @@ def adafactor(
     """Returns Adafactor as an Optax transformation: what `Adafactor` does, by updates.
 
     The arguments are those of `Adafactor`, and two more. Updates are float32 at least, whatever the
-    gradients are, so that parameters in float32 come out as they do there. Equal to `optax.adafactor` for
-    parameters of rank 2 and less.
+    gradients are, so that parameters in float32 come out as they do there. Equal to
+    `optax.adafactor` for parameters of rank 2 and less.
 
     Args:
       learning_rate: as for `Adafactor`; a schedule is called with the count. `None` counts as 1.

@@ -1,0 +1,186 @@
+"""Input at the edges: names in rules, empty tensors, states of others, colliding paths."""
+
+import copy
+import logging
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_adafactor as ada
+import optax
+import pytest
+from adafactor_testing import apply_compiled, normal
+from flax import linen as nn
+from flax.linen import partitioning
+from jax.sharding import PartitionSpec as P
+from opt_adafactor import Adafactor, FactorDim, HParamMap, standard_logical_factor_rules
+from opt_adafactor.errors import FactorRuleError, ParamAxesError, UnknownNameError
+from opt_core.errors import HyperParamError, TreeMismatchError
+
+W = {"w": jnp.ones((3, 4))}
+RULES = standard_logical_factor_rules()
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape", "shown"),
+    [
+        (("row", "column"), (8, 8), "(ROW, COLUMN)"),
+        (("none", "none"), (128, 128), "(NONE, NONE)"),
+    ],
+)
+def test_ignored_rules_by_name_are_warned_about(
+    rule: Any, shape: Any, shown: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "opt_adafactor"):
+        Adafactor(factor_map=HParamMap([("w", rule)])).create({"w": jnp.ones(shape)})
+    assert f"`w` {shape}: {shown}" in caplog.text
+
+
+def test_each_set_of_ignored_rules_is_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    definition = Adafactor(factor_map=HParamMap([("", ("row", "column"))]))
+    with caplog.at_level(logging.WARNING, "opt_adafactor"):
+        definition.create(W)
+        definition.create({"w": jnp.ones((3, 4), jnp.bfloat16)})
+        assert len(caplog.records) == 1
+        definition.create({"other": jnp.ones((3, 4))})
+    assert len(caplog.records) == 2
+
+
+def test_definitions_with_logical_rules_are_values() -> None:
+    rules = {"embed": "row", "mlp": FactorDim.COLUMN, "heads": "column", "layers": "batch"}
+    definition = Adafactor(0.1, logical_factor_rules=rules).with_param_axes(
+        {"w": P("embed", "mlp")}
+    )
+    turned = Adafactor(0.1, logical_factor_rules=dict(reversed(rules.items())))
+    for same in (
+        pickle.loads(pickle.dumps(definition)),
+        copy.deepcopy(definition),
+        turned.with_param_axes({"w": P("embed", "mlp")}),
+    ):
+        assert same == definition
+        assert hash(same) == hash(definition)
+    assert Adafactor(0.1, logical_factor_rules={**rules, "mlp": "row"}) != turned
+
+
+def test_logical_rules_are_checked_when_they_are_given() -> None:
+    with pytest.raises(UnknownNameError, match=r"of the axis `embed`: no factor .* called `rows`"):
+        Adafactor(logical_factor_rules={"embed": "rows"})
+    with pytest.raises(FactorRuleError, match=r"of the axis `embed` must be .*found 2"):
+        Adafactor(logical_factor_rules={"embed": 2})
+
+
+@pytest.mark.parametrize("skip", [False, "global"])
+def test_empty_tensors_disturb_nothing(skip: Any) -> None:
+    rules = HParamMap([("e", ("row", "batch", "column")), ("", ada.HEURISTIC_RULE)])
+    definition = Adafactor(0.1, factor_map=rules, skip_nan_updates=skip, min_dim_size_to_factor=0)
+    params = {"e": jnp.ones((4, 3, 0)), "z": jnp.ones((0, 5)), "w": jnp.ones(3)}
+    optimizer = apply_compiled(definition.create(params), params)
+    assert np.allclose(optimizer.target["w"], 0.9)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(optimizer.state))
+    assert optimizer.state.param_states["e"].v.shape == (4, 3, 0)
+
+
+def test_a_state_that_does_not_fit() -> None:
+    small, large = Adafactor(0.1, min_dim_size_to_factor=2), Adafactor(0.1)
+    optimizer = small.create(W).replace(state=large.create(W).state)
+    with pytest.raises(TreeMismatchError, match=r"w: `v_row` of shape \(3,\) expected, found \(1,"):
+        optimizer.apply_gradient(W)
+    momentum = Adafactor(0.1, beta1=0.9).create(W).replace(state=large.create(W).state)
+    with pytest.raises(TreeMismatchError, match=r"w: `m` of shape \(3, 4\) expected, found \(1,"):
+        momentum.apply_gradient(W)
+    state = ada.adafactor(0.1).init(W)
+    with pytest.raises(TreeMismatchError, match=r"w: `v_row` of shape \(3,\) expected, found \(1,"):
+        ada.adafactor(0.1, min_dim_size_to_factor=2).update(W, state, W)
+    with pytest.raises(TreeMismatchError, match=r"w: `m` of shape \(3, 4\) expected, found none"):
+        ada.adafactor(0.1, beta1=0.9).update(W, state, W)
+
+
+def test_colliding_paths() -> None:
+    params = {"a/b": jnp.ones(2), "a": {"b": jnp.ones(3)}}
+    with pytest.raises(TreeMismatchError, match="two parameters have the path `a/b`"):
+        Adafactor(0.1).create(params)
+    axes = {"a/b": P("embed"), "a": {"b": P("embed")}}
+    with pytest.raises(ParamAxesError, match="two entries have the path `a/b`"):
+        Adafactor(logical_factor_rules=RULES).with_param_axes(axes)
+
+
+def test_axes_in_the_boxes_of_flax() -> None:
+    definition = Adafactor(logical_factor_rules=RULES)
+    plain = definition.with_param_axes({"w": P("embed", "layers", "mlp")})
+    names = ("embed", "layers", "mlp")
+    boxed: Any = {"w": nn.Partitioned(jnp.ones((4, 3, 5)), names=names)}
+    assert definition.with_param_axes(boxed) == plain
+    metadata = {"w": partitioning.AxisMetadata(names=P(*names))}
+    assert definition.with_param_axes(metadata) == plain
+    with pytest.raises(ParamAxesError, match=r"in Flax's boxes: .*`flax.linen.unbox`"):
+        plain.create(boxed)
+
+
+def test_a_map_that_is_called_as_a_schedule() -> None:
+    scales = HParamMap([("w", False)])
+    tx: Any = optax.inject_hyperparams(ada.adafactor, static_args=("min_dim_size_to_factor",))
+    with pytest.raises(TypeError, match="`static_args`"):
+        tx(0.1, multiply_by_parameter_scale=scales).init(W)
+    names = ("min_dim_size_to_factor", "multiply_by_parameter_scale")
+    tx = optax.inject_hyperparams(ada.adafactor, static_args=names)
+    injected = tx(0.1, multiply_by_parameter_scale=scales)
+    updates, _ = injected.update(W, injected.init(W), W)
+    assert np.allclose(updates["w"], -0.1)
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    powers = Adafactor(np.int32(2), weight_decay_rate_lr_exponent=np.int32(-1))
+    assert np.allclose(powers.create(W).apply_gradient(W).target["w"], 0.5 - 2.0)
+    for learning_rate, exponent in ((0.0, -1), (-0.1, 0.5)):
+        optimizer = Adafactor(learning_rate, weight_decay_rate_lr_exponent=exponent).create(W)
+        with pytest.raises(HyperParamError, match="is no finite number"):
+            optimizer.apply_gradient(W)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"decay_rate": 0.7, "step_offset": 1},
+        {"clipping_threshold": 0.5, "epsilon1": 1e-6, "epsilon2": 0.1},
+        {"weight_decay_rate": 0.1, "weight_decay_rate_lr_exponent": 2.0, "learning_rate": 0.2},
+        {"global_norm_clip_threshold": 0.5, "max_parameter_scale": 0.2, "beta1": 0.5},
+    ],
+    ids=lambda overrides: next(iter(overrides)),
+)
+@pytest.mark.parametrize("kind", [np.float64, np.asarray])
+def test_numpy_overrides(overrides: dict[str, Any], kind: Any) -> None:
+    params = {"w": normal(1, (3, 4))}
+    optimizer = Adafactor(0.1, beta1=0.9, min_dim_size_to_factor=2).create(params)
+    expected = optimizer.apply_gradient(params, **overrides)
+    found = optimizer.apply_gradient(params, **{k: kind(v) for k, v in overrides.items()})
+    assert np.allclose(found.target["w"], expected.target["w"], rtol=1e-6)
+
+
+def test_the_global_norm_of_huge_gradients() -> None:
+    def stepped(size: float, **options: Any) -> Any:
+        grads = {"a": jnp.asarray([size, size]), "b": jnp.ones(2)}
+        definition = Adafactor(0.1, global_norm_clip_threshold=1.0, epsilon1=1e-3, **options)
+        optimizer = definition.create({"a": jnp.ones(2), "b": jnp.ones(2)})
+        return apply_compiled(optimizer, grads)
+
+    for size in (3e20, 3e38):
+        clipped = stepped(size).state.param_states["a"].v
+        assert np.allclose(clipped, 0.5 + 1e-3, rtol=1e-6)
+    spoilt = stepped(np.inf, skip_nan_updates="tensor")
+    for name in "ab":
+        assert (spoilt.target[name] == 1.0).all()
+        assert (spoilt.state.param_states[name].v == 0.0).all()
+
+
+@pytest.mark.parametrize("skip", [True, "tensor", "global"])
+def test_parameters_that_would_overflow(skip: Any) -> None:
+    options: dict[str, Any] = {"multiply_by_parameter_scale": False, "skip_nan_updates": skip}
+    params = {"w": jnp.full(3, 60000.0, jnp.float16)}
+    grads = {"w": -jnp.ones(3, jnp.float16)}
+    optimizer = Adafactor(20000.0, **options).create(params)
+    assert (apply_compiled(optimizer, grads).target["w"] == params["w"]).all()
+    tx: Any = ada.adafactor(20000.0, **options)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert (updates["w"] == 0.0).all()
