@@ -260,7 +260,7 @@ def test_axes_may_come_before_any_parameter() -> None:
     first, *others = [d.told for d in definition.sub_optimizers]  # type: ignore[attr-defined]
     assert first == {"embed": AXES["embed"]}
     assert others == [{k: v for k, v in AXES.items() if k != "embed"}] * 2
-    assert [len(part.members) for part in definition.select(PARAMS).parts] == [1, 1, 1]
+    assert [len(part.members) for part in definition.select(PARAMS).parts] == [1, 1, 2]
 
 
 def test_axes_of_lists_and_leaves_without_axes() -> None:

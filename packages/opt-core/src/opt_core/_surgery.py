@@ -226,7 +226,9 @@ def _shared(
     sources: dict[Names, dict[Names | None, None]] = {}
     for group, names in members(fresh):
         sources.setdefault(group, {})[owners.get(names)] = None
-    by_group = {(entry.group, entry.kind): entry for entry in old if entry.role.param is None}
+    by_group: dict[tuple[Names | None, Any], Entry] = {
+        (entry.group, entry.kind): entry for entry in old if entry.role.param is None
+    }
     found: dict[Names, dict[Any, Entry] | None] = {}
     for entry in new:
         if entry.role.param is not None:
