@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -139,8 +140,11 @@ class RunFolder:
 
 def numbers(metrics: Any) -> Any:
     """Returns metrics as JSON has them: numbers in dictionaries."""
-    plain = flax.serialization.to_state_dict(metrics)
-    return jax.tree.map(float, plain)
+    if dataclasses.is_dataclass(metrics):
+        metrics = {f.name: getattr(metrics, f.name) for f in dataclasses.fields(metrics)}
+    if isinstance(metrics, Mapping):
+        return {name: numbers(value) for name, value in metrics.items()}
+    return float(metrics)
 
 
 def shapes(state_dict: Any) -> Any:
