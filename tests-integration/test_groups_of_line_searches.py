@@ -1,4 +1,4 @@
-"""Optax's optimizers that take the loss, inside groups; and what the table says of their defaults."""
+"""Optax's optimizers that take the loss, inside groups; and what the table says of defaults."""
 
 from typing import Any
 

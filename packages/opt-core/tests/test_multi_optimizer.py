@@ -410,14 +410,16 @@ def test_gradients_of_frozen_leaves_must_fit_where_they_are_given() -> None:
     optimizer = MultiOptimizer(("a/.*", Momentum())).create(make_params())
     shape = make_params()["b"]["kernel"].shape
     examples = {**GRADS["b"], "kernel": jnp.ones((5, *shape))}
-    for rest in (None, {}, {"kernel": None}, examples):
+    allowed: list[Any] = [None, {}, {"kernel": None}, examples]
+    for rest in allowed:
         optimizer.apply_gradient({**GRADS, "b": rest})
-    for rest, words in (
+    refused: list[tuple[Any, str]] = [
         ({**GRADS["b"], "kernel": jnp.ones(7)}, r"b/kernel: expected an array of shape .*\(7,\)"),
         ({"typo": None}, "b/typo: expected nothing, found None"),
         ({"typo": jnp.ones(7)}, "b/typo: expected nothing, found an array"),
         (jnp.ones(7), "b: expected a dict, found an array"),
-    ):
+    ]
+    for rest, words in refused:
         with pytest.raises(TreeMismatchError, match=words):
             optimizer.apply_gradient({**GRADS, "b": rest})
 

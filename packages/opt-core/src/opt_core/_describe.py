@@ -152,8 +152,8 @@ def _hyper_params(definition: Any) -> str:
 
 
 def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
-    has_factory = field.default_factory is not dataclasses.MISSING
-    default = field.default_factory() if has_factory else field.default
+    make = field.default_factory
+    default = field.default if make is dataclasses.MISSING else make()
     return value is default or fingerprint(value) == fingerprint(default)
 
 
