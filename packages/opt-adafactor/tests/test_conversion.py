@@ -111,7 +111,7 @@ def test_what_is_not_of_adafactor_is_left_alone() -> None:
     theirs = optax.adafactor(0.1, momentum=0.9, **SMALL)
     schedule = optax.scale_by_schedule(optax.constant_schedule(1.0))
     for tx in (own, theirs):
-        like = optax.chain(schedule, tx, optax.ema(0.5)).init(PARAMS)
+        like: Any = optax.chain(schedule, tx, optax.ema(0.5)).init(PARAMS)
         before, state, after = ada.to_optax_state(optimizer.state, like)
         chex.assert_trees_all_equal((before, after), (like[0], like[2]))
         chex.assert_trees_all_equal(ada.from_optax_state(state), optimizer.state)

@@ -21,7 +21,7 @@ from opt_adafactor._factoring import show
 from opt_adafactor.errors import FactorRuleError, ParamAxesError, UnknownNameError
 
 # Axes without leaves, which JAX would take for an empty container.
-_BOXES = Partitioned | partitioning.AxisMetadata
+_BOXES = (Partitioned, partitioning.AxisMetadata)
 
 
 class FactorMap(Mapping[str, FactorRule]):
@@ -125,7 +125,7 @@ def show_spec(spec: Any) -> str:
 
 def _is_axes(node: Any) -> bool:
     """Whether a node is the axes of one parameter; a tuple of anything else is a container."""
-    if node is None or isinstance(node, PartitionSpec | _BOXES):
+    if node is None or isinstance(node, (PartitionSpec, *_BOXES)):
         return True
     return type(node) is tuple and all(_is_axis(axis) for axis in node)
 
