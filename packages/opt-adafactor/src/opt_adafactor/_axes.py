@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 from flax.core.meta import Partitioned
-from flax.linen import partitioning
 from jax.sharding import PartitionSpec
 from opt_core import path_names, path_str
 
@@ -19,9 +18,6 @@ from opt_adafactor._factor_rules import (
 )
 from opt_adafactor._factoring import show
 from opt_adafactor.errors import FactorRuleError, ParamAxesError, UnknownNameError
-
-# Axes without leaves, which JAX would take for an empty container.
-_BOXES = (Partitioned, partitioning.AxisMetadata)
 
 
 class FactorMap(Mapping[str, FactorRule]):
@@ -125,9 +121,16 @@ def show_spec(spec: Any) -> str:
 
 def _is_axes(node: Any) -> bool:
     """Whether a node is the axes of one parameter; a tuple of anything else is a container."""
-    if node is None or isinstance(node, (PartitionSpec, *_BOXES)):
+    if node is None or isinstance(node, PartitionSpec | Partitioned) or _is_metadata(node):
         return True
     return type(node) is tuple and all(_is_axis(axis) for axis in node)
+
+
+def _is_metadata(node: Any) -> bool:
+    """Whether a node is what Flax keeps axes in, without leaves: JAX takes it for empty."""
+    from flax.linen import partitioning  # not at import: nothing else needs it
+
+    return isinstance(node, partitioning.AxisMetadata)
 
 
 def _is_axis(axis: Any) -> bool:
@@ -139,7 +142,7 @@ def _is_axis(axis: Any) -> bool:
 def _spec(leaf: Any, path: str) -> PartitionSpec | None:
     if isinstance(leaf, Partitioned):
         leaf = leaf.get_partition_spec()
-    elif isinstance(leaf, partitioning.AxisMetadata):
+    elif _is_metadata(leaf):
         leaf = leaf.names
     if leaf is None or isinstance(leaf, PartitionSpec):
         return leaf
