@@ -7,7 +7,10 @@ states; conversion to and from Optax, and to optimizer definitions of opt-core.
 from importlib.metadata import version as _version
 
 from opt_legacy_stax import errors
+from opt_legacy_stax._extras import from_optax, optax_equivalent, to_optax, to_optimizer_def
 from opt_legacy_stax._joinpoint import JoinPoint, pack_optimizer_state, unpack_optimizer_state
+from opt_legacy_stax._layouts import convert_old_layout
+from opt_legacy_stax._load import load
 from opt_legacy_stax._norms import clip_grads, l2_norm
 from opt_legacy_stax._optimizers import (
     Array,
@@ -22,6 +25,8 @@ from opt_legacy_stax._optimizers import (
     Updates,
     optimizer,
 )
+from opt_legacy_stax._pickle import load_unpacked_pickle
+from opt_legacy_stax._save import save
 from opt_legacy_stax._schedules import (
     Schedule,
     constant,
@@ -63,20 +68,28 @@ __all__ = [
     "adamax",
     "clip_grads",
     "constant",
+    "convert_old_layout",
     "errors",
     "exponential_decay",
+    "from_optax",
     "inverse_time_decay",
     "l2_norm",
+    "load",
+    "load_unpacked_pickle",
     "make_schedule",
     "momentum",
     "nesterov",
+    "optax_equivalent",
     "optimizer",
     "pack_optimizer_state",
     "piecewise_constant",
     "polynomial_decay",
     "rmsprop",
     "rmsprop_momentum",
+    "save",
     "sgd",
     "sm3",
+    "to_optax",
+    "to_optimizer_def",
     "unpack_optimizer_state",
 ]
