@@ -148,7 +148,7 @@ def test_an_integer_rate_does_not_wrap_around() -> None:
 
 
 @given(st.integers(1, 1000), st.floats(0.1, 3.0), st.integers(0, 2000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_polynomial_decay_ends_where_it_says(steps: int, power: float, i: int) -> None:
     schedule = ours.polynomial_decay(0.1, steps, 0.01, power)
     compiled = jax.jit(schedule)
@@ -161,8 +161,6 @@ def test_polynomial_decay_ends_where_it_says(steps: int, power: float, i: int) -
 
 
 def test_polynomial_decay_upstream_is_nan_and_stays_available() -> None:
-    ends = jnp.arange(2, 60)
-
     def at_the_end(exact: bool) -> int:
         values = [
             jax.jit(ours.polynomial_decay(0.1, int(n), 0.01, 0.5, upstream_numerics=exact))(n)
@@ -170,7 +168,6 @@ def test_polynomial_decay_upstream_is_nan_and_stays_available() -> None:
         ]
         return int(np.isnan(np.asarray(values)).sum())
 
-    assert len(ends) == 58
     assert at_the_end(False) == 0
     if jax.default_backend() == "cpu":
         assert at_the_end(True) > 0

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from opt_legacy_stax._joinpoint import JoinPoint
@@ -133,6 +135,15 @@ class _Array:
         return _array(raw, dtype, shape, "F" if is_fortran else "C")
 
 
+class _JaxArray(_Array):
+    """The contents of an array of JAX's."""
+
+    def resolve(self) -> Any:
+        array = super().resolve()
+        fits = jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype
+        return jnp.asarray(array) if fits else array
+
+
 class _Ready:
     """An array whose contents were arguments."""
 
@@ -175,7 +186,8 @@ def _reconstruct(subtype: Any, shape: Any, dtype: Any) -> _Array:
 def _reconstruct_array(make: Any, arguments: Any, state: Any, *_: Any) -> _Array:
     if make is not _reconstruct or type(arguments) is not tuple:
         raise ValueError("no array of JAX's")
-    array = _reconstruct(*arguments)
+    _reconstruct(*arguments)
+    array = _JaxArray()
     array.__setstate__(state)
     return array
 
@@ -201,6 +213,10 @@ def _encode(text: Any, encoding: Any) -> bytes:
     return text.encode("latin1")
 
 
+def _no_bytes() -> bytes:
+    return b""
+
+
 _NUMPY = ("numpy.core", "numpy._core")
 _GLOBALS: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): _Array,
@@ -212,6 +228,7 @@ _GLOBALS: dict[tuple[str, str], Any] = {
     ("__builtin__", "object"): object,
     ("builtins", "object"): object,
     ("_codecs", "encode"): _encode,
+    ("__builtin__", "bytes"): _no_bytes,  # how protocols before 3 write `b""`
     **{(f"{n}.multiarray", "_reconstruct"): _reconstruct for n in _NUMPY},
     **{(f"{n}.multiarray", "scalar"): _scalar for n in _NUMPY},
     **{(f"{n}.numeric", "_frombuffer"): _from_buffer for n in _NUMPY},

@@ -98,9 +98,10 @@ def polynomial_decay(
       decay_steps: after how many steps it is `final_step_size`, and stays so.
       final_step_size: the last step size.
       power: of the polynomial.
-      upstream_numerics: whether to compute exactly as JAX's module. Compiled, that returns NaN
-        after the end of the decay for many `decay_steps` and powers with a fraction: XLA multiplies
-        by the reciprocal, and `1 - 7 * (1 / 7)` is below zero.
+      upstream_numerics: whether to compute exactly as JAX's module. Compiled, that is wrong after
+        the end of the decay for many `decay_steps` and powers with a fraction: XLA multiplies by the
+        reciprocal, so that `1 - 7 * (1 / 7)` is below zero, of which the power is NaN, and
+        `1 - 25 * (1 / 25)` is above.
 
     Examples:
       >>> schedule = polynomial_decay(0.1, decay_steps=10, final_step_size=0.02, power=0.5)
@@ -113,7 +114,7 @@ def polynomial_decay(
         step_num = jnp.minimum(step_num, decay_steps)
         left = 1 - step_num / decay_steps
         if not is_whole and not upstream_numerics:
-            left = jnp.maximum(left, 0)
+            left = jnp.where(step_num < decay_steps, jnp.maximum(left, 0), 0)
         return left**power * (step_size - final_step_size) + final_step_size
 
     return schedule
