@@ -11,8 +11,22 @@ from jax.sharding import PartitionSpec as P
 from opt_core.errors import RestoreError, TreeMismatchError
 from opt_core.protocols import DerivesLogicalAxes
 
-NAMES = ["sgd", "momentum", "nesterov", "adagrad", "rmsprop", "rmsprop_momentum", "adam", "adamax", "sm3"]
-PARAMS: Any = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3, jnp.bfloat16), "s": jnp.ones(())}
+NAMES = [
+    "sgd",
+    "momentum",
+    "nesterov",
+    "adagrad",
+    "rmsprop",
+    "rmsprop_momentum",
+    "adam",
+    "adamax",
+    "sm3",
+]
+PARAMS: Any = {
+    "w": jnp.arange(6.0).reshape(2, 3),
+    "b": jnp.ones(3, jnp.bfloat16),
+    "s": jnp.ones(()),
+}
 STEPS = 8
 
 

@@ -80,7 +80,7 @@ def test_every_truncation_is_refused() -> None:
 
 def test_every_flipped_bit_is_refused() -> None:
     for position in range(len(DATA)):
-        bit = 1 << random.Random(position).randrange(8)  # noqa: S311
+        bit = 1 << random.Random(position).randrange(8)
         # In the version it is another version.
         refused(DATA[:position] + bytes([DATA[position] ^ bit]) + DATA[position + 1 :], ValueError)
 
@@ -100,9 +100,13 @@ def mutate(data: bytes, source: random.Random) -> bytes:
             case 3:
                 changed[at : at + 1] = bytes([source.randrange(256)])
             case 4:
-                changed[at : at + 1] = source.choice(b'"{}[]:,0123456789-.eE\\/*').to_bytes(1, "big")
+                changed[at : at + 1] = source.choice(b'"{}[]:,0123456789-.eE\\/*').to_bytes(
+                    1, "big"
+                )
             case 5:
-                number = source.choice((b"9" * 30, b"-1", b"1e999", b"NaN", b"null", b"[]", b"true"))
+                number = source.choice(
+                    (b"9" * 30, b"-1", b"1e999", b"NaN", b"null", b"[]", b"true")
+                )
                 changed[at : at + 1] = number
             case 6:
                 changed[:8] = source.choice((0, 2, 2**31, 2**63, 2**64 - 1)).to_bytes(8, "little")
@@ -113,7 +117,7 @@ def mutate(data: bytes, source: random.Random) -> bytes:
 
 @pytest.mark.parametrize("has_checksum", [False, True], ids=["as it is", "signed again"])
 def test_fuzz(has_checksum: bool) -> None:
-    source = random.Random(has_checksum)  # noqa: S311
+    source = random.Random(has_checksum)
     loaded = 0
     tracemalloc.start()
     for _ in range(2000):

@@ -26,7 +26,17 @@ PARAMS: Any = {
     "low": [jnp.ones((3,), jnp.bfloat16), (), None],
     "s": jnp.float32(2.0),
 }
-NAMES = ["sgd", "momentum", "nesterov", "adagrad", "rmsprop", "rmsprop_momentum", "adam", "adamax", "sm3"]
+NAMES = [
+    "sgd",
+    "momentum",
+    "nesterov",
+    "adagrad",
+    "rmsprop",
+    "rmsprop_momentum",
+    "adam",
+    "adamax",
+    "sm3",
+]
 
 
 def triple_of(name: str, module: Any = ours) -> Any:
@@ -266,7 +276,9 @@ def test_load_says_what_it_needs() -> None:
     triple = ours.sgd(0.1)
     state = triple.init_fn(jnp.ones(2))
     for reference in ({}, {"like": state, "optimizer": triple}, {"like": state, "params": 1.0}):
-        with pytest.raises(TypeError, match="either `like`, a state to compare with, or `optimizer`"):
+        with pytest.raises(
+            TypeError, match="either `like`, a state to compare with, or `optimizer`"
+        ):
             if not reference:
                 ours.load(io.BytesIO())
             round_trip(state, **reference)

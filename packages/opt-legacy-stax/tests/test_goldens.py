@@ -55,9 +55,7 @@ SHORT = [c for c in UNCHANGED if "start" in c["id"] or "const" in c["id"] or "po
 @pytest.mark.parametrize("case", SHORT, ids=names(SHORT))
 def test_the_default_replays_too(case: Any) -> None:
     for t, state in enumerate(golden.replay(case)):
-        for found, leaves in zip(
-            state.packed_state, golden.expected_leaves(case, t), strict=True
-        ):
+        for found, leaves in zip(state.packed_state, golden.expected_leaves(case, t), strict=True):
             assert max(map(golden.worst, found, leaves)) <= POWER
 
 
@@ -79,9 +77,10 @@ def test_the_default_keeps_dtypes_and_stays_near(name: str) -> None:
 def test_bfloat16_adam_moves() -> None:
     case = golden.case_of(STUCK)
     *_, stuck = golden.expected_leaves(case, 12)
-    assert np.isnan(np.asarray(stuck[0], np.float32)).any() or (
-        np.asarray(stuck[0]) == np.asarray(golden.expected_leaves(case, 0)[-1][0])
-    ).all()
+    assert (
+        np.isnan(np.asarray(stuck[0], np.float32)).any()
+        or (np.asarray(stuck[0]) == np.asarray(golden.expected_leaves(case, 0)[-1][0])).all()
+    )
     states = golden.replay(case)
     for found, start in zip(states[-1].packed_state, states[0].packed_state, strict=True):
         x, x0 = (np.asarray(leaf[0], np.float32) for leaf in (found, start))
@@ -122,7 +121,9 @@ def test_norms(case: Any, exact: bool) -> None:
     for max_norm in case["max_norms"]:
         clipped = ours.clip_grads(tree, max_norm, upstream_numerics=exact)
         expected = golden.tree(case["structure"], lambda p, m=max_norm: series[f"clip/{m}/{p}"])
-        for found, recorded, g in zip(*map(jax.tree.leaves, (clipped, expected, tree)), strict=True):
+        for found, recorded, g in zip(
+            *map(jax.tree.leaves, (clipped, expected, tree)), strict=True
+        ):
             if exact:
                 assert found.dtype == recorded.dtype
                 np.testing.assert_allclose(

@@ -29,7 +29,10 @@ def update(grads: Any, i: Any = 0, params: Any = PARAMS) -> Any:
     [
         (
             {"mlp": {"kernel": 0.0}, "scale": [0.0, 1.0]},
-            ["mlp/bias: expected an array, found nothing", "scale/1: expected nothing, found an array"],
+            [
+                "mlp/bias: expected an array, found nothing",
+                "scale/1: expected nothing, found an array",
+            ],
         ),
         (
             {"mlp": OrderedDict(bias=0.0, kernel=1.0), "scale": (0.0,)},
@@ -88,13 +91,19 @@ FIRST = "Call the update as `update(i, grads, state)`: the step comes first."
             "`i` must be one number; got an array of shape (3,). Index it, or map the update over it "
             "with `jax.vmap` or `jax.lax.scan`.",
         ),
-        (np.ones((2, 2)), "`i` must be one number; got an array of shape (2, 2). Index it, or map "
-         "the update over it with `jax.vmap` or `jax.lax.scan`."),
+        (
+            np.ones((2, 2)),
+            "`i` must be one number; got an array of shape (2, 2). Index it, or map "
+            "the update over it with `jax.vmap` or `jax.lax.scan`.",
+        ),
         (
             PARAMS,
             "`i` must be the number of the step, a Python, NumPy or JAX scalar; got dict. " + FIRST,
         ),
-        ("1", f"`i` must be the number of the step, a Python, NumPy or JAX scalar; got str. {FIRST}"),
+        (
+            "1",
+            f"`i` must be the number of the step, a Python, NumPy or JAX scalar; got str. {FIRST}",
+        ),
         (jnp.array(1j), "`i` must be an integer or a float; got an array of dtype complex64."),
     ],
 )

@@ -158,7 +158,10 @@ def test_scalars_of_sm3_and_triples_of_ones_own() -> None:
     def hidden() -> Any:  # keeps its parameter doubled
         return lambda x: {"y": 2 * x}, lambda i, g, s: {"y": s["y"] - g}, lambda s: s["y"] / 2
 
-    params, grads = {"s": jnp.float32(1.0), "w": jnp.ones(3)}, {"s": jnp.float32(1), "w": jnp.ones(3)}
+    params, grads = (
+        {"s": jnp.float32(1.0), "w": jnp.ones(3)},
+        {"s": jnp.float32(1), "w": jnp.ones(3)},
+    )
     for triple in (ours.sm3(0.1), hidden()):
         tx, state = ours.to_optax(triple), triple.init_fn(params)
         found, opt_state = tx.convert_state(state, 0)
@@ -176,7 +179,9 @@ def test_a_transformation_as_a_triple_is_itself(tx: optax.GradientTransformation
     state = run_triple(triple, triple.convert_state(params, opt_state), SWITCH, STEPS)
     whole = run_optax(tx, params, opt_state, SWITCH, STEPS)
     check(triple.convert_state_back(state), whole, exact=True)
-    check(triple.params_fn(run_triple(triple, triple.init_fn(PARAMS), 0, STEPS)), whole[0], exact=True)
+    check(
+        triple.params_fn(run_triple(triple, triple.init_fn(PARAMS), 0, STEPS)), whole[0], exact=True
+    )
     packed = ours.pack_optimizer_state(ours.unpack_optimizer_state(state))
     assert jax.tree.structure(packed) == jax.tree.structure(state)
 
@@ -194,7 +199,7 @@ def test_transformations_get_their_extra_arguments_and_keep_dtypes() -> None:
         triple.update_fn(jnp.sin, {"w": jnp.ones(3)}, state)
 
 
-@pytest.mark.parametrize("triple", [ours.adam(0.1), theirs.sm3(0.1)], ids=["ours", "jax"])
+@pytest.mark.parametrize("triple", [ours.sm3(0.1), theirs.adam(0.1)], ids=["ours", "jax"])
 def test_there_and_back_again(triple: Any) -> None:
     tx = ours.to_optax(triple)
     state = triple.init_fn(PARAMS)

@@ -141,7 +141,10 @@ BOMBS = {
     "extension": b"\x80\x04\x82\x01.",
     "instance": b"(ios\nsystem\n.",
     "itself": b"\x80\x04]\x94h\x00a.",
-    "laughs": b"\x80\x04]\x94N" + b"a" + b"".join(b"]\x94(h%ch%ce" % (n, n) for n in range(60)) + b".",
+    "laughs": b"\x80\x04]\x94N"
+     b"a"
+    + b"".join(b"]\x94(h%ch%ce" % (n, n) for n in range(60))
+    + b".",
     "empty": b"",
     "text": b"not a pickle",
 }
@@ -167,7 +170,9 @@ def test_a_pickle_that_is_cut_or_changed_gives_one_error() -> None:
             found = load(bytes(changed))
         except errors.UnsafePickleError:
             continue
-        kinds = ours.JoinPoint | dict | list | tuple | np.ndarray | np.generic | jax.Array | int | float
+        kinds = (
+            ours.JoinPoint | dict | list | tuple | np.ndarray | np.generic | jax.Array | int | float
+        )
         assert found is None or isinstance(found, kinds)
 
 

@@ -19,7 +19,7 @@ def exported_by_jax() -> list[str]:
         for name, value in vars(theirs).items()
         if getattr(value, "__module__", "") == theirs.__name__ and not name.startswith("_")
     ]
-    aliases = "Array Params State Updates InitFn Step UpdateFn ParamsFn Schedule".split()
+    aliases = ["Array", "Params", "State", "Updates", "InitFn", "Step", "UpdateFn", "ParamsFn", "Schedule"]
     return sorted({*defined, *aliases})
 
 

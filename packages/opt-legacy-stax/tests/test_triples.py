@@ -117,12 +117,16 @@ def test_the_step_saturates(name: str, last: int) -> None:
     update = jax.jit(triple.update_fn)
     for i in (last, np.int64(last), jnp.int32(last)):
         for run in (triple.update_fn, update):
-            found = triple.params_fn(run(i if run is not update else jnp.int32(i), jnp.ones(2), state))
+            found = triple.params_fn(
+                run(i if run is not update else jnp.int32(i), jnp.ones(2), state)
+            )
             assert jnp.isfinite(found).all()
             assert (found <= 1).all()
             assert (jnp.abs(found - 1) < 0.5).all()
     big = triple.params_fn(triple.update_fn(2**40, jnp.ones(2), state))
-    np.testing.assert_array_equal(big, triple.params_fn(triple.update_fn(2**31 - 1, jnp.ones(2), state)))
+    np.testing.assert_array_equal(
+        big, triple.params_fn(triple.update_fn(2**31 - 1, jnp.ones(2), state))
+    )
 
 
 @given(st.integers(0, 2**31 - 1))
@@ -173,7 +177,9 @@ def test_polynomial_decay_upstream_is_nan_and_stays_available() -> None:
         assert at_the_end(True) > 0
 
 
-@given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=5), st.floats(0, 100, width=32))
+@given(
+    st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=5), st.floats(0, 100, width=32)
+)
 @settings(max_examples=60, deadline=None)
 def test_clipped_gradients_are_no_longer_than_said(values: list[float], max_norm: float) -> None:
     tree = {"a": jnp.array(values), "b": jnp.zeros(2)}
@@ -239,4 +245,7 @@ def test_what_is_kept_may_grow() -> None:
 def test_a_scalar_gradient_is_for_every_entry() -> None:
     triple = ours.sgd(0.5)
     found = triple.update_fn(0, {"w": 0.0, "b": 1.0}, triple.init_fn({"w": jnp.ones(2), "b": 1.0}))
-    assert jax.tree.map(lambda x: x.tolist(), triple.params_fn(found)) == {"w": [1.0, 1.0], "b": 0.5}
+    assert jax.tree.map(lambda x: x.tolist(), triple.params_fn(found)) == {
+        "w": [1.0, 1.0],
+        "b": 0.5,
+    }

@@ -24,6 +24,9 @@ class TripleHyperParams:
     """A triple has no hyper-parameters: they are in its closures."""
 
 
+_NONE = TripleHyperParams()  # one, so that definitions of equal triples are equal
+
+
 class TripleDef(OptimizerDef):
     """A triple as an optimizer definition.
 
@@ -40,7 +43,7 @@ class TripleDef(OptimizerDef):
     triple: Optimizer
 
     def __init__(self, triple: Optimizer) -> None:
-        super().__init__(TripleHyperParams())
+        super().__init__(_NONE)
         self.triple = Optimizer(*triple)
 
     def init_state(self, params: Any) -> CoreState:
@@ -73,9 +76,7 @@ class TripleDef(OptimizerDef):
         """
         params, slots = split(self.triple, state)
         step = jnp.asarray(check_step(i), jnp.int32)
-        return CoreOptimizer(
-            optimizer_def=self, state=CoreState(step, slots), target=params
-        )
+        return CoreOptimizer(optimizer_def=self, state=CoreState(step, slots), target=params)
 
     def convert_state_back(self, optimizer: CoreOptimizer) -> tuple[OptimizerState, Any]:
         """Returns the triple's state and the `i` of its next update."""

@@ -108,9 +108,7 @@ class _Recipe:
         return self.fields
 
     def take_apart(self, kept: list[Any]) -> dict[str, list[Any]]:
-        return {
-            name: [subtree[1 + k] for subtree in kept] for k, name in enumerate(self.slots)
-        }
+        return {name: [subtree[1 + k] for subtree in kept] for k, name in enumerate(self.slots)}
 
     def put_together(self, x: Any, slots: Mapping[str, Any]) -> Any:
         if not self.slots:
@@ -154,9 +152,7 @@ def optax_equivalent(name: str, **kwargs: Any) -> OptaxEquivalent:
     if arguments.arguments.pop("upstream_numerics"):
         raise _no_equivalent(name, "Optax rounds as the default does, not as JAX's module")
     triple = maker(**kwargs)  # complains about the step size
-    return OptaxEquivalent(
-        name, triple, recipe.build(arguments.arguments), recipe.is_exact, recipe
-    )
+    return OptaxEquivalent(name, triple, recipe.build(arguments.arguments), recipe.is_exact, recipe)
 
 
 def _no_equivalent(name: str, reason: str) -> NoEquivalentError:
@@ -254,6 +250,4 @@ def _fill(template: Any, count: Any, fields: Mapping[str, Any]) -> Any:
 
 def _count(opt_state: Any) -> Any:
     """Returns how many updates the step size has been scheduled for."""
-    return next(
-        part.count for part in opt_state if isinstance(part, optax.ScaleByScheduleState)
-    )
+    return next(part.count for part in opt_state if isinstance(part, optax.ScaleByScheduleState))

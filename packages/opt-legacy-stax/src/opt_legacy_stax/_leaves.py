@@ -43,8 +43,7 @@ _STORED = {
     "float8_e5m2": "F8_E5M2",
 }
 _AS_BYTES = ("complex64", "complex128", "int2", "uint2", "int4", "uint4", "float4_e2m1fn") + tuple(
-    f"float8_{name}"
-    for name in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
+    f"float8_{name}" for name in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
 )
 _NAMES = frozenset({*_STORED, *_AS_BYTES})
 

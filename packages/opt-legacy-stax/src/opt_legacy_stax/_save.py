@@ -62,9 +62,7 @@ def _contents(state: Any) -> tuple[bytes, list[np.ndarray]]:
         )
     packed, tree_def, subtree_defs = state
     paths = leaf_paths(tree_def)
-    subtrees = [
-        describe(jax.tree.unflatten(d, [0] * d.num_leaves)) for d in subtree_defs
-    ]
+    subtrees = [describe(jax.tree.unflatten(d, [0] * d.num_leaves)) for d in subtree_defs]
     tree = describe(jax.tree.unflatten(tree_def, [0] * tree_def.num_leaves))
     found = [
         to_file(leaf, f"{path}, leaf {j}")

@@ -121,5 +121,3 @@ def _positions(params_fn: Callable[[Any], Any], state: OptimizerState) -> list[i
 
     jax.eval_shape(look, OptimizerState(*state))
     return found
-
-

@@ -301,9 +301,7 @@ def adamax(
 
 
 @optimizer
-def sm3(
-    step_size: Any, momentum: float = 0.9, *, upstream_numerics: bool = False
-) -> LeafOptimizer:
+def sm3(step_size: Any, momentum: float = 0.9, *, upstream_numerics: bool = False) -> LeafOptimizer:
     """SM3, Adagrad with one accumulator for each row, column and so on. Keeps `(x, m, vs, shape)`.
 
     `vs[j]` has the size of axis `j`; an entry's accumulator is the least of those that cover it.
