@@ -45,19 +45,17 @@ def optim() -> Iterator[Any]:
 
 
 def model(data: Any) -> None:
-    import numpyro
-    import numpyro.distributions as dist
-
+    numpyro = importlib.import_module("numpyro")  # it has no types
+    dist = importlib.import_module("numpyro.distributions")
     with numpyro.plate("places", len(TARGET)):
         mean = numpyro.sample("mean", dist.Normal(0.0, 10.0))
         numpyro.sample("data", dist.Normal(mean, 0.1), obs=data)
 
 
 def fit(optimizer: Any, steps: int) -> Any:
-    from numpyro.infer import SVI, Trace_ELBO
-    from numpyro.infer.autoguide import AutoDelta
-
-    svi = SVI(model, AutoDelta(model), optimizer, Trace_ELBO())
+    infer = importlib.import_module("numpyro.infer")
+    guide = importlib.import_module("numpyro.infer.autoguide").AutoDelta(model)
+    svi = infer.SVI(model, guide, optimizer, infer.Trace_ELBO())
     return svi.run(jax.random.key(0), steps, jnp.asarray(TARGET), progress_bar=False)
 
 

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.example_libraries import optimizers as theirs
 from opt_legacy_stax import errors
+from stax_testing import same_structure
 
 PARAMS: Any = {
     "w": jnp.arange(6.0).reshape(2, 3),
@@ -59,7 +60,7 @@ def round_trip(state: Any, **reference: Any) -> Any:
 
 
 def check_same(found: Any, expected: Any) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(ours.OptimizerState(*expected))
+    assert same_structure(found, ours.OptimizerState(*expected))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert isinstance(a, jax.Array) == isinstance(b, jax.Array)
         assert isinstance(a, jax.Array) or type(a) is type(b)
@@ -168,7 +169,7 @@ def test_keys_come_back() -> None:
         after = leaf_after(key)
         assert after.dtype == key.dtype
         assert same_bits(jax.random.key_data(after), jax.random.key_data(key))
-    with pytest.raises(errors.StateMismatchError, match="expected key<rbg>, found key<fry|key<thr"):
+    with pytest.raises(errors.StateMismatchError, match="expected key<rbg>, found key<"):
         round_trip(as_state(jax.random.key(3)), like=as_state(jax.random.key(3, impl="rbg")))
 
 
@@ -236,7 +237,7 @@ def test_64_bits_need_the_mode() -> None:
     with jax.enable_x64(True):
         state = ours.sgd(0.1).init_fn(jnp.ones(2))
     assert state.packed_state[0][0].dtype == np.float64
-    with pytest.raises(errors.StateMismatchError, match="JAX's 64-bit mode off. Turn it on"):
+    with pytest.raises(errors.StateMismatchError, match="JAX's 64-bit mode off"):
         round_trip(state)
     with jax.enable_x64(True):
         check_same(round_trip(state), state)
@@ -262,7 +263,7 @@ def test_what_cannot_be_saved_is_said_and_nothing_is_written(tmp_path: Path) -> 
         with pytest.raises(errors.SaveError) as caught:
             ours.save(path, as_state(leaf))
         assert str(caught.value).startswith(words)
-    with pytest.raises(errors.SaveError, match="a key in `.` is a float"):
+    with pytest.raises(errors.SaveError, match=r"a key in `\.` is a float"):
         ours.save(path, ours.pack_optimizer_state({1.5: ours.JoinPoint(1)}))
     with pytest.raises(errors.SaveError, match="`state` must be an OptimizerState; got dict"):
         ours.save(path, {"a": 1})
@@ -275,13 +276,16 @@ def test_what_cannot_be_saved_is_said_and_nothing_is_written(tmp_path: Path) -> 
 def test_load_says_what_it_needs() -> None:
     triple = ours.sgd(0.1)
     state = triple.init_fn(jnp.ones(2))
-    for reference in ({}, {"like": state, "optimizer": triple}, {"like": state, "params": 1.0}):
-        with pytest.raises(
-            TypeError, match="either `like`, a state to compare with, or `optimizer`"
-        ):
-            if not reference:
-                ours.load(io.BytesIO())
-            round_trip(state, **reference)
+    file = io.BytesIO()
+    ours.save(file, state)
+    wrong: list[dict[str, Any]] = [
+        {},
+        {"like": state, "optimizer": triple},
+        {"like": state, "params": 1.0},
+    ]
+    for reference in wrong:
+        with pytest.raises(TypeError, match="either `like`, a state to compare with, or `optimi"):
+            ours.load(file, **reference)
     with pytest.raises(TypeError, match="`like` must be an OptimizerState; got ArrayImpl"):
         ours.load(io.BytesIO(), like=jnp.ones(2))
 
@@ -302,6 +306,10 @@ def test_a_path_is_written_atomically(tmp_path: Path, monkeypatch: pytest.Monkey
         events.append("sync folder" if stat.S_ISDIR(kind) else "sync file")
         fsync(descriptor)
 
+    def watched_replace(source: Any, target: Any) -> None:
+        events.append("rename")
+        replace(source, target)
+
     def full(*_: Any) -> None:
         raise OSError("disk is full")
 
@@ -313,7 +321,7 @@ def test_a_path_is_written_atomically(tmp_path: Path, monkeypatch: pytest.Monkey
     check_same(ours.load(path, like=first), first)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", watched_fsync)
-        patch.setattr(os, "replace", lambda a, b: (events.append("rename"), replace(a, b)))
+        patch.setattr(os, "replace", watched_replace)
         link = tmp_path / "latest"
         link.symlink_to(path)
         ours.save(link, second)
@@ -329,7 +337,8 @@ state = ours.sgd(0.1).init_fn({f"w{i}": jnp.full(1000, 2.0) for i in range(3)})
 count = 0
 def stop(event, args):
     global count
-    if event in ("open", "os.rename") and any(str(a).startswith(os.path.dirname(path)) for a in args):
+    folder = os.path.dirname(path)
+    if event in ("open", "os.rename") and any(str(a).startswith(folder) for a in args):
         count += 1
         if count == at:
             os._exit(9)

@@ -95,11 +95,12 @@ SCHEDULES = golden.cases("schedule")
 def test_schedules(case: Any) -> None:
     spec, series = case["schedule"], golden.arrays(case["file"])
     schedule = golden.keywords({"s": spec})["s"]
-    for kind, convert in [
+    kinds: list[tuple[str, Any]] = [
         ("python_int", int),
         ("jnp_int32", jnp.int32),
         ("python_float", lambda i: i + 0.5),
-    ]:
+    ]
+    for kind, convert in kinds:
         found = [schedule(convert(int(i))) for i in series["steps"]]
         is_python = case["result_dtype"][kind] == "python_float"
         assert all(isinstance(value, float) == is_python for value in found)

@@ -16,7 +16,10 @@ DO = (
     "\nDifferentiate with respect to `get_params(opt_state)`, or convert the gradients' containers "
     "to those of the parameters."
 )
-HEAD = "`grad_tree` has another structure than the parameters that the optimizer was initialized with:\n"
+HEAD = (
+    "`grad_tree` has another structure than the parameters that the optimizer was initialized "
+    "with:\n"
+)
 
 
 def update(grads: Any, i: Any = 0, params: Any = PARAMS) -> Any:
@@ -75,6 +78,10 @@ def test_an_update_that_changes_containers() -> None:
     )
 
 
+AXES = (
+    "`i` must be one number; got an array of shape {}. Index it, or map the update over it with "
+    "`jax.vmap` or `jax.lax.scan`."
+)
 FIRST = "Call the update as `update(i, grads, state)`: the step comes first."
 
 
@@ -86,16 +93,8 @@ FIRST = "Call the update as `update(i, grads, state)`: the step comes first."
             functools.partial(int),
             f"`i` must be the number of the step; got the function `partial`. {FIRST}",
         ),
-        (
-            jnp.arange(3),
-            "`i` must be one number; got an array of shape (3,). Index it, or map the update over it "
-            "with `jax.vmap` or `jax.lax.scan`.",
-        ),
-        (
-            np.ones((2, 2)),
-            "`i` must be one number; got an array of shape (2, 2). Index it, or map "
-            "the update over it with `jax.vmap` or `jax.lax.scan`.",
-        ),
+        (jnp.arange(3), AXES.format("(3,)")),
+        (np.ones((2, 2)), AXES.format("(2, 2)")),
         (
             PARAMS,
             "`i` must be the number of the step, a Python, NumPy or JAX scalar; got dict. " + FIRST,

@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.example_libraries import optimizers as theirs
 from opt_legacy_stax import errors
+from stax_testing import same_structure
 
 SWITCH, STEPS = 7, 20
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -98,7 +99,7 @@ def test_the_states_are_those_that_optax_makes(name: str) -> None:
     equivalent = ours.optax_equivalent(name, step_size=0.1, **ARGUMENTS[name])
     fresh = equivalent.transformation.init(PARAMS)
     _, converted = equivalent.convert_state(equivalent.triple.init_fn(PARAMS), 0)
-    assert jax.tree.structure(converted) == jax.tree.structure(fresh)
+    assert same_structure(converted, fresh)
     for a, b in zip(jax.tree.leaves(converted), jax.tree.leaves(fresh), strict=True):
         assert jax.typeof(a) == jax.typeof(b)
         np.testing.assert_array_equal(a, b)
@@ -139,9 +140,10 @@ def test_the_parameters_of_optax_hold() -> None:
     params, state = {"w": jnp.ones(2)}, None
     state = tx.init(params)
     assert [leaf.shape for leaf in jax.tree.leaves(state)] == [(), (2,)]  # they are not in it
-    moved = {"w": params["w"] + 10}  # by somebody else
+    moved: Any = {"w": params["w"] + 10}  # by somebody else
     updates, state = tx.update({"w": jnp.ones(2)}, state, moved)
-    assert optax.apply_updates(moved, updates)["w"].tolist() == [10.5, 10.5]
+    after: Any = optax.apply_updates(moved, updates)
+    assert after["w"].tolist() == [10.5, 10.5]
     with pytest.raises(ValueError, match="a triple updates parameters: pass `params`"):
         tx.update({"w": jnp.ones(2)}, state)
 
@@ -183,11 +185,11 @@ def test_a_transformation_as_a_triple_is_itself(tx: optax.GradientTransformation
         triple.params_fn(run_triple(triple, triple.init_fn(PARAMS), 0, STEPS)), whole[0], exact=True
     )
     packed = ours.pack_optimizer_state(ours.unpack_optimizer_state(state))
-    assert jax.tree.structure(packed) == jax.tree.structure(state)
+    assert same_structure(packed, state)
 
 
 def test_transformations_get_their_extra_arguments_and_keep_dtypes() -> None:
-    triple = ours.from_optax(optax.chain(optax.polyak_sgd(), optax.scale(1.0)))
+    triple: Any = ours.from_optax(optax.chain(optax.polyak_sgd(), optax.scale(1.0)))
     params = {"w": jnp.ones(3, jnp.bfloat16)}
     state = triple.init_fn(params)
     after = triple.update_fn(0, {"w": jnp.ones(3)}, state, value=jnp.float32(0.5))
@@ -210,7 +212,10 @@ def test_there_and_back_again(triple: Any) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-NO = "Optax has no equivalent of this `{0}`: {1}. Use `to_optax({0}(...))`, which is the triple itself as a transformation."
+NO = (
+    "Optax has no equivalent of this `{0}`: {1}. Use `to_optax({0}(...))`, which is the triple "
+    "itself as a transformation."
+)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +224,10 @@ NO = "Optax has no equivalent of this `{0}`: {1}. Use `to_optax({0}(...))`, whic
         (
             "adamax",
             {},
-            "Optax adds `eps` to the gradient before the maximum, the triple to the maximum after it; "
-            "they agree for `eps=0` alone",
+            (
+                "Optax adds `eps` to the gradient before the maximum, the triple to the maximum "
+                "after it; they agree for `eps=0` alone"
+            ),
         ),
         (
             "adam",

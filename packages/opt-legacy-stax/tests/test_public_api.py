@@ -19,7 +19,8 @@ def exported_by_jax() -> list[str]:
         for name, value in vars(theirs).items()
         if getattr(value, "__module__", "") == theirs.__name__ and not name.startswith("_")
     ]
-    aliases = ["Array", "Params", "State", "Updates", "InitFn", "Step", "UpdateFn", "ParamsFn", "Schedule"]
+    aliases = ["Array", "Params", "State", "Updates", "Step", "Schedule"]
+    aliases += ["InitFn", "UpdateFn", "ParamsFn"]
     return sorted({*defined, *aliases})
 
 

@@ -96,6 +96,7 @@ class TripleDef(OptimizerDef):
           An `Optimizer`: the axes as its target, `None` as its step. A leaf that follows no
           parameter has `None`.
         """
+        tree_def: Any
         leaves, tree_def = jax.tree.flatten(optimizer.target)
         axes = tree_def.flatten_up_to(param_axes)
         kept = tree_def.flatten_up_to(optimizer.state.param_states)

@@ -105,11 +105,11 @@ class OptaxTriple(Optimizer):
 
 def from_optax(tx: optax.GradientTransformation) -> OptaxTriple:
     """See `opt_legacy_stax.from_optax`."""
-    extended = optax.with_extra_args_support(tx)
+    takes_more = isinstance(tx, optax.GradientTransformationExtraArgs)
 
     def init(params: Any) -> OptimizerState:
         params = jax.tree.map(strong_param, params)
-        return _pack(params, extended.init(params))
+        return _pack(params, tx.init(params))
 
     def update(i: Any, grads: Any, opt_state: OptimizerState, **extra_args: Any) -> OptimizerState:
         check_step(i)
@@ -118,7 +118,8 @@ def from_optax(tx: optax.GradientTransformation) -> OptaxTriple:
         found: Any = jax.tree.structure(grads)
         if expected != found:
             raise different_trees(expected, found)
-        updates, inner = extended.update(grads, inner, params, **extra_args)
+        extra = extra_args if takes_more else {}  # as in Optax's own chains
+        updates, inner = tx.update(grads, inner, params, **extra)
         new = _pack(optax.apply_updates(params, updates), inner)
         pairs = zip(opt_state.packed_state, new.packed_state, strict=True)
         return repacked(opt_state, [keep_dtypes(*pair) for pair in pairs])

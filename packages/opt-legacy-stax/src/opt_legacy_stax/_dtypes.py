@@ -20,7 +20,7 @@ def strong_param(x: Any) -> Any:
       >>> strong_param(jnp.asarray(1.0)).weak_type, strong_param(1.0).dtype.name, strong_param(2)
       (False, 'float32', 2)
     """
-    is_weak_array = isinstance(x, jax.Array) and x.aval.weak_type  # type: ignore[attr-defined]
+    is_weak_array = isinstance(x, jax.Array) and x.aval.weak_type
     is_python_number = type(x) in (float, complex)
     if is_weak_array or is_python_number:
         return jax.lax.convert_element_type(x, jnp.result_type(x))

@@ -20,6 +20,8 @@ from opt_legacy_stax.errors import NoEquivalentError, ScheduleError
 
 # What is kept beside the parameters: the triple's, by name, each a tree like the parameters.
 Kept = Mapping[str, Any]
+# Makes a transformation of the triple's arguments.
+_Maker = Callable[[Mapping[str, Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,7 @@ class OptaxEquivalent:
           NoEquivalentError: `opt_state` counts no updates, as that of `sgd` without a schedule does
             not need to.
         """
+        tree_def: Any
         leaves, tree_def = jax.tree.flatten(params)
         fields = self._recipe.to_optax_fields
         found = {field: optax.tree.get(opt_state, field) for field in fields}
@@ -157,8 +160,8 @@ def optax_equivalent(name: str, **kwargs: Any) -> OptaxEquivalent:
 
 def _no_equivalent(name: str, reason: str) -> NoEquivalentError:
     return NoEquivalentError(
-        f"Optax has no equivalent of this `{name}`: {reason}. Use `to_optax({name}(...))`, which is "
-        "the triple itself as a transformation."
+        f"Optax has no equivalent of this `{name}`: {reason}. Use `to_optax({name}(...))`, which "
+        "is the triple itself as a transformation."
     )
 
 
@@ -169,10 +172,10 @@ def _rate(arguments: Mapping[str, Any]) -> optax.GradientTransformation:
         raise ScheduleError("a step size must be a number or a function of the step.")
     # A schedule of a number counts too: the triple needs to know `i` when the run goes back to it.
     schedule = rate if callable(rate) else optax.constant_schedule(rate)
-    return optax.scale_by_learning_rate(schedule)
+    return optax.scale_by_schedule(lambda count: -1 * schedule(count))
 
 
-def _chain(*parts: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any]], Any]:
+def _chain(*parts: _Maker) -> _Maker:
     return lambda arguments: optax.chain(*(part(arguments) for part in parts))
 
 

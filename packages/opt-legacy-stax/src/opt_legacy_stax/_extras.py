@@ -25,8 +25,8 @@ def to_optax(triple: Optimizer) -> TripleTransformation:
     round; `apply(params, state, grads)` returns new parameters and state exactly as the triple's.
 
     Args:
-      triple: an optimizer of this module, or one that `optimizer` made, here or in JAX's module. (JAX's
-        own `sm3` cannot be traced; this one goes on from its states.)
+      triple: an optimizer of this module, or one that `optimizer` made, here or in JAX's module.
+        (JAX's own `sm3` cannot be traced; this module's goes on from its states.)
 
     Returns:
       An `optax.GradientTransformation` with `apply`, with `convert_state(state, i)`, which returns

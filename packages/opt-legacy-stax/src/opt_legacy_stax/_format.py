@@ -182,14 +182,14 @@ def _parse(text: bytes, what: str) -> dict[str, Any]:
     try:
         found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, _Refused) else "it is no JSON"
+        reason = str(error) if isinstance(error, _RefusedError) else "it is no JSON"
         raise DamagedFileError(f"{what} of the file cannot be read: {reason}.") from None
     if not isinstance(found, dict):
         raise DamagedFileError(f"{what} of the file cannot be read: it is no JSON object.")
     return found
 
 
-class _Refused(ValueError):
+class _RefusedError(ValueError):
     """JSON that Python would accept."""
 
 
@@ -197,12 +197,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise _Refused(f"the key {_shown(twice)} occurs twice")
+        raise _RefusedError(f"the key {_shown(twice)} occurs twice")
     return found
 
 
 def _refuse(name: str) -> Any:
-    raise _Refused(f"{name} is no number of JSON")
+    raise _RefusedError(f"{name} is no number of JSON")
 
 
 def _dump(value: Any) -> str:

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from opt_legacy_stax.errors import SaveError
@@ -42,8 +41,10 @@ _STORED = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-_AS_BYTES = ("complex64", "complex128", "int2", "uint2", "int4", "uint4", "float4_e2m1fn") + tuple(
-    f"float8_{name}" for name in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
+_FLOAT8 = ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
+_AS_BYTES = (
+    *("complex64", "complex128", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"),
+    *(f"float8_{name}" for name in _FLOAT8),
 )
 _NAMES = frozenset({*_STORED, *_AS_BYTES})
 
@@ -113,8 +114,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
       >>> dtype_of('bfloat16').itemsize, dtype_of('float32').itemsize
       (2, 4)
     """
-    extension = getattr(ml_dtypes, name, None)
-    return np.dtype(name if extension is None else extension)
+    return np.dtype(name)  # JAX has registered those of `ml_dtypes`
 
 
 def to_file(leaf: Any, name: str) -> tuple[LeafSpec, np.ndarray]:
@@ -158,7 +158,7 @@ def _jax_to_file(leaf: jax.Array, name: str) -> tuple[LeafSpec, np.ndarray]:
         data = np.asarray(jax.random.key_data(leaf))
         spec = LeafSpec("key", data.dtype.name, data.shape, str(jax.random.key_impl(leaf)))
         return _checked(spec, data, name)
-    is_weak = leaf.ndim == 0 and leaf.aval.weak_type  # type: ignore[attr-defined]
+    is_weak = leaf.ndim == 0 and leaf.aval.weak_type
     spec = LeafSpec("weak" if is_weak else "jax", leaf.dtype.name, leaf.shape)
     return _checked(spec, np.asarray(leaf), name)
 
@@ -250,7 +250,6 @@ def fits(saved: LeafSpec, expected: LeafSpec) -> bool:
         if one.kind in python and other.dtype != "object":
             return bool(jnp.issubdtype(dtype_of(other.dtype), python[one.kind]))
     if "numpy" in (saved.kind, expected.kind) and expected.dtype != "object":
-        one, other = (dtype_of(spec.dtype) for spec in (saved, expected))
         canonical = jax.dtypes.canonicalize_dtype
-        return bool(canonical(one) == canonical(other))
+        return bool(canonical(dtype_of(saved.dtype)) == canonical(dtype_of(expected.dtype)))
     return False

@@ -113,7 +113,7 @@ class _Reader:
         if spec.nbytes > self.left:
             raise _truncated(self.size)
         raw = np.empty(spec.nbytes, np.uint8)
-        view = memoryview(raw)
+        view = raw.data
         for begin in range(0, spec.nbytes, _CHUNK):
             part = view[begin : begin + _CHUNK]
             part[:] = self.read(len(part))

@@ -16,23 +16,23 @@ from jax.tree_util import GetAttrKey
 from opt_legacy_stax._dtypes import keep_dtypes, strong_param
 from opt_legacy_stax._steps import check_step
 from opt_legacy_stax._trees import (
-    Array,
     changed_shape,
     changed_structure,
     different_trees,
 )
 
+Array = Any
 Params = Any
 State = Any
 Updates = Params  # gradients have the structure of the parameters
-Step = int
+Step = Any  # a number: Python's, NumPy's, or an array without axes
 
 
 class OptimizerState(NamedTuple):
     """The state of an optimizer: a pytree whose leaves are those of `packed_state`.
 
     Attributes:
-      packed_state: for each parameter, in the order of its tree, the list of the leaves kept for it.
+      packed_state: for each parameter, in the order of the tree, the list of leaves kept for it.
       tree_def: the structure of the parameters.
       subtree_defs: for each parameter, the structure of what is kept for it.
     """
@@ -42,13 +42,19 @@ class OptimizerState(NamedTuple):
     subtree_defs: Any
 
 
+def _unflatten(aux: Any, children: Any) -> OptimizerState:
+    (packed_state,) = children
+    tree_def, subtree_defs = aux
+    return OptimizerState(packed_state, tree_def, subtree_defs)
+
+
 jax.tree_util.register_pytree_with_keys(
     OptimizerState,
     lambda state: (
         ((GetAttrKey("packed_state"), state.packed_state),),
         (state.tree_def, state.subtree_defs),
     ),
-    lambda aux, children: OptimizerState(children[0], *aux),
+    _unflatten,
     lambda state: ((state.packed_state,), (state.tree_def, state.subtree_defs)),
 )
 
@@ -169,10 +175,12 @@ def pack(tree_def: Any, states: Sequence[State]) -> OptimizerState:
     )
 
 
-def repacked(opt_state: Any, packed_state: Sequence[Any]) -> Any:
+def repacked(opt_state: Any, packed_state: Sequence[Any]) -> OptimizerState:
     """Returns `opt_state` with other leaves, of the class that it has.
 
     A state of JAX's own module stays one, so that it can be the carry of a loop.
     """
-    kind = OptimizerState if type(opt_state) is tuple else type(opt_state)
+    kind: type[OptimizerState] = type(opt_state)
+    if kind is tuple:
+        kind = OptimizerState
     return kind(tuple(packed_state), opt_state[1], opt_state[2])

@@ -60,21 +60,75 @@ def load_unpacked_pickle(path_or_file: str | os.PathLike[str] | IO[bytes]) -> An
 
 # Opcodes that a pickle of plain containers, numbers, text, bytes and objects has.
 _OPCODES = frozenset(
-    ["PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "DUP", "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "GET", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "NEWOBJ"]
+    [
+        "PROTO",
+        "FRAME",
+        "STOP",
+        "MARK",
+        "POP",
+        "POP_MARK",
+        "DUP",
+        "NONE",
+        "NEWTRUE",
+        "NEWFALSE",
+        "INT",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG",
+        "LONG1",
+        "LONG4",
+        "FLOAT",
+        "BINFLOAT",
+        "UNICODE",
+        "BINUNICODE",
+        "SHORT_BINUNICODE",
+        "BINUNICODE8",
+        "STRING",
+        "BINSTRING",
+        "SHORT_BINSTRING",
+        "BINBYTES",
+        "SHORT_BINBYTES",
+        "BINBYTES8",
+        "BYTEARRAY8",
+        "EMPTY_DICT",
+        "DICT",
+        "SETITEM",
+        "SETITEMS",
+        "EMPTY_LIST",
+        "LIST",
+        "APPEND",
+        "APPENDS",
+        "EMPTY_TUPLE",
+        "TUPLE",
+        "TUPLE1",
+        "TUPLE2",
+        "TUPLE3",
+        "PUT",
+        "BINPUT",
+        "LONG_BINPUT",
+        "MEMOIZE",
+        "GET",
+        "BINGET",
+        "LONG_BINGET",
+        "GLOBAL",
+        "STACK_GLOBAL",
+        "REDUCE",
+        "BUILD",
+        "NEWOBJ",
+    ]
 )
 
 
 def _check_opcodes(data: bytes) -> None:
     """Raises unless every opcode is known and declares no more than the file holds."""
-    count = 0
-    for opcode, argument, position in pickletools.genops(data):
-        count += 1
+    for count, (opcode, argument, position) in enumerate(pickletools.genops(data)):
         if opcode.name not in _OPCODES:
             raise UnsafePickleError(
                 f"the pickle has the opcode {opcode.name} at byte {position}, which no state needs."
             )
         # The memo is an array: an index far beyond what is in it would be allocated.
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument) > count:
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(str(argument)) > count:
             raise UnsafePickleError(f"the pickle stores beyond its memo at byte {position}.")
 
 
@@ -97,7 +151,7 @@ class _Dtype:
         if not is_known(name):
             raise UnsafePickleError(f"the pickle holds an array of dtype {self.name[:40]!r}.")
         dtype = dtype_of(name)
-        return dtype.newbyteorder(self.order) if self.order in "<>" else dtype
+        return dtype.newbyteorder(">") if self.order == ">" else dtype.newbyteorder("<")
 
 
 # How NumPy writes its own dtypes.

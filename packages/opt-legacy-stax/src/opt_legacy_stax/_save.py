@@ -112,7 +112,7 @@ def _write(file: IO[bytes], header: bytes, arrays: list[np.ndarray]) -> None:
     digest = hashlib.sha256(header)
     file.write(header)
     for array in arrays:
-        data = memoryview(array.reshape(-1).view(np.uint8))
+        data = array.reshape(-1).view(np.uint8).data
         for start in range(0, len(data), _CHUNK):
             part = data[start : start + _CHUNK]
             digest.update(part)

@@ -99,8 +99,8 @@ def polynomial_decay(
       final_step_size: the last step size.
       power: of the polynomial.
       upstream_numerics: whether to compute exactly as JAX's module. Compiled, that is wrong after
-        the end of the decay for many `decay_steps` and powers with a fraction: XLA multiplies by the
-        reciprocal, so that `1 - 7 * (1 / 7)` is below zero, of which the power is NaN, and
+        the end of the decay for many `decay_steps` and powers with a fraction: XLA multiplies by
+        the reciprocal, so that `1 - 7 * (1 / 7)` is below zero, of which the power is NaN, and
         `1 - 25 * (1 / 25)` is above.
 
     Examples:

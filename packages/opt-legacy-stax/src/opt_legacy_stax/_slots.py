@@ -66,6 +66,7 @@ def join(params: Any, slots: Any) -> OptimizerState:
         parameter holds.
       slots: what is kept beside them.
     """
+    tree_def: Any
     leaves, tree_def = jax.tree.flatten(params)
     packed, subtree_defs = [], []
     for param, subtree in zip(leaves, tree_def.flatten_up_to(slots), strict=True):

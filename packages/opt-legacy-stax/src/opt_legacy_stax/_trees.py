@@ -11,8 +11,6 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from opt_legacy_stax.errors import StateChangedError, TreeMismatchError
 
-Array = Any
-
 _SHOWN = 5
 
 
@@ -78,11 +76,11 @@ def changed_structure(tree_def: Any, n: int, before: Any, after: Any) -> StateCh
 def changed_shape(
     tree_def: Any,
     n: int,
-    get_params: Callable[[Any], Array],
+    get_params: Callable[[Any], Any],
     subtree_def: Any,
     old: Sequence[Any],
     new: Sequence[Any],
-    grad: Array,
+    grad: Any,
 ) -> StateChangedError | None:
     """Returns the error for an update that broadcast a parameter to another shape, if it did.
 
