@@ -16,7 +16,7 @@ from opt_core import OptimizerState as CoreState
 
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState
 from opt_legacy_stax._slots import init_split, join, split, update_split
-from opt_legacy_stax._steps import check_step
+from opt_legacy_stax._steps import whole_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +75,8 @@ class TripleDef(OptimizerDef):
           i: number of updates made, the `i` of the next one.
         """
         params, slots = split(self.triple, state)
-        step = jnp.asarray(check_step(i), jnp.int32)
-        return CoreOptimizer(optimizer_def=self, state=CoreState(step, slots), target=params)
+        core_state = CoreState(whole_step(i), slots)
+        return CoreOptimizer(optimizer_def=self, state=core_state, target=params)
 
     def convert_state_back(self, optimizer: CoreOptimizer) -> tuple[OptimizerState, Any]:
         """Returns the triple's state and the `i` of its next update."""
@@ -87,6 +87,7 @@ class TripleDef(OptimizerDef):
 
         What a triple keeps for a parameter depends on that parameter alone. So each dimension of it
         follows the dimension of the parameter whose size it has, where all have different sizes.
+        Where two do, as those of an `(n, n)` matrix of a vector, the first has its axis.
 
         Args:
           optimizer: an optimizer of this definition; arrays or `jax.ShapeDtypeStruct` leaves.
@@ -119,7 +120,10 @@ def _axes_of(triple: Optimizer, param: Any, axes: Any, kept: Any) -> Any:
     specs = []
     for leaf in jax.tree.leaves(found):
         followed = [sizes.get(dim) for dim in leaf.shape]
-        spec = [None if n is None else names[n] for n in followed]
+        # The first dimension that follows one of the parameter has its axis: none can have it twice.
+        spec = [
+            None if n is None or n in followed[:k] else names[n] for k, n in enumerate(followed)
+        ]
         specs.append(PartitionSpec(*spec) if any(name is not None for name in spec) else None)
     before: Any = jax.tree.structure(kept)
     after: Any = jax.tree.structure(found)

@@ -11,7 +11,7 @@ import optax
 from opt_legacy_stax._dtypes import keep_dtypes, strong_param
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState, repacked
 from opt_legacy_stax._slots import init_split, join, split, update_split
-from opt_legacy_stax._steps import INT32_MAX, check_step
+from opt_legacy_stax._steps import INT32_MAX, check_step, whole_step
 from opt_legacy_stax._trees import different_trees
 
 
@@ -76,7 +76,7 @@ class TripleTransformation(optax.GradientTransformation):
           i: number of updates made, the `i` of the next one.
         """
         params, slots = split(self.triple, state)
-        return params, TripleState(jnp.asarray(check_step(i), jnp.int32), slots)
+        return params, TripleState(whole_step(i), slots)
 
     def convert_state_back(self, params: Any, state: TripleState) -> tuple[OptimizerState, Any]:
         """Returns the triple's state and the `i` of its next update."""

@@ -31,7 +31,8 @@ def keep_dtypes(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
     """Returns the leaves of `new`, rounded to the dtypes of `old`.
 
     Only within real, and within complex, floating-point dtypes: an update that makes a float of an
-    integer, or a complex number of a real one, cannot be rounded back.
+    integer, or a complex number of a real one, cannot be rounded back. PRNG keys stay keys. Of `old`
+    dtypes suffice, so `jax.ShapeDtypeStruct` leaves will do.
 
     Examples:
       >>> [leaf] = keep_dtypes([jnp.ones(2, jnp.bfloat16)], [jnp.ones(2, jnp.float32)])
@@ -42,7 +43,8 @@ def keep_dtypes(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
 
 
 def _keep_dtype(old: Any, new: Any) -> Any:
-    if not isinstance(old, np.ndarray | np.generic | jax.Array) or not isinstance(new, jax.Array):
+    has_dtype = isinstance(old, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
+    if not has_dtype or not isinstance(new, jax.Array) or _is_key(old) or _is_key(new):
         return new
     dtype = jax.dtypes.canonicalize_dtype(old.dtype)
     if dtype == new.dtype:
@@ -51,3 +53,7 @@ def _keep_dtype(old: Any, new: Any) -> Any:
         if jnp.issubdtype(dtype, kind) and jnp.issubdtype(new.dtype, kind):
             return new.astype(dtype)
     return new
+
+
+def _is_key(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.extended))

@@ -25,7 +25,7 @@ def clip_grads(grad_tree: Any, max_norm: Any, *, upstream_numerics: bool = False
 
     Args:
       grad_tree: pytree of arrays.
-      max_norm: the largest norm, a number.
+      max_norm: the largest norm, a number. NaN makes everything NaN.
       upstream_numerics: whether to compute exactly as JAX's module, where zeros clipped to 0 become
         NaN, one NaN makes all gradients NaN, and leaves of low precision are promoted to the dtype
         of the norm.
@@ -46,8 +46,10 @@ def clip_grads(grad_tree: Any, max_norm: Any, *, upstream_numerics: bool = False
             lambda g: jnp.where(norm < max_norm, g, g * (max_norm / norm)), grad_tree
         )
 
+    stays = (norm <= max_norm) | jnp.isnan(norm)
+
     def clip(g: Any) -> Any:
-        clipped = jnp.where(norm > max_norm, g * (max_norm / norm), g)
+        clipped = jnp.where(stays, g, g * (max_norm / norm))
         return keep_dtypes([g], [clipped])[0]
 
     return jax.tree.map(clip, grad_tree)

@@ -143,7 +143,9 @@ def lift(leaf_optimizer: LeafOptimizer, *, keeps_dtypes: bool) -> Optimizer:
         grads, grads_def = jax.tree.flatten(grad_tree)
         if grads_def != tree_def:
             raise different_trees(tree_def, grads_def)
-        i = check_step(i)
+        step = check_step(i)
+        # Exactly as upstream, a NumPy integer stays one: schedules make NumPy floats of it.
+        i = step if keeps_dtypes else i
         updated = []
         for n, (g, old, subtree_def) in enumerate(zip(grads, packed, subtree_defs, strict=True)):
             state = update(i, g, jax.tree.unflatten(subtree_def, old))

@@ -6,6 +6,7 @@ axes, traced or not.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,12 @@ def exponential_decay(step_size: Any, decay_steps: Any, decay_rate: Any) -> Sche
 
 
 def inverse_time_decay(
-    step_size: Any, decay_steps: Any, decay_rate: Any, staircase: bool = False
+    step_size: Any,
+    decay_steps: Any,
+    decay_rate: Any,
+    staircase: bool = False,
+    *,
+    upstream_numerics: bool = False,
 ) -> Schedule:
     """Returns `step_size / (1 + decay_rate * i / decay_steps)`.
 
@@ -62,6 +68,8 @@ def inverse_time_decay(
       decay_steps: after how many steps the denominator has grown by `decay_rate`.
       decay_rate: by how much.
       staircase: whether `i / decay_steps` is rounded down.
+      upstream_numerics: whether to compute exactly as JAX's module, where the product of an integer
+        `decay_rate` and an integer array wraps around.
 
     Examples:
       >>> inverse_time_decay(0.1, decay_steps=10, decay_rate=1.0)(10)
@@ -76,8 +84,9 @@ def inverse_time_decay(
 
         def schedule(i: Any) -> Any:
             rate = decay_rate
-            if isinstance(rate, int) and isinstance(i, jax.Array):
-                rate = float(rate)  # the product of two int32 would wrap around
+            is_product_of_integers = isinstance(rate, int) and isinstance(i, jax.Array)
+            if is_product_of_integers and not upstream_numerics:
+                rate = float(rate)
             return step_size / (1 + rate * i / decay_steps)
 
     return schedule
@@ -108,7 +117,7 @@ def polynomial_decay(
       >>> round(float(schedule(10)), 6), round(float(jax.jit(schedule)(11)), 6)
       (0.02, 0.02)
     """
-    is_whole = isinstance(power, int | float) and power == int(power)
+    is_whole = isinstance(power, int | float) and float(power).is_integer()
 
     def schedule(step_num: Any) -> Any:
         step_num = jnp.minimum(step_num, decay_steps)
@@ -158,7 +167,8 @@ def make_schedule(scalar_or_schedule: Any) -> Schedule:
     """Returns a schedule: the one given, or the constant one of a number.
 
     Args:
-      scalar_or_schedule: a function of the step; or a number, or an array without axes.
+      scalar_or_schedule: a function of the step; or a number, `fractions.Fraction` too, or an array
+        without axes.
 
     Raises:
       ScheduleError: it is neither.
@@ -174,8 +184,10 @@ def make_schedule(scalar_or_schedule: Any) -> Schedule:
         if scalar_or_schedule.ndim == 0:
             return constant(scalar_or_schedule)
         found = f"an array of shape {scalar_or_schedule.shape}"
-    elif isinstance(scalar_or_schedule, int | float | complex | np.number):
+    elif isinstance(scalar_or_schedule, int | float | complex | np.number | np.bool_):
         return constant(scalar_or_schedule)
+    elif isinstance(scalar_or_schedule, numbers.Real):
+        return constant(float(scalar_or_schedule))  # arrays cannot be multiplied by a `Fraction`
     else:
         found = f"{type(scalar_or_schedule).__name__}"
     raise ScheduleError(

@@ -10,14 +10,14 @@ import numpy as np
 
 from opt_legacy_stax.errors import StepError
 
-INT32_MAX = int(np.iinfo(np.int32).max)
+INT32_MIN, INT32_MAX = (int(end) for end in (np.iinfo(np.int32).min, np.iinfo(np.int32).max))
 
 
 def check_step(i: Any) -> Any:
     """Returns the step as updates and schedules take it.
 
-    Python and NumPy integers become Python integers of at most 2**31 - 1; JAX arrays, traced or
-    not, and floats stay what they are.
+    Python and NumPy integers become Python integers within int32, the nearest where they are not,
+    and booleans are 0 and 1. Other JAX arrays, traced or not, and floats stay what they are.
 
     Args:
       i: an integer, a float, or an array without axes of either.
@@ -35,8 +35,8 @@ def check_step(i: Any) -> Any:
             f"`i` must be the number of the step; got the function `{name}`. Call the update as "
             "`update(i, grads, state)`: the step comes first."
         )
-    if isinstance(i, int | np.integer):
-        return min(int(i), INT32_MAX)
+    if isinstance(i, int | np.integer | np.bool_):
+        return max(INT32_MIN, min(int(i), INT32_MAX))
     if isinstance(i, float | np.floating):
         return i
     if not isinstance(i, np.ndarray | jax.Array):
@@ -50,9 +50,27 @@ def check_step(i: Any) -> Any:
             f"`i` must be one number; got an array of shape {i.shape}. Index it, or map the "
             "update over it with `jax.vmap` or `jax.lax.scan`."
         )
+    if i.dtype == jnp.bool_:
+        return check_step(i[()]) if isinstance(i, np.ndarray) else i.astype(jnp.int32)
     if not (jnp.issubdtype(i.dtype, jnp.integer) or jnp.issubdtype(i.dtype, jnp.floating)):
         raise StepError(f"`i` must be an integer or a float; got an array of dtype {i.dtype}.")
     return check_step(i[()]) if isinstance(i, np.ndarray) else i
+
+
+def whole_step(i: Any) -> Any:
+    """Returns the number of updates made, as an int32 scalar.
+
+    Raises:
+      StepError: it is no number, or a float between two.
+
+    Examples:
+      >>> whole_step(7).dtype.name, int(whole_step(7.0))
+      ('int32', 7)
+    """
+    step = check_step(i)
+    if isinstance(step, float | np.floating) and not float(step).is_integer():
+        raise StepError(f"`i` must be a number of updates; got {float(step)}. Pass an integer.")
+    return jnp.asarray(step, jnp.int32)
 
 
 def next_step(i: Any) -> Any:

@@ -337,7 +337,8 @@ def sm3(step_size: Any, momentum: float = 0.9, *, upstream_numerics: bool = Fals
         accum = functools.reduce(jnp.minimum, covering) + jnp.square(g)
         m = (1.0 - momentum) * (g * _inverse_root(accum)) + momentum * m
         axes = range(x.ndim)
-        vs = [accum.max([k for k in axes if k != j]) for j in axes]
+        if accum.size:  # there is no maximum of nothing, and nothing to add to zeros
+            vs = [accum.max([k for k in axes if k != j]) for j in axes]
         return x - rate(i) * m, m, vs, x_shape
 
     def get_params(state: Any) -> Any:

@@ -8,7 +8,7 @@ StaxError
 ├── ScheduleError (TypeError)          a step size that is neither a number nor a schedule
 ├── BoundariesError (ValueError)       boundaries and values that are no piecewise constant
 ├── JoinPointError (AssertionError)    a tree to pack that is not marked with join points
-├── LayoutError (ValueError)           a state of no known layout
+├── LayoutError (ValueError)           a state of no known layout, or of another optimizer
 ├── NoEquivalentError (ValueError)     no transformation of Optax has the same mathematics
 ├── MissingExtraError (ImportError)    Optax or opt-core is not installed
 ├── SaveError (TypeError)              a state that cannot be written exactly
@@ -73,7 +73,7 @@ class JoinPointError(StaxError, AssertionError):
 
 
 class LayoutError(StaxError, ValueError):
-    """A state has no layout that this package, or an older JAX, ever wrote."""
+    """A state has no layout that this package, or an older JAX, ever wrote, or another's."""
 
 
 class NoEquivalentError(StaxError, ValueError):
