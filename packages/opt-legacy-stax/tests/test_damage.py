@@ -57,8 +57,13 @@ def parts(data: bytes = DATA) -> tuple[dict[str, Any], dict[str, Any], bytes]:
 def built(header: Any, about: Any, leaves: bytes) -> bytes:
     if about is not None:
         header["__metadata__"] = {"opt_legacy_stax": json.dumps(about, separators=(",", ":"))}
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    text = header if isinstance(header, bytes) else compact(header)
     return signed(len(text).to_bytes(8, "little") + text + leaves)
+
+
+def compact(header: Any) -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
 
 
 def refused(data: bytes, error: type[Exception] = errors.DamagedFileError) -> str:

@@ -60,7 +60,7 @@ def round_trip(state: Any, **reference: Any) -> Any:
 
 
 def check_same(found: Any, expected: Any) -> None:
-    assert same_structure(found, ours.OptimizerState(*expected))
+    assert same_structure(ours.OptimizerState(*found), ours.OptimizerState(*expected))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert isinstance(a, jax.Array) == isinstance(b, jax.Array)
         assert isinstance(a, jax.Array) or type(a) is type(b)
@@ -79,7 +79,10 @@ def same_bits(a: Any, b: Any) -> bool:
 def test_states_come_back(name: str, module: Any) -> None:
     triple = triple_of(name, module)
     for state in (triple.init_fn(PARAMS), trained(triple)):
-        check_same(round_trip(state), state)
+        found = round_trip(state)
+        assert type(found) is type(state)
+        assert jax.tree.structure(found) == jax.tree.structure(state)
+        check_same(found, state)
         by_optimizer = round_trip(state, optimizer=triple_of(name), params=PARAMS)
         check_same(by_optimizer, state)
         shapes = jax.eval_shape(lambda p: p, PARAMS)

@@ -194,10 +194,10 @@ def test_sm3_of_jax_0_2_19_goes_on() -> None:
     problem = golden.index()["problems"][case["problem"]]
     old = without_shapes(recorded("sm3_jax0_2_19", 4))
     states = [
-        ours.convert_old_layout(old),
-        ours.convert_old_layout(ours.pack_optimizer_state(old)),
-        ours.convert_old_layout(tuple(ours.pack_optimizer_state(old))),
-        ours.convert_old_layout(load(pickle.dumps(old))),
+        ours.convert_old_layout(old, is_sm3=True),
+        ours.convert_old_layout(ours.pack_optimizer_state(old), is_sm3=True),
+        ours.convert_old_layout(tuple(ours.pack_optimizer_state(old)), is_sm3=True),
+        ours.convert_old_layout(load(pickle.dumps(old)), is_sm3=True),
     ]
     triple = ours.sm3(**case["kwargs"])
     for state in states:
@@ -233,7 +233,7 @@ def test_todays_layout_is_left_alone() -> None:
 def test_a_layout_that_does_not_fit_is_refused() -> None:
     bad = {"w": ours.JoinPoint((np.ones((2, 3)), np.ones((2, 3)), [np.ones(2)]))}
     with pytest.raises(errors.LayoutError) as caught:
-        ours.convert_old_layout(bad)
+        ours.convert_old_layout(bad, is_sm3=True)
     assert str(caught.value) == (
         "what is kept for `w` looks like `(x, m, vs)` of sm3, but `x` has shape (2, 3) and `vs` "
         "sizes (2,). Convert it by hand."

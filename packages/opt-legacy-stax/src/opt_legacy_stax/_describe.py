@@ -12,10 +12,11 @@ from typing import Any
 
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from opt_legacy_stax._trees import children
+from opt_legacy_stax._trees import children, shown
 from opt_legacy_stax.errors import SaveError
 
 LEAF = "*"
+MAX_DEPTH = 100
 Description = Any
 _ROOT = "@"
 
@@ -24,7 +25,8 @@ def describe(tree: Any, path: tuple[Any, ...] = ()) -> Description:
     """Returns the description of a tree.
 
     Raises:
-      SaveError: a key is neither text nor an integer.
+      SaveError: a key is neither text nor an integer, two keys are the same text, or the tree is
+        deeper than `MAX_DEPTH`.
 
     Examples:
       >>> describe({'w': (1, None)})
@@ -33,8 +35,15 @@ def describe(tree: Any, path: tuple[Any, ...] = ()) -> Description:
     found = children(tree)
     if found is None:
         return LEAF
+    where = shown("/".join(map(str, path)) or ".")
+    if len(path) >= MAX_DEPTH:
+        raise SaveError(
+            f"`{where}` is nested deeper than {MAX_DEPTH} containers. Flatten the tree."
+        )
     kind = "None" if tree is None else type(tree).__name__
-    named = [(_key(key, path), child) for key, child in found]
+    named = [(_key(key, where), child) for key, child in found]
+    if len({str(key) for key, _ in named}) != len(named):
+        raise SaveError(f"two keys in `{where}` are the same as text. Rename one.")
     return [kind, [[key, describe(child, (*path, key))] for key, child in named]]
 
 
@@ -65,32 +74,27 @@ def name_of(outer: tuple[Any, ...], inner: tuple[Any, ...]) -> str:
     return name + ":" + "/".join(map(_escape, inner)) if inner else name
 
 
-def check_description(description: Any) -> None:
-    """Raises a `ValueError` unless `description` is one."""
+def check_description(description: Any, depth: int = 0) -> int:
+    """Returns how many leaves a description has; raises a `ValueError` if it is none."""
     if description == LEAF:
-        return
+        return 1
+    if depth >= MAX_DEPTH:
+        raise ValueError(f"the tree is nested deeper than {MAX_DEPTH} nodes")
     match description:
         case [str(), list(entries)]:
+            count, keys = 0, set()
             for entry in entries:
                 match entry:
-                    case [str(), child]:
-                        check_description(child)
-                    case [int(key), child] if key is not True and key is not False:
-                        check_description(child)
+                    case [str(key) | int(key), child] if key is not True and key is not False:
+                        keys.add(str(key))
+                        count += check_description(child, depth + 1)
                     case _:
                         raise ValueError("a child of a node is no pair of key and node")
+            if len(keys) != len(entries):
+                raise ValueError("two children of a node have one key")
+            return count
         case _:
             raise ValueError("a node of the tree is neither a leaf nor a pair of kind and children")
-
-
-def count_leaves(description: Description) -> int:
-    """Returns how many leaves there are.
-
-    Examples:
-      >>> count_leaves(describe([1, (2, None)]))
-      2
-    """
-    return sum(1 for _ in leaves(description))
 
 
 def differences(
@@ -102,7 +106,7 @@ def differences(
       >>> list(differences(describe({'a': 1}), describe({'b': (1,)})))
       ['a: expected an array, found nothing', 'b: expected nothing, found a tuple']
     """
-    path = "/".join(map(str, keys)) or "."
+    path = _path(keys)
     if LEAF in (expected, found) or expected[0] != found[0]:
         if expected != found:
             yield f"{path}: expected {_kind(expected)}, found {_kind(found)}"
@@ -112,24 +116,35 @@ def differences(
         if str(key) in others:
             other_key, other = others.pop(str(key))
             if type(key) is not type(other_key):
-                yield f"{path}: expected key {key!r}, found {other_key!r}"
+                yield f"{path}: expected key {shown(repr(key))}, found {shown(repr(other_key))}"
             yield from differences(child, other, (*keys, key))
         else:
-            yield f"{'/'.join(map(str, (*keys, key)))}: expected {_kind(child)}, found nothing"
+            yield f"{_path((*keys, key))}: expected {_kind(child)}, found nothing"
     for key, child in others.values():
-        yield f"{'/'.join(map(str, (*keys, key)))}: expected nothing, found {_kind(child)}"
+        yield f"{_path((*keys, key))}: expected nothing, found {_kind(child)}"
+    ours, theirs = ([str(key) for key, _ in node[1]] for node in (expected, found))
+    if ours != theirs and sorted(ours) == sorted(theirs):
+        first = next(n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+        yield (
+            f"{path}: expected its keys in another order, `{shown(ours[first])}` where "
+            f"`{shown(theirs[first])}` is"
+        )
+
+
+def _path(keys: tuple[Any, ...]) -> str:
+    return shown("/".join(map(str, keys)) or ".")
 
 
 def _kind(description: Description) -> str:
     if description == LEAF:
         return "an array"
-    kind = str(description[0])
+    kind = shown(str(description[0]), 40)
     if kind == "None":
         return kind
     return f"{'an' if kind[:1].lower() in 'aeiou' else 'a'} {kind}"
 
 
-def _key(key: Any, path: tuple[Any, ...]) -> str | int:
+def _key(key: Any, where: str) -> str | int:
     match key:
         case DictKey(key=name) | FlattenedIndexKey(key=name):
             pass
@@ -141,7 +156,6 @@ def _key(key: Any, path: tuple[Any, ...]) -> str | int:
             name = str(key)
     if type(name) in (str, int):
         return name
-    where = "/".join(map(str, path)) or "."
     raise SaveError(
         f"a state is saved with keys that are texts or integers; a key in `{where}` is a "
         f"{type(name).__name__}. Rename it."

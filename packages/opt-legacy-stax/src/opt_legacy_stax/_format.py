@@ -17,18 +17,20 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from opt_legacy_stax._describe import Description, check_description, leaves, name_of
 from opt_legacy_stax._leaves import KINDS, LeafSpec, is_consistent, is_known
+from opt_legacy_stax._trees import shown
 from opt_legacy_stax.errors import DamagedFileError, FormatVersionError
 
 VERSION = 1
 CHECKSUM = "checksum:sha256"
 CHECKSUM_SIZE = 32
 LENGTH_SIZE = 8
-MAX_HEADER = 64 * 2**20
+MAX_HEADER = 64 * 2**20  # also of what is saved
 _KEY = "opt_legacy_stax"
 _ALIGNMENT = 8
 _MAX_DIMS = 64
@@ -49,18 +51,23 @@ class Header:
     specs: Sequence[LeafSpec]
 
     @property
-    def names(self) -> list[str]:
-        """The name of each leaf."""
-        return [
-            name_of(outer, inner)
-            for outer, subtree in zip(leaves(self.tree), self.subtrees, strict=True)
-            for inner in leaves(subtree)
-        ]
+    def names(self) -> Iterator[str]:
+        """The name of each leaf, one after another: a long key may be part of many."""
+        for outer, subtree in zip(leaves(self.tree), self.subtrees, strict=True):
+            for inner in leaves(subtree):
+                yield name_of(outer, inner)
 
     @property
     def data_size(self) -> int:
         """How many bytes the leaves take together."""
         return sum(spec.nbytes for spec in self.specs)
+
+    @property
+    def bound(self) -> int:
+        """About how many bytes `encode` gives at most."""
+        trees = len(_dump([self.tree, list(self.subtrees)]))
+        dims = sum(len(spec.shape) for spec in self.specs)
+        return 2 * trees + sum(map(len, self.names)) + 300 * (1 + len(self.specs)) + 40 * dims
 
 
 def encode(header: Header) -> bytes:
@@ -72,7 +79,7 @@ def encode(header: Header) -> bytes:
         "subtrees": list(header.subtrees),
         "leaves": listed,
     }
-    content: dict[str, Any] = {"__metadata__": {_KEY: _dump(about)}, **_tensors(header)}
+    content: dict[str, Any] = {"__metadata__": {_KEY: _dump(about)}, **dict(_tensors(header))}
     text = _dump(content).encode("ascii")
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(LENGTH_SIZE, "little") + text
@@ -90,7 +97,7 @@ def decode(text: bytes) -> Header:
     """
     content = _parse(text, "the header")
     metadata = content.pop("__metadata__", None)
-    if not isinstance(metadata, dict) or not isinstance(metadata.get(_KEY), str):
+    if type(metadata) is not dict or type(metadata.get(_KEY)) is not str:
         raise DamagedFileError(
             f"the file has no entry `{_KEY}` in its metadata: `save` did not write it."
         )
@@ -103,52 +110,51 @@ def decode(text: bytes) -> Header:
         )
     header = _header(about)
     _check_names(content)
-    expected = _tensors(header)
-    if content != expected or list(content) != list(expected):
-        wrong = [name for name in expected if content.get(name) != expected[name]]
-        wrong += [name for name in content if name not in expected]
+    for expected, found in zip_longest(_tensors(header), content.items()):
+        if expected != found:
+            name = shown((expected or found)[0])
+            raise DamagedFileError(
+                f"the header contradicts its own metadata, first about `{name}`."
+            )
+    if encode(header)[LENGTH_SIZE:] != text:
         raise DamagedFileError(
-            f"the header contradicts its own metadata, first about `{(wrong or ['the order'])[0]}`."
+            "the header says what `save` would say, in another way: with other spaces, in another "
+            "encoding, or with more entries. `save` did not write it."
         )
     return header
 
 
-def _tensors(header: Header) -> dict[str, Any]:
-    """Returns what safetensors wants to know of each tensor."""
-    entries, end = {}, 0
+def _tensors(header: Header) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields what safetensors wants to know of each tensor, with its name."""
+    end = 0
     for name, spec in zip(header.names, header.specs, strict=True):
         start, end = end, end + spec.nbytes
-        entries[name] = {
-            "dtype": spec.stored_dtype,
-            "shape": list(spec.stored_shape),
-            "data_offsets": [start, end],
-        }
-    entries[CHECKSUM] = {
-        "dtype": "U8",
-        "shape": [CHECKSUM_SIZE],
-        "data_offsets": [end, end + CHECKSUM_SIZE],
-    }
-    return entries
+        yield (
+            name,
+            {
+                "dtype": spec.stored_dtype,
+                "shape": list(spec.stored_shape),
+                "data_offsets": [start, end],
+            },
+        )
+    offsets = [end, end + CHECKSUM_SIZE]
+    yield CHECKSUM, {"dtype": "U8", "shape": [CHECKSUM_SIZE], "data_offsets": offsets}
 
 
 def _header(about: dict[str, Any]) -> Header:
     tree, subtrees, listed = (about.get(key) for key in ("tree", "subtrees", "leaves"))
     try:
-        check_description(tree)
+        params = check_description(tree)
         if not isinstance(subtrees, list) or not isinstance(listed, list):
             raise ValueError("`subtrees` and `leaves` are no lists")
-        for subtree in subtrees:
-            check_description(subtree)
-        specs = [_spec(entry) for entry in listed]
-        header = Header(tree, subtrees, specs)
-        names = header.names
-        if len(names) != len(specs):
-            raise ValueError(f"there are {len(names)} names for {len(specs)} leaves")
-        if len(set(names)) != len(names):
-            raise ValueError("two leaves have one name")
+        if len(subtrees) != params:
+            raise ValueError(f"there are {len(subtrees)} subtrees for {params} parameters")
+        count = sum(map(check_description, subtrees))
+        if len(listed) != count:
+            raise ValueError(f"there are {count} names for {len(listed)} leaves")
+        return Header(tree, subtrees, [_spec(entry) for entry in listed])
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(f"the metadata describe no state: {error}.") from None
-    return header
 
 
 def _spec(entry: Any) -> LeafSpec:
@@ -210,5 +216,4 @@ def _dump(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shown(repr(value), 60)

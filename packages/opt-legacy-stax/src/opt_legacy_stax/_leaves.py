@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from opt_legacy_stax._trees import shown
 from opt_legacy_stax.errors import SaveError
 
 Kind = Literal["jax", "weak", "numpy", "scalar", "int", "float", "bool", "complex", "key"]
@@ -85,6 +86,8 @@ class LeafSpec:
 
     def __str__(self) -> str:
         dims = ", ".join(map(str, self.shape))
+        if self.kind in _PYTHON:
+            return f"a Python {self.kind}"
         return f"key<{self.impl}>" if self.kind == "key" else f"{self.dtype}[{dims}]"
 
 
@@ -137,12 +140,12 @@ def to_file(leaf: Any, name: str) -> tuple[LeafSpec, np.ndarray]:
     for kind, (python_type, dtype) in _PYTHON.items():
         if type(leaf) is python_type:
             return _checked(LeafSpec(kind, dtype, ()), _python_number(leaf, dtype, name), name)
-    if isinstance(leaf, np.ndarray | np.generic):
+    if type(leaf) in (np.ndarray, np.memmap) or isinstance(leaf, np.generic):
         kind = "numpy" if isinstance(leaf, np.ndarray) else "scalar"
         return _checked(LeafSpec(kind, leaf.dtype.name, leaf.shape), np.asarray(leaf), name)
     raise SaveError(
-        f"`{name}` is a {type(leaf).__name__}. A state is saved with leaves that are arrays or "
-        "numbers."
+        f"`{name}` is a {shown(type(leaf).__name__)}. A state is saved with leaves that are arrays "
+        "or numbers."
     )
 
 
@@ -196,8 +199,10 @@ def from_file(spec: LeafSpec, array: np.ndarray) -> Any:
         case "jax":
             return jnp.asarray(array)
         case "weak":
-            weak = jnp.asarray(array.item())
-            return weak if weak.dtype == array.dtype else jnp.asarray(array)
+            weak, strong = jnp.asarray(array.item()), jnp.asarray(array)
+            # JAX has no public way to make the others weak; a signalling NaN becomes another one.
+            is_same = weak.dtype == array.dtype and np.asarray(weak).tobytes() == array.tobytes()
+            return weak if is_same else strong
         case "key":
             return jax.random.wrap_key_data(jnp.asarray(array), impl=spec.impl)
         case _:
@@ -213,7 +218,8 @@ def spec_of(leaf: Any) -> LeafSpec:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data: Any = jax.eval_shape(jax.random.key_data, leaf)
             return LeafSpec("key", data.dtype.name, data.shape, _impl_of(leaf))
-        return LeafSpec("jax", leaf.dtype.name, tuple(leaf.shape))
+        kind = "jax" if isinstance(leaf, jax.Array) else "abstract"
+        return LeafSpec(kind, leaf.dtype.name, tuple(leaf.shape))
     if isinstance(leaf, np.ndarray | np.generic):
         return LeafSpec("numpy", leaf.dtype.name, leaf.shape)
     for kind, (python_type, dtype) in _PYTHON.items():
@@ -236,8 +242,8 @@ def _impl_of(keys: Any) -> str:
 def fits(saved: LeafSpec, expected: LeafSpec) -> bool:
     """Returns whether a saved leaf can stand for an expected one.
 
-    Shapes and dtypes are equal. Python numbers, and NumPy's of 64 bits where JAX has 32, are what
-    JAX makes of them.
+    Shapes and dtypes are equal; but a number of Python's, or an array of NumPy's, may stand for
+    what JAX, as it is configured, makes of it, where that is all that is known.
     """
     if saved.kind == "key" or expected.kind == "key":
         return saved == expected
@@ -245,11 +251,19 @@ def fits(saved: LeafSpec, expected: LeafSpec) -> bool:
         return False
     if saved.dtype == expected.dtype:
         return True
-    python = {"int": jnp.integer, "float": jnp.floating, "complex": jnp.complexfloating}
-    for one, other in ((saved, expected), (expected, saved)):
-        if one.kind in python and other.dtype != "object":
-            return bool(jnp.issubdtype(dtype_of(other.dtype), python[one.kind]))
-    if "numpy" in (saved.kind, expected.kind) and expected.dtype != "object":
-        canonical = jax.dtypes.canonicalize_dtype
-        return bool(canonical(dtype_of(saved.dtype)) == canonical(dtype_of(expected.dtype)))
-    return False
+    if expected.kind != "abstract" or saved.kind in ("jax", "weak"):
+        return False
+    return bool(jax.dtypes.canonicalize_dtype(dtype_of(saved.dtype)) == dtype_of(expected.dtype))
+
+
+def is_within(array: np.ndarray, dtype: str) -> bool:
+    """Returns whether all of the entries, if they are integers, are within those of the dtype.
+
+    Examples:
+      >>> is_within(np.array(2**40), 'int32'), is_within(np.array(2**20), 'int32')
+      (False, True)
+    """
+    if array.dtype == dtype_of(dtype) or not array.size or array.dtype.kind not in "iu":
+        return True
+    limits = np.iinfo(dtype_of(dtype))
+    return bool(array.min() >= limits.min and array.max() <= limits.max)

@@ -15,17 +15,26 @@ import numpy as np
 from opt_legacy_stax import _format
 from opt_legacy_stax._describe import describe, differences, leaves, name_of
 from opt_legacy_stax._format import Header
-from opt_legacy_stax._leaves import LeafSpec, dtype_of, fits, from_file, needs_64_bits, spec_of
+from opt_legacy_stax._leaves import (
+    LeafSpec,
+    dtype_of,
+    fits,
+    from_file,
+    is_within,
+    needs_64_bits,
+    spec_of,
+)
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState
-from opt_legacy_stax._trees import first_lines
+from opt_legacy_stax._trees import first_lines, shown
 from opt_legacy_stax.errors import DamagedFileError, StateMismatchError
 
 _CHUNK = 2**24
+_HEADER_SLACK = 2**19
 _SMALLEST = _format.LENGTH_SIZE + 2 + _format.CHECKSUM_SIZE
 
 
 def load(
-    path_or_file: str | os.PathLike[str] | IO[bytes],
+    path_or_file: str | bytes | os.PathLike[str] | IO[bytes],
     *,
     like: Any = None,
     optimizer: Optimizer | None = None,
@@ -35,7 +44,13 @@ def load(
 
     Either `like`, or `optimizer` and `params`, say what to expect. Every leaf comes back as what it
     was: an array of JAX's or NumPy's, a Python number, a PRNG key. Where an expected leaf is a
-    `jax.Array` that is committed to devices, or has a sharding, the loaded one goes there.
+    `jax.Array` that is committed to devices, or has a sharding, the loaded one goes there. The
+    state is of the class that `like` is, or that `optimizer` makes: this module's or JAX's.
+
+    Trees, keys and their order, shapes and dtypes must be equal. There is one exception. JAX makes
+    32 bits of Python's numbers, and of NumPy's arrays of 64 bits unless its 64-bit mode is on. So
+    where an expected leaf is abstract, as all are of `optimizer` and `params`, such a number or
+    array may stand for what JAX makes of it; integers must then fit into it.
 
     Nothing is loaded from a file that is damaged or of another state, and nothing is allocated
     before the length of the file and the expected state agree to it.
@@ -56,7 +71,7 @@ def load(
       TypeError: neither `like` nor `optimizer` and `params` are given, or both.
     """
     reference = _reference(like, optimizer, params)
-    if isinstance(path_or_file, str | os.PathLike):
+    if isinstance(path_or_file, str | bytes | os.PathLike):
         with open(path_or_file, "rb") as file:
             return _load(file, reference)
     return _load(path_or_file, reference)
@@ -74,7 +89,7 @@ def _reference(like: Any, optimizer: Optimizer | None, params: Any) -> Any:
             f"`like` must be an OptimizerState; got {type(like).__name__}. For a tree of "
             "parameters pass `optimizer` and `params`."
         )
-    return like
+    return OptimizerState(*like) if type(like) is tuple else like
 
 
 def _load(file: IO[bytes], reference: Any) -> OptimizerState:
@@ -82,12 +97,16 @@ def _load(file: IO[bytes], reference: Any) -> OptimizerState:
     size = file.seek(0, io.SEEK_END) - start
     file.seek(start)
     reader = _Reader(file, size)
-    header = _read_header(reader)
-    _check_structure(header, reference)
+    expected = _expected_header(reference)
+    header = _read_header(reader, expected.bound)
+    _check_structure(header, expected)
     arrays = [reader.array(spec) for spec in header.specs]
     reader.check_end()
+    _check_values(header, expected, arrays)
     found = [from_file(spec, a) for spec, a in zip(header.specs, arrays, strict=True)]
-    return _assemble(found, reference)
+    leaves = [_placed(*pair) for pair in zip(found, jax.tree.leaves(reference[0]), strict=True)]
+    state: OptimizerState = jax.tree.unflatten(jax.tree.structure(reference), leaves)
+    return state
 
 
 class _Reader:
@@ -102,9 +121,14 @@ class _Reader:
     def read(self, count: int) -> bytes:
         if count > self.left:
             raise _truncated(self.size)
-        data = self._file.read(count)
-        if len(data) != count:
-            raise _truncated(self.size)
+        parts, missing = [], count
+        while missing:  # an unbuffered file may give less than it is asked for
+            part = self._file.read(missing)
+            if not part:
+                raise _truncated(self.size)
+            parts.append(part)
+            missing -= len(part)
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
         self.left -= count
         self._digest.update(data)
         return data
@@ -121,6 +145,11 @@ class _Reader:
             raise _damaged("an entry of a boolean array is neither 0 nor 1")
         return raw.view(dtype_of(spec.dtype)).reshape(spec.shape)
 
+    def skip_data(self) -> None:
+        """Reads all but the checksum, and keeps nothing."""
+        while self.left > _format.CHECKSUM_SIZE:
+            self.read(min(_CHUNK, self.left - _format.CHECKSUM_SIZE))
+
     def check_end(self) -> None:
         digest = self._digest.digest()
         if self.left != _format.CHECKSUM_SIZE:
@@ -129,12 +158,27 @@ class _Reader:
             raise _damaged("its checksum is that of other contents")
 
 
-def _read_header(reader: _Reader) -> Header:
+def _expected_header(reference: Any) -> Header:
+    packed, tree_def, subtree_defs = reference
+    tree = describe(jax.tree.unflatten(tree_def, [0] * tree_def.num_leaves))
+    subtrees = [describe(jax.tree.unflatten(d, [0] * d.num_leaves)) for d in subtree_defs]
+    return Header(tree, subtrees, [spec_of(leaf) for leaf in jax.tree.leaves(packed)])
+
+
+def _read_header(reader: _Reader, bound: int) -> Header:
     if reader.size < _SMALLEST:
         raise _damaged(f"it has {reader.size} bytes, too few for any state")
     length = int.from_bytes(reader.read(_format.LENGTH_SIZE), "little")
     if length > min(_format.MAX_HEADER, reader.left - _format.CHECKSUM_SIZE):
         raise _damaged(f"it declares a header of {length} bytes, in {reader.size} altogether")
+    if length > _HEADER_SLACK + 2 * bound:  # it is not worth the memory to read it
+        reader.skip_data()
+        reader.check_end()
+        raise StateMismatchError(
+            f"the file holds another state than expected: one whose header has {length} bytes, "
+            f"expected at most {bound}. Load it for the optimizer and parameters that it "
+            "was saved with."
+        )
     header = _format.decode(reader.read(length))
     declared = header.data_size + _format.CHECKSUM_SIZE
     if declared != reader.left:
@@ -142,25 +186,20 @@ def _read_header(reader: _Reader) -> Header:
     return header
 
 
-def _check_structure(header: Header, reference: Any) -> None:
+def _check_structure(header: Header, expected: Header) -> None:
     """Raises where the file holds another tree, or other leaves, than expected."""
-    packed, tree_def, subtree_defs = reference
-    tree = describe(jax.tree.unflatten(tree_def, [0] * tree_def.num_leaves))
-    subtrees = [describe(jax.tree.unflatten(d, [0] * d.num_leaves)) for d in subtree_defs]
-    lines = list(islice(differences(tree, header.tree), 100))
+    lines = list(islice(differences(expected.tree, header.tree), 100))
     if not lines:
-        for name, ours, theirs in zip(_params(header), subtrees, header.subtrees, strict=True):
-            lines += [f"{name}, kept for it: {line}" for line in differences(ours, theirs)]
-    expected = [spec_of(leaf) for leaf in jax.tree.leaves(packed)]
+        pairs = zip(_params(header), expected.subtrees, header.subtrees, strict=True)
+        for name, ours, theirs in pairs:
+            found = islice(differences(ours, theirs), 100)
+            lines += [f"{shown(name)}, kept for it: {line}" for line in found]
     if not lines:
-        for name, theirs, spec in zip(header.names, header.specs, expected, strict=True):
-            if not fits(theirs, spec):
-                lines.append(f"{name}: expected {spec}, found {theirs}")
-    if lines:
-        raise StateMismatchError(
-            f"the file holds another state than expected:\n{first_lines(lines)}\nLoad it for the "
-            "optimizer and parameters that it was saved with."
-        )
+        specs = zip(header.names, header.specs, expected.specs, strict=True)
+        for name, found_spec, spec in specs:
+            if not fits(found_spec, spec):
+                lines.append(f"{shown(name)}: expected {spec}, found {found_spec}")
+    _raise_mismatch(lines)
     if any(map(needs_64_bits, header.specs)):
         raise StateMismatchError(
             "the file holds arrays of 64 bits, and this process has JAX's 64-bit mode off. Turn it "
@@ -168,15 +207,26 @@ def _check_structure(header: Header, reference: Any) -> None:
         )
 
 
+def _check_values(header: Header, expected: Header, arrays: Sequence[np.ndarray]) -> None:
+    """Raises where an integer that stands for one of fewer bits does not fit into it."""
+    lines = [
+        f"{shown(name)}: expected {spec}, found an integer beyond it"
+        for name, array, spec in zip(header.names, arrays, expected.specs, strict=True)
+        if spec.kind == "abstract" and not is_within(array, spec.dtype)
+    ]
+    _raise_mismatch(lines)
+
+
+def _raise_mismatch(lines: Sequence[str]) -> None:
+    if lines:
+        raise StateMismatchError(
+            f"the file holds another state than expected:\n{first_lines(lines)}\nLoad it for the "
+            "optimizer and parameters that it was saved with."
+        )
+
+
 def _params(header: Header) -> list[str]:
     return [name_of(outer, ()) for outer in leaves(header.tree)]
-
-
-def _assemble(found: Sequence[Any], reference: Any) -> OptimizerState:
-    packed, tree_def, subtree_defs = reference
-    placed = iter([_placed(*pair) for pair in zip(found, jax.tree.leaves(packed), strict=True)])
-    lists = [list(islice(placed, d.num_leaves)) for d in subtree_defs]
-    return OptimizerState(tuple(lists), tree_def, tuple(subtree_defs))
 
 
 def _placed(leaf: Any, like: Any) -> Any:

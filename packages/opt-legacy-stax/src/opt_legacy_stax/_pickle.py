@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import pickletools
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +20,8 @@ import numpy as np
 
 from opt_legacy_stax._joinpoint import JoinPoint
 from opt_legacy_stax._leaves import dtype_of, is_known
+from opt_legacy_stax._opcodes import check_opcodes
+from opt_legacy_stax._trees import shown
 from opt_legacy_stax.errors import UnsafePickleError
 
 
@@ -35,8 +36,10 @@ def load_unpacked_pickle(path_or_file: str | os.PathLike[str] | IO[bytes]) -> An
       path_or_file: a path, or a file object opened for reading bytes.
 
     Returns:
-      The tree, with this module's join points and NumPy arrays; JAX's arrays become NumPy's. For
-      `pack_optimizer_state`, or `convert_old_layout` where the pickle is older than jax 0.2.20.
+      The tree, with this module's join points. Arrays of JAX's come back as such, on the default
+      device; as NumPy's where JAX, as it is configured, would round or wrap them. What occurs twice
+      in the pickle is one array in the tree. For `pack_optimizer_state`, or `convert_old_layout`
+      where the pickle is older than jax 0.2.20.
 
     Raises:
       UnsafePickleError: the pickle holds anything but arrays, numbers, dicts, lists, tuples, `None`
@@ -47,7 +50,7 @@ def load_unpacked_pickle(path_or_file: str | os.PathLike[str] | IO[bytes]) -> An
     else:
         data = path_or_file.read()
     try:
-        _check_opcodes(data)
+        check_opcodes(data)
         found = _Unpickler(io.BytesIO(data)).load()
         return _Converter(limit=len(data)).convert(found)
     except UnsafePickleError:
@@ -58,78 +61,11 @@ def load_unpacked_pickle(path_or_file: str | os.PathLike[str] | IO[bytes]) -> An
         ) from None
 
 
-# Opcodes that a pickle of plain containers, numbers, text, bytes and objects has.
-_OPCODES = frozenset(
-    [
-        "PROTO",
-        "FRAME",
-        "STOP",
-        "MARK",
-        "POP",
-        "POP_MARK",
-        "DUP",
-        "NONE",
-        "NEWTRUE",
-        "NEWFALSE",
-        "INT",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG",
-        "LONG1",
-        "LONG4",
-        "FLOAT",
-        "BINFLOAT",
-        "UNICODE",
-        "BINUNICODE",
-        "SHORT_BINUNICODE",
-        "BINUNICODE8",
-        "STRING",
-        "BINSTRING",
-        "SHORT_BINSTRING",
-        "BINBYTES",
-        "SHORT_BINBYTES",
-        "BINBYTES8",
-        "BYTEARRAY8",
-        "EMPTY_DICT",
-        "DICT",
-        "SETITEM",
-        "SETITEMS",
-        "EMPTY_LIST",
-        "LIST",
-        "APPEND",
-        "APPENDS",
-        "EMPTY_TUPLE",
-        "TUPLE",
-        "TUPLE1",
-        "TUPLE2",
-        "TUPLE3",
-        "PUT",
-        "BINPUT",
-        "LONG_BINPUT",
-        "MEMOIZE",
-        "GET",
-        "BINGET",
-        "LONG_BINGET",
-        "GLOBAL",
-        "STACK_GLOBAL",
-        "REDUCE",
-        "BUILD",
-        "NEWOBJ",
-    ]
-)
+class _Inert:
+    """What a pickle can name, and cannot change: `BUILD` would set the attributes of anything."""
 
-
-def _check_opcodes(data: bytes) -> None:
-    """Raises unless every opcode is known and declares no more than the file holds."""
-    for count, (opcode, argument, position) in enumerate(pickletools.genops(data)):
-        if opcode.name not in _OPCODES:
-            raise UnsafePickleError(
-                f"the pickle has the opcode {opcode.name} at byte {position}, which no state needs."
-            )
-        # The memo is an array: an index far beyond what is in it would be allocated.
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(str(argument)) > count:
-            raise UnsafePickleError(f"the pickle stores beyond its memo at byte {position}.")
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("attributes for what takes none")
 
 
 class _Dtype:
@@ -149,7 +85,7 @@ class _Dtype:
             raise ValueError("no dtype")
         name = _SHORT.get(self.name, self.name)
         if not is_known(name):
-            raise UnsafePickleError(f"the pickle holds an array of dtype {self.name[:40]!r}.")
+            raise UnsafePickleError(f"the pickle holds an array of dtype {shown(repr(self.name))}.")
         dtype = dtype_of(name)
         return dtype.newbyteorder(">") if self.order == ">" else dtype.newbyteorder("<")
 
@@ -164,44 +100,61 @@ _SHORT = {
 }
 
 
-class _Extension:
+class _Extension(_Inert):
     """The type of a dtype that NumPy itself does not have."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
+class _Latin1(_Inert):
+    """Bytes that were written as text; they are made where they are needed."""
+
+    def __init__(self, text: Any, encoding: Any) -> None:
+        if type(text) is not str or encoding != "latin1":
+            raise ValueError("no bytes")
+        self.text = text
+
+
 class _Array:
     """The contents of an array, as `ndarray.__setstate__` gets them."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_jax: bool = False) -> None:
+        self.is_jax = is_jax
         self.state: Any = None
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
-    def resolve(self) -> np.ndarray:
-        _, shape, dtype, is_fortran, raw = self.state
-        return _array(raw, dtype, shape, "F" if is_fortran else "C")
-
-
-class _JaxArray(_Array):
-    """The contents of an array of JAX's."""
+    @property
+    def raw(self) -> Any:
+        return self.state[4]
 
     def resolve(self) -> Any:
-        array = super().resolve()
-        fits = jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype
+        _, shape, dtype, is_fortran, raw = self.state
+        array = _array(raw, dtype, shape, "F" if is_fortran else "C")
+        fits = self.is_jax and jax.dtypes.canonicalize_dtype(array.dtype) == array.dtype
         return jnp.asarray(array) if fits else array
 
 
-class _Ready:
+class _Buffer(_Inert):
     """An array whose contents were arguments."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, raw: Any, dtype: Any, shape: Any, order: Any, *_: Any) -> None:
+        self.raw, self.dtype, self.shape, self.order = raw, dtype, shape, order
 
     def resolve(self) -> Any:
-        return self.value
+        return _array(self.raw, self.dtype, self.shape, self.order)
+
+
+class _Scalar(_Buffer):
+    """A scalar of NumPy's."""
+
+    def __init__(self, dtype: Any, raw: Any) -> None:
+        super().__init__(raw, dtype, (), "C")
+
+    def resolve(self) -> Any:
+        return super().resolve()[()]
 
 
 class _Marker:
@@ -216,6 +169,8 @@ class _Marker:
 
 
 def _array(raw: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
+    if isinstance(raw, _Latin1):
+        raw = raw.text
     if isinstance(raw, str):
         raw = raw.encode("latin1")  # Python 2, and protocols before 3
     if type(dtype) is not _Dtype or type(raw) not in (bytes, bytearray) or order not in ("C", "F"):
@@ -223,65 +178,69 @@ def _array(raw: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
     if type(shape) is not tuple or not all(type(dim) is int and dim >= 0 for dim in shape):
         raise ValueError("no shape")
     resolved = dtype.resolve()
-    array = np.frombuffer(bytes(raw), resolved).reshape(shape, order=order)
+    array = np.frombuffer(raw, resolved).reshape(shape, order=order)
     return array.astype(resolved.newbyteorder("="), order="C")
 
 
+class _Global(_Inert):
+    """A function or class that a pickle names.
+
+    Args:
+      make: called with what the pickle passes.
+    """
+
+    def __init__(self, make: Callable[..., Any] | None = None) -> None:
+        self._make = make
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self._make is None:
+            raise ValueError("a call of what is not called")
+        return self._make(*arguments)
+
+
+_NDARRAY, _OBJECT = _Global(), _Global()
+
+
+@_Global
 def _reconstruct(subtype: Any, shape: Any, dtype: Any) -> _Array:
-    if subtype is not _Array or shape != (0,):
+    if subtype is not _NDARRAY or shape != (0,):
         raise ValueError("no array")
     return _Array()
 
 
+@_Global
 def _reconstruct_array(make: Any, arguments: Any, state: Any, *_: Any) -> _Array:
     if make is not _reconstruct or type(arguments) is not tuple:
         raise ValueError("no array of JAX's")
     _reconstruct(*arguments)
-    array = _JaxArray()
+    array = _Array(is_jax=True)
     array.__setstate__(state)
     return array
 
 
-def _from_buffer(raw: Any, dtype: Any, shape: Any, order: Any, *_: Any) -> _Ready:
-    return _Ready(_array(raw, dtype, shape, order))
-
-
-def _scalar(dtype: Any, raw: Any) -> _Ready:
-    return _Ready(_array(raw, dtype, (), "C")[()])
-
-
+@_Global
 def _new_object(kind: Any, base: Any, state: Any) -> Any:
     """What protocols 0 and 1 make an object with."""
-    if kind is not _Marker or base is not object or state is not None:
+    if kind is not _Marker or base is not _OBJECT or state is not None:
         raise ValueError("no join point")
     return _Marker()
 
 
-def _encode(text: Any, encoding: Any) -> bytes:
-    if type(text) is not str or encoding != "latin1":
-        raise ValueError("no bytes")
-    return text.encode("latin1")
-
-
-def _no_bytes() -> bytes:
-    return b""
-
-
 _NUMPY = ("numpy.core", "numpy._core")
 _GLOBALS: dict[tuple[str, str], Any] = {
-    ("numpy", "ndarray"): _Array,
-    ("numpy", "dtype"): _Dtype,
+    ("numpy", "ndarray"): _NDARRAY,
+    ("numpy", "dtype"): _Global(_Dtype),
     ("jax._src.array", "_reconstruct_array"): _reconstruct_array,
     ("jax._src.device_array", "reconstruct_device_array"): _reconstruct_array,
     ("copy_reg", "_reconstructor"): _new_object,
     ("copyreg", "_reconstructor"): _new_object,
-    ("__builtin__", "object"): object,
-    ("builtins", "object"): object,
-    ("_codecs", "encode"): _encode,
-    ("__builtin__", "bytes"): _no_bytes,  # how protocols before 3 write `b""`
+    ("__builtin__", "object"): _OBJECT,
+    ("builtins", "object"): _OBJECT,
+    ("_codecs", "encode"): _Global(_Latin1),
+    ("__builtin__", "bytes"): _Global(lambda: b""),  # how protocols before 3 write `b""`
     **{(f"{n}.multiarray", "_reconstruct"): _reconstruct for n in _NUMPY},
-    **{(f"{n}.multiarray", "scalar"): _scalar for n in _NUMPY},
-    **{(f"{n}.numeric", "_frombuffer"): _from_buffer for n in _NUMPY},
+    **{(f"{n}.multiarray", "scalar"): _Global(_Scalar) for n in _NUMPY},
+    **{(f"{n}.numeric", "_frombuffer"): _Global(_Buffer) for n in _NUMPY},
     **{
         (module, "JoinPoint"): _Marker
         for module in (
@@ -304,7 +263,7 @@ class _Unpickler(pickle.Unpickler):
             found: Callable[..., Any] = _GLOBALS[module, name]
         except KeyError:
             raise UnsafePickleError(
-                f"the pickle asks for `{module[:80]}.{name[:80]}`, which is no array and no "
+                f"the pickle asks for `{shown(module)}.{shown(name)}`, which is no array and no "
                 "JoinPoint. It was not run."
             ) from None
         return found
@@ -314,18 +273,23 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Converter:
-    """Makes the tree of what the unpickler recorded, of no more nodes than the file has bytes."""
+    """Makes the tree of what the unpickler recorded.
+
+    It has no more nodes than the file has bytes, and neither have its arrays: what the file holds
+    once may be named many times.
+    """
 
     def __init__(self, limit: int) -> None:
-        self._left = limit
+        self._nodes = self._bytes = limit
+        self._arrays: dict[int, Any] = {}
 
     def convert(self, node: Any) -> Any:
-        self._left -= 1
-        if self._left < 0:
+        self._nodes -= 1
+        if self._nodes < 0:
             raise UnsafePickleError("the pickle describes more than it holds.")
         match node:
-            case _Array() | _Ready():
-                return node.resolve()
+            case _Array() | _Buffer():
+                return self._array(node)
             case _Marker():
                 return JoinPoint(self.convert(node.subtree))
             case dict():
@@ -341,6 +305,15 @@ class _Converter:
                     f"the pickle holds a {type(node).__name__.lstrip('_')}, which is no array and "
                     "no JoinPoint."
                 )
+
+    def _array(self, node: _Array | _Buffer) -> Any:
+        if id(node) not in self._arrays:  # the nodes live as long as the tree does
+            raw = node.raw.text if isinstance(node.raw, _Latin1) else node.raw
+            self._bytes -= len(raw)
+            if self._bytes < 0:
+                raise UnsafePickleError("the pickle describes larger arrays than it holds.")
+            self._arrays[id(node)] = node.resolve()
+        return self._arrays[id(node)]
 
     def _key(self, key: Any) -> Any:
         if type(key) not in (str, int):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
+import stat
 from collections import Counter
 from pathlib import Path
 from typing import IO, Any
@@ -21,11 +23,13 @@ from opt_legacy_stax.errors import SaveError
 _CHUNK = 2**24
 
 
-def save(path_or_file: str | os.PathLike[str] | IO[bytes], state: Any) -> None:
+def save(path_or_file: str | bytes | os.PathLike[str] | IO[bytes], state: Any) -> None:
     """Writes a state to a file, exactly.
 
     A path is written atomically: to a temporary file beside it, which is flushed to the disk and
-    renamed. Whoever opens the path finds the old file or the new one, whole. The format is that of
+    renamed. Whoever opens the path finds the old file or the new one, whole. A file that was there
+    passes on its permissions. A writer that is killed leaves its temporary file, `.NAME.*.tmp`:
+    delete it, as nothing else does. The format is that of
     safetensors, without pickle and with a checksum: see `load`.
 
     Args:
@@ -36,6 +40,7 @@ def save(path_or_file: str | os.PathLike[str] | IO[bytes], state: Any) -> None:
     Raises:
       SaveError: the state is traced, donated, spread over processes, or holds what the format
         cannot; nothing is written.
+      OSError: the file cannot be written.
 
     Examples:
       >>> import io
@@ -48,8 +53,8 @@ def save(path_or_file: str | os.PathLike[str] | IO[bytes], state: Any) -> None:
       [1.0, 1.0, 1.0]
     """
     header, arrays = _contents(state)
-    if isinstance(path_or_file, str | os.PathLike):
-        _write_atomically(Path(path_or_file), header, arrays)
+    if isinstance(path_or_file, str | bytes | os.PathLike):
+        _write_atomically(_target(Path(os.fsdecode(path_or_file))), header, arrays)
     else:
         _write(path_or_file, header, arrays)
 
@@ -82,11 +87,24 @@ def _contents(state: Any) -> tuple[bytes, list[np.ndarray]]:
     return encoded, [array for _, array in found]
 
 
+def _target(path: Path) -> Path:
+    """Returns the file that a path leads to: a link stays one."""
+    try:
+        target = path.resolve()
+    except RuntimeError:  # Python before 3.13
+        target = path
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return target
+
+
 def _write_atomically(path: Path, header: bytes, arrays: list[np.ndarray]) -> None:
-    path = path.resolve()  # a link stays one
-    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
+    start = os.fsencode(path.name)[:100].decode(errors="ignore")  # file systems count bytes
+    temporary = path.with_name(f".{start}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
+            if path.exists():  # before anything is in it that others should not read
+                os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
             _write(file, header, arrays)
             file.flush()
             os.fsync(file.fileno())
@@ -110,11 +128,21 @@ def _sync_folder(folder: Path) -> None:
 
 def _write(file: IO[bytes], header: bytes, arrays: list[np.ndarray]) -> None:
     digest = hashlib.sha256(header)
-    file.write(header)
+    _write_all(file, header)
     for array in arrays:
         data = array.reshape(-1).view(np.uint8).data
         for start in range(0, len(data), _CHUNK):
             part = data[start : start + _CHUNK]
             digest.update(part)
-            file.write(part)
-    file.write(digest.digest())
+            _write_all(file, part)
+    _write_all(file, digest.digest())
+
+
+def _write_all(file: IO[bytes], data: bytes | memoryview) -> None:
+    """Writes to a file object that may be unbuffered, and then writes as much as it likes."""
+    rest = memoryview(data)
+    while rest:
+        count = file.write(rest)
+        if not count:
+            raise BlockingIOError(errno.EAGAIN, "the file object takes no more bytes for now")
+        rest = rest[count:]

@@ -49,6 +49,18 @@ def first_lines(lines: Sequence[str]) -> str:
     return "\n".join([*shown, f"  and {rest} more"] if rest > 0 else shown)
 
 
+def shown(text: str, limit: int = 100) -> str:
+    r"""Returns a text that may come from a file as an error can show it: escaped, and short.
+
+    Examples:
+      >>> shown('mlp/kernel'), shown('a' + chr(10)), shown('abcdef', limit=5)
+      ('mlp/kernel', 'a\\n', 'ab...')
+    """
+    cut = text if len(text) <= limit else text[: limit - 3]
+    escaped = cut if cut.isprintable() else repr(cut)[1:-1]
+    return escaped if cut is text else escaped + "..."
+
+
 def different_trees(tree_def: Any, grads_def: Any) -> TreeMismatchError:
     """Returns the error for gradients of another structure than the parameters."""
     lines = _differences(_example(tree_def), _example(grads_def), ())
@@ -137,6 +149,8 @@ def _differences(expected: Any, found: Any, path: tuple[Any, ...]) -> list[str]:
             lines.append(f"{path_str((*path, key))}: expected {_kind(child)}, found nothing")
     for key, child in others.values():
         lines.append(f"{path_str((*path, key))}: expected nothing, found {_kind(child)}")
+    if not lines and [key for key, _ in ours] != [key for key, _ in theirs]:
+        lines.append(f"{path_str(path)}: the same keys in another order")
     return lines
 
 
