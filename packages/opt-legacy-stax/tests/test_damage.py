@@ -216,6 +216,66 @@ def test_absurd_sizes_allocate_nothing() -> None:
     assert peak < 16 * 2**20
 
 
+def test_a_large_header_is_not_read() -> None:
+    """Megabytes of JSON would take a hundred times as much memory."""
+    many = b'{"a":[' + b"[]," * 2**20 + b"[]]}"
+    deep = b'{"a":' + b"[" * 2**20 + b"]" * 2**20 + b"}"
+    keys = ours.sgd(0.1).init_fn({"k" * 2**14 + str(n): np.float32(n) for n in range(100)})
+    bodies = [len(text).to_bytes(8, "little") + text for text in (many, deep)]
+    tracemalloc.start()
+    messages = [refused(signed(body), errors.StateMismatchError) for body in bodies]
+    for body in bodies:
+        assert "its checksum is that of other contents" in refused(body + bytes(32))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    messages.append(refused(saved(keys), errors.StateMismatchError))  # a sound file
+    for message in messages:
+        assert "one whose header has " in message
+    assert peak < 48 * 2**20  # what is hashed at a time, and the files' own bytes
+    assert ours.load(io.BytesIO(saved(keys)), like=keys) is not None
+
+
+def test_long_keys_are_not_repeated() -> None:
+    """The name of a leaf has the key of every node above it: a small header may declare much."""
+    header, about, leaves = parts()
+    about["tree"] = ["dict", [["k" * 50_000, ["list", [[n, "*"] for n in range(3000)]]]]]
+    about["subtrees"] = ["*"] * 3000
+    about["leaves"] = [["jax", "int8", [0], ""]] * 3000
+    tracemalloc.start()
+    assert "contradicts its own metadata" in refused(built(header, about, leaves))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 * 2**20
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.decode().encode("utf-16"),
+        lambda text: b"\xef\xbb\xbf" + text,
+        lambda text: text + b" " * 8,
+        lambda text: text.replace(b",", b", ", 1),
+        lambda text: text.replace(b'"}', b'","x":"y"}', 1),
+        lambda text: text.replace(b'{\\"version', b'{\\"evil\\":1,\\"version'),
+        lambda text: text.replace(b"[2,3]", b"[2.0,3]"),
+    ],
+    ids=["utf-16", "bom", "padding", "spaces", "metadata", "about", "float"],
+)
+def test_headers_are_as_save_writes_them(change: Callable[[bytes], bytes]) -> None:
+    length = int.from_bytes(DATA[:8], "little")
+    text = change(DATA[8 : 8 + length])
+    assert text != DATA[8 : 8 + length]
+    refused(signed(len(text).to_bytes(8, "little") + text + DATA[8 + length : -32]))
+
+
+def test_keys_of_a_node_are_different() -> None:
+    header, about, leaves = parts()
+    about["tree"][1].insert(0, ["w", ["None", []]])
+    assert refused(built(header, about, leaves)) == (
+        "the metadata describe no state: two children of a node have one key."
+    )
+
+
 @pytest.mark.parametrize("depth", [50, 300, 5000])
 def test_deep_trees_are_refused(depth: int) -> None:
     header, about, leaves = parts()

@@ -16,7 +16,7 @@ import numpy as np
 import opt_legacy_stax as ours
 import pytest
 from jax.example_libraries import optimizers as theirs
-from opt_legacy_stax import errors
+from opt_legacy_stax import _pickle, errors
 from stax_testing import same_structure
 
 PARAMS: Any = {
@@ -154,6 +154,65 @@ def test_bombs(name: str) -> None:
         load(BOMBS[name])
 
 
+NESTED = {
+    "TUPLE1": b")" + b"\x85" * 10**6,
+    "TUPLE": b"(" * 10**6 + b"t" * 10**6,
+    "TUPLE2": b")" + b"N\x86" * 10**6,
+    "memo": b")" + b"\x85q\x000h\x00" * 10**6,
+    "BUILD": b")" + b"\x85Nb" * 10**6,
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_tuples_too_deep_to_be_hashed(name: str) -> None:
+    """As a key they would overflow the stack of C: no exception, the end of the process."""
+    with pytest.raises(errors.UnsafePickleError, match="tuples nested deeper than 200"):
+        load(b"\x80\x04}" + NESTED[name] + b"Ns.")
+
+
+def named(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+@pytest.mark.parametrize("key", sorted(_pickle._GLOBALS), ids="-".join)
+def test_nothing_that_is_named_can_be_changed(key: tuple[str, str]) -> None:
+    thing = _pickle._GLOBALS[key]
+    before = dict(vars(thing))
+    attributes = b"}X\x05\0\0\0_makeNs"
+    for state in (attributes, b"N" + attributes + b"\x86"):
+        with pytest.raises(errors.UnsafePickleError):
+            load(b"\x80\x02" + named(*key) + state + b"b0N.")
+        assert dict(vars(thing)) == before
+
+
+def test_what_was_read_cannot_be_replaced() -> None:
+    value = pickle.dumps(np.float32(1), 2)
+    array = pickle.dumps(np.ones(2), 5)
+    for data in (value, array):
+        for name in (b"raw", b"dtype", b"value"):
+            attributes = b"}X" + len(name).to_bytes(4, "little") + name + b"X\x01\0\0\0as"
+            with pytest.raises(errors.UnsafePickleError):
+                load(data[:-1] + attributes + b"b.")
+
+
+def test_what_is_named_twice_is_one_array() -> None:
+    array = np.zeros(2**16)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        found = load(pickle.dumps([array] * 100, protocol))
+        assert all(one is found[0] for one in found)
+
+
+def test_small_pickles_of_large_arrays_are_refused() -> None:
+    """Many arrays of one `bytes` object."""
+    raw = b"B\0\0\1\0" + bytes(2**16) + b"q\x0a"
+    dtype = pickle.dumps(np.dtype("u1"), 2)[2:-1] + b"q\x09"
+    make = named("numpy.core.numeric", "_frombuffer") + b"(h\x0ah\x09J\0\0\1\0\x85X\1\0\0\0CtR"
+    [array] = load(b"\x80\x03]" + dtype + b"0" + raw + b"0" + b"(" + make + b"e.")
+    assert array.nbytes == 2**16
+    with pytest.raises(errors.UnsafePickleError, match="larger arrays than it holds"):
+        load(b"\x80\x03]" + dtype + b"0" + raw + b"0" + b"(" + make * 100 + b"e.")
+
+
 def test_a_pickle_that_is_cut_or_changed_gives_one_error() -> None:
     data = pickle.dumps(theirs.unpack_optimizer_state(theirs.adam(0.1).init_fn({"w": jnp.ones(2)})))
     for length in range(len(data)):
@@ -228,6 +287,19 @@ def test_todays_layout_is_left_alone() -> None:
         converted = ours.convert_old_layout(state)
         assert same_structure(converted, state)
         assert all(a is b for a, b in zip(*map(jax.tree.leaves, (converted, state)), strict=True))
+
+
+def test_whether_it_is_sm3_must_be_said() -> None:
+    mine = {"w": ours.JoinPoint((np.ones(2), np.zeros(2), [np.zeros(2)]))}  # a history, say
+    with pytest.raises(errors.LayoutError) as caught:
+        ours.convert_old_layout(mine)
+    assert str(caught.value) == (
+        "what is kept for `w` looks like `(x, m, vs)` of sm3 up to jax 0.2.19. Say whether it is "
+        "that: `is_sm3=True` or `is_sm3=False`."
+    )
+    state = ours.pack_optimizer_state(mine)
+    assert same_structure(ours.convert_old_layout(mine, is_sm3=False), state)
+    assert len(ours.convert_old_layout(mine, is_sm3=True).packed_state[0]) == 4
 
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:
