@@ -1,5 +1,6 @@
 """What is broken upstream, and works here."""
 
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import opt_legacy_stax as ours
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.example_libraries import optimizers as theirs
 from stax_testing import same_structure
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -250,3 +252,64 @@ def test_a_scalar_gradient_is_for_every_entry() -> None:
         "w": [1.0, 1.0],
         "b": 0.5,
     }
+
+
+@pytest.mark.parametrize("i", [-(2**40), np.int64(-(2**40)), -(2**31)])
+def test_the_step_saturates_downwards_too(i: Any) -> None:
+    triple = ours.adam(0.1)
+    state = triple.init_fn(jnp.ones(2))
+    found, expected = (triple.update_fn(n, jnp.ones(2), state) for n in (i, -(2**31)))
+    np.testing.assert_array_equal(triple.params_fn(found), triple.params_fn(expected))
+
+
+def test_booleans_are_steps_and_fractions_are_step_sizes() -> None:
+    triple = ours.adam(Fraction(1, 10))
+    state = triple.init_fn(jnp.ones(2))
+    expected = triple.params_fn(ours.adam(0.1).update_fn(1, jnp.ones(2), state))
+    for i in (True, np.bool_(True), np.array(True), jnp.bool_(True)):
+        found = triple.params_fn(triple.update_fn(i, jnp.ones(2), state))
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_an_infinite_power_has_decayed_at_once(jit: bool) -> None:
+    schedule: Any = ours.polynomial_decay(0.5, 7, 0.125, float("inf"))
+    schedule = jax.jit(schedule) if jit else schedule
+    assert [float(schedule(i)) for i in (0, 1, 7, 9)] == [0.5, 0.125, 0.125, 0.125]
+
+
+def test_clipping_to_nan_is_not_silent() -> None:
+    assert jnp.isnan(ours.clip_grads([jnp.array([3.0, 4.0])], jnp.nan)[0]).all()
+
+
+def test_sm3_updates_arrays_without_entries() -> None:
+    triple = ours.sm3(0.1)
+    state = triple.init_fn({"none": jnp.zeros((0, 3)), "w": jnp.ones((2, 3))})
+    after = triple.update_fn(0, triple.params_fn(state), state)
+    assert same_structure(after, state)
+    params: Any = triple.params_fn(after)
+    assert params["none"].shape == (0, 3)
+    assert (params["w"] < 1).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.asarray])
+def test_exact_numerics_of_numpy_steps(kind: Any, dtype: str) -> None:
+    def train(module: Any, **options: Any) -> Any:
+        triple = module.sgd(module.exponential_decay(0.1, 3, 0.5), **options)
+        return triple.params_fn(
+            triple.update_fn(kind(2), jnp.ones(2, dtype), triple.init_fn(jnp.ones(2, dtype)))
+        )
+
+    found, expected = train(ours, upstream_numerics=True), train(theirs)
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_exact_numerics_of_an_integer_rate() -> None:
+    def values(module: Any, **options: Any) -> list[float]:
+        schedule = jax.jit(module.inverse_time_decay(0.1, 10, 3, **options))
+        return [float(schedule(jnp.int32(i))) for i in (7, 10**9)]
+
+    assert values(ours, upstream_numerics=True) == values(theirs)
+    assert values(ours) != values(theirs)
