@@ -83,7 +83,7 @@ def test_states_come_back(name: str, module: Any) -> None:
     for state in (triple.init_fn(PARAMS), trained(triple)):
         found = round_trip(state)
         assert type(found) is type(state)
-        assert jax.tree.structure(found) == jax.tree.structure(state)
+        jax.tree.map(lambda a, b: None, found, state)  # raises for another structure
         check_same(found, state)
         by_optimizer = round_trip(state, optimizer=triple_of(name), params=PARAMS)
         check_same(by_optimizer, state)

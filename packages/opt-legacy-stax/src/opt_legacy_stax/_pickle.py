@@ -25,7 +25,7 @@ from opt_legacy_stax._trees import shown
 from opt_legacy_stax.errors import UnsafePickleError
 
 
-def load_unpacked_pickle(path_or_file: str | os.PathLike[str] | IO[bytes]) -> Any:
+def load_unpacked_pickle(path_or_file: str | bytes | os.PathLike[str] | IO[bytes]) -> Any:
     """Returns the tree of a pickle that was made of `unpack_optimizer_state(state)`.
 
     Pickles are programs: never load those of strangers with `pickle.load`. This reads the kind of
@@ -45,8 +45,8 @@ def load_unpacked_pickle(path_or_file: str | os.PathLike[str] | IO[bytes]) -> An
       UnsafePickleError: the pickle holds anything but arrays, numbers, dicts, lists, tuples, `None`
         and join points, or is damaged.
     """
-    if isinstance(path_or_file, str | os.PathLike):
-        data = Path(path_or_file).read_bytes()
+    if isinstance(path_or_file, str | bytes | os.PathLike):
+        data = Path(os.fsdecode(path_or_file)).read_bytes()
     else:
         data = path_or_file.read()
     try:
