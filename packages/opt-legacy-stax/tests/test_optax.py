@@ -1,5 +1,6 @@
 """To Optax and back: runs that switch in the middle."""
 
+import functools
 from typing import Any
 
 import jax
@@ -49,12 +50,18 @@ def run_triple(triple: Any, state: Any, start: int, stop: int) -> Any:
     return state
 
 
-def run_optax(tx: Any, params: Any, state: Any, start: int, stop: int) -> tuple[Any, Any]:
+@functools.cache  # a transformation is a tuple of functions; each is compiled once
+def compiled_step(tx: Any) -> Any:
     @jax.jit
     def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
+    return step
+
+
+def run_optax(tx: Any, params: Any, state: Any, start: int, stop: int) -> tuple[Any, Any]:
+    step = compiled_step(tx)
     for i in range(start, stop):
         params, state = step(params, state, GRADS[i])
     return params, state

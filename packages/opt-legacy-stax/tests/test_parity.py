@@ -1,5 +1,6 @@
 """JAX's own module is the oracle: optimizers, schedules, dtypes, containers, ways of running."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -85,19 +86,21 @@ def triple_of(module: Any, optimizer: str, schedule: str, **options: Any) -> Any
     return getattr(module, optimizer)(rate, **OPTIMIZERS[optimizer], **options)
 
 
+# What XLA makes of a program is tested; LLVM may be quick about it, for both modules alike.
+compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
 def run(triple: Any, params: Any, grads: list[Any], way: str) -> Any:
     init, update, get_params = triple
     if way == "vmap":
         batched = [jax.tree.map(lambda x: np.stack([x, 2 * np.asarray(x)]), t) for t in grads]
         both = jax.tree.map(lambda x: np.stack([x, np.asarray(x)]), params)
 
-        def train(params: Any, *grads: Any) -> Any:
-            state = init(params)
-            for i, g in enumerate(grads):
-                state = update(i, g, state)
-            return state
-
-        return jax.jit(jax.vmap(train))(both, *batched)
+        state = jax.vmap(init)(both)
+        update = compiled(jax.vmap(update, in_axes=(None, 0, 0)))
+        for i, g in enumerate(batched):
+            state = update(jnp.int32(i), g, state)
+        return state
     state = init(params)
     if way == "scan":
 
@@ -106,9 +109,10 @@ def run(triple: Any, params: Any, grads: list[Any], way: str) -> Any:
 
         stacked = jax.tree.map(lambda *g: jnp.stack(g), *grads)
         start = jax.tree.map(jnp.asarray, state)
-        return jax.lax.scan(step, start, (jnp.arange(len(grads)), stacked))[0]
+        train = compiled(lambda start, xs: jax.lax.scan(step, start, xs)[0])
+        return train(start, (jnp.arange(len(grads)), stacked))
     if way == "jit":
-        update = jax.jit(update)
+        update = compiled(update)
     for i, g in enumerate(grads):
         state = update(i if way == "eager" else jnp.int32(i), g, state)
     return state
