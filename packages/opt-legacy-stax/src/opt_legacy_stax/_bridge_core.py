@@ -120,7 +120,7 @@ def _axes_of(triple: Optimizer, param: Any, axes: Any, kept: Any) -> Any:
     specs = []
     for leaf in jax.tree.leaves(found):
         followed = [sizes.get(dim) for dim in leaf.shape]
-        # The first dimension that follows one of the parameter has its axis: none can have it twice.
+        # The first dimension that follows one of the parameter has its axis; none has it twice.
         spec = [
             None if n is None or n in followed[:k] else names[n] for k, n in enumerate(followed)
         ]

@@ -31,8 +31,8 @@ def keep_dtypes(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
     """Returns the leaves of `new`, rounded to the dtypes of `old`.
 
     Only within real, and within complex, floating-point dtypes: an update that makes a float of an
-    integer, or a complex number of a real one, cannot be rounded back. PRNG keys stay keys. Of `old`
-    dtypes suffice, so `jax.ShapeDtypeStruct` leaves will do.
+    integer, or a complex number of a real one, cannot be rounded back. PRNG keys stay keys. Of
+    `old` dtypes suffice, so `jax.ShapeDtypeStruct` leaves will do.
 
     Examples:
       >>> [leaf] = keep_dtypes([jnp.ones(2, jnp.bfloat16)], [jnp.ones(2, jnp.float32)])

@@ -49,8 +49,9 @@ class OptaxEquivalent:
     def is_exact_for(self, params: Any, grads: Any = None) -> bool:
         """Whether a run over these parameters continues bit for bit, as far as dtypes tell.
 
-        The triple computes in the highest dtype there is and rounds back; Optax rounds the step size
-        to the dtype of the gradient, and keeps its averages in the dtype of the gradient. So only
+        The triple computes in the highest dtype there is and rounds back; Optax rounds the step
+        size to the dtype of the gradient, and keeps its averages in the dtype of the gradient. So
+        only
         what has one dtype is exact: float32 throughout without `jax_enable_x64`; or any dtype, that
         of the gradients too, where all arguments are Python numbers.
 
@@ -71,7 +72,7 @@ class OptaxEquivalent:
             return False
         if all(type(value) in (bool, int, float) for value in self._arguments.values()):
             return True
-        return all(dtype == jnp.float32 for dtype in before) and not jax.config.jax_enable_x64
+        return all(dtype == jnp.float32 for dtype in before) and not _is_64_bit()
 
     def convert_state(self, state: OptimizerState, i: Any) -> tuple[Any, Any]:
         """Returns parameters and state of Optax, to go on from a state of the triple.
@@ -318,13 +319,17 @@ def _check_optax_state(optimizer: str, expected: Any, found: Any) -> None:
             f"({', '.join(kinds)}), found ({', '.join(given)}). Pass one that `transformation` or "
             "`convert_state` made."
         )
-    structures = [jax.tree.structure(each) for each in (expected, found)]
+    structures: list[Any] = [jax.tree.structure(each) for each in (expected, found)]
     shapes = [list(map(jnp.shape, jax.tree.leaves(each))) for each in (expected, found)]
     if structures[0] != structures[1] or shapes[0] != shapes[1]:
         raise LayoutError(
             "`opt_state` is of other parameters than `params`: their trees or shapes differ. Pass "
             "the two that an update returned."
         )
+
+
+def _is_64_bit() -> bool:
+    return jax.dtypes.canonicalize_dtype(np.float64) == np.float64
 
 
 def _kind(subtree: Any) -> str:

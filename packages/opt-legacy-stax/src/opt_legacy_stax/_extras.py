@@ -87,9 +87,9 @@ def optax_equivalent(name: str, **kwargs: Any) -> OptaxEquivalent:
 
     Returns:
       An object with `transformation`, an `optax.GradientTransformation`; `triple`, the optimizer;
-      `is_exact`, whether both do the same operations in float32, and `is_exact_for(params)`, whether
-      for other dtypes; `convert_state(state, i)`, which returns
-      parameters and state of Optax to go on from a state of the triple before its update `i`; and
+      `is_exact`, whether both do the same operations in float32; `is_exact_for(params, grads)`,
+      whether for their dtypes too; `convert_state(state, i)`, which returns parameters and state of
+      Optax to go on from a state of the triple before its update `i`; and
       `convert_state_back(params, opt_state)`, which returns that state and `i`.
 
     Raises:
