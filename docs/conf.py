@@ -21,7 +21,10 @@ autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True, "show-inheritance": True}
 napoleon_use_rtype = False
 myst_heading_anchors = 3
-suppress_warnings = ["myst.xref_missing"]  # READMEs link to folders of the repository
+suppress_warnings = [
+    "myst.xref_missing",  # READMEs link to folders of the repository
+    "ref.python",  # two packages have an `Optimizer`, and a `TreeMismatchError`
+]
 
 _FENCE = re.compile(r"^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(?<![`:])`([^`\n]+)`(?!`)(\w?)")

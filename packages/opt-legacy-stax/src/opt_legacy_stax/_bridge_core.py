@@ -1,0 +1,143 @@
+"""Triples as optimizer definitions of opt-core."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from opt_core import Optimizer as CoreOptimizer
+from opt_core import OptimizerDef, check_gradients, increment_step
+from opt_core import OptimizerState as CoreState
+
+from opt_legacy_stax._optimizers import Optimizer, OptimizerState
+from opt_legacy_stax._slots import init_split, join, split, update_split
+from opt_legacy_stax._steps import whole_step
+
+
+@dataclasses.dataclass(frozen=True)
+class TripleHyperParams:
+    """A triple has no hyper-parameters: they are in its closures."""
+
+
+_NONE = TripleHyperParams()  # one, so that definitions of equal triples are equal
+
+
+class TripleDef(OptimizerDef):
+    """A triple as an optimizer definition.
+
+    The target is the parameters; the state of each parameter is what the triple keeps beside it;
+    `state.step` is the triple's `i`. An update is the triple's own.
+
+    Args:
+      triple: the optimizer.
+
+    Attributes:
+      triple: the optimizer.
+    """
+
+    triple: Optimizer
+
+    def __init__(self, triple: Optimizer) -> None:
+        super().__init__(_NONE)
+        self.triple = Optimizer(*triple)
+
+    def init_state(self, params: Any) -> CoreState:
+        """Returns the state before the first update; see `OptimizerDef.init_state`."""
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+            shapes: CoreState = jax.eval_shape(self.init_state, params)
+            return shapes
+        slots = init_split(self.triple, params)
+        return CoreState(step=jnp.zeros((), jnp.int32), param_states=slots)
+
+    def apply_gradient(
+        self, hyper_params: Any, params: Any, state: CoreState, grads: Any
+    ) -> tuple[Any, CoreState]:
+        """Makes one update, the triple's.
+
+        Raises:
+          TreeMismatchError: `grads` do not look like `params`.
+        """
+        del hyper_params
+        check_gradients(params, grads)
+        params, slots = update_split(self.triple, state.step, grads, params, state.param_states)
+        return params, CoreState(increment_step(state.step), slots)
+
+    def convert_state(self, state: OptimizerState, i: Any) -> CoreOptimizer:
+        """Returns an optimizer that goes on from a state of the triple.
+
+        Args:
+          state: the triple's.
+          i: number of updates made, the `i` of the next one.
+        """
+        params, slots = split(self.triple, state)
+        core_state = CoreState(whole_step(i), slots)
+        return CoreOptimizer(optimizer_def=self, state=core_state, target=params)
+
+    def convert_state_back(self, optimizer: CoreOptimizer) -> tuple[OptimizerState, Any]:
+        """Returns the triple's state and the `i` of its next update."""
+        return join(optimizer.target, optimizer.state.param_states), optimizer.state.step
+
+    def derive_logical_axes(self, optimizer: CoreOptimizer, param_axes: Any) -> CoreOptimizer:
+        """Returns the optimizer with the logical axes of every leaf in its place.
+
+        What a triple keeps for a parameter depends on that parameter alone. So each dimension of it
+        follows the dimension of the parameter whose size it has, where all have different sizes.
+        Where two do, as those of an `(n, n)` matrix of a vector, the first has its axis.
+
+        Args:
+          optimizer: an optimizer of this definition; arrays or `jax.ShapeDtypeStruct` leaves.
+          param_axes: a tree like the parameters with a `PartitionSpec`, or `None`, per leaf.
+
+        Returns:
+          An `Optimizer`: the axes as its target, `None` as its step. A leaf that follows no
+          parameter has `None`.
+        """
+        tree_def: Any
+        leaves, tree_def = jax.tree.flatten(optimizer.target)
+        axes = tree_def.flatten_up_to(param_axes)
+        kept = tree_def.flatten_up_to(optimizer.state.param_states)
+        derived = [_axes_of(self.triple, *each) for each in zip(leaves, axes, kept, strict=True)]
+        state = CoreState(step=None, param_states=jax.tree.unflatten(tree_def, derived))
+        return CoreOptimizer(optimizer_def=self, state=state, target=param_axes)
+
+
+def to_optimizer_def(triple: Optimizer) -> TripleDef:
+    """See `opt_legacy_stax.to_optimizer_def`."""
+    return TripleDef(triple)
+
+
+def _axes_of(triple: Optimizer, param: Any, axes: Any, kept: Any) -> Any:
+    """Returns the axes of what is kept for one parameter."""
+    sizes = dict(zip(_unlike_sizes(), range(np.ndim(param)), strict=False))
+    probe = jax.ShapeDtypeStruct(tuple(sizes), jnp.result_type(param))
+    found = jax.eval_shape(lambda p: init_split(triple, p), probe)
+    names = [*(axes or ()), *[None] * np.ndim(param)]
+    specs = []
+    for leaf in jax.tree.leaves(found):
+        followed = [sizes.get(dim) for dim in leaf.shape]
+        # The first dimension that follows one of the parameter has its axis; none has it twice.
+        spec = [
+            None if n is None or n in followed[:k] else names[n] for k, n in enumerate(followed)
+        ]
+        specs.append(PartitionSpec(*spec) if any(name is not None for name in spec) else None)
+    before: Any = jax.tree.structure(kept)
+    after: Any = jax.tree.structure(found)
+    if before != after:  # `init` decides by sizes
+        specs = [None] * before.num_leaves
+    return jax.tree.unflatten(before, specs)
+
+
+def _unlike_sizes() -> Iterator[int]:
+    """Yields sizes that no other dimension has: primes."""
+    found: list[int] = []
+    n = 1009
+    while True:
+        if all(n % p for p in found if p * p <= n) and all(n % k for k in range(2, 100)):
+            found.append(n)
+            yield n
+        n += 2

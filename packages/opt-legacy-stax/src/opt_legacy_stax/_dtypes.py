@@ -1,0 +1,59 @@
+"""The dtypes of states: they are those of the start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def strong_param(x: Any) -> Any:
+    """Returns a parameter whose dtype an update would not strengthen.
+
+    Weakly typed arrays and Python floats become strongly typed arrays: after the first update they
+    would be, and a compiled update would be compiled twice. Everything else is left as it is.
+
+    Examples:
+      >>> strong_param(jnp.asarray(1.0)).weak_type, strong_param(1.0).dtype.name, strong_param(2)
+      (False, 'float32', 2)
+    """
+    is_weak_array = isinstance(x, jax.Array) and x.aval.weak_type
+    is_python_number = type(x) in (float, complex)
+    if is_weak_array or is_python_number:
+        return jax.lax.convert_element_type(x, jnp.result_type(x))
+    return x
+
+
+def keep_dtypes(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+    """Returns the leaves of `new`, rounded to the dtypes of `old`.
+
+    Only within real, and within complex, floating-point dtypes: an update that makes a float of an
+    integer, or a complex number of a real one, cannot be rounded back. PRNG keys stay keys. Of
+    `old` dtypes suffice, so `jax.ShapeDtypeStruct` leaves will do.
+
+    Examples:
+      >>> [leaf] = keep_dtypes([jnp.ones(2, jnp.bfloat16)], [jnp.ones(2, jnp.float32)])
+      >>> leaf.dtype.name
+      'bfloat16'
+    """
+    return [_keep_dtype(*pair) for pair in zip(old, new, strict=True)]
+
+
+def _keep_dtype(old: Any, new: Any) -> Any:
+    has_dtype = isinstance(old, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct)
+    if not has_dtype or not isinstance(new, jax.Array) or _is_key(old) or _is_key(new):
+        return new
+    dtype = jax.dtypes.canonicalize_dtype(old.dtype)
+    if dtype == new.dtype:
+        return new
+    for kind in (jnp.floating, jnp.complexfloating):
+        if jnp.issubdtype(dtype, kind) and jnp.issubdtype(new.dtype, kind):
+            return new.astype(dtype)
+    return new
+
+
+def _is_key(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.extended))

@@ -1,0 +1,249 @@
+"""Reading states from files: the state that was saved, or an error."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Sequence
+from itertools import islice
+from typing import IO, Any
+
+import jax
+import numpy as np
+
+from opt_legacy_stax import _format
+from opt_legacy_stax._describe import describe, differences, leaves, name_of
+from opt_legacy_stax._format import Header
+from opt_legacy_stax._leaves import (
+    LeafSpec,
+    dtype_of,
+    fits,
+    from_file,
+    is_within,
+    needs_64_bits,
+    spec_of,
+)
+from opt_legacy_stax._optimizers import Optimizer, OptimizerState
+from opt_legacy_stax._trees import first_lines, shown
+from opt_legacy_stax.errors import DamagedFileError, StateMismatchError
+
+_CHUNK = 2**24
+_HEADER_SLACK = 2**19
+_SMALLEST = _format.LENGTH_SIZE + 2 + _format.CHECKSUM_SIZE
+
+
+def load(
+    path_or_file: str | bytes | os.PathLike[str] | IO[bytes],
+    *,
+    like: Any = None,
+    optimizer: Optimizer | None = None,
+    params: Any = None,
+) -> OptimizerState:
+    """Returns the state that a file holds, if it is the state expected.
+
+    Either `like`, or `optimizer` and `params`, say what to expect. Every leaf comes back as what it
+    was: an array of JAX's or NumPy's, a Python number, a PRNG key. Where an expected leaf is a
+    `jax.Array` that is committed to devices, or has a sharding, the loaded one goes there. The
+    state is of the class that `like` is, or that `optimizer` makes: this module's or JAX's.
+
+    Trees, keys and their order, shapes and dtypes must be equal. There is one exception. JAX makes
+    32 bits of Python's numbers, and of NumPy's arrays of 64 bits unless its 64-bit mode is on. So
+    where an expected leaf is abstract, as all are of `optimizer` and `params`, such a number or
+    array may stand for what JAX makes of it; integers must then fit into it.
+
+    Nothing is loaded from a file that is damaged or of another state, and nothing is allocated
+    before the length of the file and the expected state agree to it.
+
+    Args:
+      path_or_file: a path; or a seekable file object opened for reading bytes, read from where it
+        stands to its end.
+      like: a state of the expected structure, shapes and dtypes; leaves may be
+        `jax.ShapeDtypeStruct`.
+      optimizer: the optimizer whose state it is.
+      params: parameters of the expected structure, shapes and dtypes; arrays or
+        `jax.ShapeDtypeStruct` leaves.
+
+    Raises:
+      DamagedFileError: the file is truncated, altered, or no such file.
+      FormatVersionError: the file is of another version of the format.
+      StateMismatchError: the file holds a state of another tree, shape or dtype; names the paths.
+      TypeError: neither `like` nor `optimizer` and `params` are given, or both.
+    """
+    reference = _reference(like, optimizer, params)
+    if isinstance(path_or_file, str | bytes | os.PathLike):
+        with open(path_or_file, "rb") as file:
+            return _load(file, reference)
+    return _load(path_or_file, reference)
+
+
+def _reference(like: Any, optimizer: Optimizer | None, params: Any) -> Any:
+    if (like is None) == (optimizer is None) or (optimizer is None and params is not None):
+        raise TypeError(
+            "`load` needs either `like`, a state to compare with, or `optimizer` and `params`."
+        )
+    if optimizer is not None:
+        return jax.eval_shape(optimizer[0], params)
+    if not (isinstance(like, tuple) and len(like) == 3):
+        raise TypeError(
+            f"`like` must be an OptimizerState; got {type(like).__name__}. For a tree of "
+            "parameters pass `optimizer` and `params`."
+        )
+    return OptimizerState(*like) if type(like) is tuple else like
+
+
+def _load(file: IO[bytes], reference: Any) -> OptimizerState:
+    start = file.tell()
+    size = file.seek(0, io.SEEK_END) - start
+    file.seek(start)
+    reader = _Reader(file, size)
+    expected = _expected_header(reference)
+    header = _read_header(reader, expected.bound)
+    _check_structure(header, expected)
+    arrays = [reader.array(spec) for spec in header.specs]
+    reader.check_end()
+    _check_values(header, expected, arrays)
+    found = [from_file(spec, a) for spec, a in zip(header.specs, arrays, strict=True)]
+    leaves = [_placed(*pair) for pair in zip(found, jax.tree.leaves(reference[0]), strict=True)]
+    state: OptimizerState = jax.tree.unflatten(jax.tree.structure(reference), leaves)
+    return state
+
+
+class _Reader:
+    """Reads a file once, from the front, and hashes what it reads."""
+
+    def __init__(self, file: IO[bytes], size: int) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self.size = size
+        self.left = size
+
+    def read(self, count: int) -> bytes:
+        if count > self.left:
+            raise _truncated(self.size)
+        parts, missing = [], count
+        while missing:  # an unbuffered file may give less than it is asked for
+            part = self._file.read(missing)
+            if not part:
+                raise _truncated(self.size)
+            parts.append(part)
+            missing -= len(part)
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        self.left -= count
+        self._digest.update(data)
+        return data
+
+    def array(self, spec: LeafSpec) -> np.ndarray:
+        if spec.nbytes > self.left:
+            raise _truncated(self.size)
+        raw = np.empty(spec.nbytes, np.uint8)
+        view = raw.data
+        for begin in range(0, spec.nbytes, _CHUNK):
+            part = view[begin : begin + _CHUNK]
+            part[:] = self.read(len(part))
+        if spec.dtype == "bool" and raw.size and raw.max() > 1:
+            raise _damaged("an entry of a boolean array is neither 0 nor 1")
+        return raw.view(dtype_of(spec.dtype)).reshape(spec.shape)
+
+    def skip_data(self) -> None:
+        """Reads all but the checksum, and keeps nothing."""
+        while self.left > _format.CHECKSUM_SIZE:
+            self.read(min(_CHUNK, self.left - _format.CHECKSUM_SIZE))
+
+    def check_end(self) -> None:
+        digest = self._digest.digest()
+        if self.left != _format.CHECKSUM_SIZE:
+            raise _damaged(f"{self.left} bytes follow the data, expected {_format.CHECKSUM_SIZE}")
+        if self.read(_format.CHECKSUM_SIZE) != digest:
+            raise _damaged("its checksum is that of other contents")
+
+
+def _expected_header(reference: Any) -> Header:
+    packed, tree_def, subtree_defs = reference
+    tree = describe(jax.tree.unflatten(tree_def, [0] * tree_def.num_leaves))
+    subtrees = [describe(jax.tree.unflatten(d, [0] * d.num_leaves)) for d in subtree_defs]
+    return Header(tree, subtrees, [spec_of(leaf) for leaf in jax.tree.leaves(packed)])
+
+
+def _read_header(reader: _Reader, bound: int) -> Header:
+    if reader.size < _SMALLEST:
+        raise _damaged(f"it has {reader.size} bytes, too few for any state")
+    length = int.from_bytes(reader.read(_format.LENGTH_SIZE), "little")
+    if length > min(_format.MAX_HEADER, reader.left - _format.CHECKSUM_SIZE):
+        raise _damaged(f"it declares a header of {length} bytes, in {reader.size} altogether")
+    if length > _HEADER_SLACK + 2 * bound:  # it is not worth the memory to read it
+        reader.skip_data()
+        reader.check_end()
+        raise StateMismatchError(
+            f"the file holds another state than expected: one whose header has {length} bytes, "
+            f"expected at most {bound}. Load it for the optimizer and parameters that it "
+            "was saved with."
+        )
+    header = _format.decode(reader.read(length))
+    declared = header.data_size + _format.CHECKSUM_SIZE
+    if declared != reader.left:
+        raise _damaged(f"it declares {declared} bytes of data, and has {reader.left}")
+    return header
+
+
+def _check_structure(header: Header, expected: Header) -> None:
+    """Raises where the file holds another tree, or other leaves, than expected."""
+    lines = list(islice(differences(expected.tree, header.tree), 100))
+    if not lines:
+        pairs = zip(_params(header), expected.subtrees, header.subtrees, strict=True)
+        for name, ours, theirs in pairs:
+            found = islice(differences(ours, theirs), 100)
+            lines += [f"{shown(name)}, kept for it: {line}" for line in found]
+    if not lines:
+        specs = zip(header.names, header.specs, expected.specs, strict=True)
+        for name, found_spec, spec in specs:
+            if not fits(found_spec, spec):
+                lines.append(f"{shown(name)}: expected {spec}, found {found_spec}")
+    _raise_mismatch(lines)
+    if any(map(needs_64_bits, header.specs)):
+        raise StateMismatchError(
+            "the file holds arrays of 64 bits, and this process has JAX's 64-bit mode off. Turn it "
+            "on (`jax.config.update('jax_enable_x64', True)`)."
+        )
+
+
+def _check_values(header: Header, expected: Header, arrays: Sequence[np.ndarray]) -> None:
+    """Raises where an integer that stands for one of fewer bits does not fit into it."""
+    lines = [
+        f"{shown(name)}: expected {spec}, found an integer beyond it"
+        for name, array, spec in zip(header.names, arrays, expected.specs, strict=True)
+        if spec.kind == "abstract" and not is_within(array, spec.dtype)
+    ]
+    _raise_mismatch(lines)
+
+
+def _raise_mismatch(lines: Sequence[str]) -> None:
+    if lines:
+        raise StateMismatchError(
+            f"the file holds another state than expected:\n{first_lines(lines)}\nLoad it for the "
+            "optimizer and parameters that it was saved with."
+        )
+
+
+def _params(header: Header) -> list[str]:
+    return [name_of(outer, ()) for outer in leaves(header.tree)]
+
+
+def _placed(leaf: Any, like: Any) -> Any:
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    if isinstance(like, jax.Array) and like.committed:
+        return jax.device_put(leaf, like.sharding)
+    if isinstance(like, jax.ShapeDtypeStruct) and like.sharding is not None:
+        return jax.device_put(leaf, like.sharding)
+    return leaf
+
+
+def _truncated(size: int) -> DamagedFileError:
+    return _damaged(f"it ends after {size} bytes, in the middle of what it declares")
+
+
+def _damaged(reason: str) -> DamagedFileError:
+    return DamagedFileError(
+        f"the file is damaged, or not written by `save`: {reason}. Take an older copy."
+    )

@@ -1,0 +1,148 @@
+"""Writing states to files."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+import numpy as np
+
+from opt_legacy_stax._describe import describe
+from opt_legacy_stax._format import MAX_HEADER, Header, encode
+from opt_legacy_stax._leaves import to_file
+from opt_legacy_stax._trees import leaf_paths
+from opt_legacy_stax.errors import SaveError
+
+_CHUNK = 2**24
+
+
+def save(path_or_file: str | bytes | os.PathLike[str] | IO[bytes], state: Any) -> None:
+    """Writes a state to a file, exactly.
+
+    A path is written atomically: to a temporary file beside it, which is flushed to the disk and
+    renamed. Whoever opens the path finds the old file or the new one, whole. A file that was there
+    passes on its permissions. A writer that is killed leaves its temporary file, `.NAME.*.tmp`:
+    delete it, as nothing else does. The format is that of
+    safetensors, without pickle and with a checksum: see `load`.
+
+    Args:
+      path_or_file: a path; or a file object opened for writing bytes, which is written from where
+        it stands.
+      state: an `OptimizerState`, of this module's optimizers or of JAX's.
+
+    Raises:
+      SaveError: the state is traced, donated, spread over processes, or holds what the format
+        cannot; nothing is written.
+      OSError: the file cannot be written.
+
+    Examples:
+      >>> import io
+      >>> from opt_legacy_stax import load, momentum
+      >>> triple, params = momentum(0.1, 0.9), {'w': jax.numpy.ones(3)}
+      >>> file = io.BytesIO()
+      >>> save(file, triple.init_fn(params))
+      >>> _ = file.seek(0)
+      >>> triple.params_fn(load(file, optimizer=triple, params=params))['w'].tolist()
+      [1.0, 1.0, 1.0]
+    """
+    header, arrays = _contents(state)
+    if isinstance(path_or_file, str | bytes | os.PathLike):
+        _write_atomically(_target(Path(os.fsdecode(path_or_file))), header, arrays)
+    else:
+        _write(path_or_file, header, arrays)
+
+
+def _contents(state: Any) -> tuple[bytes, list[np.ndarray]]:
+    if not (isinstance(state, tuple) and len(state) == 3):
+        raise SaveError(
+            f"`state` must be an OptimizerState; got {type(state).__name__}. Save what `init_fn` "
+            "or `update_fn` returned."
+        )
+    packed, tree_def, subtree_defs = state
+    paths = leaf_paths(tree_def)
+    subtrees = [describe(jax.tree.unflatten(d, [0] * d.num_leaves)) for d in subtree_defs]
+    tree = describe(jax.tree.unflatten(tree_def, [0] * tree_def.num_leaves))
+    found = [
+        to_file(leaf, f"{path}, leaf {j}")
+        for path, leaves in zip(paths, packed, strict=True)
+        for j, leaf in enumerate(leaves)
+    ]
+    header = Header(tree, subtrees, [spec for spec, _ in found])
+    twice = [name for name, count in Counter(header.names).items() if count > 1]
+    if twice:
+        raise SaveError(f"two leaves would have the name `{twice[0]}` in the file. Rename a key.")
+    encoded = encode(header)
+    if len(encoded) > MAX_HEADER:
+        raise SaveError(
+            f"the state has too many leaves, or too long keys: its header takes {len(encoded)} "
+            f"bytes of {MAX_HEADER}."
+        )
+    return encoded, [array for _, array in found]
+
+
+def _target(path: Path) -> Path:
+    """Returns the file that a path leads to: a link stays one."""
+    try:
+        target = path.resolve()
+    except RuntimeError:  # Python before 3.13
+        target = path
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return target
+
+
+def _write_atomically(path: Path, header: bytes, arrays: list[np.ndarray]) -> None:
+    start = os.fsencode(path.name)[:100].decode(errors="ignore")  # file systems count bytes
+    temporary = path.with_name(f".{start}.{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            if path.exists():  # before anything is in it that others should not read
+                os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
+            _write(file, header, arrays)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the rename last; where folders cannot be opened, as on Windows, there is no way to."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write(file: IO[bytes], header: bytes, arrays: list[np.ndarray]) -> None:
+    digest = hashlib.sha256(header)
+    _write_all(file, header)
+    for array in arrays:
+        data = array.reshape(-1).view(np.uint8).data
+        for start in range(0, len(data), _CHUNK):
+            part = data[start : start + _CHUNK]
+            digest.update(part)
+            _write_all(file, part)
+    _write_all(file, digest.digest())
+
+
+def _write_all(file: IO[bytes], data: bytes | memoryview) -> None:
+    """Writes to a file object that may be unbuffered, and then writes as much as it likes."""
+    rest = memoryview(data)
+    while rest:
+        count = file.write(rest)
+        if not count:
+            raise BlockingIOError(errno.EAGAIN, "the file object takes no more bytes for now")
+        rest = rest[count:]

@@ -1,0 +1,196 @@
+"""Step sizes as functions of the step.
+
+The step `i` is the number of updates made before: a Python or NumPy number, or an array without
+axes, traced or not.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from opt_legacy_stax.errors import BoundariesError, ScheduleError
+
+Schedule = Callable[[Any], Any]
+
+
+def constant(step_size: Any) -> Schedule:
+    """Returns the schedule that is always `step_size`.
+
+    Examples:
+      >>> constant(0.1)(1000)
+      0.1
+    """
+
+    def schedule(i: Any) -> Any:
+        del i
+        return step_size
+
+    return schedule
+
+
+def exponential_decay(step_size: Any, decay_steps: Any, decay_rate: Any) -> Schedule:
+    """Returns `step_size * decay_rate ** (i / decay_steps)`.
+
+    Args:
+      step_size: the step size of the first update.
+      decay_steps: in how many steps it is multiplied by `decay_rate`.
+      decay_rate: the factor.
+
+    Examples:
+      >>> exponential_decay(0.1, decay_steps=10, decay_rate=0.5)(20)
+      0.025
+    """
+
+    def schedule(i: Any) -> Any:
+        return step_size * decay_rate ** (i / decay_steps)
+
+    return schedule
+
+
+def inverse_time_decay(
+    step_size: Any,
+    decay_steps: Any,
+    decay_rate: Any,
+    staircase: bool = False,
+    *,
+    upstream_numerics: bool = False,
+) -> Schedule:
+    """Returns `step_size / (1 + decay_rate * i / decay_steps)`.
+
+    Args:
+      step_size: the step size of the first update.
+      decay_steps: after how many steps the denominator has grown by `decay_rate`.
+      decay_rate: by how much.
+      staircase: whether `i / decay_steps` is rounded down.
+      upstream_numerics: whether to compute exactly as JAX's module, where the product of an integer
+        `decay_rate` and an integer array wraps around.
+
+    Examples:
+      >>> inverse_time_decay(0.1, decay_steps=10, decay_rate=1.0)(10)
+      0.05
+    """
+    if staircase:
+
+        def schedule(i: Any) -> Any:
+            return step_size / (1 + decay_rate * jnp.floor(i / decay_steps))
+
+    else:
+
+        def schedule(i: Any) -> Any:
+            rate = decay_rate
+            is_product_of_integers = isinstance(rate, int) and isinstance(i, jax.Array)
+            if is_product_of_integers and not upstream_numerics:
+                rate = float(rate)
+            return step_size / (1 + rate * i / decay_steps)
+
+    return schedule
+
+
+def polynomial_decay(
+    step_size: Any,
+    decay_steps: Any,
+    final_step_size: Any,
+    power: Any = 1.0,
+    *,
+    upstream_numerics: bool = False,
+) -> Schedule:
+    """Returns `(1 - i / decay_steps) ** power`, scaled to go from `step_size` to `final_step_size`.
+
+    Args:
+      step_size: the step size of the first update.
+      decay_steps: after how many steps it is `final_step_size`, and stays so.
+      final_step_size: the last step size.
+      power: of the polynomial.
+      upstream_numerics: whether to compute exactly as JAX's module. Compiled, that is wrong after
+        the end of the decay for many `decay_steps` and powers with a fraction: XLA multiplies by
+        the reciprocal, so that `1 - 7 * (1 / 7)` is below zero, of which the power is NaN, and
+        `1 - 25 * (1 / 25)` is above.
+
+    Examples:
+      >>> schedule = polynomial_decay(0.1, decay_steps=10, final_step_size=0.02, power=0.5)
+      >>> round(float(schedule(10)), 6), round(float(jax.jit(schedule)(11)), 6)
+      (0.02, 0.02)
+    """
+    is_whole = isinstance(power, int | float) and float(power).is_integer()
+
+    def schedule(step_num: Any) -> Any:
+        step_num = jnp.minimum(step_num, decay_steps)
+        left = 1 - step_num / decay_steps
+        if not is_whole and not upstream_numerics:
+            left = jnp.where(step_num < decay_steps, jnp.maximum(left, 0), 0)
+        return left**power * (step_size - final_step_size) + final_step_size
+
+    return schedule
+
+
+def piecewise_constant(boundaries: Any, values: Any) -> Schedule:
+    """Returns `values[n]`, where `n` counts the boundaries that the step is beyond.
+
+    Args:
+      boundaries: steps, increasing; `(n,)`.
+      values: step sizes, `(n + 1,)`. `values[0]` holds up to and including `boundaries[0]`.
+
+    Raises:
+      BoundariesError: they are no sequences, or not of these lengths.
+
+    Examples:
+      >>> schedule = piecewise_constant([3, 7], [0.1, 0.03, 0.01])
+      >>> [round(float(schedule(i)), 2) for i in (3, 4, 8)]
+      [0.1, 0.03, 0.01]
+    """
+    boundaries, values = jnp.array(boundaries), jnp.array(values)
+    if not boundaries.ndim == values.ndim == 1:
+        raise BoundariesError(
+            "`boundaries` and `values` must be sequences of numbers; got shapes "
+            f"{boundaries.shape} and {values.shape}."
+        )
+    if boundaries.shape[0] != values.shape[0] - 1:
+        raise BoundariesError(
+            "`boundaries` must be one shorter than `values`; got "
+            f"{boundaries.shape[0]} and {values.shape[0]}. `values` has one step size before each "
+            "boundary and one after the last."
+        )
+
+    def schedule(i: Any) -> Any:
+        return values[jnp.sum(i > boundaries)]
+
+    return schedule
+
+
+def make_schedule(scalar_or_schedule: Any) -> Schedule:
+    """Returns a schedule: the one given, or the constant one of a number.
+
+    Args:
+      scalar_or_schedule: a function of the step; or a number, `fractions.Fraction` too, or an array
+        without axes.
+
+    Raises:
+      ScheduleError: it is neither.
+
+    Examples:
+      >>> make_schedule(0.1)(0)
+      0.1
+    """
+    if callable(scalar_or_schedule):
+        schedule: Schedule = scalar_or_schedule
+        return schedule
+    if isinstance(scalar_or_schedule, np.ndarray | jax.Array):
+        if scalar_or_schedule.ndim == 0:
+            return constant(scalar_or_schedule)
+        found = f"an array of shape {scalar_or_schedule.shape}"
+    elif isinstance(scalar_or_schedule, int | float | complex | np.number | np.bool_):
+        return constant(scalar_or_schedule)
+    elif isinstance(scalar_or_schedule, numbers.Real):
+        return constant(float(scalar_or_schedule))  # arrays cannot be multiplied by a `Fraction`
+    else:
+        found = f"{type(scalar_or_schedule).__name__}"
+    raise ScheduleError(
+        f"a step size must be a number or a function of the step; got {found}. For values by step "
+        "see `piecewise_constant`."
+    )

@@ -1,0 +1,89 @@
+"""Steps: what counts as one, and how they grow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from opt_legacy_stax.errors import StepError
+
+INT32_MIN, INT32_MAX = (int(end) for end in (np.iinfo(np.int32).min, np.iinfo(np.int32).max))
+
+
+def check_step(i: Any) -> Any:
+    """Returns the step as updates and schedules take it.
+
+    Python and NumPy integers become Python integers within int32, the nearest where they are not,
+    and booleans are 0 and 1. Other JAX arrays, traced or not, and floats stay what they are.
+
+    Args:
+      i: an integer, a float, or an array without axes of either.
+
+    Raises:
+      StepError: it is none of these.
+
+    Examples:
+      >>> check_step(2**40), check_step(np.int64(7)), check_step(0.5)
+      (2147483647, 7, 0.5)
+    """
+    if callable(i):
+        name = getattr(i, "__name__", type(i).__name__)
+        raise StepError(
+            f"`i` must be the number of the step; got the function `{name}`. Call the update as "
+            "`update(i, grads, state)`: the step comes first."
+        )
+    if isinstance(i, int | np.integer | np.bool_):
+        return max(INT32_MIN, min(int(i), INT32_MAX))
+    if isinstance(i, float | np.floating):
+        return i
+    if not isinstance(i, np.ndarray | jax.Array):
+        raise StepError(
+            f"`i` must be the number of the step, a Python, NumPy or JAX scalar; got "
+            f"{type(i).__name__}. Call the update as `update(i, grads, state)`: the step comes "
+            "first."
+        )
+    if i.ndim != 0:
+        raise StepError(
+            f"`i` must be one number; got an array of shape {i.shape}. Index it, or map the "
+            "update over it with `jax.vmap` or `jax.lax.scan`."
+        )
+    if i.dtype == jnp.bool_:
+        return check_step(i[()]) if isinstance(i, np.ndarray) else i.astype(jnp.int32)
+    if not (jnp.issubdtype(i.dtype, jnp.integer) or jnp.issubdtype(i.dtype, jnp.floating)):
+        raise StepError(f"`i` must be an integer or a float; got an array of dtype {i.dtype}.")
+    return check_step(i[()]) if isinstance(i, np.ndarray) else i
+
+
+def whole_step(i: Any) -> Any:
+    """Returns the number of updates made, as an int32 scalar.
+
+    Raises:
+      StepError: it is no number, or a float between two.
+
+    Examples:
+      >>> whole_step(7).dtype.name, int(whole_step(7.0))
+      ('int32', 7)
+    """
+    step = check_step(i)
+    if isinstance(step, float | np.floating) and not float(step).is_integer():
+        raise StepError(f"`i` must be a number of updates; got {float(step)}. Pass an integer.")
+    return jnp.asarray(step, jnp.int32)
+
+
+def next_step(i: Any) -> Any:
+    """Returns `i + 1`, or `i` where an integer would overflow; no Python integer.
+
+    As an array it can be an exponent that is not compiled in.
+
+    Examples:
+      >>> next_step(2**31 - 1).tolist(), next_step(jnp.int32(2**31 - 1)).tolist(), next_step(0.5)
+      (2147483647, 2147483647, 1.5)
+    """
+    if isinstance(i, int):
+        return jnp.int32(min(i, INT32_MAX - 1) + 1)
+    if isinstance(i, jax.Array) and jnp.issubdtype(i.dtype, jnp.integer):
+        return jnp.minimum(i, jnp.iinfo(i.dtype).max - 1) + 1
+    return i + 1

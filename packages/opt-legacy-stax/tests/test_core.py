@@ -1,0 +1,117 @@
+"""Triples as optimizer definitions."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_legacy_stax as ours
+import pytest
+from jax.sharding import PartitionSpec as P
+from opt_core.errors import RestoreError, TreeMismatchError
+from opt_core.protocols import DerivesLogicalAxes
+from stax_testing import same_structure
+
+NAMES = [
+    "sgd",
+    "momentum",
+    "nesterov",
+    "adagrad",
+    "rmsprop",
+    "rmsprop_momentum",
+    "adam",
+    "adamax",
+    "sm3",
+]
+PARAMS: Any = {
+    "w": jnp.arange(6.0).reshape(2, 3),
+    "b": jnp.ones(3, jnp.bfloat16),
+    "s": jnp.ones(()),
+}
+STEPS = 8
+
+
+def triple_of(name: str) -> ours.Optimizer:
+    rest = (0.9,) if name in ("momentum", "nesterov") else ()
+    made: ours.Optimizer = getattr(ours, name)(ours.exponential_decay(0.1, 5, 0.5), *rest)
+    return made
+
+
+def grads_at(i: int) -> Any:
+    return jax.tree.map(lambda p: jnp.cos(i + p.astype(jnp.float32)).astype(p.dtype), PARAMS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_that_switches_and_comes_back_is_the_same(name: str) -> None:
+    triple = triple_of(name)
+    update = jax.jit(triple.update_fn)
+    states = [triple.init_fn(PARAMS)]
+    for i in range(STEPS):
+        states.append(update(jnp.int32(i), grads_at(i), states[-1]))
+    definition = ours.to_optimizer_def(triple)
+    step = jax.jit(lambda optimizer, grads: optimizer.apply_gradient(grads))
+    optimizer = definition.convert_state(states[3], 3)
+    for i in range(3, STEPS):
+        optimizer = step(optimizer, grads_at(i))
+    state, i = definition.convert_state_back(optimizer)
+    assert int(i) == STEPS
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(states[-1]), strict=True):
+        np.testing.assert_array_equal(a, b)
+    again = definition.create(PARAMS)
+    again = again.restore_state(optimizer.state_dict())
+    assert same_structure(again, optimizer)
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(optimizer), strict=True):
+        assert jax.typeof(a) == jax.typeof(b)
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_state_dict_has_what_is_kept_beside_the_parameters() -> None:
+    optimizer = ours.to_optimizer_def(ours.adam(0.1)).create({"w": jnp.ones(2)})
+    kept = optimizer.state_dict()["state"]["param_states"]["w"]
+    assert sorted(kept) == ["0", "1", "2"]
+    assert kept["0"] == {}
+    other = ours.to_optimizer_def(ours.momentum(0.1, 0.9)).create({"w": jnp.ones(2)})
+    with pytest.raises(RestoreError):
+        other.restore_state(optimizer.state_dict())
+
+
+AXES = {"w": P("embed", "mlp"), "b": P("mlp"), "s": P()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_axes_are_derived(name: str) -> None:
+    definition = ours.to_optimizer_def(triple_of(name))
+    assert isinstance(definition, DerivesLogicalAxes)
+    shapes = jax.eval_shape(definition.create, PARAMS)
+    for optimizer in (definition.create(PARAMS), shapes):
+        derived = definition.derive_logical_axes(optimizer, AXES)
+        assert derived.target == AXES
+        kept = derived.state.param_states
+        assert derived.state.step is None
+        if name == "sm3":
+            assert kept["w"][1:3] == (P("embed", "mlp"), [P("embed"), P("mlp")])
+            assert kept["w"][3] == (None, None)
+            assert kept["b"][1:3] == (P("mlp"), [P("mlp")])
+        elif name != "sgd":
+            assert set(kept["w"][1:]) == {P("embed", "mlp")}
+            assert set(kept["b"][1:]) == {P("mlp")}
+            assert set(kept["s"][1:]) == {None}
+
+
+def test_axes_of_square_matrices_and_of_nothing() -> None:
+    definition = ours.to_optimizer_def(ours.sm3(0.1))
+    optimizer = definition.create({"w": jnp.ones((4, 4)), "v": jnp.ones((4, 4))})
+    derived = definition.derive_logical_axes(optimizer, {"w": P("in", "out"), "v": None})
+    assert derived.state.param_states["w"][2] == [P("in"), P("out")]
+    assert derived.state.param_states["v"][2] == [None, None]
+
+
+def test_definitions_compare_and_gradients_are_checked() -> None:
+    one, other = (ours.to_optimizer_def(ours.adam(rate)) for rate in (0.1, 0.2))
+    assert one == ours.to_optimizer_def(ours.adam(0.1))
+    assert one != other
+    optimizer = one.create({"w": jnp.ones(2)})
+    with pytest.raises(TreeMismatchError, match=r"w: expected shape \(2,\), found \(3,\)"):
+        optimizer.apply_gradient({"w": jnp.ones(3)})
+    donated = jax.jit(lambda o, g: o.apply_gradient(g), donate_argnums=0)
+    assert int(donated(optimizer, {"w": jnp.ones(2)}).state.step) == 1

@@ -1,0 +1,511 @@
+"""What is saved comes back, in an exact and old-fashioned file."""
+
+import hashlib
+import io
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import opt_legacy_stax as ours
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.example_libraries import optimizers as theirs
+from opt_legacy_stax import errors
+from stax_testing import same_structure
+
+PARAMS: Any = {
+    "w": jnp.arange(6.0).reshape(2, 3),
+    "low": [jnp.ones((3,), jnp.bfloat16), (), None],
+    "s": jnp.float32(2.0),
+}
+NAMES = [
+    "sgd",
+    "momentum",
+    "nesterov",
+    "adagrad",
+    "rmsprop",
+    "rmsprop_momentum",
+    "adam",
+    "adamax",
+    "sm3",
+]
+
+
+def triple_of(name: str, module: Any = ours) -> Any:
+    rest = (0.9,) if name in ("momentum", "nesterov") else ()
+    return getattr(module, name)(0.1, *rest)
+
+
+def trained(triple: Any, params: Any = PARAMS, steps: int = 2) -> Any:
+    state = triple.init_fn(params)
+    for i in range(steps):
+        state = jax.jit(triple.update_fn)(i, jax.tree.map(jnp.ones_like, params), state)
+    return state
+
+
+def round_trip(state: Any, **reference: Any) -> Any:
+    file = io.BytesIO()
+    ours.save(file, state)
+    file.seek(0)
+    return ours.load(file, **reference or {"like": state})
+
+
+def check_same(found: Any, expected: Any) -> None:
+    assert same_structure(ours.OptimizerState(*found), ours.OptimizerState(*expected))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert isinstance(a, jax.Array) == isinstance(b, jax.Array)
+        assert isinstance(a, jax.Array) or type(a) is type(b)
+        assert same_bits(a, b)
+        if isinstance(a, jax.Array):
+            assert jax.typeof(a) == jax.typeof(b)  # weak types too
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    a, b = np.asarray(a), np.asarray(b)
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("module", [ours, theirs], ids=["ours", "jax"])
+def test_states_come_back(name: str, module: Any) -> None:
+    triple = triple_of(name, module)
+    for state in (triple.init_fn(PARAMS), trained(triple)):
+        found = round_trip(state)
+        assert type(found) is type(state)
+        jax.tree.map(lambda a, b: None, found, state)  # raises for another structure
+        check_same(found, state)
+        by_optimizer = round_trip(state, optimizer=triple_of(name), params=PARAMS)
+        check_same(by_optimizer, state)
+        shapes = jax.eval_shape(lambda p: p, PARAMS)
+        check_same(round_trip(state, optimizer=triple, params=shapes), state)
+
+
+def test_training_goes_on_without_another_compilation() -> None:
+    triple = ours.sm3(0.1)
+    update = jax.jit(triple.update_fn)
+    grads = jax.tree.map(jnp.ones_like, PARAMS)
+    state = update(1, grads, update(0, grads, triple.init_fn(PARAMS)))
+    programs = update._cache_size()  # type: ignore[attr-defined]
+    whole = update(2, grads, state)
+    resumed = update(2, grads, round_trip(state, optimizer=triple, params=PARAMS))
+    check_same(resumed, whole)
+    assert update._cache_size() == programs  # type: ignore[attr-defined]
+
+
+def as_state(leaf: Any) -> ours.OptimizerState:
+    """A state of one parameter, for which one leaf is kept."""
+    return ours.pack_optimizer_state({"x": ours.JoinPoint((leaf,))})
+
+
+def leaf_after(leaf: Any) -> Any:
+    return round_trip(as_state(leaf)).packed_state[0][0]
+
+
+DTYPES = [
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64", "complex128", "bfloat16"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "int4", "uint4"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_keeps_its_bits(dtype: str) -> None:
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    if kind == np.bool_:
+        array = np.array([[True, False, True]])
+    elif "int4" in dtype:
+        array = np.array([[1, 2, 7]]).astype(kind)
+    else:
+        raw = np.random.default_rng(0).integers(0, 256, 12 * kind.itemsize, dtype=np.uint8)
+        array = raw.view(kind).reshape(3, 4)  # NaNs with payloads, -0.0 and subnormals among them
+    for leaf in (array, array[:0], array[0, 0], array.reshape(-1)[:1].reshape(())):
+        after = leaf_after(leaf)
+        assert type(after) is type(leaf)
+        assert same_bits(after, leaf)
+    if kind.itemsize < 8 and dtype != "complex64":
+        assert same_bits(leaf_after(jnp.asarray(array)), jnp.asarray(array))
+
+
+BASE = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        BASE.T,
+        BASE[:, ::2],
+        BASE[::-1, :, ::-1],
+        np.asfortranarray(BASE),
+        np.broadcast_to(np.float32(3), (2, 3)),
+        np.broadcast_to(BASE[0, 0], (5, 4)),
+        BASE.astype(">f4"),
+        BASE.swapaxes(0, 1)[1:],
+    ],
+    ids=["T", "strided", "reversed", "F", "scalar", "broadcast", "big-endian", "swapped"],
+)
+def test_the_order_in_memory_is_no_matter(array: np.ndarray) -> None:
+    after = leaf_after(array)
+    np.testing.assert_array_equal(after, array)
+    assert after.flags.c_contiguous
+
+
+@pytest.mark.parametrize(
+    "leaf", [3, -(2**63), True, 0.1, -0.0, float("inf"), 1e-320, 2j, np.float32(1), np.int64(2**40)]
+)
+def test_numbers_are_what_they_were(leaf: Any) -> None:
+    after = leaf_after(leaf)
+    assert type(after) is type(leaf)
+    assert repr(after) == repr(leaf)
+
+
+def test_keys_come_back() -> None:
+    for key in (jax.random.key(3), jax.random.split(jax.random.key(1, impl="rbg"), 2)):
+        after = leaf_after(key)
+        assert after.dtype == key.dtype
+        assert same_bits(jax.random.key_data(after), jax.random.key_data(key))
+    with pytest.raises(errors.StateMismatchError, match="expected key<rbg>, found key<"):
+        round_trip(as_state(jax.random.key(3)), like=as_state(jax.random.key(3, impl="rbg")))
+
+
+leaves = st.sampled_from([np.float32(1), np.ones((2, 3)), np.zeros(0, np.int8), 5, 2.5])
+texts = st.text(max_size=6)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.dictionaries(texts, inner, max_size=3),
+        st.dictionaries(st.integers(-9, 9), inner, max_size=3),
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.none(),
+    ),
+    max_leaves=6,
+)
+
+
+@given(trees, trees)
+@settings(max_examples=150, deadline=None)
+def test_any_tree_comes_back(tree: Any, kept: Any) -> None:
+    state = ours.pack_optimizer_state(jax.tree.map(lambda _: ours.JoinPoint(kept), tree))
+    check_same(round_trip(state), state)
+
+
+class Named(NamedTuple):
+    x: Any
+    y: Any
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected", "line"),
+    [
+        ({"a": 1.0}, {"a": 1.0, "b": 1.0}, "b: expected an array, found nothing"),
+        ({"a": 1.0, "b/c": 1.0}, {"a": 1.0}, "b/c: expected nothing, found an array"),
+        ({"a": [1.0]}, {"a": (1.0,)}, "a: expected a tuple, found a list"),
+        ({"a": [1.0]}, {"a": 1.0}, "a: expected an array, found a list"),
+        ({"0": 1.0}, {0: 1.0}, ".: expected key 0, found '0'"),
+        ({"a": 1.0}, OrderedDict(a=1.0), ".: expected an OrderedDict, found a dict"),
+        (Named(1.0, 2.0), (1.0, 2.0), ".: expected a tuple, found a Named"),
+        ({"a": None}, {"a": ()}, "a: expected a tuple, found None"),
+        (
+            {"d": OrderedDict(a=1.0, b=2.0, c=3.0)},
+            {"d": OrderedDict(a=1.0, c=2.0, b=3.0)},
+            "d: expected its keys in another order, `c` where `b` is",
+        ),
+        ({"a\n\x1b[1m": 1.0}, {}, "a\\n\\x1b[1m: expected nothing, found an array"),
+        ({"a" * 500: 1.0}, {}, "a" * 97 + "...: expected nothing, found an array"),
+        (np.ones(3), np.ones(3, np.float32), "@:0: expected float32[3], found float64[3]"),
+        (np.ones(3), jnp.ones(3), "@:0: expected float32[3], found float64[3]"),
+        (jnp.ones(3), np.ones(3), "@:0: expected float64[3], found float32[3]"),
+        (np.uint64(1), jnp.uint32(1), "@:0: expected uint32[], found uint64[]"),
+        (2**40, jnp.int32(1), "@:0: expected int32[], found a Python int"),
+        (True, 1, "@:0: expected a Python int, found a Python bool"),
+        (np.float64(1), jax.ShapeDtypeStruct((), np.float16), "@:0: expected float16[], found flo"),
+        (jnp.int8(1), jax.ShapeDtypeStruct((), np.int32), "@:0: expected int32[], found int8[]"),
+        (
+            2**40,
+            jax.ShapeDtypeStruct((), np.int32),
+            "@:0: expected int32[], found an integer beyond it",
+        ),
+        (np.ones(3), np.ones((3, 1)), "@:0: expected float64[3, 1], found float64[3]"),
+        (jnp.ones(3), jnp.ones(3, jnp.bfloat16), "@:0: expected bfloat16[3], found float32[3]"),
+        (jnp.ones(3), jnp.ones(3, jnp.int32), "@:0: expected int32[3], found float32[3]"),
+    ],
+)
+def test_a_state_of_another_tree_is_refused(saved: Any, expected: Any, line: str) -> None:
+    make = ours.optimizer(lambda: (lambda x: (x,), lambda i, g, s: s, lambda s: s[0]))().init_fn
+    with pytest.raises(errors.StateMismatchError) as caught:
+        round_trip(make(saved), like=make(expected))
+    assert str(caught.value).startswith(f"the file holds another state than expected:\n  {line}")
+    assert str(caught.value).endswith(
+        "\nLoad it for the optimizer and parameters that it was saved with."
+    )
+
+
+def test_numbers_of_python_are_no_arrays() -> None:
+    for saved, expected, words in (
+        (jnp.float32(1), 1.0, "expected a Python float, found float32[]"),
+        (1.0, jnp.float32(1), "expected float32[], found a Python float"),
+    ):
+        with pytest.raises(errors.StateMismatchError, match=re.escape(words)):
+            round_trip(as_state(saved), like=as_state(expected))
+
+
+def test_what_jax_narrows_fits_what_it_becomes() -> None:
+    init = ours.optimizer(lambda: (lambda x: (x,), lambda i, g, s: s, lambda s: s[0]))().init_fn
+    triple = ours.Optimizer(init, lambda i, g, s: s, lambda s: s)
+    for params in (np.ones(3), np.arange(3), np.uint64(7), 2.5, 7, True, 1j):
+        found = round_trip(init(params), optimizer=triple, params=params)
+        check_same(found, init(params))
+
+
+def test_weak_types_give_way_to_bits() -> None:
+    weak = jnp.asarray(float("nan"))
+    assert jax.typeof(leaf_after(weak)) == jax.typeof(weak)
+    file = io.BytesIO()
+    ours.save(file, as_state(weak))
+    signalling = np.array(0x7F800001, np.uint32).tobytes()
+    data = bytearray(file.getvalue()[:-36]) + signalling
+    found = ours.load(io.BytesIO(data + hashlib.sha256(data).digest()), like=as_state(weak))
+    assert np.asarray(found.packed_state[0][0]).tobytes() == signalling
+
+
+def test_a_state_of_another_optimizer_is_refused() -> None:
+    state = trained(ours.adam(0.1), {"w": jnp.ones(2)})
+    with pytest.raises(errors.StateMismatchError) as caught:
+        round_trip(state, optimizer=ours.momentum(0.1, 0.9), params={"w": jnp.ones(2)})
+    assert "  w, kept for it: 2: expected nothing, found an array\n" in str(caught.value)
+
+
+def test_64_bits_need_the_mode() -> None:
+    with jax.enable_x64(True):
+        state = ours.sgd(0.1).init_fn(jnp.ones(2))
+    assert state.packed_state[0][0].dtype == np.float64
+    with pytest.raises(errors.StateMismatchError, match="JAX's 64-bit mode off"):
+        round_trip(state)
+    with jax.enable_x64(True):
+        check_same(round_trip(state), state)
+
+
+def test_what_cannot_be_saved_is_said_and_nothing_is_written(tmp_path: Path) -> None:
+    donated = jnp.ones(2)
+    donated.delete()
+    cases: list[tuple[Any, str]] = [
+        (object(), "`x, leaf 0` is a object. A state is saved with leaves that are arrays or numb"),
+        ("text", "`x, leaf 0` is a str."),
+        (np.ma.MaskedArray([1.0], [True]), "`x, leaf 0` is a MaskedArray."),
+        (np.ones((1, 1)).view(np.matrix), "`x, leaf 0` is a matrix."),
+        (2**64, "`x, leaf 0` is an integer of more than 64 bits."),
+        (np.array(["a"]), "`x, leaf 0` has dtype <U1, which the format cannot hold exactly."),
+        (np.array([object()]), "`x, leaf 0` has dtype object"),
+        (np.zeros(2, "i4,f4"), "`x, leaf 0` has dtype [('f0', '<i4'), ('f1', '<f4')]"),
+        (np.datetime64("2020"), "`x, leaf 0` has dtype datetime64[Y]"),
+        (jax.ShapeDtypeStruct((2,), jnp.float32), "`x, leaf 0` is abstract (ShapeDtypeStruct)."),
+        (donated, "`x, leaf 0` is deleted: it was donated. Save the state that came back."),
+    ]
+    path = tmp_path / "state.safetensors"
+    path.write_text("old")
+    for leaf, words in cases:
+        with pytest.raises(errors.SaveError) as caught:
+            ours.save(path, as_state(leaf))
+        assert str(caught.value).startswith(words)
+    with pytest.raises(errors.SaveError, match=r"a key in `\.` is a float"):
+        ours.save(path, ours.pack_optimizer_state({1.5: ours.JoinPoint(1)}))
+    deep: Any = ours.JoinPoint(1)
+    for _ in range(101):
+        deep = [deep]
+    with pytest.raises(errors.SaveError, match="is nested deeper than 100 containers"):
+        ours.save(path, ours.pack_optimizer_state(deep))
+    twice = OrderedDict({"0": None, 0: None})
+    with pytest.raises(errors.SaveError, match=r"two keys in `\.` are the same as text"):
+        ours.save(path, ours.pack_optimizer_state(twice))
+    with pytest.raises(errors.SaveError, match="`state` must be an OptimizerState; got dict"):
+        ours.save(path, {"a": 1})
+    with pytest.raises(errors.SaveError, match="is abstract"):
+        jax.jit(lambda s: ours.save(path, s))(as_state(jnp.ones(2)))
+    assert os.listdir(tmp_path) == ["state.safetensors"]
+    assert path.read_text() == "old"
+
+
+def test_load_says_what_it_needs() -> None:
+    triple = ours.sgd(0.1)
+    state = triple.init_fn(jnp.ones(2))
+    file = io.BytesIO()
+    ours.save(file, state)
+    wrong: list[dict[str, Any]] = [
+        {},
+        {"like": state, "optimizer": triple},
+        {"like": state, "params": 1.0},
+    ]
+    for reference in wrong:
+        with pytest.raises(TypeError, match="either `like`, a state to compare with, or `optimi"):
+            ours.load(file, **reference)
+    with pytest.raises(TypeError, match="`like` must be an OptimizerState; got ArrayImpl"):
+        ours.load(io.BytesIO(), like=jnp.ones(2))
+
+
+def test_a_path_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    triple = ours.momentum(0.1, 0.9)
+    first, second = trained(triple, steps=1), trained(triple, steps=2)
+    path = tmp_path / "run" / "state.safetensors"
+    with pytest.raises(FileNotFoundError):
+        ours.save(path, first)
+    path.parent.mkdir()
+    ours.save(path, first)
+    events: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(descriptor: int) -> None:
+        kind = os.fstat(descriptor).st_mode
+        events.append("sync folder" if stat.S_ISDIR(kind) else "sync file")
+        fsync(descriptor)
+
+    def watched_replace(source: Any, target: Any) -> None:
+        events.append("rename")
+        replace(source, target)
+
+    def full(*_: Any) -> None:
+        raise OSError("disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(OSError, match="disk is full"):
+            ours.save(str(path), second)
+    assert os.listdir(path.parent) == [path.name]
+    check_same(ours.load(path, like=first), first)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", watched_fsync)
+        patch.setattr(os, "replace", watched_replace)
+        link = tmp_path / "latest"
+        link.symlink_to(path)
+        ours.save(link, second)
+    assert events == ["sync file", "rename", "sync folder"]
+    assert link.is_symlink()
+    check_same(ours.load(path, like=first), second)
+
+
+def test_paths_of_every_kind(tmp_path: Path) -> None:
+    state = trained(ours.sgd(0.1))
+    for name in ("検" * 80, "x" * 254, "é" * 120):
+        ours.save(tmp_path / name, state)
+        check_same(ours.load(tmp_path / name, like=state), state)
+    encoded = os.fsencode(tmp_path / "bytes")
+    ours.save(encoded, state)
+    check_same(ours.load(encoded, like=state), state)
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(OSError, match=r"loop|symbolic links"):
+        ours.save(loop, state)
+    assert loop.is_symlink()
+    assert len(os.listdir(tmp_path)) == 5
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no such permissions")
+@pytest.mark.parametrize("mode", [0o600, 0o444, 0o640])
+def test_permissions_stay(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "state"
+    ours.save(path, trained(ours.sgd(0.1)))
+    path.chmod(mode)
+    ours.save(path, trained(ours.sgd(0.1)))
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+class Unbuffered(io.BytesIO):
+    """Takes and gives a few bytes at a time, as raw files and sockets may."""
+
+    def write(self, data: Any) -> int:
+        return super().write(bytes(data)[:7])
+
+    def read(self, size: int | None = -1) -> bytes:
+        return super().read(min(size or 0, 7))
+
+
+def test_unbuffered_file_objects() -> None:
+    state = trained(ours.adam(0.1))
+    file = Unbuffered()
+    ours.save(file, state)
+    file.seek(0)
+    check_same(ours.load(file, like=state), state)
+    whole = io.BytesIO()
+    ours.save(whole, state)
+    assert whole.getvalue() == file.getvalue()
+
+
+CRASH = """
+import os, sys, jax.numpy as jnp, opt_legacy_stax as ours
+path, at = sys.argv[1], int(sys.argv[2])
+state = ours.sgd(0.1).init_fn({f"w{i}": jnp.full(1000, 2.0) for i in range(3)})
+count = 0
+def stop(event, args):
+    global count
+    folder = os.path.dirname(path)
+    if event in ("open", "os.rename") and any(str(a).startswith(folder) for a in args):
+        count += 1
+        if count == at:
+            os._exit(9)
+sys.addaudithook(stop)
+ours.save(path, state)
+"""
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_crash_leaves_the_old_file(tmp_path: Path, at: int) -> None:
+    path = tmp_path / "state"
+    triple = ours.sgd(0.1)
+    old = triple.init_fn({f"w{i}": jnp.full(1000, 1.0) for i in range(3)})
+    ours.save(path, old)
+    done = subprocess.run([sys.executable, "-c", CRASH, path, str(at)], check=False)
+    assert done.returncode == 9
+    check_same(ours.load(path, like=old), old)
+
+
+def test_where_it_stands_in_a_file_object() -> None:
+    state = trained(ours.adam(0.1))
+    file = io.BytesIO()
+    file.write(b"header of the caller")
+    ours.save(file, state)
+    file.seek(20)
+    check_same(ours.load(file, like=state), state)
+
+
+def test_loaded_arrays_go_where_the_expected_ones_are() -> None:
+    device = jax.devices()[0]
+    state = trained(ours.sgd(0.1))
+    placed = jax.device_put(state, device)
+    assert all(leaf.committed for leaf in jax.tree.leaves(round_trip(state, like=placed)))
+    assert not any(leaf.committed for leaf in jax.tree.leaves(round_trip(state)))
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state
+    )
+    found = round_trip(state, like=shapes)
+    assert all(leaf.committed for leaf in jax.tree.leaves(found))
+
+
+def test_the_file_is_a_safetensors_file() -> None:
+    file = io.BytesIO()
+    ours.save(file, trained(ours.momentum(0.1, 0.9)))
+    data = file.getvalue()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert list(header["__metadata__"]) == ["opt_legacy_stax"]
+    del header["__metadata__"]
+    assert list(header)[-1] == "checksum:sha256"
+    assert {"w:0", "w:1", "low/0:1", "s:0"} < set(header)
+    end = 0
+    for entry in header.values():
+        assert entry["data_offsets"][0] == end
+        end = entry["data_offsets"][1]
+    assert end == len(data) - 8 - length
+    w = header["w:0"]
+    assert (w["dtype"], w["shape"]) == ("F32", [2, 3])
+    assert header["low/0:1"]["dtype"] == "BF16"

@@ -1,0 +1,209 @@
+"""Every recorded trajectory, schedule, norm and error of the real library."""
+
+import functools
+from typing import Any
+
+import golden_stax as golden
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_legacy_stax as ours
+import pytest
+
+# Op by op; jax 0.10.2 and the jax of the recordings agree bit for bit but for Adam's powers.
+EXACT = 2e-7
+# With the correction's power computed as when compiled.
+POWER = 5e-6
+
+# What is otherwise by default: dtypes are kept, bfloat16 is corrected in float32.
+PROMOTED = {
+    *("adam_mixed_dtype", "adagrad_mixed_dtype", "momentum_mixed_dtype", "sm3_mixed_dtype"),
+    "adam_piecewise_bf16_promotes",
+}
+CORRECTED = {"adam_bf16", "adam_clip_bf16", "adam_jax0_2_6_bf16"}
+STUCK = "adam_bf16_default_b2_quirk"
+TRAJECTORIES = golden.cases("trajectory")
+
+
+def names(found: list[Any]) -> list[str]:
+    return [case["id"] for case in found]
+
+
+@pytest.mark.parametrize("case", TRAJECTORIES, ids=names(TRAJECTORIES))
+def test_exact_numerics_replay(case: Any) -> None:
+    for t, state in enumerate(golden.replay(case, upstream_numerics=True)):
+        expected = golden.expected_leaves(case, t)
+        assert [len(leaves) for leaves in state.packed_state] == list(map(len, expected))
+        for found, leaves in zip(state.packed_state, expected, strict=True):
+            assert max(map(golden.worst, found, leaves)) <= EXACT
+        check_dtypes(case, t, state)
+
+
+def check_dtypes(case: Any, t: int, state: ours.OptimizerState) -> None:
+    paths = golden.index()["problems"][case["problem"]]["leaf_paths"]
+    for path, leaves in zip(paths, state.packed_state, strict=True):
+        for j, leaf in enumerate(leaves):
+            mixed = case.get("mixed_dtype", {}).get(f"state/{path}/{j}")
+            if mixed is not None:
+                assert leaf.dtype.name == mixed["dtypes"][t]
+
+
+UNCHANGED = [c for c in TRAJECTORIES if c["id"] not in PROMOTED | CORRECTED | {STUCK}]
+# Where the default takes another way, and one where it does not.
+SHORT = [c for c in UNCHANGED if c["optimizer"] in ("adam", "adamax") or c["id"] == "sm3_bare"]
+
+
+@pytest.mark.parametrize("case", SHORT, ids=names(SHORT))
+def test_the_default_replays_too(case: Any) -> None:
+    for t, state in enumerate(golden.replay(case)):
+        for found, leaves in zip(state.packed_state, golden.expected_leaves(case, t), strict=True):
+            assert max(map(golden.worst, found, leaves)) <= POWER
+
+
+@pytest.mark.parametrize("name", sorted(PROMOTED | CORRECTED))
+def test_the_default_keeps_dtypes_and_stays_near(name: str) -> None:
+    case = golden.case_of(name)
+    first, *states = golden.replay(case)
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(first) if isinstance(leaf, jax.Array)]
+    for t, state in enumerate(states, start=1):
+        found = [leaf.dtype for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+        assert found == dtypes
+        for leaves, recorded in zip(
+            state.packed_state, golden.expected_leaves(case, t), strict=True
+        ):
+            # Three units of bfloat16's last place, after a dozen roundings.
+            assert max(map(golden.worst, leaves, recorded)) <= 2.4e-2
+
+
+def test_bfloat16_adam_moves() -> None:
+    case = golden.case_of(STUCK)
+    *_, stuck = golden.expected_leaves(case, 12)
+    assert (
+        np.isnan(np.asarray(stuck[0], np.float32)).any()
+        or (np.asarray(stuck[0]) == np.asarray(golden.expected_leaves(case, 0)[-1][0])).all()
+    )
+    states = golden.replay(case)
+    for found, start in zip(states[-1].packed_state, states[0].packed_state, strict=True):
+        x, x0 = (np.asarray(leaf[0], np.float32) for leaf in (found, start))
+        assert np.isfinite(x).all()
+        assert (x != x0).all()
+
+
+SCHEDULES = golden.cases("schedule")
+
+
+def half_later(i: int) -> float:
+    return i + 0.5
+
+
+@pytest.mark.parametrize("case", SCHEDULES, ids=names(SCHEDULES))
+def test_schedules(case: Any) -> None:
+    spec, series = case["schedule"], golden.arrays(case["file"])
+    schedule = golden.keywords({"s": spec})["s"]
+    kinds: list[tuple[str, Any]] = [
+        ("python_int", int),
+        ("jnp_int32", jnp.int32),
+        ("python_float", half_later),
+    ]
+    for kind, convert in kinds:
+        found = [schedule(convert(int(i))) for i in series["steps"]]
+        is_python = case["result_dtype"][kind] == "python_float"
+        assert all(isinstance(value, float) == is_python for value in found)
+        np.testing.assert_allclose(
+            np.array(found, np.float64), series[f"values/{kind}"], rtol=3e-7, atol=0
+        )
+
+
+def clipped_to(series: dict[str, np.ndarray], max_norm: float, path: str) -> np.ndarray:
+    return series[f"clip/{max_norm}/{path}"]
+
+
+CLIPPED = golden.cases("l2_norm_clip_grads")
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("case", CLIPPED, ids=names(CLIPPED))
+def test_norms(case: Any, exact: bool) -> None:
+    series = golden.arrays(case["file"])
+    tree = golden.tree(case["structure"], lambda path: jnp.asarray(series[f"tree/{path}"]))
+    # The order of a sum depends on the machine: a unit of the last place.
+    np.testing.assert_allclose(ours.l2_norm(tree), series["l2_norm"], rtol=2.4e-7)
+    for max_norm in case["max_norms"]:
+        clipped = ours.clip_grads(tree, max_norm, upstream_numerics=exact)
+        recorded_at = functools.partial(clipped_to, series, max_norm)
+        expected = golden.tree(case["structure"], recorded_at)
+        for found, recorded, g in zip(
+            *map(jax.tree.leaves, (clipped, expected, tree)), strict=True
+        ):
+            if exact:
+                assert found.dtype == recorded.dtype
+                np.testing.assert_allclose(
+                    np.asarray(found, np.complex64), np.asarray(recorded, np.complex64), rtol=3e-7
+                )
+            else:
+                assert found.dtype == g.dtype
+                rtol = 8e-3 if g.dtype == jnp.bfloat16 else 3e-7
+                recorded = np.where(np.isnan(recorded), 0, recorded)  # zeros clipped to nothing
+                np.testing.assert_allclose(
+                    np.asarray(found, np.complex64), np.asarray(recorded, np.complex64), rtol=rtol
+                )
+
+
+def error_of(call: Any) -> BaseException | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def recorded_errors() -> list[tuple[str, str | None]]:
+    [case] = golden.cases("errors")
+    return [(t["call"], t["error"] and t["error"]["type"]) for t in case["tests"]]
+
+
+def changes_containers() -> Any:
+    pair = ours.optimizer(lambda: (lambda x: (x, x), lambda i, g, s: list(s), lambda s: s[0]))
+    triple = pair()
+    return triple.update_fn(0, jnp.ones(2), triple.init_fn(jnp.ones(2)))
+
+
+def update_momentum(grads: Any) -> Any:
+    triple = ours.momentum(0.1, 0.9)
+    return triple.update_fn(0, grads, triple.init_fn({"a": jnp.ones(2), "b": jnp.ones(3)}))
+
+
+def test_errors_are_of_the_recorded_types() -> None:
+    sm3 = ours.sm3(0.1)
+    state = sm3.init_fn({"w": jnp.ones((2, 3))})
+    # In the order of the recording. What worked there works here; what worked by mistake, or
+    # failed by mistake, is marked.
+    calls: list[tuple[Any, str | None]] = [
+        (lambda: update_momentum({"a": jnp.ones(2)}), "TypeError"),
+        (lambda: update_momentum((jnp.ones(2), jnp.ones(3))), "TypeError"),
+        (lambda: ours.piecewise_constant([[1, 2]], [1, 2, 3]), "ValueError"),
+        (lambda: ours.piecewise_constant([1, 2], [1, 2]), "ValueError"),
+        (lambda: ours.make_schedule([0.1, 0.2]), "TypeError"),
+        (lambda: ours.make_schedule("x"), "refused"),
+        (lambda: ours.sgd(jnp.array([0.1])), "TypeError"),
+        (lambda: ours.pack_optimizer_state({"a": 1.0}), "AssertionError"),
+        (lambda: jax.jit(sm3.params_fn)(state), "works"),
+        (lambda: jax.jit(sm3.update_fn)(0, {"w": jnp.ones((2, 3))}, state), None),
+        (lambda: ours.sgd(0.1).params_fn(ours.sgd(0.1).init_fn(3.0)), None),
+        (lambda: sm3.params_fn(sm3.init_fn(3.0)), "works"),
+        (changes_containers, "TypeError"),
+    ]
+    recorded = recorded_errors()
+    assert len(calls) == len(recorded)
+    builtins = {"TypeError": TypeError, "ValueError": ValueError, "AssertionError": AssertionError}
+    for (call, verdict), (words, theirs) in zip(calls, recorded, strict=True):
+        error = error_of(call)
+        if verdict == "refused":
+            assert (type(error).__name__, theirs) == ("ScheduleError", None), words
+        elif verdict == "works":
+            assert error is None, words
+            assert theirs is not None
+        else:
+            assert verdict == theirs, words
+            assert (error is None) == (theirs is None), words
+            assert theirs is None or isinstance(error, builtins[theirs]), words

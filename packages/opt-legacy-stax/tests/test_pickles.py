@@ -1,0 +1,312 @@
+"""Old pickles: honest ones are read, others do nothing."""
+
+import builtins
+import collections
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import golden_stax as golden
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import opt_legacy_stax as ours
+import pytest
+from jax.example_libraries import optimizers as theirs
+from opt_legacy_stax import _pickle, errors
+from stax_testing import same_structure
+
+PARAMS: Any = {
+    "w": jnp.arange(6.0).reshape(2, 3),
+    "low": [jnp.ones(3, jnp.bfloat16), np.arange(3.0), (), None],
+    1: (jnp.float16(3), np.asfortranarray(np.ones((2, 2), np.float32))),
+}
+PARAMS = {"a": PARAMS["w"], "b": PARAMS["low"], "c": PARAMS[1]}
+
+
+def load(data: bytes) -> Any:
+    return ours.load_unpacked_pickle(io.BytesIO(data))
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("module", [ours, theirs], ids=["ours", "jax"])
+def test_what_the_recipe_wrote_is_read(module: Any, protocol: int, tmp_path: Path) -> None:
+    triple = module.sm3(0.1)
+    start = triple.init_fn(PARAMS)
+    state = triple.update_fn(0, jax.tree.map(jnp.ones_like, PARAMS), start)
+    for expected in (start, state):
+        path = tmp_path / "state.pkl"
+        path.write_bytes(pickle.dumps(module.unpack_optimizer_state(expected), protocol))
+        found = ours.pack_optimizer_state(ours.load_unpacked_pickle(path))
+        assert found.tree_def == expected.tree_def
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert isinstance(a, jax.Array) == isinstance(b, jax.Array)
+            assert np.asarray(a).dtype == np.asarray(b).dtype
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        np.float32(2.5),
+        np.bool_(True),
+        np.array(3j),
+        np.arange(3, dtype=">i4"),
+        np.zeros((2, 0, 3)),
+        np.ones(2, ml_dtypes.float8_e4m3fn),
+        np.arange(12).reshape(3, 4)[:, ::2],
+        2.5,
+        -(2**40),
+        True,
+    ],
+    ids=repr,
+)
+def test_leaves(leaf: Any) -> None:
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        found = load(pickle.dumps(theirs.JoinPoint([leaf]), protocol)).subtree[0]
+        assert np.asarray(found).dtype == np.asarray(leaf).dtype.newbyteorder("=")
+        np.testing.assert_array_equal(found, leaf)
+
+
+CANARY = "/tmp/opt_legacy_stax_canary"
+
+
+class Runs:
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+class Plain:
+    pass
+
+
+HOSTILE: list[Any] = [
+    Runs(os.system, f"touch {CANARY}"),
+    Runs(builtins.eval, f"open({CANARY!r}, 'w')"),
+    Runs(builtins.exec, f"open({CANARY!r}, 'w')"),
+    Runs(builtins.open, CANARY, "w"),
+    Runs(Path, CANARY),
+    Runs(os.mkdir, CANARY),
+    Plain(),
+    Plain,
+    collections.OrderedDict(a=1),
+    {1, 2},
+    np.array([Runs(os.system, f"touch {CANARY}")], object),
+    np.zeros(2, [("a", "i4"), ("b", "O")]),
+    np.array(["text"]),
+    np.datetime64("2020"),
+    "text",
+    b"bytes",
+    1j,
+    np.dtype("f4"),
+    np.ndarray,
+    theirs.JoinPoint,
+    {1.5: 1},
+    range(3),
+]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda v: type(v).__name__)
+def test_anything_else_is_refused_and_not_run(value: Any) -> None:
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        for wrapped in (value, theirs.JoinPoint(value), {"a": [theirs.JoinPoint((value,))]}):
+            try:
+                data = pickle.dumps(wrapped, protocol)
+            except (pickle.PicklingError, TypeError):
+                continue
+            with pytest.raises(errors.UnsafePickleError):
+                load(data)
+    assert not Path(CANARY).exists()
+
+
+def test_what_it_asks_for_is_said() -> None:
+    with pytest.raises(errors.UnsafePickleError) as caught:
+        load(pickle.dumps(Runs(os.getcwd)))
+    asked = f"{os.getcwd.__module__}.getcwd"
+    assert str(caught.value) == (
+        f"the pickle asks for `{asked}`, which is no array and no JoinPoint. It was not run."
+    )
+
+
+BOMBS = {
+    "memo": b"\x80\x04Nr\xff\xff\xff\x7f.",
+    "bytes": b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x0f.",
+    "frame": b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x0fN.",
+    "persistent": b"\x80\x04Pname\n.",
+    "extension": b"\x80\x04\x82\x01.",
+    "instance": b"(ios\nsystem\n.",
+    "itself": b"\x80\x04]\x94h\x00a.",
+    "laughs": b"\x80\x04]\x94Na" + b"".join(b"]\x94(h%ch%ce" % (n, n) for n in range(60)) + b".",
+    "empty": b"",
+    "text": b"not a pickle",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs(name: str) -> None:
+    with pytest.raises(errors.UnsafePickleError):
+        load(BOMBS[name])
+
+
+NESTED = {
+    "TUPLE1": b")" + b"\x85" * 10**6,
+    "TUPLE": b"(" * 10**6 + b"t" * 10**6,
+    "TUPLE2": b")" + b"N\x86" * 10**6,
+    "memo": b")" + b"\x85q\x000h\x00" * 10**6,
+    "BUILD": b")" + b"\x85Nb" * 10**6,
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_tuples_too_deep_to_be_hashed(name: str) -> None:
+    """As a key they would overflow the stack of C: no exception, the end of the process."""
+    with pytest.raises(errors.UnsafePickleError, match="tuples nested deeper than 200"):
+        load(b"\x80\x04}" + NESTED[name] + b"Ns.")
+
+
+def named(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+@pytest.mark.parametrize("key", sorted(_pickle._GLOBALS), ids="-".join)
+def test_nothing_that_is_named_can_be_changed(key: tuple[str, str]) -> None:
+    thing = _pickle._GLOBALS[key]
+    before = dict(vars(thing))
+    attributes = b"}X\x05\0\0\0_makeNs"
+    for state in (attributes, b"N" + attributes + b"\x86"):
+        with pytest.raises(errors.UnsafePickleError):
+            load(b"\x80\x02" + named(*key) + state + b"b0N.")
+        assert dict(vars(thing)) == before
+
+
+def test_what_was_read_cannot_be_replaced() -> None:
+    value = pickle.dumps(np.float32(1), 2)
+    array = pickle.dumps(np.ones(2), 5)
+    for data in (value, array):
+        for name in (b"raw", b"dtype", b"value"):
+            attributes = b"}X" + len(name).to_bytes(4, "little") + name + b"X\x01\0\0\0as"
+            with pytest.raises(errors.UnsafePickleError):
+                load(data[:-1] + attributes + b"b.")
+
+
+def test_what_is_named_twice_is_one_array() -> None:
+    array = np.zeros(2**16)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        found = load(pickle.dumps([array] * 100, protocol))
+        assert all(one is found[0] for one in found)
+
+
+def test_small_pickles_of_large_arrays_are_refused() -> None:
+    """Many arrays of one `bytes` object."""
+    raw = b"B\0\0\1\0" + bytes(2**16) + b"q\x0a"
+    dtype = pickle.dumps(np.dtype("u1"), 2)[2:-1] + b"q\x09"
+    make = named("numpy.core.numeric", "_frombuffer") + b"(h\x0ah\x09J\0\0\1\0\x85X\1\0\0\0CtR"
+    [array] = load(b"\x80\x03]" + dtype + b"0" + raw + b"0" + b"(" + make + b"e.")
+    assert array.nbytes == 2**16
+    with pytest.raises(errors.UnsafePickleError, match="larger arrays than it holds"):
+        load(b"\x80\x03]" + dtype + b"0" + raw + b"0" + b"(" + make * 100 + b"e.")
+
+
+def test_a_pickle_that_is_cut_or_changed_gives_one_error() -> None:
+    data = pickle.dumps(theirs.unpack_optimizer_state(theirs.adam(0.1).init_fn({"w": jnp.ones(2)})))
+    for length in range(len(data)):
+        with pytest.raises(errors.UnsafePickleError):
+            load(data[:length])
+    source = np.random.default_rng(0)
+    for _ in range(1500):
+        changed = bytearray(data)
+        for position in source.integers(0, len(data), 2):
+            changed[position] = source.integers(0, 256)
+        try:
+            found = load(bytes(changed))
+        except errors.UnsafePickleError:
+            continue
+        kinds = (ours.JoinPoint, dict, list, tuple, np.ndarray, np.generic, jax.Array, int, float)
+        assert found is None or isinstance(found, kinds)
+
+
+# Older layouts.
+
+
+def recorded(name: str, t: int) -> Any:
+    case = golden.case_of(name)
+    state = golden.replay(case, upstream_numerics=True)[0]
+    leaves = golden.expected_leaves(case, t)
+    arrays = tuple(tuple(map(jnp.asarray, kept)) for kept in leaves)
+    return ours.OptimizerState(arrays, state.tree_def, state.subtree_defs)
+
+
+def without_shapes(state: Any) -> Any:
+    """What sm3 kept up to jax 0.2.19."""
+    marked = ours.unpack_optimizer_state(state)
+    return jax.tree.map(lambda j: theirs.JoinPoint(j.subtree[:3]), marked)
+
+
+def test_sm3_of_jax_0_2_19_goes_on() -> None:
+    case = golden.case_of("sm3_jax0_2_19")
+    problem = golden.index()["problems"][case["problem"]]
+    old = without_shapes(recorded("sm3_jax0_2_19", 4))
+    states = [
+        ours.convert_old_layout(old, is_sm3=True),
+        ours.convert_old_layout(ours.pack_optimizer_state(old), is_sm3=True),
+        ours.convert_old_layout(tuple(ours.pack_optimizer_state(old)), is_sm3=True),
+        ours.convert_old_layout(load(pickle.dumps(old)), is_sm3=True),
+    ]
+    triple = ours.sm3(**case["kwargs"])
+    for state in states:
+        for t in range(4, case["steps"]):
+            state = triple.update_fn(t, golden.grads_of(problem, t), state)
+        for found, leaves in zip(
+            state.packed_state, golden.expected_leaves(case, case["steps"]), strict=True
+        ):
+            assert max(map(golden.worst, found, leaves)) <= 1e-6
+
+
+def test_tuples_of_jax_0_1_become_lists() -> None:
+    state = recorded("adam_jax0_2_6_bf16", 3)
+    assert type(state.packed_state[0]) is tuple
+    converted = ours.convert_old_layout(state)
+    assert [type(leaves) for leaves in converted.packed_state] == [list] * 3
+    case = golden.case_of("adam_jax0_2_6_bf16")
+    problem = golden.index()["problems"][case["problem"]]
+    triple = ours.adam(**case["kwargs"], upstream_numerics=True)
+    after = triple.update_fn(3, golden.grads_of(problem, 3), converted)
+    for found, leaves in zip(after.packed_state, golden.expected_leaves(case, 4), strict=True):
+        assert max(map(golden.worst, found, leaves)) == 0
+
+
+def test_todays_layout_is_left_alone() -> None:
+    for triple in (ours.adam(0.1), ours.sm3(0.1), ours.sgd(0.1)):
+        state = triple.init_fn(PARAMS)
+        converted = ours.convert_old_layout(state)
+        assert same_structure(converted, state)
+        assert all(a is b for a, b in zip(*map(jax.tree.leaves, (converted, state)), strict=True))
+
+
+def test_whether_it_is_sm3_must_be_said() -> None:
+    mine = {"w": ours.JoinPoint((np.ones(2), np.zeros(2), [np.zeros(2)]))}  # a history, say
+    with pytest.raises(errors.LayoutError) as caught:
+        ours.convert_old_layout(mine)
+    assert str(caught.value) == (
+        "what is kept for `w` looks like `(x, m, vs)` of sm3 up to jax 0.2.19. Say whether it is "
+        "that: `is_sm3=True` or `is_sm3=False`."
+    )
+    state = ours.pack_optimizer_state(mine)
+    assert same_structure(ours.convert_old_layout(mine, is_sm3=False), state)
+    assert len(ours.convert_old_layout(mine, is_sm3=True).packed_state[0]) == 4
+
+
+def test_a_layout_that_does_not_fit_is_refused() -> None:
+    bad = {"w": ours.JoinPoint((np.ones((2, 3)), np.ones((2, 3)), [np.ones(2)]))}
+    with pytest.raises(errors.LayoutError) as caught:
+        ours.convert_old_layout(bad, is_sm3=True)
+    assert str(caught.value) == (
+        "what is kept for `w` looks like `(x, m, vs)` of sm3, but `x` has shape (2, 3) and `vs` "
+        "sizes (2,). Convert it by hand."
+    )
