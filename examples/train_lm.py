@@ -146,7 +146,7 @@ def train_step(
       `groups` has the norms of each group.
     """
     loss, grads, kept = loss_and_gradients(job, optimizer.target, windows)
-    matrices = optimizer.optimizer_def.split(optimizer)["matrices"]
+    matrices = make_groups(job.config).split(optimizer)["matrices"]
     clip = optax.clip_by_global_norm(job.config.clip)  # over all groups
     clipped, _ = clip.update(grads, optax.EmptyState())
     rate = resolve_hyper_params(matrices, **overrides).learning_rate

@@ -17,7 +17,8 @@ def make_params() -> Any:
 
 def loss(params: Any) -> jax.Array:
     k = params["k"]
-    return jnp.sum((k - 1) ** 4) + jnp.sum(k) * params["b"][0] ** 2
+    value: jax.Array = jnp.sum((k - 1) ** 4) + jnp.sum(k) * params["b"][0] ** 2
+    return value
 
 
 def step(optimizer: Any, value_fn: Any) -> Any:

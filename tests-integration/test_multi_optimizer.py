@@ -510,7 +510,7 @@ def test_surgery_under_masks_of_the_whole_tree(wrapper: str) -> None:
     params = {"kernel": jnp.ones((3, 3)), "other": jnp.ones((3, 3)), "bias": jnp.ones(3)}
     mask = {"kernel": True, "other": True, "bias": False}
     labels = jax.tree.map(lambda kept: "adam" if kept else "sgd", mask)
-    transforms = {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)}
+    transforms: dict[Any, Any] = {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)}
     tx = {
         "masked": optax.masked(optax.adam(0.1), mask),
         "multi_transform": optax.multi_transform(transforms, labels),
