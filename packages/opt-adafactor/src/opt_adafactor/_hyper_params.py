@@ -32,17 +32,17 @@ SKIP_MODES = (False, True, "tensor", "global")
 class _AdafactorHyperParams(flax.struct.PyTreeNode):
     """The hyper-parameters, in T5X's order; see `Adafactor` for what they mean."""
 
-    learning_rate: Any
-    factored: Any
-    multiply_by_parameter_scale: Any
-    beta1: Any
-    decay_rate: Any
-    step_offset: Any
-    clipping_threshold: Any
-    weight_decay_rate: Any
-    min_dim_size_to_factor: Any
-    epsilon1: Any
-    epsilon2: Any
+    learning_rate: Any = None
+    factored: Any = True
+    multiply_by_parameter_scale: Any = True
+    beta1: Any = None
+    decay_rate: Any = 0.8
+    step_offset: Any = 0
+    clipping_threshold: Any = 1.0
+    weight_decay_rate: Any = None
+    min_dim_size_to_factor: Any = 128
+    epsilon1: Any = 1e-30
+    epsilon2: Any = 1e-3
     factor_map: Any = None
     logical_factor_rules: Any = None
     weight_decay_rate_lr_exponent: Any = None
