@@ -145,10 +145,10 @@ def test_extra_arguments_go_to_every_part_of_a_chain() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("lbfgs", "'value', 'grad', and 'value_fn'"),
-        ("polyak_sgd", "'value'"),
+        ("lbfgs", "`grad`, `value`, `value_fn`: the update of this transformation needs it; call"),
+        ("polyak_sgd", "`value`: the update of this transformation needs it; call"),
         ("momo", "value"),
-        ("reduce_on_plateau", "'value'"),
+        ("reduce_on_plateau", "`value`: the update of this transformation needs it; call"),
         ("sophia", "obj_fn must be provided"),
     ],
 )
