@@ -28,7 +28,7 @@ ARROWS: Mapping[str, Mapping[str, set[str]]] = {
         ALWAYS: {"opt-core", "opt-partition", "optax", "jax", "flax"},
         "orbax": {"orbax-checkpoint"},
     },
-    "opt-legacy-stax": {ALWAYS: {"jax"}, "optax": {"optax"}, "core": {"opt-core"}},
+    "opt-legacy-stax": {ALWAYS: {"jax"}, "optax": {"optax"}, "core": {"opt-core", "flax"}},
 }
 
 # What tests and tools need is no business of the shipped code.
