@@ -10,9 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from opt_accumulate._skip_state import StatefulSkipFunction, ask, init_skip_state
+from opt_accumulate._skip_state import StatefulSkipFunction, ask, count_if, init_skip_state
 
 
 def any_of(*functions: Callable[..., Any]) -> CombinedSkip:
@@ -90,8 +89,8 @@ class CombinedSkip:
         counts = zip(skip_state["num_by_function"], answers, strict=True)
         return skip, {
             "should_skip": skip,
-            "num_skipped": _count(skip_state["num_skipped"], skip),
-            "num_by_function": tuple(_count(count, vote) for count, (vote, _) in counts),
+            "num_skipped": count_if(skip, skip_state["num_skipped"]),
+            "num_by_function": tuple(count_if(vote, count) for count, (vote, _) in counts),
             "skip_states": tuple(kept),
         }
 
@@ -101,10 +100,6 @@ def _settle(function: Any, agreed: jax.Array, new: Any, old: Any) -> Any:
     if not isinstance(function, StatefulSkipFunction):
         return new
     return jax.tree.map(lambda new, old: jnp.where(agreed, new, old), new, old)
-
-
-def _count(number: jax.Array, skip: jax.Array) -> jax.Array:
-    return jnp.where(skip, optax.safe_increment(number), number)
 
 
 def _combined(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from opt_accumulate._skip import squared_norm
+from opt_accumulate._skip_state import count_if
 
 
 def skip_outliers(
@@ -98,14 +99,10 @@ class SkipOutliers:
             "should_skip": skip,
             "norm": norm,
             "mean_norm": jnp.where(unheard, mean, mean + (norm - mean) * weight),
-            "num_accepted": jnp.where(unheard, accepted, optax.safe_increment(accepted)),
-            "num_skipped": _count(skip_state["num_skipped"], skip),
+            "num_accepted": count_if(~unheard, accepted),
+            "num_skipped": count_if(skip, skip_state["num_skipped"]),
             "num_consecutive": jnp.where(skip, optax.safe_increment(in_a_row), 0),
         }
-
-
-def _count(number: jax.Array, skip: jax.Array) -> jax.Array:
-    return jnp.where(skip, optax.safe_increment(number), number)
 
 
 def _require(holds: bool, name: str, rule: str, found: Any) -> None:

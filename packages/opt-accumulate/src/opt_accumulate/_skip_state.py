@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from opt_accumulate._trees import differences
 
@@ -89,6 +90,11 @@ def ask(
         )
     skip, state = _answer(function(updates, gradient_step, params, skip_state))
     return skip, _with_decision(state, skip)
+
+
+def count_if(skip: jax.Array, number: Any) -> jax.Array:
+    """Returns an int32 counter, one more where `skip` is true; it stays at its largest value."""
+    return jnp.where(skip, optax.safe_increment(number), number)
 
 
 def last_decision(skip_state: Any) -> Any:

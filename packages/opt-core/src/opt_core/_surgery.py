@@ -292,7 +292,7 @@ def _positions(definition: MultiOptimizer, target: Any, pattern: Any) -> frozens
 def _carved(
     definition: MultiOptimizer, target: Any, pattern: Any, chosen: frozenset[int]
 ) -> list[Group]:
-    """The table without the chosen leaves; groups that would be empty are left out."""
+    """The table without the chosen leaves; a group that loses all is left out, but for the rest."""
     selection = definition.select(target)
     leaves = jax.tree.leaves(target)
     groups = []
