@@ -1,0 +1,147 @@
+"""What a checkpoint holds, without its values: data that is written beside the arrays as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+
+from opt_optax_bridge.checkpoint.errors import LoadError
+
+Names = tuple[str, ...]
+
+
+def leaf_name(path: Sequence[str]) -> str:
+    """Returns the components of a name joined by `/`; inside of one `~` is `~0` and `/` is `~1`.
+
+    The escapes are those of JSON Pointer (RFC 6901), so no two paths share a name.
+
+    Examples:
+      >>> leaf_name(('params', 'decoder', 'kernel'))
+      'params/decoder/kernel'
+      >>> leaf_name(('params', 'a/b')), leaf_name(('params', 'a', 'b'))
+      ('params/a~1b', 'params/a/b')
+    """
+    return "/".join(part.replace("~", "~0").replace("/", "~1") for part in path)
+
+
+def leaf_path(name: str) -> Names:
+    """Returns the components of a name; the inverse of `leaf_name`.
+
+    Examples:
+      >>> leaf_path('params/a~1b')
+      ('params', 'a/b')
+    """
+    return tuple(part.replace("~1", "/").replace("~0", "~") for part in name.split("/"))
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafInfo:
+    """One leaf of a checkpoint.
+
+    Attributes:
+      path: the components of its name.
+      shape: of the array; of a typed PRNG key, that of the array of keys.
+      dtype: `'float32'`, `'bfloat16'`, ...; of a typed PRNG key `'key<fry>'` and the like.
+      kind: `'params'`, `'state'` or `'extra'`.
+      parameter: the path of the parameter that the leaf is or follows, if any.
+      group: the names of the groups around it, outermost first.
+      transformation: what keeps it, e.g. `'adam'`, with `'#2'` for the second of its like.
+      type: the type that holds it, as package and name, e.g. `'optax:ScaleByAdamState'`.
+      axes: logical axes, where they are known.
+      value: of a single integer: a count is needed before arrays are read.
+    """
+
+    path: Names
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    parameter: Names | None = None
+    group: Names = ()
+    transformation: str = ""
+    type: str = ""
+    axes: tuple[Any, ...] | None = None
+    value: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The components joined: see `leaf_name`."""
+        return leaf_name(self.path)
+
+    @property
+    def is_key(self) -> bool:
+        """Whether it is a typed PRNG key."""
+        return self.dtype.startswith("key<")
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformation:
+    """One transformation of an optimizer: what decides whether two states mean the same.
+
+    Attributes:
+      name: of the function or class that made it, e.g. `'scale_by_adam'`.
+      group: the names of the groups around it.
+      settings: what was fixed when it was made and can be written down: numbers, booleans,
+        strings, by name.
+    """
+
+    name: str
+    group: Names = ()
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schema:
+    """The names of a checkpoint, and what is known about who wrote it.
+
+    Attributes:
+      leaves: every leaf, in the order of JAX.
+      optimizer: the transformations, in the order in which they act: the optimizer's fingerprint.
+      groups: the path of every parameter of each group, by the group's name; frozen ones too.
+      versions: of the libraries that wrote it.
+    """
+
+    leaves: tuple[LeafInfo, ...]
+    optimizer: tuple[Transformation, ...] = ()
+    groups: Mapping[str, tuple[Names, ...]] = dataclasses.field(default_factory=dict)
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def by_name(self) -> dict[str, LeafInfo]:
+        """The leaves by name."""
+        return {leaf.name: leaf for leaf in self.leaves}
+
+    def to_data(self) -> dict[str, Any]:
+        """Returns it as JSON has data: `Schema.from_data` is the inverse."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Any) -> Schema:
+        """Returns the schema that JSON data describe.
+
+        Raises:
+          LoadError: they describe none; says where.
+        """
+        raise LoadError("not yet")
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Something that restores may come from: a checkpoint on disk, or a state in memory."""
+
+    @property
+    def schema(self) -> Schema:
+        """What there is, without reading it."""
+
+    def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
+        """Returns the named leaves, in the dtype and shape that they were saved in.
+
+        Args:
+          wanted: for each name where the leaf is to lie; its shape and dtype are those of the
+            schema. Without a sharding: on the default device.
+
+        Raises:
+          DamagedError: a leaf is not what was written.
+        """
