@@ -21,7 +21,9 @@ from opt_core._multi_optimizer import MultiOptimizer
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
 from opt_core._paths import children, flatten_with_paths, path_names, path_str
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
+from opt_core._roles import Role, roles
 from opt_core._state_dict import restore_state_dict, to_state_dict
+from opt_core._state_entries import leaf_groups
 from opt_core._surgery import SurgeryReport, freeze, regroup, reset, unfreeze
 
 __version__ = _version("opt-core")
@@ -40,6 +42,7 @@ __all__ = [
     "OptimizerDef",
     "OptimizerState",
     "RestoreReport",
+    "Role",
     "SurgeryReport",
     "check_gradients",
     "children",
@@ -50,6 +53,7 @@ __all__ = [
     "freeze",
     "group_metrics",
     "increment_step",
+    "leaf_groups",
     "path_names",
     "path_str",
     "protocols",
@@ -57,6 +61,7 @@ __all__ = [
     "replace_hyper_params",
     "reset",
     "restore_state_dict",
+    "roles",
     "strong_type",
     "strong_types",
     "to_state_dict",

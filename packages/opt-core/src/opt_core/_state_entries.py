@@ -67,7 +67,26 @@ def entries(optimizer: Optimizer) -> list[Entry]:
 
 
 def leaf_groups(optimizer: Optimizer, outer: Names = ()) -> Iterator[tuple[Names, Optimizer]]:
-    """Yields the groups that are no `MultiOptimizer` themselves."""
+    """Yields the optimizers that an optimizer is made of: itself, where it has no groups.
+
+    Args:
+      optimizer: of any definition.
+      outer: the names of the groups around it.
+
+    Yields:
+      The names of the groups around each, outermost first, and the optimizer of that group: its
+      parameters, its state, and a definition that is no `MultiOptimizer`. Frozen leaves are in
+      none.
+
+    Examples:
+      >>> from opt_core import OptimizerDef
+      >>> class Sgd(OptimizerDef):
+      ...     def init_state(self, params):
+      ...         return OptimizerState(0, ())
+      >>> groups = MultiOptimizer.from_rules([('weights', 'w', Sgd(None))], rest=Sgd(None))
+      >>> [names for names, _ in leaf_groups(groups.create({'w': 1.0, 'b': 2.0}))]
+      [('weights',), ('rest',)]
+    """
     definition = optimizer.optimizer_def
     if not isinstance(definition, MultiOptimizer):
         yield outer, optimizer

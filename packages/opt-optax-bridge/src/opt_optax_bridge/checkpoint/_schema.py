@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import types
+import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 
@@ -124,7 +126,64 @@ class Schema:
         Raises:
           LoadError: they describe none; says where.
         """
-        raise LoadError("not yet")
+        return _read(cls, data, "schema")
+
+
+_Record = TypeVar("_Record")
+
+
+def _read(kind: type[_Record], data: Any, where: str) -> _Record:
+    """A dataclass out of JSON data, every field of the type that it is annotated with."""
+    if not isinstance(data, Mapping):
+        raise LoadError(f"`{where}`: expected a mapping, found {_shown(data)}")
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, kind))}
+    if unknown := sorted(map(str, data.keys() - fields.keys())):
+        raise LoadError(f"`{where}`: expected the fields {sorted(fields)}, found `{unknown[0]}`")
+    given = {
+        name: _value(hints[name], data[name], f"{where}/{name}") for name in fields if name in data
+    }
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise LoadError(f"`{where}`: {error}") from None
+
+
+def _value(hint: Any, data: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return _frozen(data)
+    if origin in (typing.Union, types.UnionType):
+        if data is None and type(None) in args:
+            return None
+        (inner,) = (arg for arg in args if arg is not type(None))
+        return _value(inner, data, where)
+    if origin is tuple and isinstance(data, list | tuple):
+        return tuple(_value(args[0], item, f"{where}/{i}") for i, item in enumerate(data))
+    if origin is Mapping and isinstance(data, Mapping):
+        keys = (_value(str, key, where) for key in data)
+        return {key: _value(args[1], data[key], f"{where}/{key}") for key in keys}
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return _read(hint, data, where)
+    if hint is int and where.rpartition("/shape/")[1] and type(data) is int and data < 0:
+        raise LoadError(f"`{where}`: expected a size from 0 on, found {data}")
+    if isinstance(hint, type) and type(data) is hint:
+        return data
+    raise LoadError(f"`{where}`: expected {_hinted(hint)}, found {_shown(data)}")
+
+
+def _frozen(data: Any) -> Any:
+    return tuple(map(_frozen, data)) if isinstance(data, list) else data
+
+
+def _hinted(hint: Any) -> str:
+    origin = typing.get_origin(hint) or hint
+    names = {tuple: "a list", Mapping: "a mapping", int: "an integer", str: "a string"}
+    return names.get(origin, str(hint))
+
+
+def _shown(data: Any) -> str:
+    return f"{data!r:.40}" if isinstance(data, bool | int | float | str) else type(data).__name__
 
 
 @runtime_checkable

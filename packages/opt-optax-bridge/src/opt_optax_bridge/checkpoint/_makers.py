@@ -1,0 +1,94 @@
+"""Which function made each part of a state: `adam` and `yogi` keep states of one type."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import jax
+from opt_core import children
+
+Names = tuple[str, ...]
+
+
+def makers(init: Callable[[Any], Any], params: Any) -> dict[Names, str]:
+    """Returns the name of the function that made each node of a state.
+
+    `init` is traced, nothing is computed. Whatever a function returns whose own name begins with
+    `init` (`init`, `init_fn`, `init_state`, ...) is what it made: its name is that of the factory
+    around it, or of its class.
+
+    Args:
+      init: of an Optax transformation or an optimizer definition.
+      params: parameters; arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      The names of factories by the path of the node. A node that no such function returned as it
+      is, as under a compiled `init`, has none.
+
+    Examples:
+      >>> import optax
+      >>> tx = optax.chain(optax.scale_by_yogi(), optax.trace(0.9))
+      >>> makers(tx.init, {'w': 1.0})
+      {(): 'chain', ('0',): 'scale_by_yogi', ('1',): 'trace'}
+    """
+    returned: dict[int, tuple[str, Any]] = {}  # with the object, so that its id is not reused
+
+    def note(frame: FrameType, event: str, value: Any) -> None:
+        if event == "return" and value is not None and _makes_states(frame.f_code):
+            returned.setdefault(id(value), (_factory(frame.f_code.co_qualname), value))
+
+    found: dict[Names, str] = {}
+
+    def run(params: Any) -> Any:
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            state = init(params)
+        finally:
+            sys.setprofile(before)
+        found.update(
+            (names, returned[id(node)][0]) for names, node in _nodes(state) if id(node) in returned
+        )
+        return state
+
+    jax.eval_shape(run, params)
+    return found
+
+
+def transformation_name(factory: str) -> str:
+    """Returns what a factory is called in names of leaves.
+
+    Examples:
+      >>> transformation_name('scale_by_adam'), transformation_name('trace')
+      ('adam', 'trace')
+      >>> transformation_name('ScaleByAdamState'), transformation_name('MultiSteps')
+      ('adam', 'multi_steps')
+    """
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", factory).lower()
+    return snake.removeprefix("scale_by_").removesuffix("_state").strip("_") or factory
+
+
+def _makes_states(code: CodeType) -> bool:
+    """Whether it is an `init` of something, for parameters: that of a schedule takes none."""
+    arguments = code.co_varnames[: code.co_argcount]
+    return code.co_name.startswith("init") and any(name != "self" for name in arguments)
+
+
+def _factory(qualified: str) -> str:
+    """`scale_by_adam` of `scale_by_adam.<locals>.init_fn`, `MultiSteps` of `MultiSteps.init`."""
+    outer, _, inner = qualified.partition(".<locals>.")
+    if inner:
+        return outer.rpartition(".")[2]
+    owner, _, _ = qualified.rpartition(".")
+    return owner.rpartition(".")[2] or qualified
+
+
+def _nodes(node: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:
+    yield names, node
+    opened = children(node)
+    for name, child in opened.children if opened is not None else ():
+        yield from _nodes(child, (*names, name))

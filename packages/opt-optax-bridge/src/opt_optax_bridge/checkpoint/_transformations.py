@@ -1,0 +1,156 @@
+"""What an optimizer is made of: the transformations in their order, and how they were set.
+
+Twelve of Optax's optimizers keep states of the same names, shapes and types. What tells them apart
+is in the closures of their update functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from opt_core import Optimizer, OptimizerDef, leaf_groups
+
+from opt_optax_bridge._wrapper import OptaxWrapper
+from opt_optax_bridge.checkpoint._makers import transformation_name
+from opt_optax_bridge.checkpoint._schema import Names, Transformation
+
+_CONTAINERS = frozenset({"chain", "named_chain", "with_extra_args_support", "flatten"})
+_Setting = bool | int | float | str | None
+_DEPTH = 2
+_MANY = 16  # a mask or a table of labels has an entry per parameter: no setting
+
+
+def transformations(optimizer: Optimizer) -> tuple[Transformation, ...]:
+    """Returns the transformations of an optimizer, group by group, in the order of their updates.
+
+    Args:
+      optimizer: of any definition; its leaves may be abstract.
+
+    Returns:
+      One for each factory whose update function takes part: `'scale_by_adam'`,
+      `'clip_by_global_norm'`, ... Of a definition that is no Optax wrapper, one with its class's
+      name. What a factory cannot be seen through (compiled functions) is left out.
+
+    Examples:
+      >>> import optax
+      >>> made = OptaxWrapper(optax.adamw(1e-3)).create({'w': 1.0})
+      >>> [found.name for found in transformations(made)]
+      ['scale_by_adam', 'add_decayed_weights', 'scale']
+    """
+    return tuple(
+        found
+        for group, part in leaf_groups(optimizer)
+        for found in _of_definition(part.optimizer_def, group)
+    )
+
+
+def _of_definition(definition: OptimizerDef, group: Names) -> Iterator[Transformation]:
+    if isinstance(definition, OptaxWrapper):
+        yield from _walk(definition.optax_optimizer, group, set())
+        return
+    settings = dict(_settings(_fields(definition.hyper_params)))
+    yield Transformation(transformation_name(type(definition).__name__), group, settings)
+
+
+def _walk(node: Any, group: Names, seen: set[int]) -> Iterator[Transformation]:
+    """The transformations in a transformation, an update function, or a container of such."""
+    if id(node) in seen:
+        return
+    seen = seen | {id(node)}
+    match node:
+        case types.MethodType():
+            owner = node.__self__
+            if _update(owner) is not None or node.__name__.startswith("update"):
+                yield from _emit(type(owner).__name__, _fields(owner), group, seen)
+        case types.FunctionType():
+            yield from _emit(node.__code__.co_qualname, _cells(node), group, seen)
+        case functools.partial():
+            yield from _walk(node.func, group, seen)
+        case Mapping():
+            for name, child in node.items():
+                yield from _walk(child, (*group, str(name)), seen)
+        case _ if (update := _update(node)) is not None:
+            yield from _walk(update, group, seen)
+        case tuple() | list():
+            for child in node:
+                yield from _walk(child, group, seen)
+
+
+def _emit(
+    qualified: str, captured: Mapping[str, Any], group: Names, seen: set[int]
+) -> Iterator[Transformation]:
+    name = qualified.partition(".<locals>.")[0].rpartition(".")[2]
+    if name not in _CONTAINERS and "lambda" not in name:
+        yield Transformation(name, group, dict(_settings(captured)))
+    for child in captured.values():
+        if _acts(child):
+            yield from _walk(child, group, seen)
+
+
+def _acts(value: Any) -> bool:
+    """Whether a captured value is a transformation, an update function, or a container of such."""
+    match value:
+        case types.FunctionType() | types.MethodType():
+            return value.__name__.startswith("update")
+        case functools.partial():
+            return _acts(value.func)
+        case _ if _update(value) is not None:
+            return True
+        case tuple() | list():
+            return any(_acts(child) for child in value)
+        case Mapping():
+            return any(_acts(child) for child in value.values())
+    return False
+
+
+def _update(node: Any) -> Any:
+    """The update function of a transformation, `None` of anything else."""
+    if isinstance(node, type | types.ModuleType | np.ndarray):
+        return None
+    found = getattr(node, "update", None) if getattr(node, "init", None) is not None else None
+    return found if callable(found) else None
+
+
+def _cells(function: types.FunctionType) -> dict[str, Any]:
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # captured before it was assigned
+        return False
+    return True
+
+
+def _fields(obj: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        return {field.name: getattr(obj, field.name) for field in dataclasses.fields(obj)}
+    return dict(getattr(obj, "__dict__", {}))
+
+
+def _settings(captured: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, _Setting]]:
+    """What can be written down, by name; of a function (a schedule) what it has captured."""
+    for name, value in sorted(captured.items()):
+        match value:
+            case bool() | int() | float() | str() | None:
+                yield name, value
+            case np.dtype() | np.generic():
+                yield name, str(value)
+            case type() if issubclass(value, np.generic):
+                yield name, np.dtype(value).name
+            case Mapping() if depth < _DEPTH and len(value) <= _MANY and not _acts(value):
+                inner = {str(key): child for key, child in value.items()}
+                yield from ((f"{name}.{n}", v) for n, v in _settings(inner, depth + 1))
+            case types.FunctionType() if depth < _DEPTH and not _acts(value):
+                if "<locals>" in value.__qualname__:
+                    cells = _settings(_cells(value), depth + 1)
+                    yield from ((f"{name}.{n}", v) for n, v in cells)
+                else:
+                    yield name, value.__qualname__
