@@ -1,7 +1,10 @@
 """Checkpoints that survive a change of optimizer, of mesh, of library version, and a kill."""
 
 from opt_optax_bridge.checkpoint import errors
-from opt_optax_bridge.checkpoint._names import NamedState, named_state
+from opt_optax_bridge.checkpoint._match import plan_restore
+from opt_optax_bridge.checkpoint._names import NamedState, named_state, restore_named
+from opt_optax_bridge.checkpoint._plan import Dropped, Plan, Row
+from opt_optax_bridge.checkpoint._rules import Rename, Stack, Unstack
 from opt_optax_bridge.checkpoint._schema import (
     LeafInfo,
     Schema,
@@ -12,13 +15,21 @@ from opt_optax_bridge.checkpoint._schema import (
 )
 
 __all__ = [
+    "Dropped",
     "LeafInfo",
     "NamedState",
+    "Plan",
+    "Rename",
+    "Row",
     "Schema",
     "Source",
+    "Stack",
     "Transformation",
+    "Unstack",
     "errors",
     "leaf_name",
     "leaf_path",
     "named_state",
+    "plan_restore",
+    "restore_named",
 ]

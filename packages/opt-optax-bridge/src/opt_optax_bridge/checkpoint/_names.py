@@ -23,7 +23,7 @@ from opt_core.protocols import DerivesLogicalAxes
 
 from opt_optax_bridge._wrapper import OptaxWrapper
 from opt_optax_bridge.checkpoint._makers import makers, transformation_name
-from opt_optax_bridge.checkpoint._schema import LeafInfo, Names, Schema, leaf_name
+from opt_optax_bridge.checkpoint._schema import LeafInfo, Names, Schema, leaf_name, leaf_path
 from opt_optax_bridge.checkpoint._transformations import transformations
 from opt_optax_bridge.checkpoint.errors import LeafError
 
@@ -105,6 +105,45 @@ def named_state(optimizer: Optimizer, *, param_axes: Any = None) -> NamedState:
         versions=_versions(),
     )
     return NamedState(dict(zip((i.name for i in infos), values, strict=True)), schema)
+
+
+def restore_named(optimizer: Optimizer, named: Mapping[str, Any]) -> Optimizer:
+    """Returns an optimizer with the leaves that `named_state` returned.
+
+    Args:
+      optimizer: gives containers, shapes, dtypes and places; its leaves may be abstract.
+      named: the leaves by name; of a `NamedState` the schema is compared too.
+
+    Returns:
+      The optimizer; it shares no buffer with `named`.
+
+    Raises:
+      PlanError: a name is missing or too many, a shape or dtype differs, or it is another
+        optimizer's; `plan_restore` admits changes.
+
+    Examples:
+      >>> import opt_optax_bridge as opt
+      >>> optimizer = opt.adam(1e-3).create({'w': jnp.ones(2)})
+      >>> again = restore_named(optimizer, named_state(optimizer))
+      >>> bool((again.target['w'] == optimizer.target['w']).all())
+      True
+    """
+    from opt_optax_bridge.checkpoint._match import plan_restore
+
+    if not isinstance(named, NamedState):
+        named = _bare(optimizer, named)
+    return plan_restore(named, optimizer).apply()
+
+
+def _bare(optimizer: Optimizer, named: Mapping[str, Any]) -> NamedState:
+    """Leaves without a schema: each is what the optimizer has under its name."""
+    known = {info.name: info for info in leaf_infos(optimizer)}
+    infos = []
+    for name, leaf in named.items():
+        path = known[name].path if name in known else leaf_path(name)
+        info = _info(leaf, path, "params" if path[0] == "params" else "state")
+        infos.append(info)
+    return NamedState(dict(named), Schema(tuple(infos)))
 
 
 def leaf_infos(optimizer: Optimizer) -> list[LeafInfo]:
