@@ -199,7 +199,8 @@ class Source(Protocol):
 
         Args:
           wanted: for each name where the leaf is to lie; its shape and dtype are those of the
-            schema. Without a sharding: on the default device.
+            schema. Without a sharding: on the default device. What JAX cannot hold, 64 bits
+            without `jax_enable_x64`, comes as a NumPy array.
 
         Raises:
           DamagedError: a leaf is not what was written.
