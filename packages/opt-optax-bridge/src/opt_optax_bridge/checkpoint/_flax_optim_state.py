@@ -172,7 +172,7 @@ class _Filler:
                 self.problems.append(f"{_HEAD}/{where}: is at no parameter's path")
                 continue
             value = self.entries[names].get(slot.entry)
-            if not isinstance(value, np.ndarray | jax.Array):
+            if not isinstance(value, np.ndarray | np.generic | jax.Array):
                 where = f"{_HEAD}/{leaf_name(names)}"
                 self.problems.append(f"{where}: has no array `{slot.entry}`, which is needed here")
             elif names:

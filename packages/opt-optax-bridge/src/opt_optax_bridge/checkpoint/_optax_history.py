@@ -115,7 +115,7 @@ def _started(found: Found, state: Any) -> dict[str, Any] | None:
 
 def _without_momentum(found: Found, state: Any) -> dict[str, Any] | None:
     """The base optimizer of schedule-free Adam: RMSProp since then, not Adam with `b1=0`."""
-    base = found.get("base_optimizer_state")
+    base: Any = found.get("base_optimizer_state")
     first = base.get("0") if isinstance(base, Mapping) else None
     if not isinstance(first, Mapping) or set(first) != {"count", "mu", "nu"}:
         return None
