@@ -114,9 +114,7 @@ class Checkpointer:
         return open_step(self.directory / str(step))
 
 
-def _prepare(
-    step: int, named: NamedState, metadata: Any
-) -> tuple[Manifest, Mapping[str, Any]]:
+def _prepare(step: int, named: NamedState, metadata: Any) -> tuple[Manifest, Mapping[str, Any]]:
     records, arrays = {}, {}
     for info in named.schema.leaves:
         records[info.name], array = _storage.encode(info, named[info.name])
