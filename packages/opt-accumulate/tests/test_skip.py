@@ -132,9 +132,9 @@ def test_the_decision_is_kept_where_the_function_does_not_keep_it() -> None:
 
 
 def train_on(steps: Any, state: Any, values: list[float]) -> tuple[list[float], Any]:
-    added = []
+    added, update = [], jax.jit(steps.update)
     for value in values:
-        updates, state = steps.update(grads_of(value), state, PARAMS)
+        updates, state = update(grads_of(value), state, PARAMS)
         added.append(float(updates["w"][0]))
     return added, state
 
@@ -330,9 +330,9 @@ def test_combinations_in_multi_steps() -> None:
 def test_a_run_that_only_skips_is_stopped(window_means: tuple[str, ...]) -> None:
     guard = any_of(skip_not_finite, skip_outliers(3.0))
     steps = MultiSteps(SGD, 2, should_skip_update_fn=guard, window_means=window_means)
-    state = steps.init(PARAMS)
+    state, update = steps.init(PARAMS), jax.jit(steps.update)
     for value, in_a_row in [(1.0, 0), (jnp.nan, 1), (jnp.inf, 2), (jnp.nan, 3), (1.0, 0)]:
-        _, state = steps.update(grads_of(value), state, PARAMS, value=value)
+        _, state = update(grads_of(value), state, PARAMS, value=value)
         check_skips(state, in_a_row)
         if in_a_row:
             with pytest.raises(errors.StuckError, match=f"^{in_a_row} mini-steps in a row were"):
