@@ -20,7 +20,7 @@ from opt_optax_bridge.checkpoint._makers import transformation_name
 from opt_optax_bridge.checkpoint._schema import Names, Transformation
 
 _PARTITIONS = frozenset({"partition", "multi_transform"})  # their groups are in the names
-_CONTAINERS = frozenset({"chain", "named_chain", "with_extra_args_support"}) | _PARTITIONS
+_CONTAINERS = frozenset({"chain", "named_chain", "with_extra_args_support", "identity"})
 _INJECTING = frozenset({"inject_hyperparams", "inject_stateful_hyperparams"})
 _Setting = bool | int | float | str | None
 _DEPTH = 2
@@ -91,7 +91,7 @@ def _emit(
     qualified: str, captured: Mapping[str, Any], group: Names, seen: set[int]
 ) -> Iterator[Transformation]:
     factory = _factory_of(qualified)
-    if factory not in _CONTAINERS and "lambda" not in factory:
+    if factory not in _CONTAINERS | _PARTITIONS and "lambda" not in factory:
         yield Transformation(factory, group, dict(_settings(captured)))
     if factory in _INJECTING:
         return  # what it has captured are schedules; see `_injected`
