@@ -1,0 +1,3 @@
+"""One writer per folder."""
+
+from __future__ import annotations
