@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 from orbax.checkpoint.path import step as step_lib
 
 from opt_optax_bridge.checkpoint._manifest import FILE_NAME
+from opt_optax_bridge.checkpoint._storage import flatten
 
 LEAVES, MANIFEST = "leaves", "manifest"
 
@@ -112,3 +114,13 @@ def restore_arrays(folder: Path, item: Any, restore_args: Sequence[Any] | Any) -
         )
     finally:
         handler.close()
+
+
+def stored_arrays(folder: Path) -> dict[tuple[str, ...], tuple[tuple[int, ...], Any]]:
+    """Returns shape and dtype of every array of a step, without reading them, by its key."""
+    handler = array_handler()
+    try:
+        tree = handler.metadata(folder / LEAVES).tree
+    finally:
+        handler.close()
+    return {key: (tuple(a.shape), np.dtype(a.dtype)) for key, a in flatten(tree).items()}
