@@ -1,10 +1,12 @@
 """Checkpoints that survive a change of optimizer, of mesh, of library version, and a kill."""
 
 from opt_optax_bridge.checkpoint import errors
+from opt_optax_bridge.checkpoint._checkpointer import Checkpointer
 from opt_optax_bridge.checkpoint._match import plan_restore
 from opt_optax_bridge.checkpoint._names import NamedState, named_state, restore_named
 from opt_optax_bridge.checkpoint._plan import Dropped, Plan, Row
 from opt_optax_bridge.checkpoint._rules import Rename, Stack, Unstack
+from opt_optax_bridge.checkpoint._saved_step import SavedStep, open_step
 from opt_optax_bridge.checkpoint._schema import (
     LeafInfo,
     Schema,
@@ -15,12 +17,14 @@ from opt_optax_bridge.checkpoint._schema import (
 )
 
 __all__ = [
+    "Checkpointer",
     "Dropped",
     "LeafInfo",
     "NamedState",
     "Plan",
     "Rename",
     "Row",
+    "SavedStep",
     "Schema",
     "Source",
     "Stack",
@@ -30,6 +34,7 @@ __all__ = [
     "leaf_name",
     "leaf_path",
     "named_state",
+    "open_step",
     "plan_restore",
     "restore_named",
 ]

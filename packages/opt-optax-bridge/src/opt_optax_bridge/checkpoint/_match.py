@@ -254,7 +254,8 @@ class _Matcher:
         if casts and not wrong:
             note = f"{source.dtype} -> {leaf.dtype}"
         kinds, problem = (*kinds, *casts), problem or wrong
-        if _name_of(source.type) != _name_of(leaf.type) and source.type and leaf.type:
+        is_known = source.type and leaf.type and "rename" not in kinds
+        if is_known and _name_of(source.type) != _name_of(leaf.type):
             kinds, note = (*kinds, "optimizer"), f"{source.type} -> {leaf.type}"
         action: Any = "converted" if kinds or problem or source.name != leaf.name else "matched"
         is_admitted = set(kinds) <= admitted

@@ -108,9 +108,7 @@ def restore_arrays(folder: Path, item: Any, restore_args: Sequence[Any] | Any) -
     try:
         return handler.restore(
             folder / LEAVES,
-            args=ocp.args.PyTreeRestore(
-                item=item, restore_args=restore_args, partial_restore=True
-            ),
+            args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True),
         )
     finally:
         handler.close()

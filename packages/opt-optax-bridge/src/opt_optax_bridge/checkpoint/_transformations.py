@@ -19,7 +19,7 @@ from opt_optax_bridge._wrapper import OptaxWrapper
 from opt_optax_bridge.checkpoint._makers import transformation_name
 from opt_optax_bridge.checkpoint._schema import Names, Transformation
 
-_CONTAINERS = frozenset({"chain", "named_chain", "with_extra_args_support", "flatten"})
+_CONTAINERS = frozenset({"chain", "named_chain", "with_extra_args_support", "identity"})
 _Setting = bool | int | float | str | None
 _DEPTH = 2
 _MANY = 16  # a mask or a table of labels has an entry per parameter: no setting
