@@ -11,11 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import jax
 import orbax.checkpoint as ocp
 from opt_core import Optimizer
 
-from opt_optax_bridge.checkpoint import _orbax, _storage
+from opt_optax_bridge.checkpoint import _orbax
 from opt_optax_bridge.checkpoint._durable import DurablePath, sync
 from opt_optax_bridge.checkpoint._lock import WriterLock
 from opt_optax_bridge.checkpoint._names import NamedState, named_state
@@ -141,7 +140,7 @@ class Checkpointer:
         if self._manager is None:
             return
         with self._failing(self._saving):
-            self._manager.wait_until_finished()
+            self._manager.wait_until_finished()  # type: ignore[no-untyped-call]
         self._saving = None
 
     def close(self) -> None:
@@ -155,11 +154,11 @@ class Checkpointer:
             return
         try:
             with self._failing(self._saving):
-                manager.wait_until_finished()
+                manager.wait_until_finished()  # type: ignore[no-untyped-call]
         finally:
             self._saving = None
             with suppress(Exception):  # It would say once more what has just been raised.
-                manager.close()
+                manager.close()  # type: ignore[no-untyped-call]
             self._empty_trash()
             self._release()
 
@@ -255,7 +254,7 @@ class Checkpointer:
             missing = MissingError(f"`{self.directory}` has no step {step}; it has {self.steps()}")
         agree(missing)
         with self._failing(step):
-            manager.reload()
+            manager.reload()  # type: ignore[no-untyped-call]
             manager.delete(step)
         self._empty_trash()
 

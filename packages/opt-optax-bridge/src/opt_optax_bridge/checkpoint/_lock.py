@@ -167,9 +167,7 @@ def _read_file(path: Path) -> dict[str, Any] | None:
 def _describe(holder: dict[str, Any]) -> str:
     if not holder:
         return "one that has not said who it is"
-    return (
-        f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
-    )
+    return f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
 
 
 def _is_gone(holder: dict[str, Any]) -> bool:

@@ -89,7 +89,7 @@ class Manifest:
         if version > FORMAT_VERSION:
             raise VersionError(
                 f"`{where}`: written in format {version}, which needs opt-optax-bridge >= "
-                f"{str(whole.get('needs')):.40}; this one reads up to format {FORMAT_VERSION}"
+                f"{whole.get('needs')!s:.40}; this one reads up to format {FORMAT_VERSION}"
             )
         body = whole.get("manifest")
         if hashlib.sha256(_canonical(body)).hexdigest() != whole.get("sha256"):

@@ -22,9 +22,7 @@ LEAVES, MANIFEST = "leaves", "manifest"
 class ManifestHandler(ocp.AsyncCheckpointHandler):
     """Writes a manifest once its digests are known, while the arrays are being written."""
 
-    async def async_save(  # type: ignore[override]
-        self, directory: Any, args: ManifestSave
-    ) -> list[Future]:
+    async def async_save(self, directory: Any, args: ManifestSave) -> list[Future]:
         """Starts to write it; only the first process does."""
 
         async def write() -> None:
@@ -33,7 +31,7 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
 
         return [CommitFutureAwaitingContractedSignals(write(), name="manifest")]
 
-    def save(self, directory: Any, args: ManifestSave) -> None:  # type: ignore[override]
+    def save(self, directory: Any, args: ManifestSave) -> None:
         """Writes it."""
         if jax.process_index() == 0:
             (Path(directory) / FILE_NAME).write_bytes(args.encode())
@@ -111,7 +109,7 @@ def restore_arrays(folder: Path, item: Any, restore_args: Sequence[Any] | Any) -
             args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True),
         )
     finally:
-        handler.close()
+        handler.close()  # type: ignore[no-untyped-call]
 
 
 def stored_arrays(folder: Path) -> dict[tuple[str, ...], tuple[tuple[int, ...], Any]]:
@@ -120,5 +118,5 @@ def stored_arrays(folder: Path) -> dict[tuple[str, ...], tuple[tuple[int, ...], 
     try:
         tree = handler.metadata(folder / LEAVES).tree
     finally:
-        handler.close()
+        handler.close()  # type: ignore[no-untyped-call]
     return {key: (tuple(a.shape), np.dtype(a.dtype)) for key, a in flatten(tree).items()}

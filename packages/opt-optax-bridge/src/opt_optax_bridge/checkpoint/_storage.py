@@ -79,7 +79,7 @@ def encode(info: LeafInfo, leaf: Any) -> tuple[Record, Any]:
     """
     if info.dtype == "python":
         return Record(PYTHON, scalar=leaf), None
-    if isinstance(leaf, jax.ShapeDtypeStruct) or isinstance(leaf, jax.core.Tracer):
+    if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
         raise LeafError(f"`{info.name}`: expected an array, found `{leaf}`: it has no value")
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise LeafError(
@@ -157,17 +157,15 @@ def nest(flat: Mapping[Names, Any]) -> dict[str, Any]:
     """
     tree: dict[str, Any] = {}
     for path, value in flat.items():
-        node = tree
+        inner: Any = tree
         for part in path[:-1]:
-            node = node.setdefault(part, {})
-            if not isinstance(node, dict):
-                break
-        if not isinstance(node, dict) or path[-1] in node:
+            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict) or path[-1] in inner:
             raise LeafError(
                 f"`{'/'.join(path)}`: another leaf's name is the beginning of its name, or the "
                 "same: rename one of them"
             )
-        node[path[-1]] = value
+        inner[path[-1]] = value
     return tree
 
 
