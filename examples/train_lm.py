@@ -217,6 +217,7 @@ def train(
         contextlib.closing(Progress(done, config.steps, tokens, is_shown=is_first())) as progress,
         stop_requests() as must_stop,
     ):
+        checkpoints.discard_after(done)  # the run fell back from them, or they would be made again
         for step in range(done + 1, config.steps + 1):
             optimizer, metrics = step_function(optimizer, job.shard(next(batches)), overrides)
             line = {"step": step, **numbers(jax.device_get(metrics))}

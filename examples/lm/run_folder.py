@@ -16,7 +16,7 @@ from opt_optax_bridge.checkpoint import Checkpointer, SavedStep
 from opt_optax_bridge.checkpoint.errors import MissingError
 
 from lm.config import UsageError
-from lm.processes import is_first
+from lm.processes import is_first, say
 
 
 class RunFolder:
@@ -88,13 +88,18 @@ class RunFolder:
           UsageError: there are checkpoints, and none of them is.
         """
         if (self.path / "checkpoint.msgpack").exists():
-            raise UsageError(f"{self.path} is a run of an older version of this program")
-        with Checkpointer(self.checkpoints, read_only=True) as checkpoints:
-            steps = checkpoints.steps()
-            try:
-                return checkpoints.latest_valid() if steps else None
-            except MissingError as error:
-                raise UsageError(f"every checkpoint of {self.path} is damaged: {error}") from error
+            raise UsageError(
+                f"{self.path}/checkpoint.msgpack is of an older version of this program, which can "
+                "go on with it"
+            )
+        checkpoints = Checkpointer(self.checkpoints, read_only=True)
+        try:
+            saved = checkpoints.latest_valid()
+        except MissingError as error:
+            raise UsageError(f"every checkpoint of {self.path} is damaged: {error}") from error
+        if saved and saved.step != checkpoints.latest_step():
+            say(f"{self.path} goes on from step {saved.step}: what was saved later is damaged")
+        return saved
 
     def save_placement(self, tables: str) -> None:
         """Replaces `placement.txt`."""
