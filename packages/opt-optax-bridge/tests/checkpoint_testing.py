@@ -33,9 +33,7 @@ def small_state(seed: int = 0) -> NamedState:
 
 def everything(schema: Schema) -> dict[str, Any]:
     """All leaves, wanted on the default device."""
-    return {
-        info.name: jax.ShapeDtypeStruct(info.shape, np.dtype("int8")) for info in schema.leaves
-    }
+    return {info.name: jax.ShapeDtypeStruct(info.shape, np.dtype("int8")) for info in schema.leaves}
 
 
 def bits(leaf: Any) -> tuple[str, tuple[int, ...], bytes]:

@@ -44,7 +44,9 @@ def test_read_again() -> None:
     )
     leaf = jnp.zeros((2, 0))
     named = state({"state/x": leaf})
-    saving = Saving.prepare(3, type(named)(named.leaves, schema), [], [], {"a": [1, None, "é\ud800"]})
+    saving = Saving.prepare(
+        3, type(named)(named.leaves, schema), [], [], {"a": [1, None, "é\ud800"]}
+    )
     manifest = decode(saving.encode())
     assert manifest == saving.manifest
 
@@ -113,7 +115,23 @@ def test_dtypes_that_cannot_be(dtype: str) -> None:
         decode(sealed(body))
 
 
-_JUNK = [None, True, -1, 0, 2**63, 1e308, "", "x", "key<fry>", [], [[]], {}, {"a": 1}, [-1], "\ud800"]
+_JUNK = [
+    None,
+    True,
+    -1,
+    0,
+    2**63,
+    1e308,
+    "",
+    "x",
+    "key<fry>",
+    [],
+    [[]],
+    {},
+    {"a": 1},
+    [-1],
+    "\ud800",
+]
 
 
 def _places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
