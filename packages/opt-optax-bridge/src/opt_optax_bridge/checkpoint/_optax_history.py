@@ -140,11 +140,15 @@ def _without_momentum(found: Found, state: Any) -> dict[str, Any] | None:
 def _noise_first(found: Found, state: Any) -> dict[str, Any] | None:
     """The noise comes before the learning rate, and so does its state."""
     is_noisy_sgd = len(state) == 2 and type(state[0]).__name__ == "AddNoiseState"
-    filled = {key: value for key, value in found.items() if value != {}}
+    filled = {k: value for k, value in found.items() if not _is_empty(value)}
     noise = filled.get("1")
     if not is_noisy_sgd or len(filled) != 1 or not isinstance(noise, Mapping):
         return None
     return {"0": noise} if set(noise) == set(state[0]._fields) else None
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value
 
 
 MIGRATIONS = (
