@@ -108,7 +108,8 @@ def build(spec: Any) -> OptimizerDef:
                 given["learning_rate"] = 0.5
             if name == "LARS" and given.get("weight_decay"):
                 # It has no equal; its state can go on under Optax's own rule.
-                return opt_optax_bridge.lars(momentum=given.pop("beta"), **given)
+                lars: OptimizerDef = opt_optax_bridge.lars(momentum=given.pop("beta"), **given)
+                return lars
             return flax_optim_equivalent(name, **given)
     raise ValueError(spec)
 
@@ -122,7 +123,7 @@ def case_of(entry: dict[str, Any]) -> g.Case:
 
 
 def bytes_of(entry: dict[str, Any]) -> bytes:
-    return (g.FOLDER / entry["checkpoint"]["file"]).read_bytes()
+    return Path(g.FOLDER / entry["checkpoint"]["file"]).read_bytes()
 
 
 def restore(entry: dict[str, Any], optimizer: Optimizer, source: Any) -> Optimizer:

@@ -22,6 +22,7 @@ import optax
 from flax.training.train_state import TrainState
 
 STEPS = 5
+OPTAX: Any = optax  # which does not list all that it exports
 CALLED_LOSS = ("0.2.0", "0.2.1")  # `reduce_on_plateau` called the value so
 
 
@@ -37,7 +38,7 @@ def _numbers(shape: tuple[int, ...], start: float) -> jax.Array:
     return jnp.asarray(np.sin(start + np.arange(size)).reshape(shape), jnp.float32)
 
 
-def loss(tree: Any, **_: Any) -> jax.Array:
+def loss(tree: Any, **_: Any) -> Any:
     return sum(
         jnp.sum(jnp.square(leaf - 0.5) * (1.0 + 0.1 * leaf)) for leaf in jax.tree.leaves(tree)
     )
@@ -77,7 +78,7 @@ CASES: Mapping[str, Callable[[], Any]] = {
 
 def step(tx: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
     """One step on parameters and state, as Optax's documentation says."""
-    tx = optax.with_extra_args_support(tx)
+    tx = OPTAX.with_extra_args_support(tx)
 
     def update(tree: Any, state: Any) -> tuple[Any, Any]:
         value, grads = jax.value_and_grad(loss)(tree)
@@ -102,7 +103,7 @@ def write(folder: Path) -> None:
         for _ in range(STEPS):
             tree, opt_state = step(tx)(tree, opt_state)
         opt_state = jax.tree.map(_plain, opt_state)
-        state = TrainState(step=STEPS, apply_fn=None, params=tree, tx=tx, opt_state=opt_state)
+        state = TrainState(step=STEPS, apply_fn=loss, params=tree, tx=tx, opt_state=opt_state)
         (folder / f"{name}.msgpack").write_bytes(flax.serialization.to_bytes(state))
 
 

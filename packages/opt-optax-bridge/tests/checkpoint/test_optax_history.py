@@ -73,7 +73,9 @@ def test_b2_states_of_old_optax(path: Path) -> None:
     after_five, after_eight = todays(path.stem)
     if (path.parent.name, path.stem) not in WITHOUT_REPORT:
         assert_close(start, after_five)
-    assert_close(run(path.stem, start, 3), after_eight)
+    # L-BFGS divides by products of differences, as small as 1e-9: jax 0.8 rounds 2e-5 away.
+    rtol = 1e-4 if path.stem == "lbfgs" else 1e-5
+    assert_close(run(path.stem, start, 3), after_eight, rtol)
 
 
 @functools.cache
@@ -95,12 +97,12 @@ def todays(case: str) -> tuple[Any, Any]:
     return first, run(case, first, 3)
 
 
-def assert_close(found: Any, expected: Any) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
+def assert_close(found: Any, expected: Any, rtol: float = 1e-5) -> None:
+    assert str(jax.tree.structure(found)) == str(jax.tree.structure(expected))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6)
 
 
 @pytest.mark.parametrize("version", ["0.1.7", "0.2.1", "0.2.3", "0.2.4", "0.2.5"])

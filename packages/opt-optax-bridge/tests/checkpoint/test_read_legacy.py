@@ -70,8 +70,9 @@ def assert_same(found: Any, expected: Any) -> None:
 def arrays(draw: Any) -> np.ndarray:
     shape = draw(st.sampled_from([(), (0,), (3,), (2, 3), (2, 0, 3), (1, 2, 1, 2)]))
     dtype = dtype_named(draw(st.sampled_from(DTYPES)))
-    start = draw(st.integers(0, 3))
-    return (start + np.arange(np.prod(shape, dtype=int)) % 5).reshape(shape).astype(dtype)
+    numbers = draw(st.integers(0, 3)) + np.arange(np.prod(shape, dtype=int)) % 5
+    array: np.ndarray = numbers.reshape(shape).astype(dtype)
+    return array
 
 
 LEAVES = st.one_of(
@@ -146,12 +147,12 @@ def test_paths(tmp_path: Path) -> None:
 
 
 def test_archives_come_back() -> None:
-    tree = {"opt": {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}, "step": np.int64(3)}
+    weights = np.arange(6, dtype=np.float32).reshape(2, 3)
     file = io.BytesIO()
-    fortran = np.asfortranarray(tree["opt"]["w"])
-    np.savez_compressed(file, **{"opt/w": fortran, "step": tree["step"]})
+    arrays: dict[str, Any] = {"opt/w": np.asfortranarray(weights), "step": np.int64(3)}
+    np.savez_compressed(file, **arrays)
     found = read_legacy(file.getvalue())
-    np.testing.assert_array_equal(found["opt"]["w"], tree["opt"]["w"])
+    np.testing.assert_array_equal(found["opt"]["w"], weights)
     assert found["step"] == 3
 
 

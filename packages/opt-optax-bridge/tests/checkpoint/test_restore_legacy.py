@@ -86,10 +86,11 @@ def test_lars_keeps_the_update_and_flax_its_negative() -> None:
 
 
 def _traces(optimizer: Optimizer) -> list[Any]:
-    states = jax.tree.leaves(
+    states: list[Any] = jax.tree.leaves(
         optimizer.state.param_states, is_leaf=lambda s: isinstance(s, optax.TraceState)
     )
-    return [s.trace["layer"]["bias"] for s in states if isinstance(s, optax.TraceState)]
+    traces: list[Any] = [s.trace for s in states if isinstance(s, optax.TraceState)]
+    return [trace["layer"]["bias"] for trace in traces]
 
 
 def test_who_wrote_it_must_be_known() -> None:
