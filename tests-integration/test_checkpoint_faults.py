@@ -52,6 +52,13 @@ def check(root: Path, step: int, seed: int, shape: tuple[int, ...] = SHAPE) -> N
         np.testing.assert_array_equal(np.asarray(read[name]), np.asarray(leaf))
 
 
+def save_now(
+    checkpointer: Checkpointer, step: int, named: NamedState, wait: Callable[[], None] | None = None
+) -> None:
+    checkpointer.save(step, named)
+    (wait or checkpointer.wait)()
+
+
 @contextmanager
 def small_files(limit: int) -> Iterator[None]:
     """Any write past a size of file fails, as on a full disk."""
@@ -93,8 +100,9 @@ def child(code: str, *args: Any) -> subprocess.Popen[str]:
     )
     return subprocess.Popen(
         [sys.executable, "-c", prelude + code, *map(str, args)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
     )
 
@@ -111,8 +119,7 @@ def test_d3_saving_a_step_again(async_save: bool, tmp_path: Path) -> None:
         checkpointer.save(2, state(2))
         checkpointer.discard_after(1)
         with small_files(100_000), pytest.raises(SaveError):
-            checkpointer.save(2, state(3))
-            checkpointer.wait()
+            save_now(checkpointer, 2, state(3))
         assert checkpointer.steps() == [1]
     code = "with Checkpointer(root, async_save=False) as c: c.save(1, state(2))"
     process = child(code, tmp_path)
@@ -132,8 +139,7 @@ def test_d4_disk_is_full(async_save: bool, tmp_path: Path, disk: Callable[[int],
         ballast = root / "ballast"
         ballast.write_bytes(bytes(3 * 2**20))
         with pytest.raises(SaveError, match=r"step 2 in .* not saved: "):
-            checkpointer.save(2, state(2, shape))
-            checkpointer.wait()
+            save_now(checkpointer, 2, state(2, shape))
         assert checkpointer.steps() == [1]
         check(root, 1, 1, shape)
         ballast.unlink()
@@ -142,8 +148,7 @@ def test_d4_disk_is_full(async_save: bool, tmp_path: Path, disk: Callable[[int],
         check(root, 2, 2, shape)
         ballast.write_bytes(bytes(int(1.5 * 2**20)))
         with pytest.raises(SaveError):
-            checkpointer.save(3, state(3, shape))
-            checkpointer.close()
+            save_now(checkpointer, 3, state(3, shape), checkpointer.close)
     with Checkpointer(root, read_only=True) as reader:
         assert reader.steps() == [1, 2]
     check(root, 2, 2, shape)
@@ -200,8 +205,8 @@ def test_d7_error_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             checkpointer.close()
         checkpointer.close()
         assert checkpointer.steps() == [2, 4]
+    assert list(tmp_path.glob("*tmp*")) == []
     with Checkpointer(tmp_path) as checkpointer:  # The folder was given back.
-        assert [path.name for path in tmp_path.glob("*tmp*")] == []
         checkpointer.save(5, state(6))
     check(tmp_path, 5, 6)
 
@@ -225,7 +230,7 @@ for trial in range(20):
         print(type(error).__name__, flush=True)
         sys.stdin.readline()
 """
-    writers = [writer(code, tmp_path, me) for me in (1, 2)]
+    writers = [child(code, tmp_path, me) for me in (1, 2)]
     for process in writers:
         assert read_line(process) == "ready"
     for trial in range(20):
@@ -243,21 +248,6 @@ for trial in range(20):
         check(root, 1, 1 + outcomes.index("saved"))
     for process in writers:
         process.communicate(timeout=60)
-
-
-def writer(code: str, *args: Any) -> subprocess.Popen[str]:
-    here = Path(__file__)
-    prelude = (
-        f"import sys; sys.path.insert(0, {str(here.parent)!r})\n"
-        f"from {here.stem} import *\nroot = Path(sys.argv[1])\n"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", prelude + code, *map(str, args)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
 
 
 def tell(process: subprocess.Popen[str]) -> None:
