@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -137,7 +137,7 @@ def _read(kind: type[_Record], data: Any, where: str) -> _Record:
     """A dataclass out of JSON data, every field of the type that it is annotated with."""
     if not isinstance(data, Mapping):
         raise LoadError(f"`{where}`: expected a mapping, found {_shown(data)}")
-    hints = _hints(kind)
+    hints = _hints(typing.cast(Any, kind))
     fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, kind))}
     if unknown := sorted(map(str, data.keys() - fields.keys())):
         raise LoadError(f"`{where}`: expected the fields {sorted(fields)}, found `{unknown[0]}`")
@@ -151,7 +151,7 @@ def _read(kind: type[_Record], data: Any, where: str) -> _Record:
 
 
 @functools.cache
-def _hints(kind: Hashable) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
