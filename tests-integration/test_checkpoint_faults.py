@@ -207,8 +207,8 @@ def test_d7_error_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert checkpointer.steps() == [2, 4]
     assert list(tmp_path.glob("*tmp*")) == []
     with Checkpointer(tmp_path) as checkpointer:  # The folder was given back.
-        checkpointer.save(5, state(6))
-    check(tmp_path, 5, 6)
+        checkpointer.save(6, state(6))
+    check(tmp_path, 6, 6)
 
 
 def test_d8_two_writers(tmp_path: Path) -> None:
