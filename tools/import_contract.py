@@ -27,6 +27,7 @@ ARROWS: Mapping[str, Mapping[str, set[str]]] = {
     "opt-optax-bridge": {
         ALWAYS: {"opt-core", "opt-partition", "optax", "jax", "flax"},
         "orbax": {"orbax-checkpoint"},
+        "cli": {"rich"},
     },
     "opt-legacy-stax": {ALWAYS: {"jax"}, "optax": {"optax"}, "core": {"opt-core", "flax"}},
 }

@@ -1,0 +1,1 @@
+"""The command line: `python -m opt_optax_bridge.checkpoint`."""

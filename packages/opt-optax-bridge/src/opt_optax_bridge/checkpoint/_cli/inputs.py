@@ -1,0 +1,159 @@
+"""What the command line is given: a checkpoint, a function that makes an optimizer, rules."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import operator
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from opt_core import Optimizer
+
+from opt_optax_bridge.checkpoint._checkpointer import Checkpointer
+from opt_optax_bridge.checkpoint._rules import Rename, Rule, Stack, Unstack
+from opt_optax_bridge.checkpoint._saved_step import SavedStep, open_step
+
+
+class InputError(Exception):
+    """What is wrong with the input, in one line."""
+
+
+def open_root(text: str) -> Checkpointer:
+    """Opens the folder of a run for reading.
+
+    Raises:
+      InputError: there is no such folder, or no step in it.
+    """
+    root = Path(text)
+    if not root.is_dir():
+        raise InputError(f"`{root}` is no folder")
+    checkpointer = Checkpointer(root, read_only=True)
+    if not checkpointer.steps():
+        raise InputError(f"`{root}` holds no checkpoints")
+    return checkpointer
+
+
+def is_step(text: str) -> bool:
+    """Whether a path is the folder of one step, not that of a run."""
+    return (Path(text) / "manifest").is_dir()
+
+
+def open_saved(text: str) -> SavedStep:
+    """Opens `ROOT` (its latest step), `ROOT@STEP`, or the folder of a step.
+
+    Raises:
+      InputError: there is none.
+    """
+    if is_step(text):
+        return open_step(text)
+    root, at, step = text.rpartition("@")
+    if at and step.isdecimal() and not Path(text).exists():
+        return open_root(root).at(int(step))
+    checkpointer = open_root(text)
+    return checkpointer.at(checkpointer.steps()[-1])
+
+
+def make_optimizer(target: str, *, allocate: bool) -> Optimizer:
+    """Calls `MODULE:FUNCTION`, which returns an optimizer.
+
+    Args:
+      target: module and function; the function takes no arguments.
+      allocate: whether to run it; otherwise it is traced for its shapes.
+
+    Raises:
+      InputError: there is no such function, it raises, or it returns something else.
+    """
+    module_name, colon, name = target.partition(":")
+    if not (module_name and colon and name):
+        raise InputError(f"expected MODULE:FUNCTION, found `{target}`")
+    # As for `python -m`; an installed script would not find modules beside the caller.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    with foreign_code(f"`{module_name}` cannot be imported"):
+        module = importlib.import_module(module_name)
+    try:
+        function = operator.attrgetter(name)(module)
+    except AttributeError:
+        raise InputError(f"`{module_name}` has no function `{name}`") from None
+    if not callable(function):
+        raise InputError(f"`{target}` is not a function but a {type(function).__name__}")
+    with foreign_code(f"`{target}` failed"):
+        made = function() if allocate else _abstract(function)
+    if not isinstance(made, Optimizer):
+        raise InputError(
+            f"`{target}` must return an `opt_core.Optimizer`; it returned a {type(made).__name__}"
+        )
+    return made
+
+
+def _abstract(function: Any) -> Any:
+    made: list[Any] = []
+
+    def run() -> Any:
+        made.append(function())
+        return [leaf for leaf in jax.tree.leaves(made[0]) if not _is_abstract(leaf)]
+
+    concrete = iter(jax.eval_shape(run))
+    return jax.tree.map(lambda leaf: leaf if _is_abstract(leaf) else next(concrete), made[0])
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def parse_rule(text: str) -> Rule:
+    r"""Reads `PATTERN=ACTION`.
+
+    Actions: a word (`initialise`, `keep`, `drop`, `cast`, `reshape`), `rename:SOURCE`,
+    `stack:SOURCE[:AXIS]` or `unstack:SOURCE:INDEX[:AXIS]`.
+
+    Raises:
+      InputError: it is not of that form.
+
+    Examples:
+      >>> parse_rule(r'(.*)/layers/(.*)=stack:\1/layers_{i}/\2')
+      ('(.*)/layers/(.*)', Stack(source='\\1/layers_{i}/\\2', axis=0))
+      >>> parse_rule('state/.*=drop')
+      ('state/.*', 'drop')
+    """
+    pattern, equals, action = text.rpartition("=")
+    word, *rest = action.split(":")
+    if not (equals and pattern and word):
+        raise InputError(f"`--rule` must be PATTERN=ACTION, found `{text}`")
+    match word, rest:
+        case ("initialise" | "keep" | "drop" | "cast" | "reshape") as plain, []:
+            return pattern, plain
+        case "rename", [source]:
+            return pattern, Rename(source)
+        case "stack", [source]:
+            return pattern, Stack(source)
+        case "stack", [source, axis] if _is_integer(axis):
+            return pattern, Stack(source, int(axis))
+        case "unstack", [source, index]:
+            return pattern, Unstack(source, index)
+        case "unstack", [source, index, axis] if _is_integer(axis):
+            return pattern, Unstack(source, index, int(axis))
+    raise InputError(
+        f"`--rule`: expected initialise, keep, drop, cast, reshape, rename:SOURCE, "
+        f"stack:SOURCE[:AXIS] or unstack:SOURCE:INDEX[:AXIS], found `{action}`"
+    )
+
+
+def _is_integer(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
+
+
+@contextlib.contextmanager
+def foreign_code(what: str) -> Iterator[None]:
+    """Runs code that is not ours: any exception is an `InputError` that begins with `what`."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())
+        raise InputError(f"{what}: {type(error).__name__}: {text}") from error

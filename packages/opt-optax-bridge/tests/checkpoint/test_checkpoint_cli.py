@@ -1,0 +1,210 @@
+"""The command line, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax.numpy as jnp
+import opt_optax_bridge as opt
+import pytest
+from opt_core import Optimizer
+from opt_optax_bridge.checkpoint import Checkpointer
+from opt_optax_bridge.checkpoint._cli.main import main
+
+PARAMS = {"w": jnp.full((20, 30), 0.5), "b": jnp.ones(3)}
+Cli = Callable[..., tuple[int, str, str]]
+
+MODULE = """
+import jax.numpy as jnp
+import opt_optax_bridge as opt
+
+def params():
+    return {"w": jnp.ones((20, 30)), "b": jnp.ones(3)}
+
+def adam():
+    print("noise")
+    return opt.adam(1e-3).create(params())
+
+def sgd():
+    return opt.sgd(1e-3, momentum=0.9).create(params())
+
+def more():
+    return opt.adam(1e-3).create({**params(), "new": jnp.ones(2)})
+
+def broken():
+    raise RuntimeError("no such\\nluck")
+
+def none():
+    return 7
+
+text = "not a function"
+"""
+
+
+def adam() -> Optimizer:
+    return opt.adam(1e-3).create(PARAMS)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    optimizer = adam()
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(0, optimizer, metadata={"data": "a.txt"})
+        optimizer = optimizer.apply_gradient(optimizer.target)
+        checkpointer.save(1, optimizer)
+    return folder
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    name = f"job_{abs(hash(tmp_path))}"  # modules stay imported
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(x).replace("job:", f"{name}:") for x in arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_ls_lists_steps(cli: Cli, root: Path) -> None:
+    code, out, _ = cli("ls", root)
+    lines = [line.split(maxsplit=4) for line in out.splitlines()]
+    assert code == 0
+    assert lines == [
+        ["step", "leaves", "size", "optimizer"],
+        ["0", "8", "7.1", "KiB", "scale_by_adam, scale"],
+        ["1", "8", "7.1", "KiB", "scale_by_adam, scale"],
+    ]
+
+
+def test_show_says_what_there_is(cli: Cli, root: Path) -> None:
+    code, out, _ = cli("show", f"{root}@0")
+    assert code == 0
+    assert "step 0, 8 leaves, 7.1 KiB" in out
+    assert 'metadata: {"data": "a.txt"}' in out
+    (line,) = [line for line in out.splitlines() if line.startswith("state/adam/mu/w")]
+    assert line.split()[1:4] == ["[20,", "30]", "float32"]
+    (count,) = [line for line in out.splitlines() if line.startswith("state/adam/count")]
+    assert count.split()[-1] == "0"
+
+
+def test_show_takes_the_latest_step_or_its_folder(cli: Cli, root: Path) -> None:
+    assert cli("show", root)[1] == cli("show", root / "1")[1]
+    data = json.loads(cli("show", root, "--json")[1])
+    assert data["leaves"][0]["path"] == ["params", "b"]
+    assert data["metadata"] is None
+
+
+def test_diff_tells_values_apart(cli: Cli, root: Path) -> None:
+    assert cli("diff", root, f"{root}@1") == (0, "", "")
+    code, out, _ = cli("diff", f"{root}@0", root)
+    assert code == 1
+    assert "~ state/adam/count: 0 -> 1" in out
+    assert "~ state/adam/mu/w: other values" in out
+
+
+def test_diff_tells_leaves_apart(cli: Cli, root: Path, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "other") as checkpointer:
+        checkpointer.save(0, opt.sgd(1e-3).create({"w": jnp.zeros((2, 2)), "c": jnp.ones(1)}))
+    code, out, _ = cli("diff", root, tmp_path / "other")
+    assert code == 1
+    assert out.splitlines()[:2] == [
+        "- optimizer: scale_by_adam, scale",
+        "+ optimizer: scale",
+    ]
+    lines = out.splitlines()
+    assert "- params/w float32[20, 30]" in lines
+    assert "+ params/w float32[2, 2]" in lines
+    assert "- state/adam/mu/b float32[3]" in lines
+    assert "+ params/c float32[1]" in lines
+
+
+def test_plan_says_whether_it_fits(cli: Cli, root: Path) -> None:
+    code, out, err = cli("plan", root, "job:adam")
+    assert (code, out) == (0, "8 matched (7,244 bytes)\n")
+    assert "noise" in err
+    code, out, _ = cli("plan", root, "job:sgd")
+    assert code == 1
+    assert "!+ state/trace/trace/w float32[20, 30]" in out
+    allowed = ("--allow", "initialise", "drop", "optimizer")
+    code, out, _ = cli("plan", root, "job:sgd", *allowed)
+    assert code == 0
+    assert "!" not in out
+    data = json.loads(cli("plan", root, "job:sgd", "--json")[1])
+    assert data["is_ok"] is False
+
+
+def test_plan_takes_rules(cli: Cli, root: Path) -> None:
+    arguments = ("plan", root, "job:sgd", "--allow", "optimizer")
+    rules = ("--rule", "state/trace/.*=initialise", "--rule", "state/adam/.*=drop")
+    assert cli(*arguments, *rules)[0] == 0
+    moments = r"state/trace/trace/(.*)=rename:state/adam/mu/\1"
+    code, out, _ = cli(*arguments, "drop", "--rule", moments, "--all")
+    assert code == 0
+    (line,) = [line for line in out.splitlines() if line.startswith("state/trace/trace/w")]
+    assert line.split()[4:] == ["converted", "state/adam/mu/w"]
+
+
+def test_plan_of_a_new_parameter_needs_its_value(cli: Cli, root: Path) -> None:
+    allow = ("--allow", "initialise")
+    assert cli("plan", root, "job:more", *allow)[0] == 1
+    assert cli("plan", root, "job:more", *allow, "--allocate")[0] == 0
+
+
+def test_verify_finds_a_flipped_bit(cli: Cli, root: Path, tmp_path: Path) -> None:
+    assert cli("verify", root) == (0, f"{root}@0: ok, 8 leaves\n{root}@1: ok, 8 leaves\n", "")
+    copy = tmp_path / "copy"
+    shutil.copytree(root, copy)
+    manifest = copy / "1" / "manifest" / "manifest.json"
+    data = bytearray(manifest.read_bytes())
+    data[len(data) // 2] ^= 1
+    manifest.write_bytes(data)
+    code, out, _ = cli("verify", copy)
+    assert code == 1
+    good, bad = out.splitlines()
+    assert good == f"{copy}@0: ok, 8 leaves"
+    assert bad.startswith(f"{copy}@1: DamagedError: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("ls", "nowhere"), "`nowhere` is no folder"),
+        (("ls", "."), "holds no checkpoints"),
+        (("plan", "ROOT", "job"), "expected MODULE:FUNCTION"),
+        (("plan", "ROOT", "no_such_module:f"), "cannot be imported"),
+        (("plan", "ROOT", "job:missing"), "has no function `missing`"),
+        (("plan", "ROOT", "job:text"), "is not a function but a str"),
+        (("plan", "ROOT", "job:broken"), "failed: RuntimeError: no such luck"),
+        (("plan", "ROOT", "job:none"), "must return an `opt_core.Optimizer`"),
+        (("plan", "ROOT", "job:adam", "--rule", "x"), "must be PATTERN=ACTION"),
+        (("plan", "ROOT", "job:adam", "--rule", "x=y"), "found `y`"),
+        (("plan", "ROOT", "job:adam", "--rule", "x=drop"), "matches no leaf of the checkpoint"),
+        (("convert", "no_such_file", "out", "job:adam"), "is no file"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    cli: Cli, root: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    code, out, err = cli(*(str(root) if x == "ROOT" else x for x in arguments))
+    (line,) = [line for line in err.splitlines() if line != "noise"]
+    assert (code, out) == (2, "")
+    assert line.startswith("checkpoint: error: ")
+    assert words in line
+
+
+def test_runs_as_a_module(root: Path) -> None:
+    command = [sys.executable, "-m", "opt_optax_bridge.checkpoint", "ls", str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == 3
