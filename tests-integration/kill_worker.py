@@ -1,0 +1,165 @@
+"""Programs that tests kill, and a server that starts them without importing JAX every time.
+
+Run as a program, it reads jobs from stdin, one JSON object a line, and forks for each: before JAX
+has any device or thread pool, so that a child is as good as a process of its own, and ends as one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from elastic_case import abstract, adamw, compile_step, create, make_mesh
+from opt_optax_bridge.checkpoint import Checkpointer, plan_restore
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+FILE_EVENTS = frozenset(
+    {
+        *("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink"),
+        *("os.truncate", "os.chmod", "os.utime", "shutil.rmtree", "shutil.move"),
+    }
+)
+
+
+def train(
+    directory: str,
+    events: str,
+    *,
+    steps: int,
+    mesh: tuple[int, int] = (1, 1),
+    zero: bool = False,
+    async_save: bool = True,
+    hidden: int = 32,
+    kill: tuple[int, int] | None = None,
+    term: str = "die",
+    **cluster: Any,
+) -> int:
+    """Goes on from the latest checkpoint, and saves every step.
+
+    Args:
+      directory: of the checkpoints.
+      events: a file to which what happens is appended, at once.
+      steps: to be made in all.
+      mesh: devices along `data` and `model`.
+      zero: whether state is split over `data`.
+      async_save: whether saves go on in the background.
+      hidden: width of the model.
+      kill: a step, and the number of a file event while it is saved: SIGKILL at that event.
+      term: at SIGTERM `'die'`, or `'finish'`: leave, and let the checkpointer be closed.
+      **cluster: of `lm.config.Cluster`.
+    """
+    from lm.config import Cluster
+    from lm.processes import together
+
+    log = os.open(events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def note(*words: object) -> None:
+        os.write(log, f"{' '.join(map(str, words))}\n".encode())
+
+    if term == "finish":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    who = Cluster(**cluster)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", mesh[0] * mesh[1] // who.processes)
+    with together(who):
+        devices = make_mesh(*mesh)
+        target = abstract(adamw(), devices, zero=zero, hidden=hidden)
+        saved = Checkpointer(directory, read_only=True).latest_valid()
+        optimizer = plan_restore(saved, target).apply() if saved else create(target)
+        start = saved.read_extras()["position"] if saved else 0
+        step = compile_step(target, devices)
+        note("resumed", start)
+        checkpointer = Checkpointer(directory, max_to_keep=2, async_save=async_save)
+        with contextlib.ExitStack() as stack:
+            for i in range(start, steps):
+                optimizer, loss = step(optimizer, i)
+                note("loss", i + 1, float(loss).hex())
+                checkpointer.wait()
+                if i > start:
+                    note("end", i)
+                if kill and kill[0] == i + 1:
+                    stack.enter_context(killed_at(kill[1], directory, note))
+                note("begin", i + 1)
+                checkpointer.save(i + 1, optimizer, extras={"position": i + 1})
+            checkpointer.close()
+        note("end", steps)
+    note("done")
+    return 0
+
+
+@contextlib.contextmanager
+def killed_at(number: int, directory: str, note: Callable[..., None]) -> Iterator[None]:
+    """Kills this process before it changes the files of a folder for the nth time, from 0."""
+    seen: list[str] = []
+    armed = True
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if not armed or not (event in FILE_EVENTS or (event == "open" and _writes(args))):
+            return
+        if not any(os.fspath(a).startswith(directory) for a in args if isinstance(a, str | Path)):
+            return
+        if len(seen) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen.append(event)
+
+    sys.addaudithook(hook)
+    yield
+    armed = False
+    note("events", len(seen))
+
+
+def _writes(args: tuple[Any, ...]) -> bool:
+    """Whether the arguments of the audit event `open` are those of a file that is written."""
+    _, mode, flags = args
+    if isinstance(mode, str):
+        return any(letter in mode for letter in "wax+")
+    return bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+
+def example(*arguments: str) -> int:
+    """Runs `examples/train_lm.py`."""
+    import train_lm
+
+    return int(train_lm.main(arguments))
+
+
+def serve() -> dict[str, Any] | None:
+    """Starts a process for each job, and says how they end; returns the job in each of them."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer: int | None
+        if "wait" in request:
+            pid, status = os.waitpid(request["wait"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = os.fork()
+            if answer == 0:
+                return dict(request)
+        print(json.dumps(answer), flush=True)
+    return None
+
+
+def main() -> int:
+    sys.path.insert(0, str(EXAMPLES))
+    import train_lm  # noqa: F401  once, for all jobs
+
+    print(json.dumps("ready"), flush=True)
+    job = serve()
+    if job is None:
+        return 0
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    programs: dict[str, Callable[..., int]] = {"train": train, "example": example}
+    return programs[job["program"]](*job.get("args", ()), **job.get("options", {}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
