@@ -114,6 +114,11 @@ def _leaf(
         return None
     given = [arrays[name] for name in row.sources]
     if row.action == "matched" or not set(row.kinds) & {"cast", "reshape", "stack"}:
+        if isinstance(given[0], np.ndarray):
+            raise LeafError(
+                f"`{row.leaf.name}`: JAX cannot hold {row.leaf.dtype} here. Set `jax_enable_x64`, "
+                "or give the target another dtype and admit `'cast'`."
+            )
         return _placed(given[0], sharding)
     if "cast" in row.kinds and any(isinstance(x, np.ndarray) for x in given):
         # 64 bits that this process cannot hold in an array of JAX.
@@ -155,15 +160,18 @@ def fits(before: Any, after: Any) -> Any:
     """Whether a cast kept every value: integers exactly, finite floats finite; a boolean."""
     if before.dtype == after.dtype:
         return jnp.bool_(True)
-    if jnp.issubdtype(before.dtype, jnp.inexact) and jnp.issubdtype(after.dtype, jnp.inexact):
+    is_float, becomes_float = (jnp.issubdtype(x.dtype, jnp.inexact) for x in (before, after))
+    if is_float and becomes_float:
         return jnp.all(jnp.isfinite(after) | ~jnp.isfinite(before))
-    if jnp.issubdtype(before.dtype, jnp.inexact):  # to integers
-        limits = jnp.iinfo(after.dtype) if after.dtype != jnp.bool_ else None
+    if is_float or becomes_float:
+        floats, integers = (before, after) if is_float else (after, before)
+        floats = floats.astype(jnp.float32) if floats.dtype.itemsize < 4 else floats
+        limits = None if integers.dtype == jnp.bool_ else jnp.iinfo(integers.dtype)
         low, high = (0, 1) if limits is None else (limits.min, limits.max)
-        # Compared as floats: the largest integer may round up to one that does not fit.
-        inside = (before >= float(low)) & (before < float(high) + 1)
-        return jnp.all(inside & (jnp.round(before) == before))
-    return jnp.all(after.astype(before.dtype) == before)
+        # The largest integer may round up to a float that is none.
+        inside = jnp.isfinite(floats) & (floats >= float(low)) & (floats < float(high) + 1)
+        return jnp.all(inside & (after.astype(before.dtype) == before))
+    return jnp.all(after.astype(before.dtype) == before) & jnp.all((after < 0) == (before < 0))
 
 
 def _cast_on_host(row: Row, array: Any) -> np.ndarray[Any, Any]:

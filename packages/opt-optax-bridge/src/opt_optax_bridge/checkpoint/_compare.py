@@ -4,80 +4,98 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from opt_optax_bridge.checkpoint._makers import transformation_name
-from opt_optax_bridge.checkpoint._schema import Names, Transformation, leaf_name
+from opt_optax_bridge.checkpoint._schema import Names, Schema, Transformation, leaf_name
 
-_Like = tuple[Names, str]
+Like = tuple[Names, str]
+"""What transformations of one group have in common whose states have the same names."""
 
 
-def changes(old: Sequence[Transformation], new: Sequence[Transformation]) -> list[str]:
+def changes(old: Schema, new: Schema) -> list[str]:
     """Returns what is different between two optimizers, for people to read.
 
-    Other transformations, another order, and settings that change what a state means: booleans
-    (`nesterov`), and numbers of `MultiSteps` or where a transformation occurs twice. Learning rates
-    and the like may change.
+    Other groups, other transformations, another order, and settings that change what a state means:
+    booleans (`nesterov`), and the numbers of `MultiSteps` and of transformations that keep a state
+    and occur twice. Learning rates and the like may change.
 
     Args:
-      old: those of the checkpoint; empty if they are not known, then nothing is compared.
-      new: those of the target.
+      old: of the checkpoint; if it says nothing of its optimizer, nothing is compared.
+      new: of the target.
     """
-    if not old or not new:
+    if not old.optimizer or not new.optimizer:
         return []
-    found = list(_order([_label(t) for t in old], [_label(t) for t in new]))
-    before, after = _likes(old), _likes(new)
-    for like in before.keys() & after.keys():
-        if len(before[like]) != len(after[like]):
-            continue  # said above
-        if permutation(before[like], after[like]) is not None:
-            continue
-        for one, other in zip(before[like], after[like], strict=True):
-            found += _settings(one, other, is_like_another=len(before[like]) > 1)
+    before, after = _by_group(old.optimizer), _by_group(new.optimizer)
+    found = list(_groups(before, after))
+    for group in before.keys() & after.keys():
+        found += _order(before[group], after[group], group)
+    keepers = {leaf.transformation.partition("#")[0] for leaf in (*old.leaves, *new.leaves)}
+    ones, others = _likes(old.optimizer), _likes(new.optimizer)
+    for like in sorted(ones.keys() & others.keys()):
+        group, name = like
+        pairs = _pairs(ones[like], others[like])
+        is_many = name in keepers and len(pairs) > 1
+        if is_many and any(i is not None and i != j for j, i in enumerate(pairs)):
+            found.append(_moved(group, name, pairs))
+        for j, i in enumerate(pairs):
+            if i is not None:
+                by_number = is_many or name == "multi_steps"
+                found += _settings(ones[like][i], others[like][j], by_number=by_number)
     return found
 
 
 def occurrences(
     old: Sequence[Transformation], new: Sequence[Transformation]
-) -> dict[tuple[Names, str], str]:
+) -> dict[Like, str | None]:
     """Returns which of the like transformations of the checkpoint each of the target's is.
 
-    Two `ema` of different decay keep their states when they change places.
+    Two `ema` of different decay keep their states when they change places, or when one is gone.
 
     Returns:
-      For the group and name (`'ema#2'`) in the target the name in the checkpoint; only where these
-      differ.
+      For the group and name (`'ema#2'`) in the target the name in the checkpoint, `None` for one
+      that is new; only where these differ.
     """
     before, after = _likes(old), _likes(new)
-    found: dict[tuple[Names, str], str] = {}
-    for like in before.keys() & after.keys():
-        order = permutation(before[like], after[like])
-        for i, j in enumerate(order or ()):
-            if i != j:
-                group, base = like
-                found[group, _nth(base, i)] = _nth(base, j)
+    found: dict[Like, str | None] = {}
+    for group, base in before.keys() & after.keys():
+        for j, i in enumerate(_pairs(before[group, base], after[group, base])):
+            if i is None and j < len(before[group, base]):
+                found[group, _nth(base, j)] = None
+            elif i is not None and i != j:
+                found[group, _nth(base, j)] = _nth(base, i)
     return found
 
 
-def permutation(
-    old: Sequence[Transformation], new: Sequence[Transformation]
-) -> tuple[int, ...] | None:
-    """For each of `new` the position in `old` of the one with its settings, if each has one."""
-    if len(old) < 2 or len(old) != len(new):
-        return None
+def _pairs(old: Sequence[Transformation], new: Sequence[Transformation]) -> list[int | None]:
+    """For each of `new` the position in `old` of the one that it goes on with.
+
+    First those of the same settings, then the others in their order.
+    """
     settings = [dict(t.settings) for t in old]
-    if any(settings.count(s) > 1 for s in settings):
-        return None
-    try:
-        found = tuple(settings.index(dict(t.settings)) for t in new)
-    except ValueError:
-        return None
-    return found if len(set(found)) == len(found) else None
+    free = list(range(len(old)))
+    found: list[int | None] = [None] * len(new)
+    for j, t in enumerate(new):
+        like = [i for i in free if settings[i] == dict(t.settings)]
+        if like:
+            found[j] = like[0]
+            free.remove(like[0])
+    for j, i in enumerate(found):
+        if i is None and free:
+            found[j] = free.pop(0)
+    return found
 
 
-def _likes(given: Sequence[Transformation]) -> dict[_Like, list[Transformation]]:
-    found: dict[_Like, list[Transformation]] = {}
+def _by_group(given: Sequence[Transformation]) -> dict[Names, list[str]]:
+    found: dict[Names, list[str]] = {}
+    for t in given:
+        found.setdefault(t.group, []).append(f"`{t.name}`")
+    return found
+
+
+def _likes(given: Sequence[Transformation]) -> dict[Like, list[Transformation]]:
+    found: dict[Like, list[Transformation]] = {}
     for t in given:
         found.setdefault((t.group, transformation_name(t.name)), []).append(t)
     return found
@@ -87,33 +105,69 @@ def _nth(base: str, i: int) -> str:
     return base if i == 0 else f"{base}#{i + 1}"
 
 
-def _label(t: Transformation) -> str:
-    return f"`{t.name}`" + (f" of group `{leaf_name(t.group)}`" if t.group else "")
+def _in(group: Names) -> str:
+    return f" in group `{leaf_name(group)}`" if group else ""
 
 
-def _order(old: list[str], new: list[str]) -> Iterator[str]:
+def _groups(
+    before: Mapping[Names, Sequence[str]], after: Mapping[Names, Sequence[str]]
+) -> Iterator[str]:
+    """Groups that are gone or new; of their transformations only those that were nowhere."""
+    gone = [group for group in before if group not in after]
+    new = [group for group in after if group not in before]
+    if named := [group for group in gone if group]:
+        yield f"{_listed(named)} {'is' if len(named) == 1 else 'are'} gone"
+    if named := [group for group in new if group]:
+        yield f"{_listed(named)} {'is' if len(named) == 1 else 'are'} new"
+    for group in gone:
+        if not _is_among(before[group], after.values()):
+            yield f"{', '.join(before[group])} is gone{_in(group)}"
+    for group in new:
+        if not _is_among(after[group], before.values()):
+            yield f"{', '.join(after[group])} is new{_in(group)}"
+
+
+def _is_among(names: Sequence[str], others: Collection[Sequence[str]]) -> bool:
+    return any(list(names) == list(other) for other in others)
+
+
+def _listed(groups: Sequence[Names]) -> str:
+    names = ", ".join(f"`{leaf_name(group)}`" for group in groups)
+    return f"group{'' if len(groups) == 1 else 's'} {names}"
+
+
+def _order(old: Sequence[str], new: Sequence[str], group: Names) -> Iterator[str]:
     if old == new:
         return
     if Counter(old) == Counter(new):
-        yield f"the order of {', '.join(old)} is now {', '.join(new)}"
+        yield f"the order {', '.join(old)} is now {', '.join(new)}{_in(group)}"
         return
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     for tag, i1, i2, j1, j2 in matcher.get_opcodes():
         if tag == "equal":
             continue
         if i2 > i1:
-            yield f"{', '.join(old[i1:i2])} is gone"
+            yield f"{', '.join(old[i1:i2])} {'is' if i2 == i1 + 1 else 'are'} gone{_in(group)}"
         if j2 > j1:
-            yield f"{', '.join(new[j1:j2])} is new"
+            yield f"{', '.join(new[j1:j2])} {'is' if j2 == j1 + 1 else 'are'} new{_in(group)}"
 
 
-def _settings(old: Transformation, new: Transformation, *, is_like_another: bool) -> Iterator[str]:
-    by_number = is_like_another or transformation_name(new.name) == "multi_steps"
-    for name in old.settings.keys() & new.settings.keys():
+def _moved(group: Names, base: str, pairs: Sequence[int | None]) -> str:
+    told = ", ".join(
+        f"`{_nth(base, j)}` was `{_nth(base, i)}`"
+        for j, i in enumerate(pairs)
+        if i is not None and i != j
+    )
+    return f"by their settings, {told}{_in(group)}"
+
+
+def _settings(old: Transformation, new: Transformation, *, by_number: bool) -> Iterator[str]:
+    kinds = (bool, int, float) if by_number else (bool,)
+    for name in sorted(old.settings.keys() & new.settings.keys()):
         one, other = old.settings[name], new.settings[name]
-        kinds = (bool, int, float) if by_number else (bool,)
         if one != other and isinstance(one, kinds) and isinstance(other, kinds):
-            yield f"`{name}` of {_label(new)} was {one}, is {other}"
+            shown = name.rpartition(".")[2].lstrip("_")
+            yield f"`{shown}` of `{new.name}`{_in(new.group)} was {one}, is {other}"
 
 
 def setting(given: Sequence[Transformation], group: Names, name: str) -> Mapping[str, Any]:

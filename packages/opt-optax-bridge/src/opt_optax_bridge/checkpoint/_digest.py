@@ -90,7 +90,7 @@ def _array_sums(leaf: jax.Array) -> jax.Array:
         lambda left, right: (left[0] + right[0], left[1] + right[1]),
         tuple(range(words[0].ndim)),
     )
-    return jnp.stack(sums)
+    return cast(jax.Array, jnp.stack(sums))
 
 
 _sums = jax.jit(_array_sums)
@@ -98,7 +98,7 @@ _sums = jax.jit(_array_sums)
 
 @functools.partial(jax.jit, static_argnums=1)
 def _replicated_sums(leaf: jax.Array, everywhere: NamedSharding) -> jax.Array:
-    return lax.with_sharding_constraint(_array_sums(leaf), everywhere)
+    return cast(jax.Array, lax.with_sharding_constraint(_array_sums(leaf), everywhere))
 
 
 def _odd(index: Any) -> Any:
@@ -114,7 +114,7 @@ def _index(shape: tuple[int, ...]) -> jax.Array:
     """The row-major index of every element modulo 2**32."""
     strides = [np.uint32(math.prod(shape[dim + 1 :]) % 2**32) for dim in range(len(shape))]
     parts = [lax.broadcasted_iota(jnp.uint32, shape, dim) * s for dim, s in enumerate(strides)]
-    return cast(jax.Array, functools.reduce(jnp.add, parts))
+    return functools.reduce(jnp.add, parts)
 
 
 def _words(leaf: jax.Array) -> list[jax.Array]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
-from typing import Any
+from types import CodeType, FrameType, FunctionType
+from typing import Any, NamedTuple
 
 import jax
 from opt_core import children
@@ -14,8 +14,22 @@ from opt_core import children
 Names = tuple[str, ...]
 
 
-def makers(init: Callable[[Any], Any], params: Any) -> dict[Names, str]:
-    """Returns the name of the function that made each node of a state.
+class Maker(NamedTuple):
+    """What made a node of a state.
+
+    Attributes:
+      factory: the name of the function or class.
+      turn: its place in the order in which nodes were made, which in chains is that of updates.
+      types: those of the nodes above, outermost first.
+    """
+
+    factory: str
+    turn: int
+    types: tuple[type, ...]
+
+
+def makers(init: Callable[[Any], Any], params: Any) -> dict[Names, Maker]:
+    """Returns what made each node of a state.
 
     `init` is traced, nothing is computed. Whatever a function returns whose own name begins with
     `init` (`init`, `init_fn`, `init_state`, ...) is what it made: its name is that of the factory
@@ -26,22 +40,25 @@ def makers(init: Callable[[Any], Any], params: Any) -> dict[Names, str]:
       params: parameters; arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-      The names of factories by the path of the node. A node that no such function returned as it
-      is, as under a compiled `init`, has none.
+      The makers by the path of the node, in their turns. A node that no such function returned as
+      it is, as under a compiled `init`, has none.
 
     Examples:
       >>> import optax
       >>> tx = optax.chain(optax.scale_by_yogi(), optax.trace(0.9))
-      >>> makers(tx.init, {'w': 1.0})
-      {(): 'chain', ('0',): 'scale_by_yogi', ('1',): 'trace'}
+      >>> {path: made.factory for path, made in makers(tx.init, {'w': 1.0}).items()}
+      {('0',): 'scale_by_yogi', ('1',): 'trace', (): 'chain'}
     """
-    returned: dict[int, tuple[str, Any]] = {}  # with the object, so that its id is not reused
+    returned: dict[int, tuple[str, int, Any]] = {}  # with the object: its id is not reused
 
     def note(frame: FrameType, event: str, value: Any) -> None:
         if event == "return" and value is not None and _makes_states(frame.f_code):
-            returned.setdefault(id(value), (_factory(frame.f_code.co_qualname), value))
+            made = (_factory(frame.f_code.co_qualname), len(returned), value)
+            returned.setdefault(id(value), made)
 
-    found: dict[Names, str] = {}
+    found: dict[Names, Maker] = {}
+    if not isinstance(init, FunctionType):
+        init = getattr(init, "__wrapped__", init)  # of a compiled function
 
     def run(params: Any) -> Any:
         before = sys.getprofile()
@@ -50,13 +67,14 @@ def makers(init: Callable[[Any], Any], params: Any) -> dict[Names, str]:
             state = init(params)
         finally:
             sys.setprofile(before)
-        found.update(
-            (names, returned[id(node)][0]) for names, node in _nodes(state) if id(node) in returned
-        )
+        for names, types, node in _nodes(state):
+            if id(node) in returned:
+                factory, turn, _ = returned[id(node)]
+                found[names] = Maker(factory, turn, types)
         return state
 
     jax.eval_shape(run, params)
-    return found
+    return dict(sorted(found.items(), key=lambda item: item[1].turn))
 
 
 def transformation_name(factory: str) -> str:
@@ -87,8 +105,10 @@ def _factory(qualified: str) -> str:
     return owner.rpartition(".")[2] or qualified
 
 
-def _nodes(node: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:
-    yield names, node
+def _nodes(
+    node: Any, names: Names = (), types: tuple[type, ...] = ()
+) -> Iterator[tuple[Names, tuple[type, ...], Any]]:
+    yield names, types, node
     opened = children(node)
     for name, child in opened.children if opened is not None else ():
-        yield from _nodes(child, (*names, name))
+        yield from _nodes(child, (*names, name), (*types, type(node)))

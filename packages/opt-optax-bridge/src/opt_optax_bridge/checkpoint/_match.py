@@ -13,6 +13,7 @@ import numpy as np
 from opt_core import Optimizer
 
 from opt_optax_bridge.checkpoint._compare import changes, occurrences, setting
+from opt_optax_bridge.checkpoint._homes import Homes, is_agreed, key_of
 from opt_optax_bridge.checkpoint._names import NamedState, named_state
 from opt_optax_bridge.checkpoint._plan import Dropped, Plan, Row
 from opt_optax_bridge.checkpoint._rules import (
@@ -24,9 +25,7 @@ from opt_optax_bridge.checkpoint._rules import (
     Unstack,
     sources_of,
 )
-from opt_optax_bridge.checkpoint._schema import LeafInfo, Names, Source, leaf_name
-
-_Key = tuple[str, Names, Names | None]
+from opt_optax_bridge.checkpoint._schema import LeafInfo, Names, Source, leaf_name, leaf_path
 
 
 def plan_restore(
@@ -72,15 +71,14 @@ def plan_restore(
     """
     policy = Policy.make(allow, rules)
     named = named_state(target)
-    rows = list(_Matcher(checkpoint, named, target, policy).rows())
+    rows = _with_notes(_Matcher(checkpoint, named, policy).rows())
     _check_rules(policy, rows, checkpoint)
     used = {name for row in rows for name in row.sources}
     dropped = tuple(_dropped(checkpoint, used, rows, policy))
-    old, new = checkpoint.schema.optimizer, named.schema.optimizer
     return Plan(
         rows=tuple(rows),
         dropped=dropped,
-        changes=tuple(changes(old, new)),
+        changes=tuple(changes(checkpoint.schema, named.schema)),
         problems=tuple(_windows(checkpoint, named)),
         allow=policy.allow,
         source=checkpoint,
@@ -91,22 +89,22 @@ def plan_restore(
 class _Matcher:
     """One walk over the leaves of a target."""
 
-    def __init__(
-        self, source: Source, named: NamedState, target: Optimizer, policy: Policy
-    ) -> None:
+    def __init__(self, source: Source, named: NamedState, policy: Policy) -> None:
         self.saved = source.schema.by_name
-        self.named, self.target, self.policy = named, target, policy
+        self.named, self.policy = named, policy
         self.moved = occurrences(source.schema.optimizer, named.schema.optimizer)
-        self.by_key: dict[_Key, list[LeafInfo]] = {}
-        self.homes: dict[tuple[str, Names], list[Names]] = {}
-        for leaf in self.saved.values():
-            if leaf.kind == "state" and leaf.transformation:
-                self.by_key.setdefault(_key(leaf), []).append(leaf)
-                if leaf.parameter is not None:
-                    groups = self.homes.setdefault((leaf.transformation, leaf.parameter), [])
-                    if leaf.group not in groups:
-                        groups.append(leaf.group)
-        self.anew = dict(self._disagreements())
+        self.homes = Homes(source.schema, named.schema, dict(self._origins()))
+        self.anew = self.homes.disagreements(named.schema)
+
+    def _origins(self) -> Iterator[tuple[Names, list[Names]]]:
+        """The parameters of the checkpoint that each of the target's comes from."""
+        for leaf in self.named.schema.leaves:
+            if leaf.kind == "params":
+                found = self.policy.rule(leaf.name)
+                names: tuple[str, ...] = (leaf.name,)
+                if found is not None and isinstance(found[1], Rename | Stack | Unstack):
+                    names = sources_of(found[1], found[2], leaf)
+                yield leaf.path[1:], [leaf_path(n)[1:] for n in names if n in self.saved]
 
     def rows(self) -> Iterator[Row]:
         for leaf in self.named.schema.leaves:
@@ -130,62 +128,32 @@ class _Matcher:
             return self._initialised(leaf, why)
         source, kinds, note = self._find(leaf)
         if source is None:
-            return self._initialised(leaf, "")
+            return self._initialised(leaf, note)
         return self._fitted(leaf, source, kinds, note, admitted)
 
     def _find(self, leaf: LeafInfo) -> tuple[LeafInfo | None, tuple[str, ...], str]:
         name = leaf.name
-        if (other := self.moved.get((leaf.group, leaf.transformation))) is not None:
-            name, note = _renamed(leaf, other), f"was `{other}`"
-            if name in self.saved:
-                return self.saved[name], (), note
-        if name in self.saved:
-            return self.saved[name], (), ""
         if leaf.kind != "state" or not leaf.transformation:
-            return None, (), ""
-        candidates = self.by_key.get(_key(leaf), [])
+            return self.saved.get(name), (), ""
+        if (where := (leaf.group, leaf.transformation)) in self.moved:
+            other = self.moved[where]
+            if other is None:
+                return None, (), "no other has its settings"
+            if (name := _renamed(leaf, other)) in self.saved:
+                return self.saved[name], ("optimizer",), f"was `{other}`, by its settings"
+        homes = self.homes.of(leaf.group, leaf.transformation)
+        is_elsewhere = leaf.parameter is None and homes and leaf.group not in homes
+        if leaf.name in self.saved and not is_elsewhere:
+            return self.saved[leaf.name], (), ""
+        candidates = self.homes.by_key.get(key_of(leaf), [])
         if leaf.parameter is None:
-            homes = self._sources_of_group(leaf.group, leaf.transformation)
             candidates = [c for c in candidates if c.group in homes]
-            values = {c.value for c in candidates}
-            is_agreed = len(candidates) == 1 or (len(values) == 1 and None not in values)
-            note = "the groups agree" if len(candidates) > 1 else ""
-        else:
-            is_agreed, note = len(candidates) == 1, ""
-        return (candidates[0], ("regroup",), note) if is_agreed else (None, (), "")
-
-    def _sources_of_group(self, group: Names, transformation: str) -> list[Names]:
-        """The groups of the checkpoint that the parameters of a group come from."""
-        found: dict[Names, None] = {}
-        for leaf in self.named.schema.leaves:
-            is_member = leaf.group == group and leaf.transformation == transformation
-            if is_member and leaf.parameter is not None:
-                for home in self.homes.get((transformation, leaf.parameter), []):
-                    found[home] = None
-        return list(found)
-
-    def _disagreements(self) -> Iterator[tuple[tuple[Names, str], str]]:
-        """The transformations of groups that start anew, and why."""
-        shared: dict[tuple[Names, str], list[LeafInfo]] = {}
-        for leaf in self.named.schema.leaves:
-            if leaf.kind == "state" and leaf.transformation and leaf.parameter is None:
-                shared.setdefault((leaf.group, leaf.transformation), []).append(leaf)
-        for (group, transformation), leaves in shared.items():
-            homes = self._sources_of_group(group, transformation)
-            if len(homes) < 2:
-                continue
-            for leaf in leaves:
-                given = [c for c in self.by_key.get(_key(leaf), []) if c.group in homes]
-                values = {c.value for c in given}
-                if len(given) > 1 and (len(values) > 1 or None in values):
-                    told = ", ".join(
-                        f"{leaf_name(c.group) or 'no group'}: {c.value}" for c in given
-                    )
-                    yield (
-                        (group, transformation),
-                        f"its groups do not agree about `{leaf.path[-1]}` ({told})",
-                    )
-                    break
+        if not candidates or not is_agreed(candidates):
+            return None, (), ""
+        if leaf.parameter is not None and len(candidates) > 1:
+            return None, (), "several groups have one"
+        note = "the groups agree" if len(candidates) > 1 else ""
+        return candidates[0], ("regroup",), note
 
     def _made(self, leaf: LeafInfo, action: Rename | Stack | Unstack, match: Any) -> Row:
         """A leaf that a rule makes from others."""
@@ -267,6 +235,7 @@ class _Matcher:
             note=note,
             problem=problem,
             is_admitted=is_admitted,
+            value=source.value,
         )
 
     def _initialised(self, leaf: LeafInfo, note: str, *, is_ruled: bool = False) -> Row:
@@ -309,14 +278,6 @@ def _cast(source: LeafInfo, leaf: LeafInfo) -> tuple[tuple[str, ...], str]:
     return ("cast",), ""
 
 
-def _key(leaf: LeafInfo) -> _Key:
-    """What leaves have in common that differ in their groups only."""
-    prefix = 2 * len(leaf.group) + 2  # state, groups and names, transformation
-    suffix = len(leaf.parameter or ())
-    fields = leaf.path[prefix : len(leaf.path) - suffix]
-    return leaf.transformation, fields, leaf.parameter
-
-
 def _renamed(leaf: LeafInfo, transformation: str) -> str:
     at = 2 * len(leaf.group) + 1
     return leaf_name((*leaf.path[:at], transformation, *leaf.path[at + 1 :]))
@@ -328,6 +289,27 @@ def _name_of(type_id: str) -> str:
 
 def _is_abstract(leaf: Any) -> bool:
     return not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex)
+
+
+def _with_notes(rows: Iterable[Row]) -> list[Row]:
+    """Says of what starts anew beside a count that goes on that it does."""
+    rows = list(rows)
+    counts: dict[tuple[Names, str], str] = {}
+    for row in rows:
+        leaf = row.leaf
+        if row.sources and leaf.transformation and leaf.parameter is None and row.value:
+            counts.setdefault(
+                (leaf.group, leaf.transformation), f"`{leaf.path[-1]}` goes on from {row.value}"
+            )
+    return [
+        dataclasses.replace(row, note=f"as `init` makes it, while {counts[where]}")
+        if row.action == "initialised"
+        and row.leaf.parameter is not None
+        and not row.note
+        and (where := (row.leaf.group, row.leaf.transformation)) in counts
+        else row
+        for row in rows
+    ]
 
 
 def _dropped(

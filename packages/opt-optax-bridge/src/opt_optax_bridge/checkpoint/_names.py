@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -22,13 +22,13 @@ from opt_core import (
 from opt_core.protocols import DerivesLogicalAxes
 
 from opt_optax_bridge._wrapper import OptaxWrapper
-from opt_optax_bridge.checkpoint._makers import makers, transformation_name
+from opt_optax_bridge.checkpoint._makers import Maker, makers, transformation_name
 from opt_optax_bridge.checkpoint._schema import LeafInfo, Names, Schema, leaf_name, leaf_path
 from opt_optax_bridge.checkpoint._transformations import transformations
 from opt_optax_bridge.checkpoint.errors import LeafError
 
 _PLAIN = (tuple, list, dict)
-_CHAINS = frozenset({"chain", "named_chain"})
+_CHAINS = frozenset({"chain", "named_chain", "partition"})
 _PARTITIONS = frozenset({"optax:PartitionState", "optax:MultiTransformState"})
 _LIBRARIES = ("jax", "flax", "optax", "orbax-checkpoint", "opt-core", "opt-optax-bridge")
 
@@ -57,11 +57,22 @@ class NamedState(Mapping[str, Any]):
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         """Returns leaves where they are wanted; see `Source.read`."""
         return {
-            name: self.leaves[name]
-            if place.sharding is None
-            else jax.device_put(self.leaves[name], place.sharding)
-            for name, place in wanted.items()
+            name: _placed(self.leaves[name], place.sharding) for name, place in wanted.items()
         }
+
+
+def _placed(leaf: Any, sharding: Any) -> Any:
+    """A copy: what is restored can be donated, and what was saved stays."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise LeafError(f"found {leaf} where a value is needed: the named state is abstract")
+    if not isinstance(leaf, jax.Array):
+        leaf = np.array(leaf)
+        if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+            return leaf
+        leaf = jnp.array(leaf)
+    else:
+        leaf = jnp.copy(leaf)
+    return leaf if sharding is None else jax.device_put(leaf, sharding)
 
 
 def named_state(optimizer: Optimizer, *, param_axes: Any = None) -> NamedState:
@@ -185,12 +196,12 @@ def _part_infos(
     """The leaves of one definition's state, with their positions among all."""
     definition, states = part.optimizer_def, part.state.param_states
     shaped = jax.tree.map(lambda i: _abstract(leaves[i]), states)
-    made: Mapping[Names, str] = {}
+    made: Mapping[Names, Maker] = {}
     if isinstance(definition, OptaxWrapper):
         made = makers(definition.optax_optimizer.init, part.target)
     whole = transformation_name(type(definition).__name__)
     own = {names: params[id(leaf)] for names, leaf in _paths(part.target)}
-    occurrences: dict[tuple[Names, str], list[Names]] = {}
+    occurrences = _occurrences(made)
     given = roles(part.target, shaped, whole_tree=definition.whole_tree)
     for i, role in zip(jax.tree.leaves(states), given, strict=True):
         slot = _slot(role, made, whole)
@@ -221,36 +232,51 @@ class _Slot:
     fields: Names
 
 
-def _slot(role: Role, made: Mapping[Names, str], whole: str) -> _Slot:
+def _occurrences(made: Mapping[Names, Maker]) -> dict[tuple[Names, str], list[Names]]:
+    """The nodes of each transformation, in the order in which they act, by group and name."""
+    found: dict[tuple[Names, str], list[Names]] = {}
+    for node, maker in made.items():
+        if maker.factory not in _CHAINS:
+            key = _partition_groups(maker.types, node), transformation_name(maker.factory)
+            found.setdefault(key, []).append(node)
+    return found
+
+
+def _slot(role: Role, made: Mapping[Names, Maker], whole: str) -> _Slot:
     """The innermost node that a transformation made; where none is known, the innermost record."""
     outer = role.outer
     names = tuple(name for _, name in outer)
-    group = tuple(
-        outer[k + 1][1]
-        for k, (kind, field) in enumerate(outer[:-1])
-        if _type_id(kind) in _PARTITIONS and field == "inner_states"
-    )
     inner = tuple(name for _, name in role.inner)
     candidates = [names[:k] for k in range(len(outer) + 1)]
-    by_maker = [node for node in candidates if node in made and made[node] not in _CHAINS]
+    by_maker = [node for node in candidates if node in made and made[node].factory not in _CHAINS]
     records = [node for k, node in enumerate(candidates[:-1]) if not _is_plain(outer[k][0])]
     if by_maker:
         node = by_maker[-1]
-        name = transformation_name(made[node])
+        name = transformation_name(made[node].factory)
     elif records:
         node = records[-1]
         name = transformation_name(outer[len(node)][0].__name__)
     else:
         node, name = (), whole
     at = len(node)
+    group = _partition_groups([kind for kind, _ in outer[:at]], node)
     kind = _type_id(outer[at][0]) if at < len(outer) else ""
     if not kind and role.inner:
         kind = _type_id(role.inner[0][0])
     return _Slot(node, group, name, kind, (*names[at:], *inner))
 
 
+def _partition_groups(types: Sequence[type], names: Names) -> Names:
+    """The groups of `optax.partition` around a node, by the path to it."""
+    return tuple(
+        names[k + 1]
+        for k, kind in enumerate(types[:-1])
+        if _type_id(kind) in _PARTITIONS and names[k] == "inner_states"
+    )
+
+
 def _is_plain(kind: type) -> bool:
-    return kind in _PLAIN or (issubclass(kind, dict) and kind.__module__ != "__main__")
+    return kind in _PLAIN or issubclass(kind, Mapping)
 
 
 def _type_id(kind: type) -> str:

@@ -32,6 +32,7 @@ class Row:
       note: why, for people to read.
       problem: what makes it impossible; empty if nothing does.
       is_admitted: whether `allow` or a rule admits it.
+      value: that of its source, where it is a single integer.
     """
 
     leaf: LeafInfo
@@ -43,6 +44,7 @@ class Row:
     note: str = ""
     problem: str = ""
     is_admitted: bool = True
+    value: int | None = None
 
     @property
     def is_ok(self) -> bool:

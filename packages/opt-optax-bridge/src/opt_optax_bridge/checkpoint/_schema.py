@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 
 from opt_optax_bridge.checkpoint.errors import LoadError
 
@@ -126,7 +127,30 @@ class Schema:
         Raises:
           LoadError: they describe none; says where.
         """
-        return _read(cls, data, "schema")
+        schema = _read(cls, data, "schema")
+        _check_leaves(schema.leaves)
+        return schema
+
+
+_KINDS = ("params", "state", "extra")
+
+
+def _check_leaves(leaves: Sequence[LeafInfo]) -> None:
+    seen: set[Names] = set()
+    for i, leaf in enumerate(leaves):
+        where = f"schema/leaves/{i}"
+        if not leaf.path:
+            raise LoadError(f"`{where}/path`: expected a name, found nothing")
+        if leaf.path in seen:
+            raise LoadError(f"`{where}/path`: `{leaf.name}` is there twice")
+        if leaf.kind not in _KINDS:
+            raise LoadError(f"`{where}/kind`: expected one of {_KINDS}, found {leaf.kind!r:.40}")
+        if not leaf.is_key:
+            try:
+                jnp.dtype(leaf.dtype)
+            except TypeError:
+                raise LoadError(f"`{where}/dtype`: {leaf.dtype!r:.40} is no dtype") from None
+        seen.add(leaf.path)
 
 
 _Record = TypeVar("_Record")

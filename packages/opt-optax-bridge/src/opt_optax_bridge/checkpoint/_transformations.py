@@ -19,7 +19,9 @@ from opt_optax_bridge._wrapper import OptaxWrapper
 from opt_optax_bridge.checkpoint._makers import transformation_name
 from opt_optax_bridge.checkpoint._schema import Names, Transformation
 
+_PARTITIONS = frozenset({"partition", "multi_transform"})  # their groups are in the names
 _CONTAINERS = frozenset({"chain", "named_chain", "with_extra_args_support", "identity"})
+_INJECTING = frozenset({"inject_hyperparams", "inject_stateful_hyperparams"})
 _Setting = bool | int | float | str | None
 _DEPTH = 2
 _MANY = 16  # a mask or a table of labels has an entry per parameter: no setting
@@ -72,24 +74,55 @@ def _walk(node: Any, group: Names, seen: set[int]) -> Iterator[Transformation]:
         case functools.partial():
             yield from _walk(node.func, group, seen)
         case Mapping():
-            for name, child in node.items():
-                yield from _walk(child, (*group, str(name)), seen)
+            for child in node.values():
+                yield from _walk(child, group, seen)
         case _ if (update := _update(node)) is not None:
             yield from _walk(update, group, seen)
+            if (injected := _injected(node)) is not None:
+                yield from _walk(injected, group, seen)
         case tuple() | list():
             for child in node:
                 yield from _walk(child, group, seen)
+        case _ if isinstance(inner := getattr(node, "__wrapped__", None), types.FunctionType):
+            yield from _walk(inner, group, seen)  # of a compiled function
 
 
 def _emit(
     qualified: str, captured: Mapping[str, Any], group: Names, seen: set[int]
 ) -> Iterator[Transformation]:
-    name = qualified.partition(".<locals>.")[0].rpartition(".")[2]
-    if name not in _CONTAINERS and "lambda" not in name:
-        yield Transformation(name, group, dict(_settings(captured)))
-    for child in captured.values():
-        if _acts(child):
+    factory = _factory_of(qualified)
+    if factory not in _CONTAINERS | _PARTITIONS and "lambda" not in factory:
+        yield Transformation(factory, group, dict(_settings(captured)))
+    if factory in _INJECTING:
+        return  # what it has captured are schedules; see `_injected`
+    for name, child in captured.items():
+        if factory in _PARTITIONS and name == "transforms" and isinstance(child, Mapping):
+            for label, part in child.items():
+                yield from _walk(part, (*group, str(label)), seen)
+        elif _acts(child) and not _is_helper(child, factory):
             yield from _walk(child, group, seen)
+
+
+def _factory_of(qualified: str) -> str:
+    return qualified.partition(".<locals>.")[0].rpartition(".")[2]
+
+
+def _is_helper(value: Any, factory: str) -> bool:
+    """Whether it is a function of a factory's own that its update function calls."""
+    return isinstance(value, types.FunctionType) and _factory_of(value.__qualname__) == factory
+
+
+def _injected(node: Any) -> Any:
+    """What `optax.inject_hyperparams` builds in each step, `None` of anything else."""
+    update, init = _update(node), node.init
+    if not isinstance(init, types.FunctionType) or not isinstance(update, types.FunctionType):
+        return None
+    captured = _cells(init) | _cells(update)
+    if _factory_of(update.__qualname__) not in _INJECTING or "inner_factory" not in captured:
+        return None
+    scheduled = dict.fromkeys(captured.get("sched_hps", {}), 1.0)
+    given = {**captured.get("other_hps", {}), **captured.get("numeric_hps", {}), **scheduled}
+    return captured["inner_factory"](**given)
 
 
 def _acts(value: Any) -> bool:

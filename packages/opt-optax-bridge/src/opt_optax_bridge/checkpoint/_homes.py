@@ -1,0 +1,132 @@
+"""From which groups of a checkpoint the parameters of a group come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from opt_optax_bridge.checkpoint._schema import LeafInfo, Names, Schema, leaf_name, leaf_path
+
+Key = tuple[str, Names, Names | None]
+"""A leaf of a state apart from its group: transformation, field, parameter."""
+
+
+def key_of(leaf: LeafInfo) -> Key:
+    """Returns what leaves have in common that differ in their groups only."""
+    prefix = 2 * len(leaf.group) + 2  # state, groups and names, transformation
+    suffix = len(leaf.parameter or ())
+    fields = leaf.path[prefix : len(leaf.path) - suffix]
+    return leaf.transformation, fields, leaf.parameter
+
+
+class Homes:
+    """Where the groups of a target find their state in a checkpoint.
+
+    Args:
+      saved: what the checkpoint holds.
+      target: what is to be restored.
+      origins: for each parameter of the target those of the checkpoint that it comes from.
+    """
+
+    def __init__(
+        self, saved: Schema, target: Schema, origins: Mapping[Names, Sequence[Names]]
+    ) -> None:
+        self._origins = origins
+        self.by_key: dict[Key, list[LeafInfo]] = {}
+        self._keepers: dict[tuple[str, Names], list[Names]] = {}
+        self._groups: dict[str, list[Names]] = {}
+        for leaf in _state(saved):
+            self.by_key.setdefault(key_of(leaf), []).append(leaf)
+            _add(self._groups.setdefault(leaf.transformation, []), leaf.group)
+            if leaf.parameter is not None:
+                _add(
+                    self._keepers.setdefault((leaf.transformation, leaf.parameter), []), leaf.group
+                )
+        self._per_parameter = {transformation for transformation, _ in self._keepers}
+        self._table = _groups_of_params(saved)
+        self._members = _members(target)
+        self._found: dict[tuple[Names, str], list[Names]] = {}
+
+    def of(self, group: Names, transformation: str) -> list[Names]:
+        """Returns the groups of the checkpoint that have the state for a group of the target."""
+        key = group, transformation
+        if key not in self._found:
+            found: list[Names] = []
+            for param in self._members.get(group, ()):
+                for origin in self._origins.get(param, ()):
+                    for home in self._of_param(origin, transformation):
+                        _add(found, home)
+            self._found[key] = found
+        return self._found[key]
+
+    def _of_param(self, param: Names, transformation: str) -> Sequence[Names]:
+        if transformation in self._per_parameter:
+            return self._keepers.get((transformation, param), ())
+        having = self._groups.get(transformation, [])
+        known = self._table.get(param)
+        # `optax.partition` does not say who is in a group where nothing is kept per parameter.
+        return having if known is None else [g for g in having if not g or g in known]
+
+    def disagreements(self, target: Schema) -> dict[tuple[Names, str], str]:
+        """Returns the transformations of groups that have to start anew, and why."""
+        found: dict[tuple[Names, str], str] = {}
+        for leaf in _state(target):
+            where = leaf.group, leaf.transformation
+            if leaf.parameter is not None or where in found:
+                continue
+            homes = self.of(*where)
+            given = [c for c in self.by_key.get(key_of(leaf), []) if c.group in homes]
+            if len(given) > 1 and not is_agreed(given):
+                told = ", ".join(f"{_shown(c.group)} {c.value}" for c in given if c.value)
+                told = f": {told}" if told else ""
+                found[where] = f"anew: its groups do not agree about `{leaf.path[-1]}`{told}"
+        return found
+
+
+def is_agreed(leaves: Sequence[LeafInfo]) -> bool:
+    """Whether leaves are known to have one value."""
+    values = {leaf.value for leaf in leaves}
+    return len(leaves) == 1 or (len(values) == 1 and None not in values)
+
+
+def _shown(group: Names) -> str:
+    return f"`{leaf_name(group)}`" if group else "no group"
+
+
+def _state(schema: Schema) -> Iterator[LeafInfo]:
+    return (leaf for leaf in schema.leaves if leaf.kind == "state" and leaf.transformation)
+
+
+def _groups_of_params(schema: Schema) -> dict[Names, list[Names]]:
+    """The groups that each parameter is known to be in; frozen parameters are in none."""
+    found: dict[Names, list[Names]] = {}
+    trained = {t.group[:n] for t in schema.optimizer for n in range(1, len(t.group) + 1)}
+    for name, params in schema.groups.items():
+        group = leaf_path(name)
+        for param in params:
+            groups = found.setdefault(param, [])
+            if group in trained:
+                _add(groups, group)
+    for leaf in _state(schema):
+        if leaf.parameter is not None and leaf.group:
+            _add(found.setdefault(leaf.parameter, []), leaf.group)
+    return found
+
+
+def _members(schema: Schema) -> dict[Names, list[Names]]:
+    """The parameters of every group; all of them where there are no groups."""
+    params = [leaf.parameter for leaf in schema.leaves if leaf.kind == "params"]
+    known = _groups_of_params(schema)
+    found: dict[Names, list[Names]] = {(): [param for param in params if param is not None]}
+    for param, groups in known.items():
+        for group in groups:
+            _add(found.setdefault(group, []), param)
+    for leaf in _state(schema):  # those of `optax.partition` that keep nothing per parameter
+        if leaf.group and leaf.group not in found:
+            outer = found[()] if len(leaf.group) == 1 else found.get(leaf.group[:-1], found[()])
+            found[leaf.group] = [param for param in outer if not known.get(param)] or outer
+    return found
+
+
+def _add(found: list[Names], names: Names) -> None:
+    if names not in found:
+        found.append(names)
