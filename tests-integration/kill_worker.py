@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import elastic_case
 import jax
-from elastic_case import abstract, adamw, compile_step, create, make_mesh
+from elastic_case import abstract, compile_step, create, make_mesh
 from opt_optax_bridge.checkpoint import Checkpointer, plan_restore
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -36,6 +37,7 @@ def train(
     mesh: tuple[int, int] = (1, 1),
     zero: bool = False,
     async_save: bool = True,
+    optimizer: str = "adamw",
     hidden: int = 32,
     kill: tuple[int, int] | None = None,
     term: str = "die",
@@ -50,6 +52,7 @@ def train(
       mesh: devices along `data` and `model`.
       zero: whether state is split over `data`.
       async_save: whether saves go on in the background.
+      optimizer: its name in `elastic_case`.
       hidden: width of the model.
       kill: a step, and the number of a file event while it is saved: SIGKILL at that event.
       term: at SIGTERM `'die'`, or `'finish'`: leave, and let the checkpointer be closed.
@@ -70,16 +73,17 @@ def train(
     jax.config.update("jax_num_cpu_devices", mesh[0] * mesh[1] // who.processes)
     with together(who):
         devices = make_mesh(*mesh)
-        target = abstract(adamw(), devices, zero=zero, hidden=hidden)
+        definition = getattr(elastic_case, optimizer)()
+        target = abstract(definition, devices, zero=zero, hidden=hidden)
         saved = Checkpointer(directory, read_only=True).latest_valid()
-        optimizer = plan_restore(saved, target).apply() if saved else create(target)
+        trained = plan_restore(saved, target).apply() if saved else create(target)
         start = saved.read_extras()["position"] if saved else 0
         step = compile_step(target, devices)
         note("resumed", start)
         checkpointer = Checkpointer(directory, max_to_keep=2, async_save=async_save)
         with contextlib.ExitStack() as stack:
             for i in range(start, steps):
-                optimizer, loss = step(optimizer, i)
+                trained, loss = step(trained, i)
                 note("loss", i + 1, float(loss).hex())
                 checkpointer.wait()
                 if i > start:
@@ -87,7 +91,7 @@ def train(
                 if kill and kill[0] == i + 1:
                     stack.enter_context(killed_at(kill[1], directory, note))
                 note("begin", i + 1)
-                checkpointer.save(i + 1, optimizer, extras={"position": i + 1})
+                checkpointer.save(i + 1, trained, extras={"position": i + 1})
             checkpointer.close()
         note("end", steps)
     note("done")
