@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from opt_core import Optimizer
 
 from opt_optax_bridge.checkpoint import _orbax
-from opt_optax_bridge.checkpoint._durable import DurablePath, sync
+from opt_optax_bridge.checkpoint._durable import DurablePath, sync, temporary_paths
 from opt_optax_bridge.checkpoint._lock import WriterLock
 from opt_optax_bridge.checkpoint._names import NamedState, named_state
 from opt_optax_bridge.checkpoint._processes import agree, check_equal, is_first
@@ -80,6 +80,7 @@ class Checkpointer:
         self.read_only = read_only
         self._interval = save_interval_steps
         self._saving: int | None = None
+        self._failed: set[int] = set()
         self._lock: WriterLock | None = None
         self._manager: ocp.CheckpointManager | None = None
         if not read_only:
@@ -350,16 +351,22 @@ class Checkpointer:
         except Exception as error:
             what = f"`{self.directory}`" if step is None else f"step {step} in `{self.directory}`"
             self._saving = None
+            self._failed |= {step} if step is not None else set()
             raise SaveError(f"{what}: not saved: {_one_line(error)}") from error
 
     def _empty_trash(self) -> None:
-        """Removes what was deleted by a rename."""
-        trash = self.directory / TRASH
-        if not is_first() or self._lock is None or not trash.is_dir():
+        """Removes what was deleted by a rename, and what steps left that could not be saved."""
+        if self._lock is None:
             return
-        sync(self.directory)  # The renames are on the disk before anything in them goes.
-        for path in trash.iterdir():
-            shutil.rmtree(path, ignore_errors=True)
+        failed, self._failed = self._failed, set()
+        for step in failed:
+            for path in temporary_paths(self.directory / str(step)):
+                shutil.rmtree(path, ignore_errors=True)
+        trash = self.directory / TRASH
+        if trash.is_dir():
+            sync(self.directory)  # The renames are on the disk before anything in them goes.
+            for path in trash.iterdir():
+                shutil.rmtree(path, ignore_errors=True)
 
     def _release(self) -> None:
         if self._lock is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -161,7 +162,7 @@ def _read(kind: type[_Record], data: Any, where: str) -> _Record:
     """A dataclass out of JSON data, every field of the type that it is annotated with."""
     if not isinstance(data, Mapping):
         raise LoadError(f"`{where}`: expected a mapping, found {_shown(data)}")
-    hints = typing.get_type_hints(kind)
+    hints = _hints(typing.cast(Any, kind))
     fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, kind))}
     if unknown := sorted(map(str, data.keys() - fields.keys())):
         raise LoadError(f"`{where}`: expected the fields {sorted(fields)}, found `{unknown[0]}`")
@@ -172,6 +173,11 @@ def _read(kind: type[_Record], data: Any, where: str) -> _Record:
         return kind(**given)
     except TypeError as error:
         raise LoadError(f"`{where}`: {error}") from None
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def _value(hint: Any, data: Any, where: str) -> Any:
