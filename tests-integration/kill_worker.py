@@ -55,7 +55,7 @@ def train(
       optimizer: its name in `elastic_case`.
       hidden: width of the model.
       kill: a step, and the number of a file event while it is saved: SIGKILL at that event.
-      term: at SIGTERM `'die'`, or `'finish'`: leave, and let the checkpointer be closed.
+      term: at SIGTERM `'die'`, `'leave'` at once by an exception, or `'finish'` the step.
       **cluster: of `lm.config.Cluster`.
     """
     from lm.config import Cluster
@@ -66,8 +66,11 @@ def train(
     def note(*words: object) -> None:
         os.write(log, f"{' '.join(map(str, words))}\n".encode())
 
+    asked: list[int] = []
     if term == "finish":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    elif term == "leave":
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     who = Cluster(**cluster)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", mesh[0] * mesh[1] // who.processes)
@@ -80,8 +83,11 @@ def train(
         start = saved.read_extras()["position"] if saved else 0
         step = compile_step(target, devices)
         note("resumed", start)
-        checkpointer = Checkpointer(directory, max_to_keep=2, async_save=async_save)
+        i = start - 1
         with contextlib.ExitStack() as stack:
+            checkpointer = stack.enter_context(
+                Checkpointer(directory, max_to_keep=2, async_save=async_save)
+            )
             for i in range(start, steps):
                 trained, loss = step(trained, i)
                 note("loss", i + 1, float(loss).hex())
@@ -92,10 +98,11 @@ def train(
                     stack.enter_context(killed_at(kill[1], directory, note))
                 note("begin", i + 1)
                 checkpointer.save(i + 1, trained, extras={"position": i + 1})
+                if asked:
+                    break
             checkpointer.close()
-        note("end", steps)
-    note("done")
-    return 0
+        note("end", i + 1)
+    return 128 + asked[0] if asked else 0
 
 
 @contextlib.contextmanager
