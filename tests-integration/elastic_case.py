@@ -53,7 +53,8 @@ def init_params(hidden: int = HIDDEN) -> Any:
 def _waves(rows: int, columns: int) -> jax.Array:
     """Values without a pattern that matters; random ones take long to compile."""
     values = jnp.sin(jnp.arange(rows * columns, dtype=jnp.float32) ** 2)
-    return values.reshape(rows, columns) / np.sqrt(rows)
+    scaled: jax.Array = values.reshape(rows, columns) / np.sqrt(rows)
+    return scaled
 
 
 def abstract(

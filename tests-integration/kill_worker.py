@@ -7,6 +7,7 @@ has any device or thread pool, so that a child is as good as a process of its ow
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -58,9 +59,7 @@ def train(
       term: at SIGTERM `'die'`, `'leave'` at once by an exception, or `'finish'` the step.
       **cluster: of `lm.config.Cluster`.
     """
-    from lm.config import Cluster
-    from lm.processes import together
-
+    config, processes = map(importlib.import_module, ("lm.config", "lm.processes"))
     log = os.open(events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def note(*words: object) -> None:
@@ -71,10 +70,10 @@ def train(
         signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     elif term == "leave":
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    who = Cluster(**cluster)
+    who = config.Cluster(**cluster)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", mesh[0] * mesh[1] // who.processes)
-    with together(who):
+    with processes.together(who):
         devices = make_mesh(*mesh)
         definition = getattr(elastic_case, optimizer)()
         target = abstract(definition, devices, zero=zero, hidden=hidden)
@@ -136,9 +135,7 @@ def _writes(args: tuple[Any, ...]) -> bool:
 
 def example(*arguments: str) -> int:
     """Runs `examples/train_lm.py`."""
-    import train_lm
-
-    return int(train_lm.main(arguments))
+    return int(importlib.import_module("train_lm").main(arguments))
 
 
 def serve() -> dict[str, Any] | None:
@@ -159,8 +156,7 @@ def serve() -> dict[str, Any] | None:
 
 def main() -> int:
     sys.path.insert(0, str(EXAMPLES))
-    import train_lm  # noqa: F401  once, for all jobs
-
+    importlib.import_module("train_lm")  # once, for all jobs
     print(json.dumps("ready"), flush=True)
     job = serve()
     if job is None:

@@ -12,7 +12,6 @@ import json
 import os
 import random
 import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,8 +68,8 @@ def expected() -> Callable[[int], Mapping[str, Any]]:
     """Every bit of what the workers have after a step, if nothing disturbs them."""
     mesh = make_mesh(1, 1)
     target = abstract(momentum(), mesh)
-    step, found = compile_step(target, mesh), []
-    optimizer = create(target)
+    step, optimizer = compile_step(target, mesh), create(target)
+    found: list[Mapping[str, Any]] = []
 
     def of_step(number: int) -> Mapping[str, Any]:
         nonlocal optimizer
@@ -220,6 +219,16 @@ def test_d6_sigterm_while_a_save_is_in_flight(
             assert steps[-1] == begun
 
 
+def until_gone(worker: Worker) -> float:
+    """Returns how long a process lasts."""
+    return wait_for(lambda: worker.poll() is not None, said=worker.output)
+
+
+def until_logged(worker: Worker, run: Path, count: int) -> None:
+    """Waits until a run of the example has logged so many steps."""
+    wait_for(lambda: worker.poll() is not None or len(lines(run)) >= count, said=worker.output)
+
+
 def start_pair(workers: Workers, program: str, *args: Any, **options: Any) -> list[Worker]:
     """Starts two processes that meet at a port of their own; those of `train` note apart."""
     coordinator = f"localhost:{free_port()}"
@@ -296,20 +305,17 @@ def test_d9_one_of_two_processes_is_killed_during_a_save(
         pause(chance, 0.1)
         victim.kill()
         assert victim.wait() == -signal.SIGKILL, victim.output()
-        gone = wait_for(lambda s=survivor: s.poll() is not None, said=survivor.output)
+        assert until_gone(survivor) < 2 * HEARTBEAT
         assert survivor.wait() != 0
-        assert gone < 2 * HEARTBEAT
         begun, ended = last_steps(read_events(file))
-        noted = [read_events(Path(f"{events}-{i}")) for i in range(2)]
-        assert noted[0][0] == noted[1][0] == ["resumed", str(latest)]
-        for found in noted:
-            exact |= losses(found)
+        for noted in (read_events(Path(f"{events}-{i}")) for i in range(2)):
+            assert noted[0] == ["resumed", str(latest)]
+            exact |= losses(noted)
         count.kills += 1
         count.in_saves += begun > ended
         steps = Checkpointer(folder, read_only=True).steps()
-        found = steps[-1] if steps else 0
-        assert max(latest, ended) <= found
-        latest = found
+        assert max(latest, ended) <= steps[-1]
+        latest = steps[-1]
         for step in steps:
             close_to(read_step(folder, step), states[step])
     assert exact == {step: whole[step] for step in exact}
@@ -318,9 +324,9 @@ def test_d9_one_of_two_processes_is_killed_during_a_save(
         events, stop = tmp_path / f"alone-{i}", min(latest + 2, LAST)
         worker = workers.start("train", folder, events, **options, steps=stop)
         assert worker.wait() == 0, worker.output()
-        found = read_events(events)
-        assert found[0] == ["resumed", str(latest)]
-        for step, loss in losses(found).items():
+        noted = read_events(events)
+        assert noted[0] == ["resumed", str(latest)]
+        for step, loss in losses(noted).items():
             assert loss == pytest.approx(whole[step], rel=1e-5)
         latest = stop
     assert Checkpointer(folder, read_only=True).latest_step() == latest
@@ -349,19 +355,15 @@ def test_the_example_is_killed_stopped_and_goes_on_with_another_number_of_proces
     for victim in (0, 1):
         where = [f"--resume={run}"] if made else [f"--out={run}", data, *TINY]
         pair = start_pair(workers, "example", *where)
-        wait_for(
-            lambda p=pair, n=made: p[0].poll() is not None or len(lines(run)) >= n + 5,
-            said=pair[0].output,
-        )
+        until_logged(pair[0], run, made + 5)
         pair[victim].kill()
         assert pair[victim].wait() == -signal.SIGKILL, pair[victim].output()
-        gone = wait_for(lambda p=pair, v=victim: p[1 - v].poll() is not None)
-        assert gone < 2 * HEARTBEAT
+        assert until_gone(pair[1 - victim]) < 2 * HEARTBEAT
         count.kills += 1
         made = latest(run)
         assert made > 0
     pair = start_pair(workers, "example", f"--resume={run}", "--mesh=data=2,model=2", "--zero")
-    wait_for(lambda: pair[0].poll() is not None or len(lines(run)) >= made + 3, said=pair[0].output)
+    until_logged(pair[0], run, made + 3)
     pair[1].kill(signal.SIGTERM)  # one of them is asked
     assert [worker.wait() for worker in pair] == [130, 130], pair[0].output()
     made = latest(run)
@@ -401,7 +403,3 @@ def test_there_were_enough_kills(count: Count) -> None:
     """At least 30 kills in a run of all of these, at least 10 of them during a save."""
     assert count.kills >= 30
     assert count.in_saves >= 10
-
-
-def test_nothing_is_left_running() -> None:
-    assert threading.active_count() < 100
