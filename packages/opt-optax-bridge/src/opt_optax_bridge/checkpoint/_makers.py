@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ def makers(init: Callable[[Any], Any], params: Any) -> dict[Names, Maker]:
 
     Returns:
       The makers by the path of the node, in their turns. A node that no such function returned as
-      it is, as under a compiled `init`, has none.
+      it is, or as a record like it, has none: what a compiled function inside of `init` makes.
 
     Examples:
       >>> import optax
@@ -49,12 +49,12 @@ def makers(init: Callable[[Any], Any], params: Any) -> dict[Names, Maker]:
       >>> {path: made.factory for path, made in makers(tx.init, {'w': 1.0}).items()}
       {('0',): 'scale_by_yogi', ('1',): 'trace', (): 'chain'}
     """
-    returned: dict[int, tuple[str, int, Any]] = {}  # with the object: its id is not reused
+    returned: dict[int, _Returned] = {}
 
     def note(frame: FrameType, event: str, value: Any) -> None:
         if event == "return" and value is not None and _makes_states(frame.f_code):
-            made = (_factory(frame.f_code.co_qualname), len(returned), value)
-            returned.setdefault(id(value), made)
+            factory = _factory(frame.f_code.co_qualname)
+            returned.setdefault(id(value), _Returned(factory, len(returned), value))
 
     found: dict[Names, Maker] = {}
     if not isinstance(init, FunctionType):
@@ -67,14 +67,49 @@ def makers(init: Callable[[Any], Any], params: Any) -> dict[Names, Maker]:
             state = init(params)
         finally:
             sys.setprofile(before)
-        for names, types, node in _nodes(state):
-            if id(node) in returned:
-                factory, turn, _ = returned[id(node)]
-                found[names] = Maker(factory, turn, types)
+        found.update(_match(list(_nodes(state)), returned))
         return state
 
     jax.eval_shape(run, params)
     return dict(sorted(found.items(), key=lambda item: item[1].turn))
+
+
+class _Returned(NamedTuple):
+    factory: str
+    turn: int
+    value: Any  # kept, so that its id is not used again
+
+
+class _Node(NamedTuple):
+    names: Names
+    types: tuple[type, ...]
+    value: Any
+
+
+def _match(
+    nodes: Sequence[_Node], returned: Mapping[int, _Returned]
+) -> Iterator[tuple[Names, Maker]]:
+    """By identity; records that were rebuilt since, by `jax.tree.map`, by their structure."""
+    rebuilt: list[_Node] = []
+    left = dict(returned)
+    for node in nodes:
+        made = returned.get(id(node.value))
+        if made is not None:
+            left.pop(id(node.value), None)
+            yield node.names, Maker(made.factory, made.turn, node.types)
+        elif not isinstance(node.value, Mapping | list) and type(node.value) is not tuple:
+            rebuilt.append(node)
+    free = [made for made in left.values() if children(made.value) is not None]
+    for node in rebuilt:
+        for made in free:
+            if type(made.value) is type(node.value) and _is_like(made.value, node.value):
+                free.remove(made)
+                yield node.names, Maker(made.factory, made.turn, node.types)
+                break
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    return bool(jax.tree.structure(one) == jax.tree.structure(other))
 
 
 def transformation_name(factory: str) -> str:
@@ -105,10 +140,8 @@ def _factory(qualified: str) -> str:
     return owner.rpartition(".")[2] or qualified
 
 
-def _nodes(
-    node: Any, names: Names = (), types: tuple[type, ...] = ()
-) -> Iterator[tuple[Names, tuple[type, ...], Any]]:
-    yield names, types, node
+def _nodes(node: Any, names: Names = (), types: tuple[type, ...] = ()) -> Iterator[_Node]:
+    yield _Node(names, types, node)
     opened = children(node)
     for name, child in opened.children if opened is not None else ():
         yield from _nodes(child, (*names, name), (*types, type(node)))

@@ -351,7 +351,8 @@ def _groups(optimizer: Optimizer) -> dict[str, tuple[Names, ...]]:
             own = [params.pop(id(leaf)) for leaf in jax.tree.leaves(part.target)]
             found[leaf_name(group)] = tuple(own)
     if found and params:
-        found["frozen"] = tuple(params.values())
+        # No group is called so: `~` is escaped in the names of groups.
+        found["frozen" if "frozen" not in found else "~frozen"] = tuple(params.values())
     return found
 
 

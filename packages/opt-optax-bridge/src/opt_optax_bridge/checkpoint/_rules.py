@@ -80,7 +80,8 @@ Action: TypeAlias = (
 """What a rule does with the leaves that its pattern matches.
 
 `'keep'` leaves the target's own value. The others are as in `Kind`, for these leaves alone;
-`'drop'` speaks of names in the checkpoint, all others of names in the target.
+`'drop'` speaks of names in the checkpoint, all others of names in the target. What is dropped is
+what nothing takes: to start a leaf anew that the checkpoint has, say `'initialise'` of its name.
 """
 
 Rule: TypeAlias = tuple[str, Action]

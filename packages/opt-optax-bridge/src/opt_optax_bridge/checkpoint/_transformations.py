@@ -85,6 +85,10 @@ def _walk(node: Any, group: Names, seen: set[int]) -> Iterator[Transformation]:
                 yield from _walk(child, group, seen)
         case _ if isinstance(inner := getattr(node, "__wrapped__", None), types.FunctionType):
             yield from _walk(inner, group, seen)  # of a compiled function
+        case _:
+            for child in _held(node).values():
+                if _acts(child):
+                    yield from _walk(child, group, seen)
 
 
 def _emit(
@@ -138,7 +142,15 @@ def _acts(value: Any) -> bool:
             return any(_acts(child) for child in value)
         case Mapping():
             return any(_acts(child) for child in value.values())
-    return False
+    return any(_update(child) is not None for child in _held(value).values())
+
+
+def _held(value: Any) -> Mapping[str, Any]:
+    """The attributes of an object that is neither a class nor a module."""
+    if isinstance(value, type | types.ModuleType):
+        return {}
+    found = getattr(value, "__dict__", {})
+    return found if isinstance(found, dict) else {}
 
 
 def _update(node: Any) -> Any:
