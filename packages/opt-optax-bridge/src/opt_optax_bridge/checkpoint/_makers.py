@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import jax
@@ -40,8 +40,8 @@ def makers(init: Callable[[Any], Any], params: Any) -> dict[Names, Maker]:
       params: parameters; arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-      The makers by the path of the node, in their turns. A node that no such function returned as
-      it is, or as a record like it, has none: what a compiled function inside of `init` makes.
+      The makers by the path of the node, in their turns. A node that no such function returned, as
+      it is or as a record like it, has none.
 
     Examples:
       >>> import optax
@@ -53,18 +53,19 @@ def makers(init: Callable[[Any], Any], params: Any) -> dict[Names, Maker]:
 
     def note(frame: FrameType, event: str, value: Any) -> None:
         if event == "return" and value is not None and _makes_states(frame.f_code):
-            factory = _factory(frame.f_code.co_qualname)
+            module = frame.f_globals.get("__name__", "")
+            factory = factory_name(frame.f_code.co_qualname, module)
             returned.setdefault(id(value), _Returned(factory, len(returned), value))
 
     found: dict[Names, Maker] = {}
-    if not isinstance(init, FunctionType):
-        init = getattr(init, "__wrapped__", init)  # of a compiled function
 
     def run(params: Any) -> Any:
         before = sys.getprofile()
         sys.setprofile(note)
         try:
-            state = init(params)
+            # A compiled function runs again, and does not come out of a cache.
+            with jax.disable_jit():
+                state = init(params)
         finally:
             sys.setprofile(before)
         found.update(_match(list(_nodes(state)), returned))
@@ -131,13 +132,25 @@ def _makes_states(code: CodeType) -> bool:
     return code.co_name.startswith("init") and any(name != "self" for name in arguments)
 
 
-def _factory(qualified: str) -> str:
-    """`scale_by_adam` of `scale_by_adam.<locals>.init_fn`, `MultiSteps` of `MultiSteps.init`."""
-    outer, _, inner = qualified.partition(".<locals>.")
-    if inner:
-        return outer.rpartition(".")[2]
-    owner, _, _ = qualified.rpartition(".")
-    return owner.rpartition(".")[2] or qualified
+def factory_name(qualified: str, module: str) -> str:
+    """Returns the name of the function that a function was defined in, or of the class.
+
+    Examples:
+      >>> factory_name('scale_by_adam.<locals>.init_fn', 'optax')
+      'scale_by_adam'
+      >>> factory_name('main.<locals>.momentum.<locals>.init_fn', 'train')
+      'momentum'
+      >>> factory_name('main.<locals>.MultiSteps.init', 'train')
+      'MultiSteps'
+    """
+    scopes = qualified.split(".<locals>.")
+    if "." in scopes[-1]:
+        return scopes[-1].split(".")[-2]
+    if len(scopes) == 1:
+        return qualified
+    # A factory of Optax's is no local function, but may have some.
+    scope = scopes[0] if module.partition(".")[0] == "optax" else scopes[-2]
+    return scope.rpartition(".")[2]
 
 
 def _nodes(node: Any, names: Names = (), types: tuple[type, ...] = ()) -> Iterator[_Node]:

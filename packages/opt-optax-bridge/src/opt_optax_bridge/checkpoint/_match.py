@@ -23,6 +23,7 @@ from opt_optax_bridge.checkpoint._rules import (
     Rule,
     Stack,
     Unstack,
+    expanded,
     sources_of,
 )
 from opt_optax_bridge.checkpoint._schema import LeafInfo, Names, Source, leaf_name, leaf_path
@@ -187,7 +188,7 @@ class _Matcher:
                 return dataclasses.replace(
                     row, problem=f"`{names[0]}` {list(shape)} has no axis {axis} to unstack"
                 )
-            text = match.expand(action.index)
+            text = expanded(match, action.index)
             if not text.isdecimal() or int(text) >= shape[axis]:
                 return dataclasses.replace(
                     row, problem=f"`{names[0]}` {list(shape)} has no index {text!r} along {axis}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -160,17 +161,22 @@ def _read(kind: type[_Record], data: Any, where: str) -> _Record:
     """A dataclass out of JSON data, every field of the type that it is annotated with."""
     if not isinstance(data, Mapping):
         raise LoadError(f"`{where}`: expected a mapping, found {_shown(data)}")
-    hints = typing.get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, kind))}
-    if unknown := sorted(map(str, data.keys() - fields.keys())):
-        raise LoadError(f"`{where}`: expected the fields {sorted(fields)}, found `{unknown[0]}`")
+    hints = _hints(kind)
+    if unknown := sorted(map(str, data.keys() - hints.keys())):
+        raise LoadError(f"`{where}`: expected the fields {sorted(hints)}, found `{unknown[0]:.40}`")
     given = {
-        name: _value(hints[name], data[name], f"{where}/{name}") for name in fields if name in data
+        name: _value(hints[name], data[name], f"{where}/{name}") for name in hints if name in data
     }
     try:
         return kind(**given)
     except TypeError as error:
         raise LoadError(f"`{where}`: {error}") from None
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def _value(hint: Any, data: Any, where: str) -> Any:
