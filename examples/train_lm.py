@@ -3,13 +3,15 @@
     hatch run dev:train
     hatch run dev:train --data ~/texts --steps 5000 --out runs/texts
     hatch run dev:train --resume runs/texts --zero --learning-rate 1e-4
+    hatch run dev:train --out runs/two --processes 2 --process-id 0 --coordinator localhost:1234
 
 What to look at: parameters are updated in groups, each by an optimizer of its own (`make_groups`),
 whose state is sharded as the parameters are, or further, and what that takes is known before
 (`place`); with a learning rate that may be given at run time (`train_step`), from gradients of a
 batch that need not fit into memory at once (`loss_and_gradients`), by a program that is compiled
-once and checked before it runs (`compile_step`, `check_step`). All of it is saved and restored by
-path (`RunFolder`), on whatever mesh.
+once and checked before it runs (`compile_step`, `check_step`). All of it is saved while training
+goes on, with where it is in the data (`train`), and restored by name on whatever mesh and by
+however many processes (`restore`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import opt_optax_bridge as opt
 import optax
 from lm.config import (
@@ -38,18 +41,22 @@ from lm.config import (
     parse_arguments,
     repeated_flags,
 )
-from lm.data import batch_of_step
+from lm.data import Batches
 from lm.job import Job, make_job
 from lm.model import next_byte_loss
 from lm.placement import Placement, check_step, describe_plan, describe_report, place
-from lm.progress import Progress, stop_requests
+from lm.processes import first_of_all, is_first, say, stop_requests, together
+from lm.progress import Progress
 from lm.report import report
-from lm.run_folder import RunFolder, numbers, shapes
+from lm.run_folder import RunFolder, numbers
 from opt_accumulate import accumulate_gradients
 from opt_adafactor import Adafactor
 from opt_core import MultiOptimizer, Optimizer, describe, group_metrics
-from opt_core.errors import RestoreError
 from opt_optax_bridge import resolve_hyper_params
+from opt_optax_bridge.checkpoint import Checkpointer, Plan, SavedStep, plan_restore
+from opt_optax_bridge.checkpoint.errors import CheckpointError, PlanError
+
+KEPT = 3  # checkpoints: the latest ones
 
 
 def make_schedule(config: Config) -> optax.Schedule:
@@ -187,6 +194,7 @@ def train(
     folder: RunFolder,
     step_function: Callable[..., Any],
     optimizer: Optimizer,
+    batches: Batches,
     overrides: Mapping[str, Any],
 ) -> tuple[Optimizer, bool]:
     """Makes the steps that are left, or those until a signal comes.
@@ -196,21 +204,22 @@ def train(
       folder: where metrics and checkpoints go.
       step_function: `train_step`, compiled.
       optimizer: where to start; donated.
+      batches: what to learn from.
       overrides: hyper-parameters to use instead of those of the definition.
 
     Returns:
       The optimizer, and whether all steps are made.
     """
     config, done = job.config, int(optimizer.state.step)
-    window = config.sequence_length + 1
-    progress = Progress(done, config.steps, config.batch_size * config.sequence_length)
-    with stop_requests() as must_stop, contextlib.closing(progress):
+    tokens = config.batch_size * config.sequence_length
+    with (
+        Checkpointer(folder.checkpoints, max_to_keep=KEPT) as checkpoints,
+        contextlib.closing(Progress(done, config.steps, tokens, is_shown=is_first())) as progress,
+        stop_requests() as must_stop,
+    ):
+        checkpoints.discard_after(done)  # the run fell back from them, or they would be made again
         for step in range(done + 1, config.steps + 1):
-            windows = batch_of_step(
-                job.text.train, step, seed=config.seed, batch_size=config.batch_size, window=window
-            )
-            windows = jax.device_put(windows, job.rows)
-            optimizer, metrics = step_function(optimizer, windows, overrides)
+            optimizer, metrics = step_function(optimizer, job.shard(next(batches)), overrides)
             line = {"step": step, **numbers(jax.device_get(metrics))}
             if line.get("skipped") == config.batch_size:
                 line = {"step": step, "skipped": line["skipped"]}  # nothing else to be told
@@ -219,9 +228,10 @@ def train(
             line["tokens_per_s"] = progress.speed()
             folder.log(line)
             progress.show(step, line)
-            if must_stop() or step % config.checkpoint_every == 0 or step == config.steps:
-                folder.save_checkpoint(optimizer.state_dict())
-            if must_stop():
+            is_stopped = must_stop(step)
+            if is_stopped or step % config.checkpoint_every == 0 or step == config.steps:
+                checkpoints.save(step, optimizer, extras={"batches": batches.state()})
+            if is_stopped:
                 return optimizer, False
     return optimizer, True
 
@@ -229,31 +239,32 @@ def train(
 def start(arguments: Arguments) -> tuple[Job, RunFolder]:
     """Begins a run in a folder of its own."""
     config = Config(**arguments.given).check()
-    job = make_job(config)
-    path = arguments.out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
+    job = make_job(config, arguments.cluster.processes)
+    folder = RunFolder(arguments.out or Path("runs", time.strftime("%Y%m%d-%H%M%S")))
     saved = dataclasses.asdict(config) | {"text_sha256": job.text.sha256}
-    return job, RunFolder.create(path, saved)
+    first_of_all(partial(folder.create, saved))
+    return job, folder
 
 
-def resume(path: Path, given: Mapping[str, Any]) -> tuple[Job, RunFolder]:
+def resume(path: Path, arguments: Arguments) -> tuple[Job, RunFolder]:
     """Goes on with the run in a folder."""
     folder = RunFolder(path)
     saved = folder.read_config()
-    job = make_job(continue_config(saved, given, path))
+    config = continue_config(saved, arguments.given, path)
+    job = make_job(config, arguments.cluster.processes)
     if saved.get("text_sha256") != job.text.sha256:
         raise UsageError(f"{job.text.source} is not (any more) the text that {path} learns from")
     return job, folder
 
 
-def restore(placement: Placement, state_dict: Mapping[str, Any], path: Path) -> Optimizer:
-    """Returns the optimizer of a checkpoint, wherever the devices that wrote it had its parts."""
+def plan_resume(placement: Placement, saved: SavedStep, path: Path) -> Plan:
+    """Says where every leaf comes from, wherever the devices that wrote it had it."""
     try:
-        return placement.optimizer.restore_state(state_dict)
-    except RestoreError as error:
-        found = error.report.mismatches
+        return plan_restore(saved, placement.optimizer).check()
+    except PlanError as error:
         raise UsageError(
-            f"the checkpoint of {path} is of another configuration: {len(found)} deviations, "
-            f"such as {found[0]}"
+            f"the checkpoint of {path} is of another configuration: {error.plan.summary()}, "
+            f"such as {error.plan.diff().splitlines()[0]}"
         ) from error
 
 
@@ -263,32 +274,31 @@ def run(arguments: Arguments) -> int:
     if arguments.resume is None:
         job, folder = start(arguments)
     else:
-        job, folder = resume(arguments.resume, arguments.given)
+        job, folder = resume(arguments.resume, arguments)
         if "learning_rate" in arguments.given:
-            overrides["learning_rate"] = jnp.float32(arguments.given["learning_rate"])
-    placement, checkpoint = plan_optimizer(job), folder.read_checkpoint()
-    if checkpoint is not None:
-        restore(placement, shapes(checkpoint), folder.path)  # does it fit? allocates nothing
+            overrides["learning_rate"] = np.float32(arguments.given["learning_rate"])
+    placement, saved = plan_optimizer(job), folder.latest_checkpoint()
+    plan = plan_resume(placement, saved, folder.path) if saved else None  # does it fit?
     size = sum(leaf.size for leaf in jax.tree.leaves(placement.optimizer.target))
-    print(
+    say(
         f"{folder.path}: {size:,} parameters on {job.config.mesh}, "
         f"{len(job.text.train):,} bytes of {job.text.source}",
         describe(placement.optimizer),
         describe_plan(placement.plan),
-        sep="\n",
-        flush=True,
     )
     step_function = compile_step(job, placement, overrides)
     checked = check_step(step_function, placement)
-    print(describe_report(checked), flush=True)
+    say(describe_report(checked))
     folder.save_placement(f"{placement.plan}\n\n{checked}\n")
-    if checkpoint is None:
-        optimizer = create_optimizer(job, placement)
+    batches = job.batches()
+    if saved and plan:
+        optimizer = plan.apply()
+        batches.restore(saved.read_extras()["batches"])
     else:
-        optimizer = restore(placement, checkpoint, folder.path)
+        optimizer = create_optimizer(job, placement)
     if arguments.resume is not None:
         folder.forget_after(int(optimizer.state.step))
-    optimizer, is_finished = train(job, folder, step_function, optimizer, overrides)
+    optimizer, is_finished = train(job, folder, step_function, optimizer, batches, overrides)
     if is_finished:
         report(job, folder, optimizer.target)
         return 0
@@ -296,15 +306,17 @@ def run(arguments: Arguments) -> int:
     again = ["hatch", "run", "dev:train", "--resume", str(folder.path)]
     if arguments.resume is not None:
         again += repeated_flags(arguments.given, folder.read_config())
-    print(f"Stopped after step {int(optimizer.state.step)}. Continue: {shlex.join(again)}")
+    say(f"Stopped after step {int(optimizer.state.step)}. Continue: {shlex.join(again)}")
     return 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     try:
-        return run(parse_arguments(argv))
-    except UsageError as error:
+        arguments = parse_arguments(argv)
+        with together(arguments.cluster):
+            return run(arguments)
+    except (UsageError, CheckpointError) as error:
         print(f"train_lm: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,5 +1,6 @@
 """Integration tests run on 8 virtual CPU devices; some need an accelerator besides."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -7,6 +8,10 @@ import jax
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `golden_cases`
+
+# Processes that run at the same time, or are killed, would leave half-written programs there.
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+jax.config.update("jax_compilation_cache_dir", None)
 
 jax.config.update("jax_num_cpu_devices", 8)
 

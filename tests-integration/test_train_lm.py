@@ -16,12 +16,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from opt_optax_bridge.checkpoint import Checkpointer
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PROGRAM = EXAMPLES / "train_lm.py"
@@ -84,6 +84,24 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 def flatten(line: dict[str, Any]) -> dict[str, float]:
     leaves = jax.tree_util.tree_leaves_with_path(line)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+
+
+def steps(folder: Path) -> list[int]:
+    return Checkpointer(folder / "checkpoints", read_only=True).steps()
+
+
+def read_checkpoint(folder: Path) -> dict[str, bytes]:
+    """Every bit of the latest checkpoint, where the data are included, by name."""
+    saved = Checkpointer(folder / "checkpoints", read_only=True).latest_valid()
+    assert saved is not None
+    wanted = {leaf.name: leaf for leaf in saved.schema.leaves if leaf.kind != "extra"}
+    read = saved.read(
+        {n: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for n, leaf in wanted.items()}
+    )
+    return {
+        **{name: np.asarray(leaf).tobytes() for name, leaf in read.items()},
+        "extras": json.dumps(saved.read_extras()).encode(),
+    }
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -152,9 +170,10 @@ def test_a_run_leaves_all_its_files(whole: Path, text: Path) -> None:
     assert png.startswith(PNG)
     assert png[-8:-4] == b"IEND"
     assert len(png) > 10_000
-    state = flax.serialization.msgpack_restore((whole / "checkpoint.msgpack").read_bytes())
-    assert sorted(state) == ["state", "target"]
-    assert state["state"]["step"] == STEPS
+    assert steps(whole) == [STEPS - 40 - STEPS % 40, STEPS - STEPS % 40, STEPS]
+    saved = read_checkpoint(whole)
+    assert np.frombuffer(saved["state/step"], np.int32).tolist() == [STEPS]
+    assert json.loads(saved["extras"]) == {"batches": {"key": 0, "position": STEPS}}
     assert not list(whole.glob(".*"))
     placement = (whole / "placement.txt").read_text()
     assert placement.startswith("mesh data=4, model=2: 8 devices\n")
@@ -243,9 +262,7 @@ def test_a_run_that_was_killed_and_interrupted_has_the_same_losses(
     done = run("--resume", folder)
     assert done.returncode == 0, done.stderr
     assert read_metrics(folder) == read_metrics(whole)
-    assert (folder / "checkpoint.msgpack").read_bytes() == (
-        whole / "checkpoint.msgpack"
-    ).read_bytes()
+    assert read_checkpoint(folder) == read_checkpoint(whole)
     results = [json.loads((f / "results.json").read_text()) for f in (folder, whole)]
     assert results[0] == results[1]
 
@@ -318,8 +335,13 @@ BAD = {
     "other steps": (["--resume=whole", "--steps=99"], "--steps is 300 there, not 99"),
     "rate on resume": (["--resume=whole", "--learning-rate=nan"], "--learning-rate must be"),
     "other text": (["--resume=other_text"], "is not (any more) the text"),
-    "other checkpoint": (["--resume=other_checkpoint"], "deviation"),
-    "damaged checkpoint": (["--resume=damaged"], "is damaged"),
+    "other checkpoint": (["--resume=other_checkpoint"], "of another configuration: 34 matched"),
+    "damaged checkpoints": (["--resume=damaged"], "every checkpoint of damaged is damaged"),
+    "old checkpoint": (["--resume=old"], "old/checkpoint.msgpack is of an older version"),
+    "no process": (["--processes=0"], "--processes must be at least 1; got 0"),
+    "no such process": (["--processes=2", "--process-id=2"], "--process-id must be from 0 to 1"),
+    "no time": (["--heartbeat-timeout=0"], "--heartbeat-timeout must be at least 1"),
+    "no common folder": (["--processes=2", "--process-id=0"], "--processes needs --out"),
 }
 
 
@@ -338,9 +360,17 @@ def bad_world(text: Path, whole: Path, tmp_path_factory: pytest.TempPathFactory)
     other_text = {**config, "data": [str(world / "text")]}
     (world / "other_text" / "config.json").write_text(json.dumps(other_text))
     (world / "other_checkpoint" / "config.json").write_text(json.dumps({**config, "layers": 2}))
-    checkpoint = world / "damaged" / "checkpoint.msgpack"
-    checkpoint.write_bytes(checkpoint.read_bytes()[:-100])
+    for step in (world / "damaged" / "checkpoints").glob("[0-9]*"):
+        cut_in_half(step)
+    shutil.copytree(whole, world / "old", ignore=shutil.ignore_patterns("checkpoints"))
+    (world / "old" / "checkpoint.msgpack").write_bytes(b"\x80")
     return world
+
+
+def cut_in_half(step: Path) -> None:
+    """Damages a checkpoint: its largest file."""
+    file = max((p for p in step.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
 @pytest.fixture(scope="module")
@@ -370,9 +400,12 @@ def test_bad_input_is_one_line_and_exit_code_2(refusals: dict[str, Any], name: s
     code, stdout, stderr = refusals[name]
     assert code == 2, stderr
     assert stdout == ""
-    assert stderr.startswith("train_lm: error: ")
-    assert BAD[name][1] in stderr
-    assert stderr.count("\n") == 1
+    *others, last = stderr.splitlines()
+    assert last.startswith("train_lm: error: ")
+    assert BAD[name][1] in last
+    # Why each is damaged is logged.
+    assert len(others) == (3 if name == "damaged checkpoints" else 0)
+    assert all("is passed over: " in line for line in others)
 
 
 def test_bad_input_writes_nothing(refusals: dict[str, Any]) -> None:
@@ -391,8 +424,8 @@ import dataclasses, json, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import jax, jax.numpy as jnp, numpy as np
-from flax.serialization import msgpack_serialize
 import train_lm
+from opt_optax_bridge.checkpoint import named_state
 from lm.config import Config
 from lm.job import make_job
 from lm.placement import check_step, describe_report
@@ -417,8 +450,12 @@ def train(step, optimizer):
         metrics.append(train_lm.numbers(line))
     return optimizer, metrics
 
-def saved(optimizer):
-    return jax.device_get(optimizer.state_dict())
+def bits(optimizer):
+    leaves = named_state(optimizer).items()
+    return b"".join(name.encode() + np.asarray(leaf).tobytes() for name, leaf in leaves)
+
+def restore(place, optimizer):
+    return train_lm.plan_resume(place, named_state(optimizer), Path("x")).apply()
 
 job = make_job(Config(data=(sys.argv[2],), layers=1, d_model=16, heads=2, batch_size=8))
 jobs = {"plain": job, "zero": dataclasses.replace(
@@ -436,9 +473,9 @@ for name, place in places.items():
     except ShardingMismatchError as error:
         mismatch = str(error)
     optimizer = train_lm.create_optimizer(jobs[name], place)
-    moved = train_lm.restore(places[other], saved(optimizer), Path("x"))
-    back = train_lm.restore(place, saved(moved), Path("x"))
-    states = [msgpack_serialize(saved(o)) for o in (optimizer, moved, back)]
+    moved = restore(places[other], optimizer)
+    back = restore(place, moved)
+    states = [bits(o) for o in (optimizer, moved, back)]
     out[name] = {
         "specs": specs(optimizer), "planned_specs": specs(place.optimizer),
         "back_specs": specs(back), "moved_specs": specs(moved),
@@ -551,6 +588,11 @@ def count(*args, original=train_lm.train):
     seen["compiled while training"] = len(compiled)
     return result
 train_lm.train = count
+def save(*args, original=train_lm.Checkpointer.save, **kwargs):
+    before = len(compiled)
+    original(*args, **kwargs)
+    del compiled[before:]  # of digests, once
+train_lm.Checkpointer.save = save
 train_lm.report = lambda *_: None  # it compiles programs of its own
 code = train_lm.main(sys.argv[2:])
 print(json.dumps(seen))
@@ -599,10 +641,10 @@ from contextlib import redirect_stderr, redirect_stdout
 sys.path.insert(0, sys.argv[1])
 import jax, jax.numpy as jnp, numpy as np, optax
 import train_lm
-from flax.serialization import msgpack_serialize
-from lm.run_folder import RunFolder
+from lm.data import Batches
+from opt_optax_bridge.checkpoint import Checkpointer
 
-loss_of, batch_of, save = train_lm.next_byte_loss, train_lm.batch_of_step, RunFolder.save_checkpoint
+loss_of, next_of, save = train_lm.next_byte_loss, Batches.__next__, Checkpointer.save
 
 def planted_loss(model, params, windows):
     loss, first = loss_of(model, params, windows), windows[:, :1]
@@ -610,35 +652,36 @@ def planted_loss(model, params, windows):
     loss = jnp.where(steep, loss + jnp.sqrt(jnp.where(steep, loss * 0, 1)), loss)
     return jnp.where(first == 255, jnp.inf, loss)
 
-def planted_batch(text, step, **options):
-    batch = np.array(batch_of(text, step, **options))
+def planted_batch(batches):
+    batch = np.array(next_of(batches))
+    step = batches.state()["position"]
     clean[step] = batch.copy()
     for row, byte in plants.get(str(step), {}).items():
         batch[int(row), 0] = byte
     return batch
 
-def watched_save(folder, state_dict):
-    saved[int(state_dict["state"]["step"])] = jax.device_get(state_dict)
-    save(folder, state_dict)
+def watched_save(checkpoints, step, optimizer, **options):
+    saved[step] = jax.device_get(optimizer)
+    save(checkpoints, step, optimizer, **options)
 
 def alone(steps):
     # What the rows that stay say by themselves, with the parameters that the step began with.
     found = {}
-    job = train_lm.resume(train_lm.Path(folder), {})[0]
+    path = train_lm.Path(folder)
+    job, _ = train_lm.resume(path, train_lm.parse_arguments([f"--resume={path}"]))
     for step in steps:
         rows = np.delete(clean[step], list(map(int, plants[str(step)])), axis=0)
         mean = lambda params: loss_of(job.model, params, rows).mean()
-        loss, grads = jax.value_and_grad(mean)(saved[step - 1]["target"])
+        loss, grads = jax.value_and_grad(mean)(saved[step - 1].target)
         found[step] = float(loss), float(optax.tree.norm(grads))
     return found
 
 def untouched(step):
-    after, before = (msgpack_serialize([saved[s]["target"], saved[s]["state"]["param_states"]])
-                     for s in (step, step - 1))
-    return after == before
+    after, before = ([saved[s].target, saved[s].state.param_states] for s in (step, step - 1))
+    return all(map(np.array_equal, jax.tree.leaves(after), jax.tree.leaves(before)))
 
-train_lm.next_byte_loss, train_lm.batch_of_step = planted_loss, planted_batch
-RunFolder.save_checkpoint = watched_save
+train_lm.next_byte_loss = planted_loss
+Batches.__next__, Checkpointer.save = planted_batch, watched_save
 results = {}
 for name, (folder, arguments, plants, partial) in json.load(sys.stdin).items():
     clean, saved = {}, {}
@@ -914,12 +957,30 @@ def test_files_in_a_fixed_order_without_tests_and_site_packages(
     assert given.train.tobytes() + given.held_out.tobytes() == b"c.txt " * 20
 
 
-def test_batches_depend_on_the_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def make_batches(
+    monkeypatch: pytest.MonkeyPatch, key: int, batch_size: int = 512, window: int = 199
+) -> Any:
     data = load("lm.data", monkeypatch)
     text = np.arange(200, dtype=np.uint8)
-    options = {"batch_size": 512, "window": 199}
-    first = data.batch_of_step(text, 5, seed=1, **options)
-    np.testing.assert_array_equal(first, data.batch_of_step(text, 5, seed=1, **options))
+    return data.Batches(text, key, batch_size=batch_size, window=window)
+
+
+def test_batches_go_on_from_their_state_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = make_batches(monkeypatch, 1)
+    first = [next(batches) for _ in range(5)]
+    state = json.loads(json.dumps(batches.state()))
+    rest = [next(batches) for _ in range(3)]
+    other = make_batches(monkeypatch, 2)  # its own key and position do not count
+    next(other)
+    other.restore(state)
+    np.testing.assert_array_equal([next(other) for _ in range(3)], rest)
+    assert other.state() == batches.state() == {"key": 1, "position": 8}
+    np.testing.assert_array_equal(next(iter(make_batches(monkeypatch, 1))), first[0])
+
+
+def test_batches_differ_and_reach_the_end_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = make_batches(monkeypatch, 1)
+    first, second = next(batches), next(batches)
     assert set(first[:, 0].tolist()) == {0, 1}  # the last window, too
-    assert not np.array_equal(first, data.batch_of_step(text, 6, seed=1, **options))
-    assert not np.array_equal(first, data.batch_of_step(text, 5, seed=2, **options))
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(first, next(make_batches(monkeypatch, 2)))

@@ -22,9 +22,16 @@ from packaging.version import Version
 from workspace import Package, closure, names
 
 # What would let the checkout, or the caller's habits, into the environment.
-_UNWANTED = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTEST_ADDOPTS", "UV_RESOLUTION"}
+_UNWANTED = {
+    *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTEST_ADDOPTS", "UV_RESOLUTION"),
+    "JAX_COMPILATION_CACHE_DIR",
+}
 # The root's pytest options that hold anywhere.
 _PYTEST_OPTIONS = ("addopts", "doctest_optionflags", "filterwarnings", "markers", "xfail_strict")
+# Where JAX keeps compiled programs. A trial starts from a copy: JAX does not write them atomically.
+_CACHE = "JAX_COMPILATION_CACHE_DIR"
+# How the oldest versions compile: they are tried for what they accept, not for their speed.
+_QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 _REPORTED = ("jax", "jaxlib", "flax", "optax", "chex")
 
 # Runs in the environment; prints one JSON object.
@@ -258,7 +265,27 @@ def run_tests(package: Package, python: Path, work: Path, *, strict: bool) -> st
     pyproject = package.folder.parents[1] / "pyproject.toml"
     (work / "pytest.ini").write_text(pytest_ini(pyproject, strict=strict))
     command = [str(python), "-I", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
-    return run(command, cwd=work).splitlines()[-1]
+    settings = compiling(work, strict=strict)
+    return run(command, cwd=work, settings=settings).splitlines()[-1]
+
+
+def compiling(work: Path, *, strict: bool) -> dict[str, str]:
+    """The environment variables that make a trial compile less.
+
+    The newest versions are those of the checkout's tests, which compiled most of what is needed:
+    programs of other versions of jaxlib or with other options are not taken for them.
+
+    Args:
+        work: A folder outside the checkout.
+        strict: As for `run_tests`.
+    """
+    if not strict:
+        return {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}".strip()}
+    shared = os.environ.get(_CACHE)
+    if not shared or not Path(shared).is_dir():
+        return {}
+    shutil.copytree(shared, work / "programs")
+    return {_CACHE: str(work / "programs")}
 
 
 def pytest_ini(pyproject: Path, *, strict: bool) -> str:
@@ -276,13 +303,19 @@ def pytest_ini(pyproject: Path, *, strict: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run(command: Sequence[str], *, cwd: Path | None = None) -> str:
-    """Runs `command` in a clean environment; gives what it printed.
+def run(
+    command: Sequence[str],
+    *,
+    cwd: Path | None = None,
+    settings: Mapping[str, str] | None = None,
+) -> str:
+    """Runs `command` in a clean environment, and `settings`; gives what it printed.
 
     Raises:
         CheckError: It failed.
     """
     env = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
+    env |= settings or {}
     done = subprocess.run(command, cwd=cwd, env=env, check=False, capture_output=True, text=True)
     if done.returncode:
         raise CheckError(

@@ -137,6 +137,42 @@ ADDED: Mapping[str, Any] = {"zero": False, "microbatches": 1, "skip_nonfinite": 
 
 
 @dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Who trains together: this process alone, or several, each started with the same flags."""
+
+    processes: int = flag(1, "processes that share the mesh; start each with the same flags")
+    process_id: int | None = flag(None, "which of them this one is, from 0", type=int)
+    coordinator: str | None = flag(
+        None,
+        "host:port of process 0; without it and --process-id, JAX asks JAX_COORDINATOR_ADDRESS "
+        "and the cluster's scheduler",
+        type=str,
+    )
+    heartbeat_timeout: int = flag(
+        100, "seconds of silence after which a process counts as dead, and the others end"
+    )
+
+    def check(self) -> Cluster:
+        """Returns the same.
+
+        Raises:
+          UsageError: it makes no sense; says which flag, and why.
+        """
+        for name, value in (
+            ("processes", self.processes),
+            ("heartbeat_timeout", self.heartbeat_timeout),
+        ):
+            if value < 1:
+                raise UsageError(f"{_dashed(name)} must be at least 1; got {value}")
+        if self.process_id is not None and not 0 <= self.process_id < self.processes:
+            raise UsageError(
+                f"--process-id must be from 0 to {self.processes - 1}, less than --processes; "
+                f"got {self.process_id}"
+            )
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
 class Arguments:
     """A parsed command line.
 
@@ -144,11 +180,13 @@ class Arguments:
       given: the fields of `Config` that were named.
       out: folder for a new run.
       resume: folder of the run to continue.
+      cluster: who trains.
     """
 
     given: Mapping[str, Any]
     out: Path | None
     resume: Path | None
+    cluster: Cluster = Cluster()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -163,7 +201,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
       argv: what follows the program's name; `None` for that of the process.
 
     Raises:
-      UsageError: unknown flags, or values of the wrong type.
+      UsageError: unknown flags, values of the wrong type, or flags that contradict one another.
     """
     parser = _Parser(
         description="Trains a byte-level language model on a mesh of virtual devices.",
@@ -172,19 +210,31 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--out", type=Path, help="folder of the run (default: runs/<time>)")
     where.add_argument("--resume", type=Path, metavar="RUN", help="folder of a run to continue")
-    for field in dataclasses.fields(Config):
-        options = dict(field.metadata)
-        if "action" not in options:
-            options["metavar"] = "X"
-            if "nargs" not in options:
-                options["type"] = type(field.default)
-                options["help"] += f" (default: {field.default})"
-        parser.add_argument(_dashed(field.name), default=argparse.SUPPRESS, **options)
+    together = parser.add_argument_group("several processes")
+    for to, kind in (parser, Config), (together, Cluster):
+        for field in dataclasses.fields(kind):
+            to.add_argument(_dashed(field.name), default=argparse.SUPPRESS, **_options(field))
     given = vars(parser.parse_args(argv))
     out, resume = given.pop("out"), given.pop("resume")
+    names = {field.name for field in dataclasses.fields(Cluster)} & given.keys()
+    cluster = Cluster(**{name: given.pop(name) for name in names}).check()
+    if cluster.processes > 1 and out is resume:
+        raise UsageError("--processes needs --out: all of them must know the folder")
     if "data" in given:
         given["data"] = tuple(map(os.path.abspath, given["data"]))
-    return Arguments(given, out, resume)
+    return Arguments(given, out, resume, cluster)
+
+
+def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """What argparse is told about a field."""
+    options = dict(field.metadata)
+    if "action" in options:
+        return options
+    options["metavar"] = "X"
+    if "nargs" not in options and field.default is not None:
+        options["type"] = type(field.default)
+        options["help"] += f" (default: {field.default})"
+    return options
 
 
 def continue_config(saved: Mapping[str, Any], given: Mapping[str, Any], run: Path) -> Config:

@@ -1,4 +1,4 @@
-"""Text as bytes: which files, what is held out, and the batch of every step."""
+"""Text as bytes: which files, what is held out, and the batches."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import dataclasses
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -89,15 +90,42 @@ def split(files: Sequence[bytes]) -> tuple[bytes, bytes]:
     return train, b"".join(f for f, held in zip(files, is_held_out, strict=True) if held)
 
 
-def batch_of_step(text: Bytes, step: int, *, seed: int, batch_size: int, window: int) -> Bytes:
-    """Returns `[batch_size, window]` random pieces: a function of the step, not of a state.
+class Batches:
+    """Random pieces of a text, batch after batch, that can be continued elsewhere.
 
-    A run that was interrupted therefore goes on with the very batches it would have had.
+    What comes next depends on the text and on `state()` alone: a run that was interrupted goes on
+    with the very batches it would have had, however many processes it has now.
+
+    Args:
+      text: the bytes.
+      key: of the random numbers.
+      batch_size: pieces per batch.
+      window: bytes per piece.
     """
-    random = np.random.default_rng((seed, step))
-    starts = random.integers(0, len(text) - window, size=batch_size, endpoint=True)
-    windows: Bytes = text[starts[:, None] + np.arange(window)]
-    return windows
+
+    def __init__(self, text: Bytes, key: int, *, batch_size: int, window: int) -> None:
+        self._text, self._shape = text, (batch_size, window)
+        self._key, self._position = key, 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Bytes:
+        """Returns `[batch_size, window]` bytes."""
+        self._position += 1
+        batch_size, window = self._shape
+        random = np.random.default_rng((self._key, self._position))
+        starts = random.integers(0, len(self._text) - window, size=batch_size, endpoint=True)
+        windows: Bytes = self._text[starts[:, None] + np.arange(window)]
+        return windows
+
+    def state(self) -> dict[str, int]:
+        """Returns where it is: what a checkpoint keeps."""
+        return {"key": self._key, "position": self._position}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Goes to where another iterator over the same text was."""
+        self._key, self._position = int(state["key"]), int(state["position"])
 
 
 def batches_in_order(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
 
 from tqdm import tqdm
 
@@ -19,12 +16,19 @@ class Progress:
       done: the number of steps made before, by the run that goes on.
       steps: the number of steps in all.
       tokens_per_step: what one step reads.
+      is_shown: whether it is this process that shows anything.
     """
 
-    def __init__(self, done: int, steps: int, tokens_per_step: int) -> None:
+    def __init__(self, done: int, steps: int, tokens_per_step: int, *, is_shown: bool) -> None:
         self._bar = tqdm(
-            initial=done, total=steps, unit="step", dynamic_ncols=True, disable=None, smoothing=0.1
+            initial=done,
+            total=steps,
+            unit="step",
+            dynamic_ncols=True,
+            disable=None if is_shown else True,
+            smoothing=0.1,
         )
+        self._is_shown = is_shown
         self._steps, self._tokens = steps, tokens_per_step
         self._line_every = max(1, steps // 20)
         self._done, self._start = done, time.perf_counter()
@@ -38,6 +42,8 @@ class Progress:
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the metrics of a step."""
+        if not self._is_shown:
+            return
         formats = {
             "loss": ("loss", ".3f"),
             "bits_per_byte": ("bits/byte", ".3f"),
@@ -69,28 +75,3 @@ class Progress:
     def close(self) -> None:
         """Leaves the bar as it is."""
         self._bar.close()
-
-
-@contextmanager
-def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Turns Ctrl-C and SIGTERM into a question that the loop can ask between two steps.
-
-    A second signal acts as it always does.
-
-    Yields:
-      Whether a signal has come.
-    """
-    caught: list[int] = []
-    before: dict[int, Any] = {}
-
-    def catch(number: int, _: object) -> None:
-        caught.append(number)
-        signal.signal(number, before[number])
-
-    for number in (int(signal.SIGINT), int(signal.SIGTERM)):
-        before[number] = signal.signal(number, catch)
-    try:
-        yield lambda: bool(caught)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -12,6 +12,7 @@ from lm import baselines
 from lm.data import batches_in_order
 from lm.job import Job
 from lm.model import next_byte_loss
+from lm.processes import say
 from lm.run_folder import RunFolder
 from lm.sample import generate
 
@@ -26,7 +27,7 @@ def evaluate(job: Job, params: Any) -> float:
     batches = batches_in_order(
         job.text.held_out, batch_size=job.config.batch_size, window=job.config.sequence_length + 1
     )
-    total = sum(float(nats(params, *jax.device_put(batch, job.rows))) for batch in batches)
+    total = sum(float(nats(params, *map(job.shard, batch))) for batch in batches)
     return total / math.log(2) / (len(job.text.held_out) - 1)
 
 
@@ -49,8 +50,9 @@ def report(job: Job, folder: RunFolder, params: Any) -> None:
     }
     folder.save_results({"held_out_bits_per_byte": bits, "sample": sample})
     folder.plot(bits)
-    print(f"\nSample\n{sample}\n\nBits per byte of {len(text.held_out)} held-out bytes")
-    for name, value in bits.items():
-        print(f"  {name:<12}{value:6.3f}")
-    files = "plot.png metrics.jsonl results.json placement.txt config.json checkpoint.msgpack"
-    print(f"\n{folder.path}: {files}")
+    files = "plot.png metrics.jsonl results.json placement.txt config.json checkpoints/"
+    say(
+        f"\nSample\n{sample}\n\nBits per byte of {len(text.held_out)} held-out bytes",
+        *(f"  {name:<12}{value:6.3f}" for name, value in bits.items()),
+        f"\n{folder.path}: {files}",
+    )

@@ -1,4 +1,4 @@
-"""A folder that holds a run: configuration, metrics, checkpoint, plot, results."""
+"""A folder that holds a run: configuration, metrics, checkpoints, plot, results."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import flax.serialization
-import jax
 import numpy as np
 from matplotlib.figure import Figure
+from opt_optax_bridge.checkpoint import Checkpointer, SavedStep
+from opt_optax_bridge.checkpoint.errors import MissingError
 
 from lm.config import UsageError
+from lm.processes import is_first, say
 
 
 class RunFolder:
-    """Where a run keeps its files.
+    """Where a run keeps its files, which the first process writes.
 
-    Files that replace one another (the checkpoint, above all) do so in one step: a crash leaves
-    the old or the new one, never half of it.
+    Files that replace one another do so in one step: a crash leaves the old or the new one, never
+    half of it.
 
     Attributes:
       path: the folder.
@@ -31,22 +32,19 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    @classmethod
-    def create(cls, path: Path, config: Mapping[str, Any]) -> Self:
+    def create(self, config: Mapping[str, Any]) -> None:
         """Makes the folder and writes `config.json`.
 
         Raises:
           UsageError: it is there and not empty, or cannot be made.
         """
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            if any(path.iterdir()):
-                raise UsageError(f"{path} is not empty; --resume continues the run in it")
-            self = cls(path)
+            self.path.mkdir(parents=True, exist_ok=True)
+            if any(self.path.iterdir()):
+                raise UsageError(f"{self.path} is not empty; --resume continues the run in it")
             self._write("config.json", json.dumps(config, indent=2).encode())
         except OSError as error:
             raise UsageError(f"cannot write {error.filename}: {error.strerror}") from error
-        return self
 
     def read_config(self) -> dict[str, Any]:
         """Returns what `config.json` holds.
@@ -62,6 +60,8 @@ class RunFolder:
 
     def log(self, metrics: Mapping[str, Any]) -> None:
         """Appends a line to `metrics.jsonl`."""
+        if not is_first():
+            return
         with (self.path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics) + "\n")
 
@@ -76,25 +76,30 @@ class RunFolder:
         kept = [json.dumps(line) + "\n" for line in self.read_metrics() if line["step"] <= step]
         self._write("metrics.jsonl", "".join(kept).encode())
 
-    def save_checkpoint(self, state_dict: Mapping[str, Any]) -> None:
-        """Replaces `checkpoint.msgpack`."""
-        data = flax.serialization.msgpack_serialize(jax.device_get(state_dict))
-        self._write("checkpoint.msgpack", data)
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of a `Checkpointer`."""
+        return self.path / "checkpoints"
 
-    def read_checkpoint(self) -> dict[str, Any] | None:
-        """Returns the state dict of the checkpoint; `None` if the run has not come that far.
+    def latest_checkpoint(self) -> SavedStep | None:
+        """Returns the latest checkpoint that is whole; `None` if the run has not come that far.
 
         Raises:
-          UsageError: it is damaged.
+          UsageError: there are checkpoints, and none of them is.
         """
-        file = self.path / "checkpoint.msgpack"
-        if not file.exists():
-            return None
+        if (self.path / "checkpoint.msgpack").exists():
+            raise UsageError(
+                f"{self.path}/checkpoint.msgpack is of an older version of this program, which can "
+                "go on with it"
+            )
+        checkpoints = Checkpointer(self.checkpoints, read_only=True)
         try:
-            state_dict = flax.serialization.msgpack_restore(file.read_bytes())
-        except Exception as error:  # whatever the decoder makes of damaged bytes
-            raise UsageError(f"{file} is damaged: {error!r}") from error
-        return state_dict if isinstance(state_dict, dict) else {}
+            saved = checkpoints.latest_valid()
+        except MissingError as error:
+            raise UsageError(f"every checkpoint of {self.path} is damaged: {error}") from error
+        if saved and saved.step != checkpoints.latest_step():
+            say(f"{self.path} goes on from step {saved.step}: what was saved later is damaged")
+        return saved
 
     def save_placement(self, tables: str) -> None:
         """Replaces `placement.txt`."""
@@ -130,6 +135,8 @@ class RunFolder:
         self._write("plot.png", image.getvalue())
 
     def _write(self, name: str, data: bytes) -> None:
+        if not is_first():
+            return
         temporary = self.path / f".{name}.tmp"
         with temporary.open("wb") as file:
             file.write(data)
@@ -145,16 +152,6 @@ def numbers(metrics: Any) -> Any:
     if isinstance(metrics, Mapping):
         return {name: numbers(value) for name, value in metrics.items()}
     return float(metrics)
-
-
-def shapes(state_dict: Any) -> Any:
-    """Returns a checkpoint without its values: `jax.ShapeDtypeStruct`s in place of arrays."""
-
-    def shape(leaf: Any) -> Any:
-        is_array = isinstance(leaf, np.ndarray)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array else leaf
-
-    return jax.tree.map(shape, state_dict)
 
 
 def _smooth(values: Any, window: int = 20) -> Any:

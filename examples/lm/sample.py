@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 
 from lm.model import Transformer, predict
 
@@ -30,16 +31,15 @@ def generate(
     known = prompt.encode()[-context:] or b"\n"
     window = np.zeros(context, np.uint8)
     window[: len(known)] = list(known)
-    keys = jax.random.split(jax.random.key(seed), length)
-    new = _continue(model, params, window, len(known), keys)
-    return prompt + _printable(np.asarray(new).tobytes())
+    new = _continue(model, length, seed, params, window, len(known))
+    return prompt + _printable(process_allgather(new, tiled=True).tobytes())
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1, 2))
 def _continue(
-    model: Transformer, params: Any, window: jax.Array, known: jax.Array, keys: jax.Array
+    model: Transformer, length: int, seed: int, params: Any, window: jax.Array, known: jax.Array
 ) -> jax.Array:
-    """Adds one byte per key; the window has a fixed size, and slides once it is full."""
+    """Adds `length` bytes; the window has a fixed size, and slides once it is full."""
 
     def add_byte(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> Any:
         window, known = carry
@@ -50,6 +50,7 @@ def _continue(
         known = jnp.where(is_full, known, known + 1)
         return (window.at[known - 1].set(byte), known), byte
 
+    keys = jax.random.split(jax.random.key(seed), length)
     new: jax.Array = jax.lax.scan(add_byte, (window, jnp.asarray(known)), keys)[1]
     return new
 

@@ -36,8 +36,9 @@ def run(steps: Any, values: list[float], state: Any = None) -> tuple[list[float]
 
 
 def applied(steps: MultiSteps, state: Any, params: Any, values: list[float]) -> Any:
+    apply = jax.jit(steps.apply)
     for value in values:
-        params, state = jax.jit(steps.apply)(params, state, grads_of(value))
+        params, state = apply(params, state, grads_of(value))
     return params, state
 
 
@@ -64,8 +65,9 @@ def test_apply_is_update_and_addition(form: Form) -> None:
     steps = MultiSteps(inner, 3, form=form, should_skip_update_fn=skip_not_finite)
     params: Any = PARAMS
     state: Any = steps.init(PARAMS)
+    update = jax.jit(steps.update)
     for value in (1.0, jnp.nan, 2.0, 3.0, 4.0):
-        updates, state = steps.update(grads_of(value), state, params)
+        updates, state = update(grads_of(value), state, params)
         params = optax.apply_updates(params, updates)
     found = applied(steps, steps.init(PARAMS), PARAMS, [1.0, jnp.nan, 2.0, 3.0, 4.0])
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, (params, state))

@@ -12,12 +12,13 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opt_accumulate import _skip
+from opt_accumulate import _skip, errors
 from opt_accumulate._compose import all_of, any_of
 from opt_accumulate._multi_steps import MultiSteps
 from opt_accumulate._outliers import skip_outliers
 from opt_accumulate._skip import skip_large_updates, skip_not_finite
 from opt_accumulate._skip_state import StatefulSkipFunction
+from opt_accumulate._stuck import check_skips
 
 PARAMS = {"w": jnp.zeros(2), "b": jnp.zeros(())}
 SGD = optax.sgd(1.0)
@@ -131,9 +132,9 @@ def test_the_decision_is_kept_where_the_function_does_not_keep_it() -> None:
 
 
 def train_on(steps: Any, state: Any, values: list[float]) -> tuple[list[float], Any]:
-    added = []
+    added, update = [], jax.jit(steps.update)
     for value in values:
-        updates, state = steps.update(grads_of(value), state, PARAMS)
+        updates, state = update(grads_of(value), state, PARAMS)
         added.append(float(updates["w"][0]))
     return added, state
 
@@ -323,6 +324,29 @@ def test_combinations_in_multi_steps() -> None:
     assert added == [0.0, 0.0, -1.5, 0.0, 0.0, 0.0, -3.0]
     assert int(state.skip_state["num_skipped"]) == 3
     assert [int(count) for count in state.skip_state["num_by_function"]] == [2, 3]
+
+
+@pytest.mark.parametrize("window_means", [(), ("value",)])
+def test_a_run_that_only_skips_is_stopped(window_means: tuple[str, ...]) -> None:
+    guard = any_of(skip_not_finite, skip_outliers(3.0))
+    steps = MultiSteps(SGD, 2, should_skip_update_fn=guard, window_means=window_means)
+    state, update = steps.init(PARAMS), jax.jit(steps.update)
+    for value, in_a_row in [(1.0, 0), (jnp.nan, 1), (jnp.inf, 2), (jnp.nan, 3), (1.0, 0)]:
+        _, state = update(grads_of(value), state, PARAMS, value=value)
+        check_skips(state, in_a_row)
+        if in_a_row:
+            with pytest.raises(errors.StuckError, match=f"^{in_a_row} mini-steps in a row were"):
+                check_skips({"inside": (state,)}, in_a_row - 1)
+
+
+def test_only_what_is_counted_can_be_too_much() -> None:
+    steps = MultiSteps(SGD, 2, should_skip_update_fn=skip_not_finite)
+    with pytest.raises(errors.OptionError, match=r"nothing in `state` .* `any_of\(skip_not_fin"):
+        check_skips(steps.init(PARAMS), 3)
+    with pytest.raises(
+        errors.OptionError, match="`max_consecutive` must not be negative, found -1"
+    ):
+        check_skips(steps.init(PARAMS), -1)
 
 
 def test_counters_stay_at_their_largest_value() -> None:

@@ -27,6 +27,9 @@ DIFFERENT: list[tuple[Any, Any, list[str]]] = [
     ({"a": jnp.ones(())}, {"a": None}, ["a: expected an array of shape (), found None"]),
     ({"a": A}, {"a": {"b": A}}, ["a: expected an array of shape (2,), found a dict"]),
     ({"a": ()}, {"a": A}, ["a: expected a tuple, found an array of shape (2,)"]),
+    ({"a": A}, {"a": A + 0j}, ["a: expected a gradient of float32, found complex64"]),
+    ({"a": A}, {"a": A > 0}, ["a: expected a gradient of float32, found bool"]),
+    ({"a": A + 0j}, {"a": jnp.arange(2)}, ["a: expected a gradient of complex64, found int32"]),
     ((A, A), (A,), ["1: expected an array of shape (2,), found nothing"]),
     (
         {"a": A, "b": {"c": B, "d": A}, "e": A},

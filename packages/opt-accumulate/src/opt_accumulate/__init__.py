@@ -15,6 +15,7 @@ from opt_accumulate._multi_steps import MultiSteps
 from opt_accumulate._outliers import skip_outliers
 from opt_accumulate._skip import skip_large_updates, skip_not_finite
 from opt_accumulate._skip_state import StatefulSkipFunction
+from opt_accumulate._stuck import check_skips
 
 __version__ = _version("opt-accumulate")
 
@@ -29,6 +30,7 @@ __all__ = [
     "accumulate_gradients",
     "all_of",
     "any_of",
+    "check_skips",
     "ema",
     "errors",
     "skip_large_updates",

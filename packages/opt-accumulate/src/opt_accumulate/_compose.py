@@ -24,7 +24,8 @@ def any_of(*functions: Callable[..., Any]) -> CombinedSkip:
 
     Returns:
       A skip function for `MultiSteps`. Its state has the entries `should_skip`; `num_skipped`, an
-      int32; `num_by_function`, how often each said so; and `skip_states`, what each keeps. A
+      int32; `num_consecutive`, how many of them are the last ones in a row, for `check_skips`;
+      `num_by_function`, how often each said so; and `skip_states`, what each keeps. A
       function that remembers forgets a mini-step on which the others decided otherwise.
 
     Examples:
@@ -68,6 +69,7 @@ class CombinedSkip:
         return {
             "should_skip": jnp.array(False),
             "num_skipped": zero,
+            "num_consecutive": jnp.copy(zero),
             "num_by_function": tuple(jnp.copy(zero) for _ in self.functions),
             "skip_states": tuple(init_skip_state(f, params) for f in self.functions),
         }
@@ -90,6 +92,7 @@ class CombinedSkip:
         return skip, {
             "should_skip": skip,
             "num_skipped": count_if(skip, skip_state["num_skipped"]),
+            "num_consecutive": jnp.where(skip, count_if(skip, skip_state["num_consecutive"]), 0),
             "num_by_function": tuple(count_if(vote, count) for count, (vote, _) in counts),
             "skip_states": tuple(kept),
         }

@@ -4,15 +4,16 @@
 AccumulationError
 ├── BatchError (ValueError)       a batch that cannot be cut into the microbatches asked for
 ├── LossOutputError (TypeError)   a loss function that does not return what was announced
-└── OptionError (ValueError)      arguments that do not fit together
+├── OptionError (ValueError)      arguments that do not fit together
+└── StuckError (RuntimeError)     too many mini-steps in a row were skipped
 ```
 
-Each is raised while a program is traced or built, never while it runs.
+All but the last, which `check_skips` raises, are raised while a program is traced or built.
 """
 
 from __future__ import annotations
 
-__all__ = ["AccumulationError", "BatchError", "LossOutputError", "OptionError"]
+__all__ = ["AccumulationError", "BatchError", "LossOutputError", "OptionError", "StuckError"]
 
 
 class AccumulationError(Exception):
@@ -29,3 +30,7 @@ class LossOutputError(AccumulationError, TypeError):
 
 class OptionError(AccumulationError, ValueError):
     """An argument has no such value, or does not go with another."""
+
+
+class StuckError(AccumulationError, RuntimeError):
+    """More mini-steps in a row were skipped than a run should bear."""

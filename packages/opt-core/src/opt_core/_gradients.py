@@ -6,6 +6,7 @@ from collections.abc import Iterator, Set
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from opt_core._paths import children, path_str
@@ -13,10 +14,11 @@ from opt_core.errors import TreeMismatchError
 
 
 def check_gradients(params: Any, grads: Any) -> None:
-    """Raises unless `grads` has the containers, keys and shapes of `params`.
+    """Raises unless `grads` has the containers, keys, shapes and kinds of numbers of `params`.
 
-    Costs nothing in a compiled step. Dtypes may differ: optimizers accept gradients of another
-    precision.
+    Costs nothing in a compiled step. Gradients may be of another precision. Those of floating-point
+    parameters must be floating-point, though: complex ones would lose their imaginary part, and
+    integers or booleans are no gradients. Those of complex parameters may be real.
 
     Args:
       params: the parameters.
@@ -25,9 +27,9 @@ def check_gradients(params: Any, grads: Any) -> None:
     Raises:
       TreeMismatchError: lists every path that differs.
     """
-    leaves, treedef = _flatten(params)
-    grad_leaves, grad_treedef = _flatten(grads)
-    if treedef == grad_treedef and leaves == grad_leaves:
+    leaves, treedef = jax.tree.flatten(params)
+    grad_leaves, grad_treedef = jax.tree.flatten(grads)
+    if treedef == grad_treedef and all(map(_is_gradient_of, leaves, grad_leaves)):
         return
     found = list(_differences(params, grads, ()))
     if not found:
@@ -118,9 +120,17 @@ def _mismatch(found: list[str]) -> TreeMismatchError:
     )
 
 
-def _flatten(tree: Any) -> tuple[list[tuple[int, ...]], Any]:
-    leaves, treedef = jax.tree.flatten(tree)
-    return [np.shape(leaf) for leaf in leaves], treedef
+def _is_gradient_of(param: Any, grad: Any) -> bool:
+    return np.shape(param) == np.shape(grad) and _same_numbers(param, grad)
+
+
+def _same_numbers(param: Any, grad: Any) -> bool:
+    """Whether nothing but precision is lost in a gradient; Python's numbers have no dtype."""
+    dtype, found = (getattr(leaf, "dtype", None) for leaf in (param, grad))
+    if dtype is None or found is None or not jnp.issubdtype(dtype, jnp.inexact):
+        return True
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    return bool(jnp.issubdtype(found, jnp.inexact if is_complex else jnp.floating))
 
 
 def _differences(params: Any, grads: Any, names: tuple[str, ...]) -> Iterator[str]:
@@ -131,6 +141,8 @@ def _differences(params: Any, grads: Any, names: tuple[str, ...]) -> Iterator[st
             yield f"{path}: expected {_leaf(params)}, found {_leaf(grads)}"
         elif np.shape(params) != np.shape(grads):
             yield f"{path}: expected shape {np.shape(params)}, found {np.shape(grads)}"
+        elif not _same_numbers(params, grads):
+            yield f"{path}: expected a gradient of {params.dtype}, found {grads.dtype}"
         return
     if expected is None or found is None or type(params) is not type(grads):
         yield f"{path}: expected {_kind(params)}, found {_kind(grads)}"

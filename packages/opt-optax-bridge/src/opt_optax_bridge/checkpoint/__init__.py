@@ -8,6 +8,9 @@ from opt_optax_bridge.checkpoint._adafactor_rules import (
     OPTAX_MOMENTUM_FROM_ADAFACTOR,
 )
 from opt_optax_bridge.checkpoint._checkpointer import Checkpointer
+from opt_optax_bridge.checkpoint._flax_optim import flax_optim_equivalent
+from opt_optax_bridge.checkpoint._legacy_read import read_legacy
+from opt_optax_bridge.checkpoint._legacy_restore import restore_legacy
 from opt_optax_bridge.checkpoint._match import plan_restore
 from opt_optax_bridge.checkpoint._names import NamedState, named_state, restore_named
 from opt_optax_bridge.checkpoint._optax_states import wrap_optax_state
@@ -42,11 +45,14 @@ __all__ = [
     "Transformation",
     "Unstack",
     "errors",
+    "flax_optim_equivalent",
     "leaf_name",
     "leaf_path",
     "named_state",
     "open_step",
     "plan_restore",
+    "read_legacy",
+    "restore_legacy",
     "restore_named",
     "wrap_optax_state",
 ]

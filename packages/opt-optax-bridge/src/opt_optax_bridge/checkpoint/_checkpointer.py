@@ -1,9 +1,12 @@
-"""Saves steps under one folder, and finds those that are there."""
+"""Saves the steps of a run under one folder, and finds those that are there."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -11,82 +14,153 @@ from typing import Any, Self
 import orbax.checkpoint as ocp
 from opt_core import Optimizer
 
-from opt_optax_bridge.checkpoint import _digest, _orbax, _storage
-from opt_optax_bridge.checkpoint._durable import DurablePath
-from opt_optax_bridge.checkpoint._manifest import Manifest
+from opt_optax_bridge.checkpoint import _orbax
+from opt_optax_bridge.checkpoint._durable import DurablePath, sync
+from opt_optax_bridge.checkpoint._lock import WriterLock
 from opt_optax_bridge.checkpoint._names import NamedState, named_state
-from opt_optax_bridge.checkpoint._saved_step import SavedStep, open_step
-from opt_optax_bridge.checkpoint.errors import MissingError, SaveError
+from opt_optax_bridge.checkpoint._processes import agree, check_equal, is_first
+from opt_optax_bridge.checkpoint._saved_step import Level, SavedStep, StepReport, open_step
+from opt_optax_bridge.checkpoint._saving import Saving, extra_leaves
+from opt_optax_bridge.checkpoint.errors import (
+    CheckpointError,
+    LockError,
+    MissingError,
+    SaveError,
+)
+
+TRASH = "trash"
+_log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """The checkpoints of a run: one folder, one writer, a folder per step."""
+    """The checkpoints of a run: a folder with one writer, and in it a folder per step.
+
+    A thin face over Orbax's `CheckpointManager`: Orbax writes the arrays and commits a step by a
+    rename. Beside them lies a manifest that says what they are, with a digest of each. In a run of
+    many processes every process makes one and calls the same methods in the same order.
+
+    Args:
+      directory: of the checkpoints; a path of the file system, made if it is missing.
+      max_to_keep: how many of the latest steps stay; `None` keeps all.
+      keep_period: steps that are multiples of it stay besides.
+      save_interval_steps: what `should_save` goes by.
+      async_save: `save` returns once the values are copied off the devices; they are written in
+        the background. What fails there is raised by the next call, once.
+      read_only: for evaluation beside a run: takes no lock and changes nothing.
+
+    Raises:
+      LockError: another writer has the folder, or it cannot be written.
+      SaveError: the folder cannot be made.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import opt_optax_bridge as opt
+      >>> folder = getfixture('tmp_path')
+      >>> optimizer = opt.adam(1e-3).create({'w': jnp.ones(2)})
+      >>> with Checkpointer(folder, max_to_keep=3) as checkpointer:
+      ...   checkpointer.save(10, optimizer, metadata={'tokens': 4096})
+      ...   checkpointer.wait()
+      ...   saved = checkpointer.latest_valid()
+      >>> saved.step, saved.metadata, saved.schema.leaves[0].name
+      (10, {'tokens': 4096}, 'params/w')
+    """
 
     def __init__(
         self,
         directory: str | Path,
         *,
         max_to_keep: int | None = None,
+        keep_period: int | None = None,
+        save_interval_steps: int = 1,
         async_save: bool = True,
         read_only: bool = False,
     ) -> None:
+        _check_options(directory, max_to_keep, keep_period, save_interval_steps)
         self.directory = Path(directory).absolute()
         self.read_only = read_only
+        self._interval = save_interval_steps
+        self._saving: int | None = None
+        self._lock: WriterLock | None = None
         self._manager: ocp.CheckpointManager | None = None
         if not read_only:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._manager = ocp.CheckpointManager(
-                self.directory,
-                item_handlers={
-                    _orbax.LEAVES: _orbax.array_handler(),
-                    _orbax.MANIFEST: _orbax.ManifestHandler(),
-                },
-                options=ocp.CheckpointManagerOptions(
-                    max_to_keep=max_to_keep,
-                    enable_async_checkpointing=async_save,
-                    cleanup_tmp_directories=True,
-                    step_name_format=_orbax.StepNames(),
-                    temporary_path_class=DurablePath,
-                    todelete_subdir="trash",
-                ),
-            )
+            agree(self._take())
+            self._manager = self._open(max_to_keep, keep_period, async_save)
 
     def save(
-        self, step: int, named: NamedState | Optimizer, *, metadata: Any = None, extras: Any = None
+        self,
+        step: int,
+        named: NamedState | Optimizer,
+        *,
+        metadata: Any = None,
+        extras: Any = None,
     ) -> None:
-        """Saves a step."""
-        if self._manager is None:
-            raise SaveError(f"`{self.directory}` is open for reading: `read_only=True`")
-        if isinstance(named, Optimizer):
-            named = named_state(named)
-        manifest, arrays = _prepare(step, named, metadata)
-        sums = _digest.digests(arrays)
+        """Saves a step. It is saved, or there is an error: none is left out in silence.
 
-        def encode() -> bytes:
-            digests = {name: _digest.to_hex(pair) for name, pair in sums.items()}
-            records = {
-                name: dataclasses.replace(record, digest=digests.get(name))
-                for name, record in manifest.records.items()
-            }
-            return dataclasses.replace(manifest, records=records).encode()
+        Args:
+          step: its number, above those of all steps that are there.
+          named: the state; of an optimizer, `named_state(optimizer)`.
+          metadata: JSON data to be kept with it.
+          extras: a pytree of arrays, typed PRNG keys and Python scalars to be kept with it, such as
+            the state of a data iterator and a random key.
 
-        items: dict[str, Any] = {_orbax.MANIFEST: _orbax.ManifestSave(encode)}
-        if arrays:
-            tree = _storage.nest({manifest.records[n].key: leaf for n, leaf in arrays.items()})
-            items[_orbax.LEAVES] = ocp.args.PyTreeSave(tree)
-        saved = self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        Raises:
+          LeafError: a leaf cannot be saved; nothing has been written.
+          SaveError: the step, or in the background the one before, was not saved. What was there
+            before is as it was.
+        """
+        manager = self._writer()
+        self.wait()
+        saving, error = self._prepare(step, named, metadata, extras)
+        agree(error)
+        assert saving is not None
+        check_equal(saving.local_data())
+        self._empty_trash()
+        items: dict[str, Any] = {_orbax.MANIFEST: _orbax.ManifestSave(saving.encode)}
+        if saving.arrays:
+            items[_orbax.LEAVES] = ocp.args.PyTreeSave(saving.tree())
+        self._saving = step
+        with self._failing(step):
+            # Orbax's own policy leaves steps out; `should_save` is asked before.
+            saved = manager.save(step, args=ocp.args.Composite(**items), force=True)
         if not saved:
-            raise SaveError(f"step {step} was not saved in `{self.directory}`")
+            raise SaveError(f"step {step} was not saved in `{self.directory}`: Orbax left it out")
+
+    def should_save(self, step: int) -> bool:
+        """Whether a step is due: a multiple of `save_interval_steps`, or a preemption is near."""
+        if self._manager is not None and self._manager.reached_preemption(step):
+            return True
+        return step % self._interval == 0
 
     def wait(self) -> None:
-        """Waits until what is being saved is on the disk."""
-        if self._manager is not None:
-            self._manager.wait_until_finished()
+        """Waits until what is being saved is on the disk.
+
+        Raises:
+          SaveError: it was not saved; raised once.
+        """
+        if self._manager is None:
+            return
+        with self._failing(self._saving):
+            self._manager.wait_until_finished()  # type: ignore[no-untyped-call]
+        self._saving = None
 
     def close(self) -> None:
-        """Waits and lets go of the folder."""
-        if self._manager is not None:
-            self._manager.close()
+        """Waits, empties the trash and gives the folder to the next writer; again is fine.
+
+        Raises:
+          SaveError: the last step was not saved.
+        """
+        manager, self._manager = self._manager, None
+        if manager is None:
+            return
+        try:
+            with self._failing(self._saving):
+                manager.wait_until_finished()  # type: ignore[no-untyped-call]
+        finally:
+            self._saving = None
+            with suppress(Exception):  # It would say once more what has just been raised.
+                manager.close()  # type: ignore[no-untyped-call]
+            self._empty_trash()
+            self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -97,27 +171,228 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except SaveError as failed:
+            if error is None:
+                raise
+            _log.error("%s", failed)  # The error that ends the block is the one to be seen.
 
     def steps(self) -> list[int]:
-        """Returns the steps that are there, the oldest first."""
+        """Returns the steps that are committed, the oldest first; what is no step is ignored."""
         return _orbax.list_steps(self.directory)
 
     def latest_step(self) -> int | None:
-        """Returns the latest step that is there."""
+        """Returns the latest step that is committed."""
         return max(self.steps(), default=None)
 
     def at(self, step: int) -> SavedStep:
-        """Opens a step for reading."""
+        """Opens a step for reading.
+
+        Raises:
+          DamagedError: its manifest is not what was written.
+          MissingError: there is no such step.
+          VersionError: a newer version wrote it.
+        """
+        steps = self.steps()
+        if step not in steps:
+            raise MissingError(f"`{self.directory}` has no step {step}; it has {steps or 'none'}")
+        return open_step(self.directory / str(step), step=step)
+
+    def validate(self, step: int, *, level: Level = "digests") -> StepReport:
+        """Checks a step; what is wrong is in the report.
+
+        Args:
+          step: to be checked.
+          level: `'manifest'`: the manifest is whole and every array is where it says, of its shape
+            and dtype; cheap. `'digests'`: every bit is read too.
+
+        Raises:
+          MissingError: there is no such step.
+        """
+        try:
+            saved = self.at(step)
+        except MissingError:
+            raise
+        except CheckpointError as error:
+            return StepReport(step, level, error=str(error))
+        return saved.validate(level=level)
+
+    def latest_valid(self, *, level: Level = "digests") -> SavedStep | None:
+        """Opens the latest step that is valid; logs a warning for each that is not.
+
+        Args:
+          level: how well to look: see `validate`.
+
+        Returns:
+          The step; `None` where there is none at all.
+
+        Raises:
+          MissingError: there are steps, and none is valid.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            report = self.validate(step, level=level)
+            if report.ok:
+                return self.at(step)
+            _log.warning("step %d is passed over: %s", step, report.error)
+        if steps:
+            raise MissingError(f"`{self.directory}`: none of the steps {steps} is valid")
+        return None
+
+    def delete(self, step: int) -> None:
+        """Deletes a step: renamed first, so that it is never half there.
+
+        Raises:
+          MissingError: there is no such step.
+          SaveError: it cannot be deleted.
+        """
+        manager = self._writer()
+        self.wait()
+        missing = None
         if step not in self.steps():
-            raise MissingError(f"no step {step} in `{self.directory}`: {self.steps()}")
-        return open_step(self.directory / str(step))
+            missing = MissingError(f"`{self.directory}` has no step {step}; it has {self.steps()}")
+        agree(missing)
+        with self._failing(step):
+            manager.reload()  # type: ignore[no-untyped-call]
+            manager.delete(step)
+        self._empty_trash()
+
+    def discard_after(self, step: int) -> list[int]:
+        """Deletes the steps after one, so that a run that fell back to it can save again.
+
+        Returns:
+          The deleted steps.
+        """
+        later = [found for found in self.steps() if found > step]
+        for found in later:
+            self.delete(found)
+        return later
+
+    def _prepare(
+        self, step: int, named: NamedState | Optimizer, metadata: Any, extras: Any
+    ) -> tuple[Saving | None, CheckpointError | None]:
+        try:
+            self._check_step(step)
+            state = named_state(named) if isinstance(named, Optimizer) else named
+            infos, values = extra_leaves(extras)
+            return Saving.prepare(step, state, infos, values, _json(metadata)), None
+        except CheckpointError as error:
+            return None, error
+
+    def _check_step(self, step: int) -> None:
+        if type(step) is not int or step < 0:
+            raise SaveError(f"`step`: expected an integer from 0 on, found {step!r:.80}")
+        latest = self.latest_step()
+        if latest is not None and step <= latest:
+            raise SaveError(
+                f"step {step} is not saved: `{self.directory}` has step {latest}. Steps only rise; "
+                f"after a fall back to an earlier step, call `discard_after` first"
+            )
+        path = self.directory / str(step)
+        if path.exists() or path.is_symlink():
+            raise SaveError(f"step {step} is not saved: `{path}` is in the way, and no checkpoint")
+
+    def _take(self) -> CheckpointError | None:
+        """Makes the folder and takes its lock, in the first process."""
+        if not is_first():
+            return None
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            trash = self.directory / TRASH
+            if trash.is_symlink() or (trash.exists() and not trash.is_dir()):
+                return LockError(f"`{trash}`: expected a folder for deleted steps: move it away")
+            self._lock = WriterLock(self.directory)
+        except LockError as error:
+            return error
+        except OSError as error:
+            return SaveError(f"`{self.directory}` cannot be made: {error.strerror}")
+        self._empty_trash()
+        return None
+
+    def _open(
+        self, max_to_keep: int | None, keep_period: int | None, async_save: bool
+    ) -> ocp.CheckpointManager:
+        try:
+            with self._failing(None):
+                return ocp.CheckpointManager(
+                    self.directory,
+                    item_handlers={
+                        _orbax.LEAVES: _orbax.array_handler(),
+                        _orbax.MANIFEST: _orbax.ManifestHandler(),
+                    },
+                    options=ocp.CheckpointManagerOptions(
+                        max_to_keep=max_to_keep,
+                        keep_period=keep_period,
+                        enable_async_checkpointing=async_save,
+                        cleanup_tmp_directories=True,
+                        step_name_format=_orbax.StepNames(),
+                        temporary_path_class=DurablePath,
+                        todelete_subdir=TRASH,
+                    ),
+                )
+        except BaseException:
+            self._release()
+            raise
+
+    def _writer(self) -> ocp.CheckpointManager:
+        if self._manager is None:
+            why = "open for reading (`read_only=True`)" if self.read_only else "closed"
+            raise SaveError(f"`{self.directory}` is {why}")
+        return self._manager
+
+    @contextmanager
+    def _failing(self, step: int | None) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            what = f"`{self.directory}`" if step is None else f"step {step} in `{self.directory}`"
+            self._saving = None
+            raise SaveError(f"{what}: not saved: {_one_line(error)}") from error
+
+    def _empty_trash(self) -> None:
+        """Removes what was deleted by a rename."""
+        trash = self.directory / TRASH
+        if not is_first() or self._lock is None or not trash.is_dir():
+            return
+        sync(self.directory)  # The renames are on the disk before anything in them goes.
+        for path in trash.iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
 
-def _prepare(step: int, named: NamedState, metadata: Any) -> tuple[Manifest, Mapping[str, Any]]:
-    records, arrays = {}, {}
-    for info in named.schema.leaves:
-        records[info.name], array = _storage.encode(info, named[info.name])
-        if array is not None:
-            arrays[info.name] = array
-    return Manifest(step, named.schema, records, metadata), arrays
+def _check_options(
+    directory: str | Path, max_to_keep: int | None, keep_period: int | None, interval: int
+) -> None:
+    if "://" in str(directory):
+        raise ValueError(
+            f"`directory`: expected a path of the file system, found `{directory}`: mount the "
+            "bucket"
+        )
+    given = {
+        "max_to_keep": max_to_keep,
+        "keep_period": keep_period,
+        "save_interval_steps": interval,
+    }
+    for name, value in given.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"`{name}`: expected an integer from 1 on, found {value!r}")
+
+
+def _json(metadata: Any) -> Any:
+    """A copy of JSON data: what the caller changes later is not saved."""
+    try:
+        text = json.dumps(metadata)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SaveError(f"`metadata`: expected JSON data: {error!s:.200}") from None
+    return json.loads(text)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,8 @@ def digest(leaf: Any) -> Pair:
     if not isinstance(leaf, jax.Array):
         return _host_sums(np.asarray(leaf))
     sharding = leaf.sharding
-    default = jax.devices(next(iter(sharding.device_set)).platform)[0].default_memory().kind
+    device: Any = next(iter(sharding.device_set))
+    default = device.default_memory().kind
     if sharding.memory_kind not in (None, default):
         leaf = jax.device_put(leaf, sharding.with_memory_kind(default))
     return _device_sums(leaf)
@@ -67,8 +68,9 @@ def digests(leaves: Mapping[str, Any]) -> dict[str, Pair]:
 def _device_sums(leaf: jax.Array) -> jax.Array:
     sharding = leaf.sharding
     if isinstance(sharding, NamedSharding):
-        return _replicated_sums(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
-    return _sums(leaf)
+        everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+        return cast(jax.Array, _replicated_sums(leaf, everywhere))
+    return cast(jax.Array, _sums(leaf))
 
 
 def _array_sums(leaf: jax.Array) -> jax.Array:
@@ -88,7 +90,7 @@ def _array_sums(leaf: jax.Array) -> jax.Array:
         lambda left, right: (left[0] + right[0], left[1] + right[1]),
         tuple(range(words[0].ndim)),
     )
-    return jnp.stack(sums)
+    return cast(jax.Array, jnp.stack(sums))
 
 
 _sums = jax.jit(_array_sums)
@@ -96,7 +98,7 @@ _sums = jax.jit(_array_sums)
 
 @functools.partial(jax.jit, static_argnums=1)
 def _replicated_sums(leaf: jax.Array, everywhere: NamedSharding) -> jax.Array:
-    return lax.with_sharding_constraint(_array_sums(leaf), everywhere)
+    return cast(jax.Array, lax.with_sharding_constraint(_array_sums(leaf), everywhere))
 
 
 def _odd(index: Any) -> Any:
@@ -110,11 +112,9 @@ def _scattered(index: Any) -> Any:
 
 def _index(shape: tuple[int, ...]) -> jax.Array:
     """The row-major index of every element modulo 2**32."""
-    total = jnp.zeros(shape, jnp.uint32)
-    for dim in range(len(shape)):
-        stride = np.uint32(math.prod(shape[dim + 1 :]) % 2**32)
-        total = total + lax.broadcasted_iota(jnp.uint32, shape, dim) * stride
-    return total
+    strides = [np.uint32(math.prod(shape[dim + 1 :]) % 2**32) for dim in range(len(shape))]
+    parts = [lax.broadcasted_iota(jnp.uint32, shape, dim) * s for dim, s in enumerate(strides)]
+    return functools.reduce(jnp.add, parts)
 
 
 def _words(leaf: jax.Array) -> list[jax.Array]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,17 @@ class DurablePath(atomicity_types.TemporaryPath):
     is synced.
     """
 
-    def __init__(self, inner: atomicity_types.TemporaryPath, final: Any) -> None:
-        self._inner = inner
+    def __init__(self, temporary: Any, final: Any, **options: Any) -> None:
         self._final = final
+        # What lies in a step that is still temporary is synced with it.
+        self._sealed = (
+            None
+            if _TEMPORARY in final.parent.name
+            else temporary.parent / f"{temporary.name}-sealed"
+        )
+        self._inner = atomicity.AtomicRenameTemporaryPath(
+            temporary, self._sealed or final, **options
+        )
 
     @classmethod
     async def validate(cls, temporary_path: Any) -> None:
@@ -39,15 +48,12 @@ class DurablePath(atomicity_types.TemporaryPath):
     def from_temporary(cls, temporary_path: Any, **options: Any) -> DurablePath:
         """Returns the path of a step that is being written."""
         final = temporary_path.parent / temporary_path.name.partition(_TEMPORARY)[0]
-        inner = atomicity.AtomicRenameTemporaryPath.from_temporary(temporary_path, **options)
-        return cls(inner, final)
+        return cls(temporary_path, final, **options)
 
     @classmethod
     def from_final(cls, final_path: Any, **options: Any) -> DurablePath:
         """Returns the path under which a step is to be written."""
-        # Orbax derives the temporary name from the final one, so it is told the step's own.
-        inner = atomicity.AtomicRenameTemporaryPath.from_final(final_path, **options)
-        return cls(inner, final_path)
+        return cls(final_path.parent / (final_path.name + _TEMPORARY), final_path, **options)
 
     def get(self) -> Any:
         """Returns the temporary path."""
@@ -59,15 +65,21 @@ class DurablePath(atomicity_types.TemporaryPath):
 
     async def create(self) -> Any:
         """Creates the temporary directory."""
+        if self._sealed is not None:
+            await asyncio.to_thread(shutil.rmtree, self._sealed, ignore_errors=True)
         return await self._inner.create()
 
     async def finalize(self) -> None:
-        """Moves the step to its final name, durably."""
-        await asyncio.to_thread(self._sync)
-        await self._inner.finalize()
+        """Moves the step to its final name, durably; replaces nothing."""
+        await self._inner.finalize()  # type: ignore[no-untyped-call]
+        if self._sealed is not None:
+            await asyncio.to_thread(_commit, Path(self._sealed), Path(self._final))
 
-    def _sync(self) -> None:
-        sync_tree(Path(self.get()))
+
+def _commit(sealed: Path, final: Path) -> None:
+    sync_tree(sealed)
+    sealed.rename(final)
+    sync(final.parent)
 
 
 def sync_tree(folder: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from opt_optax_bridge.checkpoint._schema import LeafInfo, Schema
-from opt_optax_bridge.checkpoint._storage import Record
+from opt_optax_bridge.checkpoint._storage import Record, check
 from opt_optax_bridge.checkpoint.errors import DamagedError, LoadError, VersionError
 
 FORMAT_VERSION = 1
@@ -89,7 +89,7 @@ class Manifest:
         if version > FORMAT_VERSION:
             raise VersionError(
                 f"`{where}`: written in format {version}, which needs opt-optax-bridge >= "
-                f"{str(whole.get('needs')):.40}; this one reads up to format {FORMAT_VERSION}"
+                f"{whole.get('needs')!s:.40}; this one reads up to format {FORMAT_VERSION}"
             )
         body = whole.get("manifest")
         if hashlib.sha256(_canonical(body)).hexdigest() != whole.get("sha256"):
@@ -183,4 +183,6 @@ def _record(info: LeafInfo, data: Any, where: str) -> Record:
     texts = [data["storage"], data.get("digest") or "", data.get("impl") or ""]
     if not isinstance(key, list) or not all(type(text) is str for text in [*key, *texts]):
         raise LoadError(f"`{where}`: `{info.name:.200}`: its record is malformed")
-    return Record(**{**data, "key": tuple(key)})
+    record = Record(**{**data, "key": tuple(key)})
+    check(info, record)
+    return record

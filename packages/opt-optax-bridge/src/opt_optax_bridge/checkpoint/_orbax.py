@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 from orbax.checkpoint.path import step as step_lib
 
 from opt_optax_bridge.checkpoint._manifest import FILE_NAME
+from opt_optax_bridge.checkpoint._storage import flatten
 
 LEAVES, MANIFEST = "leaves", "manifest"
 
@@ -20,9 +22,7 @@ LEAVES, MANIFEST = "leaves", "manifest"
 class ManifestHandler(ocp.AsyncCheckpointHandler):
     """Writes a manifest once its digests are known, while the arrays are being written."""
 
-    async def async_save(  # type: ignore[override]
-        self, directory: Any, args: ManifestSave
-    ) -> list[Future]:
+    async def async_save(self, directory: Any, args: ManifestSave) -> list[Future]:
         """Starts to write it; only the first process does."""
 
         async def write() -> None:
@@ -31,7 +31,7 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
 
         return [CommitFutureAwaitingContractedSignals(write(), name="manifest")]
 
-    def save(self, directory: Any, args: ManifestSave) -> None:  # type: ignore[override]
+    def save(self, directory: Any, args: ManifestSave) -> None:
         """Writes it."""
         if jax.process_index() == 0:
             (Path(directory) / FILE_NAME).write_bytes(args.encode())
@@ -109,4 +109,14 @@ def restore_arrays(folder: Path, item: Any, restore_args: Sequence[Any] | Any) -
             args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True),
         )
     finally:
-        handler.close()
+        handler.close()  # type: ignore[no-untyped-call]
+
+
+def stored_arrays(folder: Path) -> dict[tuple[str, ...], tuple[tuple[int, ...], Any]]:
+    """Returns shape and dtype of every array of a step, without reading them, by its key."""
+    handler = array_handler()
+    try:
+        tree = handler.metadata(folder / LEAVES).tree
+    finally:
+        handler.close()  # type: ignore[no-untyped-call]
+    return {key: (tuple(a.shape), np.dtype(a.dtype)) for key, a in flatten(tree).items()}

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from opt_optax_bridge.checkpoint._schema import LeafInfo, Names
-from opt_optax_bridge.checkpoint.errors import LeafError
+from opt_optax_bridge.checkpoint.errors import LeafError, LoadError
 
 ARRAY, KEY, EMPTY, PYTHON = "array", "key", "empty", "python"
 _SCALARS = (bool, int, float, str)
@@ -79,7 +79,7 @@ def encode(info: LeafInfo, leaf: Any) -> tuple[Record, Any]:
     """
     if info.dtype == "python":
         return Record(PYTHON, scalar=leaf), None
-    if isinstance(leaf, jax.ShapeDtypeStruct) or isinstance(leaf, jax.core.Tracer):
+    if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
         raise LeafError(f"`{info.name}`: expected an array, found `{leaf}`: it has no value")
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise LeafError(
@@ -141,7 +141,28 @@ def decode(info: LeafInfo, record: Record, stored: Any, sharding: Sharding | Non
 
 
 def _key(impl: str | None) -> jax.Array:
-    return jax.random.key(0, impl=impl)
+    try:
+        return jax.random.key(0, impl=impl)
+    except ValueError as error:
+        raise LoadError(f"no PRNG keys of `{impl!s:.40}` here: {error!s:.200}") from None
+
+
+def check(info: LeafInfo, record: Record) -> None:
+    """Raises a `LoadError` unless a record that was read can be that of the leaf."""
+    where = f"`{info.name:.200}`"
+    if record.storage not in (ARRAY, KEY, EMPTY, PYTHON):
+        raise LoadError(f"{where}: `{record.storage:.40}` is no way to store a leaf")
+    if (record.storage == PYTHON) != (info.dtype == PYTHON) or info.is_key != bool(record.impl):
+        raise LoadError(f"{where}: {info.dtype:.40} is not stored as {record.storage}")
+    if not (info.is_key or info.dtype in DTYPES or info.dtype == PYTHON):
+        raise LoadError(f"{where}: `{info.dtype:.40}` is no dtype of a checkpoint")
+    if record.storage == PYTHON and not is_scalar(record.scalar):
+        raise LoadError(f"{where}: expected a scalar, found {type(record.scalar).__name__}")
+    in_store = record.storage in (ARRAY, KEY)
+    if in_store != (record.digest is not None) or in_store != bool(record.key):
+        raise LoadError(f"{where}: stored as {record.storage}: expected key and digest to fit")
+    if (record.storage == EMPTY) != (info.dtype != PYTHON and math.prod(info.shape) == 0):
+        raise LoadError(f"{where}: {list(info.shape)} is not stored as {record.storage}")
 
 
 def is_scalar(leaf: Any) -> bool:
@@ -157,17 +178,15 @@ def nest(flat: Mapping[Names, Any]) -> dict[str, Any]:
     """
     tree: dict[str, Any] = {}
     for path, value in flat.items():
-        node = tree
+        inner: Any = tree
         for part in path[:-1]:
-            node = node.setdefault(part, {})
-            if not isinstance(node, dict):
-                break
-        if not isinstance(node, dict) or path[-1] in node:
+            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict) or path[-1] in inner:
             raise LeafError(
                 f"`{'/'.join(path)}`: another leaf's name is the beginning of its name, or the "
                 "same: rename one of them"
             )
-        node[path[-1]] = value
+        inner[path[-1]] = value
     return tree
 
 

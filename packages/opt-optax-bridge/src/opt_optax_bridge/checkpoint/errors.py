@@ -3,13 +3,14 @@
 ```
 CheckpointError
 ├── DamagedError (ValueError)     bytes that are not those that were written
+├── EquivalenceError (ValueError) an optimizer that Optax has no equal of
 ├── LeafError (ValueError)        a leaf that cannot be saved, or has no name of its own
 ├── LoadError (ValueError)        bytes that are no checkpoint, or a hostile one
 ├── LockError (OSError)           another writer has the folder
 ├── MissingError (LookupError)    there is no such step, or no valid one
 ├── PlanError (ValueError)        a checkpoint that does not fit the target; carries the plan
 ├── SaveError (OSError)           a step was not saved
-└── VersionError (ValueError)     written by a newer version than this one reads
+└── VersionError (ValueError)     written by a version whose states this one cannot read
 ```
 
 All are `opt_core.errors.OptimizerError`s. Nothing raw from Orbax, TensorStore, JSON or msgpack
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "DamagedError",
+    "EquivalenceError",
     "LeafError",
     "LoadError",
     "LockError",
@@ -44,6 +46,10 @@ class CheckpointError(OptimizerError):
 
 class DamagedError(CheckpointError, ValueError):
     """Bytes are not those that were written: a digest differs, or a file is cut or missing."""
+
+
+class EquivalenceError(CheckpointError, ValueError):
+    """Nothing in Optax computes what an optimizer of another library does; says why."""
 
 
 class LeafError(CheckpointError, ValueError):
@@ -79,4 +85,4 @@ class SaveError(CheckpointError, OSError):
 
 
 class VersionError(CheckpointError, ValueError):
-    """A checkpoint was written by a newer version than this one reads."""
+    """A checkpoint was written by a newer version, or by one whose states meant something else."""

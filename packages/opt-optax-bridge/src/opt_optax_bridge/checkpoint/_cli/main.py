@@ -184,7 +184,7 @@ def _chunks(leaves: Sequence[LeafInfo]) -> Iterator[list[LeafInfo]]:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from opt_optax_bridge.checkpoint._legacy import restore_legacy
+    from opt_optax_bridge.checkpoint._legacy_restore import restore_legacy
 
     path = Path(options.file)
     if not path.is_file():

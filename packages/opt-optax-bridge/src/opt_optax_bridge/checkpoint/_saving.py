@@ -1,0 +1,125 @@
+"""What one step writes: arrays for Orbax, and a manifest whose digests come from the devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from opt_core import flatten_with_paths
+
+from opt_optax_bridge.checkpoint import _digest, _storage
+from opt_optax_bridge.checkpoint._manifest import Manifest, canonical_json
+from opt_optax_bridge.checkpoint._names import NamedState
+from opt_optax_bridge.checkpoint._schema import LeafInfo
+from opt_optax_bridge.checkpoint.errors import LeafError
+
+EXTRA = "extra"
+
+
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """One step on its way to the disk.
+
+    Attributes:
+      manifest: without digests.
+      arrays: to be stored, by name.
+      sums: their digests, being computed. They are started before `save` returns, so a step that
+        donates the arrays may follow.
+    """
+
+    manifest: Manifest
+    arrays: Mapping[str, Any]
+    sums: Mapping[str, Any]
+
+    @classmethod
+    def prepare(
+        cls,
+        step: int,
+        named: NamedState,
+        infos: Sequence[LeafInfo],
+        values: Sequence[Any],
+        metadata: Any,
+    ) -> Saving:
+        """Decides how every leaf is stored and starts the digests.
+
+        Args:
+          step: its number.
+          named: the state.
+          infos: of further leaves.
+          values: those leaves.
+          metadata: JSON data.
+
+        Raises:
+          LeafError: a leaf cannot be saved.
+        """
+        schema = dataclasses.replace(named.schema, leaves=(*named.schema.leaves, *infos))
+        leaves = {**named, **{i.name: v for i, v in zip(infos, values, strict=True)}}
+        if len(schema.by_name) != len(schema.leaves) or schema.by_name.keys() != leaves.keys():
+            odd = schema.by_name.keys() ^ leaves.keys()
+            raise LeafError(
+                f"`schema` and leaves differ: {sorted(odd)[:3] or 'a name stands twice'}"
+            )
+        records, arrays = {}, {}
+        for info in schema.leaves:
+            records[info.name], array = _storage.encode(info, leaves[info.name])
+            if array is not None:
+                arrays[info.name] = _to_save(array)
+        _storage.nest({records[name].key: None for name in arrays})
+        manifest = Manifest(step, schema, records, metadata)
+        return cls(manifest, arrays, _digest.digests(arrays))
+
+    def tree(self) -> dict[str, Any]:
+        """Returns the arrays as a nested dictionary, by the keys of the store."""
+        records = self.manifest.records
+        return _storage.nest({records[name].key: array for name, array in self.arrays.items()})
+
+    def encode(self) -> bytes:
+        """Waits for the digests and returns the manifest's bytes."""
+        digests = {name: _digest.to_hex(sums) for name, sums in self.sums.items()}
+        records = {
+            name: dataclasses.replace(record, digest=digests.get(name))
+            for name, record in self.manifest.records.items()
+        }
+        return dataclasses.replace(self.manifest, records=records).encode()
+
+    def local_data(self) -> bytes:
+        """Returns what must be equal in every process: the manifest, and arrays that each has."""
+        if jax.process_count() == 1:
+            return b""
+        local = {
+            name: _digest.to_hex(self.sums[name])
+            for name, array in self.arrays.items()
+            if isinstance(array, np.ndarray)
+        }
+        return self.manifest.encode() + canonical_json(local)
+
+
+def extra_leaves(extras: Any) -> tuple[list[LeafInfo], list[Any]]:
+    """Returns what each leaf of a pytree is, under `extra/`, and the leaves."""
+    flat = [(path, leaf) for path, leaf in flatten_with_paths(extras) if leaf is not None]
+    infos = [_extra_info((EXTRA, *path), leaf) for path, leaf in flat]
+    return infos, [leaf for _, leaf in flat]
+
+
+def _extra_info(path: tuple[str, ...], leaf: Any) -> LeafInfo:
+    if _storage.is_scalar(leaf):
+        return LeafInfo(path, (), _storage.PYTHON, EXTRA)
+    if isinstance(leaf, np.generic | np.ndarray) or hasattr(leaf, "dtype"):
+        return LeafInfo(path, tuple(np.shape(leaf)), str(leaf.dtype), EXTRA)
+    raise LeafError(
+        f"`{'/'.join(path)}`: expected an array, a typed PRNG key or a Python scalar, found "
+        f"{type(leaf).__name__}"
+    )
+
+
+def _to_save(array: Any) -> Any:
+    """In a run of many processes, an array that each has to itself is saved by the first."""
+    if isinstance(array, jax.Array) and jax.process_count() > 1 and array.is_fully_addressable:
+        return np.asarray(array)
+    if isinstance(array, np.ndarray):
+        return np.array(array, order="C")  # Saved as it is now, whatever becomes of it.
+    return jnp.asarray(array)

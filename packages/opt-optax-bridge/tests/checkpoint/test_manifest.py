@@ -1,0 +1,175 @@
+import copy
+import hashlib
+import json
+import random
+import tracemalloc
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from checkpoint_testing import small_state, state
+from opt_optax_bridge.checkpoint import LeafInfo, Schema, Transformation
+from opt_optax_bridge.checkpoint._manifest import Limits, Manifest, canonical_json
+from opt_optax_bridge.checkpoint._saving import Saving
+from opt_optax_bridge.checkpoint._storage import stored_shape
+from opt_optax_bridge.checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    LoadError,
+    VersionError,
+)
+
+
+def written(metadata: Any = None) -> bytes:
+    return Saving.prepare(7, small_state(), [], [], metadata).encode()
+
+
+def sealed(body: Any, **changes: Any) -> bytes:
+    """A manifest of any content with a hash that is right."""
+    text = canonical_json(body)
+    whole = {"format_version": 1, "needs": "0.1.0", "sha256": hashlib.sha256(text).hexdigest()}
+    return canonical_json({**whole, "manifest": body, **changes})
+
+
+def decode(data: bytes, **options: Any) -> Manifest:
+    return Manifest.decode(data, where="manifest.json", **options)
+
+
+def test_read_again() -> None:
+    schema = Schema(
+        leaves=(LeafInfo(("state", "x"), (2, 0), "float32", "state", ("x",), axes=("a", None)),),
+        optimizer=(Transformation("scale_by_adam", ("g",), {"b1": 0.9, "eps": float("inf")}),),
+        groups={"g": (("x",),)},
+        versions={"jax": "0.10.2"},
+    )
+    leaf = jnp.zeros((2, 0))
+    named = state({"state/x": leaf})
+    saving = Saving.prepare(3, type(named)(named.leaves, schema), [], [], {"a": [1, None, "é\ud800"]})
+    manifest = decode(saving.encode())
+    assert manifest == saving.manifest
+
+
+def test_the_same_bytes_every_time() -> None:
+    assert written({"b": 1, "a": 2}) == written({"a": 2, "b": 1})
+
+
+def test_b9_newer_format() -> None:
+    """A newer format version than the reader: an error that says which version reads it."""
+    body = {"anything": "may have changed"}
+    with pytest.raises(VersionError, match=r"format 2, which needs opt-optax-bridge >= 0\.7\.0"):
+        decode(canonical_json({"format_version": 2, "needs": "0.7.0", "manifest": body}))
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "words"),
+    [
+        (b"", DamagedError, "no JSON"),
+        (b"[]", LoadError, "expected a mapping, found list"),
+        (b"{}", LoadError, "expected `format_version`"),
+        (b'{"format_version":true}', LoadError, "expected `format_version`"),
+        (b'{"format_version":1,"format_version":1}', DamagedError, "a key stands twice"),
+        (b'{"format_version":1,"sha256":"0","manifest":{}}', DamagedError, "SHA-256"),
+        (b'{"format_version":' + b"9" * 5000 + b"}", DamagedError, "no JSON"),
+        (b"[" * 100_000, LoadError, "nested too deeply"),
+        (b'{"a":' * 100_000, LoadError, "nested too deeply"),
+        (b"[" + b"[]," * 9_000_000, LoadError, "more than 8,000,000 values"),
+        (b" " * (64 * 2**20 + 1), LoadError, "more than 67,108,864 bytes"),
+        (b"\xff\xfe" * 8, DamagedError, "no JSON"),
+    ],
+)
+def test_no_manifest(data: bytes, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        decode(data)
+
+
+def test_limits_of_the_caller() -> None:
+    with pytest.raises(LoadError, match="more than 10 values"):
+        decode(written(), limits=Limits(items=10))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"storage": "elsewhere"}, "`elsewhere` is no way to store a leaf"),
+        ({"digest": None}, "expected key and digest to fit"),
+        ({"key": "abc"}, "its record is malformed"),
+        ({"impl": "threefry2x32"}, "is not stored as array"),
+        ({"extra": 1}, "its record is malformed"),
+        ({"storage": "empty", "key": [], "digest": None}, r"\[16, 16\] is not stored as empty"),
+    ],
+)
+def test_records_that_cannot_be(change: dict[str, Any], words: str) -> None:
+    body = json.loads(written())["manifest"]
+    body["records"][0] |= change
+    with pytest.raises(LoadError, match=words):
+        decode(sealed(body))
+
+
+@pytest.mark.parametrize("dtype", ["object", "uint4", "<U3", "nothing", ""])
+def test_dtypes_that_cannot_be(dtype: str) -> None:
+    body = json.loads(written())["manifest"]
+    body["schema"]["leaves"][0]["dtype"] = dtype
+    with pytest.raises(LoadError, match=f"`{dtype}` is no dtype of a checkpoint"):
+        decode(sealed(body))
+
+
+_JUNK = [None, True, -1, 0, 2**63, 1e308, "", "x", "key<fry>", [], [[]], {}, {"a": 1}, [-1], "\ud800"]
+
+
+def _places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    found = [path]
+    items: Any = ()
+    if isinstance(data, dict | list):
+        items = data.items() if isinstance(data, dict) else enumerate(data)
+    for key, value in items:
+        found += _places(value, (*path, key))
+    return found
+
+
+def _mutated(body: Any, places: list[tuple[Any, ...]], rng: random.Random) -> Any:
+    body = copy.deepcopy(body)
+    *path, last = rng.choice(places[1:])
+    node = body
+    for key in path:
+        node = node[key]
+    action = rng.randrange(3)
+    if action == 0:
+        node[last] = rng.choice(_JUNK)
+    elif action == 1:
+        del node[last]
+    elif isinstance(node, list):
+        node.insert(last, copy.deepcopy(node[last]))
+    else:
+        node[str(last) + "x"] = node.pop(last)
+    return body
+
+
+def test_e12_mutated_manifests() -> None:
+    """10,000 mutated manifests, half of them with a hash that fits: typed errors, no memory."""
+    rng = random.Random(0)
+    data = written({"tokens": 1})
+    body = json.loads(data)["manifest"]
+    places = _places(body)
+    accepted = refused = 0
+    tracemalloc.start()
+    for i in range(10_000):
+        if i % 2:
+            mutated = sealed(_mutated(body, places, rng))
+        else:
+            raw = bytearray(data)
+            for _ in range(rng.randint(1, 4)):
+                raw[rng.randrange(len(raw))] = rng.randrange(256)
+            cut = rng.choice([0, 0, 0, rng.randrange(len(raw))])
+            mutated = bytes(raw[: len(raw) - cut])
+        try:
+            manifest = decode(mutated)
+            for info in manifest.schema.leaves:
+                stored_shape(info, manifest.records[info.name])
+            accepted += 1
+        except CheckpointError:
+            refused += 1
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20 * 16
+    assert accepted > 100  # Names and notes may be anything.
+    assert refused > 8000

@@ -1,0 +1,250 @@
+"""Acceptance, C: shapes, dtypes and shardings."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_accumulate
+import opt_adafactor
+import opt_optax_bridge
+import optax
+import pytest
+from every_definition import NAMES, definition_of, optimizer_structs, param_structs
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from opt_core import MultiOptimizer, OptimizerDef
+from opt_core.errors import TreeMismatchError
+from opt_partition import Layout, init_sharded, logical_to_mesh, memory_plan
+from opt_partition.errors import AxesError, IndivisibleError
+from partition_oracles import names, path_of, shard_bytes
+
+P = PartitionSpec
+
+
+def untouchable(params: Any) -> Any:
+    """An `init` that must only be traced."""
+    assert isinstance(jax.tree.leaves(params)[0], jax.core.Tracer | jax.ShapeDtypeStruct)
+    return optax.adam(1e-3).init(params)
+
+
+MESH = AbstractMesh((4, 2), ("data", "model"))
+MATRIX = {"w": jax.ShapeDtypeStruct((8, 6), jnp.float32)}
+ODD = {"w": jax.ShapeDtypeStruct((7, 6), jnp.float32)}
+RULES = [("embed", "data"), ("mlp", "model")]
+UNFIT: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "unknown logical axis": (
+        lambda: memory_plan(untouchable, MATRIX, {"w": P("embed", "heads")}, RULES, MESH),
+        AxesError,
+        "'heads', of w: no rule",
+    ),
+    "unknown mesh axis in a rule": (
+        lambda: logical_to_mesh({"w": P("embed")}, [("embed", "tensor")], MESH, MATRIX),
+        AxesError,
+        "'tensor'",
+    ),
+    "unknown mesh axis in a spec": (
+        lambda: Layout.from_specs({"w": P("tensor")}, MATRIX, MESH),
+        AxesError,
+        "w: .*tensor",
+    ),
+    "duplicate axis": (
+        lambda: Layout.from_specs({"w": P("data", "data")}, MATRIX, MESH),
+        AxesError,
+        "w: .*data",
+    ),
+    "too high a rank": (
+        lambda: Layout.from_specs({"w": P("data", None, "model")}, MATRIX, MESH),
+        AxesError,
+        "w: ",
+    ),
+    "too high a rank of logical axes": (
+        lambda: memory_plan(untouchable, MATRIX, {"w": P("embed", "mlp", "mlp")}, RULES, MESH),
+        AxesError,
+        "w",
+    ),
+    "indivisible in a spec": (
+        lambda: Layout.from_specs({"w": P("data")}, ODD, MESH),
+        AxesError,
+        "w: ",
+    ),
+    "indivisible by a rule": (
+        lambda: memory_plan(
+            untouchable, ODD, {"w": P("embed", "mlp")}, RULES, MESH, on_indivisible="error"
+        ),
+        IndivisibleError,
+        "w",
+    ),
+    "sharding of another rank at creation": (
+        lambda: init_sharded(
+            untouchable,
+            {"b": jnp.zeros(8)},
+            {"b": NamedSharding(jax.make_mesh((8,), ("data",)), P(None, "data"))},
+        ),
+        AxesError,
+        "b",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_c4_axes_that_do_not_fit_are_errors_before_any_io(name: str) -> None:
+    """Unknown or duplicate axis, indivisible, too high rank: an error from shapes alone."""
+    plan, error, message = UNFIT[name]
+    with pytest.raises(error, match=message):
+        plan()
+
+
+DEFINITIONS: dict[str, Callable[[], OptimizerDef]] = {
+    "Optax": lambda: opt_optax_bridge.adam(1e-2),
+    "Adafactor": lambda: opt_adafactor.Adafactor(1e-2),
+    "MultiSteps": lambda: opt_optax_bridge.OptaxWrapper(
+        opt_accumulate.MultiSteps(optax.adam(1e-2), 2)
+    ),
+    "groups": lambda: MultiOptimizer(
+        (("w", opt_optax_bridge.adam(1e-2)), ("b", opt_adafactor.Adafactor(1e-2)))
+    ),
+}
+W, B = jnp.ones((2, 3)), jnp.ones(3)
+WRONG: dict[str, tuple[Any, str]] = {
+    "a shape that broadcasts": ({"w": jnp.ones((1, 3)), "b": B}, r"w: expected .*\(2, 3\)"),
+    "a scalar": ({"w": jnp.ones(()), "b": B}, r"w: expected .*\(2, 3\)"),
+    "a higher rank": ({"w": W, "b": jnp.ones((2, 3))}, r"b: expected .*\(3,\)"),
+    "a transpose": ({"w": W.T, "b": B}, r"w: expected .*\(2, 3\)"),
+    "complex": ({"w": W + 0j, "b": B}, "w: expected .*float32, found complex64"),
+    "integers": ({"w": W.astype(jnp.int32), "b": B}, "w: expected .*float32, found int32"),
+    "booleans": ({"w": W > 0, "b": B}, "w: expected .*float32, found bool"),
+    "a leaf is missing": ({"w": W}, "b: expected .*, found nothing"),
+    "a leaf too many": ({"w": W, "b": B, "c": B}, "c: expected nothing"),
+    "another container": ([W, B], "expected a dict, found a list"),
+}
+
+
+@pytest.mark.parametrize("definition", DEFINITIONS)
+@pytest.mark.parametrize("difference", WRONG)
+def test_c5_gradients_unlike_the_parameters_are_errors_when_traced(
+    difference: str, definition: str
+) -> None:
+    """Gradients of another shape, kind of number or tree are errors at trace time."""
+    grads, message = WRONG[difference]
+    optimizer = jax.eval_shape(DEFINITIONS[definition]().create, {"w": W, "b": B})
+    with pytest.raises(TreeMismatchError, match=message):
+        jax.eval_shape(lambda o, g: o.apply_gradient(g), optimizer, grads)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_c6_the_state_is_sharded_like_the_parameters(name: str) -> None:
+    """What mirrors a parameter has its spec exactly, scalars are replicated, factors are valid."""
+    params = param_structs(name)
+    optimizer = optimizer_structs(name)
+    mesh = AbstractMesh((2, 2, 2), ("layers", "data", "model"))
+    # The last dimensions of a parameter lie over (layers, data, model).
+    rules = [
+        (f"{path_of(path)}:{dim}", mesh.axis_names[dim - leaf.ndim])
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        for dim in range(leaf.ndim)
+    ]
+    axes = definition_of(name).derive_logical_axes(optimizer, names(params))
+    axes = jax.tree.map(lambda _, spec: P() if spec is None else spec, optimizer, axes)
+    lie = logical_to_mesh(axes, rules, mesh, optimizer)
+
+    of_params = {
+        path_of(path): (leaf.shape, mesh.axis_names[3 - leaf.ndim :])
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    for row in lie.rows:
+        spec = tuple(row.spec)
+        used = [axis for axis in spec if axis is not None]
+        assert len(spec) == len(row.shape), row
+        assert len(used) == len(set(used)), row
+        # The parameter whose path is in that of the leaf; any, where the state is a plain list.
+        owners = [path for path in of_params if f"/{path}/" in f"/{row.path}/"]
+        kept = {(size, axis) for size, axis in zip(row.shape, spec, strict=True) if axis}
+        candidates = [max(owners, key=len)] if owners else of_params
+        sizes = {pair for path in candidates for pair in zip(*of_params[path], strict=True)}
+        assert kept <= sizes, row
+        is_factor = "/statistics/" in row.path  # two dimensions of it follow one of the parameter
+        if owners and not is_factor and row.shape == of_params[candidates[0]][0]:
+            assert spec == tuple(of_params[candidates[0]][1]), row
+        if not row.shape:
+            assert spec == (), row
+
+
+PLANNED: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: optax.adamw(1e-3),
+    "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=4, momentum=0.9),
+    "MultiSteps": lambda: optax.MultiSteps(optax.lion(1e-3, mu_dtype=jnp.bfloat16), 4),
+}
+LOGICAL = {"wi": P("embed", "mlp"), "wo": P("mlp", "embed"), "scale": P("embed"), "head": P("mlp")}
+
+
+def model(embed: int, mlp: int) -> dict[str, jax.ShapeDtypeStruct]:
+    return {
+        "wi": jax.ShapeDtypeStruct((embed, mlp), jnp.bfloat16),
+        "wo": jax.ShapeDtypeStruct((mlp, embed), jnp.float32),
+        "scale": jax.ShapeDtypeStruct((embed,), jnp.float32),
+        "head": jax.ShapeDtypeStruct((mlp,), jnp.float32),
+    }
+
+
+@pytest.mark.parametrize("zero", [None, "data"])
+@pytest.mark.parametrize("name", PLANNED)
+def test_c7_a_plan_for_512_devices_has_the_bytes_of_8_real_ones(name: str, zero: Any) -> None:
+    """A plan on an abstract mesh of 64 x 8 is what 8 devices hold of a model as much smaller."""
+    tx = PLANNED[name]()
+    rules = [("mlp", "model"), ("embed", None if zero else "data")]
+    large = memory_plan(
+        tx,
+        model(64 * 6, 8 * 6),
+        LOGICAL,
+        rules,
+        AbstractMesh((64, 8), ("data", "model")),
+        zero=zero,
+    )
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    small = model(4 * 6, 2 * 6)
+    plan = memory_plan(tx, small, LOGICAL, rules, mesh, zero=zero)
+
+    def init() -> Any:
+        params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), small)
+        return params, tx.init(params)
+
+    lie = plan.params.shardings, plan.state.shardings
+    params, state = jax.jit(init, out_shardings=lie)()
+    assert set(shard_bytes(state)) == {large.state_bytes_per_device}
+    if zero:  # the parameters are whole over `data`, and 16 times as large there
+        over_data = large.params.shapes["head"], plan.params.shapes["head"]
+        assert over_data[0].shape == (48,)
+        assert large.param_bytes_per_device == 16 * shard_bytes(params)[0] - 15 * (4 * 6)
+    else:
+        assert set(shard_bytes(params)) == {large.param_bytes_per_device}
+
+
+def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """A NumPy array on a boundary of 64 bytes: JAX would share its memory on a CPU."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    buffer = np.empty(size + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + size].view(dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("where", ["uncommitted", "one device", "sharded", "replicated"])
+def test_c8_what_is_restored_shares_no_memory_with_the_callers_arrays(where: str) -> None:
+    """Restore from aligned NumPy arrays, write over them: the optimizer stays as it was."""
+    optimizer = opt_optax_bridge.adam(1e-2).create({"w": jnp.zeros((8, 16)), "b": jnp.zeros(64)})
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    layouts: dict[str, Callable[[Any], Any]] = {
+        "one device": lambda leaf: jax.devices()[0],
+        "sharded": lambda leaf: NamedSharding(mesh, P("data") if leaf.ndim else P()),
+        "replicated": lambda leaf: NamedSharding(mesh, P()),
+    }
+    if where in layouts:
+        optimizer = jax.device_put(optimizer, jax.tree.map(layouts[where], optimizer))
+    state_dict = jax.tree.map(lambda leaf: aligned(leaf.shape, leaf.dtype), optimizer.state_dict())
+    for array in jax.tree.leaves(state_dict):
+        array[...] = 3
+    restored = optimizer.restore_state(state_dict)
+    for array in jax.tree.leaves(state_dict):
+        array[...] = 5
+    for leaf in jax.tree.leaves(restored):
+        np.testing.assert_array_equal(leaf, 3)

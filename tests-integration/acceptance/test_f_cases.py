@@ -1,0 +1,260 @@
+"""Acceptance, F: numerics that fail late."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_accumulate
+import opt_adafactor
+import opt_optax_bridge
+import optax
+import pytest
+from every_definition import (
+    NAMES,
+    case_of,
+    definition_of,
+    random_params,
+    training_step,
+)
+from opt_accumulate import MultiSteps, any_of, check_skips, skip_not_finite
+from opt_accumulate.errors import StuckError
+from opt_core import Optimizer
+from opt_optax_bridge import OptaxWrapper
+from partition_oracles import QUICK
+
+BAD = [jnp.nan, jnp.inf, -jnp.inf]
+PARAMS = {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3), "b": np.ones(2, np.float32)}
+
+
+def grads_of(value: Any, number: int = 0) -> Any:
+    """Gradients that are different in each mini-step; one entry is `value`."""
+    good = jax.tree.map(lambda leaf: leaf * 0.1 * (number + 1) + 0.3, PARAMS)
+    return good | {"b": good["b"] * np.float32([1, 1 if np.isfinite(value) else value])}
+
+
+@functools.cache
+def three_microbatches() -> Any:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(w * x)
+
+    options: Any = {"num_microbatches": 3, "skip_fn": "non_finite", "weights": "examples"}
+    return jax.jit(opt_accumulate.accumulate_gradients(loss, **options))
+
+
+@jax.jit
+def apply(optimizer: Optimizer, grads: Any) -> Optimizer:
+    return optimizer.apply_gradient(grads)
+
+
+@functools.cache
+def compiled(guarded: bool) -> tuple[Any, Any]:
+    """An Adam of windows of three mini-steps, and its compiled step."""
+    guard = any_of(skip_not_finite) if guarded else None
+    definition = OptaxWrapper(MultiSteps(optax.adam(1e-2), 3, should_skip_update_fn=guard))
+    return definition, apply
+
+
+def finite(tree: Any) -> bool:
+    return all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
+@pytest.mark.parametrize("at", range(3))
+def test_f1_a_bad_gradient_at_any_micro_step_goes_by_the_policy(at: int, bad: float) -> None:
+    """NaN or Inf at each micro-step: skipped as if it were not; unguarded, nothing stays."""
+    definition, step = compiled(True)
+    optimizer = expected = definition.create(PARAMS)
+    for number in range(6):
+        if number == at:
+            optimizer = step(optimizer, grads_of(bad))
+            assert finite(optimizer)
+        optimizer = step(optimizer, grads_of(1.0, number))
+        expected = step(expected, grads_of(1.0, number))
+    jax.tree.map(np.testing.assert_array_equal, optimizer.target, expected.target)
+    for field in ("inner_opt_state", "acc_grads", "mini_step", "gradient_step"):
+        ours, theirs = (getattr(o.state.param_states, field) for o in (optimizer, expected))
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert int(optimizer.state.param_states.gradient_step) == 2
+
+    # Without a guard the window is spoilt, as documented, but its accumulator is not.
+    definition, step = compiled(False)
+    optimizer = definition.create(PARAMS)
+    for number in range(3):
+        assert finite(optimizer.target)
+        optimizer = step(optimizer, grads_of(bad if number == at else 1.0, number))
+    state = optimizer.state.param_states
+    assert not finite(optimizer.target)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(state.acc_grads))
+
+    # In one step over three microbatches.
+    rows = np.arange(1, 4, dtype=np.float32)
+    rows[at] = bad
+    loss, grad = three_microbatches()(np.float32(2), rows)
+    mean = (6.0 - (at + 1)) / 2
+    np.testing.assert_allclose([loss, grad], [2 * mean, mean], rtol=1e-6)
+
+
+def test_f2_bad_steps_in_a_row_stop_the_run_and_change_nothing() -> None:
+    """After k bad steps in a row: an error, and parameters and optimizer as they were."""
+    definition, step = compiled(True)
+    before = optimizer = step(definition.create(PARAMS), grads_of(1.0))
+    for number, bad in enumerate([*BAD, jnp.nan], start=1):
+        optimizer = step(optimizer, grads_of(bad))
+        check_skips(optimizer.state, number)
+    with pytest.raises(StuckError, match="4 mini-steps in a row were skipped"):
+        check_skips(optimizer.state, 3)
+
+    def kept(optimizer: Optimizer) -> Any:
+        return optimizer.target, optimizer.state.param_states._replace(skip_state=())
+
+    jax.tree.map(np.testing.assert_array_equal, kept(optimizer), kept(before))
+    check_skips(step(optimizer, grads_of(1.0)).state, 0)  # a good one ends the row
+
+
+@pytest.mark.parametrize("count", [2**31 - 2, 2**31 - 1])
+def test_f3_counters_saturate(count: int) -> None:
+    """Counters at the end of int32 stay there; learning rate and bias correction stay finite.
+
+    Optax's own `adafactor` adds 1 to such a count and raises it to a power: there it ends in NaN.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 10, 1000, 1e-3)
+    growing = MultiSteps(optax.adam(schedule), lambda step: jnp.where(step < 9, 2, 1))
+    definitions = [
+        opt_optax_bridge.adamw(schedule),
+        opt_optax_bridge.lamb(schedule),
+        opt_adafactor.Adafactor(schedule),
+        OptaxWrapper(growing),
+    ]
+
+    def late(leaf: Any) -> Any:
+        is_counter = leaf.dtype == jnp.int32 and not leaf.shape
+        return jnp.int32(count) if is_counter else leaf
+
+    for definition in definitions:
+        optimizer = definition.create(PARAMS)
+        state = jax.tree.map(late, optimizer.state)
+        if isinstance(state.param_states, optax.MultiStepsState):  # within a window of one
+            mini_step = jnp.zeros([], jnp.int32)
+            state = state.replace(param_states=state.param_states._replace(mini_step=mini_step))
+        before = optimizer = optimizer.replace(state=state)
+        for _ in range(2):
+            optimizer = apply(optimizer, grads_of(1.0))
+        assert finite(optimizer)
+        assert not np.array_equal(optimizer.target["w"], before.target["w"])
+        for leaf in jax.tree.leaves(optimizer.state):
+            if leaf.dtype == jnp.int32:
+                assert int(leaf) in (0, 2**31 - 1)
+        assert int(optimizer.state.step) == 2**31 - 1
+
+
+@functools.cache
+def summing(k: int) -> OptaxWrapper:
+    return OptaxWrapper(MultiSteps(optax.sgd(1.0), k, use_grad_mean=False))
+
+
+@pytest.mark.parametrize(("k", "new_k"), [(4, 2), (4, 3), (2, 4), (3, 1), (1, 3)])
+def test_f4_every_micro_batch_counts_once_when_k_changes_on_restore(k: int, new_k: int) -> None:
+    """Restored with another k the window goes on: no micro-batch is lost, none counts twice."""
+    for held in range(k):
+        optimizer = summing(k).create(jnp.zeros(()))
+        for number in range(k + held):  # a whole window, and `held` of the next
+            optimizer = apply(optimizer, np.float32(2**number))
+        new = summing(new_k).create(jnp.ones(())).restore_state(optimizer.state_dict())
+        assert int(new.state.param_states.mini_step) == held
+        needed = max(new_k - held, 1)  # a window that is full already emits with its next one
+        for number in range(k + held, k + held + needed):
+            assert int(new.target) == 1 - 2**k
+            new = apply(new, np.float32(2**number))
+        # Every micro-batch is one bit of the sum.
+        assert int(new.target) == 1 - 2 ** (k + held + needed)
+        assert int(new.state.param_states.gradient_step) == 2
+        assert int(new.state.param_states.mini_step) == 0
+
+
+def test_f5_second_moments_do_not_stall() -> None:
+    """2000 gradients of 1: fp32 moments reach 0.8648; those of bf16 parameters stall, as said."""
+
+    def nu_after(definition: Any, params: Any, grad: Any, steps: int = 2000) -> Any:
+        def body(optimizer: Optimizer, _: None) -> tuple[Optimizer, None]:
+            return optimizer.apply_gradient(grad), None
+
+        optimizer, _ = jax.jit(lambda optimizer: jax.lax.scan(body, optimizer, length=steps))(
+            definition.create(params)
+        )
+        return optimizer
+
+    adam = opt_optax_bridge.adam(1e-3, b2=0.999)
+    bfloat16, float32 = jnp.ones(4, jnp.bfloat16), jnp.ones(4, jnp.float32)
+
+    def nu(optimizer: Optimizer) -> float:
+        return float(optimizer.state.param_states[0].nu[0])
+
+    # Float32 parameters, gradients of a bfloat16 copy: what the README recommends.
+    assert nu(nu_after(adam, float32, bfloat16)) == pytest.approx(0.8648, abs=1e-3)
+    # Bfloat16 parameters: the state is Optax's, and it stalls.
+    assert nu(nu_after(adam, bfloat16, bfloat16)) == 0.5
+    # Adafactor keeps its statistics in float32 whatever the parameters are.
+    adafactor = opt_adafactor.Adafactor(1e-3, decay_rate=0.8)
+    state = nu_after(adafactor, bfloat16, bfloat16).state.param_states
+    assert state.v.dtype == jnp.float32
+    np.testing.assert_allclose(state.v, 1.0, rtol=1e-5)
+
+
+@functools.cache
+def donated_step(names: tuple[str, ...]) -> Any:
+    """One step of several optimizers, all of them donated."""
+
+    def step(optimizers: dict[str, Optimizer], targets: dict[str, Any]) -> dict[str, Optimizer]:
+        return {
+            name: training_step(name, optimizer, targets[name])
+            for name, optimizer in optimizers.items()
+        }
+
+    return jax.jit(step, donate_argnums=0, compiler_options=QUICK)
+
+
+CHUNKS = [NAMES[start : start + 12] for start in range(0, len(NAMES), 12)]
+
+
+@pytest.mark.parametrize("names", CHUNKS, ids=lambda names: names[0])
+def test_f6_the_first_step_can_be_donated(names: tuple[str, ...]) -> None:
+    """Right after `create`, and right after a restore, no buffer is donated twice."""
+    targets = {name: random_params(name, 1) for name in names}
+    created = {name: definition_of(name).create(random_params(name, 0)) for name in names}
+    dicts = {name: jax.tree.map(np.array, o.state_dict()) for name, o in created.items()}
+    others = {name: definition_of(name).create(random_params(name, 2)) for name in names}
+    restored = {name: other.restore_state(dicts[name]) for name, other in others.items()}
+    # A restored one may not share buffers with the one that it is restored over, either.
+    assert twice({"created": created}) == []
+    assert twice({"restored": restored, "others": others}) == []
+    # One grows its state, one takes gradients that the contract does not: they make no step.
+    names = tuple(n for n in names if not case_of(n).grows and n != "lookahead")
+    created, restored, targets = (
+        {name: tree[name] for name in names} for tree in (created, restored, targets)
+    )
+    step = donated_step(names)
+    first, second = step(created, targets), step(restored, targets)
+    assert step._cache_size() == 1
+    jax.tree.map(np.testing.assert_array_equal, arrays(first), arrays(second))
+
+
+def twice(tree: Any) -> list[Any]:
+    """Which leaves share a buffer."""
+    found: dict[int, list[str]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        data = (
+            jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        )
+        if data.size:
+            pointer = data.unsafe_buffer_pointer()
+            found.setdefault(pointer, []).append(jax.tree_util.keystr(path))
+    return [paths for paths in found.values() if len(paths) > 1]
+
+
+def arrays(tree: Any) -> list[Any]:
+    return [
+        jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        for leaf in jax.tree.leaves(tree)
+    ]
