@@ -48,8 +48,7 @@ class LeafInfo:
     Attributes:
       path: the components of its name.
       shape: of the array; of a typed PRNG key, that of the array of keys.
-      dtype: `'float32'`, `'bfloat16'`, ...; of a typed PRNG key `'key<fry>'` and the like; of a
-        Python scalar among the extras `'python'`.
+      dtype: `'float32'`, `'bfloat16'`, ...; of a typed PRNG key `'key<fry>'` and the like.
       kind: `'params'`, `'state'` or `'extra'`.
       parameter: the path of the parameter that the leaf is or follows, if any.
       group: the names of the groups around it, outermost first.
@@ -147,7 +146,7 @@ def _check_leaves(leaves: Sequence[LeafInfo]) -> None:
             raise LoadError(f"`{where}/path`: `{leaf.name}` is there twice")
         if leaf.kind not in _KINDS:
             raise LoadError(f"`{where}/kind`: expected one of {_KINDS}, found {leaf.kind!r:.40}")
-        if not leaf.is_key and not (leaf.kind == "extra" and leaf.dtype == "python"):
+        if not leaf.is_key:
             try:
                 jnp.dtype(leaf.dtype)
             except TypeError:
@@ -162,12 +161,11 @@ def _read(kind: type[_Record], data: Any, where: str) -> _Record:
     """A dataclass out of JSON data, every field of the type that it is annotated with."""
     if not isinstance(data, Mapping):
         raise LoadError(f"`{where}`: expected a mapping, found {_shown(data)}")
-    hints = _hints(typing.cast(Any, kind))
-    fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, kind))}
-    if unknown := sorted(map(str, data.keys() - fields.keys())):
-        raise LoadError(f"`{where}`: expected the fields {sorted(fields)}, found `{unknown[0]}`")
+    hints = _hints(kind)
+    if unknown := sorted(map(str, data.keys() - hints.keys())):
+        raise LoadError(f"`{where}`: expected the fields {sorted(hints)}, found `{unknown[0]:.40}`")
     given = {
-        name: _value(hints[name], data[name], f"{where}/{name}") for name in fields if name in data
+        name: _value(hints[name], data[name], f"{where}/{name}") for name in hints if name in data
     }
     try:
         return kind(**given)
@@ -176,8 +174,9 @@ def _read(kind: type[_Record], data: Any, where: str) -> _Record:
 
 
 @functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
+def _hints(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def _value(hint: Any, data: Any, where: str) -> Any:
