@@ -150,7 +150,7 @@ def _check_leaves(leaves: Sequence[LeafInfo]) -> None:
         if not leaf.is_key and (leaf.kind, leaf.dtype) != ("extra", "python"):
             try:
                 jnp.dtype(leaf.dtype)
-            except TypeError:
+            except (TypeError, ValueError):
                 raise LoadError(f"`{where}/dtype`: {leaf.dtype!r:.40} is no dtype") from None
         seen.add(leaf.path)
 
