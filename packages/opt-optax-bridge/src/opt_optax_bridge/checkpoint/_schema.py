@@ -48,7 +48,8 @@ class LeafInfo:
     Attributes:
       path: the components of its name.
       shape: of the array; of a typed PRNG key, that of the array of keys.
-      dtype: `'float32'`, `'bfloat16'`, ...; of a typed PRNG key `'key<fry>'` and the like.
+      dtype: `'float32'`, `'bfloat16'`, ...; of a typed PRNG key `'key<fry>'` and the like; of a
+        Python scalar among the extras `'python'`.
       kind: `'params'`, `'state'` or `'extra'`.
       parameter: the path of the parameter that the leaf is or follows, if any.
       group: the names of the groups around it, outermost first.
@@ -146,10 +147,10 @@ def _check_leaves(leaves: Sequence[LeafInfo]) -> None:
             raise LoadError(f"`{where}/path`: `{leaf.name}` is there twice")
         if leaf.kind not in _KINDS:
             raise LoadError(f"`{where}/kind`: expected one of {_KINDS}, found {leaf.kind!r:.40}")
-        if not leaf.is_key:
+        if not leaf.is_key and (leaf.kind, leaf.dtype) != ("extra", "python"):
             try:
                 jnp.dtype(leaf.dtype)
-            except TypeError:
+            except (TypeError, ValueError):
                 raise LoadError(f"`{where}/dtype`: {leaf.dtype!r:.40} is no dtype") from None
         seen.add(leaf.path)
 
