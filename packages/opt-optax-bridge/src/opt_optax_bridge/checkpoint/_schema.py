@@ -146,7 +146,8 @@ def _check_leaves(leaves: Sequence[LeafInfo]) -> None:
             raise LoadError(f"`{where}/path`: `{leaf.name}` is there twice")
         if leaf.kind not in _KINDS:
             raise LoadError(f"`{where}/kind`: expected one of {_KINDS}, found {leaf.kind!r:.40}")
-        if not leaf.is_key and not _is_dtype(leaf.dtype):
+        is_array = leaf.kind != "extra" and not leaf.is_key  # extras may be plain numbers
+        if is_array and not _is_dtype(leaf.dtype):
             raise LoadError(f"`{where}/dtype`: `{leaf.dtype:.40}` is no dtype of a checkpoint")
         seen.add(leaf.path)
 
