@@ -76,6 +76,7 @@ class Case:
 
 WRAPPED = "index.json"  # wrapped Optax optimizers
 GROUPS = "groups.json"  # T5X's Adafactor, mostly in groups
+LEGACY = "legacy.json"  # `flax.optim` and Flax's `TrainState`
 
 
 @functools.cache
@@ -124,6 +125,9 @@ def _arrays(file: str) -> dict[str, np.ndarray]:
 def _tree(structure: Mapping[str, Any], leaf: Callable[[str], np.ndarray]) -> Any:
     if structure["kind"] == "leaf":
         return jnp.asarray(leaf(structure["path"]))
+    if structure["kind"] in ("list", "tuple"):
+        items = [_tree(child, leaf) for child in structure["items"]]
+        return tuple(items) if structure["kind"] == "tuple" else items
     nested = {key: _tree(child, leaf) for key, child in structure["items"].items()}
     return flax.core.freeze(nested) if structure["kind"] == "frozen" else nested
 

@@ -361,16 +361,16 @@ def bad_world(text: Path, whole: Path, tmp_path_factory: pytest.TempPathFactory)
     (world / "other_text" / "config.json").write_text(json.dumps(other_text))
     (world / "other_checkpoint" / "config.json").write_text(json.dumps({**config, "layers": 2}))
     for step in (world / "damaged" / "checkpoints").glob("[0-9]*"):
-        cut_in_half(step)
+        damage(step)
     shutil.copytree(whole, world / "old", ignore=shutil.ignore_patterns("checkpoints"))
     (world / "old" / "checkpoint.msgpack").write_bytes(b"\x80")
     return world
 
 
-def cut_in_half(step: Path) -> None:
-    """Damages a checkpoint: its largest file."""
-    file = max((p for p in step.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+def damage(step: Path) -> None:
+    """Cuts off the second half of every file of a checkpoint."""
+    for file in filter(Path.is_file, step.rglob("*")):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
 @pytest.fixture(scope="module")

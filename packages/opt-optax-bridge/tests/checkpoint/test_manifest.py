@@ -44,7 +44,9 @@ def test_read_again() -> None:
     )
     leaf = jnp.zeros((2, 0))
     named = state({"state/x": leaf})
-    saving = Saving.prepare(3, type(named)(named.leaves, schema), [], [], {"a": [1, None, "é\ud800"]})
+    saving = Saving.prepare(
+        3, type(named)(named.leaves, schema), [], [], {"a": [1, None, "é\ud800"]}
+    )
     manifest = decode(saving.encode())
     assert manifest == saving.manifest
 
@@ -95,7 +97,7 @@ def test_limits_of_the_caller() -> None:
         ({"key": "abc"}, "its record is malformed"),
         ({"impl": "threefry2x32"}, "is not stored as array"),
         ({"extra": 1}, "its record is malformed"),
-        ({"storage": "empty", "key": [], "digest": None}, r"\[16, 16\] is not stored as empty"),
+        ({"storage": "empty", "key": [], "digest": None}, r"\[64, 32\] is not stored as empty"),
     ],
 )
 def test_records_that_cannot_be(change: dict[str, Any], words: str) -> None:
@@ -113,7 +115,23 @@ def test_dtypes_that_cannot_be(dtype: str) -> None:
         decode(sealed(body))
 
 
-_JUNK = [None, True, -1, 0, 2**63, 1e308, "", "x", "key<fry>", [], [[]], {}, {"a": 1}, [-1], "\ud800"]
+_JUNK = [
+    None,
+    True,
+    -1,
+    0,
+    2**63,
+    1e308,
+    "",
+    "x",
+    "key<fry>",
+    [],
+    [[]],
+    {},
+    {"a": 1},
+    [-1],
+    "\ud800",
+]
 
 
 def _places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -151,7 +169,7 @@ def test_e12_mutated_manifests() -> None:
     body = json.loads(data)["manifest"]
     places = _places(body)
     accepted = refused = 0
-    tracemalloc.start()
+    peak = 0
     for i in range(10_000):
         if i % 2:
             mutated = sealed(_mutated(body, places, rng))
@@ -161,6 +179,8 @@ def test_e12_mutated_manifests() -> None:
                 raw[rng.randrange(len(raw))] = rng.randrange(256)
             cut = rng.choice([0, 0, 0, rng.randrange(len(raw))])
             mutated = bytes(raw[: len(raw) - cut])
+        if i % 100 < 2:  # Slow: not every time.
+            tracemalloc.start()
         try:
             manifest = decode(mutated)
             for info in manifest.schema.leaves:
@@ -168,8 +188,9 @@ def test_e12_mutated_manifests() -> None:
             accepted += 1
         except CheckpointError:
             refused += 1
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 2**20 * 16
+        if tracemalloc.is_tracing():
+            peak = max(peak, tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+    assert peak < 2**20
     assert accepted > 100  # Names and notes may be anything.
     assert refused > 8000

@@ -15,14 +15,16 @@ import orbax.checkpoint as ocp
 from opt_core import Optimizer
 
 from opt_optax_bridge.checkpoint import _orbax
-from opt_optax_bridge.checkpoint._durable import DurablePath, sync
+from opt_optax_bridge.checkpoint._durable import DurablePath, sync, temporary_paths
 from opt_optax_bridge.checkpoint._lock import WriterLock
 from opt_optax_bridge.checkpoint._names import NamedState, named_state
-from opt_optax_bridge.checkpoint._processes import agree, check_equal, is_first
+from opt_optax_bridge.checkpoint._processes import agree, are_equal, is_first
 from opt_optax_bridge.checkpoint._saved_step import Level, SavedStep, StepReport, open_step
 from opt_optax_bridge.checkpoint._saving import Saving, extra_leaves
 from opt_optax_bridge.checkpoint.errors import (
     CheckpointError,
+    DamagedError,
+    LeafError,
     LockError,
     MissingError,
     SaveError,
@@ -80,6 +82,7 @@ class Checkpointer:
         self.read_only = read_only
         self._interval = save_interval_steps
         self._saving: int | None = None
+        self._failed: set[int] = set()
         self._lock: WriterLock | None = None
         self._manager: ocp.CheckpointManager | None = None
         if not read_only:
@@ -113,7 +116,12 @@ class Checkpointer:
         saving, error = self._prepare(step, named, metadata, extras)
         agree(error)
         assert saving is not None
-        check_equal(saving.local_data())
+        if not are_equal(saving.local_data()):
+            raise LeafError(
+                f"step {step} is not saved: the processes would save different things: expected "
+                "one schema, and arrays and scalars that every process has to be equal in all. "
+                "Save what differs as one global array"
+            )
         self._empty_trash()
         items: dict[str, Any] = {_orbax.MANIFEST: _orbax.ManifestSave(saving.encode)}
         if saving.arrays:
@@ -231,6 +239,8 @@ class Checkpointer:
           MissingError: there are steps, and none is valid.
         """
         steps = self.steps()
+        if not are_equal(repr(steps).encode()):
+            raise DamagedError(f"`{self.directory}`: the processes do not see the same steps")
         for step in reversed(steps):
             report = self.validate(step, level=level)
             if report.ok:
@@ -350,16 +360,22 @@ class Checkpointer:
         except Exception as error:
             what = f"`{self.directory}`" if step is None else f"step {step} in `{self.directory}`"
             self._saving = None
+            self._failed |= {step} if step is not None else set()
             raise SaveError(f"{what}: not saved: {_one_line(error)}") from error
 
     def _empty_trash(self) -> None:
-        """Removes what was deleted by a rename."""
-        trash = self.directory / TRASH
-        if not is_first() or self._lock is None or not trash.is_dir():
+        """Removes what was deleted by a rename, and what steps left that could not be saved."""
+        if self._lock is None:
             return
-        sync(self.directory)  # The renames are on the disk before anything in them goes.
-        for path in trash.iterdir():
-            shutil.rmtree(path, ignore_errors=True)
+        failed, self._failed = self._failed, set()
+        for step in failed:
+            for path in temporary_paths(self.directory / str(step)):
+                shutil.rmtree(path, ignore_errors=True)
+        trash = self.directory / TRASH
+        if deleted := list(trash.iterdir()) if trash.is_dir() else []:
+            sync(self.directory)  # The renames are on the disk before anything in them goes.
+            for path in deleted:
+                shutil.rmtree(path, ignore_errors=True)
 
     def _release(self) -> None:
         if self._lock is not None:

@@ -171,14 +171,15 @@ class _Filler:
                 where = leaf_name((*path, *names))
                 self.problems.append(f"{_HEAD}/{where}: is at no parameter's path")
                 continue
-            value = self.entries[names].get(slot.entry)
-            if not isinstance(value, np.ndarray | jax.Array):
+            value: Any = self.entries[names].get(slot.entry)
+            if not isinstance(value, np.ndarray | np.generic | jax.Array):
                 where = f"{_HEAD}/{leaf_name(names)}"
                 self.problems.append(f"{where}: has no array `{slot.entry}`, which is needed here")
-            elif names:
-                set_at(filled, names, value if slot.sign > 0 else -value)
-            else:  # the only parameter is the tree itself
-                return value if slot.sign > 0 else -value
+                continue
+            signed: Any = value if slot.sign > 0 else np.negative(value)
+            if not names:  # the only parameter is the tree itself
+                return signed
+            set_at(filled, names, signed)
         return filled
 
     def unused(self) -> Iterator[str]:

@@ -34,7 +34,7 @@ def optimizer_part(contents: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "optimizer" in contents:
         version = contents.get("version", _T5X_VERSION)
-        if version != _T5X_VERSION:
+        if not np.array_equal(version, _T5X_VERSION):
             raise VersionError(
                 f"`version`: this is version {version!r} of T5X's checkpoints; {_T5X_VERSION} is "
                 "read. Convert it with T5X."

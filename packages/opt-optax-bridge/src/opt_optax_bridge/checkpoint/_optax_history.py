@@ -102,6 +102,15 @@ def _scheduled(found: Found, state: Any) -> dict[str, Any] | None:
     return {**found, "hyperparams_states": to_state_dict(counts)}
 
 
+def _without_report(found: Found, state: Any) -> dict[str, Any] | None:
+    """What the last search found out, for the user to see; no update reads it."""
+    if "info" in found or set(found) != set(state._fields) - {"info"}:
+        return None
+    first = {"num_linesearch_steps": 0, "decrease_error": np.inf}
+    report = {k: np.asarray(v, getattr(state.info, k).dtype) for k, v in first.items()}
+    return {**found, "info": report}
+
+
 def _started(found: Found, state: Any) -> dict[str, Any] | None:
     """After the first step the fields mean what they do today; before, they meant nothing."""
     names = {"first_step": "is_init_step", "estim_dist": "max_dist"}
@@ -115,7 +124,7 @@ def _started(found: Found, state: Any) -> dict[str, Any] | None:
 
 def _without_momentum(found: Found, state: Any) -> dict[str, Any] | None:
     """The base optimizer of schedule-free Adam: RMSProp since then, not Adam with `b1=0`."""
-    base = found.get("base_optimizer_state")
+    base: Any = found.get("base_optimizer_state")
     first = base.get("0") if isinstance(base, Mapping) else None
     if not isinstance(first, Mapping) or set(first) != {"count", "mu", "nu"}:
         return None
@@ -131,27 +140,31 @@ def _without_momentum(found: Found, state: Any) -> dict[str, Any] | None:
 def _noise_first(found: Found, state: Any) -> dict[str, Any] | None:
     """The noise comes before the learning rate, and so does its state."""
     is_noisy_sgd = len(state) == 2 and type(state[0]).__name__ == "AddNoiseState"
-    filled = {key: value for key, value in found.items() if value != {}}
+    filled = {k: value for k, value in found.items() if not _is_empty(value)}
     noise = filled.get("1")
     if not is_noisy_sgd or len(filled) != 1 or not isinstance(noise, Mapping):
         return None
     return {"0": noise} if set(noise) == set(state[0]._fields) else None
 
 
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value
+
+
 MIGRATIONS = (
-    Migration(
-        "noisy_sgd",
-        "tuple",
-        "0.1.4",
-        "the noise is added before the learning rate is applied",
-        _noise_first,
-    ),
     Migration(
         "MultiSteps",
         "MultiStepsState",
         "0.1.3",
         "it tells why the last micro-step was skipped",
         _renamed({}, {"skip_state": 0}),
+    ),
+    Migration(
+        "noisy_sgd",
+        "tuple",
+        "0.1.4",
+        "the noise is added before the learning rate is applied",
+        _noise_first,
     ),
     Migration(
         "inject_hyperparams",
@@ -172,10 +185,10 @@ MIGRATIONS = (
     ),
     Migration(
         "scale_by_backtracking_linesearch",
-        "BacktrackingLinesearchInfo",
+        "ScaleByBacktrackingLinesearchState",
         "0.2.4",
         "it tells how the last search went",
-        _renamed({}, {"num_linesearch_steps": 0, "decrease_error": np.inf}),
+        _without_report,
     ),
     Migration(
         "schedule_free_adamw",

@@ -1,10 +1,10 @@
 """Optimizers whose states are kept as old Optax wrote them, and the run that leads there.
 
-    PYTHONPATH=OLD_OPTAX python optax_cases.py FOLDER
+    PYTHONPATH=OLD_OPTAX python old_optax.py FOLDER
 
 writes `FOLDER/<version of Optax>/<case>.msgpack`: the bytes of Flax's `TrainState` after `STEPS`
 steps. It runs under any Optax since 0.1.7; a case that a version does not know is left out.
-`optax_states/README.md` says which were written, and how.
+`checkpoint/optax_states/README.md` says which were written, and how.
 """
 
 from __future__ import annotations
@@ -75,18 +75,19 @@ CASES: Mapping[str, Callable[[], Any]] = {
 }
 
 
-def run(tx: Any, steps: int = STEPS, start: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
-    """Parameters and state after some steps, as Optax's documentation says."""
-    tree, state = start or (params(), tx.init(params()))
+def step(tx: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """One step on parameters and state, as Optax's documentation says."""
     tx = optax.with_extra_args_support(tx)
-    for _ in range(steps):
+
+    def update(tree: Any, state: Any) -> tuple[Any, Any]:
         value, grads = jax.value_and_grad(loss)(tree)
         extra = {"value": value, "grad": grads, "value_fn": loss}
         if optax.__version__ in CALLED_LOSS:
             extra["loss"] = value
         updates, state = tx.update(grads, state, tree, **extra)
-        tree = optax.apply_updates(tree, updates)
-    return tree, state
+        return optax.apply_updates(tree, updates), state
+
+    return update
 
 
 def write(folder: Path) -> None:
@@ -97,7 +98,9 @@ def write(folder: Path) -> None:
         except (AttributeError, TypeError, ImportError) as error:
             print(f"{name}: left out: {error}")
             continue
-        tree, opt_state = run(tx)
+        tree, opt_state = params(), tx.init(params())
+        for _ in range(STEPS):
+            tree, opt_state = step(tx)(tree, opt_state)
         opt_state = jax.tree.map(_plain, opt_state)
         state = TrainState(step=STEPS, apply_fn=None, params=tree, tx=tx, opt_state=opt_state)
         (folder / f"{name}.msgpack").write_bytes(flax.serialization.to_bytes(state))

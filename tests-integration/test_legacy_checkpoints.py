@@ -1,0 +1,441 @@
+"""Every genuine legacy checkpoint restores into today's optimizers, or is refused with the reason.
+
+The files, and the trajectories that go on from them, were written by the real libraries:
+`goldens/README.md`.
+"""
+
+import contextlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import flax.serialization
+import golden_cases as g
+import jax
+import numpy as np
+import opt_optax_bridge
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from opt_adafactor import HEURISTIC_RULE, Adafactor, FactorDim, HParamMap
+from opt_core import MultiOptimizer, Optimizer, OptimizerDef, to_state_dict
+from opt_core.errors import RestoreError
+from opt_optax_bridge import OptaxWrapper
+from opt_optax_bridge.checkpoint import flax_optim_equivalent, read_legacy, restore_legacy
+from opt_optax_bridge.checkpoint.errors import EquivalenceError, LoadError
+
+ADAFACTOR = Path(__file__).parents[1] / "packages/opt-adafactor/tests"
+
+
+def _adafactor_goldens() -> ModuleType:
+    """The other package's module, which knows its goldens."""
+    path = ADAFACTOR / "adafactor_goldens.py"
+    spec = importlib.util.spec_from_file_location("adafactor_goldens_of_another", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, spec.name, module)  # for its dataclasses
+        spec.loader.exec_module(module)
+    return module
+
+
+adafactor_goldens = _adafactor_goldens()
+
+FLAX = [case for case in g.index(g.LEGACY)["cases"] if case["family"] != "train_state"]
+TRAIN_STATES = [case for case in g.index(g.LEGACY)["cases"] if case["family"] == "train_state"]
+WRAPPED = g.ids_with("checkpoint", g.WRAPPED)
+GROUPS = g.ids_with("checkpoint", g.GROUPS)
+ALONE = [case["id"] for case in adafactor_goldens.index()["cases"] if case.get("checkpoint")]
+
+REFUSED = {
+    "WeightNorm_Momentum": "WeightNorm",
+    "WeightNorm_Adam_decay": "WeightNorm",
+    "DynamicScale_41": "DynamicScale",
+    "DynamicScale_42": "DynamicScale",
+}
+# Field of `flax.optim` -> fields of Optax that may hold it.
+FIELDS = {
+    "grad_ema": ("mu",),
+    "grad_sq_ema": ("nu",),
+    "momentum": ("trace",),
+    "G": ("sum_of_squares",),
+    "v": ("nu", "v"),
+    "mg": ("mu",),
+    "sq_avg": ("e_g",),
+    "acc_delta": ("e_x",),
+    "v_row": ("v_row",),
+    "v_col": ("v_col",),
+    "m": ("ema",),
+}
+
+
+def in_032(name: str) -> Any:
+    """The two cases of Flax 0.3.2 describe themselves in words."""
+    kernels = {"$traversal": {"path_contains": "kernel"}}
+    biases = {"$traversal": {"path_contains": "bias"}}
+    adam = {"learning_rate": 0.01, "weight_decay": 0.1}
+    return {
+        "Adam_032": {"$call": "Adam", "kwargs": adam},
+        "Multi_kernel_bias_032": {
+            "$call": "MultiOptimizer",
+            "args": [
+                {"$pair": [kernels, {"$call": "Momentum", "kwargs": {"learning_rate": 0.05}}]},
+                {"$pair": [biases, {"$call": "Adam", "kwargs": {"learning_rate": 0.1}}]},
+            ],
+        },
+    }[name]
+
+
+def definition_of(case: dict[str, Any]) -> OptimizerDef:
+    spec = in_032(case["id"]) if case["family"] == "flax_optim_032" else case["constructor"]
+    definition = build(spec)
+    if "focus" in case:
+        return MultiOptimizer((g.build({"$traversal": case["focus"]}, None), definition))
+    return definition
+
+
+def build(spec: Any) -> OptimizerDef:
+    match spec:
+        case {"$call": "MultiOptimizer", "args": pairs}:
+            parts = [pair["$pair"] for pair in pairs]
+            return MultiOptimizer(*[(g.build(what, None), build(how)) for what, how in parts])
+        case {"$call": name}:
+            given = {key: _plain(value) for key, value in spec.get("kwargs", {}).items()}
+            if given.get("learning_rate", 0.0) is None:  # each step was given one
+                given["learning_rate"] = 0.5
+            if name == "LARS" and given.get("weight_decay"):
+                # It has no equal; its state can go on under Optax's own rule.
+                return opt_optax_bridge.lars(momentum=given.pop("beta"), **given)
+            return flax_optim_equivalent(name, **given)
+    raise ValueError(spec)
+
+
+def _plain(value: Any) -> Any:
+    return value["$dtype"] if isinstance(value, dict) else value
+
+
+def case_of(entry: dict[str, Any]) -> g.Case:
+    return g.load(f"{entry['family']}/{entry['id']}", g.LEGACY)
+
+
+def bytes_of(entry: dict[str, Any]) -> bytes:
+    return (g.FOLDER / entry["checkpoint"]["file"]).read_bytes()
+
+
+def restore(entry: dict[str, Any], optimizer: Optimizer, source: Any) -> Optimizer:
+    """LARS with weight decay is the one target that does not say what it stands for."""
+    return restore_legacy(optimizer, source, written_by="LARS" if "LARS" in entry["id"] else None)
+
+
+def last_entry(entry: dict[str, Any]) -> g.Flat:
+    """What the library had when it wrote the checkpoint."""
+    case = case_of(entry)
+    if entry["kind"] != "resume":
+        return g.entry(case, len(case.grads))
+    return g.flatten(read_legacy(bytes_of(entry)))  # there is no other record of it
+
+
+def assert_holds(restored: Optimizer, recorded: g.Flat) -> None:
+    """Parameters, step, and each array of the recorded state, once, in its field, bit for bit."""
+    found = g.flatten(to_state_dict({"target": restored.target, "state": restored.state}))
+    for path, value in recorded.items():
+        if path.startswith("target/") or path == "state/step":
+            assert_same_bits(found.pop(path), value)
+    steps = [found.pop(path) for path in list(found) if path.endswith("/count")]
+    assert all(int(step) == int(recorded["state/step"]) for step in steps)
+    for path, value in recorded.items():
+        if not path.startswith("state/param_states/") or value is None:
+            continue
+        *names, field = path.removeprefix("state/param_states/").split("/")
+        if field == "m" and value.shape == (1,):
+            continue  # not in use
+        ends = [f"/{name}/{'/'.join(names)}" for name in FIELDS[field]]
+        [place] = [p for p in found if any(p.endswith(end) for end in ends)]
+        assert_same_bits(found.pop(place), -value if is_lars(restored) else value)
+    assert [path for path, value in found.items() if np.shape(value) != (1,)] == []
+
+
+def assert_same_bits(found: Any, recorded: Any) -> None:
+    """NaN of one kind is not NaN of another."""
+    assert (np.shape(found), found.dtype) == (np.shape(recorded), recorded.dtype)
+    assert np.asarray(found).tobytes() == np.asarray(recorded).tobytes()
+
+
+def is_lars(restored: Optimizer) -> bool:
+    """Whether the momentum is that of LARS: Optax keeps it as the update, which is negative."""
+    recipe = getattr(restored.optimizer_def, "recipe", None)
+    return recipe is not None and recipe.name == "lars"
+
+
+# flax.optim
+
+RESTORED = [e for e in FLAX if e.get("checkpoint") and e["id"] not in REFUSED]
+
+
+@pytest.mark.parametrize(
+    "entry", [e for e in RESTORED if "_032" not in e["id"]], ids=lambda e: e["id"]
+)
+def test_flax_optim_restores_bit_for_bit(entry: dict[str, Any]) -> None:
+    optimizer = definition_of(entry).create(case_of(entry).params)
+    assert_holds(restore(entry, optimizer, bytes_of(entry)), last_entry(entry))
+
+
+@pytest.mark.parametrize("entry", [e for e in FLAX if "_032" in e["id"]], ids=lambda e: e["id"])
+def test_flax_optim_032_restores_bit_for_bit(entry: dict[str, Any]) -> None:
+    """Until 0.3.2 a `MultiOptimizer` wrote a list of states; here in the order of joined paths."""
+    case = case_of(entry)
+    recorded = g.entry(case, len(case.grads))
+    optimizer = definition_of(entry).create(case.params)
+    if "Multi" in entry["id"]:
+        groups = [
+            sorted(p for p in paths(case.params) if p.endswith(e)) for e in ("kernel", "bias")
+        ]
+        recorded = in_one_state(recorded, groups)
+    assert_holds(restore_legacy(optimizer, bytes_of(entry)), recorded)
+
+
+def paths(tree: Any) -> list[str]:
+    return list(g.flatten(to_state_dict(tree)))
+
+
+def in_one_state(recorded: g.Flat, groups: list[list[str]]) -> g.Flat:
+    moved = {p: v for p, v in recorded.items() if p.startswith("target/")}
+    moved["state/step"] = recorded["state/0/step"]
+    for path, value in recorded.items():
+        match path.split("/"):
+            case ["state", i, "param_states", j, field]:
+                moved[f"state/param_states/{groups[int(i)][int(j)]}/{field}"] = value
+    return moved
+
+
+@pytest.mark.parametrize("entry", [e for e in FLAX if e["id"] in REFUSED], ids=lambda e: e["id"])
+def test_what_has_no_equal_is_refused_with_the_reason(entry: dict[str, Any]) -> None:
+    name = REFUSED[entry["id"]]
+    with pytest.raises(EquivalenceError, match=name):
+        flax_optim_equivalent(name, learning_rate=0.1)
+    contents = read_legacy(bytes_of(entry))
+    params = contents.get("target", {"w": np.ones(2, np.float32)})
+    optimizer = flax_optim_equivalent("Adam", learning_rate=0.1).create(params)
+    with pytest.raises(LoadError, match=name):
+        restore_legacy(optimizer, bytes_of(entry))
+
+
+def test_dynamic_scale_goes_where_the_message_says() -> None:
+    for entry in FLAX:
+        if entry["kind"] == "dynamic_scale":
+            scale = flax.serialization.from_state_dict(DynamicScale(), read_legacy(bytes_of(entry)))
+            with np.load(g.FOLDER / entry["file"], allow_pickle=False) as recorded:
+                assert scale.scale == recorded["scale"][-1]
+                assert scale.fin_steps == recorded["fin_steps"][-1]
+
+
+# Training goes on.
+
+# bfloat16: Optax corrects the bias in float32, Flax in bfloat16, where 0.999 is 1.
+NOT_AT_ALL = {"Adam_bf16", "Adam_bf16_b2_0_9", "LAMB_bf16", "LAMB_bf16_b2_0_9"}
+GOES_ON = [
+    entry
+    for entry in FLAX
+    if entry["kind"] == "trajectory"
+    and "WeightNorm" not in entry["id"]
+    and entry["id"] not in NOT_AT_ALL
+    and entry["family"] == "flax_optim"
+]
+OTHER_RULE = {"LARS_1_linen", "LARS_frozen_lr_overrides"}
+
+
+def overrides(entry: dict[str, Any], definition: OptimizerDef, t: int) -> dict[str, Any]:
+    given = dict((entry.get("overrides") or [{}] * entry["steps"])[t])
+    own, new = definition.hyper_params, given.get("hyper_params")
+    if isinstance(new, list):
+        given["hyper_params"] = [h.replace(**n) for h, n in zip(own, new, strict=True)]
+    elif new is not None:
+        given["hyper_params"] = own.replace(**new)
+    return given
+
+
+def deviations(optimizer: Optimizer, recorded: g.Flat, tolerance: g.Tolerance) -> list[str]:
+    found = g.flatten({"target": to_state_dict(optimizer.target)})
+    return g.deviations(
+        found, {p: v for p, v in recorded.items() if p.startswith("target/")}, tolerance
+    )
+
+
+@pytest.mark.parametrize(
+    "entry", [e for e in GOES_ON if e["id"] not in OTHER_RULE], ids=lambda e: e["id"]
+)
+def test_training_goes_on_as_under_flax_optim(entry: dict[str, Any]) -> None:
+    """From Flax's own numbers after half of the steps, Flax's own numbers follow."""
+    case, definition = case_of(entry), definition_of(entry)
+    first = len(case.grads) // 2
+    flat = g.entry(case, first) | {path: {} for path in entry.get("empty_dict_keys", [])}
+    optimizer = restore_legacy(definition.create(case.params), g.unflatten(flat))
+    tolerance = g.BFLOAT16 if case.is_bfloat16 else g.OP_BY_OP
+    for t in range(first, len(case.grads)):
+        given = overrides(entry, definition, t)
+        optimizer = optimizer.apply_gradient(case.grads[t], **given)
+        assert deviations(optimizer, g.entry(case, t + 1), tolerance) == [], f"after {t + 1} steps"
+
+
+@pytest.mark.parametrize("name", sorted(OTHER_RULE))
+def test_lars_with_weight_decay_really_differs(name: str) -> None:
+    """Otherwise it should have an equal."""
+    entry = next(e for e in FLAX if e["id"] == name)
+    case = case_of(entry)
+    with pytest.raises(EquivalenceError, match="trust ratio"):
+        flax_optim_equivalent("LARS", learning_rate=0.1, weight_decay=0.01)
+    optimizer = definition_of(entry).create(case.params)
+    for t in range(entry["steps"]):
+        given = overrides(entry, optimizer.optimizer_def, t)
+        optimizer = optimizer.apply_gradient(case.grads[t], **given)
+    assert deviations(optimizer, g.entry(case, entry["steps"]), g.Tolerance(0.0, 1e-4)) != []
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_adam_resumes(jit: bool) -> None:
+    """Saved by Flax after 6 steps, continued here to the 12th."""
+    entry = next(e for e in FLAX if e["kind"] == "resume")
+    case = case_of(entry)
+    optimizer = restore_legacy(definition_of(entry).create(case.params), bytes_of(entry))
+    assert int(optimizer.state.step) == entry["saved_after"]
+    step = jax.jit(Optimizer.apply_gradient) if jit else Optimizer.apply_gradient
+    for grads in case.grads[entry["saved_after"] :]:
+        optimizer = step(optimizer, grads)
+    final = {k.removeprefix("final/"): v for k, v in case.trajectory.items()}
+    assert deviations(optimizer, final, g.COMPILED if jit else g.OP_BY_OP) == []
+    found = optimizer.state.param_states[0]
+    for path, value in final.items():
+        if path.endswith("grad_sq_ema"):
+            nu = g.flatten(found.nu)["/".join(path.split("/")[2:-1])]
+            np.testing.assert_allclose(nu, value, rtol=1e-5)
+
+
+# TrainState
+
+TX = {
+    "TrainState_adam_034": lambda: optax.adam(0.01),
+    "TrainState_adam_053": lambda: optax.adam(0.01),
+    "TrainState_sgd_momentum_034": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "TrainState_sgd_momentum_053": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+}
+
+
+def in_todays_layout(recorded: g.Flat) -> g.Flat:
+    """With the names of fields instead of their numbers, and under today's heads."""
+    fields = {"adam": ["count", "mu", "nu"], "sgd": ["trace"]}
+    moved = {}
+    for path, value in recorded.items():
+        match path.split("/"):
+            case ["opt_state", "0", "values", i, *rest]:
+                kind = "sgd" if "opt_state/0/values/1" not in "".join(recorded) else "adam"
+                path = "/".join(["opt_state", "0", fields[kind][int(i)], *rest])
+        path = path.replace("opt_state/", "state/param_states/").replace("params/", "target/")
+        moved["state/step" if path == "step" else path] = value
+    return moved
+
+
+@pytest.mark.parametrize("entry", TRAIN_STATES, ids=lambda e: e["id"])
+def test_train_states_restore_and_go_on(entry: dict[str, Any]) -> None:
+    case = case_of(entry)
+    optimizer = OptaxWrapper(TX[entry["id"]]()).create(case.params)
+    restored = restore_legacy(optimizer, bytes_of(entry))
+    numbers = {p: v for p, v in case.trajectory.items() if v.dtype.kind in "fi"}
+    last = in_todays_layout({path: series[-1] for path, series in numbers.items()})
+    assert g.deviations(g.flatten(restored.state_dict()), last, g.EXACT) == []
+    half = entry["steps"] // 2
+    before = in_todays_layout({path: series[half] for path, series in numbers.items()})
+    resumed = restore_legacy(optimizer, g.unflatten(before))
+    for t in range(half, entry["steps"]):
+        resumed = resumed.apply_gradient(case.grads[t])
+    assert g.deviations(g.flatten(resumed.state_dict()), last, g.OP_BY_OP) == []
+
+
+# T5X
+
+API = SimpleNamespace(
+    **{name: getattr(opt_optax_bridge, name) for name in opt_optax_bridge.optimizer_names()},
+    OptaxWrapper=OptaxWrapper,
+    chain=opt_optax_bridge.chain,
+    Adafactor=Adafactor,
+    MultiOptimizer=MultiOptimizer,
+)
+MOVED = {
+    "t5x/noisy_sgd_0": ("param_states/1/", "param_states/0/"),
+    "t5x/wrapper_inject_hyperparams": ("", ""),
+}
+
+
+@pytest.mark.parametrize("name", [*WRAPPED, *GROUPS])
+def test_t5x_restores_bit_for_bit(name: str) -> None:
+    """`noisy_sgd` and `inject_hyperparams` have moved since: they are moved along."""
+    case = g.load(name, g.WRAPPED if name in WRAPPED else g.GROUPS)
+    old_randomness = jax.threefry_partitionable(False) if "dpsgd" in name else None
+    with old_randomness or contextlib.nullcontext():
+        definition = g.build(case.spec, API)
+        if name in GROUPS:
+            definition.set_param_axes(case.param_axes)
+        optimizer = definition.create(case.params)
+    restored = restore_legacy(optimizer, g.FOLDER / case.index["checkpoint"]["file"])
+    recorded = g.entry(case, len(case.grads))
+    recorded = {p: v for p, v in recorded.items() if not p.startswith("flax_mutables/")}
+    if name in MOVED:
+        old, new = MOVED[name]
+        recorded = {path.replace(old, new) if old else path: v for path, v in recorded.items()}
+    if name == "t5x/wrapper_inject_hyperparams":
+        inner = "state/param_states"
+        count = recorded[f"{inner}/count"]
+        recorded[f"{inner}/hyperparams_states/learning_rate/count"] = count
+    assert g.deviations(g.flatten(restored.state_dict()), recorded, g.EXACT) == []
+    if name in MOVED:
+        after = restored.apply_gradient(case.grads[-1])
+        assert int(after.state.step) == len(case.grads) + 1
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_adafactor_of_t5x_restores_bit_for_bit(name: str) -> None:
+    case = adafactor_goldens.load(name)
+    restored = restore_legacy(case.create(), ADAFACTOR / "goldens" / case.index["checkpoint"])
+    recorded = case.entry(len(case.grads))
+    assert g.deviations(g.flatten(restored.state_dict()), recorded, g.EXACT) == []
+
+
+def test_every_checkpoint_is_tried() -> None:
+    """None of the files that the real libraries wrote is left out."""
+    tried = {Path(e["checkpoint"]["file"]).name for e in FLAX + TRAIN_STATES if "checkpoint" in e}
+    tried |= {Path(g.load(n).index["checkpoint"]["file"]).name for n in WRAPPED}
+    tried |= {Path(g.load(n, g.GROUPS).index["checkpoint"]["file"]).name for n in GROUPS}
+    assert tried == {path.name for path in (g.FOLDER / "checkpoints").iterdir()}
+    alone = {Path(adafactor_goldens.load(name).index["checkpoint"]).name for name in ALONE}
+    assert alone == {path.name for path in (ADAFACTOR / "goldens/checkpoints").iterdir()}
+    assert len(tried | alone) == 79
+
+
+# Adafactor of flax.optim, and ours
+
+
+RULE = (".*", HEURISTIC_RULE)
+
+
+def test_adafactor_of_flax_restores_into_ours() -> None:
+    """At rank 3 Flax factored the two largest axes and scaled the whole; a rule says so to ours."""
+    entry = next(e for e in FLAX if e["id"] == "Adafactor_1")
+    case = case_of(entry)
+    assert case.params["cube"]["kernel"].shape == (4, 9, 10)
+    given = entry["constructor"]["kwargs"]
+    unfactored = Adafactor(**given, factor_map=HParamMap([("cube/kernel", None), RULE]))
+    with pytest.raises(RestoreError, match="cube/kernel/v_row: shape"):
+        restore_legacy(unfactored.create(case.params), bytes_of(entry))
+    cube = (FactorDim.NONE, FactorDim.ROW, FactorDim.COLUMN)
+    rules = HParamMap([("cube/kernel", cube), RULE])
+    optimizer = Adafactor(**given, factor_map=rules).create(case.params)
+    restored = restore_legacy(optimizer, bytes_of(entry))
+    recorded = g.entry(case, len(case.grads))
+    assert g.deviations(g.flatten(restored.state_dict()), recorded, g.EXACT) == []
+    half = len(case.grads) // 2
+    resumed = restore_legacy(optimizer, g.unflatten(g.entry(case, half)))
+    for t in range(half, len(case.grads)):
+        resumed = resumed.apply_gradient(case.grads[t])
+        assert deviations(resumed, g.entry(case, t + 1), g.OP_BY_OP) == []
