@@ -52,9 +52,11 @@ def bits(tree: Any) -> list[Any]:
 
 
 def assert_same(a: Any, b: Any) -> None:
-    assert jax.tree.structure(a) == jax.tree.structure(b)
+    before: Any = jax.tree.structure(a)
+    assert before == jax.tree.structure(b)
     for x, y in zip(bits(a), bits(b), strict=True):
-        assert x.dtype == y.dtype and x.tobytes() == y.tobytes()
+        assert x.dtype == y.dtype
+        assert x.tobytes() == y.tobytes()
 
 
 def built(name: str) -> Optimizer:
@@ -112,9 +114,7 @@ INNER = MultiOptimizer.from_rules([("x", "b", opt.lion(0.1))], rest=opt.adam(0.1
         opt_adafactor.Adafactor(0.1, min_dim_size_to_factor=8, beta1=0.9),
         MultiOptimizer.from_rules([("m", "w|deep/k", opt.adamw(0.1))], rest=FROZEN),
         MultiOptimizer.from_rules([("m", "w", opt_adafactor.Adafactor(0.1))], rest=opt.adam(0.1)),
-        MultiOptimizer.from_rules(
-            [("n", "b|deep/k", INNER)], rest=opt_adafactor.Adafactor(0.1)
-        ),
+        MultiOptimizer.from_rules([("n", "b|deep/k", INNER)], rest=opt_adafactor.Adafactor(0.1)),
     ],
     ids=["adafactor", "frozen", "groups", "nested"],
 )

@@ -32,7 +32,10 @@ def changed(old: Optimizer, new: Optimizer) -> list[str]:
 def test_nothing_to_say_where_nothing_changed() -> None:
     optimizer = wrapped(optax.adamw(0.1))
     plan = plan_restore(named_state(optimizer), optimizer)
-    assert plan.is_exact and plan.is_ok and plan.diff() == "" and not plan.missing_kinds
+    assert plan.is_exact
+    assert plan.is_ok
+    assert plan.diff() == ""
+    assert not plan.missing_kinds
     assert str(plan) == plan.summary() == "8 matched (116 bytes)"
     assert plan.check() is plan
 
@@ -49,7 +52,8 @@ def test_the_table_has_every_leaf() -> None:
 def test_a_plan_is_data() -> None:
     plan = plan_restore(named_state(opt.adam(0.1).create(params())), opt.sgd(0.1).create(params()))
     data = json.loads(json.dumps(plan.to_data()))
-    assert data["is_ok"] is False and data["allow"] == []
+    assert data["is_ok"] is False
+    assert data["allow"] == []
     assert [row["name"] for row in data["rows"]] == ["params/b", "params/w", "state/step"]
     assert {row["name"] for row in data["dropped"]} >= {"state/adam/mu/w"}
     assert data["changes"] == ["`scale_by_adam` is gone"]
@@ -60,7 +64,8 @@ def test_what_is_in_the_way_comes_first_and_is_not_cut_off() -> None:
     saved = named_state(opt.sgd(0.1).create(many))
     plan = plan_restore(saved, opt.sgd(0.1).create(params()), rules=[("params/p.*", "drop")])
     lines = str(plan).splitlines()
-    assert lines[1].startswith("!+ params/b") and lines[2].startswith("!+ params/w")
+    assert lines[1].startswith("!+ params/b")
+    assert lines[2].startswith("!+ params/w")
     assert lines[-1] == "... and 22 more: `table()` has all"
     refused = str(plan_restore(saved, opt.sgd(0.1).create(params())))
     assert sum(line.startswith("!- params/p") for line in refused.splitlines()) == 60
@@ -72,7 +77,9 @@ def test_an_error_says_what_to_do() -> None:
         plan_restore(saved, opt.lion(0.1).create(params()), allow={"drop"}).apply()
     text = str(caught.value)
     assert text.startswith("the checkpoint does not fit the optimizer as it is: 3 leaves\n")
-    assert text.endswith("admit it: `allow={'initialise', 'optimizer'}`, or `rules=` for single leaves.")
+    assert text.endswith(
+        "admit it: `allow={'initialise', 'optimizer'}`, or `rules=` for single leaves."
+    )
     assert caught.value.plan.missing_kinds == {"initialise", "optimizer"}
 
 

@@ -23,7 +23,10 @@ def restored(saved: Optimizer, target: Optimizer, rules: Any, allow: Any = ()) -
 
 
 def test_the_first_rule_that_matches_decides() -> None:
-    saved, target = created(a=jnp.ones(1), b=jnp.zeros(1)), created(a=jnp.full(1, 5.0), b=jnp.ones(1))
+    saved, target = (
+        created(a=jnp.ones(1), b=jnp.zeros(1)),
+        created(a=jnp.full(1, 5.0), b=jnp.ones(1)),
+    )
     rules = [("params/a", "keep"), ("params/.*", "initialise")]
     assert restored(saved, target, rules) == {"a": [5.0], "b": [1.0]}
     assert restored(saved, target, rules[::-1])["a"] == [5.0]
@@ -90,7 +93,8 @@ def test_stacks_of_several_dtypes_are_refused() -> None:
         rules=[("params/l", Stack("params/l{i}"))],
         allow=KINDS,
     )
-    assert "have different dtypes" in str(plan) and not plan.is_ok
+    assert "have different dtypes" in str(plan)
+    assert not plan.is_ok
 
 
 def test_a_word_admits_its_leaves_alone() -> None:

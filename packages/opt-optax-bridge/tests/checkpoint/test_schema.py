@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -121,7 +122,7 @@ def test_what_is_malformed_is_named(path: tuple[Any, ...], value: Any, where: st
 
 @pytest.mark.parametrize("data", [None, [], "schema", 3, b"{}"])
 def test_what_is_no_mapping_is_no_schema(data: Any) -> None:
-    with pytest.raises(errors.LoadError, match="^`schema`: expected a mapping"):
+    with pytest.raises(errors.LoadError, match=r"^`schema`: expected a mapping"):
         Schema.from_data(data)
 
 
@@ -134,11 +135,15 @@ def test_no_name_is_there_twice() -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(
-        st.sampled_from([f.name for f in (*dataclasses.fields(LeafInfo), *dataclasses.fields(Schema))]),
-        inner,
-        max_size=4,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [f.name for f in (*dataclasses.fields(LeafInfo), *dataclasses.fields(Schema))]
+            ),
+            inner,
+            max_size=4,
+        )
     ),
     max_leaves=12,
 )
@@ -147,7 +152,5 @@ JSON = st.recursive(
 @given(JSON, st.sampled_from(["leaves", "optimizer", "groups", "versions"]))
 def test_any_json_is_a_schema_or_a_load_error(data: Any, field: str) -> None:
     for given_data in (data, {field: data}, {"leaves": [], field: data}, {"leaves": [data]}):
-        try:
+        with contextlib.suppress(errors.LoadError):
             Schema.from_data(given_data)
-        except errors.LoadError:
-            pass

@@ -110,7 +110,8 @@ def _match(
 
 
 def _is_like(one: Any, other: Any) -> bool:
-    return bool(jax.tree.structure(one) == jax.tree.structure(other))
+    before: Any = jax.tree.structure(one)
+    return bool(before == jax.tree.structure(other))
 
 
 def transformation_name(factory: str) -> str:

@@ -69,11 +69,10 @@ def _differences(expected: Any, found: Any) -> Iterator[str]:
             yield f"`{path_str(names)}`: expected nothing, found {_shown(leaf)}"
         elif _shown(leaf) != _shown(wanted[names]):
             yield f"`{path_str(names)}`: expected {_shown(wanted[names])}, found {_shown(leaf)}"
-    if wanted.keys() == given.keys() and jax.tree.structure(found) != jax.tree.structure(expected):
-        yield (
-            f"containers: expected {jax.tree.structure(expected)}, found "
-            f"{jax.tree.structure(found)}"
-        )
+    before: Any = jax.tree.structure(expected)
+    after: Any = jax.tree.structure(found)
+    if wanted.keys() == given.keys() and before != after:
+        yield f"containers: expected {before}, found {after}"
 
 
 def _shown(leaf: Any) -> str:

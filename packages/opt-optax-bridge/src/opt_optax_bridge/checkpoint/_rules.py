@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from opt_optax_bridge.checkpoint._schema import LeafInfo
 
@@ -125,7 +125,7 @@ class Policy:
         return None
 
 
-def _compiled(rule: Rule) -> tuple[re.Pattern[str], Action]:
+def _compiled(rule: Any) -> tuple[re.Pattern[str], Any]:
     if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
         raise TypeError(f"`rules`: expected pairs of a pattern and an action, found {rule!r}")
     pattern, action = rule
