@@ -107,15 +107,15 @@ def random_bits(tree: Tree, seed: int) -> Tree:
 
     def leaf(struct: jax.ShapeDtypeStruct) -> jax.Array:
         if is_key(struct):
-            return jax.random.wrap_key_data(
-                leaf(jax.eval_shape(jax.random.key_data, struct)), impl="threefry2x32"
-            )
+            data = leaf(jax.eval_shape(jax.random.key_data, struct))
+            key: jax.Array = jax.random.wrap_key_data(data, impl="threefry2x32")
+            return key
         if struct.dtype == bool:
             return jnp.array(rng.integers(0, 2, struct.shape).astype(bool))
         if jnp.issubdtype(struct.dtype, jnp.integer):  # counts are not negative
             return jnp.array(rng.integers(0, 2**31, struct.shape).astype(struct.dtype))
-        data = rng.bytes(int(np.prod(struct.shape)) * struct.dtype.itemsize)
-        return jnp.array(np.frombuffer(data, struct.dtype).reshape(struct.shape))
+        raw = rng.bytes(int(np.prod(struct.shape)) * struct.dtype.itemsize)
+        return jnp.array(np.frombuffer(raw, struct.dtype).reshape(struct.shape))
 
     return jax.tree.map(leaf, tree)
 

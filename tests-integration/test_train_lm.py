@@ -267,6 +267,20 @@ def test_a_run_that_was_killed_and_interrupted_has_the_same_losses(
     assert results[0] == results[1]
 
 
+def test_a_damaged_checkpoint_is_passed_over_and_made_again(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    *_, before, last = steps(whole)
+    damage(folder / "checkpoints" / str(last))
+    done = run("--resume", folder)
+    assert done.returncode == 0, done.stderr
+    said = f"{folder} goes on from step {before}: what was saved later is damaged\n"
+    assert done.stdout.startswith(said)
+    assert f"step {last} is passed over: " in done.stderr
+    assert read_metrics(folder) == read_metrics(whole)
+    assert read_checkpoint(folder) == read_checkpoint(whole)
+
+
 def test_learning_rate_on_resume_is_applied_from_there_on(
     whole: Path, interrupted: Path, tmp_path: Path
 ) -> None:
@@ -361,16 +375,16 @@ def bad_world(text: Path, whole: Path, tmp_path_factory: pytest.TempPathFactory)
     (world / "other_text" / "config.json").write_text(json.dumps(other_text))
     (world / "other_checkpoint" / "config.json").write_text(json.dumps({**config, "layers": 2}))
     for step in (world / "damaged" / "checkpoints").glob("[0-9]*"):
-        cut_in_half(step)
+        damage(step)
     shutil.copytree(whole, world / "old", ignore=shutil.ignore_patterns("checkpoints"))
     (world / "old" / "checkpoint.msgpack").write_bytes(b"\x80")
     return world
 
 
-def cut_in_half(step: Path) -> None:
-    """Damages a checkpoint: its largest file."""
-    file = max((p for p in step.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+def damage(step: Path) -> None:
+    """Cuts off the second half of every file of a checkpoint."""
+    for file in filter(Path.is_file, step.rglob("*")):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def say(*lines: str) -> None:
+def say(*lines: object) -> None:
     """Prints lines, once for all processes."""
     if is_first():
         print(*lines, sep="\n", flush=True)
@@ -99,7 +99,8 @@ def stop_requests() -> Iterator[Callable[[int], bool]]:
         if not is_alone:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    for number in (signal.SIGINT, signal.SIGTERM) if is_alone else (signal.SIGINT,):
+    ours = [signal.SIGINT, signal.SIGTERM] if is_alone else [signal.SIGINT]
+    for number in map(int, ours):
         before[number] = signal.signal(number, catch)
     try:
         if is_alone:

@@ -15,6 +15,7 @@ from every_definition import NAMES, definition_of, optimizer_structs, param_stru
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from opt_core import MultiOptimizer, OptimizerDef
 from opt_core.errors import TreeMismatchError
+from opt_core.protocols import DerivesLogicalAxes
 from opt_partition import Layout, init_sharded, logical_to_mesh, memory_plan
 from opt_partition.errors import AxesError, IndivisibleError
 from partition_oracles import names, path_of, shard_bytes
@@ -144,7 +145,9 @@ def test_c6_the_state_is_sharded_like_the_parameters(name: str) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
         for dim in range(leaf.ndim)
     ]
-    axes = definition_of(name).derive_logical_axes(optimizer, names(params))
+    definition = definition_of(name)
+    assert isinstance(definition, DerivesLogicalAxes)
+    axes: Any = definition.derive_logical_axes(optimizer, names(params))
     axes = jax.tree.map(lambda _, spec: P() if spec is None else spec, optimizer, axes)
     lie = logical_to_mesh(axes, rules, mesh, optimizer)
 
@@ -160,7 +163,7 @@ def test_c6_the_state_is_sharded_like_the_parameters(name: str) -> None:
         # The parameter whose path is in that of the leaf; any, where the state is a plain list.
         owners = [path for path in of_params if f"/{path}/" in f"/{row.path}/"]
         kept = {(size, axis) for size, axis in zip(row.shape, spec, strict=True) if axis}
-        candidates = [max(owners, key=len)] if owners else of_params
+        candidates = [max(owners, key=len)] if owners else list(of_params)
         sizes = {pair for path in candidates for pair in zip(*of_params[path], strict=True)}
         assert kept <= sizes, row
         is_factor = "/statistics/" in row.path  # two dimensions of it follow one of the parameter
@@ -225,7 +228,8 @@ def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     buffer = np.empty(size + 64, np.uint8)
     start = -buffer.ctypes.data % 64
-    return buffer[start : start + size].view(dtype).reshape(shape)
+    array: np.ndarray = buffer[start : start + size].view(dtype).reshape(shape)
+    return array
 
 
 @pytest.mark.parametrize("where", ["uncommitted", "one device", "sharded", "replicated"])

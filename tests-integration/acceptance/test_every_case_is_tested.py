@@ -32,4 +32,6 @@ def test_every_case_has_exactly_one_test() -> None:
     doubled = [where for case, where in found if counts[case] > 1]
     unknown = [where for case, where in found if case not in CASES]
     assert len(CASES) == 60
-    assert (missing, doubled, unknown) == ([], [], [])
+    assert not unknown, f"no such case: {', '.join(unknown)}"
+    assert not doubled, f"more than one test of a case: {', '.join(doubled)}"
+    assert not missing, f"no test of {', '.join(missing)}"

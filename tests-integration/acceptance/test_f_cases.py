@@ -31,7 +31,7 @@ PARAMS = {"w": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3), "b": np.on
 def grads_of(value: Any, number: int = 0) -> Any:
     """Gradients that are different in each mini-step; one entry is `value`."""
     good = jax.tree.map(lambda leaf: leaf * 0.1 * (number + 1) + 0.3, PARAMS)
-    return good | {"b": good["b"] * np.float32([1, 1 if np.isfinite(value) else value])}
+    return good | {"b": good["b"] * np.array([1, 1 if np.isfinite(value) else value], np.float32)}
 
 
 @functools.cache

@@ -24,7 +24,7 @@ def small_state(seed: int = 0) -> NamedState:
     rng = np.random.default_rng(seed)
     return state(
         {
-            "params/w": jnp.asarray(rng.standard_normal((16, 16)), jnp.float32),
+            "params/w": jnp.asarray(rng.standard_normal((64, 32)), jnp.float32),
             "params/b": jnp.asarray(rng.standard_normal(64), jnp.bfloat16),
             "state/count": jnp.asarray(seed, jnp.int32),
         }

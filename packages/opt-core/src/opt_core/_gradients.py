@@ -27,8 +27,9 @@ def check_gradients(params: Any, grads: Any) -> None:
     Raises:
       TreeMismatchError: lists every path that differs.
     """
-    leaves, treedef = jax.tree.flatten(params)
-    grad_leaves, grad_treedef = jax.tree.flatten(grads)
+    leaves, grad_leaves = jax.tree.leaves(params), jax.tree.leaves(grads)
+    treedef: Any = jax.tree.structure(params)
+    grad_treedef: Any = jax.tree.structure(grads)
     if treedef == grad_treedef and all(map(_is_gradient_of, leaves, grad_leaves)):
         return
     found = list(_differences(params, grads, ()))

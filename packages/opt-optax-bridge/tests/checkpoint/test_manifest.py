@@ -97,7 +97,7 @@ def test_limits_of_the_caller() -> None:
         ({"key": "abc"}, "its record is malformed"),
         ({"impl": "threefry2x32"}, "is not stored as array"),
         ({"extra": 1}, "its record is malformed"),
-        ({"storage": "empty", "key": [], "digest": None}, r"\[16, 16\] is not stored as empty"),
+        ({"storage": "empty", "key": [], "digest": None}, r"\[64, 32\] is not stored as empty"),
     ],
 )
 def test_records_that_cannot_be(change: dict[str, Any], words: str) -> None:
@@ -111,7 +111,7 @@ def test_records_that_cannot_be(change: dict[str, Any], words: str) -> None:
 def test_dtypes_that_cannot_be(dtype: str) -> None:
     body = json.loads(written())["manifest"]
     body["schema"]["leaves"][0]["dtype"] = dtype
-    with pytest.raises(LoadError, match=f"`{dtype}` is no dtype of a checkpoint"):
+    with pytest.raises(LoadError, match=f"[`']{dtype}[`'] is no dtype"):
         decode(sealed(body))
 
 
@@ -169,7 +169,7 @@ def test_e12_mutated_manifests() -> None:
     body = json.loads(data)["manifest"]
     places = _places(body)
     accepted = refused = 0
-    tracemalloc.start()
+    peak = 0
     for i in range(10_000):
         if i % 2:
             mutated = sealed(_mutated(body, places, rng))
@@ -179,6 +179,8 @@ def test_e12_mutated_manifests() -> None:
                 raw[rng.randrange(len(raw))] = rng.randrange(256)
             cut = rng.choice([0, 0, 0, rng.randrange(len(raw))])
             mutated = bytes(raw[: len(raw) - cut])
+        if i % 100 < 2:  # Slow: not every time.
+            tracemalloc.start()
         try:
             manifest = decode(mutated)
             for info in manifest.schema.leaves:
@@ -186,8 +188,9 @@ def test_e12_mutated_manifests() -> None:
             accepted += 1
         except CheckpointError:
             refused += 1
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 2**20 * 16
+        if tracemalloc.is_tracing():
+            peak = max(peak, tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+    assert peak < 2**20
     assert accepted > 100  # Names and notes may be anything.
     assert refused > 8000

@@ -156,34 +156,36 @@ def _compiled_converter(
     return jax.jit(convert, out_shardings=None if sharding is None else (sharding, None))
 
 
-def fits(before: Any, after: Any) -> Any:
-    """Whether a cast kept every value: integers exactly, finite floats finite; a boolean."""
+def fits(before: Any, after: Any, np: Any = jnp) -> Any:
+    """Whether a cast kept every value: integers exactly, finite floats finite; a boolean.
+
+    Args:
+      before: array of any dtype but keys.
+      after: the same in another dtype.
+      np: `jax.numpy`, or `numpy` for what JAX cannot hold.
+    """
     if before.dtype == after.dtype:
-        return jnp.bool_(True)
+        return np.bool_(True)
     is_float, becomes_float = (jnp.issubdtype(x.dtype, jnp.inexact) for x in (before, after))
     if is_float and becomes_float:
-        return jnp.all(jnp.isfinite(after) | ~jnp.isfinite(before))
+        return np.all(np.isfinite(after) | ~np.isfinite(before))
     if is_float or becomes_float:
         floats, integers = (before, after) if is_float else (after, before)
-        floats = floats.astype(jnp.float32) if floats.dtype.itemsize < 4 else floats
-        limits = None if integers.dtype == jnp.bool_ else jnp.iinfo(integers.dtype)
+        floats = floats.astype(np.float32) if floats.dtype.itemsize < 4 else floats
+        limits = None if integers.dtype == bool else jnp.iinfo(integers.dtype)
         low, high = (0, 1) if limits is None else (limits.min, limits.max)
         # The largest integer may round up to a float that is none.
-        inside = jnp.isfinite(floats) & (floats >= float(low)) & (floats < float(high) + 1)
-        return jnp.all(inside & (after.astype(before.dtype) == before))
-    return jnp.all(after.astype(before.dtype) == before) & jnp.all((after < 0) == (before < 0))
+        inside = np.isfinite(floats) & (floats >= float(low)) & (floats < float(high) + 1)
+        return np.all(inside & (after.astype(before.dtype) == before))
+    return np.all(after.astype(before.dtype) == before) & np.all((after < 0) == (before < 0))
 
 
 def _cast_on_host(row: Row, array: Any) -> np.ndarray[Any, Any]:
     array = np.asarray(array)
     with np.errstate(all="ignore"):
         made: np.ndarray[Any, Any] = array.astype(jnp.dtype(row.leaf.dtype))
-        back = made.astype(array.dtype)
-    if jnp.issubdtype(array.dtype, jnp.inexact) and jnp.issubdtype(made.dtype, jnp.inexact):
-        good = np.isfinite(made) | ~np.isfinite(array)
-    else:
-        good = back == array
-    if not np.all(good):
+        good = fits(array, made, np)
+    if not good:
         raise _misfit(row)
     return made
 

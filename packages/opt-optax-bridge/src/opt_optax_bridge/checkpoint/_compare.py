@@ -163,16 +163,29 @@ def _moved(group: Names, base: str, pairs: Sequence[int | None]) -> str:
 
 def _settings(old: Transformation, new: Transformation, *, by_number: bool) -> Iterator[str]:
     kinds = (bool, int, float) if by_number else (bool,)
-    for name in sorted(old.settings.keys() & new.settings.keys()):
-        one, other = old.settings[name], new.settings[name]
+    before, after = plain_settings(old.settings), plain_settings(new.settings)
+    for name in sorted(before.keys() & after.keys()):
+        one, other = before[name], after[name]
         if one != other and isinstance(one, kinds) and isinstance(other, kinds):
-            shown = name.rpartition(".")[2].lstrip("_")
-            yield f"`{shown}` of `{new.name}`{_in(new.group)} was {one}, is {other}"
+            yield f"`{name}` of `{new.name}`{_in(new.group)} was {one}, is {other}"
+
+
+def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings by the names of arguments, not of the attributes that hold them.
+
+    Examples:
+      >>> plain_settings({'_every_k_schedule.every_k_schedule': 2, '_use_grad_mean': True})
+      {'every_k': 2, 'use_grad_mean': True}
+    """
+    return {
+        name.rpartition(".")[2].lstrip("_").removesuffix("_schedule"): value
+        for name, value in settings.items()
+    }
 
 
 def setting(given: Sequence[Transformation], group: Names, name: str) -> Mapping[str, Any]:
     """Returns the settings of the first transformation of a name in a group, if there is one."""
     for t in given:
         if transformation_name(t.name) == name and t.group == group:
-            return t.settings
+            return plain_settings(t.settings)
     return {}

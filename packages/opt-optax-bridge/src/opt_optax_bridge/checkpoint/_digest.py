@@ -52,7 +52,7 @@ def to_hex(sums: Pair) -> str:
 
     Examples:
       >>> to_hex(digest(np.arange(3, dtype=np.float32)))
-      'c180000041e5fffb'
+      'fe80000090800000'
     """
     if isinstance(sums, jax.Array):
         sums = sums.addressable_data(0)
@@ -90,7 +90,7 @@ def _array_sums(leaf: jax.Array) -> jax.Array:
         lambda left, right: (left[0] + right[0], left[1] + right[1]),
         tuple(range(words[0].ndim)),
     )
-    return cast(jax.Array, jnp.stack(sums))
+    return jnp.stack(sums)
 
 
 _sums = jax.jit(_array_sums)

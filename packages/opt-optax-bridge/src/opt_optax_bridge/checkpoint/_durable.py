@@ -11,6 +11,7 @@ from typing import Any
 from orbax.checkpoint.path import atomicity, atomicity_types
 
 _TEMPORARY = atomicity_types.TMP_DIR_SUFFIX
+_SEALED = "-sealed"
 
 
 class DurablePath(atomicity_types.TemporaryPath):
@@ -97,3 +98,8 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def temporary_paths(final: Path) -> list[Path]:
+    """Returns the names under which a step lies before it has its own."""
+    return [final.with_name(final.name + _TEMPORARY + suffix) for suffix in ("", _SEALED)]

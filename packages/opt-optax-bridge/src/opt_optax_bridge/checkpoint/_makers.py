@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
-from types import CodeType, FrameType, FunctionType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import jax
@@ -40,8 +40,8 @@ def makers(init: Callable[[Any], Any], params: Any) -> dict[Names, Maker]:
       params: parameters; arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-      The makers by the path of the node, in their turns. A node that no such function returned as
-      it is, as under a compiled `init`, has none.
+      The makers by the path of the node, in their turns. A node that no such function returned, as
+      it is or as a record like it, has none.
 
     Examples:
       >>> import optax
@@ -49,32 +49,69 @@ def makers(init: Callable[[Any], Any], params: Any) -> dict[Names, Maker]:
       >>> {path: made.factory for path, made in makers(tx.init, {'w': 1.0}).items()}
       {('0',): 'scale_by_yogi', ('1',): 'trace', (): 'chain'}
     """
-    returned: dict[int, tuple[str, int, Any]] = {}  # with the object: its id is not reused
+    returned: dict[int, _Returned] = {}
 
     def note(frame: FrameType, event: str, value: Any) -> None:
         if event == "return" and value is not None and _makes_states(frame.f_code):
-            made = (_factory(frame.f_code.co_qualname), len(returned), value)
-            returned.setdefault(id(value), made)
+            module = frame.f_globals.get("__name__", "")
+            factory = factory_name(frame.f_code.co_qualname, module)
+            returned.setdefault(id(value), _Returned(factory, len(returned), value))
 
     found: dict[Names, Maker] = {}
-    if not isinstance(init, FunctionType):
-        init = getattr(init, "__wrapped__", init)  # of a compiled function
 
     def run(params: Any) -> Any:
         before = sys.getprofile()
         sys.setprofile(note)
         try:
-            state = init(params)
+            # A compiled function runs again, and does not come out of a cache.
+            with jax.disable_jit():
+                state = init(params)
         finally:
             sys.setprofile(before)
-        for names, types, node in _nodes(state):
-            if id(node) in returned:
-                factory, turn, _ = returned[id(node)]
-                found[names] = Maker(factory, turn, types)
+        found.update(_match(list(_nodes(state)), returned))
         return state
 
     jax.eval_shape(run, params)
     return dict(sorted(found.items(), key=lambda item: item[1].turn))
+
+
+class _Returned(NamedTuple):
+    factory: str
+    turn: int
+    value: Any  # kept, so that its id is not used again
+
+
+class _Node(NamedTuple):
+    names: Names
+    types: tuple[type, ...]
+    value: Any
+
+
+def _match(
+    nodes: Sequence[_Node], returned: Mapping[int, _Returned]
+) -> Iterator[tuple[Names, Maker]]:
+    """By identity; records that were rebuilt since, by `jax.tree.map`, by their structure."""
+    rebuilt: list[_Node] = []
+    left = dict(returned)
+    for node in nodes:
+        made = returned.get(id(node.value))
+        if made is not None:
+            left.pop(id(node.value), None)
+            yield node.names, Maker(made.factory, made.turn, node.types)
+        elif not isinstance(node.value, Mapping | list) and type(node.value) is not tuple:
+            rebuilt.append(node)
+    free = [made for made in left.values() if children(made.value) is not None]
+    for node in rebuilt:
+        for made in free:
+            if type(made.value) is type(node.value) and _is_like(made.value, node.value):
+                free.remove(made)
+                yield node.names, Maker(made.factory, made.turn, node.types)
+                break
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    before: Any = jax.tree.structure(one)
+    return bool(before == jax.tree.structure(other))
 
 
 def transformation_name(factory: str) -> str:
@@ -96,19 +133,29 @@ def _makes_states(code: CodeType) -> bool:
     return code.co_name.startswith("init") and any(name != "self" for name in arguments)
 
 
-def _factory(qualified: str) -> str:
-    """`scale_by_adam` of `scale_by_adam.<locals>.init_fn`, `MultiSteps` of `MultiSteps.init`."""
-    outer, _, inner = qualified.partition(".<locals>.")
-    if inner:
-        return outer.rpartition(".")[2]
-    owner, _, _ = qualified.rpartition(".")
-    return owner.rpartition(".")[2] or qualified
+def factory_name(qualified: str, module: str) -> str:
+    """Returns the name of the function that a function was defined in, or of the class.
+
+    Examples:
+      >>> factory_name('scale_by_adam.<locals>.init_fn', 'optax')
+      'scale_by_adam'
+      >>> factory_name('main.<locals>.momentum.<locals>.init_fn', 'train')
+      'momentum'
+      >>> factory_name('main.<locals>.MultiSteps.init', 'train')
+      'MultiSteps'
+    """
+    scopes = qualified.split(".<locals>.")
+    if "." in scopes[-1]:
+        return scopes[-1].split(".")[-2]
+    if len(scopes) == 1:
+        return qualified
+    # A factory of Optax's is no local function, but may have some.
+    scope = scopes[0] if module.partition(".")[0] == "optax" else scopes[-2]
+    return scope.rpartition(".")[2]
 
 
-def _nodes(
-    node: Any, names: Names = (), types: tuple[type, ...] = ()
-) -> Iterator[tuple[Names, tuple[type, ...], Any]]:
-    yield names, types, node
+def _nodes(node: Any, names: Names = (), types: tuple[type, ...] = ()) -> Iterator[_Node]:
+    yield _Node(names, types, node)
     opened = children(node)
     for name, child in opened.children if opened is not None else ():
         yield from _nodes(child, (*names, name), (*types, type(node)))

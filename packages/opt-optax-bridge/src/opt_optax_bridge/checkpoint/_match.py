@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from opt_optax_bridge.checkpoint._rules import (
     Rule,
     Stack,
     Unstack,
+    expanded,
     sources_of,
 )
 from opt_optax_bridge.checkpoint._schema import LeafInfo, Names, Source, leaf_name, leaf_path
@@ -126,34 +127,40 @@ class _Matcher:
         why = self.anew.get((leaf.group, leaf.transformation)) if leaf.transformation else None
         if why is not None:
             return self._initialised(leaf, why)
-        source, kinds, note = self._find(leaf)
-        if source is None:
+        sources, kinds, note = self._find(leaf)
+        if not sources:
             return self._initialised(leaf, note)
-        return self._fitted(leaf, source, kinds, note, admitted)
+        row = self._fitted(leaf, sources[0], kinds, note, admitted)
+        return dataclasses.replace(row, sources=tuple(source.name for source in sources))
 
-    def _find(self, leaf: LeafInfo) -> tuple[LeafInfo | None, tuple[str, ...], str]:
-        name = leaf.name
+    def _find(self, leaf: LeafInfo) -> tuple[Sequence[LeafInfo], tuple[str, ...], str]:
+        """The leaves of the checkpoint that this one is: several where groups agree about it."""
         if leaf.kind != "state" or not leaf.transformation:
-            return self.saved.get(name), (), ""
+            return self._named(leaf.name), (), ""
         if (where := (leaf.group, leaf.transformation)) in self.moved:
             other = self.moved[where]
             if other is None:
-                return None, (), "no other has its settings"
-            if (name := _renamed(leaf, other)) in self.saved:
-                return self.saved[name], ("optimizer",), f"was `{other}`, by its settings"
+                return (), (), "no other has its settings"
+            if found := self._named(_renamed(leaf, other)):
+                return found, ("optimizer",), f"was `{other}`, by its settings"
         homes = self.homes.of(leaf.group, leaf.transformation)
         is_elsewhere = leaf.parameter is None and homes and leaf.group not in homes
-        if leaf.name in self.saved and not is_elsewhere:
-            return self.saved[leaf.name], (), ""
+        is_shared = leaf.parameter is None and len(homes) > 1
+        if leaf.name in self.saved and not is_elsewhere and not is_shared:
+            return self._named(leaf.name), (), ""
         candidates = self.homes.by_key.get(key_of(leaf), [])
         if leaf.parameter is None:
             candidates = [c for c in candidates if c.group in homes]
         if not candidates or not is_agreed(candidates):
-            return None, (), ""
+            return (), (), ""
         if leaf.parameter is not None and len(candidates) > 1:
-            return None, (), "several groups have one"
-        note = "the groups agree" if len(candidates) > 1 else ""
-        return candidates[0], ("regroup",), note
+            return (), (), "several groups have one"
+        if [c.name for c in candidates] == [leaf.name]:
+            return candidates, (), ""
+        return candidates, ("regroup",), "the groups agree" if len(candidates) > 1 else ""
+
+    def _named(self, name: str) -> Sequence[LeafInfo]:
+        return [self.saved[name]] if name in self.saved else []
 
     def _made(self, leaf: LeafInfo, action: Rename | Stack | Unstack, match: Any) -> Row:
         """A leaf that a rule makes from others."""
@@ -181,7 +188,7 @@ class _Matcher:
                 return dataclasses.replace(
                     row, problem=f"`{names[0]}` {list(shape)} has no axis {axis} to unstack"
                 )
-            text = match.expand(action.index)
+            text = expanded(match, action.index)
             if not text.isdecimal() or int(text) >= shape[axis]:
                 return dataclasses.replace(
                     row, problem=f"`{names[0]}` {list(shape)} has no index {text!r} along {axis}"
@@ -337,22 +344,17 @@ def _windows(source: Source, named: NamedState) -> Iterator[str]:
         if not (_is_mini_step(leaf) and leaf.value and leaf.name in target):
             continue
         base = leaf.transformation.partition("#")[0]
-        old = _sizes(setting(source.schema.optimizer, leaf.group, base))
-        new = _sizes(setting(named.schema.optimizer, leaf.group, base))
-        if old and new and old != new:
+        old = setting(source.schema.optimizer, leaf.group, base).get("every_k")
+        new = setting(named.schema.optimizer, leaf.group, base).get("every_k")
+        if None not in (old, new) and old != new:
             yield (
-                f"`{leaf.name}` is {leaf.value}: a window of {', '.join(map(str, old.values()))} "
-                f"was begun and cannot go on as one of {', '.join(map(str, new.values()))}; save "
-                "at the end of a window"
+                f"`{leaf.name}` is {leaf.value}: a window of {old} was begun and cannot go on as "
+                f"one of {new}; save at the end of a window"
             )
 
 
 def _is_mini_step(leaf: LeafInfo) -> bool:
     return leaf.path[-1] == "mini_step" and leaf.transformation.startswith("multi_steps")
-
-
-def _sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if "every_k" in name}
 
 
 def _check_rules(policy: Policy, rows: Sequence[Row], source: Source) -> None:

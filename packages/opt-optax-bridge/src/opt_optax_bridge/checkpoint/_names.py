@@ -81,7 +81,9 @@ def named_state(optimizer: Optimizer, *, param_axes: Any = None) -> NamedState:
     `state/schedule/count`. In a group it is `state/groups/<group>/<transformation>/...`, whether
     the groups are a `MultiOptimizer`'s or `optax.partition`'s. The name of the transformation is
     that of the function that made the state (`scale_by_adam`: `adam`), so it does not depend on its
-    place in a chain or on wrappers around it; the second of its like is `adam#2`.
+    place in a chain or on wrappers around it; the second of its like, in the order of updates, is
+    `adam#2`. Where no function says what it made, as with a `lambda` for `init`, it is that of the
+    state's type; plain containers of such are told apart by their place alone.
 
     Args:
       optimizer: of any definition; its leaves may be abstract.
@@ -349,7 +351,8 @@ def _groups(optimizer: Optimizer) -> dict[str, tuple[Names, ...]]:
             own = [params.pop(id(leaf)) for leaf in jax.tree.leaves(part.target)]
             found[leaf_name(group)] = tuple(own)
     if found and params:
-        found["frozen"] = tuple(params.values())
+        # No group is called so: `~` is escaped in the names of groups.
+        found["frozen" if "frozen" not in found else "~frozen"] = tuple(params.values())
     return found
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Literal, TypeAlias, get_args
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from opt_optax_bridge.checkpoint._schema import LeafInfo
 
@@ -80,7 +80,8 @@ Action: TypeAlias = (
 """What a rule does with the leaves that its pattern matches.
 
 `'keep'` leaves the target's own value. The others are as in `Kind`, for these leaves alone;
-`'drop'` speaks of names in the checkpoint, all others of names in the target.
+`'drop'` speaks of names in the checkpoint, all others of names in the target. What is dropped is
+what nothing takes: to start a leaf anew that the checkpoint has, say `'initialise'` of its name.
 """
 
 Rule: TypeAlias = tuple[str, Action]
@@ -124,7 +125,9 @@ class Policy:
         return None
 
 
-def _compiled(rule: Rule) -> tuple[re.Pattern[str], Action]:
+def _compiled(rule: Any) -> tuple[re.Pattern[str], Any]:
+    if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
+        raise TypeError(f"`rules`: expected pairs of a pattern and an action, found {rule!r}")
     pattern, action = rule
     if isinstance(action, str) and action not in _WORDS:
         raise ValueError(
@@ -143,7 +146,7 @@ def sources_of(
     action: Rename | Stack | Unstack, found: re.Match[str], leaf: LeafInfo
 ) -> tuple[str, ...]:
     """Returns the names in the checkpoint that a leaf of the target is made from."""
-    name = found.expand(action.source)
+    name = expanded(found, action.source)
     if not isinstance(action, Stack):
         return (name,)
     if not -len(leaf.shape) <= action.axis < len(leaf.shape):
@@ -151,6 +154,15 @@ def sources_of(
     return tuple(name.replace("{i}", str(i)) for i in range(leaf.shape[action.axis]))
 
 
-def by_name(leaves: Iterable[LeafInfo]) -> Mapping[str, LeafInfo]:
-    """Returns leaves by name."""
-    return {leaf.name: leaf for leaf in leaves}
+def expanded(found: re.Match[str], template: str) -> str:
+    """Returns a template with the groups of the pattern filled in.
+
+    Raises:
+      ValueError: the pattern has no such group.
+    """
+    try:
+        return found.expand(template)
+    except (re.error, IndexError) as error:
+        raise ValueError(
+            f"`rules`: {template!r} does not go with {found.re.pattern!r}: {error}"
+        ) from None

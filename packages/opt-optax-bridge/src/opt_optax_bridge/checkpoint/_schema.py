@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -47,7 +48,8 @@ class LeafInfo:
     Attributes:
       path: the components of its name.
       shape: of the array; of a typed PRNG key, that of the array of keys.
-      dtype: `'float32'`, `'bfloat16'`, ...; of a typed PRNG key `'key<fry>'` and the like.
+      dtype: `'float32'`, `'bfloat16'`, ...; of a typed PRNG key `'key<fry>'` and the like; of a
+        Python scalar among the extras `'python'`.
       kind: `'params'`, `'state'` or `'extra'`.
       parameter: the path of the parameter that the leaf is or follows, if any.
       group: the names of the groups around it, outermost first.
@@ -145,12 +147,17 @@ def _check_leaves(leaves: Sequence[LeafInfo]) -> None:
             raise LoadError(f"`{where}/path`: `{leaf.name}` is there twice")
         if leaf.kind not in _KINDS:
             raise LoadError(f"`{where}/kind`: expected one of {_KINDS}, found {leaf.kind!r:.40}")
-        if not leaf.is_key:
-            try:
-                jnp.dtype(leaf.dtype)
-            except TypeError:
-                raise LoadError(f"`{where}/dtype`: {leaf.dtype!r:.40} is no dtype") from None
+        is_scalar = (leaf.kind, leaf.dtype) == ("extra", "python")
+        if not leaf.is_key and not is_scalar and not _is_dtype(leaf.dtype):
+            raise LoadError(f"`{where}/dtype`: `{leaf.dtype:.40}` is no dtype of a checkpoint")
         seen.add(leaf.path)
+
+
+def _is_dtype(name: str) -> bool:
+    try:
+        return bool(jnp.dtype(name).name == name)
+    except Exception:  # NumPy parses the text: a syntax error, an unknown name, a bad character
+        return False
 
 
 _Record = TypeVar("_Record")
@@ -160,17 +167,22 @@ def _read(kind: type[_Record], data: Any, where: str) -> _Record:
     """A dataclass out of JSON data, every field of the type that it is annotated with."""
     if not isinstance(data, Mapping):
         raise LoadError(f"`{where}`: expected a mapping, found {_shown(data)}")
-    hints = typing.get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, kind))}
-    if unknown := sorted(map(str, data.keys() - fields.keys())):
-        raise LoadError(f"`{where}`: expected the fields {sorted(fields)}, found `{unknown[0]}`")
+    hints = _hints(typing.cast(Any, kind))
+    if unknown := sorted(map(str, data.keys() - hints.keys())):
+        raise LoadError(f"`{where}`: expected the fields {sorted(hints)}, found `{unknown[0]:.40}`")
     given = {
-        name: _value(hints[name], data[name], f"{where}/{name}") for name in fields if name in data
+        name: _value(hints[name], data[name], f"{where}/{name}") for name in hints if name in data
     }
     try:
         return kind(**given)
     except TypeError as error:
         raise LoadError(f"`{where}`: {error}") from None
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def _value(hint: Any, data: Any, where: str) -> Any:

@@ -24,9 +24,8 @@ DTYPES = frozenset(
     {
         *("bool", "int2", "int4", "int8", "int16", "int32", "int64"),
         *("uint8", "uint16", "uint32", "uint64", "bfloat16", "float16", "float32", "float64"),
-        *("complex64", "complex128", "float4_e2m1fn", "float8_e3m4", "float8_e4m3"),
-        *("float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"),
-        *("float8_e5m2fnuz", "float8_e8m0fnu"),
+        *("complex64", "complex128", "float4_e2m1fn", "float8_e4m3b11fnuz", "float8_e4m3fn"),
+        *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
     }
 )
 
@@ -90,7 +89,7 @@ def encode(info: LeafInfo, leaf: Any) -> tuple[Record, Any]:
         return _encode_key(info, leaf)
     if not isinstance(leaf, jax.Array | np.ndarray):
         leaf = np.asarray(leaf, dtype=info.dtype if info.dtype in DTYPES else None)
-    dtype = str(leaf.dtype)
+    dtype = "float0" if leaf.dtype == jax.dtypes.float0 else str(leaf.dtype)
     if dtype not in DTYPES:
         raise LeafError(
             f"`{info.name}`: {dtype} cannot be saved. Convert it, or keep it out of the state. "

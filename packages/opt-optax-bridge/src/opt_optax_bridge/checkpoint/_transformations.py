@@ -16,7 +16,7 @@ import numpy as np
 from opt_core import Optimizer, OptimizerDef, leaf_groups
 
 from opt_optax_bridge._wrapper import OptaxWrapper
-from opt_optax_bridge.checkpoint._makers import transformation_name
+from opt_optax_bridge.checkpoint._makers import factory_name, transformation_name
 from opt_optax_bridge.checkpoint._schema import Names, Transformation
 
 _PARTITIONS = frozenset({"partition", "multi_transform"})  # their groups are in the names
@@ -70,7 +70,7 @@ def _walk(node: Any, group: Names, seen: set[int]) -> Iterator[Transformation]:
             if _update(owner) is not None or node.__name__.startswith("update"):
                 yield from _emit(type(owner).__name__, _fields(owner), group, seen)
         case types.FunctionType():
-            yield from _emit(node.__code__.co_qualname, _cells(node), group, seen)
+            yield from _emit(_factory_of(node), _cells(node), group, seen)
         case functools.partial():
             yield from _walk(node.func, group, seen)
         case Mapping():
@@ -85,12 +85,15 @@ def _walk(node: Any, group: Names, seen: set[int]) -> Iterator[Transformation]:
                 yield from _walk(child, group, seen)
         case _ if isinstance(inner := getattr(node, "__wrapped__", None), types.FunctionType):
             yield from _walk(inner, group, seen)  # of a compiled function
+        case _:
+            for child in _held(node).values():
+                if _acts(child):
+                    yield from _walk(child, group, seen)
 
 
 def _emit(
-    qualified: str, captured: Mapping[str, Any], group: Names, seen: set[int]
+    factory: str, captured: Mapping[str, Any], group: Names, seen: set[int]
 ) -> Iterator[Transformation]:
-    factory = _factory_of(qualified)
     if factory not in _CONTAINERS | _PARTITIONS and "lambda" not in factory:
         yield Transformation(factory, group, dict(_settings(captured)))
     if factory in _INJECTING:
@@ -103,13 +106,13 @@ def _emit(
             yield from _walk(child, group, seen)
 
 
-def _factory_of(qualified: str) -> str:
-    return qualified.partition(".<locals>.")[0].rpartition(".")[2]
+def _factory_of(function: types.FunctionType) -> str:
+    return factory_name(function.__code__.co_qualname, function.__module__ or "")
 
 
 def _is_helper(value: Any, factory: str) -> bool:
     """Whether it is a function of a factory's own that its update function calls."""
-    return isinstance(value, types.FunctionType) and _factory_of(value.__qualname__) == factory
+    return isinstance(value, types.FunctionType) and _factory_of(value) == factory
 
 
 def _injected(node: Any) -> Any:
@@ -118,7 +121,7 @@ def _injected(node: Any) -> Any:
     if not isinstance(init, types.FunctionType) or not isinstance(update, types.FunctionType):
         return None
     captured = _cells(init) | _cells(update)
-    if _factory_of(update.__qualname__) not in _INJECTING or "inner_factory" not in captured:
+    if _factory_of(update) not in _INJECTING or "inner_factory" not in captured:
         return None
     scheduled = dict.fromkeys(captured.get("sched_hps", {}), 1.0)
     given = {**captured.get("other_hps", {}), **captured.get("numeric_hps", {}), **scheduled}
@@ -138,7 +141,15 @@ def _acts(value: Any) -> bool:
             return any(_acts(child) for child in value)
         case Mapping():
             return any(_acts(child) for child in value.values())
-    return False
+    return any(_update(child) is not None for child in _held(value).values())
+
+
+def _held(value: Any) -> Mapping[str, Any]:
+    """The attributes of an object that is neither a class nor a module."""
+    if isinstance(value, type | types.ModuleType):
+        return {}
+    found = getattr(value, "__dict__", {})
+    return found if isinstance(found, dict) else {}
 
 
 def _update(node: Any) -> Any:

@@ -1,0 +1,172 @@
+"""Programs that tests kill, and a server that starts them without importing JAX every time.
+
+Run as a program, it reads jobs from stdin, one JSON object a line, and forks for each: before JAX
+has any device or thread pool, so that a child is as good as a process of its own, and ends as one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import elastic_case
+import jax
+from elastic_case import abstract, compile_step, create, make_mesh
+from opt_optax_bridge.checkpoint import Checkpointer, plan_restore
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+FILE_EVENTS = frozenset(
+    {
+        *("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink"),
+        *("os.truncate", "os.chmod", "os.utime", "shutil.rmtree", "shutil.move"),
+    }
+)
+
+
+def train(
+    directory: str,
+    events: str,
+    *,
+    steps: int,
+    mesh: tuple[int, int] = (1, 1),
+    zero: bool = False,
+    async_save: bool = True,
+    optimizer: str = "adamw",
+    hidden: int = 32,
+    kill: tuple[int, int] | None = None,
+    term: str = "die",
+    **cluster: Any,
+) -> int:
+    """Goes on from the latest checkpoint, and saves every step.
+
+    Args:
+      directory: of the checkpoints.
+      events: a file to which what happens is appended, at once.
+      steps: to be made in all.
+      mesh: devices along `data` and `model`.
+      zero: whether state is split over `data`.
+      async_save: whether saves go on in the background.
+      optimizer: its name in `elastic_case`.
+      hidden: width of the model.
+      kill: a step, and the number of a file event while it is saved: SIGKILL at that event.
+      term: at SIGTERM `'die'`, `'leave'` at once by an exception, or `'finish'` the step.
+      **cluster: of `lm.config.Cluster`.
+    """
+    config, processes = map(importlib.import_module, ("lm.config", "lm.processes"))
+    log = os.open(events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def note(*words: object) -> None:
+        os.write(log, f"{' '.join(map(str, words))}\n".encode())
+
+    asked: list[int] = []
+    if term == "finish":
+        signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    elif term == "leave":
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    who = config.Cluster(**cluster)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", mesh[0] * mesh[1] // who.processes)
+    with processes.together(who):
+        devices = make_mesh(*mesh)
+        definition = getattr(elastic_case, optimizer)()
+        target = abstract(definition, devices, zero=zero, hidden=hidden)
+        saved = Checkpointer(directory, read_only=True).latest_valid()
+        trained = plan_restore(saved, target).apply() if saved else create(target)
+        start = saved.read_extras()["position"] if saved else 0
+        step = compile_step(target, devices)
+        note("resumed", start)
+        i = start - 1
+        with contextlib.ExitStack() as stack:
+            checkpointer = stack.enter_context(
+                Checkpointer(directory, max_to_keep=2, async_save=async_save)
+            )
+            for i in range(start, steps):
+                trained, loss = step(trained, i)
+                note("loss", i + 1, float(loss).hex())
+                checkpointer.wait()
+                if i > start:
+                    note("end", i)
+                if kill and kill[0] == i + 1:
+                    stack.enter_context(killed_at(kill[1], directory, note))
+                note("begin", i + 1)
+                checkpointer.save(i + 1, trained, extras={"position": i + 1})
+                if asked:
+                    break
+            checkpointer.close()
+        note("end", i + 1)
+    return 128 + asked[0] if asked else 0
+
+
+@contextlib.contextmanager
+def killed_at(number: int, directory: str, note: Callable[..., None]) -> Iterator[None]:
+    """Kills this process before it changes the files of a folder for the nth time, from 0."""
+    seen: list[str] = []
+    armed = True
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if not armed or not (event in FILE_EVENTS or (event == "open" and _writes(args))):
+            return
+        if not any(os.fspath(a).startswith(directory) for a in args if isinstance(a, str | Path)):
+            return
+        if len(seen) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen.append(event)
+
+    sys.addaudithook(hook)
+    yield
+    armed = False
+    note("events", len(seen))
+
+
+def _writes(args: tuple[Any, ...]) -> bool:
+    """Whether the arguments of the audit event `open` are those of a file that is written."""
+    _, mode, flags = args
+    if isinstance(mode, str):
+        return any(letter in mode for letter in "wax+")
+    return bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+
+def example(*arguments: str) -> int:
+    """Runs `examples/train_lm.py`."""
+    return int(importlib.import_module("train_lm").main(arguments))
+
+
+def serve() -> dict[str, Any] | None:
+    """Starts a process for each job, and says how they end; returns the job in each of them."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer: int | None
+        if "wait" in request:
+            pid, status = os.waitpid(request["wait"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = os.fork()
+            if answer == 0:
+                return dict(request)
+        print(json.dumps(answer), flush=True)
+    return None
+
+
+def main() -> int:
+    sys.path.insert(0, str(EXAMPLES))
+    importlib.import_module("train_lm")  # once, for all jobs
+    print(json.dumps("ready"), flush=True)
+    job = serve()
+    if job is None:
+        return 0
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    programs: dict[str, Callable[..., int]] = {"train": train, "example": example}
+    return programs[job["program"]](*job.get("args", ()), **job.get("options", {}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,321 @@
+"""Checkpoints on a disk that is full, read-only or shared, and in the order of a power cut."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from opt_optax_bridge.checkpoint import LeafInfo, NamedState, Schema, leaf_path
+from opt_optax_bridge.checkpoint._checkpointer import Checkpointer
+from opt_optax_bridge.checkpoint._saved_step import open_step
+from opt_optax_bridge.checkpoint.errors import (
+    CheckpointError,
+    MissingError,
+    SaveError,
+)
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+SHAPE = (256, 256)
+MODES = pytest.mark.parametrize("async_save", [True, False], ids=["async", "sync"])
+
+
+def state(seed: int, shape: tuple[int, ...] = SHAPE) -> NamedState:
+    rng = np.random.default_rng(seed)
+    leaves = {
+        f"params/w{i}": jnp.asarray(rng.standard_normal(shape), jnp.float32) for i in range(2)
+    }
+    infos = (LeafInfo(leaf_path(name), shape, "float32", "params") for name in leaves)
+    return NamedState(leaves, Schema(tuple(infos)))
+
+
+def check(root: Path, step: int, seed: int, shape: tuple[int, ...] = SHAPE) -> None:
+    """A step holds what was saved, bit for bit."""
+    wanted = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(state(seed, shape))
+    )
+    read = open_step(root / str(step), step=step).read(wanted)
+    for name, leaf in state(seed, shape).items():
+        np.testing.assert_array_equal(np.asarray(read[name]), np.asarray(leaf))
+
+
+def save_now(
+    checkpointer: Checkpointer, step: int, named: NamedState, wait: Callable[[], None] | None = None
+) -> None:
+    checkpointer.save(step, named)
+    (wait or checkpointer.wait)()
+
+
+@contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """Any write past a size of file fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Makes a disk of a few megabytes, where the machine lets us mount one."""
+    mounted = []
+
+    def make(megabytes: int) -> Path:
+        folder = tmp_path / "disk"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("no disk of our own: mounting is not allowed here")
+        mounted.append(folder)
+        return folder
+
+    yield make
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
+def child(code: str, *args: Any) -> subprocess.Popen[str]:
+    """Runs code in a process of its own, with this module's names."""
+    here = Path(__file__)
+    prelude = (
+        f"import sys; sys.path.insert(0, {str(here.parent)!r})\n"
+        f"from {here.stem} import *\nroot = Path(sys.argv[1])\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", prelude + code, *map(str, args)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+@MODES
+def test_d3_saving_a_step_again(async_save: bool, tmp_path: Path) -> None:
+    """Killed or out of space while saving over a step: the old copy stays, for none is touched."""
+    with Checkpointer(tmp_path, async_save=async_save) as checkpointer:
+        checkpointer.save(1, state(1))
+        with pytest.raises(SaveError, match="step 1 is not saved"):
+            checkpointer.save(1, state(2))
+        check(tmp_path, 1, 1)
+        # Over a step that is discarded first: the rest stays whole whenever the write fails.
+        checkpointer.save(2, state(2))
+        checkpointer.discard_after(1)
+        with small_files(100_000), pytest.raises(SaveError):
+            save_now(checkpointer, 2, state(3))
+        assert checkpointer.steps() == [1]
+    code = "with Checkpointer(root, async_save=False) as c: c.save(1, state(2))"
+    with child(code, tmp_path) as process:
+        assert process.wait() != 0
+    check(tmp_path, 1, 1)
+
+
+@MODES
+def test_d4_disk_is_full(async_save: bool, tmp_path: Path, disk: Callable[[int], Path]) -> None:
+    """Out of space: a typed error at save or wait, older steps whole, the next save works."""
+    shape = (1024, 256)
+    root = disk(6)
+    with Checkpointer(root, async_save=async_save) as checkpointer:
+        checkpointer.save(1, state(1, shape))
+        checkpointer.wait()
+        check(root, 1, 1, shape)
+        ballast = root / "ballast"
+        ballast.write_bytes(bytes(3 * 2**20))
+        with pytest.raises(SaveError, match=r"step 2 in .* not saved: "):
+            save_now(checkpointer, 2, state(2, shape))
+        assert checkpointer.steps() == [1]
+        check(root, 1, 1, shape)
+        ballast.unlink()
+        checkpointer.save(2, state(2, shape))
+        checkpointer.wait()
+        check(root, 2, 2, shape)
+        ballast.write_bytes(bytes(int(1.5 * 2**20)))
+        with pytest.raises(SaveError):
+            save_now(checkpointer, 3, state(3, shape), checkpointer.close)
+    with Checkpointer(root, read_only=True) as reader:
+        assert reader.steps() == [1, 2]
+    check(root, 2, 2, shape)
+
+
+def test_d5_no_place_to_write(tmp_path: Path) -> None:
+    """A file in the way, a folder that cannot be written, a missing parent."""
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(SaveError, match="cannot be made: Not a directory"):
+        Checkpointer(file / "root")
+    with pytest.raises(SaveError, match="cannot be made: File exists"):
+        Checkpointer(file)
+    with Checkpointer(tmp_path / "missing", read_only=True) as reader:
+        assert reader.steps() == []
+        with pytest.raises(MissingError, match="has no step 1; it has none"):
+            reader.at(1)
+    assert not (tmp_path / "missing").exists()
+    with Checkpointer(tmp_path / "a/b/c") as checkpointer:
+        checkpointer.save(1, state(1))
+    check(tmp_path / "a/b/c", 1, 1)
+    # `proc` refuses even the superuser.
+    with pytest.raises(CheckpointError, match=r"cannot be made|cannot be opened for writing"):
+        Checkpointer("/proc/self/checkpoints")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "file"]
+
+
+def test_d7_error_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the background is raised by the next call, or by `close`, once."""
+    from opt_optax_bridge.checkpoint._saving import Saving
+
+    encode = Saving.encode
+
+    def broken(self: Saving) -> bytes:
+        if self.manifest.step % 2:
+            raise OSError("the disk is gone")
+        return encode(self)
+
+    monkeypatch.setattr(Saving, "encode", broken)
+    words = r"step {} in .* not saved: OSError: the disk is gone"
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state(1))
+        with pytest.raises(SaveError, match=words.format(1)):
+            checkpointer.save(2, state(2))
+        checkpointer.wait()
+        checkpointer.save(2, state(2))
+        checkpointer.save(3, state(3))
+        with pytest.raises(SaveError, match=words.format(3)):
+            checkpointer.wait()
+        checkpointer.wait()
+        checkpointer.save(4, state(4))
+        checkpointer.save(5, state(5))
+        with pytest.raises(SaveError, match=words.format(5)):
+            checkpointer.close()
+        checkpointer.close()
+        assert checkpointer.steps() == [2, 4]
+    assert list(tmp_path.glob("*tmp*")) == []
+    with Checkpointer(tmp_path) as checkpointer:  # The folder was given back.
+        checkpointer.save(6, state(6))
+    check(tmp_path, 6, 6)
+
+
+def test_d8_two_writers(tmp_path: Path) -> None:
+    """Two writers that know nothing of each other, 20 times: one wins, the other's is an error."""
+    code = """
+import time
+me = int(sys.argv[2])
+jax.block_until_ready(dict(state(me)))
+print("ready", flush=True)
+for trial in range(20):
+    sys.stdin.readline()
+    try:
+        with Checkpointer(root / str(trial)) as checkpointer:
+            checkpointer.save(1, state(me))
+            checkpointer.wait()
+            sys.stdin.readline()
+        print("saved", flush=True)
+    except CheckpointError as error:
+        print(type(error).__name__, flush=True)
+        sys.stdin.readline()
+"""
+    writers = [child(code, tmp_path, me) for me in (1, 2)]
+    for process in writers:
+        assert read_line(process) == "ready"
+    for trial in range(20):
+        for process in writers:
+            tell(process)
+        root = tmp_path / str(trial)
+        deadline = time.monotonic() + 60
+        while not (root / "1").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for process in writers:
+            tell(process)
+        outcomes = [read_line(process) for process in writers]
+        assert sorted(outcomes) == ["LockError", "saved"], outcomes
+        check(root, 1, 1 + outcomes.index("saved"))
+    for process in writers:
+        process.communicate(timeout=60)
+
+
+def tell(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_d12_litter_of_crashes(tmp_path: Path) -> None:
+    """Five crashes in the middle of a save leave one temporary folder, and the next writer none."""
+    code = """
+def audit(event, args):
+    if event == "os.rename" and str(args[1]).endswith("-sealed"):
+        os.kill(os.getpid(), signal.SIGKILL)
+checkpointer = Checkpointer(root, max_to_keep=1)
+if checkpointer.latest_step() is None:
+    checkpointer.save(0, state(0)); checkpointer.save(1, state(1)); checkpointer.wait()
+sys.addaudithook(audit)
+checkpointer.save(2 + int(sys.argv[2]), state(2)); checkpointer.wait()
+"""
+    for crash in range(5):
+        with child(code, tmp_path, crash) as process:
+            assert process.wait(timeout=120) == -signal.SIGKILL
+        assert len(list(tmp_path.glob("*tmp*"))) == 1
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.steps() == [1]
+        checkpointer.save(2, state(2))
+        checkpointer.wait()
+        assert list(tmp_path.glob("*tmp*")) == []
+    assert list((tmp_path / "trash").iterdir()) == []
+    check(tmp_path, 1, 1)
+
+
+@MODES
+def test_d13_order_of_syncs(
+    async_save: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file and folder is synced, then renamed to its name, then the root is synced."""
+    events: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def spy_fsync(handle: int) -> None:
+        events.append(("sync", os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def spy_rename(source: Any, target: Any, **options: Any) -> None:
+        events.append(("rename", str(target)))
+        rename(source, target, **options)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(os, "rename", spy_rename)
+    with Checkpointer(tmp_path, async_save=async_save) as checkpointer:
+        checkpointer.save(1, state(1))
+        checkpointer.wait()
+    final = str(tmp_path / "1")
+    commit = events.index(("rename", final))
+    sealed = f"{tmp_path}/1.orbax-checkpoint-tmp-sealed"
+    before = [path for event, path in events[:commit] if event == "sync"]
+    for path in (tmp_path / "1").rglob("*"):
+        assert str(path).replace(final, sealed, 1) in before
+    synced = [path for path in before if path.startswith(sealed)]
+    assert synced[-1] == sealed
+    for folder in filter(lambda p: Path(p.replace(sealed, final, 1)).is_dir(), synced):
+        inside = [i for i, path in enumerate(synced) if path.startswith(folder + "/")]
+        assert not inside or max(inside) < synced.index(folder)
+    assert events[commit + 1] == ("sync", str(tmp_path))

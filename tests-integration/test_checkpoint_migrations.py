@@ -1,0 +1,802 @@
+"""Restores into another optimizer: refused as they are, then admitted, then trained on.
+
+The oracle is the same switch done by hand: Optax's own states put together, Optax's own updates.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.core
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_accumulate
+import opt_adafactor
+import opt_optax_bridge as opt
+import pytest
+from opt_core import FROZEN, MultiOptimizer, Optimizer, OptimizerDef
+from opt_optax_bridge import OptaxWrapper
+from opt_optax_bridge import checkpoint as ckpt
+from opt_optax_bridge.checkpoint import Rename, Stack, Unstack, errors, named_state, plan_restore
+
+optax: Any = importlib.import_module("optax")  # much of it is no explicit export
+Params = dict[str, Any]
+SCHEDULE = optax.linear_schedule(0.1, 0.0, 10)
+
+
+def make_params() -> Params:
+    return {
+        "b": jnp.array([0.5, -1.5, 2.0]),
+        "e": jnp.arange(8.0).reshape(4, 2) / 7 - 0.4,
+        "w": jnp.array([[0.3, -0.7, 1.1], [-0.2, 0.9, -1.3]]),
+    }
+
+
+def gradients(params: Any) -> Any:
+    return jax.tree.map(lambda p: jnp.cos(p.astype(jnp.float32)) * 2 + p / 3, params)
+
+
+WINDOWS = (optax.MultiSteps, opt_accumulate.MultiSteps)  # with control flow: slow uncompiled
+
+
+def step(optimizer: Optimizer) -> Optimizer:
+    return optimizer.apply_gradient(gradients(optimizer.target))
+
+
+def optax_step(tx: Any, params: Any, state: Any) -> tuple[Any, Any]:
+    updates, state = tx.update(gradients(params), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+compiled_step, compiled_optax_step = jax.jit(step), jax.jit(optax_step, static_argnums=0)
+
+
+def train(optimizer: Optimizer, steps: int = 3) -> Optimizer:
+    definition = optimizer.optimizer_def
+    has_windows = isinstance(definition, OptaxWrapper) and isinstance(
+        definition.optax_optimizer, WINDOWS
+    )
+    for _ in range(steps):
+        optimizer = compiled_step(optimizer) if has_windows else step(optimizer)
+    return optimizer
+
+
+def trained(definition: OptimizerDef, params: Params | None = None, steps: int = 3) -> Optimizer:
+    return train(definition.create(make_params() if params is None else params), steps)
+
+
+def by_optax(tx: Any, params: Any, state: Any, steps: int = 2) -> tuple[Any, Any]:
+    """Steps of Optax itself."""
+    one = compiled_optax_step if isinstance(tx, WINDOWS) else optax_step
+    for _ in range(steps):
+        params, state = one(tx, params, state)
+    return params, state
+
+
+def wrapped(tx: Any) -> OptimizerDef:
+    return OptaxWrapper(tx)
+
+
+def groups(*rules: Any, **options: Any) -> OptimizerDef:
+    return MultiOptimizer.from_rules(list(rules), **options)
+
+
+def assert_same(a: Any, b: Any) -> None:
+    before: Any = jax.tree.structure(a)
+    assert before == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def assert_own_buffers(*trees: Any) -> None:
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(trees)]
+    assert len(pointers) == len(set(pointers))
+
+
+def migrated(
+    saved: Any,
+    target: Optimizer,
+    allow: Iterable[str],
+    refused: Sequence[str] = (),
+    rules: Sequence[Any] = (),
+) -> Optimizer:
+    """Restores; before that, checks that no less is enough, and what the refusal names."""
+    with pytest.raises(errors.PlanError) as caught:
+        plan_restore(saved, target, rules=()).apply()
+    for text in refused:
+        assert f"{text}" in str(caught.value)
+    kinds = set(allow)
+    for kind in kinds:
+        plan = plan_restore(saved, target, allow=kinds - {kind}, rules=rules)
+        assert not plan.is_ok, f"{kind} is not needed"
+        assert kind in plan.missing_kinds
+    restored = plan_restore(saved, target, allow=kinds, rules=rules).apply()
+    before: Any = jax.tree.structure(target)
+    assert before == jax.tree.structure(restored)
+    assert_own_buffers(restored, target)
+    return restored
+
+
+def assert_goes_on(restored: Optimizer, tx: Any, params: Any, state: Any) -> None:
+    """As Optax does from the same parameters and the state put together by hand."""
+    assert_same(restored.target, params)
+    assert_same(restored.state.param_states, state)
+    params, state = by_optax(tx, params, state)
+    on = train(restored, 2)
+    assert_same(on.target, params)
+    assert_same(on.state.param_states, state)
+
+
+def assert_groups_go_on(restored: Optimizer, by_hand: Mapping[str, tuple[Any, Any]]) -> None:
+    """The same of every group: Optax alone on its parameters, from a state put together by hand."""
+    before, after = split(restored), split(train(restored, 2))
+    assert before.keys() == by_hand.keys()
+    for name, (tx, state) in by_hand.items():
+        params, own_state = before[name]
+        assert_same(own_state, state)
+        params, state = by_optax(tx, params, state)
+        assert_same(after[name], (params, state))
+
+
+def split(optimizer: Optimizer) -> dict[str, tuple[Any, Any]]:
+    """The parameters and the state of each group, without what belongs to others."""
+    assert isinstance(optimizer.optimizer_def, MultiOptimizer)
+    parts = optimizer.optimizer_def.split(optimizer)
+    return {name: own((part.target, part.state.param_states)) for name, part in parts.items()}
+
+
+def split_states(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: state for name, (_, state) in split(optimizer).items()}
+
+
+def own(tree: Any) -> Any:
+    """A tree without the `()` that stand for leaves of other groups."""
+    if isinstance(tree, Mapping):
+        children = {name: own(child) for name, child in tree.items()}
+        return {name: child for name, child in children.items() if type(child) is not tuple}
+    if isinstance(tree, tuple):
+        items = map(own, tree)
+        return type(tree)(*items) if hasattr(tree, "_fields") else tuple(items)
+    return tree
+
+
+Through = Callable[[Optimizer], Any]
+
+
+@pytest.fixture(params=["memory", "disk"])
+def through(request: pytest.FixtureRequest, tmp_path: Path) -> Through:
+    """Where restores come from."""
+    if request.param == "memory":
+        return named_state
+
+    def on_disk(optimizer: Optimizer) -> Any:
+        with ckpt.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(3, named_state(optimizer))
+            checkpointer.wait()
+            return checkpointer.at(3)
+
+    return on_disk
+
+
+def pick(tree: Any, *keys: str) -> Any:
+    """A part of Adam's state: `mu` and `nu` of some parameters, with the count."""
+    return tree._replace(mu={k: tree.mu[k] for k in keys}, nu={k: tree.nu[k] for k in keys})
+
+
+# Transformations that come and go.
+
+
+def ema_of_params(decay: float) -> Any:
+    """A moving average of the parameters, which begins as they are."""
+
+    def init_fn(params: Any) -> Any:
+        return {"average": jax.tree.map(jnp.copy, params)}
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
+        new = optax.apply_updates(params, updates)
+        mixed = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, state["average"], new)
+        return updates, {"average": mixed}
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def test_an_ema_of_the_parameters_is_added(through: Through) -> None:
+    old = trained(opt.adam(0.1))
+    tx = optax.chain(optax.adam(0.1), ema_of_params(0.9))
+    restored = migrated(
+        through(old),
+        wrapped(tx).create(make_params()),
+        {"initialise", "optimizer"},
+        ["+ state/ema_of_params/average/w", "`ema_of_params` is new"],
+    )
+    average = jax.tree.map(jnp.copy, old.target)  # of the restored parameters, not the target's
+    state = (old.state.param_states, {"average": average})
+    assert_goes_on(restored, tx, old.target, state)
+
+
+def test_optax_ema_of_updates_is_added() -> None:
+    old = trained(opt.adam(0.1))
+    tx = optax.chain(optax.adam(0.1), optax.ema(0.9))
+    restored = migrated(
+        named_state(old), wrapped(tx).create(make_params()), {"initialise", "optimizer"}
+    )
+    fresh = optax.ema(0.9).init(old.target)
+    assert_goes_on(restored, tx, old.target, (old.state.param_states, fresh))
+
+
+def test_a_clip_is_removed_and_added() -> None:
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    old = trained(wrapped(clipped))
+    restored = migrated(
+        named_state(old),
+        opt.adam(0.1).create(make_params()),
+        {"optimizer"},
+        ["`clip_by_global_norm` is gone"],
+    )
+    assert_goes_on(restored, optax.adam(0.1), old.target, old.state.param_states[1])
+    back = migrated(
+        named_state(restored),
+        wrapped(clipped).create(make_params()),
+        {"optimizer"},
+        ["`clip_by_global_norm` is new"],
+    )
+    assert_goes_on(back, clipped, old.target, old.state.param_states)
+
+
+def test_a_schedule_is_added_that_starts_anew() -> None:
+    old = trained(opt.adam(0.1))
+    restored = migrated(
+        named_state(old),
+        opt.adam(SCHEDULE).create(make_params()),
+        {"initialise", "optimizer"},
+        ["+ state/schedule/count int32[]", "`scale_by_schedule` is new"],
+    )
+    state = (old.state.param_states[0], optax.ScaleByScheduleState(jnp.int32(0)))
+    assert_goes_on(restored, optax.adam(SCHEDULE), old.target, state)
+
+
+def test_a_schedule_is_added_that_goes_on_from_the_step() -> None:
+    old = trained(opt.adam(0.1))
+    restored = migrated(
+        named_state(old),
+        opt.adam(SCHEDULE).create(make_params()),
+        {"optimizer"},
+        rules=[("state/schedule/count", Rename("state/step"))],
+    )
+    state = (old.state.param_states[0], optax.ScaleByScheduleState(jnp.int32(3)))
+    assert_goes_on(restored, optax.adam(SCHEDULE), old.target, state)
+
+
+@pytest.mark.parametrize("module", [optax, opt_accumulate])
+def test_multi_steps_is_added_and_removed(module: Any) -> None:
+    old = trained(opt.adam(0.1))
+    every_2 = wrapped(module.MultiSteps(optax.adam(0.1), 2))
+    restored = migrated(
+        named_state(old),
+        every_2.create(make_params()),
+        {"initialise", "optimizer"},
+        ["+ state/multi_steps/mini_step", "+ state/multi_steps/acc_grads/w"],
+    )
+    fresh = module.MultiSteps(optax.adam(0.1), 2).init(old.target)
+    by_hand = fresh._replace(inner_opt_state=old.state.param_states)
+    assert_same(restored.state.param_states, by_hand)
+    at_the_end = train(restored, 2)
+    plain = migrated(
+        named_state(at_the_end),
+        opt.adam(0.1).create(make_params()),
+        {"drop", "optimizer"},
+        ["- state/multi_steps/gradient_step"],
+    )
+    inner = at_the_end.state.param_states.inner_opt_state
+    assert_goes_on(plain, optax.adam(0.1), at_the_end.target, inner)
+
+
+def test_multi_steps_is_not_removed_in_the_middle_of_a_window() -> None:
+    middle = trained(wrapped(optax.MultiSteps(optax.adam(0.1), 2)), steps=3)
+    target = opt.adam(0.1).create(make_params())
+    saved = named_state(middle)
+    plan = plan_restore(saved, target, allow={"drop", "optimizer"})
+    with pytest.raises(errors.PlanError, match=r"1 mini-step.* of a window .* would be lost"):
+        plan.apply()
+    lost = plan_restore(
+        saved, target, allow={"drop", "optimizer"}, rules=[("state/multi_steps/mini_step", "drop")]
+    ).apply()
+    inner = middle.state.param_states.inner_opt_state
+    assert_goes_on(lost, optax.adam(0.1), middle.target, inner)
+    flushed = train(middle, 1)
+    plan_restore(named_state(flushed), target, allow={"drop", "optimizer"}).apply()
+
+
+def test_multi_steps_goes_on_in_the_middle_of_a_window_elsewhere() -> None:
+    """Another optimizer around it does not touch the window."""
+    old = trained(wrapped(optax.MultiSteps(optax.adam(0.1), 4)), steps=6)
+    tx = optax.MultiSteps(optax.chain(optax.clip(1.0), optax.adam(0.1)), 4)
+    restored = migrated(named_state(old), wrapped(tx).create(make_params()), {"optimizer"})
+    state = old.state.param_states
+    state = state._replace(inner_opt_state=(optax.EmptyState(), state.inner_opt_state))
+    assert_goes_on(restored, tx, old.target, state)
+
+
+# Adam and its like.
+
+
+def test_adam_becomes_adamw_and_back() -> None:
+    old = trained(opt.adam(0.1))
+    restored = migrated(
+        named_state(old),
+        opt.adamw(0.1).create(make_params()),
+        {"optimizer"},
+        ["`add_decayed_weights` is new"],
+    )
+    count, scaled = old.state.param_states
+    assert_goes_on(restored, optax.adamw(0.1), old.target, (count, optax.EmptyState(), scaled))
+    back = migrated(named_state(restored), opt.adam(0.1).create(make_params()), {"optimizer"})
+    assert_goes_on(back, optax.adam(0.1), old.target, old.state.param_states)
+
+
+@pytest.mark.parametrize("before", ["adam", "adamw"])
+def test_hyperparams_are_injected_and_taken_out(before: str) -> None:
+    old = trained(getattr(opt, before)(0.1))
+    tx = optax.inject_hyperparams(optax.adamw)(learning_rate=0.05)
+    restored = migrated(
+        named_state(old),
+        wrapped(tx).create(make_params()),
+        {"initialise", "optimizer"},
+        ["+ state/inject_hyperparams/hyperparams/learning_rate", "`inject_hyperparams` is new"],
+    )
+    fresh = tx.init(old.target)
+    inner = (old.state.param_states[0], *fresh.inner_state[1:])
+    assert_goes_on(restored, tx, old.target, strong(fresh._replace(inner_state=inner)))
+    back = migrated(
+        named_state(restored),
+        getattr(opt, before)(0.1).create(make_params()),
+        {"drop", "optimizer"},
+    )
+    raw = getattr(optax, before)(0.1)
+    assert_goes_on(back, raw, old.target, old.state.param_states)
+
+
+def strong(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.asarray(x, x.dtype), tree)
+
+
+def test_another_optimizer_altogether() -> None:
+    old = trained(opt.adam(0.1))
+    restored = migrated(
+        named_state(old),
+        opt.lion(0.1).create(make_params()),
+        {"drop", "initialise", "optimizer"},
+        ["- state/adam/mu/w", "+ state/lion/mu/w"],
+    )
+    assert int(restored.state.step) == 3
+    assert_goes_on(restored, optax.lion(0.1), old.target, strong(optax.lion(0.1).init(old.target)))
+
+
+# Groups.
+
+ADAM, FINE = opt.adam(0.1), opt.adam(0.01)
+TWO = (("fast", "w|b", ADAM), ("slow", "e", FINE))
+
+
+def adam_group(state: Any, *keys: str) -> Any:
+    return (pick(state[0], *keys), state[1])
+
+
+def test_adam_becomes_groups_and_back(through: Through) -> None:
+    old = trained(ADAM)
+    restored = migrated(
+        through(old),
+        groups(*TWO).create(make_params()),
+        {"regroup", "optimizer"},
+        ["state/groups/fast/adam/mu/w float32[2, 3] <- state/adam/mu/w", "`fast`, `slow` are new"],
+    )
+    state = old.state.param_states
+    assert_groups_go_on(
+        restored,
+        {
+            "fast": (optax.adam(0.1), adam_group(state, "b", "w")),
+            "slow": (optax.adam(0.01), adam_group(state, "e")),
+        },
+    )
+    back = migrated(
+        named_state(restored),
+        ADAM.create(make_params()),
+        {"regroup", "optimizer"},
+        ["groups `fast`, `slow` are gone", "the groups agree"],
+    )
+    assert_goes_on(back, optax.adam(0.1), old.target, state)
+
+
+def labels(params: Params) -> dict[str, str]:
+    return {name: "slow" if name == "e" else "fast" for name in params}
+
+
+@pytest.mark.parametrize("make", ["partition", "multi_transform"])
+def test_partitions_of_optax_become_groups_and_back(make: str) -> None:
+    tx = getattr(optax, make)({"fast": optax.adam(0.1), "slow": optax.adam(0.01)}, labels)
+    old = trained(wrapped(tx))
+    # Names and transformations are the same: nothing has to be admitted.
+    restored = plan_restore(named_state(old), groups(*TWO).create(make_params())).apply()
+    inner = old.state.param_states.inner_states
+    fast, slow = (inner[name].inner_state for name in ("fast", "slow"))  # with `MaskedNode`s
+    assert_groups_go_on(
+        restored,
+        {
+            "fast": (optax.adam(0.1), adam_group(fast, "b", "w")),
+            "slow": (optax.adam(0.01), adam_group(slow, "e")),
+        },
+    )
+    back = plan_restore(named_state(restored), wrapped(tx).create(make_params())).apply()
+    assert_goes_on(back, tx, old.target, old.state.param_states)
+
+
+def test_groups_that_do_not_agree_start_anew() -> None:
+    old = trained(groups(("fast", "w|b", ADAM), ("slow", "e", FROZEN)))
+    thawed = plan_restore(
+        named_state(old), groups(*TWO).create(make_params()), allow={"initialise", "optimizer"}
+    ).apply()
+    later = train(thawed, 2)  # counts 5 and 2
+    target = ADAM.create(make_params())
+    restored = migrated(
+        named_state(later),
+        target,
+        {"initialise", "drop", "optimizer"},
+        ["anew: its groups do not agree about `count`: `fast` 5, `slow` 2"],
+    )
+    assert_goes_on(restored, optax.adam(0.1), later.target, optax.adam(0.1).init(later.target))
+
+
+def test_a_group_is_added() -> None:
+    old = trained(groups(*TWO))
+    new = groups(("fast", "w", ADAM), ("biases", "b", opt.sgd(0.1, momentum=0.9)), TWO[1])
+    restored = migrated(
+        named_state(old),
+        new.create(make_params()),
+        {"initialise", "drop", "optimizer"},
+        ["- state/groups/fast/adam/mu/b", "+ state/groups/biases/trace/trace/b"],
+    )
+    states = split_states(old)
+    momentum = optax.sgd(0.1, momentum=0.9)
+    assert_groups_go_on(
+        restored,
+        {
+            "fast": (optax.adam(0.1), adam_group(states["fast"], "w")),
+            "biases": (momentum, momentum.init({"b": old.target["b"]})),
+            "slow": (optax.adam(0.01), states["slow"]),
+        },
+    )
+
+
+def test_a_group_is_renamed() -> None:
+    old = trained(groups(*TWO))
+    new = groups(("quick", "w|b", ADAM), TWO[1])
+    restored = migrated(
+        named_state(old),
+        new.create(make_params()),
+        {"regroup", "optimizer"},
+        ["group `fast` is gone", "group `quick` is new"],
+    )
+    states = split_states(old)
+    assert_groups_go_on(
+        restored,
+        {
+            "quick": (optax.adam(0.1), states["fast"]),
+            "slow": (optax.adam(0.01), states["slow"]),
+        },
+    )
+
+
+def test_groups_exchange_their_names() -> None:
+    """Counts follow the parameters, not the name."""
+    first = trained(groups(TWO[0], ("slow", "e", FROZEN)))
+    old = plan_restore(
+        named_state(first), groups(*TWO).create(make_params()), allow={"initialise", "optimizer"}
+    ).apply()
+    old = train(old, 1)  # counts 4 and 1
+    restored = migrated(
+        named_state(old),
+        groups(("slow", "w|b", ADAM), ("fast", "e", FINE)).create(make_params()),
+        {"regroup"},
+    )
+    states = split_states(old)
+    assert_groups_go_on(
+        restored,
+        {
+            "slow": (optax.adam(0.1), states["fast"]),
+            "fast": (optax.adam(0.01), states["slow"]),
+        },
+    )
+
+
+def test_a_group_without_moments_is_renamed() -> None:
+    """Only a schedule's count is kept: it is found by the parameters of the groups."""
+    sgd = opt.sgd(SCHEDULE)
+    first = trained(groups(("fast", "w|b", sgd), ("slow", "e", FROZEN)))
+    old = plan_restore(
+        named_state(first),
+        groups(("fast", "w|b", sgd), ("slow", "e", sgd)).create(make_params()),
+        allow={"initialise", "optimizer"},
+    ).apply()
+    old = train(old, 1)
+    restored = migrated(
+        named_state(old),
+        groups(("x", "e", sgd), ("y", "w|b", sgd)).create(make_params()),
+        {"regroup", "optimizer"},
+    )
+    counts = {name: int(state[1].count) for name, state in split_states(restored).items()}
+    assert counts == {"x": 1, "y": 4}
+
+
+def test_a_group_is_split_and_merged() -> None:
+    old = trained(groups(*TWO))
+    split = groups(("weights", "w", ADAM), ("biases", "b", ADAM), TWO[1])
+    restored = migrated(named_state(old), split.create(make_params()), {"regroup", "optimizer"})
+    states = split_states(old)
+    assert_groups_go_on(
+        restored,
+        {
+            "weights": (optax.adam(0.1), adam_group(states["fast"], "w")),
+            "biases": (optax.adam(0.1), adam_group(states["fast"], "b")),
+            "slow": (optax.adam(0.01), states["slow"]),
+        },
+    )
+    merged = migrated(
+        named_state(restored), groups(*TWO).create(make_params()), {"regroup", "optimizer"}
+    )
+    assert_same(split_states(merged), states)
+
+
+def test_a_group_is_merged_into_another() -> None:
+    """The name of the group is there already: its count alone does not decide."""
+    old = trained(groups(*TWO))
+    restored = migrated(
+        named_state(old),
+        groups(("fast", ".*", ADAM)).create(make_params()),
+        {"regroup", "optimizer"},
+    )
+    states = split_states(old)
+    both = {**states["fast"][0].mu, **states["slow"][0].mu}
+    assert_same(dict(sorted(split_states(restored)["fast"][0].mu.items())), both)
+    assert int(split_states(restored)["fast"][0].count) == 3
+
+
+def test_a_group_is_frozen_and_unfrozen() -> None:
+    old = trained(groups(*TWO))
+    frozen = migrated(
+        named_state(old),
+        groups(TWO[0], ("slow", "e", FROZEN)).create(make_params()),
+        {"drop", "optimizer"},
+        ["- state/groups/slow/adam/mu/e", "group `slow` is gone"],
+    )
+    fast = split_states(old)["fast"]
+    assert_groups_go_on(frozen, {"fast": (optax.adam(0.1), fast)})
+    assert_same(train(frozen, 2).target["e"], old.target["e"])
+    thawed = migrated(
+        named_state(frozen), groups(*TWO).create(make_params()), {"initialise", "optimizer"}
+    )
+    slow = optax.adam(0.01).init({"e": old.target["e"]})
+    by_hand = {"fast": (optax.adam(0.1), fast), "slow": (optax.adam(0.01), slow)}
+    assert_groups_go_on(thawed, by_hand)
+
+
+def test_unfrozen_parameters_that_join_a_group_are_told() -> None:
+    old = trained(groups(TWO[0], ("slow", "e", FROZEN)))
+    restored = migrated(
+        named_state(old),
+        groups(("fast", ".*", ADAM)).create(make_params()),
+        {"initialise"},
+        ["adam/mu/e float32[4, 2]: as `init` makes it, while `count` goes on from 3"],
+    )
+    state = split_states(restored)["fast"][0]
+    assert int(state.count) == 3
+    assert not np.any(np.asarray(state.mu["e"]))
+    assert_same(state.mu["w"], split_states(old)["fast"][0].mu["w"])
+
+
+# Adafactor.
+
+
+def factored_params() -> Params:
+    """Tall, wide, square, too small, a vector, a scalar."""
+    random = np.random.default_rng(0)
+    shapes = {
+        "tall": (9, 8),
+        "wide": (8, 10),
+        "square": (8, 8),
+        "small": (2, 3),
+        "b": (9,),
+        "s": (),
+    }
+    return {name: jnp.asarray(random.normal(size=s), jnp.float32) for name, s in shapes.items()}
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_adafactor_moves_between_optax_and_ours(momentum: float | None) -> None:
+    tx = optax.adafactor(0.05, min_dim_size_to_factor=8, momentum=momentum)
+    ours = opt_adafactor.Adafactor(0.05, min_dim_size_to_factor=8, beta1=momentum)
+    to_ours, to_optax = (
+        (ckpt.ADAFACTOR_MOMENTUM_FROM_OPTAX, ckpt.OPTAX_MOMENTUM_FROM_ADAFACTOR)
+        if momentum
+        else (ckpt.ADAFACTOR_FROM_OPTAX, ckpt.OPTAX_FROM_ADAFACTOR)
+    )
+    params = factored_params()
+    old = trained(wrapped(tx), params)
+    restored = migrated(
+        named_state(old),
+        ours.create(params),
+        {"optimizer"},
+        ["- state/factored_rms/v_row/tall", "+ state/adafactor/v_row/tall"],
+        rules=to_ours,
+    )
+    by_hand = opt_adafactor.from_optax_state(old.state.param_states)
+    assert_same(restored.state, by_hand)
+    expected, _ = by_optax(tx, old.target, old.state.param_states)
+    on = train(restored, 2)
+    for name in params:  # other operations in another order
+        np.testing.assert_allclose(on.target[name], expected[name], rtol=2e-6, atol=1e-6)
+    back = migrated(
+        named_state(restored), wrapped(tx).create(params), {"optimizer"}, rules=to_optax
+    )
+    assert_goes_on(back, tx, old.target, old.state.param_states)
+
+
+def test_adafactor_in_a_group_becomes_ours() -> None:
+    params = factored_params()
+    table = [("matrices", "tall|wide|square")]
+    tx = opt.adafactor(0.05, min_dim_size_to_factor=8)
+    ours = opt_adafactor.Adafactor(0.05, min_dim_size_to_factor=8)
+    old = trained(groups(*[(*row, tx) for row in table], rest=ADAM), params)
+    restored = migrated(
+        named_state(old),
+        groups(*[(*row, ours) for row in table], rest=ADAM).create(params),
+        {"optimizer"},
+        rules=ckpt.ADAFACTOR_FROM_OPTAX,
+    )
+    states, new = split_states(old), split_states(restored)
+    assert_same(new["rest"], states["rest"])
+    assert_same(new["matrices"]["wide"].v_col, states["matrices"][0].v_col["wide"])
+
+
+# Layers.
+
+
+def layers(count: int = 3) -> Params:
+    random = np.random.default_rng(1)
+    ks = [jnp.asarray(random.normal(size=(2, 3)), jnp.float32) for _ in range(count)]
+    return {"head": jnp.ones(2), **{f"layers_{i}": {"k": k} for i, k in enumerate(ks)}}
+
+
+def stacked(params: Params, axis: int) -> Params:
+    ks = [params[f"layers_{i}"]["k"] for i in range(3)]
+    return {"head": params["head"], "layers": {"k": jnp.stack(ks, axis)}}
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_layers_are_stacked_and_unstacked(through: Through, axis: int) -> None:
+    old = trained(ADAM, layers())
+    new = stacked(layers(), axis)
+    source = through(old)
+    restored = migrated(
+        source,
+        ADAM.create(new),
+        set(),
+        ["+ params/layers/k", "- params/layers_0/k", "- state/adam/mu/layers_2/k"],
+        rules=[(r"(.*)/layers/(.*)", Stack(r"\1/layers_{i}/\2", axis))],
+    )
+    moments = old.state.param_states[0]
+    moments = moments._replace(mu=stacked(moments.mu, axis), nu=stacked(moments.nu, axis))
+    state = (moments, old.state.param_states[1])
+    assert_goes_on(restored, optax.adam(0.1), stacked(old.target, axis), state)
+    back = migrated(
+        named_state(restored),
+        ADAM.create(layers()),
+        set(),
+        rules=[(r"(.*)/layers_(\d+)/(.*)", Unstack(r"\1/layers/\3", r"\2", axis))],
+    )
+    assert_goes_on(back, optax.adam(0.1), old.target, old.state.param_states)
+
+
+def test_layers_are_renamed() -> None:
+    old = trained(ADAM, layers())
+    new = {name.replace("layers_", "block"): value for name, value in layers().items()}
+    restored = migrated(
+        named_state(old),
+        ADAM.create(new),
+        set(),
+        rules=[(r"(.*)/block(\d+)/(.*)", Rename(r"\1/layers_\2/\3"))],
+    )
+
+    def rename(tree: Params) -> Params:
+        return {name.replace("layers_", "block"): value for name, value in tree.items()}
+
+    moments = old.state.param_states[0]
+    moments = moments._replace(mu=rename(moments.mu), nu=rename(moments.nu))
+    assert_goes_on(restored, optax.adam(0.1), rename(old.target), (moments, optax.EmptyState()))
+
+
+def test_renamed_parameters_move_into_groups() -> None:
+    """The count is found, though the parameters have other names."""
+    old = trained(groups(("first", "layers_.*", ADAM), ("head", "head", FINE)), layers())
+    new = stacked(layers(), 0)
+    restored = migrated(
+        named_state(old),
+        groups(("body", "layers/.*", ADAM), ("head", "head", FINE)).create(new),
+        {"regroup", "optimizer"},
+        rules=[
+            (r"params/layers/(.*)", Stack(r"params/layers_{i}/\1")),
+            (r"(state/groups)/body/(.*)/layers/(.*)", Stack(r"\1/first/\2/layers_{i}/\3")),
+        ],
+    )
+    assert int(split_states(restored)["body"][0].count) == 3
+
+
+# Dtypes, and parameters that come and go.
+
+
+def test_moments_become_bfloat16_and_float32() -> None:
+    old = trained(opt.adam(0.1))
+    half = opt.adam(0.1, mu_dtype=jnp.bfloat16)
+    restored = migrated(
+        named_state(old),
+        half.create(make_params()),
+        {"cast"},
+        ["state/adam/mu/w bfloat16[2, 3] <- state/adam/mu/w: float32 -> bfloat16"],
+    )
+    moments, scaled = old.state.param_states
+    mu = jax.tree.map(lambda x: x.astype(jnp.bfloat16), moments.mu)
+    tx = optax.adam(0.1, mu_dtype=jnp.bfloat16)
+    assert_goes_on(restored, tx, old.target, (moments._replace(mu=mu), scaled))
+    back = migrated(named_state(restored), opt.adam(0.1).create(make_params()), {"cast"})
+    mu = jax.tree.map(lambda x: x.astype(jnp.float32), mu)
+    assert_goes_on(back, optax.adam(0.1), old.target, (moments._replace(mu=mu), scaled))
+
+
+def test_a_parameter_is_new() -> None:
+    old = trained(ADAM)
+    params = make_params() | {"n": jnp.array([7.0, 8.0])}
+    restored = migrated(
+        named_state(old),
+        ADAM.create(params),
+        {"initialise"},
+        [
+            "+ params/n float32[2]",
+            "+ state/adam/mu/n float32[2]: as `init` makes it, while `count` goes on from 3",
+        ],
+    )
+    moments, scaled = old.state.param_states
+    zeros = {"n": jnp.zeros(2)}
+    moments = moments._replace(mu=moments.mu | zeros, nu=moments.nu | zeros)
+    new = dict(old.target) | {"n": params["n"]}
+    assert_goes_on(restored, optax.adam(0.1), new, (moments, scaled))
+
+
+def test_a_parameter_is_removed() -> None:
+    old = trained(ADAM)
+    params = {name: value for name, value in make_params().items() if name != "e"}
+    restored = migrated(
+        named_state(old), ADAM.create(params), {"drop"}, ["- params/e", "- state/adam/nu/e"]
+    )
+    moments, scaled = old.state.param_states
+    kept = {name: old.target[name] for name in params}
+    assert_goes_on(restored, optax.adam(0.1), kept, (pick(moments, "b", "w"), scaled))
+
+
+def test_several_changes_at_once() -> None:
+    """Groups, another parameter, a schedule, bfloat16."""
+    old = trained(opt.adam(0.1))
+    params = flax.core.freeze(make_params() | {"n": jnp.ones(2)})
+    table = (("fast", "w|n", opt.adam(SCHEDULE, mu_dtype=jnp.bfloat16)), ("slow", "e", FINE))
+    restored = migrated(
+        named_state(old),
+        groups(*table, ("stopped", "b", FROZEN)).create(params),
+        {"regroup", "optimizer", "initialise", "drop", "cast"},
+        rules=[("state/groups/fast/schedule/count", Rename("state/step"))],
+    )
+    on = train(restored, 2)
+    assert_same(on.target["b"], old.target["b"])
+    assert int(split_states(on)["fast"][1].count) == 5

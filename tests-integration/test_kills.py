@@ -1,0 +1,409 @@
+"""Training that is killed at any moment, and goes on from the last step that was saved.
+
+By default there are at least 30 SIGKILLs, 10 of them during a save, in a few minutes; with
+`OPT_ALL_KILLS=1` as many as the cases of `docs/checkpoint-cases.md` ask for: 100 at random, 10 for
+each of two processes, and 60 clean exits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from elastic_case import (
+    abstract,
+    adamw,
+    assert_same_bits,
+    bits,
+    compile_step,
+    create,
+    make_mesh,
+    momentum,
+)
+from kills import Worker, Workers, free_port, last_steps, pause, read_events, wait_for
+from opt_optax_bridge.checkpoint import Checkpointer
+
+pytestmark = pytest.mark.faults
+
+ALL = bool(os.environ.get("OPT_ALL_KILLS"))
+RANDOM_KILLS = 100 if ALL else 24
+KILLS_PER_PROCESS = 10 if ALL else 3
+CLEAN_EXITS = 60 if ALL else 6
+HEARTBEAT = 5
+
+
+@dataclasses.dataclass
+class Count:
+    """How many were killed, and how many of them during a save."""
+
+    kills: int = 0
+    in_saves: int = 0
+
+
+@pytest.fixture(scope="module")
+def count() -> Count:
+    return Count()
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    started = Workers(tmp_path_factory.mktemp("logs"))
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def expected() -> Callable[[int], Mapping[str, Any]]:
+    """Every bit of what the workers have after a step, if nothing disturbs them."""
+    mesh = make_mesh(1, 1)
+    target = abstract(momentum(), mesh)
+    step, optimizer = compile_step(target, mesh), create(target)
+    found: list[Mapping[str, Any]] = []
+
+    def of_step(number: int) -> Mapping[str, Any]:
+        nonlocal optimizer
+        while len(found) < number:
+            optimizer, _ = step(optimizer, len(found))
+            found.append(bits(optimizer))
+        return found[number - 1]
+
+    return of_step
+
+
+def read_step(folder: Path, step: int) -> dict[str, Any]:
+    """Every bit of a step, which has to be whole."""
+    saved = Checkpointer(folder, read_only=True).at(step)
+    assert saved.read_extras() == {"position": step}
+    leaves = [leaf for leaf in saved.schema.leaves if leaf.kind != "extra"]
+    read = saved.read({x.name: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves})
+    return {name: np.array(leaf) for name, leaf in read.items()}
+
+
+def check_folder(folder: Path, expected: Callable[[int], Mapping[str, Any]]) -> list[int]:
+    """Returns the steps that are listed; every one can be read and is exact."""
+    checkpointer = Checkpointer(folder, read_only=True)
+    steps = checkpointer.steps()
+    for step in steps:
+        assert_same_bits(read_step(folder, step), expected(step))
+    latest = checkpointer.latest_valid()
+    assert (latest.step if latest else None) == (steps[-1] if steps else None)
+    return steps
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_d1_killed_at_every_file_event_of_a_save(
+    workers: Workers,
+    expected: Callable[[int], Mapping[str, Any]],
+    count: Count,
+    tmp_path: Path,
+    mode: str,
+) -> None:
+    """D1: SIGKILL at each file event that Python sees of one save, the oldest step's deletion too.
+
+    The latest valid step is the one before or the new one, exact; so is every step that is listed.
+    Saves in the background have the same events: of theirs, every third.
+    """
+
+    def run(name: str, event: int) -> tuple[int, Path, list[list[str]]]:
+        folder, events = tmp_path / name, tmp_path / f"{name}.events"
+        options = {"optimizer": "momentum", "async_save": mode == "async", "kill": (3, event)}
+        code = workers.start("train", folder, events, steps=3, **options).wait()
+        return code, folder, read_events(events)
+
+    code, folder, events = run("whole", -1)
+    assert code == 0
+    assert check_folder(folder, expected) == [2, 3]
+    number = next(int(e[1]) for e in events if e[0] == "events")
+    assert number >= 20
+    outcomes = []
+    for event in range(0, number, 1 if mode == "sync" or ALL else 3):
+        code, folder, events = run(str(event), event)
+        if code == 0 and mode == "async":
+            continue  # other threads, another number of events
+        assert code == -signal.SIGKILL
+        assert last_steps(events) in ((3, 2), (2, 2))
+        outcomes.append(check_folder(folder, expected))
+        count.kills += 1
+        count.in_saves += 1
+    assert {tuple(steps) for steps in outcomes} <= {(1, 2), (1, 2, 3), (2, 3)}
+    assert {steps[-1] for steps in outcomes} == {2, 3}
+    # The next writer goes on from there, and leaves no litter.
+    code = workers.start("train", folder, tmp_path / "next", steps=4, optimizer="momentum").wait()
+    assert code == 0
+    assert check_folder(folder, expected) == [3, 4]
+    assert not [path.name for path in folder.iterdir() if "tmp" in path.name]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_d2_killed_at_random(
+    workers: Workers,
+    expected: Callable[[int], Mapping[str, Any]],
+    count: Count,
+    tmp_path: Path,
+    mode: str,
+) -> None:
+    """D2: random SIGKILLs, each process going on where the one before was killed.
+
+    Half of `RANDOM_KILLS` with saves that wait, half with saves in the background.
+    """
+    chance = random.Random(mode)
+    folder, latest, in_saves = tmp_path / "run", 0, 0
+    for i in range(RANDOM_KILLS // 2):
+        events = tmp_path / f"{i}.events"
+        options = {"optimizer": "momentum", "async_save": mode == "async", "steps": 10_000}
+        worker = workers.start("train", folder, events, **options)
+        until_begun(worker, events, latest + chance.randint(1, 3))
+        pause(chance, 0.2)
+        worker.kill()
+        assert worker.wait() == -signal.SIGKILL, worker.output()
+        noted = read_events(events)
+        assert noted[0] == ["resumed", str(latest)]
+        begun, ended = last_steps(noted)
+        in_saves += begun > ended
+        steps = check_folder(folder, expected)
+        found = steps[-1] if steps else 0
+        assert max(ended, latest) <= found <= begun
+        assert len(steps) <= 3
+        latest = found
+    assert latest > 0
+    assert in_saves >= (RANDOM_KILLS // 2) // 4
+    count.kills += RANDOM_KILLS // 2
+    count.in_saves += in_saves
+
+
+def until_begun(worker: Worker, events: Path, step: int) -> None:
+    """Waits until the save of a step has begun."""
+    wait_for(
+        lambda: worker.poll() is not None or last_steps(read_events(events))[0] >= step,
+        said=worker.output,
+    )
+
+
+@pytest.mark.parametrize("term", ["die", "leave", "finish"])
+def test_d6_sigterm_while_a_save_is_in_flight(
+    workers: Workers,
+    expected: Callable[[int], Mapping[str, Any]],
+    tmp_path: Path,
+    term: str,
+) -> None:
+    """D6: SIGTERM with a save in the background: all is there, or the exit code is not 0.
+
+    A program that asks between two steps, and closes the checkpointer, finishes what it has begun.
+    """
+    chance = random.Random(term)
+    for i in range(3):
+        folder, events = tmp_path / f"run-{i}", tmp_path / f"{i}.events"
+        worker = workers.start(
+            "train", folder, events, steps=10_000, optimizer="momentum", term=term
+        )
+        until_begun(worker, events, 2)
+        pause(chance, 0.1)
+        worker.kill(signal.SIGTERM)
+        code = worker.wait()
+        begun, ended = last_steps(read_events(events))
+        steps = check_folder(folder, expected)
+        assert code == (-signal.SIGTERM if term == "die" else 128 + signal.SIGTERM)
+        assert ended <= steps[-1] <= begun
+        if term == "finish":
+            assert steps[-1] == begun
+
+
+def until_gone(worker: Worker) -> float:
+    """Returns how long a process lasts."""
+    return wait_for(lambda: worker.poll() is not None, said=worker.output)
+
+
+def until_logged(worker: Worker, run: Path, count: int) -> None:
+    """Waits until a run of the example has logged so many steps."""
+    wait_for(lambda: worker.poll() is not None or len(lines(run)) >= count, said=worker.output)
+
+
+def start_pair(workers: Workers, program: str, *args: Any, **options: Any) -> list[Worker]:
+    """Starts two processes that meet at a port of their own; those of `train` note apart."""
+    coordinator = f"localhost:{free_port()}"
+    pair = []
+    for i in range(2):
+        if program == "train":
+            folder, events = args
+            own = {"processes": 2, "process_id": i, "coordinator": coordinator}
+            own |= {"heartbeat_timeout": HEARTBEAT}
+            pair.append(workers.start(program, folder, f"{events}-{i}", **own, **options))
+        else:
+            flags = ["--processes=2", f"--process-id={i}", f"--coordinator={coordinator}"]
+            flags.append(f"--heartbeat-timeout={HEARTBEAT}")
+            pair.append(workers.start(program, *args, *flags))
+    return pair
+
+
+def losses(events: list[list[str]]) -> dict[int, float]:
+    return {int(e[1]): float.fromhex(e[2]) for e in events if e[0] == "loss"}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    workers: Workers, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[int, float], dict[int, Any]]:
+    """Losses and states of two processes that nothing disturbs, by step."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    pair = start_pair(workers, "train", folder / "run", folder / "events", **PAIR, steps=LAST)
+    assert [worker.wait() for worker in pair] == [0, 0], pair[0].output()
+    one, two = (losses(read_events(folder / f"events-{i}")) for i in range(2))
+    assert one == two
+    assert sorted(one) == list(range(1, LAST + 1))
+    mesh = make_mesh(4, 2)
+    target = abstract(adamw(), mesh, zero=True)
+    step, optimizer, states = compile_step(target, mesh), create(target), {}
+    for i in range(LAST):
+        optimizer, loss = step(optimizer, i)
+        assert float(loss) == pytest.approx(one[i + 1], rel=1e-5)
+        states[i + 1] = bits(optimizer)
+    return one, states
+
+
+PAIR: dict[str, Any] = {"mesh": (4, 2), "zero": True}
+LAST = 2 + 4 * 2 * KILLS_PER_PROCESS
+# Who goes on after the first kills: as many processes as before, then others.
+ALONE: list[dict[str, Any]] = [
+    {"mesh": (4, 2), "zero": True},
+    {"mesh": (1, 8)},
+    {"mesh": (2, 2), "zero": True},
+]
+
+
+def test_d9_one_of_two_processes_is_killed_during_a_save(
+    workers: Workers,
+    undisturbed: tuple[dict[int, float], dict[int, Any]],
+    count: Count,
+    tmp_path: Path,
+) -> None:
+    """D9: two processes of four devices; the first, or the second, is killed during a save.
+
+    The survivor is gone within two heartbeats. Two others go on from the last complete step, with
+    the very losses of a run that nothing disturbed; then one process on another mesh, within 1e-5.
+    """
+    chance = random.Random(9)
+    folder, latest = tmp_path / "run", 0
+    whole, states = undisturbed
+    exact: dict[int, float] = {}
+    for kill in range(2 * KILLS_PER_PROCESS):
+        events = tmp_path / f"{kill}.events"
+        pair = start_pair(workers, "train", folder, events, **PAIR, steps=LAST)
+        victim, survivor = pair[kill % 2], pair[1 - kill % 2]
+        file = Path(f"{events}-{kill % 2}")
+        until_begun(victim, file, latest + 2)
+        pause(chance, 0.1)
+        victim.kill()
+        assert victim.wait() == -signal.SIGKILL, victim.output()
+        assert until_gone(survivor) < 2 * HEARTBEAT
+        assert survivor.wait() != 0
+        begun, ended = last_steps(read_events(file))
+        for noted in (read_events(Path(f"{events}-{i}")) for i in range(2)):
+            assert noted[0] == ["resumed", str(latest)]
+            exact |= losses(noted)
+        count.kills += 1
+        count.in_saves += begun > ended
+        steps = Checkpointer(folder, read_only=True).steps()
+        assert max(latest, ended) <= steps[-1]
+        latest = steps[-1]
+        for step in steps:
+            close_to(read_step(folder, step), states[step])
+    assert exact == {step: whole[step] for step in exact}
+    assert len(exact) > latest
+    for i, options in enumerate(ALONE):
+        events, stop = tmp_path / f"alone-{i}", min(latest + 2, LAST)
+        worker = workers.start("train", folder, events, **options, steps=stop)
+        assert worker.wait() == 0, worker.output()
+        noted = read_events(events)
+        assert noted[0] == ["resumed", str(latest)]
+        for step, loss in losses(noted).items():
+            assert loss == pytest.approx(whole[step], rel=1e-5)
+        latest = stop
+    assert Checkpointer(folder, read_only=True).latest_step() == latest
+
+
+def close_to(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(found[name], leaf, rtol=1e-5, atol=1e-6 * np.abs(leaf).max())
+
+
+TINY = [
+    *("--layers=1", "--d-model=16", "--heads=2", "--batch-size=8", "--sequence-length=16"),
+    *("--steps=30", "--checkpoint-every=1", "--sample-bytes=20"),
+]
+
+
+def test_the_example_is_killed_stopped_and_goes_on_with_another_number_of_processes(
+    workers: Workers, count: Count, tmp_path: Path
+) -> None:
+    """The main job: both kills of D9, a stop that both agree about, and the same losses."""
+    (tmp_path / "text").write_text("def f(x):\n    return 3 * x + 1\n" * 100)
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    data = f"--data={tmp_path / 'text'}"
+    alone = workers.start("example", f"--out={whole}", data, *TINY, "--checkpoint-every=30")
+    made = 0
+    for victim in (0, 1):
+        where = [f"--resume={run}"] if made else [f"--out={run}", data, *TINY]
+        pair = start_pair(workers, "example", *where)
+        until_logged(pair[0], run, made + 5)
+        pair[victim].kill()
+        assert pair[victim].wait() == -signal.SIGKILL, pair[victim].output()
+        assert until_gone(pair[1 - victim]) < 2 * HEARTBEAT
+        count.kills += 1
+        made = latest(run)
+        assert made > 0
+    pair = start_pair(workers, "example", f"--resume={run}", "--mesh=data=2,model=2", "--zero")
+    until_logged(pair[0], run, made + 3)
+    pair[1].kill(signal.SIGTERM)  # one of them is asked
+    assert [worker.wait() for worker in pair] == [130, 130], pair[0].output()
+    made = latest(run)
+    assert f"Stopped after step {made}. Continue:" in pair[0].output()
+    assert "Stopped" not in pair[1].output()
+    assert [line["step"] for line in lines(run)] == list(range(1, made + 1))
+    last = workers.start("example", f"--resume={run}", "--mesh=data=8,model=1", "--no-zero")
+    assert last.wait() == 0, last.output()
+    assert alone.wait() == 0, alone.output()
+    found, uninterrupted = lines(run), lines(whole)
+    assert [line["step"] for line in found] == list(range(1, 31))
+    for one, other in zip(found, uninterrupted, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    assert (run / "results.json").exists()
+    pair = start_pair(workers, "example", f"--out={run}", data, *TINY)
+    assert [worker.wait() for worker in pair] == [2, 2], pair[0].output()
+    assert f"train_lm: error: {run} is not empty" in pair[0].output()
+    assert "train_lm: error: process 0 cannot go on; it says why" in pair[1].output()
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    file = run / "metrics.jsonl"
+    text = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in text if line.endswith("\n")]
+
+
+def latest(run: Path) -> int:
+    found = Checkpointer(run / "checkpoints", read_only=True).latest_valid()
+    return found.step if found else 0
+
+
+def test_d10_two_processes_end_without_hanging(workers: Workers, tmp_path: Path) -> None:
+    """D10: clean exits of two processes: after a barrier and `jax.distributed.shutdown()`."""
+    for i in range(CLEAN_EXITS):
+        options = {"mesh": (2, 2), "steps": 1, "optimizer": "momentum"}
+        pair = start_pair(workers, "train", tmp_path / f"{i}", tmp_path / f"{i}.events", **options)
+        assert [worker.wait(120) for worker in pair] == [0, 0], pair[0].output()
+
+
+def test_there_were_enough_kills(count: Count) -> None:
+    """At least 30 kills in a run of all of these, at least 10 of them during a save."""
+    assert count.kills >= 30
+    assert count.in_saves >= 10
