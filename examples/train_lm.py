@@ -217,7 +217,8 @@ def train(
         contextlib.closing(Progress(done, config.steps, tokens, is_shown=is_first())) as progress,
         stop_requests() as must_stop,
     ):
-        checkpoints.discard_after(done)  # the run fell back from them, or they would be made again
+        checkpoints.discard_after(done)  # they are damaged, and will be made again,
+        folder.forget_after(done)  # as will be what was logged since
         for step in range(done + 1, config.steps + 1):
             optimizer, metrics = step_function(optimizer, job.shard(next(batches)), overrides)
             line = {"step": step, **numbers(jax.device_get(metrics))}
@@ -262,9 +263,9 @@ def plan_resume(placement: Placement, saved: SavedStep, path: Path) -> Plan:
     try:
         return plan_restore(saved, placement.optimizer).check()
     except PlanError as error:
+        summary, first, *_ = str(error.plan).splitlines()
         raise UsageError(
-            f"the checkpoint of {path} is of another configuration: {error.plan.summary()}, "
-            f"such as {error.plan.diff().splitlines()[0]}"
+            f"the checkpoint of {path} is of another configuration: {summary}, such as {first}"
         ) from error
 
 
@@ -296,8 +297,6 @@ def run(arguments: Arguments) -> int:
         batches.restore(saved.read_extras()["batches"])
     else:
         optimizer = create_optimizer(job, placement)
-    if arguments.resume is not None:
-        folder.forget_after(int(optimizer.state.step))
     optimizer, is_finished = train(job, folder, step_function, optimizer, batches, overrides)
     if is_finished:
         report(job, folder, optimizer.target)

@@ -339,7 +339,7 @@ def close_to(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 TINY = [
     *("--layers=1", "--d-model=16", "--heads=2", "--batch-size=8", "--sequence-length=16"),
-    *("--steps=60", "--checkpoint-every=1", "--sample-bytes=20"),
+    *("--steps=30", "--checkpoint-every=1", "--sample-bytes=20"),
 ]
 
 
@@ -350,7 +350,7 @@ def test_the_example_is_killed_stopped_and_goes_on_with_another_number_of_proces
     (tmp_path / "text").write_text("def f(x):\n    return 3 * x + 1\n" * 100)
     whole, run = tmp_path / "whole", tmp_path / "run"
     data = f"--data={tmp_path / 'text'}"
-    alone = workers.start("example", f"--out={whole}", data, *TINY)
+    alone = workers.start("example", f"--out={whole}", data, *TINY, "--checkpoint-every=30")
     made = 0
     for victim in (0, 1):
         where = [f"--resume={run}"] if made else [f"--out={run}", data, *TINY]
@@ -374,10 +374,14 @@ def test_the_example_is_killed_stopped_and_goes_on_with_another_number_of_proces
     assert last.wait() == 0, last.output()
     assert alone.wait() == 0, alone.output()
     found, uninterrupted = lines(run), lines(whole)
-    assert [line["step"] for line in found] == list(range(1, 61))
+    assert [line["step"] for line in found] == list(range(1, 31))
     for one, other in zip(found, uninterrupted, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
     assert (run / "results.json").exists()
+    pair = start_pair(workers, "example", f"--out={run}", data, *TINY)
+    assert [worker.wait() for worker in pair] == [2, 2], pair[0].output()
+    assert f"train_lm: error: {run} is not empty" in pair[0].output()
+    assert "train_lm: error: process 0 cannot go on; it says why" in pair[1].output()
 
 
 def lines(run: Path) -> list[dict[str, Any]]:

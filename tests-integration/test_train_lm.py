@@ -267,6 +267,20 @@ def test_a_run_that_was_killed_and_interrupted_has_the_same_losses(
     assert results[0] == results[1]
 
 
+def test_a_damaged_checkpoint_is_passed_over_and_made_again(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    *_, before, last = steps(whole)
+    damage(folder / "checkpoints" / str(last))
+    done = run("--resume", folder)
+    assert done.returncode == 0, done.stderr
+    said = f"{folder} goes on from step {before}: what was saved later is damaged\n"
+    assert done.stdout.startswith(said)
+    assert f"step {last} is passed over: " in done.stderr
+    assert read_metrics(folder) == read_metrics(whole)
+    assert read_checkpoint(folder) == read_checkpoint(whole)
+
+
 def test_learning_rate_on_resume_is_applied_from_there_on(
     whole: Path, interrupted: Path, tmp_path: Path
 ) -> None:

@@ -48,7 +48,8 @@ class LeafInfo:
     Attributes:
       path: the components of its name.
       shape: of the array; of a typed PRNG key, that of the array of keys.
-      dtype: `'float32'`, `'bfloat16'`, ...; of a typed PRNG key `'key<fry>'` and the like.
+      dtype: `'float32'`, `'bfloat16'`, ...; of a typed PRNG key `'key<fry>'` and the like; of a
+        Python scalar among the extras `'python'`.
       kind: `'params'`, `'state'` or `'extra'`.
       parameter: the path of the parameter that the leaf is or follows, if any.
       group: the names of the groups around it, outermost first.
@@ -146,8 +147,8 @@ def _check_leaves(leaves: Sequence[LeafInfo]) -> None:
             raise LoadError(f"`{where}/path`: `{leaf.name}` is there twice")
         if leaf.kind not in _KINDS:
             raise LoadError(f"`{where}/kind`: expected one of {_KINDS}, found {leaf.kind!r:.40}")
-        is_array = leaf.kind != "extra" and not leaf.is_key  # extras may be plain numbers
-        if is_array and not _is_dtype(leaf.dtype):
+        is_scalar = (leaf.kind, leaf.dtype) == ("extra", "python")
+        if not leaf.is_key and not is_scalar and not _is_dtype(leaf.dtype):
             raise LoadError(f"`{where}/dtype`: `{leaf.dtype:.40}` is no dtype of a checkpoint")
         seen.add(leaf.path)
 
