@@ -7,6 +7,7 @@ has any device or thread pool, so that a child is as good as a process of its ow
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
@@ -164,6 +165,7 @@ def main() -> int:
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)
+    faulthandler.enable()  # where it hangs: `Worker.output`
     programs: dict[str, Callable[..., int]] = {"train": train, "example": example}
     return programs[job["program"]](*job.get("args", ()), **job.get("options", {}))
 

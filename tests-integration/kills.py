@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-LIMIT = 240.0  # seconds; far more than anything takes on a machine that is not overloaded
+LIMIT = 110.0  # seconds; far more than anything takes on a machine that is not overloaded
 
 
 class Workers:
@@ -76,10 +76,18 @@ class Worker:
 
     def wait(self, seconds: float = LIMIT) -> int:
         """Its exit code; an error, with what it printed, where it does not end in time."""
-        wait_for(lambda: self.poll() is not None, seconds, self.output)
+        wait_for(lambda: self.poll() is not None, seconds, self.aborted)
         code = self.poll()
         assert code is not None
         return code
+
+    def aborted(self) -> str:
+        """What it printed, and where it was, of one that does not go on; it is ended."""
+        self.kill(signal.SIGABRT)
+        deadline = time.monotonic() + 10
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.output()
 
     def output(self) -> str:
         return self._log.read_text() if self._log.exists() else ""

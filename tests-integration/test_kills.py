@@ -186,7 +186,7 @@ def until_begun(worker: Worker, events: Path, step: int) -> None:
     """Waits until the save of a step has begun."""
     wait_for(
         lambda: worker.poll() is not None or last_steps(read_events(events))[0] >= step,
-        said=worker.output,
+        said=worker.aborted,
     )
 
 
@@ -221,12 +221,15 @@ def test_d6_sigterm_while_a_save_is_in_flight(
 
 def until_gone(worker: Worker) -> float:
     """Returns how long a process lasts."""
-    return wait_for(lambda: worker.poll() is not None, said=worker.output)
+    return wait_for(lambda: worker.poll() is not None, said=worker.aborted)
 
 
-def until_logged(worker: Worker, run: Path, count: int) -> None:
+def until_logged(pair: list[Worker], run: Path, count: int) -> None:
     """Waits until a run of the example has logged so many steps."""
-    wait_for(lambda: worker.poll() is not None or len(lines(run)) >= count, said=worker.output)
+    wait_for(
+        lambda: pair[0].poll() is not None or len(lines(run)) >= count,
+        said=lambda: "\n".join(worker.aborted() for worker in pair),
+    )
 
 
 def start_pair(workers: Workers, program: str, *args: Any, **options: Any) -> list[Worker]:
@@ -355,7 +358,7 @@ def test_the_example_is_killed_stopped_and_goes_on_with_another_number_of_proces
     for victim in (0, 1):
         where = [f"--resume={run}"] if made else [f"--out={run}", data, *TINY]
         pair = start_pair(workers, "example", *where)
-        until_logged(pair[0], run, made + 5)
+        until_logged(pair, run, made + 5)
         pair[victim].kill()
         assert pair[victim].wait() == -signal.SIGKILL, pair[victim].output()
         assert until_gone(pair[1 - victim]) < 2 * HEARTBEAT
@@ -363,7 +366,7 @@ def test_the_example_is_killed_stopped_and_goes_on_with_another_number_of_proces
         made = latest(run)
         assert made > 0
     pair = start_pair(workers, "example", f"--resume={run}", "--mesh=data=2,model=2", "--zero")
-    until_logged(pair[0], run, made + 3)
+    until_logged(pair, run, made + 3)
     pair[1].kill(signal.SIGTERM)  # one of them is asked
     assert [worker.wait() for worker in pair] == [130, 130], pair[0].output()
     made = latest(run)
