@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_optax_bridge.checkpoint import LeafInfo, NamedState, Schema, leaf_path
-from opt_optax_bridge.checkpoint._checkpointer import Checkpointer
-from opt_optax_bridge.checkpoint._digest import digest, to_hex
+from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
+from opt_optax_bridge.checkpoint._disk.digest import digest, to_hex
 from opt_optax_bridge.checkpoint.errors import DamagedError
 
 P = PartitionSpec

@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from opt_optax_bridge.checkpoint import LeafInfo, NamedState, Schema
-from opt_optax_bridge.checkpoint._checkpointer import Checkpointer
-from opt_optax_bridge.checkpoint._digest import digests
+from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
+from opt_optax_bridge.checkpoint._disk.digest import digests
 
 SHAPE = (2048, 2048)
 MEGABYTES = 16

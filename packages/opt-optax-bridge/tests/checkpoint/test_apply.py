@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 from opt_core import Optimizer
 from opt_optax_bridge import OptaxWrapper
 from opt_optax_bridge.checkpoint import Rename, errors, named_state, plan_restore
-from opt_optax_bridge.checkpoint._apply import fits
+from opt_optax_bridge.checkpoint._planning.apply import fits
 
 optax: Any = importlib.import_module("optax")  # much of it is no explicit export
 pytestmark = pytest.mark.usefixtures("optax_promotion")

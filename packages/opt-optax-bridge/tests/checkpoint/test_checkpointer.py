@@ -10,9 +10,9 @@ import opt_optax_bridge as opt
 import pytest
 from checkpoint_testing import bits, everything, files, same, small_state, state
 from opt_optax_bridge.checkpoint import named_state
-from opt_optax_bridge.checkpoint._checkpointer import Checkpointer
-from opt_optax_bridge.checkpoint._saved_step import open_step
-from opt_optax_bridge.checkpoint._storage import DTYPES
+from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
+from opt_optax_bridge.checkpoint._disk.saved_step import open_step
+from opt_optax_bridge.checkpoint._disk.storage import DTYPES
 from opt_optax_bridge.checkpoint.errors import (
     DamagedError,
     LeafError,
@@ -316,7 +316,7 @@ def test_an_error_in_the_block_is_the_one_to_be_seen(
     def broken(self: Any) -> bytes:
         raise OSError("no space")
 
-    monkeypatch.setattr("opt_optax_bridge.checkpoint._saving.Saving.encode", broken)
+    monkeypatch.setattr("opt_optax_bridge.checkpoint._disk.saving.Saving.encode", broken)
 
     def run() -> None:
         with Checkpointer(tmp_path) as checkpointer:

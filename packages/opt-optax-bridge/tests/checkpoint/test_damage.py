@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_testing import everything, files, same, small_state, state
-from opt_optax_bridge.checkpoint._checkpointer import Checkpointer
-from opt_optax_bridge.checkpoint._saved_step import open_step
+from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
+from opt_optax_bridge.checkpoint._disk.saved_step import open_step
 from opt_optax_bridge.checkpoint.errors import (
     CheckpointError,
     DamagedError,

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opt_optax_bridge.checkpoint._digest import digest, to_hex
-from opt_optax_bridge.checkpoint._storage import DTYPES
+from opt_optax_bridge.checkpoint._disk.digest import digest, to_hex
+from opt_optax_bridge.checkpoint._disk.storage import DTYPES
 
 WIDE = {"int64", "uint64", "float64", "complex128"}
 
@@ -78,7 +78,7 @@ def test_of_an_array_in_any_memory_order() -> None:
 
 
 def test_reads_an_array_once_and_writes_nothing() -> None:
-    from opt_optax_bridge.checkpoint._digest import _sums
+    from opt_optax_bridge.checkpoint._disk.digest import _sums
 
     large = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     compiled = _sums.lower(large).compile()

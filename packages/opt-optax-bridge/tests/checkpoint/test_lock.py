@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from opt_optax_bridge.checkpoint import _lock
-from opt_optax_bridge.checkpoint._lock import WriterLock
+from opt_optax_bridge.checkpoint._disk import lock as _lock
+from opt_optax_bridge.checkpoint._disk.lock import WriterLock
 from opt_optax_bridge.checkpoint.errors import LockError
 
 

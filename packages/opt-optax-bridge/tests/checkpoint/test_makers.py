@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from opt_optax_bridge.checkpoint._makers import makers, transformation_name
+from opt_optax_bridge.checkpoint._naming.makers import makers, transformation_name
 
 
 def params() -> dict[str, Any]:

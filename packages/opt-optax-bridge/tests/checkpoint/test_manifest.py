@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 from checkpoint_testing import small_state, state
 from opt_optax_bridge.checkpoint import LeafInfo, Schema, Transformation
-from opt_optax_bridge.checkpoint._manifest import Limits, Manifest, canonical_json
-from opt_optax_bridge.checkpoint._saving import Saving
-from opt_optax_bridge.checkpoint._storage import stored_shape
+from opt_optax_bridge.checkpoint._disk.manifest import Limits, Manifest, canonical_json
+from opt_optax_bridge.checkpoint._disk.saving import Saving
+from opt_optax_bridge.checkpoint._disk.storage import stored_shape
 from opt_optax_bridge.checkpoint.errors import (
     CheckpointError,
     DamagedError,

@@ -16,7 +16,7 @@ from opt_core import Optimizer
 from opt_core.errors import RestoreError
 from opt_optax_bridge import OptaxWrapper
 from opt_optax_bridge.checkpoint import read_legacy, restore_legacy
-from opt_optax_bridge.checkpoint._optax_history import MIGRATIONS
+from opt_optax_bridge.checkpoint._legacy.optax_history import MIGRATIONS
 from opt_optax_bridge.checkpoint.errors import VersionError
 
 FOLDER = Path(__file__).parent / "optax_states"

@@ -12,7 +12,7 @@ import pytest
 from opt_core import FROZEN, MultiOptimizer, Optimizer
 from opt_optax_bridge import OptaxWrapper
 from opt_optax_bridge.checkpoint import Schema, errors, named_state, plan_restore
-from opt_optax_bridge.checkpoint._compare import changes, occurrences
+from opt_optax_bridge.checkpoint._planning.compare import changes, occurrences
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 

@@ -7,7 +7,7 @@ import opt_optax_bridge as opt
 import pytest
 from opt_core import Optimizer
 from opt_optax_bridge.checkpoint import Rename, Stack, Unstack, errors, named_state, plan_restore
-from opt_optax_bridge.checkpoint._rules import KINDS, Policy
+from opt_optax_bridge.checkpoint._planning.rules import KINDS, Policy
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 

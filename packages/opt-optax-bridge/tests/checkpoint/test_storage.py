@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from opt_optax_bridge.checkpoint import LeafInfo
-from opt_optax_bridge.checkpoint._storage import encode, flatten, nest, store_key
+from opt_optax_bridge.checkpoint._disk.storage import encode, flatten, nest, store_key
 from opt_optax_bridge.checkpoint.errors import LeafError
 
 paths = st.lists(st.text(), min_size=1, max_size=4).map(tuple)

@@ -13,7 +13,7 @@ import pytest
 from opt_core import MultiOptimizer, OptimizerDef
 from opt_optax_bridge import OptaxWrapper
 from opt_optax_bridge.checkpoint import Transformation
-from opt_optax_bridge.checkpoint._transformations import transformations
+from opt_optax_bridge.checkpoint._naming.transformations import transformations
 
 optax: Any = importlib.import_module("optax")  # much of it is no explicit export
 pytestmark = pytest.mark.usefixtures("optax_promotion")

@@ -1,23 +1,14 @@
 """Checkpoints that survive a change of optimizer, of mesh, of library version, and a kill."""
 
 from opt_optax_bridge.checkpoint import errors
-from opt_optax_bridge.checkpoint._adafactor_rules import (
-    ADAFACTOR_FROM_OPTAX,
-    ADAFACTOR_MOMENTUM_FROM_OPTAX,
-    OPTAX_FROM_ADAFACTOR,
-    OPTAX_MOMENTUM_FROM_ADAFACTOR,
-)
-from opt_optax_bridge.checkpoint._checkpointer import Checkpointer
-from opt_optax_bridge.checkpoint._flax_optim import flax_optim_equivalent
-from opt_optax_bridge.checkpoint._legacy_read import read_legacy
-from opt_optax_bridge.checkpoint._legacy_restore import restore_legacy
-from opt_optax_bridge.checkpoint._match import plan_restore
-from opt_optax_bridge.checkpoint._names import NamedState, named_state, restore_named
-from opt_optax_bridge.checkpoint._optax_states import wrap_optax_state
-from opt_optax_bridge.checkpoint._plan import Dropped, Plan, Row
-from opt_optax_bridge.checkpoint._rules import Rename, Stack, Unstack
-from opt_optax_bridge.checkpoint._saved_step import SavedStep, open_step
-from opt_optax_bridge.checkpoint._schema import (
+from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
+from opt_optax_bridge.checkpoint._disk.saved_step import SavedStep, open_step
+from opt_optax_bridge.checkpoint._legacy.flax_optim import flax_optim_equivalent
+from opt_optax_bridge.checkpoint._legacy.read import read_legacy
+from opt_optax_bridge.checkpoint._legacy.restore import restore_legacy
+from opt_optax_bridge.checkpoint._naming.names import NamedState, named_state, restore_named
+from opt_optax_bridge.checkpoint._naming.optax_states import wrap_optax_state
+from opt_optax_bridge.checkpoint._naming.schema import (
     LeafInfo,
     Schema,
     Source,
@@ -25,6 +16,15 @@ from opt_optax_bridge.checkpoint._schema import (
     leaf_name,
     leaf_path,
 )
+from opt_optax_bridge.checkpoint._planning.adafactor_rules import (
+    ADAFACTOR_FROM_OPTAX,
+    ADAFACTOR_MOMENTUM_FROM_OPTAX,
+    OPTAX_FROM_ADAFACTOR,
+    OPTAX_MOMENTUM_FROM_ADAFACTOR,
+)
+from opt_optax_bridge.checkpoint._planning.match import plan_restore
+from opt_optax_bridge.checkpoint._planning.plan import Dropped, Plan, Row
+from opt_optax_bridge.checkpoint._planning.rules import Rename, Stack, Unstack
 
 __all__ = [
     "ADAFACTOR_FROM_OPTAX",

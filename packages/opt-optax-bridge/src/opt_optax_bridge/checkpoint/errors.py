@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from opt_core.errors import OptimizerError
 
 if TYPE_CHECKING:
-    from opt_optax_bridge.checkpoint._plan import Plan
+    from opt_optax_bridge.checkpoint._planning.plan import Plan
 
 __all__ = [
     "CheckpointError",

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from opt_core import Optimizer
 
-from opt_optax_bridge.checkpoint._checkpointer import Checkpointer
-from opt_optax_bridge.checkpoint._rules import Rename, Rule, Stack, Unstack
-from opt_optax_bridge.checkpoint._saved_step import SavedStep, open_step
+from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
+from opt_optax_bridge.checkpoint._disk.saved_step import SavedStep, open_step
+from opt_optax_bridge.checkpoint._planning.rules import Rename, Rule, Stack, Unstack
 
 
 class InputError(Exception):

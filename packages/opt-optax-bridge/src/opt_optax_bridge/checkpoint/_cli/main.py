@@ -10,8 +10,6 @@ from pathlib import Path
 
 import jax
 
-from opt_optax_bridge.checkpoint._apply import abstract
-from opt_optax_bridge.checkpoint._checkpointer import Checkpointer
 from opt_optax_bridge.checkpoint._cli.console import amount, print_table, progress
 from opt_optax_bridge.checkpoint._cli.inputs import (
     InputError,
@@ -21,11 +19,13 @@ from opt_optax_bridge.checkpoint._cli.inputs import (
     open_saved,
     parse_rule,
 )
-from opt_optax_bridge.checkpoint._match import plan_restore
-from opt_optax_bridge.checkpoint._plan import leaf_bytes
-from opt_optax_bridge.checkpoint._rules import KINDS
-from opt_optax_bridge.checkpoint._saved_step import SavedStep
-from opt_optax_bridge.checkpoint._schema import LeafInfo
+from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
+from opt_optax_bridge.checkpoint._disk.saved_step import SavedStep
+from opt_optax_bridge.checkpoint._naming.schema import LeafInfo
+from opt_optax_bridge.checkpoint._planning.apply import abstract
+from opt_optax_bridge.checkpoint._planning.match import plan_restore
+from opt_optax_bridge.checkpoint._planning.plan import leaf_bytes
+from opt_optax_bridge.checkpoint._planning.rules import KINDS
 from opt_optax_bridge.checkpoint.errors import CheckpointError
 
 OK, DIFFERENT, WRONG = 0, 1, 2
@@ -184,7 +184,7 @@ def _chunks(leaves: Sequence[LeafInfo]) -> Iterator[list[LeafInfo]]:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from opt_optax_bridge.checkpoint._legacy_restore import restore_legacy
+    from opt_optax_bridge.checkpoint._legacy.restore import restore_legacy
 
     path = Path(options.file)
     if not path.is_file():

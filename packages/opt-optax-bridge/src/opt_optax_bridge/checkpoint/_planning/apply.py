@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from opt_core import Optimizer, OptimizerState, strong_types, unalias
 
-from opt_optax_bridge.checkpoint._plan import Plan, Row
-from opt_optax_bridge.checkpoint._rules import Stack, Unstack
-from opt_optax_bridge.checkpoint._schema import LeafInfo
+from opt_optax_bridge.checkpoint._naming.schema import LeafInfo
+from opt_optax_bridge.checkpoint._planning.plan import Plan, Row
+from opt_optax_bridge.checkpoint._planning.rules import Stack, Unstack
 from opt_optax_bridge.checkpoint.errors import LeafError
 
 

@@ -9,11 +9,11 @@ from typing import Any
 from opt_core import GroupStates, MultiOptimizer, Optimizer
 
 from opt_optax_bridge._wrapper import OptaxWrapper
-from opt_optax_bridge.checkpoint import _flax_optim_state as flax_optim
-from opt_optax_bridge.checkpoint import _legacy_layouts as layouts
-from opt_optax_bridge.checkpoint._legacy_read import read_legacy
-from opt_optax_bridge.checkpoint._optax_history import migrate
-from opt_optax_bridge.checkpoint._schema import Names
+from opt_optax_bridge.checkpoint._legacy import flax_optim_state as flax_optim
+from opt_optax_bridge.checkpoint._legacy import layouts
+from opt_optax_bridge.checkpoint._legacy.optax_history import migrate
+from opt_optax_bridge.checkpoint._legacy.read import read_legacy
+from opt_optax_bridge.checkpoint._naming.schema import Names
 from opt_optax_bridge.checkpoint.errors import EquivalenceError, LoadError
 
 Source = bytes | bytearray | memoryview | str | os.PathLike[str] | Mapping[str, Any]

@@ -13,8 +13,8 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 from orbax.checkpoint.path import step as step_lib
 
-from opt_optax_bridge.checkpoint._manifest import FILE_NAME
-from opt_optax_bridge.checkpoint._storage import flatten
+from opt_optax_bridge.checkpoint._disk.manifest import FILE_NAME
+from opt_optax_bridge.checkpoint._disk.storage import flatten
 
 LEAVES, MANIFEST = "leaves", "manifest"
 

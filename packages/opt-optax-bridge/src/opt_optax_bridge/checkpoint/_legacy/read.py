@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from opt_optax_bridge.checkpoint._msgpack import Limits, decode
-from opt_optax_bridge.checkpoint._npz import decode_npz
+from opt_optax_bridge.checkpoint._legacy.msgpack import Limits, decode
+from opt_optax_bridge.checkpoint._legacy.npz import decode_npz
 from opt_optax_bridge.checkpoint.errors import LoadError
 
 _PICKLED = (

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from opt_core import MultiOptimizer, Optimizer, flatten_with_paths
 
-from opt_optax_bridge.checkpoint._flax_optim_state import get_at, sequence_of, set_at
-from opt_optax_bridge.checkpoint._schema import Names, leaf_name
+from opt_optax_bridge.checkpoint._legacy.flax_optim_state import get_at, sequence_of, set_at
+from opt_optax_bridge.checkpoint._naming.schema import Names, leaf_name
 from opt_optax_bridge.checkpoint.errors import LoadError, VersionError
 
 _T5X_VERSION = 3

@@ -12,7 +12,7 @@ from opt_core import Optimizer, OptimizerState, flatten_with_paths, path_str, st
 from opt_core.errors import TreeMismatchError
 
 from opt_optax_bridge._wrapper import OptaxWrapper
-from opt_optax_bridge.checkpoint._names import leaf_infos
+from opt_optax_bridge.checkpoint._naming.names import leaf_infos
 
 
 def wrap_optax_state(tx: Any, params: Any, opt_state: Any, *, step: Any = None) -> Optimizer:

@@ -16,12 +16,14 @@ import orbax.checkpoint as ocp
 from jax.sharding import Sharding, SingleDeviceSharding
 from opt_core import flatten_with_paths
 
-from opt_optax_bridge.checkpoint import _digest, _orbax, _storage
-from opt_optax_bridge.checkpoint._manifest import Limits, Manifest, read_manifest
-from opt_optax_bridge.checkpoint._processes import agree, is_first, together
-from opt_optax_bridge.checkpoint._saving import EXTRA
-from opt_optax_bridge.checkpoint._schema import LeafInfo, Schema, leaf_name
-from opt_optax_bridge.checkpoint._storage import Record
+from opt_optax_bridge.checkpoint._disk import digest as _digest
+from opt_optax_bridge.checkpoint._disk import orbax as _orbax
+from opt_optax_bridge.checkpoint._disk import storage as _storage
+from opt_optax_bridge.checkpoint._disk.manifest import Limits, Manifest, read_manifest
+from opt_optax_bridge.checkpoint._disk.processes import agree, is_first, together
+from opt_optax_bridge.checkpoint._disk.saving import EXTRA
+from opt_optax_bridge.checkpoint._disk.storage import Record
+from opt_optax_bridge.checkpoint._naming.schema import LeafInfo, Schema, leaf_name
 from opt_optax_bridge.checkpoint.errors import (
     CheckpointError,
     DamagedError,

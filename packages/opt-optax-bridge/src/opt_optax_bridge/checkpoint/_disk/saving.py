@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from opt_core import flatten_with_paths
 
-from opt_optax_bridge.checkpoint import _digest, _storage
-from opt_optax_bridge.checkpoint._manifest import Manifest, canonical_json
-from opt_optax_bridge.checkpoint._names import NamedState
-from opt_optax_bridge.checkpoint._schema import LeafInfo
+from opt_optax_bridge.checkpoint._disk import digest as _digest
+from opt_optax_bridge.checkpoint._disk import storage as _storage
+from opt_optax_bridge.checkpoint._disk.manifest import Manifest, canonical_json
+from opt_optax_bridge.checkpoint._naming.names import NamedState
+from opt_optax_bridge.checkpoint._naming.schema import LeafInfo
 from opt_optax_bridge.checkpoint.errors import LeafError
 
 EXTRA = "extra"

@@ -22,9 +22,9 @@ from opt_core import (
 from opt_core.protocols import DerivesLogicalAxes
 
 from opt_optax_bridge._wrapper import OptaxWrapper
-from opt_optax_bridge.checkpoint._makers import Maker, makers, transformation_name
-from opt_optax_bridge.checkpoint._schema import LeafInfo, Names, Schema, leaf_name, leaf_path
-from opt_optax_bridge.checkpoint._transformations import transformations
+from opt_optax_bridge.checkpoint._naming.makers import Maker, makers, transformation_name
+from opt_optax_bridge.checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name, leaf_path
+from opt_optax_bridge.checkpoint._naming.transformations import transformations
 from opt_optax_bridge.checkpoint.errors import LeafError
 
 _PLAIN = (tuple, list, dict)
@@ -139,7 +139,7 @@ def restore_named(optimizer: Optimizer, named: Mapping[str, Any]) -> Optimizer:
       >>> bool((again.target['w'] == optimizer.target['w']).all())
       True
     """
-    from opt_optax_bridge.checkpoint._match import plan_restore
+    from opt_optax_bridge.checkpoint._planning.match import plan_restore
 
     if not isinstance(named, NamedState):
         named = _bare(optimizer, named)

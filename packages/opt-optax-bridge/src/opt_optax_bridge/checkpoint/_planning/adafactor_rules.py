@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from opt_optax_bridge.checkpoint._rules import Rename, Rule
+from opt_optax_bridge.checkpoint._planning.rules import Rename, Rule
 
 _STATE = r"(state/(?:groups/[^/]+/)*)"
 _COUNTS = _STATE + r"(?:factored_rms|ema|schedule)/count"

@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from opt_optax_bridge.checkpoint._dtype_names import dtype_of
-from opt_optax_bridge.checkpoint._schema import leaf_name
+from opt_optax_bridge.checkpoint._legacy.dtype_names import dtype_of
+from opt_optax_bridge.checkpoint._naming.schema import leaf_name
 from opt_optax_bridge.checkpoint.errors import LoadError
 
 CHUNKED = "__msgpack_chunked_array__"  # Flax's key for an array too large for one entry

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from opt_optax_bridge.checkpoint._schema import LeafInfo, Names
+from opt_optax_bridge.checkpoint._naming.schema import LeafInfo, Names
 from opt_optax_bridge.checkpoint.errors import LeafError, LoadError
 
 ARRAY, KEY, EMPTY, PYTHON = "array", "key", "empty", "python"

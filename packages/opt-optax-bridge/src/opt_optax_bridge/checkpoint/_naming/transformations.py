@@ -16,8 +16,8 @@ import numpy as np
 from opt_core import Optimizer, OptimizerDef, leaf_groups
 
 from opt_optax_bridge._wrapper import OptaxWrapper
-from opt_optax_bridge.checkpoint._makers import factory_name, transformation_name
-from opt_optax_bridge.checkpoint._schema import Names, Transformation
+from opt_optax_bridge.checkpoint._naming.makers import factory_name, transformation_name
+from opt_optax_bridge.checkpoint._naming.schema import Names, Transformation
 
 _PARTITIONS = frozenset({"partition", "multi_transform"})  # their groups are in the names
 _CONTAINERS = frozenset({"chain", "named_chain", "with_extra_args_support", "identity"})

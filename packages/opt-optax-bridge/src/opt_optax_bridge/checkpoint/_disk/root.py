@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from opt_optax_bridge.checkpoint._durable import sync, temporary_paths
-from opt_optax_bridge.checkpoint._lock import WriterLock
+from opt_optax_bridge.checkpoint._disk.durable import sync, temporary_paths
+from opt_optax_bridge.checkpoint._disk.lock import WriterLock
 from opt_optax_bridge.checkpoint.errors import CheckpointError, LockError, SaveError
 
 TRASH = "trash"

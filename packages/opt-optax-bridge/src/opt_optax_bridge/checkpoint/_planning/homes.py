@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from opt_optax_bridge.checkpoint._schema import LeafInfo, Names, Schema, leaf_name, leaf_path
+from opt_optax_bridge.checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name, leaf_path
 
 Key = tuple[str, Names, Names | None]
 """A leaf of a state apart from its group: transformation, field, parameter."""

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from opt_core import Optimizer
 
-from opt_optax_bridge.checkpoint._rules import Rename, Stack, Unstack
-from opt_optax_bridge.checkpoint._schema import LeafInfo, Source
+from opt_optax_bridge.checkpoint._naming.schema import LeafInfo, Source
+from opt_optax_bridge.checkpoint._planning.rules import Rename, Stack, Unstack
 from opt_optax_bridge.checkpoint.errors import PlanError
 
 _LISTED = 40
@@ -152,7 +152,7 @@ class Plan:
           DamagedError: a leaf in the checkpoint is not what was written.
           LeafError: a value does not fit the dtype that it is cast to; says which leaf.
         """
-        from opt_optax_bridge.checkpoint._apply import apply_plan
+        from opt_optax_bridge.checkpoint._planning.apply import apply_plan
 
         return apply_plan(self.check())
 

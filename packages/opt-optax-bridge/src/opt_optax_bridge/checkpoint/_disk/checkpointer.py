@@ -13,13 +13,13 @@ from typing import Any, Self
 import orbax.checkpoint as ocp
 from opt_core import Optimizer
 
-from opt_optax_bridge.checkpoint import _orbax
-from opt_optax_bridge.checkpoint._durable import DurablePath
-from opt_optax_bridge.checkpoint._names import NamedState, named_state
-from opt_optax_bridge.checkpoint._processes import agree, are_equal, is_first
-from opt_optax_bridge.checkpoint._root import TRASH, WriterRoot
-from opt_optax_bridge.checkpoint._saved_step import Level, SavedStep, StepReport, open_step
-from opt_optax_bridge.checkpoint._saving import Saving, extra_leaves
+from opt_optax_bridge.checkpoint._disk import orbax as _orbax
+from opt_optax_bridge.checkpoint._disk.durable import DurablePath
+from opt_optax_bridge.checkpoint._disk.processes import agree, are_equal, is_first
+from opt_optax_bridge.checkpoint._disk.root import TRASH, WriterRoot
+from opt_optax_bridge.checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
+from opt_optax_bridge.checkpoint._disk.saving import Saving, extra_leaves
+from opt_optax_bridge.checkpoint._naming.names import NamedState, named_state
 from opt_optax_bridge.checkpoint.errors import (
     CheckpointError,
     DamagedError,

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from opt_optax_bridge.checkpoint._makers import transformation_name
-from opt_optax_bridge.checkpoint._schema import Names, Schema, Transformation, leaf_name
+from opt_optax_bridge.checkpoint._naming.makers import transformation_name
+from opt_optax_bridge.checkpoint._naming.schema import Names, Schema, Transformation, leaf_name
 
 Like = tuple[Names, str]
 """What transformations of one group have in common whose states have the same names."""

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from opt_optax_bridge.checkpoint._msgpack import DEFAULT, Limits, check_shape
+from opt_optax_bridge.checkpoint._legacy.msgpack import DEFAULT, Limits, check_shape
 from opt_optax_bridge.checkpoint.errors import LoadError
 
 _MAGIC = b"\x93NUMPY"

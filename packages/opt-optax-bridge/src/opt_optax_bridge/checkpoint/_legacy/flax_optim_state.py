@@ -11,8 +11,8 @@ import numpy as np
 from opt_core import Optimizer, children, flatten_with_paths
 
 from opt_optax_bridge._wrapper import OptaxWrapper
-from opt_optax_bridge.checkpoint._flax_optim import EQUALS, Equal, Slot, equal_of
-from opt_optax_bridge.checkpoint._schema import Names, leaf_name
+from opt_optax_bridge.checkpoint._legacy.flax_optim import EQUALS, Equal, Slot, equal_of
+from opt_optax_bridge.checkpoint._naming.schema import Names, leaf_name
 from opt_optax_bridge.checkpoint.errors import EquivalenceError, LoadError
 
 _WEIGHT_NORM = frozenset({"direction_state", "scale_state", "direction", "scale"})

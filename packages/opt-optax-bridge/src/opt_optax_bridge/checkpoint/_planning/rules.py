@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-from opt_optax_bridge.checkpoint._schema import LeafInfo
+from opt_optax_bridge.checkpoint._naming.schema import LeafInfo
 
 Kind: TypeAlias = Literal[
     "initialise", "drop", "cast", "reshape", "stack", "rename", "regroup", "optimizer"

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from opt_core import Optimizer
 
-from opt_optax_bridge.checkpoint._compare import changes, occurrences, setting
-from opt_optax_bridge.checkpoint._homes import Homes, is_agreed, key_of
-from opt_optax_bridge.checkpoint._names import NamedState, named_state
-from opt_optax_bridge.checkpoint._plan import Dropped, Plan, Row
-from opt_optax_bridge.checkpoint._rules import (
+from opt_optax_bridge.checkpoint._naming.names import NamedState, named_state
+from opt_optax_bridge.checkpoint._naming.schema import LeafInfo, Names, Source, leaf_name, leaf_path
+from opt_optax_bridge.checkpoint._planning.compare import changes, occurrences, setting
+from opt_optax_bridge.checkpoint._planning.homes import Homes, is_agreed, key_of
+from opt_optax_bridge.checkpoint._planning.plan import Dropped, Plan, Row
+from opt_optax_bridge.checkpoint._planning.rules import (
     Action,
     Policy,
     Rename,
@@ -26,7 +27,6 @@ from opt_optax_bridge.checkpoint._rules import (
     expanded,
     sources_of,
 )
-from opt_optax_bridge.checkpoint._schema import LeafInfo, Names, Source, leaf_name, leaf_path
 
 
 def plan_restore(

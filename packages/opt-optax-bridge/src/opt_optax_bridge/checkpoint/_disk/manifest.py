@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from opt_optax_bridge.checkpoint._schema import LeafInfo, Schema
-from opt_optax_bridge.checkpoint._storage import Record, check
+from opt_optax_bridge.checkpoint._disk.storage import Record, check
+from opt_optax_bridge.checkpoint._naming.schema import LeafInfo, Schema
 from opt_optax_bridge.checkpoint.errors import DamagedError, LoadError, VersionError
 
 FORMAT_VERSION = 1

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from opt_core import children, to_state_dict
 
-from opt_optax_bridge.checkpoint._schema import leaf_name
+from opt_optax_bridge.checkpoint._naming.schema import leaf_name
 from opt_optax_bridge.checkpoint.errors import VersionError
 
 Found = Mapping[str, Any]

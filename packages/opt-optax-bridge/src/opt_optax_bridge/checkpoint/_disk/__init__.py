@@ -1,0 +1,1 @@
+"""Steps on disk: Orbax, and what it lacks."""

@@ -1,0 +1,1 @@
+"""Files of flax.optim, TrainState and T5X, and states of older releases of Optax."""

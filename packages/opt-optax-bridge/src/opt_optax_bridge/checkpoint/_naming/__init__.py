@@ -1,0 +1,1 @@
+"""Names by meaning: what a checkpoint holds, and who wrote it."""
