@@ -47,7 +47,8 @@ text = "not a function"
 
 
 def adam() -> Optimizer:
-    return opt.adam(1e-3).create(PARAMS)
+    optimizer: Optimizer = opt.adam(1e-3).create(PARAMS)
+    return optimizer
 
 
 @pytest.fixture(scope="module")

@@ -186,7 +186,8 @@ def test_d11_no_save_is_left_out_in_silence(tmp_path: Path) -> None:
         for step in (20, 3, 4):
             with pytest.raises(SaveError, match=f"step {step} is not saved: .* has step 20"):
                 checkpointer.save(step, small_state())
-        for step in (-1, 2.0, True, np.int64(30)):
+        wrong: list[Any] = [-1, 2.0, True, np.int64(30)]
+        for step in wrong:
             with pytest.raises(SaveError, match="`step`: expected an integer from 0 on"):
                 checkpointer.save(step, small_state())
         assert [s for s in range(31) if checkpointer.should_save(s)] == [0, 10, 20, 30]
@@ -246,7 +247,8 @@ def test_extras(tmp_path: Path) -> None:
             checkpointer.save(2, small_state(), extras={"x": object()})
     saved = open_step(tmp_path / "0")
     read = saved.read_extras(like)
-    assert jax.tree.structure(read) == jax.tree.structure(extras)
+    structure: Any = jax.tree.structure(extras)
+    assert structure == jax.tree.structure(read)
     for found, expected in zip(jax.tree.leaves(read), jax.tree.leaves(extras), strict=True):
         assert type(found) is type(expected)
         assert found == expected if type(found) in (int, str) else bits(found) == bits(expected)
@@ -287,7 +289,9 @@ def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
         writer.wait()
         with Checkpointer(tmp_path, read_only=True) as reader:
             before = files(tmp_path)
-            assert reader.latest_valid().step == 1
+            saved = reader.latest_valid()
+            assert saved is not None
+            assert saved.step == 1
             assert files(tmp_path) == before
         with pytest.raises(LockError, match="has a writer already"):
             Checkpointer(tmp_path)

@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,13 @@ from opt_optax_bridge.checkpoint._disk.digest import digest, to_hex
 from opt_optax_bridge.checkpoint._disk.storage import DTYPES
 
 WIDE = {"int64", "uint64", "float64", "complex128"}
+
+
+def enable_x64() -> Any:
+    """Enables 64 bits inside a block: JAX 0.8 has it in `jax.experimental`."""
+    modules: list[Any] = [jax, jax.experimental]
+    (context,) = [module.enable_x64 for module in modules if hasattr(module, "enable_x64")][:1]
+    return context(True)
 
 
 def random_bits(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -37,7 +46,7 @@ def test_on_device_as_on_the_host(dtype: str) -> None:
     if dtype not in ("int2", "int4", "float4_e2m1fn"):
         assert expected == by_definition(array)
     if dtype in WIDE:
-        with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        with enable_x64():
             assert to_hex(digest(jnp.asarray(array))) == expected
     else:
         assert to_hex(digest(jnp.asarray(array))) == expected
@@ -82,4 +91,6 @@ def test_reads_an_array_once_and_writes_nothing() -> None:
 
     large = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     compiled = _sums.lower(large).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 4096
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    assert analysis.temp_size_in_bytes < 4096

@@ -115,7 +115,7 @@ def test_dtypes_that_cannot_be(dtype: str) -> None:
         decode(sealed(body))
 
 
-_JUNK = [
+_JUNK: list[Any] = [
     None,
     True,
     -1,

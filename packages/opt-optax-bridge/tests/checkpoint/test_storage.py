@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,8 +37,12 @@ def test_nested_and_flat_again(keys: set[tuple[str, ...]]) -> None:
         assert flatten(nest(flat)) == flat
 
 
-def info(leaf: object, **changes: object) -> LeafInfo:
-    given = {"path": ("state", "x"), "shape": np.shape(leaf), "dtype": str(leaf.dtype)}
+def info(leaf: Any, **changes: Any) -> LeafInfo:
+    given: dict[str, Any] = {
+        "path": ("state", "x"),
+        "shape": np.shape(leaf),
+        "dtype": str(leaf.dtype),
+    }
     return LeafInfo(**{**given, "kind": "state", **changes})
 
 
