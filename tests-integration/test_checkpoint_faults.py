@@ -122,8 +122,8 @@ def test_d3_saving_a_step_again(async_save: bool, tmp_path: Path) -> None:
             save_now(checkpointer, 2, state(3))
         assert checkpointer.steps() == [1]
     code = "with Checkpointer(root, async_save=False) as c: c.save(1, state(2))"
-    process = child(code, tmp_path)
-    assert process.wait() != 0
+    with child(code, tmp_path) as process:
+        assert process.wait() != 0
     check(tmp_path, 1, 1)
 
 
@@ -207,8 +207,8 @@ def test_d7_error_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert checkpointer.steps() == [2, 4]
     assert list(tmp_path.glob("*tmp*")) == []
     with Checkpointer(tmp_path) as checkpointer:  # The folder was given back.
-        checkpointer.save(5, state(6))
-    check(tmp_path, 5, 6)
+        checkpointer.save(6, state(6))
+    check(tmp_path, 6, 6)
 
 
 def test_d8_two_writers(tmp_path: Path) -> None:
@@ -274,9 +274,8 @@ sys.addaudithook(audit)
 checkpointer.save(2 + int(sys.argv[2]), state(2)); checkpointer.wait()
 """
     for crash in range(5):
-        process = child(code, tmp_path, crash)
-        assert process.wait(timeout=120) == -signal.SIGKILL
-        process.communicate()
+        with child(code, tmp_path, crash) as process:
+            assert process.wait(timeout=120) == -signal.SIGKILL
         assert len(list(tmp_path.glob("*tmp*"))) == 1
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.steps() == [1]

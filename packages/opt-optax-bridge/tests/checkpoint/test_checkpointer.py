@@ -13,7 +13,13 @@ from opt_optax_bridge.checkpoint import named_state
 from opt_optax_bridge.checkpoint._checkpointer import Checkpointer
 from opt_optax_bridge.checkpoint._saved_step import open_step
 from opt_optax_bridge.checkpoint._storage import DTYPES
-from opt_optax_bridge.checkpoint.errors import LeafError, LockError, MissingError, SaveError
+from opt_optax_bridge.checkpoint.errors import (
+    DamagedError,
+    LeafError,
+    LockError,
+    MissingError,
+    SaveError,
+)
 
 WIDE = {"int64", "uint64", "float64", "complex128"}
 
@@ -152,6 +158,24 @@ def test_e5_what_is_no_step(tmp_path: Path) -> None:
     assert (outside / "precious").read_text() == "precious"
     assert (root / "9").is_dir()
     assert (root / "10").is_symlink()
+
+
+def test_a_link_in_place_of_the_trash(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    for folder in (root, outside):
+        folder.mkdir()
+    (outside / "precious").write_text("precious")
+    (root / "trash").symlink_to(outside)
+    with pytest.raises(LockError, match="expected a folder for deleted steps: move it away"):
+        Checkpointer(root)
+    assert (outside / "precious").read_text() == "precious"
+
+
+def test_opening_what_is_no_step(tmp_path: Path) -> None:
+    with pytest.raises(MissingError, match="is no folder"):
+        open_step(tmp_path / "missing")
+    with pytest.raises(DamagedError, match=r"manifest\.json` cannot be read: No such file"):
+        open_step(tmp_path)
 
 
 def test_d11_no_save_is_left_out_in_silence(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_records_that_cannot_be(change: dict[str, Any], words: str) -> None:
 def test_dtypes_that_cannot_be(dtype: str) -> None:
     body = json.loads(written())["manifest"]
     body["schema"]["leaves"][0]["dtype"] = dtype
-    with pytest.raises(LoadError, match=f"`{dtype}` is no dtype of a checkpoint"):
+    with pytest.raises(LoadError, match=f"[`']{dtype}[`'] is no dtype"):
         decode(sealed(body))
 
 

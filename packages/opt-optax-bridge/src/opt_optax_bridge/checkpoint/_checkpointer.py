@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,20 +14,20 @@ import orbax.checkpoint as ocp
 from opt_core import Optimizer
 
 from opt_optax_bridge.checkpoint import _orbax
-from opt_optax_bridge.checkpoint._durable import DurablePath, sync, temporary_paths
-from opt_optax_bridge.checkpoint._lock import WriterLock
+from opt_optax_bridge.checkpoint._durable import DurablePath
 from opt_optax_bridge.checkpoint._names import NamedState, named_state
-from opt_optax_bridge.checkpoint._processes import agree, check_equal, is_first
+from opt_optax_bridge.checkpoint._processes import agree, are_equal, is_first
+from opt_optax_bridge.checkpoint._root import TRASH, WriterRoot
 from opt_optax_bridge.checkpoint._saved_step import Level, SavedStep, StepReport, open_step
 from opt_optax_bridge.checkpoint._saving import Saving, extra_leaves
 from opt_optax_bridge.checkpoint.errors import (
     CheckpointError,
-    LockError,
+    DamagedError,
+    LeafError,
     MissingError,
     SaveError,
 )
 
-TRASH = "trash"
 _log = logging.getLogger(__name__)
 
 
@@ -80,11 +79,10 @@ class Checkpointer:
         self.read_only = read_only
         self._interval = save_interval_steps
         self._saving: int | None = None
-        self._failed: set[int] = set()
-        self._lock: WriterLock | None = None
+        self._root = WriterRoot(self.directory)
         self._manager: ocp.CheckpointManager | None = None
         if not read_only:
-            agree(self._take())
+            agree(self._root.take() if is_first() else None)
             self._manager = self._open(max_to_keep, keep_period, async_save)
 
     def save(
@@ -114,8 +112,13 @@ class Checkpointer:
         saving, error = self._prepare(step, named, metadata, extras)
         agree(error)
         assert saving is not None
-        check_equal(saving.local_data())
-        self._empty_trash()
+        if not are_equal(saving.local_data()):
+            raise LeafError(
+                f"step {step} is not saved: the processes would save different things: expected "
+                "one schema, and arrays and scalars that every process has to be equal in all. "
+                "Save what differs as one global array"
+            )
+        self._root.clean()
         items: dict[str, Any] = {_orbax.MANIFEST: _orbax.ManifestSave(saving.encode)}
         if saving.arrays:
             items[_orbax.LEAVES] = ocp.args.PyTreeSave(saving.tree())
@@ -160,8 +163,8 @@ class Checkpointer:
             self._saving = None
             with suppress(Exception):  # It would say once more what has just been raised.
                 manager.close()  # type: ignore[no-untyped-call]
-            self._empty_trash()
-            self._release()
+            self._root.clean()
+            self._root.release()
 
     def __enter__(self) -> Self:
         return self
@@ -232,6 +235,8 @@ class Checkpointer:
           MissingError: there are steps, and none is valid.
         """
         steps = self.steps()
+        if not are_equal(repr(steps).encode()):
+            raise DamagedError(f"`{self.directory}`: the processes do not see the same steps")
         for step in reversed(steps):
             report = self.validate(step, level=level)
             if report.ok:
@@ -257,7 +262,7 @@ class Checkpointer:
         with self._failing(step):
             manager.reload()  # type: ignore[no-untyped-call]
             manager.delete(step)
-        self._empty_trash()
+        self._root.clean()
 
     def discard_after(self, step: int) -> list[int]:
         """Deletes the steps after one, so that a run that fell back to it can save again.
@@ -294,23 +299,6 @@ class Checkpointer:
         if path.exists() or path.is_symlink():
             raise SaveError(f"step {step} is not saved: `{path}` is in the way, and no checkpoint")
 
-    def _take(self) -> CheckpointError | None:
-        """Makes the folder and takes its lock, in the first process."""
-        if not is_first():
-            return None
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            trash = self.directory / TRASH
-            if trash.is_symlink() or (trash.exists() and not trash.is_dir()):
-                return LockError(f"`{trash}`: expected a folder for deleted steps: move it away")
-            self._lock = WriterLock(self.directory)
-        except LockError as error:
-            return error
-        except OSError as error:
-            return SaveError(f"`{self.directory}` cannot be made: {error.strerror}")
-        self._empty_trash()
-        return None
-
     def _open(
         self, max_to_keep: int | None, keep_period: int | None, async_save: bool
     ) -> ocp.CheckpointManager:
@@ -333,7 +321,7 @@ class Checkpointer:
                     ),
                 )
         except BaseException:
-            self._release()
+            self._root.release()
             raise
 
     def _writer(self) -> ocp.CheckpointManager:
@@ -351,27 +339,9 @@ class Checkpointer:
         except Exception as error:
             what = f"`{self.directory}`" if step is None else f"step {step} in `{self.directory}`"
             self._saving = None
-            self._failed |= {step} if step is not None else set()
+            if step is not None:
+                self._root.failed.add(step)
             raise SaveError(f"{what}: not saved: {_one_line(error)}") from error
-
-    def _empty_trash(self) -> None:
-        """Removes what was deleted by a rename, and what steps left that could not be saved."""
-        if self._lock is None:
-            return
-        failed, self._failed = self._failed, set()
-        for step in failed:
-            for path in temporary_paths(self.directory / str(step)):
-                shutil.rmtree(path, ignore_errors=True)
-        trash = self.directory / TRASH
-        if trash.is_dir():
-            sync(self.directory)  # The renames are on the disk before anything in them goes.
-            for path in trash.iterdir():
-                shutil.rmtree(path, ignore_errors=True)
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
 
 
 def _check_options(

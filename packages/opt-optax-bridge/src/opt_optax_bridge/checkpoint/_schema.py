@@ -147,10 +147,10 @@ def _check_leaves(leaves: Sequence[LeafInfo]) -> None:
             raise LoadError(f"`{where}/path`: `{leaf.name}` is there twice")
         if leaf.kind not in _KINDS:
             raise LoadError(f"`{where}/kind`: expected one of {_KINDS}, found {leaf.kind!r:.40}")
-        if not leaf.is_key and not (leaf.kind == "extra" and leaf.dtype == "python"):
+        if not leaf.is_key and (leaf.kind, leaf.dtype) != ("extra", "python"):
             try:
                 jnp.dtype(leaf.dtype)
-            except TypeError:
+            except (TypeError, ValueError):
                 raise LoadError(f"`{where}/dtype`: {leaf.dtype!r:.40} is no dtype") from None
         seen.add(leaf.path)
 
