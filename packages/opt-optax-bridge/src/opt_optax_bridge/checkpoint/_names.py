@@ -56,9 +56,7 @@ class NamedState(Mapping[str, Any]):
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         """Returns leaves where they are wanted; see `Source.read`."""
-        return {
-            name: _placed(self.leaves[name], place.sharding) for name, place in wanted.items()
-        }
+        return {name: _placed(self.leaves[name], place.sharding) for name, place in wanted.items()}
 
 
 def _placed(leaf: Any, sharding: Any) -> Any:
