@@ -69,7 +69,11 @@ def _device_sums(leaf: jax.Array) -> jax.Array:
     sharding = leaf.sharding
     if isinstance(sharding, NamedSharding):
         everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-        return cast(jax.Array, _replicated_sums(leaf, everywhere))
+        sums = cast(jax.Array, _replicated_sums(leaf, everywhere))
+        if not leaf.is_fully_addressable and next(iter(sharding.device_set)).platform == "cpu":
+            # Gloo's collectives of several programs at once may wait for one another for ever.
+            sums.block_until_ready()
+        return sums
     return cast(jax.Array, _sums(leaf))
 
 
