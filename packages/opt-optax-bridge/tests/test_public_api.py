@@ -5,9 +5,10 @@ from typing import Any
 
 import opt_optax_bridge
 import pytest
-from opt_optax_bridge import OptaxWrapper, optimizer_names, t5x
+from opt_optax_bridge import OptaxWrapper, checkpoint, optimizer_names, t5x
 
-MODULES = [opt_optax_bridge, t5x]
+WITH_TWINS = [opt_optax_bridge, t5x]
+MODULES = [*WITH_TWINS, checkpoint, checkpoint.errors]
 
 
 def test_all_is_sorted_and_there() -> None:
@@ -17,7 +18,7 @@ def test_all_is_sorted_and_there() -> None:
 
 
 def test_all_is_what_is_public() -> None:
-    helpers = {"Any", "Callable", "t5x"}
+    helpers = {"Any", "Callable", "checkpoint", "t5x"}
     public = {name for name in vars(opt_optax_bridge) if not name.startswith("_")} - helpers
     assert public == set(opt_optax_bridge.__all__)
 
@@ -42,7 +43,7 @@ def test_every_public_name_is_documented(value: Any) -> None:
     assert value.__doc__, "inherited words do not count"
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", WITH_TWINS, ids=lambda module: module.__name__)
 def test_dir_lists_the_twins(module: Any) -> None:
     listed = dir(module)
     assert listed == sorted(set(listed))

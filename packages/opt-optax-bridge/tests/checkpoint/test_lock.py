@@ -30,7 +30,7 @@ def test_one_at_a_time(way: str, tmp_path: Path) -> None:
 def test_a_process_that_is_gone_does_not_block(way: str, tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from opt_optax_bridge.checkpoint import _lock\n"
+        "from opt_optax_bridge.checkpoint._disk import lock as _lock\n"
         f"if {way == 'file'}: _lock._fcntl = lambda: None\n"
         "lock = _lock.WriterLock(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)\n"
     )

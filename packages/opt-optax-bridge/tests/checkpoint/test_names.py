@@ -192,7 +192,7 @@ def assert_comes_back(optimizer: Optimizer) -> None:
     assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(optimizer))
 
 
-def test_c8_like_numpy_arrays_are_not_shared() -> None:
+def test_numpy_arrays_are_not_shared() -> None:
     optimizer = wrapped(optax.adam(0.1))
     given = {name: np.array(leaf) for name, leaf in named_state(optimizer).items()}
     restored = restore_named(optimizer, given)

@@ -70,7 +70,8 @@ def _device_sums(leaf: jax.Array) -> jax.Array:
     if isinstance(sharding, NamedSharding):
         everywhere = NamedSharding(sharding.mesh, PartitionSpec())
         sums = cast(jax.Array, _replicated_sums(leaf, everywhere))
-        if not leaf.is_fully_addressable and next(iter(sharding.device_set)).platform == "cpu":
+        device: Any = next(iter(sharding.device_set))
+        if not leaf.is_fully_addressable and device.platform == "cpu":
             # Gloo's collectives of several programs at once may wait for one another for ever.
             sums.block_until_ready()
         return sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,12 +68,19 @@ def makers(init: Callable[[Any], Any], params: Any) -> dict[Names, Maker]:
             with jax.disable_jit():
                 state = init(params)
         finally:
-            sys.setprofile(before)
+            _restore_profile(before)
         found.update(_match(list(_nodes(state)), returned))
         return state
 
     jax.eval_shape(run, params)
     return dict(sorted(found.items(), key=lambda item: item[1].turn))
+
+
+def _restore_profile(before: Any) -> None:
+    if isinstance(before, cProfile.Profile):  # until Python 3.11; no function
+        before.enable()
+    else:
+        sys.setprofile(before)
 
 
 class _Returned(NamedTuple):

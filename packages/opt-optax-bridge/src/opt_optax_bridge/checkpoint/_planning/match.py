@@ -206,7 +206,12 @@ class _Matcher:
             problem = f"`{names[0]}` and others of its stack have different dtypes"
         admitted = set(kinds) <= self.policy.allow
         return dataclasses.replace(
-            row, kinds=(kind, *kinds), problem=problem, index=index, is_admitted=admitted
+            row,
+            kinds=(kind, *kinds),
+            note=f"{sources[0].dtype} -> {leaf.dtype}" if kinds else "",
+            problem=problem,
+            index=index,
+            is_admitted=admitted,
         )
 
     def _fitted(

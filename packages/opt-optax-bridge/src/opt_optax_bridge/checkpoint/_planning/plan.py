@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from opt_core import Optimizer
 
 from opt_optax_bridge.checkpoint._naming.schema import LeafInfo, Source
-from opt_optax_bridge.checkpoint._planning.rules import Rename, Stack, Unstack
+from opt_optax_bridge.checkpoint._planning.rules import KINDS, Rename, Stack, Unstack
 from opt_optax_bridge.checkpoint.errors import PlanError
 
 _LISTED = 40
@@ -26,7 +26,8 @@ class Row:
       action: `'matched'` (taken as it is), `'converted'`, `'initialised'`, or `'kept'` (as it is in
         the target).
       sources: the names in the checkpoint that it comes from.
-      kinds: what has to be admitted for it: see `Kind`; empty for what is matched.
+      kinds: what has to be admitted for it: see `Kind`; and `'rename'` or `'stack'` where a rule
+        does that. Empty for what is matched.
       by: the rule that says how, if one does.
       index: of an unstacked leaf, its position.
       note: why, for people to read.
@@ -114,7 +115,7 @@ class Plan:
         kinds = {k for row in self.rows if not row.is_admitted for k in row.kinds}
         kinds |= {"drop" for row in self.dropped if not row.is_admitted}
         kinds |= {"optimizer"} if self._refused_changes else set()
-        return frozenset(kinds) - self.allow
+        return frozenset(kinds & KINDS) - self.allow
 
     @property
     def _refused_changes(self) -> bool:

@@ -9,16 +9,13 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 from opt_optax_bridge.checkpoint._naming.schema import LeafInfo
 
-Kind: TypeAlias = Literal[
-    "initialise", "drop", "cast", "reshape", "stack", "rename", "regroup", "optimizer"
-]
+Kind: TypeAlias = Literal["initialise", "drop", "cast", "reshape", "regroup", "optimizer"]
 """What a plan may do beside matching:
 
 * `'initialise'`: a leaf of the target that the checkpoint lacks, as `init` makes it;
 * `'drop'`: a leaf of the checkpoint that the target has no place for;
 * `'cast'`: another dtype, where every value fits;
 * `'reshape'`: another shape of the same size;
-* `'stack'`, `'rename'`: what `Stack`, `Unstack` and `Rename` rules do; each rule admits itself;
 * `'regroup'`: a leaf whose parameter is in another group, or in none any more;
 * `'optimizer'`: other transformations, or others in their order.
 """
