@@ -11,9 +11,9 @@ WITH_TWINS = [opt_optax_bridge, t5x]
 MODULES = [*WITH_TWINS, checkpoint, checkpoint.errors]
 
 
-def test_all_is_sorted_and_there() -> None:
-    for module in MODULES:
-        assert module.__all__ == sorted(module.__all__)
+def test_all_is_there() -> None:
+    for module in MODULES:  # ruff sorts
+        assert len(module.__all__) == len(set(module.__all__))
         assert all(hasattr(module, name) for name in module.__all__)
 
 

@@ -2,7 +2,7 @@
 
 from opt_optax_bridge.checkpoint import errors
 from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
-from opt_optax_bridge.checkpoint._disk.saved_step import SavedStep, open_step
+from opt_optax_bridge.checkpoint._disk.saved_step import SavedStep, StepReport, open_step
 from opt_optax_bridge.checkpoint._legacy.flax_optim import flax_optim_equivalent
 from opt_optax_bridge.checkpoint._legacy.read import read_legacy
 from opt_optax_bridge.checkpoint._legacy.restore import restore_legacy
@@ -42,6 +42,7 @@ __all__ = [
     "Schema",
     "Source",
     "Stack",
+    "StepReport",
     "Transformation",
     "Unstack",
     "errors",
