@@ -35,3 +35,9 @@ def test_every_case_has_exactly_one_test() -> None:
     assert not unknown, f"no such case: {', '.join(unknown)}"
     assert not doubled, f"more than one test of a case: {', '.join(doubled)}"
     assert not missing, f"no test of {', '.join(missing)}"
+
+
+def test_the_table_of_the_docs_has_every_case() -> None:
+    page = (REPOSITORY / "docs" / "checkpoint-cases.md").read_text(encoding="utf-8")
+    listed = [row.lower() for row in re.findall(r"^\| ([A-F]\d+) \|", page, re.MULTILINE)]
+    assert sorted(listed) == sorted(CASES)

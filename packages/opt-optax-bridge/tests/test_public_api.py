@@ -1,5 +1,7 @@
 import importlib.metadata
 import inspect
+import subprocess
+import sys
 from importlib.resources import files
 from typing import Any
 
@@ -48,6 +50,16 @@ def test_dir_lists_the_twins(module: Any) -> None:
     listed = dir(module)
     assert listed == sorted(set(listed))
     assert set(optimizer_names()) | set(module.__all__) <= set(listed)
+
+
+def test_orbax_is_imported_where_it_is_needed() -> None:
+    code = (
+        "import sys, opt_optax_bridge.checkpoint as c\n"
+        "assert 'orbax.checkpoint' not in sys.modules\n"
+        "c.Checkpointer\n"
+        "assert 'orbax.checkpoint' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_types_are_shipped() -> None:

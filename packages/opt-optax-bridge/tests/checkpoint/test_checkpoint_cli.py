@@ -9,11 +9,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import flax.serialization
+import jax
 import jax.numpy as jnp
+import numpy as np
 import opt_optax_bridge as opt
 import pytest
 from opt_core import Optimizer
-from opt_optax_bridge.checkpoint import Checkpointer
+from opt_optax_bridge.checkpoint import Checkpointer, plan_restore
 from opt_optax_bridge.checkpoint._cli.main import main
 
 PARAMS = {"w": jnp.full((20, 30), 0.5), "b": jnp.ones(3)}
@@ -175,6 +178,38 @@ def test_verify_finds_a_flipped_bit(cli: Cli, root: Path, tmp_path: Path) -> Non
     good, bad = out.splitlines()
     assert good == f"{copy}@0: ok, 8 leaves"
     assert bad.startswith(f"{copy}@1: DamagedError: ")
+
+
+@pytest.fixture
+def adam_file(tmp_path: Path) -> Path:
+    """What `flax.optim.Adam` wrote."""
+    moments = {
+        name: {"grad_ema": np.full_like(x, 0.5), "grad_sq_ema": np.ones_like(x)}
+        for name, x in PARAMS.items()
+    }
+    state = {"step": np.int32(7), "param_states": moments}
+    path = tmp_path / "checkpoint_7"
+    contents = {"target": jax.device_get(PARAMS), "state": state}
+    path.write_bytes(flax.serialization.msgpack_serialize(contents))
+    return path
+
+
+def test_convert_makes_a_checkpoint(cli: Cli, adam_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "converted"
+    code, _, err = cli("convert", adam_file, out, "job:adam")
+    assert code == 1
+    assert "written_by" in err
+    assert not out.exists()
+    code, said, _ = cli("convert", adam_file, out, "job:adam", "--written-by", "Adam")
+    assert (code, said) == (0, f"{out / '7'}: 8 leaves\n")
+    assert cli("verify", out)[0] == 0
+    shown = cli("show", out)[1]
+    assert 'metadata: {"converted_from": "checkpoint_7"}' in shown
+    restored = plan_restore(Checkpointer(out, read_only=True).at(7), adam()).apply()
+    assert (restored.state.param_states[0].mu["w"] == 0.5).all()
+    assert int(restored.state.param_states[0].count) == 7
+    groups = ("--written-by", "a=Adam", "b")
+    assert cli("convert", adam_file, tmp_path / "x", "job:adam", *groups)[0] == 2
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
-"""Checkpoints that survive a change of optimizer, of mesh, of library version, and a kill."""
+"""Checkpoints that survive a change of optimizer, of mesh, of library version, and a kill.
+
+What writes and reads steps needs the extra `[orbax]`, and imports Orbax when it is first asked for.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from opt_optax_bridge.checkpoint import errors
-from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
-from opt_optax_bridge.checkpoint._disk.saved_step import SavedStep, StepReport, open_step
 from opt_optax_bridge.checkpoint._legacy.flax_optim import flax_optim_equivalent
 from opt_optax_bridge.checkpoint._legacy.read import read_legacy
 from opt_optax_bridge.checkpoint._legacy.restore import restore_legacy
@@ -25,6 +29,10 @@ from opt_optax_bridge.checkpoint._planning.adafactor_rules import (
 from opt_optax_bridge.checkpoint._planning.match import plan_restore
 from opt_optax_bridge.checkpoint._planning.plan import Dropped, Plan, Row
 from opt_optax_bridge.checkpoint._planning.rules import Rename, Stack, Unstack
+
+if TYPE_CHECKING:
+    from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
+    from opt_optax_bridge.checkpoint._disk.saved_step import SavedStep, StepReport, open_step
 
 __all__ = [
     "ADAFACTOR_FROM_OPTAX",
@@ -57,3 +65,22 @@ __all__ = [
     "restore_named",
     "wrap_optax_state",
 ]
+
+_ON_ORBAX = {
+    "Checkpointer": "checkpointer",
+    "SavedStep": "saved_step",
+    "StepReport": "saved_step",
+    "open_step": "saved_step",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what stands on Orbax, which takes a second, when it is asked for."""
+    if name not in _ON_ORBAX:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}._disk.{_ON_ORBAX[name]}")
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,7 +7,7 @@ import importlib
 import operator
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,26 @@ def parse_rule(text: str) -> Rule:
         f"`--rule`: expected initialise, keep, drop, cast, reshape, rename:SOURCE, "
         f"stack:SOURCE[:AXIS] or unstack:SOURCE:INDEX[:AXIS], found `{action}`"
     )
+
+
+def parse_writers(texts: Sequence[str]) -> str | dict[str, str] | None:
+    """Reads `NAME`, or `GROUP=NAME` for every group.
+
+    Raises:
+      InputError: it is something else.
+
+    Examples:
+      >>> parse_writers(['Adam']), parse_writers(['kernels=LAMB', 'rest=Adam'])
+      ('Adam', {'kernels': 'LAMB', 'rest': 'Adam'})
+    """
+    pairs = [text.rpartition("=") for text in texts]
+    if len(pairs) == 1 and not pairs[0][1]:
+        return pairs[0][2]
+    if not all(group and name for group, _, name in pairs):
+        raise InputError(
+            f"`--written-by` must be a NAME, or GROUP=NAME for each; found `{' '.join(texts)}`"
+        )
+    return {group: name for group, _, name in pairs} or None
 
 
 def _is_integer(text: str) -> bool:

@@ -18,9 +18,11 @@ from opt_optax_bridge.checkpoint._cli.inputs import (
     open_root,
     open_saved,
     parse_rule,
+    parse_writers,
 )
 from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
 from opt_optax_bridge.checkpoint._disk.saved_step import SavedStep
+from opt_optax_bridge.checkpoint._legacy.restore import restore_legacy
 from opt_optax_bridge.checkpoint._naming.schema import LeafInfo
 from opt_optax_bridge.checkpoint._planning.apply import abstract
 from opt_optax_bridge.checkpoint._planning.match import plan_restore
@@ -184,13 +186,11 @@ def _chunks(leaves: Sequence[LeafInfo]) -> Iterator[list[LeafInfo]]:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from opt_optax_bridge.checkpoint._legacy.restore import restore_legacy
-
     path = Path(options.file)
     if not path.is_file():
         raise InputError(f"`{path}` is no file")
     target = make_optimizer(options.function, allocate=True)
-    optimizer = restore_legacy(target, path)
+    optimizer = restore_legacy(target, path, written_by=parse_writers(options.written_by))
     step = int(optimizer.state.step) if options.step is None else options.step
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(optimizer))
     with progress(size) as advance, Checkpointer(options.root) as checkpointer:
@@ -273,6 +273,13 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("root", metavar="ROOT", help="where the checkpoint goes")
     convert.add_argument(
         "function", metavar="MODULE:FUNCTION", help="takes nothing, returns an opt_core.Optimizer"
+    )
+    convert.add_argument(
+        "--written-by",
+        nargs="+",
+        default=(),
+        metavar="[GROUP=]NAME",
+        help="which optimizer of flax.optim wrote it, such as Adam; for groups, each by its name",
     )
     convert.add_argument("--step", type=int, help="the step to save it as (default: its own)")
     convert.set_defaults(run=_convert)
