@@ -133,6 +133,35 @@ def test_diff_tells_leaves_apart(cli: Cli, root: Path, tmp_path: Path) -> None:
     assert "+ params/c float32[1]" in lines
 
 
+@pytest.fixture(scope="module")
+def extras(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with what docs/checkpoints.md saves beside the optimizer."""
+    folder = tmp_path_factory.mktemp("extras") / "checkpoints"
+    with Checkpointer(folder) as checkpointer:
+        for step, position in ((2, 17), (3, 18)):
+            kept = {"rng": jax.random.key(0), "position": position, "name": "a\nb"}
+            checkpointer.save(step, adam(), extras=kept)
+    return folder
+
+
+def test_python_scalars_go_through_every_command(cli: Cli, extras: Path) -> None:
+    first = f"{extras}@2"
+    code, out, _ = cli("ls", extras)
+    assert (code, out.splitlines()[1].split()[:2]) == (0, ["2", "11"])
+    code, out, _ = cli("show", first)
+    lines = {line.split()[0]: line.split() for line in out.splitlines()}
+    assert code == 0
+    assert lines["extra/position"][1:] == ["[]", "python", "0", "B", "17"]
+    assert lines["extra/name"][-1] == repr("a\nb")
+    data = json.loads(cli("show", first, "--json")[1])
+    assert data["scalars"] == {"extra/position": 17, "extra/name": "a\nb"}
+    assert cli("verify", first) == (0, f"{first}: ok, 11 leaves\n", "")
+    assert cli("diff", first, first) == (0, "", "")
+    assert cli("diff", first, extras) == (1, "~ extra/position: 17 -> 18\n", "")
+    code, out, _ = cli("plan", first, "job:adam", "--all")
+    assert (code, out.splitlines()[-1]) == (0, "8 matched (7,244 bytes)")
+
+
 def test_plan_says_whether_it_fits(cli: Cli, root: Path) -> None:
     code, out, err = cli("plan", root, "job:adam")
     assert (code, out) == (0, "8 matched (7,244 bytes)\n")

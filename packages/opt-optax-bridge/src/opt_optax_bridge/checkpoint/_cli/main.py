@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -80,7 +81,8 @@ def _ls(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     saved = open_saved(options.checkpoint)
     if options.json:
-        print(json.dumps(saved.schema.to_data() | {"metadata": saved.metadata}))
+        told = {"metadata": saved.metadata, "scalars": _scalars(saved)}
+        print(json.dumps(saved.schema.to_data() | told))
         return OK
     versions = ", ".join(f"{name} {version}" for name, version in saved.schema.versions.items())
     size = sum(map(leaf_bytes, saved.schema.leaves))
@@ -98,7 +100,7 @@ def _show(options: argparse.Namespace) -> int:
             leaf.dtype,
             amount(leaf_bytes(leaf)),
             saved.manifest.records[leaf.name].digest or "",
-            "" if leaf.value is None else str(leaf.value),
+            _value(saved, leaf),
         ]
         for leaf in saved.schema.leaves
     ]
@@ -128,10 +130,9 @@ def _differences(old: SavedStep, new: SavedStep) -> Iterator[str]:
         elif _described(before[name]) != _described(after[name]):
             yield f"- {_described(before[name])}"
             yield f"+ {_described(after[name])}"
-        elif old.manifest.records[name].digest != new.manifest.records[name].digest:
-            values = (before[name].value, after[name].value)
-            told = f": {values[0]} -> {values[1]}" if None not in values else ": other values"
-            yield f"~ {name}{told}"
+        elif _bits(old, name) != _bits(new, name):
+            values = (_value(old, before[name]), _value(new, after[name]))
+            yield f"~ {name}: {' -> '.join(values) if all(values) else 'other values'}"
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -207,6 +208,25 @@ def _optimizer(saved: SavedStep) -> str:
         group = "/".join(found.group)
         names.append(f"{group}:{found.name}" if group else found.name)
     return ", ".join(names) or "unknown"
+
+
+def _scalars(saved: SavedStep) -> dict[str, Any]:
+    """The Python scalars among the extras, by name."""
+    records = saved.manifest.records
+    return {x.name: records[x.name].scalar for x in saved.schema.leaves if x.dtype == "python"}
+
+
+def _value(saved: SavedStep, leaf: LeafInfo) -> str:
+    """The value of a leaf where the manifest has it, otherwise nothing."""
+    if leaf.dtype == "python":
+        return repr(saved.manifest.records[leaf.name].scalar)
+    return "" if leaf.value is None else str(leaf.value)
+
+
+def _bits(saved: SavedStep, name: str) -> tuple[str | None, str]:
+    """What is equal where two leaves are, to the bit; `1`, `1.0` and `True` are three values."""
+    record = saved.manifest.records[name]
+    return record.digest, repr(record.scalar)
 
 
 def _described(leaf: LeafInfo) -> str:
