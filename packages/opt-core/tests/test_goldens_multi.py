@@ -3,12 +3,22 @@
 from typing import Any
 
 import flax.core
+import flax.traverse_util
 import jax
 import numpy as np
 import pytest
 from core_testing import assert_same, structure
-from flax_optim import case, case_ids, checkpoint, definition_of, flatten, inputs, trajectory
-from opt_core import Optimizer
+from flax_optim import (
+    Momentum,
+    case,
+    case_ids,
+    checkpoint,
+    definition_of,
+    flatten,
+    inputs,
+    trajectory,
+)
+from opt_core import MultiOptimizer, Optimizer
 
 OLD_LAYOUT = "Multi_kernel_bias_032"
 TOLERANCE = 2e-6  # of the largest entry of an array; what reordered float32 sums were measured at
@@ -95,6 +105,21 @@ def test_the_list_layout_may_be_a_list() -> None:
         start.restore_state({"target": written["target"], "state": states}),
         start.restore_state(written),
     )
+
+
+def test_the_list_layout_is_in_the_order_of_the_components() -> None:
+    """`ModelParamTraversal` of Flax 0.3.2 sorted the keys of `flatten_dict`, tuples of strings."""
+    names = ("block", "block-1", "block.2", "block 3", "block+", "block0", "10", "2")
+    params = {name: {"kernel": np.full(2, i, np.float32)} for i, name in enumerate(names)}
+    order = sorted(flax.traverse_util.flatten_dict(params))
+    assert order != sorted(order, key="/".join)
+    states = [{"momentum": 10 * params[a][b]} for a, b in order]
+    written = {"target": params, "state": [{"step": np.int32(3), "param_states": states}]}
+    definition = MultiOptimizer((".*", Momentum(0.1)))
+    restored = definition.create(jax.tree.map(np.zeros_like, params)).restore_state(written)
+    found = restored.state_dict()["state"]["param_states"]
+    for name, layer in params.items():
+        assert np.array_equal(found[name]["kernel"]["momentum"], 10 * layer["kernel"]), name
 
 
 def test_a_list_that_does_not_fit_says_where() -> None:

@@ -135,8 +135,9 @@ def from_list_layout(
             found = Mismatch(f"state/{i}/step", MismatchKind.VALUE, expected, str(entry["step"]))
             problems.append(found)
         states = _items(entry.get("param_states", {}))
-        # Flax went through the leaves in the order of their joined paths.
-        paths = sorted(members[i], key="/".join) if i < len(members) else []
+        # Flax went through the leaves in the order of their paths, component by component: `a`
+        # before `a-1`, and "10" before "2".
+        paths = sorted(members[i]) if i < len(members) else []
         for names, value in zip(paths, states, strict=False):
             set_at(param_states, names, value)
         problems += [

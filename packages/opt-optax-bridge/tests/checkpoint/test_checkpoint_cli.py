@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -133,6 +134,35 @@ def test_diff_tells_leaves_apart(cli: Cli, root: Path, tmp_path: Path) -> None:
     assert "+ params/c float32[1]" in lines
 
 
+@pytest.fixture(scope="module")
+def extras(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with what docs/checkpoints.md saves beside the optimizer."""
+    folder = tmp_path_factory.mktemp("extras") / "checkpoints"
+    with Checkpointer(folder) as checkpointer:
+        for step, position in ((2, 17), (3, 18)):
+            kept = {"rng": jax.random.key(0), "position": position, "name": "a\nb"}
+            checkpointer.save(step, adam(), extras=kept)
+    return folder
+
+
+def test_python_scalars_go_through_every_command(cli: Cli, extras: Path) -> None:
+    first = f"{extras}@2"
+    code, out, _ = cli("ls", extras)
+    assert (code, out.splitlines()[1].split()[:2]) == (0, ["2", "11"])
+    code, out, _ = cli("show", first)
+    lines = {line.split()[0]: line.split() for line in out.splitlines()}
+    assert code == 0
+    assert lines["extra/position"][1:] == ["[]", "python", "0", "B", "17"]
+    assert lines["extra/name"][-1] == repr("a\nb")
+    data = json.loads(cli("show", first, "--json")[1])
+    assert data["scalars"] == {"extra/position": 17, "extra/name": "a\nb"}
+    assert cli("verify", first) == (0, f"{first}: ok, 11 leaves\n", "")
+    assert cli("diff", first, first) == (0, "", "")
+    assert cli("diff", first, extras) == (1, "~ extra/position: 17 -> 18\n", "")
+    code, out, _ = cli("plan", first, "job:adam", "--all")
+    assert (code, out.splitlines()[-1]) == (0, "8 matched (7,244 bytes)")
+
+
 def test_plan_says_whether_it_fits(cli: Cli, root: Path) -> None:
     code, out, err = cli("plan", root, "job:adam")
     assert (code, out) == (0, "8 matched (7,244 bytes)\n")
@@ -197,7 +227,7 @@ def adam_file(tmp_path: Path) -> Path:
 def test_convert_makes_a_checkpoint(cli: Cli, adam_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "converted"
     code, _, err = cli("convert", adam_file, out, "job:adam")
-    assert code == 1
+    assert code == 2
     assert "written_by" in err
     assert not out.exists()
     code, said, _ = cli("convert", adam_file, out, "job:adam", "--written-by", "Adam")
@@ -210,6 +240,71 @@ def test_convert_makes_a_checkpoint(cli: Cli, adam_file: Path, tmp_path: Path) -
     assert int(restored.state.param_states[0].count) == 7
     groups = ("--written-by", "a=Adam", "b")
     assert cli("convert", adam_file, tmp_path / "x", "job:adam", *groups)[0] == 2
+
+
+def test_convert_leaves_nothing_where_it_fails(
+    cli: Cli, adam_file: Path, root: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "plain" / "7").mkdir(parents=True)
+    (tmp_path / "junk").write_bytes(b"\x81\xa1a")
+    before = sorted(tmp_path.rglob("*"))
+    for given, words in (
+        ((adam_file, "out", "job:adam", "--step", "-1"), "`--step` must be an integer from 0 on"),
+        ((adam_file, "out", "job:adam", "--step", "9" * 5000), "`--step` must be an integer"),
+        (
+            (adam_file, "out", "job:more", "--written-by", "Adam"),
+            "state/param_states/new: has no state",
+        ),
+        ((adam_file, "plain", "job:adam", "--written-by", "Adam"), "is in the way"),
+        ((adam_file, "junk", "job:adam", "--written-by", "Adam"), "`junk` is no folder"),
+        (("junk", "out", "job:adam"), "cut short"),
+    ):
+        code, out, err = cli("convert", *given)
+        assert (code, out) == (2, ""), given
+        assert words in err.splitlines()[-1]
+    assert [p for p in sorted(tmp_path.rglob("*")) if "__pycache__" not in str(p)] == before
+
+
+def test_convert_is_quiet_where_it_fails(adam_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "job_quiet.py").write_text(MODULE)
+    (tmp_path / "out" / "7").mkdir(parents=True)
+    command = [sys.executable, "-m", "opt_optax_bridge.checkpoint", "convert", str(adam_file)]
+    given = ["out", "job_quiet:adam", "--written-by", "Adam"]
+    done = subprocess.run(
+        command + given, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[0] == "noise"
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_names_are_printed_with_escapes(cli: Cli, root: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "odd"
+    with Checkpointer(odd) as checkpointer:
+        names = ("a\nb\x1b[31m", "\ud800", "größe")
+        checkpointer.save(0, opt.sgd(1e-3).create({name: jnp.ones(1) for name in names}))
+    shown = (r"params/a\nb\x1b[31m", r"params/\ud800", "params/größe")
+    allow = ("--allow", "initialise", "drop", "optimizer")
+    for command in (
+        ("show", odd),
+        ("diff", root, odd),
+        ("plan", odd, "job:sgd", *allow),
+        ("plan", odd, "job:sgd", *allow, "--all"),
+    ):
+        _, out, _ = cli(*command)
+        assert all(name in out for name in shown), command
+        assert all(line.isprintable() for line in out.splitlines())
+        out.encode()
+    assert cli("verify", odd)[0] == 0
+    assert cli("ls", "no\x1b[31m\ud800")[2].isascii()
+
+
+def test_verify_takes_all_steps_of_a_folder_with_an_at(
+    cli: Cli, root: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(root, tmp_path / "run@5")
+    assert cli("verify", "run@5")[1] == "run@5@0: ok, 8 leaves\nrun@5@1: ok, 8 leaves\n"
+    assert cli("show", "run@5@0")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -226,17 +321,27 @@ def test_convert_makes_a_checkpoint(cli: Cli, adam_file: Path, tmp_path: Path) -
         (("plan", "ROOT", "job:adam", "--rule", "x"), "must be PATTERN=ACTION"),
         (("plan", "ROOT", "job:adam", "--rule", "x=y"), "found `y`"),
         (("plan", "ROOT", "job:adam", "--rule", "x=drop"), "matches no leaf of the checkpoint"),
+        (("plan", "ROOT", "job:adam", "--rule", "x=unstack:y:" + "1" * 5000), "found `unstack:y:1"),
+        (("plan", "ROOT", "job:adam", "--rule", "x=stack:y:" + "1" * 5000), "found `stack:y:1"),
+        (("show", "ROOT@9"), "has no step 9; it has [0, 1]"),
+        (("verify", "ROOT@9"), "has no step 9; it has [0, 1]"),
+        (("diff", "ROOT", "ROOT@9"), "has no step 9; it has [0, 1]"),
+        (("show", "ROOT@" + "9" * 5000), "has no step 99999999999999999999;"),
+        (("show", "9" * 5000), "99` is no folder"),
+        (("show", "a\0b"), r"`a\x00b` is no folder"),
+        (("convert", "9" * 5000, "out", "job:adam"), "99` is no file"),
         (("convert", "no_such_file", "out", "job:adam"), "is no file"),
     ],
 )
 def test_wrong_input_is_one_line(
     cli: Cli, root: Path, arguments: tuple[str, ...], words: str
 ) -> None:
-    code, out, err = cli(*(str(root) if x == "ROOT" else x for x in arguments))
+    code, out, err = cli(*(re.sub("^ROOT(?=$|@)", str(root), x) for x in arguments))
     (line,) = [line for line in err.splitlines() if line != "noise"]
     assert (code, out) == (2, "")
     assert line.startswith("checkpoint: error: ")
     assert words in line
+    assert len(line) < 1000
 
 
 def test_runs_as_a_module(root: Path) -> None:

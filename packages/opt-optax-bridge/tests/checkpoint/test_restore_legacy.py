@@ -5,6 +5,7 @@ import copy
 from typing import Any
 
 import flax.serialization
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,7 +82,10 @@ def test_lars_keeps_the_update_and_flax_its_negative() -> None:
     lars = flax_optim_equivalent("LARS", learning_rate=0.1).create(params())
     sgd = flax_optim_equivalent("Momentum", learning_rate=0.1).create(params())
     source = saved("momentum")
-    traces = [next(leaf.max() for leaf in _traces(restore_legacy(o, source))) for o in (lars, sgd)]
+    traces = [
+        next(t["layer"]["bias"].max() for t in _traces(restore_legacy(o, source)))
+        for o in (lars, sgd)
+    ]
     assert traces == [-3.0, 3.0]
 
 
@@ -89,8 +93,7 @@ def _traces(optimizer: Optimizer) -> list[Any]:
     states: list[Any] = jax.tree.leaves(
         optimizer.state.param_states, is_leaf=lambda s: isinstance(s, optax.TraceState)
     )
-    traces: list[Any] = [s.trace for s in states if isinstance(s, optax.TraceState)]
-    return [trace["layer"]["bias"] for trace in traces]
+    return [s.trace for s in states if isinstance(s, optax.TraceState)]
 
 
 def test_who_wrote_it_must_be_known() -> None:
@@ -177,6 +180,22 @@ def test_lists_of_states() -> None:
         restore_legacy(groups(), fewer, written_by={"biases": "Adam"})
 
 
+def test_lists_of_states_are_in_the_order_of_the_components() -> None:
+    """As `ModelParamTraversal` of Flax 0.3.2 sorted them: not as the joined paths sort."""
+    names = ("block", "block-1", "block.2", "block 3", "block0", "10", "2")
+    target = {name: {"kernel": np.full(2, i, np.float32)} for i, name in enumerate(names)}
+    order = sorted(flax.traverse_util.flatten_dict(target))
+    assert order != sorted(order, key="/".join)
+    states = [{"momentum": 10 * target[a][b]} for a, b in order]
+    source = {"target": target, "state": [{"step": STEP, "param_states": states}]}
+    momentum = flax_optim_equivalent("Momentum", learning_rate=0.1)
+    optimizer = MultiOptimizer((".*", momentum)).create(jax.tree.map(jnp.zeros_like, target))
+    restored = restore_legacy(optimizer, source)
+    (traces,) = _traces(restored)
+    for name, layer in target.items():
+        np.testing.assert_array_equal(traces[name]["kernel"], 10 * layer["kernel"])
+
+
 @pytest.mark.parametrize(
     ("contents", "error", "match"),
     [
@@ -213,6 +232,25 @@ def test_lists_of_states() -> None:
 def test_what_is_no_checkpoint(contents: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         restore_legacy(adam(), contents)
+
+
+def _accumulating(every_k: Any) -> Optimizer:
+    steps = optax.MultiSteps(optax.sgd(0.1), every_k)
+    return OptaxWrapper(steps.gradient_transformation()).create(params())
+
+
+def test_a_window_that_cannot_end_is_refused() -> None:
+    state_dict = _accumulating(4).state_dict()
+    states = {**state_dict["state"]["param_states"], "mini_step": np.int32(3)}
+    source = {"params": state_dict["target"], "opt_state": states, "step": np.int32(3)}
+    assert int(restore_legacy(_accumulating(4), source).state.param_states.mini_step) == 3
+    for shorter in (2, 3):
+        with pytest.raises(LoadError, match=r"mini_step`: 3 mini-steps.*a window has [23]"):
+            restore_legacy(_accumulating(shorter), source)
+    by_step = restore_legacy(_accumulating(lambda step: 2), source)
+    assert int(by_step.state.param_states.mini_step) == 3
+    closed = {**source, "opt_state": {**states, "mini_step": np.int32(0)}}
+    assert int(restore_legacy(_accumulating(2), closed).state.param_states.mini_step) == 0
 
 
 def test_parameters_are_checked_like_any() -> None:

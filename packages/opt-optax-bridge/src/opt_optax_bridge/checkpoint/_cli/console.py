@@ -6,6 +6,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
+from opt_optax_bridge.checkpoint._cli.text import printable, say
+
 Advance = Callable[[str, int], None]
 
 
@@ -19,13 +21,14 @@ def print_table(
       rows: the cells.
       right: the columns that hold numbers.
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):
         cells = (
             cell.rjust(width) if name in right else cell.ljust(width)
             for name, cell, width in zip(columns, row, widths, strict=True)
         )
-        print("  ".join(cells).rstrip())
+        say("  ".join(cells).rstrip())
 
 
 @contextlib.contextmanager
@@ -64,7 +67,7 @@ def progress(total: int) -> Iterator[Advance]:
         task = bar.add_task("", total=total)
 
         def advance(what: str, count: int) -> None:
-            bar.update(task, advance=count, description=what[-40:].replace("[", r"\["))
+            bar.update(task, advance=count, description=printable(what)[-40:].replace("[", r"\["))
 
         yield advance
 
@@ -76,7 +79,7 @@ def _plain(total: int) -> Iterator[Advance]:
         nonlocal done
         done += count
         share = 100 * done // max(total, 1)
-        print(f"\r{share:3}% {what[-60:]:60}", end="", file=sys.stderr, flush=True)
+        print(f"\r{share:3}% {printable(what)[-60:]:60}", end="", file=sys.stderr, flush=True)
 
     try:
         yield advance

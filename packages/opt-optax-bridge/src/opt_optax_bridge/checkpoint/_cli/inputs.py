@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import operator
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from opt_core import Optimizer
+from opt_core.errors import OptimizerError
 
 from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
 from opt_optax_bridge.checkpoint._disk.saved_step import SavedStep, open_step
 from opt_optax_bridge.checkpoint._planning.rules import Rename, Rule, Stack, Unstack
+
+# Of a number that someone typed.
+_DIGITS = 18
 
 
 class InputError(Exception):
@@ -29,18 +34,12 @@ def open_root(text: str) -> Checkpointer:
     Raises:
       InputError: there is no such folder, or no step in it.
     """
-    root = Path(text)
-    if not root.is_dir():
-        raise InputError(f"`{root}` is no folder")
-    checkpointer = Checkpointer(root, read_only=True)
+    if not os.path.isdir(text or "."):
+        raise InputError(f"`{text:.200}` is no folder")
+    checkpointer = Checkpointer(text, read_only=True)
     if not checkpointer.steps():
-        raise InputError(f"`{root}` holds no checkpoints")
+        raise InputError(f"`{Path(text)}` holds no checkpoints")
     return checkpointer
-
-
-def is_step(text: str) -> bool:
-    """Whether a path is the folder of one step, not that of a run."""
-    return (Path(text) / "manifest").is_dir()
 
 
 def open_saved(text: str) -> SavedStep:
@@ -49,13 +48,70 @@ def open_saved(text: str) -> SavedStep:
     Raises:
       InputError: there is none.
     """
-    if is_step(text):
+    if _is_step(text):
         return open_step(text)
-    root, at, step = text.rpartition("@")
-    if at and step.isdecimal() and not Path(text).exists():
-        return open_root(root).at(int(step))
+    if (named := _root_and_step(text)) is not None:
+        root, step = named
+        checkpointer = open_root(root)
+        for found in checkpointer.steps():
+            if str(found) == (step.lstrip("0") or "0"):
+                return checkpointer.at(found)
+        raise InputError(f"`{root}` has no step {step:.20}; it has {checkpointer.steps()}")
     checkpointer = open_root(text)
     return checkpointer.at(checkpointer.steps()[-1])
+
+
+def open_each(text: str) -> list[tuple[str, Callable[[], SavedStep]]]:
+    """Returns what to call each step, and what opens it: all steps of `ROOT`, else the one.
+
+    Raises:
+      InputError: there is none.
+    """
+    if _is_step(text) or _root_and_step(text) is not None:
+        return [(text, functools.partial(open_saved, text))]
+    checkpointer = open_root(text)
+    return [(f"{text}@{s}", functools.partial(checkpointer.at, s)) for s in checkpointer.steps()]
+
+
+def _is_step(text: str) -> bool:
+    """Whether a path is the folder of one step, not that of a run."""
+    return os.path.isdir(os.path.join(text, "manifest"))
+
+
+def _root_and_step(text: str) -> tuple[str, str] | None:
+    root, at, step = text.rpartition("@")
+    is_number = step.isascii() and step.isdecimal()
+    return (root, step) if at and is_number and not os.path.exists(text) else None
+
+
+def check_new_step(root: str, step: int) -> None:
+    """Checks that a step can be saved in a folder; touches nothing.
+
+    Raises:
+      InputError: it cannot.
+    """
+    if not os.path.lexists(root):
+        return
+    if not os.path.isdir(root):
+        raise InputError(f"`{root}` is no folder")
+    steps = Checkpointer(root, read_only=True).steps()
+    if steps and step <= steps[-1]:
+        raise InputError(
+            f"`{root}` has step {steps[-1]}, and steps only rise: {step} cannot be saved"
+        )
+    if os.path.lexists(place := os.path.join(root, str(step))):
+        raise InputError(f"`{place}` is in the way, and no checkpoint")
+
+
+def parse_step(text: str) -> int:
+    """Reads `--step`.
+
+    Raises:
+      InputError: it is no number of a step.
+    """
+    if not (text.isascii() and text.isdecimal() and len(text) <= _DIGITS):
+        raise InputError(f"`--step` must be an integer from 0 on, found `{text:.40}`")
+    return int(text)
 
 
 def make_optimizer(target: str, *, allocate: bool) -> Optimizer:
@@ -124,7 +180,7 @@ def parse_rule(text: str) -> Rule:
     pattern, equals, action = text.rpartition("=")
     word, *rest = action.split(":")
     if not (equals and pattern and word):
-        raise InputError(f"`--rule` must be PATTERN=ACTION, found `{text}`")
+        raise InputError(f"`--rule` must be PATTERN=ACTION, found `{text:.200}`")
     match word, rest:
         case ("initialise" | "keep" | "drop" | "cast" | "reshape") as plain, []:
             return pattern, plain
@@ -134,13 +190,13 @@ def parse_rule(text: str) -> Rule:
             return pattern, Stack(source)
         case "stack", [source, axis] if _is_integer(axis):
             return pattern, Stack(source, int(axis))
-        case "unstack", [source, index]:
+        case "unstack", [source, index] if _is_index(index):
             return pattern, Unstack(source, index)
-        case "unstack", [source, index, axis] if _is_integer(axis):
+        case "unstack", [source, index, axis] if _is_index(index) and _is_integer(axis):
             return pattern, Unstack(source, index, int(axis))
     raise InputError(
         f"`--rule`: expected initialise, keep, drop, cast, reshape, rename:SOURCE, "
-        f"stack:SOURCE[:AXIS] or unstack:SOURCE:INDEX[:AXIS], found `{action}`"
+        f"stack:SOURCE[:AXIS] or unstack:SOURCE:INDEX[:AXIS], found `{action:.200}`"
     )
 
 
@@ -165,7 +221,22 @@ def parse_writers(texts: Sequence[str]) -> str | dict[str, str] | None:
 
 
 def _is_integer(text: str) -> bool:
-    return text.removeprefix("-").isdecimal()
+    digits = text.removeprefix("-")
+    return digits.isdecimal() and len(digits) <= _DIGITS
+
+
+def _is_index(text: str) -> bool:
+    """Whether it may be one: digits, or a group of the pattern that has them."""
+    return not text.isdecimal() or len(text) <= _DIGITS
+
+
+@contextlib.contextmanager
+def only_wrong_input() -> Iterator[None]:
+    """Whatever goes wrong is the input's fault: any error of optimizers is an `InputError`."""
+    try:
+        yield
+    except OptimizerError as error:
+        raise InputError(str(error)) from error
 
 
 @contextlib.contextmanager

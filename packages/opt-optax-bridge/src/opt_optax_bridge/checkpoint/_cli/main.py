@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from opt_optax_bridge.checkpoint._cli.console import amount, print_table, progress
 from opt_optax_bridge.checkpoint._cli.inputs import (
     InputError,
-    is_step,
+    check_new_step,
     make_optimizer,
+    only_wrong_input,
+    open_each,
     open_root,
     open_saved,
     parse_rule,
+    parse_step,
     parse_writers,
 )
+from opt_optax_bridge.checkpoint._cli.text import one_line, printable_plan, say
 from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
 from opt_optax_bridge.checkpoint._disk.saved_step import SavedStep
 from opt_optax_bridge.checkpoint._legacy.restore import restore_legacy
@@ -28,7 +34,7 @@ from opt_optax_bridge.checkpoint._planning.apply import abstract
 from opt_optax_bridge.checkpoint._planning.match import plan_restore
 from opt_optax_bridge.checkpoint._planning.plan import leaf_bytes
 from opt_optax_bridge.checkpoint._planning.rules import KINDS
-from opt_optax_bridge.checkpoint.errors import CheckpointError
+from opt_optax_bridge.checkpoint.errors import CheckpointError, MissingError
 
 OK, DIFFERENT, WRONG = 0, 1, 2
 _CHUNK = 256 * 2**20
@@ -37,13 +43,14 @@ _CHUNK = 256 * 2**20
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code.
 
-    0: done, and all is well. 1: the checkpoints differ, the plan is refused, or a checkpoint is
-    damaged. 2: the input is wrong.
+    0: done, and all is well. 1: the checkpoints differ, the plan is refused, or a checkpoint that
+    is there is damaged. 2: the input is wrong: there is no such folder, step, function or rule, or
+    `convert` cannot do it, whatever is wrong with the file, the optimizer or the folder.
     """
     options = _parser().parse_args(argv)
     try:
         code: int = options.run(options)
-    except InputError as error:
+    except (InputError, MissingError) as error:
         return _failed(error, WRONG)
     except (CheckpointError, ValueError) as error:
         return _failed(error, DIFFERENT if isinstance(error, CheckpointError) else WRONG)
@@ -52,11 +59,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return OK
+    except OSError as error:
+        return _failed(f"`{error.filename!s:.200}`: {error.strerror or error}", WRONG)
     return code
 
 
 def _failed(error: object, code: int) -> int:
-    print(f"checkpoint: error: {' '.join(str(error).split())}", file=sys.stderr)
+    line = f"checkpoint: error: {one_line(error)}"
+    print(line, file=sys.stderr)  # which escapes what it cannot encode
     return code
 
 
@@ -67,7 +77,7 @@ def _ls(options: argparse.Namespace) -> int:
             saved = checkpointer.at(step)
             leaves = saved.schema.leaves
         except CheckpointError as error:
-            rows.append([str(step), "", "", f"{type(error).__name__}: {error}"])
+            rows.append([str(step), "", "", f"{type(error).__name__}: {one_line(error)}"])
             code = DIFFERENT
             continue
         size = sum(map(leaf_bytes, leaves))
@@ -80,15 +90,16 @@ def _ls(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     saved = open_saved(options.checkpoint)
     if options.json:
-        print(json.dumps(saved.schema.to_data() | {"metadata": saved.metadata}))
+        told = {"metadata": saved.metadata, "scalars": _scalars(saved)}
+        print(json.dumps(saved.schema.to_data() | told))
         return OK
     versions = ", ".join(f"{name} {version}" for name, version in saved.schema.versions.items())
     size = sum(map(leaf_bytes, saved.schema.leaves))
-    print(f"{saved.path}: step {saved.step}, {len(saved.schema.leaves)} leaves, {amount(size)}")
-    print(f"written by {versions}")
-    print(f"optimizer: {_optimizer(saved)}")
+    say(f"{saved.path}: step {saved.step}, {len(saved.schema.leaves)} leaves, {amount(size)}")
+    say(f"written by {versions}")
+    say(f"optimizer: {_optimizer(saved)}")
     for group, members in saved.schema.groups.items():
-        print(f"group {group}: {len(members)} parameters")
+        say(f"group {group}: {len(members)} parameters")
     if saved.metadata is not None:
         print(f"metadata: {json.dumps(saved.metadata)}")
     rows = [
@@ -98,7 +109,7 @@ def _show(options: argparse.Namespace) -> int:
             leaf.dtype,
             amount(leaf_bytes(leaf)),
             saved.manifest.records[leaf.name].digest or "",
-            "" if leaf.value is None else str(leaf.value),
+            _value(saved, leaf),
         ]
         for leaf in saved.schema.leaves
     ]
@@ -111,7 +122,7 @@ def _show(options: argparse.Namespace) -> int:
 def _diff(options: argparse.Namespace) -> int:
     lines = list(_differences(open_saved(options.old), open_saved(options.new)))
     for line in lines:
-        print(line)
+        say(line)
     return DIFFERENT if lines else OK
 
 
@@ -128,10 +139,9 @@ def _differences(old: SavedStep, new: SavedStep) -> Iterator[str]:
         elif _described(before[name]) != _described(after[name]):
             yield f"- {_described(before[name])}"
             yield f"+ {_described(after[name])}"
-        elif old.manifest.records[name].digest != new.manifest.records[name].digest:
-            values = (before[name].value, after[name].value)
-            told = f": {values[0]} -> {values[1]}" if None not in values else ": other values"
-            yield f"~ {name}{told}"
+        elif _bits(old, name) != _bits(new, name):
+            values = (_value(old, before[name]), _value(new, after[name]))
+            yield f"~ {name}: {' -> '.join(values) if all(values) else 'other values'}"
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -145,21 +155,22 @@ def _plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(plan.to_data()))
     else:
-        print(plan.table() if options.all else plan)
+        shown = printable_plan(plan)
+        for line in (shown.table() if options.all else str(shown)).split("\n"):
+            say(line)
     return OK if plan.is_ok else DIFFERENT
 
 
 def _verify(options: argparse.Namespace) -> int:
     code = OK
     for text in options.checkpoint:
-        is_one = is_step(text) or "@" in text
-        steps = [] if is_one else open_root(text).steps()
-        for place in [text] if is_one else [f"{text}@{step}" for step in steps]:
+        for place, opened in open_each(text):
             try:
-                count = _verify_step(open_saved(place))
-                print(f"{place}: ok, {count} leaves")
+                say(f"{place}: ok, {_verify_step(opened())} leaves")
+            except MissingError:
+                raise
             except CheckpointError as error:
-                print(f"{place}: {type(error).__name__}: {' '.join(str(error).split())}")
+                say(f"{place}: {type(error).__name__}: {one_line(error)}")
                 code = DIFFERENT
     return code
 
@@ -187,17 +198,20 @@ def _chunks(leaves: Sequence[LeafInfo]) -> Iterator[list[LeafInfo]]:
 
 def _convert(options: argparse.Namespace) -> int:
     path = Path(options.file)
-    if not path.is_file():
-        raise InputError(f"`{path}` is no file")
+    if not os.path.isfile(path):
+        raise InputError(f"`{options.file:.200}` is no file")
+    step = None if options.step is None else parse_step(options.step)
     target = make_optimizer(options.function, allocate=True)
-    optimizer = restore_legacy(target, path, written_by=parse_writers(options.written_by))
-    step = int(optimizer.state.step) if options.step is None else options.step
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(optimizer))
-    with progress(size) as advance, Checkpointer(options.root) as checkpointer:
-        checkpointer.save(step, optimizer, metadata={"converted_from": path.name})
-        checkpointer.wait()
-        advance(path.name, size)
-    print(f"{Path(options.root) / str(step)}: {len(jax.tree.leaves(optimizer))} leaves")
+    with only_wrong_input():
+        optimizer = restore_legacy(target, path, written_by=parse_writers(options.written_by))
+        step = int(optimizer.state.step) if step is None else step
+        check_new_step(options.root, step)
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(optimizer))
+        with progress(size) as advance, Checkpointer(options.root) as checkpointer:
+            checkpointer.save(step, optimizer, metadata={"converted_from": path.name})
+            checkpointer.wait()
+            advance(path.name, size)
+    say(f"{Path(options.root) / str(step)}: {len(jax.tree.leaves(optimizer))} leaves")
     return OK
 
 
@@ -207,6 +221,25 @@ def _optimizer(saved: SavedStep) -> str:
         group = "/".join(found.group)
         names.append(f"{group}:{found.name}" if group else found.name)
     return ", ".join(names) or "unknown"
+
+
+def _scalars(saved: SavedStep) -> dict[str, Any]:
+    """The Python scalars among the extras, by name."""
+    records = saved.manifest.records
+    return {x.name: records[x.name].scalar for x in saved.schema.leaves if x.dtype == "python"}
+
+
+def _value(saved: SavedStep, leaf: LeafInfo) -> str:
+    """The value of a leaf where the manifest has it, otherwise nothing."""
+    if leaf.dtype == "python":
+        return repr(saved.manifest.records[leaf.name].scalar)
+    return "" if leaf.value is None else str(leaf.value)
+
+
+def _bits(saved: SavedStep, name: str) -> tuple[str | None, str]:
+    """What is equal where two leaves are, to the bit; `1`, `1.0` and `True` are three values."""
+    record = saved.manifest.records[name]
+    return record.digest, repr(record.scalar)
 
 
 def _described(leaf: LeafInfo) -> str:
@@ -281,6 +314,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="[GROUP=]NAME",
         help="which optimizer of flax.optim wrote it, such as Adam; for groups, each by its name",
     )
-    convert.add_argument("--step", type=int, help="the step to save it as (default: its own)")
+    convert.add_argument("--step", help="the step to save it as (default: its own)")
     convert.set_defaults(run=_convert)
     return parser

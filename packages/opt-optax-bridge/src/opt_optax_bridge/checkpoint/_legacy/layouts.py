@@ -95,7 +95,7 @@ def with_one_state(part: Mapping[str, Any], optimizer: Optimizer) -> dict[str, A
     """Returns a state dict in which the groups share one state, as Flax wrote them since 0.3.3.
 
     Before, there was a list of `{'step', 'param_states'}`, one per group, and the states of a group
-    were a list too, in the order of the parameters' joined paths.
+    were a list too, in the order of the parameters' paths, compared component by component.
 
     Args:
       part: what `optimizer_part` returned.
@@ -123,7 +123,7 @@ def with_one_state(part: Mapping[str, Any], optimizer: Optimizer) -> dict[str, A
                 "groups share one step."
             )
         own = sequence_of(entry.get("param_states", {}))
-        names = sorted((names for names, _ in flatten_with_paths(group.target)), key="/".join)
+        names = sorted(names for names, _ in flatten_with_paths(group.target))
         if own is None or len(own) != len(names):
             raise LoadError(
                 f"`state/{i}/param_states`: expected one state for each of the {len(names)} "

@@ -13,6 +13,7 @@ from opt_optax_bridge.checkpoint._legacy import flax_optim_state as flax_optim
 from opt_optax_bridge.checkpoint._legacy import layouts
 from opt_optax_bridge.checkpoint._legacy.optax_history import migrate
 from opt_optax_bridge.checkpoint._legacy.read import read_legacy
+from opt_optax_bridge.checkpoint._legacy.windows import check_windows
 from opt_optax_bridge.checkpoint._naming.schema import Names
 from opt_optax_bridge.checkpoint.errors import EquivalenceError, LoadError
 
@@ -31,6 +32,11 @@ def restore_legacy(
     `TrainState`, and states of Optax whose fields have changed since. The state of `flax.optim`'s
     optimizers goes where their equals in Optax keep it, see `flax_optim_equivalent`.
 
+    A file with states of Optax does not say which optimizer wrote it: the target decides. States of
+    the same fields and shapes are taken for one another, Adam's for those of AdaBelief, Yogi, NAdam
+    or AdaMax; so restore into the optimizer that wrote it. Nor does it say how many mini-steps a
+    window of `MultiSteps` had.
+
     Args:
       optimizer: an optimizer as it is to go on: it gives the containers, shapes, dtypes, and where
         arrays lie. Anything that `opt_core` restores: wrapped Optax optimizers, Adafactor, groups
@@ -43,7 +49,8 @@ def restore_legacy(
       The restored optimizer. No array of `source` is aliased.
 
     Raises:
-      LoadError: it is no legacy checkpoint, or its state has no place in this optimizer; says what.
+      LoadError: it is no legacy checkpoint, or its state has no place in this optimizer, or it was
+        saved in a window of `MultiSteps` that could not end in this one; says what.
       EquivalenceError: nobody says which optimizer of `flax.optim` wrote it.
       VersionError: it was written by an Optax whose state meant something else.
       opt_core.errors.RestoreError: something is missing, extra, or of another shape or dtype;
@@ -64,7 +71,9 @@ def restore_legacy(
     contents = source if isinstance(source, Mapping) else read_legacy(source)
     part = layouts.optimizer_part(contents)
     part = layouts.with_one_state(part, optimizer)
-    return optimizer.restore_state(_todays(optimizer, part, written_by))
+    restored = optimizer.restore_state(_todays(optimizer, part, written_by))
+    check_windows(restored)
+    return restored
 
 
 def _todays(

@@ -61,7 +61,12 @@ def _wanted(plan: Plan, places: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeSt
 
 
 def abstract(leaf: LeafInfo, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of a leaf, with a sharding."""
+    """Returns the shape and dtype of a leaf, with a sharding.
+
+    A Python scalar has no dtype of arrays: its place is that of an integer, and is not looked at.
+    """
+    if leaf.dtype == "python":
+        return jax.ShapeDtypeStruct((), jnp.int32)
     dtype: Any = _key_dtype(leaf.dtype) if leaf.is_key else jnp.dtype(leaf.dtype)
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 

@@ -245,7 +245,12 @@ class Plan:
 
 
 def leaf_bytes(leaf: LeafInfo) -> int:
-    """Returns the size of a leaf in bytes; of typed PRNG keys, as many words as they have."""
+    """Returns the size of a leaf in bytes; of typed PRNG keys, as many words as they have.
+
+    A Python scalar among the extras has none: it is in the manifest.
+    """
+    if leaf.dtype == "python":
+        return 0
     size = 8 if leaf.is_key else jnp.dtype(leaf.dtype).itemsize
     return math.prod(leaf.shape) * size
 
