@@ -15,7 +15,7 @@ from opt_core import Optimizer
 
 from opt_optax_bridge.checkpoint._disk import orbax as _orbax
 from opt_optax_bridge.checkpoint._disk.durable import DurablePath
-from opt_optax_bridge.checkpoint._disk.processes import agree, are_equal, is_first
+from opt_optax_bridge.checkpoint._disk.processes import agree, are_equal, is_first, together
 from opt_optax_bridge.checkpoint._disk.root import TRASH, WriterRoot
 from opt_optax_bridge.checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
 from opt_optax_bridge.checkpoint._disk.saving import Saving, extra_leaves
@@ -214,13 +214,17 @@ class Checkpointer:
         Raises:
           MissingError: there is no such step.
         """
+        return self._look(step, level)[1]
+
+    def _look(self, step: int, level: Level) -> tuple[SavedStep | None, StepReport]:
         try:
-            saved = self.at(step)
+            with together():
+                saved = self.at(step)
         except MissingError:
             raise
         except CheckpointError as error:
-            return StepReport(step, level, error=str(error))
-        return saved.validate(level=level)
+            return None, StepReport(step, level, error=str(error))
+        return saved, saved.validate(level=level)
 
     def latest_valid(self, *, level: Level = "digests") -> SavedStep | None:
         """Opens the latest step that is valid; logs a warning for each that is not.
@@ -234,14 +238,21 @@ class Checkpointer:
         Raises:
           MissingError: there are steps, and none is valid.
         """
-        steps = self.steps()
-        if not are_equal(repr(steps).encode()):
-            raise DamagedError(f"`{self.directory}`: the processes do not see the same steps")
-        for step in reversed(steps):
-            report = self.validate(step, level=level)
-            if report.ok:
-                return self.at(step)
-            _log.warning("step %d is passed over: %s", step, report.error)
+        passed: set[int] = set()
+        while True:
+            steps = self.steps()
+            if not are_equal(repr(steps).encode()):
+                raise DamagedError(f"`{self.directory}`: the processes do not see the same steps")
+            left = [step for step in steps if step not in passed]
+            if not left:
+                break
+            # A writer may retire a step while it is looked at, and have saved others.
+            with suppress(MissingError):
+                saved, report = self._look(left[-1], level)
+                if saved is not None and report.ok:
+                    return saved
+                passed.add(left[-1])
+                _log.warning("step %d is passed over: %s", left[-1], report.error)
         if steps:
             raise MissingError(f"`{self.directory}`: none of the steps {steps} is valid")
         return None

@@ -11,7 +11,12 @@ from typing import Any
 
 from opt_optax_bridge.checkpoint._disk.storage import Record, check
 from opt_optax_bridge.checkpoint._naming.schema import LeafInfo, Schema
-from opt_optax_bridge.checkpoint.errors import DamagedError, LoadError, VersionError
+from opt_optax_bridge.checkpoint.errors import (
+    DamagedError,
+    LoadError,
+    MissingError,
+    VersionError,
+)
 
 FORMAT_VERSION = 1
 FILE_NAME = "manifest.json"
@@ -124,6 +129,7 @@ def read_manifest(folder: Path, *, limits: Limits | None = None) -> Manifest:
     Raises:
       DamagedError: it is not what was written, or is missing.
       LoadError: it is no manifest, or too large a one.
+      MissingError: there is no such folder.
       VersionError: a newer format.
     """
     path = folder / "manifest" / FILE_NAME
@@ -132,6 +138,8 @@ def read_manifest(folder: Path, *, limits: Limits | None = None) -> Manifest:
         with path.open("rb") as file:
             data = file.read(limits.bytes + 1)
     except OSError as error:
+        if not folder.is_dir():
+            raise MissingError(f"`{folder}` has been deleted") from None
         raise DamagedError(f"`{path}` cannot be read: {error.strerror}") from error
     return Manifest.decode(data, where=str(path), limits=limits)
 
