@@ -1,11 +1,11 @@
 """A digest of an array's bits that is the same on every mesh.
 
-Every word of an array is mixed with its global index, twice over, and the results are summed modulo
-2**32: two sums are the 64 bits of the digest. A sum has no order, so it does not matter which device
-holds which part. At a given index both mixes are bijections of the word, so one changed word always
-changes both sums. They are far from linear, so that no pattern of damage, such as flipped signs or
-words that changed places, cancels by its own nature: several changed words pass unseen about once
-in 2**64. Indices count modulo 2**32. It finds faults, not forgeries.
+Every word of an array is mixed with its global index, twice over, and the results are summed
+modulo 2**32: two sums are the 64 bits of the digest. A sum has no order, so it does not matter
+which device holds which part. At a given index both mixes are bijections of the word, so one
+changed word always changes both sums. They are far from linear, so that no pattern of damage, such
+as flipped signs or words that changed places, cancels by its own nature: several changed words pass
+unseen about once in 2**64. Indices count modulo 2**32. It finds faults, not forgeries.
 """
 
 from __future__ import annotations

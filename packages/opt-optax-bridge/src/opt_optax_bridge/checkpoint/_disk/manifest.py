@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from opt_optax_bridge.checkpoint._disk.storage import Record, check
+from opt_optax_bridge.checkpoint._disk.storage import Record, check, is_readable
 from opt_optax_bridge.checkpoint._naming.schema import LeafInfo, Schema
 from opt_optax_bridge.checkpoint.errors import (
     DamagedError,
+    LeafError,
     LoadError,
     MissingError,
     VersionError,
@@ -22,6 +23,8 @@ FORMAT_VERSION = 1
 FILE_NAME = "manifest.json"
 # The first release that reads `FORMAT_VERSION`.
 NEEDS = "0.1.0"
+# Of metadata: well below what any stack of calls leaves room for.
+_MAX_DEPTH = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +36,8 @@ class Limits:
       items: values in it, however deep.
     """
 
-    bytes: int = 64 * 2**20
-    items: int = 8_000_000
+    bytes: int = 256 * 2**20
+    items: int = 16_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Manifest:
     def encode(self) -> bytes:
         """Returns the bytes of the file: canonical JSON and its SHA-256."""
         records = [
-            {k: v for k, v in dataclasses.asdict(self.records[info.name]).items() if v is not None}
+            {k: v for k, v in vars(self.records[info.name]).items() if v is not None}
             for info in self.schema.leaves
         ]
         body = {
@@ -158,13 +161,8 @@ def _canonical(data: Any) -> bytes:
 
 
 def _parse(data: bytes, where: str, limits: Limits) -> dict[str, Any]:
-    items = data.count(b",") + data.count(b"[") + data.count(b"{")
-    for found, allowed, what in (
-        (len(data), limits.bytes, "bytes"),
-        (items, limits.items, "values"),
-    ):
-        if found > allowed:
-            raise LoadError(f"`{where}`: more than {allowed:,} {what}, the limit of a manifest")
+    if excess := over_limits(data, limits):
+        raise LoadError(f"`{where}`: {excess}")
     try:
         whole = json.loads(data, object_pairs_hook=_unique)
     except RecursionError:
@@ -174,6 +172,46 @@ def _parse(data: bytes, where: str, limits: Limits) -> dict[str, Any]:
     if not isinstance(whole, dict):
         raise LoadError(f"`{where}`: expected a mapping, found {type(whole).__name__}")
     return whole
+
+
+def over_limits(data: bytes, limits: Limits) -> str | None:
+    """Returns what a manifest has too much of, if anything."""
+    items = data.count(b",") + data.count(b"[") + data.count(b"{")
+    for found, allowed, what in (
+        (len(data), limits.bytes, "bytes"),
+        (items, limits.items, "values"),
+    ):
+        if found > allowed:
+            return f"more than {allowed:,} {what}, the limit of a manifest"
+    return None
+
+
+def json_copy(metadata: Any) -> Any:
+    """Returns a copy of JSON data that is read again as it is.
+
+    Raises:
+      LeafError: no JSON data, nested too deeply, or a number of too many digits.
+    """
+    try:
+        _check_json(metadata, 0)
+        return json.loads(json.dumps(metadata))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise LeafError(f"`metadata`: expected JSON data: {error!s:.200}") from None
+
+
+def _check_json(data: Any, depth: int) -> None:
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"nested more than {_MAX_DEPTH} deep")
+    if isinstance(data, int) and not is_readable(data):
+        raise ValueError("an integer of so many digits is not read again")
+    if isinstance(data, dict):
+        if odd := [key for key in data if not isinstance(key, str)]:
+            raise TypeError(f"keys are texts, found {odd[0]!r:.80}")
+        data = data.values()
+    elif not isinstance(data, list | tuple):
+        return
+    for value in data:
+        _check_json(value, depth + 1)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
