@@ -89,7 +89,7 @@ def test_swapped_words_are_seen(values: list[int], draw: st.DataObject) -> None:
     assert to_hex(digest(words)) != to_hex(digest(swapped))
 
 
-def both_differ(one: np.ndarray, other: np.ndarray) -> bool:
+def both_differ(one: np.ndarray | jax.Array, other: np.ndarray) -> bool:
     before, after = to_hex(digest(one)), to_hex(digest(other))
     return before[:8] != after[:8] and before[8:] != after[8:]
 

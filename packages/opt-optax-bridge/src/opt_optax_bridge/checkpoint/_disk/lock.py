@@ -49,10 +49,10 @@ class WriterLock:
                 "from: save there"
             )
         try:
-            there, held = os.stat(self._path), os.fstat(self._handle)
+            same = os.path.samestat(os.lstat(self._path), os.fstat(self._handle))
         except OSError:
-            there = held = None
-        if there is None or held is None or not os.path.samestat(there, held):
+            same = False
+        if not same:
             raise LockError(
                 f"`{self._path}` was removed or replaced, so that another may write there now: "
                 "open the folder anew"

@@ -64,7 +64,7 @@ class Manifest:
         ]
         body = {
             "step": self.step,
-            "schema": self.schema.to_data(),
+            "schema": _schema_data(self.schema),
             "records": records,
             "metadata": self.metadata,
         }
@@ -158,6 +158,13 @@ def canonical_json(data: Any) -> bytes:
 
 def _canonical(data: Any) -> bytes:
     return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _schema_data(schema: Schema) -> dict[str, Any]:
+    """`schema.to_data()`, without a deep copy of every leaf: `save` waits for this."""
+    names = [field.name for field in dataclasses.fields(LeafInfo)]
+    leaves = [{name: getattr(leaf, name) for name in names} for leaf in schema.leaves]
+    return {**dataclasses.replace(schema, leaves=()).to_data(), "leaves": leaves}
 
 
 def _parse(data: bytes, where: str, limits: Limits) -> dict[str, Any]:
