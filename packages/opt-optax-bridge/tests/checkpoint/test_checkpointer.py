@@ -49,12 +49,12 @@ def test_a8_dtypes(tmp_path: Path) -> None:
         leaves[f"state/{dtype}/0d"] = leaves[f"state/{dtype}/2d"][1, 5]
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(0, state(leaves))
+        checkpointer.wait()
         for bad in (jnp.zeros(3, jnp.uint4), np.zeros(3, "O"), np.array(["a"]), np.zeros(3, "S2")):
             before = files(tmp_path)
             with pytest.raises(LeafError, match=r"`state/bad`: .* cannot be saved"):
                 checkpointer.save(1, state({"state/bad": bad}))
         assert files(tmp_path) == before
-        checkpointer.wait()
         saved = checkpointer.at(0)
         assert same(saved.read(everything(saved.schema)), leaves)
         assert saved.validate().ok
