@@ -1,5 +1,7 @@
 import json
 import logging
+import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +49,12 @@ def test_a8_dtypes(tmp_path: Path) -> None:
         leaves[f"state/{dtype}/0d"] = leaves[f"state/{dtype}/2d"][1, 5]
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(0, state(leaves))
+        checkpointer.wait()
         for bad in (jnp.zeros(3, jnp.uint4), np.zeros(3, "O"), np.array(["a"]), np.zeros(3, "S2")):
             before = files(tmp_path)
             with pytest.raises(LeafError, match=r"`state/bad`: .* cannot be saved"):
                 checkpointer.save(1, state({"state/bad": bad}))
         assert files(tmp_path) == before
-        checkpointer.wait()
         saved = checkpointer.at(0)
         assert same(saved.read(everything(saved.schema)), leaves)
         assert saved.validate().ok
@@ -209,7 +211,7 @@ def test_an_optimizer_and_its_metadata(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(5, optimizer, metadata=metadata)
         metadata["tokens"].append("later")
-        with pytest.raises(SaveError, match=r"`metadata`: expected JSON data: .* not JSON seri"):
+        with pytest.raises(LeafError, match=r"`metadata`: expected JSON data: .* not JSON seri"):
             checkpointer.save(6, optimizer, metadata={"x": jnp.ones(2)})
     saved = open_step(tmp_path / "5")
     named = named_state(optimizer)
@@ -339,3 +341,128 @@ def test_the_manifest_is_json(tmp_path: Path) -> None:
     assert data["format_version"] == 1
     leaf = data["manifest"]["schema"]["leaves"][0]
     assert leaf["path"] == ["params", "w"]
+
+
+def _nested(depth: int) -> Any:
+    data: Any = []
+    for _ in range(depth):
+        data = [data]
+    return data
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({1: "a", "1": "b"}, "keys are texts, found 1"),
+        (_nested(250), "nested more than 200 deep"),
+        ({"n": [10**5000]}, "an integer of so many digits"),
+        ("x" * (256 * 2**20), "more than 268,435,456 bytes, the limit of a manifest"),
+    ],
+    ids=["keys", "nested", "digits", "large"],
+)
+def test_metadata_that_could_not_be_read(metadata: Any, words: str, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, max_to_keep=1) as checkpointer:
+        checkpointer.save(1, small_state())
+        with pytest.raises(LeafError, match=words):
+            checkpointer.save(2, small_state(), metadata=metadata)
+        kept = {"n": 10**4299, "deep": _nested(190)}
+        checkpointer.save(3, small_state(), metadata=kept)
+        checkpointer.wait()
+        assert checkpointer.steps() == [3]
+        assert checkpointer.at(3).metadata == kept
+
+
+@pytest.mark.parametrize(
+    ("extras", "words"),
+    [
+        ({1: 1, "1": 2}, "`extras`: expected a pytree of named leaves"),
+        ({"x": np.ma.MaskedArray([1.0, 2.0], [True, False])}, "`extra/x`: a masked array"),
+        ({"x": 10**5000}, "`extra/x`: an integer of so many digits"),
+    ],
+)
+def test_extras_that_would_not_come_back(extras: Any, words: str, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(LeafError, match=words):
+            checkpointer.save(1, small_state(), extras=extras)
+        assert checkpointer.steps() == []
+
+
+def test_no_elements_of_64_bits(tmp_path: Path) -> None:
+    leaves = {"state/x": np.zeros((0, 3), np.int64)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state(leaves))
+    saved = open_step(tmp_path / "1")
+    assert same(saved.read(everything(saved.schema)), leaves)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failed_save_pins_no_old_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any) -> bytes:
+        raise OSError("no space")
+
+    with Checkpointer(tmp_path, max_to_keep=1) as checkpointer:
+        for step in range(1, 8):
+            if step % 3:
+                checkpointer.save(step, small_state(step))
+                checkpointer.wait()
+                continue
+            with monkeypatch.context() as patch:
+                patch.setattr("opt_optax_bridge.checkpoint._disk.saving.Saving.encode", broken)
+                checkpointer.save(step, small_state(step))
+                with pytest.raises(SaveError, match="no space"):
+                    checkpointer.wait()
+        assert checkpointer.steps() == [7]
+
+
+def test_damaged_steps_take_the_place_of_none(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, max_to_keep=2) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, small_state(step))
+        checkpointer.wait()
+        (tmp_path / "2/manifest/manifest.json").write_bytes(b"{")
+        saved = checkpointer.latest_valid(level="manifest")
+        assert saved is not None
+        assert saved.step == 1
+        with pytest.raises(SaveError, match=r"passed over \[2\].*call `discard_after\(1\)` first"):
+            checkpointer.save(3, small_state(3))
+        assert checkpointer.discard_after(1) == [2]
+        checkpointer.save(3, small_state(3))
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 3]
+
+
+def test_a_folder_that_was_removed(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, small_state(1))
+        checkpointer.wait()
+        shutil.rmtree(root)
+        with pytest.raises(LockError, match="was removed or replaced"):
+            checkpointer.save(2, small_state(2))
+        assert not root.exists()
+        with Checkpointer(root) as other:
+            with pytest.raises(LockError, match="was removed or replaced"):
+                checkpointer.save(2, small_state(2))
+            checkpointer.close()
+            other.save(3, small_state(3))
+    assert other.steps() == [3]
+
+
+def test_threads_save_one_at_a_time(tmp_path: Path) -> None:
+    refused: dict[int, str] = {}
+
+    def save(step: int) -> None:
+        try:
+            checkpointer.save(step, small_state(step))
+        except SaveError as error:
+            refused[step] = str(error)
+
+    with Checkpointer(tmp_path) as checkpointer:
+        threads = [threading.Thread(target=save, args=(step,)) for step in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all("Steps only rise" in message for message in refused.values())
+    assert sorted([*checkpointer.steps(), *refused]) == list(range(8))
+    assert all(checkpointer.validate(step, level="manifest").ok for step in checkpointer.steps())

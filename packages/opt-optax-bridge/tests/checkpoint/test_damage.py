@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from checkpoint_testing import everything, files, same, small_state, state
 from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
-from opt_optax_bridge.checkpoint._disk.saved_step import open_step
+from opt_optax_bridge.checkpoint._disk.saved_step import Level, SavedStep, open_step
 from opt_optax_bridge.checkpoint.errors import (
     CheckpointError,
     DamagedError,
+    LeafError,
     MissingError,
     SaveError,
 )
@@ -195,3 +196,56 @@ def test_b10_released_formats(tmp_path: Path) -> None:
         assert extras["position"] == 2**40
         assert jax.random.key_data(extras["key"]).tolist() == [0, 7]
         assert saved.validate().ok
+
+
+def test_a_sharding_that_does_not_fit_is_no_damage(step: Path) -> None:
+    saved = open_step(step)
+    mesh = jax.sharding.AbstractMesh((3,), ("a",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "a"))
+    place = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=sharding)
+    shutil.rmtree(step / "leaves")  # Nothing is read.
+    with pytest.raises(LeafError, match=r"`params/w`: \[64, 32\] does not divide as `"):
+        saved.read({"params/w": place})
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: no memory")])
+def test_no_memory_is_no_damage(
+    error: Exception, step: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("opt_optax_bridge.checkpoint._disk.orbax.restore_arrays", fail)
+    saved = open_step(step)
+    with pytest.raises(type(error)):
+        saved.read(everything(saved.schema))
+
+
+@pytest.mark.parametrize("level", ["manifest", "digests"])
+def test_a_step_that_goes_while_it_is_looked_at(
+    level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Checkpointer(tmp_path, max_to_keep=1) as writer:
+        writer.save(1, small_state(1))
+        writer.wait()
+        saved = writer.at(1)
+        assert saved.step == 1
+        original = Checkpointer.at
+
+        def at(self: Checkpointer, step: int) -> SavedStep:
+            opened = original(self, step)
+            assert opened.step == step
+            if step == 1:
+                writer.save(2, small_state(2))
+                writer.wait()
+            return opened
+
+        monkeypatch.setattr(Checkpointer, "at", at)
+        found = Checkpointer(tmp_path, read_only=True).latest_valid(level=level)
+        assert found is not None
+        assert found.step == 2
+    for read in (lambda: saved.read(everything(saved.schema)), saved.validate):
+        with pytest.raises(MissingError, match="has been deleted"):
+            read()
+    with pytest.raises(MissingError, match="has been deleted"):
+        _ = SavedStep(tmp_path / "1").manifest

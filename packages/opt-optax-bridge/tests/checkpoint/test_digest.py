@@ -33,10 +33,19 @@ def by_definition(array: np.ndarray) -> str:
     flat = np.ascontiguousarray(array).reshape(-1)
     width = min(flat.dtype.itemsize, 4)
     words = [int(word) for word in flat.view(f"uint{8 * width}")]
-    spread = [i * 0x9E3779B1 % 2**32 for i in range(len(words))]
-    first = sum(word * (2 * i + 1) for i, word in enumerate(words)) % 2**32
-    second = sum(w * ((s ^ (s >> 15)) | 1) for w, s in zip(words, spread, strict=True)) % 2**32
+    mixed = [_mixed(word, i) for i, word in enumerate(words)]
+    first, second = (sum(column) % 2**32 for column in zip(*mixed, strict=True))
     return f"{first:08x}{second:08x}"
+
+
+def _mixed(word: int, index: int) -> tuple[int, int]:
+    spread = index * 0x9E3779B1 % 2**32
+    word ^= spread ^ (spread >> 15)
+    word = (word ^ (word >> 16)) * 0x7FEB352D % 2**32
+    word = (word ^ (word >> 15)) * 0x846CA68B % 2**32
+    word ^= word >> 16
+    other = (word ^ (index * 0x85EBCA77 % 2**32)) * 0xC2B2AE3D % 2**32
+    return word, other ^ (other >> 15)
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
@@ -78,6 +87,34 @@ def test_swapped_words_are_seen(values: list[int], draw: st.DataObject) -> None:
     swapped = words.copy()
     swapped[[i, j]] = swapped[[j, i]]
     assert to_hex(digest(words)) != to_hex(digest(swapped))
+
+
+def both_differ(one: np.ndarray | jax.Array, other: np.ndarray) -> bool:
+    before, after = to_hex(digest(one)), to_hex(digest(other))
+    return before[:8] != after[:8] and before[8:] != after[8:]
+
+
+@pytest.mark.parametrize("bit", range(32))
+@pytest.mark.parametrize("how", ["random", "zeros"])
+def test_flips_of_one_bit_in_many_words_are_seen(bit: int, how: str) -> None:
+    rng = np.random.default_rng(bit)
+    words = np.zeros(4096, np.uint32)
+    if how == "random":
+        words = rng.integers(0, 2**32, 4096, dtype=np.uint32)
+    for count in (2, 3, 4, 50, 4096):
+        flipped = words.copy()
+        flipped[rng.choice(4096, count, replace=False)] ^= np.uint32(1 << bit)
+        assert both_differ(words, flipped)
+
+
+@pytest.mark.parametrize("size", [2, 4096, 2**16])
+def test_patterns_are_seen(size: int) -> None:
+    array = np.random.default_rng(0).standard_normal(size).astype(np.float32)
+    for other in (-array, array[::-1], np.roll(array, 1), np.roll(array, size // 2), abs(array)):
+        assert both_differ(array, other) or (other == array).all()
+    for value in (-1.0, 2.0, 0.5, -0.0):  # In place of an array of one value.
+        assert both_differ(np.full(size, value, np.float32), np.ones(size, np.float32))
+    assert both_differ(-jnp.asarray(array), array)
 
 
 def test_of_an_array_in_any_memory_order() -> None:

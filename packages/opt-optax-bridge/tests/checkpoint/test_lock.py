@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +84,40 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(LockError, match="cannot be opened for writing"):
         WriterLock(folder)
     assert target.read_text() == "precious"
+
+
+def test_a_forked_child_that_lives_on_does_not_block(way: str, tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys, time; from pathlib import Path\n"
+        "from opt_optax_bridge.checkpoint._disk import lock as _lock\n"
+        "from opt_optax_bridge.checkpoint.errors import LockError\n"
+        f"if {way == 'file'}: _lock._fcntl = lambda: None\n"
+        "lock = _lock.WriterLock(Path(sys.argv[1]))\n"
+        "if child := os.fork():\n"
+        "    lock.check(); sys.stdin.readline(); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "try: lock.check()\n"
+        "except LockError as error: print(os.getpid(), error, flush=True)\n"
+        "lock.release(); time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    child, message = process.stdout.readline().split(maxsplit=1)
+    try:
+        assert "the lock is that of the process that this one was forked from" in message
+        with pytest.raises(LockError, match=f"process {process.pid} on"):
+            WriterLock(tmp_path)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.wait()
+        os.kill(int(child), 0)
+        WriterLock(tmp_path).release()
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+        process.stdin.close()
+        process.stdout.close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,8 +15,8 @@ from opt_core import Optimizer
 
 from opt_optax_bridge.checkpoint._disk import orbax as _orbax
 from opt_optax_bridge.checkpoint._disk.durable import DurablePath
-from opt_optax_bridge.checkpoint._disk.processes import agree, are_equal, is_first
-from opt_optax_bridge.checkpoint._disk.root import TRASH, WriterRoot
+from opt_optax_bridge.checkpoint._disk.processes import agree, are_equal, is_first, together
+from opt_optax_bridge.checkpoint._disk.root import TRASH, WriterRoot, check_options, one_at_a_time
 from opt_optax_bridge.checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
 from opt_optax_bridge.checkpoint._disk.saving import Saving, extra_leaves
 from opt_optax_bridge.checkpoint._naming.names import NamedState, named_state
@@ -74,17 +74,20 @@ class Checkpointer:
         async_save: bool = True,
         read_only: bool = False,
     ) -> None:
-        _check_options(directory, max_to_keep, keep_period, save_interval_steps)
+        check_options(directory, max_to_keep, keep_period, save_interval_steps)
         self.directory = Path(directory).absolute()
         self.read_only = read_only
         self._interval = save_interval_steps
         self._saving: int | None = None
+        self._passed: set[int] = set()
+        self._alone = threading.RLock()
         self._root = WriterRoot(self.directory)
         self._manager: ocp.CheckpointManager | None = None
         if not read_only:
             agree(self._root.take() if is_first() else None)
             self._manager = self._open(max_to_keep, keep_period, async_save)
 
+    @one_at_a_time
     def save(
         self,
         step: int,
@@ -103,7 +106,8 @@ class Checkpointer:
             the state of a data iterator and a random key.
 
         Raises:
-          LeafError: a leaf cannot be saved; nothing has been written.
+          LeafError: a leaf or the metadata cannot be saved; nothing has been written.
+          LockError: the folder has been removed or replaced, or this process was forked.
           SaveError: the step, or in the background the one before, was not saved. What was there
             before is as it was.
         """
@@ -124,6 +128,8 @@ class Checkpointer:
             items[_orbax.LEAVES] = ocp.args.PyTreeSave(saving.tree())
         self._saving = step
         with self._failing(step):
+            # After a save that failed, Orbax no longer knows the step that it would have retired.
+            manager.reload()  # type: ignore[no-untyped-call]
             # Orbax's own policy leaves steps out; `should_save` is asked before.
             saved = manager.save(step, args=ocp.args.Composite(**items), force=True)
         if not saved:
@@ -135,6 +141,7 @@ class Checkpointer:
             return True
         return step % self._interval == 0
 
+    @one_at_a_time
     def wait(self) -> None:
         """Waits until what is being saved is on the disk.
 
@@ -147,6 +154,7 @@ class Checkpointer:
             self._manager.wait_until_finished()  # type: ignore[no-untyped-call]
         self._saving = None
 
+    @one_at_a_time
     def close(self) -> None:
         """Waits, empties the trash and gives the folder to the next writer; again is fine.
 
@@ -214,13 +222,17 @@ class Checkpointer:
         Raises:
           MissingError: there is no such step.
         """
+        return self._look(step, level)[1]
+
+    def _look(self, step: int, level: Level) -> tuple[SavedStep | None, StepReport]:
         try:
-            saved = self.at(step)
+            with together():
+                saved = self.at(step)
         except MissingError:
             raise
         except CheckpointError as error:
-            return StepReport(step, level, error=str(error))
-        return saved.validate(level=level)
+            return None, StepReport(step, level, error=str(error))
+        return saved, saved.validate(level=level)
 
     def latest_valid(self, *, level: Level = "digests") -> SavedStep | None:
         """Opens the latest step that is valid; logs a warning for each that is not.
@@ -234,18 +246,27 @@ class Checkpointer:
         Raises:
           MissingError: there are steps, and none is valid.
         """
-        steps = self.steps()
-        if not are_equal(repr(steps).encode()):
-            raise DamagedError(f"`{self.directory}`: the processes do not see the same steps")
-        for step in reversed(steps):
-            report = self.validate(step, level=level)
-            if report.ok:
-                return self.at(step)
-            _log.warning("step %d is passed over: %s", step, report.error)
+        passed: set[int] = set()
+        while True:
+            steps = self.steps()
+            if not are_equal(repr(steps).encode()):
+                raise DamagedError(f"`{self.directory}`: the processes do not see the same steps")
+            left = [step for step in steps if step not in passed]
+            if not left:
+                break
+            # A writer may retire a step while it is looked at, and have saved others.
+            with suppress(MissingError):
+                saved, report = self._look(left[-1], level)
+                if saved is not None and report.ok:
+                    return saved
+                passed.add(left[-1])
+                self._passed.add(left[-1])
+                _log.warning("step %d is passed over: %s", left[-1], report.error)
         if steps:
             raise MissingError(f"`{self.directory}`: none of the steps {steps} is valid")
         return None
 
+    @one_at_a_time
     def delete(self, step: int) -> None:
         """Deletes a step: renamed first, so that it is never half there.
 
@@ -262,8 +283,10 @@ class Checkpointer:
         with self._failing(step):
             manager.reload()  # type: ignore[no-untyped-call]
             manager.delete(step)
+        self._passed.discard(step)
         self._root.clean()
 
+    @one_at_a_time
     def discard_after(self, step: int) -> list[int]:
         """Deletes the steps after one, so that a run that fell back to it can save again.
 
@@ -279,10 +302,11 @@ class Checkpointer:
         self, step: int, named: NamedState | Optimizer, metadata: Any, extras: Any
     ) -> tuple[Saving | None, CheckpointError | None]:
         try:
+            self._root.check()
             self._check_step(step)
             state = named_state(named) if isinstance(named, Optimizer) else named
             infos, values = extra_leaves(extras)
-            return Saving.prepare(step, state, infos, values, _json(metadata)), None
+            return Saving.prepare(step, state, infos, values, metadata), None
         except CheckpointError as error:
             return None, error
 
@@ -294,6 +318,11 @@ class Checkpointer:
             raise SaveError(
                 f"step {step} is not saved: `{self.directory}` has step {latest}. Steps only rise; "
                 f"after a fall back to an earlier step, call `discard_after` first"
+            )
+        if passed := sorted(self._passed.intersection(self.steps())):
+            raise SaveError(
+                f"step {step} is not saved: `latest_valid` has passed over {passed}, which would "
+                f"be kept in place of good ones: call `discard_after({passed[0] - 1})` first"
             )
         path = self.directory / str(step)
         if path.exists() or path.is_symlink():
@@ -342,33 +371,6 @@ class Checkpointer:
             if step is not None:
                 self._root.failed.add(step)
             raise SaveError(f"{what}: not saved: {_one_line(error)}") from error
-
-
-def _check_options(
-    directory: str | Path, max_to_keep: int | None, keep_period: int | None, interval: int
-) -> None:
-    if "://" in str(directory):
-        raise ValueError(
-            f"`directory`: expected a path of the file system, found `{directory}`: mount the "
-            "bucket"
-        )
-    given = {
-        "max_to_keep": max_to_keep,
-        "keep_period": keep_period,
-        "save_interval_steps": interval,
-    }
-    for name, value in given.items():
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"`{name}`: expected an integer from 1 on, found {value!r}")
-
-
-def _json(metadata: Any) -> Any:
-    """A copy of JSON data: what the caller changes later is not saved."""
-    try:
-        text = json.dumps(metadata)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise SaveError(f"`metadata`: expected JSON data: {error!s:.200}") from None
-    return json.loads(text)
 
 
 def _one_line(error: Exception) -> str:

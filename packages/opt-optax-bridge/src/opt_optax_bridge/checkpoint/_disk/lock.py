@@ -6,7 +6,10 @@ import errno
 import json
 import os
 import socket
+import sys
 import time
+import weakref
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,18 +38,44 @@ class WriterLock:
         self._path = folder / FILE_NAME
         self._owned = False
         self._handle = self._open()
+        if sys.platform != "win32":
+            os.register_at_fork(after_in_child=_Forget(weakref.ref(self)))
+
+    def check(self) -> None:
+        """Raises a `LockError` unless the lock is still held, on the file that has its name."""
+        if self._handle is None:
+            raise LockError(
+                f"`{self._path.parent}`: the lock is that of the process that this one was forked "
+                "from: save there"
+            )
+        try:
+            same = os.path.samestat(os.lstat(self._path), os.fstat(self._handle))
+        except OSError:
+            same = False
+        if not same:
+            raise LockError(
+                f"`{self._path}` was removed or replaced, so that another may write there now: "
+                "open the folder anew"
+            )
 
     def release(self) -> None:
         """Gives the folder back; again is fine."""
         if self._handle is None:
             return
         if self._owned:
-            self._path.unlink(missing_ok=True)
+            with suppress(LockError):
+                self.check()
+                self._path.unlink(missing_ok=True)
         else:
             # Stays there: if it were removed, two could hold a lock on files of one name.
             os.ftruncate(self._handle, 0)
-        os.close(self._handle)
-        self._handle = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go without a word in the file: what a fork holds, its parent still holds."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
     def _open(self) -> int | None:
         try:
@@ -108,6 +137,17 @@ class WriterLock:
                 self._path.unlink()
         finally:
             grave.unlink()
+
+
+class _Forget:
+    """In a forked child, closes the lock: a child that outlives its parent must not hold it."""
+
+    def __init__(self, lock: weakref.ref[WriterLock]) -> None:
+        self._lock = lock
+
+    def __call__(self) -> None:
+        if (lock := self._lock()) is not None:
+            lock.forget()
 
 
 def _flock(handle: int) -> bool:

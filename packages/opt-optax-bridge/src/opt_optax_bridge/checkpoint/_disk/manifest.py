@@ -9,14 +9,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from opt_optax_bridge.checkpoint._disk.storage import Record, check
+from opt_optax_bridge.checkpoint._disk.storage import Record, check, is_readable
 from opt_optax_bridge.checkpoint._naming.schema import LeafInfo, Schema
-from opt_optax_bridge.checkpoint.errors import DamagedError, LoadError, VersionError
+from opt_optax_bridge.checkpoint.errors import (
+    DamagedError,
+    LeafError,
+    LoadError,
+    MissingError,
+    VersionError,
+)
 
 FORMAT_VERSION = 1
 FILE_NAME = "manifest.json"
 # The first release that reads `FORMAT_VERSION`.
 NEEDS = "0.1.0"
+# Of metadata: well below what any stack of calls leaves room for.
+_MAX_DEPTH = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +36,8 @@ class Limits:
       items: values in it, however deep.
     """
 
-    bytes: int = 64 * 2**20
-    items: int = 8_000_000
+    bytes: int = 256 * 2**20
+    items: int = 16_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +59,12 @@ class Manifest:
     def encode(self) -> bytes:
         """Returns the bytes of the file: canonical JSON and its SHA-256."""
         records = [
-            {k: v for k, v in dataclasses.asdict(self.records[info.name]).items() if v is not None}
+            {k: v for k, v in vars(self.records[info.name]).items() if v is not None}
             for info in self.schema.leaves
         ]
         body = {
             "step": self.step,
-            "schema": self.schema.to_data(),
+            "schema": _schema_data(self.schema),
             "records": records,
             "metadata": self.metadata,
         }
@@ -124,6 +132,7 @@ def read_manifest(folder: Path, *, limits: Limits | None = None) -> Manifest:
     Raises:
       DamagedError: it is not what was written, or is missing.
       LoadError: it is no manifest, or too large a one.
+      MissingError: there is no such folder.
       VersionError: a newer format.
     """
     path = folder / "manifest" / FILE_NAME
@@ -132,6 +141,8 @@ def read_manifest(folder: Path, *, limits: Limits | None = None) -> Manifest:
         with path.open("rb") as file:
             data = file.read(limits.bytes + 1)
     except OSError as error:
+        if not folder.is_dir():
+            raise MissingError(f"`{folder}` has been deleted") from None
         raise DamagedError(f"`{path}` cannot be read: {error.strerror}") from error
     return Manifest.decode(data, where=str(path), limits=limits)
 
@@ -149,14 +160,16 @@ def _canonical(data: Any) -> bytes:
     return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
 
 
+def _schema_data(schema: Schema) -> dict[str, Any]:
+    """`schema.to_data()`, without a deep copy of every leaf: `save` waits for this."""
+    names = [field.name for field in dataclasses.fields(LeafInfo)]
+    leaves = [{name: getattr(leaf, name) for name in names} for leaf in schema.leaves]
+    return {**dataclasses.replace(schema, leaves=()).to_data(), "leaves": leaves}
+
+
 def _parse(data: bytes, where: str, limits: Limits) -> dict[str, Any]:
-    items = data.count(b",") + data.count(b"[") + data.count(b"{")
-    for found, allowed, what in (
-        (len(data), limits.bytes, "bytes"),
-        (items, limits.items, "values"),
-    ):
-        if found > allowed:
-            raise LoadError(f"`{where}`: more than {allowed:,} {what}, the limit of a manifest")
+    if excess := over_limits(data, limits):
+        raise LoadError(f"`{where}`: {excess}")
     try:
         whole = json.loads(data, object_pairs_hook=_unique)
     except RecursionError:
@@ -166,6 +179,46 @@ def _parse(data: bytes, where: str, limits: Limits) -> dict[str, Any]:
     if not isinstance(whole, dict):
         raise LoadError(f"`{where}`: expected a mapping, found {type(whole).__name__}")
     return whole
+
+
+def over_limits(data: bytes, limits: Limits) -> str | None:
+    """Returns what a manifest has too much of, if anything."""
+    items = data.count(b",") + data.count(b"[") + data.count(b"{")
+    for found, allowed, what in (
+        (len(data), limits.bytes, "bytes"),
+        (items, limits.items, "values"),
+    ):
+        if found > allowed:
+            return f"more than {allowed:,} {what}, the limit of a manifest"
+    return None
+
+
+def json_copy(metadata: Any) -> Any:
+    """Returns a copy of JSON data that is read again as it is.
+
+    Raises:
+      LeafError: no JSON data, nested too deeply, or a number of too many digits.
+    """
+    try:
+        _check_json(metadata, 0)
+        return json.loads(json.dumps(metadata))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise LeafError(f"`metadata`: expected JSON data: {error!s:.200}") from None
+
+
+def _check_json(data: Any, depth: int) -> None:
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"nested more than {_MAX_DEPTH} deep")
+    if isinstance(data, int) and not is_readable(data):
+        raise ValueError("an integer of so many digits is not read again")
+    if isinstance(data, dict):
+        if odd := [key for key in data if not isinstance(key, str)]:
+            raise TypeError(f"keys are texts, found {odd[0]!r:.80}")
+        data = data.values()
+    elif not isinstance(data, list | tuple):
+        return
+    for value in data:
+        _check_json(value, depth + 1)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

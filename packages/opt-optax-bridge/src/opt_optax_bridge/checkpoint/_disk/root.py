@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from opt_optax_bridge.checkpoint._disk.durable import sync, temporary_paths
 from opt_optax_bridge.checkpoint._disk.lock import WriterLock
@@ -44,10 +47,19 @@ class WriterRoot:
         self.clean()
         return None
 
+    def check(self) -> None:
+        """Raises a `LockError` if the folder is no longer this writer's."""
+        if self._lock is not None:
+            self._lock.check()
+
     def clean(self) -> None:
         """Removes what was deleted by a rename, and what steps left that could not be saved."""
         if self._lock is None:
             return
+        try:
+            self._lock.check()
+        except LockError:
+            return  # It may be another's now.
         failed, self.failed = self.failed, set()
         for step in failed:
             for path in temporary_paths(self.directory / str(step)):
@@ -63,3 +75,46 @@ class WriterRoot:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+class HasLock(Protocol):
+    """What threads use one at a time."""
+
+    _alone: Any
+
+
+_Owner = TypeVar("_Owner", bound=HasLock)
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def one_at_a_time(
+    method: Callable[Concatenate[_Owner, _Given], _Result],
+) -> Callable[Concatenate[_Owner, _Given], _Result]:
+    """Lets one thread at a time call the methods of an object; such a method may call others."""
+
+    @functools.wraps(method)
+    def call(self: _Owner, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        with self._alone:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+def check_options(
+    directory: str | Path, max_to_keep: int | None, keep_period: int | None, interval: int
+) -> None:
+    """Raises a `ValueError` if an option of a writer is none."""
+    if "://" in str(directory):
+        raise ValueError(
+            f"`directory`: expected a path of the file system, found `{directory}`: mount the "
+            "bucket"
+        )
+    given = {
+        "max_to_keep": max_to_keep,
+        "keep_period": keep_period,
+        "save_interval_steps": interval,
+    }
+    for name, value in given.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"`{name}`: expected an integer from 1 on, found {value!r}")

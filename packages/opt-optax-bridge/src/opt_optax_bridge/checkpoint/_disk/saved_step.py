@@ -100,7 +100,8 @@ class SavedStep:
 
         Raises:
           DamagedError: a leaf is not what was written.
-          MissingError: there is no such leaf.
+          LeafError: a leaf does not divide as its sharding says; nothing has been read.
+          MissingError: there is no such leaf, or the step has been deleted.
         """
         infos = self.schema.by_name
         if unknown := sorted(wanted.keys() - infos.keys()):
@@ -109,6 +110,8 @@ class SavedStep:
         places = {name: place.sharding for name, place in wanted.items()}
         stored: dict[str, Any] = {}
         with together():
+            for name, sharding in places.items():
+                _check_sharding(infos[name], sharding)
             stored = self._read_stored({infos[name]: places[name] for name in wanted})
         with together():
             self._check(stored)
@@ -162,6 +165,8 @@ class SavedStep:
                 error = found
         try:
             agree(error)
+        except MissingError:
+            raise
         except CheckpointError as found:
             return dataclasses.replace(report, error=str(found))
         return report
@@ -172,12 +177,12 @@ class SavedStep:
             struct = _storage.stored_shape(self.schema.by_name[name], record)
             found = stored.pop(record.key, None)
             if found != (struct.shape, struct.dtype):
-                raise DamagedError(
-                    f"`{self.path}`: `{name}`: expected {struct.dtype}{list(struct.shape)}, found "
+                raise self._damaged(
+                    f"`{name}`: expected {struct.dtype}{list(struct.shape)}, found "
                     f"{f'{found[1]}{list(found[0])}' if found else 'none'}"
                 )
         if stored:
-            raise DamagedError(f"`{self.path}`: `{next(iter(stored))}` is not in the manifest")
+            raise self._damaged(f"`{next(iter(stored))}` is not in the manifest")
 
     def _check_digests(self) -> None:
         batch: dict[LeafInfo, Sharding | None] = {}
@@ -214,7 +219,7 @@ class SavedStep:
         stored = {names[key]: leaf for key, leaf in _storage.flatten(tree).items()}
         for name in names.values():
             if not isinstance(stored.get(name), jax.Array | np.ndarray):
-                raise DamagedError(f"`{self.path}`: `{name}` is missing")
+                raise self._damaged(f"`{name}` is missing")
         return stored
 
     def _check(self, stored: Mapping[str, Any]) -> None:
@@ -222,20 +227,27 @@ class SavedStep:
         for name, pair in sums.items():
             expected, found = self.manifest.records[name].digest, _digest.to_hex(pair)
             if found != expected:
-                raise DamagedError(
-                    f"`{self.path}`: `{name}`: expected the digest {expected}, found {found}: its "
+                raise self._damaged(
+                    f"`{name}`: expected the digest {expected}, found {found}: its "
                     "bytes are not those that were written"
                 )
 
     def _try(self, read: Callable[[], _T]) -> _T:
-        """Nothing raw leaves Orbax and TensorStore."""
+        """Nothing raw leaves Orbax and TensorStore, but what says nothing about the step."""
         try:
             return read()
+        except MemoryError:
+            raise
         except Exception as error:
-            text = " ".join(str(error).split())[:400]
-            raise DamagedError(
-                f"`{self.path}` cannot be read: {type(error).__name__}: {text}"
-            ) from error
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            if "RESOURCE_EXHAUSTED" in text:
+                raise
+            raise self._damaged(f"cannot be read: {text}") from error
+
+    def _damaged(self, what: str) -> CheckpointError:
+        if not self.path.is_dir():
+            return MissingError(f"`{self.path}` has been deleted while it was read")
+        return DamagedError(f"`{self.path}`: {what}")
 
 
 def open_step(
@@ -271,6 +283,19 @@ def _restore_args(struct: jax.ShapeDtypeStruct, sharding: Sharding | None) -> An
         global_shape=struct.shape,
         dtype=struct.dtype,
     )
+
+
+def _check_sharding(info: LeafInfo, sharding: Sharding | None) -> None:
+    if sharding is None or info.dtype == _storage.PYTHON:
+        return
+    try:
+        sharding.shard_shape(info.shape)
+    except (ValueError, IndexError) as error:
+        spec = getattr(sharding, "spec", sharding)
+        raise LeafError(
+            f"`{info.name}`: {list(info.shape)} does not divide as `{spec}` says: "
+            f"{' '.join(str(error).split())[:200]}"
+        ) from None
 
 
 def _place(info: LeafInfo) -> jax.ShapeDtypeStruct:

@@ -13,7 +13,13 @@ from opt_core import flatten_with_paths
 
 from opt_optax_bridge.checkpoint._disk import digest as _digest
 from opt_optax_bridge.checkpoint._disk import storage as _storage
-from opt_optax_bridge.checkpoint._disk.manifest import Manifest, canonical_json
+from opt_optax_bridge.checkpoint._disk.manifest import (
+    Limits,
+    Manifest,
+    canonical_json,
+    json_copy,
+    over_limits,
+)
 from opt_optax_bridge.checkpoint._naming.names import NamedState
 from opt_optax_bridge.checkpoint._naming.schema import LeafInfo
 from opt_optax_bridge.checkpoint.errors import LeafError
@@ -55,8 +61,9 @@ class Saving:
           metadata: JSON data.
 
         Raises:
-          LeafError: a leaf cannot be saved.
+          LeafError: a leaf or the metadata cannot be saved, or all that is too much for a manifest.
         """
+        metadata = json_copy(metadata)
         schema = dataclasses.replace(named.schema, leaves=(*named.schema.leaves, *infos))
         leaves = {**named, **{i.name: v for i, v in zip(infos, values, strict=True)}}
         if len(schema.by_name) != len(schema.leaves) or schema.by_name.keys() != leaves.keys():
@@ -71,6 +78,7 @@ class Saving:
                 arrays[info.name] = _to_save(array)
         _storage.nest({records[name].key: None for name in arrays})
         manifest = Manifest(step, schema, records, metadata)
+        _check_size(manifest)
         return cls(manifest, arrays, _digest.digests(arrays))
 
     def tree(self) -> dict[str, Any]:
@@ -101,7 +109,11 @@ class Saving:
 
 def extra_leaves(extras: Any) -> tuple[list[LeafInfo], list[Any]]:
     """Returns what each leaf of a pytree is, under `extra/`, and the leaves."""
-    flat = [(path, leaf) for path, leaf in flatten_with_paths(extras) if leaf is not None]
+    try:
+        flat = [(path, leaf) for path, leaf in flatten_with_paths(extras) if leaf is not None]
+    except (TypeError, ValueError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise LeafError(f"`extras`: expected a pytree of named leaves: {text}") from error
     infos = [_extra_info((EXTRA, *path), leaf) for path, leaf in flat]
     return infos, [leaf for _, leaf in flat]
 
@@ -115,6 +127,17 @@ def _extra_info(path: tuple[str, ...], leaf: Any) -> LeafInfo:
         f"`{'/'.join(path)}`: expected an array, a typed PRNG key or a Python scalar, found "
         f"{type(leaf).__name__}"
     )
+
+
+def _check_size(manifest: Manifest) -> None:
+    """Nothing is saved that could not be read: every digest has one length."""
+    records = {
+        name: dataclasses.replace(record, digest="0" * 16 if record.key else None)
+        for name, record in manifest.records.items()
+    }
+    whole = dataclasses.replace(manifest, records=records).encode()
+    if excess := over_limits(whole, Limits()):
+        raise LeafError(f"step {manifest.step}: its names and metadata are {excess}")
 
 
 def _to_save(array: Any) -> Any:

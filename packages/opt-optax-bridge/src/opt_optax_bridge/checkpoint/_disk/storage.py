@@ -18,6 +18,7 @@ from opt_optax_bridge.checkpoint.errors import LeafError, LoadError
 
 ARRAY, KEY, EMPTY, PYTHON = "array", "key", "empty", "python"
 _SCALARS = (bool, int, float, str)
+_MAX_BITS = 14_284  # of 4,300 digits
 
 # What TensorStore's zarr driver writes and reads back bit for bit.
 DTYPES = frozenset(
@@ -77,6 +78,8 @@ def encode(info: LeafInfo, leaf: Any) -> tuple[Record, Any]:
       LeafError: it cannot be saved, or is not what the schema says.
     """
     if info.dtype == "python":
+        if type(leaf) is int and not is_readable(leaf):
+            raise LeafError(f"`{info.name}`: an integer of so many digits is not read again")
         return Record(PYTHON, scalar=leaf), None
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
         raise LeafError(f"`{info.name}`: expected an array, found `{leaf}`: it has no value")
@@ -84,6 +87,11 @@ def encode(info: LeafInfo, leaf: Any) -> tuple[Record, Any]:
         raise LeafError(
             f"`{info.name}`: the array has been donated or deleted: save it before the step that "
             "donates it"
+        )
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise LeafError(
+            f"`{info.name}`: a masked array cannot be saved: its mask would be lost. Save `.data` "
+            "and `.mask`, or `.filled()`"
         )
     if info.is_key:
         return _encode_key(info, leaf)
@@ -133,6 +141,8 @@ def decode(info: LeafInfo, record: Record, stored: Any, sharding: Sharding | Non
         if record.impl is not None:
             return jax.random.split(_key(record.impl), info.shape)
         empty = np.zeros(info.shape, jnp.dtype(info.dtype))
+        if jax.dtypes.canonicalize_dtype(empty.dtype) != empty.dtype:
+            return empty
         return jax.device_put(empty, sharding) if sharding is not None else jnp.asarray(empty)
     if record.storage == KEY:
         return jax.random.wrap_key_data(stored, impl=record.impl)
@@ -167,6 +177,11 @@ def check(info: LeafInfo, record: Record) -> None:
 def is_scalar(leaf: Any) -> bool:
     """Whether it is a Python scalar, which the manifest keeps."""
     return type(leaf) in _SCALARS
+
+
+def is_readable(number: int) -> bool:
+    """Whether an integer has few enough digits for Python to read them by default."""
+    return number.bit_length() <= _MAX_BITS
 
 
 def nest(flat: Mapping[Names, Any]) -> dict[str, Any]:
