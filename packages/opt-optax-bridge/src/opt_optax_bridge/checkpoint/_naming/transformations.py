@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,9 @@ from opt_core import Optimizer, OptimizerDef, leaf_groups
 
 from opt_optax_bridge._wrapper import OptaxWrapper
 from opt_optax_bridge.checkpoint._naming.makers import factory_name, transformation_name
+from opt_optax_bridge.checkpoint._naming.numbers import Found, beside, numbered
 from opt_optax_bridge.checkpoint._naming.schema import Names, Transformation
+from opt_optax_bridge.checkpoint._naming.window_code import window_code
 
 _PARTITIONS = frozenset({"partition", "multi_transform"})  # their groups are in the names
 _CONTAINERS = frozenset({"chain", "named_chain", "with_extra_args_support", "identity"})
@@ -51,15 +53,15 @@ def transformations(optimizer: Optimizer) -> tuple[Transformation, ...]:
     )
 
 
-def _of_definition(definition: OptimizerDef, group: Names) -> Iterator[Transformation]:
+def _of_definition(definition: OptimizerDef, group: Names) -> Sequence[Transformation]:
     if isinstance(definition, OptaxWrapper):
-        yield from _walk(definition.optax_optimizer, group, set())
-        return
+        return numbered(list(_walk(definition.optax_optimizer, group, set())))
     settings = dict(_settings(_fields(definition.hyper_params)))
-    yield Transformation(transformation_name(type(definition).__name__), group, settings)
+    name = transformation_name(type(definition).__name__)
+    return (Transformation(name, group, settings, number=1),)
 
 
-def _walk(node: Any, group: Names, seen: set[int]) -> Iterator[Transformation]:
+def _walk(node: Any, group: Names, seen: set[int]) -> Iterator[Found]:
     """The transformations in a transformation, an update function, or a container of such."""
     if id(node) in seen:
         return
@@ -74,36 +76,43 @@ def _walk(node: Any, group: Names, seen: set[int]) -> Iterator[Transformation]:
         case functools.partial():
             yield from _walk(node.func, group, seen)
         case Mapping():
-            for child in node.values():
-                yield from _walk(child, group, seen)
+            yield from beside([list(_walk(child, group, seen)) for child in node.values()])
         case _ if (update := _update(node)) is not None:
-            yield from _walk(update, group, seen)
+            found = list(_walk(update, group, seen))
             if (injected := _injected(node)) is not None:
-                yield from _walk(injected, group, seen)
+                inner = list(_walk(injected, group, seen))
+                # The one that injects has nothing below it but these.
+                found[0] = found[0]._replace(below=len(inner))
+                found += inner
+            yield from found
         case tuple() | list():
             for child in node:
                 yield from _walk(child, group, seen)
         case _ if isinstance(inner := getattr(node, "__wrapped__", None), types.FunctionType):
             yield from _walk(inner, group, seen)  # of a compiled function
         case _:
-            for child in _held(node).values():
-                if _acts(child):
-                    yield from _walk(child, group, seen)
+            held = [child for child in _held(node).values() if _acts(child)]
+            yield from beside([list(_walk(child, group, seen)) for child in held])
 
 
 def _emit(
     factory: str, captured: Mapping[str, Any], group: Names, seen: set[int]
-) -> Iterator[Transformation]:
+) -> Iterator[Found]:
+    below: list[list[Found]] = []
+    if factory not in _INJECTING:  # what it has captured are schedules; see `_injected`
+        for name, child in captured.items():
+            if factory in _PARTITIONS and name == "transforms" and isinstance(child, Mapping):
+                for label, part in child.items():
+                    below.append(list(_walk(part, (*group, str(label)), seen)))
+            elif _acts(child) and not _is_helper(child, factory):
+                below.append(list(_walk(child, group, seen)))
+    inner = list(beside(below))
     if factory not in _CONTAINERS | _PARTITIONS and "lambda" not in factory:
-        yield Transformation(factory, group, dict(_settings(captured)))
-    if factory in _INJECTING:
-        return  # what it has captured are schedules; see `_injected`
-    for name, child in captured.items():
-        if factory in _PARTITIONS and name == "transforms" and isinstance(child, Mapping):
-            for label, part in child.items():
-                yield from _walk(part, (*group, str(label)), seen)
-        elif _acts(child) and not _is_helper(child, factory):
-            yield from _walk(child, group, seen)
+        settings = dict(_settings(captured))
+        if transformation_name(factory) == "multi_steps":
+            settings |= window_code(captured)
+        yield Found(Transformation(factory, group, settings), len(inner))
+    yield from inner
 
 
 def _factory_of(function: types.FunctionType) -> str:
