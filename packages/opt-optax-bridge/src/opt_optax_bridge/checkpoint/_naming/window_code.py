@@ -57,6 +57,8 @@ def _seen(value: Any, depth: int = 0) -> Any:
             return value.co_code.hex(), value.co_names, [inner(x) for x in value.co_consts]
         case types.FunctionType():
             return _function(value, depth)
+        case types.BuiltinFunctionType() if not isinstance(value.__self__, types.ModuleType):
+            return value.__qualname__, inner(value.__self__)
         case types.BuiltinFunctionType() | type():
             return value.__module__, value.__qualname__
         case functools.partial():

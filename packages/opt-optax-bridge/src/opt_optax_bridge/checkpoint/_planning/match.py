@@ -32,7 +32,7 @@ from opt_optax_bridge.checkpoint._planning.rules import (
     expanded,
     sources_of,
 )
-from opt_optax_bridge.checkpoint._planning.windows import begun, windows
+from opt_optax_bridge.checkpoint._planning.windows import loss, windows
 
 
 def plan_restore(
@@ -357,12 +357,8 @@ def _dropped(
         if leaf.kind == "extra" or leaf.name in used:
             continue
         by_rule = policy.rule(leaf.name, drop=True) is not None
-        problem = ""
-        if (done := begun(leaf, source.schema)) and not by_rule:
-            problem = (
-                f"{done} mini-steps of a window have been accumulated and would be lost: "
-                "save at the end of a window, or drop it by a rule"
-            )
+        lost = "" if by_rule else loss(leaf, source.schema)
+        problem = f"{lost}: save at the end of a window, or drop it by a rule" if lost else ""
         admitted = by_rule or "drop" in policy.allow or leaf.name in anew
         yield Dropped(leaf, problem, admitted)
 

@@ -20,17 +20,24 @@ class _Window(NamedTuple):
       field: of its state; not 0 in the middle.
       length: the setting that says how many make a window, or the function that does.
       meaning: settings that must not change in the middle.
+      told: what is lost without it.
     """
 
     field: str
     length: tuple[str, ...]
     meaning: tuple[str, ...] = ()
+    told: str = "mini-steps of a window have been accumulated and would be lost"
 
 
 _WINDOWS: Final = {
     "multi_steps": _Window("mini_step", ("every_k_code", "every_k"), ("use_grad_mean", "mean")),
     "apply_every": _Window("count", ("k",)),
-    "sam": _Window("steps_since_sync", ("sync_period",), ("reset_state",)),
+    "sam": _Window(
+        "steps_since_sync",
+        ("sync_period",),
+        ("reset_state",),
+        "steps of a cycle have been made, from which the parameters would not come back",
+    ),
 }
 
 
@@ -43,6 +50,12 @@ def begun(leaf: LeafInfo, schema: Schema) -> int:
         return leaf.value
     length = _length(window, _settings(transformation_of(leaf, schema)))
     return leaf.value % length if isinstance(length, int) and length else leaf.value
+
+
+def loss(leaf: LeafInfo, schema: Schema) -> str:
+    """Returns what would be lost without a leaf of a checkpoint; empty if nothing half done."""
+    done = begun(leaf, schema)
+    return f"{done} {_WINDOWS[base_of(leaf)].told}" if done else ""
 
 
 def windows(
@@ -72,9 +85,10 @@ def windows(
                 f"long as those of the target; {advice}"
             )
         elif lengths[0] != lengths[1]:
-            was, now = (x if isinstance(x, int) else "another function" for x in lengths)
+            was, now = (f"of {x}" if isinstance(x, int) else "by a function" for x in lengths)
+            other = "another" if was == now else "one"
             yield (
-                f"`{leaf.name}` is {done}: a window of {was} was begun and cannot go on as one of "
+                f"`{leaf.name}` is {done}: a window {was} was begun and cannot go on as {other} "
                 f"{now}; {advice}"
             )
         for name in window.meaning:
