@@ -10,11 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 import pytest
 from opt_core import Optimizer
 from opt_optax_bridge import OptaxWrapper
 from opt_optax_bridge.checkpoint import NamedState, Plan, named_state, plan_restore
-from optax import contrib
+
+contrib: Any = optax.contrib  # exports most of its names in no `__all__`
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 

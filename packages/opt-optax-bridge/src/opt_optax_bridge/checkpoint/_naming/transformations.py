@@ -26,7 +26,8 @@ _CONTAINERS = frozenset({"chain", "named_chain", "with_extra_args_support", "ide
 _INJECTING = frozenset({"inject_hyperparams", "inject_stateful_hyperparams"})
 _Setting = bool | int | float | str | None
 _DEPTH = 2
-_MANY = 16  # a mask or a table of labels has an entry per parameter: no setting
+_MANY = 16
+_PER_PARAMETER = ("mask", "labels")  # which parameters are meant is no setting
 
 
 def transformations(optimizer: Optimizer) -> tuple[Transformation, ...]:
@@ -74,7 +75,9 @@ def _walk(node: Any, group: Names, seen: set[int]) -> Iterator[Found]:
         case types.FunctionType():
             yield from _emit(_factory_of(node), _cells(node), group, seen)
         case functools.partial():
-            yield from _walk(node.func, group, seen)
+            held = [node.func, *node.args, *node.keywords.values()]
+            acting = [child for i, child in enumerate(held) if i == 0 or _acts(child)]
+            yield from beside([list(_walk(child, group, seen)) for child in acting])
         case Mapping():
             yield from beside([list(_walk(child, group, seen)) for child in node.values()])
         case _ if (update := _update(node)) is not None:
@@ -143,7 +146,7 @@ def _acts(value: Any) -> bool:
         case types.FunctionType() | types.MethodType():
             return value.__name__.startswith("update")
         case functools.partial():
-            return _acts(value.func)
+            return any(map(_acts, (value.func, *value.args, *value.keywords.values())))
         case _ if _update(value) is not None:
             return True
         case tuple() | list():
@@ -191,9 +194,13 @@ def _fields(obj: Any) -> dict[str, Any]:
 def _settings(captured: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, _Setting]]:
     """What can be written down, by name; of a function (a schedule) what it has captured."""
     for name, value in sorted(captured.items()):
+        if name.endswith(_PER_PARAMETER):
+            continue
         match value:
             case bool() | int() | float() | str() | None:
                 yield name, value
+            case np.bool_() | np.integer() | np.floating():
+                yield name, value.item()
             case np.dtype() | np.generic():
                 yield name, str(value)
             case type() if issubclass(value, np.generic):

@@ -247,11 +247,13 @@ def _moved(group: Names, base: str, pairs: Sequence[int | None]) -> str:
 
 def settings_changes(old: Transformation, new: Transformation, *, by_number: bool) -> Iterator[str]:
     """Yields the settings that change what a state means; all numbers, with `by_number`."""
-    kinds = (bool, int, float) if by_number else (bool,)
     before, after = plain_settings(old.settings), plain_settings(new.settings)
     for name in sorted(before.keys() & after.keys()):
         one, other = before[name], after[name]
-        if one != other and isinstance(one, kinds) and isinstance(other, kinds):
+        is_switch = isinstance(one, int) and isinstance(other, int)
+        is_switch &= isinstance(one, bool) or isinstance(other, bool)
+        are_numbers = isinstance(one, int | float) and isinstance(other, int | float)
+        if one != other and (is_switch or (by_number and are_numbers)):
             yield f"`{name}` of `{new.name}`{_in(new.group)} was {one}, is {other}"
 
 
