@@ -85,9 +85,9 @@ def _walk(node: Any, group: Names, seen: set[int]) -> Iterator[Found]:
             if (injected := _injected(node)) is not None:
                 inner = list(_walk(injected, group, seen))
                 # The one that injects has nothing below it but these.
-                found[0] = found[0]._replace(below=len(inner))
-                found += inner
-            yield from found
+                walked[0] = walked[0]._replace(below=len(inner))
+                walked += inner
+            yield from walked
         case tuple() | list():
             for child in node:
                 yield from _walk(child, group, seen)
