@@ -81,7 +81,7 @@ def _walk(node: Any, group: Names, seen: set[int]) -> Iterator[Found]:
         case Mapping():
             yield from beside([list(_walk(child, group, seen)) for child in node.values()])
         case _ if (update := _update(node)) is not None:
-            found = list(_walk(update, group, seen))
+            walked = list(_walk(update, group, seen))
             if (injected := _injected(node)) is not None:
                 inner = list(_walk(injected, group, seen))
                 # The one that injects has nothing below it but these.
