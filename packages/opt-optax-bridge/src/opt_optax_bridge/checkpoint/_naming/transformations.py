@@ -83,10 +83,10 @@ def _walk(node: Any, group: Names, seen: set[int]) -> Iterator[Found]:
         case _ if (update := _update(node)) is not None:
             walked = list(_walk(update, group, seen))
             if (injected := _injected(node)) is not None:
-                inner = list(_walk(injected, group, seen))
+                below = list(_walk(injected, group, seen))
                 # The one that injects has nothing below it but these.
-                walked[0] = walked[0]._replace(below=len(inner))
-                walked += inner
+                walked[0] = walked[0]._replace(below=len(below))
+                walked += below
             yield from walked
         case tuple() | list():
             for child in node:
