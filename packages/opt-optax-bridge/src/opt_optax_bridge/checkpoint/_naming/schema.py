@@ -90,11 +90,14 @@ class Transformation:
       group: the names of the groups around it.
       settings: what was fixed when it was made and can be written down: numbers, booleans,
         strings, by name.
+      number: which of its like it is in names of leaves, from 1 (`2`: `'adam#2'`); `None` where
+        that is not known.
     """
 
     name: str
     group: Names = ()
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    number: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

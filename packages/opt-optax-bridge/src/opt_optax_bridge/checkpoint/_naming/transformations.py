@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,17 @@ from opt_core import Optimizer, OptimizerDef, leaf_groups
 
 from opt_optax_bridge._wrapper import OptaxWrapper
 from opt_optax_bridge.checkpoint._naming.makers import factory_name, transformation_name
+from opt_optax_bridge.checkpoint._naming.numbers import Found, beside, numbered
 from opt_optax_bridge.checkpoint._naming.schema import Names, Transformation
+from opt_optax_bridge.checkpoint._naming.window_code import window_code
 
 _PARTITIONS = frozenset({"partition", "multi_transform"})  # their groups are in the names
 _CONTAINERS = frozenset({"chain", "named_chain", "with_extra_args_support", "identity"})
 _INJECTING = frozenset({"inject_hyperparams", "inject_stateful_hyperparams"})
 _Setting = bool | int | float | str | None
 _DEPTH = 2
-_MANY = 16  # a mask or a table of labels has an entry per parameter: no setting
+_MANY = 16
+_PER_PARAMETER = ("mask", "labels")  # which parameters are meant is no setting
 
 
 def transformations(optimizer: Optimizer) -> tuple[Transformation, ...]:
@@ -51,15 +54,15 @@ def transformations(optimizer: Optimizer) -> tuple[Transformation, ...]:
     )
 
 
-def _of_definition(definition: OptimizerDef, group: Names) -> Iterator[Transformation]:
+def _of_definition(definition: OptimizerDef, group: Names) -> Sequence[Transformation]:
     if isinstance(definition, OptaxWrapper):
-        yield from _walk(definition.optax_optimizer, group, set())
-        return
+        return numbered(list(_walk(definition.optax_optimizer, group, set())))
     settings = dict(_settings(_fields(definition.hyper_params)))
-    yield Transformation(transformation_name(type(definition).__name__), group, settings)
+    name = transformation_name(type(definition).__name__)
+    return (Transformation(name, group, settings, number=1),)
 
 
-def _walk(node: Any, group: Names, seen: set[int]) -> Iterator[Transformation]:
+def _walk(node: Any, group: Names, seen: set[int]) -> Iterator[Found]:
     """The transformations in a transformation, an update function, or a container of such."""
     if id(node) in seen:
         return
@@ -72,38 +75,47 @@ def _walk(node: Any, group: Names, seen: set[int]) -> Iterator[Transformation]:
         case types.FunctionType():
             yield from _emit(_factory_of(node), _cells(node), group, seen)
         case functools.partial():
-            yield from _walk(node.func, group, seen)
+            held = [node.func, *node.args, *node.keywords.values()]
+            acting = [child for i, child in enumerate(held) if i == 0 or _acts(child)]
+            yield from beside([list(_walk(child, group, seen)) for child in acting])
         case Mapping():
-            for child in node.values():
-                yield from _walk(child, group, seen)
+            yield from beside([list(_walk(child, group, seen)) for child in node.values()])
         case _ if (update := _update(node)) is not None:
-            yield from _walk(update, group, seen)
+            walked = list(_walk(update, group, seen))
             if (injected := _injected(node)) is not None:
-                yield from _walk(injected, group, seen)
+                below = list(_walk(injected, group, seen))
+                # The one that injects has nothing below it but these.
+                walked[0] = walked[0]._replace(below=len(below))
+                walked += below
+            yield from walked
         case tuple() | list():
             for child in node:
                 yield from _walk(child, group, seen)
         case _ if isinstance(inner := getattr(node, "__wrapped__", None), types.FunctionType):
             yield from _walk(inner, group, seen)  # of a compiled function
         case _:
-            for child in _held(node).values():
-                if _acts(child):
-                    yield from _walk(child, group, seen)
+            held = [child for child in _held(node).values() if _acts(child)]
+            yield from beside([list(_walk(child, group, seen)) for child in held])
 
 
 def _emit(
     factory: str, captured: Mapping[str, Any], group: Names, seen: set[int]
-) -> Iterator[Transformation]:
+) -> Iterator[Found]:
+    below: list[list[Found]] = []
+    if factory not in _INJECTING:  # what it has captured are schedules; see `_injected`
+        for name, child in captured.items():
+            if factory in _PARTITIONS and name == "transforms" and isinstance(child, Mapping):
+                for label, part in child.items():
+                    below.append(list(_walk(part, (*group, str(label)), seen)))
+            elif _acts(child) and not _is_helper(child, factory):
+                below.append(list(_walk(child, group, seen)))
+    inner = list(beside(below))
     if factory not in _CONTAINERS | _PARTITIONS and "lambda" not in factory:
-        yield Transformation(factory, group, dict(_settings(captured)))
-    if factory in _INJECTING:
-        return  # what it has captured are schedules; see `_injected`
-    for name, child in captured.items():
-        if factory in _PARTITIONS and name == "transforms" and isinstance(child, Mapping):
-            for label, part in child.items():
-                yield from _walk(part, (*group, str(label)), seen)
-        elif _acts(child) and not _is_helper(child, factory):
-            yield from _walk(child, group, seen)
+        settings = dict(_settings(captured))
+        if transformation_name(factory) == "multi_steps":
+            settings |= window_code(captured)
+        yield Found(Transformation(factory, group, settings), len(inner))
+    yield from inner
 
 
 def _factory_of(function: types.FunctionType) -> str:
@@ -134,7 +146,7 @@ def _acts(value: Any) -> bool:
         case types.FunctionType() | types.MethodType():
             return value.__name__.startswith("update")
         case functools.partial():
-            return _acts(value.func)
+            return any(map(_acts, (value.func, *value.args, *value.keywords.values())))
         case _ if _update(value) is not None:
             return True
         case tuple() | list():
@@ -182,9 +194,13 @@ def _fields(obj: Any) -> dict[str, Any]:
 def _settings(captured: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, _Setting]]:
     """What can be written down, by name; of a function (a schedule) what it has captured."""
     for name, value in sorted(captured.items()):
+        if name.endswith(_PER_PARAMETER):
+            continue
         match value:
             case bool() | int() | float() | str() | None:
                 yield name, value
+            case np.bool_() | np.integer() | np.floating():
+                yield name, value.item()
             case np.dtype() | np.generic():
                 yield name, str(value)
             case type() if issubclass(value, np.generic):

@@ -162,18 +162,25 @@ def _compiled_converter(
 
 
 def fits(before: Any, after: Any, np: Any = jnp) -> Any:
-    """Whether a cast kept every value: integers exactly, finite floats finite; a boolean.
+    """Whether a cast kept every value: integers exactly, finite floats finite.
+
+    A float that is not 0 does not become 0, unless it was subnormal already.
 
     Args:
       before: array of any dtype but keys.
       after: the same in another dtype.
       np: `jax.numpy`, or `numpy` for what JAX cannot hold.
+
+    Returns:
+      A boolean array.
     """
     if before.dtype == after.dtype:
         return np.bool_(True)
     is_float, becomes_float = (jnp.issubdtype(x.dtype, jnp.inexact) for x in (before, after))
     if is_float and becomes_float:
-        return np.all(np.isfinite(after) | ~np.isfinite(before))
+        is_tiny = np.abs(before) < jnp.finfo(before.dtype).tiny
+        is_kept = (after != 0) | is_tiny
+        return np.all((np.isfinite(after) & is_kept) | ~np.isfinite(before))
     if is_float or becomes_float:
         floats, integers = (before, after) if is_float else (after, before)
         floats = floats.astype(np.float32) if floats.dtype.itemsize < 4 else floats

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from opt_optax_bridge.checkpoint._naming.makers import transformation_name
-from opt_optax_bridge.checkpoint._naming.schema import Names, Schema, Transformation, leaf_name
+from opt_optax_bridge.checkpoint._naming.schema import (
+    LeafInfo,
+    Names,
+    Schema,
+    Transformation,
+    leaf_name,
+)
 
 Like = tuple[Names, str]
 """What transformations of one group have in common whose states have the same names."""
@@ -37,13 +43,61 @@ def changes(old: Schema, new: Schema) -> list[str]:
         group, name = like
         pairs = _pairs(ones[like], others[like])
         is_many = name in keepers and len(pairs) > 1
+        if name in keepers and _are_unclear(ones[like], others[like]):
+            found.append(
+                f"`{name}`: nothing says which of {len(ones[like])} the {len(others[like])} are; "
+                f"they go on in their order{_in(group)}"
+            )
         if is_many and any(i is not None and i != j for j, i in enumerate(pairs)):
             found.append(_moved(group, name, pairs))
         for j, i in enumerate(pairs):
             if i is not None:
                 by_number = is_many or name == "multi_steps"
-                found += _settings(ones[like][i], others[like][j], by_number=by_number)
+                found += settings_changes(ones[like][i], others[like][j], by_number=by_number)
     return found
+
+
+def regrouped_changes(
+    old: Schema, new: Schema, pairs: Iterable[tuple[LeafInfo, LeafInfo]]
+) -> list[str]:
+    """Returns how transformations are set otherwise than those of other groups they come from.
+
+    Args:
+      old: of the checkpoint.
+      new: of the target.
+      pairs: leaves of the checkpoint with those of the target that they become.
+    """
+    found: dict[str, None] = {}
+    seen: set[tuple[Names, str, Names, str]] = set()
+    for one, other in pairs:
+        key = one.group, one.transformation, other.group, other.transformation
+        if one.group == other.group or key in seen:
+            continue
+        seen.add(key)
+        before, after = transformation_of(one, old), transformation_of(other, new)
+        if before is not None and after is not None:
+            is_many = "#" in one.transformation + other.transformation
+            is_many |= any(
+                len(_likes(schema.optimizer)[leaf.group, base_of(leaf)]) > 1
+                for leaf, schema in ((one, old), (other, new))
+            )
+            by_number = is_many or base_of(other) == "multi_steps"
+            found |= dict.fromkeys(settings_changes(before, after, by_number=by_number))
+    return list(found)
+
+
+def base_of(leaf: LeafInfo) -> str:
+    """Returns the name of a leaf's transformation without its number."""
+    return leaf.transformation.partition("#")[0]
+
+
+def transformation_of(leaf: LeafInfo, schema: Schema) -> Transformation | None:
+    """Returns the transformation that keeps a leaf, `None` where it is not known which that is."""
+    given = _likes(schema.optimizer).get((leaf.group, base_of(leaf)), [])
+    number = int(leaf.transformation.partition("#")[2] or 1)
+    if len(given) > 1 and any(t.number is None for t in given):
+        return given[0] if all(t.settings == given[0].settings for t in given) else None
+    return given[number - 1] if number <= len(given) else None
 
 
 def occurrences(
@@ -55,17 +109,44 @@ def occurrences(
 
     Returns:
       For the group and name (`'ema#2'`) in the target the name in the checkpoint, `None` for one
-      that is new; only where these differ.
+      that is new; only where these differ, and where nothing says which one it was.
     """
     before, after = _likes(old), _likes(new)
     found: dict[Like, str | None] = {}
     for group, base in before.keys() & after.keys():
+        is_unclear = _are_unclear(before[group, base], after[group, base])
         for j, i in enumerate(_pairs(before[group, base], after[group, base])):
-            if i is None and j < len(before[group, base]):
+            if is_unclear and i is not None:
+                found[group, _nth(base, j)] = _nth(base, i)
+            elif i is None and j < len(before[group, base]):
                 found[group, _nth(base, j)] = None
             elif i is not None and i != j:
                 found[group, _nth(base, j)] = _nth(base, i)
     return found
+
+
+def home_of(
+    transformation: str,
+    old: Sequence[Transformation],
+    home: Names,
+    new: Sequence[Transformation],
+    group: Names,
+) -> str:
+    """Returns the name in a group of the checkpoint of a transformation in one of the target."""
+    base, _, number = transformation.partition("#")
+    before = _likes(old).get((home, base), [])
+    after = _likes(new).get((group, base), [])
+    j = int(number or 1) - 1
+    i = _pairs(before, after)[j] if j < len(after) else None
+    return transformation if i is None else _nth(base, i)
+
+
+def _are_unclear(old: Sequence[Transformation], new: Sequence[Transformation]) -> bool:
+    """Whether their order in names does not say which is which, and they are not the same."""
+    known = [all(t.number is not None for t in given) for given in (old, new)]
+    if all(known) or len(old) == len(new) == 1:
+        return False
+    return any(known) or len(old) != len(new)
 
 
 def _pairs(old: Sequence[Transformation], new: Sequence[Transformation]) -> list[int | None]:
@@ -73,6 +154,8 @@ def _pairs(old: Sequence[Transformation], new: Sequence[Transformation]) -> list
 
     First those of the same settings, then the others in their order.
     """
+    if not all(t.number is not None for t in (*old, *new)):
+        return [j if j < len(old) else None for j in range(len(new))]
     settings = [dict(t.settings) for t in old]
     free = list(range(len(old)))
     found: list[int | None] = [None] * len(new)
@@ -95,10 +178,11 @@ def _by_group(given: Sequence[Transformation]) -> dict[Names, list[str]]:
 
 
 def _likes(given: Sequence[Transformation]) -> dict[Like, list[Transformation]]:
+    """By what they have in common, in the order of their numbers."""
     found: dict[Like, list[Transformation]] = {}
     for t in given:
         found.setdefault((t.group, transformation_name(t.name)), []).append(t)
-    return found
+    return {like: sorted(ts, key=lambda t: t.number or 0) for like, ts in found.items()}
 
 
 def _nth(base: str, i: int) -> str:
@@ -161,12 +245,15 @@ def _moved(group: Names, base: str, pairs: Sequence[int | None]) -> str:
     return f"by their settings, {told}{_in(group)}"
 
 
-def _settings(old: Transformation, new: Transformation, *, by_number: bool) -> Iterator[str]:
-    kinds = (bool, int, float) if by_number else (bool,)
+def settings_changes(old: Transformation, new: Transformation, *, by_number: bool) -> Iterator[str]:
+    """Yields the settings that change what a state means; all numbers, with `by_number`."""
     before, after = plain_settings(old.settings), plain_settings(new.settings)
     for name in sorted(before.keys() & after.keys()):
         one, other = before[name], after[name]
-        if one != other and isinstance(one, kinds) and isinstance(other, kinds):
+        is_switch = isinstance(one, int) and isinstance(other, int)
+        is_switch &= isinstance(one, bool) or isinstance(other, bool)
+        are_numbers = isinstance(one, int | float) and isinstance(other, int | float)
+        if one != other and (is_switch or (by_number and are_numbers)):
             yield f"`{name}` of `{new.name}`{_in(new.group)} was {one}, is {other}"
 
 
@@ -181,11 +268,3 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         name.rpartition(".")[2].lstrip("_").removesuffix("_schedule"): value
         for name, value in settings.items()
     }
-
-
-def setting(given: Sequence[Transformation], group: Names, name: str) -> Mapping[str, Any]:
-    """Returns the settings of the first transformation of a name in a group, if there is one."""
-    for t in given:
-        if transformation_name(t.name) == name and t.group == group:
-            return plain_settings(t.settings)
-    return {}

@@ -43,7 +43,7 @@ class Homes:
                 )
         self._per_parameter = {transformation for transformation, _ in self._keepers}
         self._table = _groups_of_params(saved)
-        self._members = _members(target)
+        self._members, self._were_members = _members(target), _members(saved)
         self._found: dict[tuple[Names, str], list[Names]] = {}
 
     def of(self, group: Names, transformation: str) -> list[Names]:
@@ -51,12 +51,26 @@ class Homes:
         key = group, transformation
         if key not in self._found:
             found: list[Names] = []
-            for param in self._members.get(group, ()):
-                for origin in self._origins.get(param, ()):
-                    for home in self._of_param(origin, transformation):
-                        _add(found, home)
-            self._found[key] = found
+            origins = [
+                o for param in self._members.get(group, ()) for o in self._origins.get(param, ())
+            ]
+            for origin in origins:
+                for home in self._of_param(origin, transformation):
+                    _add(found, home)
+            self._found[key] = [group] if self._stays(group, transformation, origins) else found
         return self._found[key]
+
+    def _stays(self, group: Names, transformation: str, origins: Sequence[Names]) -> bool:
+        """Whether all parameters of a group were in it before: what is around it is no home."""
+        if not origins or group not in self._groups.get(transformation, ()):
+            return False
+        if not set(self._were_members.get(group, ())).issuperset(origins):
+            return False
+        homes = [self._keepers.get((transformation, origin), []) for origin in origins]
+        # Another group may have kept what this one has for all: two masks become one.
+        return all(group in found for found in homes if found) or not any(
+            group in found for (name, _), found in self._keepers.items() if name == transformation
+        )
 
     def _of_param(self, param: Names, transformation: str) -> Sequence[Names]:
         if transformation in self._per_parameter:
@@ -107,8 +121,9 @@ def _groups_of_params(schema: Schema) -> dict[Names, list[Names]]:
             if group in trained:
                 _add(groups, group)
     for leaf in _state(schema):
-        if leaf.parameter is not None and leaf.group:
-            _add(found.setdefault(leaf.parameter, []), leaf.group)
+        if leaf.parameter is not None:
+            for n in range(1, len(leaf.group) + 1):
+                _add(found.setdefault(leaf.parameter, []), leaf.group[:n])
     return found
 
 

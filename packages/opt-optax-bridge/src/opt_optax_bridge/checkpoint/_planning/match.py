@@ -14,7 +14,12 @@ from opt_core import Optimizer
 
 from opt_optax_bridge.checkpoint._naming.names import NamedState, named_state
 from opt_optax_bridge.checkpoint._naming.schema import LeafInfo, Names, Source, leaf_name, leaf_path
-from opt_optax_bridge.checkpoint._planning.compare import changes, occurrences, setting
+from opt_optax_bridge.checkpoint._planning.compare import (
+    changes,
+    home_of,
+    occurrences,
+    regrouped_changes,
+)
 from opt_optax_bridge.checkpoint._planning.homes import Homes, is_agreed, key_of
 from opt_optax_bridge.checkpoint._planning.plan import Dropped, Plan, Row
 from opt_optax_bridge.checkpoint._planning.rules import (
@@ -27,6 +32,7 @@ from opt_optax_bridge.checkpoint._planning.rules import (
     expanded,
     sources_of,
 )
+from opt_optax_bridge.checkpoint._planning.windows import loss, windows
 
 
 def plan_restore(
@@ -76,11 +82,15 @@ def plan_restore(
     _check_rules(policy, rows, checkpoint)
     used = {name for row in rows for name in row.sources}
     dropped = tuple(_dropped(checkpoint, used, rows, policy))
+    saved = checkpoint.schema.by_name
+    pairs = [(saved[name], row.leaf) for row in rows for name in row.sources]
+    changed = changes(checkpoint.schema, named.schema)
+    changed += regrouped_changes(checkpoint.schema, named.schema, pairs)
     return Plan(
         rows=tuple(rows),
         dropped=dropped,
-        changes=tuple(changes(checkpoint.schema, named.schema)),
-        problems=tuple(_windows(checkpoint, named)),
+        changes=tuple(dict.fromkeys(changed)),
+        problems=tuple(windows(pairs, checkpoint.schema, named.schema)),
         allow=policy.allow,
         source=checkpoint,
         target=target,
@@ -91,7 +101,7 @@ class _Matcher:
     """One walk over the leaves of a target."""
 
     def __init__(self, source: Source, named: NamedState, policy: Policy) -> None:
-        self.saved = source.schema.by_name
+        self.source, self.saved = source, source.schema.by_name
         self.named, self.policy = named, policy
         self.moved = occurrences(source.schema.optimizer, named.schema.optimizer)
         self.homes = Homes(source.schema, named.schema, dict(self._origins()))
@@ -142,13 +152,18 @@ class _Matcher:
             if other is None:
                 return (), (), "no other has its settings"
             if found := self._named(_renamed(leaf, other)):
-                return found, ("optimizer",), f"was `{other}`, by its settings"
+                is_unclear = other == leaf.transformation
+                why = "one of its like, in their order"
+                if not is_unclear:
+                    why = f"was `{other}`, by its settings"
+                return found, ("optimizer",), why
         homes = self.homes.of(leaf.group, leaf.transformation)
         is_elsewhere = leaf.parameter is None and homes and leaf.group not in homes
         is_shared = leaf.parameter is None and len(homes) > 1
         if leaf.name in self.saved and not is_elsewhere and not is_shared:
-            return self._named(leaf.name), (), ""
-        candidates = self.homes.by_key.get(key_of(leaf), [])
+            is_given = "hyperparams" in key_of(leaf)[1] and leaf.transformation.startswith("inject")
+            return self._named(leaf.name), (), "the saved value, not the target's" * is_given
+        candidates = self._elsewhere(leaf, homes)
         if leaf.parameter is None:
             candidates = [c for c in candidates if c.group in homes]
         if not candidates or not is_agreed(candidates):
@@ -158,6 +173,17 @@ class _Matcher:
         if [c.name for c in candidates] == [leaf.name]:
             return candidates, (), ""
         return candidates, ("regroup",), "the groups agree" if len(candidates) > 1 else ""
+
+    def _elsewhere(self, leaf: LeafInfo, homes: Sequence[Names]) -> Sequence[LeafInfo]:
+        """The same leaf of the groups of the checkpoint: that of the like one set as this one."""
+        _, fields, parameter = key_of(leaf)
+        old, new = self.source.schema.optimizer, self.named.schema.optimizer
+        found = []
+        for home in homes:
+            name = home_of(leaf.transformation, old, home, new, leaf.group)
+            given = self.homes.by_key.get((name, fields, parameter), [])
+            found += [candidate for candidate in given if candidate.group == home]
+        return found
 
     def _named(self, name: str) -> Sequence[LeafInfo]:
         return [self.saved[name]] if name in self.saved else []
@@ -332,34 +358,10 @@ def _dropped(
         if leaf.kind == "extra" or leaf.name in used:
             continue
         by_rule = policy.rule(leaf.name, drop=True) is not None
-        problem = ""
-        if _is_mini_step(leaf) and leaf.value and not by_rule:
-            problem = (
-                f"{leaf.value} mini-steps of a window have been accumulated and would be lost: "
-                "save at the end of a window, or drop it by a rule"
-            )
+        lost = "" if by_rule else loss(leaf, source.schema)
+        problem = f"{lost}: save at the end of a window, or drop it by a rule" if lost else ""
         admitted = by_rule or "drop" in policy.allow or leaf.name in anew
         yield Dropped(leaf, problem, admitted)
-
-
-def _windows(source: Source, named: NamedState) -> Iterator[str]:
-    """A window of accumulation that cannot be finished as it was begun."""
-    target = named.schema.by_name
-    for leaf in source.schema.leaves:
-        if not (_is_mini_step(leaf) and leaf.value and leaf.name in target):
-            continue
-        base = leaf.transformation.partition("#")[0]
-        old = setting(source.schema.optimizer, leaf.group, base).get("every_k")
-        new = setting(named.schema.optimizer, leaf.group, base).get("every_k")
-        if None not in (old, new) and old != new:
-            yield (
-                f"`{leaf.name}` is {leaf.value}: a window of {old} was begun and cannot go on as "
-                f"one of {new}; save at the end of a window"
-            )
-
-
-def _is_mini_step(leaf: LeafInfo) -> bool:
-    return leaf.path[-1] == "mini_step" and leaf.transformation.startswith("multi_steps")
 
 
 def _check_rules(policy: Policy, rows: Sequence[Row], source: Source) -> None:

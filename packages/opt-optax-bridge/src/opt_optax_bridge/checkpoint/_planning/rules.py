@@ -133,6 +133,11 @@ def _compiled(rule: Any) -> tuple[re.Pattern[str], Any]:
         )
     if not isinstance(action, str | Rename | Stack | Unstack):
         raise TypeError(f"`rules`: {type(action).__name__} is no action for {pattern!r}")
+    if isinstance(action, Stack) and "{i}" not in action.source:
+        raise ValueError(
+            f"`rules`: the source of a `Stack` must have `{{i}}`, the position along its axis; "
+            f"found {action.source!r} for {pattern!r}"
+        )
     try:
         return re.compile(pattern, re.DOTALL), action
     except re.error as error:
