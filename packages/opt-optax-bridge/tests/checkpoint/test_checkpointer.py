@@ -1,6 +1,8 @@
 import json
 import logging
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -466,3 +468,25 @@ def test_threads_save_one_at_a_time(tmp_path: Path) -> None:
     assert all("Steps only rise" in message for message in refused.values())
     assert sorted([*checkpointer.steps(), *refused]) == list(range(8))
     assert all(checkpointer.validate(step, level="manifest").ok for step in checkpointer.steps())
+
+
+def test_a_step_that_is_lost_at_the_end_is_told(tmp_path: Path) -> None:
+    code = (
+        "import sys, jax.numpy as jnp, opt_optax_bridge as opt\n"
+        "from opt_optax_bridge.checkpoint import Checkpointer\n"
+        "from opt_optax_bridge.checkpoint._disk import saving\n"
+        "encode = saving.Saving.encode\n"
+        "import time\n"
+        "checkpointer = Checkpointer(sys.argv[1])\n"
+        "saving.Saving.encode = lambda self: (time.sleep(3), encode(self))[1]\n"
+        "checkpointer.save(5, opt.adam(0.1).create({'w': jnp.ones(3)}))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    is_there = Checkpointer(tmp_path, read_only=True).steps() == [5]
+    assert is_there != (f"step 5 in `{tmp_path}` is lost" in done.stderr)

@@ -11,7 +11,7 @@ import optax
 import pytest
 from opt_core import FROZEN, MultiOptimizer, Optimizer
 from opt_optax_bridge import OptaxWrapper
-from opt_optax_bridge.checkpoint import Schema, errors, named_state, plan_restore
+from opt_optax_bridge.checkpoint import Schema, Unstack, errors, named_state, plan_restore
 from opt_optax_bridge.checkpoint._planning.compare import changes, occurrences
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -163,3 +163,25 @@ def test_like_transformations_are_told_apart_by_their_settings(
     one, other = (named_state(wrapped(optax.chain(*map(optax.ema, d)))) for d in (old, new))
     found = occurrences(one.schema.optimizer, other.schema.optimizer)
     assert found == {((), name): source for name, source in expected.items()}
+
+
+def test_wrong_arguments_are_named() -> None:
+    optimizer = opt.sgd(0.1).create({"w": jnp.ones(2)})
+    wrong: Any = [None, "path", {}, optimizer]
+    for checkpoint in wrong:
+        with pytest.raises(TypeError, match=r"`checkpoint` must be a step .* or a `NamedState`"):
+            plan_restore(checkpoint, optimizer)
+    target: Any = optimizer.state
+    with pytest.raises(TypeError, match="`target` must be an `Optimizer`; found OptimizerState"):
+        plan_restore(named_state(optimizer), target)
+
+
+def test_a_slice_is_shown_with_its_axis() -> None:
+    saved = named_state(opt.sgd(0.1).create({"k": jnp.zeros((2, 3, 4))}))
+    shown = []
+    for axis, shape in ((0, (3, 4)), (1, (2, 4)), (-1, (2, 3)), (-2, (2, 4))):
+        target = opt.sgd(0.1).create({"k1": jnp.zeros(shape)})
+        rules = [(r"params/k(\d)", Unstack("params/k", r"\1", axis)), ("params/k", "drop")]
+        row = plan_restore(saved, target, rules=rules).diff().splitlines()[0]
+        shown.append(row.partition("<- ")[2])
+    assert shown == ["params/k[1]", "params/k[:, 1]", "params/k[..., 1]", "params/k[..., 1, :]"]

@@ -38,6 +38,7 @@ from opt_optax_bridge.checkpoint.errors import CheckpointError, MissingError
 
 OK, DIFFERENT, WRONG = 0, 1, 2
 _CHUNK = 256 * 2**20
+_LONG = 600  # of an error that lists every leaf
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(error: object, code: int) -> int:
-    line = f"checkpoint: error: {one_line(error)}"
-    print(line, file=sys.stderr)  # which escapes what it cannot encode
+    text = one_line(error)
+    text = text if len(text) <= _LONG else f"{text[:_LONG]} ..."
+    print(f"checkpoint: error: {text}", file=sys.stderr)  # which escapes what it cannot encode
     return code
 
 
@@ -276,7 +278,12 @@ def _parser() -> argparse.ArgumentParser:
         "function", metavar="MODULE:FUNCTION", help="takes nothing, returns an opt_core.Optimizer"
     )
     plan.add_argument(
-        "--allow", nargs="+", default=(), choices=sorted(KINDS), help="changes that are admitted"
+        "--allow",
+        nargs="+",
+        action="extend",
+        default=[],
+        choices=sorted(KINDS),
+        help="changes that are admitted",
     )
     plan.add_argument(
         "--rule",

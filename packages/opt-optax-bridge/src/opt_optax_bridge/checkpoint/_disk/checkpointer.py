@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -86,6 +88,7 @@ class Checkpointer:
         if not read_only:
             agree(self._root.take() if is_first() else None)
             self._manager = self._open(max_to_keep, keep_period, async_save)
+            atexit.register(_tell_of_loss, weakref.ref(self))
 
     @one_at_a_time
     def save(
@@ -375,3 +378,16 @@ class Checkpointer:
 
 def _one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+
+
+def _tell_of_loss(reference: weakref.ref[Checkpointer]) -> None:
+    """At the end of the process, when it is too late to go on writing."""
+    checkpointer = reference()
+    step = checkpointer._saving if checkpointer is not None else None
+    if checkpointer is not None and step is not None and step not in checkpointer.steps():
+        _log.error(
+            "step %d in `%s` is lost: the process ended while it was being written. Use the "
+            "`Checkpointer` in a `with` block, or call `close`",
+            step,
+            checkpointer.directory,
+        )

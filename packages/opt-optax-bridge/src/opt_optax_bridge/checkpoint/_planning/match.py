@@ -76,6 +76,7 @@ def plan_restore(
       !- state/adam/mu/w float32[2]
       !- state/adam/nu/w float32[2]
     """
+    _check_types(checkpoint, target)
     policy = Policy.make(allow, rules)
     named = named_state(target)
     rows = _with_notes(_Matcher(checkpoint, named, policy).rows())
@@ -97,11 +98,22 @@ def plan_restore(
     )
 
 
+def _check_types(checkpoint: Any, target: Any) -> None:
+    if not isinstance(checkpoint, Source):
+        raise TypeError(
+            "`checkpoint` must be a step (`Checkpointer.at`, `latest_valid`, `open_step`) or a "
+            f"`NamedState`; found {type(checkpoint).__name__}"
+        )
+    if not isinstance(target, Optimizer):
+        raise TypeError(f"`target` must be an `Optimizer`; found {type(target).__name__}")
+
+
 class _Matcher:
     """One walk over the leaves of a target."""
 
     def __init__(self, source: Source, named: NamedState, policy: Policy) -> None:
-        self.source, self.saved = source, source.schema.by_name
+        self.source = source
+        self.saved = {leaf.name: leaf for leaf in source.schema.leaves if leaf.kind != "extra"}
         self.named, self.policy = named, policy
         self.moved = occurrences(source.schema.optimizer, named.schema.optimizer)
         self.homes = Homes(source.schema, named.schema, dict(self._origins()))

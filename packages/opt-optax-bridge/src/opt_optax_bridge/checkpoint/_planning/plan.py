@@ -271,5 +271,9 @@ def _told(row: Row) -> str:
 def _sources(row: Row) -> str:
     if len(row.sources) > 2:
         return f"{row.sources[0]} .. {row.sources[-1]} ({len(row.sources)})"
-    where = f"[{row.index}]" if row.index is not None else ""
+    where = ""
+    if row.index is not None and isinstance(row.by, Unstack):
+        axis = row.by.axis
+        before, after = ([":"] * axis, []) if axis >= 0 else (["..."], [":"] * (-axis - 1))
+        where = f"[{', '.join([*before, str(row.index), *after])}]"
     return ", ".join(row.sources) + where
