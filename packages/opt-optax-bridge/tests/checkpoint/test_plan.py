@@ -11,7 +11,7 @@ import optax
 import pytest
 from opt_core import FROZEN, MultiOptimizer, Optimizer
 from opt_optax_bridge import OptaxWrapper
-from opt_optax_bridge.checkpoint import Schema, Unstack, errors, named_state, plan_restore
+from opt_optax_bridge.checkpoint import Rule, Schema, Unstack, errors, named_state, plan_restore
 from opt_optax_bridge.checkpoint._planning.compare import changes, occurrences
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -181,7 +181,10 @@ def test_a_slice_is_shown_with_its_axis() -> None:
     shown = []
     for axis, shape in ((0, (3, 4)), (1, (2, 4)), (-1, (2, 3)), (-2, (2, 4))):
         target = opt.sgd(0.1).create({"k1": jnp.zeros(shape)})
-        rules = [(r"params/k(\d)", Unstack("params/k", r"\1", axis)), ("params/k", "drop")]
+        rules: list[Rule] = [
+            (r"params/k(\d)", Unstack("params/k", r"\1", axis)),
+            ("params/k", "drop"),
+        ]
         row = plan_restore(saved, target, rules=rules).diff().splitlines()[0]
         shown.append(row.partition("<- ")[2])
     assert shown == ["params/k[1]", "params/k[:, 1]", "params/k[..., 1]", "params/k[..., 1, :]"]

@@ -28,7 +28,7 @@ from opt_optax_bridge.checkpoint._planning.adafactor_rules import (
 )
 from opt_optax_bridge.checkpoint._planning.match import plan_restore
 from opt_optax_bridge.checkpoint._planning.plan import Dropped, Plan, Row
-from opt_optax_bridge.checkpoint._planning.rules import Rename, Stack, Unstack
+from opt_optax_bridge.checkpoint._planning.rules import Rename, Rule, Stack, Unstack
 
 if TYPE_CHECKING:
     from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
@@ -46,6 +46,7 @@ __all__ = [
     "Plan",
     "Rename",
     "Row",
+    "Rule",
     "SavedStep",
     "Schema",
     "Source",
