@@ -211,8 +211,8 @@ def _raise_misfits(checks: Mapping[str, Any]) -> None:
 
 def _misfit(row: Row) -> LeafError:
     return LeafError(
-        f"`{row.leaf.name}`: a value does not fit {row.leaf.dtype} ({row.note}). Restore it in the "
-        "dtype that it has, or start it anew by a rule."
+        f"`{row.leaf.name}`: a value of the checkpoint does not fit {row.leaf.dtype} ({row.note}). "
+        "Restore it in the dtype that it has, or start it anew by a rule."
     )
 
 
