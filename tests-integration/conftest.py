@@ -1,7 +1,9 @@
 """Integration tests run on 8 virtual CPU devices; some need an accelerator besides."""
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -22,3 +24,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("accelerator"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_of_other_modules_are_dropped() -> Iterator[None]:
+    """Every compiled program maps memory, and Linux allows a process 65,530 mappings."""
+    yield
+    jax.clear_caches()
+    gc.collect()

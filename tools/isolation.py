@@ -30,8 +30,6 @@ _UNWANTED = {
 _PYTEST_OPTIONS = ("addopts", "doctest_optionflags", "filterwarnings", "markers", "xfail_strict")
 # Where JAX keeps compiled programs. A trial starts from a copy: JAX does not write them atomically.
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
-# How the oldest versions compile: they are tried for what they accept, not for their speed.
-_QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 _REPORTED = ("jax", "jaxlib", "flax", "optax", "chex")
 
 # Runs in the environment; prints one JSON object.
@@ -279,10 +277,8 @@ def compiling(work: Path, *, strict: bool) -> dict[str, str]:
         work: A folder outside the checkout.
         strict: As for `run_tests`.
     """
-    if not strict:
-        return {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}".strip()}
     shared = os.environ.get(_CACHE)
-    if not shared or not Path(shared).is_dir():
+    if not strict or not shared or not Path(shared).is_dir():
         return {}
     shutil.copytree(shared, work / "programs")
     return {_CACHE: str(work / "programs")}
