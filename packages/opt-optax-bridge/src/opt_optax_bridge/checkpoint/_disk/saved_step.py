@@ -172,9 +172,10 @@ class SavedStep:
         return report
 
     def _check_stored_shapes(self) -> None:
+        infos = self.schema.by_name
         stored = self._try(lambda: _orbax.stored_arrays(self.path)) if self._in_store() else {}
         for name, record in self._in_store().items():
-            struct = _storage.stored_shape(self.schema.by_name[name], record)
+            struct = _storage.stored_shape(infos[name], record)
             found = stored.pop(record.key, None)
             if found != (struct.shape, struct.dtype):
                 raise self._damaged(
