@@ -4,9 +4,11 @@
 
 A process of pytest keeps little more than one core busy, and the suites need processes of their
 own anyway: the packages' tests must not see the virtual devices of the integration tests. Lines
-are printed as they come, each with the name of its suite.
+are printed as they come, each with the name of its suite; which tests failed is said again at the
+end, for logs of which the end is kept.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -26,32 +28,46 @@ LANES: Sequence[Mapping[str, Sequence[str]]] = (
 )
 
 
-def run_lanes(lanes: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, int]:
-    """Runs commands, those of a lane one after another; gives their exit codes by name."""
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a suite ended.
+
+    Attributes:
+      code: its exit code.
+      failures: pytest's lines about what failed.
+    """
+
+    code: int
+    failures: Sequence[str] = ()
+
+
+def run_lanes(lanes: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, Result]:
+    """Runs commands, those of a lane one after another; gives their results by name."""
     width = max(len(name) for lane in lanes for name in lane)
     printing = Lock()
 
-    def run(lane: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    def run(lane: Mapping[str, Sequence[str]]) -> dict[str, Result]:
         return {
             name: _run(command, f"{name:{width}} | ", printing) for name, command in lane.items()
         }
 
     with ThreadPoolExecutor(len(lanes)) as pool:
         results = list(pool.map(run, lanes))
-    return {name: code for result in results for name, code in result.items()}
+    return {name: result for lane in results for name, result in lane.items()}
 
 
 def main(lanes: Sequence[Mapping[str, Sequence[str]]] = LANES) -> int:
     """Runs the suites; 0 if all passed."""
     start = time.monotonic()
-    codes = run_lanes(lanes)
-    for name, code in codes.items():
-        print(f"{'passed' if code == 0 else 'FAILED'}  {name}")
+    results = run_lanes(lanes)
+    for name, result in results.items():
+        print(f"{'passed' if result.code == 0 else 'FAILED'}  {name}")
+        print(*result.failures, sep="", end="")
     print(f"{time.monotonic() - start:.0f} s")
-    return 0 if all(code == 0 for code in codes.values()) else 1
+    return 0 if all(result.code == 0 for result in results.values()) else 1
 
 
-def _run(command: Sequence[str], prefix: str, printing: Lock) -> int:
+def _run(command: Sequence[str], prefix: str, printing: Lock) -> Result:
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -63,10 +79,13 @@ def _run(command: Sequence[str], prefix: str, printing: Lock) -> int:
     ) as process:
         assert process.stdout is not None
         show = partial(print, flush=True)
+        failures = []
         for line in process.stdout:
             with printing:
                 show(f"{prefix}{line}", end="")
-    return process.returncode
+            if line.startswith(("FAILED ", "ERROR ")):
+                failures.append(line)
+    return Result(process.returncode, tuple(failures))
 
 
 if __name__ == "__main__":

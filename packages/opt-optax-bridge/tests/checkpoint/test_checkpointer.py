@@ -15,6 +15,7 @@ import pytest
 from checkpoint_testing import bits, everything, files, same, small_state, state
 from opt_optax_bridge.checkpoint import named_state
 from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
+from opt_optax_bridge.checkpoint._disk.durable import DurablePath
 from opt_optax_bridge.checkpoint._disk.saved_step import open_step
 from opt_optax_bridge.checkpoint._disk.storage import DTYPES
 from opt_optax_bridge.checkpoint.errors import (
@@ -468,6 +469,50 @@ def test_threads_save_one_at_a_time(tmp_path: Path) -> None:
     assert all("Steps only rise" in message for message in refused.values())
     assert sorted([*checkpointer.steps(), *refused]) == list(range(8))
     assert all(checkpointer.validate(step, level="manifest").ok for step in checkpointer.steps())
+
+
+def test_a_save_that_is_interrupted_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def interrupted(self: DurablePath) -> None:
+        raise KeyboardInterrupt
+
+    with Checkpointer(tmp_path) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(DurablePath, "create", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.save(1, small_state(1))
+        with pytest.raises(SaveError, match=r"step 1 in .*: not saved: it was interrupted"):
+            checkpointer.wait()
+        checkpointer.save(1, small_state(1))
+    assert checkpointer.steps() == [1]
+
+
+def test_a_process_whose_save_failed_ends(tmp_path: Path) -> None:
+    """Orbax's threads wait five minutes for a folder that cannot be made, if they are let."""
+    code = (
+        "import sys, jax.numpy as jnp, opt_optax_bridge as opt\n"
+        "from opt_optax_bridge.checkpoint import Checkpointer, errors\n"
+        "def full(event, args):\n"
+        "  if event == 'os.mkdir' and str(args[0]).startswith(sys.argv[1]):\n"
+        "    raise OSError(28, 'No space left on device', str(args[0]))\n"
+        "with Checkpointer(sys.argv[1]) as checkpointer:\n"
+        "  sys.addaudithook(full)\n"
+        "  try:\n"
+        "    checkpointer.save(5, opt.adam(0.1).create({'w': jnp.ones(3)}))\n"
+        "  except errors.SaveError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 5 in" in done.stdout
+    assert "No space left on device" in done.stdout
 
 
 def test_a_step_that_is_lost_at_the_end_is_told(tmp_path: Path) -> None:

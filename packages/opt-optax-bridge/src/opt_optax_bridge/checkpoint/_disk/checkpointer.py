@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import jax
 import orbax.checkpoint as ocp
 from opt_core import Optimizer
 
@@ -151,11 +152,8 @@ class Checkpointer:
         Raises:
           SaveError: it was not saved; raised once.
         """
-        if self._manager is None:
-            return
-        with self._failing(self._saving):
-            self._manager.wait_until_finished()  # type: ignore[no-untyped-call]
-        self._saving = None
+        if self._manager is not None:
+            self._finish(self._manager)
 
     @one_at_a_time
     def close(self) -> None:
@@ -168,8 +166,7 @@ class Checkpointer:
         if manager is None:
             return
         try:
-            with self._failing(self._saving):
-                manager.wait_until_finished()  # type: ignore[no-untyped-call]
+            self._finish(manager)
         finally:
             self._saving = None
             with suppress(Exception):  # It would say once more what has just been raised.
@@ -346,6 +343,10 @@ class Checkpointer:
                         max_to_keep=max_to_keep,
                         keep_period=keep_period,
                         enable_async_checkpointing=async_save,
+                        # Threads that wait for a folder that cannot be made keep a process alive.
+                        async_options=ocp.options.AsyncOptions(
+                            create_directories_asynchronously=False
+                        ),
                         cleanup_tmp_directories=True,
                         step_name_format=_orbax.StepNames(),
                         temporary_path_class=DurablePath,
@@ -355,6 +356,16 @@ class Checkpointer:
         except BaseException:
             self._root.release()
             raise
+
+    def _finish(self, manager: ocp.CheckpointManager) -> None:
+        step = self._saving
+        with self._failing(step):
+            manager.wait_until_finished()  # type: ignore[no-untyped-call]
+        self._saving = None
+        # Orbax has forgotten a save that Ctrl-C cut short.
+        if step is not None and jax.process_count() == 1 and step not in self.steps():
+            self._root.failed.add(step)
+            raise SaveError(f"step {step} in `{self.directory}`: not saved: it was interrupted")
 
     def _writer(self) -> ocp.CheckpointManager:
         if self._manager is None:
