@@ -281,9 +281,10 @@ def run(arguments: Arguments) -> int:
     placement, saved = plan_optimizer(job), folder.latest_checkpoint()
     plan = plan_resume(placement, saved, folder.path) if saved else None  # does it fit?
     size = sum(leaf.size for leaf in jax.tree.leaves(placement.optimizer.target))
+    since = f", from step {saved.step} on" if saved else ""
     say(
         f"{folder.path}: {size:,} parameters on {job.config.mesh}, "
-        f"{len(job.text.train):,} bytes of {job.text.source}",
+        f"{len(job.text.train):,} bytes of {job.text.source}{since}",
         describe(placement.optimizer),
         describe_plan(placement.plan),
     )

@@ -296,7 +296,9 @@ def test_learning_rate_on_resume_is_applied_from_there_on(
         "--mesh=data=4,model=2",
     )
     assert done.returncode == 130, done.stderr
-    assert done.stdout.splitlines()[-1].endswith(f"--resume {folder} --learning-rate=0.0001")
+    said = done.stdout.splitlines()
+    assert said[0].endswith(f", from step {steps(interrupted)[-1]} on")
+    assert said[-1].endswith(f"--resume {folder} --learning-rate=0.0001")
     assert (folder / "plot.png").read_bytes().startswith(PNG)
     metrics, others = read_metrics(folder), read_metrics(whole)
     assert metrics[:start] == others[:start]

@@ -9,6 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 from opt_optax_bridge.checkpoint import LeafInfo, NamedState, Schema, leaf_path
 
+# Optimizers whose states have the same names, shapes and dtypes in Orbax and Flax.
+LOOK_ALIKES = (
+    "acprop",
+    "adabelief",
+    "adam",
+    "adamax",
+    "adamaxw",
+    "adamw",
+    "adopt",
+    "lamb",
+    "nadam",
+    "nadamw",
+    "radam",
+    "yogi",
+)
+
 
 def state(leaves: Mapping[str, Any]) -> NamedState:
     """A named state of given leaves."""

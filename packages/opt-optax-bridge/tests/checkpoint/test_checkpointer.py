@@ -482,7 +482,7 @@ def test_a_save_that_is_interrupted_is_told(
             patch.setattr(DurablePath, "create", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 checkpointer.save(1, small_state(1))
-        with pytest.raises(SaveError, match=r"step 1 in .*: not saved: it was interrupted"):
+        with pytest.raises(SaveError, match=r"step 1 in .*: not saved: its save was interrupted"):
             checkpointer.wait()
         checkpointer.save(1, small_state(1))
     assert checkpointer.steps() == [1]

@@ -12,6 +12,7 @@ import numpy as np
 import opt_optax_bridge as opt
 import pytest
 from bridge_testing import structure
+from checkpoint_testing import LOOK_ALIKES
 from opt_core import Optimizer
 from opt_optax_bridge import OptaxWrapper
 from opt_optax_bridge.checkpoint import (
@@ -27,22 +28,6 @@ from opt_optax_bridge.checkpoint import (
 
 optax: Any = importlib.import_module("optax")  # much of it is no explicit export
 pytestmark = pytest.mark.usefixtures("optax_promotion")
-
-# Those that keep the same names, shapes and dtypes in Orbax and Flax.
-LOOK_ALIKES = [
-    "acprop",
-    "adabelief",
-    "adam",
-    "adamax",
-    "adamaxw",
-    "adamw",
-    "adopt",
-    "lamb",
-    "nadam",
-    "nadamw",
-    "radam",
-    "yogi",
-]
 
 
 def params() -> dict[str, Any]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import opt_optax_bridge as opt
 import pytest
+from checkpoint_testing import LOOK_ALIKES
 from opt_core import MultiOptimizer, OptimizerDef
 from opt_optax_bridge import OptaxWrapper
 from opt_optax_bridge.checkpoint import Transformation
@@ -17,20 +18,6 @@ from opt_optax_bridge.checkpoint._naming.transformations import transformations
 
 optax: Any = importlib.import_module("optax")  # much of it is no explicit export
 pytestmark = pytest.mark.usefixtures("optax_promotion")
-LOOK_ALIKES = [
-    "acprop",
-    "adabelief",
-    "adam",
-    "adamax",
-    "adamaxw",
-    "adamw",
-    "adopt",
-    "lamb",
-    "nadam",
-    "nadamw",
-    "radam",
-    "yogi",
-]
 
 
 def of(definition: Any) -> tuple[Transformation, ...]:

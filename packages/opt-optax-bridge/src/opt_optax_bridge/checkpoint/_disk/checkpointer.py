@@ -365,7 +365,10 @@ class Checkpointer:
         # Orbax has forgotten a save that Ctrl-C cut short.
         if step is not None and jax.process_count() == 1 and step not in self.steps():
             self._root.failed.add(step)
-            raise SaveError(f"step {step} in `{self.directory}`: not saved: it was interrupted")
+            raise SaveError(
+                f"step {step} in `{self.directory}`: not saved: its save was interrupted, or it "
+                "has been removed since"
+            )
 
     def _writer(self) -> ocp.CheckpointManager:
         if self._manager is None:

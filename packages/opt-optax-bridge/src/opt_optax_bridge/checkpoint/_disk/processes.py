@@ -30,6 +30,7 @@ _KINDS: tuple[type[CheckpointError], ...] = (
     MissingError,
     SaveError,
     VersionError,
+    CheckpointError,  # all others
 )
 _BYTES = 1024
 
@@ -81,7 +82,7 @@ def _pack(error: CheckpointError | None) -> np.ndarray[Any, Any]:
     packed = np.zeros(_BYTES, np.uint8)
     if error is not None:
         text = str(error).encode()[: _BYTES - 1]
-        kind = next((i for i, kind in enumerate(_KINDS) if isinstance(error, kind)), 0)
+        kind = next(i for i, kind in enumerate(_KINDS) if isinstance(error, kind))
         packed[0] = kind + 1
         packed[1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
     return packed
