@@ -515,23 +515,48 @@ def test_a_process_whose_save_failed_ends(tmp_path: Path) -> None:
     assert "No space left on device" in done.stdout
 
 
-def test_a_step_that_is_lost_at_the_end_is_told(tmp_path: Path) -> None:
-    code = (
-        "import sys, jax.numpy as jnp, opt_optax_bridge as opt\n"
-        "from opt_optax_bridge.checkpoint import Checkpointer\n"
-        "from opt_optax_bridge.checkpoint._disk import saving\n"
-        "encode = saving.Saving.encode\n"
-        "import time\n"
-        "checkpointer = Checkpointer(sys.argv[1])\n"
-        "saving.Saving.encode = lambda self: (time.sleep(3), encode(self))[1]\n"
-        "checkpointer.save(5, opt.adam(0.1).create({'w': jnp.ones(3)}))\n"
-    )
+ENDS_WITHOUT_CLOSING = """
+import os, sys, time
+import jax.numpy as jnp
+import opt_optax_bridge as opt
+from opt_optax_bridge.checkpoint import Checkpointer
+from opt_optax_bridge.checkpoint._disk import saving
+
+folder, how = sys.argv[1:]
+parent, encode, close = os.getpid(), saving.Saving.encode, Checkpointer.close
+optimizer = opt.adam(0.1).create({"w": jnp.ones(3)})
+
+
+def slow(self):
+    time.sleep(1)
+    if how == "fails":
+        raise OSError(28, "No space left on device")
+    return encode(self)
+
+
+def told(self):
+    print("closed by", "parent" if os.getpid() == parent else "child", flush=True)
+    close(self)
+
+
+saving.Saving.encode, Checkpointer.close = slow, told
+Checkpointer(folder).save(5, optimizer)
+if how == "is forked":
+    os.fork()
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "fails", "is forked"])
+def test_a_process_that_ends_without_closing_finishes_its_save(tmp_path: Path, how: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
+        [sys.executable, "-W", "ignore", "-c", ENDS_WITHOUT_CLOSING, str(tmp_path), how],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    is_there = Checkpointer(tmp_path, read_only=True).steps() == [5]
-    assert is_there != (f"step 5 in `{tmp_path}` is lost" in done.stderr)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "closed by parent\n"
+    is_saved = Checkpointer(tmp_path, read_only=True).steps() == [5]
+    assert is_saved != (f"step 5 in `{tmp_path}`: not saved" in done.stderr)
+    assert is_saved == (how != "fails")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +16,7 @@ from opt_core import Optimizer
 
 from opt_optax_bridge.checkpoint._disk import orbax as _orbax
 from opt_optax_bridge.checkpoint._disk.durable import DurablePath
+from opt_optax_bridge.checkpoint._disk.exits import at_exit, not_at_exit
 from opt_optax_bridge.checkpoint._disk.processes import agree, are_equal, is_first, together
 from opt_optax_bridge.checkpoint._disk.root import TRASH, WriterRoot, check_options, one_at_a_time
 from opt_optax_bridge.checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
@@ -89,7 +88,7 @@ class Checkpointer:
         if not read_only:
             agree(self._root.take() if is_first() else None)
             self._manager = self._open(max_to_keep, keep_period, async_save)
-            atexit.register(_tell_of_loss, weakref.ref(self))
+            at_exit(self._close_at_exit)
 
     @one_at_a_time
     def save(
@@ -173,6 +172,7 @@ class Checkpointer:
                 manager.close()  # type: ignore[no-untyped-call]
             self._root.clean()
             self._root.release()
+            not_at_exit(self._close_at_exit)
 
     def __enter__(self) -> Self:
         return self
@@ -357,6 +357,12 @@ class Checkpointer:
             self._root.release()
             raise
 
+    def _close_at_exit(self) -> None:
+        try:
+            self.close()
+        except SaveError as error:
+            _log.error("%s", error)
+
     def _finish(self, manager: ocp.CheckpointManager) -> None:
         step = self._saving
         with self._failing(step):
@@ -392,16 +398,3 @@ class Checkpointer:
 
 def _one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
-
-
-def _tell_of_loss(reference: weakref.ref[Checkpointer]) -> None:
-    """At the end of the process, when it is too late to go on writing."""
-    checkpointer = reference()
-    step = checkpointer._saving if checkpointer is not None else None
-    if checkpointer is not None and step is not None and step not in checkpointer.steps():
-        _log.error(
-            "step %d in `%s` is lost: the process ended while it was being written. Use the "
-            "`Checkpointer` in a `with` block, or call `close`",
-            step,
-            checkpointer.directory,
-        )
