@@ -1,9 +1,13 @@
 import json
 import logging
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,9 @@ import opt_optax_bridge as opt
 import pytest
 from checkpoint_testing import bits, everything, files, same, small_state, state
 from opt_optax_bridge.checkpoint import named_state
+from opt_optax_bridge.checkpoint._disk import durable
 from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
-from opt_optax_bridge.checkpoint._disk.durable import DurablePath
+from opt_optax_bridge.checkpoint._disk.durable import DurablePath, temporary_paths
 from opt_optax_bridge.checkpoint._disk.saved_step import open_step
 from opt_optax_bridge.checkpoint._disk.storage import DTYPES
 from opt_optax_bridge.checkpoint.errors import (
@@ -471,21 +476,77 @@ def test_threads_save_one_at_a_time(tmp_path: Path) -> None:
     assert all(checkpointer.validate(step, level="manifest").ok for step in checkpointer.steps())
 
 
-def test_a_save_that_is_interrupted_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("when", ["save", "wait", "close"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_ctrl_c_cuts_no_save_short(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    when: str,
+    fails: bool,
 ) -> None:
-    async def interrupted(self: DurablePath) -> None:
-        raise KeyboardInterrupt
+    is_waiting = threading.Event()
+    create, sync_tree = DurablePath.create, durable.sync_tree
 
-    with Checkpointer(tmp_path) as checkpointer:
-        with monkeypatch.context() as patch:
-            patch.setattr(DurablePath, "create", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                checkpointer.save(1, small_state(1))
-        with pytest.raises(SaveError, match=r"step 1 in .*: not saved: its save was interrupted"):
+    def ctrl_c() -> None:
+        is_waiting.wait()
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        if fails:
+            raise OSError(28, "No space left on device")
+
+    async def slow_create(self: DurablePath) -> Any:
+        ctrl_c()
+        return await create(self)
+
+    def slow_sync_tree(folder: Path) -> None:
+        ctrl_c()
+        sync_tree(folder)
+
+    checkpointer = Checkpointer(tmp_path)
+    with monkeypatch.context() as patch:
+        if when == "save":
+            patch.setattr(DurablePath, "create", slow_create)
+            act = partial(checkpointer.save, 1, small_state(1))
+        else:
+            patch.setattr(durable, "sync_tree", slow_sync_tree)
+            checkpointer.save(1, small_state(1))
+            act = partial(getattr(checkpointer, when))
+        is_waiting.set()
+        with pytest.raises(KeyboardInterrupt):
+            act()
+    if when == "close":
+        assert (f"step 1 in `{tmp_path}`: not saved" in caplog.text) == fails
+    elif fails:
+        with pytest.raises(SaveError, match=r"step 1 in .*No space left on device"):
             checkpointer.wait()
-        checkpointer.save(1, small_state(1))
-    assert checkpointer.steps() == [1]
+    else:
+        checkpointer.wait()
+    assert checkpointer.steps() == ([] if fails else [1])
+    checkpointer.close()
+    with Checkpointer(tmp_path) as other:
+        other.save(2, small_state(2))
+    assert other.steps() == ([2] if fails else [1, 2])
+    assert not temporary_paths(tmp_path / "1")[0].exists()
+
+
+def test_a_step_that_is_removed_while_it_is_saved_is_told(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, small_state(1))
+    while not checkpointer.steps():
+        time.sleep(0.01)
+    shutil.rmtree(tmp_path / "1")
+    with pytest.raises(SaveError, match=r"step 1 in `.*` is not there: was it removed\?"):
+        checkpointer.close()
+
+
+def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(LeafError, match=r"`named`: expected an `Optimizer` or .*, found dict"),
+    ):
+        checkpointer.save(1, {"w": jnp.ones(2)})  # type: ignore[arg-type]
 
 
 def test_a_process_whose_save_failed_ends(tmp_path: Path) -> None:

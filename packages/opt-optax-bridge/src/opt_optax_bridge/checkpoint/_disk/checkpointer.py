@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,6 +22,7 @@ from opt_optax_bridge.checkpoint._disk.processes import agree, are_equal, is_fir
 from opt_optax_bridge.checkpoint._disk.root import TRASH, WriterRoot, check_options, one_at_a_time
 from opt_optax_bridge.checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
 from opt_optax_bridge.checkpoint._disk.saving import Saving, extra_leaves
+from opt_optax_bridge.checkpoint._disk.uncut import Uncut
 from opt_optax_bridge.checkpoint._naming.names import NamedState, named_state
 from opt_optax_bridge.checkpoint.errors import (
     CheckpointError,
@@ -85,9 +87,12 @@ class Checkpointer:
         self._alone = threading.RLock()
         self._root = WriterRoot(self.directory)
         self._manager: ocp.CheckpointManager | None = None
+        self._state = "open for reading (`read_only=True`)"
         if not read_only:
             agree(self._root.take() if is_first() else None)
+            self._calls = Uncut()
             self._manager = self._open(max_to_keep, keep_period, async_save)
+            self._async_save, self._state = async_save, "open"
             at_exit(self._close_at_exit)
 
     @one_at_a_time
@@ -132,11 +137,14 @@ class Checkpointer:
         self._saving = step
         with self._failing(step):
             # After a save that failed, Orbax no longer knows the step that it would have retired.
-            manager.reload()  # type: ignore[no-untyped-call]
+            self._calls.call(manager.reload)
             # Orbax's own policy leaves steps out; `should_save` is asked before.
-            saved = manager.save(step, args=ocp.args.Composite(**items), force=True)
+            save = partial(manager.save, step, args=ocp.args.Composite(**items), force=True)
+            saved = self._calls.call(save)
         if not saved:
             raise SaveError(f"step {step} was not saved in `{self.directory}`: Orbax left it out")
+        if not self._async_save:
+            self._finish(manager)
 
     def should_save(self, step: int) -> bool:
         """Whether a step is due: a multiple of `save_interval_steps`, or a preemption is near."""
@@ -161,17 +169,23 @@ class Checkpointer:
         Raises:
           SaveError: the last step was not saved.
         """
-        manager, self._manager = self._manager, None
+        manager = self._manager
         if manager is None:
             return
         try:
             self._finish(manager)
         finally:
-            self._saving = None
             with suppress(Exception):  # It would say once more what has just been raised.
-                manager.close()  # type: ignore[no-untyped-call]
+                self._calls.call(manager.close)
+            step = self._saving  # still, if Ctrl-C has cut the waiting short
+            if step is not None and is_first() and step not in self.steps():
+                _log.error("step %d in `%s`: not saved", step, self.directory)
             self._root.clean()
             self._root.release()
+            # Cut short before this, another call does it all.
+            self._manager = self._saving = None
+            self._state = "closed"
+            self._calls.close()
             not_at_exit(self._close_at_exit)
 
     def __enter__(self) -> Self:
@@ -281,8 +295,8 @@ class Checkpointer:
             missing = MissingError(f"`{self.directory}` has no step {step}; it has {self.steps()}")
         agree(missing)
         with self._failing(step):
-            manager.reload()  # type: ignore[no-untyped-call]
-            manager.delete(step)
+            self._calls.call(manager.reload)
+            self._calls.call(partial(manager.delete, step))
         self._passed.discard(step)
         self._root.clean()
 
@@ -305,6 +319,11 @@ class Checkpointer:
             self._root.check()
             self._check_step(step)
             state = named_state(named) if isinstance(named, Optimizer) else named
+            if not isinstance(state, NamedState):
+                raise LeafError(
+                    f"`named`: expected an `Optimizer` or a `NamedState`, found "
+                    f"{type(named).__name__}"
+                )
             infos, values = extra_leaves(extras)
             return Saving.prepare(step, state, infos, values, metadata), None
         except CheckpointError as error:
@@ -354,6 +373,7 @@ class Checkpointer:
                     ),
                 )
         except BaseException:
+            self._calls.close()
             self._root.release()
             raise
 
@@ -362,24 +382,22 @@ class Checkpointer:
             self.close()
         except SaveError as error:
             _log.error("%s", error)
+        self._state = "closed, because the main thread has ended: let it wait for this one"
 
     def _finish(self, manager: ocp.CheckpointManager) -> None:
+        if self._calls.is_elsewhere:
+            return
         step = self._saving
         with self._failing(step):
-            manager.wait_until_finished()  # type: ignore[no-untyped-call]
+            self._calls.call(manager.wait_until_finished)
         self._saving = None
-        # Orbax has forgotten a save that Ctrl-C cut short.
         if step is not None and jax.process_count() == 1 and step not in self.steps():
             self._root.failed.add(step)
-            raise SaveError(
-                f"step {step} in `{self.directory}`: not saved: its save was interrupted, or it "
-                "has been removed since"
-            )
+            raise SaveError(f"step {step} in `{self.directory}` is not there: was it removed?")
 
     def _writer(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            why = "open for reading (`read_only=True`)" if self.read_only else "closed"
-            raise SaveError(f"`{self.directory}` is {why}")
+            raise SaveError(f"`{self.directory}` is {self._state}")
         return self._manager
 
     @contextmanager
