@@ -102,6 +102,26 @@ def is_agreed(leaves: Sequence[LeafInfo]) -> bool:
     return len(leaves) == 1 or (len(values) == 1 and None not in values)
 
 
+def frozen(schema: Schema) -> set[Names]:
+    """Returns the parameters that are known not to be trained: `FROZEN`, or `set_to_zero`."""
+    last = {made.group: made.name for made in schema.optimizer}
+    table = _groups_of_params(schema)
+    known = {group for groups in table.values() for group in groups}
+    # `optax.partition` does not say who is in a group where nothing is kept per parameter.
+    unknown = [group for group in last if group and group not in known]
+    found: set[Names] = set()
+    for leaf in schema.leaves:
+        if leaf.kind != "params" or leaf.parameter is None:
+            continue
+        groups = table.get(leaf.parameter)
+        inner = [group for group in groups or () if group in last]
+        if groups == []:
+            found.add(leaf.parameter)
+        elif names := {last[group] for group in inner or unknown}:
+            found |= {leaf.parameter} if names == {"set_to_zero"} else set()
+    return found
+
+
 def _shown(group: Names) -> str:
     return f"`{leaf_name(group)}`" if group else "no group"
 
