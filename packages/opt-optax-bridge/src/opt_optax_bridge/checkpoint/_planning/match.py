@@ -21,7 +21,7 @@ from opt_optax_bridge.checkpoint._planning.compare import (
     occurrences,
     regrouped_changes,
 )
-from opt_optax_bridge.checkpoint._planning.homes import Homes, frozen, is_agreed, key_of
+from opt_optax_bridge.checkpoint._planning.homes import Homes, frozen, key_of
 from opt_optax_bridge.checkpoint._planning.plan import Plan, Row
 from opt_optax_bridge.checkpoint._planning.rules import (
     Action,
@@ -121,7 +121,7 @@ class _Matcher:
         self.named, self.policy = named, policy
         self.moved = occurrences(source.schema.optimizer, named.schema.optimizer)
         self.origins = dict(self._origins())
-        self.homes = Homes(source.schema, named.schema, self.origins)
+        self.homes = Homes(source, named.schema, self.origins)
         self.anew = self.homes.disagreements(named.schema)
 
     def _origins(self) -> Iterator[tuple[Names, list[Names]]]:
@@ -183,7 +183,7 @@ class _Matcher:
         candidates = self._elsewhere(leaf, homes)
         if leaf.parameter is None:
             candidates = [c for c in candidates if c.group in homes]
-        if not candidates or not is_agreed(candidates):
+        if not candidates or not self.homes.are_agreed(candidates):
             return (), (), ""
         if leaf.parameter is not None and len(candidates) > 1:
             return (), (), "several groups have one"
