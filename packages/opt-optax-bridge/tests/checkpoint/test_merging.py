@@ -14,7 +14,7 @@ import optax
 import pytest
 from opt_core import MultiOptimizer, Optimizer
 from opt_optax_bridge import OptaxWrapper
-from opt_optax_bridge.checkpoint import NamedState, Plan, named_state, plan_restore
+from opt_optax_bridge.checkpoint import NamedState, Plan, Rename, named_state, plan_restore
 from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -137,12 +137,47 @@ def test_what_nothing_is_known_of_is_not_said_to_differ() -> None:
         assert row.note == "anew: nothing says whether its groups agree about `kept`"
 
 
-def test_counts_that_differ_are_told_with_their_groups() -> None:
+def disagreeing() -> NamedState:
+    """Group `a` has made 2 steps, group `b` none."""
     old = named_state(trained(opt.adam(0.1), opt.adam(0.1), steps=2))
     leaves = [
         dataclasses.replace(leaf, value=0) if leaf.name == "state/groups/b/adam/count" else leaf
         for leaf in old.schema.leaves
     ]
-    source = NamedState(old.leaves, dataclasses.replace(old.schema, leaves=tuple(leaves)))
-    told = notes(plan_restore(source, opt.adam(0.1).create(_P)))["adam/count"]
+    values = dict(old.leaves) | {"state/groups/b/adam/count": jnp.int32(0)}
+    return NamedState(values, dataclasses.replace(old.schema, leaves=tuple(leaves)))
+
+
+def test_counts_that_differ_are_told_with_their_groups() -> None:
+    told = notes(plan_restore(disagreeing(), opt.adam(0.1).create(_P)))["adam/count"]
     assert told == "anew: its groups do not agree about `count`: `a` 2, `b` 0"
+
+
+_MOMENT: Any = (r"state/adam/mu/x", Rename("state/groups/a/adam/mu/x"))
+
+
+@pytest.mark.parametrize("rule", [_MOMENT, ("state/adam/mu/x", "keep")])
+def test_no_count_starts_anew_beside_a_moment_that_a_rule_keeps(rule: Any) -> None:
+    source, new = disagreeing(), opt.adam(0.1).create(_P)
+    plan = plan_restore(source, new, allow=_ALL, rules=[rule])
+    assert not plan.is_ok
+    (wrong,) = (row for row in plan.rows if row.problem)
+    assert wrong.leaf.name == "state/adam/count"
+    assert wrong.problem == (
+        "anew: its groups do not agree about `count`: `a` 2, `b` 0, while a rule keeps "
+        "`state/adam/mu/x`: say by a rule what becomes of this leaf too"
+    )
+    assert not plan_restore(source, new, allow=_ALL, rules=[rule, (".*/count", "cast")]).is_ok
+
+
+@pytest.mark.parametrize(
+    ("action", "count"),
+    [("initialise", 0), ("keep", 0), (Rename("state/groups/a/adam/count"), 2)],
+)
+def test_a_rule_says_what_becomes_of_the_count_too(action: Any, count: int) -> None:
+    rules = [_MOMENT, ("state/adam/count", action)]
+    new = opt.adam(0.1).create(_P)
+    restored = named_state(plan_restore(disagreeing(), new, allow=_ALL, rules=rules).apply())
+    assert int(restored["state/adam/count"]) == count
+    assert float(restored["state/adam/mu/x"][0]) > 0
+    assert plan_restore(disagreeing(), new, allow=_ALL).is_ok

@@ -32,6 +32,39 @@ def with_notes(rows: Iterable[Row]) -> list[Row]:
     ]
 
 
+def with_counts(
+    rows: Iterable[Row], anew: Collection[tuple[Names, str]], policy: Policy
+) -> list[Row]:
+    """Refuses a count that would start anew beside moments that rules keep.
+
+    Args:
+      rows: what becomes of the leaves of the target.
+      anew: the groups and names of the transformations that start anew.
+      policy: what is admitted; a rule for the count itself admits it.
+    """
+    rows = list(rows)
+    ruled: dict[tuple[Names, str], str] = {}
+    for row in rows:
+        where = row.leaf.group, row.leaf.transformation
+        is_ruled = row.by is not None or row.action == "kept"
+        if where in anew and row.leaf.parameter is not None and is_ruled:
+            ruled.setdefault(where, row.leaf.name)
+    return [
+        dataclasses.replace(
+            row,
+            problem=f"{row.note}, while a rule keeps `{ruled[where]}`: say by a rule what becomes "
+            "of this leaf too",
+        )
+        if row.action == "initialised"
+        and row.leaf.parameter is None
+        and not row.problem
+        and (where := (row.leaf.group, row.leaf.transformation)) in ruled
+        and not _is_anew(row.leaf.name, policy)
+        else row
+        for row in rows
+    ]
+
+
 def joined(row: Row, running: Running, policy: Policy) -> Row:
     """Refuses what would begin in the middle of a window, unless a rule says so of the leaf."""
     if row.action != "initialised" or row.problem or _is_anew(row.leaf.name, policy):

@@ -14,7 +14,7 @@ from opt_core import Optimizer
 
 from opt_optax_bridge.checkpoint._naming.names import NamedState, named_state
 from opt_optax_bridge.checkpoint._naming.schema import LeafInfo, Names, Source, leaf_name, leaf_path
-from opt_optax_bridge.checkpoint._planning.beside import dropped, joined, with_notes
+from opt_optax_bridge.checkpoint._planning.beside import dropped, joined, with_counts, with_notes
 from opt_optax_bridge.checkpoint._planning.compare import (
     changes,
     home_of,
@@ -81,7 +81,7 @@ def plan_restore(
     policy = Policy.make(allow, rules)
     named = named_state(target)
     matcher = _Matcher(checkpoint, named, policy)
-    rows = list(matcher.rows())
+    rows = with_counts(matcher.rows(), matcher.anew, policy)
     saved = checkpoint.schema.by_name
     pairs = [(saved[name], row.leaf) for row in rows for name in row.sources]
     running = Running(pairs, checkpoint.schema)
