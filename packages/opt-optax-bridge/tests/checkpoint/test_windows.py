@@ -217,7 +217,7 @@ def test_a_parameter_does_not_leave_a_window_that_has_begun(tx: Any) -> None:
     assert gone.leaf.name == f"{_A}/acc_grads/y"
     assert f"`{_A}/mini_step` goes on from 3" in gone.problem
     assert "save at the end of a window" in gone.problem
-    rules = [(f"{_A}/acc_grads/y", "drop")]
+    rules: Any = [(f"{_A}/acc_grads/y", "drop")]
     assert plan_restore(saved, new, allow=_ALL, rules=rules).is_ok
     assert plan_restore(named_state(trained(_TOGETHER, 4)), new, allow=_ALL).is_ok
 
@@ -235,7 +235,7 @@ def test_a_parameter_does_not_join_a_window_that_has_begun() -> None:
     for action in ("initialise", "keep"):
         rules: Any = [(f"{_A}/acc_grads/y", action)]
         assert plan_restore(saved, new, allow=_ALL, rules=rules).is_ok
-    wrong = [(f"{_A}/acc_grads/y", "cast")]
+    wrong: Any = [(f"{_A}/acc_grads/y", "cast")]
     assert not plan_restore(saved, new, allow=_ALL, rules=wrong).is_ok
     assert plan_restore(named_state(trained(old, 4)), new, allow=_ALL).is_ok
 

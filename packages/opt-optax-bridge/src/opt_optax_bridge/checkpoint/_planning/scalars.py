@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from opt_optax_bridge.checkpoint._disk.manifest import Manifest
@@ -66,7 +67,7 @@ def _value_bits(value: Any) -> bytes | None:
     if isinstance(value, jax.Array):
         if value.is_deleted():
             return None
-        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             value = jax.random.key_data(value)
         if not value.is_fully_addressable:
             if not value.is_fully_replicated:
