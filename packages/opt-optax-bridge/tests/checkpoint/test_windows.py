@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 import pytest
-from opt_core import Optimizer
+from opt_core import FROZEN, MultiOptimizer, Optimizer
 from opt_optax_bridge import OptaxWrapper
 from opt_optax_bridge.checkpoint import NamedState, Plan, named_state, plan_restore
 
@@ -176,3 +177,108 @@ def test_regrouping_compares_switches() -> None:
         {"x": optax.ema(0.9, debias=True), "y": optax.ema(0.9, debias=False)}, _LABELS
     )
     assert "`debias` of `ema` in group `x` was False, is True" in planned(old, new).changes
+
+
+_P = {"x": jnp.ones(2), "y": jnp.ones(2)}
+_A = "state/groups/a/multi_steps"
+
+
+def trained(definition: Any, mini_steps: int) -> Optimizer:
+    optimizer: Optimizer = definition.create(_P)
+    for _ in range(mini_steps):
+        optimizer = optimizer.apply_gradient(_P)
+    return optimizer
+
+
+def grouped(*rules: Any) -> MultiOptimizer:
+    return MultiOptimizer.from_rules(
+        [(g, pattern, tx if tx is FROZEN else OptaxWrapper(tx)) for g, pattern, tx in rules]
+    )
+
+
+def accumulating(k: int = 4) -> Any:
+    return steps(optax.sgd(1.0), k)
+
+
+def apart(tx: Any) -> MultiOptimizer:
+    return grouped(("a", "x", accumulating()), ("c", "y", tx))
+
+
+_TOGETHER = grouped(("a", "x|y", accumulating()))
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(1.0), optax.sgd(1.0, momentum=0.9)])
+def test_a_parameter_does_not_leave_a_window_that_has_begun(tx: Any) -> None:
+    new = apart(tx).create(_P)
+    saved = named_state(trained(_TOGETHER, 3))
+    plan = plan_restore(saved, new, allow=_ALL)
+    assert not plan.is_ok
+    (gone,) = (gone for gone in plan.dropped if gone.problem)
+    assert gone.leaf.name == f"{_A}/acc_grads/y"
+    assert f"`{_A}/mini_step` goes on from 3" in gone.problem
+    assert "save at the end of a window" in gone.problem
+    rules: Any = [(f"{_A}/acc_grads/y", "drop")]
+    assert plan_restore(saved, new, allow=_ALL, rules=rules).is_ok
+    assert plan_restore(named_state(trained(_TOGETHER, 4)), new, allow=_ALL).is_ok
+
+
+def test_a_parameter_does_not_join_a_window_that_has_begun() -> None:
+    old = apart(optax.sgd(1.0))
+    new = _TOGETHER.create(_P)
+    saved = named_state(trained(old, 3))
+    plan = plan_restore(saved, new, allow=_ALL)
+    assert not plan.is_ok
+    (row,) = (row for row in plan.rows if row.problem)
+    assert row.leaf.name == f"{_A}/acc_grads/y"
+    assert f"`{_A}/mini_step` goes on from 3" in row.problem
+    assert "save at the end of a window" in row.problem
+    for action in ("initialise", "keep"):
+        rules: Any = [(f"{_A}/acc_grads/y", action)]
+        assert plan_restore(saved, new, allow=_ALL, rules=rules).is_ok
+    wrong: Any = [(f"{_A}/acc_grads/y", "cast")]
+    assert not plan_restore(saved, new, allow=_ALL, rules=wrong).is_ok
+    assert plan_restore(named_state(trained(old, 4)), new, allow=_ALL).is_ok
+
+
+def test_a_parameter_takes_its_window_along() -> None:
+    new = apart(accumulating()).create(_P)
+    plan = plan_restore(named_state(trained(_TOGETHER, 3)), new, allow=_ALL)
+    after = plan.apply().apply_gradient(_P)
+    expected = trained(_TOGETHER, 4)
+    jax.tree.map(np.testing.assert_array_equal, after.target, expected.target)
+
+
+def test_the_leaf_of_a_window_is_begun_anew_where_a_rule_says_so() -> None:
+    saved = named_state(trained(_TOGETHER, 3))
+    rules: Any = [(f"{_A}/acc_grads/y", "initialise")]
+    assert plan_restore(saved, _TOGETHER.create(_P), rules=rules).is_ok
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        apart(FROZEN).create(_P),
+        apart(optax.set_to_zero()).create(_P),
+        grouped(("a", "x", accumulating())).create({"x": _P["x"]}),
+        OptaxWrapper(
+            optax.partition({"a": accumulating(), "c": optax.set_to_zero()}, {"x": "a", "y": "c"})
+        ).create(_P),
+    ],
+)
+def test_a_parameter_that_is_no_longer_trained_leaves_its_window(new: Optimizer) -> None:
+    assert plan_restore(named_state(trained(_TOGETHER, 3)), new, allow=_ALL).is_ok
+
+
+def test_no_parameter_leaves_or_joins_other_windows_that_have_begun() -> None:
+    for tx, field in ((optax.apply_every(4), "grad_acc"), (sam(), "cache")):
+        one, both = grouped(("a", "x", tx), ("c", "y", _SGD)), grouped(("a", "x|y", tx))
+        gone = plan_restore(named_state(trained(both, 1)), one.create(_P), allow=_ALL).dropped
+        (left,) = (x.leaf for x in gone if x.problem)
+        rows = plan_restore(named_state(trained(one, 1)), both.create(_P), allow=_ALL).rows
+        (joined,) = (row.leaf for row in rows if row.problem)
+        assert left.name == joined.name
+        assert left.path[-2:] == (field, "y")
+
+
+def sam() -> Any:
+    return contrib.sam(_SGD, optax.sgd(0.5), sync_period=3)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from opt_optax_bridge.checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name, leaf_path
+from opt_optax_bridge.checkpoint._naming.schema import (
+    LeafInfo,
+    Names,
+    Schema,
+    Source,
+    leaf_name,
+    leaf_path,
+)
+from opt_optax_bridge.checkpoint._planning.scalars import are_same
 
 Key = tuple[str, Names, Names | None]
 """A leaf of a state apart from its group: transformation, field, parameter."""
@@ -22,15 +30,16 @@ class Homes:
     """Where the groups of a target find their state in a checkpoint.
 
     Args:
-      saved: what the checkpoint holds.
+      source: the checkpoint.
       target: what is to be restored.
       origins: for each parameter of the target those of the checkpoint that it comes from.
     """
 
     def __init__(
-        self, saved: Schema, target: Schema, origins: Mapping[Names, Sequence[Names]]
+        self, source: Source, target: Schema, origins: Mapping[Names, Sequence[Names]]
     ) -> None:
-        self._origins = origins
+        saved = source.schema
+        self._source, self._origins = source, origins
         self.by_key: dict[Key, list[LeafInfo]] = {}
         self._keepers: dict[tuple[str, Names], list[Names]] = {}
         self._groups: dict[str, list[Names]] = {}
@@ -89,17 +98,40 @@ class Homes:
                 continue
             homes = self.of(*where)
             given = [c for c in self.by_key.get(key_of(leaf), []) if c.group in homes]
-            if len(given) > 1 and not is_agreed(given):
-                told = ", ".join(f"{_shown(c.group)} {c.value}" for c in given if c.value)
-                told = f": {told}" if told else ""
-                found[where] = f"anew: its groups do not agree about `{leaf.path[-1]}`{told}"
+            if given and not (is_same := are_same(given, self._source)):
+                field = leaf_name(key_of(leaf)[1])
+                why = f"its groups do not agree about `{field}`"
+                if is_same is None:
+                    why = f"nothing says whether its groups agree about `{field}`"
+                told = ", ".join(
+                    f"{_shown(c.group)} {c.value}" for c in given if c.value is not None
+                )
+                found[where] = f"anew: {why}{f': {told}' if told else ''}"
         return found
 
+    def are_agreed(self, leaves: Sequence[LeafInfo]) -> bool:
+        """Whether leaves of the checkpoint are known to have one value."""
+        return bool(are_same(leaves, self._source))
 
-def is_agreed(leaves: Sequence[LeafInfo]) -> bool:
-    """Whether leaves are known to have one value."""
-    values = {leaf.value for leaf in leaves}
-    return len(leaves) == 1 or (len(values) == 1 and None not in values)
+
+def frozen(schema: Schema) -> set[Names]:
+    """Returns the parameters that are known not to be trained: `FROZEN`, or `set_to_zero`."""
+    last = {made.group: made.name for made in schema.optimizer}
+    table = _groups_of_params(schema)
+    known = {group for groups in table.values() for group in groups}
+    # `optax.partition` does not say who is in a group where nothing is kept per parameter.
+    unknown = [group for group in last if group and group not in known]
+    found: set[Names] = set()
+    for leaf in schema.leaves:
+        if leaf.kind != "params" or leaf.parameter is None:
+            continue
+        groups = table.get(leaf.parameter)
+        inner = [group for group in groups or () if group in last]
+        if groups == []:
+            found.add(leaf.parameter)
+        elif names := {last[group] for group in inner or unknown}:
+            found |= {leaf.parameter} if names == {"set_to_zero"} else set()
+    return found
 
 
 def _shown(group: Names) -> str:

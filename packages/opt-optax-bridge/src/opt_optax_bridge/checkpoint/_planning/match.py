@@ -14,14 +14,15 @@ from opt_core import Optimizer
 
 from opt_optax_bridge.checkpoint._naming.names import NamedState, named_state
 from opt_optax_bridge.checkpoint._naming.schema import LeafInfo, Names, Source, leaf_name, leaf_path
+from opt_optax_bridge.checkpoint._planning.beside import dropped, joined, with_counts, with_notes
 from opt_optax_bridge.checkpoint._planning.compare import (
     changes,
     home_of,
     occurrences,
     regrouped_changes,
 )
-from opt_optax_bridge.checkpoint._planning.homes import Homes, is_agreed, key_of
-from opt_optax_bridge.checkpoint._planning.plan import Dropped, Plan, Row
+from opt_optax_bridge.checkpoint._planning.homes import Homes, frozen, key_of
+from opt_optax_bridge.checkpoint._planning.plan import Plan, Row
 from opt_optax_bridge.checkpoint._planning.rules import (
     Action,
     Policy,
@@ -32,7 +33,7 @@ from opt_optax_bridge.checkpoint._planning.rules import (
     expanded,
     sources_of,
 )
-from opt_optax_bridge.checkpoint._planning.windows import loss, windows
+from opt_optax_bridge.checkpoint._planning.windows import Running, windows
 
 
 def plan_restore(
@@ -79,17 +80,20 @@ def plan_restore(
     _check_types(checkpoint, target)
     policy = Policy.make(allow, rules)
     named = named_state(target)
-    rows = _with_notes(_Matcher(checkpoint, named, policy).rows())
-    _check_rules(policy, rows, checkpoint)
-    used = {name for row in rows for name in row.sources}
-    dropped = tuple(_dropped(checkpoint, used, rows, policy))
+    matcher = _Matcher(checkpoint, named, policy)
+    rows = with_counts(matcher.rows(), matcher.anew, policy)
     saved = checkpoint.schema.by_name
     pairs = [(saved[name], row.leaf) for row in rows for name in row.sources]
+    running = Running(pairs, checkpoint.schema)
+    rows = with_notes(joined(row, running, policy) for row in rows)
+    _check_rules(policy, rows, checkpoint)
+    idle = frozen(named.schema)
+    trained = {o for param, found in matcher.origins.items() if param not in idle for o in found}
     changed = changes(checkpoint.schema, named.schema)
     changed += regrouped_changes(checkpoint.schema, named.schema, pairs)
     return Plan(
         rows=tuple(rows),
-        dropped=dropped,
+        dropped=tuple(dropped(checkpoint.schema, rows, running, policy, trained)),
         changes=tuple(dict.fromkeys(changed)),
         problems=tuple(windows(pairs, checkpoint.schema, named.schema)),
         allow=policy.allow,
@@ -116,7 +120,8 @@ class _Matcher:
         self.saved = {leaf.name: leaf for leaf in source.schema.leaves if leaf.kind != "extra"}
         self.named, self.policy = named, policy
         self.moved = occurrences(source.schema.optimizer, named.schema.optimizer)
-        self.homes = Homes(source.schema, named.schema, dict(self._origins()))
+        self.origins = dict(self._origins())
+        self.homes = Homes(source, named.schema, self.origins)
         self.anew = self.homes.disagreements(named.schema)
 
     def _origins(self) -> Iterator[tuple[Names, list[Names]]]:
@@ -178,7 +183,7 @@ class _Matcher:
         candidates = self._elsewhere(leaf, homes)
         if leaf.parameter is None:
             candidates = [c for c in candidates if c.group in homes]
-        if not candidates or not is_agreed(candidates):
+        if not candidates or not self.homes.are_agreed(candidates):
             return (), (), ""
         if leaf.parameter is not None and len(candidates) > 1:
             return (), (), "several groups have one"
@@ -339,41 +344,6 @@ def _name_of(type_id: str) -> str:
 
 def _is_abstract(leaf: Any) -> bool:
     return not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex)
-
-
-def _with_notes(rows: Iterable[Row]) -> list[Row]:
-    """Says of what starts anew beside a count that goes on that it does."""
-    rows = list(rows)
-    counts: dict[tuple[Names, str], str] = {}
-    for row in rows:
-        leaf = row.leaf
-        if row.sources and leaf.transformation and leaf.parameter is None and row.value:
-            counts.setdefault(
-                (leaf.group, leaf.transformation), f"`{leaf.path[-1]}` goes on from {row.value}"
-            )
-    return [
-        dataclasses.replace(row, note=f"as `init` makes it, while {counts[where]}")
-        if row.action == "initialised"
-        and row.leaf.parameter is not None
-        and not row.note
-        and (where := (row.leaf.group, row.leaf.transformation)) in counts
-        else row
-        for row in rows
-    ]
-
-
-def _dropped(
-    source: Source, used: set[str], rows: Sequence[Row], policy: Policy
-) -> Iterator[Dropped]:
-    anew = {row.leaf.name for row in rows if row.is_ok and not row.sources}
-    for leaf in source.schema.leaves:
-        if leaf.kind == "extra" or leaf.name in used:
-            continue
-        by_rule = policy.rule(leaf.name, drop=True) is not None
-        lost = "" if by_rule else loss(leaf, source.schema)
-        problem = f"{lost}: save at the end of a window, or drop it by a rule" if lost else ""
-        admitted = by_rule or "drop" in policy.allow or leaf.name in anew
-        yield Dropped(leaf, problem, admitted)
 
 
 def _check_rules(policy: Policy, rows: Sequence[Row], source: Source) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from opt_optax_bridge.checkpoint._naming.schema import LeafInfo, Schema, Transformation
+from opt_optax_bridge.checkpoint._naming.schema import LeafInfo, Names, Schema, Transformation
 from opt_optax_bridge.checkpoint._planning.compare import (
     base_of,
     plain_settings,
     transformation_of,
 )
+from opt_optax_bridge.checkpoint._planning.homes import key_of
 
 
 class _Window(NamedTuple):
@@ -19,22 +20,27 @@ class _Window(NamedTuple):
     Attributes:
       field: of its state; not 0 in the middle.
       length: the setting that says how many make a window, or the function that does.
+      held: the field that holds what is half done, for every parameter.
       meaning: settings that must not change in the middle.
       told: what is lost without it.
     """
 
     field: str
     length: tuple[str, ...]
+    held: str
     meaning: tuple[str, ...] = ()
     told: str = "mini-steps of a window have been accumulated and would be lost"
 
 
 _WINDOWS: Final = {
-    "multi_steps": _Window("mini_step", ("every_k_code", "every_k"), ("use_grad_mean", "mean")),
-    "apply_every": _Window("count", ("k",)),
+    "multi_steps": _Window(
+        "mini_step", ("every_k_code", "every_k"), "acc_grads", ("use_grad_mean", "mean")
+    ),
+    "apply_every": _Window("count", ("k",), "grad_acc"),
     "sam": _Window(
         "steps_since_sync",
         ("sync_period",),
+        "cache",
         ("reset_state",),
         "steps of a cycle have been made, from which the parameters would not come back",
     ),
@@ -56,6 +62,44 @@ def loss(leaf: LeafInfo, schema: Schema) -> str:
     """Returns what would be lost without a leaf of a checkpoint; empty if nothing half done."""
     done = begun(leaf, schema)
     return f"{done} {_WINDOWS[base_of(leaf)].told}" if done else ""
+
+
+class Running:
+    """The windows that have begun in a checkpoint and go on in a target.
+
+    Args:
+      pairs: leaves of the checkpoint with those of the target that they become.
+      saved: of the checkpoint.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[LeafInfo, LeafInfo]], saved: Schema) -> None:
+        self._left: dict[tuple[Names, str], str] = {}
+        self._joined: dict[tuple[Names, str], str] = {}
+        for source, leaf in pairs:
+            if done := begun(source, saved):
+                told = f"`{leaf.name}` goes on from {done}"
+                self._left.setdefault((source.group, source.transformation), told)
+                self._joined[leaf.group, leaf.transformation] = told
+
+    def left(self, leaf: LeafInfo) -> str:
+        """Returns why a leaf of the checkpoint cannot be dropped; empty if it can."""
+        told = self._told(leaf, self._left)
+        what = "what is half done for this parameter would be lost"
+        return told and f"{told}, and {what}: save at the end of a window, or drop it by a rule"
+
+    def joined(self, leaf: LeafInfo) -> str:
+        """Returns why a leaf of the target cannot be made anew; empty if it can."""
+        told = self._told(leaf, self._joined)
+        what = "this parameter would have a part of the window only"
+        return told and (
+            f"{told}, and {what}: save at the end of a window, or initialise it by a rule"
+        )
+
+    def _told(self, leaf: LeafInfo, windows: Mapping[tuple[Names, str], str]) -> str:
+        told = windows.get((leaf.group, leaf.transformation), "")
+        if not told or leaf.parameter is None:
+            return ""
+        return told if key_of(leaf)[1][:1] == (_WINDOWS[base_of(leaf)].held,) else ""
 
 
 def windows(
