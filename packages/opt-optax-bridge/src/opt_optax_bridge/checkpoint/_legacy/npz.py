@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import math
+import re
 import struct
 import zipfile
 import zlib
@@ -22,6 +23,8 @@ _MAX_HEADER = 10_000
 _MAX_DIRECTORY = 4 << 20  # some 50,000 arrays
 _EXPANSION = 64
 _ALWAYS_ALLOWED = 64 << 20
+# What Python warns of in a literal (`1or`, `\d`), and NumPy does not write.
+_QUOTED, _WARNED = re.compile(r"'[^'\\]*'"), re.compile(r"\\|\d[^\W\d]")
 _END, _END_SIZE = b"PK\x05\x06", 22
 _LONG_END, _LONG_END_SIZE, _LOCATOR_SIZE = b"PK\x06\x06", 56, 20
 # What `zipfile` raises on bytes that are no archive. An offset out of place is a `ValueError` or an
@@ -139,7 +142,7 @@ def _header(
     if length > _MAX_HEADER:
         fail("its header is cut short, or too long")
     try:
-        header = ast.literal_eval(file.read(length).decode("utf-8"))
+        header = _literal(file.read(length).decode("utf-8"))
         descr, is_fortran, shape = header["descr"], header["fortran_order"], header["shape"]
     # `literal_eval` names `MemoryError` among what it raises on text nested too deeply.
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError):
@@ -151,6 +154,12 @@ def _header(
         fail(f"the dtype {descr[:80]!r} is none of a number's or a boolean's")
     shape = check_shape(shape if type(shape) is tuple else [None], dtype, fail)
     return dtype, shape, is_fortran, len(magic) + len(packed) + length
+
+
+def _literal(text: str) -> Any:
+    if _WARNED.search(_QUOTED.sub("", text)):
+        raise ValueError(text)
+    return ast.literal_eval(text)
 
 
 def _plain_dtype(descr: str) -> np.dtype | None:
