@@ -153,7 +153,7 @@ def test_shapes_that_cannot_be(name: str, which: str) -> None:
         decode(with_shape(name, shape))
 
 
-@pytest.mark.parametrize("shape", [[0, 2**58], [0] * 63, [2**29, 2**29, 0]])
+@pytest.mark.parametrize("shape", [[0, 2**58], [0] * 63, [2**58, 0]])
 @pytest.mark.parametrize("name", ["empty", "keys"])
 def test_large_shapes_that_can_be(name: str, shape: list[int]) -> None:
     """The largest that are admitted can be made."""
