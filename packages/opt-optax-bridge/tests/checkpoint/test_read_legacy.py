@@ -467,7 +467,8 @@ def test_damaged_archives_raise_typed_errors_only() -> None:
     """Of such, 3 % raised what `zipfile` raises: more than hypothesis finds in 500."""
     rng = random.Random(0)
     file = io.BytesIO()
-    np.savez_compressed(file, **{"a/b": np.arange(6.0), "größe": np.ones((2, 3), np.int32)})
+    arrays: dict[str, Any] = {"a/b": np.arange(6.0), "größe": np.ones((2, 3), np.int32)}
+    np.savez_compressed(file, **arrays)
     for i in range(3000):
         content = bytearray((bytes(archive_of_one()), file.getvalue())[i % 2])
         for _ in range(rng.choice([1, 1, 2, 4])):
