@@ -440,3 +440,20 @@ def test_adafactor_of_flax_restores_into_ours() -> None:
     for t in range(half, len(case.grads)):
         resumed = resumed.apply_gradient(case.grads[t])
         assert deviations(resumed, g.entry(case, t + 1), g.OP_BY_OP) == []
+
+
+def test_written_by_is_for_wrapped_optax() -> None:
+    """Adafactor takes Flax's state as it is, alone or as a group: nobody needs to say who wrote."""
+    params = {"a": np.ones((2, 3), np.float32), "b": np.ones(3, np.float32)}
+    alone = Adafactor(0.1).create(params)
+    saved = to_state_dict(alone)
+    restore_legacy(alone, saved)
+    with pytest.raises(EquivalenceError, match="is for restoring into wrapped Optax"):
+        restore_legacy(alone, saved, written_by="Adafactor")
+    momentum = flax_optim_equivalent("Momentum", learning_rate=0.1)
+    pairs = (("a", Adafactor(0.1)), ("b", momentum))
+    groups = MultiOptimizer(*pairs, names=["x", "y"]).create(params)
+    saved["state"]["param_states"]["b"] = {"momentum": np.ones(3, np.float32)}
+    restore_legacy(groups, saved, written_by={"y": "Momentum"})
+    with pytest.raises(EquivalenceError, match="the group `x` is no wrapped Optax"):
+        restore_legacy(groups, saved, written_by={"x": "Adafactor"})

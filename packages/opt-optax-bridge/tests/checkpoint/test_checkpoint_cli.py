@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -263,6 +264,34 @@ def test_convert_leaves_nothing_where_it_fails(
         assert (code, out) == (2, ""), given
         assert words in err.splitlines()[-1]
     assert [p for p in sorted(tmp_path.rglob("*")) if "__pycache__" not in str(p)] == before
+
+
+def test_convert_of_damaged_files_is_one_line(cli: Cli, tmp_path: Path) -> None:
+    nested = b"\xc0"
+    for _ in range(2000):
+        nested = b"\xc9" + len(nested).to_bytes(4, "big") + b"\x02" + nested
+    archive = io.BytesIO()
+    np.savez(archive, größe=np.ones(3))
+    content = bytearray(archive.getvalue())
+    content[content.rindex("größe".encode()) + 2] = 0xFF
+    for name, data in (("deep", b"\x81\xa1a" + nested), ("name", bytes(content))):
+        (tmp_path / name).write_bytes(data)
+        code, out, err = cli("convert", tmp_path / name, "out", "job:adam")
+        assert (code, out) == (2, "")
+        assert err.splitlines()[-1].startswith(f"checkpoint: error: `{tmp_path / name}`: ")
+        assert "Traceback" not in err
+        assert not (tmp_path / "out").exists()
+
+
+def test_convert_takes_no_writer_of_states_of_optax(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(flax.serialization.msgpack_serialize(jax.device_get(adam().state_dict())))
+    for name, words in (("Foo", "'Foo' is none of"), ("Adam", "is for files of `flax.optim`")):
+        code, out, err = cli("convert", path, "out", "job:adam", "--written-by", name)
+        assert (code, out) == (2, "")
+        assert words in err.splitlines()[-1]
+        assert not (tmp_path / "out").exists()
+    assert cli("convert", path, "out", "job:adam")[0] == 0
 
 
 def test_convert_is_quiet_where_it_fails(adam_file: Path, tmp_path: Path) -> None:

@@ -5,13 +5,15 @@ import random
 import tracemalloc
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from checkpoint_testing import small_state, state
 from opt_optax_bridge.checkpoint import LeafInfo, Schema, Transformation
 from opt_optax_bridge.checkpoint._disk.manifest import Limits, Manifest, canonical_json
-from opt_optax_bridge.checkpoint._disk.saving import Saving
-from opt_optax_bridge.checkpoint._disk.storage import stored_shape
+from opt_optax_bridge.checkpoint._disk.saving import Saving, extra_leaves
+from opt_optax_bridge.checkpoint._disk.storage import decode as decode_leaf
+from opt_optax_bridge.checkpoint._disk.storage import encode, stored_shape
 from opt_optax_bridge.checkpoint.errors import (
     CheckpointError,
     DamagedError,
@@ -113,6 +115,60 @@ def test_dtypes_that_cannot_be(dtype: str) -> None:
     body = json.loads(written())["manifest"]
     body["schema"]["leaves"][0]["dtype"] = dtype
     with pytest.raises(LoadError, match=f"[`']{dtype}[`'] is no dtype"):
+        decode(sealed(body))
+
+
+IMPOSSIBLE: dict[str, tuple[list[int], str]] = {
+    "a size of 31 digits": ([0, 10**30], "is larger than any memory"),
+    "a size of 4000 digits": ([0, 10**3999], "is larger than any memory"),
+    "a size that has too many bytes": ([0, 2**62], "is larger than any memory"),
+    "sizes that are too many together": ([2**31, 0, 2**31], "is larger than any memory"),
+    "100 dimensions": ([0] * 100, "dimensions, found 100"),
+    "65 dimensions": ([0] * 65, "dimensions, found 65"),
+    "elements of too many bytes": ([2**61], "is larger than any memory"),
+}
+
+
+def with_shape(name: str, shape: list[int]) -> bytes:
+    """A manifest with an empty array, empty keys and others, of which one has another shape."""
+    values = {
+        "empty": jnp.zeros((0, 3)),
+        "full": jnp.ones(2),
+        "keys": jax.random.split(jax.random.key(0), 0),
+        "some_keys": jax.random.split(jax.random.key(0), 2),
+    }
+    infos, leaves = extra_leaves(values)
+    body = json.loads(Saving.prepare(1, small_state(), infos, leaves, None).encode())["manifest"]
+    (leaf,) = (x for x in body["schema"]["leaves"] if x["path"] == ["extra", name])
+    leaf["shape"] = shape
+    return sealed(body)
+
+
+@pytest.mark.parametrize("name", ["empty", "full", "keys", "some_keys"])
+@pytest.mark.parametrize("which", IMPOSSIBLE)
+def test_shapes_that_cannot_be(name: str, which: str) -> None:
+    """NumPy counts the bytes of an empty array as if no size were 0, and refuses too many."""
+    shape, words = IMPOSSIBLE[which]
+    with pytest.raises(LoadError, match=f"`extra/{name}`: .*{words}"):
+        decode(with_shape(name, shape))
+
+
+@pytest.mark.parametrize("shape", [[0, 2**58], [0] * 63, [2**58, 0]])
+@pytest.mark.parametrize("name", ["empty", "keys"])
+def test_large_shapes_that_can_be(name: str, shape: list[int]) -> None:
+    """The largest that are admitted can be made."""
+    manifest = decode(with_shape(name, shape))
+    info = manifest.schema.by_name[f"extra/{name}"]
+    leaf = decode_leaf(info, manifest.records[info.name], None, None)
+    assert leaf.shape == tuple(shape)
+    assert encode(info, leaf)[0] == manifest.records[info.name]
+
+
+def test_a_python_scalar_has_no_shape() -> None:
+    infos, leaves = extra_leaves({"n": 3})
+    body = json.loads(Saving.prepare(1, small_state(), infos, leaves, None).encode())["manifest"]
+    body["schema"]["leaves"][-1]["shape"] = [0, 10**30]
+    with pytest.raises(LoadError, match="`extra/n`: a Python scalar has no sizes, found 2"):
         decode(sealed(body))
 
 

@@ -111,6 +111,24 @@ def test_who_wrote_it_must_be_known() -> None:
         restore_legacy(plain, saved(*EMAS), written_by="Adamw")
 
 
+def test_nobody_needs_to_say_who_wrote_states_of_optax() -> None:
+    plain = OptaxWrapper(optax.adam(0.1)).create(params())
+    ours = plain.state_dict()
+    train_state = {
+        "params": ours["target"],
+        "opt_state": ours["state"]["param_states"],
+        "step": ours["state"]["step"],
+    }
+    for source in (ours, train_state, {"version": 3, "optimizer": ours}):
+        restore_legacy(plain, source)
+        with pytest.raises(EquivalenceError, match="'Foo' is none of GradientDescent, "):
+            restore_legacy(plain, source, written_by="Foo")
+        with pytest.raises(EquivalenceError, match=r"is for files of `flax\.optim`.*as Optax has"):
+            restore_legacy(plain, source, written_by="Adam")
+    with pytest.raises(EquivalenceError, match=r"is for files of `flax\.optim`"):
+        restore_legacy(groups(), groups().state_dict(), written_by={"biases": "Adam"})
+
+
 def test_state_without_a_place_and_places_without_state() -> None:
     averaged = OptaxWrapper(optax.chain(optax.adam(0.1), optax.ema(0.9))).create(params())
     with pytest.raises(LoadError, match="1/ema/layer/kernel: nothing that was saved is for this"):

@@ -64,3 +64,18 @@ def test_an_abstract_leaf() -> None:
     x = jax.ShapeDtypeStruct((2,), jnp.float32)
     with pytest.raises(LeafError, match="it has no value"):
         encode(info(x), x)
+
+
+@pytest.mark.parametrize("dims", [65, 70])
+def test_more_dimensions_than_can_be_read(dims: int) -> None:
+    """JAX has such arrays, and NumPy has not."""
+    x = jnp.zeros((0,) * dims)
+    with pytest.raises(LeafError, match=f"`state/x`: expected at most 64 dimensions, found {dims}"):
+        encode(LeafInfo(("state", "x"), x.shape, "float32", "state"), x)
+
+
+def test_as_many_keys_as_can_be_read() -> None:
+    keys = jax.random.split(jax.random.key(0), (0,) * 64)
+    what = LeafInfo(("extra", "k"), keys.shape, str(keys.dtype), "extra")
+    with pytest.raises(LeafError, match="`extra/k`: expected at most 63 dimensions, found 64"):
+        encode(what, keys)

@@ -14,11 +14,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from opt_optax_bridge.checkpoint._naming.schema import LeafInfo, Names
-from opt_optax_bridge.checkpoint.errors import LeafError, LoadError
+from opt_optax_bridge.checkpoint.errors import CheckpointError, LeafError, LoadError
 
 ARRAY, KEY, EMPTY, PYTHON = "array", "key", "empty", "python"
 _SCALARS = (bool, int, float, str)
 _MAX_BITS = 14_284  # of 4,300 digits
+_MAX_DIMS = 64  # NumPy's
+_INT64_MAX = 2**63 - 1
+# The data of a PRNG key in whole words, as of the largest of JAX's implementations.
+_KEY_DATA, _KEY_DTYPE = (4,), "uint32"
 
 # What TensorStore's zarr driver writes and reads back bit for bit.
 DTYPES = frozenset(
@@ -108,6 +112,7 @@ def encode(info: LeafInfo, leaf: Any) -> tuple[Record, Any]:
             f"`{info.name}`: expected {info.dtype}{list(info.shape)} as the schema says, found "
             f"{dtype}{list(leaf.shape)}"
         )
+    _check_shape(info, LeafError)
     if math.prod(info.shape) == 0:
         return Record(EMPTY), None
     return Record(ARRAY, store_key(info.path)), leaf
@@ -120,6 +125,7 @@ def _encode_key(info: LeafInfo, leaf: Any) -> tuple[Record, Any]:
             f"`{info.name}`: a PRNG key of an implementation without a name cannot be saved; "
             "register it, or keep `jax.random.key_data` of it"
         )
+    _check_shape(info, LeafError)
     if math.prod(info.shape) == 0:
         return Record(EMPTY, impl=impl), None
     return Record(KEY, store_key(info.path), impl=impl), jax.random.key_data(leaf)
@@ -165,6 +171,7 @@ def check(info: LeafInfo, record: Record) -> None:
         raise LoadError(f"{where}: {info.dtype:.40} is not stored as {record.storage}")
     if not (info.is_key or info.dtype in DTYPES or info.dtype == PYTHON):
         raise LoadError(f"{where}: `{info.dtype:.40}` is no dtype of a checkpoint")
+    _check_shape(info, LoadError)
     if record.storage == PYTHON and not is_scalar(record.scalar):
         raise LoadError(f"{where}: expected a scalar, found {type(record.scalar).__name__}")
     in_store = record.storage in (ARRAY, KEY)
@@ -172,6 +179,33 @@ def check(info: LeafInfo, record: Record) -> None:
         raise LoadError(f"{where}: stored as {record.storage}: expected key and digest to fit")
     if (record.storage == EMPTY) != (info.dtype != PYTHON and math.prod(info.shape) == 0):
         raise LoadError(f"{where}: {list(info.shape)} is not stored as {record.storage}")
+
+
+def _check_shape(info: LeafInfo, error: type[CheckpointError]) -> None:
+    """Raises an `error` unless NumPy can have an array of the shape and dtype.
+
+    NumPy counts bytes as if no size were 0, so an empty array has limits too.
+    """
+    sizes, dtype = info.shape, info.dtype
+    if info.dtype == PYTHON:
+        if sizes:
+            raise error(f"`{info.name:.200}`: a Python scalar has no sizes, found {len(sizes)}")
+        return
+    if info.is_key:
+        sizes, dtype = (*sizes, *_KEY_DATA), _KEY_DTYPE
+    if len(sizes) > _MAX_DIMS:
+        most = _MAX_DIMS - len(sizes) + len(info.shape)
+        raise error(
+            f"`{info.name:.200}`: expected at most {most} dimensions, found {len(info.shape)}"
+        )
+    nbytes = jnp.dtype(dtype).itemsize
+    for size in sizes:  # one at a time: the product of many large ones is slow
+        nbytes *= max(size, 1)
+        if nbytes > _INT64_MAX:
+            raise error(
+                f"`{info.name:.200}`: {info.dtype:.40}{list(info.shape)!s:.80} is larger than any "
+                "memory: at most 2**63 - 1 bytes, not counting sizes of 0"
+            )
 
 
 def is_scalar(leaf: Any) -> bool:

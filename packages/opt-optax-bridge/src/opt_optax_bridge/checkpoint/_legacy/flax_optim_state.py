@@ -57,6 +57,12 @@ def entries_of(optimizer: Optimizer, param_states: Any) -> dict[Names, Any]:
     return {path: get_at(param_states, path) for path in names}
 
 
+def check_name(name: str) -> None:
+    """Raises an `EquivalenceError` unless `flax.optim` had an optimizer of that name."""
+    if name not in EQUALS:
+        raise EquivalenceError(f"`written_by`: {name!r} is none of {', '.join(EQUALS)}.")
+
+
 def written_by(definition: OptaxWrapper, name: str | None, where: str) -> Equal:
     """Returns the optimizer of `flax.optim` that a definition stands for.
 
@@ -69,8 +75,8 @@ def written_by(definition: OptaxWrapper, name: str | None, where: str) -> Equal:
       EquivalenceError: nobody says, both say otherwise, or there is no such optimizer.
     """
     known = equal_of(definition)
-    if name is not None and name not in EQUALS:
-        raise EquivalenceError(f"`written_by`: {name!r} is none of {', '.join(EQUALS)}.")
+    if name is not None:
+        check_name(name)
     if name is None and known is None:
         raise EquivalenceError(
             f"a checkpoint of `flax.optim` does not say which optimizer wrote it{where}, and their "

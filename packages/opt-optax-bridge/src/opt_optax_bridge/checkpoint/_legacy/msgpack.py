@@ -87,7 +87,12 @@ def decode(data: bytes, limits: Limits = DEFAULT) -> Any:
       LoadError: they are not what Flax writes, or ask for more than the limits; says where.
     """
     reader = _Reader(memoryview(data), limits)
-    value = reader.value()
+    try:
+        value = reader.value()
+    except RecursionError:  # `max_depth` is larger than Python's own limit
+        raise LoadError(
+            f"containers are nested deeper than Python can follow; `max_depth` is {limits.depth}."
+        ) from None
     if rest := len(data) - reader.position:
         reader.fail(f"{rest} bytes follow after the end; nothing may")
     return value
@@ -207,11 +212,9 @@ class _Reader:
         inner = _Reader(payload, self.limits)
         inner.path = self.path
         if code == _COMPLEX:
-            parts = inner.value()
+            number = inner.complex_number()
             inner.finish()
-            if not (isinstance(parts, list) and [type(p) for p in parts] == [float, float]):
-                self.fail("a complex number is not two floats")
-            return complex(*parts)
+            return number
         if code not in (_NDARRAY, _SCALAR):
             self.fail(f"the extension {code} is none of Flax's")
         array = inner.array()
@@ -227,6 +230,14 @@ class _Reader:
         if rest := len(self.data) - self.position:
             self.fail(f"{rest} bytes follow after the end of an array or number")
 
+    def complex_number(self) -> complex:
+        """Reads `(real, imaginary)`: two floats and nothing else, so nothing can be nested here."""
+        head = self._token()
+        parts = [self._token() for _ in range(2)] if head == (_Kind.ARRAY, 2) else []
+        if [(kind, type(part)) for kind, part in parts] != [(_Kind.VALUE, float)] * 2:
+            self.fail("a complex number is not two floats")
+        return complex(*(part for _, part in parts))
+
     def array(self) -> np.ndarray:
         """Reads `(shape, name of the dtype, bytes)`."""
         if self._token() != (_Kind.ARRAY, 3):
@@ -235,13 +246,15 @@ class _Reader:
         if kind is not _Kind.ARRAY or ndim > _MAX_DIMS:
             self.fail(f"a shape is {kind.value} (of {ndim}); expected at most {_MAX_DIMS} sizes")
         shape = tuple(self._token() for _ in range(ndim))
-        sizes = check_shape([size if of is _Kind.VALUE else None for of, size in shape], self.fail)
         kind, length = self._token()
         if kind not in (_Kind.STR, _Kind.BIN) or length > 64:
             self.fail(f"the name of a dtype is {kind.value} (of {length})")
         name = str(self._take(length), "latin-1")
         if (dtype := dtype_of(name)) is None:
             self.fail(f"the dtype {name!r} is none of a number's or a boolean's")
+        sizes = check_shape(
+            [size if of is _Kind.VALUE else None for of, size in shape], dtype, self.fail
+        )
         kind, length = self._token()
         if kind is not _Kind.BIN or length != math.prod(sizes) * dtype.itemsize:
             self.fail(f"{name}{list(sizes)} takes other bytes than {kind.value} (of {length})")
@@ -252,28 +265,36 @@ class _Reader:
         shape, chunks = (_items(entry.get(key)) for key in ("shape", "chunks"))
         if entry.keys() != {CHUNKED, "shape", "chunks"} or shape is None or not chunks:
             self.fail(f"`{CHUNKED}` is no array in pieces, and no other key may be called so")
-        sizes = check_shape(shape, self.fail)
         first = chunks[0]
         if not all(isinstance(c, np.ndarray) and c.ndim == 1 for c in chunks) or not all(
             c.dtype == first.dtype for c in chunks
         ):
             self.fail("the pieces of an array are not vectors of one dtype")
+        sizes = check_shape(shape, first.dtype, self.fail)
         if sum(c.size for c in chunks) != math.prod(sizes):
             self.fail(f"the pieces of an array do not make up its shape {sizes}")
         return np.concatenate(chunks).reshape(sizes)
 
 
-def check_shape(sizes: Sequence[Any], fail: Callable[[str], object]) -> tuple[int, ...]:
-    """Returns a shape as a tuple, after calling `fail` with the problem if it is none.
+def check_shape(
+    sizes: Sequence[Any], dtype: np.dtype, fail: Callable[[str], object]
+) -> tuple[int, ...]:
+    """Returns a shape as a tuple, after calling `fail` with the problem if no array can have it.
+
+    Args:
+      sizes: whatever was found.
+      dtype: of the array; NumPy counts its bytes as if no size were 0.
+      fail: raises the error.
 
     Examples:
-      >>> check_shape([2, 3], print)
+      >>> check_shape([2, 3], np.dtype('float32'), print)
       (2, 3)
     """
     if len(sizes) > _MAX_DIMS or not all(type(s) is int and s >= 0 for s in sizes):
         fail(f"a shape is not of at most {_MAX_DIMS} sizes from 0 on")
-    if math.prod(max(size, 1) for size in sizes) > _INT64_MAX:
-        fail(f"the shape {tuple(sizes)} is too large for any memory")
+    # The sizes are not shown: Python refuses to print a number of too many digits.
+    if math.prod(max(size, 1) for size in sizes) * dtype.itemsize > _INT64_MAX:
+        fail("the shape is too large for any memory")
     return tuple(sizes)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import io
 import math
+import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,9 +23,24 @@ _MAX_HEADER = 10_000
 _MAX_DIRECTORY = 4 << 20  # some 50,000 arrays
 _EXPANSION = 64
 _ALWAYS_ALLOWED = 64 << 20
+# What Python warns of in a literal (`1or`, `\d`), and NumPy does not write.
+_QUOTED, _WARNED = re.compile(r"'[^'\\]*'"), re.compile(r"\\|\d[^\W\d]")
 _END, _END_SIZE = b"PK\x05\x06", 22
 _LONG_END, _LONG_END_SIZE, _LOCATOR_SIZE = b"PK\x06\x06", 56, 20
-_DAMAGES = (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, RuntimeError, OSError)
+# What `zipfile` raises on bytes that are no archive. An offset out of place is a `ValueError` or an
+# `OverflowError`, a name that is not UTF-8 a `UnicodeDecodeError`, a field cut short a
+# `struct.error`, an encrypted member a `RuntimeError`, and so is `NotImplementedError`.
+_DAMAGES = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    KeyError,
+    OSError,
+    OverflowError,
+    RuntimeError,
+    ValueError,
+)
 
 
 def decode_npz(data: bytes, limits: Limits = DEFAULT) -> dict[str, Any]:
@@ -37,14 +54,24 @@ def decode_npz(data: bytes, limits: Limits = DEFAULT) -> dict[str, Any]:
       LoadError: it is damaged, holds anything but plain arrays, or declares more than the limits.
     """
     _check_directory(data)
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            members = archive.infolist()
-            _check_sizes(members, len(data), limits)
-            arrays = {tuple(_names(m)): _read(archive, m) for m in members}
-    except _DAMAGES as error:
-        raise LoadError(f"the archive is damaged, or none that NumPy writes: {error}") from None
+    with _damages("the archive"):
+        archive = zipfile.ZipFile(io.BytesIO(data))
+    with archive:
+        members = archive.infolist()
+        _check_sizes(members, len(data), limits)
+        arrays = {tuple(_names(m)): _read(archive, m) for m in members}
     return _nested(arrays)
+
+
+@contextmanager
+def _damages(what: str) -> Iterator[None]:
+    """What `zipfile` raises on damaged bytes becomes a `LoadError` about `what`."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except _DAMAGES as error:
+        raise LoadError(f"{what} is damaged, or none that NumPy writes: {error}") from None
 
 
 def _check_directory(data: bytes) -> None:
@@ -90,7 +117,7 @@ def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
 
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         fail("compressed otherwise than NumPy does")
-    with archive.open(member) as file:
+    with _damages(f"`{member.filename}`"), archive.open(member) as file:
         dtype, shape, is_fortran, header_size = _header(file, fail)
         nbytes = math.prod(shape) * dtype.itemsize
         if header_size + nbytes != member.file_size:
@@ -115,17 +142,24 @@ def _header(
     if length > _MAX_HEADER:
         fail("its header is cut short, or too long")
     try:
-        header = ast.literal_eval(file.read(length).decode("utf-8"))
+        header = _literal(file.read(length).decode("utf-8"))
         descr, is_fortran, shape = header["descr"], header["fortran_order"], header["shape"]
+    # `literal_eval` names `MemoryError` among what it raises on text nested too deeply.
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError):
         fail("its header says nothing that NumPy writes")
     if not isinstance(descr, str) or not isinstance(is_fortran, bool) or len(header) != 3:
         fail("its header describes no plain array")
     dtype = _plain_dtype(descr)
     if dtype is None:
-        fail(f"the dtype {descr!r} is none of a number's or a boolean's")
-    shape = check_shape(shape if type(shape) is tuple else [None], fail)
+        fail(f"the dtype {descr[:80]!r} is none of a number's or a boolean's")
+    shape = check_shape(shape if type(shape) is tuple else [None], dtype, fail)
     return dtype, shape, is_fortran, len(magic) + len(packed) + length
+
+
+def _literal(text: str) -> Any:
+    if _WARNED.search(_QUOTED.sub("", text)):
+        raise ValueError(text)
+    return ast.literal_eval(text)
 
 
 def _plain_dtype(descr: str) -> np.dtype | None:

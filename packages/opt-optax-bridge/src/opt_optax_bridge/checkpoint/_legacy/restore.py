@@ -43,7 +43,9 @@ def restore_legacy(
         of such.
       source: the bytes of a checkpoint, the path of a file, or what `read_legacy` returned.
       written_by: which optimizer of `flax.optim` wrote it, by the class's name, where `optimizer`
-        was not built by `flax_optim_equivalent`; of groups a mapping from their names.
+        was not built by `flax_optim_equivalent`; of groups a mapping from their names. An error
+        where nobody needs to know: the file is not of `flax.optim`, or nothing in `optimizer` is
+        wrapped Optax.
 
     Returns:
       The restored optimizer. No array of `source` is aliased.
@@ -51,7 +53,8 @@ def restore_legacy(
     Raises:
       LoadError: it is no legacy checkpoint, or its state has no place in this optimizer, or it was
         saved in a window of `MultiSteps` that could not end in this one; says what.
-      EquivalenceError: nobody says which optimizer of `flax.optim` wrote it.
+      EquivalenceError: nobody says which optimizer of `flax.optim` wrote it, or `written_by` says
+        what is not so, or is for a file to which it does not apply.
       VersionError: it was written by an Optax whose state meant something else.
       opt_core.errors.RestoreError: something is missing, extra, or of another shape or dtype;
         lists every path.
@@ -86,6 +89,8 @@ def _todays(
     step = layouts.step_of(state)
     found = state.get("param_states", {})
     is_per_parameter = flax_optim.is_per_parameter(target, found)
+    if written_by is not None:
+        _check_writers(written_by, is_per_parameter, _has_wrapper(optimizer))
     if not is_per_parameter or not _has_wrapper(optimizer):
         found = migrate(optimizer.state.param_states, found, ("state", "param_states"))
     elif isinstance(optimizer.optimizer_def, MultiOptimizer):
@@ -93,6 +98,26 @@ def _todays(
     else:
         found = _wrapped(optimizer, state, written_by, "")
     return {"target": target, "state": {"step": step, "param_states": found}}
+
+
+def _check_writers(
+    written_by: str | Mapping[str, str], is_per_parameter: bool, has_wrapper: bool
+) -> None:
+    """An error where `written_by` names no optimizer, or says what nobody needs to know."""
+    names = written_by.values() if isinstance(written_by, Mapping) else (written_by,)
+    for name in names:
+        flax_optim.check_name(name)
+    if not is_per_parameter:
+        raise EquivalenceError(
+            "`written_by` is for files of `flax.optim`. This one has no state of each parameter as "
+            "`flax.optim` kept it, but states as Optax has them, in the order of its "
+            "transformations: the target decides what they are. Leave `written_by` out."
+        )
+    if not has_wrapper:
+        raise EquivalenceError(
+            "`written_by` is for restoring into wrapped Optax. This optimizer restores the state "
+            "that `flax.optim` kept of each parameter as it is. Leave `written_by` out."
+        )
 
 
 def _has_wrapper(optimizer: Optimizer) -> bool:
@@ -137,6 +162,11 @@ def _groups(
         trained |= set(entries)
         if isinstance(group.optimizer_def, OptaxWrapper):
             found[name] = _wrapped(group, state, names.get(name), f" (group `{name}`)")
+        elif isinstance(written_by, Mapping) and name in written_by:
+            raise EquivalenceError(
+                f"`written_by`: the group `{name}` is no wrapped Optax, and restores what "
+                "`flax.optim` kept as it is. Leave it out."
+            )
         else:
             found[name] = _nested(entries)
     if frozen := layouts.frozen_states(part, trained):
