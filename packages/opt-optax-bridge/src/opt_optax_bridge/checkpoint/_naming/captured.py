@@ -123,6 +123,8 @@ class _Reader:
                 return type(value).__qualname__, value.name
         if isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
             return inner(wrapped)  # of a compiled function
+        if self.largest is not None and "__reduce__" in vars(type(value)):
+            return inner(value.__reduce__())  # what makes it again; its attributes may be slots
         call = vars(type(value)).get("__call__")
         if isinstance(call, types.FunctionType):
             return type(value).__qualname__, inner(call), inner(getattr(value, "__dict__", {}))

@@ -22,6 +22,9 @@ DIGEST = ":sha256"
 INJECTED = f"injected{DIGEST}"
 """The setting of what `optax.inject_hyperparams` injects, and of what it injects it into."""
 
+DIMENSIONS = "dimensions:"
+"""Begins the names of settings that say which dimensions of a parameter a leaf of the state has."""
+
 
 def leaf_name(path: Sequence[str]) -> str:
     """Returns the components of a name joined by `/`; inside of one `~` is `~0` and `/` is `~1`.

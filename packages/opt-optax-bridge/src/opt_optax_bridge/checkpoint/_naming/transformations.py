@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from opt_core import Optimizer, OptimizerDef, leaf_groups
+from opt_core import Optimizer, leaf_groups
 
 from opt_optax_bridge._wrapper import OptaxWrapper
 from opt_optax_bridge.checkpoint._naming.captured import digest_of, filled_cells
+from opt_optax_bridge.checkpoint._naming.dimensions import dimensions
 from opt_optax_bridge.checkpoint._naming.makers import factory_name, transformation_name
 from opt_optax_bridge.checkpoint._naming.numbers import Found, beside, numbered
 from opt_optax_bridge.checkpoint._naming.schema import DIGEST, INJECTED, Names, Transformation
@@ -51,17 +52,14 @@ def transformations(optimizer: Optimizer) -> tuple[Transformation, ...]:
       >>> [found.name for found in transformations(made)]
       ['scale_by_adam', 'add_decayed_weights', 'scale']
     """
-    return tuple(
-        found
-        for group, part in leaf_groups(optimizer)
-        for found in _of_definition(part.optimizer_def, group)
-    )
+    return tuple(found for group, part in leaf_groups(optimizer) for found in _of_part(part, group))
 
 
-def _of_definition(definition: OptimizerDef, group: Names) -> Sequence[Transformation]:
+def _of_part(part: Optimizer, group: Names) -> Sequence[Transformation]:
+    definition = part.optimizer_def
     if isinstance(definition, OptaxWrapper):
         return numbered(list(_walk(definition.optax_optimizer, group, set())))
-    settings = dict(_settings(_fields(definition.hyper_params)))
+    settings = {**dict(_settings(_fields(definition.hyper_params))), **dict(dimensions(part))}
     name = transformation_name(type(definition).__name__)
     return (Transformation(name, group, settings, number=1),)
 
@@ -264,11 +262,13 @@ def _settings(captured: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str
             yield name + DIGEST, digest
 
 
-def _number(value: Any) -> int | float | None:
+def _number(value: Any) -> bool | int | float | None:
     """The value of an array of one number, `None` of any other."""
     if isinstance(value, jax.core.Tracer) or value.shape:
         return None
-    if not any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating)):
+    if not any(
+        jnp.issubdtype(value.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)
+    ):
         return None
     return None if digest_of(value) is None else np.asarray(value).item()
 

@@ -10,6 +10,7 @@ from typing import Any
 from opt_optax_bridge.checkpoint._naming.makers import transformation_name
 from opt_optax_bridge.checkpoint._naming.schema import (
     DIGEST,
+    DIMENSIONS,
     INJECTED,
     LeafInfo,
     Names,
@@ -277,7 +278,10 @@ def _moved(group: Names, base: str, pairs: Sequence[int | None]) -> str:
 
 
 def settings_changes(old: Transformation, new: Transformation, *, by_number: bool) -> Iterator[str]:
-    """Yields the settings that change what a state means; all numbers, with `by_number`."""
+    """Yields the settings that change what a state means; all numbers, with `by_number`.
+
+    Booleans do, and which dimensions of parameters are kept.
+    """
     before, after = plain_settings(old.settings), plain_settings(new.settings)
     # What is injected comes from the checkpoint.
     by_number = by_number and INJECTED not in old.settings.keys() & new.settings.keys()
@@ -288,6 +292,18 @@ def settings_changes(old: Transformation, new: Transformation, *, by_number: boo
         are_numbers = isinstance(one, int | float) and isinstance(other, int | float)
         if one != other and (is_switch or (by_number and are_numbers)):
             yield f"`{name}` of `{new.name}`{_in(new.group)} was {one}, is {other}"
+    for name in sorted(before.keys() | after.keys()):
+        if isinstance(before.get(name), bool) and name not in after and name + DIGEST in after:
+            yield f"`{name}` of `{new.name}`{_in(new.group)} was {before[name]}, is no boolean"
+        if isinstance(after.get(name), bool) and name not in before and name + DIGEST in before:
+            yield f"`{name}` of `{new.name}`{_in(new.group)} was no boolean, is {after[name]}"
+    for name in sorted(old.settings.keys() & new.settings.keys()):
+        one, other = old.settings[name], new.settings[name]
+        if name.startswith(DIMENSIONS) and one != other:
+            yield (
+                f"`{name.removeprefix(DIMENSIONS)}` of `{new.name}`{_in(new.group)} had the "
+                f"dimensions {one} of its parameter, has {other}"
+            )
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
