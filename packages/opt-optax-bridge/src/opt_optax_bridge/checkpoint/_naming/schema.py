@@ -22,6 +22,9 @@ DIGEST = ":sha256"
 INJECTED = f"injected{DIGEST}"
 """The setting of what `optax.inject_hyperparams` injects, and of what it injects it into."""
 
+MADE_BY = "init:"
+"""The setting that names what made the state, where that is not what updates it."""
+
 DIMENSIONS = "dimensions:"
 """Begins the names of settings that say which dimensions of a parameter a leaf of the state has."""
 

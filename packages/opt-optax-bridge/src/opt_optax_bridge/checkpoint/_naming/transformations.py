@@ -19,11 +19,17 @@ import numpy as np
 from opt_core import Optimizer, leaf_groups
 
 from opt_optax_bridge._wrapper import OptaxWrapper
-from opt_optax_bridge.checkpoint._naming.captured import digest_of, filled_cells
+from opt_optax_bridge.checkpoint._naming.captured import digest_of, filled_cells, package_of
 from opt_optax_bridge.checkpoint._naming.dimensions import dimensions
 from opt_optax_bridge.checkpoint._naming.makers import factory_name, transformation_name
 from opt_optax_bridge.checkpoint._naming.numbers import Found, beside, numbered
-from opt_optax_bridge.checkpoint._naming.schema import DIGEST, INJECTED, Names, Transformation
+from opt_optax_bridge.checkpoint._naming.schema import (
+    DIGEST,
+    INJECTED,
+    MADE_BY,
+    Names,
+    Transformation,
+)
 from opt_optax_bridge.checkpoint._naming.window_code import window_code
 
 _PARTITIONS = frozenset({"partition", "multi_transform"})  # their groups are in the names
@@ -86,7 +92,7 @@ def _walk(node: Any, group: Names, seen: set[int]) -> Iterator[Found]:
             for member in members:
                 yield from _walk(member, group, seen)
         case _ if (update := _update(node)) is not None:
-            walked = list(_walk(update, group, seen))
+            walked = _with_maker(list(_walk(update, group, seen)), node)
             if (given := _given(node)) is not None:
                 below = list(_walk(_injected(given), group, seen))
                 # The one that injects has nothing below it but these.
@@ -131,6 +137,25 @@ def _factory_of(function: types.FunctionType) -> str:
 def _is_helper(value: Any, factory: str) -> bool:
     """Whether it is a function of a factory's own that its update function calls."""
     return isinstance(value, types.FunctionType) and _factory_of(value) == factory
+
+
+def _with_maker(walked: list[Found], node: Any) -> list[Found]:
+    """With what makes the state of the first, where its `init` is that of something else."""
+    init = getattr(node.init, "__func__", node.init)
+    update = getattr(node.update, "__func__", node.update)
+    if not isinstance(init, types.FunctionType) or not isinstance(update, types.FunctionType):
+        return walked
+    is_known = init.__name__.startswith("init") and package_of(init) != "optax"
+    owner = getattr(node.update, "__self__", None)
+    own = _factory_of(update) if owner is None else type(owner).__name__
+    if not walked or walked[0].made.name != own or not is_known:
+        return walked
+    made, maker = walked[0].made, _factory_of(init)
+    names = {transformation_name(found.made.name) for found in walked}
+    if transformation_name(maker) in names:
+        return walked
+    settings = {**made.settings, MADE_BY: maker}
+    return [walked[0]._replace(made=dataclasses.replace(made, settings=settings)), *walked[1:]]
 
 
 class _Member(NamedTuple):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from opt_optax_bridge.checkpoint._naming.makers import transformation_name
+from opt_optax_bridge.checkpoint._naming.makers import state_name, transformation_name
 from opt_optax_bridge.checkpoint._naming.schema import (
     DIGEST,
     DIMENSIONS,
@@ -174,14 +174,21 @@ def _pairs(old: Sequence[Transformation], new: Sequence[Transformation]) -> list
     found: list[int | None] = [None] * len(new)
     for is_like in (_is_same, _is_alike, _is_alike_in_numbers):
         for j, t in enumerate(new):
-            like = [i for i in free if is_like(old[i], t)]
+            like = [i for i in free if _is_of_one_name(old[i], t) and is_like(old[i], t)]
             if found[j] is None and like:
                 found[j] = like[0]
                 free.remove(like[0])
     for j, i in enumerate(found):
-        if i is None and free:
-            found[j] = free.pop(0)
+        like = [k for k in free if len(old) == len(new) == 1 or _is_of_one_name(old[k], new[j])]
+        if i is None and like:
+            found[j] = like[0]
+            free.remove(like[0])
     return found
+
+
+def _is_of_one_name(old: Transformation, new: Transformation) -> bool:
+    """Those that share an `init` may have different updates, which is what their names say."""
+    return transformation_name(old.name) == transformation_name(new.name)
 
 
 def _is_same(old: Transformation, new: Transformation) -> bool:
@@ -213,7 +220,7 @@ def _likes(given: Sequence[Transformation]) -> dict[Like, list[Transformation]]:
     """By what they have in common, in the order of their numbers."""
     found: dict[Like, list[Transformation]] = {}
     for t in given:
-        found.setdefault((t.group, transformation_name(t.name)), []).append(t)
+        found.setdefault((t.group, state_name(t)), []).append(t)
     return {like: sorted(ts, key=lambda t: t.number or 0) for like, ts in found.items()}
 
 
