@@ -90,8 +90,6 @@ class _Reader:
         inner = functools.partial(self.seen, depth=depth + 1)
         match value:
             case bool() | int() | float() | complex() | str() | bytes() | None:
-                if isinstance(value, enum.Enum):
-                    return type(value).__qualname__, value.name
                 return repr(value)
             case types.ModuleType():
                 return value.__name__

@@ -7,7 +7,6 @@ is in the closures of their update functions.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -260,7 +259,7 @@ def _settings(captured: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str
             continue
         inner = _parts(value) if depth < _DEPTH else None
         match value:
-            case bool() | int() | float() | str() | None if not isinstance(value, enum.Enum):
+            case bool() | int() | float() | str() | None:
                 yield name, value
                 continue
             case np.bool_() | np.integer() | np.floating():
