@@ -11,10 +11,12 @@ import numpy as np
 import opt_adafactor
 import opt_optax_bridge as opt
 import pytest
+from jax.sharding import PartitionSpec
 from opt_core import FROZEN, MultiOptimizer, Optimizer
 from opt_optax_bridge import OptaxWrapper
 from opt_optax_bridge.checkpoint import (
     Schema,
+    errors,
     named_state,
     plan_restore,
     restore_named,
@@ -120,3 +122,56 @@ INNER = MultiOptimizer.from_rules([("x", "b", opt.lion(0.1))], rest=opt.adam(0.1
 )
 def test_definitions_of_other_kinds_come_back_from_every_layout(definition: Any) -> None:
     assert_every_layout_comes_back(distinct(definition.create(PARAMS)))
+
+
+def _by_map(*dims: Any) -> opt_adafactor.Adafactor:
+    rules = opt_adafactor.HParamMap([(".*", dims)])
+    return opt_adafactor.Adafactor(0.1, min_dim_size_to_factor=4, factor_map=rules)
+
+
+def _by_axes(*axes: str) -> opt_adafactor.Adafactor:
+    rules = {**opt_adafactor.standard_logical_factor_rules()}
+    made = opt_adafactor.Adafactor(0.1, min_dim_size_to_factor=4, logical_factor_rules=rules)
+    return made.with_param_axes({"w": PartitionSpec(*axes)})
+
+
+_DIM = opt_adafactor.FactorDim
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            _by_map(_DIM.BATCH, _DIM.ROW, _DIM.COLUMN),
+            _by_map(_DIM.BATCH, _DIM.COLUMN, _DIM.ROW),
+        ),
+        (_by_axes("layers", "embed", "mlp"), _by_axes("layers", "mlp", "embed")),
+        (_by_map(_DIM.BATCH, _DIM.ROW, _DIM.COLUMN), _by_axes("layers", "mlp", "embed")),
+    ],
+)
+def test_factors_of_other_dimensions_are_refused(old: Any, new: Any) -> None:
+    params = {"w": jnp.ones((2, 8, 8))}
+    saved = named_state(old.create(params))
+    assert plan_restore(saved, old.create(params)).is_exact
+    with pytest.raises(errors.PlanError) as caught:
+        plan_restore(saved, new.create(params)).apply()
+    told = "`v_row/w` of `adafactor` had the dimensions 0,1 of its parameter, has 0,2"
+    assert told in str(caught.value)
+
+
+def test_the_same_factors_by_another_rule_are_the_same() -> None:
+    params = {"w": jnp.ones((2, 8, 8))}
+    old, new = _by_map(_DIM.BATCH, _DIM.ROW, _DIM.COLUMN), _by_axes("layers", "embed", "mlp")
+    assert plan_restore(named_state(old.create(params)), new.create(params)).is_exact
+
+
+def test_a_switch_that_becomes_a_map_is_told() -> None:
+    params = {"w": jnp.ones((8, 8))}
+    rules = opt_adafactor.HParamMap([(".*", False)])
+    old = opt_adafactor.Adafactor(0.1).create(params)
+    new = opt_adafactor.Adafactor(0.1, multiply_by_parameter_scale=rules).create(params)
+    changes = plan_restore(named_state(old), new).changes
+    assert changes == ("`multiply_by_parameter_scale` of `adafactor` was True, is no boolean",)
+    assert plan_restore(named_state(new), old).changes == (
+        "`multiply_by_parameter_scale` of `adafactor` was no boolean, is True",
+    )

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 from opt_core import children
 
+from opt_optax_bridge.checkpoint._naming.schema import MADE_BY, Transformation
+
 Names = tuple[str, ...]
 
 
@@ -133,6 +135,18 @@ def transformation_name(factory: str) -> str:
     """
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", factory).lower()
     return snake.removeprefix("scale_by_").removesuffix("_state").strip("_") or factory
+
+
+def state_name(made: Transformation) -> str:
+    """Returns what a transformation is called in names of leaves: after what makes its state.
+
+    Examples:
+      >>> state_name(Transformation('scale_by_adam'))
+      'adam'
+      >>> state_name(Transformation('Squares', settings={'init:': 'Momentum'}))
+      'momentum'
+    """
+    return transformation_name(str(made.settings.get(MADE_BY, made.name)))
 
 
 def _makes_states(code: CodeType) -> bool:

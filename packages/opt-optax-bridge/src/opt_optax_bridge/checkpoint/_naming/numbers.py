@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from opt_optax_bridge.checkpoint._naming.makers import transformation_name
+from opt_optax_bridge.checkpoint._naming.makers import state_name
 from opt_optax_bridge.checkpoint._naming.schema import Names, Transformation
 
 
@@ -55,4 +55,4 @@ def numbered(walk: Sequence[Found]) -> tuple[Transformation, ...]:
 
 
 def _like(made: Transformation) -> tuple[Names, str]:
-    return made.group, transformation_name(made.name)
+    return made.group, state_name(made)

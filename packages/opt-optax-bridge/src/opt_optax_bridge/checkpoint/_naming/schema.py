@@ -16,6 +16,18 @@ from opt_optax_bridge.checkpoint.errors import LoadError
 
 Names = tuple[str, ...]
 
+DIGEST = ":sha256"
+"""Ends the names of settings that are digests: they only tell transformations apart."""
+
+INJECTED = f"injected{DIGEST}"
+"""The setting of what `optax.inject_hyperparams` injects, and of what it injects it into."""
+
+MADE_BY = "init:"
+"""The setting that names what made the state, where that is not what updates it."""
+
+DIMENSIONS = "dimensions:"
+"""Begins the names of settings that say which dimensions of a parameter a leaf of the state has."""
+
 
 def leaf_name(path: Sequence[str]) -> str:
     """Returns the components of a name joined by `/`; inside of one `~` is `~0` and `/` is `~1`.
@@ -89,7 +101,7 @@ class Transformation:
       name: of the function or class that made it, e.g. `'scale_by_adam'`.
       group: the names of the groups around it.
       settings: what was fixed when it was made and can be written down: numbers, booleans,
-        strings, by name.
+        strings, by name; of arrays and functions digests, under names that end in `DIGEST`.
       number: which of its like it is in names of leaves, from 1 (`2`: `'adam#2'`); `None` where
         that is not known.
     """

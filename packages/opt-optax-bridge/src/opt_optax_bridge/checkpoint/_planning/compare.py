@@ -7,8 +7,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from opt_optax_bridge.checkpoint._naming.makers import transformation_name
+from opt_optax_bridge.checkpoint._naming.makers import state_name, transformation_name
 from opt_optax_bridge.checkpoint._naming.schema import (
+    DIGEST,
+    DIMENSIONS,
+    INJECTED,
     LeafInfo,
     Names,
     Schema,
@@ -33,7 +36,8 @@ def changes(old: Schema, new: Schema) -> list[str]:
     """
     if not old.optimizer or not new.optimizer:
         return []
-    before, after = _by_group(old.optimizer), _by_group(new.optimizer)
+    before = _by_group(old.optimizer)
+    after = _by_group(_as_known(new.optimizer, old.optimizer))
     found = list(_groups(before, after))
     for group in before.keys() & after.keys():
         found += _order(before[group], after[group], group)
@@ -55,6 +59,16 @@ def changes(old: Schema, new: Schema) -> list[str]:
                 by_number = is_many or name == "multi_steps"
                 found += settings_changes(ones[like][i], others[like][j], by_number=by_number)
     return found
+
+
+def _as_known(
+    new: Sequence[Transformation], old: Sequence[Transformation]
+) -> Sequence[Transformation]:
+    """Without what is injected into, where a checkpoint was written before that was told."""
+    if any(INJECTED in t.settings for t in old):
+        return new
+    known = [t for t in new if INJECTED not in t.settings or t.name.startswith("inject_")]
+    return known if [(t.group, t.name) for t in known] == [(t.group, t.name) for t in old] else new
 
 
 def regrouped_changes(
@@ -156,18 +170,43 @@ def _pairs(old: Sequence[Transformation], new: Sequence[Transformation]) -> list
     """
     if not all(t.number is not None for t in (*old, *new)):
         return [j if j < len(old) else None for j in range(len(new))]
-    settings = [dict(t.settings) for t in old]
     free = list(range(len(old)))
     found: list[int | None] = [None] * len(new)
-    for j, t in enumerate(new):
-        like = [i for i in free if settings[i] == dict(t.settings)]
-        if like:
+    for is_like in (_is_same, _is_alike, _is_alike_in_numbers):
+        for j, t in enumerate(new):
+            like = [i for i in free if _is_of_one_name(old[i], t) and is_like(old[i], t)]
+            if found[j] is None and like:
+                found[j] = like[0]
+                free.remove(like[0])
+    for j, i in enumerate(found):
+        like = [k for k in free if len(old) == len(new) == 1 or _is_of_one_name(old[k], new[j])]
+        if i is None and like:
             found[j] = like[0]
             free.remove(like[0])
-    for j, i in enumerate(found):
-        if i is None and free:
-            found[j] = free.pop(0)
     return found
+
+
+def _is_of_one_name(old: Transformation, new: Transformation) -> bool:
+    """Those that share an `init` may have different updates, which is what their names say."""
+    return transformation_name(old.name) == transformation_name(new.name)
+
+
+def _is_same(old: Transformation, new: Transformation) -> bool:
+    return dict(old.settings) == dict(new.settings)
+
+
+def _is_alike(old: Transformation, new: Transformation, *, by_digest: bool = True) -> bool:
+    """By the settings of both: what wrote a checkpoint may have known fewer."""
+    return all(
+        old.settings[name] == new.settings[name]
+        for name in old.settings.keys() & new.settings.keys()
+        if by_digest or not name.endswith(DIGEST)
+    )
+
+
+def _is_alike_in_numbers(old: Transformation, new: Transformation) -> bool:
+    """Another release of Python may compile the same function otherwise."""
+    return _is_alike(old, new, by_digest=False)
 
 
 def _by_group(given: Sequence[Transformation]) -> dict[Names, list[str]]:
@@ -181,7 +220,7 @@ def _likes(given: Sequence[Transformation]) -> dict[Like, list[Transformation]]:
     """By what they have in common, in the order of their numbers."""
     found: dict[Like, list[Transformation]] = {}
     for t in given:
-        found.setdefault((t.group, transformation_name(t.name)), []).append(t)
+        found.setdefault((t.group, state_name(t)), []).append(t)
     return {like: sorted(ts, key=lambda t: t.number or 0) for like, ts in found.items()}
 
 
@@ -246,8 +285,13 @@ def _moved(group: Names, base: str, pairs: Sequence[int | None]) -> str:
 
 
 def settings_changes(old: Transformation, new: Transformation, *, by_number: bool) -> Iterator[str]:
-    """Yields the settings that change what a state means; all numbers, with `by_number`."""
+    """Yields the settings that change what a state means; all numbers, with `by_number`.
+
+    Booleans do, and which dimensions of parameters are kept.
+    """
     before, after = plain_settings(old.settings), plain_settings(new.settings)
+    # What is injected comes from the checkpoint.
+    by_number = by_number and INJECTED not in old.settings.keys() & new.settings.keys()
     for name in sorted(before.keys() & after.keys()):
         one, other = before[name], after[name]
         is_switch = isinstance(one, int) and isinstance(other, int)
@@ -255,6 +299,18 @@ def settings_changes(old: Transformation, new: Transformation, *, by_number: boo
         are_numbers = isinstance(one, int | float) and isinstance(other, int | float)
         if one != other and (is_switch or (by_number and are_numbers)):
             yield f"`{name}` of `{new.name}`{_in(new.group)} was {one}, is {other}"
+    for name in sorted(before.keys() | after.keys()):
+        if isinstance(before.get(name), bool) and name not in after and name + DIGEST in after:
+            yield f"`{name}` of `{new.name}`{_in(new.group)} was {before[name]}, is no boolean"
+        if isinstance(after.get(name), bool) and name not in before and name + DIGEST in before:
+            yield f"`{name}` of `{new.name}`{_in(new.group)} was no boolean, is {after[name]}"
+    for name in sorted(old.settings.keys() & new.settings.keys()):
+        one, other = old.settings[name], new.settings[name]
+        if name.startswith(DIMENSIONS) and one != other:
+            yield (
+                f"`{name.removeprefix(DIMENSIONS)}` of `{new.name}`{_in(new.group)} had the "
+                f"dimensions {one} of its parameter, has {other}"
+            )
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
