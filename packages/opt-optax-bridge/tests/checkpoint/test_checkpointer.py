@@ -581,7 +581,7 @@ import os, sys, time
 import jax.numpy as jnp
 import opt_optax_bridge as opt
 from opt_optax_bridge.checkpoint import Checkpointer
-from opt_optax_bridge.checkpoint._disk import saving
+from opt_optax_bridge.checkpoint._disk import exits, saving
 
 folder, how = sys.argv[1:]
 parent, encode, close = os.getpid(), saving.Saving.encode, Checkpointer.close
@@ -603,7 +603,11 @@ def told(self):
 saving.Saving.encode, Checkpointer.close = slow, told
 Checkpointer(folder).save(5, optimizer)
 if how == "is forked":
-    os.fork()
+    child = os.fork()
+    if not child:
+        exits._run(exits._pending())  # as at its end, where JAX's threads may be missed
+        os._exit(0)
+    os.waitpid(child, 0)
 """
 
 

@@ -21,6 +21,8 @@ _SCALARS = (bool, int, float, str)
 _MAX_BITS = 14_284  # of 4,300 digits
 _MAX_DIMS = 64  # NumPy's
 _INT64_MAX = 2**63 - 1
+# On CPU, JAX walks through the other sizes of an empty array.
+_LARGEST_EMPTY = 2**31
 # The data of a PRNG key in whole words, as of the largest of JAX's implementations.
 _KEY_DATA, _KEY_DTYPE = (4,), "uint32"
 
@@ -199,12 +201,13 @@ def _check_shape(info: LeafInfo, error: type[CheckpointError]) -> None:
             f"`{info.name:.200}`: expected at most {most} dimensions, found {len(info.shape)}"
         )
     nbytes = jnp.dtype(dtype).itemsize
+    most = _LARGEST_EMPTY if 0 in sizes else _INT64_MAX
     for size in sizes:  # one at a time: the product of many large ones is slow
         nbytes *= max(size, 1)
-        if nbytes > _INT64_MAX:
+        if nbytes > most:
             raise error(
                 f"`{info.name:.200}`: {info.dtype:.40}{list(info.shape)!s:.80} is larger than any "
-                "memory: at most 2**63 - 1 bytes, not counting sizes of 0"
+                f"memory: at most {most:,} bytes, not counting sizes of 0"
             )
 
 

@@ -122,7 +122,7 @@ class _Reader:
         if isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
             return inner(wrapped)  # of a compiled function
         if self.largest is not None and "__reduce__" in vars(type(value)):
-            return inner(value.__reduce__())  # what makes it again; its attributes may be slots
+            return inner(_reduced(value))  # its attributes may be slots
         call = vars(type(value)).get("__call__")
         if isinstance(call, types.FunctionType):
             return type(value).__qualname__, inner(call), inner(getattr(value, "__dict__", {}))
@@ -154,6 +154,14 @@ class _Reader:
             raise UnseenError
         array = np.asarray(value)
         return str(array.dtype), array.shape, array.tobytes().hex()
+
+
+def _reduced(value: Any) -> Any:
+    """What makes a value again."""
+    try:
+        return value.__reduce__()
+    except Exception as error:  # of a user's class that cannot be pickled
+        raise UnseenError from error
 
 
 def _is_used(function: types.FunctionType, name: str) -> bool:
