@@ -21,8 +21,7 @@ _SCALARS = (bool, int, float, str)
 _MAX_BITS = 14_284  # of 4,300 digits
 _MAX_DIMS = 64  # NumPy's
 _INT64_MAX = 2**63 - 1
-# On CPU, JAX walks through the other sizes of an empty array.
-_LARGEST_EMPTY = 2**31
+_WALKED = 2**31  # On CPU, JAX walks through the other sizes of an empty array.
 # The data of a PRNG key in whole words, as of the largest of JAX's implementations.
 _KEY_DATA, _KEY_DTYPE = (4,), "uint32"
 
@@ -201,7 +200,8 @@ def _check_shape(info: LeafInfo, error: type[CheckpointError]) -> None:
             f"`{info.name:.200}`: expected at most {most} dimensions, found {len(info.shape)}"
         )
     nbytes = jnp.dtype(dtype).itemsize
-    most = _LARGEST_EMPTY if 0 in sizes else _INT64_MAX
+    is_walked = 0 in info.shape and sum(size > 0 for size in info.shape) > 1
+    most = _WALKED if is_walked else _INT64_MAX
     for size in sizes:  # one at a time: the product of many large ones is slow
         nbytes *= max(size, 1)
         if nbytes > most:
