@@ -35,6 +35,11 @@ class Plain:
     pass
 
 
+class Locked:
+    def __reduce__(self) -> Any:
+        raise TypeError("not to be pickled")
+
+
 def mine(config: Any) -> Any:
     """A transformation of a user's that has captured something."""
 
@@ -125,7 +130,7 @@ def test_a_checkpoint_that_does_not_tell_so_much_is_restored_as_before() -> None
 
 
 def test_what_cannot_be_told_has_no_digest() -> None:
-    for value in (Plain(), [Plain()], np.array([Plain()]), np.zeros(2**18)):
+    for value in (Plain(), Locked(), object(), [Plain()], np.array([Plain()]), np.zeros(2**18)):
         assert digest_of(value) is None
 
     @jax.jit
@@ -135,6 +140,7 @@ def test_what_cannot_be_told_has_no_digest() -> None:
 
     inside(1.0)
     assert digest_of(jax.random.key(0)) != digest_of(jax.random.key(1))
+    assert digest_of({"a", "b", "c"}) == digest_of({"c", "b", "a"}) != digest_of({"a", "b"})
     deleted = jnp.ones(2)
     deleted.delete()
     assert digest_of(deleted) is None

@@ -108,8 +108,9 @@ class _Reader:
                 return inner(value.__func__), inner(value.__self__)
             case np.ndarray() | np.generic() | jax.Array():
                 return self._array(value)
-            case tuple() | list() | frozenset():
-                items = sorted(value, key=repr) if isinstance(value, frozenset) else value
+            case tuple() | list() | frozenset() | set():
+                is_set = isinstance(value, frozenset | set)
+                items = sorted(value, key=repr) if is_set else value
                 return [inner(x) for x in items]
             case Mapping():
                 return [(repr(key), inner(child)) for key, child in value.items()]
@@ -121,8 +122,9 @@ class _Reader:
                 return type(value).__qualname__, value.name
         if isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
             return inner(wrapped)  # of a compiled function
-        if self.largest is not None and "__reduce__" in vars(type(value)):
-            return inner(_reduced(value))  # its attributes may be slots
+        is_own = type(value) is not object and "__reduce__" in vars(type(value))
+        if self.largest is not None and is_own:
+            return inner(_reduced(value))
         call = vars(type(value)).get("__call__")
         if isinstance(call, types.FunctionType):
             return type(value).__qualname__, inner(call), inner(getattr(value, "__dict__", {}))
@@ -157,10 +159,10 @@ class _Reader:
 
 
 def _reduced(value: Any) -> Any:
-    """What makes a value again."""
+    """What makes it again; its attributes may be slots."""
     try:
         return value.__reduce__()
-    except Exception as error:  # of a user's class that cannot be pickled
+    except Exception as error:  # of any kind: its class does not want to be pickled
         raise UnseenError from error
 
 
