@@ -62,13 +62,32 @@ def roles(params: Any, param_states: Any, *, whole_tree: bool = False) -> list[R
       [None, ('0',), ('1',)]
     """
     known = [(names, leaf) for names, leaf in flatten_with_paths(params) if leaf is not None]
-    return list(_walk(param_states, (), _Params(params, known, whole_tree)))
+    return list(_walk(param_states, (), _Params(_open(params), known, whole_tree)))
+
+
+class _Opened(NamedTuple):
+    """A tree of parameters, opened once: every part of a state is compared with it."""
+
+    kind: type
+    names: Sequence[str]
+    children: Sequence[_Opened] | None
+    count: int
+
+
+def _open(params: Any) -> _Opened:
+    opened = children(params)
+    if opened is None:
+        is_leaf = params is not None
+        return _Opened(type(params), (), None if is_leaf else (), int(is_leaf))
+    inner = [_open(child) for _, child in opened.children]
+    names = [name for name, _ in opened.children]
+    return _Opened(type(params), names, inner, sum(child.count for child in inner))
 
 
 class _Params(NamedTuple):
     """The parameters, their leaves by path, and whether the state is one for all of them."""
 
-    tree: Any
+    tree: _Opened
     leaves: Sequence[tuple[Names, Any]]
     whole_tree: bool
 
@@ -76,7 +95,7 @@ class _Params(NamedTuple):
         """Whether a node that has the containers of the parameters is meant to have them."""
         if self.matches(parts):
             return True
-        if not self.whole_tree and (children(self.tree) is None or self._is_per_parameter(parts)):
+        if not self.whole_tree and (self.tree.children is None or self._is_per_parameter(parts)):
             return True
         return not self._has_match(node)
 
@@ -119,20 +138,19 @@ def _walk(node: Any, outer: Steps, params: _Params) -> Iterator[Role]:
         yield from _walk(child, (*outer, (type(node), name)), params)
 
 
-def _parts(params: Any, node: Any) -> list[Any] | None:
+def _parts(params: _Opened, node: Any) -> list[Any] | None:
     """What `node` has at each parameter, or `None` where it does not have their containers."""
-    count = len(jax.tree.leaves(params))
-    if children(params) is None and params is not None:
+    if params.children is None:
         return [node]
     if not jax.tree.leaves(node):
-        return [node] * count
-    opened, other = children(params), children(node)
-    if count == 0 or opened is None or other is None or type(params) is not type(node):
+        return [node] * params.count
+    if params.count == 0 or params.kind is not type(node):
         return None
-    if [name for name, _ in opened.children] != [name for name, _ in other.children]:
+    opened = children(node)
+    if opened is None or list(params.names) != [name for name, _ in opened.children]:
         return None
     found: list[Any] = []
-    for (_, param), (_, child) in zip(opened.children, other.children, strict=True):
+    for param, (_, child) in zip(params.children, opened.children, strict=True):
         parts = _parts(param, child)
         if parts is None:
             return None
