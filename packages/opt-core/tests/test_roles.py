@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from opt_core import _roles, roles
+from opt_core import roles
+from opt_core._paths import children
 
 
 def opened(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -15,7 +16,6 @@ def opened(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
         for name, layer in params.items()
     }
     seen = 0
-    children = _roles.children
 
     def counted(node: Any) -> Any:
         nonlocal seen
@@ -24,7 +24,7 @@ def opened(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(_roles, "children", counted)
+        patch.setattr("opt_core._roles.children", counted)
         assert len(roles(params, states)) == 4 * count
     return seen
 
