@@ -71,7 +71,7 @@ class _Opened(NamedTuple):
     kind: type
     names: Sequence[str]
     children: Sequence[_Opened] | None
-    count: int
+    size: int
 
 
 def _open(params: Any) -> _Opened:
@@ -81,7 +81,7 @@ def _open(params: Any) -> _Opened:
         return _Opened(type(params), (), None if is_leaf else (), int(is_leaf))
     inner = [_open(child) for _, child in opened.children]
     names = [name for name, _ in opened.children]
-    return _Opened(type(params), names, inner, sum(child.count for child in inner))
+    return _Opened(type(params), names, inner, sum(child.size for child in inner))
 
 
 class _Params(NamedTuple):
@@ -143,8 +143,8 @@ def _parts(params: _Opened, node: Any) -> list[Any] | None:
     if params.children is None:
         return [node]
     if not jax.tree.leaves(node):
-        return [node] * params.count
-    if params.count == 0 or params.kind is not type(node):
+        return [node] * params.size
+    if params.size == 0 or params.kind is not type(node):
         return None
     opened = children(node)
     if opened is None or list(params.names) != [name for name, _ in opened.children]:
