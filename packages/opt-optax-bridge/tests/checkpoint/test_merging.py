@@ -36,6 +36,15 @@ def trained(x: Any, y: Any, steps: int = 5) -> Optimizer:
     return optimizer
 
 
+def source_of(old: Optimizer, checkpointer: Checkpointer, is_on_disk: bool, step: int = 5) -> Any:
+    """A state in memory, or as a step on the disk."""
+    if not is_on_disk:
+        return named_state(old)
+    checkpointer.save(step, old)
+    checkpointer.wait()
+    return checkpointer.at(step)
+
+
 def notes(plan: Plan) -> dict[str, str]:
     return {row.leaf.name.removeprefix("state/"): row.note for row in plan.rows}
 
@@ -47,11 +56,7 @@ def test_a_schedule_goes_on_where_groups_agree(tmp_path: Path, is_on_disk: bool)
     for _ in range(5):
         one = one.apply_gradient(_P)
     with Checkpointer(tmp_path) as checkpointer:
-        source: Any = named_state(old)
-        if is_on_disk:
-            checkpointer.save(5, old)
-            checkpointer.wait()
-            source = checkpointer.at(5)
+        source = source_of(old, checkpointer, is_on_disk)
         plan = plan_restore(source, injected().create(_P), allow=_MERGE)
         assert plan.is_ok, str(plan)
         restored = plan.apply()
@@ -66,11 +71,7 @@ def test_a_schedule_goes_on_where_groups_agree(tmp_path: Path, is_on_disk: bool)
 def test_the_leaf_that_differs_is_named(tmp_path: Path, is_on_disk: bool) -> None:
     old = trained(injected(b1=0.9), injected(b1=float(np.nextafter(np.float32(0.9), 1))))
     with Checkpointer(tmp_path) as checkpointer:
-        source: Any = named_state(old)
-        if is_on_disk:
-            checkpointer.save(5, old)
-            checkpointer.wait()
-            source = checkpointer.at(5)
+        source = source_of(old, checkpointer, is_on_disk)
         plan = plan_restore(source, injected().create(_P), allow=_ALL)
     found = notes(plan)
     for name in ("count", "hyperparams/b1", "hyperparams/b2"):
@@ -105,11 +106,7 @@ def test_scalars_are_compared_by_their_bits(
 ) -> None:
     def merged(value: Any, step: int) -> Plan:
         old = trained(keeping(one), keeping(value), steps=0)
-        source: Any = named_state(old)
-        if is_on_disk:
-            checkpointer.save(step, old)
-            checkpointer.wait()
-            source = checkpointer.at(step)
+        source = source_of(old, checkpointer, is_on_disk, step)
         return plan_restore(source, keeping(one).create(_P), allow=_ALL)
 
     with Checkpointer(tmp_path) as checkpointer:
