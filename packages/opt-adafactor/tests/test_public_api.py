@@ -12,6 +12,8 @@ import pytest
 from opt_adafactor import Adafactor, HParamMap, errors
 from opt_core.protocols import DerivesLogicalAxes, TakesParamAxes
 
+pytestmark = pytest.mark.contract
+
 # What T5X's own tests, and code that was modelled on them, import besides.
 PRIVATE = ["_AdafactorHyperParams", "_AdafactorParamState"]
 

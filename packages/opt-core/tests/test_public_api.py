@@ -9,6 +9,8 @@ import opt_core
 import pytest
 from opt_core import errors, protocols
 
+pytestmark = pytest.mark.contract
+
 MODULES = [opt_core, errors, protocols]
 
 

@@ -11,6 +11,8 @@ import pytest
 from jax.example_libraries import optimizers as theirs
 from opt_legacy_stax import errors
 
+pytestmark = pytest.mark.contract
+
 
 def exported_by_jax() -> list[str]:
     """What JAX's module defines; it has no `__all__`, and its imports are no exports."""

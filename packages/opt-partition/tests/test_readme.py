@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from opt_partition._cli.main import main
 
+pytestmark = pytest.mark.contract
+
 BESIDE = Path(__file__).parents[1] / "README.md"
 PYTHON = re.compile(r"^```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.M | re.S)
 FILE = re.compile(r"^```(?:python|toml)\n# (\S+\.\w+)\n(.*?)^```$", re.M | re.S)
