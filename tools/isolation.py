@@ -265,9 +265,11 @@ def run_tests(package: Package, python: Path, work: Path, trial: Trial) -> str:
         return "no tests yet"
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(package.folder / "tests", work / "tests", ignore=ignore)
-    pyproject = package.folder.parents[1] / "pyproject.toml"
+    root = package.folder.parents[1]
+    if (root / "conftest.py").is_file():
+        shutil.copy(root / "conftest.py", work)
     strict = trial.resolution == "highest"
-    (work / "pytest.ini").write_text(pytest_ini(pyproject, strict=strict))
+    (work / "pytest.ini").write_text(pytest_ini(root / "pyproject.toml", strict=strict))
     command = [str(python), "-I", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     return run([*command, "-m", trial.markers, "tests"], cwd=work).splitlines()[-1]
 
