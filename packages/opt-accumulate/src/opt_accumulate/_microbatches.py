@@ -45,29 +45,29 @@ class Split(NamedTuple):
         return self.num + (self.last > 0)
 
 
+def has_rows(leaf: Any) -> bool:
+    """Whether a leaf of a batch is cut; scalars are what all microbatches share."""
+    return np.ndim(leaf) > 0
+
+
 def batch_rows(batch: Any) -> int:
-    """Returns the number of rows that all leaves of a batch have.
+    """Returns the number of rows that all leaves of a batch have but for scalars.
 
     Raises:
-      BatchError: no leaf, leaves without rows, or leaves that differ; lists every path.
+      BatchError: no leaf with rows, no rows, or leaves that differ; lists every path.
 
     Examples:
-      >>> batch_rows({'tokens': np.zeros((6, 3)), 'mask': np.ones(6)})
+      >>> batch_rows({'tokens': np.zeros((6, 3)), 'mask': np.ones(6), 'step': 7})
       6
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    shapes = {path_str(path): np.shape(leaf) for path, leaf in leaves}
+    shapes = {path_str(path): np.shape(leaf) for path, leaf in leaves if has_rows(leaf)}
     if not shapes:
+        scalars = ", ".join(path_str(path) for path, _ in leaves)
+        found = f"only scalars: {scalars}" if scalars else repr(batch)
         raise BatchError(
-            f"`batch` has no arrays: expected a tree whose leaves share their first dimension, "
-            f"found {batch!r}."
-        )
-    scalars = [path for path, shape in shapes.items() if not shape]
-    if scalars:
-        raise BatchError(
-            "Leaves of `batch` must have rows as their first dimension, but these are scalars:\n"
-            + "".join(f"  {path}\n" for path in scalars)
-            + "Pass what all microbatches share as further arguments after `batch`."
+            f"`batch` has no rows: expected a tree whose arrays share their first dimension, "
+            f"found {found}."
         )
     sizes = {shape[0] for shape in shapes.values()}
     if len(sizes) > 1:
@@ -155,13 +155,17 @@ def _listed(numbers: Sequence[int]) -> str:
 def fold(batch: Any, split: Split) -> Any:
     """Returns the batch as (size, num, ...), from which `take` cuts; no row changes its device.
 
+    Scalars stay as they are, here and in `take` and `take_last`.
+
     Raises:
       BatchError: on an Explicit mesh, a microbatch does not divide over the devices of the rows.
     """
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _fold(path, leaf, split), batch)
 
 
-def _fold(path: Any, leaf: Any, split: Split) -> jax.Array:
+def _fold(path: Any, leaf: Any, split: Split) -> Any:
+    if not has_rows(leaf):
+        return leaf
     leaf = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     spec = explicit_spec(leaf)
     rest = () if spec is None else tuple(spec)
@@ -208,15 +212,19 @@ def take(folded: Any, index: Any) -> Any:
       >>> [take(folded, i).tolist() for i in range(3)]
       [[0, 3], [1, 4], [2, 5]]
     """
-    return jax.tree.map(
-        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False), folded
-    )
+
+    def one(leaf: Any) -> Any:
+        if not has_rows(leaf):
+            return leaf
+        return jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False)
+
+    return jax.tree.map(one, folded)
 
 
 def take_last(batch: Any, split: Split) -> Any:
     """Returns the smaller microbatch: the last rows of the batch."""
     start = split.num * split.size
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf[start:]), batch)
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf[start:]) if has_rows(leaf) else leaf, batch)
 
 
 def row_numbers(split: Split, index: Any) -> jax.Array:
