@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from opt_accumulate._aux import check_reductions, divide, finish_aux
@@ -21,7 +22,7 @@ from opt_accumulate._placement import leaf_shardings, like_params, place
 from opt_accumulate._precision import check_accumulator_dtype
 from opt_accumulate._scan import Loop, Rng, Share, accumulate
 from opt_accumulate._skipping import SkipFunction, check_skip_function
-from opt_accumulate._trees import path_str
+from opt_accumulate._trees import not_numbers, path_str
 from opt_accumulate._varying import sum_as_like
 from opt_accumulate._weighted import Weights, check_weights
 from opt_accumulate.errors import OptionError
@@ -257,6 +258,8 @@ def _check_positive(name: str, value: Any) -> int:
 
 
 def _check_params(params: Any) -> None:
+    if unfit := not_numbers(params):
+        raise OptionError("`params` must be a tree of arrays; it has\n" + "\n".join(unfit))
     wrong = [
         f"  {path_str(path)}: {jnp.result_type(leaf)}\n"
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -288,3 +291,15 @@ def _check_key(wanted: Rng, key: Any) -> None:
             "`accumulate_gradients(..., rng=True)` (or 'rows'). One key for all microbatches is a "
             "further argument: pass it by position, or by another name."
         )
+    if key is not None and not _is_one_key(key):
+        raise OptionError(
+            "`rng` must be one random key, as `jax.random.key(0)` makes; it is "
+            f"{getattr(key, 'dtype', type(key).__name__)} of shape {np.shape(key)}."
+        )
+
+
+def _is_one_key(key: Any) -> bool:
+    if not isinstance(key, jax.Array | np.ndarray):
+        return False
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return key.ndim == 0 if is_typed else (key.ndim == 1 and key.dtype == np.uint32)

@@ -8,6 +8,7 @@ each lie on a few devices only, and had to be spread over all of them first.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from opt_accumulate._placement import axes_of, explicit_spec
-from opt_accumulate._trees import path_str
+from opt_accumulate._trees import not_numbers, path_str
 from opt_accumulate.errors import BatchError
+
+_Index = jax.tree_util.SequenceKey
 
 
 class Split(NamedTuple):
@@ -54,7 +57,8 @@ def batch_rows(batch: Any) -> int:
     """Returns the number of rows that all leaves of a batch have but for scalars.
 
     Raises:
-      BatchError: no leaf with rows, no rows, or leaves that differ; lists every path.
+      BatchError: no leaf with rows, no rows, leaves that differ, that cannot be computed with, or
+        rows that are numbers in a list; lists every path.
 
     Examples:
       >>> batch_rows({'tokens': np.zeros((6, 3)), 'mask': np.ones(6), 'step': 7})
@@ -81,7 +85,31 @@ def batch_rows(batch: Any) -> int:
     (rows,) = sizes
     if not rows:
         raise BatchError("`batch` has 0 rows: " + ", ".join(shapes))
+    _check_leaves(leaves, int(rows))
     return int(rows)
+
+
+def _check_leaves(leaves: Sequence[tuple[Any, Any]], rows: int) -> None:
+    """Raises where an array is not of numbers, or a list of scalars looks like rows."""
+    arrays = {path_str(path): leaf for path, leaf in leaves if has_rows(leaf)}
+    wrong = [line for path, leaf in arrays.items() for line in not_numbers({path: leaf})]
+    wrong += [
+        f"  {path}: a ShapeDtypeStruct"
+        for path, leaf in arrays.items()
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    if wrong:
+        raise BatchError("Leaves of `batch` must be arrays of numbers; found\n" + "\n".join(wrong))
+    parents = Counter(path[:-1] for path, leaf in leaves if path and isinstance(path[-1], _Index))
+    scalars = Counter(path[:-1] for path, leaf in leaves if path and not has_rows(leaf))
+    lists = [path for path, count in parents.items() if count == scalars[path] == rows > 1]
+    if lists:  # every microbatch would have all of them
+        raise BatchError(
+            f"`batch` has {rows} rows, and a list of {rows} numbers that have none: "
+            + ", ".join(map(path_str, lists))
+            + ". If these are rows, make an array of them (`np.asarray`); if all microbatches "
+            "share them, pass them as a further argument after `batch`."
+        )
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,9 @@ def accumulate(
 
     def weighted(params: Any, microbatch: Any, key: jax.Array | None) -> Weighted:
         output = call_loss(loop.loss_fn, params, microbatch, further, key)
-        return read_loss(output, microbatch, loop.weights, loop.has_aux)
+        found = read_loss(output, microbatch, loop.weights, loop.has_aux)
+        _aux.check_outputs(found.aux)
+        return found
 
     # Not as arguments: a Python scalar of the batch would come out of `eval_shape` as a tracer.
     first = take(folded, 0), keys(0, row_numbers(split, 0))
