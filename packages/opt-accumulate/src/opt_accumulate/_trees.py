@@ -47,6 +47,31 @@ def differences(expected: Any, found: Any) -> list[str]:
     return lines or [f"  containers: expected {treedef}, found {other_treedef}"]
 
 
+def not_numbers(tree: Any) -> list[str]:
+    """Returns one indented line for each leaf that JAX cannot compute with.
+
+    Random keys, abstract values and whatever else has a dtype of JAX's may pass.
+
+    Examples:
+      >>> not_numbers({'a': 1.0, 'b': 'text', 'c': np.array([None])})
+      ['  b: a str', '  c: an array of dtype object']
+    """
+    keyed = ((path, _what_is_wrong(leaf)) for path, leaf in tree_flatten_with_path(tree)[0])
+    return [f"  {path_str(path)}: {wrong}" for path, wrong in keyed if wrong]
+
+
+def _what_is_wrong(leaf: Any) -> str:
+    if isinstance(leaf, jax.Array):
+        is_gone = not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+        return "a deleted array (was it donated?)" if is_gone else ""
+    if isinstance(leaf, np.ndarray | np.generic):
+        is_known = leaf.dtype.kind not in "OSUMm" and leaf.dtype.names is None
+        return "" if is_known else f"an array of dtype {leaf.dtype}"
+    if isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype"):
+        return ""
+    return "" if hasattr(leaf, "__jax_array__") else f"a {type(leaf).__name__}"
+
+
 def broadcast_prefix(
     prefix: Any, tree: Any, argument: str, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[Any]:

@@ -14,6 +14,7 @@ import jax
 from jax.tree_util import GetAttrKey
 
 from opt_legacy_stax._dtypes import keep_dtypes, strong_param
+from opt_legacy_stax._identity import made_by, mark
 from opt_legacy_stax._steps import check_step
 from opt_legacy_stax._trees import (
     changed_shape,
@@ -87,7 +88,8 @@ def optimizer(opt_maker: Callable[..., Any]) -> Callable[..., Optimizer]:
 
     The dtypes of what is kept for a parameter do not change over updates: an update may compute in
     higher precision, as it does with float32 gradients of bfloat16 parameters, but is rounded back.
-    A maker called with `upstream_numerics=True` is left alone, as JAX's module leaves it.
+    A maker called with `upstream_numerics=True` is left alone, as JAX's module leaves it. Files
+    know the optimizer by the name of the maker.
 
     Args:
       opt_maker: a function that returns `(init, update, get_params)` for one array: `init(x)` a
@@ -111,7 +113,9 @@ def optimizer(opt_maker: Callable[..., Any]) -> Callable[..., Optimizer]:
     @functools.wraps(opt_maker)
     def make(*args: Any, **kwargs: Any) -> Optimizer:
         is_exact = bool(kwargs.get("upstream_numerics", False))
-        return lift(opt_maker(*args, **kwargs), keeps_dtypes=not is_exact)
+        made = lift(opt_maker(*args, **kwargs), keeps_dtypes=not is_exact)
+        mark(made.init_fn, made_by(opt_maker))
+        return made
 
     return make
 
