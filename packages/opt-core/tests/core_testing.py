@@ -191,3 +191,12 @@ def _trees(draw: st.DrawFn, containers: list[Any], depth: int = 3) -> Any:
 flax_trees = _trees(_CONTAINERS)
 """Trees that `flax.serialization` can write."""
 trees = _trees(_CONTAINERS + _ORDERED)
+
+
+def enable_x64() -> Any:
+    """64 bits for a while; newer versions of JAX have moved the context manager."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    from jax.experimental import enable_x64 as context
+
+    return context()

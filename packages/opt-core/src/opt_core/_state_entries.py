@@ -53,8 +53,8 @@ class Entry:
         converted, lost = convert_held(self.leaf, dtype)
         if lost is not None:
             raise GroupError(
-                f"`{self.path}` is {self.leaf.dtype}{list(self.leaf.shape)} with {lost}, which does "
-                f"not fit the {dtype} that JAX holds there without `jax_enable_x64`. Set that, or "
+                f"`{self.path}` is {self.leaf.dtype}{list(self.leaf.shape)} with {lost}, which "
+                f"does not fit the {dtype} JAX holds there without `jax_enable_x64`. Set that, or "
                 "convert the state first."
             )
         return converted
