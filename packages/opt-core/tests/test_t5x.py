@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from core_testing import Momentum, assert_same
-from flax.traverse_util import ModelParamTraversal
+from flax_optim import traversal
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 from opt_core import MultiOptimizer, OptimizerState
@@ -73,11 +73,7 @@ def test_parameters_stay_where_they_are() -> None:
         assert target["w"].sharding == (SingleDeviceSharding(device) if is_placed else None)
 
 
-def nothing(path: str, leaf: Any) -> bool:
-    return False
-
-
 def test_the_core_itself_wants_a_traversal_to_match() -> None:
-    pairs = [(".*", Momentum()), (ModelParamTraversal(nothing), Momentum())]
+    pairs = [(".*", Momentum()), (traversal(lambda path: False), Momentum())]
     with pytest.raises(GroupError, match=r"`1` \(ModelParamTraversal\) matches no parameter"):
         MultiOptimizer(pairs).create({"w": jnp.ones(2)})
