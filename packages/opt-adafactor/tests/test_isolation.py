@@ -8,7 +8,7 @@ PROGRAM = """
 import json, sys
 import jax, flax.struct, opt_core
 declared = set(sys.modules)
-import opt_adafactor
+import opt_adafactor.t5x
 new = {name.partition(".")[0] for name in set(sys.modules) - declared}
 print(json.dumps(sorted(new - sys.stdlib_module_names)))
 """
