@@ -6,7 +6,7 @@ import sys
 
 PROGRAM = """
 import json, sys
-import jax, flax.struct, opt_core
+import jax, flax.struct, opt_core, opt_core.t5x
 declared = set(sys.modules)
 import opt_adafactor.t5x
 new = {name.partition(".")[0] for name in set(sys.modules) - declared}
