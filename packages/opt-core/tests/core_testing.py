@@ -194,9 +194,7 @@ trees = _trees(_CONTAINERS + _ORDERED)
 
 
 def enable_x64() -> Any:
-    """64 bits for a while; newer versions of JAX have moved the context manager."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(True)
-    from jax.experimental import enable_x64 as context
-
-    return context()
+    """Enables 64 bits inside a block: JAX 0.8 has it in `jax.experimental`."""
+    modules: list[Any] = [jax, jax.experimental]
+    (context,) = [module.enable_x64 for module in modules if hasattr(module, "enable_x64")][:1]
+    return context(True)

@@ -26,7 +26,7 @@ def references(shape: tuple[int, ...], dtype: Any) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", WIDE)
 def test_wide_arrays_fit_and_become_what_jax_holds(dtype: str) -> None:
-    value = np.array([0, 1, 7], WIDE[dtype])
+    value: np.ndarray = np.array([0, 1, 7], WIDE[dtype])
     for reference in references((3,), dtype):
         found, deviations = restore(reference, value)
         assert deviations == []

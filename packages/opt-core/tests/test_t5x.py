@@ -14,7 +14,7 @@ from opt_core import MultiOptimizer, OptimizerState
 from opt_core.errors import GroupError
 from opt_core.t5x import lenient_references
 
-PARAMS = {"w": jnp.ones((2, 3)), "b": [jnp.ones(3), jnp.arange(2)]}
+PARAMS: dict[str, Any] = {"w": jnp.ones((2, 3)), "b": [jnp.ones(3), jnp.arange(2)]}
 STATE = OptimizerState(jnp.int32(4), (jnp.zeros(3), None))
 
 
