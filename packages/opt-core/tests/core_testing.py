@@ -191,3 +191,10 @@ def _trees(draw: st.DrawFn, containers: list[Any], depth: int = 3) -> Any:
 flax_trees = _trees(_CONTAINERS)
 """Trees that `flax.serialization` can write."""
 trees = _trees(_CONTAINERS + _ORDERED)
+
+
+def enable_x64() -> Any:
+    """Enables 64 bits inside a block: JAX 0.8 has it in `jax.experimental`."""
+    modules: list[Any] = [jax, jax.experimental]
+    (context,) = [module.enable_x64 for module in modules if hasattr(module, "enable_x64")][:1]
+    return context(True)
