@@ -37,6 +37,7 @@ class Dimension:
       source: one of `SOURCES`.
       note: what there is to say about it.
       is_disputed: whether another source says otherwise.
+      is_doubted: whether its sizes alone decided, and changes of them do not bear that out.
     """
 
     dim: int | None
@@ -44,6 +45,7 @@ class Dimension:
     source: str
     note: str = ""
     is_disputed: bool = False
+    is_doubted: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +170,9 @@ def _decide_dimension(
         f"{source} says {dim}, {s} says {d}" for s, d, _ in said if _disputes(said[0], s, d)
     ]
     name = parameter.axes[dim] if parameter is not None and dim is not None else None
-    return Dimension(dim, name, source, "; ".join(filter(None, [note, *disputes])), bool(disputes))
+    notes = "; ".join(filter(None, [note, *disputes]))
+    is_doubted = source == "alignment" and bool(note)
+    return Dimension(dim, name, source, notes, bool(disputes), is_doubted)
 
 
 def _disputes(first: tuple[str, int | None, str], source: str, dim: int | None) -> bool:
