@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.tree_util import DictKey, SequenceKey, keystr
+from jax.tree_util import DictKey, FlattenedIndexKey, SequenceKey, keystr
 
 KeyPath = tuple[Any, ...]
 
@@ -25,6 +25,17 @@ def path_str(path: Sequence[Any]) -> str:
 def key_name(key: Any) -> str:
     """Returns the name of one key of a JAX key path, e.g. `'kernel'` or `'0'`."""
     return keystr((key,), simple=True)
+
+
+def is_index(key: Any) -> bool:
+    """Whether a key may be the position of something in a list, and not its name."""
+    match key:
+        case SequenceKey() | FlattenedIndexKey():
+            return True
+        case DictKey(key=name):
+            return isinstance(name, int) or str(name).isdigit()
+        case _:
+            return False
 
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:
