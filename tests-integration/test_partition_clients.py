@@ -64,13 +64,16 @@ def test_metadata_of_nnx(name: str) -> None:
     state = nnx.state(model, nnx.Param)
     pure = nnx.to_pure_dict(state)
     specs = nnx.get_partition_spec(state)
+    forms = [state, dict(state)]
+    if nnx.to_pure_dict(specs)["kernel"]:  # the older Flax makes none of the newest name
+        forms += [specs, nnx.to_pure_dict(specs)]
     for params in (state, pure, dict(state)):
-        for axes in (state, dict(state), specs, nnx.to_pure_dict(specs)):
+        for axes in forms:
             rows = explain(optax.scale_by_adam(), params, axes, strict=True).rows
             found = {row.path: row.axes for row in rows}
             assert {axes for path, axes in found.items() if "kernel" in path} == {("embed", "mlp")}
             assert {axes for path, axes in found.items() if "bias" in path} == {(None,)}
-        with pytest.raises(AxesError, match="arrays and no names.* nnx.get_partition_spec"):
+        with pytest.raises(AxesError, match=r"arrays and no names.* nnx.get_partition_spec"):
             explain(optax.scale_by_adam(), params, pure)
 
 

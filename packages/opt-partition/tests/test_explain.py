@@ -213,7 +213,7 @@ def test_sizes_that_changes_do_not_bear_out_are_undecided() -> None:
     assert row.is_doubted
     assert "changes of parameter dimension 1 do not agree" in row.note
     assert explanation.undecided == [row]
-    with pytest.raises(UndecidedError, match="router .1024, 64.: .* do not agree"):
+    with pytest.raises(UndecidedError, match=r"router .1024, 64.: .* do not agree"):
         explain(init, params, axes, strict=True)
 
 

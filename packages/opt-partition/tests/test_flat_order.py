@@ -1,7 +1,7 @@
 """State that is kept in the order of the parameters and not under their names.
 
-The oracle is `init` itself on parameters all of whose sizes differ: there a size tells the dimension
-that it came from, and equal sizes must not change what is found.
+The oracle is `init` itself on parameters all of whose sizes differ: there a size tells the
+dimension that it came from, and equal sizes must not change what is found.
 """
 
 from __future__ import annotations
@@ -152,15 +152,19 @@ def t5_small(layers: int = 3) -> Tree:
     """The shapes of T5-small, whose attention kernels are 512 x 512."""
 
     def layer() -> Tree:
-        attention = {name: {"kernel": struct(512, 512)} for name in ("query", "key", "value", "out")}
+        attention = {
+            name: {"kernel": struct(512, 512)} for name in ("query", "key", "value", "out")
+        }
         mlp = {"wi": {"kernel": struct(512, 2048)}, "wo": {"kernel": struct(2048, 512)}}
         norm = {"scale": struct(512)}
         return {"attention": attention, "mlp": mlp, "norm_1": norm, "norm_2": norm}
 
     return {
         "token_embedder": {"embedding": struct(32128, 512)},
-        "encoder": {f"layers_{i}": layer() for i in range(layers)} | {"norm": {"scale": struct(512)}},
-        "decoder": {f"layers_{i}": layer() for i in range(layers)} | {"norm": {"scale": struct(512)}},
+        "encoder": {f"layers_{i}": layer() for i in range(layers)}
+        | {"norm": {"scale": struct(512)}},
+        "decoder": {f"layers_{i}": layer() for i in range(layers)}
+        | {"norm": {"scale": struct(512)}},
     }
 
 

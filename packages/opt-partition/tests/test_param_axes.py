@@ -82,7 +82,7 @@ def test_metadata_of_variables_name_their_values(name: str) -> None:
 
 def test_only_arrays_are_no_axes() -> None:
     for axes in (PARAMS, jax.tree.map(np.asarray, {**PARAMS, "scale": 1.0})):
-        with pytest.raises(AxesError, match="arrays and no names.* nnx.get_partition_spec"):
+        with pytest.raises(AxesError, match=r"arrays and no names.* nnx.get_partition_spec"):
             normalise_param_axes(PARAMS, axes)
     variables = {"w": Variable(jnp.ones(3))}
     for params in (variables, {"w": jnp.ones(3)}):

@@ -15,7 +15,7 @@ from typing import Any
 from opt_partition._axes.flat_order import difference_in_order
 from opt_partition._axes.growth import Growths, judge
 from opt_partition._axes.param_axes import Parameter
-from opt_partition._axes.probing import Prober, Shape, first_line, shapes_of
+from opt_partition._axes.probing import Prober, Shape, shapes_of
 from opt_partition._axes.sources import CAREFUL, find_sources, kind_of
 from opt_partition._axes.verdicts import Verdict, Wanted
 from opt_partition._trees import KeyPath, children, descend, is_index
@@ -121,7 +121,9 @@ class _Lists:
 
     def _check(self, path: KeyPath) -> bool:
         if path not in self._is_whole:
-            lengths = {len(children(descend(tree, path)) or ()) for tree in (self._state, self._small)}
+            lengths = {
+                len(children(descend(tree, path)) or ()) for tree in (self._state, self._small)
+            }
             self._is_whole[path] = len(lengths) == 1
         return self._is_whole[path]
 
@@ -180,9 +182,7 @@ def _identify(
     return result
 
 
-def _any_owner(
-    table: Sequence[Parameter], leaf: Wanted, verdicts: Sequence[Verdict]
-) -> int | None:
+def _any_owner(table: Sequence[Parameter], leaf: Wanted, verdicts: Sequence[Verdict]) -> int | None:
     """The first of all parameters that a leaf may follow, if they have the same names."""
     candidates = leaf.candidates or range(len(table))
     able = [index for index in candidates if _fits(table[index], leaf, verdicts)]

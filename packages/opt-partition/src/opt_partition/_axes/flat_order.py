@@ -36,7 +36,8 @@ def difference_in_order(
       baseline: the shapes of the state.
 
     Returns:
-      The verdicts on the leaves that are clear; the others, with their parameter where it was found.
+      The verdicts on the leaves that are clear; the others, with their parameter where it was
+      found.
     """
     everything = range(len(table))
     try:
@@ -96,7 +97,7 @@ def _moves(leaf: Wanted, up: Shape | None, down: Shape | None) -> _Moves | None:
 def _judge(
     leaf: Wanted, moves: _Moves | None, owner: int | None, table: Sequence[Parameter]
 ) -> tuple[Verdict, ...] | None:
-    """The verdicts on a leaf whose every dimension moves like one of its parameter, or not at all."""
+    """The verdicts on a leaf whose dimensions move like some of its parameter, or not at all."""
     if moves is None:
         return None
     if moves == _still(leaf):

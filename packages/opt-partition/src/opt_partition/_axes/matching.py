@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import optax
+
 from opt_partition._axes.param_axes import Parameter
 from opt_partition._trees import KeyPath, flatten_with_paths, is_index
 

@@ -102,8 +102,8 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
     problems = list(_collect(params, param_axes, (), found))
     if found and all(map(_is_array, found.values())):
         raise AxesError(
-            "`param_axes` hold arrays and no names of dimensions. Give a PartitionSpec or a tuple of "
-            "names for each parameter, boxes of Flax, or an nnx.State whose Variables have "
+            "`param_axes` hold arrays and no names of dimensions. Give a PartitionSpec or a tuple "
+            "of names for each parameter, boxes of Flax, or an nnx.State whose Variables have "
             "`out_sharding` metadata; nnx.to_pure_dict drops those, so take it of "
             "nnx.get_partition_spec(state). `None` stands for a parameter without names."
         )

@@ -31,9 +31,7 @@ class Prober:
         self._table = table
         self.evaluations = 0
 
-    def state(
-        self, kept: Iterable[int], change: Change = lambda _, shape: shape
-    ) -> Any:
+    def state(self, kept: Iterable[int], change: Change = lambda _, shape: shape) -> Any:
         """Returns the state, as `jax.ShapeDtypeStruct`s.
 
         Args:

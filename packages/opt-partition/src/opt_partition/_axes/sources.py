@@ -13,14 +13,13 @@ by further digits where they do not.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from opt_partition._axes.param_axes import Parameter
-from opt_partition._axes.probing import Prober, Shape
+from opt_partition._axes.probing import Change, Prober, Shape
 from opt_partition._trees import KeyPath, is_index
 
 # Two evaluations tell as many kinds of parameters apart.
@@ -76,25 +75,25 @@ def find_sources(
     for index in kept:
         kinds[kind_of(table[index]), table[index].axes].append(index)
     codes, room = _codes_of_kinds([*kinds.values()], base)
-    try:
-        read = _read(prober, kept, codes, baseline, paths)
-        found, unclear = _by_order(read, codes, kinds.values())
-        if unclear:
-            # The digits that remain: which of those with the same code.
-            ordinals = {i: n // room for indices in kinds.values() for n, i in enumerate(indices)}
-            further = _Codes(ordinals, _length(max(ordinals.values()) + 1, base), base)
-            by_code = {(codes.by_parameter[i], ordinals[i]): i for i in kept}
-            for path, ordinal in _read(prober, kept, further, baseline, unclear).items():
-                if (index := by_code.get((read[path], ordinal))) is not None:
-                    found[path] = index
-    except Exception:  # it is a user's function: anything can happen
-        return {}
+    read = _read(prober, kept, codes, baseline, paths)
+    found, unclear = _by_order(read, codes, kinds.values())
+    if unclear:
+        # The digits that remain: which of those with the same code.
+        ordinals = {i: n // room for indices in kinds.values() for n, i in enumerate(indices)}
+        further = _Codes(ordinals, _length(max(ordinals.values()) + 1, base), base)
+        by_code = {(codes.by_parameter[index], ordinals[index]): index for index in kept}
+        for path, ordinal in _read(prober, kept, further, baseline, unclear).items():
+            if (read[path], ordinal) in by_code:
+                found[path] = by_code[read[path], ordinal]
     return found
 
 
 def _length(number: int, base: int) -> int:
     """How many digits tell so many things apart."""
-    return next(digits for digits in itertools.count() if base**digits >= number)
+    digits = 0
+    while base**digits < number:
+        digits += 1
+    return digits
 
 
 def _codes_of_kinds(kinds: Sequence[Sequence[int]], base: int) -> tuple[_Codes, int]:
@@ -122,15 +121,11 @@ def _read(
     for place in range(codes.digits):
         weight = codes.base**place
         digits = {i: code // weight % codes.base + 1 for i, code in codes.by_parameter.items()}
-        total = codes.base + 1
-
-        def grow(index: int, shape: Shape, digits: Mapping[int, int] = digits) -> Shape:
-            return tuple(size + digits[index] for size in shape)
-
-        def grow_complement(index: int, shape: Shape, digits: Mapping[int, int] = digits) -> Shape:
-            return tuple(size + total - digits[index] for size in shape)
-
-        one, other = prober.shapes(kept, grow), prober.shapes(kept, grow_complement)
+        complements = {i: codes.base + 1 - digit for i, digit in digits.items()}
+        try:
+            one, other = (prober.shapes(kept, _growing(by)) for by in (digits, complements))
+        except Exception:  # it is a user's function: anything can happen
+            return {}
         for path in list(found):
             digit = _digit(baseline[path], one.get(path), other.get(path), codes.base)
             if digit is None:
@@ -138,6 +133,11 @@ def _read(
             else:
                 found[path] += (digit - 1) * weight
     return found
+
+
+def _growing(by: Mapping[int, int]) -> Change:
+    """Makes every dimension of a parameter so much larger."""
+    return lambda index, shape: tuple(size + by[index] for size in shape)
 
 
 def _digit(before: Shape, one: Shape | None, other: Shape | None, base: int) -> int | None:
