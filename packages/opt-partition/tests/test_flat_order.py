@@ -35,10 +35,17 @@ def names(params: Tree) -> Tree:
     )
 
 
-def names_by_unique_sizes(init: Init, params: Tree) -> dict[str, tuple[str | None, ...]]:
-    """The names of the state that `init` makes where no two sizes are equal."""
-    sizes = itertools.count(1000)
-    unique = jax.tree.map(lambda p: struct(*(next(sizes) for _ in p.shape)), params)
+def names_by_unique_sizes(
+    init: Init, params: Tree, limit: int = 0
+) -> dict[str, tuple[str | None, ...]]:
+    """The names of the state that `init` makes where no two sizes are equal.
+
+    Sizes stay at the side of `limit` that they are at, which may make a difference to `init`.
+    """
+    above, below = itertools.count(limit + 1000), itertools.count(limit, -1)
+    unique = jax.tree.map(
+        lambda p: struct(*(next(above if size > limit else below) for size in p.shape)), params
+    )
     by_size = {
         size: f"{path_str(path)}:{dim}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(unique)
@@ -51,9 +58,9 @@ def names_by_unique_sizes(init: Init, params: Tree) -> dict[str, tuple[str | Non
     }
 
 
-def check(init: Init, params: Tree) -> None:
+def check(init: Init, params: Tree, limit: int = 0) -> None:
     rows = explain(init, params, names(params), strict=True).rows
-    assert {row.path: row.axes for row in rows} == names_by_unique_sizes(init, params)
+    assert {row.path: row.axes for row in rows} == names_by_unique_sizes(init, params, limit)
     for row in rows:  # the parameter is the right one, too
         assert all(axis is None or axis.rpartition(":")[0] == row.parameter for axis in row.axes)
 
@@ -140,7 +147,7 @@ def containers(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
 trees = st.recursive(shapes, containers, max_leaves=16)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(trees, st.sampled_from(LAYOUTS), st.permutations(sorted(STATISTICS)), st.integers(1, 3))
 def test_equal_sizes_do_not_change_what_is_found(
     params: Tree, layout: Any, kept: list[str], number: int
@@ -179,3 +186,76 @@ def mlp() -> Tree:
 def test_models_with_equal_sizes(params: Tree, layout: Any) -> None:
     check(lambda p: layout(jax.tree.leaves(p), ["left", "right"]), params)
     check(lambda p: layout(jax.tree.leaves(p), ["momentum", "rows"]), params)
+
+
+SQUARES = [struct(64, 64), struct(64, 128), struct(128, 64), struct(128, 128), struct(64)] * 3
+
+
+@pytest.mark.parametrize("limit", [64, 127], ids=["most", "least"])
+@pytest.mark.parametrize("other", [(1,), ()], ids=["vector", "scalar"])
+def test_sizes_at_a_limit(limit: int, other: tuple[int, ...]) -> None:
+    """As a preconditioner of a limited size: growing, or shrinking, makes another leaf of it."""
+
+    def init(params: Tree) -> Tree:
+        leaves = jax.tree.leaves(params)
+        is_at = {64: lambda n: n <= limit, 127: lambda n: n > limit}[limit]
+        return {
+            name: [jnp.zeros((n, n) if is_at(n := p.shape[dim]) else other) for p in leaves]
+            for name, dim in (("left", 0), ("right", -1))
+        }
+
+    check(init, {"w": SQUARES}, limit)
+
+
+def test_what_is_longer_than_a_dimension_does_not_follow_the_one_of_that_size() -> None:
+    def init(params: Tree) -> Tree:
+        return [jnp.zeros((p.shape[0], 2 * p.shape[0])) for p in jax.tree.leaves(params)]
+
+    rows = explain(init, [struct(64, 128)] * 3, [("a", "b"), ("c", "d"), ("e", "f")]).rows
+    assert [row.axes for row in rows] == [("a", None), ("c", None), ("e", None)]
+    assert [row.note for row in rows] == [
+        "dimension 1: grows 2 times as much as parameter dimension 0"
+    ] * 3
+
+
+def test_lists_of_what_fits_are_not_taken_for_shorter_ones() -> None:
+    """What is only kept of square matrices goes, and others move up, as soon as sizes change."""
+
+    def init(params: Tree) -> Tree:
+        leaves = jax.tree.leaves(params)
+        return [
+            jnp.zeros(p.shape[0]) for p in leaves if p.shape[0] == p.shape[1] or p.shape[0] > 64
+        ]
+
+    params = [struct(64, 64), struct(128, 64), struct(64, 64), struct(128, 64), struct(128, 128)]
+    axes = [(f"in_{i}", f"out_{i}") for i in range(5)]
+    for row, i in zip(explain(init, params, axes).rows, (0, 1, 2, 3, 4), strict=True):
+        assert row.axes in ((f"in_{i}",), (None,)), row.path
+
+
+def layers(number: int) -> Tree:
+    return {
+        f"layers_{i}": {
+            "wi": struct(64, 128),
+            "wo": struct(128, 64),
+            "query": {"kernel": struct(64, 64)},
+            "out": {"kernel": struct(64, 64)},
+            "conv": struct(3, 64, 64),
+            "norm": struct(64),
+        }
+        for i in range(number)
+    }
+
+
+@pytest.mark.parametrize("layout", [lists, tuples, spelled, concatenated, backwards])
+def test_as_many_evaluations_as_there_are_kinds(layout: Any) -> None:
+    """However many layers there are: six kinds of parameters."""
+
+    def evaluations(number: int) -> int:
+        params = layers(number)
+        axes = jax.tree.map(lambda p: ("layers", "embed", "mlp")[-p.ndim :], params)
+        kept = ["left", "right", "momentum"]
+        init = lambda p: layout(jax.tree.leaves(p), kept)  # noqa: E731
+        return explain(init, params, axes, strict=True).evaluations
+
+    assert evaluations(20) == evaluations(4) <= 6

@@ -167,13 +167,14 @@ def _identify(
     if not nameless:
         return result
     paths = [leaf.path for leaf in nameless]
-    sources = find_sources(prober, table, range(len(table)), baseline, paths, CAREFUL)
+    sources = find_sources(prober, table, baseline, paths, CAREFUL)
     for leaf in nameless:
-        source = sources.get(leaf.path)
-        if source is None:
-            source = _any_owner(table, leaf, verdicts[leaf.path])
-        if source is not None:
-            result[leaf.path] = _with_parameter(verdicts[leaf.path], source)
+        if (source := sources.get(leaf.path)) is not None:
+            owner: int | None = source.parameter
+        else:
+            owner = _any_owner(table, leaf, verdicts[leaf.path])
+        if owner is not None:
+            result[leaf.path] = _with_parameter(verdicts[leaf.path], owner)
         else:
             unknown = Verdict(is_known=False, note="the parameter that it follows cannot be told")
             result[leaf.path] = tuple(

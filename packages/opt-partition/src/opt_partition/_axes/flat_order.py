@@ -1,24 +1,81 @@
 """The leaves of a state whose path does not tell the parameter, as in a list in parameter order.
 
 Nothing can be left out of the parameters for them: what comes after it would move up. So `init` is
-evaluated with all of them, and few times: dimension `d` of every parameter changes by `d + 1`, up
-and down, which tells the dimension that a leaf follows, and `find_sources` the parameter. What does
-not fit exactly is left to the slower probes.
+evaluated with all of them, and few times: every dimension of a parameter changes by an amount of
+its own, up and down, which tells the dimension that a leaf follows, and `find_sources` the
+parameter. What does not fit exactly is left to the slower probes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from opt_partition._axes.param_axes import Parameter
 from opt_partition._axes.probing import Prober, Shape
-from opt_partition._axes.sources import find_sources
+from opt_partition._axes.sources import FAST, Source, find_sources
 from opt_partition._axes.verdicts import Verdict, Wanted
 from opt_partition._trees import KeyPath
 
-# By how much each dimension of a leaf moves, up and down.
-_Moves = tuple[tuple[int, int], ...]
+
+class _Probe(NamedTuple):
+    """How sizes are changed: in which direction, and how many times the least amount."""
+
+    sign: int
+    times: int
+
+    def by(self, size: int, dim: int, rank: int) -> int:
+        """The change of a dimension.
+
+        The order of two equal sizes is the one upwards and the other downwards. A size that is too
+        small to shrink grows there, too, and the later its dimension the less.
+        """
+        if self.sign > 0:
+            return self.times * (dim + 1)
+        if size > 2 * rank:
+            return -self.times * (dim + 1)
+        return self.times * (2 * rank - dim)
+
+
+# Both ways; where a threshold is in the way, twice to the other side.
+_PAIRS = (
+    (_Probe(1, 1), _Probe(-1, 1)),
+    (_Probe(-1, 1), _Probe(-1, 2)),
+    (_Probe(1, 1), _Probe(1, 2)),
+)
+
+
+class _Probes:
+    """The shapes of the state of all parameters, with their sizes changed; probed as needed."""
+
+    def __init__(
+        self, prober: Prober, table: Sequence[Parameter], baseline: Mapping[KeyPath, Shape]
+    ) -> None:
+        self._prober, self._table, self._baseline = prober, table, baseline
+        self._shapes: dict[_Probe, Mapping[KeyPath, Shape]] = {}
+
+    def first_pair(self, leaf: Wanted) -> tuple[tuple[_Probe, ...], list[Shape]] | None:
+        """The first pair of probes that leave the rank of `leaf` as it is, and its shapes there."""
+        for pair in _PAIRS:
+            shapes = [self._probe(probe).get(leaf.path, ()) for probe in pair]
+            if all(len(shape) == len(leaf.shape) for shape in shapes):
+                return pair, shapes
+        return None
+
+    def _probe(self, probe: _Probe) -> Mapping[KeyPath, Shape]:
+        if probe not in self._shapes:
+
+            def change(_: int, shape: Shape) -> Shape:
+                return tuple(n + probe.by(n, dim, len(shape)) for dim, n in enumerate(shape))
+
+            try:
+                shapes = self._prober.shapes(range(len(self._table)), change)
+            except Exception:  # it is a user's function: anything can happen
+                shapes = {}
+            # A leaf that comes or goes may move others up or down.
+            self._shapes[probe] = shapes if len(shapes) == len(self._baseline) else {}
+        return self._shapes[probe]
 
 
 def difference_in_order(
@@ -39,83 +96,55 @@ def difference_in_order(
       The verdicts on the leaves that are clear; the others, with their parameter where it was
       found.
     """
-    everything = range(len(table))
-    try:
-        up = prober.shapes(everything, lambda _, shape: _moved(shape, _up))
-        down = prober.shapes(everything, lambda _, shape: _moved(shape, _down))
-    except Exception:  # it is a user's function: anything can happen
-        return {}, [*wanted]
-    moves = {leaf.path: _moves(leaf, up.get(leaf.path), down.get(leaf.path)) for leaf in wanted}
-    moving = [leaf.path for leaf in wanted if moves[leaf.path] != _still(leaf)]
-    sources = find_sources(prober, table, everything, baseline, moving) if moving else {}
+    probes = _Probes(prober, table, baseline)
     found: dict[KeyPath, tuple[Verdict, ...]] = {}
-    rest = []
+    moving = []
     for leaf in wanted:
-        owner = sources.get(leaf.path)
-        verdicts = _judge(leaf, moves[leaf.path], owner, table)
+        pair = probes.first_pair(leaf)
+        if pair is not None and all(shape == leaf.shape for shape in pair[1]):
+            found[leaf.path] = (Verdict(),) * len(leaf.shape)
+        else:
+            moving.append(leaf)
+    sources = find_sources(prober, table, baseline, [leaf.path for leaf in moving], FAST)
+    rest = []
+    for leaf in moving:
+        source = sources.get(leaf.path)
+        verdicts = _judge(leaf, source, probes, table) if source else None
         if verdicts is not None:
             found[leaf.path] = verdicts
-        elif owner is None:
-            rest.append(leaf)
         else:
-            rest.append(dataclasses.replace(leaf, parameter=owner))
+            rest.append(_of(leaf, source.parameter) if source else leaf)
     counting = _blocks(prober, table, wanted, found)
-    for leaf in wanted:
-        if leaf.path in counting:
-            del found[leaf.path]
-            rest.append(dataclasses.replace(leaf, parameter=counting[leaf.path]))
-    return found, rest
+    rest += [_of(leaf, counting[leaf.path]) for leaf in wanted if leaf.path in counting]
+    return {path: v for path, v in found.items() if path not in counting}, rest
 
 
-def _up(size: int, dim: int, rank: int) -> int:
-    return dim + 1
-
-
-def _down(size: int, dim: int, rank: int) -> int:
-    """Downwards, so that the order of two equal sizes is the other one than upwards.
-
-    A size that is as small as that grows, likewise less the later its dimension.
-    """
-    return -(dim + 1) if size > rank else 2 * rank - dim
-
-
-def _moved(shape: Shape, by: Callable[[int, int, int], int]) -> Shape:
-    return tuple(size + by(size, dim, len(shape)) for dim, size in enumerate(shape))
-
-
-def _still(leaf: Wanted) -> _Moves:
-    return ((0, 0),) * len(leaf.shape)
-
-
-def _moves(leaf: Wanted, up: Shape | None, down: Shape | None) -> _Moves | None:
-    """By how much a leaf moved; `None` where its rank is another one."""
-    if up is None or down is None or not len(leaf.shape) == len(up) == len(down):
-        return None
-    return tuple((a - n, b - n) for n, a, b in zip(leaf.shape, up, down, strict=True))
+def _of(leaf: Wanted, parameter: int) -> Wanted:
+    return dataclasses.replace(leaf, parameter=parameter)
 
 
 def _judge(
-    leaf: Wanted, moves: _Moves | None, owner: int | None, table: Sequence[Parameter]
+    leaf: Wanted, source: Source, probes: _Probes, table: Sequence[Parameter]
 ) -> tuple[Verdict, ...] | None:
     """The verdicts on a leaf whose dimensions move like some of its parameter, or not at all."""
-    if moves is None:
+    found = probes.first_pair(leaf)
+    if found is None:
         return None
-    if moves == _still(leaf):
-        return (Verdict(),) * len(moves)
-    if owner is None:
-        return None
-    shape = table[owner].shape
-    by = {
-        (size, _up(size, dim, len(shape)), _down(size, dim, len(shape))): dim
+    pair, (one, other) = found
+    shape = table[source.parameter].shape
+    dims = {
+        (size, *(size + probe.by(size, dim, len(shape)) for probe in pair)): dim
         for dim, size in enumerate(shape)
     }
-    dims = [
-        None if move == (0, 0) else by.get((size, *move), -1)
-        for size, move in zip(leaf.shape, moves, strict=True)
-    ]
-    if -1 in dims:
-        return None
-    return tuple(Verdict() if dim is None else Verdict(dim, parameter=owner) for dim in dims)
+    verdicts = []
+    for axis, sizes in enumerate(zip(leaf.shape, one, other, strict=True)):
+        if len({*sizes}) == 1:
+            verdicts.append(Verdict())
+        elif axis in source.axes and sizes in dims:
+            verdicts.append(Verdict(dims[sizes], parameter=source.parameter))
+        else:
+            return None
+    return tuple(verdicts)
 
 
 def _blocks(

@@ -92,13 +92,11 @@ def identify_owners(
     unclear = [c for c in cases if not c.owners and len(c.matches) > 1 and c.rank]
     if not unclear:
         return
-    shapes = shapes_of(state)
-    for base in (FAST, CAREFUL):
-        paths = [case.key_path for case in unclear if not case.owners]
-        sources = find_sources(prober, table, range(len(table)), shapes, paths, base)
-        for case in unclear:
-            if case.key_path in sources:
-                case.owners = (sources[case.key_path],)
+    paths = [case.key_path for case in unclear]
+    sources = find_sources(prober, table, shapes_of(state), paths, (*FAST, *CAREFUL))
+    for case in unclear:
+        if case.key_path in sources:
+            case.owners = (sources[case.key_path].parameter,)
 
 
 def _tell_apart(open_cases: Sequence[tuple[int, Case]], tracer: Tracer) -> None:

@@ -13,21 +13,30 @@ by further digits where they do not.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from opt_partition._axes.param_axes import Parameter
 from opt_partition._axes.probing import Change, Prober, Shape
-from opt_partition._trees import KeyPath, is_index
-
-# Two evaluations tell as many kinds of parameters apart.
-FAST = 32
-# For sizes that are close to a threshold: grows by 1 or 2, and takes an evaluation pair per bit.
-CAREFUL = 2
+from opt_partition._trees import KeyPath, is_index, key_name
 
 _NUMBER = re.compile(r"\d+")
+
+
+class Step(NamedTuple):
+    """By how much sizes are changed: at most `base`, upwards or downwards."""
+
+    base: int
+    sign: int
+
+
+# Two evaluations tell 32 parameters apart; where up crosses a threshold, down may not.
+FAST = (Step(32, 1), Step(32, -1))
+# For sizes that are close to one: a pair of evaluations for every bit.
+CAREFUL = (Step(2, 1), Step(2, -1))
 
 
 def kind_of(parameter: Parameter) -> Any:
@@ -39,121 +48,176 @@ def kind_of(parameter: Parameter) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class Source:
+    """The parameter that a leaf follows.
+
+    Attributes:
+      parameter: its index.
+      axes: the dimensions of the leaf that grow as much as that does.
+    """
+
+    parameter: int
+    axes: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
 class _Codes:
-    """A code for each parameter that is kept.
+    """A code for each parameter.
 
     Attributes:
       by_parameter: the code of each.
-      digits: how many digits of `base` they have.
-      base: the number of digits that there are.
+      digits: how many digits they have.
+      step: how a digit is shown.
     """
 
-    by_parameter: Mapping[int, int]
+    by_parameter: Sequence[int]
     digits: int
-    base: int
+    step: Step
+
+
+class _Reading(NamedTuple):
+    """The code that a leaf shows, and the dimensions that show it."""
+
+    code: int
+    axes: frozenset[int]
 
 
 def find_sources(
     prober: Prober,
     table: Sequence[Parameter],
-    kept: Sequence[int],
     baseline: Mapping[KeyPath, Shape],
     paths: Sequence[KeyPath],
-    base: int = FAST,
-) -> dict[KeyPath, int]:
+    steps: Sequence[Step],
+) -> dict[KeyPath, Source]:
     """Returns the one parameter that each of these leaves follows, if any, by its path.
 
     Args:
       prober: evaluates `init`.
-      table: all parameters.
-      kept: those that take part.
-      baseline: the shapes of the state of those.
+      table: the parameters.
+      baseline: the shapes of the state.
       paths: the leaves to look at, in the order of the state.
-      base: by how much sizes may grow.
+      steps: how sizes may be changed; the later ones for what the earlier ones leave.
     """
     kinds: dict[Any, list[int]] = defaultdict(list)
-    for index in kept:
-        kinds[kind_of(table[index]), table[index].axes].append(index)
-    codes, room = _codes_of_kinds([*kinds.values()], base)
-    read = _read(prober, kept, codes, baseline, paths)
-    found, unclear = _by_order(read, codes, kinds.values())
+    for index, parameter in enumerate(table):
+        kinds[kind_of(parameter), parameter.axes].append(index)
+    found: dict[KeyPath, Source] = {}
+    still: set[KeyPath] = set()
+    for step in steps:
+        rest = [path for path in paths if path not in found and path not in still]
+        if rest:
+            found |= _find(prober, [*kinds.values()], len(table), baseline, rest, step, still)
+    return found
+
+
+def _find(
+    prober: Prober,
+    kinds: Sequence[Sequence[int]],
+    number: int,
+    baseline: Mapping[KeyPath, Shape],
+    paths: Sequence[KeyPath],
+    step: Step,
+    still: set[KeyPath],
+) -> dict[KeyPath, Source]:
+    """The sources that one step shows; adds what it does not move at all to `still`."""
+    codes, room = _codes_of_kinds(kinds, number, step)
+    read = _read(prober, codes, baseline, paths, still)
+    found, unclear = _by_order(read, codes, kinds)
     if unclear:
         # The digits that remain: which of those with the same code.
-        ordinals = {i: n // room for indices in kinds.values() for n, i in enumerate(indices)}
-        further = _Codes(ordinals, _length(max(ordinals.values()) + 1, base), base)
-        by_code = {(codes.by_parameter[index], ordinals[index]): index for index in kept}
-        for path, ordinal in _read(prober, kept, further, baseline, unclear).items():
-            if (read[path], ordinal) in by_code:
-                found[path] = by_code[read[path], ordinal]
-    return found
+        ordinals = [0] * number
+        for indices in kinds:
+            for ordinal, index in enumerate(indices):
+                ordinals[index] = ordinal // room
+        further = _Codes(ordinals, _length(max(ordinals) + 1, step.base), step)
+        pairs = zip(codes.by_parameter, ordinals, strict=True)
+        by_pair = {pair: index for index, pair in enumerate(pairs)}
+        for path, reading in _read(prober, further, baseline, unclear, still).items():
+            if (pair := (read[path].code, reading.code)) in by_pair:
+                found[path] = by_pair[pair]
+    return {path: Source(index, read[path].axes) for path, index in found.items()}
 
 
 def _length(number: int, base: int) -> int:
     """How many digits tell so many things apart."""
-    digits = 0
+    digits = 1
     while base**digits < number:
         digits += 1
     return digits
 
 
-def _codes_of_kinds(kinds: Sequence[Sequence[int]], base: int) -> tuple[_Codes, int]:
+def _codes_of_kinds(kinds: Sequence[Sequence[int]], number: int, step: Step) -> tuple[_Codes, int]:
     """Codes that tell kinds apart, and of one kind as many as there is room for."""
-    is_single = max(map(len, kinds), default=1) == 1
-    digits = _length(len(kinds) if is_single else 2 * len(kinds), base)
-    room = max(base**digits // max(len(kinds), 1), 1)
-    codes = {
-        index: number + len(kinds) * (ordinal % room)
-        for number, indices in enumerate(kinds)
-        for ordinal, index in enumerate(indices)
-    }
-    return _Codes(codes, digits, base), room
+    is_single = all(len(indices) == 1 for indices in kinds)
+    digits = _length(len(kinds) if is_single else 2 * len(kinds), step.base)
+    room = step.base**digits // len(kinds)
+    codes = [0] * number
+    for kind, indices in enumerate(kinds):
+        for ordinal, index in enumerate(indices):
+            # The last has the last: else the codes may read backwards as they do forwards.
+            shown = room - 1 if ordinal == len(indices) - 1 >= room else ordinal % room
+            codes[index] = kind + len(kinds) * shown
+    return _Codes(codes, digits, step), room
 
 
 def _read(
     prober: Prober,
-    kept: Sequence[int],
     codes: _Codes,
     baseline: Mapping[KeyPath, Shape],
     paths: Sequence[KeyPath],
-) -> dict[KeyPath, int]:
-    """The code that each of these leaves shows, where it shows one."""
-    found = dict.fromkeys(paths, 0)
+    still: set[KeyPath],
+) -> dict[KeyPath, _Reading]:
+    """What these leaves show, where they show a code."""
+    found = {path: _Reading(0, frozenset(range(len(baseline[path])))) for path in paths}
+    step, everything = codes.step, range(len(codes.by_parameter))
     for place in range(codes.digits):
-        weight = codes.base**place
-        digits = {i: code // weight % codes.base + 1 for i, code in codes.by_parameter.items()}
-        complements = {i: codes.base + 1 - digit for i, digit in digits.items()}
+        weight = step.base**place
+        digits = [code // weight % step.base + 1 for code in codes.by_parameter]
+        complements = [step.base + 1 - digit for digit in digits]
         try:
-            one, other = (prober.shapes(kept, _growing(by)) for by in (digits, complements))
+            one, other = (
+                prober.shapes(everything, _changing(by, step)) for by in (digits, complements)
+            )
         except Exception:  # it is a user's function: anything can happen
             return {}
-        for path in list(found):
-            digit = _digit(baseline[path], one.get(path), other.get(path), codes.base)
-            if digit is None:
-                del found[path]
+        if not len(one) == len(other) == len(baseline):
+            return {}  # a leaf that comes or goes may move others up or down
+        still |= {path for path in found if one.get(path) == other.get(path) == baseline[path]}
+        for path, (code, axes) in list(found.items()):
+            shown = _digits(baseline[path], one.get(path, ()), other.get(path, ()), step)
+            digit = {shown[axis] for axis in axes if axis in shown}
+            if len(digit) == 1:
+                code += (digit.pop() - 1) * weight
+                found[path] = _Reading(code, axes.intersection(shown))
             else:
-                found[path] += (digit - 1) * weight
+                del found[path]
     return found
 
 
-def _growing(by: Mapping[int, int]) -> Change:
-    """Makes every dimension of a parameter so much larger."""
-    return lambda index, shape: tuple(size + by[index] for size in shape)
+def _changing(by: Sequence[int], step: Step) -> Change:
+    """Changes every dimension of a parameter by its number."""
+    return lambda index, shape: tuple(size + _sign(size, step) * by[index] for size in shape)
 
 
-def _digit(before: Shape, one: Shape | None, other: Shape | None, base: int) -> int | None:
-    """The digit by which every dimension grew that follows one parameter; `None` if none does."""
-    if one is None or other is None or not len(before) == len(one) == len(other):
-        return None
-    digits = {
-        a - size
-        for size, a, b in zip(before, one, other, strict=True)
-        if 1 <= a - size <= base and a - size + b - size == base + 1
-    }
-    return digits.pop() if len(digits) == 1 else None
+def _sign(size: int, step: Step) -> int:
+    """The direction in which a size is changed; one that is too small to shrink grows."""
+    return step.sign if size > step.base else 1
+
+
+def _digits(before: Shape, one: Shape, other: Shape, step: Step) -> dict[int, int]:
+    """The digits of the dimensions that changed by one digit, and by its complement."""
+    if not len(before) == len(one) == len(other):
+        return {}
+    digits = {}
+    for axis, (size, a, b) in enumerate(zip(before, one, other, strict=True)):
+        digit, complement = (_sign(size, step) * (new - size) for new in (a, b))
+        if 1 <= digit <= step.base and digit + complement == step.base + 1:
+            digits[axis] = digit
+    return digits
 
 
 def _by_order(
-    read: Mapping[KeyPath, int], codes: _Codes, kinds: Iterable[Sequence[int]]
+    read: Mapping[KeyPath, _Reading], codes: _Codes, kinds: Sequence[Sequence[int]]
 ) -> tuple[dict[KeyPath, int], list[KeyPath]]:
     """The parameters of the leaves as far as code and order tell them, and the other leaves."""
     by_code: dict[int, list[int]] = defaultdict(list)
@@ -162,34 +226,47 @@ def _by_order(
         for index in indices:
             by_code[codes.by_parameter[index]].append(index)
             alike[codes.by_parameter[index]] = indices
-    found = {path: by_code[c][0] for path, c in read.items() if len(by_code.get(c, ())) == 1}
+    known = {path: by_code[code] for path, (code, _) in read.items() if code in by_code}
+    found = {path: indices[0] for path, indices in known.items()}
+    several = [path for path, indices in known.items() if len(indices) > 1]
     groups: dict[Any, list[KeyPath]] = defaultdict(list)
-    for path, list_of in _lists([path for path in read if path not in found]).items():
-        if read[path] in alike:
-            groups[list_of, alike[read[path]][0]].append(path)
+    for key, members in _lists(several).items():
+        for path in members:
+            groups[key, alike[read[path].code][0]].append(path)
     unclear = []
     for paths in groups.values():
-        indices = alike[read[paths[0]]]
-        seen = [read[path] for path in paths]
-        if seen == [codes.by_parameter[index] for index in indices]:
-            found |= zip(paths, indices, strict=True)
+        forwards = [*alike[read[paths[0]].code]]
+        times = len(paths) // len(forwards)  # more than once in one list after the other
+        seen = [read[path].code for path in paths]
+        for order in (forwards * times, forwards[::-1] * times):
+            if seen == [codes.by_parameter[index] for index in order]:
+                found |= zip(paths, order, strict=True)
+                break
         else:
             unclear += paths
     return found, unclear
 
 
-def _lists(paths: Sequence[KeyPath]) -> dict[KeyPath, Any]:
-    """For each path the list that it is in: its keys without that index which most others vary."""
+def _lists(paths: Sequence[KeyPath]) -> dict[Any, list[KeyPath]]:
+    """The paths list by list, in the order of their numbers.
+
+    A list is what has the same keys but for one number: the one that most others vary.
+    """
     sizes: dict[Any, int] = defaultdict(int)
     for path in paths:
-        for at, key in enumerate(path):
-            if is_index(key):
-                sizes[at, path[:at], path[at + 1 :]] += 1
+        for at in _indices(path):
+            sizes[at, path[:at], path[at + 1 :]] += 1
+    lists: dict[Any, list[tuple[int, KeyPath]]] = defaultdict(list)
+    for path in paths:
+        keys = [(at, path[:at], path[at + 1 :]) for at in _indices(path)]
+        key = max(keys, key=sizes.__getitem__, default=None)
+        number = int(key_name(path[key[0]])) if key else 0
+        lists[key or path].append((number, path))
     return {
-        path: max(
-            ((at, path[:at], path[at + 1 :]) for at, key in enumerate(path) if is_index(key)),
-            key=sizes.__getitem__,
-            default=path,
-        )
-        for path in paths
+        key: [path for _, path in sorted(members, key=operator.itemgetter(0))]
+        for key, members in lists.items()
     }
+
+
+def _indices(path: KeyPath) -> list[int]:
+    return [at for at, key in enumerate(path) if is_index(key)]
