@@ -26,6 +26,8 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from opt_optax_bridge.checkpoint._disk.pacing import paced
+
 Pair = np.ndarray[Any, Any]  # uint32[2]
 
 _SPREAD, _OTHER = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
@@ -53,7 +55,7 @@ class Sums:
 
 
 def digest(leaf: Any) -> Sums:
-    """Starts the digest of an array, on its devices; does not wait where that is safe.
+    """Starts the digest of an array, on its devices; waits only where it must (`paced`).
 
     Args:
       leaf: a `jax.Array` of any sharding, dtype and memory kind, no typed key; or a NumPy array,
@@ -132,14 +134,7 @@ def _device_sums(leaf: jax.Array) -> Any:
     below = jax.make_array_from_single_device_arrays(
         (len(shards) * first, *others), rows, [shard.data for shard in shards]
     )
-    sums = _sums_of_shards(below, jax.device_put(places, rows), mesh)
-    if shards[0].device.platform == "cpu":
-        # XLA's CPU client launches a program for many devices on the threads that also run it, and
-        # with 32 in flight on a device the launch of the next blocks them: programs with
-        # collectives, such as a training step, then wait for ever for threads to meet on
-        # (`max_inflight_computations` in `xla/pjrt/cpu/cpu_client.cc`; seen with jaxlib 0.10.2).
-        sums.block_until_ready()
-    return sums
+    return paced(_sums_of_shards(paced(below), jax.device_put(places, rows), mesh))
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:

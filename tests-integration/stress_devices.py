@@ -1,10 +1,11 @@
-"""Rounds of digests beside training steps, on 8 virtual devices and under load: none may hang.
+"""Checkpoints beside training steps, on 8 virtual devices and under load: none may hang.
 
-    hatch run dev:python tests-integration/stress_digests.py --rounds 20000
+    hatch run dev:python tests-integration/stress_devices.py --rounds 20000
 
 In each round a step with collectives is started, and the digests of all that it returns, before it
 ends; there are more leaves than programs may be in flight on a device of XLA's CPU client, which is
-32. Digests are compared with those of the same bits on the host. A round of more than `--limit`
+32. Digests are compared with those of the same bits on the host. Before these rounds, leaves are
+restored with another dtype, whose check has a collective for each. What takes more than `--limit`
 seconds prints where every thread is, and ends the program with 1.
 """
 
@@ -22,7 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import opt_optax_bridge as opt
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from opt_optax_bridge.checkpoint import named_state, plan_restore
 from opt_optax_bridge.checkpoint._disk.digest import digest, digests, to_hex
 
 P = PartitionSpec
@@ -59,13 +62,29 @@ def step(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: 0.99 * leaf + mean for name, leaf in leaves.items()}
 
 
-def run(rounds: int, limit: float, *, compared_every: int) -> None:
-    """Makes the rounds.
+def restore(mesh: Mesh, times: int, limit: float) -> None:
+    """Restores large parameters in half the precision."""
+    place = NamedSharding(mesh, P("data", "model"))
+
+    def optimizer(dtype: Any) -> Any:
+        large = {f"w{i}": jnp.ones((768, 768), dtype, device=place) for i in range(100)}
+        return jax.block_until_ready(opt.sgd(0.1).create(large))
+
+    plan = plan_restore(
+        named_state(optimizer("float32")), optimizer("bfloat16"), rules=[(".*", "cast")]
+    )
+    for _ in range(times):
+        faulthandler.dump_traceback_later(limit, exit=True)
+        jax.block_until_ready(plan.apply().target)
+    print(f"restored {times} times", flush=True)
+
+
+def run(mesh: Mesh, rounds: int, limit: float, *, compared_every: int) -> None:
+    """Makes steps and digests.
 
     Raises:
       AssertionError: a digest is not that of the bits.
     """
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     leaves = make_leaves(mesh)
     places: Any = jax.tree.map(lambda leaf: leaf.sharding, leaves)
     compiled = jax.jit(step, donate_argnums=0, out_shardings=places).lower(leaves).compile()
@@ -87,13 +106,16 @@ def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20000)
+    parser.add_argument("--restores", type=int, default=20)
     parser.add_argument("--busy", type=int, default=2, help="processes that keep cores busy")
-    parser.add_argument("--limit", type=float, default=60, help="seconds that a round may take")
+    parser.add_argument("--limit", type=float, default=60, help="seconds that one may take")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_platforms", "cpu")
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with busy(options.busy):
-        run(options.rounds, options.limit, compared_every=50)
+        restore(mesh, options.restores, options.limit)
+        run(mesh, options.rounds, options.limit, compared_every=50)
 
 
 if __name__ == "__main__":
