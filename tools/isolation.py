@@ -9,6 +9,7 @@ wheels, everything else from PyPI.
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -284,8 +285,9 @@ def pytest_ini(pyproject: Path, *, strict: bool) -> str:
         if name in options:
             value = options[name]
             values = value if isinstance(value, list) else [str(value).lower()]
-            # There are no modules beside the tests.
-            lines += [f"{name} =", *(f"    {v}" for v in values if v != "--doctest-modules")]
+            if name == "addopts":  # a line of a shell; and there are no modules beside the tests
+                values = [shlex.quote(v) for v in values if v != "--doctest-modules"]
+            lines += [f"{name} =", *(f"    {v}" for v in values)]
     return "\n".join(lines) + "\n"
 
 

@@ -80,6 +80,7 @@ def test_pytest_keeps_the_options_of_the_root() -> None:
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     assert text.startswith("[pytest]\naddopts =\n    --import-mode=importlib\n")
     assert "doctest-modules" not in text
+    assert "\n    '-m=not slow'\n" in text
     assert "xfail_strict =\n    true\n" in text
     for name in ("filterwarnings", "markers"):
         assert all(f"\n    {value}\n" in text for value in options[name])
