@@ -94,8 +94,7 @@ class Config:
             )
         if self.batch_size % self.microbatches:
             raise UsageError(
-                f"--microbatches {self.microbatches} does not divide --batch-size "
-                f"{self.batch_size}"
+                f"--microbatches {self.microbatches} does not divide --batch-size {self.batch_size}"
             )
         if self.mesh:
             self._check_mesh()
