@@ -225,7 +225,10 @@ def train(
             if line.get("skipped") == config.batch_size:
                 line = {"step": step, "skipped": line["skipped"]}  # nothing else to be told
             elif not math.isfinite(line["loss"]):
-                raise UsageError(f"the loss is {line['loss']} at step {step}: learn more slowly")
+                raise UsageError(
+                    f"the loss is {line['loss']} at step {step}: take a lower --learning-rate, or "
+                    "leave out what is not finite by --skip-nonfinite"
+                )
             line["tokens_per_s"] = progress.speed()
             folder.log(line)
             progress.show(step, line)
@@ -242,7 +245,7 @@ def start(arguments: Arguments) -> tuple[Job, RunFolder]:
     config = Config(**arguments.given).check()
     job = make_job(config, arguments.cluster.processes)
     folder = RunFolder(arguments.out or Path("runs", time.strftime("%Y%m%d-%H%M%S")))
-    saved = dataclasses.asdict(config) | {"text_sha256": job.text.sha256}
+    saved = dataclasses.asdict(job.config) | {"text_sha256": job.text.sha256}
     first_of_all(partial(folder.create, saved))
     return job, folder
 
