@@ -194,7 +194,6 @@ trees = _trees(_CONTAINERS + _ORDERED)
 
 
 def enable_x64() -> Any:
-    """Enables 64 bits inside a block: JAX 0.8 has it in `jax.experimental`."""
+    """Enables 64 bits inside a block: JAX 0.8 deprecates one of two that it has."""
     modules: list[Any] = [jax, jax.experimental]
-    (context,) = [module.enable_x64 for module in modules if hasattr(module, "enable_x64")][:1]
-    return context(True)
+    return next(module for module in modules if hasattr(module, "enable_x64")).enable_x64(True)
