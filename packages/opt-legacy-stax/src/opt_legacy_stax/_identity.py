@@ -101,8 +101,12 @@ def identity_of(optimizer: Any) -> Identity | None:
     return Identity(name, _KEEPS[name]) if name in _KEEPS else None
 
 
-def triple_of(optimizer: Any) -> Any:
+def triple_of(optimizer: Any, argument: str = "optimizer") -> Any:
     """Returns the triple that is meant.
+
+    Args:
+      optimizer: a triple, or something that has one as its `triple`.
+      argument: what the error calls it.
 
     Raises:
       TypeError: there is none.
@@ -110,8 +114,9 @@ def triple_of(optimizer: Any) -> Any:
     triple = getattr(optimizer, "triple", optimizer)
     if isinstance(triple, tuple) and len(triple) == 3 and all(map(callable, triple)):
         return triple
+    or_name = ", or a name that is not empty" if argument == "optimizer" else ""
     raise TypeError(
-        "`optimizer` must be a triple (init_fn, update_fn, params_fn), what `to_optax`, "
-        "`to_optimizer_def` or `optax_equivalent` returned, or a name that is not empty; got "
+        f"`{argument}` must be a triple (init_fn, update_fn, params_fn), or what `to_optax`, "
+        f"`to_optimizer_def` or `optax_equivalent` made of one{or_name}; got "
         f"{shown(repr(optimizer), 60)}."
     )

@@ -27,6 +27,7 @@ from opt_legacy_stax._leaves import (
     spec_of,
 )
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState
+from opt_legacy_stax._states import is_state
 from opt_legacy_stax._trees import first_lines, shown
 from opt_legacy_stax.errors import DamagedFileError, StateMismatchError, UnnamedStateWarning
 
@@ -81,6 +82,13 @@ def load(
     """
     reference = _reference(like, optimizer, params)
     expected = None if optimizer is None else identity_of(optimizer)
+    if not isinstance(path_or_file, str | bytes | os.PathLike) and not hasattr(
+        path_or_file, "read"
+    ):
+        raise TypeError(
+            "`path_or_file` must be a path or a file object opened for reading bytes; got "
+            f"{type(path_or_file).__name__}."
+        )
     if isinstance(path_or_file, str | bytes | os.PathLike):
         with open(path_or_file, "rb") as file:
             state, found = _load(file, reference, expected)
@@ -102,8 +110,10 @@ def _reference(like: Any, optimizer: Any, params: Any) -> Any:
                 f"`optimizer` is {shown(repr(optimizer), 60)}: a name alone does not say what to "
                 "expect. Pass the triple, or a state `like` the one expected beside the name."
             )
+        if params is None:
+            raise TypeError("`load` with an `optimizer` needs `params`, or a state `like` it.")
         return jax.eval_shape(triple_of(optimizer)[0], params)
-    if not (isinstance(like, tuple) and len(like) == 3):
+    if not is_state(like):
         raise TypeError(
             f"`like` must be an OptimizerState; got {type(like).__name__}. For a tree of "
             "parameters pass `optimizer` and `params`."

@@ -15,11 +15,12 @@ from typing import IO, Any
 import jax
 import numpy as np
 
-from opt_legacy_stax._describe import LEAF, describe
+from opt_legacy_stax._describe import describe
 from opt_legacy_stax._format import MAX_HEADER, Header, encode
 from opt_legacy_stax._identity import HasTriple, Identity, identity_of
 from opt_legacy_stax._leaves import to_file
 from opt_legacy_stax._optimizers import Optimizer
+from opt_legacy_stax._states import is_state, kept_by
 from opt_legacy_stax._trees import leaf_paths
 from opt_legacy_stax.errors import SaveError
 
@@ -52,7 +53,7 @@ def save(
     Raises:
       SaveError: the state is traced, donated, spread over processes, or holds what the format
         cannot; or `optimizer` has no name. Nothing is written.
-      TypeError: `optimizer` is neither of a triple nor a name.
+      TypeError: `optimizer` is neither of a triple nor a name, or `path_or_file` is no file.
       OSError: the file cannot be written.
 
     Examples:
@@ -65,6 +66,12 @@ def save(
       >>> triple.params_fn(load(file, optimizer=triple, params=params))['w'].tolist()
       [1.0, 1.0, 1.0]
     """
+    is_path = isinstance(path_or_file, str | bytes | os.PathLike)
+    if not is_path and not hasattr(path_or_file, "write"):
+        raise TypeError(
+            "`path_or_file` must be a path or a file object opened for writing bytes; got "
+            f"{type(path_or_file).__name__}."
+        )
     header, arrays = _contents(state, _identity(optimizer))
     if isinstance(path_or_file, str | bytes | os.PathLike):
         _write_atomically(_target(Path(os.fsdecode(path_or_file))), header, arrays)
@@ -85,7 +92,7 @@ def _identity(optimizer: Any) -> Identity | None:
 
 
 def _contents(state: Any, optimizer: Identity | None) -> tuple[bytes, list[np.ndarray]]:
-    if not (isinstance(state, tuple) and len(state) == 3):
+    if not is_state(state):
         raise SaveError(
             f"`state` must be an OptimizerState; got {type(state).__name__}. Save what `init_fn` "
             "or `update_fn` returned."
@@ -95,7 +102,7 @@ def _contents(state: Any, optimizer: Identity | None) -> tuple[bytes, list[np.nd
     subtrees = [describe(jax.tree.unflatten(d, [0] * d.num_leaves)) for d in subtree_defs]
     tree = describe(jax.tree.unflatten(tree_def, [0] * tree_def.num_leaves))
     if optimizer is not None:
-        _check_kept(optimizer, paths, subtrees)
+        _check_kept(optimizer, paths, subtree_defs)
     found = [
         to_file(leaf, f"{path}, leaf {j}")
         for path, leaves in zip(paths, packed, strict=True)
@@ -114,16 +121,15 @@ def _contents(state: Any, optimizer: Identity | None) -> tuple[bytes, list[np.nd
     return encoded, [array for _, array in found]
 
 
-def _check_kept(optimizer: Identity, paths: Sequence[str], subtrees: Sequence[Any]) -> None:
+def _check_kept(optimizer: Identity, paths: Sequence[str], subtree_defs: Sequence[Any]) -> None:
     """Raises where a state cannot be that of one of the nine, whose entries are known."""
     count = len(optimizer.keeps)
-    for path, subtree in zip(paths, subtrees, strict=True):
-        is_tuple = subtree != LEAF and subtree[0] == "tuple"
-        found = len(subtree[1]) if is_tuple else 1  # `sgd` keeps the array itself
-        if count and (found != count or is_tuple != (count > 1)):
+    for path, subtree_def in zip(paths, subtree_defs, strict=True):
+        found = kept_by(subtree_def)
+        if count and found != count:
             raise SaveError(
                 f"`optimizer` is {optimizer}; but what the state keeps for `{path}` is "
-                f"{f'a tuple of {found}' if is_tuple else 'not a tuple'}: it is of another "
+                f"{f'a tuple of {found}' if found > 1 else 'not a tuple'}: it is of another "
                 "optimizer, or of an older JAX (see `convert_old_layout`)."
             )
 
