@@ -16,6 +16,7 @@ import pytest
 from every_definition import NAMES, bits, optimizer_structs, random_bits
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("name", NAMES)
 def test_a1_state_dict_and_restore_state_are_bit_equal(name: str) -> None:
     """A state dict of every optimizer restores every leaf to the bit, and the same treedef."""
