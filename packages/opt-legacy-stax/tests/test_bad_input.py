@@ -1,5 +1,6 @@
 """States of something else, leaves that are no arrays: one error that says what and where."""
 
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -36,10 +37,10 @@ def test_states_of_optimizers_that_keep_more_or_less(maker: str, module: Any) ->
             continue
         words = rf"`opt_state` is not one of `{name}`, which keeps .*: for parameter `b` found "
         functions: list[Callable[[], Any]] = [
-            lambda t=triple: t.update_fn(0, GRADS, state),
-            lambda t=triple: t.params_fn(state),
-            lambda t=triple: ours.to_optax(t).convert_state(state, 0),
-            lambda t=triple: ours.to_optimizer_def(t).convert_state(state, 0),
+            functools.partial(triple.update_fn, 0, GRADS, state),
+            functools.partial(triple.params_fn, state),
+            functools.partial(ours.to_optax(triple).convert_state, state, 0),
+            functools.partial(ours.to_optimizer_def(triple).convert_state, state, 0),
         ]
         for function in functions:
             with pytest.raises(errors.LayoutError, match=words):
@@ -97,12 +98,12 @@ def test_a_state_that_a_triple_of_ones_own_does_not_make() -> None:
     ["text", np.zeros((2, 3), jax.dtypes.float0), jnp.ones((4, 3)), np.array([None])],
     ids=["text", "float0", "shape", "object"],
 )
-@pytest.mark.parametrize("name", KEEPS)
+@pytest.mark.parametrize("name", ["sgd", "adam", "sm3"])
 def test_what_jax_refuses_is_noted_with_its_parameter(name: str, grad: Any) -> None:
     triple = triple_of(name)
     with pytest.raises((TypeError, ValueError)) as caught:
         triple.update_fn(0, {"w": grad, "b": jnp.ones(())}, triple.init_fn(PARAMS))
-    assert caught.value.__notes__ == ["This was the update of parameter `w`."]
+    assert "This was the update of parameter `w`." in caught.value.__notes__
 
 
 def test_parameters_that_are_no_arrays_are_named() -> None:
