@@ -33,8 +33,8 @@ def take_devices(config: Config, processes: int) -> tuple[Config, Mesh]:
         raise UsageError(f"JAX finds no device; JAX_PLATFORMS is {wanted!r}. {said}") from error
     config, taken = choose_devices(config, devices)
     shape = config.mesh_shape
-    axis_types = (AxisType.Auto,) * 2
-    return config, jax.make_mesh(shape, ("data", "model"), axis_types, devices=taken)
+    auto = (AxisType.Auto,) * 2
+    return config, jax.make_mesh(shape, ("data", "model"), axis_types=auto, devices=taken)
 
 
 def virtual_devices(config: Config, processes: int) -> int:
@@ -119,5 +119,6 @@ def _named(devices: Sequence[Any]) -> str:
 def _make_virtual(count: int) -> None:
     """Splits the CPU, which JAX uses where it has nothing better, unless that is settled."""
     is_settled = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if not is_settled and jax.config.jax_num_cpu_devices == -1:
+    settings: Any = jax.config
+    if not is_settled and settings.jax_num_cpu_devices == -1:
         jax.config.update("jax_num_cpu_devices", count)
