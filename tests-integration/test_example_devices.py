@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib
 import json
@@ -174,11 +175,13 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, act: Any) -> list
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
         act()
-        terminal.flush()
-        text = os.read(ours, 2**16).decode()
         monkeypatch.undo()
+    text = b""
+    with contextlib.suppress(OSError):  # at its end, on Linux
+        while data := os.read(ours, 2**16):
+            text += data
     os.close(ours)
-    return [line.removesuffix("\033[K") for line in re.split("[\r\n]+", text) if line]
+    return [line.removesuffix("\033[K") for line in re.split("[\r\n]+", text.decode()) if line]
 
 
 METRICS = {
