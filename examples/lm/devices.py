@@ -16,6 +16,7 @@ from lm.config import Config, UsageError
 from lm.model import VOCAB
 
 VIRTUAL_DEVICES = 8  # where there is nothing but a CPU
+_settings: Any = jax.config
 
 
 def take_devices(config: Config, processes: int) -> tuple[Config, Mesh]:
@@ -28,13 +29,13 @@ def take_devices(config: Config, processes: int) -> tuple[Config, Mesh]:
     try:
         devices = jax.devices()
     except (AssertionError, RuntimeError) as error:  # a platform that is not installed
-        wanted = os.environ.get("JAX_PLATFORMS", "")
-        said = " ".join(str(error).split())
-        raise UsageError(f"JAX finds no device; JAX_PLATFORMS is {wanted!r}. {said}") from error
+        said = " ".join(["", *str(error).split()])
+        platform = _settings.jax_platforms or "any"
+        raise UsageError(f"JAX finds no device of the platform {platform!r}{said}") from error
     config, taken = choose_devices(config, devices)
     shape = config.mesh_shape
-    axis_types = (AxisType.Auto,) * 2
-    return config, jax.make_mesh(shape, ("data", "model"), axis_types, devices=taken)
+    auto = (AxisType.Auto,) * 2
+    return config, jax.make_mesh(shape, ("data", "model"), axis_types=auto, devices=taken)
 
 
 def virtual_devices(config: Config, processes: int) -> int:
@@ -119,5 +120,5 @@ def _named(devices: Sequence[Any]) -> str:
 def _make_virtual(count: int) -> None:
     """Splits the CPU, which JAX uses where it has nothing better, unless that is settled."""
     is_settled = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if not is_settled and jax.config.jax_num_cpu_devices == -1:
+    if not is_settled and _settings.jax_num_cpu_devices == -1:
         jax.config.update("jax_num_cpu_devices", count)
