@@ -147,12 +147,22 @@ def containers(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
 trees = st.recursive(shapes, containers, max_leaves=16)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(trees, st.sampled_from(LAYOUTS), st.permutations(sorted(STATISTICS)), st.integers(1, 3))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    trees,
+    st.sampled_from(LAYOUTS),
+    st.permutations(sorted(STATISTICS)),
+    st.integers(1, 3),
+    st.booleans(),
+)
 def test_equal_sizes_do_not_change_what_is_found(
-    params: Tree, layout: Any, kept: list[str], number: int
+    params: Tree, layout: Any, kept: list[str], number: int, has_named: bool
 ) -> None:
-    check(lambda p: layout(jax.tree.leaves(p), kept[:number]), params)
+    def init(p: Tree) -> Tree:
+        flat = layout(jax.tree.leaves(p), kept[:number])
+        return (flat, jax.tree.map(of(kept[-1]), p)) if has_named else flat
+
+    check(init, params)
 
 
 def t5_small(layers: int = 3) -> Tree:

@@ -37,8 +37,8 @@ def difference(
       state: the state of all parameters, as `jax.ShapeDtypeStruct`s.
     """
     found: _Verdicts = {}
-    if any(leaf.place is not None for leaf in wanted):
-        kept = _representatives(table, wanted)
+    kept = _representatives(table, wanted)
+    if len(kept) < len(table) or any(leaf.place is not None for leaf in wanted):
         found = _difference_among_few(prober, table, kept, wanted, state)
     rest = [leaf for leaf in wanted if leaf.path not in found]
     if rest:
@@ -88,17 +88,18 @@ def _difference_among_few(
     there = [leaf for leaf in there if leaf.path in verdicts]
     for path in _confirm(prober, table, kept, there, verdicts):
         del verdicts[path]  # its place misleads, here or in the whole state
-    # What the kept parameters say holds for all of their kind.
+    # What the kept parameters say holds for all others of their kind.
     spoken = {
         (leaf.around, leaf.shape, kind_of(table[leaf.parameter])): verdicts[leaf.path]
         for leaf in there
         if leaf.parameter is not None and leaf.place is not None and leaf.path in verdicts
     }
+    asked = {*kept}
     for leaf in wanted:
-        if leaf.parameter is None or leaf.place is None or leaf.path in verdicts:
+        if leaf.parameter is None or leaf.place is None or leaf.parameter in asked:
             continue
         key = leaf.around, leaf.shape, kind_of(table[leaf.parameter])
-        if key in spoken and leaf.parameter not in kept:
+        if key in spoken:
             verdicts[leaf.path] = spoken[key]
     return verdicts
 

@@ -9,7 +9,7 @@ parameter. What does not fit exactly is left to the slower probes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from opt_partition._axes.param_axes import Parameter
@@ -38,12 +38,21 @@ class _Probe(NamedTuple):
         return self.times * (2 * rank - dim)
 
 
+_Pair = tuple[_Probe, _Probe]
 # Both ways; where a threshold is in the way, twice to the other side.
-_PAIRS = (
+_PAIRS: tuple[_Pair, ...] = (
     (_Probe(1, 1), _Probe(-1, 1)),
     (_Probe(-1, 1), _Probe(-1, 2)),
     (_Probe(1, 1), _Probe(1, 2)),
 )
+
+
+def _dims(shape: Shape, pair: _Pair) -> dict[tuple[int, ...], int]:
+    """The dimension of a parameter by its size, as it is and in each of the probes."""
+    return {
+        (size, *(size + probe.by(size, dim, len(shape)) for probe in pair)): dim
+        for dim, size in enumerate(shape)
+    }
 
 
 class _Probes:
@@ -54,14 +63,22 @@ class _Probes:
     ) -> None:
         self._prober, self._table, self._baseline = prober, table, baseline
         self._shapes: dict[_Probe, Mapping[KeyPath, Shape]] = {}
+        self._moves: dict[_Pair, Collection[tuple[int, ...]]] = {}
 
-    def first_pair(self, leaf: Wanted) -> tuple[tuple[_Probe, ...], list[Shape]] | None:
+    def first_pair(self, leaf: Wanted) -> tuple[_Pair, list[Shape]] | None:
         """The first pair of probes that leave the rank of `leaf` as it is, and its shapes there."""
         for pair in _PAIRS:
             shapes = [self._probe(probe).get(leaf.path, ()) for probe in pair]
             if all(len(shape) == len(leaf.shape) for shape in shapes):
                 return pair, shapes
         return None
+
+    def moves(self, pair: _Pair) -> Collection[tuple[int, ...]]:
+        """How the dimensions of all parameters move."""
+        if pair not in self._moves:
+            shapes = {parameter.shape for parameter in self._table}
+            self._moves[pair] = {sizes for shape in shapes for sizes in _dims(shape, pair)}
+        return self._moves[pair]
 
     def _probe(self, probe: _Probe) -> Mapping[KeyPath, Shape]:
         if probe not in self._shapes:
@@ -105,7 +122,8 @@ def difference_in_order(
             found[leaf.path] = (Verdict(),) * len(leaf.shape)
         else:
             moving.append(leaf)
-    sources = find_sources(prober, table, baseline, [leaf.path for leaf in moving], FAST)
+    able = [leaf.path for leaf in moving if _may_follow(leaf, probes, table)]
+    sources = find_sources(prober, table, baseline, able, FAST)
     rest = []
     for leaf in moving:
         source = sources.get(leaf.path)
@@ -123,6 +141,16 @@ def _of(leaf: Wanted, parameter: int) -> Wanted:
     return dataclasses.replace(leaf, parameter=parameter)
 
 
+def _may_follow(leaf: Wanted, probes: _Probes, table: Sequence[Parameter]) -> bool:
+    """Whether a dimension of `leaf` moves like one of some parameter."""
+    found = probes.first_pair(leaf)
+    if found is None:
+        return False
+    pair, (one, other) = found
+    moves = probes.moves(pair)
+    return any(sizes in moves for sizes in zip(leaf.shape, one, other, strict=True))
+
+
 def _judge(
     leaf: Wanted, source: Source, probes: _Probes, table: Sequence[Parameter]
 ) -> tuple[Verdict, ...] | None:
@@ -131,11 +159,7 @@ def _judge(
     if found is None:
         return None
     pair, (one, other) = found
-    shape = table[source.parameter].shape
-    dims = {
-        (size, *(size + probe.by(size, dim, len(shape)) for probe in pair)): dim
-        for dim, size in enumerate(shape)
-    }
+    dims = _dims(table[source.parameter].shape, pair)
     verdicts = []
     for axis, sizes in enumerate(zip(leaf.shape, one, other, strict=True)):
         if len({*sizes}) == 1:
