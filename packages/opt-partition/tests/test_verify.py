@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from opt_partition._verify.leaves import Expected, sharding_str
+from opt_partition._verify.expected import Expected
+from opt_partition._verify.leaves import sharding_str
 from opt_partition._verify.verify import verify
 from opt_partition.errors import AxesError, ShardingMismatchError
 
@@ -67,7 +68,7 @@ def test_memory_kinds_are_compared(compiled: jax.stages.Compiled) -> None:
             Expected((None, None, None, WHOLE), None),
             r"`inputs`: not a prefix .* unknown \['3'\]",
         ),
-        (Expected((P(), None), None), "`inputs/0`: expected a `Layout`, a sharding or `None`"),
+        (Expected((P(), None), None), "`inputs/0`: expected a `Layout`, a sharding, an array or"),
         (Expected(None, ({"w": {"v": WHOLE}},)), "`outputs/0/w`: the step has one leaf there"),
         (Expected(None, None, state="1/nu"), r"`state`: no argument .* 1 has \['count', 'mu'\]"),
         (Expected(None, None, params="9"), "`params`: no argument of the step is at '9'; the top"),
@@ -111,7 +112,9 @@ def by_keyword() -> jax.stages.Compiled:
     def keyword_step(params: Any, *, batch: jax.Array, state: Any) -> Any:
         return step(params, state, batch)
 
-    jitted = jax.jit(keyword_step, out_shardings=WHOLE)
+    jitted = jax.jit(
+        keyword_step, out_shardings=WHOLE, donate_argnums=0, donate_argnames=("state",)
+    )
     arguments = jax.device_put({"batch": jnp.ones((2, 8)), "state": STATE}, WHOLE)
     return jitted.lower(jax.device_put(PARAMS, WHOLE), **arguments).compile()
 
@@ -166,15 +169,18 @@ class TestPathsOfParametersAndState:
 
     BATCH = jnp.ones((2, 8))
 
-    def lowered(self, fun: Any, *arguments: Any) -> jax.stages.Lowered:
-        return jax.jit(fun, in_shardings=WHOLE, out_shardings=WHOLE).lower(*arguments)
+    def lowered(
+        self, fun: Any, *arguments: Any, donate: tuple[int, ...] = (0, 1)
+    ) -> jax.stages.Lowered:
+        jitted = jax.jit(fun, in_shardings=WHOLE, out_shardings=WHOLE, donate_argnums=donate)
+        return jitted.lower(*arguments)
 
     def one_tree(self) -> jax.stages.Lowered:
         def fun(train: Any, batch: jax.Array) -> Any:
             params, state = step(train["params"], train["opt"], batch)
             return {"params": params, "opt": state}
 
-        return self.lowered(fun, {"params": PARAMS, "opt": STATE}, self.BATCH)
+        return self.lowered(fun, {"params": PARAMS, "opt": STATE}, self.BATCH, donate=(0,))
 
     def test_the_state_is_the_batch(self) -> None:
         with pytest.raises(AxesError) as caught:

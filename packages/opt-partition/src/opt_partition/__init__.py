@@ -18,7 +18,7 @@ from opt_partition._mesh.layout import Layout, LeafLayout
 from opt_partition._mesh.logical_to_mesh import logical_to_mesh
 from opt_partition._mesh.zero import extend_over
 from opt_partition._verify.collectives import Collective
-from opt_partition._verify.leaves import Expected
+from opt_partition._verify.expected import Expected
 from opt_partition._verify.report import Finding, LeafReport, Report
 from opt_partition._verify.verify import verify
 

@@ -6,13 +6,15 @@ from typing import Any, Literal, get_args
 
 import jax
 
+from opt_partition._verify import leaf_findings, state_moves
 from opt_partition._verify import leaves as leaves_
-from opt_partition._verify import rules
+from opt_partition._verify import moved as moved_
 from opt_partition._verify.collectives import collectives
+from opt_partition._verify.expected import Expected
+from opt_partition._verify.gradients import gradient_all_reduces
 from opt_partition._verify.hlo import parse
-from opt_partition._verify.leaves import Expected
 from opt_partition._verify.ownership import check_roles
-from opt_partition._verify.report import Finding, Memory, Report, Severity
+from opt_partition._verify.report import Finding, Memory, Report, Severity, Unjudged
 from opt_partition.errors import ShardingMismatchError
 
 Gradients = Literal["auto", "reduce-scatter", "any"]
@@ -106,30 +108,34 @@ def verify(
     module = parse(compiled.as_text() or "")
     mesh = leaves_.mesh_shape(leaves)
     platform = leaves_.platform(leaves)
-    reports = leaves_.leaf_reports(leaves, module)
+    reports = leaf_findings.leaf_reports(leaves, module)
     findings = [
-        *leaves_.sharding_findings(reports),
+        *leaf_findings.sharding_findings(leaves),
+        *leaf_findings.dtype_findings(inputs, outputs),
         *check_roles(inputs, outputs, expected),
-        *leaves_.donation_findings(reports),
-        *leaves_.keyword_findings(compiled, expected),
+        *leaf_findings.donation_findings(reports),
+        *leaf_findings.undonated_findings(inputs, module.aliased_parameters),
+        *leaf_findings.keyword_findings(compiled, expected),
     ]
-    moved = rules.moved_arrays(module, inputs, outputs, mesh)
+    moved = moved_.moved_arrays(module, inputs, outputs, mesh)
     if moved is None:
+        found = tuple(collectives(module, mesh))
+        unjudged = tuple(Unjudged(row, _UNTRACED_REASON) for row in found)
         findings.append(_UNTRACED)
     else:
-        gathers = _GATHER_SEVERITY[state_gathers]
-        sums = _gradient_severities(gradients, platform)
-        findings += rules.state_gathers(moved, inputs, gathers)
-        findings += rules.gradient_all_reduces(moved, mesh, *sums)
+        found = tuple(array.row for array in moved)
+        moves = state_moves.StateMoves(moved, inputs)
+        findings += state_moves.state_gathers(moves, _GATHER_SEVERITY[state_gathers])
+        findings += gradient_all_reduces(moved, mesh, *_gradient_severities(gradients, platform))
+        unjudged = tuple(moves.unjudged)
     report = Report(
         platform=platform,
         num_devices=module.num_partitions,
         leaves=tuple(reports),
-        collectives=tuple(
-            collectives(module, mesh) if moved is None else (array.row for array in moved)
-        ),
+        collectives=found,
         findings=tuple(sorted(findings, key=lambda f: get_args(Severity).index(f.severity))),
         memory=_memory(compiled),
+        unjudged=unjudged,
     )
     if raises and not report.ok:
         raise ShardingMismatchError(report)
@@ -144,6 +150,8 @@ _UNTRACED = Finding(
     "the parameters of the compiled program are not the arguments that the step uses: where its "
     "collectives come from is not known, and gathers and all-reduces are not judged",
 )
+
+_UNTRACED_REASON = "where it comes from is not known"
 
 
 def _gradient_severities(gradients: Gradients, platform: str) -> tuple[Severity, Severity]:
