@@ -13,7 +13,7 @@ from opt_partition._verify.hlo_loops import rewritten_places
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Deps:
-    """What a value depends on, as bits of four integers.
+    """What a value depends on, as bits of three integers.
 
     Attributes:
       any: everything that it depends on.
@@ -21,26 +21,19 @@ class Deps:
         transposes, slices and collectives, but by no product, reduction or broadcast on the way.
       placed: what has elements in it that were put somewhere in a larger array, or picked by
         index or mask. A sum over devices of such values gathers them.
-      copied: what it is a copy of, in another layout or dtype, with no arithmetic in between.
     """
 
     any: int = 0
     direct: int = 0
     placed: int = 0
-    copied: int = 0
 
     def __or__(self, other: Deps) -> Deps:
-        return Deps(
-            self.any | other.any,
-            self.direct | other.direct,
-            self.placed | other.placed,
-            self.copied | other.copied,
-        )
+        return Deps(self.any | other.any, self.direct | other.direct, self.placed | other.placed)
 
     @staticmethod
     def of(bit: int) -> Deps:
         """What the source of a bit depends on: itself."""
-        return Deps(1 << bit, 1 << bit, 0, 1 << bit)
+        return Deps(1 << bit, 1 << bit)
 
 
 # One `Deps` stands for a tuple, too, if all its elements are alike.
@@ -94,7 +87,7 @@ def trace(
       ... }''')
       >>> flow = trace(module, [Deps.of(0), Deps.of(1)], {('g', 0): 2})
       >>> [bin(output.any) for output in flow.outputs], flow.moved
-      (['0b101', '0b11'], {('g', 0): Deps(any=1, direct=1, placed=0, copied=1)})
+      (['0b101', '0b11'], {('g', 0): Deps(any=1, direct=1, placed=0)})
     """
     tracer = _Tracer(module, tags, stepped)
     entry = module.computations[module.entry]
@@ -179,8 +172,7 @@ class _Tracer:
         for n, value in enumerate(operands):
             part, deps = (instruction.name, n), _merge(value)
             self.moved[part] = self.moved.get(part, Deps()) | deps
-            tag = Deps.of(self.tags[part]) if part in self.tags else Deps()
-            results.append(dataclasses.replace(deps | tag, copied=tag.copied))
+            results.append(deps | Deps.of(self.tags[part]) if part in self.tags else deps)
         return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -190,8 +182,6 @@ def _elementwise(instruction: Instruction, operands: list[Deps]) -> Deps:
     whole = _merge(tuple(operands))
     if opcode == "custom-call":
         return whole if _MOVES.search(instruction.attributes) else Deps(whole.any)
-    if opcode in _COPIES:
-        return whole
     if opcode in _PLACES:
         kept, put = (_merge(tuple(operands[part])) for part in _PLACES[opcode])
         return Deps(whole.any, kept.direct | put.direct, kept.placed | put.direct | put.placed)
@@ -250,9 +240,6 @@ def _flatten(value: Value, type_: Type) -> list[Deps]:
 
 
 _SAME = frozenset({"bitcast", "copy", "copy-start", "optimization-barrier"})
-_COPIES = frozenset(
-    {"bitcast-convert", "concatenate", "convert", "reshape", "reverse", "transpose"}
-)
 _MIXES = frozenset(
     {
         "cholesky",

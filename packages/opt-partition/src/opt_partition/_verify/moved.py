@@ -35,6 +35,7 @@ class Moved:
       number: its place among all of them.
       size: number of elements that a device has afterwards.
       count: how often it runs for one training step; a program may have several in a loop.
+      step_loops: the loops of whole training steps that it is in.
       state: the sharded leaves of the state that it depends on; if it is computed from some of
         them element by element, these.
       directly: whether it is computed from `state` element by element.
@@ -42,7 +43,7 @@ class Moved:
         over devices gathers them.
       from_params: it depends on parameters.
       from_inputs: it depends on arguments that are neither parameters nor state.
-      copies: numbers of those whose result it moves on as it is.
+      follows: numbers of those whose result it is computed from element by element.
       reaches: the results that are computed from it element by element.
     """
 
@@ -51,12 +52,13 @@ class Moved:
     number: int
     size: int
     count: int = 1
+    step_loops: tuple[str, ...] = ()
     state: tuple[Leaf, ...] = ()
     directly: bool = False
     placed: bool = False
     from_params: bool = False
     from_inputs: bool = False
-    copies: tuple[int, ...] = ()
+    follows: tuple[int, ...] = ()
     reaches: tuple[Leaf, ...] = ()
 
     @property
@@ -115,7 +117,7 @@ def moved_arrays(
     found = []
     for n, ((site, _, row), part) in enumerate(zip(places, parts, strict=True)):
         deps = flow.moved.get(part, Deps())
-        steps = math.prod(trips for name, trips in site.loops if name in flow.step_loops)
+        step_loops = dict(loop for loop in site.loops if loop[0] in flow.step_loops)
         direct, placed = deps.direct & all_state, deps.placed & all_state
         is_move = row.kind in MOVES
         depends = leaves((direct or (not is_move and placed) or deps.any) & all_state)
@@ -125,13 +127,14 @@ def moved_arrays(
                 site=site,
                 number=n,
                 size=math.prod(row.shape),
-                count=row.count // steps,
+                count=row.count // math.prod(step_loops.values()),
+                step_loops=tuple(step_loops),
                 state=depends,
                 directly=bool(direct or (not is_move and placed)),
                 placed=bool(placed),
                 from_params=bool(deps.any >> _ROLE_BITS["params"] & 1),
                 from_inputs=bool(deps.any >> _ROLE_BITS["other"] & 1),
-                copies=tuple(_bits(deps.copied >> first_tag)),
+                follows=tuple(_bits(deps.direct >> first_tag)) if depends else (),
                 reaches=tuple(reaches[n]),
             )
         )

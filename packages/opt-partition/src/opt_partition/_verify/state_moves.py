@@ -121,8 +121,16 @@ def _update_moves(
     arrays: Sequence[Moved], params: Sequence[Leaf], moves: StateMoves, severity: Severity
 ) -> Iterator[Finding]:
     """Of what is made of the state of `params` and of gradients: the update may move, once."""
-    kept = _last_of_chains(arrays)
-    total = most_at_once(kept, lambda moved: moved.elements)
+    kept = _without_stages(arrays)
+    regions: defaultdict[tuple[str, ...], list[Moved]] = defaultdict(list)
+    for moved in kept:
+        regions[moved.step_loops].append(moved)
+    sums = {
+        region: most_at_once(inside, lambda moved: moved.elements)
+        for region, inside in regions.items()
+    }
+    busiest = max(sums, key=sums.__getitem__)
+    total, kept = sums[busiest], regions[busiest]
     leaves = list(dict.fromkeys(leaf for m in arrays if m.directly for leaf in m.state))
     budget = sum(_budget(p, arrays, leaves, moves) for p in params)
     excess = total - budget
@@ -149,19 +157,20 @@ def _budget(param: Leaf, arrays: Sequence[Moved], leaves: Sequence[Leaf], moves:
     return 0 if alike and all(m.directly for m in arrays) else param.shard_size
 
 
-def _last_of_chains(arrays: Sequence[Moved]) -> list[Moved]:
-    """Without the steps by which one array gets where it goes: the largest of them stands for all.
+def _without_stages(arrays: Sequence[Moved]) -> list[Moved]:
+    """Of the stages by which an update gets to its parameter, the largest alone.
 
-    XLA gathers over one mesh axis after the other, and may permute before or after that.
+    XLA gathers over one mesh axis after the other, and may put the parts in order before or after.
+    What goes back to the state is not on that way, nor is what was gathered and sliced again.
     """
     by_number = {array.number: array for array in arrays}
     dropped: set[Moved] = set()
     for array in arrays:
-        for before in filter(None, map(by_number.get, array.copies)):
-            if array.row.kind == "all-gather" and array.elements > before.elements:
-                dropped.add(before)
-            elif before.row.kind == "all-gather" and array.row.kind == "collective-permute":
-                dropped.add(array)
+        for before in filter(None, map(by_number.get, array.follows)):
+            permutes = {array.row.kind, before.row.kind} == {"collective-permute"}
+            back = any(leaf.role == "state" for leaf in (*array.reaches, *before.reaches))
+            if not permutes and not back and array.operand_elements >= before.elements:
+                dropped.add(before if before.elements <= array.elements else array)
     return [array for array in arrays if array not in dropped]
 
 
