@@ -133,6 +133,9 @@ def layers_loss(params: Tree, batch: jax.Array, *, remat: bool = False) -> jax.A
 
 # Steps
 
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+ROWS = P("data")
+
 
 def place(tree: Tree, mesh: Mesh, specs: Tree) -> Tree:
     """Shardings of a tree: by the name of the leaf's last key, of anything else whole."""
@@ -171,17 +174,20 @@ class Recipe:
       on_grads: sees the gradients, with the state's shardings of the parameters.
       place_state: shardings of the state instead of `state`'s, of mesh and abstract state.
       out_state: specs of the state that comes out, if they differ.
+      out_params: specs of the parameters that come out, if they differ.
       gradients: of loss, parameters and batch, instead of `jax.grad`.
+      donate: numbers of the arguments given away.
+      update_dtype: what the parameters are cast to before they are updated.
     """
 
     mesh: str = "data"
     params: Tree = dataclasses.field(default_factory=dict)
     state: Tree = dataclasses.field(default_factory=lambda: {"w": P("data"), "b": P("data")})
-    tx: optax.GradientTransformation = optax.sgd(0.1, momentum=0.9)
+    tx: optax.GradientTransformation = MOMENTUM
     loss: Callable[[Tree, Any], jax.Array] = dense_loss
     shapes: Tree = dataclasses.field(default_factory=lambda: PARAMS)
     batch: jax.ShapeDtypeStruct = BATCH
-    batch_spec: P = P("data")
+    batch_spec: P = ROWS
     before: Callable[[Tree, Mesh], Tree] = lambda state, mesh: state
     after: Callable[[Tree, Mesh], Tree] = lambda state, mesh: state
     on_grads: Callable[[Tree, Tree], Tree] = lambda grads, shardings: grads
@@ -190,6 +196,7 @@ class Recipe:
     out_params: Tree | None = None
     gradients: Callable[[Any, Tree, Any], Tree] = lambda loss, p, b: jax.grad(loss)(p, b)
     donate: tuple[int, ...] = (0, 1)
+    update_dtype: Any = None
 
     def __call__(self, meshes: Meshes) -> Step:
         mesh = getattr(meshes, self.mesh)
@@ -201,6 +208,8 @@ class Recipe:
         def step(values: Tree, opt_state: Tree, batch: Any) -> tuple[Tree, Tree]:
             grads = self.on_grads(self.gradients(self.loss, values, batch), spread)
             updates, new = self.tx.update(grads, self.before(opt_state, mesh), values)
+            if self.update_dtype is not None:
+                values = optax.tree.cast(values, self.update_dtype)
             return optax.apply_updates(values, updates), self.after(new, mesh)
 
         out = state if self.out_state is None else self._place(self.out_state, mesh, shapes)
@@ -289,9 +298,7 @@ def on_shards(
 
     def move(x: jax.Array, mesh: Mesh) -> jax.Array:
         spec = P("data")
-        mapped = jax.shard_map(
-            function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-        )
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         return mapped(x)
 
     return move
@@ -365,7 +372,7 @@ def _scattered_sum(part: jax.Array) -> jax.Array:
 
 
 def _sum_scatter(part: jax.Array) -> jax.Array:
-    """Shards put into zeros and summed, each device keeping a part: of other shards than its own."""
+    """Shards put into zeros and summed; each device keeps the part that is its neighbour's."""
     zeros = jnp.zeros((8 * part.shape[0], *part.shape[1:]), part.dtype)
     start = (jax.lax.axis_index("data") + 1) % 8 * part.shape[0]
     full = jax.lax.dynamic_update_slice_in_dim(zeros, part, start, 0)
@@ -464,12 +471,16 @@ def moving(name: str, move: Callable[[jax.Array, Mesh], jax.Array]) -> Callable[
     return change
 
 
+def gathers(*paths: str) -> frozenset[tuple[str, str | None]]:
+    return frozenset(("state gather", path) for path in paths)
+
+
 STATE_W = "1/0/trace/w"
 
 
 def planted_moves() -> list[Program]:
     """Every move, of the old state and of the new."""
-    found = frozenset({("state gather", STATE_W)})
+    found = gathers(STATE_W)
     programs = []
     for name, move in MOVES.items():
         for when in ("before", "after"):
@@ -483,9 +494,6 @@ def planted_moves() -> list[Program]:
             )
             programs.append(Program(f"layers_{name}_{when}", recipe, finds=found))
     return programs
-
-
-FAULTY: list[Program] = planted_moves()
 
 
 # Healthy steps
@@ -507,7 +515,9 @@ def micro_batched(reduce_each: bool) -> Callable[[Any, Tree, Any], Tree]:
             return jax.tree.map(jnp.add, total, grads), None
 
         def add_all(total: Tree, batch: Any) -> tuple[Tree, None]:
-            return jax.tree.map(jnp.add, total, jax.vmap(jax.grad(loss), (None, 0))(params, batch)), None
+            return jax.tree.map(
+                jnp.add, total, jax.vmap(jax.grad(loss), (None, 0))(params, batch)
+            ), None
 
         if reduce_each:
             return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)[0]
@@ -524,7 +534,7 @@ def by_hand(
     """ZeRO-1 under `shard_map`: each device updates its part of the parameters."""
 
     def build(meshes: Meshes) -> Step:
-        mesh, tx = meshes.data, optax.sgd(0.1, momentum=0.9)
+        mesh, tx = meshes.data, MOMENTUM
         shapes = jax.eval_shape(tx.init, PARAMS)
         params, state = place(PARAMS, mesh, {}), place(shapes, mesh, FSDP)
         batch = NamedSharding(mesh, P("data"))
@@ -673,7 +683,9 @@ def by_layer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     def update(grads: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
         def one(_: None, layer: tuple[Tree, ...]) -> tuple[None, tuple[Tree, Tree]]:
             grad, trace, param = layer
-            updates, (new, *_) = tx.update(grad, (optax.TraceState(trace), optax.EmptyState()), param)
+            updates, (new, *_) = tx.update(
+                grad, (optax.TraceState(trace), optax.EmptyState()), param
+            )
             return None, (updates, new.trace)
 
         _, (updates, trace) = jax.lax.scan(one, None, (grads, state[0].trace, params))
@@ -694,10 +706,8 @@ def multi_steps(every: int) -> optax.GradientTransformation:
     return optax.MultiSteps(ADAM, every).gradient_transformation()
 
 
-GROUPS = optax.partition({"matrix": ADAM, "rest": optax.sgd(0.1, momentum=0.9)}, {"w": "matrix", "b": "rest"})
-BF16 = {
-    name: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16) for name, leaf in PARAMS.items()
-}
+GROUPS = optax.partition({"matrix": ADAM, "rest": MOMENTUM}, {"w": "matrix", "b": "rest"})
+BF16 = {name: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16) for name, leaf in PARAMS.items()}
 ON_GRADS = constrain
 
 
@@ -755,36 +765,113 @@ HEALTHY: list[Program] = [
     healthy("zero1_ring", by_hand(sum_scatter, ring_gather)),
     healthy("zero1_ring_in_a_loop", by_hand(sum_scatter, ring_gather_in_a_loop)),
     healthy("zero1_placed_sum", by_hand(sum_scatter, placed_gather)),
-    healthy("zero1_layers", Recipe(shapes=LAYERS, loss=layers_loss, tx=ADAM, state={"w": P(None, "data")})),
-    healthy("zero1_layers_on_devices", Recipe(shapes=LAYERS, loss=layers_loss, tx=ADAM, state={"w": P("data")})),
+    healthy(
+        "zero1_layers",
+        Recipe(shapes=LAYERS, loss=layers_loss, tx=ADAM, state={"w": P(None, "data")}),
+    ),
+    healthy(
+        "zero1_layers_on_devices",
+        Recipe(shapes=LAYERS, loss=layers_loss, tx=ADAM, state={"w": P("data")}),
+    ),
     healthy(
         "zero1_layer_by_layer",
-        Recipe(shapes=LAYERS, loss=layers_loss, tx=by_layer(optax.sgd(0.1, momentum=0.9)), state={"w": P(None, "data")}),
+        Recipe(
+            shapes=LAYERS,
+            loss=layers_loss,
+            tx=by_layer(MOMENTUM),
+            state={"w": P(None, "data")},
+        ),
     ),
     healthy("zero2_adamw", Recipe(tx=ADAM, on_grads=constrain)),
-    healthy("zero2_layers", Recipe(shapes=LAYERS, loss=layers_loss, tx=ADAM, state={"w": P(None, "data")}, on_grads=constrain)),
+    healthy(
+        "zero2_layers",
+        Recipe(
+            shapes=LAYERS,
+            loss=layers_loss,
+            tx=ADAM,
+            state={"w": P(None, "data")},
+            on_grads=constrain,
+        ),
+    ),
     healthy("fsdp_adamw", Recipe(tx=ADAM, **both(FSDP))),
     healthy("fsdp_clipped", Recipe(tx=clipped(ADAM), **both(FSDP))),
     healthy("fsdp_lamb", Recipe(tx=optax.lamb(1e-3), **both(FSDP))),
-    healthy("fsdp_layers", Recipe(shapes=LAYERS, loss=layers_loss, tx=ADAM, **both({"w": P(None, "data")}))),
-    healthy("fsdp_layers_remat", Recipe(shapes=LAYERS, loss=functools.partial(layers_loss, remat=True), tx=ADAM, **both({"w": P(None, None, "data")}))),
-    healthy("fsdp_layers_on_devices", Recipe(shapes=LAYERS, loss=layers_loss, tx=ADAM, **both({"w": P("data")}))),
+    healthy(
+        "fsdp_layers",
+        Recipe(shapes=LAYERS, loss=layers_loss, tx=ADAM, **both({"w": P(None, "data")})),
+    ),
+    healthy(
+        "fsdp_layers_remat",
+        Recipe(
+            shapes=LAYERS,
+            loss=functools.partial(layers_loss, remat=True),
+            tx=ADAM,
+            **both({"w": P(None, None, "data")}),
+        ),
+    ),
+    healthy(
+        "fsdp_layers_on_devices",
+        Recipe(shapes=LAYERS, loss=layers_loss, tx=ADAM, **both({"w": P("data")})),
+    ),
     healthy("fsdp_tp_adamw", Recipe("grid", tx=ADAM, **both(FSDP_TP))),
     healthy("fsdp_tp_clipped", Recipe("grid", tx=clipped(ADAM), **both(FSDP_TP))),
     healthy("fsdp_pods", Recipe("cube", tx=ADAM, **both({"w": P(("pod", "data"), "model")}))),
-    healthy("hsdp", Recipe("cube", tx=ADAM, batch_spec=P(("pod", "data")), **both({"w": P("data", "model")}))),
+    healthy(
+        "hsdp",
+        Recipe("cube", tx=ADAM, batch_spec=P(("pod", "data")), **both({"w": P("data", "model")})),
+    ),
     healthy("tp_adamw", Recipe("grid", tx=ADAM, **both(TP))),
     healthy("zero1_multi_steps", Recipe(tx=multi_steps(3))),
     healthy("zero1_multi_steps_every_step", Recipe(tx=multi_steps(1))),
     healthy("fsdp_multi_steps", Recipe(tx=multi_steps(3), **both(FSDP))),
     healthy("zero1_multi_steps_finite", Recipe(tx=optax.apply_if_finite(multi_steps(2), 3))),
-    healthy("zero1_micro_batches", Recipe(tx=ADAM, batch=jax.ShapeDtypeStruct((4, 16, 16), F32), batch_spec=P(None, "data"), gradients=micro_batched(True))),
-    healthy("zero1_micro_batches_deferred", Recipe(tx=ADAM, batch=jax.ShapeDtypeStruct((4, 16, 16), F32), batch_spec=P(None, "data"), gradients=micro_batched(False))),
+    healthy(
+        "zero1_micro_batches",
+        Recipe(
+            tx=ADAM,
+            batch=jax.ShapeDtypeStruct((4, 16, 16), F32),
+            batch_spec=P(None, "data"),
+            gradients=micro_batched(True),
+        ),
+    ),
+    healthy(
+        "zero1_micro_batches_deferred",
+        Recipe(
+            tx=ADAM,
+            batch=jax.ShapeDtypeStruct((4, 16, 16), F32),
+            batch_spec=P(None, "data"),
+            gradients=micro_batched(False),
+        ),
+    ),
     healthy("adafactor_zero1", Recipe(tx=FACTORED, place_state=FACTORS)),
-    healthy("adafactor_fsdp_tp", Recipe("grid", FSDP_TP, tx=FACTORED, place_state=by_shape({(16, 32): P("data", "model"), (16,): P("data"), (32,): P("model")}))),
-    healthy("adafactor_momentum", Recipe(tx=optax.adafactor(1e-3, min_dim_size_to_factor=8, momentum=0.9), place_state=FACTORS)),
+    healthy(
+        "adafactor_fsdp_tp",
+        Recipe(
+            "grid",
+            FSDP_TP,
+            tx=FACTORED,
+            place_state=by_shape(
+                {(16, 32): P("data", "model"), (16,): P("data"), (32,): P("model")}
+            ),
+        ),
+    ),
+    healthy(
+        "adafactor_momentum",
+        Recipe(
+            tx=optax.adafactor(1e-3, min_dim_size_to_factor=8, momentum=0.9), place_state=FACTORS
+        ),
+    ),
     healthy("sm3", Recipe(tx=optax.sm3(0.1), place_state=FACTORS)),
-    healthy("muon", Recipe("grid", FSDP_TP, tx=optax.contrib.muon(1e-3), place_state=by_shape({(16, 32): P("data", "model"), (32,): P("model")})), options=ANY),
+    healthy(
+        "muon",
+        Recipe(
+            "grid",
+            FSDP_TP,
+            tx=optax.contrib.muon(1e-3),
+            place_state=by_shape({(16, 32): P("data", "model"), (32,): P("model")}),
+        ),
+        options=ANY,
+    ),
     healthy("muon_replicated", Recipe(tx=optax.contrib.muon(1e-3), state={})),
     healthy(
         "lbfgs",
@@ -805,24 +892,378 @@ HEALTHY: list[Program] = [
         "fsdp_transposed",
         Recipe("grid", {"w": P("data", "model")}, {"w": P("model", "data")}, ADAM),
     ),
-    healthy(
-        "fsdp_other_axes", Recipe("grid", {"w": P("model")}, {"w": P("data", "model")}, ADAM)
-    ),
+    healthy("fsdp_other_axes", Recipe("grid", {"w": P("model")}, {"w": P("data", "model")}, ADAM)),
     healthy(
         "fsdp_other_order",
         Recipe("grid", {"w": P(("model", "data"))}, {"w": P(("data", "model"))}, ADAM),
     ),
     healthy(
         "fsdp_other_dimension",
-        Recipe("cube", {"w": P(("pod", "data"), "model")}, {"w": P("model", ("data", "pod"))}, ADAM),
+        Recipe(
+            "cube", {"w": P(("pod", "data"), "model")}, {"w": P("model", ("data", "pod"))}, ADAM
+        ),
     ),
     healthy("moe", Recipe(shapes=MOE, loss=moe_loss, tx=ADAM, **both(EXPERTS))),
-    healthy("moe_zero1", Recipe("grid", {"up": P("data"), "down": P("data")}, {"up": P("data", "model"), "down": P("data", "model"), "router": P("data")}, ADAM, loss=moe_loss, shapes=MOE)),
+    healthy(
+        "moe_zero1",
+        Recipe(
+            "grid",
+            {"up": P("data"), "down": P("data")},
+            {"up": P("data", "model"), "down": P("data", "model"), "router": P("data")},
+            ADAM,
+            loss=moe_loss,
+            shapes=MOE,
+        ),
+    ),
     healthy("decoder_fsdp_tp", decoder(mesh="grid", **both(DECODER_TP))),
     healthy("decoder_zero1", decoder(state=DECODER_ZERO)),
     healthy("decoder_zero2", decoder(state=DECODER_ZERO, on_grads=constrain)),
-    healthy("decoder_adafactor", decoder(mesh="grid", params=DECODER_TP, tx=FACTORED, place_state=by_shape({(64, 16): P(None, "model"), (16,): P("model")}))),
+    healthy(
+        "decoder_adafactor",
+        decoder(
+            mesh="grid",
+            params=DECODER_TP,
+            tx=FACTORED,
+            place_state=by_shape({(64, 16): P(None, "model"), (16,): P("model")}),
+        ),
+    ),
     healthy("several_steps_fsdp", several_steps(Recipe(tx=ADAM, **both(FSDP)))),
     healthy("several_steps_zero1", several_steps(Recipe(tx=ADAM))),
-    healthy("several_steps_layer_by_layer", several_steps(Recipe(shapes=LAYERS, loss=layers_loss, tx=by_layer(optax.sgd(0.1, momentum=0.9)), state={"w": P(None, "data")}))),
+    healthy(
+        "several_steps_layer_by_layer",
+        several_steps(
+            Recipe(
+                shapes=LAYERS,
+                loss=layers_loss,
+                tx=by_layer(MOMENTUM),
+                state={"w": P(None, "data")},
+            )
+        ),
+    ),
+]
+
+
+# Faulty steps
+
+
+def whole_update(mesh_name: str = "data") -> Callable[[Meshes], Step]:
+    """Adam whose update is computed in full on every device, from moments gathered for it."""
+
+    def build(meshes: Meshes) -> Step:
+        mesh = getattr(meshes, mesh_name)
+
+        def update(grads: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
+            mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state[0], grads)
+            nu = jax.tree.map(lambda n, g: 0.99 * n + 0.01 * g * g, state[1], grads)
+
+            def full(m: jax.Array, n: jax.Array) -> jax.Array:
+                return -0.1 * whole(m, mesh) / (jnp.sqrt(whole(n, mesh)) + 1e-8)
+
+            return jax.tree.map(full, mu, nu), (mu, nu)
+
+        def init(params: Tree) -> Tree:
+            return tuple(jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+
+        return Recipe(mesh_name, tx=optax.GradientTransformation(init, update))(meshes)
+
+    return build
+
+
+def bucketed(params_too: bool) -> Callable[[Meshes], Step]:
+    """ZeRO-1 that gathers all parameters in one go; and all moments, too, or not."""
+
+    def build(meshes: Meshes) -> Step:
+        mesh, tx = meshes.data, MOMENTUM
+        shapes = jax.eval_shape(tx.init, PARAMS)
+        params, state = place(PARAMS, mesh, {}), place(shapes, mesh, FSDP)
+        batch = NamedSharding(mesh, P("data"))
+
+        def full(parts: Tree) -> Tree:
+            leaves, treedef = jax.tree.flatten(parts)
+            bucket = jnp.concatenate([leaf.ravel() for leaf in leaves])
+            rows = jax.lax.all_gather(bucket, "data")
+            ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
+            split = jnp.split(rows, ends, axis=1)
+            return treedef.unflatten(
+                [x.reshape(-1, *leaf.shape[1:]) for x, leaf in zip(split, leaves, strict=True)]
+            )
+
+        def step(values: Tree, opt_state: Tree, data: jax.Array) -> tuple[Tree, Tree]:
+            if params_too:
+                again = jax.lax.optimization_barrier(full(opt_state[0].trace))
+                trace = jax.tree.map(lambda t: _mine(t, t.shape[0] // 8), again)
+                opt_state = (optax.TraceState(trace), *opt_state[1:])
+            grads = jax.tree.map(sum_scatter, jax.grad(dense_loss)(values, data))
+            part = jax.tree.map(lambda p: _mine(p, p.shape[0] // 8), values)
+            updates, new = tx.update(grads, opt_state, part)
+            return full(optax.apply_updates(part, updates)), new
+
+        specs = jax.tree.map(lambda sharding: sharding.spec, (params, state, batch))
+        mapped = jax.shard_map(
+            step, mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=False
+        )
+        expected = Expected((params, state), (params, state))
+        arguments = (PARAMS, shapes, BATCH)
+        return Step(mapped, arguments, (params, state, batch), (params, state), expected, mesh=mesh)
+
+    return build
+
+
+def over(*spec: Any) -> Callable[[jax.Array, Mesh], jax.Array]:
+    """A move to another layout, from which XLA has to find the way back by itself."""
+    return lambda x, mesh: laid(x, mesh, *spec)
+
+
+def layer_by_layer(*spec: Any) -> Callable[[jax.Array, Mesh], jax.Array]:
+    return lambda x, mesh: jax.lax.map(lambda layer: laid(layer, mesh, *spec), x)
+
+
+def scaled_gather(state: Tree, mesh: Mesh) -> Tree:
+    """The momentum, scaled by a number that depends on itself, gathered."""
+    trace = state[0].trace
+    size = jnp.sqrt(sum(jnp.sum(x * x) for x in jax.tree.leaves(trace)))
+    scaled = {**trace, "w": whole(trace["w"] * (1 + 0 * jnp.tanh(size)), mesh)}
+    return (optax.TraceState(scaled), *state[1:])
+
+
+def cast_state(dtype: Any) -> Callable[[Tree, Mesh], Tree]:
+    return moving("w", lambda x, mesh: x.astype(dtype))
+
+
+def asking(recipe: Recipe, dtype: Any) -> Callable[[Meshes], Step]:
+    """A step of whose state another dtype is asked."""
+
+    def build(meshes: Meshes) -> Step:
+        step = recipe(meshes)
+        asked = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                leaf.shape, dtype if leaf.shape else leaf.dtype, sharding=sharding
+            ),
+            step.arguments[1],
+            step.inputs[1],
+        )
+        return dataclasses.replace(step, expected=Expected((None, asked), (None, asked)))
+
+    return build
+
+
+def letting_xla_decide(recipe: Recipe) -> Callable[[Meshes], Step]:
+    return lambda meshes: dataclasses.replace(recipe(meshes), outputs=None)
+
+
+def errors(kind: str, *paths: str) -> frozenset[tuple[str, str | None]]:
+    return frozenset((kind, path) for path in paths)
+
+
+HEALTHY.append(healthy("zero1_bucket", bucketed(False)))
+STACKED = {"shapes": LAYERS, "loss": layers_loss, "state": {"w": P(None, "data")}}
+GRID_ZERO = {"w": P("data", "model"), "b": P("data")}
+DECODER_MU = {"before": moving("up", layer_by_layer())}
+FAULTY: list[Program] = [
+    *planted_moves(),
+    # other places in the state
+    Program(
+        "adam_nu",
+        Recipe(tx=ADAM, before=moving("w", by_halves)),
+        finds=gathers("1/0/mu/w", "1/0/nu/w"),
+    ),
+    Program("bias", Recipe(before=moving("b", by_gather)), finds=gathers("1/0/trace/b")),
+    Program(
+        "accumulator",
+        Recipe(
+            tx=multi_steps(3),
+            before=lambda s, mesh: s._replace(
+                acc_grads=moving("w", by_all_to_all)(s.acc_grads, mesh)
+            ),
+        ),
+        finds=gathers("1/acc_grads/w"),
+    ),
+    Program(
+        "adafactor_momentum_gathered",
+        Recipe(
+            tx=optax.adafactor(1e-3, min_dim_size_to_factor=8, momentum=0.9),
+            place_state=FACTORS,
+            before=lambda s, mesh: jax.tree.map(
+                lambda x: whole(x, mesh) if x.shape == (16, 32) else x, s
+            ),
+        ),
+        finds=gathers("1/4/ema/w"),
+    ),
+    Program("scaled_gather", Recipe(before=scaled_gather), finds=gathers(STATE_W)),
+    Program("bucket", bucketed(True), finds=gathers(STATE_W, "1/0/trace/b")),
+    Program("whole_update", whole_update(), finds=gathers("1/0/w", "1/0/b")),
+    # other layouts
+    Program(
+        "fsdp_before",
+        Recipe(**both(FSDP), before=moving("w", by_all_to_all)),
+        finds=gathers(STATE_W),
+    ),
+    Program(
+        "fsdp_after", Recipe(**both(FSDP), after=moving("w", by_all_to_all)), finds=gathers(STATE_W)
+    ),
+    Program(
+        "fsdp_there",
+        Recipe(**both(FSDP), before=moving("w", over(None, "data"))),
+        finds=gathers(STATE_W),
+    ),
+    Program(
+        "grid_one_axis",
+        Recipe("grid", {}, GRID_ZERO, before=moving("w", over("data"))),
+        finds=gathers(STATE_W),
+    ),
+    Program(
+        "grid_other_axis",
+        Recipe("grid", {}, GRID_ZERO, before=moving("w", over(None, "model"))),
+        finds=gathers(STATE_W),
+    ),
+    Program(
+        "grid_both_axes",
+        Recipe("grid", {}, GRID_ZERO, before=moving("w", over())),
+        finds=gathers(STATE_W),
+    ),
+    Program(
+        "grid_swapped",
+        Recipe("grid", {}, GRID_ZERO, before=moving("w", over("model", "data"))),
+        finds=gathers(STATE_W),
+    ),
+    Program(
+        "fsdp_tp_one_axis",
+        Recipe("grid", **both(FSDP_TP), before=moving("w", over(None, "model"))),
+        finds=gathers(STATE_W),
+    ),
+    Program(
+        "fsdp_tp_after",
+        Recipe("grid", **both(FSDP_TP), after=moving("w", over("data"))),
+        finds=gathers(STATE_W),
+    ),
+    Program(
+        "fsdp_tp_order",
+        Recipe(
+            "grid", **both({"w": P(("data", "model"))}), after=moving("w", over(("model", "data")))
+        ),
+        finds=gathers(STATE_W),
+    ),
+    Program(
+        "pods",
+        Recipe(
+            "cube",
+            {"w": P("data", "model")},
+            {"w": P(("data", "pod"), "model")},
+            before=moving("w", over("data", "model")),
+        ),
+        finds=gathers(STATE_W),
+    ),
+    # scanned layers
+    Program(
+        "layers_on_devices",
+        Recipe(**{**STACKED, "state": {"w": P("data")}}, before=moving("w", by_gather)),
+        finds=gathers(STATE_W),
+    ),
+    Program(
+        "layers_on_devices_one_by_one",
+        Recipe(**{**STACKED, "state": {"w": P("data")}}, tx=by_layer(MOMENTUM)),
+        finds=gathers(STATE_W),
+    ),
+    Program(
+        "layers_all_to_all",
+        Recipe(
+            **STACKED,
+            before=moving(
+                "w", lambda x, mesh: laid(layer_by_layer(None, "data")(x, mesh), mesh, None, "data")
+            ),
+        ),
+        finds=gathers(STATE_W),
+    ),
+    Program(
+        "layers_fsdp",
+        Recipe(
+            shapes=LAYERS,
+            loss=layers_loss,
+            **both({"w": P(None, "data")}),
+            before=moving("w", layer_by_layer()),
+        ),
+        finds=gathers(STATE_W),
+    ),
+    Program(
+        "several_steps_gather",
+        several_steps(Recipe(before=moving("w", by_gather))),
+        finds=gathers(STATE_W),
+    ),
+    Program(
+        "several_steps_loop",
+        several_steps(Recipe(**STACKED, after=moving("w", by_loop))),
+        finds=gathers(STATE_W),
+    ),
+    Program(
+        "several_steps_all_to_all",
+        several_steps(Recipe(**both(FSDP), after=moving("w", by_all_to_all))),
+        finds=gathers(STATE_W),
+    ),
+    Program(
+        "decoder_loop",
+        decoder(state=DECODER_ZERO, tx=MOMENTUM, **DECODER_MU),
+        finds=gathers("1/0/trace/up"),
+    ),
+    # not as asked
+    Program(
+        "comes_out_whole",
+        Recipe(out_state={}, donate=()),
+        finds=errors("sharding", STATE_W),
+        warns=frozenset({"donation"}),
+    ),
+    Program(
+        "comes_out_elsewhere",
+        Recipe(out_state={"w": P(None, "data"), "b": P("data")}, donate=()),
+        finds=errors("sharding", STATE_W),
+        warns=frozenset({"donation"}),
+    ),
+    Program(
+        "params_come_out_sharded",
+        Recipe(out_params=FSDP, donate=()),
+        finds=errors("sharding", "0/w"),
+        warns=frozenset({"donation"}),
+    ),
+    Program(
+        "xla_decides",
+        letting_xla_decide(Recipe(donate=())),
+        finds=errors("sharding", "0/w"),
+        warns=frozenset({"donation"}),
+    ),
+    Program(
+        "dtype_changes",
+        Recipe(after=cast_state(jnp.bfloat16), donate=(0,)),
+        finds=errors("dtype", STATE_W),
+        warns=frozenset({"donation"}),
+    ),
+    Program(
+        "dtype_widens",
+        Recipe(
+            tx=optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.bfloat16),
+            after=cast_state(F32),
+            donate=(0,),
+        ),
+        finds=errors("dtype", STATE_W),
+        warns=frozenset({"donation"}),
+    ),
+    Program(
+        "dtype_of_params",
+        Recipe(shapes=BF16, update_dtype=F32, donate=(1,)),
+        finds=errors("dtype", "0/w", "0/b"),
+        warns=frozenset({"donation"}),
+    ),
+    Program(
+        "dtype_not_asked",
+        asking(Recipe(tx=optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.bfloat16)), F32),
+        finds=errors("dtype", STATE_W, "1/0/trace/b"),
+    ),
+    Program(
+        "dtype_asked_for_less",
+        asking(Recipe(), jnp.bfloat16),
+        finds=errors("dtype", STATE_W, "1/0/trace/b"),
+    ),
+]
+WASTEFUL: list[Program] = [
+    Program("not_donated", Recipe(donate=()), warns=frozenset({"donation"})),
+    Program("state_not_donated", Recipe(donate=(0,)), warns=frozenset({"donation"})),
+    Program("params_not_donated", Recipe(donate=(1,)), warns=frozenset({"donation"})),
 ]
