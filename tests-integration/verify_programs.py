@@ -110,15 +110,15 @@ def shapes_of(**shapes: tuple[int, ...]) -> Tree:
     return {name: jax.ShapeDtypeStruct(shape, F32) for name, shape in shapes.items()}
 
 
-PARAMS = shapes_of(w=(16, 32), b=(32,))
-BATCH = jax.ShapeDtypeStruct((16, 16), F32)
+PARAMS = shapes_of(w=(256, 512), b=(512,))
+BATCH = jax.ShapeDtypeStruct((64, 256), F32)
 
 
 def dense_loss(params: Tree, batch: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(jnp.tanh(batch @ params["w"] + params["b"])))
 
 
-LAYERS = shapes_of(w=(8, 16, 16))
+LAYERS = shapes_of(w=(8, 256, 256))
 
 
 def layers_loss(params: Tree, batch: jax.Array, *, remat: bool = False) -> jax.Array:
@@ -292,13 +292,14 @@ def by_counted_loop(x: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 def on_shards(
-    function: Callable[[jax.Array], jax.Array],
+    function: Callable[[jax.Array], jax.Array], *spec: Any
 ) -> Callable[[jax.Array, Mesh], jax.Array]:
     """A move written for the part of an array that a device has along `data`."""
 
     def move(x: jax.Array, mesh: Mesh) -> jax.Array:
-        spec = P("data")
-        mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        mapped = jax.shard_map(
+            function, mesh=mesh, in_specs=P(*spec), out_specs=P(*spec), check_vma=False
+        )
         return mapped(x)
 
     return move
@@ -430,31 +431,43 @@ def _gather_if(part: jax.Array) -> jax.Array:
     return jax.lax.cond(large, _gather_slices, lambda x: x, part)
 
 
+def each_layer(
+    function: Callable[[jax.Array], jax.Array],
+) -> Callable[[jax.Array, Mesh], jax.Array]:
+    """A move of the parts that a device has of each of the stacked layers, one after the other."""
+    return on_shards(lambda parts: jax.lax.map(function, parts), None, "data")
+
+
 MOVES: dict[str, Callable[[jax.Array, Mesh], jax.Array]] = {
     "gather": by_gather,
     "bf16_gather": by_low_precision_gather,
     "halves": by_halves,
     "quarters": by_quarters,
     "all_to_all": by_all_to_all,
-    "ring": on_shards(_ring),
-    "ring_in_a_loop": on_shards(_ring_loop),
-    "neighbour": on_shards(_neighbour),
-    "placed_sum": on_shards(_placed_sum),
-    "padded_sum": on_shards(_padded_sum),
-    "masked_sum": on_shards(_masked_sum),
-    "scattered_sum": on_shards(_scattered_sum),
-    "sum_scatter": on_shards(_sum_scatter),
-    "gather_slices": on_shards(_gather_slices),
-    "gather_stacked": on_shards(_gather_stacked),
-    "gather_rows": on_shards(_gather_rows),
-    "gather_in_two_stages": on_shards(_gather_pairs),
-    "exchange": on_shards(_exchange),
-    "gather_while": on_shards(_gather_while),
-    "gather_if": on_shards(_gather_if),
+    "ring": on_shards(_ring, "data"),
+    "ring_in_a_loop": on_shards(_ring_loop, "data"),
+    "neighbour": on_shards(_neighbour, "data"),
+    "placed_sum": on_shards(_placed_sum, "data"),
+    "padded_sum": on_shards(_padded_sum, "data"),
+    "masked_sum": on_shards(_masked_sum, "data"),
+    "scattered_sum": on_shards(_scattered_sum, "data"),
+    "sum_scatter": on_shards(_sum_scatter, "data"),
+    "gather_slices": on_shards(_gather_slices, "data"),
+    "gather_stacked": on_shards(_gather_stacked, "data"),
+    "gather_rows": on_shards(_gather_rows, "data"),
+    "gather_in_two_stages": on_shards(_gather_pairs, "data"),
+    "exchange": on_shards(_exchange, "data"),
+    "gather_while": on_shards(_gather_while, "data"),
+    "gather_if": on_shards(_gather_if, "data"),
 }
 LAYER_MOVES: dict[str, Callable[[jax.Array, Mesh], jax.Array]] = {
     "loop": by_loop,
     "counted_loop": by_counted_loop,
+    "gather_slices": each_layer(_gather_slices),
+    "gather_stacked": each_layer(_gather_stacked),
+    "ring": each_layer(_ring),
+    "exchange": each_layer(_exchange),
+    "placed_sum": each_layer(_placed_sum),
 }
 
 
@@ -503,7 +516,7 @@ FSDP = {"w": P("data"), "b": P("data")}
 TP = {"w": P(None, "model"), "b": P("model")}
 FSDP_TP = {"w": P("data", "model"), "b": P("model")}
 FACTORED = optax.adafactor(1e-3, min_dim_size_to_factor=8)
-FACTORS = by_shape({(16, 32): P("data"), (32,): P("data"), (16,): P("data")})
+FACTORS = by_shape({(256, 512): P("data"), (512,): P("data"), (256,): P("data")})
 
 
 def micro_batched(reduce_each: bool) -> Callable[[Any, Tree, Any], Tree]:
@@ -622,7 +635,7 @@ def several_steps(recipe: Recipe, unroll: int = 1) -> Callable[[Meshes], Step]:
     return build
 
 
-MOE = shapes_of(router=(16, 8), up=(8, 16, 32), down=(8, 32, 16))
+MOE = shapes_of(router=(256, 8), up=(8, 256, 512), down=(8, 512, 256))
 EXPERTS = {"up": P("data"), "down": P("data")}
 
 
@@ -637,7 +650,7 @@ def moe_loss(params: Tree, batch: jax.Array) -> jax.Array:
 
 
 DECODER = shapes_of(
-    embed=(64, 16), qkv=(4, 16, 48), out=(4, 16, 16), up=(4, 16, 32), down=(4, 32, 16)
+    embed=(512, 256), qkv=(4, 256, 768), out=(4, 256, 256), up=(4, 256, 512), down=(4, 512, 256)
 )
 DECODER_TP = {
     "embed": P(None, "model"),
@@ -829,7 +842,7 @@ HEALTHY: list[Program] = [
         "zero1_micro_batches",
         Recipe(
             tx=ADAM,
-            batch=jax.ShapeDtypeStruct((4, 16, 16), F32),
+            batch=jax.ShapeDtypeStruct((4, 64, 256), F32),
             batch_spec=P(None, "data"),
             gradients=micro_batched(True),
         ),
@@ -838,7 +851,7 @@ HEALTHY: list[Program] = [
         "zero1_micro_batches_deferred",
         Recipe(
             tx=ADAM,
-            batch=jax.ShapeDtypeStruct((4, 16, 16), F32),
+            batch=jax.ShapeDtypeStruct((4, 64, 256), F32),
             batch_spec=P(None, "data"),
             gradients=micro_batched(False),
         ),
@@ -851,7 +864,7 @@ HEALTHY: list[Program] = [
             FSDP_TP,
             tx=FACTORED,
             place_state=by_shape(
-                {(16, 32): P("data", "model"), (16,): P("data"), (32,): P("model")}
+                {(256, 512): P("data", "model"), (256,): P("data"), (512,): P("model")}
             ),
         ),
     ),
@@ -868,7 +881,7 @@ HEALTHY: list[Program] = [
             "grid",
             FSDP_TP,
             tx=optax.contrib.muon(1e-3),
-            place_state=by_shape({(16, 32): P("data", "model"), (32,): P("model")}),
+            place_state=by_shape({(256, 512): P("data", "model"), (512,): P("model")}),
         ),
         options=ANY,
     ),
@@ -880,10 +893,10 @@ HEALTHY: list[Program] = [
             params=FSDP,
             place_state=by_shape(
                 {
-                    (16, 32): P("data"),
-                    (32,): P("data"),
-                    (3, 16, 32): P(None, "data"),
-                    (3, 32): P(None, "data"),
+                    (256, 512): P("data"),
+                    (512,): P("data"),
+                    (3, 256, 512): P(None, "data"),
+                    (3, 512): P(None, "data"),
                 }
             ),
         ),
@@ -924,7 +937,7 @@ HEALTHY: list[Program] = [
             mesh="grid",
             params=DECODER_TP,
             tx=FACTORED,
-            place_state=by_shape({(64, 16): P(None, "model"), (16,): P("model")}),
+            place_state=by_shape({(512, 256): P(None, "model"), (256,): P("model")}),
         ),
     ),
     healthy("several_steps_fsdp", several_steps(Recipe(tx=ADAM, **both(FSDP)))),
@@ -1084,7 +1097,7 @@ FAULTY: list[Program] = [
             tx=optax.adafactor(1e-3, min_dim_size_to_factor=8, momentum=0.9),
             place_state=FACTORS,
             before=lambda s, mesh: jax.tree.map(
-                lambda x: whole(x, mesh) if x.shape == (16, 32) else x, s
+                lambda x: whole(x, mesh) if x.shape == (256, 512) else x, s
             ),
         ),
         finds=gathers("1/4/ema/w"),

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from opt_partition._verify.collectives import callees, collective_kind
-from opt_partition._verify.hlo import Computation, Instruction, Module, Type
+from opt_partition._verify.hlo import Array, Computation, Instruction, Module, Type
 from opt_partition._verify.hlo_loops import rewritten_places
 
 
@@ -114,11 +114,14 @@ class _Tracer:
                 # XLA may pass less to a computation than it declares, e.g. to dead branches.
                 value = arguments[number] if number < len(arguments) else Deps()
             else:
-                value = self.step(instruction, [values[name] for name in instruction.operands])
+                operands = [values[name] for name in instruction.operands]
+                value = self.step(computation, instruction, operands)
             values[instruction.name] = value
         return values[computation.root]
 
-    def step(self, instruction: Instruction, operands: list[Value]) -> Value:
+    def step(
+        self, computation: Computation, instruction: Instruction, operands: list[Value]
+    ) -> Value:
         opcode = instruction.opcode
         if opcode == "tuple":
             return tuple(operands)
@@ -126,7 +129,8 @@ class _Tracer:
             [whole] = operands
             place = int(instruction.attribute("index") or 0)
             return whole[place] if isinstance(whole, tuple) else whole
-        if opcode in _SAME or opcode.endswith(("-done", "-update")):
+        keeps = opcode in _SAME or opcode.endswith(("-done", "-update"))
+        if keeps or _is_reshape(computation, instruction):
             return operands[0]
         if collective_kind(instruction):
             return self.collective(instruction, operands)
@@ -196,6 +200,14 @@ def _elementwise(instruction: Instruction, operands: list[Deps]) -> Deps:
         return Deps(whole.any)
     carrying = _merge(tuple(operands[slice(*_CARRYING.get(opcode, (None,)))]))
     return Deps(whole.any, carrying.direct, carrying.placed)
+
+
+def _is_reshape(computation: Computation, instruction: Instruction) -> bool:
+    """Whether an instruction only adds or takes away dimensions of size 1, as TPUs do by sums."""
+    if instruction.opcode not in ("broadcast", "reduce"):
+        return False
+    source, result = computation.instructions[instruction.operands[0]].type, instruction.type
+    return isinstance(source, Array) and isinstance(result, Array) and source.size == result.size
 
 
 def _join(*values: Value) -> Value:

@@ -155,10 +155,10 @@ _UNTRACED_REASON = "where it comes from is not known"
 
 
 def _gradient_severities(gradients: Gradients, platform: str) -> tuple[Severity, Severity]:
-    """How bad an all-reduce is, of a matrix and of a vector."""
+    """How bad an all-reduce is, of a matrix and of a vector or of little."""
     if gradients != "auto":
         severity: Severity = "note" if gradients == "any" else "error"
-        return severity, severity
+        return severity, "warning" if platform == "tpu" and severity == "error" else severity
     return "warning" if platform == "cpu" else "error", "warning"
 
 
