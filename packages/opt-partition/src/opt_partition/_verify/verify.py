@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -9,10 +11,10 @@ import jax
 from opt_partition._verify import leaf_findings, state_moves
 from opt_partition._verify import leaves as leaves_
 from opt_partition._verify import moved as moved_
-from opt_partition._verify.collectives import collectives
+from opt_partition._verify.collectives import Collective, collectives
 from opt_partition._verify.expected import Expected
 from opt_partition._verify.gradients import gradient_all_reduces
-from opt_partition._verify.hlo import parse
+from opt_partition._verify.hlo import Module, parse
 from opt_partition._verify.ownership import check_roles
 from opt_partition._verify.report import Finding, Memory, Report, Severity, Unjudged
 from opt_partition.errors import ShardingMismatchError
@@ -106,7 +108,6 @@ def verify(
     outputs = leaves_.output_leaves(compiled, expected, inputs)
     leaves = [*inputs, *outputs]
     module = parse(compiled.as_text() or "")
-    mesh = leaves_.mesh_shape(leaves)
     platform = leaves_.platform(leaves)
     reports = leaf_findings.leaf_reports(leaves, module)
     findings = [
@@ -117,29 +118,55 @@ def verify(
         *leaf_findings.undonated_findings(inputs, module.aliased_parameters),
         *leaf_findings.keyword_findings(compiled, expected),
     ]
-    moved = moved_.moved_arrays(module, inputs, outputs, mesh)
-    if moved is None:
-        found = tuple(collectives(module, mesh))
-        unjudged = tuple(Unjudged(row, _UNTRACED_REASON) for row in found)
-        findings.append(_UNTRACED)
-    else:
-        found = tuple(array.row for array in moved)
-        moves = state_moves.StateMoves(moved, inputs)
-        findings += state_moves.state_gathers(moves, _GATHER_SEVERITY[state_gathers])
-        findings += gradient_all_reduces(moved, mesh, *_gradient_severities(gradients, platform))
-        unjudged = tuple(moves.unjudged)
+    judged = judge_collectives(
+        module, inputs, outputs, platform, gradients=gradients, state_gathers=state_gathers
+    )
+    findings += judged.findings
     report = Report(
         platform=platform,
         num_devices=module.num_partitions,
         leaves=tuple(reports),
-        collectives=found,
+        collectives=judged.collectives,
         findings=tuple(sorted(findings, key=lambda f: get_args(Severity).index(f.severity))),
         memory=_memory(compiled),
-        unjudged=unjudged,
+        unjudged=judged.unjudged,
     )
     if raises and not report.ok:
         raise ShardingMismatchError(report)
     return report
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """The collectives of a step, and what is to be said of them; fields as of `Report`."""
+
+    collectives: tuple[Collective, ...]
+    findings: tuple[Finding, ...]
+    unjudged: tuple[Unjudged, ...]
+
+
+def judge_collectives(
+    module: Module,
+    inputs: Sequence[leaves_.Leaf],
+    outputs: Sequence[leaves_.Leaf],
+    platform: str,
+    *,
+    gradients: Gradients = "auto",
+    state_gathers: StateGathers = "error",
+) -> Judged:
+    """Holds what the collectives of a compiled step move against what they should."""
+    mesh = leaves_.mesh_shape([*inputs, *outputs])
+    moved = moved_.moved_arrays(module, inputs, outputs, mesh)
+    if moved is None:
+        found = tuple(collectives(module, mesh))
+        unjudged = tuple(Unjudged(row, "where it comes from is not known") for row in found)
+        return Judged(found, (_UNTRACED,), unjudged)
+    moves = state_moves.StateMoves(moved, inputs)
+    findings = (
+        *state_moves.state_gathers(moves, _GATHER_SEVERITY[state_gathers]),
+        *gradient_all_reduces(moved, mesh, *_gradient_severities(gradients, platform)),
+    )
+    return Judged(tuple(array.row for array in moved), findings, tuple(moves.unjudged))
 
 
 _GATHER_SEVERITY: dict[StateGathers, Severity] = {"error": "error", "any": "note"}
@@ -150,8 +177,6 @@ _UNTRACED = Finding(
     "the parameters of the compiled program are not the arguments that the step uses: where its "
     "collectives come from is not known, and gathers and all-reduces are not judged",
 )
-
-_UNTRACED_REASON = "where it comes from is not known"
 
 
 def _gradient_severities(gradients: Gradients, platform: str) -> tuple[Severity, Severity]:
