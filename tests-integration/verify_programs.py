@@ -1068,6 +1068,8 @@ def errors(kind: str, *paths: str) -> frozenset[tuple[str, str | None]]:
 
 
 HEALTHY.append(healthy("zero1_bucket", bucketed(False)))
+# XLA for TPUs sums the gradients of these in whole, though each device uses a part; so it is said.
+SUMMED_BY_TPUS = re.compile("zero1_sum_and_gather|(zero1|fsdp)_layers_on_devices|decoder_zero[12]")
 # XLA for TPUs sees that what is gathered only to be sliced need not be gathered.
 UNDONE_BY_TPUS = re.compile(
     "gather_before|(halves|quarters|layers_loop|layers_counted_loop)_(before|after)|adam_nu"
@@ -1109,7 +1111,7 @@ FAULTY: list[Program] = [
     ),
     Program("scaled_gather", Recipe(before=scaled_gather), finds=gathers(STATE_W)),
     Program("bucket", bucketed(True), finds=gathers(STATE_W, "1/0/trace/b")),
-    Program("whole_update", whole_update(), finds=gathers("1/0/w", "1/0/b")),
+    Program("whole_update", whole_update(), finds=gathers("1/0/w", "1/0/b", "1/1/w", "1/1/b")),
     # other layouts
     Program(
         "fsdp_before",
@@ -1226,25 +1228,25 @@ FAULTY: list[Program] = [
     Program(
         "comes_out_whole",
         Recipe(out_state={}, donate=()),
-        finds=errors("sharding", STATE_W),
+        finds=errors("sharding", STATE_W, "1/0/trace/b") | gathers(STATE_W, "1/0/trace/b"),
         warns=frozenset({"donation"}),
     ),
     Program(
         "comes_out_elsewhere",
         Recipe(out_state={"w": P(None, "data"), "b": P("data")}, donate=()),
-        finds=errors("sharding", STATE_W),
+        finds=errors("sharding", STATE_W) | gathers(STATE_W),
         warns=frozenset({"donation"}),
     ),
     Program(
         "params_come_out_sharded",
         Recipe(out_params=FSDP, donate=()),
-        finds=errors("sharding", "0/w"),
+        finds=errors("sharding", "0/w", "0/b"),
         warns=frozenset({"donation"}),
     ),
     Program(
         "xla_decides",
         letting_xla_decide(Recipe(donate=())),
-        finds=errors("sharding", "0/w"),
+        finds=errors("sharding", "0/w", "0/b"),
         warns=frozenset({"donation"}),
     ),
     Program(
