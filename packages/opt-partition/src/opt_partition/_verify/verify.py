@@ -33,42 +33,51 @@ def verify(
 ) -> Report:
     """Compares what a compiled step does with what was asked of its sharding.
 
-    Three things are errors.
+    Four things are errors.
 
     1. *A leaf does not lie as asked*, going in or coming out, or lies in another memory. Arguments
        that the step does not use lie nowhere and are passed over.
-    2. *State is gathered.* Every value of the compiled program is traced to the arguments that it
-       depends on. Gathering what depends on state alone is wrong. What depends on state *and* on
-       parameters or gradients may be gathered once for each parameter, up to the part of it that a
-       device holds: ZeRO-1 gathers the new parameter, or its update. A second gather of that size
-       means that moments were gathered, or sliced and gathered again; a larger one undoes the
-       sharding of the parameter itself. Gathers of parameters, as FSDP needs for the forward and
-       backward pass, and of gradients and activations, as tensor parallelism does, are nobody's
-       concern here. Leaves smaller than their parameter, as the rows and columns of a factored
-       second moment, may be gathered; that, and gathers over some of a leaf's axes, are noted. Of
-       a `lax.cond`, the branch that gathers most counts. Parameters and state that a loop carries
-       through several steps stay what they are. A state leaf belongs to the parameter whose path
-       is part of its own; one that belongs to none, as `optax.flatten` keeps, is judged only
-       where it is gathered as it is. An all-reduce that sums shards of state, each at its place
-       in zeros, is a gather; rings of collective permutes are not judged.
-    3. *Gradients are all-reduced* of which each device then uses its part: the sum, taken over mesh
+    2. *A dtype is not as asked*, or a parameter or a leaf of the state has another one coming out
+       than going in. Dtypes are asked for by a `Layout` or by arrays, abstract ones or others.
+    3. *State moves.* Every value of the compiled program is traced to the arguments that it depends
+       on, and all that moves is summed, loops multiplied out: gathers, all-to-alls, permutes, and
+       sums over devices of shards that each device put at a place of its own. Of what depends on
+       state alone, nothing should move: an error as soon as a device gets as many elements of a
+       leaf as it holds, in whatever pieces; less is noted. What depends on state *and* on
+       parameters or gradients may move once for each parameter, up to the part of it that a
+       device holds, as ZeRO-1 gathers the new parameter or its update; and not at all where state
+       and parameter lie alike. More means that moments were moved, or sliced and gathered again.
+       What FSDP moves of parameters and tensor parallelism of activations depends on no state and
+       is not judged here. Leaves smaller than their parameter, as the rows and columns of a
+       factored second moment, may move up to the parameter's size; that is noted. Of a `lax.cond`,
+       the branch that moves most counts. Where a loop makes state anew in each iteration, each is
+       a step. A state leaf belongs to the parameter whose path is part of its own; one that
+       belongs to none, as `optax.flatten` keeps, is judged only where it moves by itself.
+       `Report.unjudged` lists what moves and could not be judged, and why: made of such state,
+       by products or reductions, or in a loop whose length is not known.
+    4. *Gradients are all-reduced* of which each device then uses its part: the sum, taken over mesh
        axes that the new parameter or a leaf of the new state is divided over, is as large as if it
        were not, and ends up there element by element. Parameters with nothing but factored
        state, replicated themselves, are not judged.
+
+    Parameters and state that were not donated are a warning that says how many bytes are held
+    twice; so is donated memory that no result takes over.
 
     Args:
       step: `jax.jit(f, ...).lower(...)`, compiled or not yet.
       expected: what was asked.
       gradients: `'auto'` makes an all-reduced gradient an error where XLA would have made a
-        reduce-scatter of it by itself: of matrices on GPUs and TPUs. Vectors it leaves be, and on
-        CPUs it leaves all be; these are warnings. `'reduce-scatter'` makes them errors everywhere,
-        for steps that say `psum_scatter` themselves; `'any'` makes all of them notes.
-      state_gathers: `'any'` makes gathers of state notes, for optimizers that need whole matrices.
+        reduce-scatter of it by itself: of matrices on GPUs and TPUs. Vectors and what has less
+        than 64 KiB it leaves be, and on CPUs it leaves all be; these are warnings.
+        `'reduce-scatter'` makes them errors everywhere, for steps that say `psum_scatter`
+        themselves, but for those small ones on TPUs, where XLA sums them whole all the same;
+        `'any'` makes all of them notes.
+      state_gathers: `'any'` makes moves of state notes, for optimizers that need whole matrices.
       raises: `False` returns the report whatever it says.
 
     Returns:
-      The report: every leaf, every collective with what it depends on, bytes, findings. Its `str`
-      is a table, `to_json` all of it.
+      The report: every leaf, every collective with what it depends on, bytes, findings, and what
+      was not judged. Its `str` is a table, `to_json` all of it.
 
     Raises:
       ShardingMismatchError: the step is not as asked; its `report` says why.
@@ -85,7 +94,9 @@ def verify(
       ...     updates, state = tx.update(grads, state, params)
       ...     return optax.apply_updates(params, updates), state
       >>> whole = NamedSharding(jax.make_mesh((1,), ('data',)), PartitionSpec())
-      >>> jitted = jax.jit(step, in_shardings=whole, out_shardings=whole)
+      >>> jitted = jax.jit(
+      ...     step, in_shardings=whole, out_shardings=whole, donate_argnums=(0, 1)
+      ... )
       >>> lowered = jitted.lower(params, tx.init(params), jnp.ones((2, 8)))
       >>> report = verify(lowered, Expected(inputs=(whole, whole), outputs=(whole, whole)))
       >>> report.ok, report.bytes_per_device('state'), report.collectives
