@@ -85,6 +85,24 @@ def test_waste_is_warned_of(program: Program) -> None:
     assert {finding.kind for finding in others(report.findings)} == program.warns
 
 
+EXPLICIT = [
+    "zero1_adamw",
+    "zero1_over_tp",
+    "zero1_ring",
+    "fsdp_tp_adamw",
+    "zero1_multi_steps",
+    "gather_slices_before",
+    "exchange_after",
+    "layers_ring_before",
+]
+
+
+@pytest.mark.parametrize("name", EXPLICIT)
+def test_explicit_meshes(name: str) -> None:
+    report = checked(PROGRAMS[name], AxisType.Explicit)
+    assert named(report.errors) == PROGRAMS[name].finds
+
+
 @functools.cache
 def stored(path: Path) -> dict[str, Any]:
     return load(path)

@@ -79,8 +79,13 @@ class Step:
             out_shardings=self.outputs,
             donate_argnums=self.donate,
         )
+        arguments = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            self.arguments,
+            self.inputs,
+        )
         with jax.set_mesh(self.mesh) if explicit else contextlib.nullcontext():
-            return jitted.lower(*self.arguments)
+            return jitted.lower(*arguments)
 
 
 @dataclasses.dataclass(frozen=True)
