@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from opt_partition._verify.leaves import Expected, Leaf
+from opt_partition._verify.expected import Expected
+from opt_partition._verify.leaves import Leaf
 from opt_partition._verify.report import Finding, Role
 from opt_partition.errors import AxesError
 
