@@ -98,7 +98,8 @@ def sharded(draw: st.DrawFn) -> jax.Array:
         dims.append(draw(st.integers(0, 3)) * math.prod(sizes[name] for name in named))
     dtype = draw(st.sampled_from(["float32", "bfloat16", "int8", "bool", "complex64"]))
     values = np.random.default_rng(draw(st.integers(0, 99))).integers(-9, 9, dims)
-    return jax.device_put(values.astype(jnp.dtype(dtype)), NamedSharding(on, P(*spec)))
+    placed: jax.Array = jax.device_put(values.astype(jnp.dtype(dtype)), NamedSharding(on, P(*spec)))
+    return placed
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -123,7 +124,7 @@ def test_a_digest_needs_no_collective() -> None:
     on = jax.sharding.Mesh(np.array(jax.devices()), ("shards",))
     shards = jax.ShapeDtypeStruct((16, 24), jnp.float32, sharding=NamedSharding(on, P("shards")))
     places = jax.ShapeDtypeStruct((8, 3), jnp.uint32, sharding=shards.sharding)
-    text = _sums_of_shards.lower(shards, places, on).compile().as_text()
+    text = _sums_of_shards.lower(shards, places, on).compile().as_text() or ""
     assert "reduce" in text
     for kind in ("all-reduce", "all-gather", "all-to-all", "collective-permute"):
         assert kind not in text

@@ -121,13 +121,14 @@ def test_accelerators_are_taken_where_there_are_any(
     platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     devices = load("devices", monkeypatch)
-    before, there = jax.config.jax_platforms, make(platform, 2)
+    settings: Any = jax.config
+    before, there = settings.jax_platforms, make(platform, 2)
     monkeypatch.setattr(jax, "devices", lambda: there)
     monkeypatch.setattr(jax, "make_mesh", lambda *shape, **options: (shape[:2], options["devices"]))
     config, mesh = devices.take_devices(devices.Config(), 1)
     assert config.mesh == "data=2,model=1"
     assert mesh == (((2, 1), ("data", "model")), there)
-    assert jax.config.jax_platforms == before
+    assert settings.jax_platforms == before
 
 
 TAKING = """

@@ -350,7 +350,10 @@ BAD = {
     "empty mesh": (["--mesh=data=0,model=2"], "--mesh must have"),
     "mesh and batch": (["--mesh=data=3,model=2"], "data=3 must divide --batch-size 8"),
     "no microbatch": (["--microbatches=0"], "--microbatches must be at least 1"),
-    "microbatches": (["--microbatches=4"], "4 x data=4 of --mesh must divide --batch-size 8"),
+    "microbatches": (
+        ["--microbatches=4", "--mesh=data=4,model=2"],
+        "4 x data=4 of --mesh must divide --batch-size 8",
+    ),
     "microbatches on resume": (["--resume=whole", "--microbatches=3"], "--microbatches 3 does not"),
     "mesh and heads": (["--mesh=data=2,model=4"], "model=4 must divide --heads 2"),
     "too large a mesh": (["--mesh=data=8,model=2"], "takes 16 devices, and there are 8 cpu dev"),
