@@ -18,15 +18,9 @@ from opt_partition import Report, verify
 from opt_partition._verify.hlo import parse
 from opt_partition._verify.report import Finding
 from opt_partition._verify.verify import Judged, judge_collectives
-from verify_programs import (
-    FAULTY,
-    HEALTHY,
-    SUMMED_BY_TPUS,
-    UNDONE_BY_TPUS,
-    WASTEFUL,
-    Meshes,
-    Program,
-)
+from verify_faulty import FAULTY, UNDONE_BY_TPUS, WASTEFUL
+from verify_healthy import HEALTHY, SUMMED_BY_TPUS
+from verify_recipes import Meshes, Program
 from verify_texts import FOLDER, load, unpacked_leaf
 
 # Machine code is not looked at.
