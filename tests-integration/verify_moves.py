@@ -11,61 +11,59 @@ from jax.sharding import Mesh, NamedSharding
 from verify_recipes import P, Tree
 
 
-def whole(x: jax.Array, mesh: Mesh) -> jax.Array:
+def whole(x: jax.Array, mesh: Mesh) -> Any:
     """`x`, in full on every device; hidden from XLA's simplifications."""
     kept = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P()))
     return jax.lax.optimization_barrier(kept)
 
 
-def laid(x: jax.Array, mesh: Mesh, *spec: Any) -> jax.Array:
+def laid(x: jax.Array, mesh: Mesh, *spec: Any) -> Any:
     kept = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
     return jax.lax.optimization_barrier(kept)
 
 
-def by_gather(x: jax.Array, mesh: Mesh) -> jax.Array:
+def by_gather(x: jax.Array, mesh: Mesh) -> Any:
     return whole(x, mesh)
 
 
-def by_low_precision_gather(x: jax.Array, mesh: Mesh) -> jax.Array:
+def by_low_precision_gather(x: jax.Array, mesh: Mesh) -> Any:
     return whole(x.astype(jnp.bfloat16), mesh).astype(x.dtype)
 
 
-def by_halves(x: jax.Array, mesh: Mesh) -> jax.Array:
+def by_halves(x: jax.Array, mesh: Mesh) -> Any:
     """Columns, as the rows are divided."""
     return jnp.concatenate([whole(half, mesh) for half in jnp.split(x, 2, axis=-1)], -1)
 
 
-def by_quarters(x: jax.Array, mesh: Mesh) -> jax.Array:
+def by_quarters(x: jax.Array, mesh: Mesh) -> Any:
     return jnp.concatenate([whole(part, mesh) for part in jnp.split(x, 4, axis=-1)], -1)
 
 
-def by_all_to_all(x: jax.Array, mesh: Mesh) -> jax.Array:
+def by_all_to_all(x: jax.Array, mesh: Mesh) -> Any:
     """To another dimension and back."""
     return laid(laid(x, mesh, None, "data"), mesh, "data")
 
 
-def by_loop(x: jax.Array, mesh: Mesh) -> jax.Array:
+def by_loop(x: jax.Array, mesh: Mesh) -> Any:
     """Layer by layer."""
     return jax.lax.map(lambda layer: whole(layer, mesh), x)
 
 
-def by_counted_loop(x: jax.Array, mesh: Mesh) -> jax.Array:
+def by_counted_loop(x: jax.Array, mesh: Mesh) -> Any:
     """Layer by layer, each written back in its place."""
 
-    def one(n: jax.Array, x: jax.Array) -> jax.Array:
+    def one(n: jax.Array, x: jax.Array) -> Any:
         layer = jax.lax.dynamic_index_in_dim(x, n, keepdims=False)
         return jax.lax.dynamic_update_index_in_dim(x, whole(layer, mesh), n, 0)
 
     return jax.lax.fori_loop(0, x.shape[0], one, x)
 
 
-def on_shards(
-    function: Callable[[jax.Array], jax.Array], *spec: Any
-) -> Callable[[jax.Array, Mesh], jax.Array]:
+def on_shards(function: Callable[[jax.Array], Any], *spec: Any) -> Callable[[jax.Array, Mesh], Any]:
     """A move written for the part of an array that a device has along `data`."""
 
-    def move(x: jax.Array, mesh: Mesh) -> jax.Array:
-        mapped = jax.shard_map(
+    def move(x: jax.Array, mesh: Mesh) -> Any:
+        mapped: Any = jax.shard_map(
             function, mesh=mesh, in_specs=P(*spec), out_specs=P(*spec), check_vma=False
         )
         return mapped(x)
@@ -73,7 +71,7 @@ def on_shards(
     return move
 
 
-def mine(full: jax.Array, size: int) -> jax.Array:
+def mine(full: jax.Array, size: int) -> Any:
     return jax.lax.dynamic_slice_in_dim(full, jax.lax.axis_index("data") * size, size)
 
 
@@ -81,7 +79,7 @@ RING = [(n, (n + 1) % 8) for n in range(8)]
 BACK = [(after, n) for n, after in RING]
 
 
-def _ring(part: jax.Array) -> jax.Array:
+def _ring(part: jax.Array) -> Any:
     """Every shard passes by every device."""
     parts = [part]
     for _ in range(7):
@@ -89,7 +87,7 @@ def _ring(part: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(jnp.stack(parts))[0]
 
 
-def _ring_loop(part: jax.Array) -> jax.Array:
+def _ring_loop(part: jax.Array) -> Any:
     """The same in a loop, put together on the way."""
 
     def turn(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -105,13 +103,13 @@ def _ring_loop(part: jax.Array) -> jax.Array:
     return mine(jax.lax.fori_loop(0, 7, turn, (full, part))[0], part.shape[0])
 
 
-def _neighbour(part: jax.Array) -> jax.Array:
+def _neighbour(part: jax.Array) -> Any:
     """To the next device and back."""
     there = jax.lax.optimization_barrier(jax.lax.ppermute(part, "data", RING))
     return jax.lax.ppermute(there, "data", BACK)
 
 
-def _placed_sum(part: jax.Array) -> jax.Array:
+def _placed_sum(part: jax.Array) -> Any:
     """Each puts its shard into zeros; the sum is the whole."""
     zeros = jnp.zeros((8 * part.shape[0], *part.shape[1:]), part.dtype)
     start = jax.lax.axis_index("data") * part.shape[0]
@@ -119,28 +117,28 @@ def _placed_sum(part: jax.Array) -> jax.Array:
     return mine(jax.lax.optimization_barrier(jax.lax.psum(full, "data")), part.shape[0])
 
 
-def _padded_sum(part: jax.Array) -> jax.Array:
+def _padded_sum(part: jax.Array) -> Any:
     """The same with a pad, which always puts the shard first, and a roll."""
     full = jnp.pad(part, ((0, 7 * part.shape[0]), (0, 0)))
     full = jnp.roll(full, jax.lax.axis_index("data") * part.shape[0], 0)
     return mine(jax.lax.optimization_barrier(jax.lax.psum(full, "data")), part.shape[0])
 
 
-def _masked_sum(part: jax.Array) -> jax.Array:
+def _masked_sum(part: jax.Array) -> Any:
     """The same with a mask over copies of the shard."""
     mine = jnp.arange(8)[:, None, None] == jax.lax.axis_index("data")
     full = jnp.where(mine, part[None], 0.0).reshape(-1, part.shape[1])
     return mine(jax.lax.optimization_barrier(jax.lax.psum(full, "data")), part.shape[0])
 
 
-def _scattered_sum(part: jax.Array) -> jax.Array:
+def _scattered_sum(part: jax.Array) -> Any:
     """The same with indices."""
     rows = jax.lax.axis_index("data") * part.shape[0] + jnp.arange(part.shape[0])
     full = jnp.zeros((8 * part.shape[0], *part.shape[1:]), part.dtype).at[rows].set(part)
     return mine(jax.lax.optimization_barrier(jax.lax.psum(full, "data")), part.shape[0])
 
 
-def _sum_scatter(part: jax.Array) -> jax.Array:
+def _sum_scatter(part: jax.Array) -> Any:
     """Shards put into zeros and summed; each device keeps the part that is its neighbour's."""
     zeros = jnp.zeros((8 * part.shape[0], *part.shape[1:]), part.dtype)
     start = (jax.lax.axis_index("data") + 1) % 8 * part.shape[0]
@@ -149,25 +147,25 @@ def _sum_scatter(part: jax.Array) -> jax.Array:
     return jax.lax.ppermute(jax.lax.optimization_barrier(moved), "data", BACK)
 
 
-def _gather_slices(part: jax.Array) -> jax.Array:
+def _gather_slices(part: jax.Array) -> Any:
     return mine(
         jax.lax.optimization_barrier(jax.lax.all_gather(part, "data", tiled=True)), part.shape[0]
     )
 
 
-def _gather_stacked(part: jax.Array) -> jax.Array:
+def _gather_stacked(part: jax.Array) -> Any:
     full = jax.lax.optimization_barrier(jax.lax.all_gather(part, "data"))
     return jax.lax.dynamic_index_in_dim(full, jax.lax.axis_index("data"), keepdims=False)
 
 
-def _gather_rows(part: jax.Array) -> jax.Array:
+def _gather_rows(part: jax.Array) -> Any:
     """Row by row, in a loop."""
     rows = jax.lax.map(lambda row: jax.lax.all_gather(row, "data"), part)
     mine = jax.lax.dynamic_index_in_dim(rows, jax.lax.axis_index("data"), 1, keepdims=False)
     return jax.lax.optimization_barrier(mine)
 
 
-def _gather_pairs(part: jax.Array) -> jax.Array:
+def _gather_pairs(part: jax.Array) -> Any:
     """Among four devices, then among two."""
     fours = [[0, 1, 2, 3], [4, 5, 6, 7]]
     twos = [[n, n + 4] for n in range(4)]
@@ -176,14 +174,14 @@ def _gather_pairs(part: jax.Array) -> jax.Array:
     return mine(jax.lax.optimization_barrier(full), part.shape[0])
 
 
-def _exchange(part: jax.Array) -> jax.Array:
+def _exchange(part: jax.Array) -> Any:
     """To other columns of all rows, and back."""
     there = jax.lax.all_to_all(part, "data", 1, 0, tiled=True)
     there = jax.lax.optimization_barrier(there)
     return jax.lax.all_to_all(there, "data", 0, 1, tiled=True)
 
 
-def _gather_while(part: jax.Array) -> jax.Array:
+def _gather_while(part: jax.Array) -> Any:
     """As often as a value says: nobody knows how often."""
 
     def again(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -194,19 +192,19 @@ def _gather_while(part: jax.Array) -> jax.Array:
     return jax.lax.while_loop(lambda carry: carry[1] > 1, again, start)[0]
 
 
-def _gather_if(part: jax.Array) -> jax.Array:
+def _gather_if(part: jax.Array) -> Any:
     large = jax.lax.pmax(jnp.max(part), "data") > 1
     return jax.lax.cond(large, _gather_slices, lambda x: x, part)
 
 
 def each_layer(
-    function: Callable[[jax.Array], jax.Array],
-) -> Callable[[jax.Array, Mesh], jax.Array]:
+    function: Callable[[jax.Array], Any],
+) -> Callable[[jax.Array, Mesh], Any]:
     """A move of the parts that a device has of each of the stacked layers, one after the other."""
     return on_shards(lambda parts: jax.lax.map(function, parts), None, "data")
 
 
-MOVES: dict[str, Callable[[jax.Array, Mesh], jax.Array]] = {
+MOVES: dict[str, Callable[[jax.Array, Mesh], Any]] = {
     "gather": by_gather,
     "bf16_gather": by_low_precision_gather,
     "halves": by_halves,
@@ -228,7 +226,7 @@ MOVES: dict[str, Callable[[jax.Array, Mesh], jax.Array]] = {
     "gather_while": on_shards(_gather_while, "data"),
     "gather_if": on_shards(_gather_if, "data"),
 }
-LAYER_MOVES: dict[str, Callable[[jax.Array, Mesh], jax.Array]] = {
+LAYER_MOVES: dict[str, Callable[[jax.Array, Mesh], Any]] = {
     "loop": by_loop,
     "counted_loop": by_counted_loop,
     "gather_slices": each_layer(_gather_slices),
@@ -239,11 +237,11 @@ LAYER_MOVES: dict[str, Callable[[jax.Array, Mesh], jax.Array]] = {
 }
 
 
-def moving(name: str, move: Callable[[jax.Array, Mesh], jax.Array]) -> Callable[[Tree, Mesh], Tree]:
+def moving(name: str, move: Callable[[jax.Array, Mesh], Any]) -> Callable[[Tree, Mesh], Tree]:
     """What moves the leaves of a state that belong to `name`."""
 
     def change(state: Tree, mesh: Mesh) -> Tree:
-        def one(path: Any, leaf: jax.Array) -> jax.Array:
+        def one(path: Any, leaf: jax.Array) -> Any:
             named = any(getattr(key, "key", None) == name for key in path)
             return move(leaf, mesh) if named else leaf
 

@@ -117,14 +117,14 @@ PARAMS = shapes_of(w=(256, 512), b=(512,))
 BATCH = jax.ShapeDtypeStruct((64, 256), F32)
 
 
-def dense_loss(params: Tree, batch: jax.Array) -> jax.Array:
+def dense_loss(params: Tree, batch: jax.Array) -> Any:
     return jnp.mean(jnp.square(jnp.tanh(batch @ params["w"] + params["b"])))
 
 
 LAYERS = shapes_of(w=(8, 256, 256))
 
 
-def layers_loss(params: Tree, batch: jax.Array, *, remat: bool = False) -> jax.Array:
+def layers_loss(params: Tree, batch: jax.Array, *, remat: bool = False) -> Any:
     """A scan over stacked layers."""
 
     def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:

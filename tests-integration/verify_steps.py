@@ -60,7 +60,7 @@ def micro_batched(reduce_each: bool) -> Callable[[Any, Tree, Any], Tree]:
 
 
 def by_hand(
-    scatter: Callable[[jax.Array], jax.Array], gather: Callable[[jax.Array], jax.Array]
+    scatter: Callable[[jax.Array], Any], gather: Callable[[jax.Array], Any]
 ) -> Callable[[Meshes], Step]:
     """ZeRO-1 under `shard_map`: each device updates its part of the parameters."""
 
@@ -87,19 +87,19 @@ def by_hand(
     return build
 
 
-def sum_scatter(grad: jax.Array) -> jax.Array:
+def sum_scatter(grad: jax.Array) -> Any:
     return jax.lax.psum_scatter(grad, "data", tiled=True)
 
 
-def sum_and_slice(grad: jax.Array) -> jax.Array:
+def sum_and_slice(grad: jax.Array) -> Any:
     return mine(jax.lax.psum(grad, "data"), grad.shape[0] // 8)
 
 
-def all_gather(part: jax.Array) -> jax.Array:
+def all_gather(part: jax.Array) -> Any:
     return jax.lax.all_gather(part, "data", tiled=True)
 
 
-def ring_gather(part: jax.Array) -> jax.Array:
+def ring_gather(part: jax.Array) -> Any:
     """An all-gather as a ring of permutes, as it is written to overlap with other work."""
     parts = [part]
     for _ in range(7):
@@ -108,7 +108,7 @@ def ring_gather(part: jax.Array) -> jax.Array:
     return jnp.roll(stacked, (jax.lax.axis_index("data") + 1) * part.shape[0], 0)
 
 
-def ring_gather_in_a_loop(part: jax.Array) -> jax.Array:
+def ring_gather_in_a_loop(part: jax.Array) -> Any:
     def turn(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         full, passing = carry
         passing = jax.lax.ppermute(passing, "data", RING)
@@ -121,7 +121,7 @@ def ring_gather_in_a_loop(part: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, 7, turn, (full, part))[0]
 
 
-def placed_gather(part: jax.Array) -> jax.Array:
+def placed_gather(part: jax.Array) -> Any:
     full = jnp.zeros((8 * part.shape[0], *part.shape[1:]), part.dtype)
     start = jax.lax.axis_index("data") * part.shape[0]
     return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(full, part, start, 0), "data")
@@ -136,7 +136,7 @@ def several_steps(recipe: Recipe, unroll: int = 1) -> Callable[[Meshes], Step]:
         def steps(params: Tree, state: Tree, batches: jax.Array) -> tuple[Tree, Tree]:
             def body(carry: tuple[Tree, Tree], batch: jax.Array) -> tuple[tuple[Tree, Tree], None]:
                 new = one.function(*carry, batch)
-                return tuple(map(constrain, new, one.outputs)), None  # type: ignore[return-value]
+                return tuple(map(constrain, new, one.outputs)), None
 
             return jax.lax.scan(body, (params, state), batches, unroll=unroll)[0]
 
@@ -157,7 +157,7 @@ MOE = shapes_of(router=(256, 8), up=(8, 256, 512), down=(8, 512, 256))
 EXPERTS = {"up": P("data"), "down": P("data")}
 
 
-def moe_loss(params: Tree, batch: jax.Array) -> jax.Array:
+def moe_loss(params: Tree, batch: jax.Array) -> Any:
     """Tokens go to experts on other devices and back."""
     tokens = batch.reshape(8, -1, batch.shape[-1])
     gates = jax.nn.softmax(tokens @ params["router"])
@@ -187,7 +187,7 @@ DECODER_ZERO = {
 TOKENS = jax.ShapeDtypeStruct((8, 8), jnp.int32)
 
 
-def decoder_loss(params: Tree, tokens: jax.Array, *, remat: bool = True) -> jax.Array:
+def decoder_loss(params: Tree, tokens: jax.Array, *, remat: bool = True) -> Any:
     """A decoder of four scanned, rematerialised layers with tied embeddings."""
 
     def layer(x: jax.Array, p: Tree) -> tuple[jax.Array, None]:
@@ -212,12 +212,12 @@ def by_layer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Updates stacked layers one after the other, as is done to save memory."""
 
     def update(grads: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
-        def one(_: None, layer: tuple[Tree, ...]) -> tuple[None, tuple[Tree, Tree]]:
+        def one(_: None, layer: Tree) -> tuple[None, tuple[Tree, Tree]]:
             grad, trace, param = layer
-            updates, (new, *_) = tx.update(
-                grad, (optax.TraceState(trace), optax.EmptyState()), param
-            )
-            return None, (updates, new.trace)
+            old: Any = (optax.TraceState(trace), optax.EmptyState())
+            new: Any
+            updates, new = tx.update(grad, old, param)
+            return None, (updates, new[0].trace)
 
         _, (updates, trace) = jax.lax.scan(one, None, (grads, state[0].trace, params))
         return updates, (optax.TraceState(trace), optax.EmptyState())
@@ -247,7 +247,7 @@ def whole_update(mesh_name: str = "data") -> Callable[[Meshes], Step]:
             mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state[0], grads)
             nu = jax.tree.map(lambda n, g: 0.99 * n + 0.01 * g * g, state[1], grads)
 
-            def full(m: jax.Array, n: jax.Array) -> jax.Array:
+            def full(m: jax.Array, n: jax.Array) -> Any:
                 return -0.1 * whole(m, mesh) / (jnp.sqrt(whole(n, mesh)) + 1e-8)
 
             return jax.tree.map(full, mu, nu), (mu, nu)
@@ -300,12 +300,12 @@ def bucketed(params_too: bool) -> Callable[[Meshes], Step]:
     return build
 
 
-def over(*spec: Any) -> Callable[[jax.Array, Mesh], jax.Array]:
+def over(*spec: Any) -> Callable[[jax.Array, Mesh], Any]:
     """A move to another layout, from which XLA has to find the way back by itself."""
     return lambda x, mesh: laid(x, mesh, *spec)
 
 
-def layer_by_layer(*spec: Any) -> Callable[[jax.Array, Mesh], jax.Array]:
+def layer_by_layer(*spec: Any) -> Callable[[jax.Array, Mesh], Any]:
     return lambda x, mesh: jax.lax.map(lambda layer: laid(layer, mesh, *spec), x)
 
 
