@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,14 +45,14 @@ def planted_moves() -> list[Program]:
     programs = []
     for name, move in MOVES.items():
         for when in ("before", "after"):
-            recipe = Recipe(**{when: moving("w", move)})
+            hook: dict[str, Any] = {when: moving("w", move)}
+            recipe = Recipe(**hook)
             programs.append(Program(f"{name}_{when}", recipe, finds=found))
     stacked = {"w": P(None, "data")}
     for name, move in LAYER_MOVES.items():
         for when in ("before", "after"):
-            recipe = Recipe(
-                shapes=LAYERS, loss=layers_loss, state=stacked, **{when: moving("w", move)}
-            )
+            hook = {when: moving("w", move)}
+            recipe = Recipe(shapes=LAYERS, loss=layers_loss, state=stacked, **hook)
             programs.append(Program(f"layers_{name}_{when}", recipe, finds=found))
     return programs
 

@@ -53,6 +53,8 @@ from verify_steps import (
     sum_scatter,
 )
 
+CONTRIB: Any = optax.contrib
+
 
 def healthy(name: str, build: Callable[[Meshes], Step], **more: Any) -> Program:
     return Program(name, build, **more)
@@ -75,7 +77,7 @@ HEALTHY: list[Program] = [
     healthy("zero1_groups", Recipe(tx=GROUPS)),
     healthy("zero1_masked", Recipe(tx=optax.masked(ADAM, {"w": True, "b": False}))),
     healthy("zero1_finite", Recipe(tx=optax.apply_if_finite(ADAM, 3))),
-    healthy("zero1_schedule_free", Recipe(tx=optax.contrib.schedule_free_adamw(1e-3))),
+    healthy("zero1_schedule_free", Recipe(tx=CONTRIB.schedule_free_adamw(1e-3))),
     healthy("zero1_over_tp", Recipe("grid", TP, {"w": P("data", "model"), "b": P("model")}, ADAM)),
     healthy(
         "zero1_over_tp_order",
@@ -210,12 +212,12 @@ HEALTHY: list[Program] = [
         Recipe(
             "grid",
             FSDP_TP,
-            tx=optax.contrib.muon(1e-3),
+            tx=CONTRIB.muon(1e-3),
             place_state=by_shape({(256, 512): P("data", "model"), (512,): P("model")}),
         ),
         options=ANY,
     ),
-    healthy("muon_replicated", Recipe(tx=optax.contrib.muon(1e-3), state={})),
+    healthy("muon_replicated", Recipe(tx=CONTRIB.muon(1e-3), state={})),
     healthy(
         "lbfgs",
         Recipe(

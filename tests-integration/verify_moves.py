@@ -126,8 +126,8 @@ def _padded_sum(part: jax.Array) -> Any:
 
 def _masked_sum(part: jax.Array) -> Any:
     """The same with a mask over copies of the shard."""
-    mine = jnp.arange(8)[:, None, None] == jax.lax.axis_index("data")
-    full = jnp.where(mine, part[None], 0.0).reshape(-1, part.shape[1])
+    is_mine = jnp.arange(8)[:, None, None] == jax.lax.axis_index("data")
+    full = jnp.where(is_mine, part[None], 0.0).reshape(-1, part.shape[1])
     return mine(jax.lax.optimization_barrier(jax.lax.psum(full, "data")), part.shape[0])
 
 

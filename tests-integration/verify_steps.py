@@ -208,6 +208,11 @@ def decoder(**more: Any) -> Recipe:
     return Recipe(**arguments)
 
 
+def as_any(function: Any) -> Any:
+    """Optax's types ask for names of arguments, too."""
+    return function
+
+
 def by_layer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Updates stacked layers one after the other, as is done to save memory."""
 
@@ -222,7 +227,7 @@ def by_layer(tx: optax.GradientTransformation) -> optax.GradientTransformation:
         _, (updates, trace) = jax.lax.scan(one, None, (grads, state[0].trace, params))
         return updates, (optax.TraceState(trace), optax.EmptyState())
 
-    return optax.GradientTransformation(tx.init, update)
+    return optax.GradientTransformation(tx.init, as_any(update))
 
 
 def clipped(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -255,7 +260,7 @@ def whole_update(mesh_name: str = "data") -> Callable[[Meshes], Step]:
         def init(params: Tree) -> Tree:
             return tuple(jax.tree.map(jnp.zeros_like, params) for _ in range(2))
 
-        return Recipe(mesh_name, tx=optax.GradientTransformation(init, update))(meshes)
+        return Recipe(mesh_name, tx=optax.GradientTransformation(init, as_any(update)))(meshes)
 
     return build
 
@@ -275,8 +280,9 @@ def bucketed(params_too: bool) -> Callable[[Meshes], Step]:
             rows = jax.lax.all_gather(bucket, "data")
             ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
             split = jnp.split(rows, ends, axis=1)
-            return treedef.unflatten(
-                [x.reshape(-1, *leaf.shape[1:]) for x, leaf in zip(split, leaves, strict=True)]
+            return jax.tree.unflatten(
+                treedef,
+                [x.reshape(-1, *leaf.shape[1:]) for x, leaf in zip(split, leaves, strict=True)],
             )
 
         def step(values: Tree, opt_state: Tree, data: jax.Array) -> tuple[Tree, Tree]:
