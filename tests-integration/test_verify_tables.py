@@ -18,19 +18,16 @@ from opt_partition import Report, verify
 from opt_partition._verify.hlo import parse
 from opt_partition._verify.report import Finding
 from opt_partition._verify.verify import Judged, judge_collectives
-from verify_programs import (
-    FAULTY,
-    HEALTHY,
-    SUMMED_BY_TPUS,
-    UNDONE_BY_TPUS,
-    WASTEFUL,
-    Meshes,
-    Program,
-)
+from verify_faulty import FAULTY, UNDONE_BY_TPUS, WASTEFUL
+from verify_healthy import HEALTHY, SUMMED_BY_TPUS
+from verify_recipes import Meshes, Program
 from verify_texts import FOLDER, load, unpacked_leaf
 
 # Machine code is not looked at.
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+QUICKLY: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
 PROGRAMS = {program.name: program for program in (*FAULTY, *WASTEFUL, *HEALTHY)}
 FILES = sorted(FOLDER.glob("*.json.xz"))
 
@@ -144,6 +141,6 @@ def test_stored_files_are_complete(path: Path) -> None:
     kinds = {program.name: {kind for kind, _ in program.finds} for program in FAULTY + HEALTHY}
     wanted = {name for name, found in kinds.items() if found <= {"state gather"}}
     if stored(path)["platform"] == "tpu":
-        wanted -= set(filter(UNDONE_BY_TPUS.fullmatch, wanted))
+        wanted = {name for name in wanted if not UNDONE_BY_TPUS.fullmatch(name)}
     assert set(stored(path)["programs"]) == wanted
     assert path.stat().st_size < 500_000

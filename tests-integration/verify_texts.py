@@ -1,4 +1,4 @@
-"""Stores what other compilers than this machine's make of the programs of `verify_programs.py`.
+"""Stores what other compilers make of the programs of `verify_healthy.py` and `verify_faulty.py`.
 
     python tests-integration/verify_texts.py tpu   # pip install 'jax[tpu]'; no TPU is needed
     python tests-integration/verify_texts.py cpu   # another version of jax than the tests run with
@@ -107,7 +107,9 @@ def compiler(platform: str) -> str:
 
 def made(platform: str, only: str) -> Iterator[tuple[str, list[Any]]]:
     from opt_partition._verify import leaves
-    from verify_programs import FAULTY, HEALTHY, UNDONE_BY_TPUS, Meshes
+    from verify_faulty import FAULTY, UNDONE_BY_TPUS
+    from verify_healthy import HEALTHY
+    from verify_recipes import Meshes
 
     meshes = Meshes(devices(platform))
     for program in (*FAULTY, *HEALTHY):
