@@ -64,6 +64,6 @@ def test_patterns_match_the_paths_that_are_shown(make: Any) -> None:
     for path in PATHS:
         groups = opt_core.MultiOptimizer.from_rules([("one", path, make())], rest=make())
         optimizer = groups.create(params)
-        one = optimizer.optimizer_def.split(optimizer)["one"]
+        one = groups.split(optimizer)["one"]
         [(names, _)] = [(n, x) for n, x in opt_core.flatten_with_paths(one.target) if x is not None]
         assert opt_core.path_str(names) == path

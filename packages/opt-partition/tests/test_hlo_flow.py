@@ -162,7 +162,8 @@ class TestLoopsOfSteps:
                 new = 0.9 * x[0] + jnp.sin(x[1] + total)
                 return jnp.sum(new), new
 
-            return jax.lax.scan(layer, 0.0, (state, batches[0]))[1]
+            new: jax.Array = jax.lax.scan(layer, jnp.float32(0), (state, batches[0]))[1]
+            return new
 
         assert self.loops(layers) == 0
 
@@ -171,7 +172,8 @@ class TestLoopsOfSteps:
             def layer(n: jax.Array, s: jax.Array) -> jax.Array:
                 return s.at[n].set(0.9 * s[n] + jnp.sin(batches[0, n]))
 
-            return jax.lax.fori_loop(0, 6, layer, state)
+            new: jax.Array = jax.lax.fori_loop(0, 6, layer, state)
+            return new
 
         assert self.loops(layers) == 0
 
@@ -182,7 +184,7 @@ class TestLoopsOfSteps:
                     new = 0.9 * x[0] + jnp.sin(x[1] + total)
                     return jnp.sum(new), new
 
-                return jax.lax.scan(layer, 0.0, (s, batch))[1], None
+                return jax.lax.scan(layer, jnp.float32(0), (s, batch))[1], None
 
             return jax.lax.scan(step, state, batches)[0]
 

@@ -88,6 +88,18 @@ def test_what_does_not_fit_the_step(
         verify(compiled, expected)
 
 
+def test_a_key_with_a_slash_has_the_path_that_reports_show() -> None:
+    def update(tree: Any) -> Any:
+        return jax.tree.map(lambda x: 0.9 * x, tree)
+
+    params = {"a/b": {"m": jnp.ones(8), "p": jnp.ones(8)}}
+    compiled = jax.jit(update, donate_argnums=0).lower(params).compile()
+    report = verify(compiled, Expected(None, None, params="0/a~1b/p", state="0/a~1b/m"))
+    assert report.ok
+    with pytest.raises(AxesError, match="`inputs/0/a~1b/m`: expected a `Layout`"):
+        verify(compiled, Expected(({"a/b": {"m": P(), "p": None}},), None))
+
+
 def test_other_arguments(compiled: jax.stages.Compiled) -> None:
     nothing = Expected(None, None)
     with pytest.raises(ValueError, match=r"`gradients` must be one of \('auto', 'reduce-scatter'"):

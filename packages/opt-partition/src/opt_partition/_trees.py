@@ -24,8 +24,24 @@ def path_str(path: Sequence[Any]) -> str:
     """
     if not path:
         return "."
-    names = (keystr((key,), simple=True) for key in path)
-    return "/".join(name.replace("~", "~0").replace("/", "~1") for name in names)
+    return "/".join(escaped(key_name(key)) for key in path)
+
+
+def escaped(name: str) -> str:
+    """Returns the name of a key as it stands in a path."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def split_path(path: str) -> tuple[str, ...]:
+    """Returns the names of the keys in what `path_str` made.
+
+    Examples:
+      >>> split_path('mlp/a~1b/0')
+      ('mlp', 'a/b', '0')
+    """
+    if path == ".":
+        return ()
+    return tuple(name.replace("~1", "/").replace("~0", "~") for name in path.split("/"))
 
 
 def key_name(key: Any) -> str:

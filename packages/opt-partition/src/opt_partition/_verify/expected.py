@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding, Sharding
 
 from opt_partition._mesh.layout import Layout
-from opt_partition._trees import children, key_name
+from opt_partition._trees import children, escaped, key_name
 from opt_partition.errors import AxesError
 
 
@@ -77,7 +77,7 @@ def broadcast(prefix: Any, tree: Any, where: str) -> list[Asked]:
     return [
         leaf
         for name, (_, child) in zip(names, given, strict=True)
-        for leaf in broadcast(wanted.get(name), child, f"{where}/{name}")
+        for leaf in broadcast(wanted.get(name), child, f"{where}/{escaped(name)}")
     ]
 
 
