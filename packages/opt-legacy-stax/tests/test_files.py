@@ -215,7 +215,7 @@ class Named(NamedTuple):
     ("saved", "expected", "line"),
     [
         ({"a": 1.0}, {"a": 1.0, "b": 1.0}, "b: expected an array, found nothing"),
-        ({"a": 1.0, "b/c": 1.0}, {"a": 1.0}, "b/c: expected nothing, found an array"),
+        ({"a": 1.0, "b/c": 1.0}, {"a": 1.0}, "b~1c: expected nothing, found an array"),
         ({"a": [1.0]}, {"a": (1.0,)}, "a: expected a tuple, found a list"),
         ({"a": [1.0]}, {"a": 1.0}, "a: expected an array, found a list"),
         ({"0": 1.0}, {0: 1.0}, ".: expected key 0, found '0'"),

@@ -98,7 +98,8 @@ def _described(leaves: Sequence[Leaf], most: int = 4) -> str:
     """Leaves in words.
 
     Examples:
-      >>> leaf = Leaf('input', '1', 'state', ('w',), (8, 4), 'float32', None, None)
+      >>> from opt_partition._verify.expected import Asked
+      >>> leaf = Leaf('input', '1', 'state', ('w',), (8, 4), 'float32', Asked(), None)
       >>> _described([leaf] * 5)
       'w float32[8, 4], w float32[8, 4], w float32[8, 4], w float32[8, 4] and 1 more'
     """
