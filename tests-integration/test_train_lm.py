@@ -310,7 +310,7 @@ def test_learning_rate_on_resume_is_applied_from_there_on(
     )
     assert done.returncode == 130, done.stderr
     said = done.stdout.splitlines()
-    assert said[0].endswith(f", from step {steps(interrupted)[-1]} on")
+    assert f", from step {steps(interrupted)[-1]} on" in " ".join(done.stdout.split())
     assert said[-1].endswith(f"--resume {folder} --learning-rate=0.0001")
     assert (folder / "plot.png").read_bytes().startswith(PNG)
     metrics, others = read_metrics(folder), read_metrics(whole)
@@ -816,7 +816,7 @@ def test_what_is_not_finite_is_skipped_and_told(
     at_3 = 8 if at_5_and_6 else 0
     expected = [0, 0, at_3, 0, at_5_and_6, at_5_and_6, 0, 0]
     assert values(found, "skipped") == expected
-    shown = re.findall(r"  skipped (\d+)  tokens/s ", found["stderr"])
+    shown = re.findall(r"  skipped (\d+)  ", found["stderr"])
     assert list(map(int, shown)) == expected
     for line in found["metrics"]:
         assert all(math.isfinite(value) for value in line.values())

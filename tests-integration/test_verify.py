@@ -411,7 +411,7 @@ class TestPlantedFaults:
 class TestExpected:
     @pytest.mark.parametrize("model", [None, "model"])
     def test_paths_that_read_alike(self, model: str | None) -> None:
-        """`a/b` is one key here and two there."""
+        """`a/b` is one key here and two there; the one key is shown as `a~1b`."""
         params = {"a/b": jnp.ones((64, 128)), "a": {"b": jnp.ones((128, 64))}}
         whole = {"a/b": on(GRID, None, model), "a": {"b": on(GRID, model)}}
         spread = {"a/b": on(GRID, "data", model), "a": {"b": on(GRID, model, "data")}}
@@ -438,7 +438,7 @@ class TestExpected:
         new = [
             leaf.path for leaf in report.leaves if (leaf.side, leaf.role) == ("output", "params")
         ]
-        assert new == ["0/a/b", "0/a/b"]
+        assert new == ["0/a/b", "0/a~1b"]
 
     def test_a_step_of_one_tree(self) -> None:
         """Parameters and state in one argument, found by their paths."""
