@@ -76,7 +76,7 @@ def train_resumed(
 ) -> list[float]:
     """Trains up to `stop`, saves; and goes on as another process would."""
     before, state = train_triple(triple, triple.init_fn(params), range(stop))
-    stax.save(path, state)
+    stax.save(path, state, optimizer=triple)
     restored = stax.load(path, optimizer=triple, params=params)
     after, _ = train_triple(triple, restored, range(stop, steps))
     return before + after

@@ -46,7 +46,7 @@ from lm.job import Job, make_job
 from lm.model import next_byte_loss
 from lm.placement import Placement, check_step, describe_plan, describe_report, place
 from lm.processes import first_of_all, is_first, say, stop_requests, together
-from lm.progress import Progress
+from lm.progress import Progress, announced, folded
 from lm.report import report
 from lm.run_folder import RunFolder, numbers
 from opt_accumulate import accumulate_gradients
@@ -219,22 +219,29 @@ def train(
     ):
         checkpoints.discard_after(done)  # they are damaged, and will be made again,
         folder.forget_after(done)  # as will be what was logged since
+        is_stopped = False
         for step in range(done + 1, config.steps + 1):
             optimizer, metrics = step_function(optimizer, job.shard(next(batches)), overrides)
             line = {"step": step, **numbers(jax.device_get(metrics))}
             if line.get("skipped") == config.batch_size:
                 line = {"step": step, "skipped": line["skipped"]}  # nothing else to be told
             elif not math.isfinite(line["loss"]):
-                raise UsageError(f"the loss is {line['loss']} at step {step}: learn more slowly")
+                raise UsageError(
+                    f"the loss is {line['loss']} at step {step}: take a lower --learning-rate, or "
+                    "leave out what is not finite by --skip-nonfinite"
+                )
             line["tokens_per_s"] = progress.speed()
             folder.log(line)
             progress.show(step, line)
             is_stopped = must_stop(step)
             if is_stopped or step % config.checkpoint_every == 0 or step == config.steps:
-                checkpoints.save(step, optimizer, extras={"batches": batches.state()})
+                with progress.during("saving"):
+                    checkpoints.save(step, optimizer, extras={"batches": batches.state()})
             if is_stopped:
-                return optimizer, False
-    return optimizer, True
+                break
+        with progress.during("saving"):
+            checkpoints.wait()
+    return optimizer, not is_stopped
 
 
 def start(arguments: Arguments) -> tuple[Job, RunFolder]:
@@ -242,7 +249,7 @@ def start(arguments: Arguments) -> tuple[Job, RunFolder]:
     config = Config(**arguments.given).check()
     job = make_job(config, arguments.cluster.processes)
     folder = RunFolder(arguments.out or Path("runs", time.strftime("%Y%m%d-%H%M%S")))
-    saved = dataclasses.asdict(config) | {"text_sha256": job.text.sha256}
+    saved = dataclasses.asdict(job.config) | {"text_sha256": job.text.sha256}
     first_of_all(partial(folder.create, saved))
     return job, folder
 
@@ -278,26 +285,33 @@ def run(arguments: Arguments) -> int:
         job, folder = resume(arguments.resume, arguments)
         if "learning_rate" in arguments.given:
             overrides["learning_rate"] = np.float32(arguments.given["learning_rate"])
-    placement, saved = plan_optimizer(job), folder.latest_checkpoint()
-    plan = plan_resume(placement, saved, folder.path) if saved else None  # does it fit?
+    busy = partial(announced, is_shown=is_first())
+    with busy("Planning"):
+        placement, saved = plan_optimizer(job), folder.latest_checkpoint()
+        plan = plan_resume(placement, saved, folder.path) if saved else None  # does it fit?
     size = sum(leaf.size for leaf in jax.tree.leaves(placement.optimizer.target))
     since = f", from step {saved.step} on" if saved else ""
-    say(
+    about = (
         f"{folder.path}: {size:,} parameters on {job.config.mesh}, "
-        f"{len(job.text.train):,} bytes of {job.text.source}{since}",
-        describe(placement.optimizer),
-        describe_plan(placement.plan),
+        f"{len(job.text.train):,} bytes of {job.text.source}{since}"
     )
-    step_function = compile_step(job, placement, overrides)
-    checked = check_step(step_function, placement)
-    say(describe_report(checked))
+    say(
+        folded(about),
+        folded(describe(placement.optimizer), table_until="hyper-parameters"),
+        folded(describe_plan(placement.plan)),
+    )
+    with busy("Compiling the training step"):
+        step_function = compile_step(job, placement, overrides)
+        checked = check_step(step_function, placement)
+    say(folded(describe_report(checked)))
     folder.save_placement(f"{placement.plan}\n\n{checked}\n")
     batches = job.batches()
-    if saved and plan:
-        optimizer = plan.apply()
-        batches.restore(saved.read_extras()["batches"])
-    else:
-        optimizer = create_optimizer(job, placement)
+    with busy("Restoring the optimizer" if saved else "Creating the optimizer"):
+        if saved and plan:
+            optimizer = plan.apply()
+            batches.restore(saved.read_extras()["batches"])
+        else:
+            optimizer = create_optimizer(job, placement)
     optimizer, is_finished = train(job, folder, step_function, optimizer, batches, overrides)
     if is_finished:
         report(job, folder, optimizer.target)

@@ -15,6 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent))  # for `golden_cases`
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 jax.config.update("jax_compilation_cache_dir", None)
 
+# XLA's CPU client runs programs for several devices on the threads that also launch them, as many
+# as there are devices or cores. With 32 programs in flight, a launch takes one for each device, and
+# collectives wait for ever for those that are left (jaxlib 0.10.2): tests that apply an operation
+# to each leaf would hang now and then. Twice as many threads as devices are enough for both.
+os.environ.setdefault("NPROC", str(max(16, os.cpu_count() or 1)))
 jax.config.update("jax_num_cpu_devices", 8)
 
 

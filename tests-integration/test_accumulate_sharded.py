@@ -788,3 +788,46 @@ def test_deferred_inside_a_shard_map_over_the_data() -> None:
     words = "`reduce='deferred'` inside a `jax.shard_map` over 'data': each device has its own rows"
     with pytest.raises(OptionError, match=words):
         jax.jit(run)(make_params(), make_batch())
+
+
+# Keywords, and scalars of the batch.
+
+
+@pytest.mark.parametrize("out", [None, ZERO2], ids=["whole", "zero2"])
+@pytest.mark.parametrize("reduce", ["auto", "deferred"])
+def test_keywords_and_scalars_wherever_they_lie(
+    reduce: Reduce, out: Tree, mesh: jax.sharding.Mesh
+) -> None:
+    seen = []
+
+    def scaled(params: Tree, batch: Tree, *, train: bool, weights: Tree, rng: jax.Array) -> Any:
+        seen.append(train)
+        total, weight = loss_fn(params, batch)
+        scale = batch["scale"] * weights["rows"].sum() * (2.0 if train else 1.0)
+        return (total * scale, weight), jax.random.key_data(rng).shape
+
+    vg = accumulate_gradients(
+        scaled,
+        num_microbatches=NUM,
+        has_aux=True,
+        aux="sum",
+        rng="rows",
+        reduce=reduce,
+        mesh=mesh,
+        out_shardings=None if out is None else on(mesh, out),
+    )
+    params, rows = make_params(), make_batch()
+    _, expected = whole_batch(params, rows)
+    placed = put(params, mesh, SPECS), put(rows, mesh, P("data"))
+    weights = {"rows": put(jnp.ones(8), mesh, P("data"))}  # is not of the batch, but sharded so
+    with use(mesh):
+        step = jax.jit(vg, static_argnames="train")
+        for scale, train in ((2, False), (put(jnp.float32(2), mesh, P()), True)):
+            batch = {**placed[1], "scale": scale}
+            keywords = {"train": train, "weights": weights, "rng": jax.random.key(0)}
+            (_, shapes), grads = step(placed[0], batch, **keywords)
+            factor = 32.0 if train else 16.0
+            assert_equal(grads, jax.tree.map(lambda g, f=factor: f * g, expected))
+            parts = 16 if reduce == "deferred" else NUM  # of 4 or 16 rows
+            assert [int(n) for n in shapes] == [64, 2 * parts]
+    assert set(seen) == {False, True}

@@ -1,15 +1,19 @@
 """Checkpoints of sharded arrays: any mesh to any mesh, each device its own share."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_optax_bridge.checkpoint import LeafInfo, NamedState, Schema, leaf_path
 from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
-from opt_optax_bridge.checkpoint._disk.digest import digest, to_hex
+from opt_optax_bridge.checkpoint._disk.digest import _sums_of_shards, digest, to_hex
 from opt_optax_bridge.checkpoint.errors import DamagedError
 
 P = PartitionSpec
@@ -71,6 +75,59 @@ def test_a4_other_meshes(tmp_path: Path) -> None:
                     assert leaf.sharding == places[name].sharding
                     assert to_hex(digest(leaf)) == to_hex(digest(before[name]))
                     np.testing.assert_array_equal(np.asarray(leaf), VALUES[name])
+
+
+DIMENSIONS = st.sampled_from([None, "data", "model", ("data", "model"), ("model", "data")])
+
+
+@st.composite
+def sharded(draw: st.DrawFn) -> jax.Array:
+    """An array over some of the devices, or one, in one order or another."""
+    shape = draw(st.sampled_from([(8, 1), (4, 2), (2, 4), (1, 8), (2, 2), (1, 1)]))
+    sizes = dict(zip(("data", "model"), shape, strict=True))
+    order = draw(st.permutations(jax.devices()))
+    on = jax.sharding.Mesh(np.array(order[: math.prod(shape)]).reshape(shape), ("data", "model"))
+    spec, dims, free = [], [], {"data", "model"}
+    for _ in range(draw(st.integers(0, 3))):
+        axes = draw(DIMENSIONS)
+        named = {axes} if isinstance(axes, str) else set(axes or ())
+        if not named <= free:
+            axes, named = None, set()
+        free -= named
+        spec.append(axes)
+        dims.append(draw(st.integers(0, 3)) * math.prod(sizes[name] for name in named))
+    dtype = draw(st.sampled_from(["float32", "bfloat16", "int8", "bool", "complex64"]))
+    values = np.random.default_rng(draw(st.integers(0, 99))).integers(-9, 9, dims)
+    placed: jax.Array = jax.device_put(values.astype(jnp.dtype(dtype)), NamedSharding(on, P(*spec)))
+    return placed
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(sharded())
+def test_digests_do_not_depend_on_the_sharding(array: jax.Array) -> None:
+    on_the_host = digest(np.array(array))
+    assert to_hex(digest(array)) == to_hex(on_the_host)
+
+
+def test_digests_are_right_though_the_array_is_donated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opt_optax_bridge.checkpoint._disk.digest.paced", lambda arrays: arrays)
+    give = jax.jit(lambda w: w + 1, donate_argnums=0)
+    for spec in (P(), P("data", "model")):
+        w = jax.device_put(VALUES["params/w"], NamedSharding(mesh((4, 2)), spec))
+        sums = digest(w)
+        assert give(w).is_fully_addressable
+        assert w.is_deleted()
+        assert to_hex(sums) == to_hex(digest(VALUES["params/w"]))
+
+
+def test_a_digest_needs_no_collective() -> None:
+    on = jax.sharding.Mesh(np.array(jax.devices()), ("shards",))
+    shards = jax.ShapeDtypeStruct((16, 24), jnp.float32, sharding=NamedSharding(on, P("shards")))
+    places = jax.ShapeDtypeStruct((8, 3), jnp.uint32, sharding=shards.sharding)
+    text = _sums_of_shards.lower(shards, places, on).compile().as_text() or ""
+    assert "reduce" in text
+    for kind in ("all-reduce", "all-gather", "all-to-all", "collective-permute"):
+        assert kind not in text
 
 
 def test_a10_pinned_host(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def assert_every_layout_comes_back(optimizer: Optimizer) -> None:
     assert_same(restored.state_dict(), written)
 
 
+@pytest.mark.sample(50)
 @pytest.mark.parametrize("name", TABLE)
 def test_every_optimizer_of_optax_comes_back_from_every_layout(name: str) -> None:
     optimizer = built(name)

@@ -116,6 +116,7 @@ def test_facade_follows_t5x(name: str) -> None:
     assert_same_run(state_dicts(replay(name)), expected_trajectory(case), op_by_op(case))
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("name", CASES)
 def test_facade_follows_t5x_when_compiled(name: str) -> None:
     case = g.load(name)
@@ -248,6 +249,7 @@ def steps(optimizer: Optimizer, grads: Any) -> list[Optimizer]:
     return run
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_training_resumes_where_t5x_stood_halfway(name: str) -> None:
     """From T5X's own numbers after half of the steps, T5X's own numbers follow."""
@@ -261,6 +263,7 @@ def test_training_resumes_where_t5x_stood_halfway(name: str) -> None:
     assert_same_run(state_dicts(steps(resumed, case.grads[half:])), expected, op_by_op(case))
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("name", CASES)
 def test_own_checkpoints_resume_exactly(name: str) -> None:
     case = g.load(name)

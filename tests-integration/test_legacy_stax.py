@@ -27,7 +27,7 @@ def test_the_library_safetensors_reads_the_files(tmp_path: Path) -> None:
     triple = ours.sm3(0.1)
     state = triple.update_fn(0, GRADS[1], triple.init_fn(PARAMS))
     path = tmp_path / "state.safetensors"
-    ours.save(path, state)
+    ours.save(path, state, optimizer=triple)
     with safe_open(path, framework="numpy") as file:
         names = set(file.keys()) - {"checksum:sha256"}
         assert {"w:0", "w:1", "w:2/0", "w:2/1", "b:0"} < names
@@ -49,8 +49,8 @@ def test_sharded_states_are_saved_and_come_back_where_they_were(tmp_path: Path, 
         for i in range(2):
             grads = jax.device_put(GRADS[i], shardings)
             state = jax.jit(triple.update_fn)(i, grads, state)
-    ours.save(tmp_path / "state", state)
-    found = ours.load(tmp_path / "state", like=state)
+    ours.save(tmp_path / "state", state, optimizer=triple)
+    found = ours.load(tmp_path / "state", like=state, optimizer=triple)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True):
         assert a.sharding == b.sharding
         np.testing.assert_array_equal(a, b)

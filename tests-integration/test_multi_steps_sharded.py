@@ -67,6 +67,35 @@ def test_every_leaf_stays_where_its_parameter_is(mesh: Mesh, form: Any) -> None:
             assert_sharded(tree, mesh)
 
 
+@pytest.mark.parametrize("share", ["same", "respecified", "replicated"])
+def test_init_shares_no_shard_with_the_parameters(mesh: Mesh, share: str) -> None:
+    """Arrays that JAX makes of the parameters' own shards, without a copy."""
+
+    def put(leaf: jax.Array) -> jax.Array:
+        specs = {"same": P("data"), "respecified": P("data", None), "replicated": P()}
+        moved: jax.Array = jax.device_put(leaf, NamedSharding(mesh, specs[share]))
+        return moved
+
+    first = jax.devices()[0]
+    lies: Any = first if share == "replicated" else NamedSharding(mesh, P("data"))
+    params = {"w": jax.device_put(jnp.arange(32.0).reshape(8, 4), lies)}
+    tx = optax.GradientTransformation(
+        lambda params: (jax.tree.map(put, params), jax.tree.map(put, params)),
+        lambda updates, state, params=None: (updates, state),
+    )
+    state = MultiSteps(tx, 2).init(params)
+    arrays = jax.tree.leaves((params, state.inner_opt_state))
+    shards = [shard.data for leaf in arrays for shard in leaf.addressable_shards]
+    assert len({shard.unsafe_buffer_pointer() for shard in shards}) == len(shards)
+    for kept in state.inner_opt_state:
+        assert kept["w"].sharding.is_equivalent_to(put(params["w"]).sharding, 2)
+    touch = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    before = np.arange(1.0, 33.0).reshape(8, 4)
+    np.testing.assert_array_equal(touch(params)["w"], before)
+    for kept in touch(state.inner_opt_state):
+        np.testing.assert_array_equal(kept["w"], before)
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "mean": {"every_k_schedule": 2},
     "sum": {"every_k_schedule": 2, "use_grad_mean": False},

@@ -13,6 +13,7 @@ from flax.linen.partitioning import AxisMetadata
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from opt_partition import derive_logical_axes, explain
+from opt_partition.errors import AxesError
 
 KERNEL = P("embed", "mlp")
 
@@ -51,6 +52,29 @@ def test_states_of_nnx() -> None:
     ).rows
     by_field = {row.path.split("/")[1]: row.axes for row in rows if "kernel" in row.path}
     assert by_field == {"v_row": ("mlp",), "v_col": ("embed",), "v": (None,)}
+
+
+@pytest.mark.filterwarnings("ignore:'sharding.*' is deprecated")  # the older Flax has no other
+@pytest.mark.parametrize("name", ["sharding", "sharding_names", "out_sharding"])
+def test_metadata_of_nnx(name: str) -> None:
+    """Of a state of variables, whatever the version of Flax calls the metadata."""
+    metadata: Any = {name: ("embed", "mlp"), "eager_sharding": False}
+    init = nnx.with_metadata(nnx.initializers.lecun_normal(), **metadata)
+    model = nnx.eval_shape(lambda: nnx.Linear(8, 6, kernel_init=init, rngs=nnx.Rngs(0)))
+    state = nnx.state(model, nnx.Param)
+    pure = nnx.to_pure_dict(state)
+    specs = nnx.get_partition_spec(state)
+    forms = [state, dict(state)]
+    if nnx.to_pure_dict(specs)["kernel"]:  # the older Flax makes none of the newest name
+        forms += [specs, nnx.to_pure_dict(specs)]
+    for params in (state, pure, dict(state)):
+        for axes in forms:
+            rows = explain(optax.scale_by_adam(), params, axes, strict=True).rows
+            found = {row.path: row.axes for row in rows}
+            assert {axes for path, axes in found.items() if "kernel" in path} == {("embed", "mlp")}
+            assert {axes for path, axes in found.items() if "bias" in path} == {(None,)}
+        with pytest.raises(AxesError, match=r"arrays and no names.* nnx.get_partition_spec"):
+            explain(optax.scale_by_adam(), params, pure)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

@@ -1,10 +1,11 @@
-"""A trainer that uses `opt_optax_bridge.t5x` as T5X's own modules use `t5x.optimizers`.
+"""A trainer that uses the facades as T5X's own modules use `t5x.optimizers` and `t5x.adafactor`.
 
 It is written from the list of calls that T5X's train state, partitioner, initializer, trainer and
 checkpointer make, on 8 virtual devices, and asks nothing else of the optimizer.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import traverse_util
 from flax.core import FrozenDict, freeze, unfreeze
 from flax.linen import partitioning as flax_partitioning
 from flax.linen.spmd import logical_to_mesh_axes
 from flax.traverse_util import empty_node, flatten_dict, unflatten_dict
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from opt_adafactor import t5x as adafactor
 from opt_core.errors import HyperParamError, RestoreError
 from opt_optax_bridge import t5x
 
@@ -198,6 +201,32 @@ def grouped_by_optax() -> optax.GradientTransformation:
     return optax.partition(transformations, LABELS)
 
 
+def make_adafactor(**options: Any) -> adafactor.Adafactor:
+    rules = adafactor.standard_logical_factor_rules()
+    return adafactor.Adafactor(min_dim_size_to_factor=8, logical_factor_rules=rules, **options)
+
+
+def traversal(keep: Callable[[str], bool]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return traverse_util.ModelParamTraversal(lambda path, _: keep(path))
+
+
+def grouped_adafactor() -> t5x.MultiOptimizer:
+    """Factored and unfactored, as the tests of T5X's partitioner of experts mix them."""
+    pairs = [(lambda path: True, make_adafactor()), (lambda path: False, unfactored())]
+    return t5x.MultiOptimizer([(traversal(keep), definition) for keep, definition in pairs])
+
+
+def unfactored() -> adafactor.Adafactor:
+    return make_adafactor(factored=False)
+
+
+def optax_adafactor() -> optax.GradientTransformation:
+    """The same numbers at rank 2, at the rate that the trainer gives in its first steps."""
+    return optax.adafactor(0.05, min_dim_size_to_factor=8)
+
+
 OPTIMIZERS: dict[str, tuple[Callable[[], t5x.OptimizerDef], Callable[[], Any]]] = {
     "adamw": (lambda: t5x.adamw(1e-2), lambda: optax.adamw(1e-2)),
     "chain": (lambda: t5x.chain(parts()), lambda: optax.chain(*parts())),
@@ -206,6 +235,8 @@ OPTIMIZERS: dict[str, tuple[Callable[[], t5x.OptimizerDef], Callable[[], Any]]] 
     "sgd": (lambda: t5x.sgd(0.1), lambda: optax.sgd(0.1)),
     "groups": (grouped, grouped_by_optax),
     "lion": (lambda: t5x.lion(1e-3), lambda: optax.lion(1e-3)),
+    "adafactor": (make_adafactor, optax_adafactor),
+    "adafactor groups": (grouped_adafactor, optax_adafactor),
 }
 each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
@@ -274,9 +305,11 @@ def test_a_run_with_a_checkpoint_in_its_middle(name: str) -> None:
     for batch in (first, second):
         progress, metrics = trainer.step(progress, batch)
     assert metrics["learning_rate"] == np.float32(0.05)  # the trainer's: not what was applied
-    # JAX may hand a frozen parameter through as it is.
+    # JAX may hand a frozen parameter through as it is, and the compiler decides where factored
+    # statistics lie, which have no axes: elsewhere than before, perhaps.
     frozen = {"target/scale"} if name == "groups" else set()
-    assert {path for path, leaf in flat(before).items() if not leaf.is_deleted()} <= frozen
+    held = {path for path, leaf in flat(before).items() if not leaf.is_deleted()}
+    assert {path for path in held if not path.endswith(("/v_row", "/v_col"))} <= frozen
     assert_sharded(trainer, progress)
 
     contents = {"version": 3, "optimizer": progress.state_dict()}
@@ -312,7 +345,9 @@ def test_axes_reach_every_leaf(name: str) -> None:
     shapes = flat(trainer.shapes)
     assert logical.keys() == mesh.keys() == shapes.keys()
     for path, shape in shapes.items():
-        if shape.shape:
+        is_factored = path.endswith(("/v_row", "/v_col"))  # T5X replicates it
+        is_unused = "/param_states/" in path and shape.shape == (1,)
+        if shape.shape and not is_factored and not is_unused:
             assert len(logical[path]) == len(mesh[path]) == len(shape.shape), path
         else:
             assert logical[path] is None, path
@@ -401,6 +436,64 @@ def test_the_learning_rate_is_ignored_and_nothing_else_is() -> None:
     for name in ("weight_decay", "momentum"):
         with pytest.raises(HyperParamError, match=name):
             optimizer.apply_gradient(grads, **{name: 0.1})
+
+
+def test_the_rules_of_adafactor_are_a_plain_dict() -> None:
+    trainer = trainer_of("adafactor")  # tells it the axes, while tracing
+    row, column, none = (
+        adafactor.FactorDim.ROW,
+        adafactor.FactorDim.COLUMN,
+        adafactor.FactorDim.NONE,
+    )
+    found = trainer.shapes.optimizer.optimizer_def.hyper_params.factor_map
+    assert type(found) is dict
+    assert found == {
+        "embedding": (column, row),
+        "mlp/wi": (row, column),
+        "mlp/wo": (column, row),
+        "scale": (none,),
+    }
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adafactor groups"])
+def test_a_partitioner_of_experts_restores_the_axes_it_changed(name: str) -> None:
+    """It finds factored statistics by path, and prepends a name to what the facade gave them."""
+    trainer = trainer_of(name)
+    state_dict = trainer.logical_axes().state_dict()
+    changed = flatten_dict(state_dict["state"]["param_states"], sep="/")
+    for path, axes in changed.items():
+        if path.startswith("mlp/") and path.endswith(("/v_row", "/v_col")):
+            assert axes is None
+            changed[path] = P("expert")
+    state_dict["state"]["param_states"] = unflatten_dict(changed, sep="/")
+    for progress in (trainer.shapes, trainer.start(jax.random.key(1))):
+        restored = progress.optimizer.restore_state(state_dict)
+        found = flatten_dict(restored.state_dict()["state"]["param_states"], sep="/")
+        assert found == changed
+        assert restored.state.step is None
+
+
+def test_a_definition_whose_traversal_matches_nothing_is_still_there() -> None:
+    """T5X's partitioner asks every one of them whether it is factored."""
+    definition = grouped_adafactor()
+    definition.create(variables_of_model(jax.random.key(1))["params"])
+    subs = definition.sub_optimizers
+    assert all(isinstance(sub, adafactor.Adafactor) for sub in subs)
+    assert [sub.hyper_params.factored for sub in subs] == [True, False]
+
+
+@each_optimizer
+def test_a_state_dict_of_numpys_float64_restores(name: str) -> None:
+    optimizer = OPTIMIZERS[name][0]().create(variables_of_model(jax.random.key(1))["params"])
+    wide = jax.tree.map(
+        lambda x: np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else np.int64),
+        optimizer.state_dict(),
+    )
+    restored = optimizer.restore_state(wide)
+    assert structure(restored) == structure(optimizer)
+    for found, leaf in zip(jax.tree.leaves(restored), jax.tree.leaves(optimizer), strict=True):
+        assert found.dtype == leaf.dtype
+        np.testing.assert_array_equal(found, leaf)
 
 
 def test_empty_nodes_are_not_written_and_come_back() -> None:

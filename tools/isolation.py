@@ -1,12 +1,15 @@
 """One package's wheel, alone in an empty environment, against its own tests.
 
 Twice: with nothing but what it declares, where it must import; then with its `test` extra, where
-a copy of its tests outside the checkout must pass. The packages of this repository come from a
-local index of freshly built wheels, everything else from PyPI.
+a copy of its tests outside the checkout must pass: all of them, or those marked `contract`, which
+is what another environment can break (imports, public API, the programs of the README, a few
+steps of everything). The packages of this repository come from a local index of freshly built
+wheels, everything else from PyPI.
 """
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,12 +27,11 @@ from workspace import Package, closure, names
 # What would let the checkout, or the caller's habits, into the environment.
 _UNWANTED = {
     *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTEST_ADDOPTS", "UV_RESOLUTION"),
+    # JAX does not write its files atomically, and packages are tried at the same time.
     "JAX_COMPILATION_CACHE_DIR",
 }
 # The root's pytest options that hold anywhere.
 _PYTEST_OPTIONS = ("addopts", "doctest_optionflags", "filterwarnings", "markers", "xfail_strict")
-# Where JAX keeps compiled programs. A trial starts from a copy: JAX does not write them atomically.
-_CACHE = "JAX_COMPILATION_CACHE_DIR"
 _REPORTED = ("jax", "jaxlib", "flax", "optax", "chex")
 
 # Runs in the environment; prints one JSON object.
@@ -87,10 +89,12 @@ class Trial:
     Attributes:
         python: A version or an interpreter, as `uv venv --python` takes it.
         resolution: `highest`, or `lowest-direct` for the oldest versions that it claims.
+        markers: Which tests run, as pytest's `-m` takes it.
     """
 
     python: str
     resolution: str
+    markers: str = "not slow"
 
 
 def try_package(package: Package, trial: Trial, *, uv: Uv, wheels: Path, work: Path) -> str:
@@ -119,7 +123,7 @@ def try_package(package: Package, trial: Trial, *, uv: Uv, wheels: Path, work: P
     installed = installed_versions(uv, python)
     if trial.resolution == "lowest-direct":
         check_floors(package, promised, installed)
-    verdict = run_tests(package, python, work, strict=trial.resolution == "highest")
+    verdict = run_tests(package, python, work, trial)
     versions = ", ".join(f"{name} {installed[name]}" for name in _REPORTED if name in installed)
     return f"Python {interpreter}, {trial.resolution}: {versions}; {verdict}"
 
@@ -243,45 +247,32 @@ def installed_versions(uv: Uv, python: Path) -> dict[str, str]:
     return {canonicalize_name(entry["name"]): entry["version"] for entry in listing}
 
 
-def run_tests(package: Package, python: Path, work: Path, *, strict: bool) -> str:
+def run_tests(package: Package, python: Path, work: Path, trial: Trial) -> str:
     """Runs a copy of the package's tests in `work`; gives pytest's closing line.
+
+    Warnings are errors with the newest versions, as in the checkout. Old releases of other
+    people's packages warn about each other, and nothing here can mend that.
 
     Args:
         package: Whose tests.
         python: The interpreter of the environment.
         work: A folder outside the checkout.
-        strict: Whether warnings are errors, as in the checkout. Old releases of other people's
-            packages warn about each other; nothing here can mend that.
+        trial: Which tests, and of which environment `python` is.
 
     Raises:
-        CheckError: One fails.
+        CheckError: A test fails, or none has the markers.
     """
     if not any(package.folder.glob("tests/**/test_*.py")):
         return "no tests yet"
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(package.folder / "tests", work / "tests", ignore=ignore)
-    pyproject = package.folder.parents[1] / "pyproject.toml"
-    (work / "pytest.ini").write_text(pytest_ini(pyproject, strict=strict))
-    command = [str(python), "-I", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
-    settings = compiling(work, strict=strict)
-    return run(command, cwd=work, settings=settings).splitlines()[-1]
-
-
-def compiling(work: Path, *, strict: bool) -> dict[str, str]:
-    """The environment variables that make a trial compile less.
-
-    The newest versions are those of the checkout's tests, which compiled most of what is needed:
-    programs of other versions of jaxlib or with other options are not taken for them.
-
-    Args:
-        work: A folder outside the checkout.
-        strict: As for `run_tests`.
-    """
-    shared = os.environ.get(_CACHE)
-    if not strict or not shared or not Path(shared).is_dir():
-        return {}
-    shutil.copytree(shared, work / "programs")
-    return {_CACHE: str(work / "programs")}
+    root = package.folder.parents[1]
+    if (root / "conftest.py").is_file():
+        shutil.copy(root / "conftest.py", work)
+    strict = trial.resolution == "highest"
+    (work / "pytest.ini").write_text(pytest_ini(root / "pyproject.toml", strict=strict))
+    command = [str(python), "-I", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    return run([*command, "-m", trial.markers, "tests"], cwd=work).splitlines()[-1]
 
 
 def pytest_ini(pyproject: Path, *, strict: bool) -> str:
@@ -294,24 +285,19 @@ def pytest_ini(pyproject: Path, *, strict: bool) -> str:
         if name in options:
             value = options[name]
             values = value if isinstance(value, list) else [str(value).lower()]
-            # There are no modules beside the tests.
-            lines += [f"{name} =", *(f"    {v}" for v in values if v != "--doctest-modules")]
+            if name == "addopts":  # a line of a shell; and there are no modules beside the tests
+                values = [shlex.quote(v) for v in values if v != "--doctest-modules"]
+            lines += [f"{name} =", *(f"    {v}" for v in values)]
     return "\n".join(lines) + "\n"
 
 
-def run(
-    command: Sequence[str],
-    *,
-    cwd: Path | None = None,
-    settings: Mapping[str, str] | None = None,
-) -> str:
-    """Runs `command` in a clean environment, and `settings`; gives what it printed.
+def run(command: Sequence[str], *, cwd: Path | None = None) -> str:
+    """Runs `command` in a clean environment; gives what it printed.
 
     Raises:
         CheckError: It failed.
     """
     env = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
-    env |= settings or {}
     done = subprocess.run(command, cwd=cwd, env=env, check=False, capture_output=True, text=True)
     if done.returncode:
         raise CheckError(

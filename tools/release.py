@@ -1,7 +1,8 @@
 """Check, build and describe the packages of this repository.
 
     python tools/release.py check opt-core --python 3.12 --resolution lowest-direct
-    python tools/release.py check --all --jobs 2
+    python tools/release.py check --all --jobs 2 --tests contract
+    python tools/release.py check --all --tests changed --base origin/main
     python tools/release.py check --tag opt-core-v0.1.0
     python tools/release.py build opt-core --out dist
     python tools/release.py version opt-core
@@ -13,11 +14,13 @@ and tries it alone: see `isolation.py`.
 import argparse
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -26,6 +29,9 @@ from isolation import CheckError, Trial, Uv, try_package
 from workspace import ROOT, Package, closure, read_packages, siblings
 
 _UNRELEASED = "unreleased"
+# pytest's `-m` of each choice of tests.
+_ALL = "not slow"
+_CONTRACT = "contract and not slow"
 
 
 def check_changelog(package: Package) -> str:
@@ -65,6 +71,27 @@ def check_tag(package: Package, tag: str) -> None:
         )
 
 
+def changed(packages: Mapping[str, Package], base: str) -> Set[str]:
+    """The packages whose code, tests or declarations differ from `base`; prose does not count.
+
+    Args:
+        packages: The workspace.
+        base: A revision. Where `HEAD` is that revision or older (a push to `main`), the change is
+            what the last commit, or the last merge, brought to its first parent.
+
+    Raises:
+        CheckError: Git does not know `base`.
+    """
+    root = next(iter(packages.values())).folder.parents[1]
+    fork = _git(root, "merge-base", base, "HEAD")
+    if fork == _git(root, "rev-parse", "HEAD"):
+        fork = _git(root, "rev-parse", "HEAD^1")
+    # A moved file counts at both ends.
+    files = _git(root, "diff", "--name-only", "--no-renames", "-z", fork).split("\0")
+    code = [Path(file) for file in files if file and not file.endswith(".md")]
+    return {name for name in packages if any(Path("packages", name) in f.parents for f in code)}
+
+
 def build(package: Package, out: Path, uv: Uv) -> None:
     """Builds the sdist, and the wheel from that sdist, into `out`."""
     uv("build", "--quiet", "--out-dir", out, package.folder)
@@ -77,6 +104,7 @@ def check(
     *,
     uv: Uv,
     work: Path,
+    whole: Set[str] = frozenset(),
     keep: bool = False,
     jobs: int = 1,
 ) -> bool:
@@ -88,6 +116,7 @@ def check(
         trial: The environment to try them in.
         uv: The builder and installer.
         work: An empty folder outside the checkout.
+        whole: Packages of which all tests run, whatever `trial` says.
         keep: Whether to leave in it what each trial made.
         jobs: How many to try at a time.
 
@@ -102,8 +131,9 @@ def check(
     def attempt(package: Package) -> str:
         check_changelog(package)
         folder = work / package.name
+        asked = replace(trial, markers=_ALL) if package.name in whole else trial
         try:
-            return try_package(package, trial, uv=uv, wheels=wheels, work=folder)
+            return try_package(package, asked, uv=uv, wheels=wheels, work=folder)
         finally:
             # An environment with JAX takes most of a gigabyte.
             if not keep:
@@ -133,14 +163,21 @@ def _run_check(options: argparse.Namespace, packages: Mapping[str, Package]) -> 
         raise CheckError("nothing to check: name packages, or give --all or --tag")
     for package in chosen if options.tag else ():
         check_tag(package, options.tag)
-    trial = Trial(options.python, options.resolution)
+    markers = _ALL if options.tests == "all" else _CONTRACT
+    trial = Trial(options.python, options.resolution, markers)
+    whole = changed(packages, options.base) if options.tests == "changed" else frozenset[str]()
     with tempfile.TemporaryDirectory(prefix="release-") as scratch:
         work = (options.keep or Path(scratch)).resolve()
         if work.is_dir() and any(work.iterdir()):
             raise CheckError(f"--keep: expected an empty folder, found {work} with content")
         keep = options.keep is not None
         passed = check(
-            chosen, packages, trial, uv=Uv.find(), work=work, keep=keep, jobs=options.jobs
+            *(chosen, packages, trial),
+            uv=Uv.find(),
+            work=work,
+            whole=whole,
+            keep=keep,
+            jobs=options.jobs,
         )
     return 0 if passed else 1
 
@@ -173,6 +210,17 @@ def _find(name: str, packages: Mapping[str, Package]) -> Package:
     return packages[name]
 
 
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise CheckError(
+            f"{' '.join(command)}: {done.stderr.strip()}\nFetch the base with its history, or name "
+            "another --base."
+        )
+    return done.stdout.strip()
+
+
 def _is_date(text: str) -> bool:
     try:
         return date.fromisoformat(text).isoformat() == text
@@ -192,6 +240,14 @@ def _parser() -> argparse.ArgumentParser:
     checking.add_argument("--tag", help="the git tag that releases the package")
     checking.add_argument("--python", default=sys.executable, help="a version or an interpreter")
     checking.add_argument("--resolution", default="highest", choices=["highest", "lowest-direct"])
+    checking.add_argument(
+        "--tests",
+        default="all",
+        choices=["all", "contract", "changed"],
+        help="which tests: all; those marked `contract`; all of packages that differ from --base "
+        "and `contract` of the others",
+    )
+    checking.add_argument("--base", default="origin/main", help="a revision, for --tests changed")
     checking.add_argument("--keep", type=Path, metavar="DIR", help="work there and leave it")
     checking.add_argument("--jobs", type=int, default=1, help="packages at a time")
     checking.set_defaults(run=_run_check)

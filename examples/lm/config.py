@@ -47,7 +47,11 @@ class Config:
     )
     weight_decay: float = flag(0.1, "decoupled weight decay")
     clip: float = flag(1.0, "largest global norm of a gradient")
-    mesh: str = flag("data=4,model=2", "devices over which batch and parameters are split")
+    mesh: str = flag(
+        "",
+        "devices over which batch and parameters are split, such as data=4,model=2 (default: all "
+        "that there are and that can be used; 8 virtual ones where there is only a CPU)",
+    )
     zero: bool = flag(
         False,
         "split optimizer state over data, too, not only parameters' dimensions over model (ZeRO-1)",
@@ -71,7 +75,7 @@ class Config:
 
     @property
     def mesh_shape(self) -> tuple[int, int]:
-        """The number of devices along `data` and along `model`."""
+        """The number of devices along `data` and along `model`, once they are known."""
         sizes = dict(part.split("=", 1) for part in self.mesh.split(","))
         if sorted(sizes) != ["data", "model"] or not all(n.isdecimal() for n in sizes.values()):
             raise ValueError
@@ -84,16 +88,25 @@ class Config:
           UsageError: it makes no sense; says which flag, and why.
         """
         self._check_ranges()
+        if self.d_model % (2 * self.heads):
+            raise UsageError(
+                f"--d-model {self.d_model} must be a multiple of twice --heads {self.heads}"
+            )
+        if self.batch_size % self.microbatches:
+            raise UsageError(
+                f"--microbatches {self.microbatches} does not divide --batch-size {self.batch_size}"
+            )
+        if self.mesh:
+            self._check_mesh()
+        return self
+
+    def _check_mesh(self) -> None:
         try:
             data, model = self.mesh_shape
         except ValueError:
             raise UsageError(f"--mesh must look like data=4,model=2; got {self.mesh!r}") from None
         if data < 1 or model < 1:
             raise UsageError(f"--mesh must have at least one device per axis; got {self.mesh}")
-        if self.d_model % (2 * self.heads):
-            raise UsageError(
-                f"--d-model {self.d_model} must be a multiple of twice --heads {self.heads}"
-            )
         if self.batch_size % data:
             raise UsageError(
                 f"--mesh {self.mesh} does not divide: data={data} must divide "
@@ -110,7 +123,6 @@ class Config:
                 raise UsageError(
                     f"--mesh {self.mesh} does not divide: model={model} must divide {what} {size}"
                 )
-        return self
 
     def _check_ranges(self) -> None:
         least: dict[str, int] = {"seed": 0, "weight_decay": 0, "sample_bytes": 0}
@@ -204,7 +216,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
       UsageError: unknown flags, values of the wrong type, or flags that contradict one another.
     """
     parser = _Parser(
-        description="Trains a byte-level language model on a mesh of virtual devices.",
+        description="Trains a byte-level language model on the devices that there are.",
         allow_abbrev=False,
     )
     where = parser.add_mutually_exclusive_group()
@@ -233,7 +245,8 @@ def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
     options["metavar"] = "X"
     if "nargs" not in options and field.default is not None:
         options["type"] = type(field.default)
-        options["help"] += f" (default: {field.default})"
+        if field.default != "":
+            options["help"] += f" (default: {field.default})"
     return options
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import os
 from typing import Any
 
 import jax
 import numpy.typing as npt
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lm.config import Config, UsageError
+from lm.config import Config
 from lm.data import Batches, Text, load_text
+from lm.devices import take_devices
 from lm.model import Transformer
 
 
@@ -21,7 +20,7 @@ class Job:
     """What a run works with.
 
     Attributes:
-      config: the flags.
+      config: the flags, the mesh filled in.
       text: what is read.
       model: the network.
       mesh: the devices.
@@ -48,24 +47,8 @@ class Job:
         return Batches(self.text.train, config.seed, batch_size=config.batch_size, window=window)
 
 
-def make_mesh(config: Config, processes: int) -> Mesh:
-    """Returns the mesh; without `JAX_PLATFORMS`, its devices are virtual ones on the CPU."""
-    shape = config.mesh_shape
-    devices, rest = divmod(math.prod(shape), processes)
-    if rest:
-        raise UsageError(
-            f"--mesh {config.mesh} does not divide: --processes {processes} must divide its "
-            f"{math.prod(shape)} devices"
-        )
-    jax.config.update("jax_num_cpu_devices", devices)
-    if not os.environ.get("JAX_PLATFORMS"):
-        jax.config.update("jax_platforms", "cpu")
-    if math.prod(shape) > len(jax.devices()):
-        raise UsageError(f"--mesh {config.mesh} needs more than {len(jax.devices())} devices")
-    return jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
 def make_job(config: Config, processes: int = 1) -> Job:
     """Returns what a configuration describes, over that many processes; writes nothing."""
     text = load_text(config.data, window=config.sequence_length + 1)
-    return Job(config, text, Transformer(config.model), make_mesh(config, processes))
+    config, mesh = take_devices(config, processes)
+    return Job(config, text, Transformer(config.model), mesh)

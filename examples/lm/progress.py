@@ -1,16 +1,38 @@
-"""What the user sees while training: a progress bar, or plain lines where there is no terminal."""
+"""What the user sees of what goes on: no silence, and nothing that is cut off at the margin."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import shutil
 import sys
+import textwrap
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TextIO
 
 from tqdm import tqdm
+
+BAR_CELLS = 10  # at least
+REPEAT_SECONDS = 4.0  # without a terminal; on one, every second
+
+FORMATS = {
+    "loss": ("loss", ".3f"),
+    "skipped": ("skipped", ".0f"),
+    "bits_per_byte": ("bits/byte", ".3f"),
+    "learning_rate": ("lr", ".1e"),
+    "grad_norm": ("|grad|", ".2f"),
+    "tokens_per_s": ("tokens/s", ".0f"),
+}
 
 
 class Progress:
     """Shows the metrics of every step on stderr.
+
+    On a terminal, a bar that takes its width, with as many of the metrics as there is room for;
+    without one, plain lines.
 
     Args:
       done: the number of steps made before, by the run that goes on.
@@ -25,6 +47,7 @@ class Progress:
             total=steps,
             unit="step",
             dynamic_ncols=True,
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {remaining}{postfix}",
             disable=None if is_shown else True,
             smoothing=0.1,
         )
@@ -44,28 +67,39 @@ class Progress:
         """Shows the metrics of a step."""
         if not self._is_shown:
             return
-        formats = {
-            "loss": ("loss", ".3f"),
-            "bits_per_byte": ("bits/byte", ".3f"),
-            "learning_rate": ("lr", ".2e"),
-            "grad_norm": ("|grad|", ".2f"),
-            "skipped": ("skipped", ".0f"),
-            "tokens_per_s": ("tokens/s", ".0f"),
-        }
-        shown = {
-            name: format(metrics[key], spec)
-            for key, (name, spec) in formats.items()
+        shown = [
+            f"{name} {format(metrics[key], spec)}"
+            for key, (name, spec) in FORMATS.items()
             if key in metrics
-        }
+        ]
         if not self._bar.disable:
-            self._bar.set_postfix(shown, refresh=False)
+            self._bar.set_postfix_str(fitting(shown, self._room()), refresh=False)
             self._bar.update()
         elif step % self._line_every == 0 or step == self._steps:
-            values = "  ".join(f"{name} {value}" for name, value in shown.items())
             print(
-                f"step {step}/{self._steps}  {values}  ETA {self._eta(step)}",
+                f"step {step}/{self._steps}  {'  '.join(shown)}  ETA {self._eta(step)}",
                 file=sys.stderr,
             )
+
+    @contextlib.contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Shows on the bar that something else than a step goes on."""
+        if self._bar.disable:
+            yield
+            return
+
+        def show(seconds: int) -> None:
+            self._bar.set_postfix_str(f"{what} {seconds} s")
+
+        before = str(self._bar.postfix or "")
+        with _every(1, show):
+            yield
+        self._bar.set_postfix_str(before)
+
+    def _room(self) -> int:
+        """How many columns are left for metrics."""
+        taken = len(f"100%|{'':{BAR_CELLS}}| {self._steps}/{self._steps} 00:00:00, ")
+        return _columns(sys.stderr) - taken - 1
 
     def _eta(self, step: int) -> str:
         per_step = (time.perf_counter() - self._start) / (step - self._done)
@@ -75,3 +109,118 @@ class Progress:
     def close(self) -> None:
         """Leaves the bar as it is."""
         self._bar.close()
+
+
+@contextlib.contextmanager
+def announced(what: str, *, is_shown: bool) -> Iterator[Callable[[float], None]]:
+    """Says on stderr what the program is busy with, and goes on saying so.
+
+    On a terminal this is one line, which disappears at the end.
+
+    Args:
+      what: it does, in a few words.
+      is_shown: whether it is this process that shows anything.
+
+    Yields:
+      To be called with the share that is done, from 0 to 1, where that is known.
+    """
+    if not is_shown:
+        yield lambda share: None
+        return
+    is_terminal = sys.stderr.isatty()
+    shares: list[float] = []
+
+    def show(seconds: int) -> None:
+        done = f" {shares[-1]:.0%}" if shares else ""
+        passed = f" {seconds} s" if seconds else ""
+        text = f"{what} ...{done}{passed}"
+        _write(f"\r{text}\033[K" if is_terminal else f"{text}\n")
+
+    try:
+        with _every(1 if is_terminal else REPEAT_SECONDS, show):
+            yield shares.append
+    finally:
+        if is_terminal:
+            _write("\r\033[K")
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def _every(interval: float, act: Callable[[int], None]) -> Iterator[None]:
+    """Acts now and once an interval, with the seconds that have passed, beside the block."""
+    ended = threading.Event()
+    start = time.perf_counter()
+
+    def repeat() -> None:
+        while not ended.wait(interval):
+            act(round(time.perf_counter() - start))
+
+    act(0)
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def fitting(parts: list[str], room: int) -> str:
+    """Joins the first parts, as many as fit.
+
+    Examples:
+      >>> fitting(["loss 1.234", "lr 4.0e-03", "tokens/s 5000"], 24)
+      'loss 1.234, lr 4.0e-03'
+    """
+    while len(parts) > 1 and len(", ".join(parts)) > room:
+        parts = parts[:-1]
+    return ", ".join(parts)
+
+
+def folded(text: object, *, table_until: str = "") -> str:
+    """Returns lines that fit the terminal; what does not fit goes on below, indented.
+
+    Args:
+      text: any lines.
+      table_until: the heading of a column of a table; where a row is too long, the columns before
+        it stay together.
+    """
+    width = _columns(sys.stdout)
+    lines = str(text).splitlines()
+    cut = lines[0].find(table_until) if table_until and lines else 0
+    is_cut = cut > 0 and max(map(len, lines)) > width
+    return "\n".join(
+        part
+        for i, line in enumerate(lines)
+        for part in (_cut(line, cut, width, i == 0) if is_cut else _folded(line, width))
+    )
+
+
+def _columns(stream: TextIO) -> int:
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):  # Not a terminal: what COLUMNS says, or 80.
+        return shutil.get_terminal_size().columns
+
+
+def _cut(row: str, cut: int, width: int, is_heading: bool) -> list[str]:
+    head, rest = row[:cut].rstrip(), row[cut:].strip()
+    return [head, *([] if is_heading else _folded(f"    {rest}" if rest else "", width))]
+
+
+def _folded(line: str, width: int) -> list[str]:
+    indent = line[: len(line) - len(line.lstrip())]
+    # A number and its unit stay together.
+    parts = textwrap.wrap(
+        re.sub(r"(?<=\d) (?=[KMGT]?i?B\b)", "\N{NO-BREAK SPACE}", line.strip()),
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + "    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [part.replace("\N{NO-BREAK SPACE}", " ") for part in parts]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,13 +14,14 @@ from lm import baselines
 from lm.data import batches_in_order
 from lm.job import Job
 from lm.model import next_byte_loss
-from lm.processes import say
+from lm.processes import is_first, say
+from lm.progress import announced, folded
 from lm.run_folder import RunFolder
 from lm.sample import generate
 
 
-def evaluate(job: Job, params: Any) -> float:
-    """Returns bits per byte of the held-out text."""
+def evaluate(job: Job, params: Any, shown: Callable[[float], None] = lambda share: None) -> float:
+    """Returns bits per byte of the held-out text; calls `shown` with the share that is done."""
 
     @jax.jit
     def nats(params: Any, windows: jax.Array, counts: jax.Array) -> jax.Array:
@@ -27,32 +30,39 @@ def evaluate(job: Job, params: Any) -> float:
     batches = batches_in_order(
         job.text.held_out, batch_size=job.config.batch_size, window=job.config.sequence_length + 1
     )
-    total = sum(float(nats(params, *map(job.shard, batch))) for batch in batches)
-    return total / math.log(2) / (len(job.text.held_out) - 1)
+    predictions, done, total = len(job.text.held_out) - 1, 0, 0.0
+    for windows, counts in batches:
+        # Waits for each: on virtual devices, XLA does not run more than 32 programs ahead.
+        total += float(nats(params, job.shard(windows), job.shard(counts)))
+        done += int(counts.sum())
+        shown(done / predictions)
+    return total / math.log(2) / predictions
 
 
 def report(job: Job, folder: RunFolder, params: Any) -> None:
     """Writes a sample, measures the model against simpler ones, and draws the plot."""
     config, text = job.config, job.text
-    sample = generate(
-        job.model,
-        params,
-        config.prompt,
-        length=config.sample_bytes,
-        context=config.sequence_length,
-        seed=config.seed,
-    )
-    bits = {
-        "transformer": evaluate(job, params),
-        "bigram": baselines.bigram_bits(text.train, text.held_out),
-        "unigram": baselines.unigram_bits(text.train, text.held_out),
-        "gzip": baselines.gzip_bits(text.held_out),
-    }
-    folder.save_results({"held_out_bits_per_byte": bits, "sample": sample})
-    folder.plot(bits)
+    busy = partial(announced, is_shown=is_first())
+    with busy("Writing a sample"):
+        sample = generate(
+            job.model,
+            params,
+            config.prompt,
+            length=config.sample_bytes,
+            context=config.sequence_length,
+            seed=config.seed,
+        )
+    with busy("Evaluating on held-out text") as shown:
+        bits = {"transformer": evaluate(job, params, shown)}
+    with busy("Evaluating simpler models, and drawing"):
+        bits["bigram"] = baselines.bigram_bits(text.train, text.held_out)
+        bits["unigram"] = baselines.unigram_bits(text.train, text.held_out)
+        bits["gzip"] = baselines.gzip_bits(text.held_out)
+        folder.save_results({"held_out_bits_per_byte": bits, "sample": sample})
+        folder.plot(bits)
     files = "plot.png metrics.jsonl results.json placement.txt config.json checkpoints/"
     say(
         f"\nSample\n{sample}\n\nBits per byte of {len(text.held_out)} held-out bytes",
         *(f"  {name:<12}{value:6.3f}" for name, value in bits.items()),
-        f"\n{folder.path}: {files}",
+        f"\n{folded(f'{folder.path}: {files}')}",
     )

@@ -133,6 +133,7 @@ def test_c5_gradients_unlike_the_parameters_are_errors_when_traced(
         jax.eval_shape(lambda o, g: o.apply_gradient(g), optimizer, grads)
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("name", NAMES)
 def test_c6_the_state_is_sharded_like_the_parameters(name: str) -> None:
     """What mirrors a parameter has its spec exactly, scalars are replicated, factors are valid."""

@@ -12,7 +12,6 @@ from isolation import (
     Uv,
     check_floors,
     claims,
-    compiling,
     probe,
     pytest_ini,
     reached_extras,
@@ -81,6 +80,7 @@ def test_pytest_keeps_the_options_of_the_root() -> None:
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     assert text.startswith("[pytest]\naddopts =\n    --import-mode=importlib\n")
     assert "doctest-modules" not in text
+    assert "\n    '-m=not slow'\n" in text
     assert "xfail_strict =\n    true\n" in text
     for name in ("filterwarnings", "markers"):
         assert all(f"\n    {value}\n" in text for value in options[name])
@@ -111,32 +111,6 @@ def test_what_would_let_the_checkout_in_is_removed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HOME", "/home/me")
     asked = "import os; print(os.environ.get('PYTHONPATH'), os.environ['HOME'])"
     assert run([sys.executable, "-c", asked]) == "None /home/me\n"
-
-
-def test_the_newest_versions_start_from_a_copy_of_what_is_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared, work = tmp_path / "shared", tmp_path / "work"
-    work.mkdir()
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    assert compiling(work, strict=True) == {}
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(shared))
-    assert compiling(work, strict=True) == {}  # nothing has been compiled
-    shared.mkdir()
-    (shared / "program").write_text("compiled")
-    settings = compiling(work, strict=True)
-    assert settings == {"JAX_COMPILATION_CACHE_DIR": str(work / "programs")}
-    assert (work / "programs" / "program").read_text() == "compiled"
-    asked = "import os; print(os.environ.get('JAX_COMPILATION_CACHE_DIR'))"
-    assert run([sys.executable, "-c", asked]) == "None\n"
-    assert run([sys.executable, "-c", asked], settings=settings) == f"{work / 'programs'}\n"
-
-
-def test_the_oldest_versions_compile_for_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
-    assert compiling(tmp_path, strict=False) == {}
 
 
 def test_a_failing_command_tells_what_it_printed() -> None:

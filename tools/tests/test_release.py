@@ -6,16 +6,36 @@ from pathlib import Path
 
 import pytest
 from isolation import CheckError
-from release import check_changelog, check_tag, main
+from release import changed, check_changelog, check_tag, main
 from workspace import Package, read_packages
 
 TESTS = """\
 import opt_b
+import pytest
 
 
+@pytest.mark.contract
 def test_answer():
     assert opt_b.twice == 84
+
+
+def test_slowly():
+    assert opt_b.twice == 2 * 42
 """
+
+
+def git(folder: Path, *arguments: str) -> None:
+    who = ("-c", "user.name=me", "-c", "user.email=me@example.org")
+    subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True)
+
+
+def commit(folder: Path, *paths: str) -> None:
+    for path in paths:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        with (folder / path).open("a") as file:
+            file.write("\n")
+    git(folder, "add", "-A")
+    git(folder, "commit", "-m", "a change")
 
 
 def _package(tmp_path: Path, changelog: str) -> Package:
@@ -120,6 +140,7 @@ def workspace(tmp_path: Path, make_package: Callable[..., Path]) -> Path:
     """opt-b, which requires its sibling opt-a and the oldest idna that it claims."""
     (tmp_path / "pyproject.toml").write_text(
         '[tool.pytest.ini_options]\naddopts = ["--import-mode=importlib", "--doctest-modules"]\n'
+        'markers = ["contract", "slow"]\n'
     )
     make_package("opt-a")
     make_package(
@@ -136,7 +157,44 @@ def workspace(tmp_path: Path, make_package: Callable[..., Path]) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["packages/opt-a/src/opt_a/__init__.py"], {"opt-a"}),
+        (["packages/opt-a/tests/data.json", "packages/opt-b/pyproject.toml"], {"opt-a", "opt-b"}),
+        (["packages/opt-a/README.md", "docs/index.md", "hatch.toml"], set()),
+        (["packages/opt-ab/a.py"], set()),
+    ],
+)
+def test_code_tests_and_declarations_of_a_package_change_it(
+    paths: list[str], expected: set[str], tmp_path: Path, make_package: Callable[..., Path]
+) -> None:
+    make_package("opt-a")
+    make_package("opt-b")
+    packages = read_packages(tmp_path)
+    git(tmp_path, "init", "-b", "main")
+    commit(tmp_path)
+    commit(tmp_path, "packages/opt-b/src/opt_b/before.py")
+    git(tmp_path, "checkout", "-b", "topic")
+    commit(tmp_path, *paths)
+    assert changed(packages, "main") == expected
+    git(tmp_path, "checkout", "main")
+    commit(tmp_path, "notes.txt")
+    git(tmp_path, "merge", "--no-ff", "topic")
+    assert changed(packages, "main") == expected  # what the merge brought
+    git(tmp_path, "mv", "packages/opt-a/src/opt_a/__init__.py", "packages/opt-b/src/opt_b/a.py")
+    git(tmp_path, "commit", "-m", "moved")
+    assert changed(packages, "main") == {"opt-a", "opt-b"}
+
+
+def test_an_unknown_base_is_an_error(tmp_path: Path, make_package: Callable[..., Path]) -> None:
+    make_package("opt-a")
+    git(tmp_path, "init")
+    commit(tmp_path)
+    with pytest.raises(CheckError, match="name another --base"):
+        changed(read_packages(tmp_path), "origin/main")
+
+
 def test_a_package_is_built_installed_and_tested_alone(
     workspace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,7 +204,7 @@ def test_a_package_is_built_installed_and_tested_alone(
     line = capfd.readouterr().out
     assert line.startswith("passed  opt-b 0.1.0 (")
     assert "lowest-direct: " in line
-    assert "1 passed in" in line
+    assert "2 passed in" in line
     assert sorted(path.name for path in (kept / "dist").glob("*.*")) == [
         ".gitignore",
         "opt_a-0.1.0-py3-none-any.whl",
@@ -162,10 +220,10 @@ def test_a_package_is_built_installed_and_tested_alone(
     assert file.startswith(str(kept))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [
+        ("tests/test_twice.py", "pytest.mark.contract", "pytest.mark.slow", "2 deselected"),
         ("tests/test_twice.py", "84", "85", "assert 84 == 85"),
         ("src/opt_b/__init__.py", "import opt_a", "import opt_a, pytest", "No module named 'pyt"),
         ("src/opt_b/__init__.py", "['twice']", "['thrice']", "`opt_b` lacks thrice"),
@@ -182,7 +240,7 @@ def test_what_is_wrong_with_a_package_fails_its_check(
 ) -> None:
     path = workspace / "packages/opt-b" / file
     path.write_text(path.read_text().replace(old, new))
-    assert main(["check", "--all", "--jobs", "2"], root=workspace) == 1
+    assert main(["check", "--all", "--jobs", "2", "--tests", "contract"], root=workspace) == 1
     captured = capfd.readouterr()
     assert "passed  opt-a 0.1.0" in captured.out
     assert "no tests yet" in captured.out

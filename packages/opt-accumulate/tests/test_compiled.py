@@ -124,7 +124,9 @@ def test_an_emission_takes_the_memory_of_the_bare_step(inner: str) -> None:
     assert temporaries(optax_step(INNER[inner])) > 2.0
 
 
-@pytest.mark.parametrize("options", [{}, {"should_skip_update_fn": skip_not_finite}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"should_skip_update_fn": skip_not_finite}], ids=["plain", "skipping"]
+)
 def test_everything_is_updated_in_place(options: Any) -> None:
     program = ours(ADAMW, **options)
     memory = program.memory_analysis()

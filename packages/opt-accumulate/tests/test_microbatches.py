@@ -94,13 +94,23 @@ def test_rows_that_do_not_divide(sizes: Sizes, rows: int, devices: int, words: s
     assert words in str(error.value)
 
 
+def test_scalars_are_in_every_microbatch_as_they_are() -> None:
+    scalars = {"int": 3, "array": jnp.float32(2), "key": jax.random.key(0), "train": True}
+    batch = {**scalars, "numpy": np.array(1.5), "x": np.arange(7), "none": None}
+    assert batch_rows(batch) == 7
+    split = Split(num=3, size=2, last=1)
+    for part in (take(fold(batch, split), 2), take_last(batch, split)):
+        assert all(part[name] is batch[name] for name in batch if name != "x")
+    assert take(fold(batch, split), 2)["x"].tolist() == [2, 5]
+
+
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ({}, "`batch` has no arrays: expected a tree whose leaves share their first dimension, fo"),
+        ({}, "`batch` has no rows: expected a tree whose arrays share their first dimension, fo"),
         (
-            {"x": np.ones(3), "step": {"count": 3}},
-            "but these are scalars:\n  step/count\nPass what all microbatches share as further arg",
+            {"x": np.float32(3), "step": {"count": 3}},
+            "arrays share their first dimension, found only scalars: step/count, x.",
         ),
         (
             {"x": np.ones((3, 2)), "y": [np.ones(4)]},

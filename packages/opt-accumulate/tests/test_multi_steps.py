@@ -1,6 +1,7 @@
 """Where `MultiSteps` must be better than Optax's: each test shows what Optax does beside it."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, get_args
 
 import chex
@@ -454,6 +455,42 @@ def test_donation_of_states_that_keep_the_parameters(form: Form) -> None:
     for value in (1.0, 2.0, 3.0):
         carried = step(*carried, grads_of(value))
     assert int(carried[1].mini_step) == 1
+
+
+def keeping(copy: Callable[[jax.Array], jax.Array]) -> optax.GradientTransformation:
+    """An inner optimizer that keeps the parameters, as `copy` returns them, twice."""
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(copy, params), jax.tree.map(copy, params)
+
+    return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda x: x,
+        lambda x: jax.device_put(x, x.sharding),
+        lambda x: jnp.reshape(x, x.shape),
+        lambda x: jax.jit(lambda y: y)(x),
+        lambda x: x.addressable_shards[0].data,
+    ],
+    ids=["itself", "device_put", "reshape", "jit", "shard"],
+)
+def test_init_shares_no_buffer_however_the_inner_state_is_made(copy: Any) -> None:
+    params = {"w": jnp.arange(3.0)}
+    state = MultiSteps(keeping(copy), 2).init(params)
+    touch = jax.jit(lambda *trees: jax.tree.map(lambda x: x + 1, trees), donate_argnums=(0, 1))
+    new_params, new_state = touch(params, state)
+    assert new_params["w"].tolist() == [1.0, 2.0, 3.0]
+    for kept in new_state.inner_opt_state:
+        assert kept["w"].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_init_copies_nothing_that_is_not_shared() -> None:
+    kept = jnp.ones(3)
+    tx = optax.GradientTransformation(lambda params: kept, lambda u, s, p=None: (u, s))
+    assert MultiSteps(tx, 2).init({"w": jnp.ones(3)}).inner_opt_state is kept
 
 
 def test_counters_stay_at_their_largest_value() -> None:

@@ -52,9 +52,9 @@ class Case:
         contents: dict[str, Any] = flax.serialization.msgpack_restore(data)["optimizer"]
         return contents
 
-    def definition(self, **changes: Any) -> Adafactor:
+    def definition(self, kind: type[Adafactor] = Adafactor, **changes: Any) -> Adafactor:
         """The definition, told the axes as T5X's trainer does."""
-        definition = Adafactor(**{**_build(self.index["constructor"]["kwargs"]), **changes})
+        definition = kind(**{**_build(self.index["constructor"]["kwargs"]), **changes})
         if self.index.get("param_logical_axes"):
             definition.set_param_axes(self.param_axes)
         return definition

@@ -4,11 +4,15 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.contract
+
 PROGRAM = """
 import json, sys
-import jax, flax.struct, opt_core
+import jax, flax.struct, opt_core, opt_core.t5x
 declared = set(sys.modules)
-import opt_adafactor
+import opt_adafactor.t5x
 new = {name.partition(".")[0] for name in set(sys.modules) - declared}
 print(json.dumps(sorted(new - sys.stdlib_module_names)))
 """

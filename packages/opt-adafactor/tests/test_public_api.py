@@ -9,8 +9,10 @@ from typing import Any
 
 import opt_adafactor
 import pytest
-from opt_adafactor import Adafactor, HParamMap, errors
+from opt_adafactor import Adafactor, HParamMap, errors, t5x
 from opt_core.protocols import DerivesLogicalAxes, TakesParamAxes
+
+pytestmark = pytest.mark.contract
 
 # What T5X's own tests, and code that was modelled on them, import besides.
 PRIVATE = ["_AdafactorHyperParams", "_AdafactorParamState"]
@@ -18,9 +20,17 @@ PRIVATE = ["_AdafactorHyperParams", "_AdafactorParamState"]
 
 def test_all_is_what_is_public() -> None:
     assert sorted(opt_adafactor.__all__) == sorted(set(opt_adafactor.__all__))
-    public = {name for name in vars(opt_adafactor) if not name.startswith("_")}
+    public = {name for name in vars(opt_adafactor) if not name.startswith("_")} - {"t5x"}
     assert public == set(opt_adafactor.__all__)
     assert all(hasattr(opt_adafactor, name) for name in PRIVATE)
+
+
+def test_the_facade_has_the_names_of_t5x() -> None:
+    assert len(t5x.__all__) == len(set(t5x.__all__))  # ruff sorts
+    assert all(hasattr(t5x, name) for name in [*t5x.__all__, *PRIVATE])
+    for name in {*t5x.__all__, *PRIVATE} - {"Adafactor", "OptimizerDef", "OptimizerState"}:
+        assert getattr(t5x, name) is getattr(opt_adafactor, name)
+    assert issubclass(t5x.Adafactor, Adafactor)
 
 
 def test_errors_export_what_they_define() -> None:
@@ -48,13 +58,13 @@ def test_errors_are_the_builtins_that_callers_catch() -> None:
 
 
 def documented() -> Iterator[tuple[str, Any]]:
-    for module in (opt_adafactor, errors):
+    for module in (opt_adafactor, errors, t5x):
         yield module.__name__, module
         for name in module.__all__:
             value = getattr(module, name)
             if inspect.isclass(value) or inspect.isfunction(value):
                 yield name, value
-    for cls in (Adafactor, HParamMap):
+    for cls in (Adafactor, HParamMap, t5x.Adafactor):
         for member in vars(cls).values():
             if inspect.isfunction(member) and not member.__name__.startswith("_"):
                 yield f"{cls.__name__}.{member.__name__}", member
@@ -72,6 +82,7 @@ def test_protocols() -> None:
 
 def test_the_signature_is_t5xs_and_then_ours() -> None:
     parameters = inspect.signature(Adafactor).parameters
+    assert inspect.signature(t5x.Adafactor).parameters == parameters
     assert list(parameters) == [
         *("learning_rate", "factored", "multiply_by_parameter_scale", "beta1", "decay_rate"),
         *("step_offset", "clipping_threshold", "weight_decay_rate", "min_dim_size_to_factor"),

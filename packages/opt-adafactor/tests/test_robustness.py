@@ -97,13 +97,30 @@ def test_a_state_that_does_not_fit() -> None:
         ada.adafactor(0.1, beta1=0.9).update(W, state, W)
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Twins(list[Any]):
+    """A node that gives all its children one name."""
+
+    def tree_flatten_with_keys(self) -> Any:
+        return [(jax.tree_util.DictKey("b"), child) for child in self], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> "Twins":
+        return cls(children)
+
+
 def test_colliding_paths() -> None:
-    params = {"a/b": jnp.ones(2), "a": {"b": jnp.ones(3)}}
     with pytest.raises(TreeMismatchError, match="two parameters have the path `a/b`"):
-        Adafactor(0.1).create(params)
-    axes = {"a/b": P("embed"), "a": {"b": P("embed")}}
+        Adafactor(0.1).create({"a": Twins([jnp.ones(2), jnp.ones(3)])})
+    axes = {"a": Twins([P("embed"), P("embed")])}
     with pytest.raises(ParamAxesError, match="two entries have the path `a/b`"):
         Adafactor(logical_factor_rules=RULES).with_param_axes(axes)
+
+
+def test_keys_with_slashes_do_not_collide() -> None:
+    params = {"a/b": jnp.ones(2), "a": {"b": jnp.ones(3)}}
+    shapes = jax.tree.map(jnp.shape, Adafactor(0.1).create(params).state.param_states["a/b"].v)
+    assert shapes == (2,)
 
 
 def test_axes_in_the_boxes_of_flax() -> None:

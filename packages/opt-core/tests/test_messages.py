@@ -34,8 +34,8 @@ def test_a_restore_error_in_full() -> None:
         "  target/b/0: dtype: expected bfloat16[2, 3], found float16[2, 3]\n"
         "  target/c: missing: expected float32[], found nothing\n"
         "  target/d: container: expected a mapping (tuple) with no keys, found a list\n"
-        "  target/e/f/g: extra: expected nothing, found 1 (int)\n"
-        "  target/e/f/h: extra: expected nothing, found a mapping with no keys\n"
+        "  target/e~1f/g: extra: expected nothing, found 1 (int)\n"
+        "  target/e~1f/h: extra: expected nothing, found a mapping with no keys\n"
         "Restore into an optimizer built as the saved one was, correct the dict, or pass "
         "`strict=False` to take the 3 leaves that fit and keep the rest as they are."
     )

@@ -201,7 +201,7 @@ DEVIATIONS: dict[str, tuple[Callable[[dict[str, Any]], Any], list[tuple[str, Mis
         [("target/a", MismatchKind.SHAPE)],
     ),
     "dtype": (
-        lambda d: d["target"].update(a=np.zeros(2, np.float64)),
+        lambda d: d["target"].update(a=np.zeros(2, np.float16)),
         [("target/a", MismatchKind.DTYPE)],
     ),
     "leaf to subtree": (

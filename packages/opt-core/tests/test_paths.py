@@ -1,11 +1,12 @@
 from collections import OrderedDict
 from typing import Any
 
+import hypothesis.strategies as st
 import jax
 import pytest
 from core_testing import Layer, Pair, given, trees
 from flax.core import FrozenDict
-from opt_core import children, flatten_with_paths, path_names, path_str
+from opt_core import children, flatten_with_paths, path_names, path_str, split_path
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_children_are_named_as_in_state_dicts(node: Any, names: list[str]) -> No
     assert type(rebuilt) is type(node)
 
 
-@pytest.mark.parametrize("leaf", [None, 1.0, "text", object()], ids=repr)
+@pytest.mark.parametrize("leaf", [None, 1.0, "text", object()])
 def test_leaves_have_no_children(leaf: Any) -> None:
     assert children(leaf) is None
 
@@ -68,3 +69,15 @@ def test_paths_are_those_of_jax(tree: Any) -> None:
 def test_path_str_joins() -> None:
     assert path_str(("decoder", "layers_0", "kernel")) == "decoder/layers_0/kernel"
     assert path_str(()) == "."
+
+
+names = st.lists(st.text("ab/~01."), max_size=4)
+
+
+@given(one=names, other=names)
+def test_different_names_have_different_paths(one: list[str], other: list[str]) -> None:
+    # `.` is the root, which has no leaf beside it.
+    paths = [path_str(names) for names in (one, other)]
+    assert (paths[0] == paths[1]) == (one == other) or "." in paths
+    if one not in (["."], []):
+        assert split_path(paths[0]) == tuple(one)

@@ -5,6 +5,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.contract
+
 BESIDE = Path(__file__).parents[1] / "README.md"
 
 

@@ -304,9 +304,12 @@ SCALARS: list[tuple[Any, Any, Any]] = [
     (np.int32, 1.0, None),
     (np.int32, True, None),
     (np.int32, np.float64(1.5), None),
-    (np.int32, np.int64(1), None),
+    (np.int32, np.int64(1), 1),
+    (np.int32, np.int64(2**31), None),
+    (np.int32, np.uint32(1), None),
     (np.float32, 0.1, np.float32(0.1)),
-    (np.float32, np.float64(0.1), None),
+    (np.float32, np.float64(0.1), np.float32(0.1)),
+    (np.float32, np.float16(0.5), None),
     (np.float32, 1e39, None),
     (np.float32, float("inf"), np.inf),
     (np.float32, 1, None),
@@ -321,7 +324,7 @@ SCALARS: list[tuple[Any, Any, Any]] = [
 
 
 @pytest.mark.parametrize(("dtype", "found", "expected"), SCALARS)
-def test_python_numbers_fit_scalars_of_their_kind(dtype: Any, found: Any, expected: Any) -> None:
+def test_numbers_fit_scalars_of_their_kind(dtype: Any, found: Any, expected: Any) -> None:
     reference = {"x": jnp.zeros((), dtype)}
     result, report = restore_state_dict(reference, {"x": found})
     assert report.ok == (expected is not None)

@@ -21,9 +21,9 @@ PARAMS = {"w": jnp.arange(6.0).reshape(2, 3), "low": [jnp.ones(3, jnp.bfloat16)]
 STATE = ours.sm3(0.1).init_fn(PARAMS)
 
 
-def saved(state: Any = STATE) -> bytes:
+def saved(state: Any = STATE, optimizer: str = "sm3") -> bytes:
     file = io.BytesIO()
-    ours.save(file, state)
+    ours.save(file, state, optimizer=optimizer)
     return file.getvalue()
 
 
@@ -31,7 +31,7 @@ DATA = saved()
 
 
 def load(data: bytes) -> Any:
-    return ours.load(io.BytesIO(data), like=STATE)
+    return ours.load(io.BytesIO(data), like=STATE, optimizer="sm3")
 
 
 def is_right(state: Any) -> bool:
@@ -228,11 +228,11 @@ def test_a_large_header_is_not_read() -> None:
         assert "its checksum is that of other contents" in refused(body + bytes(32))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    messages.append(refused(saved(keys), errors.StateMismatchError))  # a sound file
+    messages.append(refused(saved(keys, "sgd"), errors.StateMismatchError))  # a sound file
     for message in messages:
         assert "one whose header has " in message
     assert peak < 48 * 2**20  # what is hashed at a time, and the files' own bytes
-    assert ours.load(io.BytesIO(saved(keys)), like=keys) is not None
+    assert ours.load(io.BytesIO(saved(keys, "sgd")), like=keys, optimizer="sgd") is not None
 
 
 def test_long_keys_are_not_repeated() -> None:
@@ -355,18 +355,37 @@ def test_words_about_contents() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "entry",
+    ["sm3", None, [], ["sm3"], ["", []], [3, []], ["sm3", "x"], ["sm3", [1]], ["sm3", [], 1], {}],
+    ids=repr,
+)
+def test_an_optimizer_is_a_name_and_names(entry: Any) -> None:
+    header, about, leaves = parts()
+    about["optimizer"] = entry
+    words = "describe no state: the optimizer is not described by a name and those of what it keeps"
+    assert words in refused(built(header, about, leaves))
+
+
+def test_a_name_that_was_changed_is_not_taken() -> None:
+    header, about, leaves = parts()
+    about["optimizer"][1].append("more")
+    words = "expected `sm3`, which keeps (x, m, vs, shape), found `sm3`, which keeps (x, m, vs, sha"
+    assert words in refused(built(header, about, leaves), errors.StateMismatchError)
+
+
 def test_booleans_are_0_or_1() -> None:
     state = ours.pack_optimizer_state([ours.JoinPoint(np.array([True]))])
-    data = saved(state)
+    data = saved(state, "flags")
     body = data[:-33] + b"\x02"
     with pytest.raises(errors.DamagedFileError, match="neither 0 nor 1"):
-        ours.load(io.BytesIO(signed(body)), like=state)
+        ours.load(io.BytesIO(signed(body)), like=state, optimizer="flags")
 
 
 def test_names_in_files_lead_nowhere() -> None:
     keys = ["../../x", "/abs", "..", ".", "", "a/b", "a:b", "@", "%2E", "...", "nul\0", "é\n"]
     state = ours.sgd(0.1).init_fn({key: np.float32(n) for n, key in enumerate(keys)})
-    data = saved(state)
+    data = saved(state, "sgd")
     names = [name for name in parts(data)[0] if name not in ("__metadata__", "checksum:sha256")]
     assert len(set(names)) == len(keys)
     for name in names:
@@ -374,5 +393,5 @@ def test_names_in_files_lead_nowhere() -> None:
         assert name.isascii()
         assert "/" not in name
         assert name.isprintable()
-    loaded = ours.load(io.BytesIO(data), like=state)
+    loaded = ours.load(io.BytesIO(data), like=state, optimizer="sgd")
     assert ours.sgd(0.1).params_fn(loaded) == ours.sgd(0.1).params_fn(state)

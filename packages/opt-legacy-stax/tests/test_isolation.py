@@ -4,6 +4,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.contract
+
 PROGRAM = """
 import json, sys
 import jax, ml_dtypes

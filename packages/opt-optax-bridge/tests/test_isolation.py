@@ -5,6 +5,10 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.contract
+
 PROGRAM = """
 import json, sys
 import jax, flax.struct, flax.core, numpy

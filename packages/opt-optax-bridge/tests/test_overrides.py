@@ -56,6 +56,7 @@ def result(optimizer: Optimizer) -> tuple[Any, Any]:
     return optimizer.target, optimizer.state.param_states
 
 
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_override_is_the_argument_of_the_constructor(name: str) -> None:
     optimizer, (grads, extra_args) = trained(name), inputs(name)

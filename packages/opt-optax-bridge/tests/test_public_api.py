@@ -9,6 +9,8 @@ import opt_optax_bridge
 import pytest
 from opt_optax_bridge import OptaxWrapper, checkpoint, optimizer_names, t5x
 
+pytestmark = pytest.mark.contract
+
 WITH_TWINS = [opt_optax_bridge, t5x]
 MODULES = [*WITH_TWINS, checkpoint, checkpoint.errors]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("optax_promotion")]
 
 BESIDE = Path(__file__).parents[1] / "README.md"
 

@@ -1,8 +1,10 @@
 """The basics of `opt_optax_bridge.t5x`; what T5X's own modules do with it is tested elsewhere."""
 
 import pickle
+import warnings
 from typing import Any
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ import optax
 import pytest
 from bridge_testing import assert_close, assert_same_bits, grads_of, make_params, through_bytes
 from jax.sharding import PartitionSpec as P
-from opt_core.errors import HyperParamError, RestoreError
+from opt_core.errors import GroupError, HyperParamError, RestoreError
 from opt_optax_bridge import t5x
 from opt_optax_bridge._wrapper import OptaxWrapper
 
@@ -162,6 +164,18 @@ def test_parameters_of_another_kind_are_refused(value: Any) -> None:
         optimizer.restore_state(state_dict)
 
 
+def test_parameters_and_states_of_numpys_float64_restore() -> None:
+    """Old NumPy code writes them; without 64 bits they are float32 to JAX."""
+    optimizer = t5x.adam(0.1).create(make_params()).apply_gradient(make_params())
+    wide = jax.tree.map(np.float64, optimizer.state_dict())
+    wide["state"]["step"] = np.array(1)
+    wide["state"]["param_states"]["0"]["count"] = np.array(1)
+    assert_same_bits(optimizer.restore_state(wide), optimizer)
+    half = t5x.adam(0.1).create(jax.tree.map(lambda x: x.astype(jnp.bfloat16), make_params()))
+    restored = half.restore_state({"target": wide["target"], "state": half.state_dict()["state"]})
+    assert {x.dtype for x in jax.tree.leaves(restored.target)} == {jnp.dtype(jnp.float32)}
+
+
 def test_check_and_restore_agree() -> None:
     optimizer = t5x.sgd(0.1).create({"w": jnp.ones(2)})
     state_dict = {**optimizer.state_dict(), "target": {"w": jnp.ones(2, jnp.bfloat16)}}
@@ -199,6 +213,57 @@ def test_the_trainers_rate_is_ignored_in_groups_and_a_groups_own_acts() -> None:
         found = optimizer.apply_gradient(make_params(), **overrides)
         assert_close(found.target["w"], 0.75 * make_params()["w"])
         assert_same_bits(found.target["b"], plain.target["b"])
+
+
+def traversal(keep: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return flax.traverse_util.ModelParamTraversal(lambda path, _: keep(path))
+
+
+def everything() -> Any:  # a traversal answers for any attribute: doctest must not find one
+    return traversal(lambda path: True)
+
+
+def nothing() -> Any:
+    return traversal(lambda path: False)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_traversal_may_match_nothing(is_first: bool) -> None:
+    pairs = [(everything(), t5x.adam(0.5)), (nothing(), t5x.sgd(0.25))]
+    definition = t5x.MultiOptimizer(pairs[::-1] if is_first else pairs)
+    optimizer = definition.create(make_params())
+    assert len(definition.sub_optimizers) == len(definition.hyper_params) == 2
+    alone = t5x.adam(0.5).create(make_params())
+    grads = jax.tree.map(jnp.sin, make_params())
+    for _ in range(2):
+        given = {"hyper_params": list(definition.hyper_params)}
+        optimizer = optimizer.apply_gradient(grads, learning_rate=9.0, **given)
+        alone = alone.apply_gradient(grads)
+    assert_same_bits(optimizer.target, alone.target)
+    fresh = definition.create(make_params())
+    assert_same_bits(fresh.restore_state(through_bytes(optimizer.state_dict())), optimizer)
+    axes = {"b": P("mlp"), "w": P("embed", "mlp")}
+    definition.set_param_axes(axes)
+    derived = definition.derive_logical_axes(definition.create(make_params()), axes)
+    assert derived.target == axes
+    assert [len(row.paths) for row in opt_core.describe(fresh).rows] == (
+        [0, 2] if is_first else [2, 0]
+    )
+
+
+def test_only_a_traversal_may() -> None:
+    sgd = t5x.sgd(0.5)
+    for pattern in ("embedding", lambda path, leaf: False):
+        definition = t5x.MultiOptimizer([(everything(), sgd), (pattern, sgd)])
+        with pytest.raises(GroupError, match="matches no parameter"):
+            definition.create(make_params())
+    twice = t5x.MultiOptimizer([(everything(), sgd), (everything(), sgd)])
+    with pytest.raises(GroupError, match="`b` is matched by `0`"):
+        twice.create(make_params())
+    with pytest.raises(GroupError, match=r"`1` \(ModelParamTraversal\) matches no parameter"):
+        opt_core.MultiOptimizer([(everything(), sgd), (nothing(), sgd)]).create(make_params())
 
 
 def test_a_rate_that_cannot_act_in_a_group_is_an_error() -> None:

@@ -61,7 +61,11 @@ def test_it_offers_what_the_protocols_ask_for() -> None:
     assert not isinstance(wrapper, protocols.TakesParamAxes)
 
 
-@pytest.mark.parametrize("wrong", [optax.adam, None, lambda params: params, "adam"], ids=repr)
+@pytest.mark.parametrize(
+    "wrong",
+    [optax.adam, None, lambda params: params, "adam"],
+    ids=["constructor", "None", "function", "text"],
+)
 def test_only_transformations_can_be_wrapped(wrong: Any) -> None:
     with pytest.raises(TypeError, match="`optax_optimizer` must have Optax's `init` and `update`"):
         OptaxWrapper(wrong)
@@ -161,7 +165,7 @@ def test_a_missing_extra_argument_is_named(name: str, said: str) -> None:
 @pytest.mark.parametrize(
     "extra_arg",
     [1.0, jnp.ones(3), {"nested": jnp.ones(1)}, loss, "text", True, None, [], jax.random.key(0)],
-    ids=str,
+    ids=["number", "array", "tree", "function", "text", "bool", "None", "list", "key"],
 )
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_an_extra_argument_that_nothing_uses_is_refused(name: str, extra_arg: Any) -> None:

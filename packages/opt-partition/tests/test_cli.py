@@ -195,7 +195,8 @@ def test_a_page_is_written(module: str, capsys: Capture, command: str) -> None:
     file = pathlib.Path("page.html")
     file.write_text("old")
     file.chmod(0o640)
-    assert out_of(capsys, command, f"{module}:adam", *MESH, "--html", "page.html") == ""
+    found = out_of(capsys, command, f"{module}:adam", *MESH, "--html", "page.html")
+    assert found == "wrote page.html\n"
     text = file.read_text()
     assert text.startswith("<!doctype html>")
     assert text.endswith("</html>\n")

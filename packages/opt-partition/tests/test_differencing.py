@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from opt_partition._axes.differencing import Prober, Verdict, Wanted, difference
+from opt_partition._axes.differencing import difference
 from opt_partition._axes.param_axes import parameters
+from opt_partition._axes.probing import Prober
+from opt_partition._axes.verdicts import Verdict, Wanted
 from opt_partition._trees import flatten_with_paths
 
 
@@ -16,12 +18,14 @@ def verdicts(init: Callable[[Any], Any], *shapes: tuple[int, ...]) -> list[tuple
     params = {f"p{i}": jax.ShapeDtypeStruct(shape, "float32") for i, shape in enumerate(shapes)}
     table = parameters(params, dict.fromkeys(params))
     index = {parameter.path: i for i, parameter in enumerate(table)}
-    wanted = [
-        Wanted(path, leaf.shape, index.get(path[-1].key), "kind")
-        for path, leaf in flatten_with_paths(jax.eval_shape(init, params))
-    ]
+    state = jax.eval_shape(init, params)
+    wanted = []
+    for path, leaf in flatten_with_paths(state):
+        parameter = index.get(path[-1].key)
+        place = None if parameter is None else (len(path) - 1, len(path))
+        wanted.append(Wanted(path, leaf.shape, parameter, place))
     prober = Prober(init, jax.tree.structure(params), table)
-    found = difference(prober, table, wanted)
+    found = difference(prober, table, wanted, state)
     return [found[leaf.path] for leaf in wanted]
 
 
@@ -136,8 +140,9 @@ def test_leaves_without_a_path_find_their_parameter() -> None:
     }
     table = parameters(params, dict.fromkeys(params))
     prober = Prober(init, jax.tree.structure(params), table)
-    leaves = list(flatten_with_paths(jax.eval_shape(init, params)))
-    found = difference(prober, table, [Wanted(p, leaf.shape, None, p) for p, leaf in leaves])
+    state = jax.eval_shape(init, params)
+    leaves = list(flatten_with_paths(state))
+    found = difference(prober, table, [Wanted(p, leaf.shape, None) for p, leaf in leaves], state)
     assert [found[path] for path, _ in leaves] == [
         (Verdict(1, parameter=i), Verdict(0, parameter=i)) for i in range(5)
     ]

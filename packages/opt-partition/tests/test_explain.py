@@ -199,6 +199,24 @@ def test_disagreement_is_a_note_and_under_strict_an_error() -> None:
         explain(init, params, axes, rules=rules, strict=True)
 
 
+def test_sizes_that_changes_do_not_bear_out_are_undecided() -> None:
+    """A projection whose rank is capped has, but does not index, the size of a dimension."""
+
+    def init(params: Any) -> Any:
+        m, n = params["router"].shape
+        return {"router": jnp.zeros((m, min(64, m, n)))}
+
+    params, axes = {"router": shape(1024, 64)}, {"router": ("embed", "experts")}
+    explanation = explain(init, params, axes)
+    [row] = explanation.rows
+    assert row.source == "alignment"
+    assert row.is_doubted
+    assert "changes of parameter dimension 1 do not agree" in row.note
+    assert explanation.undecided == [row]
+    with pytest.raises(UndecidedError, match=r"router .1024, 64.: .* do not agree"):
+        explain(init, params, axes, strict=True)
+
+
 def test_an_init_that_no_explicit_mesh_takes() -> None:
     explanation = explain(optax.flatten(optax.adam(0.1)), PARAMS, AXES, strict=True)
     [note] = explanation.notes

@@ -101,3 +101,91 @@ ENTRY %main (x: f32[8], y: f32[8]) -> (f32[8], f32[8], f32[8]) {
     assert found.moved["r", 0].any == 0b01
     assert found.moved["q", 0].any == 0b11
     assert [deps.any for deps in found.outputs] == [0b11, 0b10, 0b11]
+
+
+@pytest.mark.parametrize(
+    ("function", "placed"),
+    [
+        (lambda x, y: jax.lax.dynamic_update_slice(jnp.zeros((8, 4)), x, (4, 0)), {0}),
+        (lambda x, y: jax.lax.dynamic_update_slice(jnp.concatenate([y, y]), x, (4, 0)), {0}),
+        (lambda x, y: jnp.pad(x, ((0, 4), (0, 0))), {0}),
+        (lambda x, y: jnp.where(y > 0, x, 0), {0}),
+        (lambda x, y: jnp.zeros((8, 4)).at[y[0].astype(int)].set(x), {0}),
+        (lambda x, y: x[y[0].astype(int)], {0}),
+        (lambda x, y: x + y, set()),
+        (lambda x, y: x @ y, set()),
+    ],
+)
+def test_what_is_put_in_place(function: Callable[..., Any], placed: set[int]) -> None:
+    compiled = jax.jit(function, keep_unused=True).lower(X, X).compile()
+    inputs = [Deps.of(0), Deps.of(1)]
+    [deps] = trace(parse(compiled.as_text() or ""), inputs, {}).outputs
+    assert {n for n in range(2) if deps.placed >> n & 1} == placed
+
+
+@pytest.mark.parametrize(
+    ("opcode", "shape", "direct"),
+    [("reduce", "f32[8]", 1), ("reduce", "f32[1]", 0), ("broadcast", "f32[1,8,1]", 1)],
+)
+def test_sums_of_one_element_are_reshapes(opcode: str, shape: str, direct: int) -> None:
+    """TPUs write them so."""
+    module = parse(
+        f"""HloModule jit_f
+
+ENTRY %main (x: f32[1,8]) -> {shape} {{
+  %x = f32[1,8] parameter(0)
+  ROOT %r = {shape} {opcode}(%x), dimensions={{0}}
+}}"""
+    )
+    [deps] = trace(module, [Deps.of(0)], {}).outputs
+    assert (deps.any, deps.direct) == (1, direct)
+
+
+class TestLoopsOfSteps:
+    """State that a loop makes new as a whole, in each iteration, against other loops."""
+
+    def loops(self, function: Callable[..., Any]) -> int:
+        state, batches = jnp.ones((6, 8)), jnp.ones((5, 6, 8))
+        compiled = jax.jit(function).lower(state, batches).compile()
+        inputs = [Deps.of(0), Deps.of(1)]
+        return len(trace(parse(compiled.as_text() or ""), inputs, {}, stepped=1).step_loops)
+
+    def test_steps(self) -> None:
+        def steps(state: jax.Array, batches: jax.Array) -> jax.Array:
+            return jax.lax.scan(lambda s, b: (0.9 * s + jnp.sin(b), None), state, batches)[0]
+
+        assert self.loops(steps) == 1
+
+    def test_layers(self) -> None:
+        def layers(state: jax.Array, batches: jax.Array) -> jax.Array:
+            def layer(total: jax.Array, x: tuple[jax.Array, jax.Array]) -> Any:
+                new = 0.9 * x[0] + jnp.sin(x[1] + total)
+                return jnp.sum(new), new
+
+            new: jax.Array = jax.lax.scan(layer, jnp.float32(0), (state, batches[0]))[1]
+            return new
+
+        assert self.loops(layers) == 0
+
+    def test_layers_in_place(self) -> None:
+        def layers(state: jax.Array, batches: jax.Array) -> jax.Array:
+            def layer(n: jax.Array, s: jax.Array) -> jax.Array:
+                return s.at[n].set(0.9 * s[n] + jnp.sin(batches[0, n]))
+
+            new: jax.Array = jax.lax.fori_loop(0, 6, layer, state)
+            return new
+
+        assert self.loops(layers) == 0
+
+    def test_layers_in_steps(self) -> None:
+        def steps(state: jax.Array, batches: jax.Array) -> jax.Array:
+            def step(s: jax.Array, batch: jax.Array) -> tuple[jax.Array, None]:
+                def layer(total: jax.Array, x: tuple[jax.Array, jax.Array]) -> Any:
+                    new = 0.9 * x[0] + jnp.sin(x[1] + total)
+                    return jnp.sum(new), new
+
+                return jax.lax.scan(layer, jnp.float32(0), (s, batch))[1], None
+
+            return jax.lax.scan(step, state, batches)[0]
+
+        assert self.loops(steps) == 1

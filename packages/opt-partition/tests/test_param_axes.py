@@ -48,6 +48,49 @@ def test_forms(given: Any, padded: P) -> None:
     assert found == {"mlp": [padded, P("mlp")], "scale": P()}
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Variable:
+    """As `flax.nnx.Variable`: a node around its value, with metadata beside that."""
+
+    def __init__(self, value: Any, **metadata: Any) -> None:
+        self.value, self.metadata = value, metadata
+
+    def get_metadata(self) -> dict[str, Any]:
+        return self.metadata
+
+    def tree_flatten_with_keys(self) -> Any:
+        return [(jax.tree_util.GetAttrKey("value"), self.value)], tuple(self.metadata.items())
+
+    @classmethod
+    def tree_unflatten(cls, metadata: Any, values: Any) -> "Variable":
+        return cls(*values, **dict(metadata))
+
+
+@pytest.mark.parametrize("name", ["out_sharding", "sharding_names", "sharding"])
+def test_metadata_of_variables_name_their_values(name: str) -> None:
+    kernel, bias = jnp.ones((3, 4)), jnp.ones(4)
+    state = {"kernel": Variable(kernel, **{name: ("embed", "mlp")}), "bias": Variable(bias)}
+    pure = {"kernel": kernel, "bias": bias}
+    specs = {"kernel": P("embed", "mlp"), "bias": P(None)}
+    assert normalise_param_axes(pure, state) == specs
+    for axes in (state, specs, {"kernel": ("embed", "mlp"), "bias": None}):
+        found = normalise_param_axes(state, axes)
+        assert {key: found[key].value for key in found} == specs
+    inside = {key: Variable(spec) for key, spec in specs.items()}
+    assert normalise_param_axes(pure, inside) == specs, "the specs that NNX makes of a state"
+
+
+def test_only_arrays_are_no_axes() -> None:
+    for axes in (PARAMS, jax.tree.map(np.asarray, {**PARAMS, "scale": 1.0})):
+        with pytest.raises(AxesError, match=r"arrays and no names.* nnx.get_partition_spec"):
+            normalise_param_axes(PARAMS, axes)
+    variables = {"w": Variable(jnp.ones(3))}
+    for params in (variables, {"w": jnp.ones(3)}):
+        with pytest.raises(AxesError, match="arrays and no names"):
+            normalise_param_axes(params, variables)
+    assert normalise_param_axes({}, {}) == {}
+
+
 def test_unpadded_they_are_as_given() -> None:
     axes = {"mlp": [P("embed"), None], "scale": P()}
     assert normalise_param_axes(PARAMS, axes, pad=False) == axes

@@ -10,6 +10,8 @@ import opt_partition
 import pytest
 from opt_partition import errors
 
+pytestmark = pytest.mark.contract
+
 
 def test_all_is_what_is_public() -> None:
     public = {name for name in vars(opt_partition) if not name.startswith("_")}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from opt_partition._verify.leaves import Expected, sharding_str
+from opt_partition._mesh.layout import Layout
+from opt_partition._verify.expected import Expected
+from opt_partition._verify.leaves import sharding_str
 from opt_partition._verify.verify import verify
 from opt_partition.errors import AxesError, ShardingMismatchError
 
@@ -67,7 +71,7 @@ def test_memory_kinds_are_compared(compiled: jax.stages.Compiled) -> None:
             Expected((None, None, None, WHOLE), None),
             r"`inputs`: not a prefix .* unknown \['3'\]",
         ),
-        (Expected((P(), None), None), "`inputs/0`: expected a `Layout`, a sharding or `None`"),
+        (Expected((P(), None), None), "`inputs/0`: expected a `Layout`, a sharding, an array or"),
         (Expected(None, ({"w": {"v": WHOLE}},)), "`outputs/0/w`: the step has one leaf there"),
         (Expected(None, None, state="1/nu"), r"`state`: no argument .* 1 has \['count', 'mu'\]"),
         (Expected(None, None, params="9"), "`params`: no argument of the step is at '9'; the top"),
@@ -82,6 +86,18 @@ def test_what_does_not_fit_the_step(
 ) -> None:
     with pytest.raises(AxesError, match=said):
         verify(compiled, expected)
+
+
+def test_a_key_with_a_slash_has_the_path_that_reports_show() -> None:
+    def update(tree: Any) -> Any:
+        return jax.tree.map(lambda x: 0.9 * x, tree)
+
+    params = {"a/b": {"m": jnp.ones(8), "p": jnp.ones(8)}}
+    compiled = jax.jit(update, donate_argnums=0).lower(params).compile()
+    report = verify(compiled, Expected(None, None, params="0/a~1b/p", state="0/a~1b/m"))
+    assert report.ok
+    with pytest.raises(AxesError, match="`inputs/0/a~1b/m`: expected a `Layout`"):
+        verify(compiled, Expected(({"a/b": {"m": P(), "p": None}},), None))
 
 
 def test_other_arguments(compiled: jax.stages.Compiled) -> None:
@@ -111,7 +127,9 @@ def by_keyword() -> jax.stages.Compiled:
     def keyword_step(params: Any, *, batch: jax.Array, state: Any) -> Any:
         return step(params, state, batch)
 
-    jitted = jax.jit(keyword_step, out_shardings=WHOLE)
+    jitted = jax.jit(
+        keyword_step, out_shardings=WHOLE, donate_argnums=0, donate_argnames=("state",)
+    )
     arguments = jax.device_put({"batch": jnp.ones((2, 8)), "state": STATE}, WHOLE)
     return jitted.lower(jax.device_put(PARAMS, WHOLE), **arguments).compile()
 
@@ -166,15 +184,18 @@ class TestPathsOfParametersAndState:
 
     BATCH = jnp.ones((2, 8))
 
-    def lowered(self, fun: Any, *arguments: Any) -> jax.stages.Lowered:
-        return jax.jit(fun, in_shardings=WHOLE, out_shardings=WHOLE).lower(*arguments)
+    def lowered(
+        self, fun: Any, *arguments: Any, donate: tuple[int, ...] = (0, 1)
+    ) -> jax.stages.Lowered:
+        jitted = jax.jit(fun, in_shardings=WHOLE, out_shardings=WHOLE, donate_argnums=donate)
+        return jitted.lower(*arguments)
 
     def one_tree(self) -> jax.stages.Lowered:
         def fun(train: Any, batch: jax.Array) -> Any:
             params, state = step(train["params"], train["opt"], batch)
             return {"params": params, "opt": state}
 
-        return self.lowered(fun, {"params": PARAMS, "opt": STATE}, self.BATCH)
+        return self.lowered(fun, {"params": PARAMS, "opt": STATE}, self.BATCH, donate=(0,))
 
     def test_the_state_is_the_batch(self) -> None:
         with pytest.raises(AxesError) as caught:
@@ -252,6 +273,103 @@ class TestPathsOfParametersAndState:
 
         report = verify(self.lowered(fun, params, tx.init(params)), Expected(None, None))
         assert report.findings == ()
+
+
+def by_hand(*donate: int, state: Any = STATE, result: Any = lambda new: new) -> jax.stages.Lowered:
+    """The step, what is made of its result, and what it was given."""
+    jitted = jax.jit(
+        lambda *arguments: result(step(*arguments)),
+        in_shardings=WHOLE,
+        out_shardings=WHOLE,
+        donate_argnums=donate,
+    )
+    return jitted.lower(PARAMS, state, jnp.ones((2, 8)))
+
+
+class TestDtypes:
+    def test_a_leaf_that_changes(self) -> None:
+        def narrow(new: Any) -> Any:
+            return new[0], {**new[1], "mu": {"w": new[1]["mu"]["w"].astype(jnp.bfloat16)}}
+
+        report = verify(by_hand(0, result=narrow), Expected(None, None), raises=False)
+        [error] = report.errors
+        assert (error.kind, error.path) == ("dtype", "1/mu/w")
+        assert error.message.startswith(
+            "output 1/mu/w bfloat16[8, 4]: went in as float32 at 1/mu/w; the step is compiled again"
+        )
+        assert "cast what `update` returns back" in str(report)
+
+    def test_parameters_that_change(self) -> None:
+        def widen(new: Any) -> Any:
+            return {"w": new[0]["w"].astype(jnp.float16)}, new[1]
+
+        with pytest.raises(ShardingMismatchError, match=r"output 0/w float16.* in as float32"):
+            verify(by_hand(1, result=widen), Expected(None, None))
+
+    @pytest.mark.parametrize("asked", [jnp.bfloat16, jnp.float32, "float64"])
+    def test_another_than_asked(self, asked: Any) -> None:
+        """Without x64, float64 is float32."""
+        state = {"mu": {"w": np.empty((8, 4), jnp.dtype(asked))}, "count": None}
+        report = verify(by_hand(0, 1), Expected((None, state), (None, state)), raises=False)
+        if asked is not jnp.bfloat16:
+            assert report.findings == ()
+            return
+        assert [(error.kind, error.path) for error in report.errors] == [("dtype", "1/mu/w")] * 2
+        assert (
+            report.errors[0].message == "input 1/mu/w float32[8, 4]: asked bfloat16; found float32"
+        )
+        leaf = next(leaf for leaf in report.leaves if leaf.path == "1/mu/w")
+        assert (leaf.ok, leaf.dtype_asked, leaf.bytes_asked) == (False, "bfloat16", None)
+
+    def test_layouts_ask_for_dtypes(self) -> None:
+        layout = Layout.from_specs(
+            {"mu": {"w": P()}, "count": P()},
+            {
+                "mu": {"w": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16)},
+                "count": jax.ShapeDtypeStruct((), jnp.int32),
+            },
+            MESH,
+        )
+        report = verify(by_hand(0, 1), Expected((None, layout), None), raises=False)
+        assert [(error.kind, error.path) for error in report.errors] == [("dtype", "1/mu/w")]
+        leaf = next(leaf for leaf in report.leaves if leaf.path == "1/mu/w")
+        assert (leaf.bytes_asked, leaf.bytes_found) == (64, 128)
+
+    def test_arrays_of_another_shape(self) -> None:
+        state = {"mu": {"w": jnp.ones((4, 8))}, "count": None}
+        said = r"`inputs/1/mu/w`: expected what .*, float32\[8, 4\]; got float32\[4, 8\]"
+        with pytest.raises(AxesError, match=said):
+            verify(by_hand(0, 1), Expected((None, state), None))
+        with pytest.raises(AxesError, match=r"there, a tree of 2 arrays; got float32\[3\]"):
+            verify(by_hand(0, 1), Expected((None, jnp.ones(3)), None))
+
+
+class TestDonation:
+    @pytest.mark.parametrize(
+        ("donated", "said"),
+        [
+            (
+                (),
+                "260 bytes a device .*: 128 of the params and 132 of the state; .*nums=\\(0, 1\\)",
+            ),
+            ((0,), "132 bytes a device .*: 132 of the state; .*donate_argnums=\\(1,\\)"),
+            ((1,), "128 bytes a device are held twice, .*: 128 of the params; .*nums=\\(0,\\)"),
+        ],
+    )
+    def test_what_was_forgotten(self, donated: tuple[int, ...], said: str) -> None:
+        [warning] = verify(by_hand(*donated), Expected(None, None)).findings
+        assert (warning.kind, warning.severity) == ("donation", "warning")
+        assert re.search(said, warning.message)
+
+    def test_keywords(self) -> None:
+        jitted = jax.jit(lambda params, *, state: (params, state), out_shardings=WHOLE)
+        lowered = jitted.lower(PARAMS, state=jax.device_put(STATE, WHOLE))
+        found = verify(lowered, Expected(None, None, state="state", keywords={"state": None}))
+        [warning] = found.findings
+        assert "`jax.jit(..., donate_argnums=(0,), donate_argnames=('state',))`" in warning.message
+
+    def test_nothing_was_forgotten(self) -> None:
+        assert verify(by_hand(0, 1), Expected(None, None)).findings == ()
 
 
 def test_shardings_in_words() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,16 +11,18 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from opt_accumulate._aux import check_reductions, divide, finish_aux
+from opt_accumulate._call import Further, check_keywords
 from opt_accumulate._deferred import accumulate_deferred, check_axes, find_mesh
 from opt_accumulate._microbatches import Sizes, batch_rows, check_devices
 from opt_accumulate._placement import leaf_shardings, like_params, place
 from opt_accumulate._precision import check_accumulator_dtype
 from opt_accumulate._scan import Loop, Rng, Share, accumulate
 from opt_accumulate._skipping import SkipFunction, check_skip_function
-from opt_accumulate._trees import path_str
+from opt_accumulate._trees import not_numbers, path_str
 from opt_accumulate._varying import sum_as_like
 from opt_accumulate._weighted import Weights, check_weights
 from opt_accumulate.errors import OptionError
@@ -89,8 +92,9 @@ def accumulate_gradients(
     all devices share is the sum of those of all devices. It is summed once, at the end.
 
     Args:
-      loss_fn: `loss_fn(params, microbatch, *args)`, with a key at the end where `rng`. What it
-        returns is said by `weights` and `has_aux`.
+      loss_fn: `loss_fn(params, microbatch, *args, **kwargs)`. Scalars of the batch (Python's
+        numbers, arrays without axes) are in every microbatch as they are. What it returns is said
+        by `weights` and `has_aux`.
       num_microbatches: how many microbatches; the batch's rows must divide by it. Give this or
         `microbatch_size`.
       microbatch_size: rows of a microbatch.
@@ -110,7 +114,8 @@ def accumulate_gradients(
         the batch), or a tree of these that may end above the leaves.
       rng: whether `loss_fn` takes a key: `True`, `jax.random.fold_in(key, i)` in microbatch `i`;
         `"rows"`: an array of keys, `fold_in(key, r)` for row `r` of the batch, so that draws do
-        not depend on the number of microbatches.
+        not depend on the number of microbatches. It is passed as `rng` where `loss_fn` has a
+        parameter of that name which no position fills, otherwise after `*args`.
       skip_fn: which microbatches to drop, with their weights, as if the batch did not have them:
         `"non_finite"` (loss, weight or any gradient), or a function of the loss as returned, its
         gradient and the weight, that returns one bool. Where a function `weights` says 0,
@@ -141,10 +146,11 @@ def accumulate_gradients(
       unroll: that of `jax.lax.scan`, a bool or an integer of 1 or more.
 
     Returns:
-      `value_and_grad(params, batch, *args)`, with a keyword `rng` for the key. It returns
-      `(loss, grads)`; in the place of `loss`, `(loss, aux)`, `(loss, metrics)` or
-      `(loss, aux, metrics)` where these are asked for. `*args` go to `loss_fn` as they are, arrays
-      or not; they have no names. Call it under `jax.jit`.
+      `value_and_grad(params, batch, *args, **kwargs)`, with a keyword `rng` for the key. It
+      returns `(loss, grads)`; in the place of `loss`, `(loss, aux)`, `(loss, metrics)` or
+      `(loss, aux, metrics)` where these are asked for. `*args` and `**kwargs` go to `loss_fn` as
+      they are, arrays or not. Call it under `jax.jit`, which makes arrays of Python's bools and
+      numbers but for those in `static_argnames`.
 
     Raises:
       OptionError: arguments that do not exist or do not go together.
@@ -178,15 +184,19 @@ def accumulate_gradients(
     loop = Loop(loss_fn, weights, has_aux, aux, rng, skip_fn, accumulator_dtype, unroll)
 
     @jax.named_scope("accumulate_gradients")
-    def value_and_grad(params: Any, batch: Any, *args: Any, rng: Any = None) -> tuple[Any, Any]:
+    def value_and_grad(
+        params: Any, batch: Any, /, *args: Any, rng: Any = None, **kwargs: Any
+    ) -> tuple[Any, Any]:
         _check_key(loop.rng, rng)
+        further = Further(args, kwargs)
+        check_keywords(loss_fn, further, loop.rng is not False, _OPTIONS)
         _check_params(params)
         shardings = leaf_shardings(out_shardings, params)
         if reduce == "deferred":
             found = find_mesh(mesh, shardings, axes)
             shardings = like_params(shardings, params, found)
             sums, stacks, plan = accumulate_deferred(
-                loop, sizes, found, axes, shardings, rng, params, batch, args
+                loop, sizes, found, axes, shardings, rng, params, batch, further
             )
         else:
             shardings = like_params(shardings, params)
@@ -195,7 +205,7 @@ def accumulate_gradients(
                 check_devices(split, mesh, axes, "`data_axes`")
             keep_place = functools.partial(place, shardings=shardings)
             share = Share(0, rng)
-            sums, stacks, plan = accumulate(loop, split, share, params, batch, args, keep_place)
+            sums, stacks, plan = accumulate(loop, split, share, params, batch, further, keep_place)
         grads = jax.tree.map(lambda g: divide(g, sums.weight), sums.grads)
         grads = sum_as_like(grads, params)
         if grad_dtype == "params":
@@ -209,6 +219,9 @@ def accumulate_gradients(
         return (value if len(value) > 1 else value[0]), grads
 
     return value_and_grad
+
+
+_OPTIONS = frozenset(inspect.signature(accumulate_gradients).parameters)
 
 
 def _check_callable(loss_fn: Any) -> None:
@@ -245,6 +258,8 @@ def _check_positive(name: str, value: Any) -> int:
 
 
 def _check_params(params: Any) -> None:
+    if unfit := not_numbers(params):
+        raise OptionError("`params` must be a tree of arrays; it has\n" + "\n".join(unfit))
     wrong = [
         f"  {path_str(path)}: {jnp.result_type(leaf)}\n"
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -273,5 +288,18 @@ def _check_key(wanted: Rng, key: Any) -> None:
     if wanted is False and key is not None:
         raise OptionError(
             "A key `rng` was given, but `loss_fn` takes none: say so by "
-            "`accumulate_gradients(..., rng=True)` (or 'rows')."
+            "`accumulate_gradients(..., rng=True)` (or 'rows'). One key for all microbatches is a "
+            "further argument: pass it by position, or by another name."
         )
+    if key is not None and not _is_one_key(key):
+        raise OptionError(
+            "`rng` must be one random key, as `jax.random.key(0)` makes; it is "
+            f"{getattr(key, 'dtype', type(key).__name__)} of shape {np.shape(key)}."
+        )
+
+
+def _is_one_key(key: Any) -> bool:
+    if not isinstance(key, jax.Array | np.ndarray):
+        return False
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    return key.ndim == 0 if is_typed else (key.ndim == 1 and key.dtype == np.uint32)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_accumulate._trees import differences
+from opt_accumulate._trees import differences, not_numbers
 
 
 def zeros_for(params: Any, dtype: Any) -> Any:
@@ -87,15 +87,28 @@ def keep_imaginary(accumulator: Any, grads: Any) -> Any:
     return jax.tree.map(leaf, accumulator, grads)
 
 
-def check_like(grads: Any, accumulator: Any) -> None:
-    """Raises unless gradients have the structure and the shapes of the accumulator."""
-    wrong = differences(accumulator, grads)
+def check_like(tree: Any, accumulator: Any, argument: str = "updates") -> None:
+    """Raises unless gradients or parameters have the structure and shapes of the accumulator.
+
+    Raises:
+      ValueError: they have not; lists every path.
+      TypeError: leaves are not arrays or numbers.
+    """
+    check_numbers(tree, argument)
+    wrong = differences(accumulator, tree)
     if wrong:
         raise ValueError(
-            "`updates` do not look like the accumulator, which looks like the parameters that "
-            "`init` got:\n" + "\n".join(wrong) + "\nPass gradients with respect to those "
-            "parameters, or make a new state with `init`."
+            f"`{argument}` do not look like the accumulator, which looks like the parameters that "
+            "`init` got:\n" + "\n".join(wrong) + "\nPass those parameters and gradients with "
+            "respect to them, or make a new state with `init`."
         )
+
+
+def check_numbers(tree: Any, argument: str) -> None:
+    """Raises unless all leaves are arrays or numbers; lists every path."""
+    wrong = not_numbers(tree)
+    if wrong:
+        raise TypeError(f"`{argument}` must be a tree of arrays; it has\n" + "\n".join(wrong))
 
 
 def _dtype_for(leaf: Any, dtype: Any) -> np.dtype[Any]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from opt_accumulate._microbatches import Split, unfold
 from opt_accumulate._precision import at_least_32_bits, inexact
-from opt_accumulate._trees import broadcast_prefix, differences, path_str
+from opt_accumulate._trees import broadcast_prefix, differences, not_numbers, path_str
 from opt_accumulate._varying import axes_of_type, vary
 from opt_accumulate.errors import LossOutputError, OptionError
 
@@ -63,7 +63,8 @@ def plan_aux(output: Any, aux: Any, split: Split) -> AuxPlan:
       split: the sizes of the microbatches.
 
     Raises:
-      LossOutputError: a leaf to be concatenated has no dimension of rows; lists every path.
+      LossOutputError: a leaf to be concatenated has no dimension of rows, or keys are to be summed;
+        lists every path.
       OptionError: `aux` does not fit `output`.
     """
     keyed, treedef = jax.tree_util.tree_flatten_with_path(output)
@@ -78,7 +79,30 @@ def plan_aux(output: Any, aux: Any, split: Split) -> AuxPlan:
             f"`aux='concat'` needs outputs with one entry for each of the microbatch's "
             f"{split.size} rows, but found\n" + "".join(wrong) + "Take 'stack', 'sum' or 'mean'."
         )
+    keys = [
+        f"  {path_str(path)}: {leaf.dtype}\n"
+        for (path, leaf), rule in zip(keyed, rules, strict=True)
+        if rule in ("sum", "mean") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    ]
+    if keys:
+        raise LossOutputError(
+            "`aux='sum'` and `'mean'` need outputs that are numbers, but found\n"
+            + "".join(keys)
+            + "Take 'stack'."
+        )
     return AuxPlan(treedef, tuple(leaf for _, leaf in keyed), tuple(rules))
+
+
+def check_outputs(output: Any) -> None:
+    """Raises unless every leaf of an auxiliary output is an array or a number.
+
+    Raises:
+      LossOutputError: some are not; lists every path.
+    """
+    if wrong := not_numbers(output):
+        raise LossOutputError(
+            "Auxiliary outputs must be arrays or numbers; `loss_fn` returned\n" + "\n".join(wrong)
+        )
 
 
 def check_last(plan: AuxPlan, output: Any, split: Split) -> None:

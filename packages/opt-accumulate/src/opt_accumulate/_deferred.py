@@ -22,7 +22,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from opt_accumulate._aux import AuxPlan
-from opt_accumulate._microbatches import Sizes, batch_rows
+from opt_accumulate._call import Further
+from opt_accumulate._microbatches import Sizes, batch_rows, has_rows
 from opt_accumulate._placement import (
     Shardings,
     axes_of,
@@ -91,7 +92,7 @@ def accumulate_deferred(
     rng: Any,
     params: Any,
     batch: Any,
-    args: tuple[Any, ...],
+    further: Further,
 ) -> tuple[Sums, Stacks, AuxPlan]:
     """Does what `accumulate` does, over all devices, and adds up over them once.
 
@@ -104,7 +105,7 @@ def accumulate_deferred(
       rng: the key of the batch; `None` without.
       params: to differentiate by.
       batch: of all devices.
-      args: further arguments of the loss function.
+      further: arguments of the loss function.
     """
     _check_rows(batch, data_axes)
     devices = math.prod(mesh.shape[axis] for axis in data_axes)
@@ -112,21 +113,26 @@ def accumulate_deferred(
     over_devices = PartitionSpec(data_axes)
 
     # Functions, strings and Python's numbers and bools stay what they are.
-    leaves, args_treedef = jax.tree.flatten(args)
-    static = [None if _is_array(leaf) else leaf for leaf in leaves]
-    arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
+    leaves, treedef = jax.tree.flatten((batch, further))
+    rows = [leaf if has_rows(leaf) else None for leaf in jax.tree.leaves(batch)]
+    rows += [None] * (len(leaves) - len(rows))
+    shared = [
+        leaf if row is None and _is_array(leaf) else None
+        for leaf, row in zip(leaves, rows, strict=True)
+    ]
 
     def on_device(
-        index: jax.Array, params: Any, batch: Any, arrays: list[Any], rng: Any
+        index: jax.Array, params: Any, rows: list[Any], shared: list[Any], rng: Any
     ) -> tuple[Sums, Stacks, AuxPlan]:
-        both = zip(static, arrays, strict=True)
-        args = jax.tree.unflatten(args_treedef, [s if a is None else a for s, a in both])
+        batch, further = jax.tree.unflatten(
+            treedef, [_given(*three) for three in zip(rows, shared, leaves, strict=True)]
+        )
 
         def keep_place(tree: Any) -> Any:
             return place(tree, shardings, data_axes)
 
         share = Share(index[0], rng)
-        sums, stacks, plan = accumulate(loop, split, share, params, batch, args, keep_place)
+        sums, stacks, plan = accumulate(loop, split, share, params, batch, further, keep_place)
         return jax.tree.map(lambda leaf: leaf[None], sums), stacks, plan
 
     run = jax.shard_map(
@@ -140,17 +146,22 @@ def accumulate_deferred(
         check_vma=False,
     )
     index = jnp.arange(devices, dtype=jnp.int32)
-    whole = [jax.tree.map(lambda leaf: _gathered(leaf, data_axes), t) for t in (params, arrays)]
-    spread = [jax.tree.map(lambda leaf: _spread(leaf, mesh, data_axes), t) for t in (index, batch)]
+    whole = [jax.tree.map(lambda leaf: _gathered(leaf, data_axes), t) for t in (params, shared)]
+    spread = [jax.tree.map(lambda leaf: _spread(leaf, mesh, data_axes), t) for t in (index, rows)]
     # Outside of `jit`, `shard_map` over some axes of a mesh only is not to be had.
     sums, stacks, plan = jax.jit(run)(spread[0], whole[0], spread[1], whole[1], rng)
-    grads, treedef = jax.tree.flatten(sums.grads)
+    grads, grads_def = jax.tree.flatten(sums.grads)
     reduced = [
         _reduce(leaf, sharding, mesh, data_axes)
         for leaf, sharding in zip(grads, shardings, strict=True)
     ]
     rest = jax.tree.map(_sum_devices, sums._replace(grads=None))
-    return rest._replace(grads=jax.tree.unflatten(treedef, reduced)), stacks, plan
+    return rest._replace(grads=jax.tree.unflatten(grads_def, reduced)), stacks, plan
+
+
+def _given(row: Any, shared: Any, static: Any) -> Any:
+    first = shared if row is None else row
+    return static if first is None else first
 
 
 def _is_array(leaf: Any) -> bool:
@@ -160,6 +171,8 @@ def _is_array(leaf: Any) -> bool:
 def _check_rows(batch: Any, data_axes: tuple[str, ...]) -> None:
     wrong = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not has_rows(leaf):
+            continue
         spec = explicit_spec(leaf)
         axes = axes_of(spec[0]) if spec else ()
         if not set(axes) <= set(data_axes):

@@ -76,6 +76,11 @@ def _check_integer(value: Any) -> None:
 
 
 def _clamp(value: Any) -> jax.Array:
+    if not isinstance(value, int | float | np.generic | np.ndarray | jax.Array):
+        raise TypeError(
+            "the function `every_k_schedule` must return a number, found "
+            f"{type(value).__name__}. Return the number of mini-steps of this gradient step."
+        )
     if np.shape(value):
         raise ValueError(
             "the function `every_k_schedule` must return a scalar, found an array of shape "

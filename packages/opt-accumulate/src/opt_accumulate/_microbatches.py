@@ -8,6 +8,7 @@ each lie on a few devices only, and had to be spread over all of them first.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from opt_accumulate._placement import axes_of, explicit_spec
-from opt_accumulate._trees import path_str
+from opt_accumulate._trees import not_numbers, path_str
 from opt_accumulate.errors import BatchError
+
+_Index = jax.tree_util.SequenceKey
 
 
 class Split(NamedTuple):
@@ -45,29 +48,30 @@ class Split(NamedTuple):
         return self.num + (self.last > 0)
 
 
+def has_rows(leaf: Any) -> bool:
+    """Whether a leaf of a batch is cut; scalars are what all microbatches share."""
+    return np.ndim(leaf) > 0
+
+
 def batch_rows(batch: Any) -> int:
-    """Returns the number of rows that all leaves of a batch have.
+    """Returns the number of rows that all leaves of a batch have but for scalars.
 
     Raises:
-      BatchError: no leaf, leaves without rows, or leaves that differ; lists every path.
+      BatchError: no leaf with rows, no rows, leaves that differ, that cannot be computed with, or
+        rows that are numbers in a list; lists every path.
 
     Examples:
-      >>> batch_rows({'tokens': np.zeros((6, 3)), 'mask': np.ones(6)})
+      >>> batch_rows({'tokens': np.zeros((6, 3)), 'mask': np.ones(6), 'step': 7})
       6
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    shapes = {path_str(path): np.shape(leaf) for path, leaf in leaves}
+    shapes = {path_str(path): np.shape(leaf) for path, leaf in leaves if has_rows(leaf)}
     if not shapes:
+        scalars = ", ".join(path_str(path) for path, _ in leaves)
+        found = f"only scalars: {scalars}" if scalars else repr(batch)
         raise BatchError(
-            f"`batch` has no arrays: expected a tree whose leaves share their first dimension, "
-            f"found {batch!r}."
-        )
-    scalars = [path for path, shape in shapes.items() if not shape]
-    if scalars:
-        raise BatchError(
-            "Leaves of `batch` must have rows as their first dimension, but these are scalars:\n"
-            + "".join(f"  {path}\n" for path in scalars)
-            + "Pass what all microbatches share as further arguments after `batch`."
+            f"`batch` has no rows: expected a tree whose arrays share their first dimension, "
+            f"found {found}."
         )
     sizes = {shape[0] for shape in shapes.values()}
     if len(sizes) > 1:
@@ -81,7 +85,31 @@ def batch_rows(batch: Any) -> int:
     (rows,) = sizes
     if not rows:
         raise BatchError("`batch` has 0 rows: " + ", ".join(shapes))
+    _check_leaves(leaves, int(rows))
     return int(rows)
+
+
+def _check_leaves(leaves: Sequence[tuple[Any, Any]], rows: int) -> None:
+    """Raises where an array is not of numbers, or a list of scalars looks like rows."""
+    arrays = {path_str(path): leaf for path, leaf in leaves if has_rows(leaf)}
+    wrong = [line for path, leaf in arrays.items() for line in not_numbers({path: leaf})]
+    wrong += [
+        f"  {path}: a ShapeDtypeStruct"
+        for path, leaf in arrays.items()
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    if wrong:
+        raise BatchError("Leaves of `batch` must be arrays of numbers; found\n" + "\n".join(wrong))
+    parents = Counter(path[:-1] for path, leaf in leaves if path and isinstance(path[-1], _Index))
+    scalars = Counter(path[:-1] for path, leaf in leaves if path and not has_rows(leaf))
+    lists = [path for path, count in parents.items() if count == scalars[path] == rows > 1]
+    if lists:  # every microbatch would have all of them
+        raise BatchError(
+            f"`batch` has {rows} rows, and a list of {rows} numbers that have none: "
+            + ", ".join(map(path_str, lists))
+            + ". If these are rows, make an array of them (`np.asarray`); if all microbatches "
+            "share them, pass them as a further argument after `batch`."
+        )
 
 
 @dataclass(frozen=True)
@@ -155,13 +183,17 @@ def _listed(numbers: Sequence[int]) -> str:
 def fold(batch: Any, split: Split) -> Any:
     """Returns the batch as (size, num, ...), from which `take` cuts; no row changes its device.
 
+    Scalars stay as they are, here and in `take` and `take_last`.
+
     Raises:
       BatchError: on an Explicit mesh, a microbatch does not divide over the devices of the rows.
     """
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _fold(path, leaf, split), batch)
 
 
-def _fold(path: Any, leaf: Any, split: Split) -> jax.Array:
+def _fold(path: Any, leaf: Any, split: Split) -> Any:
+    if not has_rows(leaf):
+        return leaf
     leaf = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     spec = explicit_spec(leaf)
     rest = () if spec is None else tuple(spec)
@@ -208,15 +240,19 @@ def take(folded: Any, index: Any) -> Any:
       >>> [take(folded, i).tolist() for i in range(3)]
       [[0, 3], [1, 4], [2, 5]]
     """
-    return jax.tree.map(
-        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False), folded
-    )
+
+    def one(leaf: Any) -> Any:
+        if not has_rows(leaf):
+            return leaf
+        return jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False)
+
+    return jax.tree.map(one, folded)
 
 
 def take_last(batch: Any, split: Split) -> Any:
     """Returns the smaller microbatch: the last rows of the batch."""
     start = split.num * split.size
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf[start:]), batch)
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf[start:]) if has_rows(leaf) else leaf, batch)
 
 
 def row_numbers(split: Split, index: Any) -> jax.Array:

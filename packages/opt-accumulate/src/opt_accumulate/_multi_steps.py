@@ -119,7 +119,12 @@ class MultiSteps:
         return self._inner.opt
 
     def init(self, params: Any) -> optax.MultiStepsState:
-        """Returns the state before the first mini-step; it shares no buffer with `params`."""
+        """Returns the state before the first mini-step; it shares no buffer with `params`.
+
+        Raises:
+          TypeError: a leaf of `params` is not an array or a number.
+        """
+        accumulator.check_numbers(params, "params")
         skip_state = () if self._should_skip is None else init_skip_state(self._should_skip, params)
         state = optax.MultiStepsState(
             mini_step=jnp.zeros([], jnp.int32),
@@ -176,6 +181,7 @@ class MultiSteps:
           The parameters and the state.
         """
         step = self._begin(grads, state, params, extra_args)
+        accumulator.check_like(params, state.acc_grads, "params")
 
         def body(carry: Any, operands: Any) -> Any:
             acc, extra_args = operands
@@ -215,6 +221,8 @@ class MultiSteps:
             return accumulator.cast_like(new, carry[0]), inner
 
         acc = state.acc_grads
+        if params is not None:
+            accumulator.check_like(params, acc, "params")
         grads_like = acc if params is None else accumulator.cast_like(acc, params)
         like = self._inner.updates_like(grads_like, inner, params, extra_args)
         operands = acc, params, extra_args
@@ -237,6 +245,7 @@ class MultiSteps:
         Works on states of Optax; one that does not say whether the last mini-step was skipped is
         read as Optax reads it.
         """
+        _check_kind(state)
         updated = jnp.logical_and(
             jnp.asarray(state.mini_step) == 0, jnp.asarray(state.gradient_step) > 0
         )
@@ -250,12 +259,7 @@ class MultiSteps:
 
     def _check(self, state: Any) -> None:
         """Raises unless `state` is one that these arguments understand."""
-        if not isinstance(state, optax.MultiStepsState):
-            raise TypeError(
-                f"`state` must be an `optax.MultiStepsState`, found {type(state).__name__}. Mind "
-                "the order: `update(grads, state, params)`, `apply(params, state, grads)`, "
-                "`flush(state, params)`."
-            )
+        _check_kind(state)
         unread = self._should_skip is None and not self._window_means
         if unread and jax.tree.leaves(state.skip_state):
             raise ValueError(
@@ -303,6 +307,15 @@ class MultiSteps:
     ) -> optax.MultiStepsState:
         acc = zeros_if(done, state.acc_grads, self._form)
         return state._replace(inner_opt_state=inner, acc_grads=acc)
+
+
+def _check_kind(state: Any) -> None:
+    if not isinstance(state, optax.MultiStepsState):
+        raise TypeError(
+            f"`state` must be an `optax.MultiStepsState`, found {type(state).__name__}. Mind "
+            "the order: `update(grads, state, params)`, `apply(params, state, grads)`, "
+            "`flush(state, params)`."
+        )
 
 
 def _select(predicate: jax.Array | None, chosen: Any, otherwise: Any) -> Any:

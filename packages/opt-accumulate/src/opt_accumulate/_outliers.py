@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from opt_accumulate._skip import squared_norm
@@ -38,6 +39,7 @@ def skip_outliers(
       one), `mean_norm`, `num_accepted`, `num_skipped` and `num_consecutive`.
 
     Raises:
+      TypeError: an argument is not a number.
       ValueError: an argument is out of its range.
 
     Examples:
@@ -50,6 +52,9 @@ def skip_outliers(
       >>> int(state['num_skipped'])
       1
     """
+    for name, value in {"factor": factor, "decay": decay, "warmup": warmup}.items():
+        if not isinstance(value, int | float | np.generic | jax.Array):
+            raise TypeError(f"`{name}` must be a number, found {value!r}.")
     _require(factor > 1, "factor", "more than 1", factor)
     _require(0 < decay <= 1, "decay", "more than 0 and at most 1", decay)
     _require(warmup >= 1, "warmup", "at least 1", warmup)

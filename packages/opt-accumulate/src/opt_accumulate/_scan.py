@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from opt_accumulate import _aux
 from opt_accumulate._aux import AuxPlan, select
+from opt_accumulate._call import Further, call_loss
 from opt_accumulate._microbatches import Split, fold, row_numbers, take, take_last
 from opt_accumulate._precision import accumulator_dtype_of, at_least_32_bits, inexact
 from opt_accumulate._skipping import SkipFunction, should_skip
@@ -93,7 +94,7 @@ def accumulate(
     share: Share,
     params: Any,
     batch: Any,
-    args: tuple[Any, ...],
+    further: Further,
     place: Callable[[Any], Any],
 ) -> tuple[Sums, Stacks, AuxPlan]:
     """Sums losses and gradients over microbatches.
@@ -103,31 +104,34 @@ def accumulate(
       split: of the rows of `batch`.
       share: which part of the whole batch this is.
       params: to differentiate by.
-      batch: leaves of `split.rows` rows.
-      args: further arguments of the loss function.
+      batch: leaves of `split.rows` rows, and scalars.
+      further: arguments of the loss function.
       place: puts a tree like the gradients where the accumulator lies.
     """
     folded = fold(batch, split)
 
-    def keys(index: Any, rows: Any) -> tuple[jax.Array, ...]:
+    def keys(index: Any, rows: Any) -> jax.Array | None:
         if loop.rng is False:
-            return ()
+            return None
         if loop.rng == "rows":
             rows = rows + share.index * split.rows
-            return (jax.vmap(jax.random.fold_in, (None, 0))(share.rng, rows),)
-        return (jax.random.fold_in(share.rng, index + share.index * split.total),)
+            return jax.vmap(jax.random.fold_in, (None, 0))(share.rng, rows)
+        return jax.random.fold_in(share.rng, index + share.index * split.total)
 
-    def weighted(params: Any, microbatch: Any, rng: tuple[jax.Array, ...]) -> Weighted:
-        output = loop.loss_fn(params, microbatch, *args, *rng)
-        return read_loss(output, microbatch, loop.weights, loop.has_aux)
+    def weighted(params: Any, microbatch: Any, key: jax.Array | None) -> Weighted:
+        output = call_loss(loop.loss_fn, params, microbatch, further, key)
+        found = read_loss(output, microbatch, loop.weights, loop.has_aux)
+        _aux.check_outputs(found.aux)
+        return found
 
+    # Not as arguments: a Python scalar of the batch would come out of `eval_shape` as a tracer.
     first = take(folded, 0), keys(0, row_numbers(split, 0))
-    shapes = jax.eval_shape(weighted, params, *first)
+    shapes = jax.eval_shape(lambda params: weighted(params, *first), params)
     if (axes := axes_of_type(shapes.loss)) and any(
         axes - axes_of_type(leaf) for leaf in jax.tree.leaves(params)
     ):
         params = vary(params, axes)
-        shapes = jax.eval_shape(weighted, params, *first)
+        shapes = jax.eval_shape(lambda params: weighted(params, *first), params)
     plan = _aux.plan_aux(shapes.aux, loop.aux, split)
     # What total loss / total weight varies over; so does all that is divided by that weight.
     axes |= axes_of_type(shapes.weight)
@@ -137,8 +141,8 @@ def accumulate(
         return vary(sums, axes), stacks
 
     def body(sums: Sums, index: jax.Array) -> tuple[Sums, Stacks]:
-        microbatch, rng = take(folded, index), keys(index, row_numbers(split, index))
-        return step(sums, lambda p: weighted(p, microbatch, rng))
+        microbatch, key = take(folded, index), keys(index, row_numbers(split, index))
+        return step(sums, lambda p: weighted(p, microbatch, key))
 
     def smaller(params: Any) -> Weighted:
         rows = jnp.arange(split.num * split.size, split.rows, dtype=jnp.int32)

@@ -24,7 +24,7 @@ def check_skips(state: Any, max_consecutive: int) -> None:
 
     Raises:
       StuckError: there have been more.
-      OptionError: `max_consecutive` is negative, or nothing in the state counts.
+      OptionError: `max_consecutive` is negative, nothing in the state counts, or it is traced.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -47,6 +47,11 @@ def check_skips(state: Any, max_consecutive: int) -> None:
         raise OptionError(
             "nothing in `state` counts the mini-steps that were skipped in a row. Give "
             "`MultiSteps` a `should_skip_update_fn` that does, e.g. `any_of(skip_not_finite)`."
+        )
+    if any(isinstance(counter, jax.core.Tracer) for counter in counters):
+        raise OptionError(
+            "`state` is being traced: `check_skips` reads numbers. Call it outside of `jax.jit`, "
+            "on the state that the step returned."
         )
     number = max(map(int, jax.device_get(counters)))
     if number > max_consecutive:

@@ -17,12 +17,18 @@ _SHOWN = 20
 def path_str(path: Sequence[Any]) -> str:
     """Returns a JAX key path as `decoder/layers_0/kernel`; the root is `.`.
 
+    Inside of a key `~` is `~0` and `/` is `~1`, as in JSON Pointer (RFC 6901), so no two leaves of
+    a tree share a path.
+
     Examples:
-      >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'mlp': [1.0]})
+      >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'mlp': {'a/b': [1.0]}})
       >>> path_str(path)
-      'mlp/0'
+      'mlp/a~1b/0'
     """
-    return keystr(tuple(path), simple=True, separator="/") or "."
+    if not path:
+        return "."
+    names = (keystr((key,), simple=True) for key in path)
+    return "/".join(name.replace("~", "~0").replace("/", "~1") for name in names)
 
 
 def differences(expected: Any, found: Any) -> list[str]:
@@ -45,6 +51,31 @@ def differences(expected: Any, found: Any) -> list[str]:
     lines = [f"  {path}: expected a leaf, found none" for path in here if path not in there]
     lines += [f"  {path}: expected none, found a leaf" for path in there if path not in here]
     return lines or [f"  containers: expected {treedef}, found {other_treedef}"]
+
+
+def not_numbers(tree: Any) -> list[str]:
+    """Returns one indented line for each leaf that JAX cannot compute with.
+
+    Random keys, abstract values and whatever else has a dtype of JAX's may pass.
+
+    Examples:
+      >>> not_numbers({'a': 1.0, 'b': 'text', 'c': np.array([None])})
+      ['  b: a str', '  c: an array of dtype object']
+    """
+    keyed = ((path, _what_is_wrong(leaf)) for path, leaf in tree_flatten_with_path(tree)[0])
+    return [f"  {path_str(path)}: {wrong}" for path, wrong in keyed if wrong]
+
+
+def _what_is_wrong(leaf: Any) -> str:
+    if isinstance(leaf, jax.Array):
+        is_gone = not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+        return "a deleted array (was it donated?)" if is_gone else ""
+    if isinstance(leaf, np.ndarray | np.generic):
+        is_known = leaf.dtype.kind not in "OSUMm" and leaf.dtype.names is None
+        return "" if is_known else f"an array of dtype {leaf.dtype}"
+    if isinstance(leaf, int | float | complex) or hasattr(leaf, "dtype"):
+        return ""
+    return "" if hasattr(leaf, "__jax_array__") else f"a {type(leaf).__name__}"
 
 
 def broadcast_prefix(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from opt_accumulate._microbatches import has_rows
 from opt_accumulate._precision import at_least_32_bits
 from opt_accumulate.errors import LossOutputError, OptionError
 
@@ -110,7 +111,7 @@ def _weight_of(microbatch: Any, weights: Weights) -> Any:
         return weights(microbatch)
     if weights == "mean_of_means":
         return jnp.int32(1)
-    return jnp.int32(jax.tree.leaves(microbatch)[0].shape[0])
+    return jnp.int32(next(leaf.shape[0] for leaf in jax.tree.leaves(microbatch) if has_rows(leaf)))
 
 
 def _scalar_loss(loss: Any) -> jax.Array:

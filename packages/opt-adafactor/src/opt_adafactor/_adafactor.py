@@ -363,8 +363,12 @@ class Adafactor(OptimizerDef):
 
     def _tell(self, told: tuple[FactorMap, ...]) -> None:
         self._told = told
-        self.hyper_params = self.hyper_params.replace(factor_map=told[-1])
+        self.hyper_params = self.hyper_params.replace(factor_map=self._shown_map(told[-1]))
         self._planner = self._new_planner(self._planner.warned)
+
+    def _shown_map(self, rules: FactorMap) -> Mapping[str, Any]:
+        """What `hyper_params.factor_map` is after a telling; a facade may show another type."""
+        return rules
 
     def _new_planner(self, warned: set[tuple[str, ...]] | None = None) -> Planner:
         hyper = self.hyper_params

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -58,9 +58,17 @@ def flatten_axes(param_axes: Any) -> dict[str, PartitionSpec | None]:
       (('embed', 'mlp'), None)
     """
     leaves = jax.tree_util.tree_flatten_with_path(param_axes, is_leaf=_is_axes)[0]
+    return axes_by_path((path_str(path_names(keys)), leaf) for keys, leaf in leaves)
+
+
+def axes_by_path(entries: Iterable[tuple[str, Any]]) -> dict[str, PartitionSpec | None]:
+    """Returns the axes of every parameter by path, of what is in a tree of axes at these paths.
+
+    Raises:
+      ParamAxesError: one is something else than axes, or two have the same path.
+    """
     axes: dict[str, PartitionSpec | None] = {}
-    for keys, leaf in leaves:
-        path = path_str(path_names(keys))
+    for path, leaf in entries:
         if path in axes:
             raise ParamAxesError(f"`param_axes`: two entries have the path `{path}`; rename one")
         axes[path] = _spec(leaf, path)

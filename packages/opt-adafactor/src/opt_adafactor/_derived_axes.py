@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from opt_core import Optimizer, OptimizerState
 
-from opt_adafactor._axes import check_covers, flatten_axes
+from opt_adafactor._axes import axes_by_path, check_covers, flatten_axes
 from opt_adafactor._factoring import Factoring
 from opt_adafactor._plan import Plan
 from opt_adafactor._state import _AdafactorParamState
@@ -36,7 +36,7 @@ def _axes_by_path(plan: Plan, param_axes: Any) -> dict[str, PartitionSpec | None
         given = plan.treedef.flatten_up_to(param_axes)
     except (ValueError, TypeError, KeyError):
         return flatten_axes(param_axes)  # other containers, or other parameters
-    return flatten_axes(dict(zip(plan.paths, given, strict=True)))
+    return axes_by_path(zip(plan.paths, given, strict=True))
 
 
 def _state_axes(

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from opt_core import split_path
 from opt_core.errors import HyperParamError, TreeMismatchError
 
 from opt_adafactor._plan import Plan
@@ -85,13 +86,13 @@ def put_slots(old: _AdafactorParamState, new: Slots) -> _AdafactorParamState:
 
 def nest(path: str, leaf: Any) -> Any:
     """Returns a tree with one leaf, at a `/`-joined path."""
-    for key in reversed(path.split("/")):
+    for key in reversed(split_path(path)):
         leaf = {key: leaf}
     return leaf
 
 
 def at(tree: Any, path: str) -> Any:
     """Returns what is at a `/`-joined path."""
-    for key in path.split("/"):
+    for key in split_path(path):
         tree = tree[key]
     return tree

@@ -19,7 +19,7 @@ from opt_core._groups import FROZEN, Group
 from opt_core._hyper_params import replace_hyper_params
 from opt_core._multi_optimizer import MultiOptimizer
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
-from opt_core._paths import children, flatten_with_paths, path_names, path_str
+from opt_core._paths import children, flatten_with_paths, path_names, path_str, split_path
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
 from opt_core._roles import Role, roles
 from opt_core._state_dict import restore_state_dict, to_state_dict
@@ -62,6 +62,7 @@ __all__ = [
     "reset",
     "restore_state_dict",
     "roles",
+    "split_path",
     "strong_type",
     "strong_types",
     "to_state_dict",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from opt_core._fingerprint import fingerprint
-from opt_core._groups import Group, pattern_str
+from opt_core._groups import Group, Rest, pattern_str
 from opt_core._multi_optimizer import MultiOptimizer
 from opt_core._optimizer import Optimizer, OptimizerDef
 from opt_core._paths import path_str
@@ -116,7 +116,7 @@ def _rows(definition: MultiOptimizer, optimizer: Optimizer, outer: str = "") -> 
         own = split.get(part.group.name)
         if own is not None and isinstance(own.optimizer_def, MultiOptimizer):
             rows += _rows(own.optimizer_def, own, f"{outer}{part.group.name}/")
-        elif part.members:
+        elif part.members or not isinstance(part.group.pattern, Rest):
             paths = tuple(path_str(selection.paths[i]) for i in part.members)
             sizes = [_elements(leaves[i]) for i in part.members]
             state = 0 if own is None else _bytes(own.state.param_states)

@@ -26,12 +26,15 @@ class Divisions:
     Args:
       groups: the table.
       axes: logical axes by path, if known.
+      allow_unused: see `opt_core._groups.assign`.
     """
 
-    __slots__ = ("_axes", "_created", "_groups", "_selections")
+    __slots__ = ("_allow_unused", "_axes", "_created", "_groups", "_selections")
 
-    def __init__(self, groups: Sequence[Group], axes: LogicalAxes | None) -> None:
-        self._groups, self._axes = tuple(groups), axes
+    def __init__(
+        self, groups: Sequence[Group], axes: LogicalAxes | None, allow_unused: bool = False
+    ) -> None:
+        self._groups, self._axes, self._allow_unused = tuple(groups), axes, allow_unused
         self._selections: dict[Any, Selection] = {}
         self._created: dict[Any, list[Selection]] = {}
 
@@ -52,7 +55,7 @@ class Divisions:
         leaves, treedef = jax.tree.flatten(tree)
         key = (treedef, tuple((x.shape, x.dtype) if has_shape(x) else type(x) for x in leaves))
         if (found := self._selections.get(key)) is None:
-            found = select(self._groups, tree, self._axes)
+            found = select(self._groups, tree, self._axes, allow_unused=self._allow_unused)
         self._check(treedef, found, creates)
         if key not in self._selections:
             while len(self._selections) >= _KEPT:
@@ -69,7 +72,7 @@ class Divisions:
         known.append(found)
 
     def __reduce__(self) -> Any:
-        return Divisions, (self._groups, self._axes)
+        return Divisions, (self._groups, self._axes, self._allow_unused)
 
 
 def _message(groups: Sequence[Group], old: Selection, new: Selection) -> str:

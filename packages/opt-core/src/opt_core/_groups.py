@@ -257,7 +257,12 @@ def _traversed(traversal: Traversal, tree: Any, leaves: Sequence[Leaf]) -> froze
 
 
 def assign(
-    groups: Sequence[Group], tree: Any, leaves: Sequence[Leaf], axes: LogicalAxes | None
+    groups: Sequence[Group],
+    tree: Any,
+    leaves: Sequence[Leaf],
+    axes: LogicalAxes | None,
+    *,
+    allow_unused: bool = False,
 ) -> list[int]:
     """Returns the position of the group of every leaf.
 
@@ -266,6 +271,8 @@ def assign(
       tree: the parameters' containers with `leaves[i].info` as leaves.
       leaves: the same leaves, in order.
       axes: logical axes by path, if known.
+      allow_unused: whether a traversal may match nothing, as in Flax and T5X. Any other pattern is
+        written for this package, and a typing error in it must not pass.
 
     Raises:
       GroupError: a leaf is matched twice or never, or a pattern matches nothing; lists them all.
@@ -286,7 +293,8 @@ def assign(
             problems.append(f"`{leaf.path}` is matched by " + (names or "no group"))
         owners.append(own[0] if own else -1)
     for group, matches in zip(groups, found, strict=True):
-        if not matches and not isinstance(group.pattern, Rest):
+        may_be_unused = allow_unused and isinstance(group.pattern, Traversal)
+        if not matches and not may_be_unused and not isinstance(group.pattern, Rest):
             problems.append(f"{group} matches no parameter" + _hint(group.pattern, leaves))
     if problems:
         raise GroupError(_message(problems))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,7 @@ class MultiOptimizer(OptimizerDef):
     traversals: tuple[Any, ...]
     param_axes: LogicalAxes | None
     _selections: Divisions
+    _allow_unused_traversals: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class MultiOptimizer(OptimizerDef):
             traversals=tuple(group.pattern for group in trained),
             hyper_params=tuple(definition.hyper_params for definition in definitions),
             param_axes=param_axes,
-            _selections=Divisions(groups, param_axes),
+            _selections=Divisions(groups, param_axes, self._allow_unused_traversals),
         )
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -56,13 +56,32 @@ def path_names(key_path: KeyPath) -> tuple[str, ...]:
 def path_str(names: Sequence[str]) -> str:
     """Returns names joined by `/`; the root is `.`.
 
+    Inside of a name `~` is `~0` and `/` is `~1`, as in JSON Pointer (RFC 6901), so no two leaves of
+    a tree share a path.
+
     Examples:
       >>> path_str(('decoder', 'layers_0', 'kernel'))
       'decoder/layers_0/kernel'
+      >>> path_str(('a/b', 'c')), path_str(('a', 'b/c'))
+      ('a~1b/c', 'a/b~1c')
       >>> path_str(())
       '.'
     """
-    return "/".join(names) or "."
+    if not names:
+        return "."
+    return "/".join(name.replace("~", "~0").replace("/", "~1") for name in names)
+
+
+def split_path(path: str) -> tuple[str, ...]:
+    """Returns the names that a path is made of; the inverse of `path_str`.
+
+    Examples:
+      >>> split_path('a~1b/c'), split_path('.')
+      (('a/b', 'c'), ())
+    """
+    if path == ".":
+        return ()
+    return tuple(part.replace("~1", "/").replace("~0", "~") for part in path.split("/"))
 
 
 def children(node: Any) -> Node | None:

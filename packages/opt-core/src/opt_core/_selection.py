@@ -150,20 +150,24 @@ def has_shape(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def select(groups: Sequence[Group], tree: Any, axes: LogicalAxes | None) -> Selection:
+def select(
+    groups: Sequence[Group], tree: Any, axes: LogicalAxes | None, *, allow_unused: bool = False
+) -> Selection:
     """Divides a tree.
 
     Args:
       groups: the table.
       tree: parameters, or anything with their paths; `None` is a leaf where no leaf has a shape.
       axes: logical axes by path, if known.
+      allow_unused: see `opt_core._groups.assign`.
 
     Raises:
       GroupError: the groups do not divide the leaves.
     """
     leaves, treedef = described(tree)
     paths = tuple(leaf.names for leaf in leaves)
-    owners = assign(groups, treedef.unflatten([leaf.info for leaf in leaves]), leaves, axes)
+    infos = treedef.unflatten([leaf.info for leaf in leaves])
+    owners = assign(groups, infos, leaves, axes, allow_unused=allow_unused)
     by_path = dict(zip(paths, owners, strict=True))
     skeleton = treedef.unflatten(range(len(leaves)))
     parts = tuple(_part(group, i, skeleton, by_path) for i, group in enumerate(groups))

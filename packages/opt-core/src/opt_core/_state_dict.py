@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_core._dtypes import strong_type
+from opt_core._dtypes import convert_held, held_dtype, strong_type
 from opt_core._paths import children, path_str
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
 from opt_core.errors import StateDictError
@@ -79,6 +79,10 @@ def restore_state_dict(reference: Any, state_dict: Any) -> tuple[Any, RestoreRep
     Python number fits a scalar of its kind. NumPy arrays are copied. An array moves to the devices
     of the reference leaf where that is committed to some; a JAX array that is there already is
     taken as it is.
+
+    Dtypes are compared as JAX holds them: without `jax_enable_x64` a float64 array of NumPy fits
+    float32, and is rounded. Where a value does not survive that (an integer out of range, a number
+    that becomes infinite or 0), the leaf deviates.
 
     Args:
       reference: any pytree; leaves may be arrays, tracers or `jax.ShapeDtypeStruct` leaves.
@@ -199,11 +203,37 @@ def _fit_array(reference: Any, value: Any) -> _Fit:
         wanted = jax.eval_shape(jax.random.key_data, _abstract(reference))
     if tuple(value.shape) != tuple(wanted.shape):
         return None, (MismatchKind.SHAPE, _describe(value))
-    if value.dtype != wanted.dtype:
-        return None, (MismatchKind.DTYPE, _describe(value))
+    if held_dtype(value) != held_dtype(wanted):
+        return None, (MismatchKind.DTYPE, _describe_held(wanted, value))
+    value, problem = _as_held(wanted, value)
+    if problem:
+        return None, (MismatchKind.VALUE, problem)
     if wanted is not reference:
         return _wrap_key(reference, value), None
     return _place(reference, value), None
+
+
+def _as_held(wanted: Any, value: Any) -> tuple[Any, str]:
+    """The value in the dtype that is wanted, which differs in 32 and 64 bits at most."""
+    # An array of NumPy stays one, in its own dtype; anything else becomes an array of JAX.
+    dtype = wanted.dtype if isinstance(wanted, np.ndarray | np.generic) else held_dtype(wanted)
+    if value.dtype == dtype:
+        return value, ""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return value.update(dtype=dtype), ""
+    if not _is_known(value):
+        return value, ""
+    converted, lost = convert_held(np.asarray(value), dtype)
+    return (
+        converted,
+        "" if lost is None else f"{_describe(value)} with {lost}, which does not fit {dtype}",
+    )
+
+
+def _describe_held(wanted: Any, value: Any) -> str:
+    if value.dtype != wanted.dtype:
+        return _describe(value)
+    return f"{_describe(value)}, which JAX makes {held_dtype(value)} without `jax_enable_x64`"
 
 
 def _problem(reference: Any, value: Any) -> str:

@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from opt_core._dtypes import convert_held, held_dtype
 from opt_core._groups import Names
 from opt_core._multi_optimizer import MultiOptimizer
 from opt_core._optimizer import Optimizer, OptimizerState
 from opt_core._paths import flatten_with_paths, path_str
 from opt_core._roles import Role, roles
 from opt_core._selection import described
+from opt_core.errors import GroupError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,26 @@ class Entry:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What another leaf must have in common with it to take its place."""
-        return self.role, np.shape(self.leaf), getattr(self.leaf, "dtype", type(self.leaf))
+        dtype = held_dtype(self.leaf) if hasattr(self.leaf, "dtype") else type(self.leaf)
+        return self.role, np.shape(self.leaf), dtype
+
+    def for_place(self, new: Entry) -> Any:
+        """Returns the leaf for the place of another, in the dtype that JAX holds there.
+
+        Raises:
+          GroupError: a value does not survive the 32 bits that JAX makes of its 64.
+        """
+        dtype = getattr(new.leaf, "dtype", None)
+        if dtype is None or dtype == self.leaf.dtype or not isinstance(self.leaf, np.ndarray):
+            return self.leaf
+        converted, lost = convert_held(self.leaf, dtype)
+        if lost is not None:
+            raise GroupError(
+                f"`{self.path}` is {self.leaf.dtype}{list(self.leaf.shape)} with {lost}, which "
+                f"does not fit the {dtype} JAX holds there without `jax_enable_x64`. Set that, or "
+                "convert the state first."
+            )
+        return converted
 
     @property
     def is_hyper_param(self) -> bool:

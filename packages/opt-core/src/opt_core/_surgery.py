@@ -149,10 +149,11 @@ def regroup(
     """Goes on with another definition, keeping every state that still fits.
 
     A leaf of the state fits where the new state has one for the same parameter, in the same place
-    of the same types, of the same shape and dtype: the moments of Adam fit AdamW, not AdaBelief.
-    What a group keeps for all its leaves, such as a count, is kept where all the groups that they
-    come from have it and agree about it. Where they do not, the whole new group starts anew: Adam's
-    first steps would be several times too long where moments of zero meet a large count.
+    of the same types, of the same shape and dtype (as JAX holds it): the moments of Adam fit AdamW,
+    not AdaBelief. What a group keeps for all its leaves, such as a count, is kept where all the
+    groups that they come from have it and agree about it. Where they do not, the whole new group
+    starts anew: Adam's first steps would be several times too long where moments of zero meet a
+    large count.
     Hyper-parameters that a state records (`optax.inject_hyperparams`) are the new definition's,
     unless the definition is the same.
 
@@ -167,7 +168,8 @@ def regroup(
 
     Raises:
       GroupError: the groups of `new_definition` do not divide the parameters; or states have to be
-        compared while tracing: regroup outside of compiled functions.
+        compared while tracing: regroup outside of compiled functions. Or a value of 64 bits does
+        not survive the 32 that JAX holds.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -204,7 +206,7 @@ def regroup(
         tuple(entry.path for entry, source in pairs if source is None),
         tuple(entry.path for entry in old if entry.path not in used),
     )
-    leaves = [entry.leaf if source is None else source.leaf for entry, source in pairs]
+    leaves = [new.leaf if source is None else source.for_place(new) for new, source in pairs]
     return _with_leaves(optimizer, fresh, leaves), report
 
 

@@ -14,8 +14,9 @@ from opt_core import Optimizer as CoreOptimizer
 from opt_core import OptimizerDef, check_gradients, increment_step
 from opt_core import OptimizerState as CoreState
 
+from opt_legacy_stax._identity import triple_of
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState
-from opt_legacy_stax._slots import init_split, join, split, update_split
+from opt_legacy_stax._slots import check_made_by, init_split, join, split, update_split
 from opt_legacy_stax._steps import whole_step
 
 
@@ -73,7 +74,12 @@ class TripleDef(OptimizerDef):
         Args:
           state: the triple's.
           i: number of updates made, the `i` of the next one.
+
+        Raises:
+          LayoutError: the state is not one that the triple makes.
+          StepError: `i` is no number of updates.
         """
+        check_made_by(self.triple, state)
         params, slots = split(self.triple, state)
         core_state = CoreState(whole_step(i), slots)
         return CoreOptimizer(optimizer_def=self, state=core_state, target=params)
@@ -108,7 +114,7 @@ class TripleDef(OptimizerDef):
 
 def to_optimizer_def(triple: Optimizer) -> TripleDef:
     """See `opt_legacy_stax.to_optimizer_def`."""
-    return TripleDef(triple)
+    return TripleDef(triple_of(triple, "triple"))
 
 
 def _axes_of(triple: Optimizer, param: Any, axes: Any, kept: Any) -> Any:

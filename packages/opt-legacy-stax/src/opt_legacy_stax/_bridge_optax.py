@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import optax
 
 from opt_legacy_stax._dtypes import keep_dtypes, strong_param
+from opt_legacy_stax._identity import triple_of
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState, repacked
-from opt_legacy_stax._slots import init_split, join, split, update_split
+from opt_legacy_stax._slots import check_made_by, init_split, join, split, update_split
+from opt_legacy_stax._states import check_state
 from opt_legacy_stax._steps import INT32_MAX, check_step, whole_step
 from opt_legacy_stax._trees import different_trees
+from opt_legacy_stax.errors import LayoutError
 
 
 class TripleState(NamedTuple):
@@ -74,7 +77,12 @@ class TripleTransformation(optax.GradientTransformation):
         Args:
           state: the triple's.
           i: number of updates made, the `i` of the next one.
+
+        Raises:
+          LayoutError: the state is not one that the triple makes.
+          StepError: `i` is no number of updates.
         """
+        check_made_by(self.triple, state)
         params, slots = split(self.triple, state)
         return params, TripleState(whole_step(i), slots)
 
@@ -85,7 +93,7 @@ class TripleTransformation(optax.GradientTransformation):
 
 def to_optax(triple: Optimizer) -> TripleTransformation:
     """See `opt_legacy_stax.to_optax`."""
-    return TripleTransformation(Optimizer(*triple))
+    return TripleTransformation(Optimizer(*triple_of(triple, "triple")))
 
 
 class OptaxTriple(Optimizer):
@@ -105,6 +113,11 @@ class OptaxTriple(Optimizer):
 
 def from_optax(tx: optax.GradientTransformation) -> OptaxTriple:
     """See `opt_legacy_stax.from_optax`."""
+    if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
+        raise TypeError(
+            f"`tx` must be a transformation of Optax, with `init` and `update`; got {tx!r}. Pass "
+            "one, e.g. `optax.adam(1e-3)`."
+        )
     takes_more = isinstance(tx, optax.GradientTransformationExtraArgs)
 
     def init(params: Any) -> OptimizerState:
@@ -140,7 +153,14 @@ def _pack(params: Any, opt_state: Any) -> OptimizerState:
 
 
 def _unpack(state: OptimizerState) -> tuple[Any, Any]:
-    packed, _, subtree_defs = state
+    check_state(state)
+    packed, tree_def, subtree_defs = state
+    outer: Any = jax.tree.structure(_OUTER)
+    if tree_def != outer:
+        raise LayoutError(
+            f"`opt_state` must be a state of `from_optax`, one of {outer}; found {tree_def}. Pass "
+            "what this triple's functions or `convert_state` returned."
+        )
     opt_state, params = map(jax.tree.unflatten, subtree_defs, packed)
     return params, opt_state
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from opt_legacy_stax._trees import children, shown
+from opt_legacy_stax._trees import children, path_str, shown
 from opt_legacy_stax.errors import SaveError
 
 LEAF = "*"
@@ -35,7 +35,7 @@ def describe(tree: Any, path: tuple[Any, ...] = ()) -> Description:
     found = children(tree)
     if found is None:
         return LEAF
-    where = shown("/".join(map(str, path)) or ".")
+    where = _path(path)
     if len(path) >= MAX_DEPTH:
         raise SaveError(
             f"`{where}` is nested deeper than {MAX_DEPTH} containers. Flatten the tree."
@@ -132,7 +132,7 @@ def differences(
 
 
 def _path(keys: tuple[Any, ...]) -> str:
-    return shown("/".join(map(str, keys)) or ".")
+    return shown(path_str(tuple(map(DictKey, keys))))
 
 
 def _kind(description: Description) -> str:

@@ -15,6 +15,7 @@ import optax
 from opt_legacy_stax import _triples
 from opt_legacy_stax._dtypes import keep_dtypes
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState, pack, repacked
+from opt_legacy_stax._states import check_state
 from opt_legacy_stax._steps import whole_step
 from opt_legacy_stax._trees import leaf_paths
 from opt_legacy_stax.errors import LayoutError, NoEquivalentError, ScheduleError
@@ -87,6 +88,7 @@ class OptaxEquivalent:
             as Adam's and Adagrad's do, and cannot be told apart.)
           StepError: `i` is no number of updates.
         """
+        check_state(state)
         packed, tree_def, subtree_defs = state
         kept = [jax.tree.unflatten(d, s) for d, s in zip(subtree_defs, packed, strict=True)]
         self._recipe.check(self.name, tree_def, kept)

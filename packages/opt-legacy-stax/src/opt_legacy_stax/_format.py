@@ -9,7 +9,8 @@ data        the leaves, in the order of the state, without gaps
 
 So any reader of safetensors reads the arrays. The metadata's one entry, `opt_legacy_stax`, is JSON
 again: `version`, `tree` (the structure of the parameters), `subtrees` (for each parameter, that of
-what is kept for it) and `leaves` (for each leaf `[kind, dtype, shape, impl]`).
+what is kept for it), `leaves` (for each leaf `[kind, dtype, shape, impl]`), and `optimizer` where
+that was said: `[name, names of what is kept for a parameter]`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from itertools import zip_longest
 from typing import Any
 
 from opt_legacy_stax._describe import Description, check_description, leaves, name_of
+from opt_legacy_stax._identity import Identity
 from opt_legacy_stax._leaves import KINDS, LeafSpec, is_consistent, is_known
 from opt_legacy_stax._trees import shown
 from opt_legacy_stax.errors import DamagedFileError, FormatVersionError
@@ -44,11 +46,13 @@ class Header:
       tree: description of the structure of the parameters.
       subtrees: for each parameter, that of what is kept for it.
       specs: of the leaves, in order.
+      optimizer: whose state it is; `None` where it is not said.
     """
 
     tree: Description
     subtrees: Sequence[Description]
     specs: Sequence[LeafSpec]
+    optimizer: Identity | None = None
 
     @property
     def names(self) -> Iterator[str]:
@@ -65,7 +69,7 @@ class Header:
     @property
     def bound(self) -> int:
         """About how many bytes `encode` gives at most."""
-        trees = len(_dump([self.tree, list(self.subtrees)]))
+        trees = len(_dump([self.tree, list(self.subtrees), self.optimizer]))
         dims = sum(len(spec.shape) for spec in self.specs)
         return 2 * trees + sum(map(len, self.names)) + 300 * (1 + len(self.specs)) + 40 * dims
 
@@ -73,12 +77,14 @@ class Header:
 def encode(header: Header) -> bytes:
     """Returns the bytes that a file begins with, the length included."""
     listed = [[s.kind, s.dtype, list(s.shape), s.impl] for s in header.specs]
-    about = {
+    about: dict[str, Any] = {
         "version": VERSION,
         "tree": header.tree,
         "subtrees": list(header.subtrees),
         "leaves": listed,
     }
+    if header.optimizer is not None:
+        about["optimizer"] = [header.optimizer.name, list(header.optimizer.keeps)]
     content: dict[str, Any] = {"__metadata__": {_KEY: _dump(about)}, **dict(_tensors(header))}
     text = _dump(content).encode("ascii")
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -152,9 +158,18 @@ def _header(about: dict[str, Any]) -> Header:
         count = sum(map(check_description, subtrees))
         if len(listed) != count:
             raise ValueError(f"there are {count} names for {len(listed)} leaves")
-        return Header(tree, subtrees, [_spec(entry) for entry in listed])
+        optimizer = _identity(about["optimizer"]) if "optimizer" in about else None
+        return Header(tree, subtrees, [_spec(entry) for entry in listed], optimizer)
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(f"the metadata describe no state: {error}.") from None
+
+
+def _identity(entry: Any) -> Identity:
+    match entry:
+        case [str(name), list(keeps)] if name and all(type(field) is str for field in keeps):
+            return Identity(name, tuple(keeps))
+        case _:
+            raise ValueError("the optimizer is not described by a name and those of what it keeps")
 
 
 def _spec(entry: Any) -> LeafSpec:

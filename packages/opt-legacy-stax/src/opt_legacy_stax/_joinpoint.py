@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from opt_legacy_stax._optimizers import OptimizerState, pack
+from opt_legacy_stax._states import check_state
 from opt_legacy_stax._trees import first_lines, path_str
 from opt_legacy_stax.errors import JoinPointError
 
@@ -43,6 +44,7 @@ def unpack_optimizer_state(opt_state: OptimizerState) -> Any:
       >>> [leaf.tolist() for leaf in marked['w'].subtree]
       [[1.0, 1.0], [0.0, 0.0]]
     """
+    check_state(opt_state)
     packed, tree_def, subtree_defs = opt_state
     subtrees = map(jax.tree.unflatten, subtree_defs, packed)
     return jax.tree.unflatten(tree_def, [JoinPoint(subtree) for subtree in subtrees])

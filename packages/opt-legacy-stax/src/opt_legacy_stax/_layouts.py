@@ -9,6 +9,7 @@ import numpy as np
 
 from opt_legacy_stax._joinpoint import pack_optimizer_state
 from opt_legacy_stax._optimizers import OptimizerState, pack
+from opt_legacy_stax._states import is_state
 from opt_legacy_stax._trees import leaf_paths
 from opt_legacy_stax.errors import LayoutError
 
@@ -37,8 +38,7 @@ def convert_old_layout(state: Any, *, is_sm3: bool | None = None) -> OptimizerSt
       >>> sm3(0.1).params_fn(convert_old_layout(old, is_sm3=True))['w'].shape
       (2, 3)
     """
-    is_packed = isinstance(state, tuple) and len(state) == 3
-    if not is_packed or not _is_treedef(state[1]):
+    if not is_state(state):
         state = pack_optimizer_state(state)
     packed, tree_def, subtree_defs = state
     states = [jax.tree.unflatten(d, list(s)) for d, s in zip(subtree_defs, packed, strict=True)]
@@ -69,7 +69,3 @@ def _with_shape(path: str, kept: Any) -> Any:
             f"{np.shape(x)} and `vs` sizes {tuple(np.size(v) for v in vs)}. Convert it by hand."
         )
     return (*kept, np.shape(x))
-
-
-def _is_treedef(value: Any) -> bool:
-    return isinstance(value, jax.tree_util.PyTreeDef)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import warnings
 from collections.abc import Sequence
 from itertools import islice
 from typing import IO, Any
@@ -15,6 +16,7 @@ import numpy as np
 from opt_legacy_stax import _format
 from opt_legacy_stax._describe import describe, differences, leaves, name_of
 from opt_legacy_stax._format import Header
+from opt_legacy_stax._identity import HasTriple, Identity, identity_of, triple_of
 from opt_legacy_stax._leaves import (
     LeafSpec,
     dtype_of,
@@ -25,8 +27,9 @@ from opt_legacy_stax._leaves import (
     spec_of,
 )
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState
+from opt_legacy_stax._states import is_state
 from opt_legacy_stax._trees import first_lines, shown
-from opt_legacy_stax.errors import DamagedFileError, StateMismatchError
+from opt_legacy_stax.errors import DamagedFileError, StateMismatchError, UnnamedStateWarning
 
 _CHUNK = 2**24
 _HEADER_SLACK = 2**19
@@ -37,15 +40,20 @@ def load(
     path_or_file: str | bytes | os.PathLike[str] | IO[bytes],
     *,
     like: Any = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | HasTriple | str | None = None,
     params: Any = None,
 ) -> OptimizerState:
     """Returns the state that a file holds, if it is the state expected.
 
-    Either `like`, or `optimizer` and `params`, say what to expect. Every leaf comes back as what it
-    was: an array of JAX's or NumPy's, a Python number, a PRNG key. Where an expected leaf is a
-    `jax.Array` that is committed to devices, or has a sharding, the loaded one goes there. The
-    state is of the class that `like` is, or that `optimizer` makes: this module's or JAX's.
+    Either `like`, or `optimizer` and `params`, say what to expect. Whose state it is `like` does
+    not say: with `optimizer` beside it, as with `params`, the file must have been saved with an
+    `optimizer` of the same name. Where one of the two has no name, there is an
+    `UnnamedStateWarning`.
+
+    Every leaf comes back as what it was: an array of JAX's or NumPy's, a Python number, a PRNG key.
+    Where an expected leaf is a `jax.Array` that is committed to devices, or has a sharding, the
+    loaded one goes there. The state is of the class that `like` is, or that `optimizer` makes: this
+    module's or JAX's.
 
     Trees, keys and their order, shapes and dtypes must be equal. There is one exception. JAX makes
     32 bits of Python's numbers, and of NumPy's arrays of 64 bits unless its 64-bit mode is on. So
@@ -60,31 +68,52 @@ def load(
         stands to its end.
       like: a state of the expected structure, shapes and dtypes; leaves may be
         `jax.ShapeDtypeStruct`.
-      optimizer: the optimizer whose state it is.
+      optimizer: whose state it is: the triple, what `to_optax`, `to_optimizer_def` or
+        `optax_equivalent` made of it, or, beside `like`, a name.
       params: parameters of the expected structure, shapes and dtypes; arrays or
         `jax.ShapeDtypeStruct` leaves.
 
     Raises:
       DamagedFileError: the file is truncated, altered, or no such file.
       FormatVersionError: the file is of another version of the format.
-      StateMismatchError: the file holds a state of another tree, shape or dtype; names the paths.
-      TypeError: neither `like` nor `optimizer` and `params` are given, or both.
+      StateMismatchError: the file holds a state of another optimizer, tree, shape or dtype; names
+        the paths.
+      TypeError: neither `like` nor `optimizer` and `params` are given, or `like` and `params`.
     """
     reference = _reference(like, optimizer, params)
+    expected = None if optimizer is None else identity_of(optimizer)
+    if not isinstance(path_or_file, str | bytes | os.PathLike) and not hasattr(
+        path_or_file, "read"
+    ):
+        raise TypeError(
+            "`path_or_file` must be a path or a file object opened for reading bytes; got "
+            f"{type(path_or_file).__name__}."
+        )
     if isinstance(path_or_file, str | bytes | os.PathLike):
         with open(path_or_file, "rb") as file:
-            return _load(file, reference)
-    return _load(path_or_file, reference)
+            state, found = _load(file, reference, expected)
+    else:
+        state, found = _load(path_or_file, reference, expected)
+    if found is None or expected is None:
+        warnings.warn(_not_compared(found, expected), UnnamedStateWarning, stacklevel=2)
+    return state
 
 
-def _reference(like: Any, optimizer: Optimizer | None, params: Any) -> Any:
-    if (like is None) == (optimizer is None) or (optimizer is None and params is not None):
+def _reference(like: Any, optimizer: Any, params: Any) -> Any:
+    if (like is None and optimizer is None) or (like is not None and params is not None):
         raise TypeError(
             "`load` needs either `like`, a state to compare with, or `optimizer` and `params`."
         )
-    if optimizer is not None:
-        return jax.eval_shape(optimizer[0], params)
-    if not (isinstance(like, tuple) and len(like) == 3):
+    if like is None:
+        if isinstance(optimizer, str):
+            raise TypeError(
+                f"`optimizer` is {shown(repr(optimizer), 60)}: a name alone does not say what to "
+                "expect. Pass the triple, or a state `like` the one expected beside the name."
+            )
+        if params is None:
+            raise TypeError("`load` with an `optimizer` needs `params`, or a state `like` it.")
+        return jax.eval_shape(triple_of(optimizer)[0], params)
+    if not is_state(like):
         raise TypeError(
             f"`like` must be an OptimizerState; got {type(like).__name__}. For a tree of "
             "parameters pass `optimizer` and `params`."
@@ -92,12 +121,28 @@ def _reference(like: Any, optimizer: Optimizer | None, params: Any) -> Any:
     return OptimizerState(*like) if type(like) is tuple else like
 
 
-def _load(file: IO[bytes], reference: Any) -> OptimizerState:
+def _not_compared(found: Identity | None, expected: Identity | None) -> str:
+    if found is None:
+        taken = f"a state of `{shown(expected.name)}`" if expected else "what is expected"
+        return (
+            f"the file does not say whose state it holds. It was taken for {taken}, as tree, "
+            "shapes and dtypes are equal; other optimizers may have the same. If that is right, "
+            "save it again with `save(..., optimizer=...)`."
+        )
+    return (
+        f"the file holds a state of `{shown(found.name)}`, and nothing says whose is expected. "
+        "Pass `optimizer`, beside `like` too, or a name where the triple has none."
+    )
+
+
+def _load(
+    file: IO[bytes], reference: Any, optimizer: Identity | None
+) -> tuple[OptimizerState, Identity | None]:
     start = file.tell()
     size = file.seek(0, io.SEEK_END) - start
     file.seek(start)
     reader = _Reader(file, size)
-    expected = _expected_header(reference)
+    expected = _expected_header(reference, optimizer)
     header = _read_header(reader, expected.bound)
     _check_structure(header, expected)
     arrays = [reader.array(spec) for spec in header.specs]
@@ -106,7 +151,7 @@ def _load(file: IO[bytes], reference: Any) -> OptimizerState:
     found = [from_file(spec, a) for spec, a in zip(header.specs, arrays, strict=True)]
     leaves = [_placed(*pair) for pair in zip(found, jax.tree.leaves(reference[0]), strict=True)]
     state: OptimizerState = jax.tree.unflatten(jax.tree.structure(reference), leaves)
-    return state
+    return state, header.optimizer
 
 
 class _Reader:
@@ -158,11 +203,11 @@ class _Reader:
             raise _damaged("its checksum is that of other contents")
 
 
-def _expected_header(reference: Any) -> Header:
+def _expected_header(reference: Any, optimizer: Identity | None) -> Header:
     packed, tree_def, subtree_defs = reference
     tree = describe(jax.tree.unflatten(tree_def, [0] * tree_def.num_leaves))
     subtrees = [describe(jax.tree.unflatten(d, [0] * d.num_leaves)) for d in subtree_defs]
-    return Header(tree, subtrees, [spec_of(leaf) for leaf in jax.tree.leaves(packed)])
+    return Header(tree, subtrees, [spec_of(leaf) for leaf in jax.tree.leaves(packed)], optimizer)
 
 
 def _read_header(reader: _Reader, bound: int) -> Header:
@@ -191,14 +236,17 @@ def _check_structure(header: Header, expected: Header) -> None:
     lines = list(islice(differences(expected.tree, header.tree), 100))
     if not lines:
         pairs = zip(_params(header), expected.subtrees, header.subtrees, strict=True)
-        for name, ours, theirs in pairs:
-            found = islice(differences(ours, theirs), 100)
+        for name, ours_kept, theirs_kept in pairs:
+            found = islice(differences(ours_kept, theirs_kept), 100)
             lines += [f"{shown(name)}, kept for it: {line}" for line in found]
     if not lines:
         specs = zip(header.names, header.specs, expected.specs, strict=True)
         for name, found_spec, spec in specs:
             if not fits(found_spec, spec):
                 lines.append(f"{shown(name)}: expected {spec}, found {found_spec}")
+    ours, theirs = expected.optimizer, header.optimizer
+    if ours is not None and theirs is not None and ours != theirs:
+        lines.insert(0, f"optimizer: expected {ours}, found {theirs}")
     _raise_mismatch(lines)
     if any(map(needs_64_bits, header.specs)):
         raise StateMismatchError(

@@ -6,19 +6,23 @@ flattened to a list, in the order of the parameters, beside the two levels of tr
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.tree_util import GetAttrKey
 
 from opt_legacy_stax._dtypes import keep_dtypes, strong_param
+from opt_legacy_stax._identity import Identity, made_by, mark
+from opt_legacy_stax._states import check_state
 from opt_legacy_stax._steps import check_step
 from opt_legacy_stax._trees import (
     changed_shape,
     changed_structure,
     different_trees,
+    leaf_paths,
 )
 
 Array = Any
@@ -87,7 +91,8 @@ def optimizer(opt_maker: Callable[..., Any]) -> Callable[..., Optimizer]:
 
     The dtypes of what is kept for a parameter do not change over updates: an update may compute in
     higher precision, as it does with float32 gradients of bfloat16 parameters, but is rounded back.
-    A maker called with `upstream_numerics=True` is left alone, as JAX's module leaves it.
+    A maker called with `upstream_numerics=True` is left alone, as JAX's module leaves it. Files
+    know the optimizer by the name of the maker.
 
     Args:
       opt_maker: a function that returns `(init, update, get_params)` for one array: `init(x)` a
@@ -111,19 +116,26 @@ def optimizer(opt_maker: Callable[..., Any]) -> Callable[..., Optimizer]:
     @functools.wraps(opt_maker)
     def make(*args: Any, **kwargs: Any) -> Optimizer:
         is_exact = bool(kwargs.get("upstream_numerics", False))
-        return lift(opt_maker(*args, **kwargs), keeps_dtypes=not is_exact)
+        identity = made_by(opt_maker)
+        made = lift(opt_maker(*args, **kwargs), keeps_dtypes=not is_exact, identity=identity)
+        mark(made.init_fn, identity)
+        return made
 
     return make
 
 
-def lift(leaf_optimizer: LeafOptimizer, *, keeps_dtypes: bool) -> Optimizer:
+def lift(
+    leaf_optimizer: LeafOptimizer, *, keeps_dtypes: bool, identity: Identity | None = None
+) -> Optimizer:
     """Returns the optimizer of trees that treats every array by itself.
 
     Args:
       leaf_optimizer: `(init, update, get_params)` of one array.
       keeps_dtypes: whether updates are rounded to the dtypes of the state.
+      identity: whose states they are.
 
     Raises (the functions returned):
+      LayoutError: what should be a state is none, or of another optimizer.
       TreeMismatchError: gradients have another tree than the parameters.
       StateChangedError: the update of an array changed the structure of its state, or its shape.
       StepError: the step is no number.
@@ -135,10 +147,15 @@ def lift(leaf_optimizer: LeafOptimizer, *, keeps_dtypes: bool) -> Optimizer:
         leaves, tree_def = jax.tree.flatten(x0_tree)
         if keeps_dtypes:
             leaves = [strong_param(x) for x in leaves]
-        return pack(tree_def, [init(x) for x in leaves])
+        states = []
+        for n, x in enumerate(leaves):
+            with _naming("the state", tree_def, n):
+                states.append(init(x))
+        return pack(tree_def, states)
 
     @functools.wraps(update)
     def tree_update(i: Step, grad_tree: Updates, opt_state: OptimizerState) -> OptimizerState:
+        check_state(opt_state, identity)
         packed, tree_def, subtree_defs = opt_state
         grads, grads_def = jax.tree.flatten(grad_tree)
         if grads_def != tree_def:
@@ -148,7 +165,8 @@ def lift(leaf_optimizer: LeafOptimizer, *, keeps_dtypes: bool) -> Optimizer:
         i = step if keeps_dtypes else i
         updated = []
         for n, (g, old, subtree_def) in enumerate(zip(grads, packed, subtree_defs, strict=True)):
-            state = update(i, g, jax.tree.unflatten(subtree_def, old))
+            with _naming("the update", tree_def, n):
+                state = update(i, g, jax.tree.unflatten(subtree_def, old))
             new, new_def = jax.tree.flatten(state)
             if new_def != subtree_def:
                 raise changed_structure(tree_def, n, subtree_def, new_def)
@@ -162,11 +180,22 @@ def lift(leaf_optimizer: LeafOptimizer, *, keeps_dtypes: bool) -> Optimizer:
 
     @functools.wraps(get_params)
     def tree_get_params(opt_state: OptimizerState) -> Params:
+        check_state(opt_state, identity)
         packed, tree_def, subtree_defs = opt_state
         states = map(jax.tree.unflatten, subtree_defs, packed)
         return jax.tree.unflatten(tree_def, [get_params(state) for state in states])
 
     return Optimizer(tree_init, tree_update, tree_get_params)
+
+
+@contextlib.contextmanager
+def _naming(what: str, tree_def: Any, n: int) -> Iterator[None]:
+    """Notes on an exception which parameter it was about: JAX's know nothing of trees."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"This was {what} of parameter `{leaf_paths(tree_def)[n]}`.")
+        raise
 
 
 def pack(tree_def: Any, states: Sequence[State]) -> OptimizerState:

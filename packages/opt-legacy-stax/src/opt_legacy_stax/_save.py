@@ -8,6 +8,7 @@ import os
 import secrets
 import stat
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,30 +17,43 @@ import numpy as np
 
 from opt_legacy_stax._describe import describe
 from opt_legacy_stax._format import MAX_HEADER, Header, encode
+from opt_legacy_stax._identity import HasTriple, Identity, identity_of
 from opt_legacy_stax._leaves import to_file
+from opt_legacy_stax._optimizers import Optimizer
+from opt_legacy_stax._states import is_state, kept_by
 from opt_legacy_stax._trees import leaf_paths
 from opt_legacy_stax.errors import SaveError
 
 _CHUNK = 2**24
 
 
-def save(path_or_file: str | bytes | os.PathLike[str] | IO[bytes], state: Any) -> None:
+def save(
+    path_or_file: str | bytes | os.PathLike[str] | IO[bytes],
+    state: Any,
+    *,
+    optimizer: Optimizer | HasTriple | str | None = None,
+) -> None:
     """Writes a state to a file, exactly.
 
     A path is written atomically: to a temporary file beside it, which is flushed to the disk and
     renamed. Whoever opens the path finds the old file or the new one, whole. A file that was there
     passes on its permissions. A writer that is killed leaves its temporary file, `.NAME.*.tmp`:
-    delete it, as nothing else does. The format is that of
-    safetensors, without pickle and with a checksum: see `load`.
+    delete it, as nothing else does. The format is that of safetensors, without pickle and with a
+    checksum: see `load`.
 
     Args:
       path_or_file: a path; or a file object opened for writing bytes, which is written from where
         it stands.
       state: an `OptimizerState`, of this module's optimizers or of JAX's.
+      optimizer: whose state it is, for `load` to compare: the triple; what `to_optax`,
+        `to_optimizer_def` or `optax_equivalent` made of it; or a name, for a triple that has none
+        because `optimizer` did not make it. A state does not say it by itself, and those of several
+        optimizers look alike.
 
     Raises:
       SaveError: the state is traced, donated, spread over processes, or holds what the format
-        cannot; nothing is written.
+        cannot; or `optimizer` has no name. Nothing is written.
+      TypeError: `optimizer` is neither of a triple nor a name, or `path_or_file` is no file.
       OSError: the file cannot be written.
 
     Examples:
@@ -47,20 +61,38 @@ def save(path_or_file: str | bytes | os.PathLike[str] | IO[bytes], state: Any) -
       >>> from opt_legacy_stax import load, momentum
       >>> triple, params = momentum(0.1, 0.9), {'w': jax.numpy.ones(3)}
       >>> file = io.BytesIO()
-      >>> save(file, triple.init_fn(params))
+      >>> save(file, triple.init_fn(params), optimizer=triple)
       >>> _ = file.seek(0)
       >>> triple.params_fn(load(file, optimizer=triple, params=params))['w'].tolist()
       [1.0, 1.0, 1.0]
     """
-    header, arrays = _contents(state)
+    is_path = isinstance(path_or_file, str | bytes | os.PathLike)
+    if not is_path and not hasattr(path_or_file, "write"):
+        raise TypeError(
+            "`path_or_file` must be a path or a file object opened for writing bytes; got "
+            f"{type(path_or_file).__name__}."
+        )
+    header, arrays = _contents(state, _identity(optimizer))
     if isinstance(path_or_file, str | bytes | os.PathLike):
         _write_atomically(_target(Path(os.fsdecode(path_or_file))), header, arrays)
     else:
         _write(path_or_file, header, arrays)
 
 
-def _contents(state: Any) -> tuple[bytes, list[np.ndarray]]:
-    if not (isinstance(state, tuple) and len(state) == 3):
+def _identity(optimizer: Any) -> Identity | None:
+    if optimizer is None:
+        return None
+    identity = identity_of(optimizer)
+    if identity is None:
+        raise SaveError(
+            "`optimizer` is a triple without a name: `opt_legacy_stax.optimizer` did not make it "
+            "of a named function. Pass a name instead, here and to `load`."
+        )
+    return identity
+
+
+def _contents(state: Any, optimizer: Identity | None) -> tuple[bytes, list[np.ndarray]]:
+    if not is_state(state):
         raise SaveError(
             f"`state` must be an OptimizerState; got {type(state).__name__}. Save what `init_fn` "
             "or `update_fn` returned."
@@ -69,12 +101,14 @@ def _contents(state: Any) -> tuple[bytes, list[np.ndarray]]:
     paths = leaf_paths(tree_def)
     subtrees = [describe(jax.tree.unflatten(d, [0] * d.num_leaves)) for d in subtree_defs]
     tree = describe(jax.tree.unflatten(tree_def, [0] * tree_def.num_leaves))
+    if optimizer is not None:
+        _check_kept(optimizer, paths, subtree_defs)
     found = [
         to_file(leaf, f"{path}, leaf {j}")
         for path, leaves in zip(paths, packed, strict=True)
         for j, leaf in enumerate(leaves)
     ]
-    header = Header(tree, subtrees, [spec for spec, _ in found])
+    header = Header(tree, subtrees, [spec for spec, _ in found], optimizer)
     twice = [name for name, count in Counter(header.names).items() if count > 1]
     if twice:
         raise SaveError(f"two leaves would have the name `{twice[0]}` in the file. Rename a key.")
@@ -85,6 +119,19 @@ def _contents(state: Any) -> tuple[bytes, list[np.ndarray]]:
             f"bytes of {MAX_HEADER}."
         )
     return encoded, [array for _, array in found]
+
+
+def _check_kept(optimizer: Identity, paths: Sequence[str], subtree_defs: Sequence[Any]) -> None:
+    """Raises where a state cannot be that of one of the nine, whose entries are known."""
+    count = len(optimizer.keeps)
+    for path, subtree_def in zip(paths, subtree_defs, strict=True):
+        found = kept_by(subtree_def)
+        if count and found != count:
+            raise SaveError(
+                f"`optimizer` is {optimizer}; but what the state keeps for `{path}` is "
+                f"{f'a tuple of {found}' if found > 1 else 'not a tuple'}: it is of another "
+                "optimizer, or of an older JAX (see `convert_old_layout`)."
+            )
 
 
 def _target(path: Path) -> Path:

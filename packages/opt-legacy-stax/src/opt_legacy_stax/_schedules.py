@@ -110,7 +110,7 @@ def polynomial_decay(
       upstream_numerics: whether to compute exactly as JAX's module. Compiled, that is wrong after
         the end of the decay for many `decay_steps` and powers with a fraction: XLA multiplies by
         the reciprocal, so that `1 - 7 * (1 / 7)` is below zero, of which the power is NaN, and
-        `1 - 25 * (1 / 25)` is above.
+        `1 - 25 * (1 / 25)` is above. A decay over 0 steps is NaN.
 
     Examples:
       >>> schedule = polynomial_decay(0.1, decay_steps=10, final_step_size=0.02, power=0.5)
@@ -118,11 +118,12 @@ def polynomial_decay(
       (0.02, 0.02)
     """
     is_whole = isinstance(power, int | float) and float(power).is_integer()
+    is_safe = is_whole and not (isinstance(decay_steps, int | float) and decay_steps == 0)
 
     def schedule(step_num: Any) -> Any:
         step_num = jnp.minimum(step_num, decay_steps)
         left = 1 - step_num / decay_steps
-        if not is_whole and not upstream_numerics:
+        if not is_safe and not upstream_numerics:
             left = jnp.where(step_num < decay_steps, jnp.maximum(left, 0), 0)
         return left**power * (step_size - final_step_size) + final_step_size
 

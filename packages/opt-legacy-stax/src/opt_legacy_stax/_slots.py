@@ -15,7 +15,9 @@ import jax.numpy as jnp
 
 from opt_legacy_stax._dtypes import strong_param
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState
-from opt_legacy_stax.errors import StateChangedError
+from opt_legacy_stax._states import check_state
+from opt_legacy_stax._trees import leaf_paths
+from opt_legacy_stax.errors import LayoutError, StateChangedError
 
 
 class ParamSlot:
@@ -74,6 +76,34 @@ def join(params: Any, slots: Any) -> OptimizerState:
         packed.append([param if _is_slot(leaf) else leaf for leaf in kept])
         subtree_defs.append(subtree_def)
     return OptimizerState(tuple(packed), tree_def, tuple(subtree_defs))
+
+
+def check_made_by(triple: Optimizer, state: Any) -> None:
+    """Raises unless a state looks like one that `triple` makes for its parameters.
+
+    Raises:
+      LayoutError: it does not.
+    """
+    check_state(state)
+    try:
+        params = jax.eval_shape(triple.params_fn, state)
+        made = jax.eval_shape(triple.init_fn, params)
+    except LayoutError:
+        raise
+    except Exception as error:
+        raise LayoutError(
+            "`state` is not one of the triple, whose functions do not take it "
+            f"({type(error).__name__}). Convert it with the triple that made it."
+        ) from error
+    paths: list[str] = leaf_paths(state[1])
+    for path, *kept in zip(paths, made[0], made[2], state[0], state[2], strict=True):
+        shapes = [list(map(jnp.shape, leaves)) for leaves in (kept[0], kept[2])]
+        if kept[1] != kept[3] or shapes[0] != shapes[1]:
+            raise LayoutError(
+                f"`state` is not one of the triple: for parameter `{path}` expected {kept[1]} of "
+                f"shapes {shapes[0]}, found {kept[3]} of {shapes[1]}. Convert it with the triple "
+                "that made it."
+            )
 
 
 def init_split(triple: Optimizer, params: Any) -> Any:

@@ -61,7 +61,7 @@ def whole_step(i: Any) -> Any:
     """Returns the number of updates made, as an int32 scalar.
 
     Raises:
-      StepError: it is no number, or a float between two.
+      StepError: it is no number, a float between two, or negative.
 
     Examples:
       >>> whole_step(7).dtype.name, int(whole_step(7.0))
@@ -70,6 +70,8 @@ def whole_step(i: Any) -> Any:
     step = check_step(i)
     if isinstance(step, float | np.floating) and not float(step).is_integer():
         raise StepError(f"`i` must be a number of updates; got {float(step)}. Pass an integer.")
+    if not isinstance(step, jax.core.Tracer) and step < 0:
+        raise StepError(f"`i` must be a number of updates; got {step}. Pass 0 or more.")
     return jnp.asarray(step, jnp.int32)
 
 

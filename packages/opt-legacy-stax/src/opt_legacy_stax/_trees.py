@@ -17,12 +17,18 @@ _SHOWN = 5
 def path_str(path: Sequence[Any]) -> str:
     """Returns a JAX key path as `decoder/layers_0/kernel`; the root is `.`.
 
+    Inside of a key `~` is `~0` and `/` is `~1`, as in JSON Pointer (RFC 6901), so no two leaves of
+    a tree share a path.
+
     Examples:
-      >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'mlp': [1.0]})
+      >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'mlp': {'a/b': [1.0]}})
       >>> path_str(path)
-      'mlp/0'
+      'mlp/a~1b/0'
     """
-    return keystr(tuple(path), simple=True, separator="/") or "."
+    if not path:
+        return "."
+    names = (keystr((key,), simple=True) for key in path)
+    return "/".join(name.replace("~", "~0").replace("/", "~1") for name in names)
 
 
 def leaf_paths(tree_def: Any) -> list[str]:

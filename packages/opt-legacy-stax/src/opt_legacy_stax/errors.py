@@ -17,6 +17,8 @@ StaxError
     ├── FormatVersionError             written by another version of the format
     ├── StateMismatchError             a sound file with another state than expected
     └── UnsafePickleError              a pickle that holds more than arrays and join points
+
+UnnamedStateWarning (UserWarning)      a state that was loaded without knowing whose it is
 ```
 
 Those that JAX's module raises too are the builtins that it raises.
@@ -40,6 +42,7 @@ __all__ = [
     "StaxError",
     "StepError",
     "TreeMismatchError",
+    "UnnamedStateWarning",
     "UnsafePickleError",
 ]
 
@@ -101,8 +104,12 @@ class FormatVersionError(LoadError):
 
 
 class StateMismatchError(LoadError):
-    """A sound file holds a state of another tree, shape or dtype than the one expected."""
+    """A sound file holds a state of another optimizer, tree, shape or dtype than expected."""
 
 
 class UnsafePickleError(LoadError):
     """A pickle holds something else than arrays, plain containers and join points."""
+
+
+class UnnamedStateWarning(UserWarning):
+    """A file was loaded, and whose state it holds was not compared: one of the two is not said."""

@@ -9,25 +9,24 @@ Differs from the rest of the package where T5X code relies on it, and only there
 
 `MultiOptimizer` works with wrapped Optax optimizers too. There a learning rate that is given to one
 group, as in T5X's own example, acts; the trainer's, which all get, is ignored by the wrapped ones.
+A traversal may match nothing there.
 
-Not here: `amos`, which lives in jestimator (`wrap_optax_optimizer(jestimator.amos.amos)`). T5X's
-Adafactor is in `opt_adafactor`, as it was in `t5x.adafactor`.
+Not here: `amos`, which lives in jestimator (`wrap_optax_optimizer(jestimator.amos.amos)`). The
+facade of `t5x.adafactor` is `opt_adafactor.t5x`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec
+from typing import Any, ClassVar, ParamSpec
 
 import flax.struct
-import jax
-import jax.numpy as jnp
 import opt_core
 from flax.core import freeze, unfreeze
-from jax.sharding import PartitionSpec
-from opt_core import Optimizer, OptimizerDef, OptimizerState, RestoreReport, children
+from opt_core import Optimizer, OptimizerDef, OptimizerState, RestoreReport
 from opt_core.errors import HyperParamError
+from opt_core.t5x import lenient_references
 from opt_partition import OptaxStatePartitionRules
 
 from opt_optax_bridge import _twins, _wrapper
@@ -115,7 +114,7 @@ class OptaxWrapper(_wrapper.OptaxWrapper):
     def _match(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
     ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-        return super()._match(*_references(target, state, state_dict), state_dict)
+        return super()._match(*lenient_references(target, state, state_dict), state_dict)
 
 
 class MultiOptimizer(opt_core.MultiOptimizer):
@@ -124,6 +123,9 @@ class MultiOptimizer(opt_core.MultiOptimizer):
     The trainer's `apply_gradient(learning_rate=...)` reaches every group, and wrapped Optax
     optimizers ignore it, as they do alone. One that is given to a group, by `hyper_params=[...]` or
     `group_overrides=`, acts.
+
+    A traversal may match nothing: its definition then updates nothing, and still has its place in
+    `hyper_params` and `sub_optimizers`. Regular expressions and functions must match something.
 
     Args:
       *traversals_and_optimizers: pairs of a traversal and a definition, or one sequence of them.
@@ -138,6 +140,8 @@ class MultiOptimizer(opt_core.MultiOptimizer):
       >>> {name: float(value[0]) for name, value in optimizer.target.items()}
       {'bias': 0.9, 'kernel': 0.5}
     """
+
+    _allow_unused_traversals: ClassVar[bool] = True
 
     def _hyper_params_of(
         self,
@@ -156,54 +160,7 @@ class MultiOptimizer(opt_core.MultiOptimizer):
     def _match_rest(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
     ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-        return super()._match_rest(*_references(target, state, state_dict), state_dict)
-
-
-def _references(target: Any, state: OptimizerState, state_dict: Any) -> tuple[Any, Any]:
-    """Parameters and state with leaves of the kind of what is to be restored, where T5X does so."""
-    return (
-        _like(_param_like, target, _entry(state_dict, "target")),
-        _like(_state_leaf_like, state, _entry(state_dict, "state")),
-    )
-
-
-def _entry(state_dict: Any, name: str) -> Any:
-    return state_dict.get(name) if isinstance(state_dict, Mapping) else None
-
-
-def _like(leaf_like: Callable[[Any, Any], Any], reference: Any, value: Any) -> Any:
-    """The reference with each leaf of the kind of what is to be restored."""
-    node = children(reference)
-    if node is None:
-        return leaf_like(reference, value)
-    given = {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {}
-    return node.rebuild(
-        [_like(leaf_like, c, given[name]) if name in given else c for name, c in node.children]
-    )
-
-
-def _state_leaf_like(reference: Any, value: Any) -> Any:
-    if value is None or isinstance(value, PartitionSpec) or not hasattr(reference, "shape"):
-        return reference if isinstance(value, Mapping) else value
-    return reference
-
-
-def _param_like(reference: Any, value: Any) -> Any:
-    like = _state_leaf_like(reference, value)
-    if not (hasattr(like, "dtype") and hasattr(value, "dtype")) or value.dtype == like.dtype:
-        return like
-    if not _is_other_precision(like.dtype, value.dtype):
-        return like
-    is_placed = isinstance(like, jax.ShapeDtypeStruct) or getattr(like, "committed", False)
-    sharding = like.sharding if is_placed else None
-    return jax.ShapeDtypeStruct(like.shape, value.dtype, sharding=sharding)
-
-
-def _is_other_precision(own: Any, other: Any) -> bool:
-    """Whether both are floats, or both complex, and JAX holds the other as it is."""
-    kinds = (jnp.floating, jnp.complexfloating)
-    same_kind = any(jnp.issubdtype(own, k) and jnp.issubdtype(other, k) for k in kinds)
-    return same_kind and jax.dtypes.canonicalize_dtype(other) == other
+        return super()._match_rest(*lenient_references(target, state, state_dict), state_dict)
 
 
 def wrap_optax_optimizer(optax_optimizer: Callable[P, Any]) -> Callable[P, OptaxWrapper]:
@@ -229,7 +186,7 @@ chain = _twins.wrap_into(OptaxWrapper, _twins.chain_sequence, "chain")
 
 _ABSENT = {
     "amos": "it lives in jestimator: `wrap_optax_optimizer(jestimator.amos.amos)`",
-    "Adafactor": "it is in `opt_adafactor`, as it was in `t5x.adafactor`",
+    "Adafactor": "it is in `opt_adafactor.t5x`, as it was in `t5x.adafactor`",
 }
 
 

@@ -43,7 +43,13 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.ERROR)
     yield
     logging.disable(logging.NOTSET)
-    gc.collect()  # What Orbax dropped, in this module still.
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _dropped() -> Iterator[None]:
+    """What Orbax dropped is collected in this module still."""
+    yield
+    gc.collect()
 
 
 def outcome(step: Path) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opt_optax_bridge.checkpoint._disk.digest import digest, to_hex
+from opt_optax_bridge.checkpoint._disk.digest import Sums, add_up, digest, to_hex
 from opt_optax_bridge.checkpoint._disk.storage import DTYPES
 
 WIDE = {"int64", "uint64", "float64", "complex128"}
@@ -59,6 +59,31 @@ def test_on_device_as_on_the_host(dtype: str) -> None:
             assert to_hex(digest(jnp.asarray(array))) == expected
     else:
         assert to_hex(digest(jnp.asarray(array))) == expected
+
+
+# What is in checkpoints that have been written: by dtype, of `random_bits` of these shapes.
+SHAPES: list[tuple[int, ...]] = [(), (16,), (4, 6, 10), (8, 24)]
+RECORDED = {
+    "bfloat16": ["09dd57bd06ca539d", "8ea25b42f8786454", "011d711a7c92f5e2", "aae2c50215c7c243"],
+    "bool": ["688990c08ea8e093", "4367894afd9dcd9b", "0fccfeb513f750ab", "46ef57b69ea377e2"],
+    "complex64": ["03cd3149724de471", "5267926aea103db9", "c76cf21d34c9e05a", "0d8a69ad0da3cb30"],
+    "complex128": ["dea9629d5dc4bcfb", "cdbaf215fa742eac", "25fd8dabfb6b9b75", "82a5e91c58853e6c"],
+    "float8_e4m3fn": [
+        *("6a50bd268639ea7f", "62cfe71f93903cb9", "09134b48d24487df", "8b92ed7b06da4ba0")
+    ],
+    "float16": ["09dd57bd06ca539d", "8ea25b42f8786454", "011d711a7c92f5e2", "aae2c50215c7c243"],
+    "float32": ["fc503a58e7f47913", "b008ddf5bfc1e693", "e84e50c690cbb0d9", "d533d8bfad04507d"],
+    "float64": ["03cd3149724de471", "5267926aea103db9", "c76cf21d34c9e05a", "0d8a69ad0da3cb30"],
+    "int4": ["688990c08ea8e093", "4367894afd9dcd9b", "0fccfeb513f750ab", "46ef57b69ea377e2"],
+}
+
+
+@pytest.mark.parametrize("dtype", RECORDED)
+def test_values_are_those_that_were_always_written(dtype: str) -> None:
+    arrays = [random_bits(dtype, shape, seed=len(shape)) for shape in SHAPES]
+    assert [to_hex(digest(array)) for array in arrays] == RECORDED[dtype]
+    with enable_x64():
+        assert [to_hex(digest(jnp.asarray(array))) for array in arrays] == RECORDED[dtype]
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3, 1, 5), (2, 3, 4, 5)])
@@ -123,11 +148,22 @@ def test_of_an_array_in_any_memory_order() -> None:
     assert to_hex(digest(array.astype(">f4"))) == to_hex(digest(array))
 
 
+def test_parts_with_other_processes_are_not_forgotten() -> None:
+    part = Sums(np.ones((1, 2), np.uint32), is_whole=False)
+    with pytest.raises(ValueError, match="call `add_up`"):
+        to_hex(part)
+    added = add_up({"w": part, "b": digest(np.arange(3, dtype=np.float32))})
+    assert {name: to_hex(sums) for name, sums in added.items()} == {
+        "w": "0000000100000001",
+        "b": "192dfcc57519b0b3",
+    }
+
+
 def test_reads_an_array_once_and_writes_nothing() -> None:
     from opt_optax_bridge.checkpoint._disk.digest import _sums
 
     large = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
-    compiled = _sums.lower(large).compile()
+    compiled = _sums.lower(large, jax.ShapeDtypeStruct((1, 3), jnp.uint32)).compile()
     analysis = compiled.memory_analysis()
     assert analysis is not None
     assert analysis.temp_size_in_bytes < 4096

@@ -18,8 +18,8 @@ from opt_partition._mesh.layout import Layout, LeafLayout
 from opt_partition._mesh.logical_to_mesh import logical_to_mesh
 from opt_partition._mesh.zero import extend_over
 from opt_partition._verify.collectives import Collective
-from opt_partition._verify.leaves import Expected
-from opt_partition._verify.report import Finding, LeafReport, Report
+from opt_partition._verify.expected import Expected
+from opt_partition._verify.report import Finding, LeafReport, Report, Unjudged
 from opt_partition._verify.verify import verify
 
 __version__ = _version("opt-partition")
@@ -43,6 +43,7 @@ __all__ = [
     "Row",
     "Rules",
     "StateLeaf",
+    "Unjudged",
     "derive_logical_axes",
     "errors",
     "explain",

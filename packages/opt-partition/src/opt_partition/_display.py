@@ -14,7 +14,7 @@ import jax
 _T = TypeVar("_T")
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?<!~)\d+")  # a path escapes `~` and `/` in keys as `~0` and `~1`
 
 
 @dataclasses.dataclass(frozen=True)

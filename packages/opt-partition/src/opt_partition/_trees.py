@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.tree_util import DictKey, SequenceKey, keystr
+from jax.tree_util import DictKey, FlattenedIndexKey, SequenceKey, keystr
 
 KeyPath = tuple[Any, ...]
 
@@ -14,17 +14,50 @@ KeyPath = tuple[Any, ...]
 def path_str(path: Sequence[Any]) -> str:
     """Returns a JAX key path as `decoder/layers_0/kernel`; the root is `.`.
 
+    Inside of a key `~` is `~0` and `/` is `~1`, as in JSON Pointer (RFC 6901), so no two leaves of
+    a tree share a path.
+
     Examples:
-      >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'mlp': [1.0]})
+      >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'mlp': {'a/b': [1.0]}})
       >>> path_str(path)
-      'mlp/0'
+      'mlp/a~1b/0'
     """
-    return keystr(tuple(path), simple=True, separator="/") or "."
+    if not path:
+        return "."
+    return "/".join(escaped(key_name(key)) for key in path)
+
+
+def escaped(name: str) -> str:
+    """Returns the name of a key as it stands in a path."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def split_path(path: str) -> tuple[str, ...]:
+    """Returns the names of the keys in what `path_str` made.
+
+    Examples:
+      >>> split_path('mlp/a~1b/0')
+      ('mlp', 'a/b', '0')
+    """
+    if path == ".":
+        return ()
+    return tuple(name.replace("~1", "/").replace("~0", "~") for name in path.split("/"))
 
 
 def key_name(key: Any) -> str:
     """Returns the name of one key of a JAX key path, e.g. `'kernel'` or `'0'`."""
     return keystr((key,), simple=True)
+
+
+def is_index(key: Any) -> bool:
+    """Whether a key may be the position of something in a list, and not its name."""
+    match key:
+        case SequenceKey() | FlattenedIndexKey():
+            return True
+        case DictKey(key=name):
+            return isinstance(name, int) or str(name).isdigit()
+        case _:
+            return False
 
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:

@@ -17,11 +17,13 @@ from jax.sharding import PartitionSpec
 from opt_partition._axes.alignment import align_shape
 from opt_partition._axes.ask_rules import ask_rules
 from opt_partition._axes.cases import Case, open_cases
-from opt_partition._axes.differencing import Prober, Wanted, difference
+from opt_partition._axes.differencing import difference
 from opt_partition._axes.owners import Tracer, find_owners, identify_owners
 from opt_partition._axes.param_axes import Axis, Parameter
+from opt_partition._axes.probing import Prober
 from opt_partition._axes.rules import ASK, Rules
-from opt_partition._trees import KeyPath
+from opt_partition._axes.verdicts import Wanted
+from opt_partition._trees import KeyPath, is_index
 
 # From the most to the least trusted.
 SOURCES = ("scalar", "rule", "provenance", "differencing", "alignment", "fallback")
@@ -37,6 +39,7 @@ class Dimension:
       source: one of `SOURCES`.
       note: what there is to say about it.
       is_disputed: whether another source says otherwise.
+      is_doubted: whether its sizes alone decided, and changes of them do not bear that out.
     """
 
     dim: int | None
@@ -44,6 +47,7 @@ class Dimension:
     source: str
     note: str = ""
     is_disputed: bool = False
+    is_doubted: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +101,10 @@ def attribute(
     state, tags = tracer.first()
     cases = open_cases(params, state, table, tags)
     find_owners(cases, table, tracer)
-    identify_owners(cases, prober, len(table))
+    identify_owners(cases, prober, table, state)
     ask_rules(cases, state, table, rules)
     wanted = list(_unsettled(cases, table))
-    verdicts = difference(prober, table, wanted) if wanted else {}
+    verdicts = difference(prober, table, wanted, state) if wanted else {}
     for case in cases:
         case.verdicts = verdicts.get(case.key_path, ())
     leaves = [_decide(case, table) for case in cases]
@@ -123,17 +127,21 @@ def _unsettled(cases: Sequence[Case], table: Sequence[Parameter]) -> Iterator[Wa
     for case in cases:
         if all(_settled(case, axis, table) for axis in range(case.rank)):
             continue
-        parameter = case.owner
-        kind: Any = None
-        if parameter is not None:
-            own = table[parameter].key_path
-            start = next((m.start for m in case.matches if m.parameter == parameter), None)
-            if start is None:
-                kind = case.key_path
-            else:
-                end = start + len(own)
-                kind = case.key_path[:start], case.key_path[end:]
-        yield Wanted(case.key_path, tuple(case.leaf.shape), parameter, kind)
+        shape, place = tuple(case.leaf.shape), _place(case)
+        if place is not None or any(case.tags):
+            yield Wanted(case.key_path, shape, case.owner, place)
+        else:  # one of several candidates is not for certain the parameter
+            yield Wanted(case.key_path, shape, None, None, case.owners)
+
+
+def _place(case: Case) -> tuple[int, int] | None:
+    """Where the path of its parameter is in that of a leaf, if it can only be that."""
+    if len(case.matches) != 1 or case.matches[0].parameter != case.owner:
+        return None
+    start, stop = case.matches[0].start, case.matches[0].stop
+    # Numbers alone may count anything, in any order.
+    is_named = start == stop or not all(map(is_index, case.key_path[start:stop]))
+    return (start, stop) if is_named else None
 
 
 def _settled(case: Case, axis: int, table: Sequence[Parameter]) -> bool:
@@ -168,7 +176,9 @@ def _decide_dimension(
         f"{source} says {dim}, {s} says {d}" for s, d, _ in said if _disputes(said[0], s, d)
     ]
     name = parameter.axes[dim] if parameter is not None and dim is not None else None
-    return Dimension(dim, name, source, "; ".join(filter(None, [note, *disputes])), bool(disputes))
+    notes = "; ".join(filter(None, [note, *disputes]))
+    is_doubted = source == "alignment" and bool(note)
+    return Dimension(dim, name, source, notes, bool(disputes), is_doubted)
 
 
 def _disputes(first: tuple[str, int | None, str], source: str, dim: int | None) -> bool:

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from opt_partition._axes.differencing import Verdict
 from opt_partition._axes.matching import Match, match_leaves
 from opt_partition._axes.param_axes import Parameter
 from opt_partition._axes.provenance import Tags
 from opt_partition._axes.rules import Answer
+from opt_partition._axes.verdicts import Verdict
 from opt_partition._trees import KeyPath, flatten_with_paths
 
 

@@ -50,6 +50,8 @@ class Row:
         `'alignment'` or `'fallback'`; `'scalar'` for a leaf without dimensions.
       note: what else there is to say.
       is_disputed: whether two sources disagree; the more trusted one decided.
+      is_doubted: whether equal sizes alone decided on a dimension whose behaviour under changed
+        sizes does not bear that out; `note` says what was seen.
     """
 
     path: str
@@ -66,6 +68,7 @@ class Row:
     source: str
     note: str
     is_disputed: bool
+    is_doubted: bool
 
     @property
     def is_mirror(self) -> bool:
@@ -104,7 +107,11 @@ class Explanation:
     @property
     def undecided(self) -> list[Row]:
         """The rows that `strict=True` raises on."""
-        return [row for row in self.rows if row.source == "fallback" or row.is_disputed]
+        return [
+            row
+            for row in self.rows
+            if row.source == "fallback" or row.is_disputed or row.is_doubted
+        ]
 
     def to_json(self, indent: int | None = 2) -> str:
         """Returns everything but the trees as JSON."""
@@ -156,8 +163,8 @@ def explain(
 
     Raises:
       AxesError: `param_axes` do not fit `params`.
-      UndecidedError: under `strict`, the leaves that nothing but the fallback decided, and those
-        on which two sources disagree.
+      UndecidedError: under `strict`, the leaves that nothing but the fallback decided, those on
+        which two sources disagree, and those that equal sizes alone decided against the evidence.
 
     Examples:
       >>> import optax
@@ -269,6 +276,7 @@ def _row(found: Attribution) -> Row:
         source=max(sources, key=SOURCES.index, default="scalar"),
         note="; ".join(dict.fromkeys(notes)),
         is_disputed=any(d.is_disputed for d in dimensions),
+        is_doubted=any(d.is_doubted for d in dimensions),
     )
 
 

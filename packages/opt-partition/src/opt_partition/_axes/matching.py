@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 import optax
-from jax.tree_util import SequenceKey
 
 from opt_partition._axes.param_axes import Parameter
-from opt_partition._trees import KeyPath, flatten_with_paths
+from opt_partition._trees import KeyPath, flatten_with_paths, is_index
 
 _EMPTY_STATE = jax.tree.structure(optax.EmptyState())
 
@@ -23,11 +22,13 @@ class Match:
 
     Attributes:
       parameter: its index.
-      start: where its path begins in the leaf's, or in that of the subtree which mirrors it.
+      start: where its path begins in the leaf's.
+      stop: where it ends there.
     """
 
     parameter: int
     start: int
+    stop: int
 
 
 def match_leaves(params: Any, state: Any, table: Sequence[Parameter]) -> list[tuple[Match, ...]]:
@@ -43,7 +44,8 @@ def match_leaves(params: Any, state: Any, table: Sequence[Parameter]) -> list[tu
       state: the state.
       table: the parameters in JAX's order.
     """
-    matches = _match_mirrors(jax.tree.structure(params), jax.tree.structure(state))
+    lengths = [len(parameter.key_path) for parameter in table]
+    matches = _match_mirrors(jax.tree.structure(params), jax.tree.structure(state), lengths)
     paths = [path for path, _ in flatten_with_paths(state)]
     result: list[tuple[Match, ...]] = [() if m is None else (m,) for m in matches]
     if any(match is None for match in matches):
@@ -74,7 +76,7 @@ class _Params:
         return self.kind is None and self.num_leaves == 1
 
 
-def _match_mirrors(params: Any, state: Any) -> list[Match | None]:
+def _match_mirrors(params: Any, state: Any, lengths: Sequence[int]) -> list[Match | None]:
     """For each leaf of the tree definition `state`, its place in the outermost mirror."""
     root = _Params(params)
     matches: list[Match | None] = []
@@ -82,7 +84,7 @@ def _match_mirrors(params: Any, state: Any) -> list[Match | None]:
     def visit(node: Any, depth: int) -> None:
         mirrored = _mirror(root, node)
         if mirrored is not None:
-            matches.extend(Match(parameter, depth) for parameter in mirrored)
+            matches.extend(Match(index, depth, depth + lengths[index]) for index in mirrored)
         elif not node.children():
             matches.extend([None] * node.num_leaves)
         else:
@@ -146,9 +148,9 @@ def _match_suffix(
 ) -> tuple[Match, ...]:
     for start, stop in _windows(len(path)):
         # A number alone says nothing: chains, lists of parameters and lists of theirs have it.
-        is_named = any(not isinstance(key, SequenceKey) for key in path[start:stop])
+        is_named = not all(map(is_index, path[start:stop]))
         if is_named and (found := suffixes.get(path[start:stop])):
-            return tuple(Match(index, start) for index, _ in found)
+            return tuple(Match(index, start, stop) for index, _ in found)
     return ()
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 
 from opt_partition._axes.cases import Case
-from opt_partition._axes.differencing import Prober, Shape, find_sources, first_line
 from opt_partition._axes.param_axes import Parameter
+from opt_partition._axes.probing import Prober, Shape, first_line, shapes_of
 from opt_partition._axes.provenance import COLOURS, Tags, trace_provenance
+from opt_partition._axes.sources import CAREFUL, FAST, find_sources
 
 
 class Tracer:
@@ -84,15 +85,18 @@ def find_owners(cases: Sequence[Case], table: Sequence[Parameter], tracer: Trace
             case.colour = colours[case.owner]
 
 
-def identify_owners(cases: Sequence[Case], prober: Prober, number: int) -> None:
+def identify_owners(
+    cases: Sequence[Case], prober: Prober, table: Sequence[Parameter], state: Any
+) -> None:
     """Finds the parameter of leaves that show no colours and whose place leaves several."""
     unclear = [c for c in cases if not c.owners and len(c.matches) > 1 and c.rank]
     if not unclear:
         return
-    sources = find_sources(prober, number, [case.key_path for case in unclear])
+    paths = [case.key_path for case in unclear]
+    sources = find_sources(prober, table, shapes_of(state), paths, (*FAST, *CAREFUL))
     for case in unclear:
         if case.key_path in sources:
-            case.owners = (sources[case.key_path],)
+            case.owners = (sources[case.key_path].parameter,)
 
 
 def _tell_apart(open_cases: Sequence[tuple[int, Case]], tracer: Tracer) -> None:

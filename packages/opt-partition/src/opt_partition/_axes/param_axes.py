@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from opt_partition._trees import KeyPath, children, flatten_with_paths, key_name, path_str
 from opt_partition.errors import AxesError
@@ -29,6 +29,18 @@ class HasNames(Protocol):
     """Metadata of Flax that carries names, such as `flax.linen.partitioning.AxisMetadata`."""
 
     names: Any
+
+
+@runtime_checkable
+class HasMetadata(Protocol):
+    """A `Variable` of Flax NNX: a pytree node around its value, with metadata beside that."""
+
+    def get_metadata(self) -> Mapping[str, Any]:
+        """Returns the metadata; the names of the dimensions are under one of `_NAMES`."""
+
+
+# The newest first; Flax 0.12.0 has the second, which later versions rename.
+_NAMES = ("out_sharding", "sharding_names", "sharding")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +73,9 @@ def normalise_param_axes(params: Any, param_axes: Any, *, pad: bool = True) -> A
     Args:
       params: arrays or `jax.ShapeDtypeStruct`s.
       param_axes: a tree with the same keys, whose containers may be of another kind. A leaf is a
-        `PartitionSpec`, a sequence of names, a box of Flax, or `None` for no names at all; so is
-        an array, which among boxes is a parameter that has none.
+        `PartitionSpec`, a sequence of names, a box of Flax, a `Variable` of NNX whose metadata
+        has names, or `None` for no names at all. An array among boxes or variables is a parameter
+        that has none.
       pad: whether to make the specs as long as the parameters' rank. If not they are as given, and
         `None` stays `None`.
 
@@ -70,7 +83,8 @@ def normalise_param_axes(params: Any, param_axes: Any, *, pad: bool = True) -> A
       Specs in the containers of `params`.
 
     Raises:
-      AxesError: a parameter has no axes or too many, axes name no parameter, or are none.
+      AxesError: a parameter has no axes or too many, axes name no parameter or are no names, or
+        there are only arrays where axes should be.
 
     Examples:
       >>> tuple(normalise_param_axes({'w': np.ones((2, 3))}, {'w': ('embed',)})['w'])
@@ -86,6 +100,13 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
     leaves = list(flatten_with_paths(params))
     found: dict[KeyPath, Any] = {}
     problems = list(_collect(params, param_axes, (), found))
+    if found and all(map(_is_array, found.values())):
+        raise AxesError(
+            "`param_axes` hold arrays and no names of dimensions. Give a PartitionSpec or a tuple "
+            "of names for each parameter, boxes of Flax, or an nnx.State whose Variables have "
+            "`out_sharding` metadata; nnx.to_pure_dict drops those, so take it of "
+            "nnx.get_partition_spec(state). `None` stands for a parameter without names."
+        )
     table = []
     for path, leaf in leaves:
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(
@@ -121,6 +142,7 @@ def _collect(params: Any, axes: Any, path: KeyPath, found: dict[KeyPath, Any]) -
     if isinstance(params, HasPartitionSpec) and not isinstance(params, PartitionSpec):
         yield f"{path_str(path)}: `params` holds a {type(params).__name__}; unbox the parameters"
         return
+    axes = _names_of_variable(axes)
     node = children(params)
     if node is None:
         if params is not None:
@@ -128,6 +150,10 @@ def _collect(params: Any, axes: Any, path: KeyPath, found: dict[KeyPath, Any]) -
         return
     given = children(axes) if not is_axes(axes) else None
     by_name = {key_name(key): child for key, child in given} if given else {}
+    if isinstance(params, HasMetadata) and not {key_name(key) for key, _ in node} & {*by_name}:
+        # The names of a variable are those of its value.
+        found |= {(*path, *below): axes for below, _ in flatten_with_paths(params)}
+        return
     for key, child in node:
         name = key_name(key)
         if name in by_name:
@@ -139,6 +165,22 @@ def _collect(params: Any, axes: Any, path: KeyPath, found: dict[KeyPath, Any]) -
         if is_axes(extra) or jax.tree.leaves(extra):
             where = path_str(path) + "/" if path else ""
             yield f"{where}{name}: axes are given, but there is no such parameter"
+
+
+def _names_of_variable(node: Any) -> Any:
+    """What a variable says of its dimensions, or its value; any other node as it is."""
+    if not isinstance(node, HasMetadata):
+        return node
+    value = next((child for _, child in children(node) or ()), None)
+    metadata = node.get_metadata()
+    names = next((metadata[name] for name in _NAMES if metadata.get(name) is not None), None)
+    if names is None or is_axes(value):  # of `nnx.get_partition_spec`, specs are the values
+        return value
+    return names.spec if isinstance(names, NamedSharding) else PartitionSpec(*names)
+
+
+def _is_array(node: Any) -> bool:
+    return isinstance(node, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
 def is_axes(node: Any) -> bool:
@@ -161,7 +203,7 @@ def read_axes(given: Any) -> tuple[Axis, ...]:
         names = given.get_partition_spec()
     elif isinstance(given, HasNames) and not isinstance(given, PartitionSpec):
         names = given.names
-    if names is None or isinstance(names, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+    if names is None or _is_array(names):
         return ()
     if isinstance(names, str) or not isinstance(names, PartitionSpec | Sequence):
         raise AxesError(f"axes must be a PartitionSpec or a tuple of names, found {given!r}")

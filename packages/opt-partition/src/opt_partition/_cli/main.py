@@ -231,3 +231,4 @@ def _show(arguments: argparse.Namespace, tables: list[Table], items: list[Item])
         has_mesh=arguments.mesh is not None,
     )
     write_text(arguments.html, text)
+    print_text(f"wrote {arguments.html}")

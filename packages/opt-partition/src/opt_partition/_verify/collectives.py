@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from opt_partition._verify.hlo import Array, Computation, Instruction, Module, flat_types
@@ -72,7 +73,8 @@ class Site:
       parts: operand and result of each array that it moves.
       count: how often the place is reached in a step.
       per_iteration: as of `Collective`.
-      branch: the outermost `conditional` that it is in and which of its branches.
+      loops: the `while`s that it is in, outermost first, and how often each runs.
+      branches: the `conditional`s that it is in, outermost first, and which branch of each.
     """
 
     computation: Computation
@@ -81,7 +83,8 @@ class Site:
     parts: tuple[tuple[Array, Array], ...]
     count: int
     per_iteration: bool
-    branch: tuple[str, int] | None
+    loops: tuple[tuple[str, int], ...]
+    branches: tuple[tuple[str, int], ...]
 
     @property
     def groups(self) -> Groups | None:
@@ -95,27 +98,53 @@ def sites(module: Module) -> list[Site]:
     found: list[Site] = []
     seen: set[tuple[str, str]] = set()
 
-    def visit(name: str, count: int, per_iteration: bool, branch: tuple[str, int] | None) -> None:
+    def visit(name: str, inside: Inside) -> None:
         computation = module.computations[name]
         for instruction in computation.instructions.values():
             kind = collective_kind(instruction)
             if kind is None:
-                times: int | None = 1
-                if instruction.opcode == "while":
-                    times = trip_count(module, computation, instruction)
                 for n, callee in enumerate(callees(instruction)):
-                    inside = (instruction.name, n) if instruction.opcode == "conditional" else None
-                    visit(
-                        callee, count * (times or 1), per_iteration or not times, branch or inside
-                    )
+                    visit(callee, inside.entering(module, computation, instruction, n))
             elif _first_of_async_fusion(instruction, kind, seen):
                 kind, parts = _parts(computation, instruction, kind)
                 found.append(
-                    Site(computation, instruction, kind, parts, count, per_iteration, branch)
+                    Site(
+                        computation,
+                        instruction,
+                        kind,
+                        parts,
+                        math.prod(trips for _, trips in inside.loops),
+                        inside.per_iteration,
+                        inside.loops,
+                        inside.branches,
+                    )
                 )
 
-    visit(module.entry, 1, False, None)
+    visit(module.entry, Inside())
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    """The loops and branches around a computation; fields as of `Site`."""
+
+    per_iteration: bool = False
+    loops: tuple[tuple[str, int], ...] = ()
+    branches: tuple[tuple[str, int], ...] = ()
+
+    def entering(
+        self, module: Module, computation: Computation, instruction: Instruction, number: int
+    ) -> Inside:
+        """What is around the computation `number` that an instruction runs."""
+        name = instruction.name
+        if instruction.opcode == "conditional":
+            return dataclasses.replace(self, branches=(*self.branches, (name, number)))
+        if instruction.opcode != "while":
+            return self
+        trips = trip_count(module, computation, instruction)
+        return Inside(
+            self.per_iteration or not trips, (*self.loops, (name, trips or 1)), self.branches
+        )
 
 
 def collectives(module: Module, mesh_shape: Mapping[str, int] | None = None) -> list[Collective]:
@@ -146,7 +175,7 @@ def rows(site: Site, module: Module, mesh_shape: Mapping[str, int] | None) -> li
             axes=axes,
             count=site.count,
             per_iteration=site.per_iteration,
-            conditional=site.branch is not None,
+            conditional=bool(site.branches),
             bytes=bytes_sent(site.kind, operand.bytes, result.bytes, size),
             op_name=site.instruction.op_name,
         )
@@ -216,13 +245,12 @@ def _is_scatter_fusion(computation: Computation, instruction: Instruction) -> bo
 
 def _done(computation: Computation, start: Instruction) -> Instruction:
     """The instruction that waits for the asynchronous `start`."""
-    name = start.name
-    for instruction in computation.instructions.values():
-        if name in instruction.operands and instruction.opcode.endswith(("-update", "-done")):
-            if instruction.opcode.endswith("-done"):
-                return instruction
-            name = instruction.name
-    raise ValueError(f"`{start.name}` is started and never waited for in the compiled program")
+    found: Instruction | None = start
+    while found is not None and not found.opcode.endswith("-done"):
+        found = computation.async_users.get(found.name)
+    if found is None:
+        raise ValueError(f"`{start.name}` is started and never waited for in the compiled program")
+    return found
 
 
 def _first_of_async_fusion(instruction: Instruction, kind: str, seen: set[tuple[str, str]]) -> bool:

@@ -93,6 +93,13 @@ class Computation:
         found = [i for i in self.instructions.values() if i.opcode == "parameter"]
         return tuple(sorted(found, key=lambda i: int(i.literal)))
 
+    @functools.cached_property
+    def async_users(self) -> dict[str, Instruction]:
+        """What goes on with or ends an asynchronous operation, by the name of its operand."""
+        ends = ("-update", "-done")
+        found = (i for i in self.instructions.values() if i.opcode.endswith(ends))
+        return {name: instruction for instruction in found for name in instruction.operands}
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:

@@ -31,6 +31,40 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     return max(0, math.ceil((last - first) / step))
 
 
+def rewritten_places(module: Module, body: str) -> list[int]:
+    """Places of a loop's carry that an iteration makes new as a whole.
+
+    Neither those that it leaves alone, as what a scan runs over, nor those that it writes slice by
+    slice, as what a scan stacks.
+    """
+    computation = module.computations[body]
+    root = computation.instructions[computation.root]
+    if root.opcode != "tuple":
+        return []
+    origins = (_origin(module, computation, name) for name in root.operands)
+    kept = ("get-tuple-element", "parameter", "dynamic-update-slice")
+    return [n for n, origin in enumerate(origins) if origin.opcode not in kept]
+
+
+def _origin(module: Module, computation: Computation, name: str) -> Instruction:
+    """The instruction that computes `name`, in fusions and calls if need be."""
+    while True:
+        instruction = _source(computation, name)
+        place = 0
+        if instruction.opcode == "get-tuple-element":
+            place = int(instruction.attribute("index") or 0)
+            whole = computation.instructions[instruction.operands[0]]
+            if whole.opcode in ("parameter", "while", "conditional"):
+                return instruction if whole.opcode == "parameter" else whole
+            instruction = whole
+        called = instruction.called("calls") or instruction.called("to_apply")
+        if instruction.opcode not in ("fusion", "call") or not called:
+            return instruction
+        computation = module.computations[called[0]]
+        root = computation.instructions[computation.root]
+        name = root.operands[place] if root.opcode == "tuple" else root.name
+
+
 def _element(computation: Computation, tuple_name: str, place: int) -> str:
     """Name of an element of a tuple, if the tuple is made in sight; else of the tuple."""
     instruction = computation.instructions[tuple_name]

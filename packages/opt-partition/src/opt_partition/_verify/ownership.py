@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from opt_partition._verify.leaves import Expected, Leaf
+from opt_partition._verify.expected import Expected
+from opt_partition._verify.leaves import Leaf
 from opt_partition._verify.report import Finding, Role
 from opt_partition.errors import AxesError
 
@@ -97,7 +98,8 @@ def _described(leaves: Sequence[Leaf], most: int = 4) -> str:
     """Leaves in words.
 
     Examples:
-      >>> leaf = Leaf('input', '1', 'state', ('w',), (8, 4), 'float32', None, None)
+      >>> from opt_partition._verify.expected import Asked
+      >>> leaf = Leaf('input', '1', 'state', ('w',), (8, 4), 'float32', Asked(), None)
       >>> _described([leaf] * 5)
       'w float32[8, 4], w float32[8, 4], w float32[8, 4], w float32[8, 4] and 1 more'
     """

@@ -34,6 +34,7 @@ class LeafReport:
       ok: whether what was found is what was asked.
       donated: it is an argument given away.
       aliased: some result takes over its memory.
+      dtype_asked: the dtype asked for; `None` where anything goes.
     """
 
     side: Side
@@ -48,6 +49,7 @@ class LeafReport:
     ok: bool
     donated: bool = False
     aliased: bool = False
+    dtype_asked: str | None = None
 
     def __str__(self) -> str:
         return f"{self.side} {self.path} {self.dtype}{list(self.shape)}"
@@ -58,8 +60,8 @@ class Finding:
     """Something that is not as it should be, or could not be told.
 
     Attributes:
-      kind: `'sharding'`, `'state gather'`, `'gradient all-reduce'`, `'donation'`, `'ownership'`,
-        `'keyword argument'` or `'not traced'`.
+      kind: `'sharding'`, `'dtype'`, `'state gather'`, `'gradient all-reduce'`, `'donation'`,
+        `'ownership'`, `'keyword argument'` or `'not traced'`.
       severity: an `'error'` makes `verify` raise.
       path: the leaf that it is about, if it is about one.
       message: what, expected, found.
@@ -72,6 +74,23 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.severity}: {self.kind}: {self.message}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Unjudged:
+    """A collective that moves something made of state, and that no rule could be held against.
+
+    Attributes:
+      collective: which.
+      reason: why.
+    """
+
+    collective: Collective
+    reason: str
+
+    def __str__(self) -> str:
+        row = self.collective
+        return f"{row.name}: {row.kind} of {_array(row)}, {_shortened(row.sources)}: {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +123,8 @@ class Report:
       collectives: every array that a collective moves.
       findings: what is wrong; errors first.
       memory: XLA's own account; `None` where the platform keeps none.
+      unjudged: the collectives that move state, or what is made of it, and of which `verify`
+        cannot say whether they should.
     """
 
     platform: str
@@ -112,6 +133,7 @@ class Report:
     collectives: tuple[Collective, ...]
     findings: tuple[Finding, ...]
     memory: Memory | None
+    unjudged: tuple[Unjudged, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -148,6 +170,8 @@ class Report:
             f"  {checked} of {len(self.leaves)} leaves checked",
             *(f"  {line}" for line in _said(self.findings)),
         ]
+        if self.unjudged:
+            lines += ["  not judged:", *(f"    {line}" for line in _first(self.unjudged))]
         if self.errors:
             lines.append(_advice(self.errors))
         lines += ["", "bytes per device", _table(_memory_rows(self))]
@@ -172,12 +196,19 @@ def _said(findings: Sequence[Finding], most: int = 20) -> list[str]:
     return lines
 
 
+def _first(unjudged: Sequence[Unjudged], most: int = 10) -> list[str]:
+    """The first few of what was not judged."""
+    more = [f"{len(unjudged) - most} more, in `unjudged`"] * (len(unjudged) > most)
+    return [*map(str, unjudged[:most]), *more]
+
+
 _ADVICE = {
     "sharding": "give `jax.jit` the shardings asked for, as `in_shardings` and as `out_shardings`",
     "state gather": (
         "keep everything between state and update sharded like the state, e.g. by "
         "`with_sharding_constraint` on gradients and updates"
     ),
+    "dtype": "cast what `update` returns back to the dtype of the state that it was given",
     "gradient all-reduce": (
         "constrain the gradients to the state's sharding by `with_sharding_constraint` before "
         "anything else uses them, or reduce them by `jax.lax.psum_scatter` under `jax.shard_map`"

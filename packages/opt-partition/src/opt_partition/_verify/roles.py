@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from opt_partition._trees import children, flatten_with_paths, key_name
+from opt_partition._trees import children, flatten_with_paths, key_name, split_path
 from opt_partition._verify.report import Role
 from opt_partition.errors import AxesError
 
@@ -78,7 +78,7 @@ def role_of(path: Sequence[Any], places: Places) -> tuple[Role, Keys]:
 
 def _keys(arguments: Any, path: str, field: str) -> Keys:
     """The keys of a path that there is."""
-    keys = () if path == "." else tuple(path.split("/"))
+    keys = split_path(path)
     tree = arguments
     for depth, key in enumerate(keys):
         node = children(tree)

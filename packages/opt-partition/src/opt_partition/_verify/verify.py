@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
 
+from opt_partition._verify import leaf_findings, state_moves
 from opt_partition._verify import leaves as leaves_
-from opt_partition._verify import rules
-from opt_partition._verify.collectives import collectives
-from opt_partition._verify.hlo import parse
-from opt_partition._verify.leaves import Expected
+from opt_partition._verify import moved as moved_
+from opt_partition._verify.collectives import Collective, collectives
+from opt_partition._verify.expected import Expected
+from opt_partition._verify.gradients import gradient_all_reduces
+from opt_partition._verify.hlo import Module, parse
 from opt_partition._verify.ownership import check_roles
-from opt_partition._verify.report import Finding, Memory, Report, Severity
+from opt_partition._verify.report import Finding, Memory, Report, Severity, Unjudged
 from opt_partition.errors import ShardingMismatchError
 
 Gradients = Literal["auto", "reduce-scatter", "any"]
@@ -29,42 +33,51 @@ def verify(
 ) -> Report:
     """Compares what a compiled step does with what was asked of its sharding.
 
-    Three things are errors.
+    Four things are errors.
 
     1. *A leaf does not lie as asked*, going in or coming out, or lies in another memory. Arguments
        that the step does not use lie nowhere and are passed over.
-    2. *State is gathered.* Every value of the compiled program is traced to the arguments that it
-       depends on. Gathering what depends on state alone is wrong. What depends on state *and* on
-       parameters or gradients may be gathered once for each parameter, up to the part of it that a
-       device holds: ZeRO-1 gathers the new parameter, or its update. A second gather of that size
-       means that moments were gathered, or sliced and gathered again; a larger one undoes the
-       sharding of the parameter itself. Gathers of parameters, as FSDP needs for the forward and
-       backward pass, and of gradients and activations, as tensor parallelism does, are nobody's
-       concern here. Leaves smaller than their parameter, as the rows and columns of a factored
-       second moment, may be gathered; that, and gathers over some of a leaf's axes, are noted. Of
-       a `lax.cond`, the branch that gathers most counts. Parameters and state that a loop carries
-       through several steps stay what they are. A state leaf belongs to the parameter whose path
-       is part of its own; one that belongs to none, as `optax.flatten` keeps, is judged only
-       where it is gathered as it is. An all-reduce that sums shards of state, each at its place
-       in zeros, is a gather; rings of collective permutes are not judged.
-    3. *Gradients are all-reduced* of which each device then uses its part: the sum, taken over mesh
+    2. *A dtype is not as asked*, or a parameter or a leaf of the state has another one coming out
+       than going in. Dtypes are asked for by a `Layout` or by arrays, abstract ones or others.
+    3. *State moves.* Every value of the compiled program is traced to the arguments that it depends
+       on, and all that moves is summed, loops multiplied out: gathers, all-to-alls, permutes, and
+       sums over devices of shards that each device put at a place of its own. Of what depends on
+       state alone, nothing should move: an error as soon as a device gets as many elements of a
+       leaf as it holds, in whatever pieces; less is noted. What depends on state *and* on
+       parameters or gradients may move once for each parameter, up to the part of it that a
+       device holds, as ZeRO-1 gathers the new parameter or its update; and not at all where state
+       and parameter lie alike. More means that moments were moved, or sliced and gathered again.
+       What FSDP moves of parameters and tensor parallelism of activations depends on no state and
+       is not judged here. Leaves smaller than their parameter, as the rows and columns of a
+       factored second moment, may move up to the parameter's size; that is noted. Of a `lax.cond`,
+       the branch that moves most counts. Where a loop makes state anew in each iteration, each is
+       a step. A state leaf belongs to the parameter whose path is part of its own; one that
+       belongs to none, as `optax.flatten` keeps, is judged only where it moves by itself.
+       `Report.unjudged` lists what moves and could not be judged, and why: made of such state,
+       by products or reductions, or in a loop whose length is not known.
+    4. *Gradients are all-reduced* of which each device then uses its part: the sum, taken over mesh
        axes that the new parameter or a leaf of the new state is divided over, is as large as if it
        were not, and ends up there element by element. Parameters with nothing but factored
        state, replicated themselves, are not judged.
+
+    Parameters and state that were not donated are a warning that says how many bytes are held
+    twice; so is donated memory that no result takes over.
 
     Args:
       step: `jax.jit(f, ...).lower(...)`, compiled or not yet.
       expected: what was asked.
       gradients: `'auto'` makes an all-reduced gradient an error where XLA would have made a
-        reduce-scatter of it by itself: of matrices on GPUs and TPUs. Vectors it leaves be, and on
-        CPUs it leaves all be; these are warnings. `'reduce-scatter'` makes them errors everywhere,
-        for steps that say `psum_scatter` themselves; `'any'` makes all of them notes.
-      state_gathers: `'any'` makes gathers of state notes, for optimizers that need whole matrices.
+        reduce-scatter of it by itself: of matrices on GPUs and TPUs. Vectors and what has less
+        than 64 KiB it leaves be, and on CPUs it leaves all be; these are warnings.
+        `'reduce-scatter'` makes them errors everywhere, for steps that say `psum_scatter`
+        themselves, but for those small ones on TPUs, where XLA sums them whole all the same;
+        `'any'` makes all of them notes.
+      state_gathers: `'any'` makes moves of state notes, for optimizers that need whole matrices.
       raises: `False` returns the report whatever it says.
 
     Returns:
-      The report: every leaf, every collective with what it depends on, bytes, findings. Its `str`
-      is a table, `to_json` all of it.
+      The report: every leaf, every collective with what it depends on, bytes, findings, and what
+      was not judged. Its `str` is a table, `to_json` all of it.
 
     Raises:
       ShardingMismatchError: the step is not as asked; its `report` says why.
@@ -81,7 +94,9 @@ def verify(
       ...     updates, state = tx.update(grads, state, params)
       ...     return optax.apply_updates(params, updates), state
       >>> whole = NamedSharding(jax.make_mesh((1,), ('data',)), PartitionSpec())
-      >>> jitted = jax.jit(step, in_shardings=whole, out_shardings=whole)
+      >>> jitted = jax.jit(
+      ...     step, in_shardings=whole, out_shardings=whole, donate_argnums=(0, 1)
+      ... )
       >>> lowered = jitted.lower(params, tx.init(params), jnp.ones((2, 8)))
       >>> report = verify(lowered, Expected(inputs=(whole, whole), outputs=(whole, whole)))
       >>> report.ok, report.bytes_per_device('state'), report.collectives
@@ -104,36 +119,65 @@ def verify(
     outputs = leaves_.output_leaves(compiled, expected, inputs)
     leaves = [*inputs, *outputs]
     module = parse(compiled.as_text() or "")
-    mesh = leaves_.mesh_shape(leaves)
     platform = leaves_.platform(leaves)
-    reports = leaves_.leaf_reports(leaves, module)
+    reports = leaf_findings.leaf_reports(leaves, module)
     findings = [
-        *leaves_.sharding_findings(reports),
+        *leaf_findings.sharding_findings(leaves),
+        *leaf_findings.dtype_findings(inputs, outputs),
         *check_roles(inputs, outputs, expected),
-        *leaves_.donation_findings(reports),
-        *leaves_.keyword_findings(compiled, expected),
+        *leaf_findings.donation_findings(reports),
+        *leaf_findings.undonated_findings(inputs, module.aliased_parameters),
+        *leaf_findings.keyword_findings(compiled, expected),
     ]
-    moved = rules.moved_arrays(module, inputs, outputs, mesh)
-    if moved is None:
-        findings.append(_UNTRACED)
-    else:
-        gathers = _GATHER_SEVERITY[state_gathers]
-        sums = _gradient_severities(gradients, platform)
-        findings += rules.state_gathers(moved, inputs, gathers)
-        findings += rules.gradient_all_reduces(moved, mesh, *sums)
+    judged = judge_collectives(
+        module, inputs, outputs, platform, gradients=gradients, state_gathers=state_gathers
+    )
+    findings += judged.findings
     report = Report(
         platform=platform,
         num_devices=module.num_partitions,
         leaves=tuple(reports),
-        collectives=tuple(
-            collectives(module, mesh) if moved is None else (array.row for array in moved)
-        ),
+        collectives=judged.collectives,
         findings=tuple(sorted(findings, key=lambda f: get_args(Severity).index(f.severity))),
         memory=_memory(compiled),
+        unjudged=judged.unjudged,
     )
     if raises and not report.ok:
         raise ShardingMismatchError(report)
     return report
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """The collectives of a step, and what is to be said of them; fields as of `Report`."""
+
+    collectives: tuple[Collective, ...]
+    findings: tuple[Finding, ...]
+    unjudged: tuple[Unjudged, ...]
+
+
+def judge_collectives(
+    module: Module,
+    inputs: Sequence[leaves_.Leaf],
+    outputs: Sequence[leaves_.Leaf],
+    platform: str,
+    *,
+    gradients: Gradients = "auto",
+    state_gathers: StateGathers = "error",
+) -> Judged:
+    """Holds what the collectives of a compiled step move against what they should."""
+    mesh = leaves_.mesh_shape([*inputs, *outputs])
+    moved = moved_.moved_arrays(module, inputs, outputs, mesh)
+    if moved is None:
+        found = tuple(collectives(module, mesh))
+        unjudged = tuple(Unjudged(row, "where it comes from is not known") for row in found)
+        return Judged(found, (_UNTRACED,), unjudged)
+    moves = state_moves.StateMoves(moved, inputs)
+    findings = (
+        *state_moves.state_gathers(moves, _GATHER_SEVERITY[state_gathers]),
+        *gradient_all_reduces(moved, mesh, *_gradient_severities(gradients, platform)),
+    )
+    return Judged(tuple(array.row for array in moved), findings, tuple(moves.unjudged))
 
 
 _GATHER_SEVERITY: dict[StateGathers, Severity] = {"error": "error", "any": "note"}
@@ -147,10 +191,10 @@ _UNTRACED = Finding(
 
 
 def _gradient_severities(gradients: Gradients, platform: str) -> tuple[Severity, Severity]:
-    """How bad an all-reduce is, of a matrix and of a vector."""
+    """How bad an all-reduce is, of a matrix and of a vector or of little."""
     if gradients != "auto":
         severity: Severity = "note" if gradients == "any" else "error"
-        return severity, severity
+        return severity, "warning" if platform == "tpu" and severity == "error" else severity
     return "warning" if platform == "cpu" else "error", "warning"
 
 

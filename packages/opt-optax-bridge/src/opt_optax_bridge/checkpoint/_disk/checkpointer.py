@@ -130,6 +130,7 @@ class Checkpointer:
                 "one schema, and arrays and scalars that every process has to be equal in all. "
                 "Save what differs as one global array"
             )
+        saving = saving.added_up()
         self._root.clean()
         items: dict[str, Any] = {_orbax.MANIFEST: _orbax.ManifestSave(saving.encode)}
         if saving.arrays:

@@ -224,7 +224,7 @@ class SavedStep:
         return stored
 
     def _check(self, stored: Mapping[str, Any]) -> None:
-        sums = _digest.digests(stored)
+        sums = _digest.add_up(_digest.digests(stored))
         for name, pair in sums.items():
             expected, found = self.manifest.records[name].digest, _digest.to_hex(pair)
             if found != expected:

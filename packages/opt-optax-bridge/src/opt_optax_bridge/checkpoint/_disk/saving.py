@@ -40,7 +40,7 @@ class Saving:
 
     manifest: Manifest
     arrays: Mapping[str, Any]
-    sums: Mapping[str, Any]
+    sums: Mapping[str, _digest.Sums]
 
     @classmethod
     def prepare(
@@ -79,7 +79,16 @@ class Saving:
         _storage.nest({records[name].key: None for name in arrays})
         manifest = Manifest(step, schema, records, metadata)
         _check_size(manifest)
-        return cls(manifest, arrays, _digest.digests(arrays))
+        sums = _digest.digests(arrays)
+        if jax.process_count() > 1:
+            # What follows communicates: on CPU, Gloo's collectives of several programs at once may
+            # wait for one another for ever. The arrays are copied off the devices next, anyway.
+            jax.block_until_ready(list(arrays.values()))
+        return cls(manifest, arrays, sums)
+
+    def added_up(self) -> Saving:
+        """Waits for the digests of what many processes have, and adds theirs; all must call it."""
+        return dataclasses.replace(self, sums=_digest.add_up(self.sums))
 
     def tree(self) -> dict[str, Any]:
         """Returns the arrays as a nested dictionary, by the keys of the store."""

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from opt_core import Optimizer, OptimizerState, strong_types, unalias
 
+from opt_optax_bridge.checkpoint._disk.pacing import paced
 from opt_optax_bridge.checkpoint._naming.schema import LeafInfo
 from opt_optax_bridge.checkpoint._planning.plan import Plan, Row
 from opt_optax_bridge.checkpoint._planning.rules import Stack, Unstack
@@ -128,7 +129,7 @@ def _leaf(
     if "cast" in row.kinds and any(isinstance(x, np.ndarray) for x in given):
         # 64 bits that this process cannot hold in an array of JAX.
         given = [_cast_on_host(row, x) for x in given]
-    made, fits = _converter(row, sharding)(given)
+    made, fits = paced(_converter(row, sharding)(given))
     checks[row.leaf.name] = (fits, row)
     return _placed(made, sharding)
 

@@ -1,0 +1,28 @@
+"""What every run of the tests shares, those of a wheel alone included."""
+
+import gc
+import random
+from collections import defaultdict
+
+import pytest
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All but `n` cases of a test marked `sample(n)` are `slow`; its name is the seed."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sample"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, found in cases.items():
+        marker = found[0].get_closest_marker("sample")
+        assert marker is not None
+        left_out = max(0, len(found) - marker.args[0])
+        for item in random.Random(name.rpartition("::")[2]).sample(found, left_out):
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: nothing of it needs to be looked through for garbage."""
+    gc.collect()
+    gc.freeze()

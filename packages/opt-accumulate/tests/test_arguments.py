@@ -1,0 +1,280 @@
+"""What the loss function gets beside parameters and rows: keywords, scalars of the batch, keys."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from opt_accumulate._accumulate import accumulate_gradients
+from opt_accumulate.errors import OptionError
+
+ROWS = 12
+P = jax.sharding.PartitionSpec
+
+Tree = Any
+Sums = tuple[jax.Array, jax.Array]
+
+
+def make_mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def loss_sum(
+    w: Tree, batch: Tree, offset: Any = 0.0, *, train: Any = False, scale: Any = None
+) -> Sums:
+    """Whole numbers throughout: exact in any order. Works on arrays and on Python's own."""
+    losses = jnp.square(batch["x"] @ w) * batch["factor"] + offset
+    losses = jnp.where(train, 2.0 * losses, losses)
+    if scale is not None:
+        losses = losses * scale["by"]
+    return (losses * batch["mask"]).sum(), batch["mask"].sum().astype(jnp.int32)
+
+
+def mean_loss(*args: Any, **kwargs: Any) -> Any:
+    total, weight = loss_sum(*args, **kwargs)
+    return total / weight
+
+
+def make_batch(factor: Any) -> Tree:
+    random = np.random.RandomState(0)
+    x = jnp.asarray(random.randint(-3, 4, (ROWS, 3)), jnp.float32)
+    mask = jnp.asarray(random.randint(0, 2, ROWS), jnp.float32)
+    return {"x": x, "mask": mask, "factor": factor, "nested": {"unused": jnp.int32(7)}}
+
+
+W = jnp.array([1.0, -2.0, 3.0])
+
+
+def whole_batch(batch: Tree, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
+    weight = batch["mask"].sum()
+    loss, grad = jax.value_and_grad(lambda w: loss_sum(w, batch, *args, **kwargs)[0])(W)
+    return loss / weight, grad / weight
+
+
+@hypothesis.given(
+    factor=st.sampled_from([3, 2.0, np.float32(2), np.array(3.0, np.float32), jnp.float32(-1)]),
+    args=st.sampled_from([(), (1.0,), (np.float32(2),), (jnp.float32(3),)]),
+    kwargs=st.fixed_dictionaries(
+        {},
+        optional={
+            "train": st.sampled_from([True, False, jnp.array(True)]),
+            "scale": st.sampled_from([None, {"by": 2}, {"by": np.full(1, 3.0, np.float32)}]),
+        },
+    ),
+    size=st.sampled_from([1, 3, 4, 5]),
+    options=st.sampled_from([{}, {"reduce": "deferred", "mesh": make_mesh()}, {"weights": None}]),
+    jit=st.booleans(),
+)
+@hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
+def test_keywords_and_scalars_against_the_whole_batch(
+    factor: Any, args: Any, kwargs: Any, size: int, options: Any, jit: bool
+) -> None:
+    loss_fn: Callable[..., Any] = loss_sum
+    batch, options = make_batch(factor), dict(options)
+    if options.pop("weights", "") is None:  # a mean, with a weight of the microbatch
+        loss_fn = mean_loss
+        options["weights"] = lambda part: part["mask"].sum()
+    vg: Any = accumulate_gradients(loss_fn, microbatch_size=size, smaller_last=True, **options)
+    found = (jax.jit(vg) if jit else vg)(W, batch, *args, **kwargs)
+    for a, b in zip(found, whole_batch(batch, *args, **kwargs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+        assert a.dtype == b.dtype
+
+
+@pytest.mark.parametrize("reduce", ["auto", "deferred"])
+def test_static_keywords_stay_what_they_are_and_others_become_arrays(reduce: Any) -> None:
+    seen = []
+
+    def loss_fn(w: Any, batch: Any, *, train: Any, depth: Any, act: Any = jnp.tanh) -> Sums:
+        seen.append((train, isinstance(depth, jax.Array)))
+        return act(w * batch["x"] * depth).sum(), jnp.int32(batch["x"].shape[0])
+
+    vg = accumulate_gradients(loss_fn, num_microbatches=2, reduce=reduce, mesh=make_mesh())
+    compiled = jax.jit(vg, static_argnames=("train", "act"))
+    x = jnp.arange(4.0)
+    for act in (jnp.tanh, jnp.sin):
+        found = compiled(jnp.float32(0.5), {"x": x}, train=True, depth=2, act=act)
+        expected = jax.value_and_grad(lambda w, act=act: act(w * x * 2).sum() / 4)
+        np.testing.assert_allclose(found, expected(jnp.float32(0.5)), rtol=1e-6)
+    vg(jnp.float32(0.5), {"x": x}, train=True, depth=2)
+    assert all(train is True for train, _ in seen)
+    assert {is_array for _, is_array in seen} == {True, False}
+
+
+@pytest.mark.parametrize("reduce", ["auto", "deferred"])
+def test_python_scalars_of_a_batch_stay_so_outside_of_jit(reduce: Any) -> None:
+    seen = []
+
+    def loss_fn(w: Any, batch: Any) -> Sums:
+        seen.append(batch["train"])
+        losses = w * batch["x"] if batch["train"] else w
+        return losses.sum() * batch["power"], jnp.int32(batch["x"].shape[0])
+
+    vg = accumulate_gradients(loss_fn, num_microbatches=2, reduce=reduce, mesh=make_mesh())
+    loss, grad = vg(jnp.bfloat16(2), {"x": jnp.ones(4, jnp.bfloat16), "train": True, "power": 3})
+    assert seen
+    assert all(value is True for value in seen)
+    assert (float(loss), float(grad), grad.dtype) == (6.0, 3.0, jnp.float32)
+
+
+def test_every_example_counts_once_beside_scalars() -> None:
+    def mean(w: Any, batch: Any) -> Any:
+        return jnp.mean(w * batch["x"]) * batch["a_scalar_first"]
+
+    vg = accumulate_gradients(mean, microbatch_size=3, smaller_last=True, weights="examples")
+    loss, grad = vg(jnp.float32(2), {"a_scalar_first": 2.0, "x": jnp.arange(4.0)})
+    assert (float(loss), float(grad)) == (6.0, 3.0)
+
+
+def test_gradients_do_not_flow_to_scalars_but_outputs_may_hold_them() -> None:
+    def loss_fn(w: Any, batch: Any, *, temperature: Any) -> tuple[Sums, Tree]:
+        loss = (w * batch["x"]).sum() * batch["scale"] / temperature
+        return (loss, jnp.int32(batch["x"].shape[0])), {"t": temperature, "s": batch["scale"]}
+
+    vg = accumulate_gradients(
+        loss_fn, num_microbatches=3, has_aux=True, aux={"t": "stack", "s": "mean"}
+    )
+    batch = {"x": jnp.arange(6.0), "scale": jnp.float32(4)}
+    (loss, aux), grad = jax.jit(vg)(jnp.float32(1), batch, temperature=2.0)
+    assert (float(loss), float(grad)) == (5.0, 5.0)
+    assert (aux["t"].tolist(), float(aux["s"])) == ([2.0] * 3, 4.0)
+
+
+# Keys
+
+
+def draws(key: Any) -> jax.Array:
+    return jax.random.normal(key, ())
+
+
+def key_last(w: Any, batch: Any, rng: Any) -> Sums:
+    return w * draws(rng) * batch.sum(), jnp.int32(batch.shape[0])
+
+
+def key_between(w: Any, batch: Any, rng: Any, train: bool = False) -> Sums:
+    return key_last(w, batch, rng)
+
+
+def key_after_keyword(w: Any, batch: Any, train: bool, rng: Any) -> Sums:
+    assert train is True
+    return key_last(w, batch, rng)
+
+
+def key_only(w: Any, batch: Any, *, train: bool, rng: Any) -> Sums:
+    return key_last(w, batch, rng)
+
+
+def key_of_another_name(w: Any, batch: Any, k: Any, *, train: bool) -> Sums:
+    return key_last(w, batch, k)
+
+
+def anything(*args: Any, **kwargs: Any) -> Sums:
+    assert kwargs == {"train": True}
+    return key_last(*args)
+
+
+@functools.wraps(key_only)
+def wrapped(*args: Any, **kwargs: Any) -> Sums:
+    return key_only(*args, **kwargs)
+
+
+@functools.wraps(key_after_keyword)
+def renamed(w: Any, batch: Any, k: Any, train: Any) -> Sums:
+    return key_after_keyword(w, batch, train, k)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        key_between,
+        key_after_keyword,
+        key_only,
+        key_of_another_name,
+        anything,
+        wrapped,
+        renamed,
+        functools.partial(key_after_keyword, train=True),
+        jax.jit(key_only, static_argnames="train"),
+    ],
+)
+def test_keys_reach_the_loss_function_beside_keywords(loss_fn: Callable[..., Any]) -> None:
+    batch, key = jnp.arange(6.0), jax.random.key(3)
+    expected = accumulate_gradients(key_last, num_microbatches=3, rng=True)
+    vg = accumulate_gradients(loss_fn, num_microbatches=3, rng=True)
+    found = vg(jnp.float32(2), batch, train=True, rng=key)
+    np.testing.assert_array_equal(found, expected(jnp.float32(2), batch, rng=key))
+
+
+def test_positional_arguments_before_the_key_are_as_they_were() -> None:
+    """A parameter called `rng` that a position fills gets what stands there."""
+
+    def loss_fn(w: Any, batch: Any, rng: Any, last: Any) -> Sums:
+        assert rng == "first"
+        return key_last(w, batch, last)
+
+    vg = accumulate_gradients(loss_fn, num_microbatches=3, rng=True)
+    batch, key = jnp.arange(6.0), jax.random.key(3)
+    expected = accumulate_gradients(key_last, num_microbatches=3, rng=True)
+    found = vg(jnp.float32(2), batch, "first", rng=key)
+    np.testing.assert_array_equal(found, expected(jnp.float32(2), batch, rng=key))
+
+
+# Errors
+
+
+def plain(w: Any, batch: Any, temperature: Any = 1.0) -> Sums:
+    return (w * batch * temperature).sum(), jnp.int32(batch.shape[0])
+
+
+def keyed(w: Any, batch: Any, key: Any, train: bool = False) -> Sums:
+    return key_last(w, batch, key)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "args", "kwargs", "words"),
+    [
+        (plain, (), {"w": 1.0}, "`w` was given, but by position it gets the parameters already"),
+        (plain, (), {"batch": 1.0}, "`batch` was given, but by position it gets the microbatch al"),
+        (
+            plain,
+            (2.0,),
+            {"temperature": 1.0},
+            "but by position it gets argument 1 after `batch` alread",
+        ),
+        (plain, (), {"trian": True}, "`trian` was given, but `loss_fn` takes (w: Any, batch: Any,"),
+        (plain, (), {"has_aux": True}, "Give it to `accumulate_gradients(has_aux=...)`."),
+        (keyed, (), {"key": 1.0}, "by position it gets the key of this microbatch already"),
+    ],
+)
+def test_keywords_that_cannot_arrive(loss_fn: Any, args: Any, kwargs: Any, words: str) -> None:
+    vg = accumulate_gradients(loss_fn, num_microbatches=2, rng=loss_fn is keyed)
+    key = jax.random.key(0) if loss_fn is keyed else None
+    with pytest.raises(OptionError) as error:
+        vg(jnp.float32(1), jnp.ones(4), *args, rng=key, **kwargs)
+    assert words in str(error.value)
+
+
+def test_one_key_for_all_is_a_further_argument() -> None:
+    vg = accumulate_gradients(key_last, num_microbatches=2)
+    with pytest.raises(OptionError, match="pass it by position, or by another name"):
+        vg(jnp.float32(1), jnp.ones(4), rng=jax.random.key(0))
+    loss, _ = vg(jnp.float32(1), jnp.ones(4), jax.random.key(0))
+    assert float(loss) == float(draws(jax.random.key(0)))
+
+
+def test_functions_that_do_not_say_what_they_take_are_left_to_python() -> None:
+    class Silent:
+        __signature__ = "none"
+
+        def __call__(self, w: Any, batch: Any, *, train: bool) -> Sums:
+            return plain(w, batch)
+
+    vg = accumulate_gradients(Silent(), num_microbatches=2)
+    assert float(vg(jnp.float32(1), jnp.ones(4), train=True)[0]) == 1.0
+    with pytest.raises(TypeError, match="unexpected keyword argument 'trian'"):
+        vg(jnp.float32(1), jnp.ones(4), trian=True)

@@ -1,0 +1,204 @@
+"""The facade of `t5x.adafactor`: what T5X's own modules lean on, against what T5X wrote."""
+
+import copy
+import pickle
+from typing import Any
+
+import adafactor_goldens as g
+import chex
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_adafactor
+import pytest
+from flax.core import FrozenDict, freeze
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import PartitionSpec as P
+from opt_adafactor import t5x
+from opt_core import Optimizer
+from opt_core.errors import HyperParamError, RestoreError
+
+ROW, COLUMN, BATCH, NONE = t5x.FactorDim.ROW, t5x.FactorDim.COLUMN, t5x.FactorDim.BATCH, None
+RULES = {**t5x.standard_logical_factor_rules(), "expert": BATCH, "expert_mlp": COLUMN}
+PARAMS = {
+    "expert": {"wi": {"kernel": jnp.ones((4, 6, 8))}},
+    "mlp": {"wi": {"kernel": jnp.ones((6, 8)), "bias": jnp.ones(8)}},
+    "gate": jnp.ones((1,)),
+    "scale": jnp.ones(()),
+}
+AXES = {
+    "expert": {"wi": {"kernel": P("expert", "embed", "expert_mlp")}},
+    "mlp": {"wi": {"kernel": P("embed", "mlp"), "bias": P("mlp")}},
+    "gate": P("mlp"),
+    "scale": P(),
+}
+
+
+def make(kind: type[opt_adafactor.Adafactor] = t5x.Adafactor, **options: Any) -> Any:
+    definition = kind(0.1, logical_factor_rules=RULES, min_dim_size_to_factor=4, **options)
+    definition.set_param_axes(AXES)
+    return definition
+
+
+@pytest.mark.parametrize("name", g.case_ids("derived_logical_axes"))
+def test_axes_are_those_that_t5x_derived(name: str) -> None:
+    case = g.load(name)
+    definition = case.definition(t5x.Adafactor)
+    optimizer = definition.create(case.params)
+    derived = definition.derive_logical_axes(optimizer, case.param_axes)
+    found = {p: x if x is None else list(x) for p, x in g.flatten(derived.state_dict()).items()}
+    assert found == case.index["derived_logical_axes"]
+
+
+@pytest.mark.parametrize("name", g.case_ids("factor_map"))
+def test_the_factor_map_is_the_plain_dict_of_t5x(name: str) -> None:
+    case = g.load(name)
+    found = case.definition(t5x.Adafactor).hyper_params.factor_map
+    assert type(found) is dict
+    assert {type(rule) for rule in found.values()} == {tuple}
+    named = {path: [dim.name for dim in rule] for path, rule in found.items()}
+    assert named == case.index["factor_map"]
+
+
+def test_rules_of_rank_2_and_less_are_in_the_map_as_given() -> None:
+    found = make().hyper_params.factor_map
+    assert found == {
+        "expert/wi/kernel": (BATCH, ROW, COLUMN),
+        "mlp/wi/kernel": (ROW, COLUMN),
+        "mlp/wi/bias": (t5x.FactorDim.NONE,),
+        "gate": (t5x.FactorDim.NONE,),
+        "scale": (),
+    }
+    given = make(factored=False).hyper_params.factor_map
+    assert given == found  # stored and ignored
+
+
+@pytest.mark.parametrize("beta1", [None, 0.0, 0.9])
+def test_factored_statistics_are_replicated_and_the_rest_is_not(beta1: float | None) -> None:
+    definition = make(beta1=beta1)
+    derived = definition.derive_logical_axes(definition.create(PARAMS), AXES)
+    states = derived.state.param_states
+    kernel, bias = states["mlp"]["wi"]["kernel"], states["mlp"]["wi"]["bias"]
+    m = (lambda spec: spec) if beta1 else (lambda spec: None)  # T5X asks for truth
+    assert kernel == t5x._AdafactorParamState(None, None, None, m(P("embed", "mlp")))
+    assert bias == t5x._AdafactorParamState(None, None, P("mlp"), m(P("mlp")))
+    assert states["gate"] == t5x._AdafactorParamState(None, None, None, m(P("mlp")))
+    assert states["scale"] == t5x._AdafactorParamState(None, None, P(), m(P()))
+    assert (derived.target, derived.state.step) == (AXES, None)
+
+
+def test_the_definition_of_the_package_keeps_its_own() -> None:
+    definition = make(opt_adafactor.Adafactor)
+    derived = definition.derive_logical_axes(definition.create(PARAMS), AXES)
+    kernel = derived.state.param_states["expert"]["wi"]["kernel"]
+    assert kernel.v_row == P("expert", "embed")
+    assert kernel.v_col == P("expert", "expert_mlp")
+    assert type(definition.hyper_params.factor_map) is not dict
+    assert hash(definition.hyper_params.factor_map) == hash(definition.hyper_params.factor_map)
+    with pytest.raises(RestoreError, match=r"expected .*, found a P"):
+        definition.create(PARAMS).restore_state(derived.state_dict())
+
+
+@pytest.mark.parametrize("wrap", [dict, FrozenDict])
+@pytest.mark.parametrize("is_abstract", [False, True])
+def test_a_partitioner_of_experts_changes_axes_and_restores_them(
+    wrap: Any, is_abstract: bool
+) -> None:
+    """T5X writes axes into a state dict, prepends `expert`, and restores into the arrays."""
+    definition = make()
+    create = definition.create
+    optimizer = jax.eval_shape(create, wrap(PARAMS)) if is_abstract else create(wrap(PARAMS))
+    derived = definition.derive_logical_axes(optimizer, wrap(AXES))
+    flat = flatten_dict(derived.state_dict(), sep="/")
+    for path in flat:
+        if "expert" in path and path.rpartition("/")[2].startswith("v_"):
+            flat[path] = P("expert", *(flat[path] or ()))
+    for reference in (optimizer, derived):
+        restored = reference.restore_state(unflatten_dict(flat, sep="/"))
+        assert type(restored.target) is wrap
+        assert flatten_dict(restored.state_dict(), sep="/") == flat
+        expert = restored.state.param_states["expert"]["wi"]["kernel"]
+        assert (expert.v_row, expert.v_col) == (P("expert"), P("expert"))
+        assert restored.state.param_states["mlp"]["wi"]["kernel"].v_row is None
+
+
+def test_a_partitioner_without_axes_gets_none_everywhere() -> None:
+    optimizer = make().create(PARAMS)
+    nothing = jax.tree.map(lambda _: None, optimizer.state_dict())
+    assert jax.tree.leaves(optimizer.restore_state(nothing)) == []
+
+
+def test_parameters_saved_in_another_precision() -> None:
+    optimizer = make(beta1=0.9).create(PARAMS).apply_gradient(PARAMS)
+    state_dict = optimizer.state_dict()
+    state_dict["target"] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state_dict["target"])
+    restored = optimizer.restore_state(flax.serialization.msgpack_restore(to_bytes(state_dict)))
+    assert {x.dtype for x in jax.tree.leaves(restored.target)} == {jnp.dtype(jnp.bfloat16)}
+    chex.assert_trees_all_equal(restored.state, optimizer.state)
+    state_dict["state"]["param_states"]["scale"]["v"] = jnp.zeros((), jnp.bfloat16)
+    with pytest.raises(RestoreError, match="scale/v: dtype: expected float32"):
+        optimizer.restore_state(state_dict)
+
+
+def to_bytes(state_dict: Any) -> bytes:
+    contents: bytes = flax.serialization.to_bytes(state_dict)
+    return contents
+
+
+def test_a_state_of_numpys_float64_restores() -> None:
+    """T5X's own test of its train state writes one, by `np.zeros`."""
+    optimizer = make().create(PARAMS)
+    wide = jax.tree.map(lambda x: np.full(x.shape, 7, float), optimizer.state_dict())
+    wide["state"]["step"] = np.array(3)
+    for definition in (make(), make(opt_adafactor.Adafactor)):
+        restored = definition.create(PARAMS).restore_state(wide)
+        expected = jax.tree.map(lambda x: jnp.full(x.shape, 7, jnp.float32), optimizer)
+        chex.assert_trees_all_equal_dtypes(restored, definition.create(PARAMS))
+        chex.assert_trees_all_equal(restored.state.param_states, expected.state.param_states)
+        assert int(restored.state.step) == 3
+
+
+@pytest.mark.parametrize("name", ["Adafactor_std_rules_scan_momentum", "Adafactor_momentum"])
+def test_updates_and_checkpoints_are_those_of_the_package(name: str) -> None:
+    case = g.load(name)
+    ours, facade = (case.definition(kind) for kind in (opt_adafactor.Adafactor, t5x.Adafactor))
+    runs: list[Optimizer] = [ours.create(case.params), facade.create(case.params)]
+    for t in range(3):
+        runs = [run.apply_gradient(case.grads[t], **case.overrides(t)) for run in runs]
+    of_ours, of_facade = runs
+    chex.assert_trees_all_equal(of_facade.state_dict(), of_ours.state_dict())
+    chex.assert_trees_all_equal(of_facade.restore_state(of_ours.state_dict()), of_facade)
+    chex.assert_trees_all_equal(of_ours.restore_state(of_facade.state_dict()), of_ours)
+
+
+def test_definitions_compare_hash_copy_and_pickle() -> None:
+    definition = make()
+    for other in (make(), copy.deepcopy(definition), pickle.loads(pickle.dumps(definition))):
+        assert type(other) is t5x.Adafactor
+        assert type(other.hyper_params.factor_map) is dict
+        assert (other, hash(other)) == (definition, hash(definition))
+        chex.assert_trees_all_equal(other.create(PARAMS), definition.create(PARAMS))
+    assert definition != make(opt_adafactor.Adafactor)
+    definition.set_param_axes(freeze(AXES))  # again, as the trainer does
+    assert definition == make()
+
+
+def test_one_step_compiles_once_and_takes_captured_hyper_params() -> None:
+    definition = make()
+    optimizer = definition.create(PARAMS)
+    step = jax.jit(
+        chex.assert_max_traces(lambda o, g, rate: o.apply_gradient(g, learning_rate=rate), 1)
+    )
+    twice = step(step(optimizer, PARAMS, 0.5), PARAMS, 0.25)
+    assert int(twice.state.step) == 2
+    before = t5x.Adafactor(0.1, logical_factor_rules=RULES, min_dim_size_to_factor=4).hyper_params
+    for captured in (definition.hyper_params, before):
+        jax.eval_shape(lambda c=captured: optimizer.apply_gradient(PARAMS, hyper_params=c))
+
+
+def test_a_map_that_is_changed_after_the_axes_is_not_ignored() -> None:
+    definition = make()
+    definition.hyper_params.factor_map["expert/wi/kernel"] = None
+    with pytest.raises(HyperParamError, match=r"`hyper_params\.factor_map` was changed after"):
+        definition.create(PARAMS)

@@ -1,0 +1,77 @@
+"""What is a state, and whose it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.tree_util import treedef_children, treedef_is_leaf
+
+from opt_legacy_stax._identity import Identity
+from opt_legacy_stax._trees import leaf_paths, shown
+from opt_legacy_stax.errors import LayoutError
+
+
+def is_state(value: Any) -> bool:
+    """Whether a value is a packed state, of this module's class, of JAX's, or a plain tuple.
+
+    Examples:
+      >>> from opt_legacy_stax import sgd
+      >>> is_state(sgd(0.1).init_fn(1.0)), is_state((1, 2, 3)), is_state({'w': 1.0})
+      (True, False, False)
+    """
+    if not (isinstance(value, tuple) and len(value) == 3 and _is_treedef(value[1])):
+        return False
+    packed, tree_def, subtree_defs = value
+    return (
+        all(isinstance(each, tuple | list) for each in (packed, subtree_defs))
+        and len(packed) == len(subtree_defs) == tree_def.num_leaves
+        and all(map(_is_treedef, subtree_defs))
+    )
+
+
+def check_state(value: Any, optimizer: Identity | None = None) -> None:
+    """Raises unless a value is a packed state, and can be that of an optimizer.
+
+    Args:
+      value: what should be one.
+      optimizer: whose; only of the nine is it known what they keep.
+
+    Raises:
+      LayoutError: it is not.
+    """
+    if not is_state(value):
+        raise LayoutError(
+            f"`opt_state` must be an OptimizerState; got {shown(type(value).__name__)}. Pass what "
+            "`init_fn` or `update_fn` returned: `update_fn(i, grads, opt_state)`."
+        )
+    if optimizer is None or not optimizer.keeps:
+        return
+    for n, subtree_def in enumerate(value[2]):
+        found = kept_by(subtree_def)
+        if found != len(optimizer.keeps):
+            path = leaf_paths(value[1])[n]
+            raise LayoutError(
+                f"`opt_state` is not one of {optimizer}: for parameter `{path}` found "
+                f"{f'a tuple of {found}' if found > 1 else 'no such tuple'}. Pass a state of this "
+                "optimizer; for those of older JAX see `convert_old_layout`."
+            )
+
+
+def kept_by(subtree_def: Any) -> int:
+    """Returns how many entries are kept for a parameter; 1 for an array, 0 for what none keeps.
+
+    Examples:
+      >>> [kept_by(jax.tree.structure(kept)) for kept in (1.0, (1.0, [2.0, 3.0]), {'a': 1.0})]
+      [1, 2, 0]
+    """
+    if treedef_is_leaf(subtree_def):
+        return 1
+    children: Sequence[Any] = treedef_children(subtree_def)
+    is_tuple = jax.tree.unflatten(subtree_def, [0] * subtree_def.num_leaves).__class__ is tuple
+    return len(children) if is_tuple and len(children) > 1 else 0
+
+
+def _is_treedef(value: Any) -> bool:
+    return isinstance(value, jax.tree_util.PyTreeDef)

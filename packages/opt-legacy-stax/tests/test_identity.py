@@ -1,0 +1,235 @@
+"""Whose state a file holds: said by `save`, compared by `load`."""
+
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_legacy_stax as ours
+import pytest
+from jax.example_libraries import optimizers as theirs
+from opt_legacy_stax import errors
+
+PARAMS: Any = {"w": jnp.arange(6.0).reshape(2, 3), "low": [jnp.ones((3,), jnp.bfloat16)]}
+NAMES = ["sgd", "momentum", "nesterov", "adagrad", "rmsprop", "rmsprop_momentum"]
+NAMES += ["adam", "adamax", "sm3"]
+GOLDEN = Path(__file__).parent / "goldens" / "files" / "adam_unnamed.safetensors"
+
+
+def triple_of(name: str, module: Any = ours) -> Any:
+    rest = (0.9,) if name in ("momentum", "nesterov") else ()
+    return getattr(module, name)(0.1, *rest)
+
+
+def saved(state: Any, optimizer: Any = None) -> io.BytesIO:
+    file = io.BytesIO()
+    ours.save(file, state, optimizer=optimizer)
+    file.seek(0)
+    return file
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("writer", NAMES)
+@pytest.mark.parametrize("module", [ours, theirs], ids=["ours", "jax"])
+def test_no_optimizer_takes_the_file_of_another(writer: str, module: Any) -> None:
+    """All ordered pairs: 72 are refused, 9 are taken; whichever module wrote or reads."""
+    triple = triple_of(writer, module)
+    state = triple.init_fn(PARAMS)
+    data = saved(state, triple).getvalue()
+    for reader in NAMES:
+        for expecting in (triple_of(reader), triple_of(reader, theirs)):
+            by_params = {"optimizer": expecting, "params": PARAMS}
+            by_like = {"optimizer": reader, "like": expecting.init_fn(PARAMS)}
+            for reference in (by_params, by_like):
+                if reader == writer:
+                    assert_same(ours.load(io.BytesIO(data), **reference), state)
+                    continue
+                with pytest.raises(errors.StateMismatchError) as caught:
+                    ours.load(io.BytesIO(data), **reference)
+                line = str(caught.value).splitlines()[1]
+                expected = (
+                    rf"  optimizer: expected `{reader}`, which keeps \(x.*\), found `{writer}`"
+                )
+                assert re.match(expected, line)
+
+
+def test_the_error_says_what_each_keeps_and_what_to_do() -> None:
+    file = saved(ours.rmsprop(0.1).init_fn(PARAMS), ours.rmsprop(0.1))
+    with pytest.raises(errors.StateMismatchError) as caught:
+        ours.load(file, optimizer=ours.momentum(0.1, 0.9), params=PARAMS)
+    assert str(caught.value) == (
+        "the file holds another state than expected:\n"
+        "  optimizer: expected `momentum`, which keeps (x, velocity), found `rmsprop`, which keeps "
+        "(x, avg_sq_grad)\n"
+        "Load it for the optimizer and parameters that it was saved with."
+    )
+
+
+def test_settings_are_no_identity() -> None:
+    """What a state means does not depend on them; a resumed run may have others."""
+    state = ours.adam(0.1).init_fn(PARAMS)
+    other = ours.adam(ours.constant(3.0), b1=0.5, upstream_numerics=True)
+    assert_same(ours.load(saved(state, ours.adam(0.1)), optimizer=other, params=PARAMS), state)
+
+
+@ours.optimizer
+def halves(rate: float) -> Any:
+    return lambda x: (x, x / 2), lambda i, g, s: s, lambda s: s[0]
+
+
+@ours.optimizer
+def quarters(rate: float) -> Any:
+    return lambda x: (x, x / 4), lambda i, g, s: s, lambda s: s[0]
+
+
+def named_adam() -> Any:
+    @ours.optimizer
+    def adam(rate: float) -> Any:
+        return lambda x: (x, x, x), lambda i, g, s: s, lambda s: s[0]
+
+    return adam(0.1)
+
+
+def jitted(triple: ours.Optimizer) -> ours.Optimizer:
+    init, update, get_params = triple
+    return ours.Optimizer(jax.jit(init), jax.jit(update), jax.jit(get_params))
+
+
+def rebuilt(triple: Any) -> tuple[Any, Any, Any]:
+    init, update, get_params = triple
+    return init, update, get_params
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda t: t, jitted, rebuilt, ours.to_optax, ours.to_optimizer_def]
+)
+@pytest.mark.parametrize("maker", [halves, ours.adam])
+def test_names_are_carried_through(wrap: Callable[[Any], Any], maker: Any) -> None:
+    state = maker(0.1).init_fn(PARAMS)
+    file = saved(state, wrap(maker(0.1)))
+    assert_same(ours.load(file, optimizer=wrap(maker(0.5)), params=PARAMS), state)
+    for other in (quarters(0.1), named_adam(), ours.adamax(0.1)):
+        file.seek(0)
+        with pytest.raises(errors.StateMismatchError, match="optimizer: expected `"):
+            ours.load(file, optimizer=wrap(other), params=PARAMS)
+
+
+def test_states_that_went_through_optax_and_definitions_keep_their_name() -> None:
+    triple = ours.adam(0.1)
+    equivalent = ours.optax_equivalent("adam", step_size=0.1)
+    state = triple.init_fn(PARAMS)
+    back, _ = equivalent.convert_state_back(*equivalent.convert_state(state, 0))
+    assert_same(ours.load(saved(back, equivalent), optimizer=triple, params=PARAMS), state)
+    definition = ours.to_optimizer_def(triple)
+    back, _ = definition.convert_state_back(definition.convert_state(state, 0))
+    assert_same(ours.load(saved(back, definition), optimizer=equivalent, params=PARAMS), state)
+    packed = ours.pack_optimizer_state(ours.unpack_optimizer_state(state))
+    assert_same(ours.load(saved(packed, triple), optimizer="adam", like=state), state)
+
+
+# Without a name
+
+
+def test_a_file_of_before_loads_with_a_warning() -> None:
+    params = PARAMS
+    triple = ours.adam(0.1)
+    expected = triple.init_fn(params)
+    for i in range(2):
+        expected = triple.update_fn(i, jax.tree.map(jnp.ones_like, params), expected)
+    words = "does not say whose state it holds. It was taken for a state of `adam`"
+    with pytest.warns(errors.UnnamedStateWarning, match=words) as caught:
+        found = ours.load(GOLDEN, optimizer=triple, params=params)
+    assert [w.filename for w in caught] == [__file__]
+    np.testing.assert_array_equal(found.packed_state[1][0], expected.packed_state[1][0])
+    assert_same(jax.tree.map(jnp.shape, found), jax.tree.map(jnp.shape, expected))
+    with pytest.warns(errors.UnnamedStateWarning, match="It was taken for what is expected, as"):
+        ours.load(GOLDEN, like=expected)
+    with pytest.raises(errors.StateMismatchError, match="2: expected nothing, found an array"):
+        ours.load(GOLDEN, optimizer=ours.momentum(0.1, 0.9), params=params)
+
+
+def test_without_a_name_the_file_is_as_it_was() -> None:
+    with pytest.warns(errors.UnnamedStateWarning):
+        state = ours.load(GOLDEN, optimizer="adam", like=ours.adam(0.1).init_fn(PARAMS))
+    assert saved(state).getvalue() == GOLDEN.read_bytes()
+
+
+def test_an_expectation_without_a_name_warns_too() -> None:
+    state = ours.adam(0.1).init_fn(PARAMS)
+    words = "holds a state of `adam`, and nothing says whose is expected. Pass `optimizer`"
+    with pytest.warns(errors.UnnamedStateWarning, match=words):
+        ours.load(saved(state, "adam"), like=state)
+    plain = ours.Optimizer(lambda p: state, lambda i, g, s: s, lambda s: PARAMS)
+    with pytest.warns(errors.UnnamedStateWarning, match=words):
+        ours.load(saved(state, "adam"), optimizer=plain, params=PARAMS)
+
+
+def test_what_names_nothing() -> None:
+    state = ours.adam(0.1).init_fn(PARAMS)
+    plain = ours.Optimizer(lambda p: state, lambda i, g, s: s, lambda s: PARAMS)
+    without = ours.optimizer(lambda: (lambda x: x, lambda i, g, x: x, lambda x: x))()
+    for unnamed in (plain, without):
+        with pytest.raises(
+            errors.SaveError, match=r"triple without a name: .* Pass a name instead"
+        ):
+            saved(state, unnamed)
+    wrongs: list[Any] = ["", 3, (1, 2, 3), ours.adam, {"name": "adam"}]
+    for wrong in wrongs:
+        with pytest.raises(TypeError, match=r"`optimizer` must be a triple \(init_fn, update_fn"):
+            saved(state, wrong)
+        with pytest.raises(TypeError, match=r"`optimizer` must be a triple \(init_fn, update_fn"):
+            ours.load(saved(state, "adam"), optimizer=wrong, like=state)
+    with pytest.raises(TypeError, match="a name alone does not say what to expect"):
+        ours.load(saved(state, "adam"), optimizer="adam", params=PARAMS)
+
+
+@pytest.mark.parametrize("writer", NAMES)
+def test_a_name_that_the_state_cannot_have_is_refused(writer: str) -> None:
+    state = triple_of(writer).init_fn(PARAMS)
+    sizes = {"sgd": 1, "momentum": 2, "nesterov": 2, "rmsprop": 2, "sm3": 4}
+    for name in NAMES:
+        if sizes.get(name, 3) == sizes.get(writer, 3):
+            saved(state, name)
+            continue
+        words = (
+            rf"`optimizer` is `{name}`.*; but what the state keeps for `low/0` is (not )?a tuple"
+        )
+        with pytest.raises(errors.SaveError, match=words):
+            saved(state, name)
+    old_sm3 = ours.pack_optimizer_state(
+        {"w": ours.JoinPoint((np.ones(2), np.ones(2), [np.ones(2)]))}
+    )
+    with pytest.raises(
+        errors.SaveError, match="is a tuple of 3: it is of another optimizer, or of"
+    ):
+        saved(old_sm3, "sm3")
+    saved(ours.convert_old_layout(old_sm3, is_sm3=True), "sm3")
+
+
+# What is in the file
+
+
+@pytest.mark.parametrize("name", ["検", "a/../b", 'q"uo\\te', "line\nbreak", "x" * 300, "\ud800"])
+def test_names_of_any_text(name: str) -> None:
+    state = ours.sgd(0.1).init_fn(PARAMS)
+    data = saved(state, name).getvalue()
+    assert_same(ours.load(io.BytesIO(data), optimizer=name, like=state), state)
+    with pytest.raises(errors.StateMismatchError) as caught:
+        ours.load(io.BytesIO(data), optimizer=name + "2" if len(name) < 99 else "y", like=state)
+    assert "\n  optimizer: expected" in str(caught.value)
+    assert max(map(len, str(caught.value).splitlines())) < 300
+    about = json.loads(
+        json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"][
+            "opt_legacy_stax"
+        ]
+    )
+    assert about["optimizer"] == [name, []]

@@ -1,0 +1,109 @@
+"""What is asked of a compiled step, leaf by leaf."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, Sharding
+
+from opt_partition._mesh.layout import Layout
+from opt_partition._trees import children, escaped, key_name
+from opt_partition.errors import AxesError
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What is asked of a compiled step.
+
+    `inputs` and `outputs` are trees like the step's arguments and its result, or prefixes of them:
+    in the place of a tree a `Layout`, a tree of shardings or of arrays, abstract or not, one
+    sharding for all leaves below it, or `None` where anything goes. Layouts and arrays ask for
+    dtypes too. Arguments and results at the end may be left out.
+
+    Attributes:
+      inputs: of the positional arguments, e.g. `(params_layout, state_layout)`.
+      outputs: of the result, e.g. `(params_layout, state_layout)`.
+      params: path of the parameters in the arguments; of `f(optimizer, batch)` it would be
+        `'0/target'`, of `f(*, params, state)` `'params'`.
+      state: path of the optimizer state in the arguments, e.g. `'0/state'`.
+      keywords: of the keyword arguments, by name, e.g. `{'state': state_layout}`; what is left out
+        is not checked, and noted.
+    """
+
+    inputs: Any
+    outputs: Any
+    params: str = "0"
+    state: str = "1"
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What is asked of one leaf; `None` where anything goes."""
+
+    sharding: Sharding | None = None
+    dtype: Any = None
+
+
+def broadcast(prefix: Any, tree: Any, where: str) -> list[Asked]:
+    """What `prefix` asks of each leaf of `tree`."""
+    if isinstance(prefix, Layout):
+        prefix = prefix.shapes
+    if prefix is None or isinstance(prefix, Sharding):
+        return [Asked(prefix)] * len(jax.tree.leaves(tree))
+    asked, given = children(prefix), children(tree)
+    if asked is None and hasattr(prefix, "shape") and hasattr(prefix, "dtype"):
+        return [_like(prefix, tree, where)]
+    if asked is None:
+        raise AxesError(
+            f"`{where}`: expected a `Layout`, a sharding, an array or `None` in each place; got "
+            f"{type(prefix).__name__} ({prefix!r})"
+        )
+    if given is None:
+        raise AxesError(f"`{where}`: the step has one leaf there; got {type(prefix).__name__}")
+    wanted = {key_name(key): child for key, child in asked}
+    names = [key_name(key) for key, _ in given]
+    may_be_short = where in ("inputs", "outputs") and isinstance(tree, tuple)
+    missing = [name for name in names if name not in wanted and not may_be_short]
+    extra = [name for name in wanted if name not in names]
+    if missing or extra:
+        raise AxesError(
+            f"`{where}`: not a prefix of the step's tree of {names}: missing {missing}, "
+            f"unknown {extra}; `None` stands for anything"
+        )
+    return [
+        leaf
+        for name, (_, child) in zip(names, given, strict=True)
+        for leaf in broadcast(wanted.get(name), child, f"{where}/{escaped(name)}")
+    ]
+
+
+def keywords(asked: Mapping[str, Any], kwargs: Mapping[str, Any]) -> list[Asked]:
+    """What `asked` asks of each leaf of the keyword arguments, in JAX's order."""
+    if not isinstance(asked, Mapping):
+        raise AxesError(
+            "`keywords`: expected a mapping from names of keyword arguments; got "
+            f"{type(asked).__name__}"
+        )
+    return broadcast({name: asked.get(name) for name in kwargs} | dict(asked), kwargs, "keywords")
+
+
+def _like(array: Any, tree: Any, where: str) -> Asked:
+    """What an array in the place of a leaf asks: its dtype, and its sharding if it is on a mesh."""
+    shape, found = tuple(array.shape), getattr(tree, "shape", None)
+    if children(tree) is not None or found is None or shape != tuple(found):
+        raise AxesError(
+            f"`{where}`: expected what the step has there, {_described(tree)}; got "
+            f"{array.dtype}{list(shape)}"
+        )
+    sharding = getattr(array, "sharding", None)
+    return Asked(sharding if isinstance(sharding, NamedSharding) else None, array.dtype)
+
+
+def _described(tree: Any) -> str:
+    if children(tree) is None:
+        return f"{tree.dtype}{list(tree.shape)}"
+    return f"a tree of {len(jax.tree.leaves(tree))} arrays"

@@ -1,0 +1,275 @@
+"""State that is kept in the order of the parameters and not under their names.
+
+The oracle is `init` itself on parameters all of whose sizes differ: there a size tells the
+dimension that it came from, and equal sizes must not change what is found.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import HealthCheck, given, settings
+from jax.sharding import PartitionSpec
+from opt_partition import explain
+from opt_partition._trees import path_str
+
+Tree = Any
+Init = Callable[[Tree], Tree]
+
+
+def struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def names(params: Tree) -> Tree:
+    """A name of its own for every dimension."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: PartitionSpec(*(f"{path_str(path)}:{d}" for d in range(leaf.ndim))),
+        params,
+    )
+
+
+def names_by_unique_sizes(
+    init: Init, params: Tree, limit: int = 0
+) -> dict[str, tuple[str | None, ...]]:
+    """The names of the state that `init` makes where no two sizes are equal.
+
+    Sizes stay at the side of `limit` that they are at, which may make a difference to `init`.
+    """
+    above, below = itertools.count(limit + 1000), itertools.count(limit, -1)
+    unique = jax.tree.map(
+        lambda p: struct(*(next(above if size > limit else below) for size in p.shape)), params
+    )
+    by_size = {
+        size: f"{path_str(path)}:{dim}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(unique)
+        for dim, size in enumerate(leaf.shape)
+    }
+    state = jax.eval_shape(init, unique)
+    return {
+        path_str(path): tuple(by_size.get(size) for size in leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
+def check(init: Init, params: Tree, limit: int = 0) -> None:
+    rows = explain(init, params, names(params), strict=True).rows
+    assert {row.path: row.axes for row in rows} == names_by_unique_sizes(init, params, limit)
+    for row in rows:  # the parameter is the right one, too
+        owners = {str(axis).rpartition(":")[0] for axis in row.axes if axis is not None}
+        assert owners <= {row.parameter}
+
+
+# What an optimizer may keep of one parameter.
+STATISTICS: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
+    "momentum": lambda shape: shape,
+    "left": lambda shape: (*shape[:1], *shape[:1]),
+    "right": lambda shape: (*shape[-1:], *shape[-1:]),
+    "transposed": lambda shape: shape[::-1],
+    "rows": lambda shape: shape[:-1],
+    "columns": lambda shape: shape[1:],
+    "history": lambda shape: (3, *shape),
+    "norm": lambda shape: (),
+    "placeholder": lambda shape: (1,),
+}
+
+
+def of(name: str) -> Callable[[Any], jax.Array]:
+    # Made of nothing but the shape: the types of JAX do not tell where it came from.
+    return lambda parameter: jnp.zeros(STATISTICS[name](parameter.shape))
+
+
+def lists(leaves: Sequence[Any], kept: Sequence[str]) -> Tree:
+    return {name: [of(name)(leaf) for leaf in leaves] for name in kept}
+
+
+def tuples(leaves: Sequence[Any], kept: Sequence[str]) -> Tree:
+    return [tuple(of(name)(leaf) for name in kept) for leaf in leaves]
+
+
+def numbered(leaves: Sequence[Any], kept: Sequence[str]) -> Tree:
+    return {name: {i: of(name)(leaf) for i, leaf in enumerate(leaves)} for name in kept}
+
+
+def spelled(leaves: Sequence[Any], kept: Sequence[str]) -> Tree:
+    return {name: {str(i): of(name)(leaf) for i, leaf in enumerate(leaves)} for name in kept}
+
+
+def concatenated(leaves: Sequence[Any], kept: Sequence[str]) -> Tree:
+    return [of(name)(leaf) for name in kept for leaf in leaves]
+
+
+def matrices_only(leaves: Sequence[Any], kept: Sequence[str]) -> Tree:
+    return lists([leaf for leaf in leaves if len(leaf.shape) > 1], kept)
+
+
+def every_other(leaves: Sequence[Any], kept: Sequence[str]) -> Tree:
+    return lists(leaves[::2], kept)
+
+
+def backwards(leaves: Sequence[Any], kept: Sequence[str]) -> Tree:
+    return lists(leaves[::-1], kept)
+
+
+def chained(leaves: Sequence[Any], kept: Sequence[str]) -> Tree:
+    return tuple(([of(name)(leaf) for leaf in leaves], jnp.zeros((), jnp.int32)) for name in kept)
+
+
+LAYOUTS = [
+    lists,
+    tuples,
+    numbered,
+    spelled,
+    concatenated,
+    matrices_only,
+    every_other,
+    backwards,
+    chained,
+]
+
+# Most sizes repeat, and none is near enough to a limit for a probe to cross one.
+shapes = st.lists(st.sampled_from([8, 8, 8, 5, 64]), max_size=3).map(lambda s: struct(*s))
+
+
+def containers(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
+    keys = st.sampled_from(["kernel", "bias", "0", "1", "L", "momentum"])
+    return st.one_of(
+        st.dictionaries(keys, inner, min_size=1, max_size=4),
+        st.lists(inner, min_size=1, max_size=4),
+    )
+
+
+trees = st.recursive(shapes, containers, max_leaves=16)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    trees,
+    st.sampled_from(LAYOUTS),
+    st.permutations(sorted(STATISTICS)),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_equal_sizes_do_not_change_what_is_found(
+    params: Tree, layout: Any, kept: list[str], number: int, has_named: bool
+) -> None:
+    def init(p: Tree) -> Tree:
+        flat = layout(jax.tree.leaves(p), kept[:number])
+        return (flat, jax.tree.map(of(kept[-1]), p)) if has_named else flat
+
+    check(init, params)
+
+
+def t5_small(layers: int = 3) -> Tree:
+    """The shapes of T5-small, whose attention kernels are 512 x 512."""
+
+    def layer() -> Tree:
+        attention = {
+            name: {"kernel": struct(512, 512)} for name in ("query", "key", "value", "out")
+        }
+        mlp = {"wi": {"kernel": struct(512, 2048)}, "wo": {"kernel": struct(2048, 512)}}
+        norm = {"scale": struct(512)}
+        return {"attention": attention, "mlp": mlp, "norm_1": norm, "norm_2": norm}
+
+    return {
+        "token_embedder": {"embedding": struct(32128, 512)},
+        "encoder": {f"layers_{i}": layer() for i in range(layers)}
+        | {"norm": {"scale": struct(512)}},
+        "decoder": {f"layers_{i}": layer() for i in range(layers)}
+        | {"norm": {"scale": struct(512)}},
+    }
+
+
+def mlp() -> Tree:
+    """An MLP as Equinox keeps it: a tuple of layers, the weights of which are (out, in)."""
+    sizes = [(64, 64), (64, 64), (64, 64), (10, 64)]
+    return {"layers": tuple({"weight": struct(*s), "bias": struct(s[0])} for s in sizes)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("params", [t5_small(), mlp()], ids=["t5_small", "mlp"])
+def test_models_with_equal_sizes(params: Tree, layout: Any) -> None:
+    check(lambda p: layout(jax.tree.leaves(p), ["left", "right"]), params)
+    check(lambda p: layout(jax.tree.leaves(p), ["momentum", "rows"]), params)
+
+
+SQUARES = [struct(64, 64), struct(64, 128), struct(128, 64), struct(128, 128), struct(64)] * 3
+
+
+@pytest.mark.parametrize("limit", [64, 127], ids=["most", "least"])
+@pytest.mark.parametrize("other", [(1,), ()], ids=["vector", "scalar"])
+def test_sizes_at_a_limit(limit: int, other: tuple[int, ...]) -> None:
+    """As a preconditioner of a limited size: growing, or shrinking, makes another leaf of it."""
+
+    def init(params: Tree) -> Tree:
+        leaves = jax.tree.leaves(params)
+
+        def is_at(n: int) -> bool:
+            return n <= limit if limit == 64 else n > limit
+
+        return {
+            name: [jnp.zeros((n, n) if is_at(n := p.shape[dim]) else other) for p in leaves]
+            for name, dim in (("left", 0), ("right", -1))
+        }
+
+    check(init, {"w": SQUARES}, limit)
+
+
+def test_what_is_longer_than_a_dimension_does_not_follow_the_one_of_that_size() -> None:
+    def init(params: Tree) -> Tree:
+        return [jnp.zeros((p.shape[0], 2 * p.shape[0])) for p in jax.tree.leaves(params)]
+
+    rows = explain(init, [struct(64, 128)] * 3, [("a", "b"), ("c", "d"), ("e", "f")]).rows
+    assert [row.axes for row in rows] == [("a", None), ("c", None), ("e", None)]
+    assert [row.note for row in rows] == [
+        "dimension 1: grows 2 times as much as parameter dimension 0"
+    ] * 3
+
+
+def test_lists_of_what_fits_are_not_taken_for_shorter_ones() -> None:
+    """What is only kept of square matrices goes, and others move up, as soon as sizes change."""
+
+    def init(params: Tree) -> Tree:
+        leaves = jax.tree.leaves(params)
+        return [
+            jnp.zeros(p.shape[0]) for p in leaves if p.shape[0] == p.shape[1] or p.shape[0] > 64
+        ]
+
+    params = [struct(64, 64), struct(128, 64), struct(64, 64), struct(128, 64), struct(128, 128)]
+    axes = [(f"in_{i}", f"out_{i}") for i in range(5)]
+    for row, i in zip(explain(init, params, axes).rows, (0, 1, 2, 3, 4), strict=True):
+        assert row.axes in ((f"in_{i}",), (None,)), row.path
+
+
+def layers(number: int) -> Tree:
+    return {
+        f"layers_{i}": {
+            "wi": struct(64, 128),
+            "wo": struct(128, 64),
+            "query": {"kernel": struct(64, 64)},
+            "out": {"kernel": struct(64, 64)},
+            "conv": struct(3, 64, 64),
+            "norm": struct(64),
+        }
+        for i in range(number)
+    }
+
+
+@pytest.mark.parametrize("layout", [lists, tuples, spelled, concatenated, backwards])
+def test_as_many_evaluations_as_there_are_kinds(layout: Any) -> None:
+    """However many layers there are: six kinds of parameters."""
+
+    def evaluations(number: int) -> int:
+        params = layers(number)
+        axes = jax.tree.map(lambda p: ("layers", "embed", "mlp")[-p.ndim :], params)
+        kept = ["left", "right", "momentum"]
+        init = lambda p: layout(jax.tree.leaves(p), kept)  # noqa: E731
+        return explain(init, params, axes, strict=True).evaluations
+
+    assert evaluations(20) == evaluations(4) <= 6

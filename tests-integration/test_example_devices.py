@@ -1,0 +1,251 @@
+"""Which devices `examples/train_lm.py` takes, and what it shows on a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a mesh is chosen by."""
+
+    platform: str
+    process_index: int = 0
+    id: int = 0
+
+
+def load(module: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module(f"lm.{module}")
+
+
+def make(platform: str, *counts: int) -> list[Device]:
+    """Devices of several processes, mixed as an interconnect may have them."""
+    pairs = [(i, process) for process, count in enumerate(counts) for i in range(count)]
+    return [Device(platform, process, i) for i, process in sorted(pairs)]
+
+
+@pytest.mark.parametrize(
+    ("platform", "counts", "flags", "mesh"),
+    [
+        ("gpu", (1,), {}, "data=1,model=1"),
+        ("gpu", (2,), {}, "data=2,model=1"),
+        ("gpu", (3,), {}, "data=2,model=1"),
+        ("tpu", (4,), {}, "data=4,model=1"),
+        ("gpu", (6,), {}, "data=4,model=1"),
+        ("cpu", (8,), {}, "data=4,model=2"),
+        ("gpu", (8,), {"heads": 1, "d_model": 2}, "data=8,model=1"),
+        ("gpu", (8,), {"batch_size": 2}, "data=2,model=4"),
+        ("gpu", (8,), {"microbatches": 16}, "data=1,model=4"),
+        ("tpu", (4, 4, 4, 4), {}, "data=8,model=2"),
+        ("tpu", (256,), {}, "data=16,model=4"),
+        ("gpu", (4, 4), {"mesh": "data=2,model=1"}, "data=2,model=1"),
+        ("gpu", (4,), {"mesh": "data=1,model=2"}, "data=1,model=2"),
+    ],
+)
+def test_devices_that_are_taken(
+    platform: str,
+    counts: tuple[int, ...],
+    flags: dict[str, Any],
+    mesh: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices = load("devices", monkeypatch)
+    config, taken = devices.choose_devices(devices.Config(**flags).check(), make(platform, *counts))
+    assert config.mesh == mesh
+    data, model = config.mesh_shape
+    assert len(set(taken)) == len(taken) == data * model
+    shares = Counter(device.process_index for device in taken)
+    assert shares == dict.fromkeys(range(len(counts)), data * model // len(counts))
+
+
+@pytest.mark.parametrize(
+    ("counts", "flags", "message"),
+    [
+        (
+            (2,),
+            {"mesh": "data=4,model=2"},
+            (
+                "--mesh data=4,model=2 takes 8 devices, and there are 2 gpu devices; "
+                "--mesh data=2,model=1 fits"
+            ),
+        ),
+        (
+            (2, 2),
+            {"mesh": "data=1,model=1"},
+            (
+                "--mesh data=1,model=1 takes 1 devices, and there are 4 gpu devices; "
+                "--mesh data=4,model=1 fits"
+            ),
+        ),
+        (
+            (1, 1, 1),
+            {},
+            (
+                "no mesh of 3 gpu devices in 3 processes divides --batch-size 16, --microbatches "
+                "1 and --heads 4; name one by --mesh"
+            ),
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_one_line(
+    counts: tuple[int, ...], flags: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = load("devices", monkeypatch)
+    with pytest.raises(devices.UsageError) as caught:
+        devices.choose_devices(devices.Config(**flags), make("gpu", *counts))
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_accelerators_are_taken_where_there_are_any(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = load("devices", monkeypatch)
+    settings: Any = jax.config
+    before, there = settings.jax_platforms, make(platform, 2)
+    monkeypatch.setattr(jax, "devices", lambda: there)
+    monkeypatch.setattr(jax, "make_mesh", lambda *shape, **options: (shape[:2], options["devices"]))
+    config, mesh = devices.take_devices(devices.Config(), 1)
+    assert config.mesh == "data=2,model=1"
+    assert mesh == (((2, 1), ("data", "model")), there)
+    assert settings.jax_platforms == before
+
+
+TAKING = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+import jax
+from lm.devices import Config, UsageError, take_devices
+for settings, mesh in json.loads(sys.argv[2]):
+    if os.fork():  # Before there is a backend: each child makes its own.
+        os.wait()
+        continue
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    try:
+        config, taken = take_devices(Config(mesh=mesh).check(), 1)
+        print(config.mesh, taken.size, flush=True)
+    except UsageError as error:
+        print(error, flush=True)
+    os._exit(0)
+"""
+TAKEN: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "", "data=4,model=2 8"),
+    ({}, "data=1,model=2", "data=1,model=2 2"),
+    *(({"jax_num_cpu_devices": n}, "", f"data={n},model=1 {n}") for n in (1, 2, 4)),
+    ({"jax_num_cpu_devices": 6}, "", "data=4,model=1 4"),
+    ({"jax_platforms": "cuda"}, "", "JAX finds no device of the platform 'cuda'"),
+]
+
+
+def test_virtual_devices_where_there_is_only_a_cpu() -> None:
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "PYTHONW"))}
+    cases = json.dumps([case[:2] for case in TAKEN])
+    command = [sys.executable, "-c", TAKING, str(EXAMPLES), cases]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(TAKEN), done.stdout
+    for line, (_, _, said) in zip(lines, TAKEN, strict=True):
+        assert line.startswith(said)
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, act: Any) -> list[str]:
+    """What stands on a terminal's line, one state after another."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        act()
+        monkeypatch.undo()
+    text = b""
+    with contextlib.suppress(OSError):  # at its end, on Linux
+        while data := os.read(ours, 2**16):
+            text += data
+    os.close(ours)
+    return [line.removesuffix("\033[K") for line in re.split("[\r\n]+", text.decode()) if line]
+
+
+METRICS = {
+    "loss": 12.345678,
+    "bits_per_byte": 17.811,
+    "learning_rate": 4e-3,
+    "grad_norm": 123.4,
+    "tokens_per_s": 123456.7,
+}
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+def test_the_bar_is_whole_on_any_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = load("progress", monkeypatch)
+
+    def act() -> None:
+        bar = progress.Progress(0, 1200, 100, is_shown=True)
+        bar.show(1, METRICS)
+        with bar.during("saving"):
+            pass
+        bar._bar.refresh()
+        bar.close()
+
+    lines = on_terminal(monkeypatch, columns, act)
+    assert any("saving 0 s" in line for line in lines)
+    assert all(len(line) <= columns for line in lines)
+    *_, last = lines
+    percent, cells, rest = last.split("|", 2)
+    assert percent == "  0%"
+    assert len(cells) >= 10
+    assert rest.startswith(" 1/1200 ")
+    assert "loss 12.346" in rest
+    assert ("lr 4.0e-03" in rest) == (columns >= 80)
+    assert ("tokens/s 123457" in rest) == (columns >= 200)
+
+
+def test_what_it_is_busy_with_is_said_and_then_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = load("progress", monkeypatch)
+
+    def act() -> None:
+        with progress.announced("Compiling", is_shown=True):
+            pass
+        with pytest.raises(ZeroDivisionError), progress.announced("Evaluating", is_shown=True):
+            raise ZeroDivisionError
+        with progress.announced("of another process", is_shown=False):
+            pass
+
+    assert on_terminal(monkeypatch, 80, act) == ["Compiling ...", "", "Evaluating ...", ""]
+
+
+def test_tables_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = load("progress", monkeypatch)
+    monkeypatch.setattr(progress, "_columns", lambda stream: 40)
+    table = "name   size  more\none     1.2  a=1\ntwo    13.4  " + ", ".join(["b=22"] * 9)
+    assert progress.folded(table, table_until="more").splitlines() == [
+        "name   size",
+        "one     1.2",
+        "    a=1",
+        "two    13.4",
+        "    b=22, b=22, b=22, b=22, b=22, b=22,",
+        "        b=22, b=22, b=22",
+    ]
+    assert progress.folded("short\n  lines") == "short\n  lines"
+    text = "  takes " + ", ".join(["1.5 MiB"] * 6)
+    assert all(len(line) <= 40 for line in progress.folded(text).splitlines())
+    assert not any(line.startswith("      MiB") for line in progress.folded(text).splitlines())

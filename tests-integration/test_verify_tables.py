@@ -1,0 +1,146 @@
+"""`verify` on tables of training steps: the faults that were planted are found, nothing else is.
+
+The steps are compiled for eight virtual CPU devices here, and never run. What other compilers made
+of them is stored in `verify_texts/`: libtpu 0.0.42 for eight chips of a v5e under jax 0.10.2, and
+jaxlib 0.8.0, the oldest that we claim, for CPUs; `verify_texts.py` makes these files.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AxisType
+from opt_partition import Report, verify
+from opt_partition._verify.hlo import parse
+from opt_partition._verify.report import Finding
+from opt_partition._verify.verify import Judged, judge_collectives
+from verify_faulty import FAULTY, UNDONE_BY_TPUS, WASTEFUL
+from verify_healthy import HEALTHY, SUMMED_BY_TPUS
+from verify_recipes import Meshes, Program
+from verify_texts import FOLDER, load, unpacked_leaf
+
+# Machine code is not looked at.
+QUICKLY: dict[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+PROGRAMS = {program.name: program for program in (*FAULTY, *WASTEFUL, *HEALTHY)}
+FILES = sorted(FOLDER.glob("*.json.xz"))
+
+
+def checked(program: Program, kind: AxisType = AxisType.Auto) -> Report:
+    step = program.build(Meshes(jax.devices(), kind))
+    compiled = step.lower().compile(compiler_options=QUICKLY)
+    return verify(compiled, step.expected, raises=False, **program.options)
+
+
+def named(findings: Any) -> set[tuple[str, str | None]]:
+    return {(finding.kind, finding.path) for finding in findings}
+
+
+def others(findings: Any) -> list[Finding]:
+    """Warnings of something else than gradients, which CPUs sum whole."""
+    return [
+        finding
+        for finding in findings
+        if finding.severity == "warning" and finding.kind != "gradient all-reduce"
+    ]
+
+
+def by_name(program: Program) -> str:
+    return program.name
+
+
+def test_the_tables_are_large_enough() -> None:
+    assert len(PROGRAMS) == len(FAULTY) + len(WASTEFUL) + len(HEALTHY)
+    assert len(FAULTY) >= 40
+    assert len(HEALTHY) >= 40
+
+
+@pytest.mark.parametrize("program", HEALTHY, ids=by_name)
+def test_healthy_steps_pass(program: Program) -> None:
+    report = checked(program)
+    assert report.errors == ()
+    assert others(report.findings) == []
+
+
+@pytest.mark.parametrize("program", FAULTY, ids=by_name)
+def test_faults_are_found(program: Program) -> None:
+    report = checked(program)
+    assert named(report.errors) == program.finds
+    assert {finding.kind for finding in others(report.findings)} == program.warns
+
+
+@pytest.mark.parametrize("program", WASTEFUL, ids=by_name)
+def test_waste_is_warned_of(program: Program) -> None:
+    report = checked(program)
+    assert report.ok
+    assert {finding.kind for finding in others(report.findings)} == program.warns
+
+
+EXPLICIT = [
+    "zero1_adamw",
+    "zero1_over_tp",
+    "zero1_ring",
+    "fsdp_tp_adamw",
+    "zero1_multi_steps",
+    "gather_slices_before",
+    "exchange_after",
+    "layers_ring_before",
+]
+
+
+@pytest.mark.parametrize("name", EXPLICIT)
+def test_explicit_meshes(name: str) -> None:
+    report = checked(PROGRAMS[name], AxisType.Explicit)
+    assert named(report.errors) == PROGRAMS[name].finds
+
+
+@functools.cache
+def stored(path: Path) -> dict[str, Any]:
+    return load(path)
+
+
+def judged(path: Path, name: str) -> Judged:
+    """What is said of a stored program."""
+    text, inputs, outputs = stored(path)["programs"][name]
+    return judge_collectives(
+        parse(text),
+        list(map(unpacked_leaf, inputs)),
+        list(map(unpacked_leaf, outputs)),
+        stored(path)["platform"],
+        **PROGRAMS[name].options,
+    )
+
+
+STORED = [
+    pytest.param(path, name, id=f"{path.name.removesuffix('.json.xz')}-{name}")
+    for path in FILES
+    for name in stored(path)["programs"]
+]
+
+
+@pytest.mark.parametrize(("path", "name"), STORED)
+def test_stored_programs(path: Path, name: str) -> None:
+    errors = [f for f in judged(path, name).findings if f.severity == "error"]
+    gathers = [finding for finding in errors if finding.kind == "state gather"]
+    assert named(gathers) == PROGRAMS[name].finds
+    if not PROGRAMS[name].finds:
+        on_tpu = stored(path)["platform"] == "tpu" and SUMMED_BY_TPUS.fullmatch(name)
+        assert {finding.kind for finding in errors} == (
+            {"gradient all-reduce"} if on_tpu else set()
+        )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_stored_files_are_complete(path: Path) -> None:
+    kinds = {program.name: {kind for kind, _ in program.finds} for program in FAULTY + HEALTHY}
+    wanted = {name for name, found in kinds.items() if found <= {"state gather"}}
+    if stored(path)["platform"] == "tpu":
+        wanted = {name for name in wanted if not UNDONE_BY_TPUS.fullmatch(name)}
+    assert set(stored(path)["programs"]) == wanted
+    assert path.stat().st_size < 500_000

@@ -1,0 +1,146 @@
+"""Stores what other compilers make of the programs of `verify_healthy.py` and `verify_faulty.py`.
+
+    python tests-integration/verify_texts.py tpu   # pip install 'jax[tpu]'; no TPU is needed
+    python tests-integration/verify_texts.py cpu   # another version of jax than the tests run with
+
+writes `verify_texts/<platform>-jax<version>.json.xz`: of each program the compiled text, without
+what `verify` does not read, and its arguments and results.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+FOLDER = Path(__file__).parent / "verify_texts"
+TOPOLOGY = "v5e:2x4"
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Versions and programs of a file: `{'jax': …, 'compiler': …, 'programs': {name: …}}`."""
+    data: dict[str, Any] = json.loads(lzma.decompress(path.read_bytes()))
+    return data
+
+
+def packed_leaf(leaf: Any) -> list[Any]:
+    """A `Leaf` as JSON."""
+    mesh = list(leaf.found.mesh.shape.items()) if leaf.found is not None else None
+    spec = list(leaf.found.spec) if leaf.found is not None else None
+    name, shape = list(leaf.name), list(leaf.shape)
+    return [leaf.side, leaf.path, leaf.role, name, shape, str(leaf.dtype), mesh, spec, leaf.donated]
+
+
+def unpacked_leaf(packed: list[Any]) -> Any:
+    """The `Leaf` that JSON holds; its mesh is abstract, and nothing was asked of it."""
+    from opt_partition._verify.expected import Asked
+    from opt_partition._verify.leaves import Leaf
+
+    side, path, role, name, shape, dtype, mesh, spec, donated = packed
+    found = None
+    if mesh is not None:
+        names, sizes = zip(*mesh, strict=True)
+        entries = [tuple(axis) if isinstance(axis, list) else axis for axis in spec]
+        found = NamedSharding(AbstractMesh(tuple(map(int, sizes)), names), PartitionSpec(*entries))
+    return Leaf(
+        side, path, role, tuple(name), tuple(shape), jax.numpy.dtype(dtype), Asked(), found, donated
+    )
+
+
+def stripped(text: str) -> str:
+    """A compiled program without metadata, layouts, comments and the backend's settings."""
+    noted = ("known_trip_count", "async_collective_fusion_config")
+    text = re.sub(r"/\*.*?\*/", "", text[text.index("HloModule") :])
+    lines = []
+    for line in text.splitlines():
+        kept = {key: _pair(line, f'"{key}":') for key in noted}
+        for key in ("metadata", "backend_config", "frontend_attributes", "sharding"):
+            while pair := _pair(line, f", {key}="):
+                line = line.replace(pair, "")
+        if config := ",".join(pair for pair in kept.values() if pair):
+            line += f", backend_config={{{config}}}"
+        if not line.startswith("HloModule"):
+            line = re.sub(r"(\[[\d,]*\])\{[^{}]*\}", r"\1", line)
+        else:
+            line = line.replace(_pair(line, ", entry_computation_layout="), "")
+        lines.append(line)
+    body = "\n".join(lines)
+    return body[: body.rindex("\n}") + 3]
+
+
+def _pair(line: str, start: str) -> str:
+    """`start` and the brackets that follow it, in quotes or not; nothing where it is not."""
+    at = line.find(start)
+    if at < 0 or line[at + len(start)] != "{":
+        return ""
+    depth, quoted = 0, False
+    for end in range(at + len(start), len(line)):
+        quoted ^= line[end] == '"' and line[end - 1] != "\\"
+        if not quoted:
+            depth += (line[end] == "{") - (line[end] == "}")
+            if depth == 0:
+                return line[at : end + 1]
+    raise ValueError(f"never closed: {line[at : at + 80]}")
+
+
+def devices(platform: str) -> list[Any]:
+    if platform == "cpu":
+        return jax.devices()
+    from jax.experimental import topologies
+
+    return list(topologies.get_topology_desc(TOPOLOGY, platform="tpu").devices)
+
+
+def compiler(platform: str) -> str:
+    import importlib.metadata
+
+    name = "jaxlib" if platform == "cpu" else "libtpu"
+    return f"{name} {importlib.metadata.version(name)}"
+
+
+def made(platform: str, only: str) -> Iterator[tuple[str, list[Any]]]:
+    from opt_partition._verify import leaves
+    from verify_faulty import FAULTY, UNDONE_BY_TPUS
+    from verify_healthy import HEALTHY
+    from verify_recipes import Meshes
+
+    meshes = Meshes(devices(platform))
+    for program in (*FAULTY, *HEALTHY):
+        judged = not program.finds or {kind for kind, _ in program.finds} == {"state gather"}
+        undone = platform == "tpu" and UNDONE_BY_TPUS.fullmatch(program.name)
+        if not judged or undone or not re.search(only, program.name):
+            continue
+        step = program.build(meshes)
+        compiled = step.lower().compile()
+        inputs = leaves.input_leaves(compiled, step.expected)
+        outputs = leaves.output_leaves(compiled, step.expected, inputs)
+        text = stripped(compiled.as_text() or "")
+        print(f"{program.name}: {len(text):,}", file=sys.stderr)
+        packed = [list(map(packed_leaf, side)) for side in (inputs, outputs)]
+        yield program.name, [text, *packed]
+
+
+def main(platform: str, only: str = "") -> None:
+    if platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", 8)
+    data = {
+        "jax": jax.__version__,
+        "compiler": compiler(platform),
+        "platform": platform,
+        "programs": dict(made(platform, only)),
+    }
+    FOLDER.mkdir(exist_ok=True)
+    path = FOLDER / f"{platform}-jax{jax.__version__}.json.xz"
+    path.write_bytes(lzma.compress(json.dumps(data).encode(), preset=9))
+    print(f"{path}: {len(data['programs'])} programs, {path.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
