@@ -23,7 +23,12 @@ os.environ.setdefault("NPROC", str(max(16, os.cpu_count() or 1)))
 jax.config.update("jax_num_cpu_devices", 8)
 
 
+# Minutes each, with few tests: begun last, they would leave a worker of pytest-xdist idle.
+LONGEST = ("test_train_lm.py", "test_kills.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     if jax.default_backend() == "cpu":
         skip = pytest.mark.skip(reason="no accelerator on this machine")
         for item in items:
