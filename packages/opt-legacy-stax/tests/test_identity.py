@@ -149,7 +149,7 @@ def test_a_file_of_before_loads_with_a_warning() -> None:
     with pytest.warns(errors.UnnamedStateWarning, match=words) as caught:
         found = ours.load(GOLDEN, optimizer=triple, params=params)
     assert [w.filename for w in caught] == [__file__]
-    # Another version of jaxlib rounds the same steps otherwise; the file's bytes are compared below.
+    # Another jaxlib rounds the same steps differently; the file's bytes are compared below.
     np.testing.assert_allclose(found.packed_state[1][0], expected.packed_state[1][0], rtol=1e-6)
     assert_same(jax.tree.map(jnp.shape, found), jax.tree.map(jnp.shape, expected))
     with pytest.warns(errors.UnnamedStateWarning, match="It was taken for what is expected, as"):
