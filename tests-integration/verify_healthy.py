@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import optax
+from verify_moves import ring_gather_in_a_loop
 from verify_recipes import (
     F32,
     LAYERS,
@@ -47,7 +48,6 @@ from verify_steps import (
     multi_steps,
     placed_gather,
     ring_gather,
-    ring_gather_in_a_loop,
     several_steps,
     sum_and_slice,
     sum_scatter,

@@ -87,8 +87,8 @@ def _ring(part: jax.Array) -> Any:
     return jax.lax.optimization_barrier(jnp.stack(parts))[0]
 
 
-def _ring_loop(part: jax.Array) -> Any:
-    """The same in a loop, put together on the way."""
+def ring_gather_in_a_loop(part: jax.Array) -> Any:
+    """All parts, by a ring in a loop that puts them together on the way."""
 
     def turn(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         full, passing = carry
@@ -97,10 +97,13 @@ def _ring_loop(part: jax.Array) -> Any:
         return jax.lax.dynamic_update_slice_in_dim(full, passing, start, 0), passing
 
     full = jnp.zeros((8 * part.shape[0], *part.shape[1:]), part.dtype)
-    full = jax.lax.dynamic_update_slice_in_dim(
-        full, part, jax.lax.axis_index("data") * part.shape[0], 0
-    )
-    return mine(jax.lax.fori_loop(0, 7, turn, (full, part))[0], part.shape[0])
+    start = jax.lax.axis_index("data") * part.shape[0]
+    full = jax.lax.dynamic_update_slice_in_dim(full, part, start, 0)
+    return jax.lax.fori_loop(0, 7, turn, (full, part))[0]
+
+
+def _ring_loop(part: jax.Array) -> Any:
+    return mine(ring_gather_in_a_loop(part), part.shape[0])
 
 
 def _neighbour(part: jax.Array) -> Any:

@@ -59,16 +59,25 @@ def micro_batched(reduce_each: bool) -> Callable[[Any, Tree, Any], Tree]:
     return gradients
 
 
+def _on_each_device(step: Callable[[Tree, Tree, jax.Array], tuple[Tree, Tree]], mesh: Mesh) -> Step:
+    """A step under `shard_map`: whole parameters, and the part of the momentum of each device."""
+    shapes = jax.eval_shape(MOMENTUM.init, PARAMS)
+    params, state = place(PARAMS, mesh, {}), place(shapes, mesh, FSDP)
+    shardings = (params, state, NamedSharding(mesh, P("data")))
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=False)
+    expected = Expected((params, state), (params, state))
+    arguments = (PARAMS, shapes, BATCH)
+    return Step(mapped, arguments, shardings, (params, state), expected, mesh=mesh)
+
+
 def by_hand(
     scatter: Callable[[jax.Array], Any], gather: Callable[[jax.Array], Any]
 ) -> Callable[[Meshes], Step]:
     """ZeRO-1 under `shard_map`: each device updates its part of the parameters."""
 
     def build(meshes: Meshes) -> Step:
-        mesh, tx = meshes.data, MOMENTUM
-        shapes = jax.eval_shape(tx.init, PARAMS)
-        params, state = place(PARAMS, mesh, {}), place(shapes, mesh, FSDP)
-        batch = NamedSharding(mesh, P("data"))
+        tx = MOMENTUM
 
         def step(values: Tree, opt_state: Tree, data: jax.Array) -> tuple[Tree, Tree]:
             grads = jax.tree.map(scatter, jax.grad(dense_loss)(values, data))
@@ -76,13 +85,7 @@ def by_hand(
             updates, new = tx.update(grads, opt_state, part)
             return jax.tree.map(gather, optax.apply_updates(part, updates)), new
 
-        specs = jax.tree.map(lambda sharding: sharding.spec, (params, state, batch))
-        mapped = jax.shard_map(
-            step, mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=False
-        )
-        expected = Expected((params, state), (params, state))
-        arguments = (PARAMS, shapes, BATCH)
-        return Step(mapped, arguments, (params, state, batch), (params, state), expected, mesh=mesh)
+        return _on_each_device(step, meshes.data)
 
     return build
 
@@ -106,19 +109,6 @@ def ring_gather(part: jax.Array) -> Any:
         parts.append(jax.lax.ppermute(parts[-1], "data", RING))
     stacked = jnp.concatenate(parts[::-1])
     return jnp.roll(stacked, (jax.lax.axis_index("data") + 1) * part.shape[0], 0)
-
-
-def ring_gather_in_a_loop(part: jax.Array) -> Any:
-    def turn(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        full, passing = carry
-        passing = jax.lax.ppermute(passing, "data", RING)
-        start = (jax.lax.axis_index("data") - n - 1) % 8 * part.shape[0]
-        return jax.lax.dynamic_update_slice_in_dim(full, passing, start, 0), passing
-
-    full = jnp.zeros((8 * part.shape[0], *part.shape[1:]), part.dtype)
-    start = jax.lax.axis_index("data") * part.shape[0]
-    full = jax.lax.dynamic_update_slice_in_dim(full, part, start, 0)
-    return jax.lax.fori_loop(0, 7, turn, (full, part))[0]
 
 
 def placed_gather(part: jax.Array) -> Any:
@@ -269,10 +259,7 @@ def bucketed(params_too: bool) -> Callable[[Meshes], Step]:
     """ZeRO-1 that gathers all parameters in one go; and all moments, too, or not."""
 
     def build(meshes: Meshes) -> Step:
-        mesh, tx = meshes.data, MOMENTUM
-        shapes = jax.eval_shape(tx.init, PARAMS)
-        params, state = place(PARAMS, mesh, {}), place(shapes, mesh, FSDP)
-        batch = NamedSharding(mesh, P("data"))
+        tx = MOMENTUM
 
         def full(parts: Tree) -> Tree:
             leaves, treedef = jax.tree.flatten(parts)
@@ -295,13 +282,7 @@ def bucketed(params_too: bool) -> Callable[[Meshes], Step]:
             updates, new = tx.update(grads, opt_state, part)
             return full(optax.apply_updates(part, updates)), new
 
-        specs = jax.tree.map(lambda sharding: sharding.spec, (params, state, batch))
-        mapped = jax.shard_map(
-            step, mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=False
-        )
-        expected = Expected((params, state), (params, state))
-        arguments = (PARAMS, shapes, BATCH)
-        return Step(mapped, arguments, (params, state, batch), (params, state), expected, mesh=mesh)
+        return _on_each_device(step, meshes.data)
 
     return build
 
