@@ -249,3 +249,19 @@ def test_tables_fit_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "  takes " + ", ".join(["1.5 MiB"] * 6)
     assert all(len(line) <= 40 for line in progress.folded(text).splitlines())
     assert not any(line.startswith("      MiB") for line in progress.folded(text).splitlines())
+
+
+def test_without_a_terminal_slow_steps_are_lines_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = load("progress", monkeypatch)
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    shown = progress.Progress(0, 1000, 10, is_shown=True)
+    shown._bar.disable = True  # as where stderr is a file
+    for step in range(1, 10):
+        now[0] += 1.5
+        shown.show(step, {"loss": 1.0})
+    assert [line.split("/")[0] for line in capsys.readouterr().err.splitlines()[-3:]] == [
+        *("step 3", "step 6", "step 9")
+    ]

@@ -55,7 +55,7 @@ class Progress:
         self._steps, self._tokens = steps, tokens_per_step
         self._line_every = max(1, steps // 20)
         self._done, self._start = done, time.perf_counter()
-        self._last = self._start
+        self._last = self._printed = self._start
 
     def speed(self) -> float:
         """Returns tokens per second since this was asked before, that is of the last step."""
@@ -75,7 +75,8 @@ class Progress:
         if not self._bar.disable:
             self._bar.set_postfix_str(fitting(shown, self._room()), refresh=False)
             self._bar.update()
-        elif step % self._line_every == 0 or step == self._steps:
+        elif self._is_due(step):
+            self._printed = time.perf_counter()
             print(
                 f"step {step}/{self._steps}  {'  '.join(shown)}  ETA {self._eta(step)}",
                 file=sys.stderr,
@@ -95,6 +96,11 @@ class Progress:
         with _every(1, show):
             yield
         self._bar.set_postfix_str(before)
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a line is: 20 in all, or as many as keep the silence short."""
+        silence = time.perf_counter() - self._printed
+        return step % self._line_every == 0 or step == self._steps or silence > REPEAT_SECONDS
 
     def _room(self) -> int:
         """How many columns are left for metrics."""
