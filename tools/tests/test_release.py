@@ -220,6 +220,7 @@ def test_a_package_is_built_installed_and_tested_alone(
     assert file.startswith(str(kept))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [

@@ -126,6 +126,7 @@ def test_compiled_steps_are_the_same(inner: str, options: str) -> None:
     check_parity(inner, options, exact=False)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("transformed", [scanned, vmapped])
 def test_scanned_and_vmapped_mini_steps_are_the_same(transformed: Any, options: str) -> None:
@@ -167,6 +168,7 @@ def check_parity(inner: str, options: str, exact: bool) -> None:
     assert int(found[1].gradient_step) >= 2
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("switch", [1, 4])
 @pytest.mark.parametrize("options", ["sum of 3", "schedule", "skip"])
 @pytest.mark.parametrize("ours_first", [True, False])

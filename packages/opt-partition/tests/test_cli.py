@@ -467,6 +467,7 @@ def test_nobody_reads_to_the_end(module: str) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("where", "why"), [(">/dev/full", "No space left on device"), (">&-", "it is closed")]
 )
