@@ -247,6 +247,21 @@ def test_lists_of_what_fits_are_not_taken_for_shorter_ones() -> None:
         assert row.axes in ((f"in_{i}",), (None,)), row.path
 
 
+@pytest.mark.parametrize("block", [8, 128])
+def test_blocks_of_one_dimension_beside_another(block: int) -> None:
+    """The parameter was found by order; the dimension that counts blocks is left undecided."""
+    params = {name: struct(256, 64) for name in ("v", "w")}
+
+    def init(params: Tree) -> Tree:
+        return [jnp.zeros((p.shape[0] // block, p.shape[1])) for p in jax.tree.leaves(params)]
+
+    rows = explain(init, params, names(params)).rows
+    assert [row.axes for row in rows] == [(None, "v:1"), (None, "w:1")]
+    assert [row.parameter for row in rows] == ["v", "w"]
+    assert [row.sources for row in rows] == [("fallback", "differencing")] * 2
+    assert rows[0].note == "dimension 0: counts blocks of parameter dimension 0"
+
+
 def layers(number: int) -> Tree:
     return {
         f"layers_{i}": {
