@@ -50,9 +50,9 @@ def verify(
        What FSDP moves of parameters and tensor parallelism of activations depends on no state and
        is not judged here. Leaves smaller than their parameter, as the rows and columns of a
        factored second moment, may move up to the parameter's size; that is noted. Of a `lax.cond`,
-       the branch that moves most counts. Where a loop makes state anew in each iteration, each is
-       a step. A state leaf belongs to the parameter whose path is part of its own; one that
-       belongs to none, as `optax.flatten` keeps, is judged only where it moves by itself.
+       the branch that moves most counts. Where a loop makes parameters and state anew, each
+       iteration is a step. A state leaf belongs to the parameter whose path is part of its own;
+       one that belongs to none, as `optax.flatten` keeps, is judged only where it moves by itself.
        `Report.unjudged` lists what moves and could not be judged, and why: made of such state,
        by products or reductions, or in a loop whose length is not known.
     4. *Gradients are all-reduced* of which each device then uses its part: the sum, taken over mesh
