@@ -108,6 +108,8 @@ def test_other_arguments(compiled: jax.stages.Compiled) -> None:
         verify(compiled, nothing, state_gathers="none")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`expected` must be an `Expected`.*; got tuple"):
         verify(compiled, (None, None))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`state` must be a path .*, as '0' or '0/params'; got 1"):
+        verify(compiled, Expected(None, None, state=1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`step` must be what `jax.jit\(f\).lower"):
         verify(jax.jit(step), nothing)  # type: ignore[arg-type]
 

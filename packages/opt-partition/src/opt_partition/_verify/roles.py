@@ -78,6 +78,10 @@ def role_of(path: Sequence[Any], places: Places) -> tuple[Role, Keys]:
 
 def _keys(arguments: Any, path: str, field: str) -> Keys:
     """The keys of a path that there is."""
+    if not isinstance(path, str):
+        raise TypeError(
+            f"`{field}` must be a path in the step's arguments, as '0' or '0/params'; got {path!r}"
+        )
     keys = split_path(path)
     tree = arguments
     for depth, key in enumerate(keys):
