@@ -116,9 +116,9 @@ def verify(
             f"{type(expected).__name__}"
         )
     inputs = leaves_.input_leaves(compiled, expected)
-    outputs = leaves_.output_leaves(compiled, expected, inputs)
-    leaves = [*inputs, *outputs]
     module = parse(compiled.as_text() or "")
+    outputs = leaves_.output_leaves(compiled, expected, inputs, module)
+    leaves = [*inputs, *outputs]
     platform = leaves_.platform(leaves)
     reports = leaf_findings.leaf_reports(leaves, module)
     findings = [
