@@ -18,7 +18,7 @@ from opt_partition import Report, verify
 from opt_partition._verify.hlo import parse
 from opt_partition._verify.report import Finding
 from opt_partition._verify.verify import Judged, judge_collectives
-from verify_faulty import FAULTY, UNDONE_BY_TPUS, WASTEFUL
+from verify_faulty import FAULTY, FAULTY_ON_CPUS, UNDONE_BY_TPUS, WASTEFUL
 from verify_healthy import HEALTHY, SUMMED_BY_TPUS
 from verify_recipes import Meshes, Program
 from verify_texts import FOLDER, load, unpacked_leaf
@@ -68,7 +68,7 @@ def test_healthy_steps_pass(program: Program) -> None:
     assert others(report.findings) == []
 
 
-@pytest.mark.parametrize("program", FAULTY, ids=by_name)
+@pytest.mark.parametrize("program", [*FAULTY, *FAULTY_ON_CPUS], ids=by_name)
 def test_faults_are_found(program: Program) -> None:
     report = checked(program)
     assert named(report.errors) == program.finds

@@ -8,8 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from verify_moves import LAYER_MOVES, MOVES, by_all_to_all, by_gather, laid, moving
-from verify_recipes import F32, LAYERS, MOMENTUM, P, Program, Recipe, both, layers_loss
+from verify_moves import (
+    LAYER_MOVES,
+    MOVES,
+    by_all_to_all,
+    by_gather,
+    by_masked_layers,
+    laid,
+    moving,
+)
+from verify_recipes import F32, LAYERS, MOMENTUM, P, Program, Recipe, both, layers_loss, shapes_of
 from verify_steps import (
     ADAM,
     BF16,
@@ -24,6 +32,7 @@ from verify_steps import (
     decoder,
     layer_by_layer,
     letting_xla_decide,
+    micro_batched,
     multi_steps,
     over,
     scaled_gather,
@@ -271,6 +280,31 @@ FAULTY: list[Program] = [
         "dtype_asked_for_less",
         asking(Recipe(), jnp.bfloat16),
         finds=errors("dtype", STATE_W, "1/0/trace/b"),
+    ),
+]
+# Of these no texts are stored.
+MANY_LAYERS = {**STACKED, "shapes": shapes_of(w=(16, 256, 256))}
+SUMMED: dict[str, Any] = {
+    "options": {"gradients": "reduce-scatter"},
+    "finds": errors("gradient all-reduce", STATE_W),
+}
+FAULTY_ON_CPUS: list[Program] = [
+    Program(
+        "layers_by_mask",
+        Recipe(**MANY_LAYERS, before=moving("w", by_masked_layers)),
+        finds=gathers(STATE_W),
+    ),
+    Program("layers_summed", Recipe(**STACKED), **SUMMED),
+    Program("several_steps_layers_summed", several_steps(Recipe(**STACKED)), **SUMMED),
+    Program(
+        "micro_batches_layers_summed",
+        Recipe(
+            **STACKED,
+            batch=jax.ShapeDtypeStruct((4, 64, 256), F32),
+            batch_spec=P(None, "data"),
+            gradients=micro_batched(True),
+        ),
+        **SUMMED,
     ),
 ]
 WASTEFUL: list[Program] = [

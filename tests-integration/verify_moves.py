@@ -200,6 +200,16 @@ def _gather_if(part: jax.Array) -> Any:
     return jax.lax.cond(large, _gather_slices, lambda x: x, part)
 
 
+def by_masked_layers(x: jax.Array, mesh: Mesh) -> Any:
+    """Layer by layer; what is new is put in its place by a mask, and not at an index."""
+
+    def layer(number: Any, moments: jax.Array) -> Any:
+        new = laid(jnp.sin(whole(moments[number], mesh)), mesh, "data")
+        return jnp.where((jnp.arange(len(x)) == number)[:, None, None], new[None], moments)
+
+    return laid(jax.lax.fori_loop(0, len(x), layer, x), mesh, None, "data")
+
+
 def each_layer(
     function: Callable[[jax.Array], Any],
 ) -> Callable[[jax.Array, Mesh], Any]:

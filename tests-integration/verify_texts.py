@@ -107,6 +107,7 @@ def compiler(platform: str) -> str:
 
 def made(platform: str, only: str) -> Iterator[tuple[str, list[Any]]]:
     from opt_partition._verify import leaves
+    from opt_partition._verify.hlo import parse
     from verify_faulty import FAULTY, UNDONE_BY_TPUS
     from verify_healthy import HEALTHY
     from verify_recipes import Meshes
@@ -120,8 +121,9 @@ def made(platform: str, only: str) -> Iterator[tuple[str, list[Any]]]:
         step = program.build(meshes)
         compiled = step.lower().compile()
         inputs = leaves.input_leaves(compiled, step.expected)
-        outputs = leaves.output_leaves(compiled, step.expected, inputs)
-        text = stripped(compiled.as_text() or "")
+        printed = compiled.as_text() or ""
+        outputs = leaves.output_leaves(compiled, step.expected, inputs, parse(printed))
+        text = stripped(printed)
         print(f"{program.name}: {len(text):,}", file=sys.stderr)
         packed = [list(map(packed_leaf, side)) for side in (inputs, outputs)]
         yield program.name, [text, *packed]

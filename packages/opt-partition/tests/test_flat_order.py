@@ -247,6 +247,35 @@ def test_lists_of_what_fits_are_not_taken_for_shorter_ones() -> None:
         assert row.axes in ((f"in_{i}",), (None,)), row.path
 
 
+@pytest.mark.parametrize("block", [8, 128])
+def test_blocks_of_one_dimension_beside_another(block: int) -> None:
+    """The parameter was found by order; the dimension that counts blocks is left undecided."""
+    params = {name: struct(256, 64) for name in ("v", "w")}
+
+    def init(params: Tree) -> Tree:
+        return [jnp.zeros((p.shape[0] // block, p.shape[1])) for p in jax.tree.leaves(params)]
+
+    rows = explain(init, params, names(params)).rows
+    assert [row.axes for row in rows] == [(None, "v:1"), (None, "w:1")]
+    assert [row.parameter for row in rows] == ["v", "w"]
+    assert [row.sources for row in rows] == [("fallback", "differencing")] * 2
+    assert rows[0].note == "dimension 0: counts blocks of parameter dimension 0"
+
+
+@pytest.mark.parametrize(("left", "right"), [(True, False), ("²", "³")])
+def test_keys_that_are_no_numbers(left: Any, right: Any) -> None:
+    """A bool is an `int` to Python, and a superscript a digit; neither is the place in a list."""
+    params = {f"layers_{i}": struct(8, 8) for i in range(40)}
+
+    def init(params: Tree) -> Tree:
+        kept = enumerate(jax.tree.leaves(params))
+        return {f"x{i}": {left: jnp.zeros(p.shape[:1]), right: jnp.zeros(1)} for i, p in kept}
+
+    axes = dict.fromkeys(params, PartitionSpec("embed", "mlp"))
+    rows = explain(init, params, axes, strict=True).rows
+    assert {row.axes for row in rows} == {("embed",), (None,)}
+
+
 def layers(number: int) -> Tree:
     return {
         f"layers_{i}": {

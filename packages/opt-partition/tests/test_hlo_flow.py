@@ -144,17 +144,18 @@ ENTRY %main (x: f32[1,8]) -> {shape} {{
 class TestLoopsOfSteps:
     """State that a loop makes new as a whole, in each iteration, against other loops."""
 
-    def loops(self, function: Callable[..., Any]) -> int:
+    def loops(self, function: Callable[..., Any], stepped: tuple[int, ...] = (1,)) -> int:
         state, batches = jnp.ones((6, 8)), jnp.ones((5, 6, 8))
         compiled = jax.jit(function).lower(state, batches).compile()
         inputs = [Deps.of(0), Deps.of(1)]
-        return len(trace(parse(compiled.as_text() or ""), inputs, {}, stepped=1).step_loops)
+        return len(trace(parse(compiled.as_text() or ""), inputs, {}, stepped).step_loops)
 
     def test_steps(self) -> None:
         def steps(state: jax.Array, batches: jax.Array) -> jax.Array:
             return jax.lax.scan(lambda s, b: (0.9 * s + jnp.sin(b), None), state, batches)[0]
 
         assert self.loops(steps) == 1
+        assert self.loops(steps, (1, 2)) == 0, "the parameters stay what they are"
 
     def test_layers(self) -> None:
         def layers(state: jax.Array, batches: jax.Array) -> jax.Array:

@@ -108,6 +108,8 @@ def test_other_arguments(compiled: jax.stages.Compiled) -> None:
         verify(compiled, nothing, state_gathers="none")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`expected` must be an `Expected`.*; got tuple"):
         verify(compiled, (None, None))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`state` must be a path .*, as '0' or '0/params'; got 1"):
+        verify(compiled, Expected(None, None, state=1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`step` must be what `jax.jit\(f\).lower"):
         verify(jax.jit(step), nothing)  # type: ignore[arg-type]
 
@@ -305,6 +307,35 @@ class TestDtypes:
 
         with pytest.raises(ShardingMismatchError, match=r"output 0/w float16.* in as float32"):
             verify(by_hand(1, result=widen), Expected(None, None))
+
+    @pytest.mark.parametrize("kept", [jnp.float32, jnp.bfloat16])
+    @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+    def test_gradients_that_are_returned_too(self, order: tuple[int, ...], kept: Any) -> None:
+        """They have the paths and shapes of the parameters, and are none."""
+
+        def fun(params: Any, state: Any, batch: jax.Array) -> Any:
+            grads = jax.grad(lambda p: jnp.mean(jnp.square(batch @ p["w"])))(params)
+            new, state = step(params, state, batch)
+            new = {"w": new["w"].astype(kept)}
+            results = ({"w": grads["w"].astype(jnp.bfloat16)}, new, state)
+            return tuple(results[n] for n in order)
+
+        lowered = jax.jit(fun, donate_argnums=1).lower(PARAMS, STATE, jnp.ones((2, 8)))
+        report = verify(lowered, Expected(None, None), raises=False)
+        changed = [(f"{order.index(1)}/w", "dtype")] if kept is jnp.bfloat16 else []
+        assert [(error.path, error.kind) for error in report.errors] == changed
+
+    def test_the_old_state_that_is_returned_too(self) -> None:
+        def fun(params: Any, state: Any, batch: jax.Array) -> Any:
+            new, after = step(params, state, batch)
+            return new, state, jax.tree.map(lambda x: x.astype(jnp.float16), after)
+
+        lowered = jax.jit(fun).lower(PARAMS, STATE, jnp.ones((2, 8)))
+        report = verify(lowered, Expected(None, None), raises=False)
+        assert {(error.path, error.kind) for error in report.errors} == {
+            ("2/count", "dtype"),
+            ("2/mu/w", "dtype"),
+        }
 
     @pytest.mark.parametrize("asked", [jnp.bfloat16, jnp.float32, "float64"])
     def test_another_than_asked(self, asked: Any) -> None:

@@ -55,7 +55,8 @@ def is_index(key: Any) -> bool:
         case SequenceKey() | FlattenedIndexKey():
             return True
         case DictKey(key=name):
-            return isinstance(name, int) or str(name).isdigit()
+            is_int = isinstance(name, int) and not isinstance(name, bool)
+            return is_int or str(name).isdecimal()
         case _:
             return False
 

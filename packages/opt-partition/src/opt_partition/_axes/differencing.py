@@ -37,9 +37,9 @@ def difference(
       state: the state of all parameters, as `jax.ShapeDtypeStruct`s.
     """
     found: _Verdicts = {}
-    kept = _representatives(table, wanted)
-    if len(kept) < len(table) or any(leaf.place is not None for leaf in wanted):
-        found = _difference_among_few(prober, table, kept, wanted, state)
+    stands_for = _representatives(table, wanted)
+    if len({*stands_for.values()}) < len(table) or any(leaf.place is not None for leaf in wanted):
+        found = _difference_among_few(prober, table, stands_for, wanted, state)
     rest = [leaf for leaf in wanted if leaf.path not in found]
     if rest:
         in_order, rest = difference_in_order(prober, table, rest, shapes_of(state))
@@ -49,28 +49,30 @@ def difference(
     return found
 
 
-def _representatives(table: Sequence[Parameter], wanted: Sequence[Wanted]) -> list[int]:
-    """One parameter of each shape, dtype and kinds of leaves."""
+def _representatives(table: Sequence[Parameter], wanted: Sequence[Wanted]) -> dict[int, int]:
+    """By parameter, the one of the same shape, dtype and kinds of leaves that is looked at."""
     kinds: dict[int, list[Any]] = {index: [] for index in range(len(table))}
     is_complete = all(leaf.place is not None for leaf in wanted)
     for leaf in wanted:
         if leaf.parameter is not None and leaf.place is not None:
             kinds[leaf.parameter].append((leaf.around, leaf.shape))
     first: dict[Any, int] = {}
-    for index, parameter in enumerate(table):
-        if kinds[index] or not is_complete:
-            first.setdefault((kind_of(parameter), *kinds[index]), index)
-    return sorted(first.values())
+    return {
+        index: first.setdefault((kind_of(parameter), *kinds[index]), index)
+        for index, parameter in enumerate(table)
+        if kinds[index] or not is_complete
+    }
 
 
 def _difference_among_few(
     prober: Prober,
     table: Sequence[Parameter],
-    kept: list[int],
+    stands_for: Mapping[int, int],
     wanted: Sequence[Wanted],
     state: Any,
 ) -> _Verdicts:
     """The verdicts on those leaves that can be recognised where only some parameters are kept."""
+    kept = {index: number for number, index in enumerate(sorted({*stands_for.values()}))}
     try:
         small = prober.state(kept)
     except Exception:  # it is a user's function: anything can happen
@@ -79,28 +81,35 @@ def _difference_among_few(
     there = [
         leaf for leaf in wanted if shapes.get(leaf.path) == leaf.shape and lists.are_whole(leaf)
     ]
-    growths = Growths(prober, table, kept)
+    growths = Growths(prober, table, [*kept])
     verdicts = {leaf.path: judge(leaf, growths) for leaf in there}
     for leaf in there:
         # What moves without a parameter of its own follows something that is not known here.
         if leaf.place is None and verdicts[leaf.path] != (Verdict(),) * len(leaf.shape):
             del verdicts[leaf.path]
     there = [leaf for leaf in there if leaf.path in verdicts]
-    for path in _confirm(prober, table, kept, there, verdicts):
-        del verdicts[path]  # its place misleads, here or in the whole state
-    # What the kept parameters say holds for all others of their kind.
-    spoken = {
-        (leaf.around, leaf.shape, kind_of(table[leaf.parameter])): verdicts[leaf.path]
+    # What the kept parameters say holds for the others of their kind.
+    said = {
+        (leaf.around, leaf.shape, kind_of(table[leaf.parameter])): leaf.path
         for leaf in there
-        if leaf.parameter is not None and leaf.place is not None and leaf.path in verdicts
+        if leaf.parameter is not None and leaf.place is not None
     }
-    asked = {*kept}
+    speakers: dict[KeyPath, KeyPath] = {}
     for leaf in wanted:
-        if leaf.parameter is None or leaf.place is None or leaf.parameter in asked:
+        if leaf.parameter is None or leaf.place is None or leaf.parameter in kept:
             continue
         key = leaf.around, leaf.shape, kind_of(table[leaf.parameter])
-        if key in spoken:
-            verdicts[leaf.path] = spoken[key]
+        if key in said:
+            speakers[leaf.path] = said[key]
+            verdicts[leaf.path] = verdicts[said[key]]
+    numbers = {index: kept[other] for index, other in stands_for.items()}
+    looked_at = [leaf for leaf in wanted if leaf.path in verdicts]
+    misled = _confirm(prober, table, numbers, looked_at, verdicts)
+    for leaf in looked_at:
+        speaker = speakers.get(leaf.path, leaf.path)
+        # Its place misleads; or its parameter is not treated like the one that speaks for it.
+        if misled.get(speaker) is not None or (leaf.path in misled and speaker not in misled):
+            del verdicts[leaf.path]
     return verdicts
 
 
@@ -139,8 +148,13 @@ def _difference_among_all(
     growths = Growths(prober, table, kept)
     verdicts = {leaf.path: judge(leaf, growths) for leaf in wanted}
     verdicts = _identify(prober, table, baseline, wanted, verdicts)
-    for path, source in _confirm(prober, table, kept, wanted, verdicts).items():
-        verdicts[path] = _with_parameter(verdicts[path], source)
+    for leaf in wanted:
+        if leaf.parameter is not None:  # it may have been found by the order of the state
+            verdicts[leaf.path] = _with_parameter(verdicts[leaf.path], leaf.parameter)
+    numbers = {index: index for index in kept}
+    for path, source in _confirm(prober, table, numbers, wanted, verdicts).items():
+        if source is not None:
+            verdicts[path] = _with_parameter(verdicts[path], source)
     return verdicts
 
 
@@ -202,32 +216,39 @@ def _fits(parameter: Parameter, leaf: Wanted, verdicts: Sequence[Verdict]) -> bo
 def _confirm(
     prober: Prober,
     table: Sequence[Parameter],
-    kept: Sequence[int],
+    numbers: Mapping[int, int],
     wanted: Sequence[Wanted],
     verdicts: _Verdicts,
-) -> dict[KeyPath, int]:
+) -> dict[KeyPath, int | None]:
     """Changes every dimension by another amount: whether a leaf follows the parameter in its place.
 
+    Args:
+      prober: evaluates `init`.
+      table: the parameters.
+      numbers: tells them apart; those that stand for one another have the same.
+      wanted: the leaves to look at.
+      verdicts: on these.
+
     Returns:
-      For a leaf that does not, but grows exactly as another parameter, and only that: which.
+      The leaves that do not; for one that grows exactly as another parameter, and only that: which.
     """
     placed = [leaf for leaf in wanted if leaf.parameter is not None]
     followers = [leaf for leaf in placed if any(v.dim is not None for v in verdicts[leaf.path])]
-    if not followers or len(kept) < 2:
+    if not followers or len(numbers) < 2:
         return {}
-    rank = max(len(table[index].shape) for index in kept)
-    numbers = {index: number for number, index in enumerate(kept)}
+    rank = max(len(parameter.shape) for parameter in table)
 
     def change(index: int, shape: Shape) -> Shape:
-        first = numbers[index] * rank
+        first = numbers.get(index, 0) * rank
         return tuple(size + 1 + (first + dim) % _AMOUNTS for dim, size in enumerate(shape))
 
     try:
-        grown = prober.shapes(kept, change)
+        grown = prober.shapes(range(len(table)), change)
     except Exception:  # it is a user's function: anything can happen
         return {}
-    changed = {index: change(index, table[index].shape) for index in kept}
-    found = {}
+    changed = {index: change(index, table[index].shape) for index in numbers}
+    others = {number: index for index, number in reversed([*numbers.items()])}.values()
+    found: dict[KeyPath, int | None] = {}
     for leaf in followers:
         dims = [verdict.dim for verdict in verdicts[leaf.path]]
 
@@ -245,9 +266,8 @@ def _confirm(
 
         if explains(_index(leaf)):
             continue
-        others = [index for index in kept if explains(index)]
-        if len(others) == 1:
-            found[leaf.path] = others[0]
+        able = [index for index in others if explains(index)]
+        found[leaf.path] = able[0] if len(able) == 1 else None
     return found
 
 

@@ -21,7 +21,8 @@ class Expected:
     `inputs` and `outputs` are trees like the step's arguments and its result, or prefixes of them:
     in the place of a tree a `Layout`, a tree of shardings or of arrays, abstract or not, one
     sharding for all leaves below it, or `None` where anything goes. Layouts and arrays ask for
-    dtypes too. Arguments and results at the end may be left out.
+    dtypes too. Arguments and results at the end may be left out. Static arguments are none of the
+    compiled step and are not counted.
 
     Attributes:
       inputs: of the positional arguments, e.g. `(params_layout, state_layout)`.

@@ -38,14 +38,14 @@ def gradient_all_reduces(
             ways = _ways(reduce, leaf, mesh)
             whole = leaf.shard_size * ways
             bytes_summed = reduce.size * itemsize(leaf.dtype)
-            if ways > 1 and whole in (reduce.size, reduce.size * reduce.row.count):
+            if ways > 1 and whole in (reduce.size * count for count in reduce.counts):
                 yield Finding(
                     "gradient all-reduce",
                     of_small if reduce.is_vector or bytes_summed < SMALL else severity,
                     leaf.path,
                     f"{reduce} sums a gradient on every device, of which {leaf.path} takes "
                     f"1/{ways}: a reduce-scatter would send half the bytes, now "
-                    f"{reduce.row.total_bytes:,} a device and step",
+                    f"{reduce.row.bytes * reduce.count:,} a device and step",
                 )
                 break
 

@@ -48,8 +48,8 @@ class Flow:
     Attributes:
       outputs: each array of the result.
       moved: each array that a collective moves, before it does; by instruction and place.
-      step_loops: names of the `while` instructions that carry some of the inputs to be followed
-        through whole steps: each iteration makes all of them new.
+      step_loops: names of the `while` instructions that carry inputs through whole training steps:
+        each iteration makes parameters and state new.
     """
 
     outputs: tuple[Deps, ...]
@@ -58,7 +58,10 @@ class Flow:
 
 
 def trace(
-    module: Module, inputs: Sequence[Deps], tags: Mapping[Part, int], stepped: int = 0
+    module: Module,
+    inputs: Sequence[Deps],
+    tags: Mapping[Part, int],
+    stepped: tuple[int, ...] = (),
 ) -> Flow:
     """Follows the inputs through a program.
 
@@ -69,7 +72,8 @@ def trace(
       module: the program.
       inputs: what each parameter of its entry stands for.
       tags: a bit for each array that a collective moves, which its result gets besides.
-      stepped: bits of the inputs that a training step makes new: the state.
+      stepped: bits of the inputs that a training step makes new, some of each: the parameters
+        and the state. A loop over layers may make one of them new, masked, in each iteration.
 
     Returns:
       What the results depend on, and what the collectives move.
@@ -99,7 +103,7 @@ def trace(
 class _Tracer:
     """Runs computations on `Value`s; keeps what collectives move."""
 
-    def __init__(self, module: Module, tags: Mapping[Part, int], stepped: int) -> None:
+    def __init__(self, module: Module, tags: Mapping[Part, int], stepped: tuple[int, ...]) -> None:
         self.module = module
         self.tags = tags
         self.stepped = stepped
@@ -160,14 +164,14 @@ class _Tracer:
             carry = settled
 
     def carries_steps(self, body: str, start: Value) -> bool:
-        """Whether a loop makes some of the `stepped` inputs new in each iteration."""
+        """Whether a loop makes some of all `stepped` inputs new in each iteration."""
         if not self.stepped or not isinstance(start, tuple):
             return False
-        return any(
-            _is_input(value) and bool(_merge(value).any & self.stepped)
-            for n in rewritten_places(self.module, body)
-            for value in start[n : n + 1]
-        )
+        carried = 0
+        for n in rewritten_places(self.module, body):
+            for value in filter(_is_input, start[n : n + 1]):
+                carried |= _merge(value).any
+        return all(carried & bits for bits in self.stepped)
 
     def collective(self, instruction: Instruction, operands: list[Value]) -> Value:
         if instruction.opcode == "all-to-all" and len(operands) > 1:

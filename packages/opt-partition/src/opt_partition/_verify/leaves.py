@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +15,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from opt_partition._mesh.specs import itemsize, mesh_axes_of, shard_shape
 from opt_partition._trees import flatten_with_paths, path_str
 from opt_partition._verify.expected import Asked, Expected, broadcast, keywords
+from opt_partition._verify.hlo import Module
+from opt_partition._verify.hlo_flow import Deps, trace
 from opt_partition._verify.report import Role, Side
-from opt_partition._verify.roles import Keys, find_arguments, find_results, role_of
+from opt_partition._verify.roles import Keys, find_arguments, find_results, key_names, role_of
 from opt_partition.errors import AxesError
 
 
@@ -134,16 +138,29 @@ def input_leaves(compiled: jax.stages.Compiled, expected: Expected) -> list[Leaf
 
 
 def output_leaves(
-    compiled: jax.stages.Compiled, expected: Expected, inputs: Sequence[Leaf]
+    compiled: jax.stages.Compiled, expected: Expected, inputs: Sequence[Leaf], module: Module
 ) -> list[Leaf]:
-    """The flat results, in JAX's order; those like the parameters and the state are named so."""
+    """The flat results, in JAX's order; those like the parameters and the state are named so.
+
+    Of several that are like the parameters, gradients and updates, say, the new ones are those that
+    are made of most: of parameters, element by element, of state and of the batch.
+    """
     out = compiled.out_info
     asked = broadcast(expected.outputs, out, "outputs")
     found = _leaves_like(compiled.out_tree, compiled.output_shardings)
     roles: tuple[Role, ...] = ("params", "state")
+    made_of = functools.cache(lambda: _made_of(inputs, module))
+
+    def rank(role: Role, place: Keys) -> tuple[int, bool]:
+        paths = [key_names(path) for path, _ in flatten_with_paths(out)]
+        deps = [d for d, path in zip(made_of(), paths, strict=False) if path[: len(place)] == place]
+        bits = functools.reduce(operator.or_, (d.any for d in deps), 0)
+        return bits.bit_count(), any(d.direct & _BITS[role] for d in deps)
+
     places = find_results(
         out,
         {role: {leaf.name: leaf.shape for leaf in inputs if leaf.role == role} for role in roles},
+        rank,
     )
     return [
         Leaf(
@@ -157,6 +174,17 @@ def output_leaves(
         )
         for (path, info), ask, find in zip(flatten_with_paths(out), asked, found, strict=True)
     ]
+
+
+def _made_of(inputs: Sequence[Leaf], module: Module) -> Sequence[Deps]:
+    """What each result is made of, by roles; nothing where the program's parameters are unknown."""
+    used = [leaf for leaf in inputs if leaf.found is not None]
+    if len(used) != len(module.computations[module.entry].parameters):
+        return []
+    return trace(module, [Deps(_BITS[leaf.role], _BITS[leaf.role]) for leaf in used], {}).outputs
+
+
+_BITS: Mapping[Role, int] = {"params": 1, "state": 2, "other": 4}
 
 
 def mesh_shape(leaves: Sequence[Leaf]) -> Mapping[str, int]:

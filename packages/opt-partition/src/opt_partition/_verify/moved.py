@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -62,6 +64,15 @@ class Moved:
     reaches: tuple[Leaf, ...] = ()
 
     @property
+    def counts(self) -> frozenset[int]:
+        """How often it runs in none, one, ... and all of the loops around it, innermost first.
+
+        The layers of a stack are an inner loop; microbatches and whole steps are outer ones.
+        """
+        trips = [times for _, times in reversed(self.site.loops)]
+        return frozenset(itertools.accumulate(trips, operator.mul, initial=1))
+
+    @property
     def elements(self) -> int:
         """Number of elements that a device gets in a training step."""
         return self.size * self.count
@@ -104,7 +115,8 @@ def moved_arrays(
     parts = [(site.instruction.name, n) for site, n, _ in places]
     seeds = [Deps.of(numbers.get(id(leaf), _ROLE_BITS[leaf.role])) for leaf in used]
     all_state = (1 << first_tag) - (1 << _FIRST_LEAF)
-    flow = trace(module, seeds, {part: n for n, part in enumerate(parts, first_tag)}, all_state)
+    tags = {part: n for n, part in enumerate(parts, first_tag)}
+    flow = trace(module, seeds, tags, (1 << _ROLE_BITS["params"], all_state))
     reaches: defaultdict[int, list[Leaf]] = defaultdict(list)
     for leaf, deps in zip(outputs, flow.outputs, strict=True):
         for n in _bits(deps.direct >> first_tag):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from opt_partition._trees import children, flatten_with_paths, key_name, split_path
@@ -47,7 +47,11 @@ def find_arguments(arguments: Any, params: str, state: str) -> dict[Role, Keys]:
     return places
 
 
-def find_results(out: Any, like: Mapping[Role, Mapping[Keys, tuple[int, ...]]]) -> dict[Role, Keys]:
+def find_results(
+    out: Any,
+    like: Mapping[Role, Mapping[Keys, tuple[int, ...]]],
+    rank: Callable[[Role, Keys], Any],
+) -> dict[Role, Keys]:
     """Where in the result there are trees of the same paths and shapes as arguments.
 
     The state first: it often holds trees like the parameters, but not the other way round.
@@ -55,15 +59,21 @@ def find_results(out: Any, like: Mapping[Role, Mapping[Keys, tuple[int, ...]]]) 
     Args:
       out: the step's result.
       like: the shapes of the parameters and of the state, by path.
+      rank: of several such trees, as gradients are returned beside parameters, the first of the
+        highest rank is taken.
     """
     places: dict[Role, Keys] = {}
     roles: tuple[Role, ...] = ("state", "params")
     for role in roles:
-        for place, tree in _subtrees(out, ()):
-            inside = any(place[: len(other)] == other for other in places.values())
-            if like[role] and not inside and _names_and_shapes(tree) == like[role]:
-                places[role] = place
-                break
+        found = [
+            place
+            for place, tree in _subtrees(out, ())
+            if like[role]
+            and not any(place[: len(other)] == other for other in places.values())
+            and _names_and_shapes(tree) == like[role]
+        ]
+        if found:
+            places[role] = max(found, key=lambda p: rank(role, p)) if found[1:] else found[0]
     return places
 
 
@@ -78,6 +88,10 @@ def role_of(path: Sequence[Any], places: Places) -> tuple[Role, Keys]:
 
 def _keys(arguments: Any, path: str, field: str) -> Keys:
     """The keys of a path that there is."""
+    if not isinstance(path, str):
+        raise TypeError(
+            f"`{field}` must be a path in the step's arguments, as '0' or '0/params'; got {path!r}"
+        )
     keys = split_path(path)
     tree = arguments
     for depth, key in enumerate(keys):

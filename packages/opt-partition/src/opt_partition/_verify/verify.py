@@ -50,9 +50,9 @@ def verify(
        What FSDP moves of parameters and tensor parallelism of activations depends on no state and
        is not judged here. Leaves smaller than their parameter, as the rows and columns of a
        factored second moment, may move up to the parameter's size; that is noted. Of a `lax.cond`,
-       the branch that moves most counts. Where a loop makes state anew in each iteration, each is
-       a step. A state leaf belongs to the parameter whose path is part of its own; one that
-       belongs to none, as `optax.flatten` keeps, is judged only where it moves by itself.
+       the branch that moves most counts. Where a loop makes parameters and state anew, each
+       iteration is a step. A state leaf belongs to the parameter whose path is part of its own;
+       one that belongs to none, as `optax.flatten` keeps, is judged only where it moves by itself.
        `Report.unjudged` lists what moves and could not be judged, and why: made of such state,
        by products or reductions, or in a loop whose length is not known.
     4. *Gradients are all-reduced* of which each device then uses its part: the sum, taken over mesh
@@ -116,9 +116,9 @@ def verify(
             f"{type(expected).__name__}"
         )
     inputs = leaves_.input_leaves(compiled, expected)
-    outputs = leaves_.output_leaves(compiled, expected, inputs)
-    leaves = [*inputs, *outputs]
     module = parse(compiled.as_text() or "")
+    outputs = leaves_.output_leaves(compiled, expected, inputs, module)
+    leaves = [*inputs, *outputs]
     platform = leaves_.platform(leaves)
     reports = leaf_findings.leaf_reports(leaves, module)
     findings = [
