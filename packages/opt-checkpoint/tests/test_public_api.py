@@ -9,6 +9,7 @@ from typing import Any
 import opt_checkpoint
 import pytest
 from opt_checkpoint import errors
+from opt_core.errors import OptimizerError
 
 pytestmark = pytest.mark.contract
 
@@ -39,7 +40,7 @@ def test_errors_are_those_of_opt_core() -> None:
     assert defined - {"OptimizerError"} == set(errors.__all__)
     for name in errors.__all__:
         assert issubclass(getattr(errors, name), errors.CheckpointError)
-    assert issubclass(errors.CheckpointError, errors.OptimizerError)
+    assert issubclass(errors.CheckpointError, OptimizerError)
 
 
 def documented() -> Iterator[tuple[str, Any]]:
