@@ -51,10 +51,10 @@ from lm.report import report
 from lm.run_folder import RunFolder, numbers
 from opt_accumulate import accumulate_gradients
 from opt_adafactor import Adafactor
+from opt_checkpoint import Checkpointer, Plan, SavedStep, plan_restore
+from opt_checkpoint.errors import CheckpointError, PlanError
 from opt_core import MultiOptimizer, Optimizer, describe, group_metrics
 from opt_optax_bridge import resolve_hyper_params
-from opt_optax_bridge.checkpoint import Checkpointer, Plan, SavedStep, plan_restore
-from opt_optax_bridge.checkpoint.errors import CheckpointError, PlanError
 
 KEPT = 3  # checkpoints: the latest ones
 

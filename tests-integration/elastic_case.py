@@ -12,8 +12,8 @@ import numpy as np
 import opt_optax_bridge as opt
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from opt_checkpoint import named_state
 from opt_core import Optimizer, OptimizerState
-from opt_optax_bridge.checkpoint import named_state
 from opt_partition import memory_plan
 
 ROWS, WIDTH, HIDDEN = 16, 16, 32

@@ -20,7 +20,7 @@ from typing import Any
 import elastic_case
 import jax
 from elastic_case import abstract, compile_step, create, make_mesh
-from opt_optax_bridge.checkpoint import Checkpointer, plan_restore
+from opt_checkpoint import Checkpointer, plan_restore
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 FILE_EVENTS = frozenset(

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from opt_optax_bridge.checkpoint import LeafInfo, NamedState, Schema, leaf_path
-from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
-from opt_optax_bridge.checkpoint._disk.saved_step import open_step
-from opt_optax_bridge.checkpoint.errors import (
+from opt_checkpoint import LeafInfo, NamedState, Schema, leaf_path
+from opt_checkpoint._disk.checkpointer import Checkpointer
+from opt_checkpoint._disk.saved_step import open_step
+from opt_checkpoint.errors import (
     CheckpointError,
     MissingError,
     SaveError,
@@ -178,7 +178,7 @@ def test_d5_no_place_to_write(tmp_path: Path) -> None:
 
 def test_d7_error_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in the background is raised by the next call, or by `close`, once."""
-    from opt_optax_bridge.checkpoint._disk.saving import Saving
+    from opt_checkpoint._disk.saving import Saving
 
     encode = Saving.encode
 

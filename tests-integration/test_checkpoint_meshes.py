@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from opt_optax_bridge.checkpoint import LeafInfo, NamedState, Schema, leaf_path
-from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
-from opt_optax_bridge.checkpoint._disk.digest import _sums_of_shards, digest, to_hex
-from opt_optax_bridge.checkpoint.errors import DamagedError
+from opt_checkpoint import LeafInfo, NamedState, Schema, leaf_path
+from opt_checkpoint._disk.checkpointer import Checkpointer
+from opt_checkpoint._disk.digest import _sums_of_shards, digest, to_hex
+from opt_checkpoint.errors import DamagedError
 
 P = PartitionSpec
 VALUES = {
@@ -110,7 +110,7 @@ def test_digests_do_not_depend_on_the_sharding(array: jax.Array) -> None:
 
 
 def test_digests_are_right_though_the_array_is_donated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opt_optax_bridge.checkpoint._disk.digest.paced", lambda arrays: arrays)
+    monkeypatch.setattr("opt_checkpoint._disk.digest.paced", lambda arrays: arrays)
     give = jax.jit(lambda w: w + 1, donate_argnums=0)
     for spec in (P(), P("data", "model")):
         w = jax.device_put(VALUES["params/w"], NamedSharding(mesh((4, 2)), spec))

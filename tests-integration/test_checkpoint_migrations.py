@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import opt_accumulate
 import opt_adafactor
+import opt_checkpoint
 import opt_optax_bridge as opt
 import pytest
+from opt_checkpoint import Rename, Stack, Unstack, errors, named_state, plan_restore
 from opt_core import FROZEN, MultiOptimizer, Optimizer, OptimizerDef
 from opt_optax_bridge import OptaxWrapper
-from opt_optax_bridge import checkpoint as ckpt
-from opt_optax_bridge.checkpoint import Rename, Stack, Unstack, errors, named_state, plan_restore
 
 optax: Any = importlib.import_module("optax")  # much of it is no explicit export
 Params = dict[str, Any]
@@ -175,7 +175,7 @@ def through(request: pytest.FixtureRequest, tmp_path: Path) -> Through:
         return named_state
 
     def on_disk(optimizer: Optimizer) -> Any:
-        with ckpt.Checkpointer(tmp_path) as checkpointer:
+        with opt_checkpoint.Checkpointer(tmp_path) as checkpointer:
             checkpointer.save(3, named_state(optimizer))
             checkpointer.wait()
             return checkpointer.at(3)
@@ -620,9 +620,9 @@ def test_adafactor_moves_between_optax_and_ours(momentum: float | None) -> None:
     tx = optax.adafactor(0.05, min_dim_size_to_factor=8, momentum=momentum)
     ours = opt_adafactor.Adafactor(0.05, min_dim_size_to_factor=8, beta1=momentum)
     to_ours, to_optax = (
-        (ckpt.ADAFACTOR_MOMENTUM_FROM_OPTAX, ckpt.OPTAX_MOMENTUM_FROM_ADAFACTOR)
+        (opt_checkpoint.ADAFACTOR_MOMENTUM_FROM_OPTAX, opt_checkpoint.OPTAX_MOMENTUM_FROM_ADAFACTOR)
         if momentum
-        else (ckpt.ADAFACTOR_FROM_OPTAX, ckpt.OPTAX_FROM_ADAFACTOR)
+        else (opt_checkpoint.ADAFACTOR_FROM_OPTAX, opt_checkpoint.OPTAX_FROM_ADAFACTOR)
     )
     params = factored_params()
     old = trained(wrapped(tx), params)
@@ -655,7 +655,7 @@ def test_adafactor_in_a_group_becomes_ours() -> None:
         named_state(old),
         groups(*[(*row, ours) for row in table], rest=ADAM).create(params),
         {"optimizer"},
-        rules=ckpt.ADAFACTOR_FROM_OPTAX,
+        rules=opt_checkpoint.ADAFACTOR_FROM_OPTAX,
     )
     states, new = split_states(old), split_states(restored)
     assert_same(new["rest"], states["rest"])

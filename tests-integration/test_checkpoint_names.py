@@ -12,9 +12,7 @@ import opt_adafactor
 import opt_optax_bridge as opt
 import pytest
 from jax.sharding import PartitionSpec
-from opt_core import FROZEN, MultiOptimizer, Optimizer
-from opt_optax_bridge import OptaxWrapper
-from opt_optax_bridge.checkpoint import (
+from opt_checkpoint import (
     Schema,
     errors,
     named_state,
@@ -22,6 +20,8 @@ from opt_optax_bridge.checkpoint import (
     restore_named,
     wrap_optax_state,
 )
+from opt_core import FROZEN, MultiOptimizer, Optimizer
+from opt_optax_bridge import OptaxWrapper
 from optax_table import TABLE
 
 PARAMS: dict[str, Any] = {

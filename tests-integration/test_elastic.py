@@ -27,7 +27,7 @@ from elastic_case import (
     difference,
     make_mesh,
 )
-from opt_optax_bridge.checkpoint import Checkpointer, plan_restore
+from opt_checkpoint import Checkpointer, plan_restore
 
 SAVED_AT, STEPS = 10, 30
 HERE = Path(__file__).parent
@@ -39,7 +39,7 @@ sys.path.insert(0, sys.argv[1])
 import jax, numpy as np
 jax.config.update("jax_num_cpu_devices", 8)
 from elastic_case import *
-from opt_optax_bridge.checkpoint import Checkpointer, plan_restore
+from opt_checkpoint import Checkpointer, plan_restore
 mesh = make_mesh(4, 2)
 target = abstract(adamw(), mesh, zero=True)
 saved = Checkpointer(sys.argv[2], read_only=True).latest_valid()

@@ -30,7 +30,7 @@ from elastic_case import (
     momentum,
 )
 from kills import Worker, Workers, free_port, last_steps, pause, read_events, wait_for
-from opt_optax_bridge.checkpoint import Checkpointer
+from opt_checkpoint import Checkpointer
 
 pytestmark = pytest.mark.faults
 

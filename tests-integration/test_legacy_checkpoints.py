@@ -20,11 +20,11 @@ import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
 from opt_adafactor import HEURISTIC_RULE, Adafactor, FactorDim, HParamMap
+from opt_checkpoint import flax_optim_equivalent, read_legacy, restore_legacy
+from opt_checkpoint.errors import EquivalenceError, LoadError
 from opt_core import MultiOptimizer, Optimizer, OptimizerDef, to_state_dict
 from opt_core.errors import RestoreError
 from opt_optax_bridge import OptaxWrapper
-from opt_optax_bridge.checkpoint import flax_optim_equivalent, read_legacy, restore_legacy
-from opt_optax_bridge.checkpoint.errors import EquivalenceError, LoadError
 
 ADAFACTOR = Path(__file__).parents[1] / "packages/opt-adafactor/tests"
 

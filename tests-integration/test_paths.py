@@ -16,8 +16,8 @@ import optax
 import pytest
 from hypothesis import given
 from opt_adafactor import Adafactor
+from opt_checkpoint._naming.schema import leaf_name
 from opt_optax_bridge import OptaxWrapper
-from opt_optax_bridge.checkpoint._naming.schema import leaf_name
 from opt_partition import explain
 
 FUNCTIONS: dict[str, Callable[[Any], str]] = {

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from opt_optax_bridge.checkpoint import Checkpointer
+from opt_checkpoint import Checkpointer
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PROGRAM = EXAMPLES / "train_lm.py"
@@ -460,7 +460,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import jax, jax.numpy as jnp, numpy as np
 import train_lm
-from opt_optax_bridge.checkpoint import named_state
+from opt_checkpoint import named_state
 from lm.config import Config
 from lm.job import make_job
 from lm.placement import check_step, describe_report
@@ -677,7 +677,7 @@ sys.path.insert(0, sys.argv[1])
 import jax, jax.numpy as jnp, numpy as np, optax
 import train_lm
 from lm.data import Batches
-from opt_optax_bridge.checkpoint import Checkpointer
+from opt_checkpoint import Checkpointer
 
 loss_of, next_of, save = train_lm.next_byte_loss, Batches.__next__, Checkpointer.save
 

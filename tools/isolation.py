@@ -32,7 +32,7 @@ _UNWANTED = {
 }
 # The root's pytest options that hold anywhere.
 _PYTEST_OPTIONS = ("addopts", "doctest_optionflags", "filterwarnings", "markers", "xfail_strict")
-_REPORTED = ("jax", "jaxlib", "flax", "optax", "chex")
+_REPORTED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex")
 
 # Runs in the environment; prints one JSON object.
 _PROBE = """

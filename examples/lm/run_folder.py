@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from opt_optax_bridge.checkpoint import Checkpointer, SavedStep
-from opt_optax_bridge.checkpoint.errors import MissingError
+from opt_checkpoint import Checkpointer, SavedStep
+from opt_checkpoint.errors import MissingError
 
 from lm.config import UsageError
 from lm.processes import is_first, say

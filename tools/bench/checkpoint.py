@@ -26,9 +26,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from opt_optax_bridge.checkpoint import LeafInfo, NamedState, Schema
-from opt_optax_bridge.checkpoint._disk.checkpointer import Checkpointer
-from opt_optax_bridge.checkpoint._disk.digest import digest, to_hex
+from opt_checkpoint import LeafInfo, NamedState, Schema
+from opt_checkpoint._disk.checkpointer import Checkpointer
+from opt_checkpoint._disk.digest import digest, to_hex
 
 SHAPE = (2048, 2048)
 MEGABYTES = 16

@@ -1,18 +1,15 @@
 import importlib.metadata
 import inspect
-import subprocess
-import sys
 from importlib.resources import files
 from typing import Any
 
 import opt_optax_bridge
 import pytest
-from opt_optax_bridge import OptaxWrapper, checkpoint, optimizer_names, t5x
+from opt_optax_bridge import OptaxWrapper, optimizer_names, t5x
 
 pytestmark = pytest.mark.contract
 
-WITH_TWINS = [opt_optax_bridge, t5x]
-MODULES = [*WITH_TWINS, checkpoint, checkpoint.errors]
+MODULES = [opt_optax_bridge, t5x]
 
 
 def test_all_is_there() -> None:
@@ -22,7 +19,7 @@ def test_all_is_there() -> None:
 
 
 def test_all_is_what_is_public() -> None:
-    helpers = {"Any", "Callable", "checkpoint", "t5x"}
+    helpers = {"Any", "Callable", "t5x"}
     public = {name for name in vars(opt_optax_bridge) if not name.startswith("_")} - helpers
     assert public == set(opt_optax_bridge.__all__)
 
@@ -47,21 +44,11 @@ def test_every_public_name_is_documented(value: Any) -> None:
     assert value.__doc__, "inherited words do not count"
 
 
-@pytest.mark.parametrize("module", WITH_TWINS, ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_dir_lists_the_twins(module: Any) -> None:
     listed = dir(module)
     assert listed == sorted(set(listed))
     assert set(optimizer_names()) | set(module.__all__) <= set(listed)
-
-
-def test_orbax_is_imported_where_it_is_needed() -> None:
-    code = (
-        "import sys, opt_optax_bridge.checkpoint as c\n"
-        "assert 'orbax.checkpoint' not in sys.modules\n"
-        "c.Checkpointer\n"
-        "assert 'orbax.checkpoint' in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_types_are_shipped() -> None:

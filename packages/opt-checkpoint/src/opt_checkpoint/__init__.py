@@ -1,0 +1,90 @@
+"""Checkpoints that survive a change of optimizer, of mesh, of library version, and a kill.
+
+What writes and reads steps stands on Orbax, which is imported when it is first asked for.
+"""
+
+import importlib
+from importlib.metadata import version as _version
+from typing import TYPE_CHECKING, Any
+
+from opt_checkpoint import errors
+from opt_checkpoint._legacy.flax_optim import flax_optim_equivalent
+from opt_checkpoint._legacy.read import read_legacy
+from opt_checkpoint._legacy.restore import restore_legacy
+from opt_checkpoint._naming.names import NamedState, named_state, restore_named
+from opt_checkpoint._naming.optax_states import wrap_optax_state
+from opt_checkpoint._naming.schema import (
+    LeafInfo,
+    Schema,
+    Source,
+    Transformation,
+    leaf_name,
+    leaf_path,
+)
+from opt_checkpoint._planning.adafactor_rules import (
+    ADAFACTOR_FROM_OPTAX,
+    ADAFACTOR_MOMENTUM_FROM_OPTAX,
+    OPTAX_FROM_ADAFACTOR,
+    OPTAX_MOMENTUM_FROM_ADAFACTOR,
+)
+from opt_checkpoint._planning.match import plan_restore
+from opt_checkpoint._planning.plan import Dropped, Plan, Row
+from opt_checkpoint._planning.rules import Rename, Rule, Stack, Unstack
+
+__version__ = _version("opt-checkpoint")
+
+if TYPE_CHECKING:
+    from opt_checkpoint._disk.checkpointer import Checkpointer
+    from opt_checkpoint._disk.saved_step import SavedStep, StepReport, open_step
+
+__all__ = [
+    "ADAFACTOR_FROM_OPTAX",
+    "ADAFACTOR_MOMENTUM_FROM_OPTAX",
+    "OPTAX_FROM_ADAFACTOR",
+    "OPTAX_MOMENTUM_FROM_ADAFACTOR",
+    "Checkpointer",
+    "Dropped",
+    "LeafInfo",
+    "NamedState",
+    "Plan",
+    "Rename",
+    "Row",
+    "Rule",
+    "SavedStep",
+    "Schema",
+    "Source",
+    "Stack",
+    "StepReport",
+    "Transformation",
+    "Unstack",
+    "errors",
+    "flax_optim_equivalent",
+    "leaf_name",
+    "leaf_path",
+    "named_state",
+    "open_step",
+    "plan_restore",
+    "read_legacy",
+    "restore_legacy",
+    "restore_named",
+    "wrap_optax_state",
+]
+
+_ON_ORBAX = {
+    "Checkpointer": "checkpointer",
+    "SavedStep": "saved_step",
+    "StepReport": "saved_step",
+    "open_step": "saved_step",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what stands on Orbax, which takes a second, when it is asked for."""
+    if name not in _ON_ORBAX:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}._disk.{_ON_ORBAX[name]}")
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,7 @@
+"""Runs the command line: `python -m opt_checkpoint --help`."""
+
+import sys
+
+from opt_checkpoint._cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,260 @@
+"""How a leaf is stored: as an array, as the data of a PRNG key, or in the manifest alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from opt_checkpoint._naming.schema import LeafInfo, Names
+from opt_checkpoint.errors import CheckpointError, LeafError, LoadError
+
+ARRAY, KEY, EMPTY, PYTHON = "array", "key", "empty", "python"
+_SCALARS = (bool, int, float, str)
+_MAX_BITS = 14_284  # of 4,300 digits
+_MAX_DIMS = 64  # NumPy's
+_INT64_MAX = 2**63 - 1
+_WALKED = 2**31  # On CPU, JAX walks through the other sizes of an empty array.
+# The data of a PRNG key in whole words, as of the largest of JAX's implementations.
+_KEY_DATA, _KEY_DTYPE = (4,), "uint32"
+
+# What TensorStore's zarr driver writes and reads back bit for bit.
+DTYPES = frozenset(
+    {
+        *("bool", "int2", "int4", "int8", "int16", "int32", "int64"),
+        *("uint8", "uint16", "uint32", "uint64", "bfloat16", "float16", "float32", "float64"),
+        *("complex64", "complex128", "float4_e2m1fn", "float8_e4m3b11fnuz", "float8_e4m3fn"),
+        *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """How one leaf is stored.
+
+    Attributes:
+      storage: `'array'`; `'key'`, the data of typed PRNG keys; `'empty'`, no elements, so no file;
+        `'python'`, a Python scalar, in the manifest.
+      key: the components of its key in the store.
+      digest: 16 hexadecimal digits over its bits; none where nothing is in the store.
+      impl: of a PRNG key.
+      scalar: of a Python scalar.
+    """
+
+    storage: str
+    key: Names = ()
+    digest: str | None = None
+    impl: str | None = None
+    scalar: Any = None
+
+
+def store_key(path: Names) -> Names:
+    """Returns the components of the key in the store: letters, digits, `_`, `-`, and `%` escapes.
+
+    Examples:
+      >>> store_key(('params', 'a.b', '../x', ''))
+      ('params', 'a%2Eb', '%2E%2E%2Fx', '%')
+    """
+    return tuple(
+        urllib.parse.quote(part, safe="", errors="surrogatepass")
+        .replace(".", "%2E")
+        .replace("~", "%7E")
+        or "%"
+        for part in path
+    )
+
+
+def encode(info: LeafInfo, leaf: Any) -> tuple[Record, Any]:
+    """Returns how a leaf is stored, without its digest, and the array to store, or `None`.
+
+    Args:
+      info: what the schema says that it is.
+      leaf: a JAX or NumPy array, a typed PRNG key or a Python scalar.
+
+    Raises:
+      LeafError: it cannot be saved, or is not what the schema says.
+    """
+    if info.dtype == "python":
+        if type(leaf) is int and not is_readable(leaf):
+            raise LeafError(f"`{info.name}`: an integer of so many digits is not read again")
+        return Record(PYTHON, scalar=leaf), None
+    if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
+        raise LeafError(f"`{info.name}`: expected an array, found `{leaf}`: it has no value")
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise LeafError(
+            f"`{info.name}`: the array has been donated or deleted: save it before the step that "
+            "donates it"
+        )
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise LeafError(
+            f"`{info.name}`: a masked array cannot be saved: its mask would be lost. Save `.data` "
+            "and `.mask`, or `.filled()`"
+        )
+    if info.is_key:
+        return _encode_key(info, leaf)
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        leaf = np.asarray(leaf, dtype=info.dtype if info.dtype in DTYPES else None)
+    dtype = "float0" if leaf.dtype == jax.dtypes.float0 else str(leaf.dtype)
+    if dtype not in DTYPES:
+        raise LeafError(
+            f"`{info.name}`: {dtype} cannot be saved. Convert it, or keep it out of the state. "
+            f"These can: {', '.join(sorted(DTYPES))}, and typed PRNG keys"
+        )
+    if (tuple(leaf.shape), dtype) != (info.shape, info.dtype):
+        raise LeafError(
+            f"`{info.name}`: expected {info.dtype}{list(info.shape)} as the schema says, found "
+            f"{dtype}{list(leaf.shape)}"
+        )
+    _check_shape(info, LeafError)
+    if math.prod(info.shape) == 0:
+        return Record(EMPTY), None
+    return Record(ARRAY, store_key(info.path)), leaf
+
+
+def _encode_key(info: LeafInfo, leaf: Any) -> tuple[Record, Any]:
+    impl = jax.random.key_impl(leaf)
+    if not isinstance(impl, str):
+        raise LeafError(
+            f"`{info.name}`: a PRNG key of an implementation without a name cannot be saved; "
+            "register it, or keep `jax.random.key_data` of it"
+        )
+    _check_shape(info, LeafError)
+    if math.prod(info.shape) == 0:
+        return Record(EMPTY, impl=impl), None
+    return Record(KEY, store_key(info.path), impl=impl), jax.random.key_data(leaf)
+
+
+def stored_shape(info: LeafInfo, record: Record) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of what is in the store."""
+    if record.storage == KEY:
+        data = jax.eval_shape(lambda: jax.random.key_data(_key(record.impl)))
+        return jax.ShapeDtypeStruct((*info.shape, *data.shape), data.dtype)
+    return jax.ShapeDtypeStruct(info.shape, jnp.dtype(info.dtype))
+
+
+def decode(info: LeafInfo, record: Record, stored: Any, sharding: Sharding | None) -> Any:
+    """Returns the leaf; the inverse of `encode`."""
+    if record.storage == PYTHON:
+        return record.scalar
+    if record.storage == EMPTY:
+        if record.impl is not None:
+            return jax.random.split(_key(record.impl), info.shape)
+        empty = np.zeros(info.shape, jnp.dtype(info.dtype))
+        if jax.dtypes.canonicalize_dtype(empty.dtype) != empty.dtype:
+            return empty
+        return jax.device_put(empty, sharding) if sharding is not None else jnp.asarray(empty)
+    if record.storage == KEY:
+        return jax.random.wrap_key_data(stored, impl=record.impl)
+    return stored
+
+
+def _key(impl: str | None) -> jax.Array:
+    try:
+        return jax.random.key(0, impl=impl)
+    except ValueError as error:
+        raise LoadError(f"no PRNG keys of `{impl!s:.40}` here: {error!s:.200}") from None
+
+
+def check(info: LeafInfo, record: Record) -> None:
+    """Raises a `LoadError` unless a record that was read can be that of the leaf."""
+    where = f"`{info.name:.200}`"
+    if record.storage not in (ARRAY, KEY, EMPTY, PYTHON):
+        raise LoadError(f"{where}: `{record.storage:.40}` is no way to store a leaf")
+    if (record.storage == PYTHON) != (info.dtype == PYTHON) or info.is_key != bool(record.impl):
+        raise LoadError(f"{where}: {info.dtype:.40} is not stored as {record.storage}")
+    if not (info.is_key or info.dtype in DTYPES or info.dtype == PYTHON):
+        raise LoadError(f"{where}: `{info.dtype:.40}` is no dtype of a checkpoint")
+    _check_shape(info, LoadError)
+    if record.storage == PYTHON and not is_scalar(record.scalar):
+        raise LoadError(f"{where}: expected a scalar, found {type(record.scalar).__name__}")
+    in_store = record.storage in (ARRAY, KEY)
+    if in_store != (record.digest is not None) or in_store != bool(record.key):
+        raise LoadError(f"{where}: stored as {record.storage}: expected key and digest to fit")
+    if (record.storage == EMPTY) != (info.dtype != PYTHON and math.prod(info.shape) == 0):
+        raise LoadError(f"{where}: {list(info.shape)} is not stored as {record.storage}")
+
+
+def _check_shape(info: LeafInfo, error: type[CheckpointError]) -> None:
+    """Raises an `error` unless NumPy can have an array of the shape and dtype.
+
+    NumPy counts bytes as if no size were 0, so an empty array has limits too.
+    """
+    sizes, dtype = info.shape, info.dtype
+    if info.dtype == PYTHON:
+        if sizes:
+            raise error(f"`{info.name:.200}`: a Python scalar has no sizes, found {len(sizes)}")
+        return
+    if info.is_key:
+        sizes, dtype = (*sizes, *_KEY_DATA), _KEY_DTYPE
+    if len(sizes) > _MAX_DIMS:
+        most = _MAX_DIMS - len(sizes) + len(info.shape)
+        raise error(
+            f"`{info.name:.200}`: expected at most {most} dimensions, found {len(info.shape)}"
+        )
+    nbytes = jnp.dtype(dtype).itemsize
+    is_walked = 0 in info.shape and sum(size > 0 for size in info.shape) > 1
+    most = _WALKED if is_walked else _INT64_MAX
+    for size in sizes:  # one at a time: the product of many large ones is slow
+        nbytes *= max(size, 1)
+        if nbytes > most:
+            raise error(
+                f"`{info.name:.200}`: {info.dtype:.40}{list(info.shape)!s:.80} is larger than any "
+                f"memory: at most {most:,} bytes, not counting sizes of 0"
+            )
+
+
+def is_scalar(leaf: Any) -> bool:
+    """Whether it is a Python scalar, which the manifest keeps."""
+    return type(leaf) in _SCALARS
+
+
+def is_readable(number: int) -> bool:
+    """Whether an integer has few enough digits for Python to read them by default."""
+    return number.bit_length() <= _MAX_BITS
+
+
+def nest(flat: Mapping[Names, Any]) -> dict[str, Any]:
+    """Returns a nested dictionary of values by the components of their keys.
+
+    Raises:
+      LeafError: one key is the beginning of another.
+    """
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        inner: Any = tree
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict) or path[-1] in inner:
+            raise LeafError(
+                f"`{'/'.join(path)}`: another leaf's name is the beginning of its name, or the "
+                "same: rename one of them"
+            )
+        inner[path[-1]] = value
+    return tree
+
+
+def flatten(tree: Mapping[str, Any], prefix: Names = ()) -> dict[Names, Any]:
+    """Returns the values of a nested dictionary by their keys; the inverse of `nest`."""
+    flat: dict[Names, Any] = {}
+    for part, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, (*prefix, part))
+        else:
+            flat[(*prefix, part)] = value
+    return flat
+
+
+def data_sharding(sharding: Sharding | None, rank: int) -> Sharding | None:
+    """The sharding of a key's data, from that of the keys: the words of a key stay together."""
+    if isinstance(sharding, NamedSharding):
+        spec = PartitionSpec(*sharding.spec, *(None,) * (rank - len(sharding.spec)))
+        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    return sharding

@@ -1,0 +1,306 @@
+"""The optimizers of `flax.optim` by their equals in Optax, where there is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optax
+from opt_optax_bridge import OptaxWrapper, wrap_optax_optimizer
+
+from opt_checkpoint.errors import EquivalenceError
+
+_ADAGRAD_EPS = 1e-8
+_EPSILON2 = 1e-3
+_Rate = optax.ScalarOrSchedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where Optax keeps what `flax.optim` kept.
+
+    Attributes:
+      entry: the field of `flax.optim`'s state of a parameter.
+      state: the name of the type of Optax's state.
+      field: its field, a tree like the parameters.
+      sign: what the values are multiplied by.
+    """
+
+    entry: str
+    state: str
+    field: str
+    sign: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Equal:
+    """One optimizer of `flax.optim`.
+
+    Attributes:
+      name: its class's.
+      fields: the fields of its state of a parameter.
+      constructor: makes Optax's equal from the hyper-parameters, which have `flax.optim`'s names.
+      slots: where its state goes.
+    """
+
+    name: str
+    fields: frozenset[str]
+    constructor: Callable[..., optax.GradientTransformation]
+    slots: tuple[Slot, ...] = ()
+
+
+# Their equals, with the names and defaults of `flax.optim`. They are public to pickles and to
+# fingerprints only.
+
+
+def gradient_descent(learning_rate: _Rate) -> optax.GradientTransformation:
+    """`flax.optim.GradientDescent`."""
+    return optax.sgd(learning_rate)
+
+
+def momentum(
+    learning_rate: _Rate, beta: float = 0.9, weight_decay: float = 0.0, nesterov: bool = False
+) -> optax.GradientTransformation:
+    """`flax.optim.Momentum`: the decay is added to the gradient."""
+    return optax.chain(
+        optax.add_decayed_weights(weight_decay),
+        optax.sgd(learning_rate, beta, nesterov),
+    )
+
+
+def adam(
+    learning_rate: _Rate,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+) -> optax.GradientTransformation:
+    """`flax.optim.Adam`, which is AdamW."""
+    return optax.adamw(learning_rate, beta1, beta2, eps, weight_decay=weight_decay)
+
+
+def lamb(
+    learning_rate: _Rate,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    weight_decay: float = 0.0,
+    eps: float = 1e-6,
+) -> optax.GradientTransformation:
+    """`flax.optim.LAMB`; where its update is all zero that made NaN, and this keeps the leaf."""
+    return optax.lamb(learning_rate, beta1, beta2, eps, weight_decay=weight_decay)
+
+
+def lars(
+    learning_rate: _Rate,
+    beta: float = 0.9,
+    trust_coefficient: float = 0.001,
+    eps: float = 0.0,
+    nesterov: bool = False,
+) -> optax.GradientTransformation:
+    """`flax.optim.LARS` without weight decay."""
+    return optax.lars(
+        learning_rate,
+        trust_coefficient=trust_coefficient,
+        eps=eps,
+        momentum=beta,
+        nesterov=nesterov,
+    )
+
+
+def adagrad(learning_rate: _Rate) -> optax.GradientTransformation:
+    """`flax.optim.Adagrad` with an `eps` that only keeps from dividing by zero."""
+    return optax.adagrad(learning_rate, initial_accumulator_value=0.0, eps=0.0)
+
+
+def rmsprop(
+    learning_rate: _Rate, beta2: float = 0.9, eps: float = 1e-8, centered: bool = False
+) -> optax.GradientTransformation:
+    """`flax.optim.RMSProp`."""
+    return optax.rmsprop(learning_rate, beta2, eps, eps_in_sqrt=False, centered=centered)
+
+
+def adadelta(
+    learning_rate: _Rate, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0
+) -> optax.GradientTransformation:
+    """`flax.optim.Adadelta`: the decay is AdamW's, not that of `optax.adadelta`."""
+    return optax.chain(
+        optax.scale_by_adadelta(rho, eps),
+        optax.add_decayed_weights(weight_decay),
+        optax.sgd(learning_rate),
+    )
+
+
+def adabelief(
+    learning_rate: _Rate,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-16,
+    weight_decay: float = 0.0,
+) -> optax.GradientTransformation:
+    """`flax.optim.AdaBelief`."""
+    return optax.chain(
+        optax.scale_by_belief(beta1, beta2, eps, eps_root=eps),
+        optax.add_decayed_weights(weight_decay),
+        optax.sgd(learning_rate),
+    )
+
+
+def adafactor(
+    learning_rate: _Rate,
+    factored: bool = True,
+    multiply_by_parameter_scale: bool = True,
+    beta1: float | None = None,
+    decay_rate: float = 0.8,
+    step_offset: int = 0,
+    clipping_threshold: float | None = 1.0,
+    weight_decay_rate: float | None = None,
+    min_dim_size_to_factor: int = 128,
+    epsilon1: float = 1e-30,
+    dtype_momentum: Any = "float32",
+) -> optax.GradientTransformation:
+    """`flax.optim.Adafactor`."""
+    return optax.adafactor(
+        learning_rate,
+        min_dim_size_to_factor,
+        decay_rate,
+        step_offset,
+        multiply_by_parameter_scale,
+        clipping_threshold,
+        beta1,
+        dtype_momentum,
+        weight_decay_rate,
+        epsilon1,
+        factored,
+    )
+
+
+def _moments(state: str) -> tuple[Slot, ...]:
+    return Slot("grad_ema", state, "mu"), Slot("grad_sq_ema", state, "nu")
+
+
+_EMAS = frozenset({"grad_ema", "grad_sq_ema"})
+_MOMENTUM = frozenset({"momentum"})
+_ADAM = _moments("ScaleByAdamState")
+_RMSPROP = (
+    Slot("v", "ScaleByRmsState", "nu"),
+    Slot("v", "ScaleByRStdDevState", "nu"),
+    Slot("mg", "ScaleByRStdDevState", "mu"),
+)
+_ADADELTA = (
+    Slot("sq_avg", "ScaleByAdaDeltaState", "e_g"),
+    Slot("acc_delta", "ScaleByAdaDeltaState", "e_x"),
+)
+_ADAFACTOR = (
+    *(Slot(name, "FactoredState", name) for name in ("v_row", "v_col", "v")),
+    Slot("m", "EmaState", "ema"),
+)
+
+EQUALS: Mapping[str, Equal] = {
+    equal.name: equal
+    for equal in (
+        Equal("GradientDescent", frozenset(), gradient_descent),
+        Equal("Momentum", _MOMENTUM, momentum, (Slot("momentum", "TraceState", "trace"),)),
+        Equal("Adam", _EMAS, adam, _ADAM),
+        Equal("LAMB", _EMAS, lamb, _ADAM),
+        # Optax applies the rate, which is negative, before it averages.
+        Equal("LARS", _MOMENTUM, lars, (Slot("momentum", "TraceState", "trace", sign=-1),)),
+        Equal(
+            "Adagrad", frozenset({"G"}), adagrad, (Slot("G", "ScaleByRssState", "sum_of_squares"),)
+        ),
+        Equal("RMSProp", frozenset({"v", "mg"}), rmsprop, _RMSPROP),
+        Equal("Adadelta", frozenset({"sq_avg", "acc_delta"}), adadelta, _ADADELTA),
+        Equal("AdaBelief", _EMAS, adabelief, _moments("ScaleByBeliefState")),
+        Equal("Adafactor", frozenset({"v_row", "v_col", "v", "m"}), adafactor, _ADAFACTOR),
+    )
+}
+_WITHOUT_EQUAL = {
+    "WeightNorm": (
+        "Optax has no weight normalisation, and what was saved are moments of directions and "
+        "scales, not of the parameters. Normalise in the model (`flax.linen.WeightNorm`), and take "
+        "the parameters alone: `read_legacy(file)['target']`"
+    ),
+    "MultiOptimizer": ("it is `opt_core.MultiOptimizer`: build it of the equals of its parts"),
+    "DynamicScale": (
+        "it is no optimizer. It lives on as `flax.training.dynamic_scale.DynamicScale`, which "
+        "takes its file: `flax.serialization.from_state_dict(DynamicScale(), read_legacy(file))`"
+    ),
+}
+
+
+def flax_optim_equivalent(name: str, **hyper_params: Any) -> OptaxWrapper:
+    """Returns the wrapped Optax optimizer that computes what one of `flax.optim` did.
+
+    Args:
+      name: the class's name: `'Adam'`, `'Momentum'`, `'GradientDescent'`, `'LAMB'`, `'LARS'`,
+        `'Adagrad'`, `'RMSProp'`, `'Adadelta'`, `'AdaBelief'`, `'Adafactor'`.
+      **hyper_params: its hyper-parameters, by their names there and with their defaults.
+        `learning_rate` may be a schedule, and can be overridden at every step, as it was there.
+
+    Returns:
+      A definition that remembers which optimizer it stands for: `restore_legacy` puts the states
+      that `flax.optim` saved where they belong.
+
+    Raises:
+      EquivalenceError: there is none, or not for these hyper-parameters; says why.
+
+    Examples:
+      >>> flax_optim_equivalent('Adam', learning_rate=0.1, beta2=0.98).hyper_params.beta2
+      0.98
+      >>> flax_optim_equivalent('LARS', learning_rate=0.1, weight_decay=1e-4)
+      Traceback (most recent call last):
+      ...
+      opt_checkpoint.errors.EquivalenceError: `flax.optim.LARS` has no equal...
+    """
+    if name in _WITHOUT_EQUAL:
+        raise EquivalenceError(f"`flax.optim.{name}`: {_WITHOUT_EQUAL[name]}.")
+    if name not in EQUALS:
+        raise EquivalenceError(
+            f"`flax.optim` has no `{name}`; its optimizers are {', '.join(EQUALS)}."
+        )
+    equal = EQUALS[name]
+    given = _checked(name, dict(hyper_params))
+    known = inspect.signature(equal.constructor).parameters
+    if unknown := sorted(set(given) - set(known)):
+        raise EquivalenceError(
+            f"`flax.optim.{name}` has no `{'`, `'.join(unknown)}`; it has `{'`, `'.join(known)}`."
+        )
+    if given.get("learning_rate") is None:
+        raise EquivalenceError(
+            "`learning_rate` is missing. Where every step was given one, give the first one here, "
+            "or the schedule: `apply_gradient(grads, learning_rate=...)` goes on to act."
+        )
+    return wrap_optax_optimizer(equal.constructor)(**given)
+
+
+def equal_of(definition: OptaxWrapper) -> Equal | None:
+    """Returns which optimizer of `flax.optim` a definition stands for, if it says so."""
+    if definition.recipe is None:
+        return None
+    made_by = definition.recipe.constructor
+    return next((equal for equal in EQUALS.values() if equal.constructor is made_by), None)
+
+
+def _checked(name: str, hyper_params: dict[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters that Optax's equal takes, without those that must have one value."""
+    if name == "LARS" and hyper_params.pop("weight_decay", 0) != 0:
+        raise EquivalenceError(
+            "`flax.optim.LARS` has no equal in Optax with `weight_decay`: its trust ratio is "
+            "|p| / (|g| + decay |p|), that of `optax.lars` |p| / |g + decay p|. Steps differ by up "
+            "to a half. Restore without `weight_decay`, or into `opt_optax_bridge.lars(...)` with "
+            "`written_by='LARS'` if that is what you want to go on with."
+        )
+    if name == "Adagrad" and hyper_params.pop("eps", _ADAGRAD_EPS) > _ADAGRAD_EPS:
+        raise EquivalenceError(
+            f"`flax.optim.Adagrad` has no equal in Optax with `eps` above {_ADAGRAD_EPS}: it "
+            "divides by sqrt(G) + eps, `optax.adagrad` by sqrt(G + eps). Up to there steps differ "
+            "by `eps` in the size of the gradients, which is nothing in float32."
+        )
+    if name == "Adafactor" and hyper_params.pop("epsilon2", _EPSILON2) != _EPSILON2:
+        raise EquivalenceError(
+            f"`flax.optim.Adafactor` has no equal in Optax with `epsilon2` other than {_EPSILON2}, "
+            "which `optax.adafactor` has fixed. `opt_adafactor.Adafactor` takes it, and its "
+            "checkpoints."
+        )
+    return hyper_params

@@ -1,0 +1,157 @@
+"""The layouts of legacy checkpoints, brought to the one that `restore_state` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from opt_core import MultiOptimizer, Optimizer, flatten_with_paths
+
+from opt_checkpoint._legacy.flax_optim_state import get_at, sequence_of, set_at
+from opt_checkpoint._naming.schema import Names, leaf_name
+from opt_checkpoint.errors import LoadError, VersionError
+
+_T5X_VERSION = 3
+_NAMED_TUPLE = {"name", "fields", "values"}
+_TENSORSTORE = {"driver", "kvstore", "metadata"}
+_PLACEHOLDER = "PLACEHOLDER://"
+_DYNAMIC_SCALE = {"fin_steps", "scale"}
+
+
+def optimizer_part(contents: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `{'target': ..., 'state': {'step': ..., 'param_states': ...}}` of a checkpoint.
+
+    Args:
+      contents: a checkpoint of T5X (`version`, `optimizer`), of `flax.optim` (`target`, `state`),
+        or of a `TrainState` (`params`, `opt_state`, `step`). Named tuples as Flax 0.3.3 and 0.3.4
+        wrote them become dicts. What else there is, `flax_mutables` or `batch_stats`, is left out.
+
+    Raises:
+      LoadError: it is none of these, or its arrays are elsewhere.
+      VersionError: T5X's is of another version.
+    """
+    if "optimizer" in contents:
+        version = contents.get("version", _T5X_VERSION)
+        if not np.array_equal(version, _T5X_VERSION):
+            raise VersionError(
+                f"`version`: this is version {version!r} of T5X's checkpoints; {_T5X_VERSION} is "
+                "read. Convert it with T5X."
+            )
+        contents = contents["optimizer"]
+    if not isinstance(contents, Mapping):
+        raise LoadError("`optimizer`: is no dict: this is no checkpoint of T5X.")
+    if {"target", "state"} <= set(contents):
+        part = {"target": contents["target"], "state": contents["state"]}
+    elif {"params", "opt_state", "step"} <= set(contents):
+        state = {"step": contents["step"], "param_states": contents["opt_state"]}
+        part = {"target": contents["params"], "state": state}
+    else:
+        raise LoadError(_unknown(contents))
+    return {key: _plain(value, (key,)) for key, value in part.items()}
+
+
+def _unknown(contents: Mapping[str, Any]) -> str:
+    if set(contents) == _DYNAMIC_SCALE:
+        return (
+            "this is a `flax.optim.DynamicScale`, no optimizer. It lives on as "
+            "`flax.training.dynamic_scale.DynamicScale`, which takes it: "
+            "`flax.serialization.from_state_dict(DynamicScale(), read_legacy(file))`."
+        )
+    found = ", ".join(sorted(contents)[:10]) or "nothing"
+    return (
+        "this is no optimizer's checkpoint: expected the keys `target` and `state` (`flax.optim`), "
+        f"`params`, `opt_state` and `step` (`TrainState`), or `optimizer` (T5X); found {found}. "
+        "Restore a part of it: `restore_legacy(optimizer, read_legacy(file)['...'])`."
+    )
+
+
+def _plain(value: Any, path: Names) -> Any:
+    """Named tuples as dicts by field; an error where an array is in a file of its own."""
+    if isinstance(value, str) and value.startswith(_PLACEHOLDER):
+        raise LoadError(_elsewhere(path))
+    if not isinstance(value, Mapping):
+        return value
+    if set(value) >= _TENSORSTORE:
+        raise LoadError(_elsewhere(path))
+    if set(value) == _NAMED_TUPLE and isinstance(value["name"], str):
+        fields, values = sequence_of(value["fields"]), sequence_of(value["values"])
+        if fields is None or values is None or len(fields) != len(values):
+            raise LoadError(f"`{leaf_name(path)}`: is no named tuple as Flax 0.3.3 wrote them.")
+        value = dict(zip(map(str, fields), values, strict=True))
+    return {key: _plain(child, (*path, key)) for key, child in value.items()}
+
+
+def _elsewhere(path: Names) -> str:
+    return (
+        f"`{leaf_name(path)}`: the array is not in this file but in a folder beside it, in "
+        "TensorStore's format, as T5X stores what is partitioned. Load it with T5X or Orbax, and "
+        "restore the dict: `restore_legacy(optimizer, state_dict)`."
+    )
+
+
+def with_one_state(part: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Returns a state dict in which the groups share one state, as Flax wrote them since 0.3.3.
+
+    Before, there was a list of `{'step', 'param_states'}`, one per group, and the states of a group
+    were a list too, in the order of the parameters' paths, compared component by component.
+
+    Args:
+      part: what `optimizer_part` returned.
+      optimizer: tells which parameters are in which group.
+
+    Raises:
+      LoadError: it has other groups than the optimizer, or its groups made different numbers of
+        steps.
+    """
+    entries = sequence_of(part["state"])
+    if not entries or not all(isinstance(e, Mapping) and "step" in e for e in entries):
+        return dict(part)
+    definition = optimizer.optimizer_def
+    groups = definition.split(optimizer) if isinstance(definition, MultiOptimizer) else {}
+    if len(groups) != len(entries):
+        raise LoadError(
+            f"`state`: a list of {len(entries)} states, one per optimizer of a `MultiOptimizer` of "
+            f"Flax until 0.3.2; this optimizer has {len(groups)} groups that train."
+        )
+    states: dict[str, Any] = {}
+    for i, (entry, group) in enumerate(zip(entries, groups.values(), strict=True)):
+        if step_of(entry, f"state/{i}/step") != step_of(entries[0], "state/0/step"):
+            raise LoadError(
+                f"`state/{i}/step`: {entry['step']}, and {entries[0]['step']} in the first group; "
+                "groups share one step."
+            )
+        own = sequence_of(entry.get("param_states", {}))
+        names = sorted(names for names, _ in flatten_with_paths(group.target))
+        if own is None or len(own) != len(names):
+            raise LoadError(
+                f"`state/{i}/param_states`: expected one state for each of the {len(names)} "
+                f"parameters of the group, in the order of their paths; found "
+                f"{'something else' if own is None else len(own)}."
+            )
+        for path, value in zip(names, own, strict=True):
+            set_at(states, path, value)
+    state = {"step": entries[0]["step"], "param_states": states}
+    return {"target": part["target"], "state": state}
+
+
+def step_of(state: Mapping[str, Any], path: str = "state/step") -> int:
+    """Returns how many updates were made; an error where a state does not say."""
+    step = state.get("step")
+    is_array = isinstance(step, np.ndarray | np.generic | jax.Array) and np.shape(step) == ()
+    number = np.asarray(step).item() if is_array else step
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**31:
+        raise LoadError(f"`{path}`: {step!r} is no number of updates: expected an int32 from 0 on.")
+    return number
+
+
+def frozen_states(part: Mapping[str, Any], trained: set[Names]) -> list[str]:
+    """Returns the paths of the states that were saved for parameters that do not train here."""
+    states = part["state"].get("param_states", {})
+    paths = [names for names, _ in flatten_with_paths(part["target"])]
+    return [
+        leaf_name(names)
+        for names in paths
+        if names not in trained and get_at(states, names) not in (None, {})
+    ]

@@ -1,0 +1,207 @@
+"""What Optax has changed about its states, and how an old one becomes today's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from opt_core import children, to_state_dict
+
+from opt_checkpoint._naming.schema import leaf_name
+from opt_checkpoint.errors import VersionError
+
+Found = Mapping[str, Any]
+# Given what was found, and today's state: the entry in today's layout; `None` if it is that, or
+# something else altogether.
+Convert = Callable[[Found, Any], dict[str, Any] | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Migration:
+    """One change of Optax.
+
+    Attributes:
+      transformation: whose state changed.
+      state: the name of its type today.
+      since: the first version of Optax with today's layout.
+      change: what changed, in a sentence.
+      convert: makes today's entry of an older one.
+    """
+
+    transformation: str
+    state: str
+    since: str
+    change: str
+    convert: Convert
+
+
+def migrate(state: Any, found: Any, path: tuple[str, ...] = ()) -> Any:
+    """Returns an entry of a state dict in the layout that today's state has.
+
+    Args:
+      state: an Optax state as the installed Optax makes it, or any pytree of such.
+      found: what a checkpoint has in its place.
+      path: where that is, for messages.
+
+    Returns:
+      `found`, with everything converted that is known to have changed. What is not known stays as
+      it is: `restore_state` will say what is wrong with it.
+
+    Raises:
+      VersionError: it was known to mean something else.
+    """
+    node = children(state)
+    if node is None or not isinstance(found, Mapping):
+        return found
+    name = type(state).__name__
+    for migration in MIGRATIONS:
+        if migration.state == name:
+            try:
+                found = migration.convert(found, state) or found
+            except _MeaningChangedError as error:
+                raise VersionError(
+                    f"`{leaf_name(path)}`: {migration.transformation} has changed in Optax "
+                    f"{migration.since}: {migration.change}. {error}"
+                ) from None
+    parts = dict(node.children)
+    return {
+        key: migrate(parts[key], value, (*path, key)) if key in parts else value
+        for key, value in found.items()
+    }
+
+
+class _MeaningChangedError(Exception):
+    """An entry has no meaning today; says what to do."""
+
+
+def _renamed(names: Mapping[str, str], new: Mapping[str, float]) -> Convert:
+    """Fields that are called otherwise, and fields that were not there, with their first value."""
+
+    def convert(found: Found, state: Any) -> dict[str, Any] | None:
+        kept = set(state._fields) - set(names.values()) - set(new)
+        if set(found) != kept | set(names):
+            return None
+        filled = {key: _filled(getattr(state, key), value) for key, value in new.items()}
+        return {names.get(key, key): value for key, value in found.items()} | filled
+
+    return convert
+
+
+def _filled(tree: Any, value: float) -> Any:
+    return to_state_dict(jax.tree.map(lambda leaf: np.full(leaf.shape, value, leaf.dtype), tree))
+
+
+def _scheduled(found: Found, state: Any) -> dict[str, Any] | None:
+    """Each schedule has a count of its own, where there was one for all."""
+    if set(found) != {"count", "hyperparams", "inner_state"}:
+        return None
+    counts = jax.tree.map(lambda _: found["count"], state.hyperparams_states)
+    return {**found, "hyperparams_states": to_state_dict(counts)}
+
+
+def _without_report(found: Found, state: Any) -> dict[str, Any] | None:
+    """What the last search found out, for the user to see; no update reads it."""
+    if "info" in found or set(found) != set(state._fields) - {"info"}:
+        return None
+    first = {"num_linesearch_steps": 0, "decrease_error": np.inf}
+    report = {k: np.asarray(v, getattr(state.info, k).dtype) for k, v in first.items()}
+    return {**found, "info": report}
+
+
+def _started(found: Found, state: Any) -> dict[str, Any] | None:
+    """After the first step the fields mean what they do today; before, they meant nothing."""
+    names = {"first_step": "is_init_step", "estim_dist": "max_dist"}
+    if "first_step" in found and np.any(found["first_step"]):
+        raise _MeaningChangedError(
+            "This state was saved before its first step, when it did not hold the parameters yet: "
+            "create the optimizer anew, with the parameters of the checkpoint."
+        )
+    return _renamed(names, {})(found, state)
+
+
+def _without_momentum(found: Found, state: Any) -> dict[str, Any] | None:
+    """The base optimizer of schedule-free Adam: RMSProp since then, not Adam with `b1=0`."""
+    base: Any = found.get("base_optimizer_state")
+    first = base.get("0") if isinstance(base, Mapping) else None
+    if not isinstance(first, Mapping) or set(first) != {"count", "mu", "nu"}:
+        return None
+    if type(state.base_optimizer_state[0]).__name__ != "ScaleByRmsWithCountState":
+        return None
+    kept = {key: value for key, value in first.items() if key != "mu"}  # the last gradient
+    b1: Any = found.get("b1")
+    if isinstance(b1, np.ndarray) and b1.size == 1:
+        b1 = b1.reshape(state.b1.shape)
+    return dict(found) | {"b1": b1, "base_optimizer_state": {**base, "0": kept}}
+
+
+def _noise_first(found: Found, state: Any) -> dict[str, Any] | None:
+    """The noise comes before the learning rate, and so does its state."""
+    is_noisy_sgd = len(state) == 2 and type(state[0]).__name__ == "AddNoiseState"
+    filled = {k: value for k, value in found.items() if not _is_empty(value)}
+    noise = filled.get("1")
+    if not is_noisy_sgd or len(filled) != 1 or not isinstance(noise, Mapping):
+        return None
+    return {"0": noise} if set(noise) == set(state[0]._fields) else None
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Mapping) and not value
+
+
+MIGRATIONS = (
+    Migration(
+        "MultiSteps",
+        "MultiStepsState",
+        "0.1.3",
+        "it tells why the last micro-step was skipped",
+        _renamed({}, {"skip_state": 0}),
+    ),
+    Migration(
+        "noisy_sgd",
+        "tuple",
+        "0.1.4",
+        "the noise is added before the learning rate is applied",
+        _noise_first,
+    ),
+    Migration(
+        "inject_hyperparams",
+        "InjectStatefulHyperparamsState",
+        "0.1.8",
+        "each schedule has a count of its own",
+        _scheduled,
+    ),
+    Migration(
+        "reduce_on_plateau",
+        "ReduceLROnPlateauState",
+        "0.2.2",
+        "values are averaged first, and the fields are called otherwise",
+        _renamed(
+            {"best_loss": "best_value", "lr": "scale", "cooldown_counter": "cooldown_count"},
+            {"count": 0, "avg_value": 0},
+        ),
+    ),
+    Migration(
+        "scale_by_backtracking_linesearch",
+        "ScaleByBacktrackingLinesearchState",
+        "0.2.4",
+        "it tells how the last search went",
+        _without_report,
+    ),
+    Migration(
+        "schedule_free_adamw",
+        "ScheduleFreeState",
+        "0.2.4",
+        "its base optimizer keeps no first moment",
+        _without_momentum,
+    ),
+    Migration(
+        "dog",
+        "DoGState",
+        "0.2.6",
+        "the state holds the first parameters from the start",
+        _started,
+    ),
+)

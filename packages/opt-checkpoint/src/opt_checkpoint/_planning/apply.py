@@ -1,0 +1,249 @@
+"""Carrying out a plan: read what is used, convert it, make the rest anew."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from opt_core import Optimizer, OptimizerState, strong_types, unalias
+
+from opt_checkpoint._disk.pacing import paced
+from opt_checkpoint._naming.schema import LeafInfo
+from opt_checkpoint._planning.plan import Plan, Row
+from opt_checkpoint._planning.rules import Stack, Unstack
+from opt_checkpoint.errors import LeafError
+
+
+def apply_plan(plan: Plan) -> Optimizer:
+    """Returns the restored optimizer; the plan has been checked."""
+    target = plan.target
+    own, params = jax.tree.flatten(target.target)
+    others, states = jax.tree.flatten(target.state)
+    values = [*own, *others]
+    places = {row.leaf.name: _sharding(value) for row, value in zip(plan.rows, values, strict=True)}
+    arrays = plan.source.read(_wanted(plan, places))
+    found: list[Any] = []
+    checks: dict[str, Any] = {}
+    uses = _uses(plan)
+    for row, value in zip(plan.rows, values, strict=True):
+        found.append(_leaf(row, value, arrays, places[row.leaf.name], checks))
+        for name in row.sources:
+            uses[name] -= 1
+            if not uses[name]:
+                del arrays[name]
+    _raise_misfits(checks)
+    n = len(own)
+    restored = jax.tree.unflatten(params, found[:n])
+    if any(leaf is None for leaf in found[n:]):
+        fresh = _initialised(plan, restored, found[n:], places)
+        found[n:] = [new if old is None else old for old, new in zip(found[n:], fresh, strict=True)]
+    state: OptimizerState = jax.tree.unflatten(states, found[n:])
+    result: Optimizer = unalias(
+        target.replace(target=restored, state=state), apart_from=_concrete(values)
+    )
+    return result
+
+
+def _wanted(plan: Plan, places: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """What to read, each into the sharding of the first leaf that it is for, where that fits."""
+    saved = plan.source.schema.by_name
+    wanted: dict[str, jax.ShapeDtypeStruct] = {}
+    for row in plan.rows:
+        for name in row.sources:
+            if name not in wanted:
+                place = _source_sharding(row, places[row.leaf.name])
+                wanted[name] = abstract(saved[name], place)
+    return wanted
+
+
+def abstract(leaf: LeafInfo, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of a leaf, with a sharding.
+
+    A Python scalar has no dtype of arrays: its place is that of an integer, and is not looked at.
+    """
+    if leaf.dtype == "python":
+        return jax.ShapeDtypeStruct((), jnp.int32)
+    dtype: Any = _key_dtype(leaf.dtype) if leaf.is_key else jnp.dtype(leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+
+
+def _key_dtype(name: str) -> Any:
+    for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
+        found = jax.eval_shape(functools.partial(jax.random.key, impl=impl), 0).dtype
+        if str(found) == name:
+            return found
+    raise LeafError(f"`{name}` is no kind of PRNG keys that this JAX knows")
+
+
+def _source_sharding(row: Row, sharding: Any) -> Any:
+    """Where a leaf of the checkpoint lies best for the leaf that is made of it."""
+    if row.leaf.shape and "reshape" in row.kinds:
+        return _replicated(sharding)
+    if not isinstance(row.by, Stack | Unstack) or not isinstance(sharding, NamedSharding):
+        return sharding
+    rank = len(row.leaf.shape)
+    spec = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
+    if isinstance(row.by, Stack):
+        del spec[row.by.axis]
+    else:
+        axis = row.by.axis
+        spec.insert(axis if axis >= 0 else axis + rank + 1, None)
+    return sharding.update(spec=PartitionSpec(*spec))
+
+
+def _replicated(sharding: Any) -> Any:
+    if isinstance(sharding, NamedSharding):
+        return sharding.update(spec=PartitionSpec())
+    return sharding
+
+
+def _uses(plan: Plan) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for row in plan.rows:
+        for name in row.sources:
+            counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def _leaf(
+    row: Row, value: Any, arrays: Mapping[str, Any], sharding: Any, checks: dict[str, Any]
+) -> Any:
+    """The leaf of the target, `None` where the state has to be made anew."""
+    if row.action == "kept" or (row.action == "initialised" and row.leaf.kind == "params"):
+        return strong_types(value) if isinstance(value, jax.Array) else jnp.asarray(value)
+    if row.action == "initialised":
+        return None
+    given = [arrays[name] for name in row.sources]
+    if row.action == "matched" or not set(row.kinds) & {"cast", "reshape", "stack"}:
+        if isinstance(given[0], np.ndarray):
+            raise LeafError(
+                f"`{row.leaf.name}`: JAX cannot hold {row.leaf.dtype} here. Set `jax_enable_x64`, "
+                "or give the target another dtype and admit `'cast'`."
+            )
+        return _placed(given[0], sharding)
+    if "cast" in row.kinds and any(isinstance(x, np.ndarray) for x in given):
+        # 64 bits that this process cannot hold in an array of JAX.
+        given = [_cast_on_host(row, x) for x in given]
+    made, fits = paced(_converter(row, sharding)(given))
+    checks[row.leaf.name] = (fits, row)
+    return _placed(made, sharding)
+
+
+def _placed(array: Any, sharding: Any) -> Any:
+    return array if sharding is None else jax.device_put(array, sharding)
+
+
+def _converter(row: Row, sharding: Any) -> Any:
+    axis = row.by.axis if isinstance(row.by, Stack | Unstack) else 0
+    how = "stack" if isinstance(row.by, Stack) else "slice" if row.index is not None else ""
+    out = sharding if isinstance(sharding, NamedSharding) else None
+    return _compiled_converter(how, axis, row.index or 0, row.leaf.shape, row.leaf.dtype, out)
+
+
+@functools.cache
+def _compiled_converter(
+    how: str, axis: int, index: int, shape: tuple[int, ...], dtype: str, sharding: Any
+) -> Any:
+    def convert(given: list[Any]) -> tuple[Any, Any]:
+        made = given[0]
+        if how == "stack":
+            made = jnp.stack(given, axis)
+        elif how == "slice":
+            made = jax.lax.index_in_dim(given[0], index, axis, keepdims=False)
+        made = jnp.reshape(made, shape)
+        cast = made if dtype.startswith("key<") else made.astype(dtype)
+        return cast, fits(made, cast)
+
+    return jax.jit(convert, out_shardings=None if sharding is None else (sharding, None))
+
+
+def fits(before: Any, after: Any, np: Any = jnp) -> Any:
+    """Whether a cast kept every value: integers exactly, finite floats finite.
+
+    A float that is not 0 does not become 0, unless it was subnormal already.
+
+    Args:
+      before: array of any dtype but keys.
+      after: the same in another dtype.
+      np: `jax.numpy`, or `numpy` for what JAX cannot hold.
+
+    Returns:
+      A boolean array.
+    """
+    if before.dtype == after.dtype:
+        return np.bool_(True)
+    is_float, becomes_float = (jnp.issubdtype(x.dtype, jnp.inexact) for x in (before, after))
+    if is_float and becomes_float:
+        is_tiny = np.abs(before) < jnp.finfo(before.dtype).tiny
+        is_kept = (after != 0) | is_tiny
+        return np.all((np.isfinite(after) & is_kept) | ~np.isfinite(before))
+    if is_float or becomes_float:
+        floats, integers = (before, after) if is_float else (after, before)
+        floats = floats.astype(np.float32) if floats.dtype.itemsize < 4 else floats
+        limits = None if integers.dtype == bool else jnp.iinfo(integers.dtype)
+        low, high = (0, 1) if limits is None else (limits.min, limits.max)
+        # The largest integer may round up to a float that is none.
+        inside = np.isfinite(floats) & (floats >= float(low)) & (floats < float(high) + 1)
+        return np.all(inside & (after.astype(before.dtype) == before))
+    return np.all(after.astype(before.dtype) == before) & np.all((after < 0) == (before < 0))
+
+
+def _cast_on_host(row: Row, array: Any) -> np.ndarray[Any, Any]:
+    array = np.asarray(array)
+    with np.errstate(all="ignore"):
+        made: np.ndarray[Any, Any] = array.astype(jnp.dtype(row.leaf.dtype))
+        good = fits(array, made, np)
+    if not good:
+        raise _misfit(row)
+    return made
+
+
+def _raise_misfits(checks: Mapping[str, Any]) -> None:
+    verdicts = jax.device_get([found for found, _ in checks.values()])
+    for good, (_, row) in zip(verdicts, checks.values(), strict=True):
+        if not good:
+            raise _misfit(row)
+
+
+def _misfit(row: Row) -> LeafError:
+    return LeafError(
+        f"`{row.leaf.name}`: a value of the checkpoint does not fit {row.leaf.dtype} ({row.note}). "
+        "Restore it in the dtype that it has, or start it anew by a rule."
+    )
+
+
+def _initialised(plan: Plan, params: Any, found: list[Any], places: Mapping[str, Any]) -> list[Any]:
+    """The leaves that are missing, as `init` makes them of the restored parameters."""
+    names = [row.leaf.name for row in plan.rows][-len(found) :]
+    needed = [i for i, leaf in enumerate(found) if leaf is None]
+
+    def init(params: Any) -> list[Any]:
+        leaves = jax.tree.leaves(plan.target.optimizer_def.init_state(params))
+        return [leaves[i] for i in needed]
+
+    made = jax.jit(init, out_shardings=_outputs([places[names[i]] for i in needed]))(params)
+    fresh = [None] * len(found)
+    for i, leaf in zip(needed, made, strict=True):
+        fresh[i] = _placed(leaf, places[names[i]])
+    return fresh
+
+
+def _outputs(shardings: list[Any]) -> Any:
+    return [s if isinstance(s, NamedSharding) else None for s in shardings]
+
+
+def _sharding(value: Any) -> Any:
+    """Where a leaf of the target is bound to be, if anywhere."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return value.sharding
+    is_placed = isinstance(value, jax.Array) and value.committed
+    return value.sharding if is_placed else None
+
+
+def _concrete(values: list[Any]) -> list[Any]:
+    return [value for value in values if isinstance(value, jax.Array)]

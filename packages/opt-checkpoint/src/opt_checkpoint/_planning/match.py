@@ -1,0 +1,360 @@
+"""Which leaf of a checkpoint becomes which leaf of an optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from opt_core import Optimizer
+
+from opt_checkpoint._naming.names import NamedState, named_state
+from opt_checkpoint._naming.schema import LeafInfo, Names, Source, leaf_name, leaf_path
+from opt_checkpoint._planning.beside import dropped, joined, with_counts, with_notes
+from opt_checkpoint._planning.compare import (
+    changes,
+    home_of,
+    occurrences,
+    regrouped_changes,
+)
+from opt_checkpoint._planning.homes import Homes, frozen, key_of
+from opt_checkpoint._planning.plan import Plan, Row
+from opt_checkpoint._planning.rules import (
+    Action,
+    Policy,
+    Rename,
+    Rule,
+    Stack,
+    Unstack,
+    expanded,
+    sources_of,
+)
+from opt_checkpoint._planning.windows import Running, windows
+
+
+def plan_restore(
+    checkpoint: Source,
+    target: Optimizer,
+    *,
+    allow: Iterable[str] = (),
+    rules: Sequence[Rule] = (),
+) -> Plan:
+    r"""Returns what restoring a checkpoint into an optimizer would do with every leaf.
+
+    Leaves meet by name. A leaf whose parameter has moved to another group is found there. What a
+    group keeps for all its parameters, such as a count, is taken where all the groups that they
+    come from agree about it; where they do not, that transformation starts anew in the group.
+
+    Args:
+      checkpoint: a step of a `Checkpointer`, a `NamedState`, or any other `Source`.
+      target: the optimizer to restore; its leaves may be `jax.ShapeDtypeStruct`s with shardings.
+        Parameters that the checkpoint lacks need arrays.
+      allow: the kinds of changes that are admitted: see `Kind`. Without any, everything has to
+        match.
+      rules: pairs of a regular expression, which has to match a whole name, and an `Action`; the
+        first that matches decides, and admits what it says.
+
+    Returns:
+      The plan. Nothing has been read but the schema; `plan.apply()` restores.
+
+    Raises:
+      TypeError, ValueError: `allow` or `rules` are none; or a rule matches no leaf.
+
+    Examples:
+      >>> import opt_optax_bridge as opt
+      >>> params = {'w': jnp.ones(2)}
+      >>> saved = named_state(opt.adam(1e-3).create(params))
+      >>> print(plan_restore(saved, opt.sgd(1e-3, momentum=0.9).create(params)))
+      2 matched (12 bytes), 1 initialised (8 bytes), 3 dropped (20 bytes)
+      !* optimizer: `scale_by_adam` is gone
+      !* optimizer: `trace` is new
+      !+ state/trace/trace/w float32[2]
+      !- state/adam/count int32[]
+      !- state/adam/mu/w float32[2]
+      !- state/adam/nu/w float32[2]
+    """
+    _check_types(checkpoint, target)
+    policy = Policy.make(allow, rules)
+    named = named_state(target)
+    matcher = _Matcher(checkpoint, named, policy)
+    rows = with_counts(matcher.rows(), matcher.anew, policy)
+    saved = checkpoint.schema.by_name
+    pairs = [(saved[name], row.leaf) for row in rows for name in row.sources]
+    running = Running(pairs, checkpoint.schema)
+    rows = with_notes(joined(row, running, policy) for row in rows)
+    _check_rules(policy, rows, checkpoint)
+    idle = frozen(named.schema)
+    trained = {o for param, found in matcher.origins.items() if param not in idle for o in found}
+    changed = changes(checkpoint.schema, named.schema)
+    changed += regrouped_changes(checkpoint.schema, named.schema, pairs)
+    return Plan(
+        rows=tuple(rows),
+        dropped=tuple(dropped(checkpoint.schema, rows, running, policy, trained)),
+        changes=tuple(dict.fromkeys(changed)),
+        problems=tuple(windows(pairs, checkpoint.schema, named.schema)),
+        allow=policy.allow,
+        source=checkpoint,
+        target=target,
+    )
+
+
+def _check_types(checkpoint: Any, target: Any) -> None:
+    if not isinstance(checkpoint, Source):
+        raise TypeError(
+            "`checkpoint` must be a step (`Checkpointer.at`, `latest_valid`, `open_step`) or a "
+            f"`NamedState`; found {type(checkpoint).__name__}"
+        )
+    if not isinstance(target, Optimizer):
+        raise TypeError(f"`target` must be an `Optimizer`; found {type(target).__name__}")
+
+
+class _Matcher:
+    """One walk over the leaves of a target."""
+
+    def __init__(self, source: Source, named: NamedState, policy: Policy) -> None:
+        self.source = source
+        self.saved = {leaf.name: leaf for leaf in source.schema.leaves if leaf.kind != "extra"}
+        self.named, self.policy = named, policy
+        self.moved = occurrences(source.schema.optimizer, named.schema.optimizer)
+        self.origins = dict(self._origins())
+        self.homes = Homes(source, named.schema, self.origins)
+        self.anew = self.homes.disagreements(named.schema)
+
+    def _origins(self) -> Iterator[tuple[Names, list[Names]]]:
+        """The parameters of the checkpoint that each of the target's comes from."""
+        for leaf in self.named.schema.leaves:
+            if leaf.kind == "params":
+                found = self.policy.rule(leaf.name)
+                names: tuple[str, ...] = (leaf.name,)
+                if found is not None and isinstance(found[1], Rename | Stack | Unstack):
+                    names = sources_of(found[1], found[2], leaf)
+                yield leaf.path[1:], [leaf_path(n)[1:] for n in names if n in self.saved]
+
+    def rows(self) -> Iterator[Row]:
+        for leaf in self.named.schema.leaves:
+            yield self._row(leaf)
+
+    def _row(self, leaf: LeafInfo) -> Row:
+        found = self.policy.rule(leaf.name)
+        if found is not None:
+            _, action, match = found
+            if action == "initialise":
+                return self._initialised(leaf, "as a rule says", is_ruled=True)
+            if action == "keep":
+                return self._kept(leaf)
+            if isinstance(action, Rename | Stack | Unstack):
+                return self._made(leaf, action, match)
+        admitted = self.policy.allow
+        if found is not None and isinstance(found[1], str):
+            admitted = admitted | {found[1]}
+        why = self.anew.get((leaf.group, leaf.transformation)) if leaf.transformation else None
+        if why is not None:
+            return self._initialised(leaf, why)
+        sources, kinds, note = self._find(leaf)
+        if not sources:
+            return self._initialised(leaf, note)
+        row = self._fitted(leaf, sources[0], kinds, note, admitted)
+        return dataclasses.replace(row, sources=tuple(source.name for source in sources))
+
+    def _find(self, leaf: LeafInfo) -> tuple[Sequence[LeafInfo], tuple[str, ...], str]:
+        """The leaves of the checkpoint that this one is: several where groups agree about it."""
+        if leaf.kind != "state" or not leaf.transformation:
+            return self._named(leaf.name), (), ""
+        if (where := (leaf.group, leaf.transformation)) in self.moved:
+            other = self.moved[where]
+            if other is None:
+                return (), (), "no other has its settings"
+            if found := self._named(_renamed(leaf, other)):
+                is_unclear = other == leaf.transformation
+                why = "one of its like, in their order"
+                if not is_unclear:
+                    why = f"was `{other}`, by its settings"
+                return found, ("optimizer",), why
+        homes = self.homes.of(leaf.group, leaf.transformation)
+        is_elsewhere = leaf.parameter is None and homes and leaf.group not in homes
+        is_shared = leaf.parameter is None and len(homes) > 1
+        if leaf.name in self.saved and not is_elsewhere and not is_shared:
+            is_given = "hyperparams" in key_of(leaf)[1] and leaf.transformation.startswith("inject")
+            return self._named(leaf.name), (), "the saved value, not the target's" * is_given
+        candidates = self._elsewhere(leaf, homes)
+        if leaf.parameter is None:
+            candidates = [c for c in candidates if c.group in homes]
+        if not candidates or not self.homes.are_agreed(candidates):
+            return (), (), ""
+        if leaf.parameter is not None and len(candidates) > 1:
+            return (), (), "several groups have one"
+        if [c.name for c in candidates] == [leaf.name]:
+            return candidates, (), ""
+        return candidates, ("regroup",), "the groups agree" if len(candidates) > 1 else ""
+
+    def _elsewhere(self, leaf: LeafInfo, homes: Sequence[Names]) -> Sequence[LeafInfo]:
+        """The same leaf of the groups of the checkpoint: that of the like one set as this one."""
+        _, fields, parameter = key_of(leaf)
+        old, new = self.source.schema.optimizer, self.named.schema.optimizer
+        found = []
+        for home in homes:
+            name = home_of(leaf.transformation, old, home, new, leaf.group)
+            given = self.homes.by_key.get((name, fields, parameter), [])
+            found += [candidate for candidate in given if candidate.group == home]
+        return found
+
+    def _named(self, name: str) -> Sequence[LeafInfo]:
+        return [self.saved[name]] if name in self.saved else []
+
+    def _made(self, leaf: LeafInfo, action: Rename | Stack | Unstack, match: Any) -> Row:
+        """A leaf that a rule makes from others."""
+        names = sources_of(action, match, leaf)
+        row = Row(leaf, "converted", names, by=action)
+        if not names:
+            return dataclasses.replace(row, problem=f"has no axis {action_axis(action)} to stack")
+        missing = [name for name in names if name not in self.saved]
+        if missing:
+            return dataclasses.replace(
+                row, sources=(), problem=f"the checkpoint has no `{missing[0]}`, as a rule says"
+            )
+        sources = [self.saved[name] for name in names]
+        kind = "rename" if isinstance(action, Rename) else "stack"
+        if isinstance(action, Rename):
+            fitted = self._fitted(leaf, sources[0], ("rename",), "", self.policy.allow | {"rename"})
+            return dataclasses.replace(fitted, by=action)
+        expected, index = list(leaf.shape), None
+        if isinstance(action, Stack):
+            del expected[action.axis]
+        else:
+            axis = action.axis
+            shape = sources[0].shape
+            if not -len(shape) <= axis < len(shape):
+                return dataclasses.replace(
+                    row, problem=f"`{names[0]}` {list(shape)} has no axis {axis} to unstack"
+                )
+            text = expanded(match, action.index)
+            if not text.isdecimal() or int(text) >= shape[axis]:
+                return dataclasses.replace(
+                    row, problem=f"`{names[0]}` {list(shape)} has no index {text!r} along {axis}"
+                )
+            index = int(text)
+            expected.insert(axis if axis >= 0 else axis + len(shape), shape[axis])
+        wrong = [s for s in sources if list(s.shape) != expected]
+        if wrong:
+            return dataclasses.replace(
+                row,
+                problem=f"expected `{wrong[0].name}` of {expected}, found {list(wrong[0].shape)}",
+            )
+        kinds, problem = _cast(sources[0], leaf)
+        if any(s.dtype != sources[0].dtype for s in sources):
+            problem = f"`{names[0]}` and others of its stack have different dtypes"
+        admitted = set(kinds) <= self.policy.allow
+        return dataclasses.replace(
+            row,
+            kinds=(kind, *kinds),
+            note=f"{sources[0].dtype} -> {leaf.dtype}" if kinds else "",
+            problem=problem,
+            index=index,
+            is_admitted=admitted,
+        )
+
+    def _fitted(
+        self,
+        leaf: LeafInfo,
+        source: LeafInfo,
+        kinds: tuple[str, ...],
+        note: str,
+        admitted: frozenset[str],
+    ) -> Row:
+        """A leaf that comes from one other."""
+        problem = ""
+        if source.shape != leaf.shape:
+            if math.prod(source.shape) == math.prod(leaf.shape):
+                kinds = (*kinds, "reshape")
+                note = f"{list(source.shape)} -> {list(leaf.shape)}"
+            else:
+                problem = f"expected {list(leaf.shape)}, found {list(source.shape)}"
+        casts, wrong = _cast(source, leaf)
+        if casts and not wrong:
+            note = f"{source.dtype} -> {leaf.dtype}"
+        kinds, problem = (*kinds, *casts), problem or wrong
+        is_known = source.type and leaf.type and "rename" not in kinds
+        if is_known and _name_of(source.type) != _name_of(leaf.type):
+            kinds, note = (*kinds, "optimizer"), f"{source.type} -> {leaf.type}"
+        action: Any = "converted" if kinds or problem or source.name != leaf.name else "matched"
+        is_admitted = set(kinds) <= admitted
+        return Row(
+            leaf,
+            action,
+            (source.name,),
+            kinds,
+            note=note,
+            problem=problem,
+            is_admitted=is_admitted,
+            value=source.value,
+        )
+
+    def _initialised(self, leaf: LeafInfo, note: str, *, is_ruled: bool = False) -> Row:
+        admitted = is_ruled or "initialise" in self.policy.allow
+        problem = ""
+        if leaf.kind == "params" and _is_abstract(self.named[leaf.name]):
+            problem = (
+                "the checkpoint does not have it, and the target gives no value: create the "
+                "optimizer with arrays for new parameters"
+            )
+        return Row(
+            leaf,
+            "initialised",
+            kinds=("initialise",),
+            note=note,
+            problem=problem,
+            is_admitted=admitted,
+        )
+
+    def _kept(self, leaf: LeafInfo) -> Row:
+        problem = "the target gives no value to keep" if _is_abstract(self.named[leaf.name]) else ""
+        return Row(leaf, "kept", note="as a rule says", problem=problem)
+
+
+def action_axis(action: Action) -> int:
+    """Returns the axis of a stack, 0 of anything else."""
+    return action.axis if isinstance(action, Stack | Unstack) else 0
+
+
+def _cast(source: LeafInfo, leaf: LeafInfo) -> tuple[tuple[str, ...], str]:
+    if source.dtype == leaf.dtype:
+        return (), ""
+    wrong = f"expected {leaf.dtype}, found {source.dtype}"
+    if source.is_key or leaf.is_key:
+        return (), f"{wrong}: keys cannot be cast"
+    old, new = jnp.dtype(source.dtype), jnp.dtype(leaf.dtype)
+    is_complex = jnp.issubdtype(old, jnp.complexfloating)
+    if is_complex and not jnp.issubdtype(new, jnp.complexfloating):
+        return (), f"{wrong}: an imaginary part would be lost"
+    return ("cast",), ""
+
+
+def _renamed(leaf: LeafInfo, transformation: str) -> str:
+    at = 2 * len(leaf.group) + 1
+    return leaf_name((*leaf.path[:at], transformation, *leaf.path[at + 1 :]))
+
+
+def _name_of(type_id: str) -> str:
+    return type_id.rpartition(":")[2]
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex)
+
+
+def _check_rules(policy: Policy, rows: Sequence[Row], source: Source) -> None:
+    """Raises a `ValueError` for a rule that matches nothing."""
+    names = [row.leaf.name for row in rows]
+    saved = [leaf.name for leaf in source.schema.leaves]
+    for pattern, action in policy.rules:
+        where = saved if action == "drop" else names
+        if not any(pattern.fullmatch(name) for name in where):
+            side = "checkpoint" if action == "drop" else "target"
+            raise ValueError(
+                f"`rules`: {pattern.pattern!r} matches no leaf of the {side}, which has names like "
+                f"{', '.join(f'`{name}`' for name in where[:3])}"
+            )

@@ -1,0 +1,88 @@
+"""The errors of checkpoints.
+
+```
+CheckpointError
+├── DamagedError (ValueError)     bytes that are not those that were written
+├── EquivalenceError (ValueError) an optimizer that Optax has no equal of
+├── LeafError (ValueError)        a leaf that cannot be saved, or has no name of its own
+├── LoadError (ValueError)        bytes that are no checkpoint, or a hostile one
+├── LockError (OSError)           another writer has the folder
+├── MissingError (LookupError)    there is no such step, or no valid one
+├── PlanError (ValueError)        a checkpoint that does not fit the target; carries the plan
+├── SaveError (OSError)           a step was not saved
+└── VersionError (ValueError)     written by a version whose states this one cannot read
+```
+
+All are `opt_core.errors.OptimizerError`s. Nothing raw from Orbax, TensorStore, JSON or msgpack
+leaves this package.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from opt_core.errors import OptimizerError
+
+if TYPE_CHECKING:
+    from opt_checkpoint._planning.plan import Plan
+
+__all__ = [
+    "CheckpointError",
+    "DamagedError",
+    "EquivalenceError",
+    "LeafError",
+    "LoadError",
+    "LockError",
+    "MissingError",
+    "PlanError",
+    "SaveError",
+    "VersionError",
+]
+
+
+class CheckpointError(OptimizerError):
+    """The base of every error about checkpoints."""
+
+
+class DamagedError(CheckpointError, ValueError):
+    """Bytes are not those that were written: a digest differs, or a file is cut or missing."""
+
+
+class EquivalenceError(CheckpointError, ValueError):
+    """Nothing in Optax computes what an optimizer of another library does; says why."""
+
+
+class LeafError(CheckpointError, ValueError):
+    """A leaf cannot be saved, or two leaves would have one name; says which."""
+
+
+class LoadError(CheckpointError, ValueError):
+    """Bytes are no checkpoint, or one that would take more memory than is allowed."""
+
+
+class LockError(CheckpointError, OSError):
+    """Another writer has the folder; says who."""
+
+
+class MissingError(CheckpointError, LookupError):
+    """There is no such step, or none that is valid; lists what there is."""
+
+
+class PlanError(CheckpointError, ValueError):
+    """A checkpoint does not fit the target as it is. Nothing has been read in bulk.
+
+    Attributes:
+      plan: what would be matched, initialised, converted and dropped.
+    """
+
+    def __init__(self, message: str, plan: Plan) -> None:
+        self.plan = plan
+        super().__init__(message)
+
+
+class SaveError(CheckpointError, OSError):
+    """A step was not saved; what was saved before is as it was."""
+
+
+class VersionError(CheckpointError, ValueError):
+    """A checkpoint was written by a newer version, or by one whose states meant something else."""

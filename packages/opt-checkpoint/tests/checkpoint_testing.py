@@ -1,0 +1,98 @@
+"""What the tests of checkpoints share."""
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge
+import optax
+from opt_checkpoint import LeafInfo, NamedState, Schema, leaf_path
+
+# Optimizers whose states have the same names, shapes and dtypes in Orbax and Flax.
+LOOK_ALIKES = (
+    "acprop",
+    "adabelief",
+    "adam",
+    "adamax",
+    "adamaxw",
+    "adamw",
+    "adopt",
+    "lamb",
+    "nadam",
+    "nadamw",
+    "radam",
+    "yogi",
+)
+
+# What Optax's constructors cannot do without, besides a learning rate.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "dpsgd": {"l2_norm_clip": 1.0, "noise_multiplier": 0.5, "seed": 0},
+    "noisy_sgd": {"key": jax.random.key(0)},
+    "schedule_free": {"base_optimizer": optax.sgd(0.1)},
+    "mechanize": {"base_optimizer": optax.sgd(0.1)},
+    "sam": {"optimizer": optax.sgd(0.1), "adv_optimizer": optax.sgd(0.05)},
+}
+
+
+def definition(name: str) -> Any:
+    """An optimizer of the installed Optax."""
+    constructor = getattr(opt_optax_bridge, name)
+    rate = inspect.signature(constructor).parameters.get("learning_rate")
+    needs_rate = rate is not None and rate.default is rate.empty
+    return constructor(**({"learning_rate": 0.1} if needs_rate else {}), **ARGUMENTS.get(name, {}))
+
+
+def structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
+
+
+def state(leaves: Mapping[str, Any]) -> NamedState:
+    """A named state of given leaves."""
+    infos = tuple(
+        LeafInfo(leaf_path(name), tuple(np.shape(leaf)), str(leaf.dtype), "state")
+        for name, leaf in leaves.items()
+    )
+    return NamedState(dict(leaves), Schema(infos, versions={"test": "1"}))
+
+
+def small_state(seed: int = 0) -> NamedState:
+    """Three leaves of random bits that do not compress."""
+    rng = np.random.default_rng(seed)
+    return state(
+        {
+            "params/w": jnp.asarray(rng.standard_normal((64, 32)), jnp.float32),
+            "params/b": jnp.asarray(rng.standard_normal(64), jnp.bfloat16),
+            "state/count": jnp.asarray(seed, jnp.int32),
+        }
+    )
+
+
+def everything(schema: Schema) -> dict[str, Any]:
+    """All leaves, wanted on the default device."""
+    return {info.name: jax.ShapeDtypeStruct(info.shape, np.dtype("int8")) for info in schema.leaves}
+
+
+def bits(leaf: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """What two leaves have in common if they are the same."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(leaf)
+        return str(leaf.dtype), leaf.shape, np.asarray(data).tobytes()
+    array = np.asarray(leaf)
+    return str(array.dtype), array.shape, array.tobytes()
+
+
+def same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    """Whether all leaves are bit for bit the same."""
+    return found.keys() == expected.keys() and all(
+        bits(found[name]) == bits(expected[name]) for name in expected
+    )
+
+
+def files(folder: Path) -> list[Path]:
+    """The files below a folder, in an order that depends on nothing but their kinds and sizes."""
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return sorted(found, key=lambda path: (path.parent.name, path.stat().st_size, path.name))

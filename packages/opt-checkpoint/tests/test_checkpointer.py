@@ -1,0 +1,627 @@
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge as opt
+import pytest
+from checkpoint_testing import bits, everything, files, same, small_state, state
+from opt_checkpoint import named_state
+from opt_checkpoint._disk import durable
+from opt_checkpoint._disk.checkpointer import Checkpointer
+from opt_checkpoint._disk.durable import DurablePath, temporary_paths
+from opt_checkpoint._disk.saved_step import open_step
+from opt_checkpoint._disk.storage import DTYPES
+from opt_checkpoint.errors import (
+    DamagedError,
+    LeafError,
+    LockError,
+    MissingError,
+    SaveError,
+)
+
+WIDE = {"int64", "uint64", "float64", "complex128"}
+
+
+def awkward(dtype: str) -> np.ndarray:
+    """Random bits: with NaNs of every payload, -0 and subnormals among them."""
+    kind = jnp.dtype(dtype)
+    if dtype == "bool" or dtype in ("int2", "int4", "float4_e2m1fn"):
+        return np.random.default_rng(0).integers(-1, 2, (3, 64)).astype(kind)
+    words = np.random.default_rng(0).integers(0, 256, (3, 64, kind.itemsize), dtype=np.uint8)
+    array = words.reshape(3, -1).view(kind)
+    if jnp.issubdtype(kind, jnp.floating) and kind.itemsize >= 2:
+        array[0, :3] = [-0.0, np.inf, float(jnp.finfo(kind).smallest_subnormal)]
+    return array
+
+
+def test_a8_dtypes(tmp_path: Path) -> None:
+    """Every dtype, NaN payloads, -0, subnormals and 0-d bit-equal; others an error at save."""
+    leaves: dict[str, Any] = {}
+    for dtype in sorted(DTYPES):
+        array = awkward(dtype)
+        leaf = array if dtype in WIDE else jnp.asarray(array)
+        leaves[f"state/{dtype}/2d"] = leaf
+    for dtype in ("bool", "int4", "float32", "float64"):
+        leaves[f"state/{dtype}/0d"] = leaves[f"state/{dtype}/2d"][1, 5]
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, state(leaves))
+        checkpointer.wait()
+        for bad in (jnp.zeros(3, jnp.uint4), np.zeros(3, "O"), np.array(["a"]), np.zeros(3, "S2")):
+            before = files(tmp_path)
+            with pytest.raises(LeafError, match=r"`state/bad`: .* cannot be saved"):
+                checkpointer.save(1, state({"state/bad": bad}))
+        assert files(tmp_path) == before
+        saved = checkpointer.at(0)
+        assert same(saved.read(everything(saved.schema)), leaves)
+        assert saved.validate().ok
+
+
+def test_a9_leaves_without_a_plain_array(tmp_path: Path) -> None:
+    """Zero-size leaves and typed PRNG keys come back equal; float0 is an error at save."""
+    leaves = {
+        "state/empty": jnp.zeros((3, 0), jnp.bfloat16),
+        "state/no_keys": jax.random.split(jax.random.key(0), 0),
+        "state/key": jax.random.key(7),
+        "state/keys": jax.random.split(jax.random.key(1, impl="rbg"), (2, 3)),
+        "state/raw": jax.random.PRNGKey(3),
+    }
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, state(leaves))
+        checkpointer.save(1, state({"state/empty": leaves["state/empty"]}))
+        with pytest.raises(LeafError, match="`state/none`: float0 cannot be saved"):
+            checkpointer.save(2, state({"state/none": np.zeros(3, jax.dtypes.float0)}))
+        assert checkpointer.steps() == [0, 1]
+        for step in (0, 1):
+            saved = checkpointer.at(step)
+            wanted = {name: leaves[name] for name in saved.schema.by_name}
+            assert same(saved.read(everything(saved.schema)), wanted)
+            assert saved.validate().ok
+
+
+def test_b8_names_that_would_collide(tmp_path: Path) -> None:
+    """`a.b` and `a/b`, and keys that read alike as integer and string: all exact, or an error."""
+    params = {
+        "a": {"b": jnp.ones(2)},
+        "a.b": jnp.zeros(2),
+        "a%2Eb": jnp.full(2, 3.0),
+        "": jnp.ones(1),
+    }
+    named = named_state(opt.sgd(0.1).create(params))
+    more = ("params/0", "params/00", "params/~1")
+    leaves = {**named, **{name: jnp.full(3, i) for i, name in enumerate(more)}}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, state(leaves))
+        checkpointer.wait()
+        saved = checkpointer.at(0)
+        assert same(saved.read(everything(saved.schema)), leaves)
+        with pytest.raises(LeafError, match="another leaf's name is the beginning of its name"):
+            checkpointer.save(1, state({"state/a": jnp.ones(1), "state/a/b": jnp.ones(1)}))
+
+
+def test_e6_hostile_names(tmp_path: Path) -> None:
+    """`../x`, absolute, NUL, newline, 5,000 characters: inside the root, and exact."""
+    root = tmp_path / "inner" / "root"
+    parts = [
+        "..~1..~1x",
+        "~1etc~1passwd",
+        "a\0b",
+        "new\nline",
+        "x" * 5000,
+        "..",
+        ".",
+        "\ud800",
+        "é",
+    ]
+    leaves = {f"params/{part}": jnp.full(3, i) for i, part in enumerate(parts)}
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(0, state(leaves))
+        checkpointer.wait()
+        saved = checkpointer.at(0)
+        assert same(saved.read(everything(saved.schema)), leaves)
+    assert [path.name for path in tmp_path.iterdir()] == ["inner"]
+    assert [path.name for path in (tmp_path / "inner").iterdir()] == ["root"]
+
+
+def test_e5_what_is_no_step(tmp_path: Path) -> None:
+    """Empty folders, links and files in the root are ignored and never followed."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "manifest").mkdir()
+    (outside / "precious").write_text("precious")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "9").mkdir()
+    (root / "10").symlink_to(outside)
+    (root / "11").write_text("no step")
+    for name in ("abc", "007", "-1", "1_000", "²"):
+        (root / name).mkdir()
+        (root / name / "manifest").mkdir()
+    (root / "8.orbax-checkpoint-tmp").symlink_to(outside)
+    with Checkpointer(root, max_to_keep=2) as checkpointer:
+        assert checkpointer.steps() == []
+        assert checkpointer.latest_valid() is None
+        for step in (1, 2, 3):
+            checkpointer.save(step, small_state(step))
+        with pytest.raises(SaveError, match="is in the way, and no checkpoint"):
+            checkpointer.save(9, small_state())
+        with pytest.raises(SaveError, match="is in the way, and no checkpoint"):
+            checkpointer.save(10, small_state())
+        with pytest.raises(MissingError, match="has no step 9"):
+            checkpointer.at(9)
+        with pytest.raises(MissingError, match="has no step 10"):
+            checkpointer.delete(10)
+        checkpointer.save(12, small_state(12))
+        checkpointer.wait()
+        assert checkpointer.steps() == [3, 12]
+    assert (outside / "precious").read_text() == "precious"
+    assert (root / "9").is_dir()
+    assert (root / "10").is_symlink()
+
+
+def test_a_link_in_place_of_the_trash(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    for folder in (root, outside):
+        folder.mkdir()
+    (outside / "precious").write_text("precious")
+    (root / "trash").symlink_to(outside)
+    with pytest.raises(LockError, match="expected a folder for deleted steps: move it away"):
+        Checkpointer(root)
+    assert (outside / "precious").read_text() == "precious"
+
+
+def test_opening_what_is_no_step(tmp_path: Path) -> None:
+    with pytest.raises(MissingError, match="is no folder"):
+        open_step(tmp_path / "missing")
+    with pytest.raises(DamagedError, match=r"manifest\.json` cannot be read: No such file"):
+        open_step(tmp_path)
+
+
+def test_d11_no_save_is_left_out_in_silence(tmp_path: Path) -> None:
+    """An existing or lower step, or a closed or reading checkpointer: an error, nothing changed."""
+    with Checkpointer(tmp_path, save_interval_steps=10) as checkpointer:
+        checkpointer.save(3, small_state(3))  # Not due, and saved: policy is asked, not guessed.
+        checkpointer.save(20, small_state(20))
+        for step in (20, 3, 4):
+            with pytest.raises(SaveError, match=f"step {step} is not saved: .* has step 20"):
+                checkpointer.save(step, small_state())
+        wrong: list[Any] = [-1, 2.0, True, np.int64(30)]
+        for step in wrong:
+            with pytest.raises(SaveError, match="`step`: expected an integer from 0 on"):
+                checkpointer.save(step, small_state())
+        assert [s for s in range(31) if checkpointer.should_save(s)] == [0, 10, 20, 30]
+        saved = checkpointer.at(20)
+        assert same(saved.read(everything(saved.schema)), small_state(20))
+    with pytest.raises(SaveError, match="is closed"):
+        checkpointer.save(30, small_state())
+    with (
+        Checkpointer(tmp_path, read_only=True) as reader,
+        pytest.raises(SaveError, match="is open for reading"),
+    ):
+        reader.save(30, small_state())
+    assert checkpointer.steps() == [3, 20]
+
+
+def test_an_optimizer_and_its_metadata(tmp_path: Path) -> None:
+    optimizer = opt.adamw(1e-3).create({"w": jnp.ones((2, 3))})
+    metadata: dict[str, Any] = {"tokens": [1, None, "é"], "loss": 0.5}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(5, optimizer, metadata=metadata)
+        metadata["tokens"].append("later")
+        with pytest.raises(LeafError, match=r"`metadata`: expected JSON data: .* not JSON seri"):
+            checkpointer.save(6, optimizer, metadata={"x": jnp.ones(2)})
+    saved = open_step(tmp_path / "5")
+    named = named_state(optimizer)
+    assert saved.schema == named.schema
+    assert same(saved.read(everything(saved.schema)), named)
+    assert saved.metadata == {"tokens": [1, None, "é"], "loss": 0.5}
+
+
+def test_reads_only_what_is_wanted(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, small_state(1))
+    saved = open_step(tmp_path / "1")
+    read = saved.read({"params/b": jax.ShapeDtypeStruct((64,), jnp.bfloat16)})
+    assert same(read, {"params/b": small_state(1)["params/b"]})
+    with pytest.raises(MissingError, match="has no leaf `params/x`"):
+        saved.read({"params/x": jax.ShapeDtypeStruct((64,), jnp.bfloat16)})
+    assert saved.read({}) == {}
+
+
+def test_extras(tmp_path: Path) -> None:
+    extras = {
+        "rng": jax.random.key(3),
+        "data": (2**70, [1.5, True, None, "x"], np.arange(3, dtype=np.int64)),
+        "a/b": jnp.ones(2),
+    }
+    like = {
+        "rng": jax.random.key(0),
+        "data": (0, [0.0, False, None, ""], np.zeros(3, np.int64)),
+        "a/b": jax.ShapeDtypeStruct((2,), jnp.float32),
+    }
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, small_state(), extras=extras)
+        checkpointer.save(1, small_state())
+        with pytest.raises(LeafError, match=r"`extra/x`: expected an array, .* found object"):
+            checkpointer.save(2, small_state(), extras={"x": object()})
+    saved = open_step(tmp_path / "0")
+    read = saved.read_extras(like)
+    structure: Any = jax.tree.structure(extras)
+    assert structure == jax.tree.structure(read)
+    for found, expected in zip(jax.tree.leaves(read), jax.tree.leaves(extras), strict=True):
+        assert type(found) is type(expected)
+        assert found == expected if type(found) in (int, str) else bits(found) == bits(expected)
+    plain = saved.read_extras()
+    assert plain["data"]["0"] == 2**70
+    assert plain["data"]["1"] == {"0": 1.5, "1": True, "3": "x"}
+    with pytest.raises(MissingError, match="no `extra/more` was saved"):
+        saved.read_extras({"more": 0})
+    with pytest.raises(LeafError, match=r"`extra/rng`: expected float32\[2\] as in `like`"):
+        saved.read_extras({"rng": jnp.ones(2)})
+    assert open_step(tmp_path / "1").read_extras() is None
+
+
+def test_saved_values_are_those_at_the_call(tmp_path: Path) -> None:
+    step = jax.jit(lambda x: x * 2, donate_argnums=0)
+    x, host = jnp.arange(1e5), np.arange(1e5, dtype=np.float32)
+    expected = {"state/x": np.array(x), "state/host": host.copy()}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, state({"state/x": x, "state/host": host}))
+        step(x)
+        host += 1
+    saved = open_step(tmp_path / "0")
+    assert same(saved.read(everything(saved.schema)), expected)
+
+
+def test_keeps_what_it_is_told_to(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, max_to_keep=2, keep_period=4, async_save=False) as checkpointer:
+        for step in range(10):
+            checkpointer.save(step, small_state(step))
+        assert checkpointer.steps() == [0, 4, 8, 9]
+        assert all(checkpointer.validate(step).ok for step in checkpointer.steps())
+    assert list((tmp_path / "trash").iterdir()) == []
+
+
+def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as writer:
+        writer.save(1, small_state(1))
+        writer.wait()
+        with Checkpointer(tmp_path, read_only=True) as reader:
+            before = files(tmp_path)
+            saved = reader.latest_valid()
+            assert saved is not None
+            assert saved.step == 1
+            assert files(tmp_path) == before
+        with pytest.raises(LockError, match="has a writer already"):
+            Checkpointer(tmp_path)
+        writer.save(2, small_state(2))
+    assert reader.steps() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"directory": "gs://bucket/x"}, "`directory`: expected a path of the file system"),
+        ({"max_to_keep": 0}, "`max_to_keep`: expected an integer from 1 on, found 0"),
+        ({"keep_period": -1}, "`keep_period`: expected an integer from 1 on, found -1"),
+        ({"save_interval_steps": True}, "`save_interval_steps`: expected an integer"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        Checkpointer(**{"directory": tmp_path / "x", **options})
+    assert not (tmp_path / "x").exists()
+
+
+def test_an_error_in_the_block_is_the_one_to_be_seen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Any) -> bytes:
+        raise OSError("no space")
+
+    monkeypatch.setattr("opt_checkpoint._disk.saving.Saving.encode", broken)
+
+    def run() -> None:
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(1, small_state())
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        run()
+    assert any("no space" in r.message for r in caplog.records if r.levelno == logging.ERROR)
+
+
+def test_the_manifest_is_json(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, small_state(1))
+    data = json.loads((tmp_path / "1/manifest/manifest.json").read_text())
+    assert data["format_version"] == 1
+    leaf = data["manifest"]["schema"]["leaves"][0]
+    assert leaf["path"] == ["params", "w"]
+
+
+def _nested(depth: int) -> Any:
+    data: Any = []
+    for _ in range(depth):
+        data = [data]
+    return data
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({1: "a", "1": "b"}, "keys are texts, found 1"),
+        (_nested(250), "nested more than 200 deep"),
+        ({"n": [10**5000]}, "an integer of so many digits"),
+        ("x" * (256 * 2**20), "more than 268,435,456 bytes, the limit of a manifest"),
+    ],
+    ids=["keys", "nested", "digits", "large"],
+)
+def test_metadata_that_could_not_be_read(metadata: Any, words: str, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, max_to_keep=1) as checkpointer:
+        checkpointer.save(1, small_state())
+        with pytest.raises(LeafError, match=words):
+            checkpointer.save(2, small_state(), metadata=metadata)
+        kept = {"n": 10**4299, "deep": _nested(190)}
+        checkpointer.save(3, small_state(), metadata=kept)
+        checkpointer.wait()
+        assert checkpointer.steps() == [3]
+        assert checkpointer.at(3).metadata == kept
+
+
+@pytest.mark.parametrize(
+    ("extras", "words"),
+    [
+        ({1: 1, "1": 2}, "`extras`: expected a pytree of named leaves"),
+        ({"x": np.ma.MaskedArray([1.0, 2.0], [True, False])}, "`extra/x`: a masked array"),
+        ({"x": 10**5000}, "`extra/x`: an integer of so many digits"),
+    ],
+)
+def test_extras_that_would_not_come_back(extras: Any, words: str, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(LeafError, match=words):
+            checkpointer.save(1, small_state(), extras=extras)
+        assert checkpointer.steps() == []
+
+
+def test_no_elements_of_64_bits(tmp_path: Path) -> None:
+    leaves = {"state/x": np.zeros((0, 3), np.int64)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state(leaves))
+    saved = open_step(tmp_path / "1")
+    assert same(saved.read(everything(saved.schema)), leaves)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failed_save_pins_no_old_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any) -> bytes:
+        raise OSError("no space")
+
+    with Checkpointer(tmp_path, max_to_keep=1) as checkpointer:
+        for step in range(1, 8):
+            if step % 3:
+                checkpointer.save(step, small_state(step))
+                checkpointer.wait()
+                continue
+            with monkeypatch.context() as patch:
+                patch.setattr("opt_checkpoint._disk.saving.Saving.encode", broken)
+                checkpointer.save(step, small_state(step))
+                with pytest.raises(SaveError, match="no space"):
+                    checkpointer.wait()
+        assert checkpointer.steps() == [7]
+
+
+def test_damaged_steps_take_the_place_of_none(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, max_to_keep=2) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, small_state(step))
+        checkpointer.wait()
+        (tmp_path / "2/manifest/manifest.json").write_bytes(b"{")
+        saved = checkpointer.latest_valid(level="manifest")
+        assert saved is not None
+        assert saved.step == 1
+        with pytest.raises(SaveError, match=r"passed over \[2\].*call `discard_after\(1\)` first"):
+            checkpointer.save(3, small_state(3))
+        assert checkpointer.discard_after(1) == [2]
+        checkpointer.save(3, small_state(3))
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 3]
+
+
+def test_a_folder_that_was_removed(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, small_state(1))
+        checkpointer.wait()
+        shutil.rmtree(root)
+        with pytest.raises(LockError, match="was removed or replaced"):
+            checkpointer.save(2, small_state(2))
+        assert not root.exists()
+        with Checkpointer(root) as other:
+            with pytest.raises(LockError, match="was removed or replaced"):
+                checkpointer.save(2, small_state(2))
+            checkpointer.close()
+            other.save(3, small_state(3))
+    assert other.steps() == [3]
+
+
+def test_threads_save_one_at_a_time(tmp_path: Path) -> None:
+    refused: dict[int, str] = {}
+
+    def save(step: int) -> None:
+        try:
+            checkpointer.save(step, small_state(step))
+        except SaveError as error:
+            refused[step] = str(error)
+
+    with Checkpointer(tmp_path) as checkpointer:
+        threads = [threading.Thread(target=save, args=(step,)) for step in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all("Steps only rise" in message for message in refused.values())
+    assert sorted([*checkpointer.steps(), *refused]) == list(range(8))
+    assert all(checkpointer.validate(step, level="manifest").ok for step in checkpointer.steps())
+
+
+@pytest.mark.parametrize("when", ["save", "wait", "close"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_ctrl_c_cuts_no_save_short(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    when: str,
+    fails: bool,
+) -> None:
+    is_waiting = threading.Event()
+    create, sync_tree = DurablePath.create, durable.sync_tree
+
+    def ctrl_c() -> None:
+        is_waiting.wait()
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        if fails:
+            raise OSError(28, "No space left on device")
+
+    async def slow_create(self: DurablePath) -> Any:
+        ctrl_c()
+        return await create(self)
+
+    def slow_sync_tree(folder: Path) -> None:
+        ctrl_c()
+        sync_tree(folder)
+
+    checkpointer = Checkpointer(tmp_path)
+    with monkeypatch.context() as patch:
+        if when == "save":
+            patch.setattr(DurablePath, "create", slow_create)
+            act = partial(checkpointer.save, 1, small_state(1))
+        else:
+            patch.setattr(durable, "sync_tree", slow_sync_tree)
+            checkpointer.save(1, small_state(1))
+            act = partial(getattr(checkpointer, when))
+        is_waiting.set()
+        with pytest.raises(KeyboardInterrupt):
+            act()
+    if when == "close":
+        assert (f"step 1 in `{tmp_path}`: not saved" in caplog.text) == fails
+    elif fails:
+        with pytest.raises(SaveError, match=r"step 1 in .*No space left on device"):
+            checkpointer.wait()
+    else:
+        checkpointer.wait()
+    assert checkpointer.steps() == ([] if fails else [1])
+    checkpointer.close()
+    with Checkpointer(tmp_path) as other:
+        other.save(2, small_state(2))
+    assert other.steps() == ([2] if fails else [1, 2])
+    assert not temporary_paths(tmp_path / "1")[0].exists()
+
+
+def test_a_step_that_is_removed_while_it_is_saved_is_told(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, small_state(1))
+    while not checkpointer.steps():
+        time.sleep(0.01)
+    shutil.rmtree(tmp_path / "1")
+    with pytest.raises(SaveError, match=r"step 1 in `.*` is not there: was it removed\?"):
+        checkpointer.close()
+
+
+def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
+    with (
+        Checkpointer(tmp_path) as checkpointer,
+        pytest.raises(LeafError, match=r"`named`: expected an `Optimizer` or .*, found dict"),
+    ):
+        checkpointer.save(1, {"w": jnp.ones(2)})  # type: ignore[arg-type]
+
+
+def test_a_process_whose_save_failed_ends(tmp_path: Path) -> None:
+    """Orbax's threads wait five minutes for a folder that cannot be made, if they are let."""
+    code = (
+        "import sys, jax.numpy as jnp, opt_optax_bridge as opt\n"
+        "from opt_checkpoint import Checkpointer, errors\n"
+        "def full(event, args):\n"
+        "  if event == 'os.mkdir' and str(args[0]).startswith(sys.argv[1]):\n"
+        "    raise OSError(28, 'No space left on device', str(args[0]))\n"
+        "with Checkpointer(sys.argv[1]) as checkpointer:\n"
+        "  sys.addaudithook(full)\n"
+        "  try:\n"
+        "    checkpointer.save(5, opt.adam(0.1).create({'w': jnp.ones(3)}))\n"
+        "  except errors.SaveError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 5 in" in done.stdout
+    assert "No space left on device" in done.stdout
+
+
+ENDS_WITHOUT_CLOSING = """
+import os, sys, time
+import jax.numpy as jnp
+import opt_optax_bridge as opt
+from opt_checkpoint import Checkpointer
+from opt_checkpoint._disk import exits, saving
+
+folder, how = sys.argv[1:]
+parent, encode, close = os.getpid(), saving.Saving.encode, Checkpointer.close
+optimizer = opt.adam(0.1).create({"w": jnp.ones(3)})
+
+
+def slow(self):
+    time.sleep(1)
+    if how == "fails":
+        raise OSError(28, "No space left on device")
+    return encode(self)
+
+
+def told(self):
+    print("closed by", "parent" if os.getpid() == parent else "child", flush=True)
+    close(self)
+
+
+saving.Saving.encode, Checkpointer.close = slow, told
+Checkpointer(folder).save(5, optimizer)
+if how == "is forked":
+    child = os.fork()
+    if not child:
+        exits._run(exits._pending())  # as at its end, where JAX's threads may be missed
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "fails", "is forked"])
+def test_a_process_that_ends_without_closing_finishes_its_save(tmp_path: Path, how: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ENDS_WITHOUT_CLOSING, str(tmp_path), how],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "closed by parent\n"
+    is_saved = Checkpointer(tmp_path, read_only=True).steps() == [5]
+    assert is_saved != (f"step 5 in `{tmp_path}`: not saved" in done.stderr)
+    assert is_saved == (how != "fails")

@@ -1,0 +1,396 @@
+"""The command line, as a user types it."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge as opt
+import pytest
+from opt_checkpoint import Checkpointer, plan_restore
+from opt_checkpoint._cli.main import main
+from opt_core import Optimizer
+
+PARAMS = {"w": jnp.full((20, 30), 0.5), "b": jnp.ones(3)}
+Cli = Callable[..., tuple[int, str, str]]
+
+MODULE = """
+import jax.numpy as jnp
+import opt_optax_bridge as opt
+
+def params():
+    return {"w": jnp.ones((20, 30)), "b": jnp.ones(3)}
+
+def adam():
+    print("noise")
+    return opt.adam(1e-3).create(params())
+
+def sgd():
+    return opt.sgd(1e-3, momentum=0.9).create(params())
+
+def more():
+    return opt.adam(1e-3).create({**params(), "new": jnp.ones(2)})
+
+def broken():
+    raise RuntimeError("no such\\nluck")
+
+def none():
+    return 7
+
+text = "not a function"
+"""
+
+
+def adam() -> Optimizer:
+    optimizer: Optimizer = opt.adam(1e-3).create(PARAMS)
+    return optimizer
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    optimizer = adam()
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(0, optimizer, metadata={"data": "a.txt"})
+        optimizer = optimizer.apply_gradient(optimizer.target)
+        checkpointer.save(1, optimizer)
+    return folder
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    name = f"job_{abs(hash(tmp_path))}"  # modules stay imported
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(x).replace("job:", f"{name}:") for x in arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_ls_lists_steps(cli: Cli, root: Path) -> None:
+    code, out, _ = cli("ls", root)
+    lines = [line.split(maxsplit=4) for line in out.splitlines()]
+    assert code == 0
+    assert lines == [
+        ["step", "leaves", "size", "optimizer"],
+        ["0", "8", "7.1", "KiB", "scale_by_adam, scale"],
+        ["1", "8", "7.1", "KiB", "scale_by_adam, scale"],
+    ]
+
+
+def test_show_says_what_there_is(cli: Cli, root: Path) -> None:
+    code, out, _ = cli("show", f"{root}@0")
+    assert code == 0
+    assert "step 0, 8 leaves, 7.1 KiB" in out
+    assert 'metadata: {"data": "a.txt"}' in out
+    (line,) = [line for line in out.splitlines() if line.startswith("state/adam/mu/w")]
+    assert line.split()[1:4] == ["[20,", "30]", "float32"]
+    (count,) = [line for line in out.splitlines() if line.startswith("state/adam/count")]
+    assert count.split()[-1] == "0"
+
+
+def test_show_takes_the_latest_step_or_its_folder(cli: Cli, root: Path) -> None:
+    assert cli("show", root)[1] == cli("show", root / "1")[1]
+    data = json.loads(cli("show", root, "--json")[1])
+    assert data["leaves"][0]["path"] == ["params", "b"]
+    assert data["metadata"] is None
+
+
+def test_diff_tells_values_apart(cli: Cli, root: Path) -> None:
+    assert cli("diff", root, f"{root}@1") == (0, "", "")
+    code, out, _ = cli("diff", f"{root}@0", root)
+    assert code == 1
+    assert "~ state/adam/count: 0 -> 1" in out
+    assert "~ state/adam/mu/w: other values" in out
+
+
+def test_diff_tells_leaves_apart(cli: Cli, root: Path, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "other") as checkpointer:
+        checkpointer.save(0, opt.sgd(1e-3).create({"w": jnp.zeros((2, 2)), "c": jnp.ones(1)}))
+    code, out, _ = cli("diff", root, tmp_path / "other")
+    assert code == 1
+    assert out.splitlines()[:2] == [
+        "- optimizer: scale_by_adam, scale",
+        "+ optimizer: scale",
+    ]
+    lines = out.splitlines()
+    assert "- params/w float32[20, 30]" in lines
+    assert "+ params/w float32[2, 2]" in lines
+    assert "- state/adam/mu/b float32[3]" in lines
+    assert "+ params/c float32[1]" in lines
+
+
+@pytest.fixture(scope="module")
+def extras(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with what docs/checkpoints.md saves beside the optimizer."""
+    folder = tmp_path_factory.mktemp("extras") / "checkpoints"
+    with Checkpointer(folder) as checkpointer:
+        for step, position in ((2, 17), (3, 18)):
+            kept = {"rng": jax.random.key(0), "position": position, "name": "a\nb"}
+            checkpointer.save(step, adam(), extras=kept)
+    return folder
+
+
+def test_python_scalars_go_through_every_command(cli: Cli, extras: Path) -> None:
+    first = f"{extras}@2"
+    code, out, _ = cli("ls", extras)
+    assert (code, out.splitlines()[1].split()[:2]) == (0, ["2", "11"])
+    code, out, _ = cli("show", first)
+    lines = {line.split()[0]: line.split() for line in out.splitlines()}
+    assert code == 0
+    assert lines["extra/position"][1:] == ["[]", "python", "0", "B", "17"]
+    assert lines["extra/name"][-1] == repr("a\nb")
+    data = json.loads(cli("show", first, "--json")[1])
+    assert data["scalars"] == {"extra/position": 17, "extra/name": "a\nb"}
+    assert cli("verify", first) == (0, f"{first}: ok, 11 leaves\n", "")
+    assert cli("diff", first, first) == (0, "", "")
+    assert cli("diff", first, extras) == (1, "~ extra/position: 17 -> 18\n", "")
+    code, out, _ = cli("plan", first, "job:adam", "--all")
+    assert (code, out.splitlines()[-1]) == (0, "8 matched (7,244 bytes)")
+
+
+def test_plan_says_whether_it_fits(cli: Cli, root: Path) -> None:
+    code, out, err = cli("plan", root, "job:adam")
+    assert (code, out) == (0, "8 matched (7,244 bytes)\n")
+    assert "noise" in err
+    code, out, _ = cli("plan", root, "job:sgd")
+    assert code == 1
+    assert "!+ state/trace/trace/w float32[20, 30]" in out
+    allowed = ("--allow", "initialise", "drop", "optimizer")
+    code, out, _ = cli("plan", root, "job:sgd", *allowed)
+    assert code == 0
+    assert "!" not in out
+    data = json.loads(cli("plan", root, "job:sgd", "--json")[1])
+    assert data["is_ok"] is False
+
+
+def test_plan_takes_rules(cli: Cli, root: Path) -> None:
+    arguments = ("plan", root, "job:sgd", "--allow", "optimizer")
+    rules = ("--rule", "state/trace/.*=initialise", "--rule", "state/adam/.*=drop")
+    assert cli(*arguments, *rules)[0] == 0
+    moments = r"state/trace/trace/(.*)=rename:state/adam/mu/\1"
+    code, out, _ = cli(*arguments, "drop", "--rule", moments, "--all")
+    assert code == 0
+    (line,) = [line for line in out.splitlines() if line.startswith("state/trace/trace/w")]
+    assert line.split()[4:] == ["converted", "state/adam/mu/w"]
+
+
+def test_plan_of_a_new_parameter_needs_its_value(cli: Cli, root: Path) -> None:
+    allow = ("--allow", "initialise")
+    assert cli("plan", root, "job:more", *allow)[0] == 1
+    assert cli("plan", root, "job:more", *allow, "--allocate")[0] == 0
+
+
+def test_verify_finds_a_flipped_bit(cli: Cli, root: Path, tmp_path: Path) -> None:
+    assert cli("verify", root) == (0, f"{root}@0: ok, 8 leaves\n{root}@1: ok, 8 leaves\n", "")
+    copy = tmp_path / "copy"
+    shutil.copytree(root, copy)
+    manifest = copy / "1" / "manifest" / "manifest.json"
+    data = bytearray(manifest.read_bytes())
+    data[len(data) // 2] ^= 1
+    manifest.write_bytes(data)
+    code, out, _ = cli("verify", copy)
+    assert code == 1
+    good, bad = out.splitlines()
+    assert good == f"{copy}@0: ok, 8 leaves"
+    assert bad.startswith(f"{copy}@1: DamagedError: ")
+
+
+@pytest.fixture
+def adam_file(tmp_path: Path) -> Path:
+    """What `flax.optim.Adam` wrote."""
+    moments = {
+        name: {"grad_ema": np.full_like(x, 0.5), "grad_sq_ema": np.ones_like(x)}
+        for name, x in PARAMS.items()
+    }
+    state = {"step": np.int32(7), "param_states": moments}
+    path = tmp_path / "checkpoint_7"
+    contents = {"target": jax.device_get(PARAMS), "state": state}
+    path.write_bytes(flax.serialization.msgpack_serialize(contents))
+    return path
+
+
+def test_convert_makes_a_checkpoint(cli: Cli, adam_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "converted"
+    code, _, err = cli("convert", adam_file, out, "job:adam")
+    assert code == 2
+    assert "written_by" in err
+    assert not out.exists()
+    code, said, _ = cli("convert", adam_file, out, "job:adam", "--written-by", "Adam")
+    assert (code, said) == (0, f"{out / '7'}: 8 leaves\n")
+    assert cli("verify", out)[0] == 0
+    shown = cli("show", out)[1]
+    assert 'metadata: {"converted_from": "checkpoint_7"}' in shown
+    restored = plan_restore(Checkpointer(out, read_only=True).at(7), adam()).apply()
+    assert (restored.state.param_states[0].mu["w"] == 0.5).all()
+    assert int(restored.state.param_states[0].count) == 7
+    groups = ("--written-by", "a=Adam", "b")
+    assert cli("convert", adam_file, tmp_path / "x", "job:adam", *groups)[0] == 2
+
+
+def test_convert_leaves_nothing_where_it_fails(
+    cli: Cli, adam_file: Path, root: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "plain" / "7").mkdir(parents=True)
+    (tmp_path / "junk").write_bytes(b"\x81\xa1a")
+    before = sorted(tmp_path.rglob("*"))
+    for given, words in (
+        ((adam_file, "out", "job:adam", "--step", "-1"), "`--step` must be an integer from 0 on"),
+        ((adam_file, "out", "job:adam", "--step", "9" * 5000), "`--step` must be an integer"),
+        (
+            (adam_file, "out", "job:more", "--written-by", "Adam"),
+            "state/param_states/new: has no state",
+        ),
+        ((adam_file, "plain", "job:adam", "--written-by", "Adam"), "is in the way"),
+        ((adam_file, "junk", "job:adam", "--written-by", "Adam"), "`junk` is no folder"),
+        (("junk", "out", "job:adam"), "cut short"),
+    ):
+        code, out, err = cli("convert", *given)
+        assert (code, out) == (2, ""), given
+        assert words in err.splitlines()[-1]
+    assert [p for p in sorted(tmp_path.rglob("*")) if "__pycache__" not in str(p)] == before
+
+
+def test_convert_of_damaged_files_is_one_line(cli: Cli, tmp_path: Path) -> None:
+    nested = b"\xc0"
+    for _ in range(2000):
+        nested = b"\xc9" + len(nested).to_bytes(4, "big") + b"\x02" + nested
+    archive = io.BytesIO()
+    np.savez(archive, größe=np.ones(3))
+    content = bytearray(archive.getvalue())
+    content[content.rindex("größe".encode()) + 2] = 0xFF
+    for name, data in (("deep", b"\x81\xa1a" + nested), ("name", bytes(content))):
+        (tmp_path / name).write_bytes(data)
+        code, out, err = cli("convert", tmp_path / name, "out", "job:adam")
+        assert (code, out) == (2, "")
+        assert err.splitlines()[-1].startswith(f"opt-checkpoint: error: `{tmp_path / name}`: ")
+        assert "Traceback" not in err
+        assert not (tmp_path / "out").exists()
+
+
+def test_convert_takes_no_writer_of_states_of_optax(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(flax.serialization.msgpack_serialize(jax.device_get(adam().state_dict())))
+    for name, words in (("Foo", "'Foo' is none of"), ("Adam", "is for files of `flax.optim`")):
+        code, out, err = cli("convert", path, "out", "job:adam", "--written-by", name)
+        assert (code, out) == (2, "")
+        assert words in err.splitlines()[-1]
+        assert not (tmp_path / "out").exists()
+    assert cli("convert", path, "out", "job:adam")[0] == 0
+
+
+def test_convert_is_quiet_where_it_fails(adam_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "job_quiet.py").write_text(MODULE)
+    (tmp_path / "out" / "7").mkdir(parents=True)
+    command = [sys.executable, "-m", "opt_checkpoint", "convert", str(adam_file)]
+    given = ["out", "job_quiet:adam", "--written-by", "Adam"]
+    done = subprocess.run(
+        command + given, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[0] == "noise"
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_names_are_printed_with_escapes(cli: Cli, root: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "odd"
+    with Checkpointer(odd) as checkpointer:
+        names = ("a\nb\x1b[31m", "\ud800", "größe")
+        checkpointer.save(0, opt.sgd(1e-3).create({name: jnp.ones(1) for name in names}))
+    shown = (r"params/a\nb\x1b[31m", r"params/\ud800", "params/größe")
+    allow = ("--allow", "initialise", "drop", "optimizer")
+    for command in (
+        ("show", odd),
+        ("diff", root, odd),
+        ("plan", odd, "job:sgd", *allow),
+        ("plan", odd, "job:sgd", *allow, "--all"),
+    ):
+        _, out, _ = cli(*command)
+        assert all(name in out for name in shown), command
+        assert all(line.isprintable() for line in out.splitlines())
+        out.encode()
+    assert cli("verify", odd)[0] == 0
+    assert cli("ls", "no\x1b[31m\ud800")[2].isascii()
+
+
+def test_verify_takes_all_steps_of_a_folder_with_an_at(
+    cli: Cli, root: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(root, tmp_path / "run@5")
+    assert cli("verify", "run@5")[1] == "run@5@0: ok, 8 leaves\nrun@5@1: ok, 8 leaves\n"
+    assert cli("show", "run@5@0")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("ls", "nowhere"), "`nowhere` is no folder"),
+        (("ls", "."), "holds no checkpoints"),
+        (("plan", "ROOT", "job"), "expected MODULE:FUNCTION"),
+        (("plan", "ROOT", "no_such_module:f"), "cannot be imported"),
+        (("plan", "ROOT", "job:missing"), "has no function `missing`"),
+        (("plan", "ROOT", "job:text"), "is not a function but a str"),
+        (("plan", "ROOT", "job:broken"), "failed: RuntimeError: no such luck"),
+        (("plan", "ROOT", "job:none"), "must return an `opt_core.Optimizer`"),
+        (("plan", "ROOT", "job:adam", "--rule", "x"), "must be PATTERN=ACTION"),
+        (("plan", "ROOT", "job:adam", "--rule", "x=y"), "found `y`"),
+        (("plan", "ROOT", "job:adam", "--rule", "x=drop"), "matches no leaf of the checkpoint"),
+        (("plan", "ROOT", "job:adam", "--rule", "x=unstack:y:" + "1" * 5000), "found `unstack:y:1"),
+        (("plan", "ROOT", "job:adam", "--rule", "x=stack:y:" + "1" * 5000), "found `stack:y:1"),
+        (("show", "ROOT@9"), "has no step 9; it has [0, 1]"),
+        (("verify", "ROOT@9"), "has no step 9; it has [0, 1]"),
+        (("diff", "ROOT", "ROOT@9"), "has no step 9; it has [0, 1]"),
+        (("show", "ROOT@" + "9" * 5000), "has no step 99999999999999999999;"),
+        (("show", "9" * 5000), "99` is no folder"),
+        (("show", "a\0b"), r"`a\x00b` is no folder"),
+        (("convert", "9" * 5000, "out", "job:adam"), "99` is no file"),
+        (("convert", "no_such_file", "out", "job:adam"), "is no file"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    cli: Cli, root: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    code, out, err = cli(*(re.sub("^ROOT(?=$|@)", str(root), x) for x in arguments))
+    (line,) = [line for line in err.splitlines() if line != "noise"]
+    assert (code, out) == (2, "")
+    assert line.startswith("opt-checkpoint: error: ")
+    assert words in line
+    assert len(line) < 1000
+
+
+# What an installer makes of the entry point. `-P`: the folder of a script is not the caller's.
+SCRIPT = """
+import sys
+from importlib.metadata import entry_points
+(script,) = entry_points(group="console_scripts", name="opt-checkpoint")
+sys.exit(script.load()())
+"""
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(
+    "start", [["-m", "opt_checkpoint"], ["-P", "-c", SCRIPT]], ids=["module", "script"]
+)
+def test_runs_as_a_module_and_as_a_script(start: list[str], root: Path, tmp_path: Path) -> None:
+    (tmp_path / "job_beside.py").write_text(MODULE)
+    command = [sys.executable, *start, "plan", str(root), "job_beside:adam"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "noise\n")
+    assert done.stdout.startswith("8 matched")

@@ -1,0 +1,146 @@
+"""Several transformations of one kind are told apart by whatever was captured."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from opt_checkpoint import NamedState, Schema, errors, named_state, plan_restore
+from opt_checkpoint._naming.captured import digest_of
+from opt_core import Optimizer
+from opt_optax_bridge import OptaxWrapper
+
+optax: Any = importlib.import_module("optax")  # much of it is no explicit export
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+Make = Callable[[Any], Any]
+
+
+class Kept(NamedTuple):
+    mean: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    decay: float
+    axes: tuple[str, ...] = ("x",)
+
+
+class Plain:
+    pass
+
+
+class Locked:
+    def __reduce__(self) -> Any:
+        raise TypeError("not to be pickled")
+
+
+def mine(config: Any) -> Any:
+    """A transformation of a user's that has captured something."""
+
+    def init_fn(tree: Any) -> Any:
+        return Kept(jax.tree.map(jnp.zeros_like, tree))
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
+        assert config is not None, params
+        return updates, Kept(jax.tree.map(jnp.add, state.mean, updates))
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def injected(decay: Any) -> Any:
+    return optax.inject_hyperparams(optax.ema)(decay=decay)
+
+
+def wrapped(*members: Any) -> Optimizer:
+    optimizer = OptaxWrapper(optax.chain(*members)).create({"w": jnp.ones(3)})
+    leaves, structure = jax.tree.flatten(optimizer.state)
+    made = [
+        (jnp.arange(x.size).reshape(x.shape) + i + 1).astype(x.dtype) for i, x in enumerate(leaves)
+    ]
+    return optimizer.replace(state=jax.tree.unflatten(structure, made))
+
+
+_CAPTURED: dict[str, tuple[Make, Any, Any]] = {
+    "numbers": (optax.ema, 0.9, 0.5),
+    "jax scalars": (optax.ema, jnp.float32(0.9), jnp.float32(0.5)),
+    "numpy scalars": (optax.ema, np.array(0.9), np.array(0.5)),
+    "injected numbers": (injected, 0.9, 0.5),
+    "injected schedules": (
+        injected,
+        optax.constant_schedule(0.9),
+        optax.linear_schedule(0.9, 0.5, 10),
+    ),
+    "tuples": (mine, (0.9, 0.1), (0.5, 0.5)),
+    "lists in mappings": (mine, {"a": [1, 2]}, {"a": [2, 1]}),
+    "dataclasses": (mine, Config(0.9), Config(0.9, ("y",))),
+    "jax arrays": (mine, jnp.arange(3.0), jnp.ones(3)),
+    "numpy arrays": (mine, np.arange(3), np.arange(3, dtype=np.int8)),
+    "many": (mine, tuple(range(40)), tuple(range(1, 41))),
+    "compiled functions": (mine, jnp.abs, jnp.square),
+    "universal functions": (mine, np.abs, np.square),
+    "lambdas": (mine, lambda x: x + 1, lambda x: x * x),
+    "named functions": (mine, jax.nn.relu, jax.nn.gelu),
+}
+
+
+@pytest.mark.parametrize("name", _CAPTURED)
+def test_what_changed_places_is_refused_and_goes_where_it_belongs(name: str) -> None:
+    make, one, other = _CAPTURED[name]
+    old, new = wrapped(make(one), make(other)), wrapped(make(other), make(one))
+    assert plan_restore(named_state(old), old).is_exact
+    plan = plan_restore(named_state(old), new)
+    with pytest.raises(errors.PlanError, match="by their settings, "):
+        plan.apply()
+    found = plan_restore(named_state(old), new, allow={"optimizer"}).apply().state.param_states
+    expected = old.state.param_states
+    for i in range(2):
+        for a, b in zip(jax.tree.leaves(found[i]), jax.tree.leaves(expected[1 - i]), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", _CAPTURED)
+def test_a_single_one_may_be_set_otherwise(name: str) -> None:
+    make, one, other = _CAPTURED[name]
+    assert plan_restore(named_state(wrapped(make(one))), wrapped(make(other))).is_exact
+
+
+def test_what_is_injected_may_change_also_in_two() -> None:
+    old, new = wrapped(injected(0.9), injected(0.5)), wrapped(injected(0.8), injected(0.5))
+    assert plan_restore(named_state(old), new).is_exact
+
+
+def test_a_checkpoint_that_does_not_tell_so_much_is_restored_as_before() -> None:
+    optimizer = wrapped(injected(0.9), mine(jnp.arange(3.0)), mine(jnp.abs))
+    saved = named_state(optimizer)
+    told = [
+        dataclasses.replace(
+            t, settings={k: v for k, v in t.settings.items() if not k.endswith(":sha256")}
+        )
+        for t in saved.schema.optimizer
+        if t.name != "ema"  # was not looked for in a chain
+    ]
+    schema = Schema(saved.schema.leaves, tuple(told), saved.schema.groups, saved.schema.versions)
+    assert plan_restore(NamedState(saved.leaves, schema), optimizer).is_exact
+
+
+def test_what_cannot_be_told_has_no_digest() -> None:
+    for value in (Plain(), Locked(), object(), [Plain()], np.array([Plain()]), np.zeros(2**18)):
+        assert digest_of(value) is None
+
+    @jax.jit
+    def inside(x: Any) -> Any:
+        assert digest_of(x) is None
+        return x
+
+    inside(1.0)
+    assert digest_of(jax.random.key(0)) != digest_of(jax.random.key(1))
+    assert digest_of({"a", "b", "c"}) == digest_of({"c", "b", "a"}) != digest_of({"a", "b"})
+    deleted = jnp.ones(2)
+    deleted.delete()
+    assert digest_of(deleted) is None

@@ -1,0 +1,180 @@
+"""Groups become one: what they agree about goes on, bit for bit, and nothing else does."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge as opt
+import optax
+import pytest
+from opt_checkpoint import NamedState, Plan, Rename, named_state, plan_restore
+from opt_checkpoint._disk.checkpointer import Checkpointer
+from opt_core import MultiOptimizer, Optimizer
+from opt_optax_bridge import OptaxWrapper
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+_P = {"x": jnp.ones(2), "y": jnp.ones(2)}
+_RATE = optax.linear_schedule(0.0, 1e-2, 100)
+_MERGE = {"regroup", "optimizer"}
+_ALL = {"initialise", "drop", "cast", "optimizer", "regroup"}
+
+
+def injected(**options: Any) -> OptaxWrapper:
+    return OptaxWrapper(optax.inject_hyperparams(optax.adamw)(learning_rate=_RATE, **options))
+
+
+def trained(x: Any, y: Any, steps: int = 5) -> Optimizer:
+    optimizer: Optimizer = MultiOptimizer.from_rules([("a", "x", x), ("b", "y", y)]).create(_P)
+    for _ in range(steps):
+        optimizer = optimizer.apply_gradient(_P)
+    return optimizer
+
+
+def source_of(old: Optimizer, checkpointer: Checkpointer, is_on_disk: bool, step: int = 5) -> Any:
+    """A state in memory, or as a step on the disk."""
+    if not is_on_disk:
+        return named_state(old)
+    checkpointer.save(step, old)
+    checkpointer.wait()
+    return checkpointer.at(step)
+
+
+def notes(plan: Plan) -> dict[str, str]:
+    return {row.leaf.name.removeprefix("state/"): row.note for row in plan.rows}
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_a_schedule_goes_on_where_groups_agree(tmp_path: Path, is_on_disk: bool) -> None:
+    old = trained(injected(), injected())
+    one: Optimizer = injected().create(_P)
+    for _ in range(5):
+        one = one.apply_gradient(_P)
+    with Checkpointer(tmp_path) as checkpointer:
+        source = source_of(old, checkpointer, is_on_disk)
+        plan = plan_restore(source, injected().create(_P), allow=_MERGE)
+        assert plan.is_ok, str(plan)
+        restored = plan.apply()
+    assert notes(plan)["inject_hyperparams/hyperparams/learning_rate"] == "the groups agree"
+    expected, found = named_state(one), named_state(restored)
+    assert expected.keys() == found.keys()
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_the_leaf_that_differs_is_named(tmp_path: Path, is_on_disk: bool) -> None:
+    old = trained(injected(b1=0.9), injected(b1=float(np.nextafter(np.float32(0.9), 1))))
+    with Checkpointer(tmp_path) as checkpointer:
+        source = source_of(old, checkpointer, is_on_disk)
+        plan = plan_restore(source, injected().create(_P), allow=_ALL)
+    found = notes(plan)
+    for name in ("count", "hyperparams/b1", "hyperparams/b2"):
+        told = found[f"inject_hyperparams/{name}"]
+        assert told == "anew: its groups do not agree about `hyperparams/b1`"
+    assert found["adam/count"] == "the groups agree"
+
+
+def keeping(value: Any) -> OptaxWrapper:
+    def init_fn(params: Any) -> Any:
+        return {"kept": value}
+
+    return OptaxWrapper(optax.GradientTransformation(init_fn, lambda u, s, p=None: (u, s)))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (jnp.float32(0.0), jnp.float32(-0.0)),
+        (jnp.bfloat16(1.0), jnp.bfloat16(2.0)),
+        (jnp.bool_(True), jnp.bool_(False)),
+        (jnp.complex64(1j), jnp.complex64(-1j)),
+        (jax.random.key(0), jax.random.key(1)),
+        (jax.random.PRNGKey(0), jax.random.PRNGKey(1)),
+        (jnp.float32(jnp.nan), jnp.float32(1.0)),
+        (jnp.float32([1.0]), jnp.float32([2.0])),
+    ],
+)
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_scalars_are_compared_by_their_bits(
+    tmp_path: Path, one: Any, other: Any, is_on_disk: bool
+) -> None:
+    def merged(value: Any, step: int) -> Plan:
+        old = trained(keeping(one), keeping(value), steps=0)
+        source = source_of(old, checkpointer, is_on_disk, step)
+        return plan_restore(source, keeping(one).create(_P), allow=_ALL)
+
+    with Checkpointer(tmp_path) as checkpointer:
+        (same,) = (row for row in merged(one, 0).rows if row.leaf.path[-1] == "kept")
+        (apart,) = (row for row in merged(other, 1).rows if row.leaf.path[-1] == "kept")
+    assert same.kinds == ("regroup",)
+    assert len(same.sources) == 2
+    assert apart.note == "anew: its groups do not agree about `kept`"
+
+
+def test_what_nothing_is_known_of_is_not_said_to_differ() -> None:
+    old = named_state(trained(keeping(jnp.arange(5.0)), keeping(jnp.arange(5.0)), steps=0))
+    new = keeping(jnp.arange(5.0)).create(_P)
+
+    class Other:
+        schema = old.schema
+
+        def read(self, wanted: Any) -> Any:
+            raise AssertionError
+
+    abstract = NamedState(jax.eval_shape(lambda: dict(old.leaves)), old.schema)
+    sources: list[Any] = [old, Other(), abstract]
+    for source in sources:
+        (row,) = (row for row in plan_restore(source, new).rows if row.leaf.path[-1] == "kept")
+        assert row.note == "anew: nothing says whether its groups agree about `kept`"
+
+
+def disagreeing() -> NamedState:
+    """Group `a` has made 2 steps, group `b` none."""
+    old = named_state(trained(opt.adam(0.1), opt.adam(0.1), steps=2))
+    leaves = [
+        dataclasses.replace(leaf, value=0) if leaf.name == "state/groups/b/adam/count" else leaf
+        for leaf in old.schema.leaves
+    ]
+    values = dict(old.leaves) | {"state/groups/b/adam/count": jnp.int32(0)}
+    return NamedState(values, dataclasses.replace(old.schema, leaves=tuple(leaves)))
+
+
+def test_counts_that_differ_are_told_with_their_groups() -> None:
+    told = notes(plan_restore(disagreeing(), opt.adam(0.1).create(_P)))["adam/count"]
+    assert told == "anew: its groups do not agree about `count`: `a` 2, `b` 0"
+
+
+_MOMENT: Any = (r"state/adam/mu/x", Rename("state/groups/a/adam/mu/x"))
+
+
+@pytest.mark.parametrize("rule", [_MOMENT, ("state/adam/mu/x", "keep")])
+def test_no_count_starts_anew_beside_a_moment_that_a_rule_keeps(rule: Any) -> None:
+    source, new = disagreeing(), opt.adam(0.1).create(_P)
+    plan = plan_restore(source, new, allow=_ALL, rules=[rule])
+    assert not plan.is_ok
+    (wrong,) = (row for row in plan.rows if row.problem)
+    assert wrong.leaf.name == "state/adam/count"
+    assert wrong.problem == (
+        "anew: its groups do not agree about `count`: `a` 2, `b` 0, while a rule keeps "
+        "`state/adam/mu/x`: say by a rule what becomes of this leaf too"
+    )
+    assert not plan_restore(source, new, allow=_ALL, rules=[rule, (".*/count", "cast")]).is_ok
+
+
+@pytest.mark.parametrize(
+    ("action", "count"),
+    [("initialise", 0), ("keep", 0), (Rename("state/groups/a/adam/count"), 2)],
+)
+def test_a_rule_says_what_becomes_of_the_count_too(action: Any, count: int) -> None:
+    rules = [_MOMENT, ("state/adam/count", action)]
+    new = opt.adam(0.1).create(_P)
+    restored = named_state(plan_restore(disagreeing(), new, allow=_ALL, rules=rules).apply())
+    assert int(restored["state/adam/count"]) == count
+    assert float(restored["state/adam/mu/x"][0]) > 0
+    assert plan_restore(disagreeing(), new, allow=_ALL).is_ok

@@ -1,0 +1,287 @@
+"""Names: stable under everything that does not change what a leaf means, and unique."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from typing import Any, NamedTuple
+
+import flax.core
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge as opt
+import pytest
+from checkpoint_testing import structure
+from opt_checkpoint import (
+    NamedState,
+    errors,
+    named_state,
+    plan_restore,
+    restore_named,
+    wrap_optax_state,
+)
+from opt_core import FROZEN, MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
+from opt_optax_bridge import OptaxWrapper
+
+optax: Any = importlib.import_module("optax")  # much of it is no explicit export
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+
+def params() -> dict[str, Any]:
+    return {"b": jnp.arange(3.0), "w": jnp.arange(6.0).reshape(2, 3)}
+
+
+def wrapped(tx: Any, of: Any = None) -> Optimizer:
+    return OptaxWrapper(tx).create(params() if of is None else of)
+
+
+def names(optimizer: Optimizer) -> set[str]:
+    return {name for name in named_state(optimizer) if name.startswith("state/")}
+
+
+ADAM = {
+    "state/step",
+    "state/adam/count",
+    *(f"state/adam/{moment}/{name}" for moment in ("mu", "nu") for name in ("b", "w")),
+}
+HEAVY = {f"state/trace/trace/{name}" for name in ("b", "w")}
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_wrappers_do_not_change_names() -> None:
+    adam = optax.adam(0.1)
+    assert names(wrapped(adam)) == ADAM
+    for tx in (
+        optax.adamw(0.1),
+        optax.chain(optax.clip(1.0), optax.chain(adam)),
+        optax.named_chain(("z", optax.clip(1.0)), ("a", adam)),
+        optax.with_extra_args_support(adam),
+        optax.masked(adam, True),
+        optax.masked(optax.masked(adam, True), True),
+    ):
+        assert names(wrapped(tx)) == ADAM
+    for tx in (
+        optax.MultiSteps(adam, 2),
+        optax.apply_if_finite(adam, 3),
+        optax.inject_hyperparams(optax.adam)(0.1),
+        optax.conditionally_mask(adam, lambda step, **_: step > 0),
+        optax.contrib.schedule_free(adam, 0.1),
+    ):
+        assert names(wrapped(tx)) > ADAM
+
+
+def test_the_order_of_a_chain_does_not_change_names() -> None:
+    adam, heavy, clip = optax.scale_by_adam(), optax.trace(0.9), optax.clip(1.0)
+    for order in ([adam, heavy, clip], [clip, heavy, adam], [heavy, optax.chain(clip, adam)]):
+        assert names(wrapped(optax.chain(*order))) == ADAM | HEAVY
+
+
+def test_like_transformations_are_numbered_in_the_order_of_updates() -> None:
+    first, second = optax.ema(0.9), optax.ema(0.99)
+    chained = wrapped(optax.chain(first, second))
+    named = wrapped(optax.named_chain(("z", first), ("a", second)))
+    assert names(chained) == names(named)
+    states = {"z": (chained.state.param_states[0]), "a": (chained.state.param_states[1])}
+    counted = states["z"]._replace(count=jnp.int32(7))
+    chained = chained.replace(state=chained.state.replace(param_states=(counted, states["a"])))
+    restored = plan_restore(named_state(chained), named).apply()
+    assert int(restored.state.param_states["z"].count) == 7
+
+
+def test_a_transformation_without_leaves_counts_among_its_like() -> None:
+    nothing = optax.masked(optax.trace(0.9), {"b": False, "w": False})
+    assert names(wrapped(optax.chain(nothing, optax.trace(0.9)))) == {
+        "state/step",
+        "state/trace#2/trace/b",
+        "state/trace#2/trace/w",
+    }
+
+
+def test_groups_are_in_the_names() -> None:
+    adam = opt.adam(0.1)
+    table = MultiOptimizer.from_rules([("fast", "w", adam)], rest=FROZEN)
+    expected = {f"state/groups/fast/adam/{x}" for x in ("count", "mu/w", "nu/w")}
+    assert names(table.create(params())) == expected | {"state/step"}
+    labels = {"b": "slow", "w": "fast"}
+    tx = optax.partition({"fast": optax.adam(0.1), "slow": optax.set_to_zero()}, labels)
+    assert names(wrapped(tx)) == expected | {"state/step"}
+    nested = MultiOptimizer.from_rules([("outer", ".*", OptaxWrapper(tx))]).create(params())
+    assert "state/groups/outer/groups/fast/adam/mu/w" in names(nested)
+    schema = named_state(table.create(params())).schema
+    assert schema.groups == {"fast": (("w",),), "frozen": (("b",),)}
+
+
+def test_a_group_may_be_called_frozen() -> None:
+    table = MultiOptimizer.from_rules([("frozen", "w", opt.adam(0.1))], rest=FROZEN)
+    schema = named_state(table.create(params())).schema
+    assert schema.groups == {"frozen": (("w",),), "~frozen": (("b",),)}
+
+
+def test_states_of_every_origin_have_the_same_names() -> None:
+    optimizer = wrapped(optax.chain(optax.clip(1.0), optax.adamw(0.1)))
+    expected = named_state(optimizer)
+    compiled = jax.jit(lambda o: o.apply_gradient(o.target))(optimizer)
+    abstract = jax.eval_shape(lambda: optimizer)
+    assert list(named_state(compiled)) == list(named_state(abstract)) == list(expected)
+    assert named_state(abstract).schema.optimizer == expected.schema.optimizer
+    inside = []
+    jax.jit(lambda o: inside.append(list(named_state(o))))(optimizer)
+    assert inside == [list(expected)]
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        jnp.ones(3),
+        {},
+        {"a": {}, "b": ()},
+        {"a": None, "b": jnp.ones(2)},
+        {0: jnp.ones(2), 10: jnp.ones(3)},
+        {"a/b": jnp.ones(1), "a": {"b": jnp.ones(2)}, "a.b": jnp.ones(3), "~1": jnp.ones(4)},
+        {"": jnp.ones(1), "..": jnp.ones(2), "\n\x00é": jnp.ones(3)},
+        flax.core.freeze({"a": {"b": jnp.ones(2)}}),
+        [jnp.ones(2), {"k": jnp.ones(2)}, jnp.ones(2)],
+        (jnp.ones(2), jnp.ones(2)),
+        Pair(jnp.ones(2), {"z": jnp.ones(1)}),
+        {"a": jnp.zeros((0, 3)), "b": jnp.float32(2.0)},
+    ],
+    ids=lambda tree: str(structure(tree)),
+)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_parameters_of_every_kind(tree: Any, steps: int) -> None:
+    adam = optax.chain(optax.clip(1.0), optax.adam(0.1))
+    optimizer = wrapped(adam if steps == 1 else optax.MultiSteps(adam, steps), tree)
+    assert_comes_back(optimizer)
+
+
+def test_tied_parameters_become_two() -> None:
+    shared = jnp.ones(3)
+    assert_comes_back(wrapped(optax.adam(0.1), {"a": shared, "b": shared}))
+
+
+def test_keys_of_random_numbers() -> None:
+    optimizer = wrapped(optax.noisy_sgd(0.1, key=jax.random.key(3)))
+    named = named_state(optimizer)
+    info = named.schema.by_name["state/add_noise/rng_key"]
+    assert info.is_key
+    assert info.shape == ()
+    assert info.value is None
+    restored = restore_named(optimizer, named)
+    old, new = (jax.random.key_data(o.state.param_states[0].rng_key) for o in (optimizer, restored))
+    np.testing.assert_array_equal(new, old)
+
+
+def assert_comes_back(optimizer: Optimizer) -> None:
+    """From a named state, from its bare leaves, and from NumPy; nothing is shared."""
+    named = named_state(optimizer)
+    assert len(named) == len(jax.tree.leaves(optimizer))
+    for given in (named, dict(named), {name: np.asarray(leaf) for name, leaf in named.items()}):
+        restored = restore_named(optimizer, given)
+        assert structure(restored) == structure(optimizer)
+        pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(optimizer), strict=True)
+        for new, old in pairs:
+            assert isinstance(new, jax.Array)
+            assert new.dtype == old.dtype
+            np.testing.assert_array_equal(np.asarray(new), np.asarray(old))
+        jax.tree.map(lambda x: x.delete(), restored)
+    assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(optimizer))
+
+
+def test_numpy_arrays_are_not_shared() -> None:
+    optimizer = wrapped(optax.adam(0.1))
+    given = {name: np.array(leaf) for name, leaf in named_state(optimizer).items()}
+    restored = restore_named(optimizer, given)
+    for array in given.values():
+        array[...] = 9
+    np.testing.assert_array_equal(restored.target["w"], params()["w"])
+
+
+def test_two_leaves_do_not_share_a_name() -> None:
+    class Mean(OptimizerDef):
+        def init_state(self, tree: Any) -> OptimizerState:
+            return OptimizerState(jnp.int32(0), (jnp.zeros(1), tree))
+
+    optimizer = Mean(None).create({"0": jnp.ones(2)})
+    # `state/mean/0` is the first of the tuple, and `state/mean/1/0` the parameter's.
+    assert len(named_state(optimizer)) == 4
+    clash = NamedState(dict(named_state(optimizer)), named_state(optimizer).schema)
+    assert set(clash) == set(named_state(optimizer))
+
+
+def test_a_name_that_is_there_twice_is_an_error() -> None:
+    @jax.tree_util.register_pytree_with_keys_class
+    class Twice:
+        def __init__(self, *leaves: Any) -> None:
+            self.leaves = leaves
+
+        def tree_flatten_with_keys(self) -> Any:
+            key = jax.tree_util.GetAttrKey("same")
+            return [(key, leaf) for leaf in self.leaves], None
+
+        @classmethod
+        def tree_unflatten(cls, _: Any, leaves: Any) -> Any:
+            return cls(*leaves)
+
+    tx = optax.GradientTransformation(
+        lambda _: Twice(jnp.ones(1), jnp.ones(2)), lambda u, s, p: (u, s)
+    )
+    with pytest.raises(errors.LeafError, match="two leaves would have the name `state/twice/same`"):
+        named_state(wrapped(tx))
+
+
+def test_threads_do_not_disturb_one_another() -> None:
+    optimizer = wrapped(optax.chain(optax.yogi(0.1), optax.adam(0.1)))
+    expected, found = list(named_state(optimizer)), []
+    threads = [
+        threading.Thread(target=lambda: found.append(list(named_state(optimizer))))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 4
+
+
+def test_raw_states_of_optax() -> None:
+    tx = optax.chain(optax.clip(1.0), optax.adamw(0.1))
+    tree = params()
+    state = tx.init(tree)
+    for _ in range(3):
+        _, state = tx.update(tree, state, tree)
+    optimizer = wrap_optax_state(tx, tree, state)
+    assert int(optimizer.state.step) == 3
+    assert optimizer.state.param_states is not None
+    for new, old in zip(
+        jax.tree.leaves(optimizer.state.param_states), jax.tree.leaves(state), strict=True
+    ):
+        assert new is old or new.weak_type != old.weak_type
+    assert (
+        restore_named(optimizer, named_state(optimizer)).target["w"].tolist() == tree["w"].tolist()
+    )
+    assert int(wrap_optax_state(tx, tree, state, step=8).state.step) == 8
+
+
+def test_raw_states_that_are_of_something_else() -> None:
+    tree = params()
+    with pytest.raises(ValueError, match=r"`0/nu/w`: expected float32\[2, 3\], found nothing"):
+        wrap_optax_state(optax.adam(0.1), tree, optax.sgd(0.1, momentum=0.9).init(tree))
+    wrong = optax.adam(0.1).init({"b": jnp.ones(4), "w": tree["w"]})
+    with pytest.raises(ValueError, match=r"`0/mu/b`: expected float32\[3\], found float32\[4\]"):
+        wrap_optax_state(optax.adam(0.1), tree, wrong)
+    belief = optax.scale_by_belief().init(tree)
+    with pytest.raises(ValueError, match="containers: expected"):
+        wrap_optax_state(optax.scale_by_adam(), tree, belief)
+
+
+def test_raw_states_that_do_not_say_how_many_steps() -> None:
+    tree = params()
+    windows = optax.MultiSteps(optax.adam(0.1), 2)
+    with pytest.raises(ValueError, match="`step`: say how many updates"):
+        wrap_optax_state(windows, tree, windows.init(tree))
+    assert int(wrap_optax_state(windows, tree, windows.init(tree), step=4).state.step) == 4

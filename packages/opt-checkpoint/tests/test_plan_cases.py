@@ -1,0 +1,377 @@
+"""The acceptance cases that a plan decides: what is refused, and what it takes to admit it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge as opt
+import pytest
+from checkpoint_testing import LOOK_ALIKES, structure
+from opt_checkpoint import (
+    NamedState,
+    Rename,
+    Stack,
+    Unstack,
+    errors,
+    named_state,
+    plan_restore,
+    restore_named,
+)
+from opt_core import Optimizer
+from opt_optax_bridge import OptaxWrapper
+
+optax: Any = importlib.import_module("optax")  # much of it is no explicit export
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+
+def params() -> dict[str, Any]:
+    return {"b": jnp.arange(3.0), "w": jnp.arange(6.0).reshape(2, 3) / 4}
+
+
+def numbered(optimizer: Optimizer) -> Optimizer:
+    """Every leaf of the state with values of its own."""
+    leaves, structure = jax.tree.flatten(optimizer.state)
+    made = [
+        (jnp.arange(x.size).reshape(x.shape) + i + 1).astype(x.dtype) for i, x in enumerate(leaves)
+    ]
+    return optimizer.replace(state=jax.tree.unflatten(structure, made))
+
+
+def wrapped(tx: Any, of: Any = None) -> Optimizer:
+    return OptaxWrapper(tx).create(params() if of is None else of)
+
+
+def refusal(saved: Any, target: Optimizer, **options: Any) -> str:
+    with pytest.raises(errors.PlanError) as caught:
+        plan_restore(saved, target, **options).apply()
+    assert not caught.value.plan.is_ok
+    return str(caught.value)
+
+
+def assert_bits(found: Any, expected: Any) -> None:
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+class Slots(NamedTuple):
+    a: Any
+    b: Any
+
+
+class MoreSlots(NamedTuple):
+    a: Any
+    b: Any
+    c: Any
+
+
+class OtherSlots(NamedTuple):
+    a: Any
+    z: Any
+
+
+def keeping(*, slots: Any) -> Any:
+    """A transformation of a user's, whose fields change from version to version."""
+
+    def init_fn(tree: Any) -> Any:
+        return slots(*(jax.tree.map(jnp.zeros_like, tree) for _ in slots._fields))
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
+        del params
+        return updates, state
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def test_b1_a_field_that_is_added_removed_or_renamed_is_named_and_migrates() -> None:
+    """State fields come and go: the error has their path, a rule or a kind lets it pass."""
+    old = numbered(wrapped(keeping(slots=Slots)))
+    saved = named_state(old)
+    more, other = wrapped(keeping(slots=MoreSlots)), wrapped(keeping(slots=OtherSlots))
+
+    assert "+ state/keeping/c/w float32[2, 3]" in refusal(saved, more)
+    added = plan_restore(saved, more, allow={"initialise", "optimizer"}).apply()
+    assert_bits(added.state.param_states.b["w"], old.state.param_states.b["w"])
+    assert not np.any(np.asarray(added.state.param_states.c["w"]))
+
+    assert "- state/keeping/c/w float32[2, 3]" in refusal(
+        named_state(added), wrapped(keeping(slots=Slots))
+    )
+    removed = plan_restore(
+        named_state(added), wrapped(keeping(slots=Slots)), allow={"drop", "optimizer"}
+    ).apply()
+    assert_bits(removed.state.param_states.b["w"], old.state.param_states.b["w"])
+
+    told = refusal(saved, other)
+    assert "+ state/keeping/z/w" in told
+    assert "- state/keeping/b/w" in told
+    rules = [("state/keeping/z/(.*)", Rename(r"state/keeping/b/\1"))]
+    renamed = plan_restore(saved, other, allow={"optimizer"}, rules=rules).apply()
+    assert_bits(renamed.state.param_states.z["w"], old.state.param_states.b["w"])
+
+
+@pytest.mark.parametrize("name", [*LOOK_ALIKES, "swapped", "swapped in groups", "injected"])
+def test_b3_another_optimizer_of_the_same_shapes_is_refused(name: str) -> None:
+    """Adam's state is nobody else's; two transformations of one shape do not exchange theirs."""
+    if name == "swapped":
+        first, second = optax.ema(0.9), optax.ema(0.99)
+        saved = named_state(numbered(wrapped(optax.chain(first, second))))
+        target = wrapped(optax.chain(second, first))
+        assert "`ema` was `ema#2`, `ema#2` was `ema`" in refusal(saved, target)
+        moved = plan_restore(saved, target, allow={"optimizer"}).apply()
+        assert_bits(moved.state.param_states[0].ema["w"], saved["state/ema#2/ema/w"])
+        assert_bits(moved.state.param_states[1].ema["w"], saved["state/ema/ema/w"])
+        return
+    if name == "swapped in groups":
+        yogi, adam = optax.scale_by_yogi(), optax.scale_by_adam()
+        saved = named_state(numbered(wrapped(optax.chain(yogi, adam))))
+        target = wrapped(optax.chain(adam, yogi))
+        assert "the order `scale_by_yogi`, `scale_by_adam` is now" in refusal(saved, target)
+        moved = plan_restore(saved, target, allow={"optimizer"}).apply()
+        assert_bits(moved.state.param_states[0].mu["w"], saved["state/adam/mu/w"])
+        assert_bits(moved.state.param_states[1].mu["w"], saved["state/yogi/mu/w"])
+        return
+    if name == "injected":
+        inject = optax.inject_hyperparams
+        saved = named_state(wrapped(inject(optax.adam)(0.1)))
+        assert "`scale_by_adam` is gone" in refusal(saved, wrapped(inject(optax.yogi)(0.1)))
+        nadam = wrapped(inject(optax.adam)(0.1, nesterov=True))
+        assert "`nesterov` of `scale_by_adam` was False, is True" in refusal(saved, nadam)
+        return
+    saved = named_state(_made(name))
+    for other in LOOK_ALIKES:
+        if other == name:
+            assert plan_restore(saved, _made(name)).is_exact
+        else:
+            assert "* optimizer: " in refusal(saved, _made(other)), other
+
+
+def _made(name: str) -> Optimizer:
+    made: Optimizer = getattr(opt, name)(0.1).create(params())
+    return made
+
+
+def test_b4_what_keeps_no_state_is_added_to_a_chain_and_removed() -> None:
+    """Positions in a chain do not matter: the error names the transformation, not a path."""
+    old = numbered(wrapped(optax.chain(optax.clip(1.0), optax.adam(0.1))))
+    plain = wrapped(optax.adam(0.1))
+    told = refusal(named_state(old), plain)
+    assert "`clip` is gone" in told
+    assert "leaves" not in told.splitlines()[0]
+    removed = plan_restore(named_state(old), plain, allow={"optimizer"}).apply()
+    assert_bits(removed.state.param_states[0].mu["w"], old.state.param_states[1][0].mu["w"])
+    # `identity` does nothing: that it is there is no other optimizer.
+    with_identity = wrapped(optax.chain(optax.identity(), optax.adam(0.1)))
+    added = plan_restore(named_state(removed), with_identity).apply()
+    assert_bits(added.state.param_states[1][0].mu["w"], old.state.param_states[1][0].mu["w"])
+
+
+def _masked_out(tree: Any) -> Any:
+    return {**tree, "w": optax.MaskedNode()}
+
+
+def _none(tree: Any) -> Any:
+    return {**tree, "w": None}
+
+
+def _with_slots(edit: Any) -> Optimizer:
+    optimizer = wrapped(keeping(slots=Slots))
+    state = optimizer.state.param_states
+    states = state._replace(a=edit(state.a))
+    return optimizer.replace(state=optimizer.state.replace(param_states=states))
+
+
+@pytest.mark.parametrize("nothing", [_none, _masked_out])
+def test_b5_an_array_does_not_become_nothing_nor_nothing_an_array(nothing: Any) -> None:
+    """`None` and `MaskedNode` against an array, both ways: refused until it is admitted."""
+    full, partial = numbered(_with_slots(lambda tree: tree)), _with_slots(nothing)
+    assert "- state/keeping/a/w float32[2, 3]" in refusal(named_state(full), partial)
+    dropped = plan_restore(named_state(full), partial, allow={"drop"}).apply()
+    assert structure(dropped) == structure(partial)
+
+    assert "+ state/keeping/a/w float32[2, 3]" in refusal(named_state(partial), full)
+    filled = plan_restore(named_state(partial), full, allow={"initialise"}).apply()
+    assert structure(filled) == structure(full)
+    assert_bits(filled.state.param_states.a["w"], jnp.zeros((2, 3)))
+
+
+def test_b6_a_leaf_that_is_absent_is_an_error_or_as_init_makes_it() -> None:
+    """Part of a checkpoint into an abstract target: no leaf stays abstract."""
+    old = numbered(wrapped(optax.adam(0.1)))
+    saved = without(named_state(old), "state/adam/nu/w", "state/adam/count")
+    target = jax.eval_shape(lambda: wrapped(optax.adam(0.1)))
+    assert "+ state/adam/nu/w float32[2, 3]" in refusal(saved, target)
+    restored = plan_restore(saved, target, allow={"initialise"}).apply()
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(restored))
+    assert_bits(restored.state.param_states[0].nu["w"], jnp.zeros((2, 3)))
+    assert_bits(restored.state.param_states[0].mu["w"], old.state.param_states[0].mu["w"])
+    # What only the caller can give is asked for.
+    missing = without(named_state(old), "params/w")
+    told = refusal(missing, target, allow={"initialise"})
+    assert "params/w" in told
+    assert "create the optimizer with arrays" in told
+
+
+def without(named: NamedState, *names: str) -> NamedState:
+    leaves = {name: leaf for name, leaf in named.items() if name not in names}
+    infos = tuple(leaf for leaf in named.schema.leaves if leaf.name not in names)
+    return NamedState(leaves, dataclasses.replace(named.schema, leaves=infos))
+
+
+def test_b7_a_rule_that_matches_nothing_is_an_error() -> None:
+    """A mistyped pattern or source never leaves a leaf as the target has it."""
+    saved = named_state(numbered(wrapped(optax.adam(0.1))))
+    target = wrapped(optax.adam(0.1))
+    wrong: list[Any] = [
+        ("state/adm/.*", "initialise"),
+        ("state/adm/.*", "drop"),
+        ("params/layers/.*", Stack("params/layers_{i}")),
+        ("state/adam/mu", Rename("state/adam/nu")),  # has to match the whole name
+    ]
+    for rule in wrong:
+        with pytest.raises(ValueError, match="matches no leaf"):
+            plan_restore(saved, target, rules=[rule])
+    rules = [("params/w", Rename("params/W"))]
+    everything = {"initialise", "drop", "cast", "reshape", "optimizer", "regroup"}
+    told = refusal(saved, target, allow=everything, rules=rules)
+    assert "params/w float32[2, 3]: the checkpoint has no `params/W`, as a rule says" in told
+    for rule in [
+        ("params/w", Stack("params/b{i}")),
+        ("params/b", Unstack("params/w", "x")),
+        ("params/b", Unstack("params/w", "2")),
+        ("params/b", Unstack("params/w", "0", axis=2)),
+    ]:
+        assert "params/" in refusal(saved, target, allow=everything, rules=[rule])
+
+
+def test_b11_what_the_target_has_no_place_for_is_an_error() -> None:
+    """An extra leaf in the checkpoint is refused by default, by a plan and by `restore_named`."""
+    extra = named_state(numbered(wrapped(optax.adam(0.1), params() | {"old": jnp.ones(2)})))
+    target = wrapped(optax.adam(0.1))
+    told = refusal(extra, target)
+    for name in ("params/old", "state/adam/mu/old", "state/adam/nu/old"):
+        assert f"!- {name} float32[2]" in told
+    with pytest.raises(errors.PlanError, match="params/old"):
+        restore_named(target, dict(extra))
+    restored = plan_restore(extra, target, rules=[(".*/old", "drop")]).apply()
+    assert set(restored.target) == {"b", "w"}
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 4), (1, 2, 3), (6,), (), (0,)])
+def test_c1_another_shape_is_an_error_with_both(shape: tuple[int, ...]) -> None:
+    """Bigger, smaller, transposed, another rank: both shapes are named; reshaping is explicit."""
+    saved = named_state(numbered(wrapped(optax.adam(0.1))))
+    target = wrapped(optax.adam(0.1), params() | {"w": jnp.zeros(shape)})
+    told = refusal(saved, target, allow={"initialise", "drop", "cast", "optimizer", "regroup"})
+    line = next(line for line in told.splitlines() if "params/w" in line)
+    assert str(list(shape)) in line
+    assert "[2, 3]" in line
+    if np.prod(shape) == 6:
+        restored = plan_restore(saved, target, allow={"reshape"}).apply()
+        assert_bits(restored.target["w"], params()["w"].reshape(shape))
+        assert_bits(
+            restored.state.param_states[0].nu["w"].ravel(), saved["state/adam/nu/w"].ravel()
+        )
+    else:
+        assert "reshape" not in plan_restore(saved, target).missing_kinds
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "fits"),
+    [
+        (np.float32(3), "int32", True),
+        (np.float32(3.5), "int32", False),
+        (np.float32(np.nan), "int32", False),
+        (np.float32(3e9), "int32", False),
+        (np.float32(2**31), "int32", False),
+        (np.float16(-np.inf), "int32", False),
+        (np.float32(1), "bool", True),
+        (np.float32(2), "bool", False),
+        (np.int32(2**31 - 1), "float32", False),
+        (np.int32(2**24), "float32", True),
+        (np.int32(2**24 + 1), "float32", False),
+        (np.uint32(2**32 - 1), "int32", False),
+        (np.int32(-1), "uint32", False),
+        (np.int32(-128), "int8", True),
+        (np.int32(128), "int8", False),
+        (np.float32(1 / 3), "bfloat16", True),
+        (np.float32(3e38), "float16", False),
+        (np.float32(np.inf), "float16", True),
+        (np.float32(np.nan), "float16", True),
+        (np.complex64(1), "float32", None),
+    ],
+)
+def test_c2_another_dtype_is_an_error_unless_every_value_fits(
+    value: Any, dtype: str, fits: bool | None
+) -> None:
+    """Nothing is cast unless it is admitted, and then only where no value is lost."""
+    saved = named_state(wrapped(optax.identity(), {"x": jnp.asarray([value, value])}))
+    target = wrapped(optax.identity(), {"x": jnp.zeros(2, dtype)})
+    told = refusal(saved, target)
+    assert f"params/x {dtype}[2]" in told
+    assert str(saved["params/x"].dtype) in told
+    plan = plan_restore(saved, target, allow={"cast"})
+    if fits is None:
+        assert "an imaginary part would be lost" in refusal(saved, target, allow={"cast"})
+    elif fits:
+        with np.errstate(invalid="ignore"):
+            expected = np.asarray([value, value]).astype(jnp.dtype(dtype))
+        assert_bits(plan.apply().target["x"], expected)
+    else:
+        with pytest.raises(errors.LeafError, match=r"`params/x`: a value .* does not fit"):
+            plan.apply()
+    assert_bits(
+        plan_restore(saved, target, rules=[("params/x", "keep")]).apply().target["x"],
+        jnp.zeros(2, dtype),
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "fits"),
+    [
+        (np.int64(2**33 + 5), "int32", False),
+        (np.int64(-5), "int32", True),
+        (np.uint64(2**64 - 1), "int32", False),
+        (np.float64(1e300), "float32", False),
+        (np.float64(0.1), "float32", True),
+        (np.int64(2**53 + 1), "float32", False),
+    ],
+)
+def test_c3_64_bits_are_not_truncated_where_jax_has_32(value: Any, dtype: str, fits: bool) -> None:
+    """A file of 64 bits in a process without `jax_enable_x64`: an error for what does not fit."""
+    optimizer = wrapped(optax.identity(), {"x": jnp.zeros((), dtype)})
+    named = named_state(optimizer)
+    info = next(leaf for leaf in named.schema.leaves if leaf.name == "params/x")
+    wide = dataclasses.replace(info, dtype=str(value.dtype), value=None)
+    infos = tuple(wide if leaf is info else leaf for leaf in named.schema.leaves)
+    schema = dataclasses.replace(named.schema, leaves=infos)
+    saved = NamedState({**named, "params/x": np.asarray(value)}, schema)
+    assert f"{value.dtype} -> {dtype}" in refusal(saved, optimizer)
+    plan = plan_restore(saved, optimizer, allow={"cast"})
+    if fits:
+        assert_bits(plan.apply().target["x"], value.astype(dtype))
+    else:
+        with pytest.raises(errors.LeafError, match=r"`params/x`: a value .* does not fit"):
+            plan.apply()
+
+
+def test_window_size_changed_in_the_middle_of_a_window() -> None:
+    """No mini-batch is lost or counted twice: a begun window goes on as it is, or not at all."""
+
+    def multi_steps(k: int) -> Optimizer:
+        return wrapped(optax.MultiSteps(optax.sgd(0.1), k))
+
+    begun = multi_steps(4)
+    states = begun.state.param_states._replace(mini_step=jnp.int32(3))
+    begun = begun.replace(state=begun.state.replace(param_states=states))
+    everything = {"initialise", "drop", "cast", "reshape", "optimizer", "regroup"}
+    told = refusal(named_state(begun), multi_steps(2), allow=everything)
+    assert "`state/multi_steps/mini_step` is 3: a window of 4 was begun" in told
+    assert plan_restore(named_state(begun), multi_steps(4)).is_exact
+    ended = multi_steps(4)
+    assert "`every_k` of `MultiSteps` was 4, is 2" in refusal(named_state(ended), multi_steps(2))
+    assert plan_restore(named_state(ended), multi_steps(2), allow={"optimizer"}).is_ok

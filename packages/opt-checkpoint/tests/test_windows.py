@@ -1,0 +1,284 @@
+"""Half-done windows, and like transformations that must not be taken for one another."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from opt_checkpoint import NamedState, Plan, named_state, plan_restore
+from opt_core import FROZEN, MultiOptimizer, Optimizer
+from opt_optax_bridge import OptaxWrapper
+
+contrib: Any = optax.contrib  # exports most of its names in no `__all__`
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+_ALL = {"initialise", "drop", "cast", "reshape", "optimizer", "regroup"}
+_LABELS = {"a": "x", "b": "y"}
+
+
+def abstract(tx: Any) -> Optimizer:
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    made: Optimizer = jax.eval_shape(lambda: OptaxWrapper(tx).create(params))
+    return made
+
+
+def counted(tx: Any, **counts: int) -> NamedState:
+    """The names of an optimizer, where the leaves whose names end so have values."""
+    named = named_state(abstract(tx))
+    leaves = []
+    for leaf in named.schema.leaves:
+        given = counts.get(leaf.name.removeprefix("state/").replace("/", "__").replace("#", "_"))
+        leaves.append(dataclasses.replace(leaf, value=given) if given is not None else leaf)
+    return NamedState(named.leaves, dataclasses.replace(named.schema, leaves=tuple(leaves)))
+
+
+def steps(tx: Any, k: Any, **options: Any) -> Any:
+    return optax.MultiSteps(tx, k, **options).gradient_transformation()
+
+
+def masks(first: int, second: int) -> Any:
+    return optax.chain(
+        optax.masked(steps(optax.trace(0.9), first), {"a": True, "b": False}),
+        optax.masked(steps(optax.trace(0.9), second), {"a": False, "b": True}),
+    )
+
+
+def planned(old: NamedState, new: Any) -> Plan:
+    return plan_restore(old, abstract(new), allow=_ALL)
+
+
+def halves(k: int) -> Callable[[Any], Any]:
+    return lambda step: k // 2
+
+
+_SGD = optax.sgd(0.1)
+_BEGUN = {"multi_steps__mini_step": 1}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "counts", "told"),
+    [
+        (steps(_SGD, lambda s: 4), steps(_SGD, lambda s: 2), _BEGUN, "as another by a function"),
+        (steps(_SGD, halves(4)), steps(_SGD, halves(2)), _BEGUN, "as another by a function"),
+        (steps(_SGD, 4), steps(_SGD, lambda s: 4), _BEGUN, "of 4 was begun"),
+        (
+            steps(_SGD, [4, 4].__getitem__),
+            steps(_SGD, [4, 2].__getitem__),
+            _BEGUN,
+            "as another by a function",
+        ),
+        (steps(_SGD, [object].pop), steps(_SGD, [object()].pop), _BEGUN, "nothing says"),
+        (steps(_SGD, 4), steps(_SGD, 4, use_grad_mean=False), _BEGUN, "`use_grad_mean` True"),
+        (masks(2, 4), masks(2, 3), {"multi_steps_2__mini_step": 1}, "of 4 was begun"),
+        (steps(steps(_SGD, 3), 2), steps(steps(_SGD, 4), 2), _BEGUN, "of 3 was begun"),
+        (
+            steps(steps(_SGD, 3), 2),
+            steps(steps(_SGD, 3), 4),
+            {"multi_steps_2__mini_step": 1},
+            "of 2 was begun",
+        ),
+        (
+            steps(_SGD, 4),
+            optax.partition({"x": steps(_SGD, 2), "y": steps(_SGD, 4)}, _LABELS),
+            _BEGUN,
+            "`state/groups/x/multi_steps/mini_step` is 1: a window of 4",
+        ),
+        (optax.apply_every(4), optax.apply_every(2), {"apply_every__count": 7}, "of 4 was begun"),
+        (
+            contrib.sam(_SGD, _SGD, sync_period=3),
+            contrib.sam(_SGD, _SGD, sync_period=2),
+            {"sam__steps_since_sync": 1},
+            "of 3 was begun",
+        ),
+    ],
+)
+def test_a_window_goes_on_as_it_was_begun_or_not_at_all(
+    old: Any, new: Any, counts: dict[str, int], told: str
+) -> None:
+    plan = planned(counted(old, **counts), new)
+    assert len(plan.problems) == 1
+    assert told in plan.problems[0]
+    assert not planned(counted(old), new).problems
+
+
+@pytest.mark.parametrize(
+    "k", [3, lambda s: 3, halves(6), functools.partial(max, 3), jax.jit(lambda s: s + 1)]
+)
+def test_a_window_goes_on_where_nothing_changed(k: Any) -> None:
+    assert not planned(counted(steps(_SGD, k), **_BEGUN), steps(_SGD, k)).problems
+
+
+@pytest.mark.parametrize(
+    ("old", "counts", "is_lost"),
+    [
+        (optax.chain(_SGD, optax.apply_every(4)), {"apply_every__count": 7}, True),
+        (optax.chain(_SGD, optax.apply_every(4)), {"apply_every__count": 8}, False),
+        (contrib.sam(_SGD, _SGD), {"sam__steps_since_sync": 1}, True),
+        (contrib.sam(_SGD, _SGD), {"sam__steps_since_sync": 0}, False),
+        (steps(_SGD, 4), _BEGUN, True),
+    ],
+)
+def test_what_is_half_done_is_not_dropped(old: Any, counts: Any, is_lost: bool) -> None:
+    plan = planned(counted(old, **counts), _SGD)
+    assert any("would " in gone.problem for gone in plan.dropped) == is_lost
+
+
+def sources(plan: Plan) -> dict[str, tuple[str, ...]]:
+    return {row.leaf.name: row.sources for row in plan.rows}
+
+
+def test_the_inner_of_two_windows_goes_on_where_the_outer_is_gone() -> None:
+    plan = planned(named_state(abstract(steps(steps(_SGD, 3), 2))), steps(_SGD, 3))
+    assert sources(plan)["state/multi_steps/mini_step"] == ("state/multi_steps/mini_step",)
+    plan = planned(named_state(abstract(steps(steps(_SGD, 3), 2))), steps(_SGD, 2))
+    assert sources(plan)["state/multi_steps/mini_step"] == ("state/multi_steps#2/mini_step",)
+
+
+def test_what_cannot_be_told_apart_is_never_taken_by_its_settings() -> None:
+    sam = contrib.sam(optax.trace(0.9), optax.trace(0.5))
+    old = named_state(abstract(sam))
+    assert [t.number for t in old.schema.optimizer if t.name == "trace"] == [None, None]
+    plan = planned(old, optax.trace(0.9))
+    row = next(row for row in plan.rows if row.leaf.name == "state/trace/trace/a")
+    assert row.sources == ("state/trace/trace/a",)
+    assert row.kinds == ("optimizer",)
+    assert any("nothing says which of 2 the 1 are" in change for change in plan.changes)
+    swapped = planned(old, contrib.sam(optax.trace(0.5), optax.trace(0.9)))
+    assert "`decay` of `trace` was 0.5, is 0.9" in swapped.changes
+
+
+def test_regrouping_goes_by_settings() -> None:
+    def averages(one: float, other: float) -> Any:
+        return optax.chain(optax.ema(one), optax.ema(other))
+
+    old = named_state(abstract(averages(0.5, 0.9)))
+    plan = planned(
+        old, optax.partition({"x": averages(0.9, 0.5), "y": averages(0.5, 0.8)}, _LABELS)
+    )
+    found = sources(plan)
+    assert found["state/groups/x/ema/ema/a"] == ("state/ema#2/ema/a",)
+    assert found["state/groups/x/ema#2/ema/a"] == ("state/ema/ema/a",)
+    assert found["state/groups/y/ema#2/ema/b"] == ("state/ema#2/ema/b",)
+    assert "`decay` of `ema` in group `y` was 0.9, is 0.8" in plan.changes
+
+
+def test_regrouping_compares_switches() -> None:
+    old = named_state(abstract(optax.ema(0.9, debias=False)))
+    new = optax.partition(
+        {"x": optax.ema(0.9, debias=True), "y": optax.ema(0.9, debias=False)}, _LABELS
+    )
+    assert "`debias` of `ema` in group `x` was False, is True" in planned(old, new).changes
+
+
+_P = {"x": jnp.ones(2), "y": jnp.ones(2)}
+_A = "state/groups/a/multi_steps"
+
+
+def trained(definition: Any, mini_steps: int) -> Optimizer:
+    optimizer: Optimizer = definition.create(_P)
+    for _ in range(mini_steps):
+        optimizer = optimizer.apply_gradient(_P)
+    return optimizer
+
+
+def grouped(*rules: Any) -> MultiOptimizer:
+    return MultiOptimizer.from_rules(
+        [(g, pattern, tx if tx is FROZEN else OptaxWrapper(tx)) for g, pattern, tx in rules]
+    )
+
+
+def accumulating(k: int = 4) -> Any:
+    return steps(optax.sgd(1.0), k)
+
+
+def apart(tx: Any) -> MultiOptimizer:
+    return grouped(("a", "x", accumulating()), ("c", "y", tx))
+
+
+_TOGETHER = grouped(("a", "x|y", accumulating()))
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(1.0), optax.sgd(1.0, momentum=0.9)])
+def test_a_parameter_does_not_leave_a_window_that_has_begun(tx: Any) -> None:
+    new = apart(tx).create(_P)
+    saved = named_state(trained(_TOGETHER, 3))
+    plan = plan_restore(saved, new, allow=_ALL)
+    assert not plan.is_ok
+    (gone,) = (gone for gone in plan.dropped if gone.problem)
+    assert gone.leaf.name == f"{_A}/acc_grads/y"
+    assert f"`{_A}/mini_step` goes on from 3" in gone.problem
+    assert "save at the end of a window" in gone.problem
+    rules: Any = [(f"{_A}/acc_grads/y", "drop")]
+    assert plan_restore(saved, new, allow=_ALL, rules=rules).is_ok
+    assert plan_restore(named_state(trained(_TOGETHER, 4)), new, allow=_ALL).is_ok
+
+
+def test_a_parameter_does_not_join_a_window_that_has_begun() -> None:
+    old = apart(optax.sgd(1.0))
+    new = _TOGETHER.create(_P)
+    saved = named_state(trained(old, 3))
+    plan = plan_restore(saved, new, allow=_ALL)
+    assert not plan.is_ok
+    (row,) = (row for row in plan.rows if row.problem)
+    assert row.leaf.name == f"{_A}/acc_grads/y"
+    assert f"`{_A}/mini_step` goes on from 3" in row.problem
+    assert "save at the end of a window" in row.problem
+    for action in ("initialise", "keep"):
+        rules: Any = [(f"{_A}/acc_grads/y", action)]
+        assert plan_restore(saved, new, allow=_ALL, rules=rules).is_ok
+    wrong: Any = [(f"{_A}/acc_grads/y", "cast")]
+    assert not plan_restore(saved, new, allow=_ALL, rules=wrong).is_ok
+    assert plan_restore(named_state(trained(old, 4)), new, allow=_ALL).is_ok
+
+
+def test_a_parameter_takes_its_window_along() -> None:
+    new = apart(accumulating()).create(_P)
+    plan = plan_restore(named_state(trained(_TOGETHER, 3)), new, allow=_ALL)
+    after = plan.apply().apply_gradient(_P)
+    expected = trained(_TOGETHER, 4)
+    jax.tree.map(np.testing.assert_array_equal, after.target, expected.target)
+
+
+def test_the_leaf_of_a_window_is_begun_anew_where_a_rule_says_so() -> None:
+    saved = named_state(trained(_TOGETHER, 3))
+    rules: Any = [(f"{_A}/acc_grads/y", "initialise")]
+    assert plan_restore(saved, _TOGETHER.create(_P), rules=rules).is_ok
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        apart(FROZEN).create(_P),
+        apart(optax.set_to_zero()).create(_P),
+        grouped(("a", "x", accumulating())).create({"x": _P["x"]}),
+        OptaxWrapper(
+            optax.partition({"a": accumulating(), "c": optax.set_to_zero()}, {"x": "a", "y": "c"})
+        ).create(_P),
+    ],
+)
+def test_a_parameter_that_is_no_longer_trained_leaves_its_window(new: Optimizer) -> None:
+    assert plan_restore(named_state(trained(_TOGETHER, 3)), new, allow=_ALL).is_ok
+
+
+def test_no_parameter_leaves_or_joins_other_windows_that_have_begun() -> None:
+    for tx, field in ((optax.apply_every(4), "grad_acc"), (sam(), "cache")):
+        one, both = grouped(("a", "x", tx), ("c", "y", _SGD)), grouped(("a", "x|y", tx))
+        gone = plan_restore(named_state(trained(both, 1)), one.create(_P), allow=_ALL).dropped
+        (left,) = (x.leaf for x in gone if x.problem)
+        rows = plan_restore(named_state(trained(one, 1)), both.create(_P), allow=_ALL).rows
+        (joined,) = (row.leaf for row in rows if row.problem)
+        assert left.name == joined.name
+        assert left.path[-2:] == (field, "y")
+
+
+def sam() -> Any:
+    return contrib.sam(_SGD, optax.sgd(0.5), sync_period=3)

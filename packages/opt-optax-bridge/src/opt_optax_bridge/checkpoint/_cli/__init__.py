@@ -1,1 +1,0 @@
-"""The command line: `python -m opt_optax_bridge.checkpoint`."""
