@@ -105,9 +105,12 @@ def _avals(leaves: Sequence[Any]) -> tuple[Any, ...]:
     # The properties of an array take five times as long as those of its `aval`.
     found = [getattr(leaf, "aval", leaf) for leaf in leaves]
     try:
-        return tuple([(x.shape, x.dtype) for x in found])
+        # Not a tuple per leaf: thousands of new objects set off the garbage collector.
+        return tuple([x.shape for x in found]), tuple([x.dtype for x in found])
     except AttributeError:  # of a Python number
-        return tuple([(np.shape(x), getattr(x, "dtype", type(x))) for x in found])
+        return tuple([np.shape(x) for x in found]), tuple(
+            [getattr(x, "dtype", type(x)) for x in found]
+        )
 
 
 def _describe(definition: OptimizerDef, params: Any, state: OptimizerState) -> StateDescription:

@@ -19,7 +19,14 @@ from opt_core import (
 )
 from opt_core.errors import DescriptionError
 
-from opt_optax_bridge._description.dimensions import Dimensions, dimensions
+from opt_optax_bridge._description.dimensions import (
+    Dimensions,
+    Dims,
+    Shape,
+    dimensions,
+    shapes_of,
+    stated_dimensions,
+)
 from opt_optax_bridge._description.known import KNOWN, Known
 from opt_optax_bridge._description.made import make
 from opt_optax_bridge._description.nodes import (
@@ -75,12 +82,15 @@ def describe_optax(
     given = roles(params, states, whole_tree=True)
     slots = [_slot(role, made.places) for role in given]
     names = _Names(root, made.nodes, slots, aliases)
-    dims = dimensions(tx, params, states, given, is_plain=_is_plain(root, slots))
+    shapes = shapes_of(params)
+    rows = list(zip(given, jax.tree.leaves(states), slots, strict=True))
+    reshapes = any(known.reshapes for node in root.walk() if (known := _known(node)) is not None)
+    stated = [None if reshapes else _stated(*row, shapes) for row in rows]
+    dims = dimensions(tx, params, states, given, stated)
     paths = [path for path, leaf in flatten_with_paths(states) if leaf is not None]
-    shapes = {path: leaf.shape for path, leaf in flatten_with_paths(params) if leaf is not None}
     leaves = tuple(
-        _leaf(row, shapes.get(row.role.param) if row.role.param is not None else None, names)
-        for row in map(_Row, paths, jax.tree.leaves(states), given, slots, dims)
+        _leaf(_Row(path, leaf, role, slot, kept), names, shapes)
+        for path, (role, leaf, slot), kept in zip(paths, rows, dims, strict=True)
     )
     return StateDescription(leaves, tuple(names.transformations()))
 
@@ -217,20 +227,23 @@ def _known(node: Node | None) -> Known | None:
     return KNOWN.get(node.name)
 
 
-def _is_plain(root: Node, slots: Sequence[_Slot]) -> bool:
-    """Whether a leaf of its parameter's shape is known to keep all of its dimensions."""
-    if any(slot.node is None or _known(slot.node) is None for slot in slots):
-        return False
-    return not any(known.reshapes for known in map(_known, root.walk()) if known is not None)
+def _stated(
+    role: Role, leaf: jax.ShapeDtypeStruct, slot: _Slot, shapes: Mapping[Names, Shape]
+) -> Dims | None:
+    """The dimensions of a leaf of a known transformation."""
+    if role.param is None or slot.node is None or _known(slot.node) is None:
+        return None
+    return stated_dimensions(slot.node, slot.field, leaf.shape, shapes[role.param])
 
 
-def _leaf(row: _Row, param_shape: tuple[int, ...] | None, names: _Names) -> LeafDescription:
+def _leaf(row: _Row, names: _Names, shapes: Mapping[Names, Shape]) -> LeafDescription:
     group, name, number = names.of(row.slot)
     known = _known(row.slot.node)
-    role = _role(row, param_shape)
+    param = row.role.param
+    role = _role(row, None if param is None else shapes[param])
     source: Source = "types"
-    if known is not None and (said := _said(row.slot, known)) is not None:
-        role = _checked(said, row, param_shape)
+    if known is not None and (said := _said(row, known)) is not None:
+        role = said
         source = "derived" if row.dims.is_derived else "stated"
     return LeafDescription(
         path=row.path,
@@ -245,24 +258,17 @@ def _leaf(row: _Row, param_shape: tuple[int, ...] | None, names: _Names) -> Leaf
     )
 
 
-def _said(slot: _Slot, known: Known) -> Any:
-    """The role in the table; what schedules keep, and what others put into a field, is counted."""
-    role = known.roles.get(slot.field[0]) if slot.field else None
-    if role == "other" and slot.field[0] == "hyperparams_states" and slot.field[-1] == "count":
+def _said(row: _Row, known: Known) -> Any:
+    """The role in the table; what schedules keep is counted, and what only fills a place is not."""
+    field = row.slot.field
+    role = known.roles.get(field[0]) if field else None
+    if role == "other" and field[0] == "hyperparams_states" and field[-1] == "count":
         return "schedule_count"
-    return role
+    is_filler = row.slot.name == "factored_rms" and row.dims.dims == (None,)
+    return "other" if is_filler else role
 
 
-def _checked(role: Any, row: _Row, param_shape: tuple[int, ...] | None) -> Any:
-    """`other` where a place is only filled: Optax's Adafactor has an entry for what it lacks."""
-    if row.slot.name != "factored_rms" or param_shape is None:
-        return role
-    if role == "factored":
-        return role if len(row.leaf.shape) == len(param_shape) - 1 > 0 else "other"
-    return role if row.leaf.shape == param_shape else "other"
-
-
-def _role(row: _Row, param_shape: tuple[int, ...] | None) -> Any:
+def _role(row: _Row, param_shape: Shape | None) -> Any:
     """What a leaf seems to be for."""
     dtype, shape = row.leaf.dtype, row.leaf.shape
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
