@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -63,6 +64,31 @@ def captured(function: Any) -> dict[str, Any]:
         case types.FunctionType() as plain:
             return dict(_cells(plain)) | given
     return given
+
+
+def captured_with_helpers(function: Any) -> dict[str, Any]:
+    """Returns what a function and the helpers of its factory have captured, by name.
+
+    Examples:
+      >>> def scale(factor):
+      ...     def times(x):
+      ...         return factor * x
+      ...     return lambda x: times(x)
+      >>> captured_with_helpers(scale(2.0))['factor']
+      2.0
+    """
+    factory, found = factory_of(function), captured(function)
+    helpers = deque(found.values())
+    seen: set[int] = set()
+    while helpers:
+        helper = helpers.popleft()
+        if isinstance(helper, types.FunctionType) and id(helper) not in seen:
+            seen.add(id(helper))
+            if factory_of(helper) == factory:
+                inner = dict(_cells(helper))
+                found = inner | found
+                helpers += inner.values()
+    return found
 
 
 def attributes(value: Any) -> dict[str, Any]:

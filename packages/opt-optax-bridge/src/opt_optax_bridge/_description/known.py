@@ -125,7 +125,7 @@ KNOWN: Final[Mapping[str, Known]] = MappingProxyType(
         "lookahead": _known("count: steps_since_sync"),
         "sam": _known(
             "count: steps_since_sync, params_copy: cache",
-            _window("steps_since_sync", "sync_period", "reset_state"),
+            _window("steps_since_sync", "sync_period"),
         ),
         # Line searches.
         "lbfgs": _known(

@@ -13,6 +13,7 @@ from opt_optax_bridge._description.closures import (
     Half,
     attributes,
     captured,
+    captured_with_helpers,
     factory_of,
     is_same,
     is_transformation,
@@ -66,8 +67,9 @@ class Node:
 
     @property
     def held(self) -> dict[str, Any]:
-        """What its functions have captured, by name."""
-        return captured(self.tx.init) | captured(self.tx.update)
+        """What its functions and their helpers have captured, by name."""
+        own = captured_with_helpers(self.tx.init)
+        return own if self.tx.update is None else own | captured_with_helpers(self.tx.update)
 
     @property
     def is_own(self) -> bool:
