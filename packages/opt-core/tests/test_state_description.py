@@ -128,6 +128,15 @@ def test_the_table_in_full() -> None:
     ]
 
 
+def test_the_table_of_a_state_without_leaves() -> None:
+    made = TransformationDescription("clip", settings={"max_delta": 1.0})
+    assert str(StateDescription((), (made,))).splitlines() == [
+        "transformation  field  parameter  dims  role  source",
+        "",
+        "clip: max_delta=1.0",
+    ]
+
+
 def broken(**changes: Any) -> list[Any]:
     row = WHOLE.to_data()["leaves"][0]
     names = ["path", "group", "transformation", "number", "field", "parameter"]

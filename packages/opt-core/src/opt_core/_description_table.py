@@ -56,7 +56,7 @@ def _name(group: Sequence[str], name: str, number: int) -> str:
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    widths = [max(len(name), *(len(row[i]) for row in rows)) for i, name in enumerate(_HEAD)]
+    widths = [max([len(name), *(len(row[i]) for row in rows)]) for i, name in enumerate(_HEAD)]
     free = _COLUMNS - 2 * (len(_HEAD) - 1)
     while sum(widths) > free:
         wide = [i for i in _PATHS if widths[i] > len(_HEAD[i])]

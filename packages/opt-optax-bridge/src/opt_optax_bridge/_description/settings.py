@@ -12,8 +12,6 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import optax.contrib
 from opt_core import json_settings
 
 from opt_optax_bridge._description.closures import (
@@ -47,13 +45,14 @@ def settings_of(node: Node) -> dict[str, Any]:
       node: a transformation.
 
     Examples:
+      >>> import optax
       >>> from opt_optax_bridge._description.nodes import open_transformation
       >>> settings_of(open_transformation(optax.trace(0.9)))
       {'accumulator_dtype': None, 'decay': 0.9, 'nesterov': False}
     """
     held = _given(node.held) if node.factory_argument is not None else node.held
     named = {_argument(name): value for name, value in held.items()}
-    known = _arguments(node.factory) if node.is_own else None
+    known = _arguments(node) if node.is_own else None
     found = {
         name: _json(value, 0)
         for name, value in sorted(named.items())
@@ -83,17 +82,14 @@ def _argument(name: str) -> str:
     return _RENAMED.get(bare, bare)
 
 
-@functools.cache
-def _arguments(factory: str) -> frozenset[str] | None:
-    """The names of the arguments of a public constructor."""
-    for module in (optax, optax.contrib, optax.transforms):
-        constructor = getattr(module, factory, None)
-        if callable(constructor):
-            try:
-                return frozenset(inspect.signature(constructor).parameters)
-            except (TypeError, ValueError):
-                return None
-    return None
+def _arguments(node: Node) -> frozenset[str] | None:
+    """The names of the arguments of a constructor, which is where its functions are defined."""
+    made_by = unwrapped(node.tx.init if node.tx.update is None else node.tx.update)
+    plain = getattr(made_by, "__func__", made_by)
+    constructor = getattr(plain, "__globals__", {}).get(node.factory)
+    if not callable(constructor):
+        return None
+    return frozenset(inspect.signature(constructor).parameters)
 
 
 def _is_setting(name: str, value: Any, node: Node, known: frozenset[str] | None) -> bool:
