@@ -183,8 +183,8 @@ KNOWN: Final[Mapping[str, Known]] = MappingProxyType(
             (
                 *("adaptive_grad_clip", "average_per_element_updates", "centralize", "clip"),
                 *("clip_by_block_rms", "clip_by_global_norm", "keep_params_nonnegative"),
-                *("learning_rate", "normalize", "normalize_by_update_norm", "param_block_norm"),
-                *("param_block_rms", "per_example_global_norm_clip", "polyak", "scale", "shape"),
+                *("normalize", "normalize_by_update_norm", "param_block_norm"),
+                *("param_block_rms", "polyak", "scale", "shape"),
                 *("set_to_zero", "sign", "stateless", "stateless_with_tree_map", "trust_ratio"),
             ),
             _known(),
