@@ -94,7 +94,8 @@ HARMS: dict[tuple[str, str], Callable[[], float]] = {}
 
 def harm(name: str, setting: str) -> Callable[[Callable[[], float]], Callable[[], float]]:
     def register(measured: Callable[[], float]) -> Callable[[], float]:
-        HARMS[name, setting] = measured
+        if name != "galore" or hasattr(contrib, "galore"):  # of Optax 0.2.8
+            HARMS[name, setting] = measured
         return measured
 
     return register
@@ -375,10 +376,11 @@ def test_going_on_in_silence_goes_wrong(name: str, setting: str) -> None:
 
 def test_every_refusal_is_measured() -> None:
     refused = {(name, setting) for name, known in KNOWN.items() for setting in known.bearing}
-    if aggregating is not None:
-        assert refused | {("inject_hyperparams", "learning_rate")} == HARMS.keys()
+    measured = HARMS.keys() - {("inject_hyperparams", "learning_rate")}  # any number is
+    if aggregating is not None and hasattr(contrib, "galore"):
+        assert refused == measured
     else:
-        assert refused > HARMS.keys() - {("inject_hyperparams", "learning_rate")}
+        assert refused > measured
 
 
 def test_the_counts_that_decide_are_fields_of_the_state() -> None:
@@ -391,61 +393,64 @@ def test_the_counts_that_decide_are_fields_of_the_state() -> None:
 
 # Admitted: numbers that may change.
 
-CHANGES: dict[Any, dict[str, tuple[float, float]]] = {
-    optax.adam: {"b1": (0.9, 0.8), "b2": (0.99, 0.9), "eps": (1e-8, 1e-3)},
-    optax.amsgrad: {"b2": (0.99, 0.9)},
-    optax.adamax: {"b2": (0.99, 0.9)},
-    optax.adabelief: {"b2": (0.99, 0.9)},
-    optax.yogi: {"b2": (0.99, 0.9)},
-    optax.radam: {"b2": (0.99, 0.95)},
-    optax.novograd: {"b1": (0.9, 0.8), "b2": (0.25, 0.5)},
-    optax.adan: {"b1": (0.98, 0.9), "b2": (0.92, 0.8), "b3": (0.99, 0.9)},
-    optax.lion: {"b1": (0.9, 0.8), "b2": (0.99, 0.9)},
-    optax.rmsprop: {"decay": (0.9, 0.99)},
-    optax.adadelta: {"rho": (0.9, 0.99)},
-    optax.adagrad: {"eps": (1e-7, 1e-3)},
-    optax.sgd: {"momentum": (0.9, 0.8)},
-    optax.sm3: {"momentum": (0.9, 0.8)},
-    optax.adafactor: {"decay_rate": (0.8, 0.9)},
-    optax.rprop: {"eta_plus": (1.2, 1.1)},
-    optax.optimistic_gradient_descent: {"alpha": (1.0, 0.9)},
-    contrib.ademamix: {"b1": (0.9, 0.8), "b3": (0.9999, 0.99)},
-    contrib.simplified_ademamix: {"b1": (0.9, 0.8), "b2": (0.95, 0.9)},
-    contrib.acprop: {"b2": (0.99, 0.9)},
-    contrib.adopt: {"b2": (0.99, 0.9)},
-    contrib.muon: {"beta": (0.95, 0.9)},
-    contrib.madgrad: {"momentum": (0.9, 0.8)},
-    contrib.dog: {"eps": (1e-8, 1e-6)},
-    contrib.dowg: {"eps": (1e-4, 1e-3)},
-    contrib.momo: {"beta": (0.9, 0.8)},
-    contrib.momo_adam: {"b2": (0.99, 0.9)},
-    contrib.prodigy: {"estim_lr_coef": (1.0, 0.9)},
-    contrib.schedule_free_sgd: {"learning_rate": (0.05, 0.04)},
-    contrib.reduce_on_plateau: {"factor": (0.1, 0.5), "rtol": (1e-4, 1e-2)},
+CHANGES: dict[str, dict[str, tuple[float, float]]] = {
+    "adam": {"b1": (0.9, 0.8), "b2": (0.99, 0.9), "eps": (1e-8, 1e-3)},
+    "amsgrad": {"b2": (0.99, 0.9)},
+    "adamax": {"b2": (0.99, 0.9)},
+    "adabelief": {"b2": (0.99, 0.9)},
+    "yogi": {"b2": (0.99, 0.9)},
+    "radam": {"b2": (0.99, 0.95)},
+    "novograd": {"b1": (0.9, 0.8), "b2": (0.25, 0.5)},
+    "adan": {"b1": (0.98, 0.9), "b2": (0.92, 0.8), "b3": (0.99, 0.9)},
+    "lion": {"b1": (0.9, 0.8), "b2": (0.99, 0.9)},
+    "rmsprop": {"decay": (0.9, 0.99)},
+    "adadelta": {"rho": (0.9, 0.99)},
+    "adagrad": {"eps": (1e-7, 1e-3)},
+    "sgd": {"momentum": (0.9, 0.8)},
+    "sm3": {"momentum": (0.9, 0.8)},
+    "adafactor": {"decay_rate": (0.8, 0.9)},
+    "rprop": {"eta_plus": (1.2, 1.1)},
+    "optimistic_gradient_descent": {"alpha": (1.0, 0.9)},
+    "contrib.ademamix": {"b1": (0.9, 0.8), "b3": (0.9999, 0.99)},
+    "contrib.simplified_ademamix": {"b1": (0.9, 0.8), "b2": (0.95, 0.9)},
+    "contrib.acprop": {"b2": (0.99, 0.9)},
+    "contrib.adopt": {"b2": (0.99, 0.9)},
+    "contrib.muon": {"beta": (0.95, 0.9)},
+    "contrib.madgrad": {"momentum": (0.9, 0.8)},
+    "contrib.dog": {"eps": (1e-8, 1e-6)},
+    "contrib.dowg": {"eps": (1e-4, 1e-3)},
+    "contrib.momo": {"beta": (0.9, 0.8)},
+    "contrib.momo_adam": {"b2": (0.99, 0.9)},
+    "contrib.prodigy": {"estim_lr_coef": (1.0, 0.9)},
+    "contrib.schedule_free_sgd": {"learning_rate": (0.05, 0.04)},
+    "contrib.reduce_on_plateau": {"factor": (0.1, 0.5), "rtol": (1e-4, 1e-2)},
+}
+
+RATES = {
+    **dict.fromkeys(("novograd", "lion", "sgd", "rprop", "optimistic_gradient_descent"), 0.01),
+    "contrib.muon": 0.02,
+    "contrib.madgrad": 0.01,
+    "contrib.simplified_ademamix": 0.005,
+    **dict.fromkeys(
+        ("dog", "dowg", "momo", "momo_adam", "prodigy", "schedule_free_sgd", "reduce_on_plateau")
+    ),
 }
 
 
-def _rate(maker: Any) -> dict[str, Any]:
-    rates = {contrib.muon: 0.02, contrib.madgrad: 0.01, contrib.simplified_ademamix: 0.005}
-    free = (contrib.dog, contrib.dowg, contrib.momo, contrib.momo_adam, contrib.prodigy)
-    if maker in (*free, contrib.schedule_free_sgd, contrib.reduce_on_plateau):
-        return {}
-    slow = (optax.novograd, optax.lion, optax.sgd, optax.rprop, optax.optimistic_gradient_descent)
-    return {"learning_rate": 0.01 if maker in slow else rates.get(maker, 0.05)}
+def maker_of(name: str) -> Any:
+    """Optax's constructor; `None` where this Optax does not have it yet."""
+    module = contrib if name.startswith("contrib.") else optax
+    return getattr(module, name.removeprefix("contrib."), None)
 
 
-def maker_name(maker: Any) -> str:
-    return str(getattr(maker, "func", maker).__name__)  # of a partial
-
-
-NUMBERS = [(maker, name) for maker, changes in CHANGES.items() for name in changes]
+NUMBERS = [
+    (maker, name) for maker, changes in CHANGES.items() for name in changes if maker_of(maker)
+]
 
 
 @pytest.mark.sample(12)
-@pytest.mark.parametrize(
-    ("maker", "name"), NUMBERS, ids=[f"{maker_name(maker)}-{name}" for maker, name in NUMBERS]
-)
-def test_a_number_may_change(maker: Any, name: str) -> None:
+@pytest.mark.parametrize(("maker", "name"), NUMBERS)
+def test_a_number_may_change(maker: str, name: str) -> None:
     """No worse than the worse of the two that kept their number."""
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -471,9 +476,12 @@ def test_a_number_may_change(maker: Any, name: str) -> None:
     assert float(jnp.mean(going)) < 1.1 * worst + 0.02
 
 
-def built(maker: Any, **options: Any) -> Any:
-    tx = maker(**options, **_rate(maker))
-    if maker is contrib.reduce_on_plateau:
+def built(maker: str, **options: float) -> Any:
+    rate = RATES.get(maker, RATES.get(maker.removeprefix("contrib."), 0.05))
+    if rate is not None:
+        options = {"learning_rate": rate, **options}
+    tx = maker_of(maker)(**options)
+    if maker == "contrib.reduce_on_plateau":
         tx = optax.chain(optax.adam(0.05), tx)
     return optax.with_extra_args_support(tx)
 
