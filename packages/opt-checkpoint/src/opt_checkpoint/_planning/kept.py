@@ -6,9 +6,10 @@ two factors of a square matrix look the same.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -126,7 +127,7 @@ class KeptDimensions:
         _, fields, _ = key_of(leaf)
         made = transformation_of(leaf, self._saved)
         settings = {} if made is None else made.settings
-        given = settings.get(f"{DIMENSIONS}{leaf_name((*fields, *(leaf.parameter or ())))}")
+        given = settings.get(_setting(leaf))
         if isinstance(given, str):
             return tuple(None if d == "-" else int(d) for d in given.split(",") if d)
         if base_of(leaf) == "factored_rms" and fields[-1:] in [(name,) for name in _MEANS]:
@@ -144,6 +145,33 @@ def sm3_dimension(leaf: LeafInfo) -> int | None:
     _, fields, _ = key_of(leaf)
     is_one = base_of(leaf) == "sm3" and len(fields) > 1 and fields[-2] == "mu"
     return int(fields[-1]) if is_one and fields[-1].isdecimal() else None
+
+
+def without_ruled(schema: Schema, ruled: Collection[LeafInfo]) -> Schema:
+    """Returns a schema whose settings do not say what leaves keep that rules are about.
+
+    That rows and columns change places is a change of the optimizer, unless a rule sees to it.
+    """
+    given = {(leaf.group, leaf.transformation, _setting(leaf)) for leaf in ruled}
+    if not given:
+        return schema
+    made = [
+        dataclasses.replace(
+            t,
+            settings={
+                name: value
+                for name, value in t.settings.items()
+                if (t.group, t.name, name) not in given
+            },
+        )
+        for t in schema.optimizer
+    ]
+    return dataclasses.replace(schema, optimizer=tuple(made))
+
+
+def _setting(leaf: LeafInfo) -> str:
+    """The name of the setting that says what a leaf of the state keeps."""
+    return f"{DIMENSIONS}{leaf_name((*key_of(leaf)[1], *(leaf.parameter or ())))}"
 
 
 def told(kept: Kept) -> str:

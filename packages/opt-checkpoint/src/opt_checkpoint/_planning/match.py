@@ -21,7 +21,7 @@ from opt_checkpoint._planning.compare import (
 )
 from opt_checkpoint._planning.fit import fitted
 from opt_checkpoint._planning.homes import Homes, frozen, key_of
-from opt_checkpoint._planning.kept import KeptDimensions
+from opt_checkpoint._planning.kept import KeptDimensions, without_ruled
 from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.rules import (
     Map,
@@ -90,8 +90,11 @@ def plan_restore(
     _check_rules(policy, rows, checkpoint)
     idle = frozen(named.schema)
     trained = {o for param, found in matcher.origins.items() if param not in idle for o in found}
-    changed = changes(checkpoint.schema, named.schema)
-    changed += regrouped_changes(checkpoint.schema, named.schema, pairs)
+    # A `Rename` keeps what a leaf keeps, whatever that was.
+    ruled = [row.leaf for row in rows if row.how or isinstance(row.by, Pad)]
+    schema = without_ruled(named.schema, [leaf for leaf in ruled if leaf.kind == "state"])
+    changed = changes(checkpoint.schema, schema)
+    changed += regrouped_changes(checkpoint.schema, schema, pairs)
     return Plan(
         rows=tuple(rows),
         dropped=tuple(dropped(checkpoint.schema, rows, running, policy, trained)),
