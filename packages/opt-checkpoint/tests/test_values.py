@@ -248,11 +248,39 @@ def test_integers_are_padded_with_what_they_can_hold() -> None:
         assert f"int8 cannot hold {value}" in str(plan)
 
 
+def test_codes_are_not_padded() -> None:
+    """What stands for a float in eight bits has no entry that is known to mean 0."""
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int8), params)
+
+    coded = OptaxWrapper(optax.GradientTransformation(init, lambda u, s, p=None: (u, s)))
+    saved, target = (coded.create({"w": random((n, 2))}) for n in (2, 4))
+    wrong = problems(planned(saved, target, [(".*/w", Pad(0, 4))]))
+    assert list(wrong.values()) == [
+        "int8 for a parameter of float32 is a code, not a value to pad with"
+    ]
+
+
+def test_what_no_dimension_tells_is_refused() -> None:
+    """Means of a user's own, over which dimension of a square nobody says."""
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(lambda p: jnp.zeros(p.shape[0]), params)
+
+    means = OptaxWrapper(optax.GradientTransformation(init, lambda u, s, p=None: (u, s)))
+    saved = means.create({"w": random((4, 4))})
+    for rule, shape in ((Pad(0, 6), (6, 4)), (Pad(1, 6), (4, 6))):
+        plan = planned(saved, means.create({"w": jnp.ones(shape)}), [(".*/w", rule)])
+        (told,) = problems(plan).values()
+        assert "needs dimension 0 of the saved parameter, and nothing says that" in told
+
+
 def test_padded_values_are_cast_where_that_is_admitted() -> None:
     saved = trained("adamw", {"w": random((2, 3))})
     target = opt.adamw(1e-2, mu_dtype=jnp.bfloat16).create({"w": jnp.zeros((3, 3))})
     plan = planned(saved, target, [(".*/w", Pad(0, 3))])
-    assert (plan.is_ok, plan.missing_kinds) == (False, {"cast"})
+    assert (plan.is_ok, set(plan.missing_kinds)) == (False, {"cast"})
     found = planned(saved, target, [(".*/w", Pad(0, 3))], {"cast"}).apply()
     old = padded(leaves(saved)["state/adam/mu/w"], 0, 3).astype(jnp.bfloat16)
     assert_same({"": leaves(found)["state/adam/mu/w"]}, {"": old})
@@ -414,7 +442,7 @@ def test_another_dtype_has_to_be_admitted() -> None:
     saved = trained("sgd_momentum", {"w": random((2, 3))})
     rules: list[Rule] = [("(.*)/w", Map(r"\1/w", lambda x: x.astype(jnp.bfloat16)))]
     plan = planned(saved, saved, rules)
-    assert (plan.is_ok, plan.missing_kinds) == (False, {"cast"})
+    assert (plan.is_ok, set(plan.missing_kinds)) == (False, {"cast"})
     found = leaves(planned(saved, saved, rules, {"cast"}).apply())
     expected = leaves(saved)["params/w"].astype(jnp.bfloat16).astype(np.float32)
     assert_same({"": found["params/w"]}, {"": expected})

@@ -66,9 +66,13 @@ class KeptDimensions:
         if leaf.kind == "params":
             return tuple(range(rank))
         axes = (*(self._axes[leaf.name] or ()), *(None,) * rank)[:rank]
-        if leaf.shape == shape and all(axis is None for axis in axes):
-            return tuple(range(rank))
-        return tuple(None if axis is None else int(axis) for axis in axes)
+        if any(axis is not None for axis in axes):
+            return tuple(None if axis is None else int(axis) for axis in axes)
+        # Nothing was derived: a placeholder, what follows no dimension, or an older JAX.
+        known = None if leaf.shape == (1,) != shape else _by_rule(leaf, shape)
+        if known is not None and len(known) == rank and _has_sizes(leaf.shape, known, shape):
+            return known
+        return tuple(range(rank)) if leaf.shape == shape else (None,) * rank
 
     def keeps_all(self, leaf: LeafInfo) -> bool:
         """Whether a leaf of the target has the dimensions of its parameter, and no others."""
@@ -124,20 +128,26 @@ class KeptDimensions:
 
     def _known(self, leaf: LeafInfo, shape: tuple[int, ...]) -> Kept | None:
         """What settings or the rule of a transformation say."""
-        _, fields, _ = key_of(leaf)
         made = transformation_of(leaf, self._saved)
         settings = {} if made is None else made.settings
         given = settings.get(_setting(leaf))
         if isinstance(given, str):
             return tuple(None if d == "-" else int(d) for d in given.split(",") if d)
-        if base_of(leaf) == "factored_rms" and fields[-1:] in [(name,) for name in _MEANS]:
-            # Optax factors the two largest dimensions, whose order is that of this very sort.
-            by_size = [int(i) for i in np.argsort(shape)]
-            dropped = by_size[-1] if fields[-1] == "v_row" else by_size[-2]
-            return tuple(i for i in range(len(shape)) if i != dropped)
-        if (index := sm3_dimension(leaf)) is not None:
-            return (index,)
+        if (ruled := _by_rule(leaf, shape)) is not None:
+            return ruled
         return tuple(range(len(shape))) if leaf.shape == shape else None
+
+
+def _by_rule(leaf: LeafInfo, shape: tuple[int, ...]) -> Kept | None:
+    """What Optax's own transformations keep of a parameter by its sizes; `None` of others."""
+    field = key_of(leaf)[1][-1:]
+    if base_of(leaf) == "factored_rms" and field in [(name,) for name in _MEANS] and len(shape) > 1:
+        # The two largest dimensions are factored, whose order is that of this very sort.
+        by_size = [int(i) for i in np.argsort(shape)]
+        dropped = by_size[-1] if field == ("v_row",) else by_size[-2]
+        return tuple(i for i in range(len(shape)) if i != dropped)
+    index = sm3_dimension(leaf)
+    return None if index is None else (index,)
 
 
 def sm3_dimension(leaf: LeafInfo) -> int | None:

@@ -66,6 +66,7 @@ def plan_restore(
       TypeError, ValueError: `allow` or `rules` are none; or a rule matches no leaf.
 
     Examples:
+      >>> import jax.numpy as jnp
       >>> import opt_optax_bridge as opt
       >>> params = {'w': jnp.ones(2)}
       >>> saved = named_state(opt.adam(1e-3).create(params))

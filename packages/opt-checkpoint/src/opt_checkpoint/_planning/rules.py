@@ -90,6 +90,7 @@ class Map:
         target. It is compiled where JAX can trace it; otherwise it gets concrete arrays.
 
     Examples:
+      >>> import jax.numpy as jnp
       >>> fuse = lambda q, k, v: jnp.concatenate([q, k, v], axis=-1)
       >>> rules = [(r'(.*)/qkv/(.*)', Map((r'\1/q/\2', r'\1/k/\2', r'\1/v/\2'), fuse))]
       >>> rules = [(r'(.*)/kernel', Map(r'\1/kernel', jnp.transpose))]
@@ -124,7 +125,7 @@ class Pad:
 
     axis: int
     to: int
-    value: float = 0
+    value: float | complex = 0
 
 
 Action: TypeAlias = (
