@@ -55,7 +55,8 @@ def is_trained(leaf: LeafDescription, made: TransformationDescription, old: Any)
     if leaf.role in TRAINED:
         return not has_window(made)
     is_number = leaf.role == "other" and getattr(getattr(old, "dtype", None), "kind", "") in "fcV"
-    return is_number and not is_recorded(leaf, made)
+    is_filler = leaf.parameter is not None and leaf.dimensions == (None,)
+    return is_number and not is_filler and not is_recorded(leaf, made)
 
 
 def dropped_leaves(move: Move) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -44,9 +45,10 @@ def init_leaves(
     positions = structure.unflatten(range(structure.num_leaves))
     whole = optimizer.replace(state=OptimizerState(optimizer.state.step, positions))
     found: dict[int, Any] = {}
+    left = frozenset(wanted)
     for _, part in leaf_groups(whole):
         own = jax.tree.leaves(part.state.param_states)
-        chosen = [k for k, i in enumerate(own) if i in set(wanted)]
+        chosen = [k for k, i in enumerate(own) if i in left]
         if not chosen:
             continue
         made = _made(part, chosen, [shardings.get(own[k]) for k in chosen])
@@ -65,7 +67,8 @@ def _made(part: Optimizer, chosen: Sequence[int], places: Sequence[Sharding | No
         return [placed(leaf, place) for leaf, place in zip(shapes, places, strict=True)]
     if any(map(is_tracer, params)):
         return [placed(leaf, x) for leaf, x in zip(make(part.target), places, strict=True)]
-    return jax.jit(make, out_shardings=list(places))(part.target)
+    made: list[Any] = jax.jit(make, out_shardings=list(places))(part.target)
+    return made
 
 
 def placed(leaf: Any, sharding: Sharding | None) -> Any:
@@ -179,7 +182,7 @@ def value_of(leaf: Any, what: str) -> Any:
         raise GroupError(
             f"{what}, which cannot be done while tracing: call it outside of compiled functions"
         )
-    if jax.dtypes.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+    if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = leaf.addressable_data(0)
