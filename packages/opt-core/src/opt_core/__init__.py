@@ -9,7 +9,7 @@ from importlib.metadata import version as _version
 
 from opt_core import errors, protocols
 from opt_core._aliasing import unalias
-from opt_core._changes import Action, Allowance, ChangeReport, LeafChange
+from opt_core._changes import ChangeReport, LeafChange
 from opt_core._describe import GroupRow, GroupTable, describe
 from opt_core._describe_state import describe_state
 from opt_core._dtypes import strong_type, strong_types
@@ -40,8 +40,6 @@ __version__ = _version("opt-core")
 
 __all__ = [
     "FROZEN",
-    "Action",
-    "Allowance",
     "Bearing",
     "ChangeReport",
     "Group",

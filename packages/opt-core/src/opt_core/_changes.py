@@ -57,7 +57,9 @@ class LeafChange:
     """What became of one leaf.
 
     Attributes:
-      action: one of `Action`.
+      action: `'kept'`: the same thing with the same value, wherever it is now. `'renamed'`: the
+        same under another number of its transformation. `'converted'`: it has another dtype or
+        shape. `'initialised'`: it is new. `'dropped'`: nothing took it over.
       path: where it is in the new `param_states`; of one that was dropped, where it was.
       leaf: what it means there.
       sources: the paths in the old state that it comes from: several where groups agreed.
