@@ -11,8 +11,7 @@ from opt_checkpoint import errors
 from opt_checkpoint._legacy.flax_optim import flax_optim_equivalent
 from opt_checkpoint._legacy.read import read_legacy
 from opt_checkpoint._legacy.restore import restore_legacy
-from opt_checkpoint._naming.names import NamedState, named_state, restore_named
-from opt_checkpoint._naming.optax_states import wrap_optax_state
+from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._naming.schema import (
     LeafInfo,
     Schema,
@@ -30,6 +29,8 @@ from opt_checkpoint._planning.adafactor_rules import (
 from opt_checkpoint._planning.match import plan_restore
 from opt_checkpoint._planning.plan import Dropped, Plan, Row
 from opt_checkpoint._planning.rules import Rename, Rule, Stack, Unstack
+from opt_checkpoint._targets.named import named_state, restore_named
+from opt_checkpoint._targets.training_state import TrainingState
 
 __version__ = _version("opt-checkpoint")
 
@@ -55,6 +56,7 @@ __all__ = [
     "Source",
     "Stack",
     "StepReport",
+    "TrainingState",
     "Transformation",
     "Unstack",
     "errors",
@@ -67,7 +69,6 @@ __all__ = [
     "read_legacy",
     "restore_legacy",
     "restore_named",
-    "wrap_optax_state",
 ]
 
 _ON_ORBAX = {

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 from opt_core.errors import OptimizerError
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from opt_checkpoint._planning.plan import Plan
 
 __all__ = [
@@ -75,7 +77,7 @@ class PlanError(CheckpointError, ValueError):
       plan: what would be matched, initialised, converted and dropped.
     """
 
-    def __init__(self, message: str, plan: Plan) -> None:
+    def __init__(self, message: str, plan: Plan[Any]) -> None:
         self.plan = plan
         super().__init__(message)
 

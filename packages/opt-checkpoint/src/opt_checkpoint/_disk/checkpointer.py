@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
-from opt_core import Optimizer
 
 from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk.durable import DurablePath
@@ -23,7 +22,9 @@ from opt_checkpoint._disk.root import TRASH, WriterRoot, check_options, one_at_a
 from opt_checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
 from opt_checkpoint._disk.saving import Saving, extra_leaves
 from opt_checkpoint._disk.uncut import Uncut
-from opt_checkpoint._naming.names import NamedState, named_state
+from opt_checkpoint._naming.names import NamedState
+from opt_checkpoint._targets.named import named_view
+from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import (
     CheckpointError,
     DamagedError,
@@ -99,7 +100,7 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        named: NamedState | Optimizer,
+        target: Any,
         *,
         metadata: Any = None,
         extras: Any = None,
@@ -108,7 +109,8 @@ class Checkpointer:
 
         Args:
           step: its number, above those of all steps that are there.
-          named: the state; of an optimizer, `named_state(optimizer)`.
+          target: an optimizer of any kind that `named_state` takes, or a `NamedState`. Fields that
+            a subclass of `TrainState` adds are saved as `extras` only: without, a warning says so.
           metadata: JSON data to be kept with it.
           extras: a pytree of arrays, typed PRNG keys and Python scalars to be kept with it, such as
             the state of a data iterator and a random key.
@@ -118,10 +120,11 @@ class Checkpointer:
           LockError: the folder has been removed or replaced, or this process was forked.
           SaveError: the step, or in the background the one before, was not saved. What was there
             before is as it was.
+          TypeError: `target` is of another kind.
         """
         manager = self._writer()
         self.wait()
-        saving, error = self._prepare(step, named, metadata, extras)
+        saving, error = self._prepare(step, target, metadata, extras)
         agree(error)
         assert saving is not None
         if not are_equal(saving.local_data()):
@@ -314,17 +317,12 @@ class Checkpointer:
         return later
 
     def _prepare(
-        self, step: int, named: NamedState | Optimizer, metadata: Any, extras: Any
+        self, step: int, target: Any, metadata: Any, extras: Any
     ) -> tuple[Saving | None, CheckpointError | None]:
         try:
             self._root.check()
             self._check_step(step)
-            state = named_state(named) if isinstance(named, Optimizer) else named
-            if not isinstance(state, NamedState):
-                raise LeafError(
-                    f"`named`: expected an `Optimizer` or a `NamedState`, found "
-                    f"{type(named).__name__}"
-                )
+            state = target if isinstance(target, NamedState) else _named(target, extras)
             infos, values = extra_leaves(extras)
             return Saving.prepare(step, state, infos, values, metadata), None
         except CheckpointError as error:
@@ -413,6 +411,18 @@ class Checkpointer:
             if step is not None:
                 self._root.failed.add(step)
             raise SaveError(f"{what}: not saved: {_one_line(error)}") from error
+
+
+def _named(target: Any, extras: Any) -> NamedState:
+    view = view_of(target)
+    given = extras if isinstance(extras, Mapping) else {}
+    if missing := [name for name in view.unsaved if name not in given]:
+        fields = ", ".join(f"{name!r}: state.{name}" for name in missing)
+        _log.warning(
+            "%s: `%s` is not saved, because it belongs to no optimizer: give `extras={%s}`",
+            *(type(target).__name__, "`, `".join(missing), fields),
+        )
+    return named_view(view)
 
 
 def _one_line(error: Exception) -> str:
