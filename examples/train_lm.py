@@ -51,7 +51,7 @@ from lm.report import report
 from lm.run_folder import RunFolder, numbers
 from opt_accumulate import accumulate_gradients
 from opt_adafactor import Adafactor
-from opt_checkpoint import Checkpointer, Plan, SavedStep, plan_restore
+from opt_checkpoint import Checkpointer, SavedStep, plan_restore
 from opt_checkpoint.errors import CheckpointError, PlanError
 from opt_core import MultiOptimizer, Optimizer, describe, group_metrics
 from opt_optax_bridge import resolve_hyper_params
@@ -265,10 +265,10 @@ def resume(path: Path, arguments: Arguments) -> tuple[Job, RunFolder]:
     return job, folder
 
 
-def plan_resume(placement: Placement, saved: SavedStep, path: Path) -> Plan:
-    """Says where every leaf comes from, wherever the devices that wrote it had it."""
+def check_resume(placement: Placement, saved: SavedStep, path: Path) -> None:
+    """Checks that every leaf has its place, before anything is compiled or read."""
     try:
-        return plan_restore(saved, placement.optimizer).check()
+        plan_restore(saved, placement.optimizer).check()
     except PlanError as error:
         summary, first, *_ = str(error.plan).splitlines()
         raise UsageError(
@@ -288,7 +288,8 @@ def run(arguments: Arguments) -> int:
     busy = partial(announced, is_shown=is_first())
     with busy("Planning"):
         placement, saved = plan_optimizer(job), folder.latest_checkpoint()
-        plan = plan_resume(placement, saved, folder.path) if saved else None  # does it fit?
+        if saved:
+            check_resume(placement, saved, folder.path)
     size = sum(leaf.size for leaf in jax.tree.leaves(placement.optimizer.target))
     since = f", from step {saved.step} on" if saved else ""
     about = (
@@ -307,9 +308,9 @@ def run(arguments: Arguments) -> int:
     folder.save_placement(f"{placement.plan}\n\n{checked}\n")
     batches = job.batches()
     with busy("Restoring the optimizer" if saved else "Creating the optimizer"):
-        if saved and plan:
-            optimizer = plan.apply()
-            batches.restore(saved.read_extras()["batches"])
+        if saved:
+            optimizer, extras = folder.restore(placement.optimizer, saved.step)
+            batches.restore(extras["batches"])
         else:
             optimizer = create_optimizer(job, placement)
     optimizer, is_finished = train(job, folder, step_function, optimizer, batches, overrides)

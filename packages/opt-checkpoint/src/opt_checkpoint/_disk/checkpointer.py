@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -17,12 +17,15 @@ import orbax.checkpoint as ocp
 from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk.durable import DurablePath
 from opt_checkpoint._disk.exits import at_exit, not_at_exit
+from opt_checkpoint._disk.newest import newest
 from opt_checkpoint._disk.processes import agree, are_equal, is_first, together
 from opt_checkpoint._disk.root import TRASH, WriterRoot, check_options, one_at_a_time
 from opt_checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
 from opt_checkpoint._disk.saving import Saving, extra_leaves
 from opt_checkpoint._disk.uncut import Uncut
 from opt_checkpoint._naming.names import NamedState
+from opt_checkpoint._planning.match import plan_restore
+from opt_checkpoint._planning.rules import Rule
 from opt_checkpoint._targets.named import named_view
 from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import (
@@ -34,6 +37,7 @@ from opt_checkpoint.errors import (
 )
 
 _log = logging.getLogger(__name__)
+_Target = TypeVar("_Target")
 
 
 class Checkpointer:
@@ -51,6 +55,9 @@ class Checkpointer:
       async_save: `save` returns once the values are copied off the devices; they are written in
         the background. What fails there is raised by the next call, once.
       read_only: for evaluation beside a run: takes no lock and changes nothing.
+
+    Attributes:
+      restored_step: the step that was restored last, by `restore` or `restore_latest`.
 
     Raises:
       LockError: another writer has the folder, or it cannot be written.
@@ -83,6 +90,7 @@ class Checkpointer:
         self.directory = Path(directory).absolute()
         self.read_only = read_only
         self._interval = save_interval_steps
+        self.restored_step: int | None = None
         self._saving: int | None = None
         self._passed: set[int] = set()
         self._alone = threading.RLock()
@@ -252,11 +260,12 @@ class Checkpointer:
             return None, StepReport(step, level, error=str(error))
         return saved, saved.validate(level=level)
 
-    def latest_valid(self, *, level: Level = "digests") -> SavedStep | None:
+    def latest_valid(self, *, level: Level = "manifest") -> SavedStep | None:
         """Opens the latest step that is valid; logs a warning for each that is not.
 
         Args:
-          level: how well to look: see `validate`.
+          level: how well to look: see `validate`. A damaged array is not seen by `'manifest'`, but
+            it is by whatever reads it: `restore_latest` reads once, and falls back by itself.
 
         Returns:
           The step; `None` where there is none at all.
@@ -264,25 +273,97 @@ class Checkpointer:
         Raises:
           MissingError: there are steps, and none is valid.
         """
-        passed: set[int] = set()
-        while True:
-            steps = self.steps()
-            if not are_equal(repr(steps).encode()):
-                raise DamagedError(f"`{self.directory}`: the processes do not see the same steps")
-            left = [step for step in steps if step not in passed]
-            if not left:
-                break
-            # A writer may retire a step while it is looked at, and have saved others.
-            with suppress(MissingError):
-                saved, report = self._look(left[-1], level)
-                if saved is not None and report.ok:
-                    return saved
-                passed.add(left[-1])
-                self._passed.add(left[-1])
-                _log.warning("step %d is passed over: %s", left[-1], report.error)
-        if steps:
-            raise MissingError(f"`{self.directory}`: none of the steps {steps} is valid")
-        return None
+
+        def look(step: int) -> SavedStep:
+            saved, report = self._look(step, level)
+            if saved is None or not report.ok:
+                raise DamagedError(report.error or "")
+            return saved
+
+        return newest(self.directory, self.steps, look, self._passed)
+
+    def restore(
+        self,
+        step: int,
+        target: _Target,
+        *,
+        allow: Iterable[str] = (),
+        rules: Sequence[Rule] = (),
+    ) -> _Target:
+        """Restores a step: `plan_restore(checkpointer.at(step), target, ...).apply()`.
+
+        Args:
+          step: to be restored.
+          target: an optimizer of any kind that `named_state` takes; its leaves may be abstract.
+          allow: the kinds of changes that are admitted: see `plan_restore`.
+          rules: for single leaves: see `plan_restore`.
+
+        Returns:
+          The restored target.
+
+        Raises:
+          DamagedError: a leaf is not what was written.
+          MissingError: there is no such step.
+          PlanError: the step does not fit the target as it is.
+        """
+        return self._restore(step, target, allow, rules)[0]
+
+    def _restore(
+        self, step: int, target: _Target, allow: Iterable[str], rules: Sequence[Rule]
+    ) -> tuple[_Target, SavedStep]:
+        with together():
+            saved = self.at(step)
+        restored = plan_restore(saved, target, allow=allow, rules=rules).apply()
+        self.restored_step = step
+        return restored, saved
+
+    def restore_latest(
+        self, target: _Target, *, allow: Iterable[str] = (), rules: Sequence[Rule] = ()
+    ) -> _Target:
+        """Restores the latest step that is whole, reading it once.
+
+        Every process reads its own share of what the target needs, and the digests are compared
+        while it is there. Where a leaf or one of the `extras` is damaged, a warning says so, and
+        the step before is restored. `restored_step` says which one it was.
+
+        Args:
+          target: an optimizer of any kind that `named_state` takes; its leaves may be abstract.
+          allow: the kinds of changes that are admitted: see `plan_restore`.
+          rules: for single leaves: see `plan_restore`.
+
+        Returns:
+          The restored target.
+
+        Raises:
+          MissingError: there is no step, or none that is whole.
+          PlanError: a step does not fit the target; an older one is not tried.
+          VersionError: a newer version wrote the step; an older one is not tried.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from opt_checkpoint import TrainingState
+          >>> tx, params = optax.adam(1e-3), {'w': jnp.ones(2)}
+          >>> state = TrainingState(tx, params, tx.init(params))
+          >>> with Checkpointer(getfixture('tmp_path')) as checkpointer:
+          ...   checkpointer.save(10, state)
+          ...   checkpointer.wait()
+          ...   restored = checkpointer.restore_latest(state)
+          >>> type(restored).__name__, checkpointer.restored_step
+          ('TrainingState', 10)
+        """
+        kinds, given = tuple(allow), tuple(rules)
+
+        def restore(step: int) -> tuple[_Target]:
+            restored, saved = self._restore(step, target, kinds, given)
+            saved.check_extras()
+            return (restored,)
+
+        self.restored_step = None
+        found = newest(self.directory, self.steps, restore, self._passed)
+        if found is None:
+            raise MissingError(f"`{self.directory}` has no step to restore")
+        return found[0]
 
     @one_at_a_time
     def delete(self, step: int) -> None:
