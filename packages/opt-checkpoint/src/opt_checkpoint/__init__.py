@@ -36,6 +36,7 @@ __version__ = _version("opt-checkpoint")
 
 if TYPE_CHECKING:
     from opt_checkpoint._disk.checkpointer import Checkpointer
+    from opt_checkpoint._disk.foreign import open_foreign
     from opt_checkpoint._disk.saved_step import SavedStep, StepReport, open_step
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "leaf_name",
     "leaf_path",
     "named_state",
+    "open_foreign",
     "open_step",
     "plan_restore",
     "read_legacy",
@@ -72,6 +74,7 @@ __all__ = [
 ]
 
 _ON_ORBAX = {
+    "open_foreign": "foreign",
     "Checkpointer": "checkpointer",
     "SavedStep": "saved_step",
     "StepReport": "saved_step",

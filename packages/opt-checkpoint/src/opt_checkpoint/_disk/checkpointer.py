@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk.durable import DurablePath
 from opt_checkpoint._disk.exits import at_exit, not_at_exit
+from opt_checkpoint._disk.foreign_steps import check_own, foreign_steps
 from opt_checkpoint._disk.newest import newest
 from opt_checkpoint._disk.processes import agree, are_equal, is_first, together
 from opt_checkpoint._disk.root import TRASH, WriterRoot, check_options, one_at_a_time
@@ -31,6 +32,7 @@ from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import (
     CheckpointError,
     DamagedError,
+    ForeignError,
     LeafError,
     MissingError,
     SaveError,
@@ -55,6 +57,9 @@ class Checkpointer:
       async_save: `save` returns once the values are copied off the devices; they are written in
         the background. What fails there is raised by the next call, once.
       read_only: for evaluation beside a run: takes no lock and changes nothing.
+
+    A folder with steps that another program wrote is never taken for an empty one: nothing in it is
+    touched, no lock is taken, and whatever looks for steps or saves raises a `ForeignError`.
 
     Attributes:
       restored_step: the step that was restored last, by `restore` or `restore_latest`.
@@ -97,7 +102,7 @@ class Checkpointer:
         self._root = WriterRoot(self.directory)
         self._manager: ocp.CheckpointManager | None = None
         self._state = "open for reading (`read_only=True`)"
-        if not read_only:
+        if not read_only and not self._is_foreign():
             agree(self._root.take() if is_first() else None)
             self._calls = Uncut()
             self._manager = self._open(max_to_keep, keep_period, async_save)
@@ -217,7 +222,12 @@ class Checkpointer:
             _log.error("%s", failed)  # The error that ends the block is the one to be seen.
 
     def steps(self) -> list[int]:
-        """Returns the steps that are committed, the oldest first; what is no step is ignored."""
+        """Returns the steps that are committed, the oldest first; what is no step is ignored.
+
+        Raises:
+          ForeignError: there are steps that another program wrote; see `open_foreign`.
+        """
+        check_own(self.directory)
         return _orbax.list_steps(self.directory)
 
     def latest_step(self) -> int | None:
@@ -254,7 +264,7 @@ class Checkpointer:
         try:
             with together():
                 saved = self.at(step)
-        except MissingError:
+        except (ForeignError, MissingError):
             raise
         except CheckpointError as error:
             return None, StepReport(step, level, error=str(error))
@@ -271,6 +281,7 @@ class Checkpointer:
           The step; `None` where there is none at all.
 
         Raises:
+          ForeignError: there are steps that another program wrote; see `open_foreign`.
           MissingError: there are steps, and none is valid.
         """
 
@@ -335,6 +346,7 @@ class Checkpointer:
           The restored target.
 
         Raises:
+          ForeignError: there are steps that another program wrote; see `open_foreign`.
           MissingError: there is no step, or none that is whole.
           PlanError: a step does not fit the target; an older one is not tried.
           VersionError: a newer version wrote the step; an older one is not tried.
@@ -457,6 +469,15 @@ class Checkpointer:
             self._root.release()
             raise
 
+    def _is_foreign(self) -> bool:
+        """Whether the folder holds another program's steps: then a writer takes nothing there."""
+        found = foreign_steps(self.directory)
+        if not are_equal(repr(found).encode()):
+            raise DamagedError(f"`{self.directory}`: the processes do not see the same steps")
+        if found:
+            self._state = "not written to: it held another program's checkpoints when it was opened"
+        return bool(found)
+
     def _close_at_exit(self) -> None:
         try:
             self.close()
@@ -477,6 +498,7 @@ class Checkpointer:
 
     def _writer(self) -> ocp.CheckpointManager:
         if self._manager is None:
+            check_own(self.directory)
             raise SaveError(f"`{self.directory}` is {self._state}")
         return self._manager
 

@@ -19,6 +19,7 @@ from opt_core import flatten_with_paths
 from opt_checkpoint._disk import digest as _digest
 from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk import storage as _storage
+from opt_checkpoint._disk.foreign_steps import describe, is_foreign
 from opt_checkpoint._disk.manifest import Limits, Manifest, read_manifest
 from opt_checkpoint._disk.processes import is_first, together
 from opt_checkpoint._disk.saving import EXTRA
@@ -27,6 +28,7 @@ from opt_checkpoint._naming.schema import LeafInfo, Schema, leaf_name
 from opt_checkpoint.errors import (
     CheckpointError,
     DamagedError,
+    ForeignError,
     LeafError,
     MissingError,
 )
@@ -275,6 +277,7 @@ def open_step(
 
     Raises:
       DamagedError: its manifest is not what was written.
+      ForeignError: another program wrote it; see `open_foreign`.
       LoadError: it has no manifest, or a hostile one.
       MissingError: there is no such folder.
       VersionError: a newer version wrote it.
@@ -282,6 +285,8 @@ def open_step(
     folder = Path(path).absolute()
     if not folder.is_dir():
         raise MissingError(f"`{folder}` is no folder")
+    if is_foreign(folder):
+        raise ForeignError(describe(folder, ["."]))
     saved = SavedStep(folder, limits)
     if step not in (None, saved.step):
         raise DamagedError(f"`{folder}` was saved as step {saved.step}, not {step}")
