@@ -16,6 +16,7 @@ import termios
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -265,3 +266,60 @@ def test_without_a_terminal_slow_steps_are_lines_of_their_own(
     assert [line.split("/")[0] for line in capsys.readouterr().err.splitlines()[-3:]] == [
         *("step 3", "step 6", "step 9")
     ]
+
+
+def test_without_a_terminal_a_long_save_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = load("progress", monkeypatch)
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+
+    @contextlib.contextmanager
+    def every(interval: float, act: Any) -> Any:
+        for seconds in range(10):
+            act(seconds)
+            now[0] += interval
+        yield
+
+    monkeypatch.setattr(progress, "_every", every)
+    shown = progress.Progress(0, 1000, 10, is_shown=True)
+    shown._bar.disable = True  # as where stderr is a file
+    shown.show(1, {"loss": 1.0})
+    with shown.during("saving"):
+        pass
+    assert capsys.readouterr().err.splitlines()[-2:] == ["Saving ... 4 s", "Saving ... 8 s"]
+
+
+@pytest.mark.parametrize(
+    ("stats", "refused"),
+    [
+        ({"bytes_limit": 2**40}, ""),
+        ({}, ""),
+        (None, ""),
+        (
+            {"bytes_limit": 1000},
+            "a training step takes at least 915.5 MiB, and gpu0 has 1000 B: take a smaller --d-",
+        ),
+        (
+            {"bytes_limit": 10**9},
+            "a training step takes at least 1.2 GiB, and gpu0 has 953.7 MiB: take a smaller --b",
+        ),
+    ],
+)
+def test_what_a_device_has_no_memory_for_is_refused(
+    stats: dict[str, int] | None, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = load("memory", monkeypatch)
+
+    class Gpu:
+        platform = "gpu"
+        memory_stats = staticmethod(lambda: stats)
+        __str__ = staticmethod(lambda: "gpu0")
+
+    config = load("config", monkeypatch).Config(mesh="data=1,model=1", sequence_length=1024)
+    job = SimpleNamespace(config=config, mesh=SimpleNamespace(local_devices=[Gpu()] * 2))
+    plan = SimpleNamespace(total_bytes_per_device=960_000_000)
+    with pytest.raises(memory.UsageError) if refused else contextlib.nullcontext() as caught:
+        memory.check_memory(job, plan)
+    assert str(caught.value if caught else "").startswith(refused)

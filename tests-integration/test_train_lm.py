@@ -9,11 +9,13 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -32,11 +34,9 @@ TINY = [
 ]
 ENVIRONMENT = {
     # NPROC would give XLA more threads than a user's has: see `conftest.py`.
-    **{k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "NPROC"))},
+    **{k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "NPROC"))},
     "JAX_PLATFORMS": "cpu",
     "COLUMNS": "80",
-    # Compiling takes most of the time here: without LLVM's optimisations a third of it less.
-    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
 }
 GROUPS = ["embedding", "vectors", "matrices"]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -235,7 +235,8 @@ def test_what_it_prints(whole: Path) -> None:
     assert all(re.fullmatch(r".* \.\.\.( \d+%)?( \d+ s)?", line) for line in others)
     phases = [line for line in others if line.endswith("...")]
     assert phases == [
-        *("Planning ...", "Compiling the training step ...", "Creating the optimizer ..."),
+        *("Starting ...", "Finding the text and the devices ...", "Planning ..."),
+        *("Compiling the training step ...", "Creating the optimizer ..."),
         *("Writing a sample ...", "Evaluating on held-out text ..."),
         "Evaluating simpler models, and drawing ...",
     ]
@@ -347,10 +348,18 @@ BAD = {
     "no number": (["--steps=many"], "--steps"),
     "no steps": (["--steps=0"], "--steps must be at least 1"),
     "negative seed": (["--seed=-1"], "--seed must be at least 0"),
+    "large seed": ([f"--seed={10**20}"], "--seed must be at most 4294967295"),
+    "many steps": ([f"--steps={10**20}"], "--steps must be at most 2147483647"),
+    "a long sample": ([f"--sample-bytes={10**10}"], "--sample-bytes must be at most 1000000"),
     "infinite rate": (["--learning-rate=inf"], "--learning-rate must be a positive number"),
+    "a rate of zero in float32": (["--learning-rate=1e-60"], "--learning-rate must be a positive"),
+    "an infinite rate in float32": (["--learning-rate=1e300"], "--learning-rate must be a positi"),
+    "a large model": ([f"--d-model={10**8}"], "take a smaller --d-model or --layers"),
+    "a large batch": ([f"--batch-size={10**9}"], "take a smaller --batch-size or --sequence-len"),
     "heads": (["--d-model=20", "--heads=3"], "--d-model 20"),
     "no mesh": (["--mesh=8"], "--mesh must look like"),
     "unknown axis": (["--mesh=data=4,modle=2"], "--mesh must look like"),
+    "repeated axis": (["--mesh=data=2,data=4,model=1"], "--mesh must look like"),
     "empty mesh": (["--mesh=data=0,model=2"], "--mesh must have"),
     "mesh and batch": (["--mesh=data=3,model=2"], "data=3 must divide --batch-size 8"),
     "no microbatch": (["--microbatches=0"], "--microbatches must be at least 1"),
@@ -378,8 +387,22 @@ BAD = {
     "no process": (["--processes=0"], "--processes must be at least 1; got 0"),
     "no such process": (["--processes=2", "--process-id=2"], "--process-id must be from 0 to 1"),
     "no time": (["--heartbeat-timeout=0"], "--heartbeat-timeout must be at least 1"),
+    "no coordinator": (
+        ["--processes=2", "--process-id=0", "--coordinator=nonsense", "--out=a"],
+        "--coordinator must be a host and a port",
+    ),
+    "a large port": (
+        ["--processes=2", "--process-id=0", "--coordinator=localhost:65536", "--out=a"],
+        "--coordinator must be a host and a port",
+    ),
+    "no process number": (["--processes=2", "--out=a"], "give each a --process-id"),
     "no common folder": (["--processes=2", "--process-id=0"], "--processes needs --out"),
 }
+
+
+PHASE = re.compile(
+    r"(Starting|Finding the text|Planning|Waiting for the other)[^.]* \.\.\.( \d+ s)?"
+)
 
 
 @pytest.fixture(scope="module")
@@ -440,7 +463,31 @@ def test_bad_input_is_one_line_and_exit_code_2(refusals: dict[str, Any], name: s
     *others, last = stderr.splitlines()
     assert last.startswith("train_lm: error: ")
     assert BAD[name][1] in last
-    assert all("is passed over: " in line or line == "Planning ..." for line in others)
+    assert all("is passed over: " in line or PHASE.fullmatch(line) for line in others), others
+
+
+def test_flags_are_refused_before_jax_is_imported() -> None:
+    script = "import sys; sys.path.insert(0, sys.argv[1])\nimport train_lm\n"
+    script += "print(train_lm.main(['--seed=-1']), {'jax', 'numpy', 'flax'} & {*sys.modules})"
+    command = [sys.executable, "-c", script, str(EXAMPLES)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert done.stdout == "2 set()\n"
+
+
+def test_ctrl_c_while_jax_is_imported_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = load("train_lm", monkeypatch)
+
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "lm.training":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "lm.training", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert program.main([]) == 130
+    assert capsys.readouterr().err == "Starting ...\ntrain_lm: interrupted\n"
 
 
 def test_bad_input_writes_nothing(refusals: dict[str, Any]) -> None:
@@ -459,8 +506,8 @@ import dataclasses, json, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import jax, jax.numpy as jnp, numpy as np
-import train_lm
 from opt_checkpoint import named_state
+from lm import training
 from lm.config import Config
 from lm.job import make_job
 from lm.placement import check_step, describe_report
@@ -482,7 +529,7 @@ def train(step, optimizer):
     metrics = []
     for rate in (0.5, 0.25, 0.125):
         optimizer, line = step(optimizer, windows, {"learning_rate": jnp.float32(rate)})
-        metrics.append(train_lm.numbers(line))
+        metrics.append(training.numbers(line))
     return optimizer, metrics
 
 def bits(optimizer):
@@ -490,14 +537,14 @@ def bits(optimizer):
     return b"".join(name.encode() + np.asarray(leaf).tobytes() for name, leaf in leaves)
 
 def restore(place, optimizer):
-    return train_lm.plan_resume(place, named_state(optimizer), Path("x")).apply()
+    return training.plan_resume(place, named_state(optimizer), Path("x")).apply()
 
 job = make_job(Config(data=(sys.argv[2],), layers=1, d_model=16, heads=2, batch_size=8))
 jobs = {"plain": job, "zero": dataclasses.replace(
     job, config=dataclasses.replace(job.config, zero=True))}
-places = {name: train_lm.plan_optimizer(job) for name, job in jobs.items()}
+places = {name: training.plan_optimizer(job) for name, job in jobs.items()}
 out = {}
-steps = {name: train_lm.compile_step(job, places[name], {"learning_rate": jnp.float32(1)})
+steps = {name: training.compile_step(job, places[name], {"learning_rate": jnp.float32(1)})
          for name, job in jobs.items()}
 for name, place in places.items():
     other = "zero" if name == "plain" else "plain"
@@ -507,7 +554,7 @@ for name, place in places.items():
         mismatch = ""
     except ShardingMismatchError as error:
         mismatch = str(error)
-    optimizer = train_lm.create_optimizer(jobs[name], place)
+    optimizer = training.create_optimizer(jobs[name], place)
     moved = restore(places[other], optimizer)
     back = restore(place, moved)
     states = [bits(o) for o in (optimizer, moved, back)]
@@ -605,30 +652,31 @@ WATCHED = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import jax, train_lm
+from lm import training
 seen = {}
 def watch(name):
-    original = getattr(train_lm, name)
+    original = getattr(training, name)
     def watched(*args):
         seen.setdefault(name, []).append(sum(array.nbytes for array in jax.live_arrays()))
         return original(*args)
-    setattr(train_lm, name, watched)
+    setattr(training, name, watched)
 for name in "describe_plan", "check_step", "train":
     watch(name)
 compiled = []
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, _, **kwargs: compiled.append(event) if "backend_compile" in event else None)
-def count(*args, original=train_lm.train):
+def count(*args, original=training.train):
     compiled.clear()
     result = original(*args)
     seen["compiled while training"] = len(compiled)
     return result
-train_lm.train = count
-def save(*args, original=train_lm.Checkpointer.save, **kwargs):
+training.train = count
+def save(*args, original=training.Checkpointer.save, **kwargs):
     before = len(compiled)
     original(*args, **kwargs)
     del compiled[before:]  # of digests, once
-train_lm.Checkpointer.save = save
-train_lm.report = lambda *_: None  # it compiles programs of its own
+training.Checkpointer.save = save
+training.report = lambda *_: None  # it compiles programs of its own
 code = train_lm.main(sys.argv[2:])
 print(json.dumps(seen))
 sys.exit(code)
@@ -672,14 +720,17 @@ def test_zero_on_resume_goes_on_from_the_same_numbers(
 # gradient; they are put into the rows that are named, of the steps that are named.
 PLANTING = """
 import io, json, sys
+from pathlib import Path
 from contextlib import redirect_stderr, redirect_stdout
 sys.path.insert(0, sys.argv[1])
 import jax, jax.numpy as jnp, numpy as np, optax
 import train_lm
+from lm import training
+from lm.config import parse_arguments
 from lm.data import Batches
 from opt_checkpoint import Checkpointer
 
-loss_of, next_of, save = train_lm.next_byte_loss, Batches.__next__, Checkpointer.save
+loss_of, next_of, save = training.next_byte_loss, Batches.__next__, Checkpointer.save
 
 def planted_loss(model, params, windows):
     loss, first = loss_of(model, params, windows), windows[:, :1]
@@ -702,8 +753,8 @@ def watched_save(checkpoints, step, optimizer, **options):
 def alone(steps):
     # What the rows that stay say by themselves, with the parameters that the step began with.
     found = {}
-    path = train_lm.Path(folder)
-    job, _ = train_lm.resume(path, train_lm.parse_arguments([f"--resume={path}"]))
+    path = Path(folder)
+    job, _ = training.resume(path, parse_arguments([f"--resume={path}"]))
     for step in steps:
         rows = np.delete(clean[step], list(map(int, plants[str(step)])), axis=0)
         mean = lambda params: loss_of(job.model, params, rows).mean()
@@ -715,7 +766,7 @@ def untouched(step):
     after, before = ([saved[s].target, saved[s].state.param_states] for s in (step, step - 1))
     return all(map(np.array_equal, jax.tree.leaves(after), jax.tree.leaves(before)))
 
-train_lm.next_byte_loss = planted_loss
+training.next_byte_loss = planted_loss
 Batches.__next__, Checkpointer.save = planted_batch, watched_save
 results = {}
 for name, (folder, arguments, plants, partial) in json.load(sys.stdin).items():
@@ -863,6 +914,75 @@ def test_without_skipping_the_run_stops_and_can_go_on_with_it(
     rate = accumulated["rate"]
     assert rate["code"] == 0, rate["stderr"]
     assert set(values(rate, "learning_rate")[2:]) == {float(np.float32(1e-3))}
+
+
+def test_a_run_of_which_everything_is_skipped_stops(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    training = load("lm.training", monkeypatch)
+    config = training.Config(steps=100, batch_size=8, checkpoint_every=100)
+    job = SimpleNamespace(config=config, shard=lambda batch: batch)
+    start = SimpleNamespace(state=SimpleNamespace(step=0))
+    made: list[int] = []
+
+    def step(optimizer: Any, batch: int, _: object) -> tuple[Any, dict[str, Any]]:
+        made.append(batch)
+        return optimizer, {"loss": 0.0, "skipped": 0.0 if batch == 5 else 8.0}
+
+    monkeypatch.setattr(training, "numbers", lambda metrics: metrics | {"grad_norm": math.inf})
+    folder = training.RunFolder(tmp_path)
+    with pytest.raises(
+        training.UsageError, match=r"20 batches in a row, up to step 25: take a lower --le"
+    ):
+        training.train(job, folder, step, start, iter(range(1, 100)), {})
+    assert made == list(range(1, 26))
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in read_lines(tmp_path)]
+    assert lines[4]["grad_norm"] is None
+    folder.save_results({"bits": {"gzip": math.nan, "bigram": 1.5}})
+    results = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
+    assert results == {"bits": {"gzip": None, "bigram": 1.5}}
+
+
+MEETING = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from lm import processes
+process, processes.MEETING_SECONDS = map(int, sys.argv[2:4])
+with processes.together(processes.Cluster(2, process, sys.argv[4])):
+    pass
+"""
+
+
+def test_a_process_that_waits_alone_says_so_and_ends() -> None:
+    with socket.create_server(("localhost", 0)) as server:  # a port that is free afterwards
+        ours = f"localhost:{server.getsockname()[1]}"
+
+    def start(*arguments: object) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", MEETING, *map(str, (EXAMPLES, *arguments))]
+        return subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+
+    with start(0, 1, ours) as first, start(1, 90, "nowhere.invalid:1234") as second:
+        assert second.stderr
+        assert next(second.stderr) == "Waiting for the other processes, at most 90 s ...\n"
+        second.send_signal(signal.SIGINT)
+        ends = [process.communicate(timeout=60)[1].splitlines()[-1] for process in (first, second)]
+    assert (first.returncode, second.returncode) == (2, 130)
+    assert ends[0].startswith(
+        f"train_lm: error: --processes 2 did not all meet at --coordinator {ours} within 1 s: start"
+    )
+    assert ends[1] == "train_lm: interrupted"
+
+
+def test_a_coordinator_whose_port_is_taken_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = load("lm.processes", monkeypatch)
+    with socket.create_server(("", 0)) as server:
+        coordinator = f"localhost:{server.getsockname()[1]}"
+        cluster = processes.Cluster(2, 0, coordinator)
+        with (
+            pytest.raises(processes.UsageError, match=f"--coordinator {coordinator} cannot be had"),
+            processes.together(cluster),
+        ):
+            pass
 
 
 def count_unigram_bits(train: bytes, held_out: bytes) -> float:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Never
 
-from lm.model import VOCAB, ModelConfig
+from lm.sizes import VOCAB, ModelConfig
+
+INT32_MAX = 2**31 - 1
+FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2**-23) * 2.0**127  # what is smaller may become zero
 
 
 class UsageError(Exception):
@@ -76,10 +79,12 @@ class Config:
     @property
     def mesh_shape(self) -> tuple[int, int]:
         """The number of devices along `data` and along `model`, once they are known."""
-        sizes = dict(part.split("=", 1) for part in self.mesh.split(","))
-        if sorted(sizes) != ["data", "model"] or not all(n.isdecimal() for n in sizes.values()):
+        (data, data_size), (model, model_size) = sorted(
+            part.split("=", 1) for part in self.mesh.split(",")
+        )
+        if (data, model) != ("data", "model") or not (data_size + model_size).isdecimal():
             raise ValueError
-        return int(sizes["data"]), int(sizes["model"])
+        return int(data_size), int(model_size)
 
     def check(self) -> Config:
         """Returns the configuration itself.
@@ -125,16 +130,19 @@ class Config:
                 )
 
     def _check_ranges(self) -> None:
-        least: dict[str, int] = {"seed": 0, "weight_decay": 0, "sample_bytes": 0}
+        least = {"seed": 0, "weight_decay": 0, "sample_bytes": 0}
+        most = {"seed": 2**32 - 1, "sample_bytes": 1_000_000}
         for field in dataclasses.fields(self):
             value, low = getattr(self, field.name), least.get(field.name, 1)
-            name = _dashed(field.name)
-            if type(value) is int and value < low:
-                raise UsageError(f"{name} must be at least {low}; got {value}")
+            if type(value) is int:
+                _check_range(field.name, value, low, most.get(field.name, INT32_MAX))
             if isinstance(value, float):
-                is_low = value < 0 if field.name in least else value <= 0
-                if is_low or not math.isfinite(value):
-                    raise UsageError(f"{name} must be a positive number; got {value}")
+                is_zero = value == 0 and field.name in least
+                if not (is_zero or FLOAT32_MIN <= value <= FLOAT32_MAX):
+                    raise UsageError(
+                        f"{_dashed(field.name)} must be a positive number, from {FLOAT32_MIN:.2g} "
+                        f"to {FLOAT32_MAX:.2g} as float32 holds it; got {value}"
+                    )
 
 
 # What may differ between a run and its continuation. Another mesh, ZeRO or other microbatches
@@ -170,17 +178,20 @@ class Cluster:
         Raises:
           UsageError: it makes no sense; says which flag, and why.
         """
-        for name, value in (
-            ("processes", self.processes),
-            ("heartbeat_timeout", self.heartbeat_timeout),
-        ):
-            if value < 1:
-                raise UsageError(f"{_dashed(name)} must be at least 1; got {value}")
+        _check_range("processes", self.processes, 1, INT32_MAX)
+        _check_range("heartbeat_timeout", self.heartbeat_timeout, 1, INT32_MAX)
         if self.process_id is not None and not 0 <= self.process_id < self.processes:
             raise UsageError(
                 f"--process-id must be from 0 to {self.processes - 1}, less than --processes; "
                 f"got {self.process_id}"
             )
+        if self.coordinator is not None:
+            _, _, port = self.coordinator.rpartition(":")
+            if not re.fullmatch(r"\S+:[0-9]{1,5}", self.coordinator) or not 0 < int(port) < 2**16:
+                raise UsageError(
+                    "--coordinator must be a host and a port, such as localhost:1234; got "
+                    f"{self.coordinator!r}"
+                )
         return self
 
 
@@ -234,6 +245,8 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
         raise UsageError("--processes needs --out: all of them must know the folder")
     if "data" in given:
         given["data"] = tuple(map(os.path.abspath, given["data"]))
+    if resume is None:
+        Config(**given).check()
     return Arguments(given, out, resume, cluster)
 
 
@@ -293,6 +306,13 @@ def repeated_flags(given: Mapping[str, Any], saved: Mapping[str, Any]) -> list[s
         else:
             flags.append(f"{_dashed(name)}={value}")
     return flags
+
+
+def _check_range(name: str, value: int, low: int, high: int) -> None:
+    if value < low:
+        raise UsageError(f"{_dashed(name)} must be at least {low}; got {value}")
+    if value > high:
+        raise UsageError(f"{_dashed(name)} must be at most {high}; got {value}")
 
 
 def _dashed(name: str) -> str:

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from lm.config import Config, UsageError
-from lm.model import VOCAB
+from lm.sizes import VOCAB
 
 VIRTUAL_DEVICES = 8  # where there is nothing but a CPU
 _settings: Any = jax.config

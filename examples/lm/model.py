@@ -7,14 +7,13 @@ over `model`, everything else nowhere.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-VOCAB = 256  # bytes
+from lm.sizes import VOCAB, ModelConfig
 
 AXIS_RULES: tuple[tuple[str, str | None], ...] = (
     ("heads", "model"),
@@ -24,23 +23,6 @@ AXIS_RULES: tuple[tuple[str, str | None], ...] = (
     ("head_dim", None),
     ("qkv", None),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of the model.
-
-    Attributes:
-      layers: number of blocks.
-      d_model: width of the residual stream.
-      heads: attention heads; they divide `d_model` into an even number of features each.
-      d_ff: width of the hidden layer of the MLPs.
-    """
-
-    layers: int
-    d_model: int
-    heads: int
-    d_ff: int
 
 
 def parameter(module: nn.Module, name: str, fan_in: int, **axes: int) -> jax.Array:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Never
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from lm.config import Cluster, UsageError
+from lm.progress import announced
 
+MEETING_SECONDS = 300
 PARTING_SECONDS = 60
 
 
@@ -41,15 +45,7 @@ def together(cluster: Cluster) -> Iterator[None]:
     if cluster.processes == 1:
         yield
         return
-    try:
-        jax.distributed.initialize(
-            cluster.coordinator,
-            cluster.processes,
-            cluster.process_id,
-            heartbeat_timeout_seconds=cluster.heartbeat_timeout,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise UsageError(f"the processes do not meet: {error}") from error
+    _meet(cluster)
     try:
         yield
         multihost_utils.sync_global_devices("the end")
@@ -60,6 +56,65 @@ def together(cluster: Cluster) -> Iterator[None]:
         guard.start()
         jax.distributed.shutdown()
         guard.cancel()
+
+
+def _meet(cluster: Cluster) -> None:
+    """Connects to the other processes; ends this one where they do not come, or on Ctrl-C.
+
+    Raises:
+      UsageError: they cannot meet.
+    """
+    if cluster.coordinator and cluster.process_id == 0:
+        _check_port(cluster.coordinator)
+    failures: list[Exception] = []
+
+    def connect() -> None:
+        try:
+            jax.distributed.initialize(
+                cluster.coordinator,
+                cluster.processes,
+                cluster.process_id,
+                initialization_timeout=2 * MEETING_SECONDS,  # when it ends, the client aborts
+                heartbeat_timeout_seconds=cluster.heartbeat_timeout,
+            )
+        except Exception as error:  # whatever a scheduler's environment has
+            failures.append(error)
+
+    # It waits deaf to signals, therefore in a thread.
+    thread = threading.Thread(target=connect, daemon=True)
+    what = f"Waiting for the other processes, at most {MEETING_SECONDS} s"
+    try:
+        with announced(what, is_shown=True):
+            thread.start()
+            thread.join(MEETING_SECONDS)
+    except KeyboardInterrupt:
+        _leave("interrupted", 130)
+    if thread.is_alive():
+        where = f"--coordinator {cluster.coordinator}" if cluster.coordinator else "the coordinator"
+        _leave(
+            f"error: --processes {cluster.processes} did not all meet at {where} within "
+            f"{MEETING_SECONDS} s: start each, with the same flags and a --process-id of its own",
+            2,
+        )
+    if failures:
+        raise UsageError(
+            f"--processes {cluster.processes} do not meet: {failures[0]} (give each a "
+            "--process-id, and all the same --coordinator)"
+        ) from failures[0]
+
+
+def _check_port(coordinator: str) -> None:
+    """Raises `UsageError` for a port that is taken, at which jax 0.10.2 crashes."""
+    try:
+        socket.create_server(("", int(coordinator.rpartition(":")[2]))).close()
+    except OSError as error:
+        raise UsageError(f"--coordinator {coordinator} cannot be had: {error.strerror}") from error
+
+
+def _leave(last_words: str, code: int) -> Never:
+    """Ends the process at once: JAX's service would add words of its own, and its client abort."""
+    print(f"train_lm: {last_words}", file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 def first_of_all(act: Callable[[], object]) -> None:

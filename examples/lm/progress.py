@@ -84,18 +84,23 @@ class Progress:
 
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Shows on the bar that something else than a step goes on."""
-        if self._bar.disable:
+        """Shows that something else than a step goes on; without a terminal, where it lasts."""
+        if not self._is_shown:
             yield
             return
 
         def show(seconds: int) -> None:
-            self._bar.set_postfix_str(f"{what} {seconds} s")
+            if not self._bar.disable:
+                self._bar.set_postfix_str(f"{what} {seconds} s")
+            elif time.perf_counter() - self._printed > REPEAT_SECONDS - 1:
+                self._printed = time.perf_counter()
+                _write(f"{what.capitalize()} ... {seconds} s\n")
 
-        before = str(self._bar.postfix or "")
+        before = "" if self._bar.disable else str(self._bar.postfix or "")
         with _every(1, show):
             yield
-        self._bar.set_postfix_str(before)
+        if not self._bar.disable:
+            self._bar.set_postfix_str(before)
 
     def _is_due(self, step: int) -> bool:
         """Whether a line is: 20 in all, or as many as keep the silence short."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,7 +65,7 @@ class RunFolder:
         if not is_first():
             return
         with (self.path / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+            file.write(json.dumps(_finite(metrics), allow_nan=False) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Returns the lines of `metrics.jsonl`; one that a crash cut off is left out."""
@@ -137,7 +138,8 @@ class RunFolder:
 
     def save_results(self, results: Mapping[str, Any]) -> None:
         """Writes `results.json`."""
-        self._write("results.json", json.dumps(results, indent=2).encode())
+        text = json.dumps(_finite(results), indent=2, allow_nan=False)
+        self._write("results.json", text.encode())
 
     def plot(self, levels: Mapping[str, float]) -> None:
         """Draws loss and learning rate over the steps into `plot.png`.
@@ -182,6 +184,13 @@ def numbers(metrics: Any) -> Any:
     if isinstance(metrics, Mapping):
         return {name: numbers(value) for name, value in metrics.items()}
     return float(metrics)
+
+
+def _finite(value: Any) -> Any:
+    """The same with `None`, JSON's `null`, for numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _smooth(values: Any, window: int = 20) -> Any:

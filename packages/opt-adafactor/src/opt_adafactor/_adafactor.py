@@ -8,12 +8,20 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from opt_core import Optimizer, OptimizerDef, OptimizerState, check_gradients, increment_step
+from opt_core import (
+    Optimizer,
+    OptimizerDef,
+    OptimizerState,
+    StateDescription,
+    check_gradients,
+    increment_step,
+)
 from opt_core.errors import HyperParamError
 
 from opt_adafactor import _tensor
 from opt_adafactor._axes import FactorMap, factor_rules_from_axes
 from opt_adafactor._derived_axes import derive_logical_axes
+from opt_adafactor._description import describe
 from opt_adafactor._factor_rules import convert_logical_rules
 from opt_adafactor._factoring import FactoringOptions, heuristic_dims, parse_rule
 from opt_adafactor._hparam_map import HParamMap
@@ -306,6 +314,27 @@ class Adafactor(OptimizerDef):
         plan = self._plan(optimizer.target)
         has_momentum = self.hyper_params.beta1 is not None
         return derive_logical_axes(plan, optimizer, param_axes, has_momentum=has_momentum)
+
+    def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
+        """Returns what every leaf of the state means.
+
+        `v_row` keeps all dimensions of its parameter but the column ones, `v_col` all but the row
+        ones, `v` and `m` all. Unused slots keep none.
+
+        Args:
+          params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
+          state: the state that belongs to them.
+
+        Examples:
+          >>> from opt_core import describe_state
+          >>> definition = Adafactor(learning_rate=0.1, min_dim_size_to_factor=2)
+          >>> found = describe_state(definition.create({'w': jnp.ones((3, 3))}))
+          >>> [(leaf.field, leaf.dimensions, leaf.role) for leaf in found.leaves[:2]]
+          [(('v_row',), (0,), 'factored'), (('v_col',), (1,), 'factored')]
+        """
+        return describe(
+            self._plan(params), self.hyper_params, params, state.param_states, self.dtype_momentum
+        )
 
     # What T5X code calls besides, one parameter at a time.
 

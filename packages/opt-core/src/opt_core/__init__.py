@@ -10,6 +10,7 @@ from importlib.metadata import version as _version
 from opt_core import errors, protocols
 from opt_core._aliasing import unalias
 from opt_core._describe import GroupRow, GroupTable, describe
+from opt_core._describe_state import describe_state
 from opt_core._dtypes import strong_type, strong_types
 from opt_core._fingerprint import fingerprint
 from opt_core._gradients import check_gradients
@@ -17,11 +18,19 @@ from opt_core._group_metrics import GroupNorms, group_metrics
 from opt_core._group_states import GroupStates
 from opt_core._groups import FROZEN, Group
 from opt_core._hyper_params import replace_hyper_params
+from opt_core._json_settings import json_settings
 from opt_core._multi_optimizer import MultiOptimizer
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
 from opt_core._paths import children, flatten_with_paths, path_names, path_str, split_path
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
 from opt_core._roles import Role, roles
+from opt_core._state_description import (
+    Bearing,
+    LeafDescription,
+    LeafKey,
+    StateDescription,
+    TransformationDescription,
+)
 from opt_core._state_dict import restore_state_dict, to_state_dict
 from opt_core._state_entries import leaf_groups
 from opt_core._surgery import SurgeryReport, freeze, regroup, reset, unfreeze
@@ -30,11 +39,14 @@ __version__ = _version("opt-core")
 
 __all__ = [
     "FROZEN",
+    "Bearing",
     "Group",
     "GroupNorms",
     "GroupRow",
     "GroupStates",
     "GroupTable",
+    "LeafDescription",
+    "LeafKey",
     "Mismatch",
     "MismatchKind",
     "MultiOptimizer",
@@ -43,16 +55,20 @@ __all__ = [
     "OptimizerState",
     "RestoreReport",
     "Role",
+    "StateDescription",
     "SurgeryReport",
+    "TransformationDescription",
     "check_gradients",
     "children",
     "describe",
+    "describe_state",
     "errors",
     "fingerprint",
     "flatten_with_paths",
     "freeze",
     "group_metrics",
     "increment_step",
+    "json_settings",
     "leaf_groups",
     "path_names",
     "path_str",

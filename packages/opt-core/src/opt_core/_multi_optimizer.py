@@ -16,6 +16,7 @@ from opt_core._division import Divisions
 from opt_core._gradients import gradient_leaves
 from opt_core._group_arguments import check_groups, groups_of_pairs, groups_of_rules
 from opt_core._group_axes import derive_axes, with_axes
+from opt_core._group_description import describe_groups
 from opt_core._group_state_dict import (
     Share,
     is_whole,
@@ -31,6 +32,7 @@ from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increme
 from opt_core._paths import flatten_with_paths
 from opt_core._report import RestoreReport
 from opt_core._selection import Selection, has_shape
+from opt_core._state_description import StateDescription
 
 
 class MultiOptimizer(OptimizerDef):
@@ -350,6 +352,18 @@ class MultiOptimizer(OptimizerDef):
             selection, optimizer, list(self.split(optimizer).values()), param_axes
         )
         return Optimizer(self, OptimizerState(step=None, param_states=param_states), target)
+
+    def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
+        """Returns what the state of every group means, as its definition says.
+
+        Groups are in the leaves and in the transformations. Parameters have the paths that they
+        have here, whatever a group's definition sees.
+
+        Args:
+          params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
+          state: the state that belongs to them.
+        """
+        return describe_groups(self, params, state)
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
         """Returns `{'target': ..., 'state': {'step': ..., 'param_states': ...}}`.

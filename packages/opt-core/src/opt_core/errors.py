@@ -2,6 +2,7 @@
 
 ```
 OptimizerError
+├── DescriptionError (ValueError)   data that describe no state, or a state that is another's
 ├── GroupError (ValueError)         groups that do not divide the parameters, or a group unknown
 ├── HyperParamError (TypeError)     a hyper-parameter that does not exist or cannot be overridden
 │   └── UnusedArgumentError         an extra argument that the update does not use
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from opt_core._report import RestoreReport
 
 __all__ = [
+    "DescriptionError",
     "GroupError",
     "HyperParamError",
     "OptimizerError",
@@ -36,6 +38,10 @@ __all__ = [
 
 class OptimizerError(Exception):
     """The base of every error that these packages raise on purpose."""
+
+
+class DescriptionError(OptimizerError, ValueError):
+    """A description that cannot be: of data that describe no state, or of another's state."""
 
 
 class GroupError(OptimizerError, ValueError):

@@ -6,9 +6,16 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from opt_core._optimizer import Optimizer
+    from opt_core._optimizer import Optimizer, OptimizerState
+    from opt_core._state_description import StateDescription
 
-__all__ = ["DerivesLogicalAxes", "TakesExtraArgs", "TakesParamAxes", "UpdatesParams"]
+__all__ = [
+    "DerivesLogicalAxes",
+    "DescribesState",
+    "TakesExtraArgs",
+    "TakesParamAxes",
+    "UpdatesParams",
+]
 
 
 @runtime_checkable
@@ -26,6 +33,23 @@ class DerivesLogicalAxes(Protocol):
         Returns:
           The same structure, where a leaf is the `PartitionSpec` of the parameter it follows, or
           `None` where it follows none.
+        """
+        ...
+
+
+@runtime_checkable
+class DescribesState(Protocol):
+    """A definition that knows what its state means."""
+
+    def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
+        """Returns what every leaf of `state.param_states` means.
+
+        `opt_core.describe_state` asks for it, and remembers the answer: it must depend on the
+        definition, the containers, the shapes and the dtypes alone.
+
+        Args:
+          params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
+          state: the state that belongs to them; likewise.
         """
         ...
 

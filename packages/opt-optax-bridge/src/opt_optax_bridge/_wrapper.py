@@ -13,6 +13,7 @@ from opt_core import (
     Optimizer,
     OptimizerDef,
     OptimizerState,
+    StateDescription,
     check_gradients,
     fingerprint,
     increment_step,
@@ -24,6 +25,7 @@ from opt_core.errors import HyperParamError
 from opt_core.protocols import UpdatesParams
 
 from opt_optax_bridge import _pickling
+from opt_optax_bridge._description.describe import describe_optax
 from opt_optax_bridge._logical_axes import derive_axes
 from opt_optax_bridge._overrides import (
     UpdateArgs,
@@ -41,6 +43,7 @@ from opt_optax_bridge._signatures import (
 from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leaves
 
 _FIXED = frozenset({"optax_optimizer", "recipe", "hyper_params"})
+_READ_ONLY = _FIXED | {"aliases"}
 _POSITIONAL = frozenset({"updates", "state", "params", "grads"})
 
 
@@ -55,6 +58,8 @@ class OptaxWrapper(OptimizerDef):
       optax_optimizer: anything with Optax's `init` and `update`, `optax.MultiSteps` included. One
         that is `opt_core.protocols.UpdatesParams` besides, as `opt_accumulate.MultiSteps`, is
         handed the parameters themselves.
+      aliases: names of transformations in descriptions of the state, by the names that they would
+        have: `{'my_adam_v2': 'my_adam'}` after `my_adam` was renamed, so that it finds its state.
 
     Attributes:
       optax_optimizer: the transformation.
@@ -71,9 +76,10 @@ class OptaxWrapper(OptimizerDef):
 
     optax_optimizer: Any
     recipe: Recipe | None
+    aliases: tuple[tuple[str, str], ...]
     _built: Any
 
-    def __init__(self, optax_optimizer: Any) -> None:
+    def __init__(self, optax_optimizer: Any, *, aliases: Mapping[str, str] | None = None) -> None:
         if not (hasattr(optax_optimizer, "init") and hasattr(optax_optimizer, "update")):
             raise TypeError(
                 "`optax_optimizer` must have Optax's `init` and `update`; got "
@@ -81,6 +87,7 @@ class OptaxWrapper(OptimizerDef):
                 "`wrap_optax_optimizer`."
             )
         self._define(optax_optimizer, None)
+        vars(self)["aliases"] = tuple(sorted((aliases or {}).items()))
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> Self:
@@ -88,6 +95,23 @@ class OptaxWrapper(OptimizerDef):
         self = cls(recipe.build())
         self._define(self.optax_optimizer, recipe)
         return self
+
+    def with_aliases(self, aliases: Mapping[str, str]) -> Self:
+        """Returns the definition with other names for transformations in its descriptions.
+
+        Args:
+          aliases: see `OptaxWrapper`.
+
+        Examples:
+          >>> from opt_core import describe_state
+          >>> definition = OptaxWrapper(optax.lion(0.1)).with_aliases({'lion': 'my_lion'})
+          >>> describe_state(definition.create({'w': jnp.ones(2)})).leaves[0].transformation
+          'my_lion'
+        """
+        new = type(self).__new__(type(self))
+        vars(new).update(vars(self), aliases=tuple(sorted(aliases.items())))
+        vars(new).pop("_fingerprint_cache", None)
+        return new
 
     def _define(self, optax_optimizer: Any, recipe: Recipe | None) -> None:
         vars(self).update(
@@ -103,7 +127,7 @@ class OptaxWrapper(OptimizerDef):
         return recipe.hyper_params if recipe else make_hyper_params("no_hyper_params", {})
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FIXED:
+        if name in _READ_ONLY:
             raise AttributeError(
                 f"`{name}` of a definition cannot change. Build another definition, or override "
                 "for one update: `apply_gradient(grads, hyper_params=...)`."
@@ -269,6 +293,35 @@ class OptaxWrapper(OptimizerDef):
         )
         state = OptimizerState(step=None, param_states=param_states)
         return Optimizer(optimizer_def=self, state=state, target=target)
+
+    def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
+        """Returns what every leaf of the state means.
+
+        Transformations of Optax are known by a table; of any other functions, types and shapes say
+        what can be said (`LeafDescription.source` is `'types'`). A transformation is called after
+        the function or class that makes its state: `scale_by_adam` is `adam`. Where no function
+        says that, as with a `lambda` for `init`, it is called after the type of its state.
+
+        Args:
+          params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
+          state: the state that belongs to them.
+
+        Raises:
+          DescriptionError: a name in `aliases` is of no transformation.
+
+        Examples:
+          >>> from opt_core import describe_state
+          >>> optimizer = OptaxWrapper(optax.adam(0.1)).create({'w': jnp.ones(2)})
+          >>> print(describe_state(optimizer))
+          transformation  field  parameter  dims  role           source
+          adam            count                   count          stated
+          adam            mu     w          0     moment         stated
+          adam            nu     w          0     second_moment  stated
+          <BLANKLINE>
+          adam: b1=0.9, b2=0.999, eps=1e-08, eps_root=0.0, mu_dtype=null, nesterov=false
+          scale: step_size=-0.1
+        """
+        return describe_optax(self.optax_optimizer, params, state.param_states, dict(self.aliases))
 
     def _identity(self) -> Any:
         return {k: v for k, v in super()._identity().items() if k not in _FIXED}

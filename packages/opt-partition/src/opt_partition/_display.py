@@ -15,6 +15,7 @@ _T = TypeVar("_T")
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _NUMBER = re.compile(r"(?<!~)\d+")  # a path escapes `~` and `/` in keys as `~0` and `~1`
+_BREAKS = ("; ", ", ", " ", "/", "")  # what a line may be broken after, the best first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,18 +35,52 @@ class Table:
     right: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
-        lines = [self.columns, *self.rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = [self._line(line, widths) for line in lines]
-        rule = "  ".join("-" * width for width in widths)
-        return "\n".join([self.title, text[0], rule, *text[1:]])
+        return self.folded(None)
+
+    def folded(self, width: int | None) -> str:
+        """Returns lines of at most `width` characters; `None` is no limit.
+
+        The columns that do not fit side by side go on below their row, each with its head.
+        """
+        widths = [max(map(len, cells)) for cells in zip(self.columns, *self.rows, strict=True)]
+        ends = [end - 2 for end in itertools.accumulate(size + 2 for size in widths)]
+        kept = len(ends) if width is None else max(1, sum(end <= width for end in ends))
+        rule = "  ".join("-" * size for size in widths[:kept])[:width]
+        lines = [*_broken(self.title, width), self._line(self.columns, widths[:kept]), rule]
+        for row in self.rows:
+            lines += _broken(self._line(row, widths[:kept]), width)
+            rest = zip(self.columns[kept:], row[kept:], strict=True)
+            below = "; ".join(f"{name} {cell}" for name, cell in rest if cell)
+            lines += _broken(below, width, "    ") if below else []
+        return "\n".join(lines)
 
     def _line(self, cells: Sequence[str], widths: Sequence[int]) -> str:
         padded = (
             cell.rjust(width) if name in self.right else cell.ljust(width)
-            for name, cell, width in zip(self.columns, cells, widths, strict=True)
+            for name, cell, width in zip(self.columns, cells, widths, strict=False)
         )
         return "  ".join(padded).rstrip()
+
+
+def _broken(text: str, width: int | None, indent: str = "") -> list[str]:
+    """The lines of a text, each indented; words stay whole where they fit at all."""
+    if width is None or len(indent + text) <= width:
+        return [indent + text]
+    lines = [""]
+    for piece in _pieces(text, max(1, width - len(indent)), _BREAKS):
+        if len(indent + (lines[-1] + piece).rstrip()) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += piece
+    return [(indent + line).rstrip() for line in lines]
+
+
+def _pieces(text: str, room: int, breaks: Sequence[str]) -> list[str]:
+    """The text in pieces that have room in a line, as few as possible."""
+    if len(text.rstrip()) <= room:
+        return [text]
+    first, *rest = breaks
+    parts = re.split(f"(?<={first})", text) if first else text
+    return [piece for part in parts for piece in _pieces(part, room, rest)]
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from opt_partition.errors import PartitionError
@@ -98,9 +99,36 @@ def parse_mesh(text: str) -> AbstractMesh:
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
-def parse_axes(text: str) -> tuple[str, ...]:
-    """Reads `data` or `data,fsdp`."""
-    return tuple(part.strip() for part in text.split(","))
+def parse_axes(text: str, mesh: AbstractMesh) -> tuple[str, ...]:
+    """Reads `data` or `data,fsdp`, the value of `--zero`.
+
+    Raises:
+      InputError: these are not axes of the mesh, or one is there twice.
+    """
+    axes = tuple(part.strip() for part in text.split(","))
+    names = mesh.axis_names
+    if not {*axes} <= {*names} or len({*axes}) < len(axes):
+        raise InputError(
+            f"`--zero` must be axes of `--mesh`, each once, such as {names[0]}; found `{text}`, "
+            f"and the mesh has {', '.join(names)}"
+        )
+    return axes
+
+
+def parse_dtype(flag: str, text: str) -> Any:
+    """Reads a dtype that gradients can have.
+
+    Raises:
+      InputError: there is no such dtype, or it is one of integers.
+    """
+    # What is no dtype at all is a `TypeError` of NumPy's.
+    with contextlib.suppress(TypeError):
+        dtype = jnp.dtype(text)
+        if jnp.issubdtype(dtype, jnp.inexact):
+            return dtype
+    raise InputError(
+        f"`{flag}` must be a floating or complex dtype, such as bfloat16; found `{text}`"
+    )
 
 
 def read_rules(path: str) -> list[Rule]:

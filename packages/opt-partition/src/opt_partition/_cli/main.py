@@ -17,6 +17,7 @@ from opt_partition._cli.inputs import (
     foreign_code,
     load_job,
     parse_axes,
+    parse_dtype,
     parse_mesh,
     read_rules,
 )
@@ -165,25 +166,29 @@ def _run(arguments: argparse.Namespace) -> None:
     # What is cheap to check comes before what imports the caller's program.
     mesh = None if arguments.mesh is None else parse_mesh(arguments.mesh)
     rules = None if arguments.rules is None else read_rules(arguments.rules)
+    zero = None if mesh is None or arguments.zero is None else parse_axes(arguments.zero, mesh)
+    options = _plan_options(arguments) if arguments.command == "plan" else {}
     job = load_job(arguments.target)
     if mesh is None or rules is None:
         with foreign_code(f"`{arguments.target}`"):
             explanation = explain(*job, strict=arguments.strict)
         _show_explanation(arguments, explanation, job[1])
         return
-    is_plan = arguments.command == "plan"
     with foreign_code(f"`{arguments.target}`"):
-        plan = memory_plan(
-            *job,
-            rules,
-            mesh,
-            zero=None if arguments.zero is None else parse_axes(arguments.zero),
-            zero_level=arguments.zero_level if is_plan else 1,
-            grad_dtype=arguments.grad_dtype if is_plan else None,
-            accumulate=arguments.accumulate if is_plan else None,
-            strict=arguments.strict,
-        )
-    (_show_plan if is_plan else _show_layout)(arguments, plan)
+        plan = memory_plan(*job, rules, mesh, zero=zero, strict=arguments.strict, **options)
+    show = _show_plan if arguments.command == "plan" else _show_layout
+    show(arguments, plan)
+
+
+def _plan_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `plan` is asked for and `explain` is not."""
+    if arguments.zero_level == 2 and arguments.zero is None:
+        raise InputError("`--zero-level 2` needs `--zero`, such as `--zero data`")
+    dtypes = {"grad_dtype": arguments.grad_dtype, "accumulate": arguments.accumulate}
+    for name, value in dtypes.items():
+        if isinstance(value, str):
+            dtypes[name] = parse_dtype(f"--{name.replace('_', '-')}", value)
+    return {"zero_level": arguments.zero_level, **dtypes}
 
 
 def _show_explanation(arguments: argparse.Namespace, explanation: Explanation, params: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from opt_partition._display import (
 )
 from opt_partition._mesh.layout import Layout, LeafLayout
 
-_WIDE = 10_000
+_WIDE = sys.maxsize
 
 
 def explanation_table(
@@ -95,34 +96,11 @@ def print_text(text: str) -> None:
         print(text)
 
 
-@standard_output()
 def print_tables(tables: Sequence[Table]) -> None:
-    """Prints tables to standard output, by rich where it is installed."""
-    try:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table as RichTable
-        from rich.text import Text
-    except ImportError:
-        print("\n\n".join(map(str, tables)))
-        return
-    # Only a terminal has a width to keep to.
-    console = Console(width=None if sys.stdout.isatty() else _WIDE)
-    for table in tables:
-        rich_table = RichTable(
-            title=Text(table.title), title_style="bold", title_justify="left", box=SIMPLE_HEAD
-        )
-        for name in table.columns:
-            is_number = name in table.right  # a number in two lines is hard to read
-            rich_table.add_column(
-                Text(name),
-                justify="right" if is_number else "left",
-                overflow="fold",
-                no_wrap=is_number,
-            )
-        for row in table.rows:
-            rich_table.add_row(*map(Text, row))
-        console.print(rich_table)
+    """Prints tables to standard output, as wide as a terminal or `COLUMNS` lets them be."""
+    # Lines in a file or a pipe are for programs, too: there, a row is a line.
+    width = shutil.get_terminal_size(fallback=(_WIDE, 0)).columns
+    print_text("\n\n".join(table.folded(width) for table in tables))
 
 
 def write_text(path: str, text: str) -> None:

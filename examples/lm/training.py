@@ -1,0 +1,335 @@
+"""Training, step by step: the program that `train_lm.py` starts.
+
+What to look at: parameters are updated in groups, each by an optimizer of its own (`make_groups`),
+whose state is sharded as the parameters are, or further, and what that takes is known before
+(`place`); with a learning rate that may be given at run time (`train_step`), from gradients of a
+batch that need not fit into memory at once (`loss_and_gradients`), by a program that is compiled
+once and checked before it runs (`compile_step`, `check_step`). All of it is saved while training
+goes on, with where it is in the data (`train`), and restored by name on whatever mesh and by
+however many processes (`restore`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge as opt
+import optax
+from opt_accumulate import accumulate_gradients
+from opt_adafactor import Adafactor
+from opt_checkpoint import Checkpointer, Plan, SavedStep, plan_restore
+from opt_checkpoint.errors import CheckpointError, PlanError
+from opt_core import MultiOptimizer, Optimizer, describe, group_metrics
+from opt_optax_bridge import resolve_hyper_params
+
+from lm.config import Arguments, Config, UsageError, continue_config, repeated_flags
+from lm.data import Batches
+from lm.job import Job, make_job
+from lm.memory import check_memory
+from lm.model import next_byte_loss
+from lm.placement import Placement, check_step, describe_plan, describe_report, place
+from lm.processes import first_of_all, is_first, say, stop_requests, together
+from lm.progress import Progress, announced, folded
+from lm.report import report
+from lm.run_folder import RunFolder, numbers
+
+KEPT = 3  # checkpoints: the latest ones
+MOST_SKIPPED = 20  # whole batches in a row: what is left is not going to be finite again
+
+
+def make_schedule(config: Config) -> optax.Schedule:
+    """Warms up over a twentieth of the run, then decays to a tenth of the peak."""
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.learning_rate,
+        warmup_steps=config.steps // 20,
+        decay_steps=config.steps,
+        end_value=0.1 * config.learning_rate,
+    )
+
+
+def make_groups(config: Config) -> MultiOptimizer:
+    """Returns AdamW for matrices, without decay for norms and biases, and Adafactor for the table.
+
+    Adafactor is told the learning rate with every step, as T5X does it.
+    """
+    adamw = partial(opt.adamw, make_schedule(config), b2=0.98)
+    return MultiOptimizer.from_rules(
+        [
+            ("embedding", "embedding", Adafactor(multiply_by_parameter_scale=False)),
+            ("vectors", ".*/(scale|bias)", adamw(weight_decay=0.0)),
+            ("matrices", "head|.*/(qkv|in|out)", adamw(weight_decay=config.weight_decay)),
+        ]
+    )
+
+
+def init_params(job: Job) -> Any:
+    """Returns the initial parameters in Flax's boxes, which name their dimensions."""
+    tokens = jnp.zeros((1, job.config.sequence_length), jnp.uint8)
+    return job.model.init(jax.random.key(job.config.seed), tokens)["params"]
+
+
+def plan_optimizer(job: Job) -> Placement:
+    """Returns the optimizer as it will be, and where; nothing is allocated."""
+    params = jax.eval_shape(partial(init_params, job))
+    return place(make_groups(job.config), params, job.mesh, zero=job.config.zero)
+
+
+def create_optimizer(job: Job, placement: Placement) -> Optimizer:
+    """Returns the optimizer, born sharded: no device ever holds more than its share."""
+
+    def create() -> Optimizer:
+        return placement.optimizer.optimizer_def.create(nn.unbox(init_params(job)))
+
+    optimizer: Optimizer = jax.jit(create, out_shardings=placement.shardings)()
+    return optimizer
+
+
+def loss_and_gradients(
+    job: Job, params: Any, windows: jax.Array
+) -> tuple[jax.Array, Any, jax.Array]:
+    """Returns the mean loss over a batch, its gradients, and how many sequences they are of.
+
+    With `--skip-nonfinite`, these are the sequences of the microbatches that were not dropped; of
+    none, loss and gradients are zeros.
+    """
+    config = job.config
+
+    def mean_loss(params: Any, windows: jax.Array) -> jax.Array:
+        return next_byte_loss(job.model, params, windows).mean()
+
+    if config.microbatches == 1 and not config.skip_nonfinite:
+        loss, grads = jax.value_and_grad(mean_loss)(params, windows)
+        return loss, grads, jnp.int32(config.batch_size)
+    value_and_grad = accumulate_gradients(
+        mean_loss,
+        num_microbatches=config.microbatches,
+        weights="examples",
+        skip_fn="non_finite" if config.skip_nonfinite else None,
+        with_metrics=True,
+        reduce="deferred",  # gradients are summed over `data` once a step, not once a microbatch
+        mesh=job.mesh,
+    )
+    (loss, metrics), grads = value_and_grad(params, windows)
+    return loss, grads, metrics.weight
+
+
+def train_step(
+    job: Job, optimizer: Optimizer, windows: jax.Array, overrides: Mapping[str, Any]
+) -> tuple[Optimizer, dict[str, jax.Array]]:
+    """Makes one update, or none where `--skip-nonfinite` leaves nothing of the batch.
+
+    Args:
+      job: the run.
+      optimizer: parameters and state.
+      windows: `[batch, n]` bytes.
+      overrides: hyper-parameters for this step, such as `learning_rate`; traced, so that one
+        compiled step serves all their values.
+
+    Returns:
+      The new optimizer, and what happened: the learning rate is the one that was applied, and
+      `groups` has the norms of each group.
+    """
+    loss, grads, kept = loss_and_gradients(job, optimizer.target, windows)
+    matrices = make_groups(job.config).split(optimizer)["matrices"]
+    clip = optax.clip_by_global_norm(job.config.clip)  # over all groups
+    clipped, _ = clip.update(grads, optax.EmptyState())
+    rate = resolve_hyper_params(matrices, **overrides).learning_rate
+    updated = optimizer.apply_gradient(
+        clipped, **overrides, group_overrides={"embedding": {"learning_rate": rate}}
+    )
+    metrics = {
+        "loss": loss,
+        "bits_per_byte": loss / math.log(2),
+        "learning_rate": rate,
+        "grad_norm": optax.tree.norm(grads),
+        "groups": group_metrics(optimizer, grads, updated),
+    }
+    if job.config.skip_nonfinite:
+        metrics["skipped"] = job.config.batch_size - kept
+        step = updated.state.step  # counts batches: the next one is not this one again
+        updated = jax.tree.map(partial(jnp.where, kept > 0), updated, optimizer)
+        updated = updated.replace(state=updated.state.replace(step=step))
+    return updated, metrics
+
+
+def compile_step(
+    job: Job, placement: Placement, overrides: Mapping[str, Any]
+) -> jax.stages.Compiled:
+    """Returns the one program that makes all steps, before there is an optimizer."""
+    shape = (job.config.batch_size, job.config.sequence_length + 1)
+    step = jax.jit(
+        partial(train_step, job),
+        donate_argnums=0,
+        out_shardings=(placement.shardings, None),
+    )
+    windows = jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=job.rows)
+    return step.lower(placement.optimizer, windows, overrides).compile()
+
+
+def train(
+    job: Job,
+    folder: RunFolder,
+    step_function: Callable[..., Any],
+    optimizer: Optimizer,
+    batches: Batches,
+    overrides: Mapping[str, Any],
+) -> tuple[Optimizer, bool]:
+    """Makes the steps that are left, or those until a signal comes.
+
+    Args:
+      job: the run.
+      folder: where metrics and checkpoints go.
+      step_function: `train_step`, compiled.
+      optimizer: where to start; donated.
+      batches: what to learn from.
+      overrides: hyper-parameters to use instead of those of the definition.
+
+    Returns:
+      The optimizer, and whether all steps are made.
+    """
+    config, done = job.config, int(optimizer.state.step)
+    tokens = config.batch_size * config.sequence_length
+    with (
+        Checkpointer(folder.checkpoints, max_to_keep=KEPT) as checkpoints,
+        contextlib.closing(Progress(done, config.steps, tokens, is_shown=is_first())) as progress,
+        stop_requests() as must_stop,
+    ):
+        checkpoints.discard_after(done)  # they are damaged, and will be made again,
+        folder.forget_after(done)  # as will be what was logged since
+        is_stopped, skipped = False, 0
+        for step in range(done + 1, config.steps + 1):
+            optimizer, metrics = step_function(optimizer, job.shard(next(batches)), overrides)
+            line = {"step": step, **numbers(jax.device_get(metrics))}
+            skipped = skipped + 1 if line.get("skipped") == config.batch_size else 0
+            if skipped == MOST_SKIPPED:
+                raise UsageError(
+                    f"nothing was finite in {skipped} batches in a row, up to step {step}: take a "
+                    "lower --learning-rate"
+                )
+            if skipped:
+                line = {"step": step, "skipped": line["skipped"]}  # nothing else to be told
+            elif not math.isfinite(line["loss"]):
+                raise UsageError(
+                    f"the loss is {line['loss']} at step {step}: take a lower --learning-rate, or "
+                    "leave out what is not finite by --skip-nonfinite"
+                )
+            line["tokens_per_s"] = progress.speed()
+            folder.log(line)
+            progress.show(step, line)
+            is_stopped = must_stop(step)
+            if is_stopped or step % config.checkpoint_every == 0 or step == config.steps:
+                with progress.during("saving"):
+                    checkpoints.save(step, optimizer, extras={"batches": batches.state()})
+            if is_stopped:
+                break
+        with progress.during("saving"):
+            checkpoints.wait()
+    return optimizer, not is_stopped
+
+
+def start(arguments: Arguments) -> tuple[Job, RunFolder]:
+    """Begins a run, whose folder is to be created."""
+    job = make_job(Config(**arguments.given).check(), arguments.cluster.processes)
+    return job, RunFolder(arguments.out or Path("runs", time.strftime("%Y%m%d-%H%M%S")))
+
+
+def resume(path: Path, arguments: Arguments) -> tuple[Job, RunFolder]:
+    """Goes on with the run in a folder."""
+    folder = RunFolder(path)
+    saved = folder.read_config()
+    config = continue_config(saved, arguments.given, path)
+    job = make_job(config, arguments.cluster.processes)
+    if saved.get("text_sha256") != job.text.sha256:
+        raise UsageError(f"{job.text.source} is not (any more) the text that {path} learns from")
+    return job, folder
+
+
+def plan_resume(placement: Placement, saved: SavedStep, path: Path) -> Plan[Optimizer]:
+    """Says where every leaf comes from, wherever the devices that wrote it had it."""
+    try:
+        return plan_restore(saved, placement.optimizer).check()
+    except PlanError as error:
+        summary, first, *_ = str(error.plan).splitlines()
+        raise UsageError(
+            f"the checkpoint of {path} is of another configuration: {summary}, such as {first}"
+        ) from error
+
+
+def run(arguments: Arguments) -> int:
+    """Trains together with the other processes; returns the exit code."""
+    try:
+        with together(arguments.cluster):
+            return train_and_report(arguments)
+    except CheckpointError as error:
+        raise UsageError(str(error)) from error
+
+
+def train_and_report(arguments: Arguments) -> int:
+    """Does all that is asked for; returns the exit code."""
+    overrides = {}
+    with announced("Finding the text and the devices", is_shown=not arguments.cluster.process_id):
+        if arguments.resume is None:
+            job, folder = start(arguments)
+        else:
+            job, folder = resume(arguments.resume, arguments)
+            if "learning_rate" in arguments.given:
+                overrides["learning_rate"] = np.float32(arguments.given["learning_rate"])
+    busy = partial(announced, is_shown=is_first())
+    with busy("Planning"):
+        placement = plan_optimizer(job)
+        check_memory(job, placement.plan)
+        if arguments.resume is None:
+            saved = None
+            config = dataclasses.asdict(job.config) | {"text_sha256": job.text.sha256}
+            first_of_all(partial(folder.create, config))
+        else:
+            saved = folder.latest_checkpoint()
+        if saved:
+            plan_resume(placement, saved, folder.path)  # does it fit?
+    size = sum(leaf.size for leaf in jax.tree.leaves(placement.optimizer.target))
+    since = f", from step {saved.step} on" if saved else ""
+    about = (
+        f"{folder.path}: {size:,} parameters on {job.config.mesh}, "
+        f"{len(job.text.train):,} bytes of {job.text.source}{since}"
+    )
+    say(
+        folded(about),
+        folded(describe(placement.optimizer), table_until="hyper-parameters"),
+        folded(describe_plan(placement.plan)),
+    )
+    with busy("Compiling the training step"):
+        step_function = compile_step(job, placement, overrides)
+        checked = check_step(step_function, placement)
+    say(folded(describe_report(checked)))
+    folder.save_placement(f"{placement.plan}\n\n{checked}\n")
+    batches = job.batches()
+    with busy("Restoring the optimizer" if saved else "Creating the optimizer"):
+        if saved:
+            optimizer, extras = folder.restore(placement.optimizer, saved.step)
+            batches.restore(extras["batches"])
+        else:
+            optimizer = create_optimizer(job, placement)
+        jax.block_until_ready(optimizer)
+    optimizer, is_finished = train(job, folder, step_function, optimizer, batches, overrides)
+    if is_finished:
+        report(job, folder, optimizer.target)
+        return 0
+    folder.plot({})
+    again = ["hatch", "run", "dev:train", "--resume", str(folder.path)]
+    if arguments.resume is not None:
+        again += repeated_flags(arguments.given, folder.read_config())
+    say(f"Stopped after step {int(optimizer.state.step)}. Continue: {shlex.join(again)}")
+    return 130

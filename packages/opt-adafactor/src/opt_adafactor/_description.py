@@ -1,0 +1,103 @@
+"""What the state of Adafactor means: which dimensions of a parameter each statistic keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import jax
+import numpy as np
+from opt_core import (
+    Bearing,
+    LeafDescription,
+    StateDescription,
+    TransformationDescription,
+    flatten_with_paths,
+    json_settings,
+    path_names,
+)
+
+from opt_adafactor._axes import FactorMap
+from opt_adafactor._factoring import Factoring
+from opt_adafactor._hparam_map import HParamMap
+from opt_adafactor._plan import Plan
+
+NAME: Final = "adafactor"
+
+
+def describe(
+    plan: Plan, hyper_params: Any, params: Any, param_states: Any, dtype_momentum: Any
+) -> StateDescription:
+    """Returns what every leaf of a state means; see `Adafactor.describe_state`.
+
+    Args:
+      plan: how the statistics of each parameter are kept.
+      hyper_params: the definition's.
+      params: the parameters.
+      param_states: an entry per parameter with the slots of `_AdafactorParamState`.
+      dtype_momentum: a setting of the definition.
+    """
+    has_momentum = hyper_params.beta1 is not None
+    keyed, _ = jax.tree_util.tree_flatten_with_path(params)
+    entries = plan.treedef.flatten_up_to(param_states)
+    leaves = [
+        leaf
+        for (keys, _), factoring, entry in zip(keyed, plan.factorings, entries, strict=True)
+        for leaf in _entry(path_names(keys), factoring, entry, has_momentum=has_momentum)
+    ]
+    settings = {
+        f.name: _setting(getattr(hyper_params, f.name)) for f in dataclasses.fields(hyper_params)
+    }
+    settings = json_settings({**settings, "dtype_momentum": dtype_momentum})
+    # The momentum is of updates that the parameter's scale has multiplied already.
+    bearing = {"multiply_by_parameter_scale": Bearing("refused")} if has_momentum else {}
+    made = TransformationDescription(NAME, settings=settings, bearing=bearing, source="stated")
+    return StateDescription(tuple(leaves), (made,))
+
+
+def _entry(
+    param: tuple[str, ...], factoring: Factoring, entry: Any, *, has_momentum: bool
+) -> Iterator[LeafDescription]:
+    everything = tuple(range(factoring.rank))
+    used: dict[str, tuple[Any, tuple[int | None, ...]]] = {"v": ("second_moment", everything)}
+    if factoring.is_factored:
+        used = {
+            "v_row": ("factored", factoring.row_dims),
+            "v_col": ("factored", factoring.col_dims),
+        }
+    if has_momentum:
+        used["m"] = ("moment", everything)
+    for names, leaf in flatten_with_paths(entry):
+        if leaf is None:
+            continue
+        # An unused slot follows nothing: a number of one entry.
+        role, dims = used.get(names[-1], (None, (None,) * np.ndim(leaf)))
+        yield LeafDescription(
+            path=(*param, *names),
+            group=(),
+            transformation=NAME,
+            number=1,
+            field=names,
+            parameter=param,
+            dimensions=dims,
+            role=role or "other",
+            source="stated",
+        )
+
+
+def _setting(value: Any) -> Any:
+    """A map as its table, a rule as names; rules by path are in the dimensions of the leaves."""
+    match value:
+        case HParamMap():
+            return [[pattern, _setting(found)] for pattern, found in value.rules]
+        case FactorMap():
+            return "by logical axes"
+        case Mapping():
+            return {str(name): _setting(found) for name, found in value.items()}
+        case tuple() | list():
+            return [_setting(found) for found in value]
+        case enum.Enum():
+            return value.name
+    return value

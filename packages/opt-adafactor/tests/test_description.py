@@ -1,0 +1,172 @@
+"""What the state means: dimensions, settings, and which of these bears on the momentum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from adafactor_testing import normal, rule
+from jax.sharding import PartitionSpec
+from opt_adafactor import Adafactor, HParamMap, standard_logical_factor_rules, t5x
+from opt_core import Optimizer, StateDescription, describe_state
+
+
+def described(shape: tuple[int, ...], letters: str, **options: Any) -> StateDescription:
+    rules = HParamMap([(".*", rule(letters))])
+    definition = Adafactor(
+        0.1, factor_map=rules, respect_rank2_rules=True, min_dim_size_to_factor=2, **options
+    )
+    return describe_state(definition.create({"w": jnp.ones(shape)}))
+
+
+def by_slot(found: StateDescription) -> dict[str, Any]:
+    return {leaf.field[0]: (leaf.dimensions, leaf.role) for leaf in found.leaves}
+
+
+UNUSED = ((None,), "other")
+
+
+@pytest.mark.parametrize(
+    ("letters", "row", "col"),
+    [
+        ("rc", (0,), (1,)),
+        ("cr", (1,), (0,)),
+        ("brc", (0, 1), (0, 2)),
+        ("bcr", (0, 2), (0, 1)),
+        ("rcb", (0, 2), (1, 2)),
+        ("rrc", (0, 1), (2,)),
+        ("nrc", (0, 1), (0, 2)),
+    ],
+)
+def test_factors_say_which_dimensions_they_keep_of_equal_ones(
+    letters: str, row: tuple[int, ...], col: tuple[int, ...]
+) -> None:
+    found = described((4,) * len(letters), letters, beta1=0.9)
+    everything = tuple(range(len(letters)))
+    assert by_slot(found) == {
+        "v_row": (row, "factored"),
+        "v_col": (col, "factored"),
+        "v": UNUSED,
+        "m": (everything, "moment"),
+    }
+
+
+def test_what_is_not_factored() -> None:
+    found = described((4, 4), "nn")
+    assert by_slot(found) == {
+        "v_row": UNUSED,
+        "v_col": UNUSED,
+        "v": ((0, 1), "second_moment"),
+        "m": UNUSED,
+    }
+
+
+def test_leaves_are_in_the_order_of_the_state_and_of_its_shapes() -> None:
+    definition = Adafactor(0.1, min_dim_size_to_factor=4, beta1=0.9)
+    params = {"b": jnp.ones(3), "deep": [{"w": jnp.ones((5, 4))}, jnp.float32(1.0)]}
+    optimizer = definition.create(params)
+    found = describe_state(optimizer)
+    shapes = {
+        leaf.parameter: np.shape(param)
+        for leaf, param in zip(found.leaves[::4], jax.tree.leaves(params), strict=True)
+    }
+    arrays = jax.tree.leaves(optimizer.state.param_states)
+    for leaf, array in zip(found.leaves, arrays, strict=True):
+        assert leaf.parameter is not None
+        assert leaf.dimensions is not None
+        assert leaf.path == (*leaf.parameter, *leaf.field)
+        assert leaf.source == "stated"
+        if leaf.role != "other":
+            kept = [shapes[leaf.parameter][dim] for dim in leaf.dimensions if dim is not None]
+            assert array.shape == tuple(kept)
+    parameters = [leaf.parameter for leaf in found.leaves[::4]]
+    assert parameters == [("b",), ("deep", "0", "w"), ("deep", "1")]
+
+
+def test_axes_decide_as_rules_do() -> None:
+    rules = {**standard_logical_factor_rules()}
+    made = Adafactor(0.1, logical_factor_rules=rules)
+    found = [
+        by_slot(describe_state(definition.create({"w": jnp.ones((2, 8, 8))})))
+        for axes in (("layers", "embed", "mlp"), ("layers", "mlp", "embed"))
+        for definition in [made.with_param_axes({"w": PartitionSpec(*axes)})]
+    ]
+    assert [slots["v_row"][0] for slots in found] == [(0, 1), (0, 2)]
+    assert [slots["v_col"][0] for slots in found] == [(0, 2), (0, 1)]
+
+
+def test_settings_are_json() -> None:
+    rules = HParamMap([("norm", None), (".*", rule("brc"))])
+    definition = Adafactor(
+        lambda step: 0.1, factor_map=rules, multiply_by_parameter_scale=HParamMap([(".*", False)])
+    )
+    found = describe_state(definition.create({"w": jnp.ones((2, 8, 8))}))
+    (made,) = found.transformations
+    assert made.settings["factor_map"] == (
+        ("norm", None),
+        (".*", ("BATCH", "ROW", "COLUMN")),
+    )
+    assert made.settings["multiply_by_parameter_scale"] == ((".*", False),)
+    assert made.settings["decay_rate"] == 0.8
+    assert made.settings["dtype_momentum"] == "float32"
+    assert made.effect("multiply_by_parameter_scale") == "nothing"  # there is no momentum
+    assert StateDescription.from_json(found.to_json()) == found
+
+
+def test_t5x_says_the_same() -> None:
+    params = {"w": jnp.ones((8, 8))}
+    own = describe_state(Adafactor(0.1, min_dim_size_to_factor=8).create(params))
+    made = t5x.Adafactor(0.1, min_dim_size_to_factor=8).create(params)
+    assert describe_state(made).leaves == own.leaves
+
+
+# What a change does to a run that goes on, measured after one more step.
+
+
+def trained(definition: Adafactor, steps: int = 50) -> Optimizer:
+    optimizer = definition.create({"w": 0.01 * normal(1, (6, 4))})
+    step = jax.jit(lambda o, g: o.apply_gradient(g))
+    for t in range(steps):
+        optimizer = step(optimizer, {"w": normal(t, (6, 4)) + 1.0})
+    return optimizer
+
+
+def off(saved: Optimizer, changed: Adafactor, steps: int = 1) -> float:
+    """How far the next updates are from those of a state that always was the changed one's."""
+    own = trained(changed).replace(target=saved.target)
+    going = own.replace(state=saved.state)
+    start = saved.target["w"]
+    for t in range(50, 50 + steps):
+        grads = {"w": normal(t, (6, 4)) + 1.0}
+        own, going = own.apply_gradient(grads), going.apply_gradient(grads)
+    wanted, found = own.target["w"] - start, going.target["w"] - start
+    return float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted))
+
+
+def test_a_change_of_the_scale_under_momentum_goes_wrong_and_is_refused() -> None:
+    saved = Adafactor(0.1, beta1=0.9)
+    changed = Adafactor(0.1, beta1=0.9, multiply_by_parameter_scale=False)
+    (made,) = describe_state(changed.create({"w": jnp.ones(2)})).transformations
+    assert made.effect("multiply_by_parameter_scale") == "refused"
+    assert off(trained(saved), changed) > 0.5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"decay_rate": 0.9},
+        {"epsilon1": 1e-20},
+        {"clipping_threshold": 0.9},
+        {"beta1": 0.88},
+        {"step_offset": 5},
+    ],
+    ids=str,
+)
+def test_a_change_of_a_number_does_not(change: dict[str, Any]) -> None:
+    saved, changed = Adafactor(0.1, beta1=0.9), Adafactor(0.1, **{"beta1": 0.9, **change})
+    (made,) = describe_state(changed.create({"w": jnp.ones(2)})).transformations
+    assert made.effect(next(iter(change))) == "nothing"
+    assert off(trained(saved), changed) < 0.25

@@ -1,0 +1,241 @@
+"""What is said of states whose definition says nothing, of groups, and how often it is asked."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from core_testing import KeepsParams, Momentum
+from jax.sharding import PartitionSpec
+from opt_core import (
+    FROZEN,
+    LeafDescription,
+    MultiOptimizer,
+    Optimizer,
+    OptimizerDef,
+    OptimizerState,
+    StateDescription,
+    TransformationDescription,
+    describe_state,
+    leaf_groups,
+)
+from opt_core.errors import DescriptionError
+from opt_core.protocols import DescribesState
+
+
+def params() -> dict[str, Any]:
+    return {"b": jnp.ones(3), "w": jnp.ones((2, 3))}
+
+
+class Slots(NamedTuple):
+    row: Any
+    col: Any
+    full: Any
+    counts: Any
+
+
+class MomentumState(NamedTuple):
+    trace: Any
+    count: Any
+
+
+class Records(OptimizerDef):
+    """Records in a tuple, two of them alike; a slot per parameter."""
+
+    def init_state(self, tree: Any) -> OptimizerState:
+        slots = jax.tree.map(
+            lambda p: Slots(p.sum(-1), p.sum(0), p, p.astype(jnp.int32)), {"w": tree["w"]}
+        )
+        moments = MomentumState(jax.tree.map(jnp.copy, tree), jnp.int32(0))
+        return OptimizerState(jnp.int32(0), (moments, moments, [jax.random.key(0)], {"s": slots}))
+
+
+class Stating(Momentum):
+    """Says that it keeps velocities, and counts how often it is asked."""
+
+    asked = 0
+
+    def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
+        type(self).asked += 1
+        names = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        leaves = [
+            LeafDescription(
+                (str(p[0].key),), (), "velocity", 1, (), (str(p[0].key),), None, "moment", "stated"
+            )
+            for p in names
+        ]
+        return StateDescription(tuple(leaves), (TransformationDescription("velocity"),))
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    from opt_core import _describe_state
+
+    _describe_state._cache.clear()
+    Stating.asked = 0
+    yield
+    _describe_state._cache.clear()
+
+
+def rows(found: StateDescription) -> list[Any]:
+    return [(x.transformation, x.number, x.field, x.parameter, x.dimensions) for x in found.leaves]
+
+
+def test_the_default_goes_by_records_shapes_and_dtypes() -> None:
+    tree = params()
+    found = describe_state(Records(None).create(tree))
+    assert rows(found) == [
+        ("momentum", 1, ("trace",), ("b",), (0,)),
+        ("momentum", 1, ("trace",), ("w",), (0, 1)),
+        ("momentum", 1, ("count",), None, ()),
+        ("momentum", 2, ("trace",), ("b",), (0,)),
+        ("momentum", 2, ("trace",), ("w",), (0, 1)),
+        ("momentum", 2, ("count",), None, ()),
+        ("records", 1, ("2", "0"), None, ()),
+        ("slots", 1, ("row",), None, (None,)),
+        ("slots", 1, ("col",), None, (None,)),
+        ("slots", 1, ("full",), None, (None, None)),
+        ("slots", 1, ("counts",), None, (None, None)),
+    ]
+    roles = [leaf.role for leaf in found.leaves]
+    assert roles == [*("moment", "moment", "count") * 2, "key", "other", "other", "other", "other"]
+    assert {leaf.source for leaf in found.leaves} == {"types"}
+    assert [(made.name, made.number) for made in found.transformations] == [
+        ("records", 1),
+        ("momentum", 1),
+        ("momentum", 2),
+        ("slots", 1),
+    ]
+
+
+def test_factors_are_told_by_their_sizes_where_these_differ() -> None:
+    class Factors(OptimizerDef):
+        def init_state(self, tree: Any) -> OptimizerState:
+            slots = jax.tree.map(
+                lambda p: Slots(p.sum(-1), p.sum(0), p.T, p.astype(jnp.int32)), tree
+            )
+            return OptimizerState(jnp.int32(0), slots)
+
+    found = describe_state(Factors(None).create({"q": jnp.ones((3, 3)), "w": jnp.ones((2, 3))}))
+    assert [(leaf.dimensions, leaf.role) for leaf in found.leaves] == [
+        (None, "factored"),
+        (None, "factored"),
+        ((0, 1), "moment"),
+        ((0, 1), "other"),
+        ((0,), "factored"),
+        ((1,), "factored"),
+        (None, "other"),
+        ((0, 1), "other"),
+    ]
+
+
+def test_a_definition_that_derives_axes_says_which_dimensions_are_kept() -> None:
+    class Columns(OptimizerDef):
+        def init_state(self, tree: Any) -> OptimizerState:
+            return OptimizerState(jnp.int32(0), jax.tree.map(lambda p: (p.sum(0), None), tree))
+
+        def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
+            axes = jax.tree.map(
+                lambda spec: (PartitionSpec(*spec[1:]), None),
+                param_axes,
+                is_leaf=lambda x: isinstance(x, PartitionSpec),
+            )
+            return optimizer.replace(state=OptimizerState(None, axes))
+
+    found = describe_state(Columns(None).create({"w": jnp.ones((3, 3))}))
+    assert [leaf.dimensions for leaf in found.leaves] == [(1,)]
+
+
+def test_a_definition_that_describes_its_state_is_asked_once() -> None:
+    definition = Stating()
+    assert isinstance(definition, DescribesState)
+    optimizer = definition.create(params())
+    found = describe_state(optimizer)
+    assert [leaf.source for leaf in found.leaves] == ["stated", "stated"]
+    again = Stating().create(params())  # an equal one
+    assert describe_state(again) is found
+    assert describe_state(jax.eval_shape(lambda: optimizer)) is found
+    assert describe_state(definition, optimizer.target, optimizer.state) is found
+    traced: list[Any] = []
+    jax.jit(lambda o: traced.append(describe_state(o)))(optimizer)
+    assert traced == [found]
+    assert Stating.asked == 1
+    describe_state(definition.create({"b": jnp.ones(4)}))
+    describe_state(Stating(0.25).create(params()))
+    assert Stating.asked == 3
+
+
+def test_the_memory_is_bounded() -> None:
+    definition = Stating()
+    for size in range(1, 200):
+        describe_state(definition.create({"b": jnp.ones(size)}))
+    assert Stating.asked == 199
+    describe_state(definition.create({"b": jnp.ones(199)}))
+    assert Stating.asked == 199
+    describe_state(definition.create({"b": jnp.ones(1)}))
+    assert Stating.asked == 200
+
+
+def test_a_definition_that_forgets_leaves_is_an_error() -> None:
+    class Short(Momentum):
+        def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
+            return StateDescription((), ())
+
+    with pytest.raises(DescriptionError, match="of Short: expected 2 leaves, one per leaf"):
+        describe_state(Short().create(params()))
+
+
+def test_a_definition_alone_is_an_error() -> None:
+    with pytest.raises(TypeError, match="`state`: give an optimizer, or a definition"):
+        describe_state(Momentum())  # type: ignore[call-overload]
+
+
+def test_groups_are_merged() -> None:
+    inner = MultiOptimizer.from_rules([("x", "b", KeepsParams())], rest=Momentum(0.1))
+    rules = [("frozen", "f", FROZEN), ("plain", "v", Stating())]
+    whole = MultiOptimizer.from_rules(rules, rest=inner)
+    tree = params() | {"f": jnp.ones(1), "v": jnp.ones(4)}
+    optimizer = whole.create(tree)
+    found = describe_state(optimizer)
+    assert isinstance(whole, DescribesState)
+    told = {leaf.path: (leaf.group, *leaf.key) for leaf in found.leaves}
+    leaves = {
+        tuple(key.key for key in path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer.state.param_states)
+    }
+    assert list(told) == list(leaves)
+    momentum = (("rest", "rest"), "momentum", 1, (), ("w",), (0, 1))
+    assert momentum in told.values()
+    assert (("rest", "x"), "keeps_params", 1, ("first",), ("b",), (0,)) in told.values()
+    assert (("plain",), "velocity", 1, (), ("v",), None) in told.values()
+    groups = [names for names, _ in leaf_groups(optimizer)]
+    assert [made.group for made in found.transformations] == groups
+
+
+def test_groups_that_are_one_tree_are_merged() -> None:
+    whole = MultiOptimizer.from_rules([("bias", "b", Momentum(0.1))], rest=Momentum(0.2))
+    optimizer = whole.create(params())
+    found = describe_state(optimizer)
+    assert [(leaf.path, leaf.group, leaf.parameter) for leaf in found.leaves] == [
+        (("b",), ("bias",), ("b",)),
+        (("w",), ("rest",), ("w",)),
+    ]
+    assert [made.settings["learning_rate"] for made in found.transformations] == [0.1, 0.2]
+
+
+def test_the_second_call_is_fast() -> None:
+    tree = {f"layer_{i}": {"w": jnp.ones((2, 3)), "b": jnp.ones(3)} for i in range(1_667)}
+    optimizer = KeepsParams(functools.partial(jnp.add, 1.0)).create(tree)
+    found = describe_state(optimizer)
+    assert len(jax.tree.leaves(optimizer)) > 10_000
+    times = []
+    for _ in range(20):
+        start = time.thread_time()
+        assert describe_state(optimizer) is found
+        times.append(time.thread_time() - start)
+    assert min(times) < 0.01

@@ -1,0 +1,212 @@
+"""The values: they print, compare, hash and come back from JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from opt_core import (
+    Bearing,
+    LeafDescription,
+    StateDescription,
+    TransformationDescription,
+    json_settings,
+)
+from opt_core.errors import DescriptionError
+
+
+def leaf(**changes: Any) -> LeafDescription:
+    given: dict[str, Any] = {
+        "path": ("0", "mu", "decoder", "w"),
+        "group": (),
+        "transformation": "adam",
+        "number": 1,
+        "field": ("mu",),
+        "parameter": ("decoder", "w"),
+        "dimensions": (0, 1),
+        "role": "moment",
+        "source": "stated",
+    }
+    return LeafDescription(**(given | changes))
+
+
+MADE = TransformationDescription(
+    "multi_steps",
+    2,
+    ("fast", "a/b"),
+    {"every_k_schedule": 4, "rates": [0.1, {"b": None}], "name": "é\n", "eps": math.inf, "x": True},
+    {
+        "every_k_schedule": Bearing("window", ("mini_step",)),
+        "rates": Bearing("at_or_below_count", ("count",)),
+        "name": Bearing("refused"),
+    },
+    "stated",
+)
+WHOLE = StateDescription(
+    (
+        leaf(),
+        leaf(dimensions=None, number=2, source="types"),
+        leaf(field=(), parameter=None, dimensions=(None,), group=("fast", "a/b"), role="other"),
+        leaf(path=(), dimensions=(), parameter=()),
+    ),
+    (MADE, TransformationDescription("adam")),
+)
+
+
+def test_json_comes_back_exactly() -> None:
+    again = StateDescription.from_json(WHOLE.to_json())
+    assert again == WHOLE
+    assert hash(again) == hash(WHOLE)
+    assert again.to_json() == WHOLE.to_json()
+    assert pickle.loads(pickle.dumps(WHOLE)) == WHOLE
+
+
+@pytest.mark.parametrize("value", [0.1, 1e-300, 1 / 3, -0.0, 2**70, float(np.float32(0.1))])
+def test_numbers_come_back_to_the_last_digit(value: Any) -> None:
+    made = StateDescription((), (TransformationDescription("a", settings={"x": value}),))
+    (again,) = StateDescription.from_json(made.to_json()).transformations
+    assert repr(again.settings["x"]) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"transformation": "yogi"},
+        {"number": 2},
+        {"field": ("nu",)},
+        {"parameter": None},
+        {"dimensions": (1, 0)},
+        {"dimensions": None},
+    ],
+)
+def test_what_makes_a_leaf_another_thing(changes: Any) -> None:
+    assert leaf(**changes).key != leaf().key
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"path": ("1", "nu")}, {"group": ("a",)}, {"source": "types"}, {"role": "other"}],
+)
+def test_what_does_not(changes: Any) -> None:
+    assert leaf(**changes).key == leaf().key
+    assert leaf(**changes) != leaf()
+
+
+def test_the_transformation_of_a_leaf() -> None:
+    other = TransformationDescription("adam", 2, source="types")
+    whole = StateDescription((leaf(), leaf(number=2)), (TransformationDescription("adam"), other))
+    assert whole.of(whole.leaves[1]) is other
+
+
+def test_the_table_has_80_columns() -> None:
+    long = ("decoder", "layers_10", "self_attention", "relative_positions", "query", "kernel")
+    rows = [
+        leaf(parameter=long, role="schedule_count", transformation="something_long"),
+        leaf(parameter=long, field=("inner", "a_field_with_a_long_name"), group=("fast",)),
+    ]
+    text = str(StateDescription(tuple(rows), WHOLE.transformations))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "query/kernel" in text
+    assert "every_k_schedule=4 (window)" in text
+
+
+def test_the_table_in_full() -> None:
+    assert str(WHOLE).splitlines() == [
+        "transformation  field  parameter  dims  role    source",
+        "adam            mu     decoder/w  0,1   moment  stated",
+        "adam#2          mu     decoder/w  ?     moment  types",
+        "fast/a~1b/adam                    -     other   stated",
+        "adam            mu     .                moment  stated",
+        "",
+        'fast/a~1b/multi_steps#2: every_k_schedule=4 (window), rates=[0.1, {"b": null}]',
+        "    (at_or_below_count), name=é  (refused), eps=inf, x=true",
+        "adam",
+    ]
+
+
+def test_the_table_of_a_state_without_leaves() -> None:
+    made = TransformationDescription("clip", settings={"max_delta": 1.0})
+    assert str(StateDescription((), (made,))).splitlines() == [
+        "transformation  field  parameter  dims  role  source",
+        "",
+        "clip: max_delta=1.0",
+    ]
+
+
+def broken(**changes: Any) -> list[Any]:
+    row = WHOLE.to_data()["leaves"][0]
+    names = ["path", "group", "transformation", "number", "field", "parameter"]
+    names += ["dimensions", "role", "source"]
+    return [changes.get(name, value) for name, value in zip(names, row, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ([], "`description`: expected a mapping with `leaves`"),
+        ({"leaves": []}, "`description`: expected a mapping with `transformations`"),
+        ({"leaves": {}, "transformations": []}, "`description/leaves`: expected list"),
+        ({"leaves": ["a"], "transformations": []}, "`leaves/0`: expected 9 values"),
+        (broken(role="moments"), "`leaves/0/role`: expected one of moment, second_moment"),
+        (broken(source=None), "`leaves/0/source`: expected one of stated, derived, types"),
+        (broken(number=True), "`leaves/0/number`: expected int, found True"),
+        (broken(path=[1]), "`leaves/0/path`: expected str, found 1"),
+        (broken(dimensions=["0"]), "`leaves/0/dimensions`: expected int, found '0'"),
+    ],
+)
+def test_data_that_describe_no_state(data: Any, said: str) -> None:
+    if isinstance(data, list) and data:
+        data = {"leaves": [data], "transformations": []}
+    with pytest.raises(DescriptionError) as caught:
+        StateDescription.from_json(json.dumps(data))
+    assert said in str(caught.value)
+
+
+def test_text_that_is_not_json() -> None:
+    with pytest.raises(DescriptionError, match="`text` is not JSON"):
+        StateDescription.from_json("{")
+
+
+@pytest.mark.parametrize(
+    ("effect", "count"), [("window", ()), ("at_or_below_count", ()), ("refused", ("count",))]
+)
+def test_a_bearing_has_a_count_where_one_decides(effect: Any, count: Any) -> None:
+    with pytest.raises(DescriptionError, match="`count`: a setting whose change is"):
+        Bearing(effect, count)
+
+
+def test_settings_that_are_not_json() -> None:
+    with pytest.raises(DescriptionError, match="`settings/f/0`: expected a JSON value, found a"):
+        TransformationDescription("a", settings={"f": [print]})
+
+
+def test_settings_of_every_kind() -> None:
+    import jax.numpy as jnp
+
+    given = {
+        "number": jnp.float32(0.5),
+        "vector": jnp.ones(2),
+        "dtype": jnp.bfloat16,
+        "type": np.float16,
+        "function": json_settings,
+        "tuple": (1, np.int8(2)),
+        "nested": {1: np.bool_(True)},
+        "record": Bearing("refused"),
+        "other": object(),
+    }
+    assert json_settings(given) == {
+        "number": 0.5,
+        "vector": "<ArrayImpl>",
+        "dtype": "bfloat16",
+        "type": "float16",
+        "function": "json_settings",
+        "tuple": [1, 2],
+        "nested": {"1": True},
+        "record": {"effect": "refused", "count": [], "modulo": None},
+        "other": "<object>",
+    }
+    assert json_settings(None) == {}

@@ -1,0 +1,1 @@
+"""What the state of an Optax transformation means."""

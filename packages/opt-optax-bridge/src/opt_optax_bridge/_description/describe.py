@@ -1,0 +1,283 @@
+"""What the state of an Optax transformation means: names, parameters, dimensions, roles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from opt_core import (
+    Bearing,
+    LeafDescription,
+    Role,
+    StateDescription,
+    TransformationDescription,
+    flatten_with_paths,
+    roles,
+)
+from opt_core.errors import DescriptionError
+
+from opt_optax_bridge._description.dimensions import (
+    Dimensions,
+    Dims,
+    Shape,
+    dimensions,
+    shapes_of,
+    stated_dimensions,
+)
+from opt_optax_bridge._description.known import KNOWN, Known
+from opt_optax_bridge._description.made import make
+from opt_optax_bridge._description.nodes import (
+    Names,
+    Node,
+    open_transformation,
+    transformation_name,
+)
+from opt_optax_bridge._description.settings import UPDATED_BY, settings_of
+
+Source: TypeAlias = Literal["stated", "derived", "types"]
+
+_PLAIN = (tuple, list, dict)
+_PARTITION_STATES = frozenset({"PartitionState", "MultiTransformState"})
+_WHOLE = "optax_wrapper"
+
+
+class _Slot(NamedTuple):
+    """The transformation that a leaf belongs to.
+
+    Attributes:
+      place: the path of what it made.
+      group: the labels around it.
+      name: what it is called.
+      field: the names below it.
+      node: itself, where it is known.
+    """
+
+    place: Names
+    group: Names
+    name: str
+    field: Names
+    node: Node | None
+
+
+def describe_optax(
+    tx: Any, params: Any, param_states: Any, aliases: Mapping[str, str]
+) -> StateDescription:
+    """Returns what every leaf of a state means, and the transformations that keep them.
+
+    Args:
+      tx: the transformation.
+      params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct`s.
+      param_states: the state that belongs to them; likewise.
+      aliases: what to call transformations, by what they would be called.
+
+    Raises:
+      DescriptionError: an alias is of no transformation.
+    """
+    params, states = (jax.tree.map(_abstract, tree) for tree in (params, param_states))
+    root = open_transformation(tx)
+    made = make(root, params)
+    given = roles(params, states, whole_tree=True)
+    slots = [_slot(role, made.places) for role in given]
+    names = _Names(root, made.nodes, slots, aliases)
+    shapes = shapes_of(params)
+    rows = list(zip(given, jax.tree.leaves(states), slots, strict=True))
+    reshapes = any(known.reshapes for node in root.walk() if (known := _known(node)) is not None)
+    stated = [None if reshapes else _stated(*row, shapes) for row in rows]
+    dims = dimensions(tx, params, states, given, stated)
+    paths = [path for path, leaf in flatten_with_paths(states) if leaf is not None]
+    leaves = tuple(
+        _leaf(_Row(path, leaf, role, slot, kept), names, shapes)
+        for path, (role, leaf, slot), kept in zip(paths, rows, dims, strict=True)
+    )
+    return StateDescription(leaves, tuple(names.transformations()))
+
+
+class _Row(NamedTuple):
+    """One leaf, with what is known of it."""
+
+    path: Names
+    leaf: jax.ShapeDtypeStruct
+    role: Role
+    slot: _Slot
+    dims: Dimensions
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
+
+
+def _slot(role: Role, places: Mapping[Names, Node]) -> _Slot:
+    """The innermost place that a named transformation made, or else the innermost record."""
+    outer = role.outer
+    names = tuple(name for _, name in outer)
+    inner = tuple(name for _, name in role.inner)
+    above = [names[:k] for k in range(len(outer), -1, -1)]
+    for place in above:
+        node = places.get(place)
+        if node is not None and node.name:
+            return _Slot(place, node.group, node.name, (*names[len(place) :], *inner), node)
+    node = next((places[place] for place in above if place in places), None)
+    for k in range(len(outer) - 1, -1, -1):
+        kind = outer[k][0]
+        if kind not in _PLAIN and not issubclass(kind, Mapping):
+            name = transformation_name(kind.__name__)
+            return _Slot(names[:k], _labels(role, k), name, (*names[k:], *inner), node)
+    return _Slot((), (), _WHOLE, (*names, *inner), node)
+
+
+def _labels(role: Role, depth: int) -> Names:
+    """The groups of `optax.partition` around a place, by the path to it."""
+    names = [name for _, name in role.outer]
+    return tuple(
+        names[k + 1]
+        for k, (kind, name) in enumerate(role.outer[:depth])
+        if kind.__name__ in _PARTITION_STATES and name == "inner_states" and k + 1 < depth
+    )
+
+
+class _Names:
+    """The names and numbers of all transformations.
+
+    Args:
+      root: the transformation with everything inside of it.
+      nodes: those that made something, in order.
+      slots: of the leaves, in order.
+      aliases: new names.
+    """
+
+    def __init__(
+        self,
+        root: Node,
+        nodes: Sequence[Node],
+        slots: Sequence[_Slot],
+        aliases: Mapping[str, str],
+    ) -> None:
+        self._root, self._aliases = root, aliases
+        self._numbers: dict[Any, tuple[Names, str, int]] = {}
+        self._counts: dict[tuple[Names, str], int] = {}
+        self._by_type: dict[tuple[Names, str, Names], Node | None] = {}
+        kept = [node for node in (*nodes, *root.walk()) if not node.is_container and node.name]
+        for node in kept:
+            self._number(id(node), node.group, node.name)
+        for slot in slots:
+            if slot.node is None or id(slot.node) not in self._numbers:
+                self._by_type.setdefault((slot.group, slot.name, slot.place), slot.node)
+        for key in self._by_type:
+            self._number(key, key[0], key[1])
+        self._check()
+
+    def _number(self, key: Any, group: Names, name: str) -> None:
+        if key in self._numbers:
+            return
+        name = self._aliases.get(name, name)
+        count = self._counts[group, name] = self._counts.get((group, name), 0) + 1
+        self._numbers[key] = group, name, count
+
+    def _check(self) -> None:
+        known = {node.name for node in self._root.walk()} | {name for _, name, _ in self._by_type}
+        if unknown := sorted(self._aliases.keys() - known):
+            raise DescriptionError(
+                f"`aliases`: {', '.join(f'`{name}`' for name in unknown)} is not the name of a "
+                f"transformation; they are {', '.join(f'`{n}`' for n in sorted(known) if n)}"
+            )
+
+    def of(self, slot: _Slot) -> tuple[Names, str, int]:
+        """Returns the group, the name and the number of the transformation of a leaf."""
+        if slot.node is not None and id(slot.node) in self._numbers:
+            return self._numbers[id(slot.node)]
+        return self._numbers[slot.group, slot.name, slot.place]
+
+    def transformations(self) -> Iterator[TransformationDescription]:
+        """Yields them in the order in which they act; those known by a type alone at the end."""
+        for node in self._root.walk():
+            if id(node) in self._numbers:
+                yield _described(node, self._numbers[id(node)])
+        told: set[int] = set()
+        for key, maker in self._by_type.items():
+            if maker is None or id(maker) in told:
+                group, name, number = self._numbers[key]
+                yield TransformationDescription(name, number, group)
+                continue
+            # The settings are those of what holds the record, which has no name of its own.
+            told.add(id(maker))
+            yield _described(maker, self._numbers[key])
+
+
+def _described(node: Node, name: tuple[Names, str, int]) -> TransformationDescription:
+    settings = settings_of(node)
+    known = _known(node)
+    bearing = {} if known is None else {k: v for k, v in known.bearing.items() if k in settings}
+    if node.factory_argument is not None:
+        numbers = node.held.get("numeric_hps", {})
+        bearing |= dict.fromkeys(numbers, Bearing("refused"))  # the state has them, and wins
+    if UPDATED_BY in settings:
+        bearing[UPDATED_BY] = Bearing("refused")
+    source: Source = "types" if known is None else "stated"
+    group, own, number = name
+    return TransformationDescription(own, number, group, settings, bearing, source)
+
+
+def _known(node: Node | None) -> Known | None:
+    if node is None or not node.is_own:
+        return None
+    return KNOWN.get(node.name)
+
+
+def _stated(
+    role: Role, leaf: jax.ShapeDtypeStruct, slot: _Slot, shapes: Mapping[Names, Shape]
+) -> Dims | None:
+    """The dimensions of a leaf of a known transformation."""
+    if role.param is None or slot.node is None or _known(slot.node) is None:
+        return None
+    return stated_dimensions(slot.node, slot.field, leaf.shape, shapes[role.param])
+
+
+def _leaf(row: _Row, names: _Names, shapes: Mapping[Names, Shape]) -> LeafDescription:
+    group, name, number = names.of(row.slot)
+    known = _known(row.slot.node)
+    param = row.role.param
+    role = _role(row, None if param is None else shapes[param])
+    source: Source = "types"
+    if known is not None and (said := _said(row, known)) is not None:
+        role = said
+        source = "derived" if row.dims.is_derived else "stated"
+    return LeafDescription(
+        path=row.path,
+        group=group,
+        transformation=name,
+        number=number,
+        field=row.slot.field,
+        parameter=row.role.param,
+        dimensions=row.dims.dims,
+        role=role,
+        source=source,
+    )
+
+
+def _said(row: _Row, known: Known) -> Any:
+    """The role in the table; what schedules keep is counted, and what only fills a place is not."""
+    field = row.slot.field
+    role = known.roles.get(field[0]) if field else None
+    if role == "other" and field[0] == "hyperparams_states" and field[-1] == "count":
+        return "schedule_count"
+    is_filler = row.slot.name == "factored_rms" and row.dims.dims == (None,)
+    return "other" if is_filler else role
+
+
+def _role(row: _Row, param_shape: Shape | None) -> Any:
+    """What a leaf seems to be for."""
+    dtype, shape = row.leaf.dtype, row.leaf.shape
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return "key"
+    if param_shape is None:
+        return "count" if jnp.issubdtype(dtype, jnp.integer) and not shape else "other"
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return "other"
+    if shape == param_shape:
+        return "moment"
+    kept = [dim for dim in row.dims.dims or () if dim is not None]
+    return "factored" if kept and len(shape) < len(param_shape) else "other"

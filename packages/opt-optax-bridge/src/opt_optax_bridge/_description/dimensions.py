@@ -1,0 +1,119 @@
+"""Which dimensions of its parameter each leaf of a state keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from opt_core import Role, flatten_with_paths, path_str
+from opt_partition import Row, explain
+
+from opt_optax_bridge._description.nodes import Names, Node
+
+Shape: TypeAlias = tuple[int, ...]
+Dims: TypeAlias = tuple[int | None, ...]
+
+
+class Dimensions(NamedTuple):
+    """The dimensions of a leaf.
+
+    Attributes:
+      dims: for each the parameter's, or `None`; `None` where that is not known.
+      is_derived: whether `init` was traced for them.
+    """
+
+    dims: Dims | None
+    is_derived: bool = False
+
+
+def dimensions(
+    tx: Any,
+    params: Any,
+    states: Any,
+    given: Sequence[Role],
+    stated: Sequence[Dims | None],
+) -> Iterator[Dimensions]:
+    """Yields the dimensions of every leaf.
+
+    Args:
+      tx: the transformation.
+      params: `jax.ShapeDtypeStruct`s.
+      states: likewise.
+      given: which parameter each leaf follows.
+      stated: the dimensions that are known. If all are, nothing is traced.
+    """
+    leaves = jax.tree.leaves(states)
+    is_open = [
+        role.param is not None and dims is None for role, dims in zip(given, stated, strict=True)
+    ]
+    rows: Sequence[Row | None] = [None] * len(leaves)
+    if any(is_open):
+        rows = _explained(tx, params, states) or rows
+    for role, leaf, row, dims in zip(given, leaves, rows, stated, strict=True):
+        if role.param is None:
+            yield Dimensions((None,) * len(leaf.shape))
+        elif dims is not None:
+            yield Dimensions(dims)
+        elif row is None or row.parameter not in (None, path_str(role.param)):
+            yield Dimensions(None)
+        else:
+            yield Dimensions(row.dims, is_derived=True)
+
+
+def _explained(tx: Any, params: Any, states: Any) -> list[Row] | None:
+    """What `init` shows; `None` where the state has grown since."""
+    numbers = jax.tree.map(lambda leaf: PartitionSpec(*map(str, range(len(leaf.shape)))), params)
+    rows = explain(tx, params, numbers).rows
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(states)]
+    return rows if [row.shape for row in rows] == shapes else None
+
+
+def shapes_of(params: Any) -> dict[Names, Shape]:
+    """Returns the shape of every parameter by path."""
+    return {path: leaf.shape for path, leaf in flatten_with_paths(params) if leaf is not None}
+
+
+def stated_dimensions(node: Node, field: Names, shape: Shape, param_shape: Shape) -> Dims | None:
+    """Returns what a leaf of a transformation of Optax keeps; `None` where it does not say.
+
+    Args:
+      node: the transformation; those around it leave the shapes of parameters as they are.
+      field: of the leaf.
+      shape: of the leaf.
+      param_shape: of the parameter that it follows.
+    """
+    match node.name, field[0] if field else "":
+        case "factored_rms", ("v_row" | "v_col") as name:
+            return _factor(node, name, param_shape)
+        case "factored_rms", "v":
+            is_used = _factored(node, param_shape) is None
+            return tuple(range(len(shape))) if is_used else (None,) * len(shape)
+        case "sm3", "mu":
+            return (int(field[-1]),)  # one vector per dimension
+        case "lbfgs", ("diff_params_memory" | "diff_updates_memory"):
+            return None, *range(len(param_shape))
+        case "distance_over_gradients", "grad_sum_of_squares":
+            return (None,)
+    return tuple(range(len(shape))) if shape in (param_shape, ()) else None
+
+
+def _factor(node: Node, name: str, param_shape: Shape) -> Dims:
+    """The columns are averaged away in `v_row`, the rows in `v_col`."""
+    factored = _factored(node, param_shape)
+    if factored is None:
+        return (None,)
+    dropped = factored[1] if name == "v_row" else factored[0]
+    return tuple(dim for dim in range(len(param_shape)) if dim != dropped)
+
+
+def _factored(node: Node, param_shape: Shape) -> tuple[int, int] | None:
+    """The second largest dimension and the largest, ties as Optax decides them."""
+    held = node.held
+    if not held.get("factored", True) or len(param_shape) < 2:
+        return None
+    by_size = np.argsort(param_shape)
+    row, column = int(by_size[-2]), int(by_size[-1])
+    return (row, column) if param_shape[row] >= held["min_dim_size_to_factor"] else None

@@ -1,0 +1,246 @@
+"""What a transformation is made of: the transformations that its functions have captured."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from opt_optax_bridge._description.closures import (
+    Half,
+    attributes,
+    captured,
+    captured_with_helpers,
+    factory_of,
+    is_same,
+    is_transformation,
+    own_name,
+    package_of,
+    unwrapped,
+)
+
+Names = tuple[str, ...]
+
+OWN: Final = frozenset({"optax", "opt_accumulate"})
+"""The packages whose transformations are known by name."""
+
+CONTAINERS: Final = frozenset(
+    {"chain", "named_chain", "identity", "masked", "partition", "multi_transform", "process"}
+)
+"""Those that keep nothing and do nothing of their own: which leaves are meant, the leaves say."""
+
+_PARTITIONS: Final = frozenset({"partition", "multi_transform"})
+_INJECTING: Final = frozenset({"inject_hyperparams", "inject_stateful_hyperparams"})
+_DEPTH: Final = 3
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """A transformation, with those inside of it.
+
+    Attributes:
+      tx: itself, or two functions.
+      group: the labels of `optax.partition` around it.
+      factory: the name of what made its update function.
+      package: where that is defined.
+      maker: the name of what made its `init`; empty where that does not say.
+      children: the transformations that it calls.
+      key: the identity of what the one around it has captured.
+      factory_argument: of `inject_hyperparams`: the function that builds the one inside.
+      shares_init: whether its `init` is that of its only child.
+      shares_update: whether its update function is that of a child.
+    """
+
+    tx: Any
+    group: Names
+    factory: str
+    package: str
+    maker: str
+    children: list[Node]
+    key: int = 0
+    factory_argument: Any = None
+    shares_init: bool = False
+    shares_update: bool = False
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """What its functions and their helpers have captured, by name."""
+        own = captured_with_helpers(self.tx.init)
+        return own if self.tx.update is None else own | captured_with_helpers(self.tx.update)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is of a package whose transformations are known by name."""
+        return self.package in OWN
+
+    @property
+    def is_container(self) -> bool:
+        """Whether it has no meaning of its own."""
+        return self.shares_update or (self.is_own and self.factory in CONTAINERS)
+
+    @property
+    def name(self) -> str:
+        """What it is called; empty where only the type of its state can say."""
+        if not self.shares_init and self.maker:
+            return transformation_name(self.maker)
+        return "" if _is_stateful(self) else transformation_name(self.factory)
+
+    def walk(self) -> Iterator[Node]:
+        """Yields itself and everything inside of it, outermost first."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+def _is_stateful(node: Node) -> bool:
+    """Whether its `init` may make a state, and does not say what."""
+    return not node.shares_init and not _is_empty(node.tx.init)
+
+
+def _is_empty(init: Any) -> bool:
+    return package_of(init) == "optax" and own_name(init) == "init_empty_state"
+
+
+def transformation_name(factory: str) -> str:
+    """Returns what the transformations of a factory are called.
+
+    Examples:
+      >>> transformation_name('scale_by_adam'), transformation_name('MultiSteps')
+      ('adam', 'multi_steps')
+    """
+    words = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
+    snake = re.sub(words, "_", factory).lower()
+    return snake.removeprefix("scale_by_").removesuffix("_state").strip("_") or factory
+
+
+def open_transformation(tx: Any, group: Names = ()) -> Node:
+    """Returns a transformation with everything inside of it that can be seen.
+
+    Args:
+      tx: anything with Optax's `init` and `update`.
+      group: the labels around it.
+
+    Examples:
+      >>> import optax
+      >>> tx = optax.chain(optax.clip(1.0), optax.MultiSteps(optax.adam(0.1), 2))
+      >>> [node.name for node in open_transformation(tx).walk() if not node.is_container]
+      ['clip', 'multi_steps', 'adam', 'scale']
+    """
+    return _open(tx, group, frozenset())
+
+
+def _open(tx: Any, group: Names, above: frozenset[int]) -> Node:
+    init, update = tx.init, tx.update
+    made_by = update if update is not None else init
+    factory, package = factory_of(made_by), package_of(made_by)
+    says = own_name(init).startswith("init") and not _is_empty(init)
+    node = Node(tx, group, factory, package, factory_of(init) if says else "", [])
+    above = above | {id(unwrapped(init)), id(unwrapped(made_by))}
+    if package in OWN and factory in _INJECTING and "inner_factory" in node.held:
+        node.factory_argument = node.held["inner_factory"]
+        if (inner := _injected(node.held)) is not None:
+            node.children = [_child(inner, group, above)]
+        return node
+    for member, label in _members(node, above):
+        inner = (*group, label) if label is not None else group
+        child = _child(member, inner, above)
+        if is_same(child.tx.init, init):
+            if package in OWN and factory == "with_extra_args_support":
+                child.key = node.key
+                return child
+            node.children, node.shares_init = [child], True
+            return node
+        node.shares_update |= is_same(child.tx.update, update)
+        node.children.append(child)
+    return node
+
+
+def _child(member: Any, group: Names, above: frozenset[int]) -> Node:
+    node = _open(member, group, above)
+    node.key = id(member.init) if isinstance(member, Half) else id(member)
+    return node
+
+
+def _members(node: Node, above: frozenset[int]) -> Iterator[tuple[Any, str | None]]:
+    """The transformations that it has captured, with their labels in a partition."""
+    inits = captured(node.tx.init).get("init_fns")
+    updates = captured(node.tx.update).get("update_fns")
+    if node.is_own and node.factory == "chain" and inits is not None and updates is not None:
+        yield from ((Half(*halves), None) for halves in zip(inits, updates, strict=True))
+        return
+    held = node.held
+    if node.is_own and node.factory in _PARTITIONS and isinstance(held.get("transforms"), Mapping):
+        yield from ((tx, str(label)) for label, tx in held["transforms"].items())
+        return
+    seen: set[int] = set()
+    functions: list[Any] = []
+    for value in held.values():
+        found = list(_occurrences(value, node.factory, functions, 0))
+        # Two variables may hold one transformation; a list that holds it twice applies it twice.
+        yield from ((tx, None) for tx in found if id(tx) not in seen)
+        seen |= {id(tx) for tx in found}
+    if not node.is_own:
+        yield from ((half, None) for half in _halves(functions, above))
+
+
+def _occurrences(value: Any, factory: str, functions: list[Any], depth: int) -> Iterator[Any]:
+    """The transformations in a captured value; lone halves of such are put among `functions`."""
+    if is_transformation(value):
+        yield value
+        return
+    inside: Iterable[Any] = ()
+    match value:
+        case types.FunctionType() | types.MethodType():
+            if own_name(value).startswith(("init", "update")):
+                if factory_of(value) != factory:  # no helper of its own
+                    functions.append(value)
+                return
+            is_plain = isinstance(value, types.FunctionType)
+            inside = captured(value).values() if is_plain and factory_of(value) == factory else ()
+        case tuple() | list():
+            inside = value
+        case Mapping():
+            inside = value.values()
+        case _:
+            plain = unwrapped(value)
+            if plain is not value and own_name(plain).startswith(("init", "update")):
+                functions.append(value)
+                return
+            inside = captured(value).values() if plain is not value else attributes(value).values()
+    if depth < _DEPTH:
+        for child in inside:
+            yield from _occurrences(child, factory, functions, depth + 1)
+
+
+def _halves(functions: Iterable[Any], above: frozenset[int]) -> Iterator[Half]:
+    """Pairs functions that were captured one by one: an `init` and an `update` of one factory."""
+    distinct = {id(f): f for f in functions if id(unwrapped(f)) not in above}.values()
+    inits = [f for f in distinct if own_name(f).startswith("init")]
+    for update in (f for f in distinct if own_name(f).startswith("update")):
+        own = next((f for f in inits if factory_of(f) == factory_of(update)), None)
+        if own is not None:
+            inits.remove(own)
+            yield Half(own, update)
+    yield from (Half(init, None) for init in inits)
+
+
+def _injected(held: Mapping[str, Any]) -> Any:
+    """What `optax.inject_hyperparams` builds in each step."""
+    scheduled = dict.fromkeys(held.get("sched_hps", {}), 1.0)
+    given = {**held.get("other_hps", {}), **held.get("numeric_hps", {}), **scheduled}
+    try:
+        return held["inner_factory"](**given)
+    except Exception:  # one of a user's, that does not take every rate
+        return None
+
+
+def with_init(tx: Any, init: Any) -> Any:
+    """Returns a transformation with another `init`."""
+    if hasattr(tx, "_replace"):
+        return tx._replace(init=init)
+    made = copy.copy(tx)
+    object.__setattr__(made, "init", init)
+    return made

@@ -1,0 +1,486 @@
+"""What is said of transformations of every make: names, numbers, settings, aliases."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import pickle
+import sys
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge as opt
+import pytest
+from opt_core import MultiOptimizer, Optimizer, StateDescription, describe_state
+from opt_core.errors import DescriptionError
+from opt_core.protocols import DescribesState
+from opt_optax_bridge import OptaxWrapper
+
+optax: Any = importlib.import_module("optax")  # much of it is no explicit export
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+
+def params() -> dict[str, Any]:
+    return {"b": jnp.arange(3.0), "w": jnp.arange(6.0).reshape(2, 3)}
+
+
+def wrapped(tx: Any, of: Any = None) -> Optimizer:
+    return OptaxWrapper(tx).create(params() if of is None else of)
+
+
+def of(tx: Any) -> StateDescription:
+    return describe_state(wrapped(tx))
+
+
+def names(tx: Any) -> set[str]:
+    return {
+        "/".join((*x.group, f"{x.transformation}#{x.number}", *x.field, *(x.parameter or ())))
+        for x in of(tx).leaves
+    }
+
+
+def makers(tx: Any) -> dict[str, str]:
+    return {"/".join(x.path): f"{x.transformation}#{x.number}" for x in of(tx).leaves}
+
+
+def acting(tx: Any) -> list[str]:
+    return [made.name for made in of(tx).transformations]
+
+
+ADAM = {"adam#1/count", *(f"adam#1/{m}/{x}" for m in ("mu", "nu") for x in ("b", "w"))}
+
+
+def test_wrappers_do_not_change_names() -> None:
+    adam = optax.adam(0.1)
+    assert names(adam) == ADAM
+    for tx in (
+        optax.adamw(0.1),
+        optax.chain(optax.clip(1.0), optax.chain(adam)),
+        optax.named_chain(("z", optax.clip(1.0)), ("a", adam)),
+        optax.with_extra_args_support(adam),
+        optax.masked(adam, True),
+        optax.masked(optax.masked(adam, True), True),
+    ):
+        assert names(tx) == ADAM
+    for tx in (
+        optax.MultiSteps(adam, 2),
+        optax.apply_if_finite(adam, 3),
+        optax.inject_hyperparams(optax.adam)(0.1),
+        optax.conditionally_mask(adam, lambda step, **_: step > 0),
+        optax.contrib.schedule_free(adam, 0.1),
+    ):
+        assert names(tx) > ADAM
+
+
+def test_what_keeps_states_of_one_type_is_told_apart() -> None:
+    kinds = (optax.scale_by_adam, optax.scale_by_yogi, optax.scale_by_adamax, optax.scale_by_radam)
+    told = [{leaf.transformation for leaf in of(make()).leaves} for make in kinds]
+    assert told == [{"adam"}, {"yogi"}, {"adamax"}, {"radam"}]
+    chained = optax.chain(*(make() for make in kinds))
+    assert {x.transformation for x in of(chained).leaves} == {"adam", "yogi", "adamax", "radam"}
+
+
+def test_likes_are_numbered_as_init_makes_them() -> None:
+    first, second = optax.ema(0.9), optax.ema(0.99)
+    one = makers(optax.chain(first, second))
+    other = makers(optax.named_chain(("z", first), ("a", second)))
+    assert one["0/count"] == other["z/count"] == "ema#1"
+    assert one["1/count"] == other["a/count"] == "ema#2"
+    decays = [
+        (made.number, made.settings["decay"])
+        for made in of(optax.chain(first, second)).transformations
+    ]
+    assert decays == [(1, 0.9), (2, 0.99)]
+
+
+def test_one_that_is_there_twice_is_two() -> None:
+    heavy = optax.trace(0.9)
+    found = of(optax.chain(heavy, optax.clip(1.0), heavy))
+    assert [leaf.number for leaf in found.leaves] == [1, 1, 2, 2]
+    assert [(made.name, made.number) for made in found.transformations] == [
+        ("trace", 1),
+        ("clip", 1),
+        ("trace", 2),
+    ]
+
+
+def test_an_init_that_is_called_twice_makes_two() -> None:
+    heavy = optax.trace(0.9)
+
+    def twice() -> Any:
+        def init_fn(tree: Any) -> Any:
+            return {"slow": heavy.init(tree), "fast": heavy.init(tree)}
+
+        return optax.GradientTransformation(init_fn, lambda u, s, p=None: (u, s))
+
+    assert makers(twice()) == {
+        "fast/trace/b": "trace#2",
+        "fast/trace/w": "trace#2",
+        "slow/trace/b": "trace#1",
+        "slow/trace/w": "trace#1",
+    }
+
+
+def test_a_transformation_without_leaves_counts_among_its_like() -> None:
+    nothing = optax.masked(optax.trace(0.9), {"b": False, "w": False})
+    found = of(optax.chain(nothing, optax.trace(0.9)))
+    assert {leaf.number for leaf in found.leaves} == {2}
+    assert [made.number for made in found.transformations] == [1, 2]
+
+
+def test_groups_are_in_the_description() -> None:
+    transforms = {"m": optax.trace(0.9), "n": optax.clip(1.0)}
+    in_optax = of(optax.partition(transforms, {"b": "n", "w": "m"}))
+    rules = [
+        (name, pattern, OptaxWrapper(transforms[name]))
+        for name, pattern in (("m", "w"), ("n", "b"))
+    ]
+    in_groups = describe_state(MultiOptimizer.from_rules(rules).create(params()))
+    assert [leaf.key for leaf in in_optax.leaves] == [leaf.key for leaf in in_groups.leaves]
+    assert {leaf.group for leaf in in_optax.leaves} == {("m",)}
+    assert in_optax.transformations == in_groups.transformations
+    nested = MultiOptimizer.from_rules(
+        [("outer", ".*", OptaxWrapper(optax.partition(transforms, {"b": "n", "w": "m"})))]
+    )
+    assert {x.group for x in describe_state(nested.create(params())).leaves} == {("outer", "m")}
+
+
+@pytest.mark.parametrize(
+    ("tx", "expected"),
+    [
+        (optax.chain(optax.clip(1.0), optax.chain(optax.trace(0.9))), ["clip", "trace"]),
+        (optax.named_chain(("z", optax.clip(1.0)), ("a", optax.trace(0.9))), ["clip", "trace"]),
+        (optax.MultiSteps(optax.trace(0.9), 2), ["multi_steps", "trace"]),
+        (
+            optax.MultiSteps(optax.trace(0.9), 2).gradient_transformation(),
+            ["multi_steps", "trace"],
+        ),
+        (optax.masked(optax.trace(0.9), True), ["trace"]),
+        (optax.apply_if_finite(optax.trace(0.9), 3), ["apply_if_finite", "trace"]),
+        (
+            optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1.0, 0.0, 3)),
+            ["inject_hyperparams", "adam", "add_decayed_weights", "scale"],
+        ),
+        (optax.chain(optax.identity(), optax.flatten(optax.trace(0.9))), ["flatten", "trace"]),
+        (
+            optax.contrib.sam(optax.adam(0.1), optax.chain(optax.clip(1.0), optax.sgd(0.1))),
+            ["sam", "adam", "scale", "clip", "scale"],
+        ),
+    ],
+)
+def test_wrappers_are_seen_through(tx: Any, expected: list[str]) -> None:
+    assert acting(tx) == expected
+
+
+# What users write.
+
+
+def with_init(init: Any) -> Any:
+    return optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+
+
+def averaging() -> Any:
+    def init_fn(tree: Any) -> Any:
+        return {"mean": jax.tree.map(jnp.zeros_like, tree)}
+
+    return with_init(init_fn)
+
+
+def averaging_compiled() -> Any:
+    def init_fn(tree: Any) -> Any:
+        return {"mean": jax.tree.map(jnp.zeros_like, tree)}
+
+    return with_init(jax.jit(init_fn))
+
+
+def rebuilding(inner: Any) -> Any:
+    def init_fn(tree: Any) -> Any:
+        return {"inner": jax.tree.map(jnp.copy, inner.init(tree))}
+
+    return with_init(init_fn)
+
+
+def compiling(inner: Any) -> Any:
+    return optax.GradientTransformation(jax.jit(inner.init), jax.jit(inner.update))
+
+
+def by_halves(inner: Any) -> Any:
+    inner_init, inner_update = inner.init, inner.update
+
+    def init_fn(tree: Any) -> Any:
+        return {"steps": jnp.int32(0), "inner": inner_init(tree)}
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
+        updates, inside = inner_update(updates, state["inner"], params)
+        return updates, {"steps": state["steps"] + 1, "inner": inside}
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+class Holder:
+    def __init__(self, tx: Any) -> None:
+        self.tx = tx
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    inner: Any
+    rate: float = 0.5
+
+    def init(self, tree: Any) -> Any:
+        return self.inner.tx.init(tree)
+
+    def update(self, updates: Any, state: Any, params: Any = None) -> Any:
+        return self.inner.tx.update(updates, state, params)
+
+
+def test_users_transformations_are_named_after_their_factories() -> None:
+    tx = optax.chain(averaging(), averaging_compiled())
+    for _ in range(2):
+        assert set(makers(tx).values()) == {"averaging#1", "averaging_compiled#1"}
+    found = of(tx)
+    assert {leaf.source for leaf in found.leaves} == {"types"}
+    assert {(leaf.field, leaf.role) for leaf in found.leaves} == {(("mean",), "moment")}
+
+
+def test_what_they_hold_is_seen() -> None:
+    inner = optax.chain(optax.scale_by_yogi(), optax.scale_by_adam())
+    for make in (rebuilding, compiling, by_halves):
+        kept = {leaf.transformation for leaf in of(make(inner)).leaves}
+        assert kept - {"by_halves"} == {"yogi", "adam"}, make
+    assert acting(by_halves(inner)) == ["by_halves", "yogi", "adam"]
+    steps = [leaf for leaf in of(by_halves(inner)).leaves if leaf.transformation == "by_halves"]
+    assert [(leaf.field, leaf.role) for leaf in steps] == [(("steps",), "count")]
+
+
+def test_objects_are_seen_through_and_stay_as_they_are() -> None:
+    heavy = optax.trace(0.9)
+    outer = Outer(Holder(heavy))
+    found = of(outer)
+    assert [made.name for made in found.transformations] == ["outer", "trace"]
+    assert found.transformations[0].settings == {"rate": 0.5}
+    assert {leaf.transformation for leaf in found.leaves} == {"trace"}
+    assert outer.inner.tx is heavy
+    assert "init" not in vars(outer.inner)
+
+
+def test_an_update_that_is_wrapped_keeps_the_names() -> None:
+    adam = optax.adam(0.1)
+
+    def clipped(tx: Any) -> Any:
+        def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
+            return tx.update(jax.tree.map(jnp.tanh, updates), state, params)
+
+        return optax.GradientTransformation(tx.init, update_fn)
+
+    assert names(clipped(adam)) == ADAM
+    assert acting(clipped(adam)) == ["clipped", "adam", "scale"]
+
+
+def test_one_init_with_two_updates_says_which() -> None:
+    base = optax.scale_by_adam()
+
+    def other_updates() -> Any:
+        def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
+            return updates, state
+
+        return optax.GradientTransformation(base.init, update_fn)
+
+    (made,) = of(other_updates()).transformations
+    assert made.name == "adam"
+    assert made.settings["update"] == "other_updates"
+    assert made.effect("update") == "refused"
+    assert "update" not in of(base).transformations[0].settings
+
+
+def test_a_lambda_leaves_it_to_the_type() -> None:
+    tx = with_init(lambda tree: optax.TraceState(jax.tree.map(jnp.zeros_like, tree)))
+    found = of(tx)
+    assert {(leaf.transformation, leaf.field) for leaf in found.leaves} == {("trace", ("trace",))}
+    assert {leaf.source for leaf in found.leaves} == {"types"}
+    plain = of(with_init(lambda tree: [jnp.zeros(()), tree]))
+    assert {leaf.transformation for leaf in plain.leaves} == {"optax_wrapper"}
+
+
+def test_dimensions_of_a_users_state_are_traced() -> None:
+    def rows() -> Any:
+        def init_fn(tree: Any) -> Any:
+            return {"rows": jax.tree.map(lambda p: jnp.sum(p, -1), tree)}
+
+        return with_init(init_fn)
+
+    square = wrapped(rows(), {"w": jnp.ones((4, 4))})
+    (leaf,) = describe_state(square).leaves
+    assert (leaf.dimensions, leaf.role) == ((0,), "factored")
+
+
+# Settings and what bears on state.
+
+
+def test_settings_are_arguments() -> None:
+    adam, decay, schedule = of(opt_adamw()).transformations
+    assert adam.settings == {
+        "b1": 0.9,
+        "b2": 0.999,
+        "eps": 1e-8,
+        "eps_root": 0.0,
+        "mu_dtype": "bfloat16",
+        "nesterov": False,
+    }
+    assert decay.settings == {"weight_decay": 1e-4}
+    assert schedule.name == "schedule"
+    text = str(schedule.settings)
+    assert "polynomial_schedule" in text
+    assert "transition_steps: 3" in text
+
+
+def opt_adamw() -> Any:
+    return optax.adamw(optax.linear_schedule(1.0, 0.0, 3), mu_dtype=jnp.bfloat16)
+
+
+def test_windows_are_numbers_or_functions() -> None:
+    def every(tx: Any) -> Any:
+        return tx.settings["every_k_schedule"]
+
+    def rising(step: Any) -> Any:
+        return step + 1
+
+    def doubling(step: Any) -> Any:
+        return step * 2
+
+    number, one, again, other = (
+        every(of(optax.MultiSteps(optax.sgd(0.1), k)).transformations[0])
+        for k in (4, rising, rising, doubling)
+    )
+    assert number == 4
+    assert one == again != other
+    assert one["function"] == "test_windows_are_numbers_or_functions"
+
+
+def test_what_injection_keeps_is_refused() -> None:
+    tx = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1.0, 0.0, 3), b1=0.8)
+    inject = of(tx).transformations[0]
+    assert inject.settings["b1"] == 0.8
+    assert inject.effect("b1") == "refused"
+    assert inject.effect("learning_rate") == "nothing"
+    roles = {leaf.field: leaf.role for leaf in of(tx).leaves}
+    assert roles["hyperparams_states", "learning_rate", "count"] == "schedule_count"
+
+
+def test_counts_of_schedules_have_a_role_of_their_own() -> None:
+    tx = optax.adamw(optax.linear_schedule(1.0, 0.0, 3), weight_decay=optax.constant_schedule(0.1))
+    found = {(x.transformation, x.field): x.role for x in of(tx).leaves if x.parameter is None}
+    assert found == {
+        ("adam", ("count",)): "count",
+        ("add_decayed_weights", ("count",)): "schedule_count",
+        ("schedule", ("count",)): "schedule_count",
+    }
+
+
+def test_aliases_keep_a_name() -> None:
+    definition = OptaxWrapper(averaging(), aliases={"averaging": "mean"})
+    found = describe_state(definition.create(params()))
+    assert {leaf.transformation for leaf in found.leaves} == {"mean"}
+    assert [made.name for made in found.transformations] == ["mean"]
+    assert describe_state(OptaxWrapper(averaging()).create(params())) != found
+    later = opt.adam(0.1).with_aliases({"adam": "old_adam"})
+    assert {x.transformation for x in describe_state(later.create(params())).leaves} == {"old_adam"}
+    assert later.hyper_params.learning_rate == 0.1
+    assert pickle.loads(pickle.dumps(later)).aliases == later.aliases
+    assert later != opt.adam(0.1)
+    with pytest.raises(AttributeError, match="`aliases` of a definition cannot change"):
+        later.aliases = ()
+
+
+def test_an_alias_of_nothing_is_an_error() -> None:
+    definition = OptaxWrapper(optax.adam(0.1), aliases={"yogi": "adam"})
+    with pytest.raises(DescriptionError, match="`aliases`: `yogi` is not the name of a transf"):
+        describe_state(definition.create(params()))
+
+
+# Where it is asked.
+
+
+def test_nothing_hooks_into_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a hook was set")
+
+    monkeypatch.setattr(sys, "setprofile", refuse)
+    monkeypatch.setattr(sys, "settrace", refuse)
+    assert names(optax.MultiSteps(optax.adam(0.1), 2)) > ADAM
+
+
+def test_arrays_shapes_and_tracers_say_the_same() -> None:
+    optimizer = wrapped(optax.chain(rebuilding(optax.scale_by_yogi()), optax.adamw(0.1)))
+    definition = optimizer.optimizer_def
+    assert isinstance(definition, DescribesState)
+    expected = definition.describe_state(optimizer.target, optimizer.state)
+    shapes = jax.eval_shape(lambda: optimizer)
+    assert definition.describe_state(shapes.target, shapes.state) == expected
+    inside: list[Any] = []
+
+    def step(o: Any) -> Any:
+        inside.append(definition.describe_state(o.target, o.state))
+        return o.apply_gradient(o.target)
+
+    stepped = jax.jit(step)(optimizer)
+    assert inside == [expected]
+    assert definition.describe_state(stepped.target, stepped.state) == expected
+
+
+def test_threads_do_not_disturb_one_another() -> None:
+    optimizer = wrapped(optax.chain(optax.yogi(0.1), optax.adam(0.1)))
+    definition: Any = optimizer.optimizer_def
+    expected, found = definition.describe_state(optimizer.target, optimizer.state), []
+    threads = [
+        threading.Thread(
+            target=lambda: found.append(
+                definition.describe_state(optimizer.target, optimizer.state)
+            )
+        )
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 4
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        jnp.ones(3),
+        {},
+        {"a": {}, "b": ()},
+        {"a": None, "b": jnp.ones(2)},
+        {0: jnp.ones(2), 10: jnp.ones(3)},
+        [jnp.ones(2), {"k": jnp.ones(2)}, jnp.ones(2)],
+        (jnp.ones(2), jnp.ones(2)),
+        {"a": jnp.zeros((0, 3)), "b": jnp.float32(2.0)},
+    ],
+    ids=str,
+)
+def test_parameters_of_every_kind(tree: Any) -> None:
+    for tx in (optax.adam(0.1), optax.MultiSteps(optax.adam(0.1), 2), averaging()):
+        optimizer = wrapped(tx, tree)
+        found = describe_state(optimizer)
+        assert len(found.leaves) == len(jax.tree.leaves(optimizer.state.param_states))
+        for leaf, array in zip(
+            found.leaves, jax.tree.leaves(optimizer.state.param_states), strict=True
+        ):
+            assert leaf.dimensions is not None
+            assert len(leaf.dimensions) == np.ndim(array)
+
+
+def init_with(tree: Any, scale: float) -> Any:
+    return {"mean": jax.tree.map(lambda x: x * scale, tree)}
+
+
+def test_partial_functions() -> None:
+    tx = with_init(functools.partial(init_with, scale=2.0))
+    assert {leaf.transformation for leaf in of(tx).leaves} == {"init_with"}

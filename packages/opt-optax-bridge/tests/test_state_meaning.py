@@ -1,0 +1,513 @@
+"""Which settings bear the meaning of saved state: what going on under another does, measured.
+
+For each change that is refused, going on in silence goes wrong; the numbers are in
+`docs/state-meaning.md`. For each number that is admitted it does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from opt_core import describe_state
+from opt_optax_bridge import OptaxWrapper
+from opt_optax_bridge._description.known import KNOWN
+
+optax: Any = importlib.import_module("optax")  # much of it is no explicit export
+contrib: Any = optax.contrib
+try:
+    aggregating: Any = importlib.import_module("optax.experimental").aggregating
+except ImportError:  # Optax < 0.2.8
+    aggregating = None
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+PARAMS = {
+    "b": jnp.array([0.5, -1.5, 2.0]),
+    "w": jnp.array([[0.3, -0.7, 1.1], [-0.2, 0.9, -1.3], [0.5, 0.1, -0.4]]),
+}
+GOAL = jax.tree.map(lambda x: jnp.flip(x) - 0.5, PARAMS)
+
+
+def loss(params: Any, t: Any) -> Any:
+    """A bowl that shakes a little."""
+    shake = 0.1 * jnp.sin(jnp.arange(9.0).reshape(3, 3) * 7.0 + 3.0 * jnp.asarray(t, jnp.float32))
+    goal = {"b": GOAL["b"] + shake[0], "w": GOAL["w"] + shake}
+    return sum(jnp.sum((params[name] - goal[name]) ** 2) for name in goal)
+
+
+def go(tx: Any, params: Any, state: Any, start: int, steps: int) -> tuple[Any, Any]:
+    """Parameters and state after some steps; the value of the loss goes to whoever takes it."""
+    has_value = not isinstance(state, getattr(contrib, "SAMState", ()))
+    tx = optax.with_extra_args_support(tx)
+
+    @jax.jit
+    def run(params: Any, state: Any) -> Any:
+        def step(carry: Any, t: Any) -> Any:
+            value, grads = jax.value_and_grad(loss)(carry[0], t)
+            extra = {"value": value} if has_value else {}
+            updates, state = tx.update(grads, carry[1], carry[0], **extra)
+            new = jax.tree.map(lambda s, old: s.astype(old.dtype), state, carry[1])
+            return (optax.apply_updates(carry[0], updates), new), value
+
+        return jax.lax.scan(step, (params, state), jnp.arange(start, start + steps))[0]
+
+    state = jax.tree.map(jnp.asarray, state)
+    found: tuple[Any, Any] = run(params, state)
+    return found
+
+
+def trained(tx: Any, steps: int) -> tuple[Any, Any]:
+    return go(tx, PARAMS, tx.init(PARAMS), 0, steps)
+
+
+def vector(tree: Any) -> Any:
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+
+
+def off(found: Any, wanted: Any, start: Any = None) -> float:
+    """How far one tree is from another, relative to how far that is from where both began."""
+    assert np.isfinite(vector(wanted)).all()
+    if not np.isfinite(vector(found)).all():
+        return np.inf
+    origin = 0.0 if start is None else vector(start)
+    distance = np.linalg.norm(vector(found) - vector(wanted))
+    return float(distance / np.linalg.norm(vector(wanted) - origin))
+
+
+def effect(tx: Any, name: str, setting: str) -> str:
+    found = describe_state(OptaxWrapper(tx).create(PARAMS))
+    effects = {made.effect(setting) for made in found.transformations if made.name == name}
+    assert len(effects) == 1
+    return effects.pop()
+
+
+# Refused: going on in silence goes wrong.
+
+HARMS: dict[tuple[str, str], Callable[[], float]] = {}
+
+
+def harm(name: str, setting: str) -> Callable[[Callable[[], float]], Callable[[], float]]:
+    def register(measured: Callable[[], float]) -> Callable[[], float]:
+        if name != "galore" or hasattr(contrib, "galore"):  # of Optax 0.2.8
+            HARMS[name, setting] = measured
+        return measured
+
+    return register
+
+
+def from_another_state(old: Any, new: Any, saved: int = 20, steps: int = 1) -> float:
+    """Updates from the old state, against those from a state that always was the new one's."""
+    params, state = trained(old, saved)
+    _, own = trained(new, saved)
+    going, _ = go(new, params, state, saved, steps)
+    wanted, _ = go(new, params, own, saved, steps)
+    return off(going, wanted, params)
+
+
+def ignored(old: Any, new: Any, saved: int = 20) -> float:
+    """How far updates are from what the new setting says; they are those of the old one."""
+    params, state = trained(old, saved)
+    going, _ = go(new, params, state, saved, 1)
+    before, _ = go(old, params, state, saved, 1)
+    np.testing.assert_array_equal(vector(going), vector(before))
+    _, own = trained(new, saved)
+    wanted, _ = go(new, params, own, saved, 1)
+    return off(going, wanted, before) if off(wanted, params) == 0 else off(wanted, going, params)
+
+
+@harm("muon", "ns_coeffs")
+def _() -> float:
+    return ignored(contrib.muon(0.02), contrib.muon(0.02, ns_coeffs=(2.0, -1.5, 0.5)))
+
+
+@harm("momo", "lower_bound")
+def _() -> float:
+    return ignored(contrib.momo(0.5), contrib.momo(0.5, lower_bound=0.6), 3)
+
+
+@harm("momo_adam", "lower_bound")
+def _() -> float:
+    return ignored(contrib.momo_adam(0.5), contrib.momo_adam(0.5, lower_bound=0.6), 3)
+
+
+@harm("inject_hyperparams", "learning_rate")
+def _() -> float:
+    adam = optax.inject_hyperparams(optax.adam)
+    return ignored(adam(0.1), adam(0.01))
+
+
+@harm("cocob", "alpha")
+def _() -> float:
+    return from_another_state(contrib.cocob(alpha=100.0), contrib.cocob(alpha=1.0))
+
+
+@harm("galore", "weight_dimension_numbers")
+def _() -> float:
+    made = [
+        contrib.galore(0.1, rank=2, weight_dimension_numbers=contrib.GaLoreDimensionNumbers(*axes))
+        for axes in ((0, 1), (1, 0))
+    ]
+    return from_another_state(*made)
+
+
+@harm("schedule_free", "weight_lr_power")
+def _() -> float:
+    made = [contrib.schedule_free_sgd(0.05, weight_lr_power=power) for power in (2.0, 0.0)]
+    return from_another_state(*made)
+
+
+@harm("schedule_free", "b1")
+def _() -> float:
+    """Of the parameters for evaluation, which keep the old one."""
+    old, new = (contrib.schedule_free_sgd(0.05, b1=b1) for b1 in (0.9, 0.5))
+    params, state = trained(old, 20)
+    params, state = go(new, params, state, 20, 5)
+    right = contrib.schedule_free_eval_params(state._replace(b1=jnp.float32(0.5)), params)
+    return off(contrib.schedule_free_eval_params(state, params), right)
+
+
+@harm("dadapt_adamw", "betas")
+def _() -> float:
+    """Of the estimated rate, which never comes down again."""
+    old, new = (contrib.dadapt_adamw(betas=betas) for betas in ((0.9, 0.9), (0.9, 0.999)))
+    params, state = trained(old, 20)
+    _, going = go(new, params, state, 20, 20)
+    _, before = go(old, params, state, 20, 20)
+    _, own = trained(new, 40)
+    return float(going.estim_lr / max(before.estim_lr, own.estim_lr)) - 1.0
+
+
+@harm("prodigy", "estim_lr0")
+def _() -> float:
+    """Of the estimated rate: what was summed up in other units outweighs what is seen now."""
+    old, new = (contrib.prodigy(estim_lr0=rate) for rate in (1e-6, 1e-2))
+    params, state = trained(old, 20)
+    _, going = go(new, params, state, 20, 40)
+    _, before = go(old, params, state, 20, 40)
+    _, own = trained(new, 60)
+    return 1.0 - float(going.estim_lr / min(before.estim_lr, own.estim_lr))
+
+
+@harm("rms", "bias_correction")
+def _() -> float:
+    """The count of steps begins beside a moment that is 20 steps old."""
+    old, new = (optax.scale_by_rms(0.99, bias_correction=flag) for flag in (False, True))
+    params, state = trained(optax.chain(old, optax.scale(-0.01)), 20)
+    fresh = new.init(PARAMS)._replace(nu=state[0].nu)
+    known = fresh._replace(count=jnp.int32(20))
+    chained = optax.chain(new, optax.scale(-0.01))
+    going, _ = go(chained, params, (fresh, state[1]), 20, 1)
+    wanted, _ = go(chained, params, (known, state[1]), 20, 1)
+    return off(going, wanted, params)
+
+
+@harm("stddev", "bias_correction")
+def _() -> float:
+    old, new = (optax.scale_by_stddev(0.99, bias_correction=flag) for flag in (False, True))
+    params, state = trained(optax.chain(old, optax.scale(-0.01)), 20)
+    fresh = new.init(PARAMS)._replace(nu=state[0].nu, mu=state[0].mu)
+    known = fresh._replace(count=jnp.int32(20))
+    chained = optax.chain(new, optax.scale(-0.01))
+    going, _ = go(chained, params, (fresh, state[1]), 20, 1)
+    wanted, _ = go(chained, params, (known, state[1]), 20, 1)
+    return off(going, wanted, params)
+
+
+def grads_at(t: int) -> Any:
+    return jax.tree.map(lambda p: jnp.cos(p * 3.0 + t), PARAMS)
+
+
+def emitted(tx: Any, state: Any, start: int, most: int = 40) -> tuple[Any, int]:
+    """The next update that is not 0, and after how many steps it came."""
+    for t in range(start, start + most):
+        updates, state = tx.update(grads_at(t), state, PARAMS)
+        if np.any(vector(updates)):
+            return updates, t - start + 1
+    return jax.tree.map(jnp.zeros_like, PARAMS), most
+
+
+def in_a_window(tx: Any, steps: int) -> Any:
+    state = tx.init(PARAMS)
+    for t in range(steps):
+        _, state = tx.update(grads_at(t), state, PARAMS)
+    return state
+
+
+def mean_of(*steps: int) -> Any:
+    return jax.tree.map(lambda *gs: sum(gs) / len(gs), *map(grads_at, steps))
+
+
+@harm("multi_steps", "every_k_schedule")
+def _() -> float:
+    """The emission comes steps too late, of a mean that is none of a window."""
+    old, new = (optax.MultiSteps(optax.sgd(1.0), k) for k in (4, 2))
+    updates, steps = emitted(new, in_a_window(old, 3), 3)
+    assert steps > 1
+    return off(jax.tree.map(jnp.negative, updates), mean_of(2, 3))
+
+
+@harm("multi_steps", "use_grad_mean")
+def _() -> float:
+    old, new = (optax.MultiSteps(optax.sgd(1.0), 4, use_grad_mean=flag) for flag in (True, False))
+    updates, _ = emitted(new, in_a_window(old, 2), 2)
+    total = jax.tree.map(lambda x: -4.0 * x, mean_of(0, 1, 2, 3))
+    return off(updates, total)
+
+
+@harm("apply_every", "k")
+def _() -> float:
+    """Two of the gradients are forgotten."""
+    state = in_a_window(optax.apply_every(4), 2)
+    updates, _ = emitted(optax.apply_every(2), state, 2)
+    return off(updates, jax.tree.map(lambda x: 4.0 * x, mean_of(0, 1, 2, 3)))
+
+
+@harm("sam", "sync_period")
+def _() -> float:
+    """The parameters never come back from an excursion of three steps."""
+    made = [contrib.sam(optax.sgd(0.01), optax.sgd(0.3), sync_period=k) for k in (4, 2)]
+    params, state = trained(made[0], 3)
+    going, _ = go(made[1], params, state, 3, 1)
+    wanted, _ = go(made[0], params, state, 3, 1)
+    return off(going, wanted, PARAMS)
+
+
+@harm("reduce_on_plateau", "accumulation_size")
+def _() -> float:
+    return never_again({"accumulation_size": 10}, {"accumulation_size": 5}, "count")
+
+
+@harm("reduce_on_plateau", "patience")
+def _() -> float:
+    return never_again({"patience": 10}, {"patience": 5}, "plateau_count")
+
+
+def never_again(old: dict[str, Any], new: dict[str, Any], count: str) -> float:
+    """How much larger the scale is after 300 steps without progress than it should be."""
+    saved = plateau(old, None, 8)
+    assert int(getattr(saved, count)) >= 5
+    going, own = plateau(new, saved, 300), plateau(new, None, 300)
+    assert float(going.scale) == 1.0
+    return float(going.scale / own.scale) - 1.0
+
+
+def plateau(options: dict[str, Any], state: Any, steps: int) -> Any:
+    tx = contrib.reduce_on_plateau(**options)
+    state = tx.init(PARAMS) if state is None else state
+
+    def step(state: Any, _: Any) -> Any:
+        return tx.update(PARAMS, state, value=jnp.float32(1.0))[1], None
+
+    return jax.lax.scan(step, state, None, steps)[0]
+
+
+if aggregating is not None:
+
+    @harm("accumulate_avg_updates", "accumulation_steps")
+    def _() -> float:
+        """Nothing is emitted any more."""
+        old, new = map(aggregating.accumulate_avg_updates, (4, 2))
+        updates, _ = emitted(new, in_a_window(old, 3), 3)
+        return off(updates, mean_of(2, 3))
+
+    @harm("get_per_element_mean_and_sum_sq_diff_grads", "accumulation_steps")
+    def _() -> float:
+        made = [
+            aggregating.get_per_element_mean_and_sum_sq_diff_grads(0, steps) for steps in (4, 2)
+        ]
+        state = made[0].init(PARAMS)
+        for t in range(40):
+            examples = jax.tree.map(lambda g: jnp.stack([g, 3.0 * g]), grads_at(t))
+            (updates, _), state = made[t >= 3].update(examples, state)
+            if t >= 3:
+                assert not np.any(vector(updates))
+        return 1.0
+
+    @harm("track_per_element_mean_and_variance_with_ema", "ema_decay")
+    def _() -> float:
+        """The unbiased mean is found with the old decay."""
+        old, new = (aggregating.track_per_element_mean_and_variance_with_ema(d) for d in (0.9, 0.5))
+        state, extra = old.init(PARAMS), {"sum_sq_diff_grads": PARAMS, "sample_size": 2}
+        for t in range(4):
+            _, state = (old if t < 2 else new).update(grads_at(t), state, PARAMS, **extra)
+        right = state._replace(ema_decay=jnp.float32(0.5))
+        found, wanted = map(aggregating.get_unbiased_mean_and_variance_ema, (state, right))
+        return off(found[0], wanted[0])
+
+
+def builds(name: str, setting: str) -> Any:
+    made: dict[str, Callable[[], Any]] = {
+        "galore": lambda: contrib.galore(0.1, rank=2),
+        "muon": lambda: contrib.muon(0.1),
+        "momo": contrib.momo,
+        "momo_adam": contrib.momo_adam,
+        "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(0.1),
+        "cocob": contrib.cocob,
+        "schedule_free": lambda: contrib.schedule_free_sgd(),
+        "dadapt_adamw": contrib.dadapt_adamw,
+        "prodigy": contrib.prodigy,
+        "rms": optax.scale_by_rms,
+        "stddev": optax.scale_by_stddev,
+        "multi_steps": lambda: optax.MultiSteps(optax.sgd(1.0), 4),
+        "apply_every": lambda: optax.apply_every(4),
+        "sam": lambda: contrib.sam(optax.sgd(0.1), optax.sgd(0.1)),
+        "reduce_on_plateau": contrib.reduce_on_plateau,
+    }
+    if name in made:
+        return made[name]()
+    if "accumul" in setting:
+        return getattr(aggregating, name)(
+            accumulation_steps=4, **({} if name.startswith("accum") else {"per_elt_axis": 0})
+        )
+    return getattr(aggregating, name)()
+
+
+@pytest.mark.parametrize(("name", "setting"), HARMS)
+def test_going_on_in_silence_goes_wrong(name: str, setting: str) -> None:
+    assert effect(builds(name, setting), name, setting) != "nothing"
+    assert HARMS[name, setting]() > 0.05
+
+
+def test_every_refusal_is_measured() -> None:
+    refused = {(name, setting) for name, known in KNOWN.items() for setting in known.bearing}
+    measured = HARMS.keys() - {("inject_hyperparams", "learning_rate")}  # any number is
+    if aggregating is not None and hasattr(contrib, "galore"):
+        assert refused == measured
+    else:
+        assert refused > measured
+
+
+def test_the_counts_that_decide_are_fields_of_the_state() -> None:
+    for name, known in KNOWN.items():
+        for setting, bearing in known.bearing.items():
+            needs = bearing.effect in ("window", "at_or_below_count")
+            assert bool(bearing.count) == needs, (name, setting)
+            assert not bearing.count or known.roles[bearing.count[0]] == "count"
+
+
+# Admitted: numbers that may change.
+
+CHANGES: dict[str, dict[str, tuple[float, float]]] = {
+    "adam": {"b1": (0.9, 0.8), "b2": (0.99, 0.9), "eps": (1e-8, 1e-3)},
+    "amsgrad": {"b2": (0.99, 0.9)},
+    "adamax": {"b2": (0.99, 0.9)},
+    "adabelief": {"b2": (0.99, 0.9)},
+    "yogi": {"b2": (0.99, 0.9)},
+    "radam": {"b2": (0.99, 0.95)},
+    "novograd": {"b1": (0.9, 0.8), "b2": (0.25, 0.5)},
+    "adan": {"b1": (0.98, 0.9), "b2": (0.92, 0.8), "b3": (0.99, 0.9)},
+    "lion": {"b1": (0.9, 0.8), "b2": (0.99, 0.9)},
+    "rmsprop": {"decay": (0.9, 0.99)},
+    "adadelta": {"rho": (0.9, 0.99)},
+    "adagrad": {"eps": (1e-7, 1e-3)},
+    "sgd": {"momentum": (0.9, 0.8)},
+    "sm3": {"momentum": (0.9, 0.8)},
+    "adafactor": {"decay_rate": (0.8, 0.9)},
+    "rprop": {"eta_plus": (1.2, 1.1)},
+    "optimistic_gradient_descent": {"alpha": (1.0, 0.9)},
+    "contrib.ademamix": {"b1": (0.9, 0.8), "b3": (0.9999, 0.99)},
+    "contrib.simplified_ademamix": {"b1": (0.9, 0.8), "b2": (0.95, 0.9)},
+    "contrib.acprop": {"b2": (0.99, 0.9)},
+    "contrib.adopt": {"b2": (0.99, 0.9)},
+    "contrib.muon": {"beta": (0.95, 0.9)},
+    "contrib.madgrad": {"momentum": (0.9, 0.8)},
+    "contrib.dog": {"eps": (1e-8, 1e-6)},
+    "contrib.dowg": {"eps": (1e-4, 1e-3)},
+    "contrib.momo": {"beta": (0.9, 0.8)},
+    "contrib.momo_adam": {"b2": (0.99, 0.9)},
+    "contrib.prodigy": {"estim_lr_coef": (1.0, 0.9)},
+    "contrib.schedule_free_sgd": {"learning_rate": (0.05, 0.04)},
+    "contrib.reduce_on_plateau": {"factor": (0.1, 0.5), "rtol": (1e-4, 1e-2)},
+}
+
+RATES = {
+    **dict.fromkeys(("novograd", "lion", "sgd", "rprop", "optimistic_gradient_descent"), 0.01),
+    "contrib.muon": 0.02,
+    "contrib.madgrad": 0.01,
+    "contrib.simplified_ademamix": 0.005,
+    **dict.fromkeys(
+        ("dog", "dowg", "momo", "momo_adam", "prodigy", "schedule_free_sgd", "reduce_on_plateau")
+    ),
+}
+
+
+def maker_of(name: str) -> Any:
+    """Optax's constructor; `None` where this Optax does not have it yet."""
+    module = contrib if name.startswith("contrib.") else optax
+    return getattr(module, name.removeprefix("contrib."), None)
+
+
+NUMBERS = [
+    (maker, name) for maker, changes in CHANGES.items() for name in changes if maker_of(maker)
+]
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize(("maker", "name"), NUMBERS)
+def test_a_number_may_change(maker: str, name: str) -> None:
+    """No worse than the worse of the two that kept their number."""
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(tx: Any, params: Any, state: Any, start: Any) -> Any:
+        def step(carry: Any, t: Any) -> Any:
+            value, grads = jax.value_and_grad(loss)(carry[0], t)
+            updates, state = tx.update(grads, carry[1], carry[0], value=value)
+            new = jax.tree.map(lambda s, old: s.astype(old.dtype), state, carry[1])
+            return (optax.apply_updates(carry[0], updates), new), value
+
+        return jax.lax.scan(step, (params, state), start + jnp.arange(40))
+
+    old, new = (built(maker, **{name: value}) for value in CHANGES[maker][name])
+    begun, _ = run(old, PARAMS, jax.tree.map(jnp.asarray, old.init(PARAMS)), 0)
+    own, _ = run(new, PARAMS, jax.tree.map(jnp.asarray, new.init(PARAMS)), 0)
+    (_, going), (_, before), (_, always) = (
+        run(new, *begun, 40),
+        run(old, *begun, 40),
+        run(new, *own, 40),
+    )
+    assert np.isfinite(vector(going)).all()
+    worst = max(float(jnp.mean(before)), float(jnp.mean(always)))
+    assert float(jnp.mean(going)) < 1.1 * worst + 0.02
+
+
+def built(maker: str, **options: float) -> Any:
+    rate = RATES.get(maker, RATES.get(maker.removeprefix("contrib."), 0.05))
+    if rate is not None:
+        options = {"learning_rate": rate, **options}
+    tx = maker_of(maker)(**options)
+    if maker == "contrib.reduce_on_plateau":
+        tx = optax.chain(optax.adam(0.05), tx)
+    return optax.with_extra_args_support(tx)
+
+
+@pytest.mark.parametrize("change", [{"accumulation_size": 9}, {"patience": 9}], ids=str)
+def test_a_plateau_above_the_saved_count_still_ends(change: dict[str, int]) -> None:
+    name = next(iter(change))
+    saved = plateau({name: 10}, None, 8)
+    assert float(plateau(change, saved, 300).scale) < 1e-2
+
+
+def test_the_period_of_lookahead_may_change() -> None:
+    """What has been looked ahead is in the parameters; the next synchronization comes later."""
+    old, new = (optax.lookahead(optax.sgd(0.05), k, 0.5) for k in (6, 3))
+    synced = optax.LookaheadParams.init_synced(PARAMS)
+
+    def values(tx: Any, pair: Any, state: Any, start: int, steps: int) -> Any:
+        found = []
+        for t in range(start, start + steps):
+            value, grads = jax.value_and_grad(loss)(pair.fast, t)
+            updates, state = tx.update(grads, state, pair)
+            pair = optax.apply_updates(pair, updates)
+            found.append(float(value))
+        return pair, state, float(np.mean(found))
+
+    pair, state, _ = values(old, synced, old.init(synced), 0, 5)
+    _, _, going = values(new, pair, state, 5, 20)
+    _, _, before = values(old, pair, state, 5, 20)
+    assert going < 1.1 * before + 0.02

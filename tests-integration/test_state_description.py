@@ -1,0 +1,162 @@
+"""Every transformation of the installed Optax says what its state means."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_adafactor
+import opt_optax_bridge as opt
+import pytest
+from jax.sharding import PartitionSpec
+from opt_core import FROZEN, MultiOptimizer, Optimizer, StateDescription, describe_state, path_str
+from opt_optax_bridge import OptaxWrapper
+from opt_optax_bridge._description.known import KNOWN
+from opt_partition import explain
+from optax_table import TABLE
+
+PARAMS: dict[str, Any] = {
+    "b": jnp.arange(8.0),
+    "deep": {"k": jnp.ones((8, 16))},
+    "w": jnp.arange(64.0).reshape(8, 8),
+}
+OPTAX = [name for name in TABLE if not name.startswith("user")]
+GOLDEN = Path(__file__).parent / "goldens" / "state_names.json"
+
+
+@functools.cache
+def built(name: str) -> Optimizer:
+    case = TABLE[name]
+    params = case.wrap({k: v for k, v in PARAMS.items() if k not in case.without})
+    params = jax.tree.map(lambda x: x.astype(case.dtype), params)
+    return OptaxWrapper(case.build(params)).create(params)
+
+
+@functools.cache
+def found(name: str) -> StateDescription:
+    return describe_state(built(name))
+
+
+def names(description: StateDescription) -> list[str]:
+    return [
+        path_str(
+            (
+                "state",
+                *(part for group in leaf.group for part in ("groups", group)),
+                leaf.transformation + (f"#{leaf.number}" if leaf.number > 1 else ""),
+                *leaf.field,
+                *(leaf.parameter or ()),
+            )
+        )
+        for leaf in description.leaves
+    ]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_names_stay_what_they_were(name: str) -> None:
+    """Those in the checkpoints of the first versions, which profiled `init` for them."""
+    assert names(found(name)) == json.loads(GOLDEN.read_text())[name]
+
+
+@pytest.mark.parametrize("name", OPTAX)
+def test_every_transformation_of_optax_is_known(name: str) -> None:
+    described = found(name)
+    helpers = {"first"}  # of the table itself
+    unknown = {m.name for m in described.transformations if m.source == "types"} - helpers
+    assert not unknown, "say what it keeps in `_description/known.py`, and audit its settings"
+    assert not [leaf for leaf in described.leaves if leaf.source == "types"]
+    assert described.transformations or name.partition(":")[0] in ("identity", "freeze", "masked")
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_descriptions_are_values(name: str) -> None:
+    described = found(name)
+    again = StateDescription.from_json(described.to_json())
+    assert again == described
+    assert hash(again) == hash(described)
+    assert max(map(len, str(described).splitlines()), default=0) <= 80
+    for leaf in described.leaves:
+        assert described.of(leaf).name == leaf.transformation
+        assert (leaf.parameter is None) or leaf.dimensions is not None
+
+
+@pytest.mark.sample(40)
+@pytest.mark.parametrize("name", TABLE)
+def test_stated_dimensions_are_those_that_tracing_finds(name: str) -> None:
+    optimizer = built(name)
+    definition: Any = optimizer.optimizer_def
+    numbers = jax.tree.map(lambda x: PartitionSpec(*map(str, range(np.ndim(x)))), optimizer.target)
+    rows = explain(definition.optax_optimizer, optimizer.target, numbers).rows
+    leaves = found(name).leaves
+    assert len(rows) == len(leaves)
+    for row, leaf in zip(rows, leaves, strict=True):
+        is_sure = row.source not in ("fallback", "scalar") and not row.is_doubted
+        if leaf.parameter is not None and is_sure and row.parameter == path_str(leaf.parameter):
+            assert leaf.dimensions == row.dims, (leaf, row)
+
+
+SHAPES = [(4, 4), (4, 8), (8, 4), (4, 4, 4), (8, 4, 8), (4, 8, 8), (8, 8, 4), (3, 8, 8, 5), (9,)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_factored_dimensions_are_those_of_optax(shape: tuple[int, ...]) -> None:
+    """Sizes that are equal make ties, which Optax decides by its sort."""
+    import optax
+
+    tx = optax.scale_by_factored_rms(min_dim_size_to_factor=4)
+    params = {"w": jnp.ones(shape)}
+    leaves = describe_state(OptaxWrapper(tx).create(params)).leaves
+    kept = {leaf.field[0]: leaf.dimensions for leaf in leaves}
+    # One step on a gradient that differs along one dimension at a time shows what is averaged.
+    for dim in range(len(shape)):
+        line = jnp.arange(1.0, 1.0 + shape[dim])
+        grad = line.reshape([-1 if i == dim else 1 for i in range(len(shape))]) * jnp.ones(shape)
+        _, state = tx.update({"w": grad}, tx.init(params), params)
+        for field in ("v_row", "v_col", "v"):
+            statistic, dims = np.asarray(getattr(state, field)["w"]), kept[field]
+            assert dims is not None
+            if set(dims) != {None}:
+                varies = {dims[i] for i in range(statistic.ndim) if np.ptp(statistic, i).max() > 0}
+                assert varies == ({dim} & set(dims)), (field, dim)
+
+
+def test_the_page_lists_every_setting_that_bears_meaning() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "state-meaning.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    for name, known in KNOWN.items():
+        for setting in known.bearing:
+            plain = name.replace("multi_steps", "MultiSteps")
+            assert any(plain in row and f"`{setting}`" in row for row in rows), (name, setting)
+
+
+INNER = MultiOptimizer.from_rules([("x", "b", opt.lion(0.1))], rest=opt.adam(0.1))
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        opt_adafactor.Adafactor(0.1, min_dim_size_to_factor=8, beta1=0.9),
+        MultiOptimizer.from_rules([("m", "w|deep/k", opt.adamw(0.1))], rest=FROZEN),
+        MultiOptimizer.from_rules([("m", "w", opt_adafactor.Adafactor(0.1))], rest=opt.adam(0.1)),
+        MultiOptimizer.from_rules([("n", "b|deep/k", INNER)], rest=opt_adafactor.Adafactor(0.1)),
+    ],
+    ids=["adafactor", "frozen", "groups", "nested"],
+)
+def test_groups_of_every_kind(definition: Any) -> None:
+    optimizer = definition.create(PARAMS)
+    described = describe_state(optimizer)
+    assert {leaf.source for leaf in described.leaves} == {"stated"}
+    shapes = {("b",): (8,), ("deep", "k"): (8, 16), ("w",): (8, 8)}
+    for leaf, array in zip(
+        described.leaves, jax.tree.leaves(optimizer.state.param_states), strict=True
+    ):
+        assert described.of(leaf).group == leaf.group
+        if leaf.parameter is not None and leaf.role != "other":
+            assert leaf.dimensions is not None
+            kept = [shapes[leaf.parameter][dim] for dim in leaf.dimensions if dim is not None]
+            assert array.shape == tuple(kept)
