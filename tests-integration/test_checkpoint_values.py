@@ -179,7 +179,7 @@ def test_values_change_on_their_way_to_a_mesh(tmp_path: Path, kind: AxisType) ->
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, one)
         checkpointer.wait()
-        plan: Plan = plan_restore(checkpointer.at(1), target, rules=rules)
+        plan: Plan[Any] = plan_restore(checkpointer.at(1), target, rules=rules)
         found = named_state(plan.apply())
     old = {name: np.asarray(leaf) for name, leaf in named_state(one).items()}
     for name, leaf in found.items():

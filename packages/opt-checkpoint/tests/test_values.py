@@ -63,7 +63,7 @@ def leaves(optimizer: Optimizer) -> Arrays:
     return {name: np.asarray(leaf) for name, leaf in named_state(optimizer).items()}
 
 
-def planned(saved: Optimizer, target: Optimizer, rules: list[Rule], allow: Any = ()) -> Plan:
+def planned(saved: Optimizer, target: Optimizer, rules: list[Rule], allow: Any = ()) -> Plan[Any]:
     return plan_restore(named_state(saved), target, rules=rules, allow=allow)
 
 
@@ -73,7 +73,7 @@ def assert_same(found: Arrays, expected: Arrays) -> None:
     assert not wrong
 
 
-def problems(plan: Plan) -> dict[str, str]:
+def problems(plan: Plan[Any]) -> dict[str, str]:
     return {row.leaf.name: row.problem for row in plan.rows if row.problem}
 
 
