@@ -16,13 +16,16 @@ from opt_checkpoint._naming.names import NamedState, named_state
 from opt_checkpoint._naming.schema import LeafInfo, Names, Source, leaf_name, leaf_path
 from opt_checkpoint._planning.beside import dropped, joined, with_counts, with_notes
 from opt_checkpoint._planning.compare import (
+    INJECTING,
     changes,
+    have_other_dimensions,
     home_of,
     occurrences,
     regrouped_changes,
 )
 from opt_checkpoint._planning.homes import Homes, frozen, key_of
 from opt_checkpoint._planning.plan import Plan, Row
+from opt_checkpoint._planning.renames import suggested_renames
 from opt_checkpoint._planning.rules import (
     Action,
     Policy,
@@ -33,7 +36,7 @@ from opt_checkpoint._planning.rules import (
     expanded,
     sources_of,
 )
-from opt_checkpoint._planning.windows import Running, windows
+from opt_checkpoint._planning.windows import Running, bearing_problems
 
 
 def plan_restore(
@@ -84,6 +87,7 @@ def plan_restore(
     rows = with_counts(matcher.rows(), matcher.anew, policy)
     saved = checkpoint.schema.by_name
     pairs = [(saved[name], row.leaf) for row in rows for name in row.sources]
+    ruled = {row.leaf.name for row in rows if policy.rule(row.leaf.name) is not None}
     running = Running(pairs, checkpoint.schema)
     rows = with_notes(joined(row, running, policy) for row in rows)
     _check_rules(policy, rows, checkpoint)
@@ -95,7 +99,8 @@ def plan_restore(
         rows=tuple(rows),
         dropped=tuple(dropped(checkpoint.schema, rows, running, policy, trained)),
         changes=tuple(dict.fromkeys(changed)),
-        problems=tuple(windows(pairs, checkpoint.schema, named.schema)),
+        problems=tuple(bearing_problems(pairs, checkpoint.schema, named.schema, ruled)),
+        suggestions=tuple(suggested_renames(checkpoint.schema, named.schema, rows, ruled)),
         allow=policy.allow,
         source=checkpoint,
         target=target,
@@ -157,6 +162,8 @@ class _Matcher:
         sources, kinds, note = self._find(leaf)
         if not sources:
             return self._initialised(leaf, note)
+        if have_other_dimensions(sources[0], leaf):
+            return self._let_go(leaf, "the checkpoint has it for other dimensions")
         row = self._fitted(leaf, sources[0], kinds, note, admitted)
         return dataclasses.replace(row, sources=tuple(source.name for source in sources))
 
@@ -169,16 +176,12 @@ class _Matcher:
             if other is None:
                 return (), (), "no other has its settings"
             if found := self._named(_renamed(leaf, other)):
-                is_unclear = other == leaf.transformation
-                why = "one of its like, in their order"
-                if not is_unclear:
-                    why = f"was `{other}`, by its settings"
-                return found, ("optimizer",), why
+                return found, ("optimizer",), f"was `{other}`, by its settings"
         homes = self.homes.of(leaf.group, leaf.transformation)
         is_elsewhere = leaf.parameter is None and homes and leaf.group not in homes
         is_shared = leaf.parameter is None and len(homes) > 1
         if leaf.name in self.saved and not is_elsewhere and not is_shared:
-            is_given = "hyperparams" in key_of(leaf)[1] and leaf.transformation.startswith("inject")
+            is_given = "hyperparams" in key_of(leaf)[1] and leaf.transformation.startswith(INJECTING)
             return self._named(leaf.name), (), "the saved value, not the target's" * is_given
         candidates = self._elsewhere(leaf, homes)
         if leaf.parameter is None:
@@ -277,9 +280,6 @@ class _Matcher:
         if casts and not wrong:
             note = f"{source.dtype} -> {leaf.dtype}"
         kinds, problem = (*kinds, *casts), problem or wrong
-        is_known = source.type and leaf.type and "rename" not in kinds
-        if is_known and _name_of(source.type) != _name_of(leaf.type):
-            kinds, note = (*kinds, "optimizer"), f"{source.type} -> {leaf.type}"
         action: Any = "converted" if kinds or problem or source.name != leaf.name else "matched"
         is_admitted = set(kinds) <= admitted
         return Row(
@@ -310,6 +310,11 @@ class _Matcher:
             is_admitted=admitted,
         )
 
+    def _let_go(self, leaf: LeafInfo, why: str) -> Row:
+        row = self._initialised(leaf, why)
+        admitted = {"initialise", "drop"} <= self.policy.allow
+        return dataclasses.replace(row, kinds=("initialise", "drop"), is_admitted=admitted)
+
     def _kept(self, leaf: LeafInfo) -> Row:
         problem = "the target gives no value to keep" if _is_abstract(self.named[leaf.name]) else ""
         return Row(leaf, "kept", note="as a rule says", problem=problem)
@@ -336,10 +341,6 @@ def _cast(source: LeafInfo, leaf: LeafInfo) -> tuple[tuple[str, ...], str]:
 def _renamed(leaf: LeafInfo, transformation: str) -> str:
     at = 2 * len(leaf.group) + 1
     return leaf_name((*leaf.path[:at], transformation, *leaf.path[at + 1 :]))
-
-
-def _name_of(type_id: str) -> str:
-    return type_id.rpartition(":")[2]
 
 
 def _is_abstract(leaf: Any) -> bool:

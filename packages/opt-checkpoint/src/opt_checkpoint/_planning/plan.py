@@ -87,6 +87,7 @@ class Plan:
       allow: the kinds that are admitted.
       source: where leaves are read from.
       target: what is restored.
+      suggestions: transformations that may have been renamed, with the rule that says so.
     """
 
     rows: tuple[Row, ...]
@@ -96,6 +97,7 @@ class Plan:
     allow: frozenset[str]
     source: Source = dataclasses.field(repr=False, compare=False)
     target: Optimizer = dataclasses.field(repr=False, compare=False)
+    suggestions: tuple[str, ...] = ()
 
     @property
     def is_ok(self) -> bool:
@@ -227,6 +229,7 @@ class Plan:
             "dropped": [dataclasses.asdict(x) | {"name": x.leaf.name} for x in self.dropped],
             "changes": list(self.changes),
             "problems": list(self.problems),
+            "suggestions": list(self.suggestions),
             "allow": sorted(self.allow),
         }
 
@@ -241,7 +244,8 @@ class Plan:
         sign = "!" if self._refused_changes else " "
         changed = [f"{sign}* optimizer: {change}" for change in self.changes]
         wrong = [f"!* {problem}" for problem in self.problems]
-        return "\n".join([self.summary(), *wrong, *changed, *lines])
+        asked = [f"?* {suggestion}" for suggestion in self.suggestions]
+        return "\n".join([self.summary(), *wrong, *asked, *changed, *lines])
 
 
 def leaf_bytes(leaf: LeafInfo) -> int:
