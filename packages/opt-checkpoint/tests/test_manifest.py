@@ -60,7 +60,7 @@ def test_the_same_bytes_every_time() -> None:
 def test_b9_newer_format() -> None:
     """A newer format version than the reader: an error that says which version reads it."""
     body = {"anything": "may have changed"}
-    with pytest.raises(VersionError, match=r"format 2, which needs opt-checkpoint >= 0\.7\.0"):
+    with pytest.raises(VersionError, match=r"format 3, which needs opt-checkpoint >= 0\.7\.0"):
         decode(canonical_json({"format_version": 3, "needs": "0.7.0", "manifest": body}))
 
 

@@ -50,9 +50,7 @@ _WINDOWS: Final = {
         Bearing("window", ("mini_step",)),
         {"acc_grads": "accumulator"},
     ),
-    "apply_every": _Window(
-        ("k",), Bearing("window", ("count",), "k"), {"grad_acc": "accumulator"}
-    ),
+    "apply_every": _Window(("k",), Bearing("window", ("count",), "k"), {"grad_acc": "accumulator"}),
     "sam": _Window(
         ("sync_period",), Bearing("window", ("steps_since_sync",)), {"cache": "params_copy"}
     ),

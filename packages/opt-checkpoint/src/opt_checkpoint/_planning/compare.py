@@ -56,9 +56,7 @@ def changes(old: Schema, new: Schema) -> list[str]:
     return [*found, *_other_dimensions(old, new)]
 
 
-def _is_disordered(
-    saved: Sequence[Transformation], old: Sequence[str], new: Sequence[str]
-) -> bool:
+def _is_disordered(saved: Sequence[Transformation], old: Sequence[str], new: Sequence[str]) -> bool:
     """Whether a checkpoint of format 1 has the two optimizers of `sam` in no order."""
     is_first = not any(made.source for made in saved)
     return is_first and "`sam`" in old and Counter(old) == Counter(new)

@@ -181,7 +181,9 @@ class _Matcher:
         is_elsewhere = leaf.parameter is None and homes and leaf.group not in homes
         is_shared = leaf.parameter is None and len(homes) > 1
         if leaf.name in self.saved and not is_elsewhere and not is_shared:
-            is_given = "hyperparams" in key_of(leaf)[1] and leaf.transformation.startswith(INJECTING)
+            is_given = "hyperparams" in key_of(leaf)[1] and leaf.transformation.startswith(
+                INJECTING
+            )
             return self._named(leaf.name), (), "the saved value, not the target's" * is_given
         candidates = self._elsewhere(leaf, homes)
         if leaf.parameter is None:

@@ -60,7 +60,9 @@ def _found(schema: Schema, where: tuple[Names, str]) -> Transformation | None:
 
 def _suggestion(old: Transformation, new: Transformation) -> str:
     before, after = (
-        leaf_name(("state", *(part for label in t.group for part in ("groups", label)), t.leaf_name))
+        leaf_name(
+            ("state", *(part for label in t.group for part in ("groups", label)), t.leaf_name)
+        )
         for t in (old, new)
     )
     pattern = re.escape(after).replace("\\#", "#") + "/(.*)"
