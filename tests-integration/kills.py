@@ -22,7 +22,7 @@ class Workers:
     """A server of processes; `close` ends it and whatever it has started."""
 
     def __init__(self, folder: Path) -> None:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
         self._folder = folder
         self._count = 0
         self._server = subprocess.Popen(
