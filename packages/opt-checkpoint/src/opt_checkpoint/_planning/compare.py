@@ -325,5 +325,5 @@ def settings_changes(old: Transformation, new: Transformation, *, by_number: boo
             was = one if isinstance(one, bool) else "no boolean"
             yield f"{where} was {was}, is {other if isinstance(other, bool) else 'no boolean'}"
         elif effect == "window":
-            was, now = (x if isinstance(x, int) else "a function" for x in (one, other))
-            yield f"{where} was {was}, is {now if was != now else 'another'}"
+            length, now = (str(x) if isinstance(x, int) else "a function" for x in (one, other))
+            yield f"{where} was {length}, is {now if length != now else 'another'}"

@@ -58,13 +58,13 @@ def _found(schema: Schema, where: tuple[Names, str]) -> Transformation | None:
     return next((t for t in schema.optimizer if (t.group, t.leaf_name) == where), None)
 
 
+def _prefix(made: Transformation) -> str:
+    groups = [part for label in made.group for part in ("groups", label)]
+    return leaf_name(("state", *groups, made.leaf_name))
+
+
 def _suggestion(old: Transformation, new: Transformation) -> str:
-    before, after = (
-        leaf_name(
-            ("state", *(part for label in t.group for part in ("groups", label)), t.leaf_name)
-        )
-        for t in (old, new)
-    )
+    before, after = _prefix(old), _prefix(new)
     pattern = re.escape(after).replace("\\#", "#") + "/(.*)"
     source = before.replace("\\", "\\\\") + "/\\1"
     told = (

@@ -141,6 +141,8 @@ def _json(value: Any, depth: int) -> Any:
             return _function(value, depth)
         case types.BuiltinMethodType() if not isinstance(value.__self__, types.ModuleType):
             return {"function": value.__qualname__, "of": inner(value.__self__)}
+    if isinstance(unwrapped(value), types.FunctionType):
+        return _function(value, depth)  # a compiled one
     if not isinstance(value, type) and callable(value) and attributes(value):
         return {"function": type(value).__name__} | {
             name: inner(child) for name, child in attributes(value).items()
