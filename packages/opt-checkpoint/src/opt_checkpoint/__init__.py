@@ -29,7 +29,7 @@ from opt_checkpoint._planning.adafactor_rules import (
 )
 from opt_checkpoint._planning.match import plan_restore
 from opt_checkpoint._planning.plan import Dropped, Plan, Row
-from opt_checkpoint._planning.rules import Rename, Rule, Stack, Unstack
+from opt_checkpoint._planning.rules import Map, Pad, Rename, Rule, Stack, Unstack
 
 __version__ = _version("opt-checkpoint")
 
@@ -45,7 +45,9 @@ __all__ = [
     "Checkpointer",
     "Dropped",
     "LeafInfo",
+    "Map",
     "NamedState",
+    "Pad",
     "Plan",
     "Rename",
     "Row",

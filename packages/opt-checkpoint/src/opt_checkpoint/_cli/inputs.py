@@ -18,7 +18,7 @@ from opt_core.errors import OptimizerError
 
 from opt_checkpoint._disk.checkpointer import Checkpointer
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
-from opt_checkpoint._planning.rules import Rename, Rule, Stack, Unstack
+from opt_checkpoint._planning.rules import Pad, Rename, Rule, Stack, Unstack
 
 # Of a number that someone typed.
 _DIGITS = 18
@@ -166,7 +166,7 @@ def parse_rule(text: str) -> Rule:
     r"""Reads `PATTERN=ACTION`.
 
     Actions: a word (`initialise`, `keep`, `drop`, `cast`, `reshape`), `rename:SOURCE`,
-    `stack:SOURCE[:AXIS]` or `unstack:SOURCE:INDEX[:AXIS]`.
+    `stack:SOURCE[:AXIS]`, `unstack:SOURCE:INDEX[:AXIS]` or `pad:AXIS:SIZE`. A `Map` needs Python.
 
     Raises:
       InputError: it is not of that form.
@@ -174,6 +174,8 @@ def parse_rule(text: str) -> Rule:
     Examples:
       >>> parse_rule(r'(.*)/layers/(.*)=stack:\1/layers_{i}/\2')
       ('(.*)/layers/(.*)', Stack(source='\\1/layers_{i}/\\2', axis=0))
+      >>> parse_rule('.*/embedding=pad:0:32128')
+      ('.*/embedding', Pad(axis=0, to=32128, value=0))
       >>> parse_rule('state/.*=drop')
       ('state/.*', 'drop')
     """
@@ -194,9 +196,11 @@ def parse_rule(text: str) -> Rule:
             return pattern, Unstack(source, index)
         case "unstack", [source, index, axis] if _is_index(index) and _is_integer(axis):
             return pattern, Unstack(source, index, int(axis))
+        case "pad", [axis, size] if _is_integer(axis) and _is_integer(size) and size[0] != "-":
+            return pattern, Pad(int(axis), int(size))
     raise InputError(
         f"`--rule`: expected initialise, keep, drop, cast, reshape, rename:SOURCE, "
-        f"stack:SOURCE[:AXIS] or unstack:SOURCE:INDEX[:AXIS], found `{action:.200}`"
+        f"stack:SOURCE[:AXIS], unstack:SOURCE:INDEX[:AXIS] or pad:AXIS:SIZE, found `{action:.200}`"
     )
 
 

@@ -291,7 +291,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="PATTERN=ACTION",
         help="what to do with leaves: initialise, keep, drop, cast, reshape, rename:SOURCE, "
-        "stack:SOURCE[:AXIS], unstack:SOURCE:INDEX[:AXIS]",
+        "stack:SOURCE[:AXIS], unstack:SOURCE:INDEX[:AXIS], pad:AXIS:SIZE",
     )
     plan.add_argument("--all", action="store_true", help="a line for every leaf")
     plan.add_argument("--json", action="store_true", help="the plan as JSON")

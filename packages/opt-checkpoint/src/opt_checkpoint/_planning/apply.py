@@ -14,8 +14,8 @@ from opt_core import Optimizer, OptimizerState, strong_types, unalias
 
 from opt_checkpoint._disk.pacing import paced
 from opt_checkpoint._naming.schema import LeafInfo
-from opt_checkpoint._planning.plan import Plan, Row
-from opt_checkpoint._planning.rules import Stack, Unstack
+from opt_checkpoint._planning.plan import Plan, Row, function_name
+from opt_checkpoint._planning.rules import Map, Pad
 from opt_checkpoint.errors import LeafError
 
 
@@ -31,7 +31,7 @@ def apply_plan(plan: Plan) -> Optimizer:
     checks: dict[str, Any] = {}
     uses = _uses(plan)
     for row, value in zip(plan.rows, values, strict=True):
-        found.append(_leaf(row, value, arrays, places[row.leaf.name], checks))
+        found.append(_leaf(row, value, arrays, places[row.leaf.name], checks, plan.allow))
         for name in row.sources:
             uses[name] -= 1
             if not uses[name]:
@@ -56,7 +56,7 @@ def _wanted(plan: Plan, places: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeSt
     for row in plan.rows:
         for name in row.sources:
             if name not in wanted:
-                place = _source_sharding(row, places[row.leaf.name])
+                place = _source_sharding(row, saved[name].shape, places[row.leaf.name])
                 wanted[name] = abstract(saved[name], place)
     return wanted
 
@@ -80,20 +80,31 @@ def _key_dtype(name: str) -> Any:
     raise LeafError(f"`{name}` is no kind of PRNG keys that this JAX knows")
 
 
-def _source_sharding(row: Row, sharding: Any) -> Any:
+def _source_sharding(row: Row, shape: tuple[int, ...], sharding: Any) -> Any:
     """Where a leaf of the checkpoint lies best for the leaf that is made of it."""
-    if row.leaf.shape and "reshape" in row.kinds:
-        return _replicated(sharding)
-    if not isinstance(row.by, Stack | Unstack) or not isinstance(sharding, NamedSharding):
+    if not isinstance(sharding, NamedSharding):
         return sharding
-    rank = len(row.leaf.shape)
-    spec = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
-    if isinstance(row.by, Stack):
-        del spec[row.by.axis]
-    else:
-        axis = row.by.axis
-        spec.insert(axis if axis >= 0 else axis + rank + 1, None)
+    if row.how in ("maxima", "first") or (row.leaf.shape and "reshape" in row.kinds):
+        return _replicated(sharding)
+    spec = [*sharding.spec, *[None] * (len(row.leaf.shape) - len(sharding.spec))]
+    if row.how == "stack":
+        del spec[row.axis]
+    elif row.how == "slice":
+        spec.insert(row.axis, None)
+    elif row.how == "pad":
+        spec[row.axis] = None
+    elif row.how == "map":
+        return _where_it_divides(sharding, shape)
     return sharding.update(spec=PartitionSpec(*spec))
+
+
+def _where_it_divides(sharding: NamedSharding, shape: tuple[int, ...]) -> Any:
+    """As the result of a function lies, if an argument of it can."""
+    try:
+        sharding.shard_shape(shape)
+    except ValueError:
+        return _replicated(sharding)
+    return sharding
 
 
 def _replicated(sharding: Any) -> Any:
@@ -111,7 +122,12 @@ def _uses(plan: Plan) -> dict[str, int]:
 
 
 def _leaf(
-    row: Row, value: Any, arrays: Mapping[str, Any], sharding: Any, checks: dict[str, Any]
+    row: Row,
+    value: Any,
+    arrays: Mapping[str, Any],
+    sharding: Any,
+    checks: dict[str, Any],
+    allow: frozenset[str],
 ) -> Any:
     """The leaf of the target, `None` where the state has to be made anew."""
     if row.action == "kept" or (row.action == "initialised" and row.leaf.kind == "params"):
@@ -119,19 +135,49 @@ def _leaf(
     if row.action == "initialised":
         return None
     given = [arrays[name] for name in row.sources]
-    if row.action == "matched" or not set(row.kinds) & {"cast", "reshape", "stack"}:
-        if isinstance(given[0], np.ndarray):
-            raise LeafError(
-                f"`{row.leaf.name}`: JAX cannot hold {row.leaf.dtype} here. Set `jax_enable_x64`, "
-                "or give the target another dtype and admit `'cast'`."
-            )
+    is_wide = any(isinstance(x, np.ndarray) for x in given)
+    if is_wide and "cast" not in row.kinds:
+        raise LeafError(
+            f"`{row.leaf.name}`: JAX cannot hold {row.leaf.dtype} here. Set `jax_enable_x64`, "
+            "or give the target another dtype and admit `'cast'`."
+        )
+    if not row.how and not set(row.kinds) & {"cast", "reshape"}:
         return _placed(given[0], sharding)
-    if "cast" in row.kinds and any(isinstance(x, np.ndarray) for x in given):
-        # 64 bits that this process cannot hold in an array of JAX.
-        given = [_cast_on_host(row, x) for x in given]
-    made, fits = paced(_converter(row, sharding)(given))
+    if isinstance(row.by, Map) and row.is_opaque:
+        made, fits = _called(row, row.by, given, allow)
+    else:
+        if is_wide:
+            # 64 bits that this process cannot hold in an array of JAX.
+            given = [_cast_on_host(row, x) for x in given]
+        made, fits = paced(_converter(row, sharding)(given))
     checks[row.leaf.name] = (fits, row)
     return _placed(made, sharding)
+
+
+def _called(row: Row, by: Map, given: list[Any], allow: frozenset[str]) -> tuple[Any, Any]:
+    """What a function makes that needs values: nothing of it was known before."""
+    leaf, name = row.leaf, function_name(by.fn)
+    try:
+        found = by.fn(*given)
+    except Exception as error:
+        raise LeafError(
+            f"`{leaf.name}`: `{name}` raises {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(found, jax.Array | np.ndarray | np.generic):
+        raise LeafError(
+            f"`{leaf.name}`: `{name}` returns {type(found).__name__}, expected one array"
+        )
+    result = f"{found.dtype}{list(found.shape)}"
+    is_cast = str(found.dtype) != leaf.dtype
+    if found.shape != leaf.shape or (is_cast and ("cast" not in allow or leaf.is_key)):
+        raise LeafError(
+            f"`{leaf.name}`: `{name}` returns {result}, expected {leaf.dtype}{list(leaf.shape)}"
+        )
+    if leaf.is_key:
+        return found, True
+    with np.errstate(all="ignore"):
+        made = found.astype(jnp.dtype(leaf.dtype))
+    return jnp.asarray(made), fits(found, made, jnp if isinstance(found, jax.Array) else np)
 
 
 def _placed(array: Any, sharding: Any) -> Any:
@@ -139,27 +185,51 @@ def _placed(array: Any, sharding: Any) -> Any:
 
 
 def _converter(row: Row, sharding: Any) -> Any:
-    axis = row.by.axis if isinstance(row.by, Stack | Unstack) else 0
-    how = "stack" if isinstance(row.by, Stack) else "slice" if row.index is not None else ""
     out = sharding if isinstance(sharding, NamedSharding) else None
-    return _compiled_converter(how, axis, row.index or 0, row.leaf.shape, row.leaf.dtype, out)
+    fn = row.by.fn if isinstance(row.by, Map) and row.how == "map" else None
+    detail = row.by.value if isinstance(row.by, Pad) else row.index or 0
+    key = row.how, row.axis, detail, fn, row.leaf.shape, row.leaf.dtype, out
+    return _compiled_converter(*key)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _compiled_converter(
-    how: str, axis: int, index: int, shape: tuple[int, ...], dtype: str, sharding: Any
+    how: str,
+    axis: int,
+    detail: Any,
+    fn: Any,
+    shape: tuple[int, ...],
+    dtype: str,
+    sharding: Any,
 ) -> Any:
     def convert(given: list[Any]) -> tuple[Any, Any]:
-        made = given[0]
-        if how == "stack":
-            made = jnp.stack(given, axis)
-        elif how == "slice":
-            made = jax.lax.index_in_dim(given[0], index, axis, keepdims=False)
-        made = jnp.reshape(made, shape)
+        made = jnp.reshape(_made(how, given, axis, detail, fn, shape), shape)
         cast = made if dtype.startswith("key<") else made.astype(dtype)
         return cast, fits(made, cast)
 
     return jax.jit(convert, out_shardings=None if sharding is None else (sharding, None))
+
+
+def _made(
+    how: str, given: list[Any], axis: int, detail: Any, fn: Any, shape: tuple[int, ...]
+) -> Any:
+    first = given[0]
+    match how:
+        case "stack":
+            return jnp.stack(given, axis)
+        case "slice":
+            return jax.lax.index_in_dim(first, detail, axis, keepdims=False)
+        case "pad":
+            size = shape[axis] - first.shape[axis]
+            new = [*first.shape[:axis], size, *first.shape[axis + 1 :]]
+            return jnp.concatenate([first, jnp.full(new, detail, first.dtype)], axis)
+        case "map":
+            return fn(*given)
+        case "maximum":
+            return functools.reduce(jnp.maximum, given)
+        case "maxima":
+            return jnp.stack([jnp.max(each) for each in given])
+    return first
 
 
 def fits(before: Any, after: Any, np: Any = jnp) -> Any:

@@ -63,10 +63,13 @@ def _is_disordered(saved: Sequence[Transformation], old: Sequence[str], new: Seq
 
 
 def _other_dimensions(old: Schema, new: Schema) -> Iterator[str]:
-    before = old.by_name
+    before, after = old.by_name, new.by_name
     for leaf in new.leaves:
         source = before.get(leaf.name)
         if source is not None and have_other_dimensions(source, leaf):
+            param = leaf_name(("params", *(leaf.parameter or ())))
+            if param in before and param in after and before[param].shape != after[param].shape:
+                continue  # the parameter is another one, not the optimizer
             name = leaf_name((*_field(leaf), *(leaf.parameter or ())))
             one, other = (
                 ",".join("-" if dim is None else str(dim) for dim in found.dimensions or ())

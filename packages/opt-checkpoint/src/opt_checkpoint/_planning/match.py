@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from opt_core import Optimizer
 
@@ -23,19 +21,22 @@ from opt_checkpoint._planning.compare import (
     occurrences,
     regrouped_changes,
 )
+from opt_checkpoint._planning.fit import fitted
 from opt_checkpoint._planning.homes import Homes, frozen, key_of
+from opt_checkpoint._planning.kept import KeptDimensions, without_ruled
 from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.renames import suggested_renames
 from opt_checkpoint._planning.rules import (
-    Action,
+    Map,
+    Pad,
     Policy,
     Rename,
     Rule,
     Stack,
     Unstack,
-    expanded,
     sources_of,
 )
+from opt_checkpoint._planning.values import RuledRows
 from opt_checkpoint._planning.windows import Running, bearing_problems
 
 
@@ -68,12 +69,13 @@ def plan_restore(
       TypeError, ValueError: `allow` or `rules` are none; or a rule matches no leaf.
 
     Examples:
+      >>> import jax.numpy as jnp
       >>> import opt_optax_bridge as opt
       >>> params = {'w': jnp.ones(2)}
       >>> saved = named_state(opt.adam(1e-3).create(params))
       >>> print(plan_restore(saved, opt.sgd(1e-3, momentum=0.9).create(params)))
       2 matched (12 bytes), 1 initialised (8 bytes), 3 dropped (20 bytes)
-      !* optimizer: `scale_by_adam` is gone
+      !* optimizer: `adam` is gone
       !* optimizer: `trace` is new
       !+ state/trace/trace/w float32[2]
       !- state/adam/count int32[]
@@ -87,20 +89,23 @@ def plan_restore(
     rows = with_counts(matcher.rows(), matcher.anew, policy)
     saved = checkpoint.schema.by_name
     pairs = [(saved[name], row.leaf) for row in rows for name in row.sources]
-    ruled = {row.leaf.name for row in rows if policy.rule(row.leaf.name) is not None}
+    by_rule = {row.leaf.name for row in rows if policy.rule(row.leaf.name) is not None}
     running = Running(pairs, checkpoint.schema)
     rows = with_notes(joined(row, running, policy) for row in rows)
     _check_rules(policy, rows, checkpoint)
     idle = frozen(named.schema)
     trained = {o for param, found in matcher.origins.items() if param not in idle for o in found}
-    changed = changes(checkpoint.schema, named.schema)
-    changed += regrouped_changes(checkpoint.schema, named.schema, pairs)
+    # A `Rename` keeps what a leaf keeps, whatever that was.
+    ruled = [row.leaf for row in rows if row.how or isinstance(row.by, Pad)]
+    schema = without_ruled(named.schema, [leaf for leaf in ruled if leaf.kind == "state"])
+    changed = changes(checkpoint.schema, schema)
+    changed += regrouped_changes(checkpoint.schema, schema, pairs)
     return Plan(
         rows=tuple(rows),
         dropped=tuple(dropped(checkpoint.schema, rows, running, policy, trained)),
         changes=tuple(dict.fromkeys(changed)),
-        problems=tuple(bearing_problems(pairs, checkpoint.schema, named.schema, ruled)),
-        suggestions=tuple(suggested_renames(checkpoint.schema, named.schema, rows, ruled)),
+        problems=tuple(bearing_problems(pairs, checkpoint.schema, named.schema, by_rule)),
+        suggestions=tuple(suggested_renames(checkpoint.schema, named.schema, rows, by_rule)),
         allow=policy.allow,
         source=checkpoint,
         target=target,
@@ -128,6 +133,8 @@ class _Matcher:
         self.origins = dict(self._origins())
         self.homes = Homes(source, named.schema, self.origins)
         self.anew = self.homes.disagreements(named.schema)
+        kept = KeptDimensions(source.schema, named.schema)
+        self.ruled = RuledRows(self.saved, named.schema.leaves, kept, policy)
 
     def _origins(self) -> Iterator[tuple[Names, list[Names]]]:
         """The parameters of the checkpoint that each of the target's comes from."""
@@ -135,8 +142,8 @@ class _Matcher:
             if leaf.kind == "params":
                 found = self.policy.rule(leaf.name)
                 names: tuple[str, ...] = (leaf.name,)
-                if found is not None and isinstance(found[1], Rename | Stack | Unstack):
-                    names = sources_of(found[1], found[2], leaf)
+                if found is not None and isinstance(found[1], Rename | Stack | Unstack | Map):
+                    names = sources_of(found[1], found[2], leaf.shape)
                 yield leaf.path[1:], [leaf_path(n)[1:] for n in names if n in self.saved]
 
     def rows(self) -> Iterator[Row]:
@@ -151,8 +158,8 @@ class _Matcher:
                 return self._initialised(leaf, "as a rule says", is_ruled=True)
             if action == "keep":
                 return self._kept(leaf)
-            if isinstance(action, Rename | Stack | Unstack):
-                return self._made(leaf, action, match)
+            if isinstance(action, Rename | Stack | Unstack | Map):
+                return self.ruled.taken(leaf, action, match)
         admitted = self.policy.allow
         if found is not None and isinstance(found[1], str):
             admitted = admitted | {found[1]}
@@ -162,9 +169,16 @@ class _Matcher:
         sources, kinds, note = self._find(leaf)
         if not sources:
             return self._initialised(leaf, note)
+        if found is not None and isinstance(found[1], Pad):
+            row = self.ruled.padded(leaf, found[1], sources[0], kinds, note)
+            is_own = row.sources == (sources[0].name,)
+            names = tuple(source.name for source in sources)
+            return dataclasses.replace(row, sources=names) if is_own else row
+        if why := self._left_behind(leaf, sources[0]):
+            return self._let_go(leaf, why)
         if have_other_dimensions(sources[0], leaf):
             return self._let_go(leaf, "the checkpoint has it for other dimensions")
-        row = self._fitted(leaf, sources[0], kinds, note, admitted)
+        row = fitted(leaf, sources[0], kinds, note, admitted)
         return dataclasses.replace(row, sources=tuple(source.name for source in sources))
 
     def _find(self, leaf: LeafInfo) -> tuple[Sequence[LeafInfo], tuple[str, ...], str]:
@@ -210,91 +224,6 @@ class _Matcher:
     def _named(self, name: str) -> Sequence[LeafInfo]:
         return [self.saved[name]] if name in self.saved else []
 
-    def _made(self, leaf: LeafInfo, action: Rename | Stack | Unstack, match: Any) -> Row:
-        """A leaf that a rule makes from others."""
-        names = sources_of(action, match, leaf)
-        row = Row(leaf, "converted", names, by=action)
-        if not names:
-            return dataclasses.replace(row, problem=f"has no axis {action_axis(action)} to stack")
-        missing = [name for name in names if name not in self.saved]
-        if missing:
-            return dataclasses.replace(
-                row, sources=(), problem=f"the checkpoint has no `{missing[0]}`, as a rule says"
-            )
-        sources = [self.saved[name] for name in names]
-        kind = "rename" if isinstance(action, Rename) else "stack"
-        if isinstance(action, Rename):
-            fitted = self._fitted(leaf, sources[0], ("rename",), "", self.policy.allow | {"rename"})
-            return dataclasses.replace(fitted, by=action)
-        expected, index = list(leaf.shape), None
-        if isinstance(action, Stack):
-            del expected[action.axis]
-        else:
-            axis = action.axis
-            shape = sources[0].shape
-            if not -len(shape) <= axis < len(shape):
-                return dataclasses.replace(
-                    row, problem=f"`{names[0]}` {list(shape)} has no axis {axis} to unstack"
-                )
-            text = expanded(match, action.index)
-            if not text.isdecimal() or int(text) >= shape[axis]:
-                return dataclasses.replace(
-                    row, problem=f"`{names[0]}` {list(shape)} has no index {text!r} along {axis}"
-                )
-            index = int(text)
-            expected.insert(axis if axis >= 0 else axis + len(shape), shape[axis])
-        wrong = [s for s in sources if list(s.shape) != expected]
-        if wrong:
-            return dataclasses.replace(
-                row,
-                problem=f"expected `{wrong[0].name}` of {expected}, found {list(wrong[0].shape)}",
-            )
-        kinds, problem = _cast(sources[0], leaf)
-        if any(s.dtype != sources[0].dtype for s in sources):
-            problem = f"`{names[0]}` and others of its stack have different dtypes"
-        admitted = set(kinds) <= self.policy.allow
-        return dataclasses.replace(
-            row,
-            kinds=(kind, *kinds),
-            note=f"{sources[0].dtype} -> {leaf.dtype}" if kinds else "",
-            problem=problem,
-            index=index,
-            is_admitted=admitted,
-        )
-
-    def _fitted(
-        self,
-        leaf: LeafInfo,
-        source: LeafInfo,
-        kinds: tuple[str, ...],
-        note: str,
-        admitted: frozenset[str],
-    ) -> Row:
-        """A leaf that comes from one other."""
-        problem = ""
-        if source.shape != leaf.shape:
-            if math.prod(source.shape) == math.prod(leaf.shape):
-                kinds = (*kinds, "reshape")
-                note = f"{list(source.shape)} -> {list(leaf.shape)}"
-            else:
-                problem = f"expected {list(leaf.shape)}, found {list(source.shape)}"
-        casts, wrong = _cast(source, leaf)
-        if casts and not wrong:
-            note = f"{source.dtype} -> {leaf.dtype}"
-        kinds, problem = (*kinds, *casts), problem or wrong
-        action: Any = "converted" if kinds or problem or source.name != leaf.name else "matched"
-        is_admitted = set(kinds) <= admitted
-        return Row(
-            leaf,
-            action,
-            (source.name,),
-            kinds,
-            note=note,
-            problem=problem,
-            is_admitted=is_admitted,
-            value=source.value,
-        )
-
     def _initialised(self, leaf: LeafInfo, note: str, *, is_ruled: bool = False) -> Row:
         admitted = is_ruled or "initialise" in self.policy.allow
         problem = ""
@@ -312,6 +241,24 @@ class _Matcher:
             is_admitted=admitted,
         )
 
+    def _left_behind(self, leaf: LeafInfo, source: LeafInfo) -> str:
+        """Why a leaf whose parameter a rule makes is not its namesake; empty if it is.
+
+        A moment that still fits its parameter's shape, fits not its values.
+        """
+        if leaf.kind != "state" or leaf.parameter is None:
+            return ""
+        name = leaf_name(("params", *leaf.parameter))
+        found = self.policy.rule(name)
+        if found is None or isinstance(found[1], str):
+            return ""
+        if isinstance(found[1], Pad):
+            return self.ruled.unpadded(leaf, found[1], source)
+        is_moved = self.origins.get(leaf.parameter) != [source.parameter]
+        if isinstance(found[1], Rename) and not is_moved:
+            return ""
+        return f"a `{type(found[1]).__name__}` makes `{name}`, and no rule says what this becomes"
+
     def _let_go(self, leaf: LeafInfo, why: str) -> Row:
         row = self._initialised(leaf, why)
         admitted = {"initialise", "drop"} <= self.policy.allow
@@ -320,24 +267,6 @@ class _Matcher:
     def _kept(self, leaf: LeafInfo) -> Row:
         problem = "the target gives no value to keep" if _is_abstract(self.named[leaf.name]) else ""
         return Row(leaf, "kept", note="as a rule says", problem=problem)
-
-
-def action_axis(action: Action) -> int:
-    """Returns the axis of a stack, 0 of anything else."""
-    return action.axis if isinstance(action, Stack | Unstack) else 0
-
-
-def _cast(source: LeafInfo, leaf: LeafInfo) -> tuple[tuple[str, ...], str]:
-    if source.dtype == leaf.dtype:
-        return (), ""
-    wrong = f"expected {leaf.dtype}, found {source.dtype}"
-    if source.is_key or leaf.is_key:
-        return (), f"{wrong}: keys cannot be cast"
-    old, new = jnp.dtype(source.dtype), jnp.dtype(leaf.dtype)
-    is_complex = jnp.issubdtype(old, jnp.complexfloating)
-    if is_complex and not jnp.issubdtype(new, jnp.complexfloating):
-        return (), f"{wrong}: an imaginary part would be lost"
-    return ("cast",), ""
 
 
 def _renamed(leaf: LeafInfo, transformation: str) -> str:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from opt_core import Optimizer
 
 from opt_checkpoint._naming.schema import LeafInfo, Source
-from opt_checkpoint._planning.rules import KINDS, Rename, Stack, Unstack
+from opt_checkpoint._planning.rules import KINDS, Map, Pad, Rename, Stack, Unstack
 from opt_checkpoint.errors import PlanError
 
 _LISTED = 40
@@ -26,9 +26,13 @@ class Row:
       action: `'matched'` (taken as it is), `'converted'`, `'initialised'`, or `'kept'` (as it is in
         the target).
       sources: the names in the checkpoint that it comes from.
-      kinds: what has to be admitted for it: see `Kind`; and `'rename'` or `'stack'` where a rule
-        does that. Empty for what is matched.
+      kinds: what has to be admitted for it: see `Kind`; and `'rename'`, `'stack'`, `'map'` or
+        `'pad'` where a rule does that. Empty for what is matched.
       by: the rule that says how, if one does.
+      how: what a rule other than `Rename` does with the values: `'stack'`, `'slice'`, `'map'`,
+        `'pad'`; `'maximum'` of its sources, `'maxima'` of each, or the `'first'` of them.
+      axis: the dimension along which it does: of the leaf, or of its source where it is a slice.
+      is_opaque: whether the function of a `Map` needs values, so that its result is not known yet.
       index: of an unstacked leaf, its position.
       note: why, for people to read.
       problem: what makes it impossible; empty if nothing does.
@@ -40,7 +44,10 @@ class Row:
     action: Literal["matched", "converted", "initialised", "kept"]
     sources: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
-    by: Rename | Stack | Unstack | None = None
+    by: Rename | Stack | Unstack | Map | Pad | None = None
+    how: Literal["", "stack", "slice", "map", "pad", "maximum", "maxima", "first"] = ""
+    axis: int = 0
+    is_opaque: bool = False
     index: int | None = None
     note: str = ""
     problem: str = ""
@@ -162,17 +169,18 @@ class Plan:
     def diff(self) -> str:
         """Returns a line for each leaf that is not matched.
 
-        `+` is initialised, `-` dropped, `~` converted, `=` kept; `!` marks what is not admitted or
-        impossible.
+        `+` is initialised, `-` dropped, `~` converted, `=` kept, or matched where a rule for other
+        leaves of its parameter does nothing to it; `!` marks what is not admitted or impossible.
         """
         return "\n".join(self._diff())
 
     def _diff(self) -> Iterator[str]:
-        signs = {"initialised": "+", "converted": "~", "kept": "="}
+        signs = {"initialised": "+", "converted": "~", "kept": "=", "matched": "="}
         for row in self.rows:
-            if row.action != "matched" or not row.is_ok:
+            is_told = row.by is not None and row.leaf.parameter is not None
+            if row.action != "matched" or not row.is_ok or is_told:
                 mark = " " if row.is_ok else "!"
-                yield f"{mark}{signs.get(row.action, '~')} {_line(row.leaf)}{_told(row)}"
+                yield f"{mark}{signs[row.action]} {_line(row.leaf)}{_told(row)}"
         for gone in self.dropped:
             why = f": {gone.problem}" if gone.problem else ""
             yield f"{' ' if gone.is_ok else '!'}- {_line(gone.leaf)}{why}"
@@ -225,7 +233,7 @@ class Plan:
         """Returns the plan as JSON has data."""
         return {
             "is_ok": self.is_ok,
-            "rows": [dataclasses.asdict(row) | {"name": row.leaf.name} for row in self.rows],
+            "rows": [_row_data(row) for row in self.rows],
             "dropped": [dataclasses.asdict(x) | {"name": x.leaf.name} for x in self.dropped],
             "changes": list(self.changes),
             "problems": list(self.problems),
@@ -259,6 +267,23 @@ def leaf_bytes(leaf: LeafInfo) -> int:
     return math.prod(leaf.shape) * size
 
 
+def _row_data(row: Row) -> dict[str, Any]:
+    data = dataclasses.asdict(row) | {"name": row.leaf.name}
+    if isinstance(row.by, Map):
+        data["by"] = {"source": row.by.source, "fn": function_name(row.by.fn)}
+    return data
+
+
+def function_name(fn: Any) -> str:
+    """Returns what a function is called, for people to read.
+
+    Examples:
+      >>> function_name(jnp.transpose)
+      'transpose'
+    """
+    return str(getattr(fn, "__name__", type(fn).__name__))
+
+
 def _line(leaf: LeafInfo) -> str:
     return f"{leaf.name} {leaf.dtype}{list(leaf.shape)}"
 
@@ -276,8 +301,6 @@ def _sources(row: Row) -> str:
     if len(row.sources) > 2:
         return f"{row.sources[0]} .. {row.sources[-1]} ({len(row.sources)})"
     where = ""
-    if row.index is not None and isinstance(row.by, Unstack):
-        axis = row.by.axis
-        before, after = ([":"] * axis, []) if axis >= 0 else (["..."], [":"] * (-axis - 1))
-        where = f"[{', '.join([*before, str(row.index), *after])}]"
+    if row.index is not None:
+        where = f"[{', '.join([*[':'] * row.axis, str(row.index)])}]"
     return ", ".join(row.sources) + where

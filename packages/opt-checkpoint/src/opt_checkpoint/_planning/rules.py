@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal, TypeAlias, get_args
-
-from opt_checkpoint._naming.schema import LeafInfo
 
 Kind: TypeAlias = Literal["initialise", "drop", "cast", "reshape", "regroup", "optimizer"]
 """What a plan may do beside matching:
@@ -41,9 +39,13 @@ class Rename:
 class Stack:
     r"""Stacks leaves of the checkpoint into one, e.g. those of layers under `nn.scan`.
 
+    Of the state of a parameter, a leaf is stacked along whichever of its dimensions follows the new
+    axis. Where the stacked parameter is factored the other way round, rows come from columns. An
+    accumulator of `sm3` becomes the maximum over the layers.
+
     Attributes:
       source: the names in the checkpoint; `{i}` counts from 0 to the size of the axis.
-      axis: where the new axis is in the target.
+      axis: where the new axis is in the parameter of the target.
 
     Examples:
       >>> rules = [(r'(.*)/layers/(.*)', Stack(r'\1/layers_{i}/\2'))]
@@ -57,10 +59,13 @@ class Stack:
 class Unstack:
     r"""Takes a slice of a leaf of the checkpoint.
 
+    Of the state of a parameter, a leaf is sliced along whichever of its dimensions follows the
+    axis. The accumulators of `sm3` are those of all slices together, which is refused.
+
     Attributes:
       source: the name in the checkpoint.
       index: the position of the slice: a template that becomes an integer.
-      axis: which axis of the leaf in the checkpoint counts the slices.
+      axis: which axis of the parameter in the checkpoint counts the slices.
 
     Examples:
       >>> rules = [(r'(.*)/layers_(\d+)/(.*)', Unstack(r'\1/layers/\3', index=r'\2'))]
@@ -71,8 +76,60 @@ class Unstack:
     axis: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Map:
+    r"""Makes a leaf from leaves of the checkpoint by a function, e.g. one projection from three.
+
+    A rule makes the leaves that its pattern matches: where only the parameter is matched, its
+    moments are not carried over. A rule that makes a parameter or its moments does not make what is
+    factored or projected, which is refused and needs a rule of its own.
+
+    Attributes:
+      source: the name in the checkpoint, or several; `\1`, `\2`, ... are the groups of the pattern.
+      fn: takes the arrays in the order of `source` and returns one, of the shape of the leaf in the
+        target. It is compiled where JAX can trace it; otherwise it gets concrete arrays.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> fuse = lambda q, k, v: jnp.concatenate([q, k, v], axis=-1)
+      >>> rules = [(r'(.*)/qkv/(.*)', Map((r'\1/q/\2', r'\1/k/\2', r'\1/v/\2'), fuse))]
+      >>> rules = [(r'(.*)/kernel', Map(r'\1/kernel', jnp.transpose))]
+    """
+
+    source: str | tuple[str, ...]
+    fn: Callable[..., Any]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The templates, one or several."""
+        return (self.source,) if isinstance(self.source, str) else tuple(self.source)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pad:
+    r"""Takes a leaf from its own name and appends entries to one dimension, e.g. of a vocabulary.
+
+    Of the state of a parameter, a leaf grows along whichever of its dimensions follows that one;
+    what follows none stays as it is. For another value in moments than in parameters, write two
+    rules.
+
+    Attributes:
+      axis: a dimension of the parameter.
+      to: its size in the target; nothing shrinks.
+      value: of the new entries.
+
+    Examples:
+      >>> rules = [(r'(.*)/embedding', Pad(axis=0, to=32128))]
+      >>> rules = [(r'params/.*/embedding', Pad(0, 32128, 0.02)), (r'state/.*', Pad(0, 32128))]
+    """
+
+    axis: int
+    to: int
+    value: float | complex = 0
+
+
 Action: TypeAlias = (
-    Literal["initialise", "keep", "drop", "cast", "reshape"] | Rename | Stack | Unstack
+    Literal["initialise", "keep", "drop", "cast", "reshape"] | Rename | Stack | Unstack | Map | Pad
 )
 """What a rule does with the leaves that its pattern matches.
 
@@ -129,10 +186,14 @@ def _compiled(rule: Any) -> tuple[re.Pattern[str], Any]:
     if isinstance(action, str) and action not in _WORDS:
         raise ValueError(
             f"`rules`: the action for {pattern!r} must be one of {sorted(_WORDS)}, a `Rename`, "
-            f"`Stack` or `Unstack`; found {action!r}"
+            f"`Stack`, `Unstack`, `Map` or `Pad`; found {action!r}"
         )
-    if not isinstance(action, str | Rename | Stack | Unstack):
+    if not isinstance(action, str | Rename | Stack | Unstack | Map | Pad):
         raise TypeError(f"`rules`: {type(action).__name__} is no action for {pattern!r}")
+    if isinstance(action, Map):
+        _check_map(action, pattern)
+    if isinstance(action, Pad):
+        _check_pad(action, pattern)
     if isinstance(action, Stack) and "{i}" not in action.source:
         raise ValueError(
             f"`rules`: the source of a `Stack` must have `{{i}}`, the position along its axis; "
@@ -144,16 +205,63 @@ def _compiled(rule: Any) -> tuple[re.Pattern[str], Any]:
         raise ValueError(f"`rules`: {pattern!r} is no regular expression: {error}") from None
 
 
+def _check_map(action: Map, pattern: str) -> None:
+    are_names = all(isinstance(source, str) for source in action.sources)
+    if not action.sources or not are_names:
+        raise TypeError(
+            "`rules`: the source of a `Map` must be a name or a tuple of names; found "
+            f"{action.source!r} for {pattern!r}"
+        )
+    if not callable(action.fn):
+        raise TypeError(
+            f"`rules`: the `fn` of a `Map` must be a function; found {action.fn!r} for {pattern!r}"
+        )
+    try:
+        hash(action.fn)
+    except TypeError:
+        raise TypeError(
+            f"`rules`: the `fn` of a `Map` must be hashable, as functions are that JAX compiles; "
+            f"found {action.fn!r} for {pattern!r}"
+        ) from None
+
+
+def _check_pad(action: Pad, pattern: str) -> None:
+    if not _is_integer(action.axis) or not _is_integer(action.to) or action.to < 0:
+        raise TypeError(
+            "`rules`: `axis` of a `Pad` must be an integer and `to` a non-negative one; found "
+            f"{action!r} for {pattern!r}"
+        )
+    if not isinstance(action.value, bool | int | float | complex):
+        raise TypeError(
+            f"`rules`: `value` of a `Pad` must be a number; found {action!r} for {pattern!r}"
+        )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def templates_of(action: Rename | Stack | Unstack | Map) -> tuple[str, ...]:
+    """Returns the templates of the names that a rule takes leaves from."""
+    return action.sources if isinstance(action, Map) else (action.source,)
+
+
 def sources_of(
-    action: Rename | Stack | Unstack, found: re.Match[str], leaf: LeafInfo
+    action: Rename | Stack | Unstack | Map, found: re.Match[str], shape: Sequence[int]
 ) -> tuple[str, ...]:
-    """Returns the names in the checkpoint that a leaf of the target is made from."""
-    name = expanded(found, action.source)
+    """Returns the names in the checkpoint that a leaf of the target is made from.
+
+    Args:
+      action: the rule.
+      found: how its pattern matches the name in the target.
+      shape: of the leaf, or of the parameter that it follows: has the axis of a `Stack`.
+    """
+    names = tuple(expanded(found, template) for template in templates_of(action))
     if not isinstance(action, Stack):
-        return (name,)
-    if not -len(leaf.shape) <= action.axis < len(leaf.shape):
+        return names
+    if not -len(shape) <= action.axis < len(shape):
         return ()
-    return tuple(name.replace("{i}", str(i)) for i in range(leaf.shape[action.axis]))
+    return tuple(names[0].replace("{i}", str(i)) for i in range(shape[action.axis]))
 
 
 def expanded(found: re.Match[str], template: str) -> str:

@@ -1,0 +1,406 @@
+"""What rules make of values: renamed, stacked, sliced, padded, or mapped by a function."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from opt_checkpoint._naming.schema import LeafInfo, Names, leaf_name, leaf_path
+from opt_checkpoint._planning.apply import abstract
+from opt_checkpoint._planning.fit import cast_kinds, fitted
+from opt_checkpoint._planning.kept import Kept, KeptDimensions, sm3_dimension, told
+from opt_checkpoint._planning.plan import Row, function_name
+from opt_checkpoint._planning.rules import (
+    Map,
+    Pad,
+    Policy,
+    Rename,
+    Stack,
+    Unstack,
+    expanded,
+    sources_of,
+)
+
+_Taking: TypeAlias = Rename | Stack | Unstack | Map
+
+
+_NEED_VALUES: Final = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+
+class _Refused(Exception):  # noqa: N818 - becomes the problem of a row
+    """Why a rule cannot make a leaf."""
+
+
+class RuledRows:
+    """Makes the rows of leaves that a rule makes from the checkpoint.
+
+    Args:
+      saved: the leaves of the checkpoint by name.
+      leaves: those of the target.
+      kept: which dimensions of their parameters they keep.
+      policy: rules, and what is admitted.
+    """
+
+    def __init__(
+        self,
+        saved: Mapping[str, LeafInfo],
+        leaves: Sequence[LeafInfo],
+        kept: KeptDimensions,
+        policy: Policy,
+    ) -> None:
+        self._saved, self._leaves, self._kept, self._policy = saved, leaves, kept, policy
+
+    def taken(self, leaf: LeafInfo, action: _Taking, match: re.Match[str]) -> Row:
+        """Returns the row of a leaf that a rule takes from named leaves."""
+        shape = leaf.shape if leaf.parameter is None else self._kept.shapes[leaf.parameter]
+        is_following = leaf.parameter is not None and leaf.kind == "state"
+        names = sources_of(action, match, shape)
+        row = Row(leaf, "converted", names, by=action)
+        try:
+            if not names and isinstance(action, Stack):
+                raise _Refused(f"has no axis {action.axis} to stack")
+            if isinstance(action, Rename):
+                (source,) = self._given(names)
+                admitted = self._policy.allow | {"rename"}
+                return dataclasses.replace(
+                    fitted(leaf, source, ("rename",), "", admitted), by=action
+                )
+            if self._kept.is_placeholder(leaf):
+                return self._placeholder(row)
+            if isinstance(action, Stack):
+                return self._stacked(row, _counted(action.axis, len(shape)), is_following)
+            if isinstance(action, Unstack):
+                return self._sliced(row, action, expanded(match, action.index), is_following)
+            return self._mapped(row, action)
+        except _Refused as why:
+            present = names if all(name in self._saved for name in names) else ()
+            return dataclasses.replace(row, sources=present, problem=str(why))
+
+    def _given(self, names: Iterable[str]) -> list[LeafInfo]:
+        for name in names:
+            if name not in self._saved:
+                raise _Refused(f"the checkpoint has no `{name}`, as a rule says")
+        return [self._saved[name] for name in names]
+
+    def _placeholder(self, row: Row) -> Row:
+        """What stands where a parameter is factored or is not: nothing is lost but zeros."""
+        sources = self._given(row.sources)
+        for source in sources:
+            if not self._kept.was_placeholder(source):
+                raise _Refused(
+                    f"is a placeholder, and `{source.name}` {list(source.shape)} is not: its "
+                    "parameter was not factored as the target's is"
+                )
+        return self._converted(row, sources, "stack", how="first", note="a placeholder")
+
+    def _stacked(self, row: Row, axis: int, is_following: bool) -> Row:
+        leaf = row.leaf
+        kept = self._kept.of_target(leaf) if is_following else tuple(range(len(leaf.shape)))
+        if is_following and (index := sm3_dimension(leaf)) is not None:
+            return self._stacked_sm3(row, axis, index)
+        if axis not in kept:
+            raise _refused_as(leaf, kept, f"not dimension {axis}, along which a rule stacks")
+        at = kept.index(axis)
+        before = tuple(i if i is None or i < axis else i - 1 for i in (*kept[:at], *kept[at + 1 :]))
+        sources = self._given(row.sources)
+        note = ""
+        if is_following:
+            sources, note = self._keeping(sources, before)
+        _check_shapes(sources, [*leaf.shape[:at], *leaf.shape[at + 1 :]])
+        return self._converted(row, sources, "stack", how="stack", axis=at, note=note)
+
+    def _stacked_sm3(self, row: Row, axis: int, index: int) -> Row:
+        """An accumulator covers all that has its index: the maximum over the layers does."""
+        before = 0 if index == axis else index - (index > axis)
+        names = [_with_dimension(name, index, before) for name in row.sources]
+        sources = self._given(names)
+        for source in sources:
+            if sm3_dimension(source) != before:
+                raise _Refused(f"`{source.name}` is not an accumulator of `sm3`")
+        if index == axis:
+            note = "the maximum of each layer"
+            return self._converted(row, sources, "stack", how="maxima", note=note)
+        _check_shapes(sources, list(row.leaf.shape))
+        note = "the maximum over the layers"
+        return self._converted(row, sources, "stack", how="maximum", note=note)
+
+    def _sliced(self, row: Row, action: Unstack, text: str, is_following: bool) -> Row:
+        leaf = row.leaf
+        (source,) = self._given(row.sources)
+        if is_following and sm3_dimension(leaf) is not None:
+            raise _Refused(
+                "is an accumulator of `sm3`, and that of all slices together is not the one of a "
+                "slice: initialise it by a rule"
+            )
+        rank = len(source.shape)
+        if is_following and leaf.parameter is not None:
+            rank = len(self._kept.shapes[leaf.parameter]) + 1
+        axis = action.axis
+        if not -rank <= axis < rank:
+            raise _Refused(f"`{source.name}` {list(source.shape)} has no axis {axis} to unstack")
+        axis = _counted(axis, rank)
+        kept = self._kept.of_target(leaf) if is_following else tuple(range(len(leaf.shape)))
+        before = tuple(i if i is None or i < axis else i + 1 for i in kept)
+        at = next((n for n, i in enumerate(before) if i is not None and i > axis), len(before))
+        note = ""
+        if is_following:
+            (source,), note = self._keeping([source], (*before[:at], axis, *before[at:]))
+        shape = source.shape
+        if at >= len(shape) or not text.isdecimal() or int(text) >= shape[at]:
+            raise _Refused(
+                f"`{source.name}` {list(shape)} has no index {text!r} along {action.axis}"
+            )
+        _check_shapes([source], [*leaf.shape[:at], shape[at], *leaf.shape[at:]])
+        index = int(text)
+        return self._converted(row, [source], "stack", how="slice", axis=at, index=index, note=note)
+
+    def _keeping(self, sources: list[LeafInfo], kept: Kept) -> tuple[list[LeafInfo], str]:
+        """The sources, or the other factors, with a note, where those have the dimensions."""
+        if all(self._kept.had(source, kept) for source in sources):
+            return sources, ""
+        others = [self._kept.sibling(source, kept) for source in sources]
+        found = [other for other in others if other is not None]
+        if len(found) < len(sources):
+            raise _Refused(
+                f"needs {told(kept)} of the saved parameter, and nothing says that "
+                f"`{sources[0].name}` {list(sources[0].shape)} has: make it by a `Map` of its own, "
+                "or initialise it"
+            )
+        return found, f"rows and columns change places: {told(kept)} of the saved parameter"
+
+    def _mapped(self, row: Row, action: Map) -> Row:
+        leaf = row.leaf
+        sources = self._given(row.sources)
+        kept = self._kept.of_target(leaf)
+        note = ""
+        if leaf.kind == "state" and leaf.parameter is not None and not self._kept.keeps_all(leaf):
+            if others := self._ruled_alike(leaf):
+                raise _refused_as(leaf, kept, f"is made by the rule for `{others[0]}`")
+            note = f", which makes {told(kept)} of its parameter"
+        result = _result(action, sources)
+        note = f"`{function_name(action.fn)}` of {_listed(sources)}{note}"
+        if result is None:
+            note += "; checked when it is applied"
+            row = dataclasses.replace(row, is_opaque=True)
+            return self._converted(row, sources, "map", how="map", note=note)
+        if result.shape != leaf.shape:
+            raise _Refused(f"{note} is {list(result.shape)}, expected {list(leaf.shape)}")
+        return self._converted(row, sources, "map", how="map", note=note, dtype=str(result.dtype))
+
+    def _ruled_alike(self, leaf: LeafInfo) -> list[str]:
+        """Other leaves of the same parameter that the same rule makes, of other dimensions."""
+        rule = self._policy.rule(leaf.name)
+        kept = self._kept.of_target(leaf)
+        return [
+            other.name
+            for other in self._leaves
+            if other.parameter == leaf.parameter
+            and not self._kept.is_placeholder(other)
+            and (self._kept.keeps_all(other) or self._kept.of_target(other) != kept)
+            and rule is not None
+            and (found := self._policy.rule(other.name)) is not None
+            and found[0] == rule[0]
+        ]
+
+    def _converted(
+        self,
+        row: Row,
+        sources: Sequence[LeafInfo],
+        kind: str,
+        kinds: tuple[str, ...] = (),
+        *,
+        dtype: str = "",
+        note: str = "",
+        **fields: Any,
+    ) -> Row:
+        """A row of which the shapes are checked: what is left is the dtype."""
+        leaf = row.leaf
+        if kind != "map":
+            dtype = sources[0].dtype
+            if any(source.dtype != dtype for source in sources):
+                raise _Refused(f"`{sources[0].name}` and others of its stack have different dtypes")
+        casts, problem = cast_kinds(dtype, leaf.dtype) if dtype else ((), "")
+        notes = [row.note, note, f"{dtype} -> {leaf.dtype}" if casts else ""]
+        return dataclasses.replace(
+            row,
+            sources=tuple(source.name for source in sources),
+            kinds=(*kinds, kind, *casts),
+            note=", ".join(filter(None, notes)),
+            problem=problem,
+            is_admitted={*kinds, *casts} <= self._policy.allow,
+            **fields,
+        )
+
+    def padded(
+        self, leaf: LeafInfo, action: Pad, source: LeafInfo, kinds: tuple[str, ...], note: str
+    ) -> Row:
+        """Returns the row of a leaf that a `Pad` matches.
+
+        Args:
+          leaf: of the target.
+          action: the rule.
+          source: of the checkpoint, which the leaf is without a rule.
+          kinds: what has to be admitted for that.
+          note: why it is.
+        """
+        allow = self._policy.allow
+        plain = dataclasses.replace(fitted(leaf, source, kinds, note, allow), by=action)
+        if leaf.parameter is None:
+            return plain
+        try:
+            axis = self._padded_axis(leaf.parameter, action)
+            kept = self._kept.of_target(leaf)
+            if all(i is None for i in kept):
+                return _as_it_was(plain, "it follows no dimension")
+            (found,), swap = self._keeping([source], kept)
+            if axis not in kept:
+                why = swap or f"it does not keep dimension {axis}"
+                plain = fitted(leaf, found, kinds, note, allow)
+                return _as_it_was(dataclasses.replace(plain, by=action), why)
+            return self._grown(plain, action, found, kept.index(axis), kinds, swap or note)
+        except _Refused as why:
+            return dataclasses.replace(plain, action="converted", problem=str(why))
+
+    def unpadded(self, leaf: LeafInfo, action: Pad, source: LeafInfo) -> str:
+        """Returns why a leaf is not as it was where its parameter is padded, and no rule names it.
+
+        Args:
+          leaf: of the target.
+          action: the rule for its parameter.
+          source: of the checkpoint, with its name.
+        """
+        if leaf.parameter is None or source.shape != leaf.shape:
+            return ""
+        row = self.padded(leaf, action, source, (), "")
+        if row.problem or row.sources == (source.name,):
+            return row.problem
+        return f"{row.note}, and no rule says what this becomes"
+
+    def _padded_axis(self, parameter: Names, action: Pad) -> int:
+        """The dimension of the parameter, from 0 on."""
+        shape, name = self._kept.shapes[parameter], leaf_name(parameter)
+        if not -len(shape) <= action.axis < len(shape):
+            raise _Refused(f"`{name}` {list(shape)} has no dimension {action.axis} to pad")
+        axis = _counted(action.axis, len(shape))
+        if action.to != shape[axis]:
+            raise _Refused(
+                f"dimension {axis} of `{name}` has {shape[axis]} entries in the target, and a rule "
+                f"pads to {action.to}"
+            )
+        return axis
+
+    def _grown(
+        self, plain: Row, action: Pad, source: LeafInfo, at: int, kinds: tuple[str, ...], note: str
+    ) -> Row:
+        leaf, size = plain.leaf, source.shape[at]
+        if leaf.shape[at] != action.to:
+            raise _Refused(
+                f"{list(leaf.shape)} is a projection of its parameter, which cannot be padded"
+            )
+        _check_shapes([source], [*leaf.shape[:at], size, *leaf.shape[at + 1 :]])
+        if size > action.to:
+            raise _Refused(
+                f"`{source.name}` has {size} entries, and a rule pads to {action.to}: nothing "
+                "shrinks by a `Pad`; a `Map` says what to let go"
+            )
+        if size == action.to:
+            return plain
+        if wrong := self._wrong_value(leaf, action.value):
+            raise _Refused(wrong)
+        row = dataclasses.replace(plain, action="converted", sources=(source.name,), note=note)
+        grown = f"{size} -> {action.to} along {at} with {action.value:g}"
+        return self._converted(row, [source], "pad", kinds, how="pad", axis=at, note=grown)
+
+    def _wrong_value(self, leaf: LeafInfo, value: float | complex) -> str:
+        """Why new entries cannot have the value; empty if they can."""
+        if leaf.is_key:
+            return "is a PRNG key, which has no value to pad with"
+        dtype = jnp.dtype(leaf.dtype)
+        if jnp.issubdtype(dtype, jnp.inexact):
+            is_lost = isinstance(value, complex) and not jnp.issubdtype(dtype, jnp.complexfloating)
+            return f"{leaf.dtype} cannot hold {value}" if is_lost else ""
+        parameter = self._dtypes[leaf.parameter or ()]
+        if jnp.issubdtype(jnp.dtype(parameter), jnp.inexact):
+            return f"{leaf.dtype} for a parameter of {parameter} is a code, not a value to pad with"
+        with np.errstate(all="ignore"):
+            is_same = not isinstance(value, complex) and np.array(value).astype(dtype) == value
+        return "" if is_same else f"{leaf.dtype} cannot hold {value}"
+
+    @functools.cached_property
+    def _dtypes(self) -> dict[Names, str]:
+        return {leaf.path[1:]: leaf.dtype for leaf in self._leaves if leaf.kind == "params"}
+
+
+def _as_it_was(row: Row, why: str) -> Row:
+    return row if row.problem or "reshape" in row.kinds else dataclasses.replace(row, note=why)
+
+
+def _counted(axis: int, rank: int) -> int:
+    """An axis from 0 on."""
+    return axis % rank
+
+
+def _check_shapes(sources: Sequence[LeafInfo], expected: Sequence[int]) -> None:
+    for source in sources:
+        if list(source.shape) != list(expected):
+            raise _Refused(
+                f"expected `{source.name}` of {list(expected)}, found {list(source.shape)}"
+            )
+
+
+def _refused_as(leaf: LeafInfo, kept: Kept, why: str) -> _Refused:
+    what = f"{list(leaf.shape)} keeps {told(kept)} of its parameter"
+    return _Refused(f"{what} and {why}: make it by a `Map` of its own, or initialise it")
+
+
+def _with_dimension(name: str, index: int, before: int) -> str:
+    """The name of an accumulator of `sm3` with the dimension that it had."""
+    path = list(leaf_path(name))
+    for i in range(1, len(path) - 1):
+        is_sm3 = path[i - 1].partition("#")[0] == "sm3"
+        if is_sm3 and path[i : i + 2] == ["mu", str(index)]:
+            path[i + 1] = str(before)
+            return leaf_name(path)
+    return name
+
+
+def _result(action: Map, sources: Sequence[LeafInfo]) -> jax.ShapeDtypeStruct | None:
+    """What the function returns, as far as JAX can tell without values."""
+    given = [abstract(source) for source in sources]
+    for source, leaf in zip(sources, given, strict=True):
+        if not source.is_key and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+            raise _Refused(
+                f"JAX cannot hold {source.dtype} of `{source.name}` here: set `jax_enable_x64`"
+            )
+    name = function_name(action.fn)
+    try:
+        result = jax.eval_shape(action.fn, *given)
+    except _NEED_VALUES:
+        return None
+    except Exception as error:  # whatever a user's function raises
+        raise _Refused(f"`{name}` of {_listed(sources)} raises {_error(error)}") from error
+    if not isinstance(result, jax.ShapeDtypeStruct):
+        raise _Refused(
+            f"`{name}` of {_listed(sources)} returns {type(result).__name__}, not one array"
+        )
+    return result
+
+
+def _error(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _listed(sources: Sequence[LeafInfo]) -> str:
+    return ", ".join(f"{source.dtype}{list(source.shape)}" for source in sources)

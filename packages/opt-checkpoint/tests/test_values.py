@@ -1,0 +1,668 @@
+"""Rules that change values, beside the same done by hand on NumPy arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge as opt
+import optax
+import pytest
+from checkpoint_testing import bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opt_checkpoint import (
+    Map,
+    NamedState,
+    Pad,
+    Plan,
+    Rename,
+    Rule,
+    Stack,
+    Unstack,
+    errors,
+    named_state,
+    plan_restore,
+)
+from opt_core import Optimizer
+from opt_optax_bridge import OptaxWrapper
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+Arrays = Mapping[str, np.ndarray[Any, Any]]
+
+DEFINITIONS: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: opt.adamw(1e-2, weight_decay=0.01),
+    "adamw_bfloat16": lambda: opt.adamw(1e-2, mu_dtype=jnp.bfloat16),
+    "sgd_momentum": lambda: opt.sgd(1e-2, momentum=0.9),
+    "lion": lambda: opt.lion(1e-3),
+    "adafactor": lambda: opt.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9),
+    "sm3": lambda: opt.sm3(1e-2),
+}
+FULL = ("adamw", "adamw_bfloat16", "sgd_momentum", "lion")
+
+
+def random(shape: tuple[int, ...], seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def trained(name: str, params: Any, *, steps: int = 3) -> Optimizer:
+    """An optimizer whose state is the work of some steps."""
+    optimizer: Optimizer = DEFINITIONS[name]().create(params)
+    for step in range(steps):
+        grads = jax.tree.map(lambda p, seed=step: random(p.shape, seed + p.size) + p, params)
+        optimizer = optimizer.apply_gradient(grads)
+    return optimizer
+
+
+def leaves(optimizer: Optimizer) -> Arrays:
+    return {name: np.asarray(leaf) for name, leaf in named_state(optimizer).items()}
+
+
+def planned(saved: Optimizer, target: Optimizer, rules: list[Rule], allow: Any = ()) -> Plan:
+    return plan_restore(named_state(saved), target, rules=rules, allow=allow)
+
+
+def assert_same(found: Arrays, expected: Arrays) -> None:
+    assert found.keys() == expected.keys()
+    wrong = [name for name in found if bits(found[name]) != bits(expected[name])]
+    assert not wrong
+
+
+def problems(plan: Plan) -> dict[str, str]:
+    return {row.leaf.name: row.problem for row in plan.rows if row.problem}
+
+
+def padded(array: np.ndarray[Any, Any], axis: int, to: int) -> np.ndarray[Any, Any]:
+    widths = [(0, to - n if i == axis else 0) for i, n in enumerate(array.shape)]
+    return np.pad(array, widths)
+
+
+# Growing a vocabulary
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_vocabulary_grows_with_its_moments(name: str) -> None:
+    saved = trained(name, {"embed": random((5, 3)), "head": random((3, 5)), "bias": random((3,))})
+    target = DEFINITIONS[name]().create(
+        {"embed": jnp.ones((8, 3)), "head": jnp.ones((3, 8)), "bias": jnp.ones(3)}
+    )
+    plan = planned(saved, target, [("(.*)/embed", Pad(0, 8)), ("(.*)/head", Pad(-1, 8))])
+    expected = {
+        name: padded(array, 0, 8)
+        if name.endswith("embed")
+        else padded(array, 1, 8)
+        if name.endswith("head")
+        else array
+        for name, array in leaves(saved).items()
+    }
+    assert_same(leaves(plan.apply()), expected)
+
+
+# The larger dimension is that of the vocabulary before and after; then another one; then the same
+# one of two that were alike, so that Optax's rows and columns change places.
+@pytest.mark.parametrize(
+    ("before", "after", "swaps"),
+    [
+        ((6, 4), (9, 4), False),
+        ((4, 12), (10, 12), False),
+        ((6, 8), (12, 8), True),
+        ((8, 8), (12, 8), True),
+        ((3, 8, 8), (3, 12, 8), True),
+    ],
+)
+def test_factored_state_grows_or_changes_places(
+    before: tuple[int, ...], after: tuple[int, ...], swaps: bool
+) -> None:
+    axis = len(before) - 2
+    saved = trained("adafactor", {"w": random(before)})
+    target = DEFINITIONS["adafactor"]().create({"w": jnp.ones(after)})
+    plan = planned(saved, target, [("(.*)/w", Pad(axis, after[axis]))])
+    old, new = leaves(saved), leaves(plan.apply())
+    # The same by the dimensions that Optax averages away, from the sizes.
+    for shape, arrays in ((before, old), (after, new)):
+        order = np.argsort(shape)
+        for field, dropped in (("v_row", order[-1]), ("v_col", order[-2])):
+            kept = tuple(i for i in range(len(shape)) if i != dropped)
+            assert arrays[f"state/factored_rms/{field}/w"].shape == tuple(shape[i] for i in kept)
+    fields = ("v_row", "v_col")
+    for field, other in zip(fields, fields[::-1], strict=True):
+        was = old[f"state/factored_rms/{other if swaps else field}/w"]
+        to = new[f"state/factored_rms/{field}/w"]
+        at = next(
+            (i for i, (n, m) in enumerate(zip(was.shape, to.shape, strict=True)) if n != m), 0
+        )
+        assert bits(to) == bits(padded(was, at, to.shape[at]))
+    assert ("rows and columns change places" in str(plan)) == swaps
+    assert_same(
+        {k: v for k, v in new.items() if "v_" not in k},
+        {
+            k: padded(v, axis, after[axis]) if v.shape == before else v
+            for k, v in old.items()
+            if "v_" not in k
+        },
+    )
+
+
+def test_a_grown_matrix_goes_on_as_if_its_new_rows_had_had_no_gradients() -> None:
+    """Not the names of the factors, but what they do: the next step of the old rows is right."""
+    saved = trained("adafactor", {"w": random((6, 8))})
+    target = DEFINITIONS["adafactor"]().create({"w": jnp.ones((12, 8))})
+    restored = planned(saved, target, [("(.*)/w", Pad(0, 12))]).apply()
+    state = leaves(restored)
+    rows, cols = (leaves(saved)[f"state/factored_rms/{f}/w"] for f in ("v_row", "v_col"))
+    assert state["state/factored_rms/v_col/w"].tolist() == [*rows.tolist(), *[0.0] * 6]
+    assert state["state/factored_rms/v_row/w"].tolist() == cols.tolist()
+
+
+def test_what_becomes_factored_by_growing_is_refused() -> None:
+    saved = trained("adafactor", {"w": random((3, 8))})
+    target = DEFINITIONS["adafactor"]().create({"w": jnp.ones((5, 8))})
+    plan = planned(saved, target, [("(.*)/w", Pad(0, 5))])
+    assert set(problems(plan)) == {f"state/factored_rms/{f}/w" for f in ("v_row", "v_col", "v")}
+    with pytest.raises(errors.PlanError, match="state/factored_rms/v_row/w"):
+        plan.apply()
+
+
+def test_accumulators_of_sm3_grow() -> None:
+    saved = trained("sm3", {"w": random((4, 4))})
+    target = DEFINITIONS["sm3"]().create({"w": jnp.ones((6, 4))})
+    plan = planned(saved, target, [("(.*)/w", Pad(0, 6))])
+    old = leaves(saved)
+    expected = {
+        **old,
+        **{n: padded(old[n], 0, 6) for n in ("params/w", "state/sm3/nu/w", "state/sm3/mu/0/w")},
+    }
+    assert_same(leaves(plan.apply()), expected)
+    assert (
+        " = state/sm3/mu/1/w float32[4]: it does not keep dimension 0" in plan.diff().splitlines()
+    )
+
+
+def test_memories_with_dimensions_of_their_own_grow() -> None:
+    saved = opt.lbfgs(0.1, memory_size=2, linesearch=None).create({"w": random((4, 4))})
+    target = opt.lbfgs(0.1, memory_size=2, linesearch=None).create({"w": jnp.ones((4, 6))})
+    found = planned(saved, target, [(".*/w", Pad(1, 6))]).apply()
+    memory = "state/lbfgs/diff_params_memory/w"
+    assert_same({"": leaves(found)[memory]}, {"": padded(leaves(saved)[memory], 2, 6)})
+
+
+def test_parameters_and_moments_may_grow_by_other_values() -> None:
+    saved = trained("adamw", {"w": random((2, 3))})
+    target = DEFINITIONS["adamw"]().create({"w": jnp.zeros((3, 3))})
+    rules: list[Rule] = [("params/w", Pad(0, 3, 0.5)), ("state/.*/w", Pad(0, 3))]
+    found = leaves(planned(saved, target, rules).apply())
+    assert found["params/w"][2].tolist() == [0.5] * 3
+    assert found["state/adam/nu/w"][2].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        (Pad(0, 7), "dimension 0 of `w` has 6 entries in the target, and a rule pads to 7"),
+        (Pad(2, 6), "`w` [6, 3] has no dimension 2 to pad"),
+        (Pad(-3, 6), "`w` [6, 3] has no dimension -3 to pad"),
+        (Pad(1, 3), "expected `params/w` of [6, 3], found [4, 3]"),
+        (Pad(0, 6, 1j), "float32 cannot hold 1j"),
+    ],
+)
+def test_what_cannot_be_padded_is_told(rule: Pad, told: str) -> None:
+    saved = trained("adamw", {"w": random((4, 3))})
+    target = DEFINITIONS["adamw"]().create({"w": jnp.zeros((6, 3))})
+    with pytest.raises(errors.PlanError) as caught:
+        planned(saved, target, [(".*/w", rule)]).apply()
+    assert told in str(caught.value)
+    assert "state/adam/mu/w" in str(caught.value)
+
+
+def test_nothing_shrinks() -> None:
+    saved = trained("adamw", {"w": random((4, 3))})
+    target = DEFINITIONS["adamw"]().create({"w": jnp.zeros((2, 3))})
+    with pytest.raises(errors.PlanError, match="has 4 entries, and a rule pads to 2: nothing shr"):
+        planned(saved, target, [(".*/w", Pad(0, 2))]).apply()
+
+
+def test_a_moment_of_a_padded_parameter_is_not_kept_by_its_size() -> None:
+    """The rows of a square matrix are no longer the rows when it grows, though they fit."""
+    saved = trained("adafactor", {"w": random((8, 8))})
+    target = DEFINITIONS["adafactor"]().create({"w": jnp.ones((12, 8))})
+    rules: list[Rule] = [("params/w", Pad(0, 12)), ("state/.*/(v|v_col|ema)/w", Pad(0, 12))]
+    plan = planned(saved, target, rules)
+    (row,) = [row for row in plan.rows if row.leaf.name == "state/factored_rms/v_row/w"]
+    assert (row.action, row.is_ok, row.leaf.shape) == ("initialised", False, (8,))
+    assert plan.missing_kinds == {"initialise", "drop"}
+    assert "rows and columns change places" in row.note
+
+
+def test_integers_are_padded_with_what_they_can_hold() -> None:
+    saved = opt.sgd(0.1).create({"n": jnp.arange(2, dtype=jnp.int8)})
+    target = opt.sgd(0.1).create({"n": jnp.zeros(4, jnp.int8)})
+    found = planned(saved, target, [("params/n", Pad(0, 4, 7))]).apply()
+    assert found.target["n"].tolist() == [0, 1, 7, 7]
+    for value in (0.5, 200, 1j):
+        plan = planned(saved, target, [("params/n", Pad(0, 4, value))])
+        assert f"int8 cannot hold {value}" in str(plan)
+
+
+def test_codes_are_not_padded() -> None:
+    """What stands for a float in eight bits has no entry that is known to mean 0."""
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.int8), params)
+
+    coded = OptaxWrapper(optax.GradientTransformation(init, lambda u, s, p=None: (u, s)))
+    saved, target = (coded.create({"w": random((n, 2))}) for n in (2, 4))
+    wrong = problems(planned(saved, target, [(".*/w", Pad(0, 4))]))
+    assert list(wrong.values()) == [
+        "int8 for a parameter of float32 is a code, not a value to pad with"
+    ]
+
+
+def test_what_no_dimension_tells_is_refused() -> None:
+    """Means over a dimension of a square, where a checkpoint does not say over which."""
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(lambda p: jnp.zeros(p.shape[0]), params)
+
+    means = OptaxWrapper(optax.GradientTransformation(init, lambda u, s, p=None: (u, s)))
+    named = named_state(means.create({"w": random((4, 4))}))
+    untold = tuple(dataclasses.replace(leaf, dimensions=None) for leaf in named.schema.leaves)
+    saved = NamedState(named.leaves, dataclasses.replace(named.schema, leaves=untold))
+    for rule, shape in ((Pad(0, 6), (6, 4)), (Pad(1, 6), (4, 6))):
+        target = means.create({"w": jnp.ones(shape)})
+        plan = plan_restore(saved, target, rules=[(".*/w", rule)])
+        (told,) = problems(plan).values()
+        assert "needs dimension 0 of the saved parameter, and nothing says that" in told
+
+
+def test_padded_values_are_cast_where_that_is_admitted() -> None:
+    saved = trained("adamw", {"w": random((2, 3))})
+    target = opt.adamw(1e-2, mu_dtype=jnp.bfloat16).create({"w": jnp.zeros((3, 3))})
+    plan = planned(saved, target, [(".*/w", Pad(0, 3))])
+    assert (plan.is_ok, set(plan.missing_kinds)) == (False, {"cast"})
+    found = planned(saved, target, [(".*/w", Pad(0, 3))], {"cast"}).apply()
+    old = padded(leaves(saved)["state/adam/mu/w"], 0, 3).astype(jnp.bfloat16)
+    assert_same({"": leaves(found)["state/adam/mu/w"]}, {"": old})
+
+
+# Functions
+
+QKV = (r"\1/q/\2", r"\1/k/\2", r"\1/v/\2")
+FUSE: list[Rule] = [("(.*)/qkv/(.*)", Map(QKV, lambda *given: jnp.concatenate(given, -1)))]
+
+
+def attention(*, size: int = 3, rows: int = 4) -> dict[str, Any]:
+    return {
+        n: {"kernel": random((rows, size), i), "bias": random((size,), 9 + i)}
+        for i, n in enumerate("qkv")
+    }
+
+
+def fused(size: int = 9, rows: int = 4) -> dict[str, Any]:
+    return {"qkv": {"kernel": jnp.ones((rows, size)), "bias": jnp.ones(size)}}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_projections_are_fused_and_split_with_their_moments(name: str) -> None:
+    saved = trained(name, {"a": attention()})
+    target = DEFINITIONS[name]().create({"a": fused()})
+    plan = planned(saved, target, FUSE)
+    old = leaves(saved)
+    expected = {}
+    for leaf, value in old.items():
+        if "/k/" in leaf or "/v/" in leaf:
+            continue
+        parts = [old[leaf.replace("/q/", f"/{n}/")] for n in "qkv"]
+        is_fused = "/q/" in leaf
+        expected[leaf.replace("/q/", "/qkv/")] = np.concatenate(parts, -1) if is_fused else value
+    together = plan.apply()
+    assert_same(leaves(together), expected)
+
+    split: list[Rule] = [
+        (f"(.*)/{n}/(.*)", Map(r"\1/qkv/\2", lambda x, i=i: jnp.split(x, 3, -1)[i]))
+        for i, n in enumerate("qkv")
+    ]
+    again = planned(together, DEFINITIONS[name]().create({"a": attention()}), split).apply()
+    assert_same(leaves(again), old)
+
+
+def test_a_plan_says_what_a_function_makes() -> None:
+    def fuse(*given: jax.Array) -> jax.Array:
+        return jnp.concatenate(given, axis=-1)
+
+    saved = named_state(trained("sgd_momentum", attention()))
+    target = DEFINITIONS["sgd_momentum"]().create(fused())
+    plan = plan_restore(saved, target, rules=[("(.*)/qkv/(.*)", Map(QKV, fuse))])
+    assert plan.diff().splitlines()[1] == (
+        " ~ params/qkv/kernel float32[4, 9] <- params/q/kernel .. params/v/kernel (3): "
+        "`fuse` of float32[4, 3], float32[4, 3], float32[4, 3]"
+    )
+    assert plan.to_data()["rows"][0]["by"] == {"source": QKV, "fn": "fuse"}
+
+
+def test_a_parameter_is_mapped_with_its_moments_or_not_at_all() -> None:
+    """A square kernel is transposed: its moments would fit as they are."""
+    saved = trained("adamw", {"w": random((4, 4))})
+    rules: list[Rule] = [("params/w", Map("params/w", jnp.transpose))]
+    plan = planned(saved, saved, rules)
+    left = [row.leaf.name for row in plan.rows if not row.is_ok]
+    assert left == ["state/adam/mu/w", "state/adam/nu/w"]
+    assert plan.missing_kinds == {"initialise", "drop"}
+    assert "a `Map` makes `params/w`, and no rule says what this becomes" in str(plan)
+    assert not planned(saved, saved, rules, {"initialise"}).is_ok
+    anew = leaves(planned(saved, saved, rules, {"initialise", "drop"}).apply())
+    assert not anew["state/adam/mu/w"].any()
+    assert int(anew["state/adam/count"]) == 3
+
+    everything = planned(saved, saved, [("(.*)/w", Map(r"\1/w", jnp.transpose))]).apply()
+    expected = {n: v.T if n.endswith("w") else v for n, v in leaves(saved).items()}
+    assert_same(leaves(everything), expected)
+
+
+def test_an_exchange_of_parameters_does_not_leave_their_moments() -> None:
+    saved = trained("sgd_momentum", {"a": random((2,)), "b": random((2,), 1)})
+    params: list[Rule] = [("params/a", Rename("params/b")), ("params/b", Rename("params/a"))]
+    plan = planned(saved, saved, params)
+    assert [row.is_ok for row in plan.rows] == [True, True, True, False, False]
+    state: list[Rule] = [(r"(state/.*)/a", Rename(r"\1/b")), (r"(state/.*)/b", Rename(r"\1/a"))]
+    found = leaves(planned(saved, saved, params + state).apply())
+    assert_same({"": found["state/trace/trace/a"]}, {"": leaves(saved)["state/trace/trace/b"]})
+
+
+def test_a_function_for_a_parameter_does_not_make_its_factors() -> None:
+    """Fused along the rows the columns would fit: those of `q` are not what those of `qkv` are."""
+    size = {"size": 8, "rows": 8}
+    saved = trained("adafactor", {n: {"kernel": attention(**size)[n]["kernel"]} for n in "qkv"})
+    target = DEFINITIONS["adafactor"]().create({"qkv": {"kernel": jnp.ones((24, 8))}})
+    along_rows = Map(QKV, lambda *given: jnp.concatenate(given, 0))
+    plan = planned(saved, target, [("(.*)/qkv/(.*)", along_rows)])
+    factors = [f"state/factored_rms/{f}/qkv/kernel" for f in ("v_row", "v_col")]
+    assert list(problems(plan)) == factors
+    assert "is made by the rule for `params/qkv/kernel`" in str(plan)
+
+    one_rule: list[Rule] = [
+        ("(state/factored_rms/v_.*)/qkv/(.*)", along_rows),
+        ("(.*)/qkv/(.*)", along_rows),
+    ]
+    assert list(problems(planned(saved, target, one_rule))) == factors
+
+    named: list[Rule] = [
+        # Rows of 24 x 8 are means over its 24, which are those over each 8.
+        (
+            "state/factored_rms/v_row/qkv/(.*)",
+            Map(
+                tuple(rf"state/factored_rms/v_col/{n}/\1" for n in "qkv"),
+                lambda *given: sum(given) / 3,
+            ),
+        ),
+        (
+            "state/factored_rms/v_col/qkv/(.*)",
+            Map(
+                tuple(rf"state/factored_rms/v_row/{n}/\1" for n in "qkv"),
+                lambda *given: jnp.concatenate(given),
+            ),
+        ),
+        ("(.*)/qkv/(.*)", along_rows),
+    ]
+    plan = planned(saved, target, named)
+    old, new = leaves(saved), leaves(plan.apply())
+    row, col = (
+        [old[f"state/factored_rms/{f}/{n}/kernel"] for n in "qkv"] for f in ("v_row", "v_col")
+    )
+    np.testing.assert_allclose(new[factors[0]], np.mean(col, 0), rtol=1e-6)
+    assert_same({"": new[factors[1]]}, {"": np.concatenate(row)})
+    assert new["state/factored_rms/v/qkv/kernel"].shape == (1,)
+
+
+@pytest.mark.parametrize(
+    ("fn", "told"),
+    [
+        (lambda x: x, "is [2, 3], expected [3, 2]"),
+        (lambda x: (x.T,), "returns tuple, not one array"),
+        (lambda x, y: x, "raises TypeError"),
+        (lambda x: jnp.concatenate([x, x.T]), "raises TypeError"),
+    ],
+)
+def test_the_plan_says_what_is_wrong_with_a_function(fn: Any, told: str) -> None:
+    saved = trained("sgd_momentum", {"w": random((2, 3))})
+    target = DEFINITIONS["sgd_momentum"]().create({"w": jnp.zeros((3, 2))})
+    plan = planned(saved, target, [("(.*)/w", Map(r"\1/w", fn))])
+    assert set(problems(plan)) == {"params/w", "state/trace/trace/w"}
+    assert all(told in why for why in problems(plan).values())
+
+
+def test_a_missing_source_is_named() -> None:
+    saved = trained("sgd_momentum", {"w": random((2, 3))})
+    plan = planned(saved, saved, [("(.*)/w", Map((r"\1/w", r"\1/u"), jnp.add))])
+    assert problems(plan)["params/w"] == "the checkpoint has no `params/u`, as a rule says"
+
+
+def test_another_dtype_has_to_be_admitted() -> None:
+    saved = trained("sgd_momentum", {"w": random((2, 3))})
+    rules: list[Rule] = [("(.*)/w", Map(r"\1/w", lambda x: x.astype(jnp.bfloat16)))]
+    plan = planned(saved, saved, rules)
+    assert (plan.is_ok, set(plan.missing_kinds)) == (False, {"cast"})
+    found = leaves(planned(saved, saved, rules, {"cast"}).apply())
+    expected = leaves(saved)["params/w"].astype(jnp.bfloat16).astype(np.float32)
+    assert_same({"": found["params/w"]}, {"": expected})
+
+
+def test_a_function_may_need_values() -> None:
+    def by_numpy(x: Any) -> Any:
+        return np.ascontiguousarray(np.asarray(x).T)
+
+    saved = trained("sgd_momentum", {"w": random((2, 3))})
+    target = DEFINITIONS["sgd_momentum"]().create({"w": jnp.zeros((3, 2))})
+    plan = planned(saved, target, [("(.*)/w", Map(r"\1/w", by_numpy))])
+    assert "checked when it is applied" in str(plan)
+    expected = {n: v.T if n.endswith("w") else v for n, v in leaves(saved).items()}
+    assert_same(leaves(plan.apply()), expected)
+
+    for fn, told in (
+        (lambda x: np.asarray(x), r"`params/w`: `<lambda>` returns float32\[2, 3\], expected"),
+        (lambda x: np.asarray(x).T.astype("float16"), r"returns float16\[3, 2\], expected float32"),
+        (lambda x: [np.asarray(x)], "`params/w`: `<lambda>` returns list, expected one array"),
+        (lambda x: np.asarray(x) / {}, "`params/w`: `<lambda>` raises TypeError"),
+    ):
+        with pytest.raises(errors.LeafError, match=told):
+            planned(saved, target, [("(.*)/w", Map(r"\1/w", fn))]).apply()
+
+
+@pytest.mark.parametrize(
+    ("action", "told"),
+    [
+        (Map((), jnp.add), "the source of a `Map` must be a name or a tuple of names"),
+        (Map(("a", 3), jnp.add), "the source of a `Map` must be a name or a tuple of names"),  # type: ignore[arg-type]
+        (Map("a", "b"), "the `fn` of a `Map` must be a function"),  # type: ignore[arg-type]
+        (Pad(0.5, 3), "`axis` of a `Pad` must be an integer"),  # type: ignore[arg-type]
+        (Pad(0, -1), "`to` a non-negative one"),
+        (Pad(0, 3, "0"), "`value` of a `Pad` must be a number"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_rule_is_an_error(action: Any, told: str) -> None:
+    saved = opt.sgd(0.1).create({"a": jnp.ones(2)})
+    with pytest.raises(TypeError, match=told):
+        planned(saved, saved, [("params/a", action)])
+
+
+# Layers
+
+STACK: list[Rule] = [(r"(.*)/layers/(.*)", Stack(r"\1/layers_{i}/\2"))]
+UNSTACK: list[Rule] = [(r"(.*)/layers_(\d+)/(.*)", Unstack(r"\1/layers/\3", r"\2"))]
+
+
+def layers(count: int = 3, shape: tuple[int, ...] = (6, 4)) -> dict[str, Any]:
+    return {
+        f"layers_{i}": {"w": random(shape, i), "b": random(shape[-1:], 20 + i)}
+        for i in range(count)
+    }
+
+
+def stacked(count: int = 3, shape: tuple[int, ...] = (6, 4), axis: int = 0) -> dict[str, Any]:
+    w = (*shape[:axis], count, *shape[axis:])
+    b = (count, shape[-1]) if axis == 0 else (shape[-1], count)
+    return {"layers": {"w": jnp.ones(w), "b": jnp.ones(b)}}
+
+
+@pytest.mark.parametrize("name", [*FULL, "adafactor"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_layers_are_stacked_and_unstacked(name: str, axis: int) -> None:
+    saved = trained(name, layers())
+    target = DEFINITIONS[name]().create(stacked(axis=axis))
+    rules: list[Rule] = [(r"(.*)/layers/(.*)", Stack(r"\1/layers_{i}/\2", axis))]
+    together = planned(saved, target, rules).apply()
+    old, new = leaves(saved), leaves(together)
+    for leaf in new:
+        if "/layers/" not in leaf:
+            assert bits(new[leaf]) == bits(old[leaf])
+            continue
+        parts = [old[leaf.replace("layers", f"layers_{i}")] for i in range(3)]
+        # The last of the kept dimensions before which the new one is: those of `v_row` are (1,)
+        # of 6 x 4, and (1, 2) of 6 x 3 x 4.
+        at = 0 if "v_row" in leaf else axis
+        expected = parts[0] if new[leaf].shape == (1,) else np.stack(parts, at)
+        assert bits(new[leaf]) == bits(expected)
+
+    apart: list[Rule] = [(r"(.*)/layers_(\d+)/(.*)", Unstack(r"\1/layers/\3", r"\2", axis))]
+    again = planned(together, DEFINITIONS[name]().create(layers()), apart).apply()
+    assert_same(leaves(again), old)
+
+
+def test_a_mean_over_layers_is_refused() -> None:
+    """Nine layers are the largest dimension of 9 x 8 x 8, over which Optax's rows average."""
+    saved = trained("adafactor", {k: {"w": v["w"]} for k, v in layers(9, (8, 8)).items()})
+    target = DEFINITIONS["adafactor"]().create({"layers": {"w": jnp.ones((9, 8, 8))}})
+    plan = planned(saved, target, STACK)
+    assert problems(plan) == {
+        "state/factored_rms/v_row/layers/w": "[8, 8] keeps dimensions 1, 2 of its parameter and "
+        "not dimension 0, along which a rule stacks: make it by a `Map` of its own, or initialise "
+        "it"
+    }
+    # Its columns are the first two dimensions, and those of a layer are the first: its rows.
+    (row,) = [row for row in plan.rows if row.leaf.name == "state/factored_rms/v_col/layers/w"]
+    assert row.sources[:2] == tuple(f"state/factored_rms/v_row/layers_{i}/w" for i in range(2))
+    assert row.note == "rows and columns change places: dimension 0 of the saved parameter"
+
+
+def test_the_step_of_stacked_layers_is_that_of_each() -> None:
+    """Rows are columns of the larger first dimension; what they do to an update is the same."""
+    definition = OptaxWrapper(
+        optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=4), optax.scale(-0.1))
+    )
+    for shape in ((6, 4), (4, 6), (5, 5)):
+        params = {f"layers_{i}": {"w": random(shape, i)} for i in range(3)}
+        grads = {f"layers_{i}": {"w": random(shape, 7 + i)} for i in range(3)}
+        one: Optimizer = definition.create(params).apply_gradient(grads)
+        target = definition.create({"layers": {"w": jnp.ones((3, *shape))}})
+        other = planned(one, target, STACK).apply()
+
+        def joined(tree: Any) -> Any:
+            return jnp.stack([tree[f"layers_{i}"]["w"] for i in range(3)])
+
+        after = other.apply_gradient({"layers": {"w": joined(grads) + 1}})
+        single = one.apply_gradient(jax.tree.map(lambda g: g + 1, grads))
+        found, expected = after.target["layers"]["w"], joined(single.target)
+        np.testing.assert_allclose(found, expected, rtol=2e-6)
+
+
+def test_layers_that_are_factored_only_together_are_refused() -> None:
+    saved = trained("adafactor", layers(5, (6, 3)))
+    target = DEFINITIONS["adafactor"]().create(stacked(5, (6, 3)))
+    wrong = problems(planned(saved, target, STACK))
+    assert "state/factored_rms/v_row/layers/w" in wrong
+    assert "state/factored_rms/v/layers/w" in wrong
+    assert "was not factored as the target's is" in wrong["state/factored_rms/v/layers/w"]
+
+
+def test_accumulators_of_sm3_cover_all_layers() -> None:
+    saved = trained("sm3", layers())
+    plan = planned(saved, DEFINITIONS["sm3"]().create(stacked()), STACK)
+    old, new = leaves(saved), leaves(plan.apply())
+
+    def each(field: str) -> np.ndarray[Any, Any]:
+        return np.stack([old[f"state/sm3/{field}".format(i=i)] for i in range(3)])
+
+    rows, cols = each("mu/0/layers_{i}/w"), each("mu/1/layers_{i}/w")
+    assert_same(
+        {str(d): new[f"state/sm3/mu/{d}/layers/w"] for d in range(3)},
+        {"0": rows.max(1), "1": rows.max(0), "2": cols.max(0)},
+    )
+    bias = each("mu/0/layers_{i}/b")
+    assert_same(
+        {str(d): new[f"state/sm3/mu/{d}/layers/b"] for d in range(2)},
+        {"0": bias.max(1), "1": bias.max(0)},
+    )
+    assert_same({"": new["state/sm3/nu/layers/w"]}, {"": each("nu/layers_{i}/w")})
+    assert "the maximum over the layers" in str(plan)
+    # What each accumulator says of an entry is at most what is now said of it.
+    covers = [new[f"state/sm3/mu/{d}/layers/w"] for d in range(3)]
+    now: Any = functools.reduce(np.minimum, np.ix_(*covers))
+    assert (now >= np.minimum(rows[:, :, None], cols[:, None, :])).all()
+
+    apart = planned(plan.apply(), DEFINITIONS["sm3"]().create(layers()), UNSTACK)
+    assert "that of all slices together is not the one of a slice" in str(apart)
+    assert all("/mu/" in name for name in problems(apart))
+
+
+# Properties
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_what_was_padded_is_there_when_it_is_cut_off(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
+    to = shape[axis] + data.draw(st.integers(0, 3))
+    value = data.draw(st.sampled_from([0, 1.5, -2]))
+    name = data.draw(st.sampled_from(["sgd_momentum", "lion", "sm3"]))
+    saved = trained(name, {"w": random(shape)}, steps=1)
+    grown = list(shape)
+    grown[axis] = to
+    target = DEFINITIONS[name]().create({"w": jnp.ones(grown)})
+    found = leaves(planned(saved, target, [("(.*)/w", Pad(axis, to, value))]).apply())
+    cut = {n: v[tuple(slice(0, k) for k in leaves(saved)[n].shape)] for n, v in found.items()}
+    assert_same(cut, leaves(saved))
+    rest = np.delete(found["params/w"], range(shape[axis]), axis)
+    assert (rest == value).all()
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.sampled_from(sorted(DEFINITIONS)), st.integers(1, 6), st.integers(1, 6))
+def test_a_map_of_nothing_is_a_rename(name: str, rows: int, cols: int) -> None:
+    saved = trained(name, {"a": random((rows, cols))}, steps=1)
+    target = DEFINITIONS[name]().create({"b": jnp.ones((rows, cols))})
+    mapped = [
+        ("(.*v_row)/b", Map(r"\1/a", lambda x: x)),
+        ("(.*v_col)/b", Map(r"\1/a", lambda x: x)),
+    ]
+    mapped += [("(.*mu/0)/b", Map(r"\1/a", lambda x: x)), ("(.*mu/1)/b", Map(r"\1/a", lambda x: x))]
+    everything: list[Rule] = [("(.*)/b", Map(r"\1/a", lambda x: x))]
+    names = leaves(target)
+    used = [rule for rule in mapped if any(re.fullmatch(rule[0], n) for n in names)]
+    one = planned(saved, target, [*used, *everything]).apply()
+    other = planned(saved, target, [("(.*)/b", Rename(r"\1/a"))]).apply()
+    assert_same(leaves(one), leaves(other))
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.data())
+def test_stacking_and_unstacking_is_the_identity(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted({*DEFINITIONS} - {"sm3"})))
+    count = data.draw(st.integers(1, 3))
+    shape = tuple(data.draw(st.lists(st.integers(4, 7), min_size=1, max_size=2)))
+    axis = data.draw(st.integers(0, len(shape)))
+    one = {f"layers_{i}": {"w": random(shape, i)} for i in range(count)}
+    grown = (*shape[:axis], count, *shape[axis:])
+    saved = trained(name, one, steps=1)
+    rules: list[Rule] = [(r"(.*)/layers/(.*)", Stack(r"\1/layers_{i}/\2", axis))]
+    target = DEFINITIONS[name]().create({"layers": {"w": jnp.ones(grown)}})
+    together = planned(saved, target, rules).apply()
+    apart: list[Rule] = [(r"(.*)/layers_(\d+)/(.*)", Unstack(r"\1/layers/\3", r"\2", axis))]
+    again = planned(together, DEFINITIONS[name]().create(one), apart).apply()
+    assert_same(leaves(again), leaves(saved))
