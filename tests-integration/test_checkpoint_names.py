@@ -14,11 +14,11 @@ import pytest
 from jax.sharding import PartitionSpec
 from opt_checkpoint import (
     Schema,
+    TrainingState,
     errors,
     named_state,
     plan_restore,
     restore_named,
-    wrap_optax_state,
 )
 from opt_core import FROZEN, MultiOptimizer, Optimizer
 from opt_optax_bridge import OptaxWrapper
@@ -98,14 +98,14 @@ def test_every_optimizer_of_optax_comes_back_from_every_layout(name: str) -> Non
     # Raw states of Optax.
     definition = optimizer.optimizer_def
     assert isinstance(definition, OptaxWrapper)
-    wrapped = wrap_optax_state(
+    plain = TrainingState(
         definition.optax_optimizer,
         optimizer.target,
         optimizer.state.param_states,
-        step=optimizer.state.step,
+        optimizer.state.step,
     )
-    assert_same(wrapped, optimizer)
-    assert_same(dict(named_state(wrapped)), dict(named_state(optimizer)))
+    assert_same(dict(named_state(plain)), dict(named_state(optimizer)))
+    assert_same(restore_named(plain, named_state(optimizer)), plain)
 
 
 INNER = MultiOptimizer.from_rules([("x", "b", opt.lion(0.1))], rest=opt.adam(0.1))

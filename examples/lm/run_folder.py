@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from opt_checkpoint import Checkpointer, SavedStep
 from opt_checkpoint.errors import MissingError
+from opt_core import Optimizer
 
 from lm.config import UsageError
 from lm.processes import is_first, say
@@ -83,7 +84,9 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def latest_checkpoint(self) -> SavedStep | None:
-        """Returns the latest checkpoint that is whole; `None` if the run has not come that far.
+        """Returns the latest checkpoint with a whole manifest; `None` if there is none yet.
+
+        Its arrays are checked when they are read: see `restore`.
 
         Raises:
           UsageError: there are checkpoints, and none of them is.
@@ -99,8 +102,35 @@ class RunFolder:
         except MissingError as error:
             raise UsageError(f"every checkpoint of {self.path} is damaged: {error}") from error
         if saved and saved.step != checkpoints.latest_step():
-            say(f"{self.path} goes on from step {saved.step}: what was saved later is damaged")
+            self._say_goes_on(saved.step)
         return saved
+
+    def restore(self, target: Optimizer, planned: int) -> tuple[Optimizer, Mapping[str, Any]]:
+        """Restores the latest checkpoint that is whole.
+
+        Args:
+          target: shapes, and where each leaf is to lie.
+          planned: the step that `latest_checkpoint` has found.
+
+        Returns:
+          The optimizer, and what was saved with it.
+
+        Raises:
+          UsageError: every checkpoint is damaged.
+        """
+        checkpoints = Checkpointer(self.checkpoints, read_only=True)
+        try:
+            optimizer = checkpoints.restore_latest(target)
+        except MissingError as error:
+            raise UsageError(f"every checkpoint of {self.path} is damaged: {error}") from error
+        step = checkpoints.restored_step
+        assert step is not None
+        if step != planned:
+            self._say_goes_on(step)
+        return optimizer, checkpoints.at(step).read_extras()
+
+    def _say_goes_on(self, step: int) -> None:
+        say(f"{self.path} goes on from step {step}: what was saved later is damaged")
 
     def save_placement(self, tables: str) -> None:
         """Replaces `placement.txt`."""

@@ -257,7 +257,7 @@ def resume(path: Path, arguments: Arguments) -> tuple[Job, RunFolder]:
     return job, folder
 
 
-def plan_resume(placement: Placement, saved: SavedStep, path: Path) -> Plan:
+def plan_resume(placement: Placement, saved: SavedStep, path: Path) -> Plan[Optimizer]:
     """Says where every leaf comes from, wherever the devices that wrote it had it."""
     try:
         return plan_restore(saved, placement.optimizer).check()
@@ -297,7 +297,8 @@ def train_and_report(arguments: Arguments) -> int:
             first_of_all(partial(folder.create, config))
         else:
             saved = folder.latest_checkpoint()
-        plan = plan_resume(placement, saved, folder.path) if saved else None  # does it fit?
+        if saved:
+            plan_resume(placement, saved, folder.path)  # does it fit?
     size = sum(leaf.size for leaf in jax.tree.leaves(placement.optimizer.target))
     since = f", from step {saved.step} on" if saved else ""
     about = (
@@ -316,9 +317,9 @@ def train_and_report(arguments: Arguments) -> int:
     folder.save_placement(f"{placement.plan}\n\n{checked}\n")
     batches = job.batches()
     with busy("Restoring the optimizer" if saved else "Creating the optimizer"):
-        if saved and plan:
-            optimizer = plan.apply()
-            batches.restore(saved.read_extras()["batches"])
+        if saved:
+            optimizer, extras = folder.restore(placement.optimizer, saved.step)
+            batches.restore(extras["batches"])
         else:
             optimizer = create_optimizer(job, placement)
         jax.block_until_ready(optimizer)

@@ -544,9 +544,11 @@ def test_a_step_that_is_removed_while_it_is_saved_is_told(tmp_path: Path) -> Non
 def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
     with (
         Checkpointer(tmp_path) as checkpointer,
-        pytest.raises(LeafError, match=r"`named`: expected an `Optimizer` or .*, found dict"),
+        pytest.raises(
+            TypeError, match=r"`target`: expected an `opt_core.Optimizer`, .* found dict"
+        ),
     ):
-        checkpointer.save(1, {"w": jnp.ones(2)})  # type: ignore[arg-type]
+        checkpointer.save(1, {"w": jnp.ones(2)})
 
 
 def test_a_process_whose_save_failed_ends(tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ Cli = Callable[..., tuple[int, str, str]]
 MODULE = """
 import jax.numpy as jnp
 import opt_optax_bridge as opt
+import optax
+from flax import nnx
+from opt_checkpoint import TrainingState
 
 def params():
     return {"w": jnp.ones((20, 30)), "b": jnp.ones(3)}
@@ -37,6 +40,14 @@ def adam():
 
 def sgd():
     return opt.sgd(1e-3, momentum=0.9).create(params())
+
+def plain():
+    tx = optax.adam(1e-3)
+    return TrainingState(tx, params(), tx.init(params()))
+
+def nnx_pair():
+    model = nnx.Linear(30, 20, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
 def more():
     return opt.adam(1e-3).create({**params(), "new": jnp.ones(2)})
@@ -177,6 +188,13 @@ def test_plan_says_whether_it_fits(cli: Cli, root: Path) -> None:
     assert "!" not in out
     data = json.loads(cli("plan", root, "job:sgd", "--json")[1])
     assert data["is_ok"] is False
+
+
+def test_plan_takes_everyones_optimizer(cli: Cli, root: Path) -> None:
+    assert cli("plan", root, "job:plain")[:2] == (0, "8 matched (7,244 bytes)\n")
+    code, out, _ = cli("plan", root, "job:nnx_pair")
+    assert code == 1
+    assert "!+ state/adam/mu/kernel float32[30, 20]" in out
 
 
 def test_plan_takes_rules(cli: Cli, root: Path) -> None:
@@ -346,7 +364,7 @@ def test_verify_takes_all_steps_of_a_folder_with_an_at(
         (("plan", "ROOT", "job:missing"), "has no function `missing`"),
         (("plan", "ROOT", "job:text"), "is not a function but a str"),
         (("plan", "ROOT", "job:broken"), "failed: RuntimeError: no such luck"),
-        (("plan", "ROOT", "job:none"), "must return an `opt_core.Optimizer`"),
+        (("plan", "ROOT", "job:none"), "expected an `opt_core.Optimizer`, a `TrainingState"),
         (("plan", "ROOT", "job:adam", "--rule", "x"), "must be PATTERN=ACTION"),
         (("plan", "ROOT", "job:adam", "--rule", "x=y"), "found `y`"),
         (("plan", "ROOT", "job:adam", "--rule", "x=drop"), "matches no leaf of the checkpoint"),

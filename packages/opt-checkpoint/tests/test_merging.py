@@ -45,7 +45,7 @@ def source_of(old: Optimizer, checkpointer: Checkpointer, is_on_disk: bool, step
     return checkpointer.at(step)
 
 
-def notes(plan: Plan) -> dict[str, str]:
+def notes(plan: Plan[Any]) -> dict[str, str]:
     return {row.leaf.name.removeprefix("state/"): row.note for row in plan.rows}
 
 
@@ -104,7 +104,7 @@ def keeping(value: Any) -> OptaxWrapper:
 def test_scalars_are_compared_by_their_bits(
     tmp_path: Path, one: Any, other: Any, is_on_disk: bool
 ) -> None:
-    def merged(value: Any, step: int) -> Plan:
+    def merged(value: Any, step: int) -> Plan[Any]:
         old = trained(keeping(one), keeping(value), steps=0)
         source = source_of(old, checkpointer, is_on_disk, step)
         return plan_restore(source, keeping(one).create(_P), allow=_ALL)

@@ -19,7 +19,6 @@ from opt_checkpoint import (
     named_state,
     plan_restore,
     restore_named,
-    wrap_optax_state,
 )
 from opt_core import FROZEN, MultiOptimizer, Optimizer, OptimizerDef, OptimizerState
 from opt_optax_bridge import OptaxWrapper
@@ -246,42 +245,3 @@ def test_threads_do_not_disturb_one_another() -> None:
     for thread in threads:
         thread.join()
     assert found == [expected] * 4
-
-
-def test_raw_states_of_optax() -> None:
-    tx = optax.chain(optax.clip(1.0), optax.adamw(0.1))
-    tree = params()
-    state = tx.init(tree)
-    for _ in range(3):
-        _, state = tx.update(tree, state, tree)
-    optimizer = wrap_optax_state(tx, tree, state)
-    assert int(optimizer.state.step) == 3
-    assert optimizer.state.param_states is not None
-    for new, old in zip(
-        jax.tree.leaves(optimizer.state.param_states), jax.tree.leaves(state), strict=True
-    ):
-        assert new is old or new.weak_type != old.weak_type
-    assert (
-        restore_named(optimizer, named_state(optimizer)).target["w"].tolist() == tree["w"].tolist()
-    )
-    assert int(wrap_optax_state(tx, tree, state, step=8).state.step) == 8
-
-
-def test_raw_states_that_are_of_something_else() -> None:
-    tree = params()
-    with pytest.raises(ValueError, match=r"`0/nu/w`: expected float32\[2, 3\], found nothing"):
-        wrap_optax_state(optax.adam(0.1), tree, optax.sgd(0.1, momentum=0.9).init(tree))
-    wrong = optax.adam(0.1).init({"b": jnp.ones(4), "w": tree["w"]})
-    with pytest.raises(ValueError, match=r"`0/mu/b`: expected float32\[3\], found float32\[4\]"):
-        wrap_optax_state(optax.adam(0.1), tree, wrong)
-    belief = optax.scale_by_belief().init(tree)
-    with pytest.raises(ValueError, match="containers: expected"):
-        wrap_optax_state(optax.scale_by_adam(), tree, belief)
-
-
-def test_raw_states_that_do_not_say_how_many_steps() -> None:
-    tree = params()
-    windows = optax.MultiSteps(optax.adam(0.1), 2)
-    with pytest.raises(ValueError, match="`step`: say how many updates"):
-        wrap_optax_state(windows, tree, windows.init(tree))
-    assert int(wrap_optax_state(windows, tree, windows.init(tree), step=4).state.step) == 4

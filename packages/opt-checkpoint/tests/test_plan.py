@@ -172,7 +172,9 @@ def test_wrong_arguments_are_named() -> None:
         with pytest.raises(TypeError, match=r"`checkpoint` must be a step .* or a `NamedState`"):
             plan_restore(checkpoint, optimizer)
     target: Any = optimizer.state
-    with pytest.raises(TypeError, match="`target` must be an `Optimizer`; found OptimizerState"):
+    with pytest.raises(
+        TypeError, match=r"`target`: expected an `opt_core.Optimizer`, .*; found OptimizerState"
+    ):
         plan_restore(named_state(optimizer), target)
 
 

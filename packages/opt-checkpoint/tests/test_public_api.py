@@ -14,7 +14,13 @@ from opt_core.errors import OptimizerError
 pytestmark = pytest.mark.contract
 
 MODULES = (opt_checkpoint, errors)
-ON_ORBAX = {"Checkpointer", "SavedStep", "StepReport", "open_step"}  # imported when asked for
+ON_ORBAX = {
+    "Checkpointer",
+    "SavedStep",
+    "StepReport",
+    "open_foreign",
+    "open_step",
+}  # imported when asked for
 
 
 def test_all_is_there() -> None:

@@ -52,7 +52,7 @@ def masks(first: int, second: int) -> Any:
     )
 
 
-def planned(old: NamedState, new: Any) -> Plan:
+def planned(old: NamedState, new: Any) -> Plan[Any]:
     return plan_restore(old, abstract(new), allow=_ALL)
 
 
@@ -132,7 +132,7 @@ def test_what_is_half_done_is_not_dropped(old: Any, counts: Any, is_lost: bool) 
     assert any("would " in gone.problem for gone in plan.dropped) == is_lost
 
 
-def sources(plan: Plan) -> dict[str, tuple[str, ...]]:
+def sources(plan: Plan[Any]) -> dict[str, tuple[str, ...]]:
     return {row.leaf.name: row.sources for row in plan.rows}
 
 

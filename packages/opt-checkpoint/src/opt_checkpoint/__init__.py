@@ -11,8 +11,7 @@ from opt_checkpoint import errors
 from opt_checkpoint._legacy.flax_optim import flax_optim_equivalent
 from opt_checkpoint._legacy.read import read_legacy
 from opt_checkpoint._legacy.restore import restore_legacy
-from opt_checkpoint._naming.names import NamedState, named_state, restore_named
-from opt_checkpoint._naming.optax_states import wrap_optax_state
+from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._naming.schema import (
     LeafInfo,
     Schema,
@@ -30,11 +29,14 @@ from opt_checkpoint._planning.adafactor_rules import (
 from opt_checkpoint._planning.match import plan_restore
 from opt_checkpoint._planning.plan import Dropped, Plan, Row
 from opt_checkpoint._planning.rules import Map, Pad, Rename, Rule, Stack, Unstack
+from opt_checkpoint._targets.named import named_state, restore_named
+from opt_checkpoint._targets.training_state import TrainingState
 
 __version__ = _version("opt-checkpoint")
 
 if TYPE_CHECKING:
     from opt_checkpoint._disk.checkpointer import Checkpointer
+    from opt_checkpoint._disk.foreign import open_foreign
     from opt_checkpoint._disk.saved_step import SavedStep, StepReport, open_step
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "Source",
     "Stack",
     "StepReport",
+    "TrainingState",
     "Transformation",
     "Unstack",
     "errors",
@@ -64,15 +67,16 @@ __all__ = [
     "leaf_name",
     "leaf_path",
     "named_state",
+    "open_foreign",
     "open_step",
     "plan_restore",
     "read_legacy",
     "restore_legacy",
     "restore_named",
-    "wrap_optax_state",
 ]
 
 _ON_ORBAX = {
+    "open_foreign": "foreign",
     "Checkpointer": "checkpointer",
     "SavedStep": "saved_step",
     "StepReport": "saved_step",

@@ -4,6 +4,7 @@
 CheckpointError
 ├── DamagedError (ValueError)     bytes that are not those that were written
 ├── EquivalenceError (ValueError) an optimizer that Optax has no equal of
+├── ForeignError (ValueError)     another program's checkpoint, where one of ours is expected
 ├── LeafError (ValueError)        a leaf that cannot be saved, or has no name of its own
 ├── LoadError (ValueError)        bytes that are no checkpoint, or a hostile one
 ├── LockError (OSError)           another writer has the folder
@@ -24,12 +25,15 @@ from typing import TYPE_CHECKING
 from opt_core.errors import OptimizerError
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from opt_checkpoint._planning.plan import Plan
 
 __all__ = [
     "CheckpointError",
     "DamagedError",
     "EquivalenceError",
+    "ForeignError",
     "LeafError",
     "LoadError",
     "LockError",
@@ -50,6 +54,13 @@ class DamagedError(CheckpointError, ValueError):
 
 class EquivalenceError(CheckpointError, ValueError):
     """Nothing in Optax computes what an optimizer of another library does; says why."""
+
+
+class ForeignError(CheckpointError, ValueError):
+    """Another program wrote a checkpoint: it is in the way, or not what `written_by` has.
+
+    Not raised for an empty folder, nor for one that holds other files than checkpoints.
+    """
 
 
 class LeafError(CheckpointError, ValueError):
@@ -75,7 +86,7 @@ class PlanError(CheckpointError, ValueError):
       plan: what would be matched, initialised, converted and dropped.
     """
 
-    def __init__(self, message: str, plan: Plan) -> None:
+    def __init__(self, message: str, plan: Plan[Any]) -> None:
         self.plan = plan
         super().__init__(message)
 

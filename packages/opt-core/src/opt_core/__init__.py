@@ -9,6 +9,7 @@ from importlib.metadata import version as _version
 
 from opt_core import errors, protocols
 from opt_core._aliasing import unalias
+from opt_core._changes import ChangeReport, LeafChange
 from opt_core._describe import GroupRow, GroupTable, describe
 from opt_core._describe_state import describe_state
 from opt_core._dtypes import strong_type, strong_types
@@ -19,6 +20,7 @@ from opt_core._group_states import GroupStates
 from opt_core._groups import FROZEN, Group
 from opt_core._hyper_params import replace_hyper_params
 from opt_core._json_settings import json_settings
+from opt_core._leaf_groups import leaf_groups
 from opt_core._multi_optimizer import MultiOptimizer
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
 from opt_core._paths import children, flatten_with_paths, path_names, path_str, split_path
@@ -32,19 +34,20 @@ from opt_core._state_description import (
     TransformationDescription,
 )
 from opt_core._state_dict import restore_state_dict, to_state_dict
-from opt_core._state_entries import leaf_groups
-from opt_core._surgery import SurgeryReport, freeze, regroup, reset, unfreeze
+from opt_core._surgery import freeze, regroup, reset, unfreeze
 
 __version__ = _version("opt-core")
 
 __all__ = [
     "FROZEN",
     "Bearing",
+    "ChangeReport",
     "Group",
     "GroupNorms",
     "GroupRow",
     "GroupStates",
     "GroupTable",
+    "LeafChange",
     "LeafDescription",
     "LeafKey",
     "Mismatch",
@@ -56,7 +59,6 @@ __all__ = [
     "RestoreReport",
     "Role",
     "StateDescription",
-    "SurgeryReport",
     "TransformationDescription",
     "check_gradients",
     "children",

@@ -200,7 +200,11 @@ class StateDescription:
 
     def of(self, leaf: LeafDescription) -> TransformationDescription:
         """Returns the transformation that a leaf belongs to."""
-        return self._by_name[leaf.group, leaf.transformation, leaf.number]
+        return self.made(leaf.group, leaf.transformation, leaf.number)
+
+    def made(self, group: Names, name: str, number: int = 1) -> TransformationDescription:
+        """Returns the transformation of a group with a name and a number."""
+        return self._by_name[group, name, number]
 
     @functools.cached_property
     def _by_name(self) -> Mapping[tuple[Names, str, int], TransformationDescription]:

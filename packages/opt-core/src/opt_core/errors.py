@@ -4,6 +4,7 @@
 OptimizerError
 ├── DescriptionError (ValueError)   data that describe no state, or a state that is another's
 ├── GroupError (ValueError)         groups that do not divide the parameters, or a group unknown
+│   └── SurgeryError                trained state that would be lost, or read as something else
 ├── HyperParamError (TypeError)     a hyper-parameter that does not exist or cannot be overridden
 │   └── UnusedArgumentError         an extra argument that the update does not use
 ├── RestoreError (ValueError)       a state dict that does not fit; carries the report
@@ -31,6 +32,7 @@ __all__ = [
     "RestoreError",
     "StateChangedError",
     "StateDictError",
+    "SurgeryError",
     "TreeMismatchError",
     "UnusedArgumentError",
 ]
@@ -46,6 +48,13 @@ class DescriptionError(OptimizerError, ValueError):
 
 class GroupError(OptimizerError, ValueError):
     """Groups do not divide the parameters exactly, or no group has the name asked for."""
+
+
+class SurgeryError(GroupError):
+    """Another definition would drop trained state, or read it as something else.
+
+    Nothing has been changed; the text lists every leaf and setting.
+    """
 
 
 class HyperParamError(OptimizerError, TypeError):

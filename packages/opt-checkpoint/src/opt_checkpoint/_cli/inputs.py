@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from opt_core import Optimizer
 from opt_core.errors import OptimizerError
 
 from opt_checkpoint._disk.checkpointer import Checkpointer
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
 from opt_checkpoint._planning.rules import Pad, Rename, Rule, Stack, Unstack
+from opt_checkpoint._targets.view import view_of
 
 # Of a number that someone typed.
 _DIGITS = 18
@@ -114,7 +114,7 @@ def parse_step(text: str) -> int:
     return int(text)
 
 
-def make_optimizer(target: str, *, allocate: bool) -> Optimizer:
+def make_optimizer(target: str, *, allocate: bool) -> Any:
     """Calls `MODULE:FUNCTION`, which returns an optimizer.
 
     Args:
@@ -140,10 +140,10 @@ def make_optimizer(target: str, *, allocate: bool) -> Optimizer:
         raise InputError(f"`{target}` is not a function but a {type(function).__name__}")
     with foreign_code(f"`{target}` failed"):
         made = function() if allocate else _abstract(function)
-    if not isinstance(made, Optimizer):
-        raise InputError(
-            f"`{target}` must return an `opt_core.Optimizer`; it returned a {type(made).__name__}"
-        )
+    try:
+        view_of(made, argument=target)
+    except TypeError as error:
+        raise InputError(str(error)) from None
     return made
 
 

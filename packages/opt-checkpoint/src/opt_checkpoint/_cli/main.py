@@ -34,6 +34,7 @@ from opt_checkpoint._planning.apply import abstract
 from opt_checkpoint._planning.match import plan_restore
 from opt_checkpoint._planning.plan import leaf_bytes
 from opt_checkpoint._planning.rules import KINDS
+from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import CheckpointError, MissingError
 
 OK, DIFFERENT, WRONG = 0, 1, 2
@@ -203,14 +204,17 @@ def _convert(options: argparse.Namespace) -> int:
     if not os.path.isfile(path):
         raise InputError(f"`{options.file:.200}` is no file")
     step = None if options.step is None else parse_step(options.step)
-    target = make_optimizer(options.function, allocate=True)
+    view = view_of(make_optimizer(options.function, allocate=True))
     with only_wrong_input():
-        optimizer = restore_legacy(target, path, written_by=parse_writers(options.written_by))
+        optimizer = restore_legacy(
+            view.optimizer, path, written_by=parse_writers(options.written_by)
+        )
         step = int(optimizer.state.step) if step is None else step
         check_new_step(options.root, step)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(optimizer))
         with progress(size) as advance, Checkpointer(options.root) as checkpointer:
-            checkpointer.save(step, optimizer, metadata={"converted_from": path.name})
+            target = view.put_back(optimizer, view.others)
+            checkpointer.save(step, target, metadata={"converted_from": path.name})
             checkpointer.wait()
             advance(path.name, size)
     say(f"{Path(options.root) / str(step)}: {len(jax.tree.leaves(optimizer))} leaves")
@@ -275,7 +279,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("checkpoint", metavar="CHECKPOINT")
     plan.add_argument(
-        "function", metavar="MODULE:FUNCTION", help="takes nothing, returns an opt_core.Optimizer"
+        "function", metavar="MODULE:FUNCTION", help="takes nothing, returns an optimizer"
     )
     plan.add_argument(
         "--allow",
@@ -312,7 +316,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("file", metavar="FILE", help="msgpack")
     convert.add_argument("root", metavar="ROOT", help="where the checkpoint goes")
     convert.add_argument(
-        "function", metavar="MODULE:FUNCTION", help="takes nothing, returns an opt_core.Optimizer"
+        "function", metavar="MODULE:FUNCTION", help="takes nothing, returns an optimizer"
     )
     convert.add_argument(
         "--written-by",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from typing import Any
 
 from opt_checkpoint._naming.schema import LeafInfo
 from opt_checkpoint._planning.plan import Plan
@@ -33,7 +34,7 @@ def one_line(error: object) -> str:
     return printable(" ".join(str(error).split()))
 
 
-def printable_plan(plan: Plan) -> Plan:
+def printable_plan(plan: Plan[Any]) -> Plan[Any]:
     """Returns a plan to be shown, with printable names; it is not one to be applied."""
     rows = (
         dataclasses.replace(

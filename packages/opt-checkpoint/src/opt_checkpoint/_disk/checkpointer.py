@@ -4,35 +4,42 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
-from opt_core import Optimizer
 
 from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk.durable import DurablePath
 from opt_checkpoint._disk.exits import at_exit, not_at_exit
+from opt_checkpoint._disk.foreign_steps import check_own, foreign_steps
+from opt_checkpoint._disk.newest import newest
 from opt_checkpoint._disk.processes import agree, are_equal, is_first, together
 from opt_checkpoint._disk.root import TRASH, WriterRoot, check_options, one_at_a_time
 from opt_checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
 from opt_checkpoint._disk.saving import Saving, extra_leaves
 from opt_checkpoint._disk.uncut import Uncut
-from opt_checkpoint._naming.names import NamedState, named_state
+from opt_checkpoint._naming.names import NamedState
+from opt_checkpoint._planning.match import plan_restore
+from opt_checkpoint._planning.rules import Rule
+from opt_checkpoint._targets.named import named_view
+from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import (
     CheckpointError,
     DamagedError,
+    ForeignError,
     LeafError,
     MissingError,
     SaveError,
 )
 
 _log = logging.getLogger(__name__)
+_Target = TypeVar("_Target")
 
 
 class Checkpointer:
@@ -50,6 +57,12 @@ class Checkpointer:
       async_save: `save` returns once the values are copied off the devices; they are written in
         the background. What fails there is raised by the next call, once.
       read_only: for evaluation beside a run: takes no lock and changes nothing.
+
+    A folder with steps that another program wrote is never taken for an empty one: nothing in it is
+    touched, no lock is taken, and whatever looks for steps or saves raises a `ForeignError`.
+
+    Attributes:
+      restored_step: the step that was restored last, by `restore` or `restore_latest`.
 
     Raises:
       LockError: another writer has the folder, or it cannot be written.
@@ -82,13 +95,14 @@ class Checkpointer:
         self.directory = Path(directory).absolute()
         self.read_only = read_only
         self._interval = save_interval_steps
+        self.restored_step: int | None = None
         self._saving: int | None = None
         self._passed: set[int] = set()
         self._alone = threading.RLock()
         self._root = WriterRoot(self.directory)
         self._manager: ocp.CheckpointManager | None = None
         self._state = "open for reading (`read_only=True`)"
-        if not read_only:
+        if not read_only and not self._is_foreign():
             agree(self._root.take() if is_first() else None)
             self._calls = Uncut()
             self._manager = self._open(max_to_keep, keep_period, async_save)
@@ -99,7 +113,7 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        named: NamedState | Optimizer,
+        target: Any,
         *,
         metadata: Any = None,
         extras: Any = None,
@@ -108,7 +122,8 @@ class Checkpointer:
 
         Args:
           step: its number, above those of all steps that are there.
-          named: the state; of an optimizer, `named_state(optimizer)`.
+          target: an optimizer of any kind that `named_state` takes, or a `NamedState`. Fields that
+            a subclass of `TrainState` adds are saved as `extras` only: without, a warning says so.
           metadata: JSON data to be kept with it.
           extras: a pytree of arrays, typed PRNG keys and Python scalars to be kept with it, such as
             the state of a data iterator and a random key.
@@ -118,10 +133,11 @@ class Checkpointer:
           LockError: the folder has been removed or replaced, or this process was forked.
           SaveError: the step, or in the background the one before, was not saved. What was there
             before is as it was.
+          TypeError: `target` is of another kind.
         """
         manager = self._writer()
         self.wait()
-        saving, error = self._prepare(step, named, metadata, extras)
+        saving, error = self._prepare(step, target, metadata, extras)
         agree(error)
         assert saving is not None
         if not are_equal(saving.local_data()):
@@ -206,7 +222,12 @@ class Checkpointer:
             _log.error("%s", failed)  # The error that ends the block is the one to be seen.
 
     def steps(self) -> list[int]:
-        """Returns the steps that are committed, the oldest first; what is no step is ignored."""
+        """Returns the steps that are committed, the oldest first; what is no step is ignored.
+
+        Raises:
+          ForeignError: there are steps that another program wrote; see `open_foreign`.
+        """
+        check_own(self.directory)
         return _orbax.list_steps(self.directory)
 
     def latest_step(self) -> int | None:
@@ -243,43 +264,118 @@ class Checkpointer:
         try:
             with together():
                 saved = self.at(step)
-        except MissingError:
+        except (ForeignError, MissingError):
             raise
         except CheckpointError as error:
             return None, StepReport(step, level, error=str(error))
         return saved, saved.validate(level=level)
 
-    def latest_valid(self, *, level: Level = "digests") -> SavedStep | None:
+    def latest_valid(self, *, level: Level = "manifest") -> SavedStep | None:
         """Opens the latest step that is valid; logs a warning for each that is not.
 
         Args:
-          level: how well to look: see `validate`.
+          level: how well to look: see `validate`. A damaged array is not seen by `'manifest'`, but
+            it is by whatever reads it: `restore_latest` reads once, and falls back by itself.
 
         Returns:
           The step; `None` where there is none at all.
 
         Raises:
+          ForeignError: there are steps that another program wrote; see `open_foreign`.
           MissingError: there are steps, and none is valid.
         """
-        passed: set[int] = set()
-        while True:
-            steps = self.steps()
-            if not are_equal(repr(steps).encode()):
-                raise DamagedError(f"`{self.directory}`: the processes do not see the same steps")
-            left = [step for step in steps if step not in passed]
-            if not left:
-                break
-            # A writer may retire a step while it is looked at, and have saved others.
-            with suppress(MissingError):
-                saved, report = self._look(left[-1], level)
-                if saved is not None and report.ok:
-                    return saved
-                passed.add(left[-1])
-                self._passed.add(left[-1])
-                _log.warning("step %d is passed over: %s", left[-1], report.error)
-        if steps:
-            raise MissingError(f"`{self.directory}`: none of the steps {steps} is valid")
-        return None
+
+        def look(step: int) -> SavedStep:
+            saved, report = self._look(step, level)
+            if saved is None or not report.ok:
+                raise DamagedError(report.error or "")
+            return saved
+
+        return newest(self.directory, self.steps, look, self._passed)
+
+    def restore(
+        self,
+        step: int,
+        target: _Target,
+        *,
+        allow: Iterable[str] = (),
+        rules: Sequence[Rule] = (),
+    ) -> _Target:
+        """Restores a step: `plan_restore(checkpointer.at(step), target, ...).apply()`.
+
+        Args:
+          step: to be restored.
+          target: an optimizer of any kind that `named_state` takes; its leaves may be abstract.
+          allow: the kinds of changes that are admitted: see `plan_restore`.
+          rules: for single leaves: see `plan_restore`.
+
+        Returns:
+          The restored target.
+
+        Raises:
+          DamagedError: a leaf is not what was written.
+          MissingError: there is no such step.
+          PlanError: the step does not fit the target as it is.
+        """
+        return self._restore(step, target, allow, rules)[0]
+
+    def _restore(
+        self, step: int, target: _Target, allow: Iterable[str], rules: Sequence[Rule]
+    ) -> tuple[_Target, SavedStep]:
+        with together():
+            saved = self.at(step)
+        restored = plan_restore(saved, target, allow=allow, rules=rules).apply()
+        self.restored_step = step
+        return restored, saved
+
+    def restore_latest(
+        self, target: _Target, *, allow: Iterable[str] = (), rules: Sequence[Rule] = ()
+    ) -> _Target:
+        """Restores the latest step that is whole, reading it once.
+
+        Every process reads its own share of what the target needs, and the digests are compared
+        while it is there. Where a leaf or one of the `extras` is damaged, a warning says so, and
+        the step before is restored. `restored_step` says which one it was.
+
+        Args:
+          target: an optimizer of any kind that `named_state` takes; its leaves may be abstract.
+          allow: the kinds of changes that are admitted: see `plan_restore`.
+          rules: for single leaves: see `plan_restore`.
+
+        Returns:
+          The restored target.
+
+        Raises:
+          ForeignError: there are steps that another program wrote; see `open_foreign`.
+          MissingError: there is no step, or none that is whole.
+          PlanError: a step does not fit the target; an older one is not tried.
+          VersionError: a newer version wrote the step; an older one is not tried.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> import optax
+          >>> from opt_checkpoint import TrainingState
+          >>> tx, params = optax.adam(1e-3), {'w': jnp.ones(2)}
+          >>> state = TrainingState(tx, params, tx.init(params))
+          >>> with Checkpointer(getfixture('tmp_path')) as checkpointer:
+          ...   checkpointer.save(10, state)
+          ...   checkpointer.wait()
+          ...   restored = checkpointer.restore_latest(state)
+          >>> type(restored).__name__, checkpointer.restored_step
+          ('TrainingState', 10)
+        """
+        kinds, given = tuple(allow), tuple(rules)
+
+        def restore(step: int) -> tuple[_Target]:
+            restored, saved = self._restore(step, target, kinds, given)
+            saved.check_extras()
+            return (restored,)
+
+        self.restored_step = None
+        found = newest(self.directory, self.steps, restore, self._passed)
+        if found is None:
+            raise MissingError(f"`{self.directory}` has no step to restore")
+        return found[0]
 
     @one_at_a_time
     def delete(self, step: int) -> None:
@@ -314,17 +410,12 @@ class Checkpointer:
         return later
 
     def _prepare(
-        self, step: int, named: NamedState | Optimizer, metadata: Any, extras: Any
+        self, step: int, target: Any, metadata: Any, extras: Any
     ) -> tuple[Saving | None, CheckpointError | None]:
         try:
             self._root.check()
             self._check_step(step)
-            state = named_state(named) if isinstance(named, Optimizer) else named
-            if not isinstance(state, NamedState):
-                raise LeafError(
-                    f"`named`: expected an `Optimizer` or a `NamedState`, found "
-                    f"{type(named).__name__}"
-                )
+            state = target if isinstance(target, NamedState) else _named(target, extras)
             infos, values = extra_leaves(extras)
             return Saving.prepare(step, state, infos, values, metadata), None
         except CheckpointError as error:
@@ -378,6 +469,15 @@ class Checkpointer:
             self._root.release()
             raise
 
+    def _is_foreign(self) -> bool:
+        """Whether the folder holds another program's steps: then a writer takes nothing there."""
+        found = foreign_steps(self.directory)
+        if not are_equal(repr(found).encode()):
+            raise DamagedError(f"`{self.directory}`: the processes do not see the same steps")
+        if found:
+            self._state = "not written to: it held another program's checkpoints when it was opened"
+        return bool(found)
+
     def _close_at_exit(self) -> None:
         try:
             self.close()
@@ -398,6 +498,7 @@ class Checkpointer:
 
     def _writer(self) -> ocp.CheckpointManager:
         if self._manager is None:
+            check_own(self.directory)
             raise SaveError(f"`{self.directory}` is {self._state}")
         return self._manager
 
@@ -413,6 +514,18 @@ class Checkpointer:
             if step is not None:
                 self._root.failed.add(step)
             raise SaveError(f"{what}: not saved: {_one_line(error)}") from error
+
+
+def _named(target: Any, extras: Any) -> NamedState:
+    view = view_of(target)
+    given = extras if isinstance(extras, Mapping) else {}
+    if missing := [name for name in view.unsaved if name not in given]:
+        fields = ", ".join(f"{name!r}: state.{name}" for name in missing)
+        _log.warning(
+            "%s: `%s` is not saved, because it belongs to no optimizer: give `extras={%s}`",
+            *(type(target).__name__, "`, `".join(missing), fields),
+        )
+    return named_view(view)
 
 
 def _one_line(error: Exception) -> str:

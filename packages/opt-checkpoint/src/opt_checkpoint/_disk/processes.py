@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 from opt_checkpoint.errors import (
     CheckpointError,
     DamagedError,
+    ForeignError,
     LeafError,
     LoadError,
     LockError,
@@ -24,6 +25,7 @@ from opt_checkpoint.errors import (
 
 _KINDS: tuple[type[CheckpointError], ...] = (
     DamagedError,
+    ForeignError,
     LeafError,
     LoadError,
     LockError,

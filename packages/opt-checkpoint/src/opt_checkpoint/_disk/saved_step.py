@@ -13,20 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from opt_core import flatten_with_paths
 
 from opt_checkpoint._disk import digest as _digest
 from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk import storage as _storage
+from opt_checkpoint._disk.foreign_steps import describe, is_foreign
 from opt_checkpoint._disk.manifest import Limits, Manifest, read_manifest
-from opt_checkpoint._disk.processes import agree, is_first, together
+from opt_checkpoint._disk.processes import is_first, together
 from opt_checkpoint._disk.saving import EXTRA
 from opt_checkpoint._disk.storage import Record
 from opt_checkpoint._naming.schema import LeafInfo, Schema, leaf_name
 from opt_checkpoint.errors import (
     CheckpointError,
     DamagedError,
+    ForeignError,
     LeafError,
     MissingError,
 )
@@ -155,16 +157,12 @@ class SavedStep:
     def validate(self, *, level: Level = "digests") -> StepReport:
         """Checks the step; see `Checkpointer.validate`."""
         report = StepReport(self.step, level, leaves=len(self.schema.leaves))
-        error = None
-        if is_first():  # Alone: what is read here has no part on other processes.
-            try:
-                self._check_stored_shapes()
-                if level == "digests":
-                    self._check_digests()
-            except CheckpointError as found:
-                error = found
         try:
-            agree(error)
+            with together():
+                if is_first():
+                    self._check_stored_shapes()
+            if level == "digests":
+                self._check_digests()
         except MissingError:
             raise
         except CheckpointError as found:
@@ -189,12 +187,28 @@ class SavedStep:
         batch: dict[LeafInfo, Sharding | None] = {}
         size = 0
         for info in self.schema.leaves:
-            batch[info] = SingleDeviceSharding(jax.local_devices()[0])
-            size += math.prod(info.shape) * 8
+            place = _spread(info.shape)
+            batch[info] = place
+            size += math.prod(place.shard_shape(info.shape)) * 8
             if size > _BATCH_BYTES:
-                self._check(self._read_stored(batch))
+                self._check_batch(batch)
                 batch, size = {}, 0
-        self._check(self._read_stored(batch))
+        self._check_batch(batch)
+
+    def _check_batch(self, places: Mapping[LeafInfo, Sharding | None]) -> None:
+        stored: dict[str, Any] = {}
+        with together():
+            stored = self._read_stored(places)
+        with together():
+            self._check(stored)
+
+    def check_extras(self) -> None:
+        """Reads what was saved as `extras` and compares the digests.
+
+        Raises:
+          DamagedError: a leaf is not what was written.
+        """
+        self.read({info.name: _place(info) for info in self.schema.leaves if info.kind == EXTRA})
 
     def _in_store(self) -> dict[str, Record]:
         return {n: r for n, r in self.manifest.records.items() if r.digest is not None}
@@ -263,6 +277,7 @@ def open_step(
 
     Raises:
       DamagedError: its manifest is not what was written.
+      ForeignError: another program wrote it; see `open_foreign`.
       LoadError: it has no manifest, or a hostile one.
       MissingError: there is no such folder.
       VersionError: a newer version wrote it.
@@ -270,10 +285,24 @@ def open_step(
     folder = Path(path).absolute()
     if not folder.is_dir():
         raise MissingError(f"`{folder}` is no folder")
+    if is_foreign(folder):
+        raise ForeignError(describe(folder, ["."]))
     saved = SavedStep(folder, limits)
     if step not in (None, saved.step):
         raise DamagedError(f"`{folder}` was saved as step {saved.step}, not {step}")
     return saved
+
+
+def _spread(shape: tuple[int, ...]) -> Sharding:
+    """A sharding over all devices of all processes; whole on each where no dimension divides."""
+    devices: Any = jax.devices()
+    if len(devices) == 1:
+        return SingleDeviceSharding(devices[0])
+    mesh = Mesh(np.array(devices), ("devices",))
+    for dim in sorted(range(len(shape)), key=lambda dim: -shape[dim]):
+        if shape[dim] and shape[dim] % len(devices) == 0:
+            return NamedSharding(mesh, PartitionSpec(*[None] * dim, "devices"))
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def _restore_args(struct: jax.ShapeDtypeStruct, sharding: Sharding | None) -> Any:

@@ -20,7 +20,6 @@ from opt_checkpoint._naming.schema import (
     Schema,
     Transformation,
     leaf_name,
-    leaf_path,
 )
 from opt_checkpoint.errors import LeafError
 
@@ -71,33 +70,7 @@ def _placed(leaf: Any, sharding: Any) -> Any:
 
 
 def named_state(optimizer: Optimizer, *, param_axes: Any = None) -> NamedState:
-    """Returns the leaves of an optimizer by name.
-
-    A parameter is `params/<path>`. What a transformation keeps is `state/<transformation>/<field>`,
-    with the path of the parameter that it follows, if any: `state/adam/mu/decoder/kernel`,
-    `state/schedule/count`. In a group it is `state/groups/<group>/<transformation>/...`, whether
-    the groups are a `MultiOptimizer`'s or `optax.partition`'s. The name of the transformation is
-    that of the function that made the state (`scale_by_adam`: `adam`), so it does not depend on its
-    place in a chain or on wrappers around it; the second of its like, in the order of updates, is
-    `adam#2`. Where no function says what it made, as with a `lambda` for `init`, it is that of the
-    state's type; plain containers of such are told apart by their place alone.
-
-    Args:
-      optimizer: of any definition; its leaves may be abstract.
-      param_axes: logical axes of the parameters, recorded for every leaf where the definition
-        derives them.
-
-    Returns:
-      The leaves and their schema; nothing is copied.
-
-    Raises:
-      LeafError: two leaves would have one name.
-
-    Examples:
-      >>> import opt_optax_bridge as opt
-      >>> list(named_state(opt.adam(1e-3).create({'w': jnp.ones(2)})))
-      ['params/w', 'state/step', 'state/adam/count', 'state/adam/mu/w', 'state/adam/nu/w']
-    """
+    """Returns the leaves of an optimizer by name: see `opt_checkpoint.named_state`."""
     infos = leaf_infos(optimizer)
     values = [*jax.tree.leaves(optimizer.target), *jax.tree.leaves(optimizer.state)]
     if param_axes is not None:
@@ -113,45 +86,6 @@ def named_state(optimizer: Optimizer, *, param_axes: Any = None) -> NamedState:
         versions=_versions(),
     )
     return NamedState(dict(zip((i.name for i in infos), values, strict=True)), schema)
-
-
-def restore_named(optimizer: Optimizer, named: Mapping[str, Any]) -> Optimizer:
-    """Returns an optimizer with the leaves that `named_state` returned.
-
-    Args:
-      optimizer: gives containers, shapes, dtypes and places; its leaves may be abstract.
-      named: the leaves by name; of a `NamedState` the schema is compared too.
-
-    Returns:
-      The optimizer; it shares no buffer with `named`.
-
-    Raises:
-      PlanError: a name is missing or too many, a shape or dtype differs, or it is another
-        optimizer's; `plan_restore` admits changes.
-
-    Examples:
-      >>> import opt_optax_bridge as opt
-      >>> optimizer = opt.adam(1e-3).create({'w': jnp.ones(2)})
-      >>> again = restore_named(optimizer, named_state(optimizer))
-      >>> bool((again.target['w'] == optimizer.target['w']).all())
-      True
-    """
-    from opt_checkpoint._planning.match import plan_restore
-
-    if not isinstance(named, NamedState):
-        named = _bare(optimizer, named)
-    return plan_restore(named, optimizer).apply()
-
-
-def _bare(optimizer: Optimizer, named: Mapping[str, Any]) -> NamedState:
-    """Leaves without a schema: each is what the optimizer has under its name."""
-    known = {info.name: info for info in leaf_infos(optimizer)}
-    infos = []
-    for name, leaf in named.items():
-        path = known[name].path if name in known else leaf_path(name)
-        info = _info(leaf, path, "params" if path[0] == "params" else "state")
-        infos.append(info)
-    return NamedState(dict(named), Schema(tuple(infos)))
 
 
 def leaf_infos(optimizer: Optimizer) -> list[LeafInfo]:

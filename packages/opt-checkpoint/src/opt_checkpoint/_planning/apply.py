@@ -13,18 +13,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from opt_core import Optimizer, OptimizerState, strong_types, unalias
 
 from opt_checkpoint._disk.pacing import paced
-from opt_checkpoint._naming.schema import LeafInfo
+from opt_checkpoint._naming.schema import LeafInfo, Names
 from opt_checkpoint._planning.plan import Plan, Row, function_name
 from opt_checkpoint._planning.rules import Map, Pad
 from opt_checkpoint.errors import LeafError
 
 
-def apply_plan(plan: Plan) -> Optimizer:
-    """Returns the restored optimizer; the plan has been checked."""
-    target = plan.target
+def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
+    """Returns the restored optimizer and other leaves; the plan has been checked."""
+    target, others = plan.view.optimizer, plan.view.others
     own, params = jax.tree.flatten(target.target)
-    others, states = jax.tree.flatten(target.state)
-    values = [*own, *others]
+    of_state, states = jax.tree.flatten(target.state)
+    values = [*own, *others.values(), *of_state]
     places = {row.leaf.name: _sharding(value) for row, value in zip(plan.rows, values, strict=True)}
     arrays = plan.source.read(_wanted(plan, places))
     found: list[Any] = []
@@ -37,19 +37,20 @@ def apply_plan(plan: Plan) -> Optimizer:
             if not uses[name]:
                 del arrays[name]
     _raise_misfits(checks)
-    n = len(own)
-    restored = jax.tree.unflatten(params, found[:n])
+    n = len(own) + len(others)
+    restored = jax.tree.unflatten(params, found[: len(own)])
     if any(leaf is None for leaf in found[n:]):
         fresh = _initialised(plan, restored, found[n:], places)
         found[n:] = [new if old is None else old for old, new in zip(found[n:], fresh, strict=True)]
     state: OptimizerState = jax.tree.unflatten(states, found[n:])
-    result: Optimizer = unalias(
-        target.replace(target=restored, state=state), apart_from=_concrete(values)
+    besides = dict(zip(others, found[len(own) : n], strict=True))
+    result: tuple[Optimizer, dict[Names, Any]] = unalias(
+        (target.replace(target=restored, state=state), besides), apart_from=_concrete(values)
     )
     return result
 
 
-def _wanted(plan: Plan, places: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+def _wanted(plan: Plan[Any], places: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
     """What to read, each into the sharding of the first leaf that it is for, where that fits."""
     saved = plan.source.schema.by_name
     wanted: dict[str, jax.ShapeDtypeStruct] = {}
@@ -113,7 +114,7 @@ def _replicated(sharding: Any) -> Any:
     return sharding
 
 
-def _uses(plan: Plan) -> dict[str, int]:
+def _uses(plan: Plan[Any]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for row in plan.rows:
         for name in row.sources:
@@ -287,13 +288,15 @@ def _misfit(row: Row) -> LeafError:
     )
 
 
-def _initialised(plan: Plan, params: Any, found: list[Any], places: Mapping[str, Any]) -> list[Any]:
+def _initialised(
+    plan: Plan[Any], params: Any, found: list[Any], places: Mapping[str, Any]
+) -> list[Any]:
     """The leaves that are missing, as `init` makes them of the restored parameters."""
     names = [row.leaf.name for row in plan.rows][-len(found) :]
     needed = [i for i, leaf in enumerate(found) if leaf is None]
 
     def init(params: Any) -> list[Any]:
-        leaves = jax.tree.leaves(plan.target.optimizer_def.init_state(params))
+        leaves = jax.tree.leaves(plan.view.optimizer.optimizer_def.init_state(params))
         return [leaves[i] for i in needed]
 
     made = jax.jit(init, out_shardings=_outputs([places[names[i]] for i in needed]))(params)

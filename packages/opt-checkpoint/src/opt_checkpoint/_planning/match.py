@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from opt_core import Optimizer
 
-from opt_checkpoint._naming.names import NamedState, named_state
+from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._naming.schema import LeafInfo, Names, Source, leaf_name, leaf_path
 from opt_checkpoint._planning.beside import dropped, joined, with_counts, with_notes
 from opt_checkpoint._planning.compare import (
@@ -38,15 +37,19 @@ from opt_checkpoint._planning.rules import (
 )
 from opt_checkpoint._planning.values import RuledRows
 from opt_checkpoint._planning.windows import Running, bearing_problems
+from opt_checkpoint._targets.named import named_view
+from opt_checkpoint._targets.view import view_of
+
+_Target = TypeVar("_Target")
 
 
 def plan_restore(
     checkpoint: Source,
-    target: Optimizer,
+    target: _Target,
     *,
     allow: Iterable[str] = (),
     rules: Sequence[Rule] = (),
-) -> Plan:
+) -> Plan[_Target]:
     r"""Returns what restoring a checkpoint into an optimizer would do with every leaf.
 
     Leaves meet by name. A leaf whose parameter has moved to another group is found there. What a
@@ -55,21 +58,24 @@ def plan_restore(
 
     Args:
       checkpoint: a step of a `Checkpointer`, a `NamedState`, or any other `Source`.
-      target: the optimizer to restore; its leaves may be `jax.ShapeDtypeStruct`s with shardings.
-        Parameters that the checkpoint lacks need arrays.
+      target: the optimizer to restore, of any kind that `named_state` takes; its leaves may be
+        `jax.ShapeDtypeStruct`s with shardings. Parameters that the checkpoint lacks need arrays.
       allow: the kinds of changes that are admitted: see `Kind`. Without any, everything has to
         match.
       rules: pairs of a regular expression, which has to match a whole name, and an `Action`; the
         first that matches decides, and admits what it says.
 
     Returns:
-      The plan. Nothing has been read but the schema; `plan.apply()` restores.
+      The plan. Nothing has been read but the schema; `plan.apply()` restores, and returns what
+      `target` is.
 
     Raises:
+      TypeError: `target` is of another kind, or `checkpoint` cannot be read from.
       TypeError, ValueError: `allow` or `rules` are none; or a rule matches no leaf.
 
     Examples:
       >>> import jax.numpy as jnp
+      >>> from opt_checkpoint import named_state
       >>> import opt_optax_bridge as opt
       >>> params = {'w': jnp.ones(2)}
       >>> saved = named_state(opt.adam(1e-3).create(params))
@@ -82,9 +88,10 @@ def plan_restore(
       !- state/adam/mu/w float32[2]
       !- state/adam/nu/w float32[2]
     """
-    _check_types(checkpoint, target)
+    _check_source(checkpoint)
     policy = Policy.make(allow, rules)
-    named = named_state(target)
+    view = view_of(target)
+    named = named_view(view)
     matcher = _Matcher(checkpoint, named, policy)
     rows = with_counts(matcher.rows(), matcher.anew, policy)
     saved = checkpoint.schema.by_name
@@ -109,17 +116,16 @@ def plan_restore(
         allow=policy.allow,
         source=checkpoint,
         target=target,
+        view=view,
     )
 
 
-def _check_types(checkpoint: Any, target: Any) -> None:
+def _check_source(checkpoint: Any) -> None:
     if not isinstance(checkpoint, Source):
         raise TypeError(
             "`checkpoint` must be a step (`Checkpointer.at`, `latest_valid`, `open_step`) or a "
             f"`NamedState`; found {type(checkpoint).__name__}"
         )
-    if not isinstance(target, Optimizer):
-        raise TypeError(f"`target` must be an `Optimizer`; found {type(target).__name__}")
 
 
 class _Matcher:

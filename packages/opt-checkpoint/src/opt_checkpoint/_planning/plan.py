@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import jax.numpy as jnp
-from opt_core import Optimizer
 
 from opt_checkpoint._naming.schema import LeafInfo, Source
 from opt_checkpoint._planning.rules import KINDS, Map, Pad, Rename, Stack, Unstack
+from opt_checkpoint._targets.view import View
 from opt_checkpoint.errors import PlanError
 
 _LISTED = 40
+_Target = TypeVar("_Target")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Dropped:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Generic[_Target]):
     """What a restore would do with every leaf; nothing has been read, nothing done.
 
     Prints as a summary with every leaf that is not matched; `table()` has all of them.
@@ -93,7 +94,8 @@ class Plan:
       problems: what is wrong beside single leaves.
       allow: the kinds that are admitted.
       source: where leaves are read from.
-      target: what is restored.
+      target: what is restored, as it was given.
+      view: what the planner sees of it.
       suggestions: transformations that may have been renamed, with the rule that says so.
     """
 
@@ -103,7 +105,8 @@ class Plan:
     problems: tuple[str, ...]
     allow: frozenset[str]
     source: Source = dataclasses.field(repr=False, compare=False)
-    target: Optimizer = dataclasses.field(repr=False, compare=False)
+    target: _Target = dataclasses.field(repr=False, compare=False)
+    view: View = dataclasses.field(repr=False, compare=False)
     suggestions: tuple[str, ...] = ()
 
     @property
@@ -130,7 +133,7 @@ class Plan:
     def _refused_changes(self) -> bool:
         return bool(self.changes) and "optimizer" not in self.allow
 
-    def check(self) -> Plan:
+    def check(self) -> Plan[_Target]:
         """Returns the plan itself.
 
         Raises:
@@ -151,11 +154,12 @@ class Plan:
             )
         raise PlanError(f"{head}\n{self}{advice}", self)
 
-    def apply(self) -> Optimizer:
-        """Reads the leaves that are used and returns the restored optimizer.
+    def apply(self) -> _Target:
+        """Reads the leaves that are used and returns the restored target, of the kind it was given.
 
         Every leaf is where the target's is, of its shape and dtype. Nothing is shared with the
-        target or the checkpoint, so that it can be donated.
+        target or the checkpoint, so that it can be donated; but fields that a subclass of
+        `TrainState` adds are the target's own. The target stays as it is, models of NNX too.
 
         Raises:
           PlanError: the plan cannot or may not be done.
@@ -164,7 +168,8 @@ class Plan:
         """
         from opt_checkpoint._planning.apply import apply_plan
 
-        return apply_plan(self.check())
+        restored: _Target = self.view.put_back(*apply_plan(self.check()))
+        return restored
 
     def diff(self) -> str:
         """Returns a line for each leaf that is not matched.

@@ -1,0 +1,225 @@
+"""Where a tree that another program saved has the parameters, the state and the step."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from opt_core import children, flatten_with_paths, path_str
+
+from opt_checkpoint._naming.names import NamedState
+from opt_checkpoint._naming.schema import LeafInfo, Names
+from opt_checkpoint._targets.view import View
+from opt_checkpoint.errors import ForeignError
+
+# What a program calls the parameters that it trains, where it has a copy of them besides.
+_PARAMS = ("params", "model", "target", "0")
+_VALUE = ("value",)
+_LISTED = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Where the leaves are.
+
+    Attributes:
+      keys: of each leaf that is there, by name.
+      rest: keys of what belongs to none.
+    """
+
+    keys: Mapping[str, Names]
+    rest: tuple[Names, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A subtree at a place."""
+
+    prefix: Names
+    keys: Mapping[Names, Names]  # by the path in it
+
+
+def find(
+    folder: Path, view: View, named: NamedState, shapes: Mapping[Names, tuple[int, ...]]
+) -> Found:
+    """Looks for everything that an optimizer has.
+
+    Args:
+      folder: of the checkpoint, for messages.
+      view: the optimizer that wrote it.
+      named: its leaves by name.
+      shapes: of what the checkpoint has, by key.
+
+    Raises:
+      ForeignError: the parameters or the state are not there, or twice; lists what is missing.
+    """
+    left = set(shapes)
+    infos = named.schema.leaves
+    state = [info for info in infos if info.kind == "state" and info.name != "state/step"]
+    found: dict[str, Names] = {}
+    spellings = list(_state_paths(view.optimizer.state.param_states))
+    at = _only(folder, "state", [_parts(paths, left) for paths in spellings], spellings[0], left)
+    if at is not None:
+        for paths in spellings:
+            if all(path in at.keys for path in paths):
+                found |= {i.name: at.keys[path] for i, path in zip(state, paths, strict=True)}
+                break
+    left -= set(found.values())
+    params = [info for info in infos if info.kind == "params"]
+    trained = [path for path, x in flatten_with_paths(view.optimizer.target) if x is not None]
+    every = [*trained, *view.others]
+    near = at.prefix if at is not None else ()
+    choices = [_parts(every, left, near), _parts(trained, left, near)]
+    place = _only(folder, "parameters", choices, trained, left)
+    if place is not None:
+        by_path = {info.path[1:]: info.name for info in params}
+        found |= {by_path[path]: key for path, key in place.keys.items()}
+    left -= set(found.values())
+    steps = sorted(key for key in left if shapes[key] == () and _is_step(key))
+    if near_steps := _nearest(steps, near):
+        if len(near_steps) > 1:
+            shown = ", ".join(f"`{path_str(key)}`" for key in near_steps)
+            raise ForeignError(f"`{folder}`: several leaves may be the step: {shown}")
+        found["state/step"] = near_steps[0]
+    left -= set(found.values())
+    _check_shapes(folder, infos, found, shapes)
+    return Found(found, tuple(sorted(left)))
+
+
+def _state_paths(state: Any) -> Iterator[list[Names]]:
+    """The paths of the leaves of a state: by fields, and by their positions."""
+    yield [names for names, leaf in flatten_with_paths(state) if leaf is not None]
+    yield list(_indexed(state, ()))
+
+
+def _indexed(node: Any, at: Names) -> Iterator[Names]:
+    opened = children(node)
+    if opened is None:
+        if node is not None:
+            yield at
+        return
+    is_record = isinstance(node, tuple)
+    for i, (name, child) in enumerate(opened.children):
+        yield from _indexed(child, (*at, str(i) if is_record else name))
+
+
+def _parts(paths: Sequence[Names], left: set[Names], near: Names = ()) -> list[_Part]:
+    """The places that hold these leaves and no others, the nearest ones to another place."""
+    if not paths:
+        return []
+    last = {path: path for path in left} | {path[:-1]: path for path in left if path[-1:] == _VALUE}
+    n = len(paths[0])
+    prefixes = sorted(
+        {path[:-n] if n else path for path in last if path[len(path) - n :] == paths[0]}
+    )
+    parts = []
+    for prefix in prefixes:
+        keys = {path: last.get((*prefix, *path)) for path in paths}
+        inside = {key for key in left if key[: len(prefix)] == prefix}
+        if None not in keys.values() and inside == set(keys.values()):
+            parts.append(
+                _Part(prefix, {path: key for path, key in keys.items() if key is not None})
+            )
+    best = {part.prefix for part in parts}
+    chosen = set(_nearest(sorted(best), near))
+    parts = [part for part in parts if part.prefix in chosen]
+    for name in _PARAMS if len(parts) > 1 else ():
+        if preferred := [part for part in parts if part.prefix[-1:] == (name,)]:
+            return preferred
+    return parts
+
+
+def _nearest(keys: Sequence[Names], near: Names) -> list[Names]:
+    """Those that share most of their beginning with another place."""
+    shared = [sum(1 for _ in itertools.takewhile(_same, zip(k, near, strict=False))) for k in keys]
+    return [key for key, n in zip(keys, shared, strict=True) if n == max(shared)]
+
+
+def _same(pair: tuple[str, str]) -> bool:
+    return pair[0] == pair[1]
+
+
+def _only(
+    folder: Path,
+    what: str,
+    choices: Sequence[Sequence[_Part]],
+    paths: Sequence[Names],
+    left: set[Names],
+) -> _Part | None:
+    """The first choice that there is; `None` where there is nothing to look for."""
+    if not paths:
+        return None
+    for parts in choices:
+        if len(parts) == 1:
+            return parts[0]
+        if parts:
+            shown = ", ".join(f"`{path_str(part.prefix)}`" for part in parts)
+            raise ForeignError(
+                f"`{folder}`: the {what} of `written_by` may be any of {shown}: open the folder of "
+                "one item, if they are several"
+            )
+    raise ForeignError(
+        f"`{folder}` does not hold the {what} of `written_by`: {_nearly(paths, left)}. Give the "
+        "optimizer that wrote it"
+    )
+
+
+def _nearly(paths: Sequence[Names], left: set[Names]) -> str:
+    """What is missing, and what is too much, at the place that has most of them."""
+    bare = {key[:-1] if key[-1:] == _VALUE else key for key in left}
+    places = {
+        key[: len(key) - len(path)]
+        for path in paths
+        for key in bare
+        if key[len(key) - len(path) :] == path
+    }
+    if not places:
+        found = _listed(sorted(bare))
+        return f"expected {_listed(paths)} below one key, found none of them, but {found}"
+
+    def missing(place: Names) -> list[Names]:
+        return [(*place, *path) for path in paths if (*place, *path) not in bare]
+
+    place = min(sorted(places), key=lambda place: len(missing(place)))
+    wanted = {(*place, *path) for path in paths}
+    extra = sorted(key for key in bare if key[: len(place)] == place and key not in wanted)
+    parts = []
+    if gone := missing(place):
+        parts.append(f"expected {_listed(gone)}, found nothing there")
+    if extra:
+        parts.append(f"found {_listed(extra)} besides")
+    return f"at `{path_str(place)}` " + ", and ".join(parts)
+
+
+def _listed(paths: Sequence[Names]) -> str:
+    shown = ", ".join(f"`{path_str(path)}`" for path in paths[:_LISTED])
+    return (
+        f"{shown} and {len(paths) - _LISTED} more" if len(paths) > _LISTED else shown or "nothing"
+    )
+
+
+def _is_step(key: Names) -> bool:
+    """Whether a number may be the step: it is called so, or a tuple's."""
+    last = key[-2] if key[-1:] == _VALUE and len(key) > 1 else key[-1]
+    return last == "step" or last.isdecimal()
+
+
+def _check_shapes(
+    folder: Path,
+    infos: Sequence[LeafInfo],
+    found: Mapping[str, Names],
+    shapes: Mapping[Names, tuple[int, ...]],
+) -> None:
+    for info in infos:
+        if info.name not in found or info.is_key:
+            continue
+        shape = shapes[found[info.name]]
+        if shape != info.shape:
+            raise ForeignError(
+                f"`{folder}`: `{path_str(found[info.name])}` is `{info.name}` of `written_by`: "
+                f"expected {list(info.shape)}, found {list(shape)}. Give the optimizer that wrote "
+                "it, for the parameters that it had"
+            )

@@ -1,0 +1,126 @@
+"""The leaves of anyone's optimizer by name, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from opt_checkpoint._naming import names as _names
+from opt_checkpoint._naming.names import NamedState
+from opt_checkpoint._naming.schema import LeafInfo, Schema, leaf_path
+from opt_checkpoint._targets.view import View, view_of
+from opt_checkpoint.errors import LeafError
+
+_Target = TypeVar("_Target")
+
+
+def named_state(target: Any, *, param_axes: Any = None) -> NamedState:
+    """Returns the leaves of an optimizer by name.
+
+    A parameter is `params/<path>`. What a transformation keeps is `state/<transformation>/<field>`,
+    with the path of the parameter that it follows, if any: `state/adam/mu/decoder/kernel`,
+    `state/schedule/count`. In a group it is `state/groups/<group>/<transformation>/...`, whether
+    the groups are a `MultiOptimizer`'s or `optax.partition`'s. The name of the transformation is
+    that of the function that made the state (`scale_by_adam`: `adam`), so it does not depend on its
+    place in a chain or on wrappers around it; the second of its like, in the order of updates, is
+    `adam#2`. Where no function says what it made, as with a `lambda` for `init`, it is that of the
+    state's type; plain containers of such are told apart by their place alone.
+
+    Args:
+      target: an `opt_core.Optimizer` of any definition; a `TrainingState` of plain Optax; a Flax
+        `TrainState`, of which fields that a subclass adds are left out; or the pair of a model and
+        its `nnx.Optimizer`, where variables that the optimizer does not update are `params/<path>`
+        too. Leaves may be abstract.
+      param_axes: logical axes of the parameters, recorded for every leaf where the definition
+        derives them.
+
+    Returns:
+      The leaves and their schema; nothing is copied.
+
+    Raises:
+      LeafError: two leaves would have one name.
+      TypeError: `target` is of another kind.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import opt_optax_bridge as opt
+      >>> list(named_state(opt.adam(1e-3).create({'w': jnp.ones(2)})))
+      ['params/w', 'state/step', 'state/adam/count', 'state/adam/mu/w', 'state/adam/nu/w']
+    """
+    return named_view(view_of(target), param_axes=param_axes)
+
+
+def named_view(view: View, *, param_axes: Any = None) -> NamedState:
+    """Returns the leaves of what the planner sees: parameters, then others, then the state."""
+    named = _names.named_state(view.optimizer, param_axes=param_axes)
+    if not view.others:
+        return named
+    leaves = named.schema.leaves
+    first = sum(leaf.kind == "params" for leaf in leaves)
+    others = {info.name: info for info in _other_infos(view)}
+    if twice := others.keys() & named.keys():
+        raise LeafError(f"two leaves would have the name `{min(twice)}`: rename a variable")
+    values: dict[str, Any] = dict(zip(others, view.others.values(), strict=True))
+    schema = dataclasses.replace(
+        named.schema, leaves=(*leaves[:first], *others.values(), *leaves[first:])
+    )
+    values |= named.leaves
+    return NamedState({leaf.name: values[leaf.name] for leaf in schema.leaves}, schema)
+
+
+def _other_infos(view: View) -> list[LeafInfo]:
+    return [
+        LeafInfo(("params", *path), *_shape_and_dtype(leaf), "params", parameter=path)
+        for path, leaf in view.others.items()
+    ]
+
+
+def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], str]:
+    dtype = jnp.result_type(leaf) if isinstance(leaf, int | float | complex) else leaf.dtype
+    return tuple(np.shape(leaf)), str(dtype)
+
+
+def restore_named(target: _Target, named: Mapping[str, Any]) -> _Target:
+    """Returns an optimizer with the leaves that `named_state` returned.
+
+    Args:
+      target: of any kind that `named_state` takes; gives containers, shapes, dtypes and places; its
+        leaves may be abstract.
+      named: the leaves by name; of a `NamedState` the schema is compared too.
+
+    Returns:
+      An optimizer of the same kind; it shares no buffer with `named`.
+
+    Raises:
+      PlanError: a name is missing or too many, a shape or dtype differs, or it is another
+        optimizer's; `plan_restore` admits changes.
+      TypeError: `target` is of another kind.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import opt_optax_bridge as opt
+      >>> optimizer = opt.adam(1e-3).create({'w': jnp.ones(2)})
+      >>> again = restore_named(optimizer, named_state(optimizer))
+      >>> bool((again.target['w'] == optimizer.target['w']).all())
+      True
+    """
+    from opt_checkpoint._planning.match import plan_restore
+
+    if not isinstance(named, NamedState):
+        named = _without_schema(target, named)
+    return plan_restore(named, target).apply()
+
+
+def _without_schema(target: Any, named: Mapping[str, Any]) -> NamedState:
+    """Leaves without a schema: each is what the target has under its name."""
+    known = named_state(target).schema.by_name
+    infos = []
+    for name, leaf in named.items():
+        path = known[name].path if name in known else leaf_path(name)
+        kind = "params" if path[0] == "params" else "state"
+        infos.append(LeafInfo(path, *_shape_and_dtype(leaf), kind))
+    return NamedState(dict(named), Schema(tuple(infos)))

@@ -1,0 +1,198 @@
+"""Plain Optax: a transformation, parameters and a state."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from opt_core import Optimizer, OptimizerState, flatten_with_paths, path_str, strong_types
+from opt_core.errors import TreeMismatchError
+from opt_optax_bridge import OptaxWrapper
+
+from opt_checkpoint._naming.names import leaf_infos
+from opt_checkpoint._naming.schema import Names
+
+
+@struct.dataclass
+class TrainingState:
+    """What a training loop of plain Optax carries, as one pytree.
+
+    It is saved, planned and restored like any other optimizer, and goes through `jax.jit` and
+    `jax.eval_shape`; `tx` is static. Frozen: `replace` makes another.
+
+    Attributes:
+      tx: the transformation.
+      params: pytree of parameters; arrays or `jax.ShapeDtypeStruct`s.
+      opt_state: what `tx.init(params)` returns, or `tx.update` since.
+      step: how many updates have been made. `None` asks the state: the `count` that it keeps, 0
+        where it keeps none, an error where it keeps several that differ or counts mini-steps.
+
+    Examples:
+      >>> import optax
+      >>> from opt_checkpoint import named_state
+      >>> tx, params = optax.adam(0.1), {'w': jnp.ones(2)}
+      >>> list(named_state(TrainingState(tx, params, tx.init(params))))
+      ['params/w', 'state/step', 'state/adam/count', 'state/adam/mu/w', 'state/adam/nu/w']
+    """
+
+    tx: optax.GradientTransformation | optax.MultiSteps = struct.field(pytree_node=False)
+    params: Any
+    opt_state: Any
+    step: Any = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class OfTrainingState:
+    """A `TrainingState` as the planner sees it."""
+
+    given: TrainingState
+    optimizer: Optimizer
+
+    @classmethod
+    def of(cls, given: TrainingState) -> OfTrainingState:
+        """Raises as `optimizer_of` does."""
+        return cls(given, optimizer_of(given.tx, given.params, given.opt_state, given.step))
+
+    @property
+    def others(self) -> Mapping[Names, Any]:
+        """None: all parameters are the optimizer's."""
+        return {}
+
+    @property
+    def unsaved(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def put_back(self, optimizer: Optimizer, others: Mapping[Names, Any]) -> TrainingState:
+        """Returns the state; a step that was a Python number is one again."""
+        restored: TrainingState = self.given.replace(  # type: ignore[attr-defined]
+            params=optimizer.target,
+            opt_state=optimizer.state.param_states,
+            step=step_like(self.given.step, optimizer.state.step),
+        )
+        return restored
+
+
+def optimizer_of(tx: Any, params: Any, opt_state: Any, step: Any) -> Optimizer:
+    """Returns the optimizer that parameters and a state of Optax make, as they are.
+
+    Args:
+      tx: the transformation.
+      params: pytree of parameters; arrays or `jax.ShapeDtypeStruct`s.
+      opt_state: its state for them.
+      step: how many updates have been made; `None` where the state says it.
+
+    Returns:
+      The optimizer; nothing is copied, no value changes. Python numbers become arrays.
+
+    Raises:
+      TypeError: `tx` is not a transformation of Optax.
+      TreeMismatchError: the state is not one of `tx` for these parameters; lists every path.
+      ValueError: `step` is `None`, and the state does not say it.
+    """
+    if not isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
+        raise TypeError(
+            f"`tx`: expected an `optax.GradientTransformation`, found {type(tx).__name__}"
+        )
+    definition = OptaxWrapper(tx)
+    expected = _expected(definition.optax_optimizer, params)
+    if problems := list(_differences(expected, opt_state)):
+        raise TreeMismatchError(
+            "`opt_state` is not a state of `tx` for these `params`:\n  "
+            + "\n  ".join(problems)
+            + "\nGive the transformation that made it."
+        )
+    state = OptimizerState(jnp.zeros((), jnp.int32), strong_types(jax.tree.map(_array, opt_state)))
+    optimizer = Optimizer(definition, state, params)
+    if step is None:
+        step = _count(optimizer)
+    return optimizer.replace(state=state.replace(step=_step(step)))
+
+
+def step_like(given: Any, step: Any) -> Any:
+    """Returns a restored step as the target has its own: a Python number, or of its dtype."""
+    if isinstance(given, int) and isinstance(step, jax.Array):
+        whole = step if step.is_fully_addressable else step.addressable_data(0)
+        return int(whole)
+    if isinstance(given, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
+        return step.astype(given.dtype)
+    return step
+
+
+def _step(step: Any) -> Any:
+    """The step as the definitions have it, int32, where it lies."""
+    if isinstance(step, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(step.shape, jnp.int32, sharding=step.sharding)
+    return strong_types(jnp.asarray(step, jnp.int32))
+
+
+def _expected(tx: Any, params: Any) -> Any:
+    leaves, structure = jax.tree.flatten(params)
+    kinds = tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+    has_64_bits = bool(jax.config.read("jax_enable_x64"))
+    try:
+        return _initial(tx, structure, kinds, has_64_bits)
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        return _initial.__wrapped__(tx, structure, kinds, has_64_bits)
+
+
+@functools.lru_cache(maxsize=16)  # asked at every save of a run
+def _initial(tx: Any, structure: Any, kinds: tuple[Any, ...], has_64_bits: bool) -> Any:
+    params = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*kind) for kind in kinds])
+    return jax.eval_shape(tx.init, params)
+
+
+def _array(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else jnp.asarray(leaf)
+
+
+def _differences(expected: Any, found: Any) -> Iterator[str]:
+    wanted = {names: leaf for names, leaf in flatten_with_paths(expected) if leaf is not None}
+    given = {names: leaf for names, leaf in flatten_with_paths(found) if leaf is not None}
+    for names in wanted:
+        if names not in given:
+            yield f"`{path_str(names)}`: expected {_shown(wanted[names])}, found nothing"
+    for names, leaf in given.items():
+        if names not in wanted:
+            yield f"`{path_str(names)}`: expected nothing, found {_shown(leaf)}"
+        elif _shown(leaf) != _shown(wanted[names]):
+            yield f"`{path_str(names)}`: expected {_shown(wanted[names])}, found {_shown(leaf)}"
+    before: Any = jax.tree.structure(expected)
+    after: Any = jax.tree.structure(found)
+    if wanted.keys() == given.keys() and before != after:
+        yield f"containers: expected {before}, found {after}"
+
+
+def _shown(leaf: Any) -> str:
+    dtype = leaf.dtype if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.result_type(leaf)
+    return f"{dtype}{list(np.shape(leaf))}"
+
+
+def _count(optimizer: Optimizer) -> Any:
+    """The count that the state keeps."""
+    infos = leaf_infos(optimizer)
+    leaves = [*jax.tree.leaves(optimizer.target), *jax.tree.leaves(optimizer.state)]
+    found = {
+        info.name: leaf
+        for info, leaf in zip(infos, leaves, strict=True)
+        if info.path[-1] == "count" and not info.shape
+    }
+    steps = {info.name for info in infos if info.path[-1] in ("mini_step", "gradient_step")}
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in found.values()):
+        return next(iter(found.values()))  # it has no value to compare, only a place
+    counts = {name: int(leaf) for name, leaf in found.items()}
+    if len(set(counts.values())) > 1 or steps:
+        told = ", ".join(f"`{name}` {value}" for name, value in counts.items())
+        raise ValueError(
+            f"`step`: say how many updates have been made; the state does not: {told or steps}"
+        )
+    return next(iter(counts.values()), 0)

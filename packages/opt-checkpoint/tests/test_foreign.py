@@ -1,0 +1,381 @@
+"""Checkpoints that other programs wrote with Orbax: read by who wrote them, never overlooked."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from checkpoint_testing import files, same
+from flax import nnx
+from flax.training.train_state import TrainState
+from opt_checkpoint import (
+    Checkpointer,
+    TrainingState,
+    errors,
+    named_state,
+    open_foreign,
+    open_step,
+    plan_restore,
+)
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+
+def adamw() -> optax.GradientTransformation:
+    return optax.chain(optax.clip(1.0), optax.adamw(optax.constant_schedule(0.1)))
+
+
+def params() -> dict[str, Any]:
+    return {"b": jnp.arange(3.0), "layers": [{"w": jnp.ones((2, 3))}, {"w": jnp.full((2, 3), 2.0)}]}
+
+
+def of_flax() -> Any:
+    state: Any = TrainState.create(apply_fn=len, params=params(), tx=adamw())
+    for _ in range(2):
+        state = state.apply_gradients(grads=params())
+    return state
+
+
+def of_optax() -> TrainingState:
+    state = of_flax()
+    return TrainingState(state.tx, state.params, state.opt_state, 2)
+
+
+class Model(nnx.Module):
+    def __init__(self) -> None:
+        self.b = nnx.Param(jnp.arange(3.0))
+        self.layers = nnx.List([Layer(1.0), Layer(2.0)])
+        self.mean = nnx.BatchStat(jnp.full(3, 7.0))
+        self.noise = nnx.Dropout(0.5, rngs=nnx.Rngs(7))
+
+
+class Layer(nnx.Module):
+    def __init__(self, value: float) -> None:
+        self.w = nnx.Param(jnp.full((2, 3), value))
+
+
+def of_nnx() -> Any:
+    model = Model()
+    optimizer = nnx.Optimizer(model, adamw(), wrt=nnx.Param)
+    grads = nnx.state(Model(), nnx.Param)
+    for _ in range(2):
+        optimizer.update(model, grads)
+    return model, optimizer
+
+
+def standard(folder: Path, tree: Any) -> Path:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "saved", tree)
+    return folder / "saved"
+
+
+def pytree(folder: Path, tree: Any) -> Path:
+    ocp.PyTreeCheckpointer(use_ocdbt=False).save(folder / "saved", tree)
+    return folder / "saved"
+
+
+def manager(folder: Path, tree: Any) -> Path:
+    with ocp.CheckpointManager(folder / "run") as writer:
+        writer.save(5, args=ocp.args.StandardSave(tree))
+    return folder / "run/5"
+
+
+def item(folder: Path, tree: Any) -> Path:
+    return manager(folder, tree) / "default"
+
+
+def state_item(folder: Path, tree: Any) -> Path:
+    with ocp.CheckpointManager(folder / "run") as writer:
+        writer.save(
+            5,
+            args=ocp.args.Composite(
+                state=ocp.args.PyTreeSave(tree), about=ocp.args.JsonSave({"a": 1})
+            ),
+        )
+    return folder / "run/5"
+
+
+WRITERS = [standard, pytree, manager, item, state_item]
+TREES: dict[str, Callable[[], Any]] = {
+    "TrainState": of_flax,
+    "in a dict": lambda: {"train": of_flax(), "epoch": 9},
+    "tuple": lambda: (of_optax().params, of_optax().opt_state, 2),
+    "tuple without step": lambda: (of_optax().params, of_optax().opt_state),
+    "dict": lambda: {"params": of_optax().params, "opt_state": of_optax().opt_state, "step": 2},
+    "training state": of_optax,
+    "with a copy": lambda: {
+        "ema_params": jax.tree.map(jnp.zeros_like, params()),
+        "opt_state": of_optax().opt_state,
+        "params": of_optax().params,
+    },
+    "nearest": lambda: {"a": {"params": params(), "o": 1}, "b": of_flax()},
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("write", [standard, manager])
+def test_trees_of_optax_and_linen(write: Any, tree: str, tmp_path: Path) -> None:
+    path = write(tmp_path, TREES[tree]())
+    source = open_foreign(path, written_by=jax.eval_shape(of_optax))
+    plan = plan_restore(source, jax.eval_shape(of_optax))
+    assert plan.is_exact, str(plan)
+    assert same(named_state(plan.apply()), named_state(of_optax()))
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_writers_of_orbax(write: Any, tmp_path: Path) -> None:
+    path = write(tmp_path, of_flax())
+    plan = plan_restore(open_foreign(path, written_by=jax.eval_shape(of_flax)), of_flax())
+    assert plan.is_exact, str(plan)
+    assert same(named_state(plan.apply()), named_state(of_flax()))
+
+
+NNX_TREES: dict[str, Callable[[Any, Any], Any]] = {
+    "pair": lambda model, optimizer: nnx.state((model, optimizer)),
+    "pure": lambda model, optimizer: nnx.to_pure_dict(nnx.state((model, optimizer))),
+    "dict": lambda model, optimizer: {
+        "model": nnx.state(model),
+        "optimizer": nnx.state(optimizer),
+    },
+    "objects": lambda model, optimizer: {
+        "o": nnx.split(optimizer)[1],
+        "m": nnx.split(model)[1],
+    },
+}
+
+
+@pytest.mark.parametrize("tree", NNX_TREES)
+def test_trees_of_nnx(tree: str, tmp_path: Path) -> None:
+    path = standard(tmp_path, NNX_TREES[tree](*of_nnx()))
+    abstract = nnx.eval_shape(of_nnx)
+    plan = plan_restore(open_foreign(path, written_by=abstract), abstract)
+    assert plan.is_exact, str(plan)
+    model, optimizer = plan.apply()
+    assert same(named_state((model, optimizer)), named_state(of_nnx()))
+    optimizer.update(model, nnx.state(Model(), nnx.Param))
+
+
+def test_parameters_alone_of_a_model(tmp_path: Path) -> None:
+    model, optimizer = of_nnx()
+    tree = {"model": nnx.state(model, nnx.Param), "optimizer": nnx.state(optimizer)}
+    source = open_foreign(standard(tmp_path, tree), written_by=(model, optimizer))
+    plan = plan_restore(source, (model, optimizer))
+    assert plan.missing_kinds == {"initialise"}
+    again, _ = plan_restore(source, (model, optimizer), allow={"initialise"}).apply()
+    assert (again.mean[...] == 7.0).all()
+
+
+def test_nnx_becomes_plain_optax_with_another_optimizer(tmp_path: Path) -> None:
+    source = open_foreign(standard(tmp_path, nnx.state(of_nnx())), written_by=of_nnx())
+    tree = {"b": jnp.zeros(3), "layers": [{"w": jnp.zeros((2, 3))}, {"w": jnp.zeros((2, 3))}]}
+    tx = optax.MultiSteps(adamw(), 2)
+    target = TrainingState(tx, tree, tx.init(tree))
+    allow = {"drop", "optimizer", "initialise"}
+    restored = plan_restore(source, target, allow=allow).apply()
+    found = named_state(of_nnx())
+    adam = restored.opt_state.inner_opt_state[1][0]
+    assert (adam.mu["layers"][1]["w"] == found["state/adam/mu/layers/1/w"]).all()
+    assert (restored.params["b"] == found["params/b"]).all()
+    assert restored.step == 2
+
+
+def test_several_items(tmp_path: Path) -> None:
+    state = of_optax()
+    with ocp.CheckpointManager(tmp_path) as writer:
+        writer.save(
+            5,
+            args=ocp.args.Composite(
+                params=ocp.args.StandardSave(state.params),
+                opt_state=ocp.args.PyTreeSave(state.opt_state),
+                other=ocp.args.JsonSave({"a": 1}),
+            ),
+        )
+    source = open_foreign(tmp_path / "5", written_by=state)
+    assert same(named_state(plan_restore(source, state).apply()), named_state(state))
+
+
+def test_index_keys(tmp_path: Path) -> None:
+    """A state whose records were saved as lists."""
+
+    def plain(node: Any) -> Any:
+        if isinstance(node, tuple):
+            return [plain(child) for child in node]
+        return node
+
+    state = of_optax()
+    tree = {"params": state.params, "state": plain(state.opt_state), "step": 2}
+    source = open_foreign(standard(tmp_path, tree), written_by=state)
+    plan = plan_restore(source, state)
+    assert plan.is_exact, str(plan)
+    assert same(named_state(plan.apply()), named_state(state))
+
+
+def test_leaves_lie_where_the_target_says(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.P())
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(of_optax),
+    )
+    source = open_foreign(standard(tmp_path, of_flax()), written_by=target)
+    restored = plan_restore(source, target).apply()
+    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(restored))
+
+
+def test_what_is_left_is_listed(tmp_path: Path) -> None:
+    tree = {"train": of_flax(), "epoch": 9, "ema": {"v": jnp.arange(2.0)}}
+    source = open_foreign(standard(tmp_path, tree), written_by=of_flax())
+    extras = [leaf.name for leaf in source.schema.leaves if leaf.kind == "extra"]
+    assert extras == ["extra/ema/v", "extra/epoch"]
+    place = jax.ShapeDtypeStruct((2,), jnp.float32)
+    assert source.read({"extra/ema/v": place})["extra/ema/v"].tolist() == [0.0, 1.0]
+    assert source.schema.by_name["state/adam/count"].value == 2
+
+
+# What cannot be read
+
+
+def test_another_optimizer_did_not_write_it(tmp_path: Path) -> None:
+    path = standard(tmp_path, of_flax())
+    sgd = optax.sgd(0.1, momentum=0.9)
+    with pytest.raises(
+        errors.ForeignError, match=r"does not hold the state of `written_by`: "
+    ) as e:
+        open_foreign(path, written_by=TrainingState(sgd, params(), sgd.init(params())))
+    assert "0/trace/b" in str(e.value)
+    adam = optax.adam(0.1)
+    with pytest.raises(errors.ForeignError, match=r"at `.*opt_state/1` .*found .* besides"):
+        open_foreign(path, written_by=TrainingState(adam, params(), adam.init(params())))
+
+
+def test_other_parameters(tmp_path: Path) -> None:
+    path = standard(tmp_path, of_flax())
+    wide = {**params(), "b": jnp.arange(4.0)}
+    tx = adamw()
+    words = r"`./params/b` is `params/b` of `written_by`: expected \[4\], found \[3\]"
+    with pytest.raises(errors.ForeignError, match=words):
+        open_foreign(path, written_by=TrainingState(tx, wide, tx.init(wide)))
+    sgd = optax.sgd(0.1)
+    other = {"c": jnp.ones(2)}
+    with pytest.raises(errors.ForeignError, match=r"does not hold the parameters .* expected `c`"):
+        open_foreign(path, written_by=TrainingState(sgd, other, sgd.init(other)))
+
+
+def test_parameters_that_are_there_twice(tmp_path: Path) -> None:
+    sgd = optax.sgd(0.1)
+    path = standard(tmp_path, {"x": params(), "y": params()})
+    with pytest.raises(errors.ForeignError, match=r"may be any of `./x`, `./y`"):
+        open_foreign(path, written_by=TrainingState(sgd, params(), sgd.init(params())))
+
+
+def test_folders_that_are_no_step(tmp_path: Path) -> None:
+    step = manager(tmp_path, of_flax())
+    with pytest.raises(errors.ForeignError, match=r"is a folder of steps: give one .*run/5`"):
+        open_foreign(step.parent, written_by=of_flax())
+    with pytest.raises(errors.MissingError):
+        open_foreign(tmp_path / "none", written_by=of_flax())
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(errors.LoadError, match="is not a checkpoint of Orbax"):
+        open_foreign(tmp_path / "empty", written_by=of_flax())
+    with pytest.raises(TypeError, match=r"`written_by`: expected an `opt_core.Optimizer`"):
+        open_foreign(step, written_by=params())
+    with Checkpointer(tmp_path / "own") as checkpointer:
+        checkpointer.save(1, of_flax())
+    with pytest.raises(errors.ForeignError, match="open it by `open_step`"):
+        open_foreign(tmp_path / "own/1", written_by=of_flax())
+    with pytest.raises(errors.ForeignError, match="open_foreign"):
+        open_step(step)
+
+
+def test_a_damaged_one(tmp_path: Path) -> None:
+    path = standard(tmp_path, of_flax())
+    source = open_foreign(path, written_by=of_flax())
+    shutil.rmtree(path / "d")
+    for data in path.glob("ocdbt.process_*"):
+        shutil.rmtree(data)
+    with pytest.raises(errors.DamagedError, match="cannot be read"):
+        plan_restore(source, of_flax()).apply()
+
+
+# A folder of them is never no checkpoint
+
+
+def msgpack(folder: Path, tree: Any) -> Path:
+    (folder / "run").mkdir()
+    (folder / "run/checkpoint_5").write_bytes(b"\x80")
+    return folder / "run/checkpoint_5"
+
+
+def named_steps(folder: Path, tree: Any) -> Path:
+    options = ocp.CheckpointManagerOptions(step_prefix="model", step_format_fixed_length=8)
+    with ocp.CheckpointManager(folder / "run", options=options) as writer:
+        writer.save(5, args=ocp.args.StandardSave(tree))
+    return folder / "run/model_00000005"
+
+
+@pytest.mark.parametrize("is_reader", [False, True])
+@pytest.mark.parametrize("write", [manager, state_item, named_steps, msgpack])
+def test_a_run_of_another_program(write: Any, is_reader: bool, tmp_path: Path) -> None:
+    root = write(tmp_path, of_flax()).parent
+    (root / "6.orbax-checkpoint-tmp-1").mkdir()  # a save of the other program, under way
+    before = files(root), sorted(root.iterdir())
+    with Checkpointer(root, read_only=is_reader, max_to_keep=1) as checkpointer:
+        calls: list[Callable[[], object]] = [
+            checkpointer.latest_valid,
+            lambda: checkpointer.restore_latest(of_flax()),
+            checkpointer.steps,
+            checkpointer.latest_step,
+            lambda: checkpointer.at(5),
+            lambda: checkpointer.restore(5, of_flax()),
+            lambda: checkpointer.validate(5),
+        ]
+        if not is_reader:
+            calls += [
+                lambda: checkpointer.save(7, of_flax()),
+                lambda: checkpointer.delete(5),
+                lambda: checkpointer.discard_after(0),
+            ]
+        for call in calls:
+            with pytest.raises(errors.ForeignError, match="open_foreign") as caught:
+                call()
+            assert not isinstance(caught.value, errors.MissingError)
+    assert (files(root), sorted(root.iterdir())) == before
+
+
+def test_one_checkpoint_in_place_of_a_run(tmp_path: Path) -> None:
+    folder = standard(tmp_path, of_flax())
+    for is_reader in (False, True):
+        with (
+            Checkpointer(folder, read_only=is_reader) as checkpointer,
+            pytest.raises(errors.ForeignError, match="open_foreign"),
+        ):
+            checkpointer.latest_valid()
+
+
+def test_a_foreign_step_beside_our_own(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, of_flax())
+        checkpointer.wait()
+        standard(tmp_path, of_flax()).rename(tmp_path / "9")
+        with pytest.raises(errors.ForeignError, match="did not write: `9`"):
+            checkpointer.latest_valid()
+        with pytest.raises(errors.ForeignError, match="did not write: `9`"):
+            checkpointer.save(10, of_flax())
+
+
+def test_other_things_are_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "logs_3").mkdir()
+    (tmp_path / "notes_4").write_text("no checkpoint")
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.latest_valid() is None
+        checkpointer.save(8, of_flax())
+        checkpointer.wait()
+        assert checkpointer.steps() == [8]

@@ -1,0 +1,337 @@
+"""Everyone's optimizer is saved, planned and restored, and given back as what it was."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge as opt
+import optax
+import pytest
+from checkpoint_testing import same
+from flax import nnx
+from flax.core import FrozenDict, freeze
+from flax.training.train_state import TrainState
+from opt_checkpoint import (
+    Checkpointer,
+    TrainingState,
+    errors,
+    named_state,
+    plan_restore,
+    restore_named,
+)
+from opt_core import OptimizerState
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+
+def adamw() -> optax.GradientTransformation:
+    return optax.chain(optax.clip(1.0), optax.adamw(0.1))
+
+
+def params() -> dict[str, Any]:
+    return {"b": jnp.arange(3.0), "w": jnp.ones((2, 3))}
+
+
+def of_core() -> Any:
+    optimizer = opt.OptaxWrapper(adamw()).create(params())
+    for _ in range(2):
+        optimizer = optimizer.apply_gradient(params())
+    return optimizer
+
+
+def of_optax() -> TrainingState:
+    tx = adamw()
+    tree: Any = params()
+    state = tx.init(tree)
+    for _ in range(2):
+        updates, state = tx.update(params(), state, tree)
+        tree = optax.apply_updates(tree, updates)
+    return TrainingState(tx, tree, state, 2)
+
+
+class State(TrainState):
+    batch_stats: Any = None
+
+
+def of_flax(tree: Any = None, kind: type[TrainState] = TrainState, **fields: Any) -> Any:
+    tree = params() if tree is None else tree
+    state = kind.create(apply_fn=len, params=tree, tx=adamw(), **fields)
+    for _ in range(2):
+        state = state.apply_gradients(grads=jax.tree.map(lambda x: x, tree))
+    return state
+
+
+class Model(nnx.Module):
+    """Parameters `b` and `w`, a statistic and a key."""
+
+    def __init__(self) -> None:
+        self.b = nnx.Param(jnp.arange(3.0))
+        self.w = nnx.Param(jnp.ones((2, 3)))
+        self.mean = nnx.BatchStat(jnp.zeros(3))
+        self.noise = nnx.Dropout(0.5, rngs=nnx.Rngs(7))
+
+
+def of_nnx() -> tuple[Model, nnx.Optimizer[Model]]:
+    model = Model()
+    optimizer = nnx.Optimizer(model, adamw(), wrt=nnx.Param)
+    grads = nnx.state(Model(), nnx.Param)
+    for _ in range(2):
+        optimizer.update(model, grads)
+    model.mean.set_value(jnp.full(3, 5.0))
+    model.noise(jnp.ones(4))
+    return model, optimizer
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "core": of_core,
+    "optax": of_optax,
+    "flax": of_flax,
+    "nnx": of_nnx,
+}
+NAMES = [
+    *("params/b", "params/w", "state/step", "state/adam/count"),
+    *("state/adam/mu/b", "state/adam/mu/w", "state/adam/nu/b", "state/adam/nu/w"),
+]
+OTHERS = ["params/mean", "params/noise/rngs/count", "params/noise/rngs/key"]
+
+
+def fresh(kind: str) -> Any:
+    """A target of a kind with shapes alone."""
+    if kind == "nnx":
+        return nnx.eval_shape(of_nnx)
+    return jax.eval_shape(KINDS[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_the_same_names(kind: str) -> None:
+    found = named_state(KINDS[kind]())
+    others = OTHERS if kind == "nnx" else []
+    assert list(found) == [*NAMES[:2], *others, *NAMES[2:]]
+    assert same(
+        {name: found[name] for name in NAMES if name != "state/step"},
+        {
+            name: leaf
+            for name, leaf in named_state(of_core()).items()
+            if name in NAMES and name != "state/step"
+        },
+    )
+    assert int(found["state/step"]) == 2
+    assert found["state/step"].dtype == jnp.int32
+
+
+@pytest.mark.parametrize("is_abstract", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_comes_back_as_what_it_was(kind: str, is_abstract: bool, tmp_path: Path) -> None:
+    saved = KINDS[kind]()
+    target = fresh(kind) if is_abstract else KINDS[kind]()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(2, saved)
+        checkpointer.wait()
+        restored = plan_restore(checkpointer.at(2), target).apply()
+    assert type(restored) is type(target)
+    assert same(named_state(restored), named_state(saved))
+    assert type(restore_named(target, named_state(saved))) is type(target)
+
+
+@pytest.mark.parametrize("new", KINDS)
+@pytest.mark.parametrize("old", ["core", "optax", "flax"])
+def test_one_kind_becomes_another(old: str, new: str) -> None:
+    saved = named_state(KINDS[old]())
+    target = KINDS[new]()
+    plan = plan_restore(saved, target, allow={"initialise"} if new == "nnx" else ())
+    restored = named_state(plan.apply())
+    assert same({name: restored[name] for name in NAMES}, saved)
+
+
+def test_a_model_becomes_parameters_if_the_rest_of_it_may_go() -> None:
+    saved = named_state(of_nnx())
+    with pytest.raises(errors.PlanError, match="!- params/mean"):
+        plan_restore(saved, of_optax()).apply()
+    restored = named_state(plan_restore(saved, of_optax(), allow={"drop"}).apply())
+    assert same(restored, {name: saved[name] for name in NAMES})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_abstract_leaves_say_where_they_are_to_lie(kind: str) -> None:
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.P())
+    target = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), fresh(kind)
+    )
+    restored = plan_restore(named_state(KINDS[kind]()), target).apply()
+    leaves = [leaf for leaf in jax.tree.leaves(restored) if isinstance(leaf, jax.Array)]
+    assert len(leaves) >= len(NAMES)
+    assert all(leaf.sharding == sharding for leaf in leaves)
+
+
+# TrainState
+
+
+def test_a_train_state_keeps_what_is_not_its_optimizers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stats = {"mean": jnp.ones(3)}
+    state = of_flax(freeze(params()), State, batch_stats=stats)
+    assert list(named_state(state)) == NAMES
+    restored = restore_named(state, named_state(state))
+    assert type(restored) is State
+    assert isinstance(restored.params, FrozenDict)
+    assert restored.apply_fn is len
+    assert restored.tx is state.tx
+    assert restored.batch_stats is stats
+    assert type(restored.step) is int  # as `TrainState.create` has it
+
+    with Checkpointer(tmp_path) as checkpointer, caplog.at_level(logging.WARNING):
+        checkpointer.save(1, state, extras={"batch_stats": stats})
+        assert not caplog.records
+        checkpointer.save(2, state)
+    (record,) = caplog.records
+    assert "State: `batch_stats` is not saved" in record.getMessage()
+    assert "extras={'batch_stats': state.batch_stats}" in record.getMessage()
+
+
+def test_a_train_state_of_one_compiled_step_stays_it() -> None:
+    step = jax.jit(lambda state: state.apply_gradients(grads=state.params))
+    state = step(of_flax())
+    restored = restore_named(state, named_state(state))
+    assert int(step(restored).step) == 4
+
+
+# NNX
+
+
+def test_a_pair_is_new_and_goes_on_as_the_old_one() -> None:
+    model, optimizer = of_nnx()
+    w, step = model.w.get_value(), optimizer.step.get_value()
+    again, new = restore_named((model, optimizer), named_state((model, optimizer)))
+    assert again is not model
+    assert new is not optimizer
+    assert new.tx is optimizer.tx
+    assert (new.step.get_value().dtype, int(new.step.get_value())) == (jnp.uint32, 2)
+    new.update(again, nnx.state(Model(), nnx.Param))
+    assert int(new.step.get_value()) == 3
+    assert model.w.get_value() is w
+    assert optimizer.step.get_value() is step
+    optimizer.update(model, nnx.state(Model(), nnx.Param))
+    assert same(named_state((again, new)), named_state((model, optimizer)))
+
+
+def test_a_filter_leaves_the_rest_of_the_model_to_itself() -> None:
+    model = Model()
+    only_w = nnx.All(nnx.Param, nnx.PathContains("w"))
+    pair = model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=only_w)
+    names = ["params/w", "params/b", *OTHERS, "state/step", "state/trace/trace/w"]
+    assert list(named_state(pair)) == names
+    assert same(named_state(restore_named(pair, named_state(pair))), named_state(pair))
+
+
+def test_variables_keep_their_kinds_and_metadata() -> None:
+    model = Model()
+    model.w.set_metadata("tag", "x")
+    pair = model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    again, new = restore_named(pair, named_state(pair))
+    assert again.w.get_metadata()["tag"] == "x"
+    assert type(again.mean) is nnx.BatchStat
+    assert type(new.opt_state[0].mu["w"]) is type(pair[1].opt_state[0].mu["w"])
+
+
+# Plain Optax
+
+
+def test_a_training_state_is_a_pytree() -> None:
+    state = of_optax()
+    assert jax.tree.leaves(state)[:2] == jax.tree.leaves(state.params)
+    moved = jax.jit(lambda state: state)(state)
+    assert (moved.tx, int(moved.step)) == (state.tx, 2)
+    with pytest.raises(AttributeError):
+        state.step = 3
+
+
+def test_the_step_is_a_number_or_an_array_as_it_was() -> None:
+    state = of_optax()
+    assert restore_named(state, named_state(state)).step == 2
+    assert type(restore_named(state, named_state(state)).step) is int
+    array = state.replace(step=jnp.uint32(2))  # type: ignore[attr-defined]
+    assert restore_named(array, named_state(state)).step.dtype == jnp.uint32
+
+
+def test_a_step_of_none_is_what_the_state_counts() -> None:
+    state = of_optax().replace(step=None)  # type: ignore[attr-defined]
+    assert int(named_state(state)["state/step"]) == 2
+    assert int(restore_named(state, named_state(state)).step) == 2
+    abstract = jax.eval_shape(lambda: state)
+    assert int(restore_named(abstract, named_state(state)).step) == 2
+    sgd = optax.sgd(0.1)
+    assert (
+        int(named_state(TrainingState(sgd, params(), sgd.init(params()), None))["state/step"]) == 0
+    )
+
+
+def test_a_state_that_does_not_say_how_many_steps() -> None:
+    windows = optax.MultiSteps(optax.adam(0.1), 2)
+    state = TrainingState(windows, params(), windows.init(params()), None)
+    with pytest.raises(ValueError, match="`step`: say how many updates"):
+        named_state(state)
+    assert int(named_state(state.replace(step=4))["state/step"]) == 4  # type: ignore[attr-defined]
+
+
+def test_states_that_are_of_something_else() -> None:
+    tree = params()
+
+    def named(tx: Any, state: Any) -> None:
+        named_state(TrainingState(tx, tree, state))
+
+    with pytest.raises(ValueError, match=r"`0/nu/w`: expected float32\[2, 3\], found nothing"):
+        named(optax.adam(0.1), optax.sgd(0.1, momentum=0.9).init(tree))
+    wrong = optax.adam(0.1).init({"b": jnp.ones(4), "w": tree["w"]})
+    with pytest.raises(ValueError, match=r"`0/mu/b`: expected float32\[3\], found float32\[4\]"):
+        named(optax.adam(0.1), wrong)
+    with pytest.raises(ValueError, match="containers: expected"):
+        named(optax.scale_by_adam(), optax.scale_by_belief().init(tree))
+    with pytest.raises(TypeError, match="`tx`: expected an `optax"):
+        named(opt.adam(0.1), ())
+
+
+def test_a_transformation_without_a_hash_is_taken() -> None:
+    class Init(dict[str, Any]):
+        def __call__(self, params: Any) -> Any:
+            return optax.TraceState(params)
+
+    tx = optax.GradientTransformation(Init(), lambda u, s, p=None: (u, s))
+    assert "params/w" in named_state(TrainingState(tx, params(), optax.TraceState(params())))
+
+
+# What is not taken
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        params(),
+        (params(), adamw().init(params())),
+        OptimizerState(0, {}),
+        None,
+        np.ones(3),
+    ],
+    ids=["dict", "tuple", "state", "none", "array"],
+)
+def test_anything_else_is_one_clear_error(target: Any, tmp_path: Path) -> None:
+    taken = r"expected an `opt_core.Optimizer`, a `TrainingState\(tx, params, opt_state\)`"
+    with pytest.raises(TypeError, match=taken):
+        named_state(target)
+    with pytest.raises(TypeError, match=taken):
+        plan_restore(named_state(of_optax()), target)
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(TypeError, match=taken):
+        checkpointer.save(1, target)
+    assert Checkpointer(tmp_path, read_only=True).steps() == []
+
+
+def test_an_optimizer_without_its_model_is_told_to_bring_it() -> None:
+    with pytest.raises(
+        TypeError, match=r"holds no parameters: give the pair `\(model, optimizer\)`"
+    ):
+        named_state(of_nnx()[1])

@@ -1,0 +1,510 @@
+"""Surgery on real Optax optimizers: what goes on, what does not, and what it does to training."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_adafactor
+import opt_optax_bridge as opt
+import optax
+import optax.contrib
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from opt_core import (
+    FROZEN,
+    ChangeReport,
+    MultiOptimizer,
+    Optimizer,
+    OptimizerDef,
+    describe_state,
+    freeze,
+    regroup,
+    reset,
+    unfreeze,
+)
+from opt_core.errors import GroupError, SurgeryError
+
+contrib: Any = optax.contrib  # it exports nothing explicitly
+EVERYTHING = frozenset({"initialise", "drop", "cast", "reshape", "regroup", "optimizer"})
+
+
+def make_params() -> Any:
+    return {"w": jnp.arange(64.0).reshape(8, 8) / 64, "b": jnp.ones(8)}
+
+
+def gradients(step: int) -> Any:
+    return jax.tree.map(lambda p: jnp.cos(p * 7 + step), make_params())
+
+
+def trained(definition: OptimizerDef, steps: int = 3) -> Optimizer:
+    return advanced(definition.create(make_params()), steps)
+
+
+def advanced(optimizer: Optimizer, steps: int) -> Optimizer:
+    update = jax.jit(lambda o, g: o.apply_gradient(g))
+    for _ in range(steps):
+        optimizer = update(optimizer, gradients(int(optimizer.state.step)))
+    return optimizer
+
+
+def wrapped(tx: Any) -> OptimizerDef:
+    return opt.OptaxWrapper(tx)
+
+
+def multi_steps(tx: Any, every_k: int) -> OptimizerDef:
+    return wrapped(optax.MultiSteps(tx, every_k).gradient_transformation())
+
+
+def schedule(value: float = 0.1) -> optax.Schedule:
+    return optax.linear_schedule(value, 0.0, 100)
+
+
+def counts(optimizer: Optimizer, role: str) -> list[int]:
+    told = describe_state(optimizer).leaves
+    leaves = jax.tree.leaves(optimizer.state.param_states)
+    return [int(x) for x, leaf in zip(leaves, told, strict=True) if leaf.role == role]
+
+
+def assert_same(one: Any, other: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+# Every pair of optimizers.
+
+
+def _plain_twins() -> dict[str, OptimizerDef]:
+    """The wrapped optimizers of Optax that are built of a learning rate alone."""
+    found: dict[str, OptimizerDef] = {}
+    for name in opt.optimizer_names():
+        if name not in vars(optax) or name == "optimistic_adam":  # the latter is deprecated
+            continue
+        constructor = getattr(opt, name)
+        needed = [
+            p.name
+            for p in inspect.signature(constructor).parameters.values()
+            if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        ]
+        if needed == ["learning_rate"]:
+            # Optax asks for a key of its random numbers, and takes a seed.
+            extra = {"key": 0} if "key" in inspect.signature(constructor).parameters else {}
+            found[name] = constructor(0.01, **extra)
+    return found
+
+
+DEFINITIONS: dict[str, OptimizerDef] = {
+    **_plain_twins(),
+    "sgd_momentum": opt.sgd(0.01, momentum=0.9),
+    "adam_of_schedule": opt.adam(schedule()),
+    "clipped_adamw": wrapped(optax.chain(optax.clip(1.0), optax.adamw(0.01))),
+    "multi_steps_adamw": multi_steps(optax.adamw(0.01), 3),
+    "injected_adamw": wrapped(optax.inject_hyperparams(optax.adamw)(learning_rate=0.01)),
+    "two_ema": wrapped(optax.chain(optax.ema(0.5), optax.ema(0.9))),
+    "factored": opt.adafactor(0.01, min_dim_size_to_factor=4),
+    "t5x_adafactor": opt_adafactor.Adafactor(0.01, min_dim_size_to_factor=4),
+    "groups": MultiOptimizer.from_rules([("w", "w", opt.adam(0.01))], rest=opt.sgd(0.01)),
+}
+
+REFUSED: set[tuple[str, str]] = set()
+
+
+def test_the_table_has_the_common_optimizers() -> None:
+    common = {"adam", "adamw", "adamax", "yogi", "adabelief", "nadam", "amsgrad", "sgd", "rmsprop"}
+    assert common <= DEFINITIONS.keys()
+    assert len(DEFINITIONS) > 25
+
+
+def _check_keys(optimizer: Optimizer, found: Optimizer, report: ChangeReport) -> None:
+    """What is kept has the key of what it was, and is it."""
+    before = {
+        "/".join(leaf.path): (leaf.key, value)
+        for leaf, value in zip(
+            describe_state(optimizer).leaves,
+            jax.tree.leaves(optimizer.state.param_states),
+            strict=True,
+        )
+    }
+    leaves = jax.tree.leaves(found.state.param_states)
+    told = describe_state(found).leaves
+    changes = [change for change in report.changes if change.action != "dropped"]
+    for leaf, value, change in zip(told, leaves, changes, strict=True):
+        assert change.path == "/".join(leaf.path)
+        if change.action == "kept":
+            assert all(before[source][0] == leaf.key for source in change.sources), change
+            assert value is before[change.sources[0]][1]
+        else:
+            assert leaf.key not in {key for key, _ in before.values()}, change
+    taken = {source for change in changes for source in change.sources}
+    assert set(report.dropped) == before.keys() - taken
+
+
+@pytest.mark.parametrize("source", DEFINITIONS)
+def test_no_pair_keeps_what_is_another_thing(source: str) -> None:
+    """On shapes: nothing is compiled for 1,300 pairs."""
+    params = jax.eval_shape(make_params)
+    optimizer = DEFINITIONS[source].create(params)
+    for target, definition in DEFINITIONS.items():
+        if "groups" in (source, target):
+            continue  # two counts may be one, or one two
+        found, report = regroup(optimizer, definition, allow=EVERYTHING)
+        _check_keys(optimizer, found, report)
+        assert jax.tree.map(jnp.shape, found.state) == jax.tree.map(
+            jnp.shape, definition.create(params).state
+        )
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [*itertools.permutations(["adam", "adamax", "yogi", "adabelief"], 2)]
+)
+def test_lookalikes_are_not_mixed(source: str, target: str) -> None:
+    optimizer = trained(DEFINITIONS[source])
+    with pytest.raises(SurgeryError, match=r"trained state would be dropped:\n.*`0/mu/b`"):
+        regroup(optimizer, DEFINITIONS[target])
+    found, report = regroup(optimizer, DEFINITIONS[target], allow=EVERYTHING)
+    assert report.kept == report.renamed == report.converted == ()
+    fresh = DEFINITIONS[target].create(make_params())
+    assert_same(found.state.param_states, fresh.state.param_states)
+
+
+# What goes on.
+
+
+@pytest.mark.parametrize(
+    ("definition", "kept"),
+    [
+        (wrapped(optax.chain(optax.clip(1e9), optax.adamw(0.01))), 5),
+        (multi_steps(optax.adamw(0.01), 2), 5),
+        (wrapped(optax.inject_hyperparams(optax.adamw)(learning_rate=0.01)), 5),
+        (opt.adam(0.2), 5),
+        (MultiOptimizer.from_rules([("w", "w", opt.adamw(0.01))], rest=opt.adamw(0.01)), 6),
+        (wrapped(optax.partition({"a": optax.adamw(0.01)}, {"w": "a", "b": "a"})), 5),
+    ],
+    ids=["chain", "multi_steps", "inject", "adam", "groups", "partition"],
+)
+def test_every_leaf_of_adamw_goes_on_and_back(definition: OptimizerDef, kept: int) -> None:
+    optimizer = trained(opt.adamw(0.01))
+    there, report = regroup(optimizer, definition)
+    assert len(report.kept) == kept
+    assert report.dropped == report.renamed == report.converted == ()
+    back, report = regroup(there, opt.adamw(0.01))
+    assert len(report.kept) == 5
+    assert_same(back.state, optimizer.state)
+    advanced(there, 1)
+
+
+def test_training_goes_on_bit_for_bit() -> None:
+    optimizer = trained(opt.adamw(0.01), 4)
+    found, _ = regroup(optimizer, wrapped(optax.chain(optax.clip(1e9), optax.adamw(0.01))))
+    for step in range(5):  # not compiled: fusions of two programs round differently
+        optimizer, found = (o.apply_gradient(gradients(step)) for o in (optimizer, found))
+        assert_same(found.target, optimizer.target)
+
+
+def test_momentum_goes_on_in_a_chain() -> None:
+    optimizer = trained(opt.sgd(0.01, momentum=0.9))
+    new = wrapped(optax.chain(optax.clip(1e9), optax.sgd(0.01, momentum=0.9)))
+    found, report = regroup(optimizer, new)
+    assert (len(report.kept), report.initialised, report.dropped) == (2, (), ())
+    assert_same(advanced(found, 3).target, advanced(optimizer, 3).target)
+
+
+def test_another_dtype_is_cast() -> None:
+    optimizer = trained(opt.adam(0.01))
+    found, report = regroup(optimizer, opt.adam(0.01, mu_dtype=jnp.bfloat16))
+    assert report.converted == ("0/mu/b", "0/mu/w")
+    mu = found.state.param_states[0].mu["w"]
+    assert mu.dtype == jnp.bfloat16
+    assert_same(mu, optimizer.state.param_states[0].mu["w"].astype(jnp.bfloat16))
+
+
+def test_two_of_a_kind_are_told_apart_by_their_settings() -> None:
+    optimizer = trained(wrapped(optax.chain(optax.ema(0.5), optax.ema(0.9))))
+    found, report = regroup(
+        optimizer, wrapped(optax.chain(optax.ema(0.9))), allow={"drop", "optimizer"}
+    )
+    assert report.renamed == ("0/count", "0/ema/b", "0/ema/w")
+    assert_same(found.state.param_states[0].ema, optimizer.state.param_states[1].ema)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "words"),
+    [
+        (opt.adam(0.1), opt.nadam(0.1), "`nesterov` of `adam` was False, is True"),
+        (
+            opt.sgd(0.1, momentum=0.9),
+            wrapped(optax.chain(optax.scale(-0.1), optax.trace(0.9))),
+            "`scale` acted after `trace`, and acts before it",
+        ),
+        (opt.sgd(schedule(), momentum=0.9), opt.lars(0.1), "`trace` was not the last to act"),
+        (
+            opt.sgd(0.1, momentum=0.9),
+            wrapped(optax.chain(optax.scale_by_rms(), optax.trace(0.9), optax.scale(-0.1))),
+            "`rms`, which acts before `trace`, is new",
+        ),
+    ],
+)
+def test_what_acts_otherwise_has_to_be_admitted(
+    source: OptimizerDef, target: OptimizerDef, words: str
+) -> None:
+    optimizer = trained(source)
+    with pytest.raises(SurgeryError, match=re.escape(words)):
+        regroup(optimizer, target, allow=EVERYTHING - {"optimizer"})
+    _, report = regroup(optimizer, target, allow={"optimizer"})
+    assert report.kept
+
+
+def test_settings_that_give_the_state_its_meaning() -> None:
+    optimizer = trained(wrapped(contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.9)))
+    other = wrapped(contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.8))
+    with pytest.raises(SurgeryError, match=r"`b1` of `schedule_free` was 0\.9, is 0\.8"):
+        regroup(optimizer, other, allow=EVERYTHING)
+
+
+def plateau(size: int) -> OptimizerDef:
+    return wrapped(optax.chain(optax.sgd(0.1), contrib.reduce_on_plateau(accumulation_size=size)))
+
+
+def test_a_number_that_must_be_above_a_count() -> None:
+    optimizer = plateau(5).create(make_params())
+    for _ in range(3):
+        optimizer = optimizer.apply_gradient(gradients(0), value=1.0)
+    with pytest.raises(SurgeryError, match="must be above `count`, which is 3"):
+        regroup(optimizer, plateau(3), allow=EVERYTHING)
+    assert regroup(optimizer, plateau(4))[1].initialised == ()
+
+
+def test_an_open_window() -> None:
+    optimizer = trained(multi_steps(optax.adamw(0.01), 4), 2)
+    for target in (multi_steps(optax.adamw(0.01), 2), opt.adamw(0.01)):
+        with pytest.raises(SurgeryError, match="a window is open, `mini_step` is 2"):
+            regroup(optimizer, target, allow=EVERYTHING)
+        regroup(advanced(optimizer, 2), target)
+    clipped = multi_steps(optax.chain(optax.clip(1e9), optax.adamw(0.01)), 4)
+    found, report = regroup(optimizer, clipped)
+    assert report.initialised == report.dropped == ()
+    assert_same(advanced(found, 4).target, advanced(optimizer, 4).target)
+    assert len(freeze(optimizer, "b")[1].dropped) == 3
+
+
+def test_parameters_on_an_excursion() -> None:
+    sam = contrib.sam(optax.sgd(0.1), optax.chain(optax.sgd(0.1)), sync_period=2)
+    optimizer = trained(MultiOptimizer.from_rules([("all", ".*", wrapped(sam))]), 1)
+    changes: list[Callable[[], Any]] = [
+        lambda: freeze(optimizer, "b"),
+        lambda: reset(optimizer, "all"),
+        lambda: regroup(optimizer, opt.sgd(0.1), allow=EVERYTHING),
+    ]
+    for change in changes:
+        with pytest.raises(SurgeryError, match="a window is open, `steps_since_sync` is 1"):
+            change()
+    optimizer = advanced(optimizer, 1)
+    freeze(optimizer, "b")
+    regroup(optimizer, opt.sgd(0.1))
+
+
+# Adafactor.
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 8, 8)])
+def test_factors_of_other_dimensions(shape: tuple[int, ...]) -> None:
+    def factored(*dims: str) -> OptimizerDef:
+        table = opt_adafactor.HParamMap(
+            [(".*", tuple(opt_adafactor.FactorDim[dim] for dim in dims))]
+        )
+        return opt_adafactor.Adafactor(
+            0.01, factor_map=table, min_dim_size_to_factor=4, respect_rank2_rules=True
+        )
+
+    rest = ["BATCH"] * (len(shape) - 2)
+    one, other = factored("ROW", *rest, "COLUMN"), factored("COLUMN", *rest, "ROW")
+    params = {"w": jnp.arange(float(np.prod(shape))).reshape(shape)}
+    optimizer = one.create(params).apply_gradient(params)
+    with pytest.raises(SurgeryError, match="factored of `w` in `adafactor`"):
+        regroup(optimizer, other)
+    found, report = regroup(optimizer, other, allow=EVERYTHING)
+    assert {"w/v_row", "w/v_col"} <= set(report.initialised)
+    assert not found.state.param_states["w"].v_row.any()
+
+
+# Schedules.
+
+
+def test_schedules_go_on() -> None:
+    optimizer = trained(opt.adam(0.1), 5)
+    found, report = regroup(optimizer, opt.adam(schedule()))
+    assert counts(found, "schedule_count") == [5]
+    assert counts(found, "count") == [5]
+    assert [c.note for c in report.changes if c.action == "initialised"] == ["goes on from `step`"]
+    found, _ = regroup(optimizer, opt.adam(schedule()), schedules="restart")
+    assert counts(found, "schedule_count") == [0]
+    assert counts(found, "count") == [5]
+    with pytest.raises(GroupError, match="'continue' or 'restart', found 'anew'"):
+        regroup(optimizer, opt.adam(0.1), schedules="anew")  # type: ignore[arg-type]
+
+
+def test_the_schedule_of_unfrozen_leaves() -> None:
+    rules = [("w", "w", opt.adam(schedule())), ("b", "b", FROZEN)]
+    optimizer = trained(MultiOptimizer.from_rules(rules), 5)
+    found, _ = unfreeze(optimizer, "b", opt.adam(schedule()))
+    assert counts(found, "schedule_count") == [5, 5]
+    assert counts(found, "count") == [0, 5]
+    found, _ = unfreeze(optimizer, "b", opt.adam(schedule()), schedules="restart")
+    assert counts(found, "schedule_count") == [0, 5]
+    found, _ = reset(optimizer, "w")
+    assert counts(found, "schedule_count") == [5]
+    assert counts(found, "count") == [0]
+
+
+def test_schedules_inside_of_windows_count_updates() -> None:
+    optimizer = trained(multi_steps(optax.adam(0.1), 2), 6)
+    found, _ = regroup(optimizer, multi_steps(optax.adam(schedule()), 2))
+    assert counts(found, "schedule_count") == [3]
+    rules = [("w", "w", multi_steps(optax.adam(0.1), 2)), ("b", "b", FROZEN)]
+    optimizer = trained(MultiOptimizer.from_rules(rules), 6)
+    found, _ = unfreeze(optimizer, "b", multi_steps(optax.sgd(schedule()), 2))
+    assert counts(found, "schedule_count") == [3]
+
+
+def test_a_moved_group_takes_the_schedule_of_its_source() -> None:
+    one, two = opt.sgd(schedule()), opt.adam(schedule())
+    optimizer = trained(MultiOptimizer.from_rules([("a", "w", one), ("b", "b", two)]), 2)
+    states = dict(optimizer.state.param_states)
+    later = jax.tree.map(lambda x: x + 7 if x.dtype == jnp.int32 else x, states["b"])
+    states = type(optimizer.state.param_states)(states | {"b": later})
+    optimizer = optimizer.replace(state=optimizer.state.replace(param_states=states))
+    found, _ = regroup(optimizer, MultiOptimizer.from_rules([("x", "w", one), ("y", "b", two)]))
+    assert sorted(counts(found, "schedule_count")) == [2, 9]
+
+
+def test_a_rate_that_was_set_at_run_time() -> None:
+    def injected(rate: float) -> OptimizerDef:
+        return wrapped(optax.inject_hyperparams(optax.adam)(learning_rate=rate))
+
+    optimizer = trained(injected(0.1))
+    states = optimizer.state.param_states
+    hyper = states.hyperparams | {"learning_rate": jnp.float32(0.05)}
+    state = optimizer.state.replace(param_states=states._replace(hyperparams=hyper))
+    optimizer = optimizer.replace(state=state)
+    same, _ = freeze(optimizer, "b")
+    inner = same.state.param_states["rest"].hyperparams
+    assert float(inner["learning_rate"]) == np.float32(0.05)
+    found, report = regroup(optimizer, injected(0.3))
+    assert float(found.state.param_states.hyperparams["learning_rate"]) == np.float32(0.3)
+    assert report.initialised == ("hyperparams/learning_rate",)
+    _, report = regroup(optimizer, opt.adam(0.1))
+    assert len(report.kept) == 5
+
+
+# Where leaves are placed.
+
+
+@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def mesh(request: Any) -> Any:
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(request.param,) * 2)
+
+
+def sharded_params(mesh: Any) -> Any:
+    specs = {"w": P(None, "model"), "b": P("model")}
+    return {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in make_params().items()}
+
+
+def spec_of(leaf: Any) -> tuple[Any, ...]:
+    spec = tuple(leaf.sharding.spec)
+    return (*spec, *(None,) * (leaf.ndim - len(spec)))
+
+
+def test_new_leaves_are_placed_as_their_parameter(mesh: Any) -> None:
+    with jax.set_mesh(mesh):
+        optimizer = opt.sgd(0.1).create(sharded_params(mesh))
+        found, _ = regroup(optimizer, opt.adam(0.1))
+        state = found.state.param_states[0]
+        assert spec_of(state.mu["w"]) == (None, "model")
+        assert spec_of(state.mu["b"]) == ("model",)
+        assert spec_of(state.count) == ()
+        factored, _ = regroup(optimizer, opt.adafactor(0.1, min_dim_size_to_factor=4))
+        told = describe_state(factored).leaves
+        leaves = jax.tree.leaves(factored.state.param_states)
+        for leaf, value in zip(told, leaves, strict=True):
+            if leaf.parameter == ("w",) and leaf.role == "factored":
+                assert spec_of(value) == tuple(
+                    {0: None, 1: "model"}[d or 0] for d in leaf.dimensions or ()
+                )
+
+
+def test_what_zero_has_sharded_stays_so(mesh: Any) -> None:
+    with jax.set_mesh(mesh):
+        optimizer = opt.adam(0.1).create(sharded_params(mesh))
+        further = NamedSharding(mesh, P("data", "model"))
+
+        def place(leaf: Any) -> Any:
+            return jax.device_put(leaf, further) if leaf.ndim == 2 else leaf
+
+        states = jax.tree.map(place, optimizer.state.param_states)
+        optimizer = optimizer.replace(state=optimizer.state.replace(param_states=states))
+        for new in (opt.adamw(0.1), opt.adabelief(0.1)):
+            found, _ = regroup(optimizer, new, allow={"drop"})
+            assert spec_of(found.state.param_states[0].mu["w"]) == ("data", "model")
+        grouped, _ = regroup(optimizer, MultiOptimizer.from_rules([("all", ".*", opt.adam(0.1))]))
+        again, _ = reset(grouped, "all")
+        assert spec_of(again.state.param_states["all"][0].nu["w"]) == ("data", "model")
+        fresh = opt.sgd(0.1).create(sharded_params(mesh))
+        shapes = jax.eval_shape(opt.adam(0.1).create, fresh.target).state.param_states
+        shardings = jax.tree.map(lambda x: further if x.ndim == 2 else None, shapes)
+        found, _ = regroup(fresh, opt.adam(0.1), shardings=shardings)
+        assert spec_of(found.state.param_states[0].mu["w"]) == ("data", "model")
+        assert spec_of(found.state.param_states[0].mu["b"]) == ("model",)
+        with pytest.raises(GroupError, match="`shardings`: expected a tree like"):
+            regroup(fresh, opt.adam(0.1), shardings={"w": further})
+
+
+def test_reset_makes_the_state_of_one_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = [("w", "w", opt.adam(0.1)), ("b", "b", opt.adamax(0.1))]
+    optimizer = trained(MultiOptimizer.from_rules(rules))
+    describe_state(optimizer)
+    made: list[Any] = []
+    init: Callable[..., Any] = opt.OptaxWrapper.init_state
+
+    def noted(self: Any, params: Any) -> Any:
+        made.append(sorted(k for k, x in params.items() if jax.tree.leaves(x)))
+        return init(self, params)
+
+    monkeypatch.setattr(opt.OptaxWrapper, "init_state", noted)
+    found, report = reset(optimizer, "b")
+    assert made == [["b"]]
+    assert all(path.startswith("w/") for path in report.kept)
+    assert found.state.param_states["w"][0].mu["w"] is optimizer.state.param_states["w"][0].mu["w"]
+
+
+def test_on_shapes_and_under_jit() -> None:
+    definition = wrapped(optax.chain(optax.clip(1.0), optax.adamw(0.01)))
+    optimizer = trained(opt.adamw(0.01))
+    found, report = regroup(optimizer, definition)
+    traced = jax.jit(lambda o: regroup(o, definition)[0])(optimizer)
+    assert_same(traced.state, found.state)
+    shapes = jax.eval_shape(lambda: optimizer)
+    abstract, told = regroup(shapes, definition)
+    assert told.kept == report.kept
+    assert jax.tree.map(jnp.shape, abstract.state) == jax.tree.map(jnp.shape, found.state)
+    window = trained(multi_steps(optax.adamw(0.01), 2), 1)
+    with pytest.raises(GroupError, match="outside of compiled functions"):
+        jax.jit(lambda o: regroup(o, opt.adamw(0.01))[0])(window)
+
+
+def test_words_that_are_not_known() -> None:
+    optimizer = opt.sgd(0.1).create(make_params())
+    with pytest.raises(ValueError, match=r"`allow`: expected words among \['cast', 'drop'"):
+        regroup(optimizer, opt.sgd(0.1), allow={"forget"})
+    with pytest.raises(TypeError, match="found the string 'drop'"):
+        regroup(optimizer, opt.sgd(0.1), allow="drop")
