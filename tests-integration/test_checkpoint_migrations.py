@@ -254,7 +254,7 @@ def test_a_schedule_is_added_that_starts_anew() -> None:
         named_state(old),
         opt.adam(SCHEDULE).create(make_params()),
         {"initialise", "optimizer"},
-        ["+ state/schedule/count int32[]", "`scale_by_schedule` is new"],
+        ["+ state/schedule/count int32[]", "`schedule` is new"],
     )
     state = (old.state.param_states[0], optax.ScaleByScheduleState(jnp.int32(0)))
     assert_goes_on(restored, optax.adam(SCHEDULE), old.target, state)

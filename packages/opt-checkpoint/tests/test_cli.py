@@ -99,8 +99,8 @@ def test_ls_lists_steps(cli: Cli, root: Path) -> None:
     assert code == 0
     assert lines == [
         ["step", "leaves", "size", "optimizer"],
-        ["0", "8", "7.1", "KiB", "scale_by_adam, scale"],
-        ["1", "8", "7.1", "KiB", "scale_by_adam, scale"],
+        ["0", "8", "7.1", "KiB", "adam, scale"],
+        ["1", "8", "7.1", "KiB", "adam, scale"],
     ]
 
 
@@ -136,7 +136,7 @@ def test_diff_tells_leaves_apart(cli: Cli, root: Path, tmp_path: Path) -> None:
     code, out, _ = cli("diff", root, tmp_path / "other")
     assert code == 1
     assert out.splitlines()[:2] == [
-        "- optimizer: scale_by_adam, scale",
+        "- optimizer: adam, scale",
         "+ optimizer: scale",
     ]
     lines = out.splitlines()

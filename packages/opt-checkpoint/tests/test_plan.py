@@ -56,7 +56,7 @@ def test_a_plan_is_data() -> None:
     assert data["allow"] == []
     assert [row["name"] for row in data["rows"]] == ["params/b", "params/w", "state/step"]
     assert {row["name"] for row in data["dropped"]} >= {"state/adam/mu/w"}
-    assert data["changes"] == ["`scale_by_adam` is gone"]
+    assert data["changes"] == ["`adam` is gone"]
 
 
 def test_what_is_in_the_way_comes_first_and_is_not_cut_off() -> None:
@@ -88,7 +88,7 @@ def test_an_error_says_what_to_do() -> None:
     [
         (optax.adam(0.1), optax.adam(0.2, b1=0.8, eps=1e-3), []),
         (optax.adafactor(0.1), optax.adafactor(0.2), []),
-        (optax.adam(0.1), optax.nadam(0.1), ["`nesterov` of `scale_by_adam` was False, is True"]),
+        (optax.adam(0.1), optax.nadam(0.1), ["`nesterov` of `adam` was False, is True"]),
         (optax.ema(0.9), optax.ema(0.8), []),
         (
             optax.chain(optax.ema(0.9), optax.ema(0.5)),
@@ -103,12 +103,12 @@ def test_an_error_says_what_to_do() -> None:
         (
             optax.MultiSteps(optax.trace(0.9), 2),
             optax.MultiSteps(optax.trace(0.9), 3),
-            ["`every_k` of `MultiSteps` was 2, is 3"],
+            ["`every_k_schedule` of `multi_steps` was 2, is 3"],
         ),
         (
             optax.adam(0.1),
             optax.lion(0.1),
-            ["`scale_by_adam` is gone", "`scale_by_lion`, `add_decayed_weights` are new"],
+            ["`adam` is gone", "`lion`, `add_decayed_weights` are new"],
         ),
     ],
 )
@@ -130,7 +130,7 @@ def test_changes_of_groups() -> None:
     assert changed(two, groups(("a", "w", adam), ("b", "b", FROZEN))) == ["group `b` is gone"]
     assert changed(one, groups(("c", ".*", adam))) == ["group `a` is gone", "group `c` is new"]
     assert changed(two, groups(("a", "w", adam), ("b", "b", sgd))) == [
-        "`scale_by_adam` is gone in group `b`"
+        "`adam` is gone in group `b`"
     ]
     assert changed(one, groups(("a", "w", adam), ("b", "b", sgd))) == [
         "group `b` is new",

@@ -20,7 +20,7 @@ from opt_checkpoint import (
     leaf_path,
     named_state,
 )
-from opt_core import FROZEN, MultiOptimizer
+from opt_core import FROZEN, Bearing, MultiOptimizer
 
 PARTS = st.text(alphabet=st.one_of(st.sampled_from("~/.01%a"), st.characters(codec="utf-8")))
 PATHS = st.lists(PARTS, min_size=1, max_size=5).map(tuple)
@@ -34,10 +34,14 @@ INFOS = st.builds(
     parameter=st.none() | PATHS,
     group=st.lists(PARTS, max_size=2).map(tuple),
     transformation=PARTS,
-    type=PARTS,
+    role=PARTS,
+    dimensions=st.none() | st.lists(st.none() | st.integers(0, 9), max_size=3).map(tuple),
     axes=st.none()
     | st.lists(st.none() | st.text() | st.tuples(st.text(), st.text()), max_size=2).map(tuple),
     value=st.none() | st.integers(),
+)
+BEARINGS = st.sampled_from(
+    [Bearing("refused"), Bearing("window", ("count",), "k"), Bearing("at_or_below_count", ("n",))]
 )
 SETTINGS = st.dictionaries(
     st.text(), st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False)
@@ -51,6 +55,9 @@ SCHEMAS = st.builds(
             name=PARTS,
             group=st.lists(PARTS, max_size=2).map(tuple),
             settings=SETTINGS,
+            number=st.integers(1, 9),
+            bearing=st.dictionaries(PARTS, BEARINGS, max_size=2),
+            source=PARTS,
         ),
         max_size=2,
     ).map(tuple),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from opt_checkpoint import NamedState, Schema, errors, named_state, plan_restore
+from opt_checkpoint import Rename, errors, named_state, plan_restore
 from opt_core import Optimizer
 from opt_optax_bridge import OptaxWrapper
 
@@ -98,10 +97,11 @@ def test_no_other_update_goes_on_with_a_state_of_two() -> None:
         plan.apply()
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_a_checkpoint_that_does_not_name_the_maker_is_restored(name: str) -> None:
-    optimizer = wrapped(*PAIRS[name])
-    saved = named_state(optimizer)
-    told = [dataclasses.replace(t, settings={}, number=1) for t in saved.schema.optimizer]
-    schema = Schema(saved.schema.leaves, tuple(told), saved.schema.groups, saved.schema.versions)
-    assert plan_restore(NamedState(saved.leaves, schema), optimizer).is_exact
+def test_a_single_one_does_not_go_on_with_another_update() -> None:
+    """Only a rule that names the leaves takes them over."""
+    one, other = PAIRS["one function"]
+    plan = plan_restore(named_state(wrapped(one)), wrapped(other), allow={"optimizer"})
+    (problem,) = plan.problems
+    assert problem.startswith("`update` of `init_fn` was update_one, is update_other: ")
+    rules: Any = [("state/init_fn/m/w", Rename("state/init_fn/m/w"))]
+    assert plan_restore(named_state(wrapped(one)), wrapped(other), rules=rules).is_ok

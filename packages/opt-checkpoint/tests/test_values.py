@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opt_checkpoint import (
     Map,
+    NamedState,
     Pad,
     Plan,
     Rename,
@@ -263,15 +265,18 @@ def test_codes_are_not_padded() -> None:
 
 
 def test_what_no_dimension_tells_is_refused() -> None:
-    """Means of a user's own, over which dimension of a square nobody says."""
+    """Means over a dimension of a square, where a checkpoint does not say over which."""
 
     def init(params: Any) -> Any:
         return jax.tree.map(lambda p: jnp.zeros(p.shape[0]), params)
 
     means = OptaxWrapper(optax.GradientTransformation(init, lambda u, s, p=None: (u, s)))
-    saved = means.create({"w": random((4, 4))})
+    named = named_state(means.create({"w": random((4, 4))}))
+    untold = tuple(dataclasses.replace(leaf, dimensions=None) for leaf in named.schema.leaves)
+    saved = NamedState(named.leaves, dataclasses.replace(named.schema, leaves=untold))
     for rule, shape in ((Pad(0, 6), (6, 4)), (Pad(1, 6), (4, 6))):
-        plan = planned(saved, means.create({"w": jnp.ones(shape)}), [(".*/w", rule)])
+        target = means.create({"w": jnp.ones(shape)})
+        plan = plan_restore(saved, target, rules=[(".*/w", rule)])
         (told,) = problems(plan).values()
         assert "needs dimension 0 of the saved parameter, and nothing says that" in told
 

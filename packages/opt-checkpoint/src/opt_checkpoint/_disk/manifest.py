@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from opt_checkpoint._disk.storage import Record, check, is_readable
+from opt_checkpoint._naming.format_1 import schema_of_format_1
 from opt_checkpoint._naming.schema import LeafInfo, Schema
 from opt_checkpoint.errors import (
     DamagedError,
@@ -19,7 +20,7 @@ from opt_checkpoint.errors import (
     VersionError,
 )
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 FILE_NAME = "manifest.json"
 # The first release that reads `FORMAT_VERSION`.
 NEEDS = "0.1.0"
@@ -102,16 +103,17 @@ class Manifest:
         body = whole.get("manifest")
         if hashlib.sha256(_canonical(body)).hexdigest() != whole.get("sha256"):
             raise DamagedError(f"`{where}`: its SHA-256 is not the one written in it: damaged")
-        return cls._from_data(body, where)
+        return cls._from_data(body, where, version)
 
     @classmethod
-    def _from_data(cls, body: Any, where: str) -> Manifest:
+    def _from_data(cls, body: Any, where: str, version: int) -> Manifest:
         if not isinstance(body, dict) or body.keys() != {"step", "schema", "records", "metadata"}:
             raise LoadError(f"`{where}`: expected the parts of a manifest, found others")
         step, records = body["step"], body["records"]
         if type(step) is not int or step < 0:
             raise LoadError(f"`{where}`: expected a step from 0 on, found {step!r:.40}")
-        schema = Schema.from_data(body["schema"])
+        read = schema_of_format_1 if version == 1 else Schema.from_data
+        schema = read(body["schema"])
         if not isinstance(records, list) or len(records) != len(schema.leaves):
             raise LoadError(
                 f"`{where}`: expected {len(schema.leaves)} records, as many as leaves, found "

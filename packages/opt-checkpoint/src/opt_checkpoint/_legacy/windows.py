@@ -6,14 +6,9 @@ import jax
 import optax
 from opt_core import Optimizer
 
-from opt_checkpoint._naming.makers import transformation_name
 from opt_checkpoint._naming.names import named_state
 from opt_checkpoint._naming.schema import LeafInfo, Schema
 from opt_checkpoint.errors import LoadError
-
-# Where `optax.MultiSteps` and `opt_accumulate.MultiSteps` have a number of mini-steps, not a
-# function.
-_CONSTANTS = ("_every_k_schedule.every_k_schedule", "_every_k")
 
 
 def check_windows(optimizer: Optimizer) -> None:
@@ -46,10 +41,10 @@ def _length(leaf: LeafInfo, schema: Schema) -> int | None:
     kind = leaf.transformation.partition("#")[0]
     if leaf.path[-1] != "mini_step" or kind != "multi_steps":
         return None
-    found = [
-        next((t.settings[name] for name in _CONSTANTS if name in t.settings), None)
+    found = {
+        t.settings.get("every_k_schedule")
         for t in schema.optimizer
-        if transformation_name(t.name) == kind and t.group == leaf.group
-    ]
-    is_one = len(set(found)) == 1 and isinstance(found[0], int)
-    return int(found[0]) if is_one else None  # type: ignore[arg-type]
+        if t.name == kind and t.group == leaf.group
+    }
+    length = found.pop() if len(found) == 1 else None
+    return length if isinstance(length, int) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -11,25 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from opt_core import (
-    Optimizer,
-    OptimizerState,
-    Role,
-    flatten_with_paths,
-    leaf_groups,
-    roles,
-)
+from opt_core import Optimizer, describe_state, flatten_with_paths, leaf_groups
 from opt_core.protocols import DerivesLogicalAxes
-from opt_optax_bridge import OptaxWrapper
 
-from opt_checkpoint._naming.makers import Maker, makers, transformation_name
-from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name
-from opt_checkpoint._naming.transformations import transformations
+from opt_checkpoint._naming.schema import (
+    LeafInfo,
+    Names,
+    Schema,
+    Transformation,
+    leaf_name,
+)
 from opt_checkpoint.errors import LeafError
 
-_PLAIN = (tuple, list, dict)
-_CHAINS = frozenset({"chain", "named_chain", "partition"})
-_PARTITIONS = frozenset({"optax:PartitionState", "optax:MultiTransformState"})
 _LIBRARIES = (
     *("jax", "flax", "optax", "orbax-checkpoint"),
     *("opt-core", "opt-optax-bridge", "opt-checkpoint"),
@@ -88,7 +81,7 @@ def named_state(optimizer: Optimizer, *, param_axes: Any = None) -> NamedState:
     ]
     schema = Schema(
         leaves=tuple(infos),
-        optimizer=transformations(optimizer),
+        optimizer=_transformations(optimizer),
         groups=_groups(optimizer),
         versions=_versions(),
     )
@@ -105,126 +98,56 @@ def leaf_infos(optimizer: Optimizer) -> list[LeafInfo]:
     infos = [_info(leaf, ("params", *path), "params", parameter=path) for path, leaf in params]
     if jax.tree.leaves(optimizer.state.step):
         infos.append(_info(optimizer.state.step, ("state", "step"), "state"))
-    infos += _state_infos(optimizer)
+    infos += list(_state_infos(optimizer))
     _check_unique(infos)
     return infos
 
 
-def _state_infos(optimizer: Optimizer) -> list[LeafInfo]:
-    # Objects of our own, to be told apart by identity after the groups are split.
+def _state_infos(optimizer: Optimizer) -> Iterator[LeafInfo]:
     leaves = jax.tree.leaves(optimizer.state.param_states)
-    states = jax.tree.structure(optimizer.state.param_states)
-    params: dict[int, Names] = {}
-    target = jax.tree.map(_abstract, optimizer.target)
-    for path, leaf in _paths(target):
-        params[id(leaf)] = path
-    indexed = optimizer.replace(
-        target=target, state=OptimizerState(None, jax.tree.unflatten(states, range(len(leaves))))
-    )
-    found: dict[int, LeafInfo] = {}
-    for group, part in leaf_groups(indexed):
-        for i, info in _part_infos(group, part, leaves, params):
-            found[i] = info
-    return [found[i] for i in range(len(leaves))]
-
-
-def _part_infos(
-    group: Names, part: Optimizer, leaves: list[Any], params: Mapping[int, Names]
-) -> Iterator[tuple[int, LeafInfo]]:
-    """The leaves of one definition's state, with their positions among all."""
-    definition, states = part.optimizer_def, part.state.param_states
-    shaped = jax.tree.map(lambda i: _abstract(leaves[i]), states)
-    made: Mapping[Names, Maker] = {}
-    if isinstance(definition, OptaxWrapper):
-        made = makers(definition.optax_optimizer.init, part.target)
-    whole = transformation_name(type(definition).__name__)
-    own = {names: params[id(leaf)] for names, leaf in _paths(part.target)}
-    occurrences = _occurrences(made)
-    given = roles(part.target, shaped, whole_tree=definition.whole_tree)
-    for i, role in zip(jax.tree.leaves(states), given, strict=True):
-        slot = _slot(role, made, whole)
-        places = occurrences.setdefault((slot.group, slot.name), [])
-        if slot.node not in places:
-            places.append(slot.node)
-        nth = places.index(slot.node) + 1
-        name = slot.name if nth == 1 else f"{slot.name}#{nth}"
-        parameter = None if role.param is None else own[role.param]
-        groups = (*group, *slot.group)
-        prefix = tuple(part for label in groups for part in ("groups", label))
-        path = ("state", *prefix, name, *slot.fields, *(parameter or ()))
-        info = _info(leaves[i], path, "state", parameter=parameter)
-        yield (
-            i,
-            dataclasses.replace(info, group=groups, transformation=name, type=slot.type),
+    for leaf, told in zip(leaves, describe_state(optimizer).leaves, strict=True):
+        name = told.transformation if told.number == 1 else f"{told.transformation}#{told.number}"
+        prefix = [part for label in told.group for part in ("groups", label)]
+        yield LeafInfo(
+            path=("state", *prefix, name, *told.field, *(told.parameter or ())),
+            shape=tuple(np.shape(leaf)),
+            dtype=_dtype(leaf),
+            kind="state",
+            parameter=told.parameter,
+            group=told.group,
+            transformation=name,
+            role=told.role,
+            dimensions=told.dimensions,
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Slot:
-    """The transformation that a leaf belongs to: where its node is, and what it is called."""
-
-    node: Names
-    group: Names
-    name: str
-    type: str
-    fields: Names
-
-
-def _occurrences(made: Mapping[Names, Maker]) -> dict[tuple[Names, str], list[Names]]:
-    """The nodes of each transformation, in the order in which they act, by group and name."""
-    found: dict[tuple[Names, str], list[Names]] = {}
-    for node, maker in made.items():
-        if maker.factory not in _CHAINS:
-            key = _partition_groups(maker.types, node), transformation_name(maker.factory)
-            found.setdefault(key, []).append(node)
-    return found
-
-
-def _slot(role: Role, made: Mapping[Names, Maker], whole: str) -> _Slot:
-    """The innermost node that a transformation made; where none is known, the innermost record."""
-    outer = role.outer
-    names = tuple(name for _, name in outer)
-    inner = tuple(name for _, name in role.inner)
-    candidates = [names[:k] for k in range(len(outer) + 1)]
-    by_maker = [node for node in candidates if node in made and made[node].factory not in _CHAINS]
-    records = [node for k, node in enumerate(candidates[:-1]) if not _is_plain(outer[k][0])]
-    if by_maker:
-        node = by_maker[-1]
-        name = transformation_name(made[node].factory)
-    elif records:
-        node = records[-1]
-        name = transformation_name(outer[len(node)][0].__name__)
-    else:
-        node, name = (), whole
-    at = len(node)
-    group = _partition_groups([kind for kind, _ in outer[:at]], node)
-    kind = _type_id(outer[at][0]) if at < len(outer) else ""
-    if not kind and role.inner:
-        kind = _type_id(role.inner[0][0])
-    return _Slot(node, group, name, kind, (*names[at:], *inner))
-
-
-def _partition_groups(types: Sequence[type], names: Names) -> Names:
-    """The groups of `optax.partition` around a node, by the path to it."""
+def _transformations(optimizer: Optimizer) -> tuple[Transformation, ...]:
     return tuple(
-        names[k + 1]
-        for k, kind in enumerate(types[:-1])
-        if _type_id(kind) in _PARTITIONS and names[k] == "inner_states"
+        Transformation(
+            name=made.name,
+            group=made.group,
+            settings=_plain(made.settings),
+            number=made.number,
+            bearing=dict(made.bearing),
+            source=made.source,
+        )
+        for made in describe_state(optimizer).transformations
     )
 
 
-def _is_plain(kind: type) -> bool:
-    return kind in _PLAIN or issubclass(kind, Mapping)
-
-
-def _type_id(kind: type) -> str:
-    """Package and name: types move between the modules of a package."""
-    return f"{kind.__module__.partition('.')[0]}:{kind.__qualname__}"
+def _plain(settings: Any) -> Any:
+    """The same as dicts, which `json` can write."""
+    if isinstance(settings, Mapping):
+        return {name: _plain(value) for name, value in settings.items()}
+    return tuple(map(_plain, settings)) if isinstance(settings, tuple) else settings
 
 
 def _info(leaf: Any, path: Names, kind: str, *, parameter: Names | None = None) -> LeafInfo:
-    abstract = _abstract(leaf)
-    return LeafInfo(path, tuple(abstract.shape), str(abstract.dtype), kind, parameter)
+    return LeafInfo(path, tuple(np.shape(leaf)), _dtype(leaf), kind, parameter)
+
+
+def _dtype(leaf: Any) -> str:
+    return str(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

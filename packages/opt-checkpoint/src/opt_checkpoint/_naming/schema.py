@@ -11,22 +11,12 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from opt_core import Bearing
+from opt_core.errors import DescriptionError
 
 from opt_checkpoint.errors import LoadError
 
 Names = tuple[str, ...]
-
-DIGEST = ":sha256"
-"""Ends the names of settings that are digests: they only tell transformations apart."""
-
-INJECTED = f"injected{DIGEST}"
-"""The setting of what `optax.inject_hyperparams` injects, and of what it injects it into."""
-
-MADE_BY = "init:"
-"""The setting that names what made the state, where that is not what updates it."""
-
-DIMENSIONS = "dimensions:"
-"""Begins the names of settings that say which dimensions of a parameter a leaf of the state has."""
 
 
 def leaf_name(path: Sequence[str]) -> str:
@@ -66,7 +56,9 @@ class LeafInfo:
       parameter: the path of the parameter that the leaf is or follows, if any.
       group: the names of the groups around it, outermost first.
       transformation: what keeps it, e.g. `'adam'`, with `'#2'` for the second of its like.
-      type: the type that holds it, as package and name, e.g. `'optax:ScaleByAdamState'`.
+      role: what it is for, as `opt_core.LeafDescription` has it; empty if it is no such leaf.
+      dimensions: for each of its dimensions that of the parameter, `None` where it follows none of
+        them; `None` altogether if that is not known.
       axes: logical axes, where they are known.
       value: of a single integer: a count is needed before arrays are read.
     """
@@ -78,7 +70,8 @@ class LeafInfo:
     parameter: Names | None = None
     group: Names = ()
     transformation: str = ""
-    type: str = ""
+    role: str = ""
+    dimensions: tuple[int | None, ...] | None = None
     axes: tuple[Any, ...] | None = None
     value: int | None = None
 
@@ -95,21 +88,29 @@ class LeafInfo:
 
 @dataclasses.dataclass(frozen=True)
 class Transformation:
-    """One transformation of an optimizer: what decides whether two states mean the same.
+    """One transformation of an optimizer, as `opt_core.TransformationDescription` has it.
 
     Attributes:
-      name: of the function or class that made it, e.g. `'scale_by_adam'`.
+      name: that its leaves have, e.g. `'adam'`.
       group: the names of the groups around it.
-      settings: what was fixed when it was made and can be written down: numbers, booleans,
-        strings, by name; of arrays and functions digests, under names that end in `DIGEST`.
-      number: which of its like it is in names of leaves, from 1 (`2`: `'adam#2'`); `None` where
-        that is not known.
+      settings: what was fixed when it was made, as JSON values by name.
+      number: which of its like it is in names of leaves, from 1 (`2`: `'adam#2'`).
+      bearing: the settings that give the saved state its meaning, with what a change does.
+      source: who says so: `'stated'` by the definition or a table, `'types'` where functions and
+        types say what they can; empty where the checkpoint does not say.
     """
 
     name: str
     group: Names = ()
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    number: int | None = None
+    number: int = 1
+    bearing: Mapping[str, Bearing] = dataclasses.field(default_factory=dict)
+    source: str = ""
+
+    @property
+    def leaf_name(self) -> str:
+        """What its leaves are called: the name, with the number from the second on."""
+        return self.name if self.number == 1 else f"{self.name}#{self.number}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +134,14 @@ class Schema:
         """The leaves by name."""
         return {leaf.name: leaf for leaf in self.leaves}
 
+    def transformation_of(self, leaf: LeafInfo) -> Transformation | None:
+        """Returns the transformation that keeps a leaf, `None` where there is none."""
+        return self._by_leaf_name.get((leaf.group, leaf.transformation))
+
+    @functools.cached_property
+    def _by_leaf_name(self) -> Mapping[tuple[Names, str], Transformation]:
+        return {(made.group, made.leaf_name): made for made in self.optimizer}
+
     def to_data(self) -> dict[str, Any]:
         """Returns it as JSON has data: `Schema.from_data` is the inverse."""
         return dataclasses.asdict(self)
@@ -144,9 +153,17 @@ class Schema:
         Raises:
           LoadError: they describe none; says where.
         """
-        schema = _read(cls, data, "schema")
-        _check_leaves(schema.leaves)
-        return schema
+        return checked(read_record(cls, data, "schema"))
+
+
+def checked(schema: Schema) -> Schema:
+    """Returns a schema itself.
+
+    Raises:
+      LoadError: two leaves have one name, or one is of no kind or dtype of a checkpoint.
+    """
+    _check_leaves(schema.leaves)
+    return schema
 
 
 _KINDS = ("params", "state", "extra")
@@ -178,8 +195,17 @@ def _is_dtype(name: str) -> bool:
 _Record = TypeVar("_Record")
 
 
-def _read(kind: type[_Record], data: Any, where: str) -> _Record:
-    """A dataclass out of JSON data, every field of the type that it is annotated with."""
+def read_record(kind: type[_Record], data: Any, where: str) -> _Record:
+    """Returns a dataclass out of JSON data, every field of the type that it is annotated with.
+
+    Args:
+      kind: the dataclass.
+      data: a mapping by the names of fields.
+      where: for errors, the place in the file.
+
+    Raises:
+      LoadError: the data are not of these types; says where.
+    """
     if not isinstance(data, Mapping):
         raise LoadError(f"`{where}`: expected a mapping, found {_shown(data)}")
     hints = _hints(typing.cast(Any, kind))
@@ -190,7 +216,7 @@ def _read(kind: type[_Record], data: Any, where: str) -> _Record:
     }
     try:
         return kind(**given)
-    except TypeError as error:
+    except (TypeError, DescriptionError) as error:
         raise LoadError(f"`{where}`: {error}") from None
 
 
@@ -204,6 +230,10 @@ def _value(hint: Any, data: Any, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return _frozen(data)
+    if origin is typing.Literal:
+        if data in args:
+            return data
+        raise LoadError(f"`{where}`: expected one of {', '.join(args)}, found {_shown(data)}")
     if origin in (typing.Union, types.UnionType):
         if data is None and type(None) in args:
             return None
@@ -215,7 +245,7 @@ def _value(hint: Any, data: Any, where: str) -> Any:
         keys = (_value(str, key, where) for key in data)
         return {key: _value(args[1], data[key], f"{where}/{key}") for key in keys}
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return _read(hint, data, where)
+        return read_record(hint, data, where)
     if hint is int and where.rpartition("/shape/")[1] and type(data) is int and data < 0:
         raise LoadError(f"`{where}`: expected a size from 0 on, found {data}")
     if isinstance(hint, type) and type(data) is hint:
@@ -224,6 +254,8 @@ def _value(hint: Any, data: Any, where: str) -> Any:
 
 
 def _frozen(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _frozen(child) for key, child in data.items()}
     return tuple(map(_frozen, data)) if isinstance(data, list) else data
 
 

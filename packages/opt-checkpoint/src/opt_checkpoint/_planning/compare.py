@@ -5,30 +5,31 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from opt_checkpoint._naming.makers import state_name, transformation_name
-from opt_checkpoint._naming.schema import (
-    DIGEST,
-    DIMENSIONS,
-    INJECTED,
-    LeafInfo,
-    Names,
-    Schema,
-    Transformation,
-    leaf_name,
-)
+from opt_core import Bearing
+
+from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, Transformation, leaf_name
 
 Like = tuple[Names, str]
 """What transformations of one group have in common whose states have the same names."""
+
+INJECTED: Final = "injected"
+"""The setting of what `optax.inject_hyperparams` injects: it is in the state, or a schedule."""
+
+INJECTING: Final = "inject_"
+"""Begins the names of those that inject."""
+
+UPDATE: Final = "update"
+"""The setting that names what updates a state, where that is not what made it."""
 
 
 def changes(old: Schema, new: Schema) -> list[str]:
     """Returns what is different between two optimizers, for people to read.
 
-    Other groups, other transformations, another order, and settings that change what a state means:
-    booleans (`nesterov`), and the numbers of `MultiSteps` and of transformations that keep a state
-    and occur twice. Learning rates and the like may change.
+    Other groups, other transformations, another order, and settings that change what an update
+    does with its state: booleans (`nesterov`), lengths of windows, and the numbers of
+    transformations that keep a state and occur twice. Learning rates and the like may change.
 
     Args:
       old: of the checkpoint; if it says nothing of its optimizer, nothing is compared.
@@ -36,39 +37,60 @@ def changes(old: Schema, new: Schema) -> list[str]:
     """
     if not old.optimizer or not new.optimizer:
         return []
-    before = _by_group(old.optimizer)
-    after = _by_group(_as_known(new.optimizer, old.optimizer))
+    before, after = _by_group(old.optimizer), _by_group(new.optimizer)
     found = list(_groups(before, after))
     for group in before.keys() & after.keys():
-        found += _order(before[group], after[group], group)
-    keepers = {leaf.transformation.partition("#")[0] for leaf in (*old.leaves, *new.leaves)}
+        if not _is_disordered(old.optimizer, before[group], after[group]):
+            found += _order(before[group], after[group], group)
+    keepers = {base_of(leaf) for leaf in (*old.leaves, *new.leaves)}
     ones, others = _likes(old.optimizer), _likes(new.optimizer)
     for like in sorted(ones.keys() & others.keys()):
         group, name = like
         pairs = _pairs(ones[like], others[like])
         is_many = name in keepers and len(pairs) > 1
-        if name in keepers and _are_unclear(ones[like], others[like]):
-            found.append(
-                f"`{name}`: nothing says which of {len(ones[like])} the {len(others[like])} are; "
-                f"they go on in their order{_in(group)}"
-            )
         if is_many and any(i is not None and i != j for j, i in enumerate(pairs)):
             found.append(_moved(group, name, pairs))
         for j, i in enumerate(pairs):
             if i is not None:
-                by_number = is_many or name == "multi_steps"
-                found += settings_changes(ones[like][i], others[like][j], by_number=by_number)
-    return found
+                found += settings_changes(ones[like][i], others[like][j], by_number=is_many)
+    return [*found, *_other_dimensions(old, new)]
 
 
-def _as_known(
-    new: Sequence[Transformation], old: Sequence[Transformation]
-) -> Sequence[Transformation]:
-    """Without what is injected into, where a checkpoint was written before that was told."""
-    if any(INJECTED in t.settings for t in old):
-        return new
-    known = [t for t in new if INJECTED not in t.settings or t.name.startswith("inject_")]
-    return known if [(t.group, t.name) for t in known] == [(t.group, t.name) for t in old] else new
+def _is_disordered(saved: Sequence[Transformation], old: Sequence[str], new: Sequence[str]) -> bool:
+    """Whether a checkpoint of format 1 has the two optimizers of `sam` in no order."""
+    is_first = not any(made.source for made in saved)
+    return is_first and "`sam`" in old and Counter(old) == Counter(new)
+
+
+def _other_dimensions(old: Schema, new: Schema) -> Iterator[str]:
+    before, after = old.by_name, new.by_name
+    for leaf in new.leaves:
+        source = before.get(leaf.name)
+        if source is not None and have_other_dimensions(source, leaf):
+            param = leaf_name(("params", *(leaf.parameter or ())))
+            if param in before and param in after and before[param].shape != after[param].shape:
+                continue  # the parameter is another one, not the optimizer
+            name = leaf_name((*_field(leaf), *(leaf.parameter or ())))
+            one, other = (
+                ",".join("-" if dim is None else str(dim) for dim in found.dimensions or ())
+                for found in (source, leaf)
+            )
+            yield (
+                f"`{name}` of `{base_of(leaf)}`{_in(leaf.group)} had the dimensions {one} of its "
+                f"parameter, has {other}"
+            )
+
+
+def have_other_dimensions(source: LeafInfo, leaf: LeafInfo) -> bool:
+    """Returns whether two leaves of one shape keep other dimensions of their parameter."""
+    if source.dimensions is None or leaf.dimensions is None:
+        return False
+    return source.shape == leaf.shape and source.dimensions != leaf.dimensions
+
+
+def _field(leaf: LeafInfo) -> Names:
+    first = 2 * len(leaf.group) + 2  # state, groups and names, transformation
+    return leaf.path[first : len(leaf.path) - len(leaf.parameter or ())]
 
 
 def regrouped_changes(
@@ -83,35 +105,24 @@ def regrouped_changes(
     """
     found: dict[str, None] = {}
     seen: set[tuple[Names, str, Names, str]] = set()
+    ones, others = _likes(old.optimizer), _likes(new.optimizer)
     for one, other in pairs:
         key = one.group, one.transformation, other.group, other.transformation
         if one.group == other.group or key in seen:
             continue
         seen.add(key)
-        before, after = transformation_of(one, old), transformation_of(other, new)
+        before, after = old.transformation_of(one), new.transformation_of(other)
         if before is not None and after is not None:
             is_many = "#" in one.transformation + other.transformation
-            is_many |= any(
-                len(_likes(schema.optimizer)[leaf.group, base_of(leaf)]) > 1
-                for leaf, schema in ((one, old), (other, new))
-            )
-            by_number = is_many or base_of(other) == "multi_steps"
-            found |= dict.fromkeys(settings_changes(before, after, by_number=by_number))
+            is_many |= len(ones[one.group, before.name]) > 1
+            is_many |= len(others[other.group, after.name]) > 1
+            found |= dict.fromkeys(settings_changes(before, after, by_number=is_many))
     return list(found)
 
 
 def base_of(leaf: LeafInfo) -> str:
     """Returns the name of a leaf's transformation without its number."""
     return leaf.transformation.partition("#")[0]
-
-
-def transformation_of(leaf: LeafInfo, schema: Schema) -> Transformation | None:
-    """Returns the transformation that keeps a leaf, `None` where it is not known which that is."""
-    given = _likes(schema.optimizer).get((leaf.group, base_of(leaf)), [])
-    number = int(leaf.transformation.partition("#")[2] or 1)
-    if len(given) > 1 and any(t.number is None for t in given):
-        return given[0] if all(t.settings == given[0].settings for t in given) else None
-    return given[number - 1] if number <= len(given) else None
 
 
 def occurrences(
@@ -123,16 +134,13 @@ def occurrences(
 
     Returns:
       For the group and name (`'ema#2'`) in the target the name in the checkpoint, `None` for one
-      that is new; only where these differ, and where nothing says which one it was.
+      that is new; only where these differ.
     """
     before, after = _likes(old), _likes(new)
     found: dict[Like, str | None] = {}
     for group, base in before.keys() & after.keys():
-        is_unclear = _are_unclear(before[group, base], after[group, base])
         for j, i in enumerate(_pairs(before[group, base], after[group, base])):
-            if is_unclear and i is not None:
-                found[group, _nth(base, j)] = _nth(base, i)
-            elif i is None and j < len(before[group, base]):
+            if i is None and j < len(before[group, base]):
                 found[group, _nth(base, j)] = None
             elif i is not None and i != j:
                 found[group, _nth(base, j)] = _nth(base, i)
@@ -155,58 +163,63 @@ def home_of(
     return transformation if i is None else _nth(base, i)
 
 
-def _are_unclear(old: Sequence[Transformation], new: Sequence[Transformation]) -> bool:
-    """Whether their order in names does not say which is which, and they are not the same."""
-    known = [all(t.number is not None for t in given) for given in (old, new)]
-    if all(known) or len(old) == len(new) == 1:
-        return False
-    return any(known) or len(old) != len(new)
-
-
 def _pairs(old: Sequence[Transformation], new: Sequence[Transformation]) -> list[int | None]:
     """For each of `new` the position in `old` of the one that it goes on with.
 
     First those of the same settings, then the others in their order.
     """
-    if not all(t.number is not None for t in (*old, *new)):
-        return [j if j < len(old) else None for j in range(len(new))]
     free = list(range(len(old)))
     found: list[int | None] = [None] * len(new)
-    for is_like in (_is_same, _is_alike, _is_alike_in_numbers):
+    for is_like in (_is_same, _is_alike, _is_alike_but_for_code):
         for j, t in enumerate(new):
-            like = [i for i in free if _is_of_one_name(old[i], t) and is_like(old[i], t)]
+            like = [i for i in free if _has_one_update(old[i], t) and is_like(old[i], t)]
             if found[j] is None and like:
                 found[j] = like[0]
                 free.remove(like[0])
     for j, i in enumerate(found):
-        like = [k for k in free if len(old) == len(new) == 1 or _is_of_one_name(old[k], new[j])]
+        like = [k for k in free if len(old) == len(new) == 1 or _has_one_update(old[k], new[j])]
         if i is None and like:
             found[j] = like[0]
             free.remove(like[0])
     return found
 
 
-def _is_of_one_name(old: Transformation, new: Transformation) -> bool:
-    """Those that share an `init` may have different updates, which is what their names say."""
-    return transformation_name(old.name) == transformation_name(new.name)
+def _has_one_update(old: Transformation, new: Transformation) -> bool:
+    """States that one function makes may be updated by different ones."""
+    return bool(old.settings.get(UPDATE) == new.settings.get(UPDATE))
 
 
 def _is_same(old: Transformation, new: Transformation) -> bool:
     return dict(old.settings) == dict(new.settings)
 
 
-def _is_alike(old: Transformation, new: Transformation, *, by_digest: bool = True) -> bool:
+def _is_alike(old: Transformation, new: Transformation) -> bool:
     """By the settings of both: what wrote a checkpoint may have known fewer."""
+    return all(old.settings[name] == new.settings[name] for name in _shared(old, new))
+
+
+def _is_alike_but_for_code(old: Transformation, new: Transformation) -> bool:
+    """Another release of Python may compile the same function otherwise."""
     return all(
-        old.settings[name] == new.settings[name]
-        for name in old.settings.keys() & new.settings.keys()
-        if by_digest or not name.endswith(DIGEST)
+        without_code(old.settings[name]) == without_code(new.settings[name])
+        for name in _shared(old, new)
     )
 
 
-def _is_alike_in_numbers(old: Transformation, new: Transformation) -> bool:
-    """Another release of Python may compile the same function otherwise."""
-    return _is_alike(old, new, by_digest=False)
+def _shared(old: Transformation, new: Transformation) -> Collection[str]:
+    return sorted(old.settings.keys() & new.settings.keys())
+
+
+def without_code(value: Any) -> Any:
+    """Returns a setting without the digests of the code of functions."""
+    if isinstance(value, Mapping):
+        is_function = "function" in value
+        return {
+            name: without_code(child)
+            for name, child in value.items()
+            if not (is_function and name == "code")
+        }
+    return tuple(map(without_code, value)) if isinstance(value, tuple) else value
 
 
 def _by_group(given: Sequence[Transformation]) -> dict[Names, list[str]]:
@@ -220,8 +233,8 @@ def _likes(given: Sequence[Transformation]) -> dict[Like, list[Transformation]]:
     """By what they have in common, in the order of their numbers."""
     found: dict[Like, list[Transformation]] = {}
     for t in given:
-        found.setdefault((t.group, state_name(t)), []).append(t)
-    return {like: sorted(ts, key=lambda t: t.number or 0) for like, ts in found.items()}
+        found.setdefault((t.group, t.name), []).append(t)
+    return {like: sorted(ts, key=lambda t: t.number) for like, ts in found.items()}
 
 
 def _nth(base: str, i: int) -> str:
@@ -284,43 +297,36 @@ def _moved(group: Names, base: str, pairs: Sequence[int | None]) -> str:
     return f"by their settings, {told}{_in(group)}"
 
 
-def settings_changes(old: Transformation, new: Transformation, *, by_number: bool) -> Iterator[str]:
-    """Yields the settings that change what a state means; all numbers, with `by_number`.
+def bearing_of(name: str, old: Transformation, new: Transformation) -> Bearing:
+    """Returns what a change of a setting does to the state; the target's definition knows best."""
+    return new.bearing.get(name) or old.bearing.get(name) or Bearing("nothing")
 
-    Booleans do, and which dimensions of parameters are kept.
+
+def settings_changes(old: Transformation, new: Transformation, *, by_number: bool) -> Iterator[str]:
+    """Yields the settings by which updates do something else with the state.
+
+    What must not change at all, or only at times, is a problem of the plan, not among these.
+
+    Args:
+      old: of the checkpoint.
+      new: of the target.
+      by_number: whether numbers are compared too.
     """
-    before, after = plain_settings(old.settings), plain_settings(new.settings)
     # What is injected comes from the checkpoint.
     by_number = by_number and INJECTED not in old.settings.keys() & new.settings.keys()
-    for name in sorted(before.keys() & after.keys()):
-        one, other = before[name], after[name]
-        is_switch = isinstance(one, int) and isinstance(other, int)
-        is_switch &= isinstance(one, bool) or isinstance(other, bool)
-        are_numbers = isinstance(one, int | float) and isinstance(other, int | float)
-        if one != other and (is_switch or (by_number and are_numbers)):
-            yield f"`{name}` of `{new.name}`{_in(new.group)} was {one}, is {other}"
-    for name in sorted(before.keys() | after.keys()):
-        if isinstance(before.get(name), bool) and name not in after and name + DIGEST in after:
-            yield f"`{name}` of `{new.name}`{_in(new.group)} was {before[name]}, is no boolean"
-        if isinstance(after.get(name), bool) and name not in before and name + DIGEST in before:
-            yield f"`{name}` of `{new.name}`{_in(new.group)} was no boolean, is {after[name]}"
-    for name in sorted(old.settings.keys() & new.settings.keys()):
+    for name in _shared(old, new):
         one, other = old.settings[name], new.settings[name]
-        if name.startswith(DIMENSIONS) and one != other:
-            yield (
-                f"`{name.removeprefix(DIMENSIONS)}` of `{new.name}`{_in(new.group)} had the "
-                f"dimensions {one} of its parameter, has {other}"
-            )
-
-
-def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings by the names of arguments, not of the attributes that hold them.
-
-    Examples:
-      >>> plain_settings({'_every_k_schedule.every_k_schedule': 2, '_use_grad_mean': True})
-      {'every_k': 2, 'use_grad_mean': True}
-    """
-    return {
-        name.rpartition(".")[2].lstrip("_").removesuffix("_schedule"): value
-        for name, value in settings.items()
-    }
+        effect = bearing_of(name, old, new).effect
+        if one == other or effect in ("refused", "at_or_below_count"):
+            continue
+        where = f"`{name}` of `{new.name}`{_in(new.group)}"
+        are_numbers = all(isinstance(x, int | float) for x in (one, other))
+        is_switch = any(isinstance(x, bool) for x in (one, other))
+        if (is_switch or by_number) and are_numbers:
+            yield f"{where} was {one}, is {other}"
+        elif is_switch:
+            was = one if isinstance(one, bool) else "no boolean"
+            yield f"{where} was {was}, is {other if isinstance(other, bool) else 'no boolean'}"
+        elif effect == "window":
+            length, now = (str(x) if isinstance(x, int) else "a function" for x in (one, other))
+            yield f"{where} was {length}, is {now if length != now else 'another'}"

@@ -30,9 +30,6 @@ def fitted(
     if casts and not wrong:
         note = f"{source.dtype} -> {leaf.dtype}"
     kinds, problem = (*kinds, *casts), problem or wrong
-    is_known = source.type and leaf.type and "rename" not in kinds
-    if is_known and _name_of(source.type) != _name_of(leaf.type):
-        kinds, note = (*kinds, "optimizer"), f"{source.type} -> {leaf.type}"
     action: Any = "converted" if kinds or problem or source.name != leaf.name else "matched"
     return Row(
         leaf,
@@ -58,7 +55,3 @@ def cast_kinds(source: str, leaf: str) -> tuple[tuple[str, ...], str]:
     if is_complex and not jnp.issubdtype(new, jnp.complexfloating):
         return (), f"{wrong}: an imaginary part would be lost"
     return ("cast",), ""
-
-
-def _name_of(type_id: str) -> str:
-    return type_id.rpartition(":")[2]

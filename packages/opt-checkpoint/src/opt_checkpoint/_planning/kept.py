@@ -10,16 +10,11 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import PartitionSpec
-from opt_core import Optimizer
 
-from opt_checkpoint._naming.names import named_state
-from opt_checkpoint._naming.schema import DIMENSIONS, LeafInfo, Names, Schema, leaf_name
-from opt_checkpoint._planning.compare import base_of, transformation_of
+from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name
+from opt_checkpoint._planning.compare import base_of
 from opt_checkpoint._planning.homes import key_of
 
 Kept = tuple[int | None, ...]
@@ -34,28 +29,18 @@ _MEANS = ("v_row", "v_col")
 class KeptDimensions:
     """What leaves keep of their parameters.
 
-    The target's definition derives it. A checkpoint has it in the settings of definitions that do,
-    and for Optax's factored states it follows from the sizes; for others, where only one choice of
-    dimensions has the sizes of the leaf.
+    Definitions describe it. Of a checkpoint of format 1 it follows from the sizes for Optax's
+    factored states; for others, where only one choice of dimensions has the sizes of the leaf.
 
     Args:
       saved: the schema of the checkpoint.
-      target: the optimizer to restore.
-      schema: its schema.
+      schema: of the target.
     """
 
-    def __init__(self, saved: Schema, target: Optimizer, schema: Schema) -> None:
-        self._saved, self._target = saved, target
+    def __init__(self, saved: Schema, schema: Schema) -> None:
+        self._saved = saved
         self.saved_shapes = _shapes(saved)
         self.shapes = _shapes(schema)
-
-    @functools.cached_property
-    def _axes(self) -> Mapping[str, tuple[Any, ...] | None]:
-        numbers = jax.tree.map(
-            lambda leaf: PartitionSpec(*map(str, range(np.ndim(leaf)))), self._target.target
-        )
-        derived = named_state(self._target, param_axes=numbers).schema
-        return {leaf.name: leaf.axes for leaf in derived.leaves}
 
     def of_target(self, leaf: LeafInfo) -> Kept:
         """Returns what a leaf of the target keeps; only `None`s where it follows no parameter."""
@@ -65,10 +50,8 @@ class KeptDimensions:
         shape = self.shapes[leaf.parameter]
         if leaf.kind == "params":
             return tuple(range(rank))
-        axes = (*(self._axes[leaf.name] or ()), *(None,) * rank)[:rank]
-        if any(axis is not None for axis in axes):
-            return tuple(None if axis is None else int(axis) for axis in axes)
-        # Nothing was derived: a placeholder, what follows no dimension, or an older JAX.
+        if leaf.dimensions is not None:
+            return leaf.dimensions
         known = None if leaf.shape == (1,) != shape else _by_rule(leaf, shape)
         if known is not None and len(known) == rank and _has_sizes(leaf.shape, known, shape):
             return known
@@ -127,12 +110,9 @@ class KeptDimensions:
         return self._saved.by_name
 
     def _known(self, leaf: LeafInfo, shape: tuple[int, ...]) -> Kept | None:
-        """What settings or the rule of a transformation say."""
-        made = transformation_of(leaf, self._saved)
-        settings = {} if made is None else made.settings
-        given = settings.get(_setting(leaf))
-        if isinstance(given, str):
-            return tuple(None if d == "-" else int(d) for d in given.split(",") if d)
+        """What the checkpoint or the rule of a transformation says."""
+        if leaf.dimensions is not None:
+            return leaf.dimensions
         if (ruled := _by_rule(leaf, shape)) is not None:
             return ruled
         return tuple(range(len(shape))) if leaf.shape == shape else None
@@ -158,30 +138,16 @@ def sm3_dimension(leaf: LeafInfo) -> int | None:
 
 
 def without_ruled(schema: Schema, ruled: Collection[LeafInfo]) -> Schema:
-    """Returns a schema whose settings do not say what leaves keep that rules are about.
+    """Returns a schema that does not say what leaves keep that rules are about.
 
     That rows and columns change places is a change of the optimizer, unless a rule sees to it.
     """
-    given = {(leaf.group, leaf.transformation, _setting(leaf)) for leaf in ruled}
-    if not given:
-        return schema
-    made = [
-        dataclasses.replace(
-            t,
-            settings={
-                name: value
-                for name, value in t.settings.items()
-                if (t.group, t.name, name) not in given
-            },
-        )
-        for t in schema.optimizer
-    ]
-    return dataclasses.replace(schema, optimizer=tuple(made))
-
-
-def _setting(leaf: LeafInfo) -> str:
-    """The name of the setting that says what a leaf of the state keeps."""
-    return f"{DIMENSIONS}{leaf_name((*key_of(leaf)[1], *(leaf.parameter or ())))}"
+    names = {leaf.name for leaf in ruled}
+    leaves = tuple(
+        dataclasses.replace(leaf, dimensions=None) if leaf.name in names else leaf
+        for leaf in schema.leaves
+    )
+    return dataclasses.replace(schema, leaves=leaves)
 
 
 def told(kept: Kept) -> str:

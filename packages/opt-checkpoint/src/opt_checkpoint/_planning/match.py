@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from opt_core import Optimizer
 
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._naming.schema import LeafInfo, Names, Source, leaf_name, leaf_path
 from opt_checkpoint._planning.beside import dropped, joined, with_counts, with_notes
 from opt_checkpoint._planning.compare import (
+    INJECTING,
     changes,
+    have_other_dimensions,
     home_of,
     occurrences,
     regrouped_changes,
@@ -23,6 +24,7 @@ from opt_checkpoint._planning.fit import fitted
 from opt_checkpoint._planning.homes import Homes, frozen, key_of
 from opt_checkpoint._planning.kept import KeptDimensions, without_ruled
 from opt_checkpoint._planning.plan import Plan, Row
+from opt_checkpoint._planning.renames import suggested_renames
 from opt_checkpoint._planning.rules import (
     Map,
     Pad,
@@ -34,7 +36,7 @@ from opt_checkpoint._planning.rules import (
     sources_of,
 )
 from opt_checkpoint._planning.values import RuledRows
-from opt_checkpoint._planning.windows import Running, windows
+from opt_checkpoint._planning.windows import Running, bearing_problems
 from opt_checkpoint._targets.named import named_view
 from opt_checkpoint._targets.view import view_of
 
@@ -79,7 +81,7 @@ def plan_restore(
       >>> saved = named_state(opt.adam(1e-3).create(params))
       >>> print(plan_restore(saved, opt.sgd(1e-3, momentum=0.9).create(params)))
       2 matched (12 bytes), 1 initialised (8 bytes), 3 dropped (20 bytes)
-      !* optimizer: `scale_by_adam` is gone
+      !* optimizer: `adam` is gone
       !* optimizer: `trace` is new
       !+ state/trace/trace/w float32[2]
       !- state/adam/count int32[]
@@ -90,10 +92,11 @@ def plan_restore(
     policy = Policy.make(allow, rules)
     view = view_of(target)
     named = named_view(view)
-    matcher = _Matcher(checkpoint, view.optimizer, named, policy)
+    matcher = _Matcher(checkpoint, named, policy)
     rows = with_counts(matcher.rows(), matcher.anew, policy)
     saved = checkpoint.schema.by_name
     pairs = [(saved[name], row.leaf) for row in rows for name in row.sources]
+    by_rule = {row.leaf.name for row in rows if policy.rule(row.leaf.name) is not None}
     running = Running(pairs, checkpoint.schema)
     rows = with_notes(joined(row, running, policy) for row in rows)
     _check_rules(policy, rows, checkpoint)
@@ -108,7 +111,8 @@ def plan_restore(
         rows=tuple(rows),
         dropped=tuple(dropped(checkpoint.schema, rows, running, policy, trained)),
         changes=tuple(dict.fromkeys(changed)),
-        problems=tuple(windows(pairs, checkpoint.schema, named.schema)),
+        problems=tuple(bearing_problems(pairs, checkpoint.schema, named.schema, by_rule)),
+        suggestions=tuple(suggested_renames(checkpoint.schema, named.schema, rows, by_rule)),
         allow=policy.allow,
         source=checkpoint,
         target=target,
@@ -127,9 +131,7 @@ def _check_source(checkpoint: Any) -> None:
 class _Matcher:
     """One walk over the leaves of a target."""
 
-    def __init__(
-        self, source: Source, target: Optimizer, named: NamedState, policy: Policy
-    ) -> None:
+    def __init__(self, source: Source, named: NamedState, policy: Policy) -> None:
         self.source = source
         self.saved = {leaf.name: leaf for leaf in source.schema.leaves if leaf.kind != "extra"}
         self.named, self.policy = named, policy
@@ -137,7 +139,7 @@ class _Matcher:
         self.origins = dict(self._origins())
         self.homes = Homes(source, named.schema, self.origins)
         self.anew = self.homes.disagreements(named.schema)
-        kept = KeptDimensions(source.schema, target, named.schema)
+        kept = KeptDimensions(source.schema, named.schema)
         self.ruled = RuledRows(self.saved, named.schema.leaves, kept, policy)
 
     def _origins(self) -> Iterator[tuple[Names, list[Names]]]:
@@ -180,6 +182,8 @@ class _Matcher:
             return dataclasses.replace(row, sources=names) if is_own else row
         if why := self._left_behind(leaf, sources[0]):
             return self._let_go(leaf, why)
+        if have_other_dimensions(sources[0], leaf):
+            return self._let_go(leaf, "the checkpoint has it for other dimensions")
         row = fitted(leaf, sources[0], kinds, note, admitted)
         return dataclasses.replace(row, sources=tuple(source.name for source in sources))
 
@@ -192,16 +196,14 @@ class _Matcher:
             if other is None:
                 return (), (), "no other has its settings"
             if found := self._named(_renamed(leaf, other)):
-                is_unclear = other == leaf.transformation
-                why = "one of its like, in their order"
-                if not is_unclear:
-                    why = f"was `{other}`, by its settings"
-                return found, ("optimizer",), why
+                return found, ("optimizer",), f"was `{other}`, by its settings"
         homes = self.homes.of(leaf.group, leaf.transformation)
         is_elsewhere = leaf.parameter is None and homes and leaf.group not in homes
         is_shared = leaf.parameter is None and len(homes) > 1
         if leaf.name in self.saved and not is_elsewhere and not is_shared:
-            is_given = "hyperparams" in key_of(leaf)[1] and leaf.transformation.startswith("inject")
+            is_given = "hyperparams" in key_of(leaf)[1] and leaf.transformation.startswith(
+                INJECTING
+            )
             return self._named(leaf.name), (), "the saved value, not the target's" * is_given
         candidates = self._elsewhere(leaf, homes)
         if leaf.parameter is None:

@@ -96,6 +96,7 @@ class Plan(Generic[_Target]):
       source: where leaves are read from.
       target: what is restored, as it was given.
       view: what the planner sees of it.
+      suggestions: transformations that may have been renamed, with the rule that says so.
     """
 
     rows: tuple[Row, ...]
@@ -106,6 +107,7 @@ class Plan(Generic[_Target]):
     source: Source = dataclasses.field(repr=False, compare=False)
     target: _Target = dataclasses.field(repr=False, compare=False)
     view: View = dataclasses.field(repr=False, compare=False)
+    suggestions: tuple[str, ...] = ()
 
     @property
     def is_ok(self) -> bool:
@@ -240,6 +242,7 @@ class Plan(Generic[_Target]):
             "dropped": [dataclasses.asdict(x) | {"name": x.leaf.name} for x in self.dropped],
             "changes": list(self.changes),
             "problems": list(self.problems),
+            "suggestions": list(self.suggestions),
             "allow": sorted(self.allow),
         }
 
@@ -254,7 +257,8 @@ class Plan(Generic[_Target]):
         sign = "!" if self._refused_changes else " "
         changed = [f"{sign}* optimizer: {change}" for change in self.changes]
         wrong = [f"!* {problem}" for problem in self.problems]
-        return "\n".join([self.summary(), *wrong, *changed, *lines])
+        asked = [f"?* {suggestion}" for suggestion in self.suggestions]
+        return "\n".join([self.summary(), *wrong, *asked, *changed, *lines])
 
 
 def leaf_bytes(leaf: LeafInfo) -> int:

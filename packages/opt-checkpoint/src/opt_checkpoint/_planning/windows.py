@@ -1,67 +1,51 @@
-"""Work that is half done: gradients that wait in an accumulator, parameters on an excursion."""
+"""Settings that give a saved state its meaning, and work that is half done.
+
+Gradients wait in an accumulator, parameters are on an excursion: a window is open. What a change of
+a setting does then, `opt_core.Bearing` says.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
-from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, Transformation
-from opt_checkpoint._planning.compare import (
-    base_of,
-    plain_settings,
-    transformation_of,
+from opt_checkpoint._naming.schema import (
+    LeafInfo,
+    Names,
+    Schema,
+    Transformation,
+    leaf_name,
 )
+from opt_checkpoint._planning.compare import INJECTING, UPDATE, bearing_of, without_code
 from opt_checkpoint._planning.homes import key_of
 
-
-class _Window(NamedTuple):
-    """How a transformation counts.
-
-    Attributes:
-      field: of its state; not 0 in the middle.
-      length: the setting that says how many make a window, or the function that does.
-      held: the field that holds what is half done, for every parameter.
-      meaning: settings that must not change in the middle.
-      told: what is lost without it.
-    """
-
-    field: str
-    length: tuple[str, ...]
-    held: str
-    meaning: tuple[str, ...] = ()
-    told: str = "mini-steps of a window have been accumulated and would be lost"
-
-
-_WINDOWS: Final = {
-    "multi_steps": _Window(
-        "mini_step", ("every_k_code", "every_k"), "acc_grads", ("use_grad_mean", "mean")
-    ),
-    "apply_every": _Window("count", ("k",), "grad_acc"),
-    "sam": _Window(
-        "steps_since_sync",
-        ("sync_period",),
-        "cache",
-        ("reset_state",),
-        "steps of a cycle have been made, from which the parameters would not come back",
-    ),
-}
+_HELD: Final = frozenset({"accumulator", "params_copy"})
+_ADVICE = "save at the end of a window"
+_Pairs = Iterable[tuple[LeafInfo, LeafInfo]]
 
 
 def begun(leaf: LeafInfo, schema: Schema) -> int:
     """Returns how far the window is that a leaf of a checkpoint counts; 0 if it counts none."""
-    window = _WINDOWS.get(base_of(leaf)) if leaf.transformation else None
-    if window is None or leaf.path[-1] != window.field or not leaf.value:
+    made = schema.transformation_of(leaf)
+    if made is None or not leaf.value:
         return 0
-    if window.field != "count":
-        return leaf.value
-    length = _length(window, _settings(transformation_of(leaf, schema)))
-    return leaf.value % length if isinstance(length, int) and length else leaf.value
+    field = key_of(leaf)[1]
+    for bearing in made.bearing.values():
+        if bearing.effect == "window" and bearing.count == field:
+            length = made.settings.get(bearing.modulo) if bearing.modulo else None
+            return leaf.value % length if isinstance(length, int) and length else leaf.value
+    return 0
 
 
 def loss(leaf: LeafInfo, schema: Schema) -> str:
     """Returns what would be lost without a leaf of a checkpoint; empty if nothing half done."""
-    done = begun(leaf, schema)
-    return f"{done} {_WINDOWS[base_of(leaf)].told}" if done else ""
+    if not (done := begun(leaf, schema)):
+        return ""
+    where = leaf.group, leaf.transformation
+    roles = {x.role for x in schema.leaves if (x.group, x.transformation) == where}
+    if "accumulator" in roles:
+        return f"{done} mini-steps of a window have been accumulated and would be lost"
+    return f"{done} steps of a cycle have been made, from which the parameters would not come back"
 
 
 class Running:
@@ -72,7 +56,7 @@ class Running:
       saved: of the checkpoint.
     """
 
-    def __init__(self, pairs: Iterable[tuple[LeafInfo, LeafInfo]], saved: Schema) -> None:
+    def __init__(self, pairs: _Pairs, saved: Schema) -> None:
         self._left: dict[tuple[Names, str], str] = {}
         self._joined: dict[tuple[Names, str], str] = {}
         for source, leaf in pairs:
@@ -83,73 +67,133 @@ class Running:
 
     def left(self, leaf: LeafInfo) -> str:
         """Returns why a leaf of the checkpoint cannot be dropped; empty if it can."""
-        told = self._told(leaf, self._left)
+        told = _told(leaf, self._left)
         what = "what is half done for this parameter would be lost"
-        return told and f"{told}, and {what}: save at the end of a window, or drop it by a rule"
+        return told and f"{told}, and {what}: {_ADVICE}, or drop it by a rule"
 
     def joined(self, leaf: LeafInfo) -> str:
         """Returns why a leaf of the target cannot be made anew; empty if it can."""
-        told = self._told(leaf, self._joined)
+        told = _told(leaf, self._joined)
         what = "this parameter would have a part of the window only"
-        return told and (
-            f"{told}, and {what}: save at the end of a window, or initialise it by a rule"
-        )
-
-    def _told(self, leaf: LeafInfo, windows: Mapping[tuple[Names, str], str]) -> str:
-        told = windows.get((leaf.group, leaf.transformation), "")
-        if not told or leaf.parameter is None:
-            return ""
-        return told if key_of(leaf)[1][:1] == (_WINDOWS[base_of(leaf)].held,) else ""
+        return told and f"{told}, and {what}: {_ADVICE}, or initialise it by a rule"
 
 
-def windows(
-    pairs: Iterable[tuple[LeafInfo, LeafInfo]], saved: Schema, target: Schema
+def _told(leaf: LeafInfo, windows: Mapping[tuple[Names, str], str]) -> str:
+    told = windows.get((leaf.group, leaf.transformation), "")
+    return told if leaf.parameter is not None and leaf.role in _HELD else ""
+
+
+def bearing_problems(
+    pairs: _Pairs, saved: Schema, target: Schema, ruled: Collection[str]
 ) -> Iterator[str]:
-    """Yields what is wrong with windows that cannot be finished as they were begun.
+    """Yields the settings that changed although saved state is what they made it.
 
     Args:
       pairs: leaves of the checkpoint with those of the target that they become.
-      saved: of the checkpoint; if it says nothing of its optimizer, nothing is compared.
+      saved: of the checkpoint; of a transformation that it does not tell nothing is compared.
       target: of the target.
+      ruled: the names of leaves of the target that a rule names.
     """
-    if not saved.optimizer or not target.optimizer:
-        return
+    together: dict[tuple[int, int], list[tuple[LeafInfo, LeafInfo]]] = {}
+    made: dict[tuple[int, int], tuple[Transformation, Transformation]] = {}
     for source, leaf in pairs:
-        done = begun(source, saved)
-        if not done:
-            continue
-        window = _WINDOWS[base_of(source)]
-        old = _settings(transformation_of(source, saved))
-        new = _settings(transformation_of(leaf, target))
-        lengths = _length(window, old), _length(window, new)
-        advice = "save at the end of a window"
-        if None in lengths:
+        old, new = saved.transformation_of(source), target.transformation_of(leaf)
+        if old is not None and new is not None:
+            key = id(old), id(new)
+            made[key] = old, new
+            together.setdefault(key, []).append((source, leaf))
+    for key, (old, new) in made.items():
+        for name in sorted({**old.bearing, **new.bearing}):
+            yield from _problems(name, old, new, together[key], saved, ruled)
+
+
+def _problems(
+    name: str,
+    old: Transformation,
+    new: Transformation,
+    pairs: Sequence[tuple[LeafInfo, LeafInfo]],
+    saved: Schema,
+    ruled: Collection[str],
+) -> Iterator[str]:
+    """What is wrong with one setting."""
+    bearing = bearing_of(name, old, new)
+    one, other = old.settings.get(name), new.settings.get(name)
+    # What a checkpoint does not tell may have been the same, but for a window that is open.
+    is_told = (name in old.settings and name in new.settings) or name == UPDATE
+    counts = [(a, b) for a, b in pairs if key_of(b)[1] == bearing.count]
+    if bearing.effect == "refused" and is_told and one != other:
+        yield from _refusal(name, old, new, pairs, ruled)
+    for source, leaf in counts:
+        is_reached = source.value is not None and not _is_above(other, source.value)
+        if bearing.effect == "at_or_below_count" and is_told and one != other and is_reached:
             yield (
-                f"`{leaf.name}` is {done}: nothing says whether the window that was begun is as "
-                f"long as those of the target; {advice}"
+                f"`{leaf.name}` is {source.value}: `{name}` of `{new.name}` was {_shown(one)} and "
+                f"cannot become {_shown(other)}: that is passed, and would not be reached again. "
+                "Make it larger than the count"
             )
-        elif lengths[0] != lengths[1]:
-            was, now = (f"of {x}" if isinstance(x, int) else "by a function" for x in lengths)
-            other = "another" if was == now else "one"
+        elif bearing.effect == "window" and (done := begun(source, saved)):
+            yield from _interrupted(leaf, name, done, one, other)
+
+
+def _refusal(
+    name: str,
+    old: Transformation,
+    new: Transformation,
+    pairs: Sequence[tuple[LeafInfo, LeafInfo]],
+    ruled: Collection[str],
+) -> Iterator[str]:
+    if new.name.startswith(INJECTING):
+        return  # the row of the hyper-parameter says which value wins
+    leaves = [leaf for _, leaf in pairs]
+    own = leaf_name((*leaves[0].path[: 2 * len(new.group) + 2], name))
+    if own in ruled or all(leaf.name in ruled for leaf in leaves):
+        return
+    one, other = _shown(old.settings.get(name)), _shown(new.settings.get(name))
+    yield (
+        f"`{name}` of `{new.name}` was {one}, is {other}: the saved state means something else "
+        "under it. Set it as it was, or say by rules what becomes of the leaves"
+    )
+
+
+def _interrupted(leaf: LeafInfo, name: str, done: int, one: Any, other: Any) -> Iterator[str]:
+    """Why a window that was begun cannot go on."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        if one != other:
             yield (
-                f"`{leaf.name}` is {done}: a window {was} was begun and cannot go on as {other} "
-                f"{now}; {advice}"
+                f"`{leaf.name}` is {done}: a window with `{name}` {one} was begun and cannot go on "
+                f"with {other}; {_ADVICE}"
             )
-        for name in window.meaning:
-            if old.get(name) != new.get(name):
-                yield (
-                    f"`{leaf.name}` is {done}: a window with `{name}` {old.get(name)} was begun "
-                    f"and cannot go on with {new.get(name)}; {advice}"
-                )
+    elif None in (one, other) or _is_opaque(one) or _is_opaque(other):
+        yield (
+            f"`{leaf.name}` is {done}: nothing says whether the window that was begun is as long "
+            f"as those of the target; {_ADVICE}"
+        )
+    elif one != other:
+        was, now = (f"of {x}" if isinstance(x, int) else "by a function" for x in (one, other))
+        article = "another" if was == now else "one"
+        yield (
+            f"`{leaf.name}` is {done}: a window {was} was begun and cannot go on as {article} "
+            f"{now}; {_ADVICE}"
+        )
 
 
-def _settings(made: Transformation | None) -> Mapping[str, Any]:
-    return {} if made is None else plain_settings(made.settings)
+def _is_above(value: Any, count: int) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > count
 
 
-def _length(window: _Window, settings: Mapping[str, Any]) -> int | str | None:
-    for name in window.length:
-        value = settings.get(name)
-        if isinstance(value, int) or (isinstance(value, str) and name.endswith("_code")):
-            return value
-    return None
+def _is_opaque(value: Any) -> bool:
+    """Whether a setting holds something that is told by its type alone."""
+    if isinstance(value, Mapping):
+        return any(_is_opaque(child) for name, child in value.items() if name != "function")
+    if isinstance(value, tuple):
+        return any(map(_is_opaque, value))
+    return isinstance(value, str) and value.startswith("<")
+
+
+def _shown(value: Any) -> str:
+    """A setting in few characters."""
+    value = without_code(value)
+    if isinstance(value, Mapping) and "function" in value:
+        value = value["function"]
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -123,6 +123,22 @@ def factory_of(function: Any) -> str:
     return type(function).__name__
 
 
+def definer_of(function: Any) -> str:
+    """Returns the same, but of a method the class that defines it: a subclass may inherit `init`.
+
+    Examples:
+      >>> import optax
+      >>> class Mine(optax.MultiSteps): ...
+      >>> definer_of(Mine(optax.sgd(1.0), 2).init)
+      'MultiSteps'
+    """
+    plain = unwrapped(function)
+    code = getattr(getattr(plain, "__func__", plain), "__code__", None)
+    if code is None:
+        return factory_of(function)
+    return _factory_name(code.co_qualname, package_of(function))
+
+
 def _factory_name(qualified: str, package: str) -> str:
     scopes = qualified.split(".<locals>.")
     if "." in scopes[-1]:

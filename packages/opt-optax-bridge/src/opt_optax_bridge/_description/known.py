@@ -139,7 +139,9 @@ KNOWN: Final[Mapping[str, Known]] = MappingProxyType(
             "count: mini_step gradient_step, accumulator: acc_grads, other: skip_state",
             _window("mini_step", "every_k_schedule", "use_grad_mean"),
         ),
-        "apply_every": _known("count: count, accumulator: grad_acc", _window("count", "k")),
+        "apply_every": _known(
+            "count: count, accumulator: grad_acc", {"k": Bearing("window", ("count",), "k")}
+        ),
         "accumulate_avg_updates": _known(
             "count: micro_step, accumulator: avg_grad, other: ready",
             _window("micro_step", "accumulation_steps"),

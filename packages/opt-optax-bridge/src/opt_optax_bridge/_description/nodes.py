@@ -14,6 +14,7 @@ from opt_optax_bridge._description.closures import (
     attributes,
     captured,
     captured_with_helpers,
+    definer_of,
     factory_of,
     is_same,
     is_transformation,
@@ -50,6 +51,7 @@ class Node:
       children: the transformations that it calls.
       key: the identity of what the one around it has captured.
       factory_argument: of `inject_hyperparams`: the function that builds the one inside.
+      injected: what `inject_hyperparams` around it injects.
       shares_init: whether its `init` is that of its only child.
       shares_update: whether its update function is that of a child.
     """
@@ -62,14 +64,22 @@ class Node:
     children: list[Node]
     key: int = 0
     factory_argument: Any = None
+    injected: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shares_init: bool = False
     shares_update: bool = False
 
     @property
     def held(self) -> dict[str, Any]:
         """What its functions and their helpers have captured, by name."""
-        own = captured_with_helpers(self.tx.init)
-        return own if self.tx.update is None else own | captured_with_helpers(self.tx.update)
+        found = captured_with_helpers(self.tx.init)
+        if self.tx.update is not None:
+            found |= captured_with_helpers(self.tx.update)
+        for value in list(found.values()):
+            # The update that goes with `init`, which another one calls.
+            is_own = own_name(value).startswith("update") and factory_of(value) == self.maker
+            if self.maker != self.factory and is_own:
+                found |= captured_with_helpers(value)
+        return found
 
     @property
     def is_own(self) -> bool:
@@ -137,12 +147,14 @@ def _open(tx: Any, group: Names, above: frozenset[int]) -> Node:
     made_by = update if update is not None else init
     factory, package = factory_of(made_by), package_of(made_by)
     says = own_name(init).startswith("init") and not _is_empty(init)
-    node = Node(tx, group, factory, package, factory_of(init) if says else "", [])
+    node = Node(tx, group, factory, package, definer_of(init) if says else "", [])
     above = above | {id(unwrapped(init)), id(unwrapped(made_by))}
     if package in OWN and factory in _INJECTING and "inner_factory" in node.held:
         node.factory_argument = node.held["inner_factory"]
         if (inner := _injected(node.held)) is not None:
             node.children = [_child(inner, group, above)]
+            for child in node.children[0].walk():
+                child.injected = injected_by(node.held)
         return node
     for member, label in _members(node, above):
         inner = (*group, label) if label is not None else group
@@ -225,6 +237,11 @@ def _halves(functions: Iterable[Any], above: frozenset[int]) -> Iterator[Half]:
             inits.remove(own)
             yield Half(own, update)
     yield from (Half(init, None) for init in inits)
+
+
+def injected_by(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what `optax.inject_hyperparams` injects: numbers that are in the state, schedules."""
+    return {**held.get("numeric_hps", {}), **held.get("sched_hps", {})}
 
 
 def _injected(held: Mapping[str, Any]) -> Any:

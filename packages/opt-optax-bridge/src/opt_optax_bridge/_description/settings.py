@@ -6,7 +6,7 @@ import functools
 import hashlib
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import jax
@@ -22,10 +22,13 @@ from opt_optax_bridge._description.closures import (
     package_of,
     unwrapped,
 )
-from opt_optax_bridge._description.nodes import OWN, Node
+from opt_optax_bridge._description.nodes import OWN, Node, injected_by
 
 UPDATED_BY: Final = "update"
 """The setting that names what updates a state, where that is not what made it."""
+
+INJECTED: Final = "injected"
+"""The setting of what `optax.inject_hyperparams` injects into a transformation."""
 
 _PER_PARAMETER = ("mask", "labels")  # which parameters are meant, the leaves say
 _RENAMED = {"every_k": "every_k_schedule", "mean": "use_grad_mean"}  # of opt_accumulate
@@ -50,7 +53,7 @@ def settings_of(node: Node) -> dict[str, Any]:
       >>> settings_of(open_transformation(optax.trace(0.9)))
       {'accumulator_dtype': None, 'decay': 0.9, 'nesterov': False}
     """
-    held = _given(node.held) if node.factory_argument is not None else node.held
+    held = injected_by(node.held) if node.factory_argument is not None else node.held
     named = {_argument(name): value for name, value in held.items()}
     known = _arguments(node) if node.is_own else None
     found = {
@@ -58,6 +61,8 @@ def settings_of(node: Node) -> dict[str, Any]:
         for name, value in sorted(named.items())
         if _is_setting(name, value, node, known)
     }
+    if node.injected:
+        found[INJECTED] = _json(node.injected, 0)
     if _is_updated_by_another(node):
         found[UPDATED_BY] = node.factory
     return found
@@ -69,11 +74,6 @@ def _is_updated_by_another(node: Node) -> bool:
         return False
     is_optax = node.is_own and package_of(node.tx.init) in OWN
     return node.maker != node.factory and not is_optax
-
-
-def _given(held: Mapping[str, Any]) -> dict[str, Any]:
-    """What `optax.inject_hyperparams` injects: numbers are in the state, schedules are not."""
-    return {**held.get("numeric_hps", {}), **held.get("sched_hps", {})}
 
 
 def _argument(name: str) -> str:
@@ -139,6 +139,10 @@ def _json(value: Any, depth: int) -> Any:
             return {str(name): inner(child) for name, child in value.items()}
         case types.FunctionType() | functools.partial() | types.MethodType():
             return _function(value, depth)
+        case types.BuiltinMethodType() if not isinstance(value.__self__, types.ModuleType):
+            return {"function": value.__qualname__, "of": inner(value.__self__)}
+    if isinstance(unwrapped(value), types.FunctionType):
+        return _function(value, depth)  # a compiled one
     if not isinstance(value, type) and callable(value) and attributes(value):
         return {"function": type(value).__name__} | {
             name: inner(child) for name, child in attributes(value).items()
@@ -148,8 +152,11 @@ def _json(value: Any, depth: int) -> Any:
 
 def _function(value: Any, depth: int) -> Any:
     plain = unwrapped(value)
-    if not isinstance(plain, types.FunctionType):
-        return json_settings({"": value})[""]
+    if not isinstance(plain, types.FunctionType | types.MethodType):
+        held = {name: _json(child, depth + 1) for name, child in captured(value).items()}
+        name = json_settings({"": plain})[""]
+        return {"function": name} | held if held else name
+    plain = getattr(plain, "__func__", plain)
     name = factory_of(plain)
     held = {n: _json(x, depth + 1) for n, x in captured(value).items() if x is not value}
     if package_of(plain) in OWN and set(held) == {"every_k_schedule"}:
@@ -157,7 +164,16 @@ def _function(value: Any, depth: int) -> Any:
     told: dict[str, Any] = {"function": name}
     if package_of(plain) not in {*OWN, "jax", "numpy"}:
         told["code"] = _digest(_code(plain.__code__), plain.__defaults__, plain.__kwdefaults__)
+        told |= {name: _json(child, depth + 1) for name, child in _used(plain)}
     return told | held
+
+
+def _used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The globals that a function reads, but for modules and classes."""
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name, function)
+        if value is not function and not isinstance(value, types.ModuleType | type):
+            yield name, value
 
 
 def _code(code: types.CodeType) -> Any:

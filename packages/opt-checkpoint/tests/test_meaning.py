@@ -1,0 +1,202 @@
+"""What a changed setting does to a plan, and transformations that were renamed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from opt_checkpoint import NamedState, Plan, Rename, Schema, errors, named_state, plan_restore
+from opt_core import Optimizer
+from opt_optax_bridge import OptaxWrapper
+
+optax: Any = importlib.import_module("optax")  # much of it is no explicit export
+contrib: Any = importlib.import_module("optax.contrib")
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+EVERYTHING = {"initialise", "drop", "cast", "reshape", "optimizer", "regroup"}
+
+
+def wrapped(tx: Any, **options: Any) -> Optimizer:
+    return OptaxWrapper(tx, **options).create({"w": jnp.arange(8.0).reshape(2, 4)})
+
+
+def counted(optimizer: Optimizer, **values: int) -> NamedState:
+    """The names of an optimizer, where integers whose field is given have that value."""
+    named = named_state(optimizer)
+    leaves = tuple(
+        dataclasses.replace(leaf, value=values.get(leaf.path[-1], leaf.value))
+        for leaf in named.schema.leaves
+    )
+    return NamedState(named.leaves, dataclasses.replace(named.schema, leaves=leaves))
+
+
+def planned(old: Any, new: Any, **values: int) -> Plan:
+    return plan_restore(counted(wrapped(old), **values), wrapped(new), allow=EVERYTHING)
+
+
+def plateau(**settings: int) -> Any:
+    return contrib.reduce_on_plateau(**{"accumulation_size": 4, "patience": 9, **settings})
+
+
+def chained(tx: Any) -> Any:
+    return optax.chain(optax.sgd(0.1), tx)
+
+
+def shared(update: Any) -> Any:
+    return optax.GradientTransformation(optax.trace(0.9).init, update)
+
+
+def one(updates: Any, state: Any, params: Any = None) -> Any:
+    return updates, state
+
+
+def other(updates: Any, state: Any, params: Any = None) -> Any:
+    return state.trace, state
+
+
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "schedule_free b1": (
+        contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.9),
+        contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.5),
+        "`b1` of `schedule_free` was 0.9, is 0.5",
+    ),
+    "muon ns_coeffs": (
+        contrib.muon(0.1),
+        contrib.muon(0.1, ns_coeffs=(3.0, -4.0, 2.0)),
+        "`ns_coeffs` of `muon`",
+    ),
+    "prodigy": (
+        contrib.prodigy(estim_lr0=1e-6),
+        contrib.prodigy(estim_lr0=1e-3),
+        "`estim_lr0` of `prodigy` was 1e-06, is 0.001",
+    ),
+    "another update": (shared(one), shared(other), "`update` of `trace` was one, is other"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_setting_that_is_the_meaning_of_the_state_is_refused(name: str) -> None:
+    old, new, told = REFUSED[name]
+    assert plan_restore(named_state(wrapped(old)), wrapped(old)).is_exact
+    plan = planned(old, new)
+    with pytest.raises(errors.PlanError):
+        plan.check()
+    assert len(plan.problems) == 1
+    assert plan.problems[0].startswith(told)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_rule_that_names_the_leaves_takes_them(name: str) -> None:
+    old, new, _ = REFUSED[name]
+    rules: Any = [("(state/.*)", Rename(r"\1"))]
+    saved = named_state(wrapped(old))
+    assert plan_restore(saved, wrapped(new), allow=EVERYTHING, rules=rules).is_ok
+
+
+@pytest.mark.parametrize(
+    ("settings", "counts", "is_refused"),
+    [
+        ({"patience": 5}, {"plateau_count": 4}, False),
+        ({"patience": 5}, {"plateau_count": 5}, True),
+        ({"patience": 5}, {"plateau_count": 6}, True),
+        ({"patience": 12}, {"plateau_count": 6}, False),
+        ({"accumulation_size": 2}, {"count": 1}, False),
+        ({"accumulation_size": 2}, {"count": 2}, True),
+        ({"accumulation_size": 3, "patience": 5}, {"count": 3, "plateau_count": 2}, True),
+        ({"factor": 0.5}, {"count": 3, "plateau_count": 8}, False),
+    ],
+)
+def test_a_length_is_refused_at_or_below_the_count(
+    settings: dict[str, Any], counts: dict[str, int], is_refused: bool
+) -> None:
+    plan = planned(chained(plateau()), chained(plateau(**settings)), **counts)
+    assert plan.is_exact == (not is_refused)
+    assert len(plan.problems) == is_refused
+    assert all("that is passed" in problem for problem in plan.problems)
+
+
+def test_what_is_injected_wins_and_says_so() -> None:
+    saved = named_state(wrapped(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)))
+    plan = plan_restore(saved, wrapped(optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)))
+    assert plan.is_ok
+    (note,) = (row.note for row in plan.rows if row.leaf.path[-1] == "learning_rate")
+    assert note == "the saved value, not the target's"
+
+
+def my_momentum(tree: Any) -> Any:
+    return {"m": jax.tree.map(jnp.zeros_like, tree)}
+
+
+def momentum() -> Any:
+    def init_fn(tree: Any) -> Any:
+        return my_momentum(tree)
+
+    return optax.GradientTransformation(init_fn, one)
+
+
+def velocity() -> Any:
+    def init_fn(tree: Any) -> Any:
+        return my_momentum(tree)
+
+    return optax.GradientTransformation(init_fn, one)
+
+
+def speed() -> Any:
+    def init_fn(tree: Any) -> Any:
+        return my_momentum(tree)
+
+    return optax.GradientTransformation(init_fn, one)
+
+
+def test_a_rename_is_suggested_where_there_is_one_choice() -> None:
+    saved = named_state(wrapped(momentum()))
+    target = wrapped(velocity())
+    plan = plan_restore(saved, target)
+    (told,) = plan.suggestions
+    assert "rules=[(r'state/velocity/(.*)', Rename(r'state/momentum/\\1'))]" in told
+    assert "aliases={'velocity': 'momentum'}" in told
+    text = str(plan)
+    assert text.index(told) < text.index("+ state/velocity/m/w")
+    rules = [(r"state/velocity/(.*)", Rename(r"state/momentum/\1"))]
+    renamed = plan_restore(saved, target, allow={"optimizer"}, rules=rules)
+    assert renamed.is_ok
+    assert not renamed.suggestions
+    aliased = wrapped(velocity(), aliases={"velocity": "momentum"})
+    assert plan_restore(saved, aliased, allow={"optimizer"}).is_ok
+
+
+def test_no_rename_is_suggested_where_there_are_two_or_names_are_known() -> None:
+    two = wrapped(optax.chain(velocity(), speed()))
+    assert not plan_restore(named_state(wrapped(momentum())), two).suggestions
+    adam, adamax = wrapped(optax.adam(0.1)), wrapped(optax.adamax(0.1))
+    assert not plan_restore(named_state(adam), adamax).suggestions
+
+
+def test_other_dimensions_are_never_kept() -> None:
+    """All that can be admitted is to begin anew."""
+    saved = named_state(wrapped(optax.trace(0.9)))
+    turned = tuple(
+        dataclasses.replace(leaf, dimensions=(1, 0))
+        if leaf.kind == "state" and leaf.shape
+        else leaf
+        for leaf in saved.schema.leaves
+    )
+    source = NamedState(saved.leaves, dataclasses.replace(saved.schema, leaves=turned))
+    plan = plan_restore(source, wrapped(optax.trace(0.9)), allow=EVERYTHING)
+    (row,) = (row for row in plan.rows if row.leaf.transformation)
+    assert row.action == "initialised"
+    assert plan.changes == (
+        "`trace/w` of `trace` had the dimensions 1,0 of its parameter, has 0,1",
+    )
+
+
+def test_a_schema_is_read_as_it_was_written() -> None:
+    for old, new, _ in REFUSED.values():
+        for tx in (old, new, optax.inject_hyperparams(optax.adam)(optax.constant_schedule(0.1))):
+            schema = named_state(wrapped(tx)).schema
+            assert Schema.from_data(json.loads(json.dumps(schema.to_data()))) == schema
