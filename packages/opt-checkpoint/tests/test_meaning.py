@@ -35,7 +35,7 @@ def counted(optimizer: Optimizer, **values: int) -> NamedState:
     return NamedState(named.leaves, dataclasses.replace(named.schema, leaves=leaves))
 
 
-def planned(old: Any, new: Any, **values: int) -> Plan:
+def planned(old: Any, new: Any, **values: int) -> Plan[Any]:
     return plan_restore(counted(wrapped(old), **values), wrapped(new), allow=EVERYTHING)
 
 
