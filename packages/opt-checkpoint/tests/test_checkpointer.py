@@ -346,7 +346,7 @@ def test_the_manifest_is_json(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, small_state(1))
     data = json.loads((tmp_path / "1/manifest/manifest.json").read_text())
-    assert data["format_version"] == 1
+    assert data["format_version"] == 2
     leaf = data["manifest"]["schema"]["leaves"][0]
     assert leaf["path"] == ["params", "w"]
 

@@ -41,10 +41,10 @@ def _length(leaf: LeafInfo, schema: Schema) -> int | None:
     kind = leaf.transformation.partition("#")[0]
     if leaf.path[-1] != "mini_step" or kind != "multi_steps":
         return None
-    found = {
-        t.settings.get("every_k_schedule")
-        for t in schema.optimizer
-        if t.name == kind and t.group == leaf.group
-    }
-    length = found.pop() if len(found) == 1 else None
-    return length if isinstance(length, int) else None
+    lengths = [
+        made.settings.get("every_k_schedule")  # a mapping where it is a function
+        for made in schema.optimizer
+        if made.name == kind and made.group == leaf.group
+    ]
+    first = lengths[0] if lengths else None
+    return first if isinstance(first, int) and lengths == [first] * len(lengths) else None
