@@ -22,13 +22,12 @@ from opt_checkpoint._disk.newest import newest
 from opt_checkpoint._disk.processes import agree, are_equal, is_first, together
 from opt_checkpoint._disk.root import TRASH, WriterRoot, check_options, one_at_a_time
 from opt_checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
-from opt_checkpoint._disk.saving import Saving, extra_leaves
+from opt_checkpoint._disk.saving import Layout, Saving
 from opt_checkpoint._disk.uncut import Uncut
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._planning.match import plan_restore
 from opt_checkpoint._planning.rules import Rule
-from opt_checkpoint._targets.named import named_view
-from opt_checkpoint._targets.view import view_of
+from opt_checkpoint._targets.view import View, view_of
 from opt_checkpoint.errors import (
     CheckpointError,
     DamagedError,
@@ -97,6 +96,7 @@ class Checkpointer:
         self._interval = save_interval_steps
         self.restored_step: int | None = None
         self._saving: int | None = None
+        self._layout: Layout | None = None
         self._passed: set[int] = set()
         self._alone = threading.RLock()
         self._root = WriterRoot(self.directory)
@@ -146,11 +146,11 @@ class Checkpointer:
                 "one schema, and arrays and scalars that every process has to be equal in all. "
                 "Save what differs as one global array"
             )
-        saving = saving.added_up()
-        self._root.clean()
-        items: dict[str, Any] = {_orbax.MANIFEST: _orbax.ManifestSave(saving.encode)}
+        if self._root.failed:
+            self._root.clean()
+        items: dict[str, Any] = {_orbax.MANIFEST: _orbax.ManifestSave(saving)}
         if saving.arrays:
-            items[_orbax.LEAVES] = ocp.args.PyTreeSave(saving.tree())
+            items = {_orbax.LEAVES: ocp.args.PyTreeSave(saving.tree()), **items}
         self._saving = step
         with self._failing(step):
             # After a save that failed, Orbax no longer knows the step that it would have retired.
@@ -160,6 +160,8 @@ class Checkpointer:
             saved = self._calls.call(save)
         if not saved:
             raise SaveError(f"step {step} was not saved in `{self.directory}`: Orbax left it out")
+        self._layout = saving.layout
+        self._calls.start(self._root.clean)
         if not self._async_save:
             self._finish(manager)
 
@@ -415,9 +417,8 @@ class Checkpointer:
         try:
             self._root.check()
             self._check_step(step)
-            state = target if isinstance(target, NamedState) else _named(target, extras)
-            infos, values = extra_leaves(extras)
-            return Saving.prepare(step, state, infos, values, metadata), None
+            state = target if isinstance(target, NamedState) else _view(target, extras)
+            return Saving.prepare(step, state, extras, metadata, self._layout), None
         except CheckpointError as error:
             return None, error
 
@@ -516,7 +517,7 @@ class Checkpointer:
             raise SaveError(f"{what}: not saved: {_one_line(error)}") from error
 
 
-def _named(target: Any, extras: Any) -> NamedState:
+def _view(target: Any, extras: Any) -> View:
     view = view_of(target)
     given = extras if isinstance(extras, Mapping) else {}
     if missing := [name for name in view.unsaved if name not in given]:
@@ -525,7 +526,7 @@ def _named(target: Any, extras: Any) -> NamedState:
             "%s: `%s` is not saved, because it belongs to no optimizer: give `extras={%s}`",
             *(type(target).__name__, "`, `".join(missing), fields),
         )
-    return named_view(view)
+    return view
 
 
 def _one_line(error: Exception) -> str:

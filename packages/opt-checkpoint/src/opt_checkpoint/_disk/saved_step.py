@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from opt_core import flatten_with_paths
 
@@ -118,7 +119,7 @@ class SavedStep:
         with together():
             self._check(stored)
         return {
-            name: _storage.decode(infos[name], records[name], stored.get(name), places[name])
+            name: _storage.from_store(infos[name], records[name], stored.get(name), places[name])
             for name in wanted
         }
 
@@ -174,7 +175,7 @@ class SavedStep:
         stored = self._try(lambda: _orbax.stored_arrays(self.path)) if self._in_store() else {}
         for name, record in self._in_store().items():
             struct = _storage.stored_shape(infos[name], record)
-            found = stored.pop(record.key, None)
+            found = stored.pop(_storage.store_key(infos[name].path), None)
             if found != (struct.shape, struct.dtype):
                 raise self._damaged(
                     f"`{name}`: expected {struct.dtype}{list(struct.shape)}, found "
@@ -222,25 +223,25 @@ class SavedStep:
             if record.digest is None:
                 continue
             struct = _storage.stored_shape(info, record)
-            if record.storage == _storage.KEY:
+            if info.is_key:
                 sharding = _storage.data_sharding(sharding, len(struct.shape))
-            item[record.key] = struct
-            restore_args[record.key] = _restore_args(struct, sharding)
-            names[record.key] = info.name
+            key = _storage.store_key(info.path)
+            item[key] = struct
+            restore_args[key] = _restore_args(struct, sharding)
+            names[key] = info.name
         if not item:
             return {}
         nested = _storage.nest(item), _storage.nest(restore_args)
         tree = self._try(lambda: _orbax.restore_arrays(self.path, *nested))
-        stored = {names[key]: leaf for key, leaf in _storage.flatten(tree).items()}
+        stored = {names[key]: leaf for key, leaf in flatten_dict(tree).items()}
         for name in names.values():
             if not isinstance(stored.get(name), jax.Array | np.ndarray):
                 raise self._damaged(f"`{name}` is missing")
         return stored
 
     def _check(self, stored: Mapping[str, Any]) -> None:
-        sums = _digest.add_up(_digest.digests(stored))
-        for name, pair in sums.items():
-            expected, found = self.manifest.records[name].digest, _digest.to_hex(pair)
+        for name, digest in zip(stored, _digest.digests(list(stored.values())), strict=True):
+            expected, found = self.manifest.records[name].digest, _digest.bound(name, digest)
             if found != expected:
                 raise self._damaged(
                     f"`{name}`: expected the digest {expected}, found {found}: its "

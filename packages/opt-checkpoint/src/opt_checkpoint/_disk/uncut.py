@@ -53,6 +53,10 @@ class Uncut:
             left.result()
         return result
 
+    def start(self, act: Callable[[], object]) -> None:
+        """Starts a call that nobody waits for; those that follow begin after it."""
+        self._pool.submit(act)
+
     def close(self) -> None:
         """Ends the thread."""
         if not self.is_elsewhere:
