@@ -184,7 +184,7 @@ def test_d7_error_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     encode = Saving.encode
 
     def broken(self: Saving, sums: Any) -> bytes:
-        if json.loads(self.draft.step)["number"] % 2:
+        if json.loads(self.step)["number"] % 2:
             raise OSError("the disk is gone")
         return encode(self, sums)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 Sums = np.ndarray[Any, Any]  # uint32[arrays, 2]
+# Of a part: the row-major index of its first element in the whole array, and how far apart
+# neighbours along each dimension are, modulo 2**32. `None` is that of a whole array.
+_Place = list[int] | None
+_Block = tuple[int, Any, Any]  # the number of an array, words of it, and their index in it
 
 _SPREAD, _OTHER = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
 _MULTIPLIERS = np.uint32(0x7FEB352D), np.uint32(0x846CA68B), np.uint32(0xC2B2AE3D)
@@ -52,53 +56,46 @@ class Digests:
     def __init__(self, arrays: Sequence[Any]) -> None:
         self.partial: list[int] = []
         self._count = len(arrays)
-        self._on_host: list[tuple[int, Any, list[int] | None]] = []
         self._on_device: list[tuple[int, jax.Array]] = []
+        on_host: list[tuple[int, Any, _Place]] = []
         for i, array in enumerate(arrays):
             if not isinstance(array, jax.Array) or isinstance(array.sharding, SingleDeviceSharding):
-                self._add(i, array, None)
+                parts: list[tuple[Any, _Place]] = [(array, None)]
             else:
-                self._add_shards(i, array)
-        if jax.default_backend() != "cpu":
-            for _, part, _ in self._on_host:
-                if isinstance(part, jax.Array):
-                    part.copy_to_host_async()
-        self._on_host = [(i, np.asarray(part), place) for i, part, place in self._on_host]
+                parts = _distinct_parts(array)
+                if not array.is_fully_addressable:
+                    self.partial.append(i)
+            if parts and _is_large_on_device(parts[0][0]):
+                self._on_device.append((i, _device_sums(parts)))
+            else:
+                on_host += [(i, part, place) for part, place in parts]
+        for _, part, _ in on_host:
+            if isinstance(part, jax.Array):
+                part.copy_to_host_async()
+        self._on_host = [(i, np.asarray(part), place) for i, part, place in on_host]
 
     def sums(self) -> Sums:
         """Waits, and returns the sums of the parts that this process answers for."""
         total = np.zeros((self._count, 2), np.uint32)
-        batch = _Batch(total)
-        for i, part, place in self._on_host:
-            words = _host_words(part)
-            if words.nbytes >= _LARGE:
-                total[i] += _large_sums(words, place)
-            elif words.size:
-                batch.add(i, words, place)
-        batch.flush()
+        for batch in _batches(self._host_blocks(total)):
+            _add_sums(total, batch)
         for i, sums in self._on_device:
             total[i] += np.asarray(sums).sum(axis=0, dtype=np.uint32)
         return total
 
-    def _add(self, i: int, part: Any, place: list[int] | None) -> None:
-        if isinstance(part, jax.Array) and _is_large_on_device(part):
-            given = _place((), part.shape, _strides(part.shape)) if place is None else place
-            self._on_device.append((i, _sums(part, np.array([given], np.uint32))))
-        else:
-            self._on_host.append((i, part, place))
-
-    def _add_shards(self, i: int, array: jax.Array) -> None:
-        if not array.is_fully_addressable:
-            self.partial.append(i)
-        # Of all devices that hold the same part, in whatever process, one has the replica 0.
-        shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-        strides = _strides(array.shape)
-        places = [_place(shard.index, array.shape, strides) for shard in shards]
-        if len(shards) > 1 and _is_large_on_device(shards[0].data):
-            self._on_device.append((i, _device_sums([shard.data for shard in shards], places)))
-            return
-        for shard, place in zip(shards, places, strict=True):
-            self._add(i, shard.data, None if shard.data.shape == array.shape else place)
+    def _host_blocks(self, total: Sums) -> Iterator[_Block]:
+        """Yields blocks of small parts, and adds the sums of large ones."""
+        for i, part, place in self._on_host:
+            words = _host_words(part)
+            if words.nbytes >= _LARGE and jax.default_backend() == "cpu":
+                total[i] += _large_sums(words, place)
+                continue
+            flat = words.reshape(-1)
+            index = None if place is None else _host_index(words.shape, place)
+            for start in range(0, flat.size, _BLOCK):
+                block = flat[start : start + _BLOCK]
+                stop = start + block.size
+                yield i, block, np.arange(start, stop) if index is None else index[start:stop]
 
 
 def digests(arrays: Sequence[Any]) -> list[str]:
@@ -135,79 +132,73 @@ def bound(name: str, digest: str) -> str:
     return f"{int(digest, 16) ^ int.from_bytes(mask):016x}"
 
 
-class _Batch:
-    """Small parts, summed together: an operation of NumPy on each would take longer."""
-
-    def __init__(self, total: Sums) -> None:
-        self._total = total
-        self._parts: list[tuple[int, Any, list[int] | None]] = []
-        self._size = 0
-
-    def add(self, i: int, words: Any, place: list[int] | None) -> None:
-        self._parts.append((i, words, place))
-        self._size += words.size
-        if self._size >= _BLOCK:
-            self.flush()
-
-    def flush(self) -> None:
-        if not self._parts:
-            return
-        sizes = np.array([words.size for _, words, _ in self._parts])
-        ends = np.cumsum(sizes)
-        index = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
-        for (_, words, place), end in zip(self._parts, ends, strict=True):
-            if place is not None:
-                index[end - words.size : end] = _host_index(words.shape, place)
-        flat = [words.reshape(-1) for _, words, _ in self._parts]
-        words = np.concatenate(flat, dtype=np.uint32, casting="unsafe")
-        numbers = [i for i, _, _ in self._parts]
-        for column, mixed in enumerate(_mixed(words, index.astype(np.uint32))):
-            sums = np.add.reduceat(mixed, ends - sizes, dtype=np.uint32)
-            np.add.at(self._total[:, column], numbers, sums)
-        self._parts, self._size = [], 0
+def _distinct_parts(array: jax.Array) -> list[tuple[Any, _Place]]:
+    """The parts of an array that this process answers for, with their places."""
+    strides = _strides(array.shape)
+    return [
+        (shard.data, _place(shard.index, array.shape, strides))
+        for shard in array.addressable_shards
+        # Of all devices that hold the same part, in whatever process, one has the replica 0.
+        if shard.replica_id == 0
+    ]
 
 
-def _large_sums(words: Any, place: list[int] | None) -> Any:
-    """The sums of one part, by a program where the host has XLA's, otherwise block by block."""
-    if jax.default_backend() == "cpu":
-        if place is None:  # One program for all shapes of a size.
-            words, place = words.reshape(-1), [0]
-        # The words of an element are a dimension more, whose stride is 1.
-        words = jax.device_put(words, jax.local_devices()[0])
-        k = words.shape[-1] if words.ndim > 1 else 1
-        given = np.array([[*(at * k for at in place), 1]], np.uint64).astype(np.uint32)
-        return np.asarray(_sums(words, given))[0]
-    sums = np.zeros((1, 2), np.uint32)
-    flat = words.reshape(-1)
-    index = None if place is None else _host_index(words.shape, place)
-    for start in range(0, flat.size, _BLOCK):
-        part = flat[start : start + _BLOCK].astype(np.uint32)
-        at = np.arange(start, start + part.size) if index is None else index[start:][: part.size]
-        sums += [[mixed.sum(dtype=np.uint32) for mixed in _mixed(part, at.astype(np.uint32))]]
-    return sums[0]
-
-
-def _is_large_on_device(part: jax.Array) -> bool:
-    if jax.default_backend() == "cpu" or part.nbytes < _LARGE:
+def _is_large_on_device(part: Any) -> bool:
+    if not isinstance(part, jax.Array) or part.nbytes < _LARGE or jax.default_backend() == "cpu":
         return False
     (device,) = part.devices()
     return part.sharding.memory_kind in (None, device.default_memory().kind)
 
 
-def _device_sums(shards: Sequence[jax.Array], places: Sequence[list[int]]) -> jax.Array:
-    """The sums of the parts that several devices have, uint32[shards, 2]."""
-    # The shards one below the other: an array of the same buffers. One program for all of them is
+def _device_sums(parts: Sequence[tuple[jax.Array, _Place]]) -> Any:
+    """The sums of large parts, each on its device, uint32[parts, 2]."""
+    first, place = parts[0]
+    if len(parts) == 1:
+        given = place or [0, *_strides(first.shape)]
+        return _sums(first, np.array([given], np.uint32))
+    # The parts one below the other: an array of the same buffers. One program for all of them is
     # compiled once, not once for each device.
-    mesh = Mesh(np.array([shard.device for shard in shards]), ("shards",))
-    rows = NamedSharding(mesh, PartitionSpec("shards"))
-    first, *others = shards[0].shape
+    mesh = Mesh(np.array([part.device for part, _ in parts]), ("parts",))
+    rows = NamedSharding(mesh, PartitionSpec("parts"))
+    height, *others = first.shape
     below = jax.make_array_from_single_device_arrays(
-        (len(shards) * first, *others), rows, list(shards)
+        (len(parts) * height, *others), rows, [part for part, _ in parts]
     )
-    sums: jax.Array = _sums_of_shards(
-        below, jax.device_put(np.array(places, np.uint32), rows), mesh
-    )
-    return sums
+    places = jax.device_put(np.array([place for _, place in parts], np.uint32), rows)
+    return _sums_of_shards(below, places, mesh)
+
+
+def _large_sums(words: Any, place: _Place) -> Any:
+    """The sums of one part, by a program on the CPU."""
+    if place is None:  # One program for all shapes of a size.
+        words, place = words.reshape(-1, 1), [0, 1]
+    # The words of an element are a dimension more, whose stride is 1.
+    given = np.array([[*(at * words.shape[-1] for at in place), 1]], np.uint64)
+    on_device = jax.device_put(words, jax.local_devices()[0])
+    return np.asarray(_sums(on_device, given.astype(np.uint32)))[0]
+
+
+def _batches(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
+    """Small blocks together: an operation of NumPy on each would take longer."""
+    batch, size = [], 0
+    for block in blocks:
+        batch.append(block)
+        size += block[1].size
+        if size >= _BLOCK:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _add_sums(total: Sums, blocks: Sequence[_Block]) -> None:
+    numbers, words, index = zip(*blocks, strict=True)
+    starts = np.cumsum([0, *(block.size for block in words[:-1])])
+    word = np.concatenate(words, dtype=np.uint32, casting="unsafe")
+    at = np.concatenate(index, dtype=np.uint32, casting="unsafe")
+    for column, mixed in enumerate(_mixed(word, at)):
+        sums = np.add.reduceat(mixed, starts, dtype=np.uint32)
+        np.add.at(total[:, column], list(numbers), sums)
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
@@ -216,9 +207,8 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
 
 
 def _place(index: Sequence[slice], shape: tuple[int, ...], strides: list[int]) -> list[int]:
-    """The row-major index of a shard's first element modulo 2**32, and the strides."""
-    starts = (part.indices(size)[0] for part, size in zip(index, shape, strict=False))
-    first = sum(start * stride for start, stride in zip(starts, strides, strict=False))
+    starts = (part.indices(size)[0] for part, size in zip(index, shape, strict=True))
+    first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
     return [first % 2**32, *strides]
 
 
@@ -234,10 +224,8 @@ def _host_index(shape: tuple[int, ...], place: list[int]) -> Any:
 def _shard_sums(shard: jax.Array, place: jax.Array) -> jax.Array:
     """The sums of a part of an array, uint32[1, 2].
 
-    Args:
-      shard: the part.
-      place: `_place` of it, uint32[1, 1 + rank]: traced, so that shards of one shape share a
-        program, wherever they belong.
+    Its place, uint32[1, 1 + rank], is traced: parts of one shape share a program, wherever they
+    belong.
     """
     words = _words(shard)
     index = _index(words[0].shape, place[0]) * np.uint32(len(words))

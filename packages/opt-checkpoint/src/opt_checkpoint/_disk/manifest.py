@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -67,91 +66,53 @@ class Manifest:
     metadata: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class EncodedSchema:
-    """A schema as it is in manifests: without the values of counts, so that steps share it."""
-
-    schema: Schema
-
-    @functools.cached_property
-    def text(self) -> bytes:
-        """The JSON."""
-        names = [field.name for field in dataclasses.fields(LeafInfo) if field.name != "value"]
-        leaves = [{name: getattr(leaf, name) for name in names} for leaf in self.schema.leaves]
-        # `to_data` would make a deep copy of every leaf.
-        return _canonical(
-            {**dataclasses.replace(self.schema, leaves=()).to_data(), "leaves": leaves}
-        )
-
-    @functools.cached_property
-    def items(self) -> int:
-        """How many values there are in it."""
-        return _count_items(self.text)
+def encode_schema(schema: Schema) -> bytes:
+    """Returns the JSON of a schema without the values of counts, so that steps share it."""
+    names = [field.name for field in dataclasses.fields(LeafInfo) if field.name != "value"]
+    leaves = [{name: getattr(leaf, name) for name in names} for leaf in schema.leaves]
+    # `to_data` would make a deep copy of every leaf.
+    others = dataclasses.replace(schema, leaves=()).to_data()
+    return _canonical({**others, "leaves": leaves})
 
 
-@dataclasses.dataclass(frozen=True)
-class Draft:
-    """The manifest of a step whose digests are not known yet.
+def encode_step(
+    step: int, metadata: Any, values: Mapping[str, Any], impls: Mapping[str, str]
+) -> bytes:
+    """Returns the JSON of what a schema does not say, besides digests.
 
-    Attributes:
-      schema: of all its leaves.
-      step: its JSON: the number, metadata, and what the schema does not say about single leaves.
+    Args:
+      step: its number.
+      metadata: JSON data.
+      values: of counts and Python scalars, by name.
+      impls: of PRNG keys, by name.
+
+    Raises:
+      LeafError: the metadata are not JSON data, or would not be read again.
     """
+    try:
+        _check_json(metadata, 0)
+        own = {"impls": impls, "metadata": metadata, "number": step, "values": values}
+        return _canonical(own)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise LeafError(f"`metadata`: expected JSON data: {error!s:.200}") from None
 
-    schema: EncodedSchema
-    step: bytes
 
-    @classmethod
-    def make(
-        cls,
-        schema: EncodedSchema,
-        step: int,
-        values: Mapping[str, Any],
-        impls: Mapping[str, str],
-        metadata: Any,
-    ) -> Draft:
-        """Makes one.
+def encode(schema: bytes, step: bytes, digests: Sequence[str | None]) -> bytes:
+    """Returns the bytes of the file: canonical JSON and its SHA-256."""
+    body = b'{"digests":%s,"schema":%s,"step":%s}' % (_canonical(digests), schema, step)
+    head = {
+        "format_version": FORMAT_VERSION,
+        "needs": NEEDS,
+        "sha256": hashlib.sha256(body).hexdigest(),
+    }
+    return _canonical(head)[:-1] + b',"manifest":' + body + b"}\n"
 
-        Args:
-          schema: of all leaves.
-          step: its number.
-          values: of counts and Python scalars, by name.
-          impls: of PRNG keys, by name.
-          metadata: JSON data.
 
-        Raises:
-          LeafError: the metadata are no JSON data, or all that is too much to be read again.
-        """
-        try:
-            _check_json(metadata, 0)
-            own = {"impls": impls, "metadata": metadata, "number": step, "values": values}
-            text = _canonical(own)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise LeafError(f"`metadata`: expected JSON data: {error!s:.200}") from None
-        draft = cls(schema, text)
-        leaves = len(schema.schema.leaves)
-        size = len(schema.text) + len(text) + _DIGEST_BYTES * leaves + _FIXED_BYTES
-        if excess := Limits().excess(size, schema.items + _count_items(text) + leaves):
-            raise LeafError(f"step {step}: its names and metadata are {excess}")
-        return draft
-
-    def encode(self, digests: Sequence[str | None]) -> bytes:
-        """Returns the bytes of the file: canonical JSON and its SHA-256.
-
-        Args:
-          digests: of all leaves, in the order of the schema.
-        """
-        body = b'{"digests":%s,"schema":%s,"step":%s}' % (
-            _canonical(digests),
-            self.schema.text,
-            self.step,
-        )
-        head = {
-            "format_version": FORMAT_VERSION,
-            "needs": NEEDS,
-            "sha256": hashlib.sha256(body).hexdigest(),
-        }
-        return _canonical(head)[:-1] + b',"manifest":' + body + b"}\n"
+def check_size(schema: bytes, step: bytes, leaves: int) -> None:
+    """Raises a `LeafError` if a manifest of all that would be too large to be read again."""
+    size = len(schema) + len(step) + _DIGEST_BYTES * leaves + _FIXED_BYTES
+    if excess := Limits().excess(size, _count_items(schema) + _count_items(step) + leaves):
+        raise LeafError(f"the names and metadata are {excess}")
 
 
 def decode(data: bytes, *, where: str, limits: Limits | None = None) -> Manifest:

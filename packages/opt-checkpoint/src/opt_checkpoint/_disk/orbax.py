@@ -14,10 +14,11 @@ from flax.traverse_util import flatten_dict
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 from orbax.checkpoint.path import step as step_lib
 
+from opt_checkpoint._disk.durable import DurablePath
 from opt_checkpoint._disk.manifest import FILE_NAME
 from opt_checkpoint._disk.saving import Saving
 
-LEAVES, MANIFEST = "leaves", "manifest"
+LEAVES, MANIFEST, TRASH = "leaves", "manifest", "trash"
 _SUMS = "sums.{}"
 
 
@@ -114,6 +115,25 @@ def _step(path: Path) -> int | None:
     if path.is_symlink() or not (path / MANIFEST).is_dir():
         return None
     return int(name)
+
+
+def open_manager(
+    directory: Path, *, max_to_keep: int | None, keep_period: int | None, is_async: bool
+) -> ocp.CheckpointManager:
+    """Returns Orbax's manager of a folder."""
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=max_to_keep,
+        keep_period=keep_period,
+        enable_async_checkpointing=is_async,
+        # Threads that wait for a folder that cannot be made keep a process alive.
+        async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
+        cleanup_tmp_directories=True,
+        step_name_format=StepNames(),
+        temporary_path_class=DurablePath,
+        todelete_subdir=TRASH,
+    )
+    handlers = {LEAVES: array_handler(), MANIFEST: ManifestHandler()}
+    return ocp.CheckpointManager(directory, item_handlers=handlers, options=options)
 
 
 def array_handler(**options: Any) -> ocp.PyTreeCheckpointHandler:

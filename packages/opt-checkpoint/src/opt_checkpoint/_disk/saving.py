@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,14 +13,15 @@ from opt_core import describe_state, flatten_with_paths
 
 from opt_checkpoint._disk import digest as _digest
 from opt_checkpoint._disk import storage as _storage
-from opt_checkpoint._disk.manifest import Draft, EncodedSchema
+from opt_checkpoint._disk.manifest import check_size, encode, encode_schema, encode_step
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._naming.schema import LeafInfo, Schema
 from opt_checkpoint._targets.named import named_view
-from opt_checkpoint._targets.view import View
+from opt_checkpoint._targets.view import View, view_of
 from opt_checkpoint.errors import LeafError
 
 EXTRA = "extra"
+_log = logging.getLogger(__name__)
 
 
 class Layout:
@@ -34,9 +34,9 @@ class Layout:
     """
 
     def __init__(self, schema: Schema, source: object = None, rest: object = None) -> None:
-        self.schema = EncodedSchema(schema)
-        self.source, self.rest = source, rest
+        self.schema, self.source, self.rest = schema, source, rest
         leaves = schema.leaves
+        self.text = encode_schema(schema)
         self.names = [leaf.name for leaf in leaves]
         if len(set(self.names)) != len(leaves):
             raise LeafError("`schema` and leaves differ: a name stands twice")
@@ -50,11 +50,6 @@ class Layout:
             if leaf.kind == EXTRA or leaf.is_key or not _storage.is_stored(leaf)
         ]
 
-    @functools.cached_property
-    def digest(self) -> bytes:
-        """Equal for equal schemas."""
-        return hashlib.sha256(self.schema.text).digest()
-
 
 @dataclasses.dataclass(frozen=True)
 class Saving:
@@ -62,13 +57,13 @@ class Saving:
 
     Attributes:
       layout: what its leaves are.
-      draft: the manifest, without digests.
+      step: what the manifest says of this step alone, as JSON.
       arrays: to be stored, in the order of `layout.stored`.
       digests: of them.
     """
 
     layout: Layout
-    draft: Draft
+    step: bytes
     arrays: Sequence[Any]
     digests: _digest.Digests
 
@@ -99,7 +94,7 @@ class Saving:
         else:
             layout, values = _of_view(target, infos, known)
         values += extra_values
-        leaves = layout.schema.schema.leaves
+        leaves = layout.schema.leaves
         checked = range(len(leaves)) if layout is not known else _to_check(layout, values)
         kept = {i: values[i] for i in layout.counts}
         impls = {}
@@ -114,13 +109,14 @@ class Saving:
             layout.names[i]: leaf if _storage.is_scalar(leaf) else _count(leaf)
             for i, leaf in kept.items()
         }
-        draft = Draft.make(layout.schema, step, named, impls, metadata)
+        text = encode_step(step, metadata, named, impls)
+        check_size(layout.text, text, len(leaves))
         arrays = [_to_save(values[i]) for i in layout.stored]
         if jax.process_count() > 1:
             # What follows communicates: on CPU, Gloo's collectives of several programs at once may
             # wait for one another for ever. The arrays are copied off the devices next, anyway.
             jax.block_until_ready(arrays)
-        return cls(layout, draft, arrays, _digest.Digests(arrays))
+        return cls(layout, text, arrays, _digest.Digests(arrays))
 
     def tree(self) -> dict[str, Any]:
         """Returns the arrays as a nested dictionary, by the keys of the store."""
@@ -144,14 +140,27 @@ class Saving:
         found: list[str | None] = [None] * len(self.layout.names)
         for i, pair in zip(self.layout.stored, sums, strict=True):
             found[i] = _digest.bound(self.layout.names[i], _digest.to_hex(pair))
-        return self.draft.encode(found)
+        return encode(self.layout.text, self.step, found)
 
     def local_data(self) -> bytes:
         """Returns what must be equal in every process: the manifest, and arrays that each has."""
         if jax.process_count() == 1:
             return b""
         local = [array for array in self.arrays if isinstance(array, np.ndarray)]
-        return self.layout.digest + self.draft.step + _digest.Digests(local).sums().tobytes()
+        return self.layout.text + self.step + _digest.Digests(local).sums().tobytes()
+
+
+def view_to_save(target: Any, extras: Any) -> View:
+    """Returns what is to be saved of a target; warns of fields that are not."""
+    view = view_of(target)
+    given = extras if isinstance(extras, Mapping) else {}
+    if missing := [name for name in view.unsaved if name not in given]:
+        fields = ", ".join(f"{name!r}: state.{name}" for name in missing)
+        _log.warning(
+            "%s: `%s` is not saved, because it belongs to no optimizer: give `extras={%s}`",
+            *(type(target).__name__, "`, `".join(missing), fields),
+        )
+    return view
 
 
 def extra_leaves(extras: Any) -> tuple[list[LeafInfo], list[Any]]:

@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from opt_core import Optimizer, OptimizerState, strong_types, unalias
 
-from opt_checkpoint._disk.pacing import paced
 from opt_checkpoint._naming.schema import LeafInfo, Names
+from opt_checkpoint._planning.pacing import paced
 from opt_checkpoint._planning.plan import Plan, Row, function_name
 from opt_checkpoint._planning.rules import Map, Pad
 from opt_checkpoint.errors import LeafError
