@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from kills import free_port
 
 TX = optax.adam(0.1)
@@ -55,16 +55,23 @@ def member(root: Path) -> dict[str, Any]:
     from opt_checkpoint._disk import orbax as _orbax
     from opt_checkpoint.errors import LeafError
 
-    mesh = jax.make_mesh((jax.device_count(),), ("x",))
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Auto,))
 
     def state(step: int) -> TrainingState:
         params = {
             name: jax.make_array_from_callback(
-                value.shape, NamedSharding(mesh, SPECS[name]), lambda index, v=value: v[index]
+                value.shape, NamedSharding(mesh, SPECS[name]), value.__getitem__
             )
             for name, value in values(step).items()
         }
-        return TrainingState(TX, params, jax.jit(TX.init)(params), step)
+        places = optax.tree.map_params(
+            TX,
+            lambda _, param: param.sharding,
+            jax.eval_shape(TX.init, params),
+            params,
+            transform_non_params=lambda _: NamedSharding(mesh, PartitionSpec()),
+        )
+        return TrainingState(TX, params, jax.jit(TX.init, out_shardings=places)(params), step)
 
     warnings: list[str] = []
     handler = logging.Handler()
@@ -133,20 +140,19 @@ def test_two_processes_resume_past_damage_and_validate_what_each_reads_in_part(
 ) -> None:
     port = free_port()
     kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
-    members = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(port), str(i), str(tmp_path / "run")],
-            env=kept,
-            stdout=subprocess.PIPE,
-            stderr=(tmp_path / f"log-{i}").open("w"),
-            text=True,
-        )
-        for i in range(2)
-    ]
+    logs = [tmp_path / f"log-{i}" for i in range(2)]
+    members = []
+    for i, log in enumerate(logs):
+        with log.open("w") as stderr:
+            command = [sys.executable, __file__, str(port), str(i), str(tmp_path / "run")]
+            members.append(
+                subprocess.Popen(
+                    command, env=kept, stdout=subprocess.PIPE, stderr=stderr, text=True
+                )
+            )
     outputs = [process.communicate(timeout=400)[0] for process in members]
-    logs = "".join((tmp_path / f"log-{i}").read_text() for i in range(2))
-    assert [process.returncode for process in members] == [0, 0], logs
-    for found in map(json.loads, outputs):
+    assert [process.returncode for process in members] == [0, 0], [log.read_text() for log in logs]
+    for found in (json.loads(output.splitlines()[-1]) for output in outputs):
         assert "the processes would save different things" in found["different"]
         assert found["restored_step"] == 2
         assert found["warnings"] == ["step 3 is passed over"]

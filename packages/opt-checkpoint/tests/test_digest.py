@@ -167,8 +167,9 @@ def test_of_every_size_by_every_way(dtype: str, way: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(_digest, "_BLOCK", 1000)
     if way == "on device" and dtype not in WIDE:
-        arrays = list(map(jnp.asarray, arrays))
-    assert digests(arrays) == expected
+        assert digests([jnp.asarray(array) for array in arrays]) == expected
+    else:
+        assert digests(arrays) == expected
 
 
 def test_a_digest_is_bound_to_a_name() -> None:

@@ -158,8 +158,8 @@ def _device_sums(parts: Sequence[tuple[jax.Array, _Place]]) -> Any:
         return _sums(first, np.array([given], np.uint32))
     # The parts one below the other: an array of the same buffers. One program for all of them is
     # compiled once, not once for each device.
-    mesh = Mesh(np.array([part.device for part, _ in parts]), ("parts",))
-    rows = NamedSharding(mesh, PartitionSpec("parts"))
+    mesh = Mesh(np.array([part.device for part, _ in parts]), ("shards",))
+    rows = NamedSharding(mesh, PartitionSpec("shards"))
     height, *others = first.shape
     below = jax.make_array_from_single_device_arrays(
         (len(parts) * height, *others), rows, [part for part, _ in parts]
