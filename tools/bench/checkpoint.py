@@ -162,7 +162,7 @@ class Stall:
 
 def waited_for() -> float:
     """Returns the seconds of the processor of this thread, and of that which makes our saves."""
-    mine = {threading.get_native_id()}
+    mine: set[int | None] = {threading.get_native_id()}
     mine |= {t.native_id for t in threading.enumerate() if t.name.startswith("checkpointer")}
     stats = (Path(f"/proc/self/task/{thread}/schedstat").read_text() for thread in mine)
     return sum(int(stat.split()[0]) for stat in stats) / 1e9
