@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from opt_core import MultiOptimizer, Optimizer, flatten_with_paths
 
-from opt_checkpoint._legacy.flax_optim_state import get_at, sequence_of, set_at
+from opt_checkpoint._legacy.msgpack import sequence_of
 from opt_checkpoint._naming.schema import Names, leaf_name
 from opt_checkpoint.errors import LoadError, VersionError
 
@@ -115,7 +116,7 @@ def with_one_state(part: Mapping[str, Any], optimizer: Optimizer) -> dict[str, A
             f"`state`: a list of {len(entries)} states, one per optimizer of a `MultiOptimizer` of "
             f"Flax until 0.3.2; this optimizer has {len(groups)} groups that train."
         )
-    states: dict[str, Any] = {}
+    states: dict[Names, Any] = {}
     for i, (entry, group) in enumerate(zip(entries, groups.values(), strict=True)):
         if step_of(entry, f"state/{i}/step") != step_of(entries[0], "state/0/step"):
             raise LoadError(
@@ -130,9 +131,8 @@ def with_one_state(part: Mapping[str, Any], optimizer: Optimizer) -> dict[str, A
                 f"parameters of the group, in the order of their paths; found "
                 f"{'something else' if own is None else len(own)}."
             )
-        for path, value in zip(names, own, strict=True):
-            set_at(states, path, value)
-    state = {"step": entries[0]["step"], "param_states": states}
+        states |= zip(names, own, strict=True)
+    state = {"step": entries[0]["step"], "param_states": unflatten_dict(states)}
     return {"target": part["target"], "state": state}
 
 
@@ -144,14 +144,3 @@ def step_of(state: Mapping[str, Any], path: str = "state/step") -> int:
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**31:
         raise LoadError(f"`{path}`: {step!r} is no number of updates: expected an int32 from 0 on.")
     return number
-
-
-def frozen_states(part: Mapping[str, Any], trained: set[Names]) -> list[str]:
-    """Returns the paths of the states that were saved for parameters that do not train here."""
-    states = part["state"].get("param_states", {})
-    paths = [names for names, _ in flatten_with_paths(part["target"])]
-    return [
-        leaf_name(names)
-        for names in paths
-        if names not in trained and get_at(states, names) not in (None, {})
-    ]
