@@ -416,6 +416,14 @@ MALFORMED = {
     "npz: overflow": (zipped({"w.npy": npy("'<f4'", f"(0, {2**70})")}), "too large"),
     "npz: code": (zipped({"w.npy": npy("__import__('os')", "()")}), "`w.npy`: its header is none"),
     "npz: nested": (zipped({"w.npy": npy("(" * 3000, "()")}), "`w.npy`: its header is none"),
+    "npz: nested too deeply to parse": (
+        zipped({"w.npy": npy("-" * 9000 + "1", "()")}),
+        "`w.npy`: its header is none",
+    ),
+    "npz: folders": (
+        zipped({"a/" * 200 + "w.npy": npy("'<f4'", "()", bytes(4))}),
+        "more than 100 folders deep",
+    ),
     "npz: more keys": (
         zipped({"w.npy": npy("'<f4'", "()", bytes(4), ", 'x': 1")}),
         "`w.npy`: its header is none",

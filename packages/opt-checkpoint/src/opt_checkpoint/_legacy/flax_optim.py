@@ -24,14 +24,14 @@ class Equal:
     Attributes:
       name: its class's.
       constructor: makes Optax's equal from the hyper-parameters, which have `flax.optim`'s names.
-      slots: for each transformation of Optax and field of its state, as `opt_core.describe_state`
-        calls them, which field of `flax.optim`'s state of a parameter is the same.
+      slots: for each `transformation/field` of Optax, as `opt_core.describe_state` calls them, the
+        field of `flax.optim`'s state of a parameter that is the same.
       sign: what the values are multiplied by.
     """
 
     name: str
     constructor: Callable[..., optax.GradientTransformation]
-    slots: Mapping[tuple[str, ...], str]
+    slots: Mapping[str, str]
     sign: int = 1
 
     @property
@@ -165,14 +165,14 @@ def adafactor(
     )
 
 
-def _moments(transformation: str) -> dict[tuple[str, ...], str]:
-    return {(transformation, "mu"): "grad_ema", (transformation, "nu"): "grad_sq_ema"}
+def _moments(transformation: str) -> dict[str, str]:
+    return {f"{transformation}/mu": "grad_ema", f"{transformation}/nu": "grad_sq_ema"}
 
 
-_TRACE = {("trace", "trace"): "momentum"}
-_RMS = {("rms", "nu"): "v", ("stddev", "nu"): "v", ("stddev", "mu"): "mg"}
-_ADADELTA = {("adadelta", "e_g"): "sq_avg", ("adadelta", "e_x"): "acc_delta"}
-_FACTORED = {("factored_rms", name): name for name in ("v_row", "v_col", "v")}
+_TRACE = {"trace/trace": "momentum"}
+_RMS = {"rms/nu": "v", "stddev/nu": "v", "stddev/mu": "mg"}
+_ADADELTA = {"adadelta/e_g": "sq_avg", "adadelta/e_x": "acc_delta"}
+_FACTORED = {f"factored_rms/{name}": name for name in ("v_row", "v_col", "v")}
 
 EQUALS: Mapping[str, Equal] = {
     equal.name: equal
@@ -183,11 +183,11 @@ EQUALS: Mapping[str, Equal] = {
         Equal("LAMB", lamb, _moments("adam")),
         # Optax applies the rate, which is negative, before it averages.
         Equal("LARS", lars, _TRACE, sign=-1),
-        Equal("Adagrad", adagrad, {("rss", "sum_of_squares"): "G"}),
+        Equal("Adagrad", adagrad, {"rss/sum_of_squares": "G"}),
         Equal("RMSProp", rmsprop, _RMS),
         Equal("Adadelta", adadelta, _ADADELTA),
         Equal("AdaBelief", adabelief, _moments("belief")),
-        Equal("Adafactor", adafactor, {**_FACTORED, ("ema", "ema"): "m"}),
+        Equal("Adafactor", adafactor, {**_FACTORED, "ema/ema": "m"}),
     )
 }
 _WITHOUT_EQUAL = {

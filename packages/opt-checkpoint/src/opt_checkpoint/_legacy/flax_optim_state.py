@@ -30,12 +30,7 @@ def get_at(tree: Any, names: Names) -> Any:
 
 
 def is_per_parameter(target: Any, param_states: Any) -> bool:
-    """Whether a state dict has, at each parameter's path, what `flax.optim` kept for it, or `None`.
-
-    Args:
-      target: the parameters, nested dicts.
-      param_states: the states.
-    """
+    """Whether states have, at each parameter's path, what `flax.optim` kept for it, or `None`."""
     entries = [get_at(param_states, names) for names, _ in flatten_with_paths(target)]
     found = [entry for entry in entries if entry is not None]
     return bool(found) and all(
@@ -50,16 +45,7 @@ def entries_of(optimizer: Optimizer, param_states: Any) -> dict[Names, Any]:
 
 
 def written_by(definition: OptaxWrapper, name: str | None, where: str) -> Equal:
-    """Returns the optimizer of `flax.optim` that a definition stands for.
-
-    Args:
-      definition: the target's.
-      name: what the caller says, if anything; there is one of that name.
-      where: of the optimizer, for messages: empty, or its group.
-
-    Raises:
-      EquivalenceError: nobody says, or both say otherwise.
-    """
+    """Returns the optimizer of `flax.optim` that a definition stands for, or the caller says."""
     known = equal_of(definition)
     if name is None and known is None:
         raise EquivalenceError(
@@ -83,9 +69,6 @@ def optax_state(optimizer: Optimizer, equal: Equal, entries: Mapping[Names, Any]
       equal: which optimizer of `flax.optim` wrote the entries.
       entries: what it kept for each parameter of `optimizer`.
       step: how many updates it had made: Optax's counts.
-
-    Raises:
-      LoadError: something has no place, or a place has nothing to fill it; lists all.
     """
     values: list[Any] = []
     problems = list(_entry_problems(equal, entries)) or list(
@@ -125,7 +108,7 @@ def _placed(
     """Appends a value for each leaf of Optax's state; yields what has none, or no place."""
     left = {(names, field): entry[field] for names, entry in entries.items() for field in entry}
     for leaf in describe_state(optimizer).leaves:
-        field = equal.slots.get((leaf.transformation, *leaf.field), "")
+        field = equal.slots.get("/".join((leaf.transformation, *leaf.field)), "")
         if leaf.parameter is not None and (leaf.parameter, field) in left:
             value = left.pop((leaf.parameter, field))
             if isinstance(value, np.ndarray | np.generic | jax.Array):

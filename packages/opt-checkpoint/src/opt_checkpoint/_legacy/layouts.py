@@ -25,13 +25,9 @@ def optimizer_part(contents: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `{'target': ..., 'state': {'step': ..., 'param_states': ...}}` of a checkpoint.
 
     Args:
-      contents: a checkpoint of T5X (`version`, `optimizer`), of `flax.optim` (`target`, `state`),
-        or of a `TrainState` (`params`, `opt_state`, `step`). Named tuples as Flax 0.3.3 and 0.3.4
-        wrote them become dicts. What else there is, `flax_mutables` or `batch_stats`, is left out.
-
-    Raises:
-      LoadError: it is none of these, or its arrays are elsewhere.
-      VersionError: T5X's is of another version.
+      contents: of T5X (`version`, `optimizer`), of `flax.optim` (`target`, `state`), or of a
+        `TrainState` (`params`, `opt_state`, `step`). Named tuples become dicts. What else there is,
+        `flax_mutables` or `batch_stats`, is left out.
     """
     if "optimizer" in contents:
         version = contents.get("version", _T5X_VERSION)
@@ -69,13 +65,16 @@ def _unknown(contents: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any, path: Names) -> Any:
-    """Named tuples as dicts by field; an error where an array is in a file of its own."""
-    if isinstance(value, str) and value.startswith(_PLACEHOLDER):
-        raise LoadError(_elsewhere(path))
+    """Named tuples, as Flax 0.3.3 and 0.3.4 wrote them, as dicts by field."""
+    is_placeholder = isinstance(value, str) and value.startswith(_PLACEHOLDER)
+    if is_placeholder or (isinstance(value, Mapping) and set(value) >= _TENSORSTORE):
+        raise LoadError(
+            f"`{leaf_name(path)}`: the array is not in this file but in a folder beside it, in "
+            "TensorStore's format, as T5X stores what is partitioned. Load it with T5X or Orbax, "
+            "and restore the dict: `restore_legacy(optimizer, state_dict)`."
+        )
     if not isinstance(value, Mapping):
         return value
-    if set(value) >= _TENSORSTORE:
-        raise LoadError(_elsewhere(path))
     if set(value) == _NAMED_TUPLE and isinstance(value["name"], str):
         fields, values = sequence_of(value["fields"]), sequence_of(value["values"])
         if fields is None or values is None or len(fields) != len(values):
@@ -84,27 +83,11 @@ def _plain(value: Any, path: Names) -> Any:
     return {key: _plain(child, (*path, key)) for key, child in value.items()}
 
 
-def _elsewhere(path: Names) -> str:
-    return (
-        f"`{leaf_name(path)}`: the array is not in this file but in a folder beside it, in "
-        "TensorStore's format, as T5X stores what is partitioned. Load it with T5X or Orbax, and "
-        "restore the dict: `restore_legacy(optimizer, state_dict)`."
-    )
-
-
 def with_one_state(part: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Returns a state dict in which the groups share one state, as Flax wrote them since 0.3.3.
 
     Before, there was a list of `{'step', 'param_states'}`, one per group, and the states of a group
     were a list too, in the order of the parameters' paths, compared component by component.
-
-    Args:
-      part: what `optimizer_part` returned.
-      optimizer: tells which parameters are in which group.
-
-    Raises:
-      LoadError: it has other groups than the optimizer, or its groups made different numbers of
-        steps.
     """
     entries = sequence_of(part["state"])
     if not entries or not all(isinstance(e, Mapping) and "step" in e for e in entries):

@@ -21,17 +21,12 @@ Convert = Callable[[Found, Any], dict[str, Any] | None]
 def migrate(state: Any, found: Any, path: tuple[str, ...] = ()) -> Any:
     """Returns an entry of a state dict in the layout that today's state has.
 
+    What is not known to have changed stays as it is: `restore_state` says what is wrong with it.
+
     Args:
       state: an Optax state as the installed Optax makes it, or any pytree of such.
       found: what a checkpoint has in its place.
       path: where that is, for messages.
-
-    Returns:
-      `found`, with everything converted that is known to have changed. What is not known stays as
-      it is: `restore_state` will say what is wrong with it.
-
-    Raises:
-      VersionError: it was known to mean something else.
     """
     node = children(state)
     if node is None or not isinstance(found, Mapping):
