@@ -40,8 +40,7 @@ def changes(old: Schema, new: Schema) -> list[str]:
     before, after = _by_group(old.optimizer), _by_group(new.optimizer)
     found = list(_groups(before, after))
     for group in before.keys() & after.keys():
-        if not _is_disordered(old.optimizer, before[group], after[group]):
-            found += _order(before[group], after[group], group)
+        found += _order(before[group], after[group], group)
     keepers = {base_of(leaf) for leaf in (*old.leaves, *new.leaves)}
     ones, others = _likes(old.optimizer), _likes(new.optimizer)
     for like in sorted(ones.keys() & others.keys()):
@@ -54,12 +53,6 @@ def changes(old: Schema, new: Schema) -> list[str]:
             if i is not None:
                 found += settings_changes(ones[like][i], others[like][j], by_number=is_many)
     return [*found, *_other_dimensions(old, new)]
-
-
-def _is_disordered(saved: Sequence[Transformation], old: Sequence[str], new: Sequence[str]) -> bool:
-    """Whether a checkpoint of format 1 has the two optimizers of `sam` in no order."""
-    is_first = not any(made.source for made in saved)
-    return is_first and "`sam`" in old and Counter(old) == Counter(new)
 
 
 def _other_dimensions(old: Schema, new: Schema) -> Iterator[str]:
