@@ -324,6 +324,7 @@ def test_dimensions_of_a_users_state_are_traced() -> None:
 def test_settings_are_arguments() -> None:
     adam, decay, schedule = of(opt_adamw()).transformations
     assert adam.settings == {
+        "amsgrad": False,
         "b1": 0.9,
         "b2": 0.999,
         "eps": 1e-8,
@@ -359,6 +360,18 @@ def test_windows_are_numbers_or_functions() -> None:
     assert number == 4
     assert one == again != other
     assert one["function"] == "test_windows_are_numbers_or_functions"
+
+
+def test_amsgrad_is_adam_with_a_switch() -> None:
+    """Its moments are Adam's by Adam's recurrences; the maximum is its own."""
+    adam, amsgrad = of(optax.adam(0.1)), of(optax.amsgrad(0.1))
+    kept = {leaf.key for leaf in adam.leaves}
+    more = {leaf.key for leaf in amsgrad.leaves} - kept
+    assert kept < {leaf.key for leaf in amsgrad.leaves}
+    assert {key.field for key in more} == {("nu_max",)}
+    assert [t.transformations[0].settings["amsgrad"] for t in (adam, amsgrad)] == [False, True]
+    renamed = OptaxWrapper(optax.amsgrad(0.1), aliases={"adam": "mine"}).create(params())
+    assert {leaf.transformation for leaf in describe_state(renamed).leaves} == {"mine"}
 
 
 def test_what_injection_keeps_is_refused() -> None:

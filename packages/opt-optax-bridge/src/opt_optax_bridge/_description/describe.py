@@ -27,7 +27,7 @@ from opt_optax_bridge._description.dimensions import (
     shapes_of,
     stated_dimensions,
 )
-from opt_optax_bridge._description.known import KNOWN, Known
+from opt_optax_bridge._description.known import KNOWN, VARIANTS, Known
 from opt_optax_bridge._description.made import make
 from opt_optax_bridge._description.nodes import (
     Names,
@@ -162,7 +162,7 @@ class _Names:
         self._by_type: dict[tuple[Names, str, Names], Node | None] = {}
         kept = [node for node in (*nodes, *root.walk()) if not node.is_container and node.name]
         for node in kept:
-            self._number(id(node), node.group, node.name)
+            self._number(id(node), node.group, _base(node))
         for slot in slots:
             if slot.node is None or id(slot.node) not in self._numbers:
                 self._by_type.setdefault((slot.group, slot.name, slot.place), slot.node)
@@ -178,7 +178,7 @@ class _Names:
         self._numbers[key] = group, name, count
 
     def _check(self) -> None:
-        known = {node.name for node in self._root.walk()} | {name for _, name, _ in self._by_type}
+        known = {_base(node) for node in self._root.walk()} | {name for _, name, _ in self._by_type}
         if unknown := sorted(self._aliases.keys() - known):
             raise DescriptionError(
                 f"`aliases`: {', '.join(f'`{name}`' for name in unknown)} is not the name of a "
@@ -209,6 +209,9 @@ class _Names:
 
 def _described(node: Node, name: tuple[Names, str, int]) -> TransformationDescription:
     settings = settings_of(node)
+    if node.is_own:
+        switches = {v: v == node.name for v, of in VARIANTS.items() if node.name in (v, of)}
+        settings = switches | settings
     known = _known(node)
     bearing = {} if known is None else {k: v for k, v in known.bearing.items() if k in settings}
     if node.factory_argument is not None:
@@ -219,6 +222,11 @@ def _described(node: Node, name: tuple[Names, str, int]) -> TransformationDescri
     source: Source = "types" if known is None else "stated"
     group, own, number = name
     return TransformationDescription(own, number, group, settings, bearing, source)
+
+
+def _base(node: Node) -> str:
+    """What a transformation is called: a variant as what it is a variant of."""
+    return VARIANTS.get(node.name, node.name) if node.is_own else node.name
 
 
 def _known(node: Node | None) -> Known | None:
