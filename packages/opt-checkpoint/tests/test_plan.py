@@ -161,7 +161,7 @@ def test_like_transformations_are_told_apart_by_their_settings(
     old: Any, new: Any, expected: Any
 ) -> None:
     one, other = (named_state(wrapped(optax.chain(*map(optax.ema, d)))) for d in (old, new))
-    found = occurrences(one.schema.optimizer, other.schema.optimizer)
+    found = occurrences(one.schema.transformations, other.schema.transformations)
     assert found == {((), name): source for name, source in expected.items()}
 
 

@@ -223,7 +223,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _optimizer(saved: SavedStep) -> str:
     names = []
-    for found in saved.schema.optimizer:
+    for found in saved.schema.transformations:
         group = "/".join(found.group)
         names.append(f"{group}:{found.name}" if group else found.name)
     return ", ".join(names) or "unknown"

@@ -43,7 +43,7 @@ def _length(leaf: LeafInfo, schema: Schema) -> int | None:
         return None
     lengths = [
         made.settings.get("every_k_schedule")  # a mapping where it is a function
-        for made in schema.optimizer
+        for made in schema.transformations
         if made.name == kind and made.group == leaf.group
     ]
     first = lengths[0] if lengths else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -83,7 +84,7 @@ def named_state(optimizer: Optimizer, *, param_axes: Any = None) -> NamedState:
         leaves=tuple(infos),
         optimizer=_transformations(optimizer),
         groups=_groups(optimizer),
-        versions=_versions(),
+        versions=dict(_versions()),
     )
     return NamedState(dict(zip((i.name for i in infos), values, strict=True)), schema)
 
@@ -217,7 +218,8 @@ def _groups(optimizer: Optimizer) -> dict[str, tuple[Names, ...]]:
     return found
 
 
-def _versions() -> dict[str, str]:
+@functools.cache  # the metadata of a distribution take milliseconds to parse
+def _versions() -> Mapping[str, str]:
     found = {}
     for library in _LIBRARIES:
         try:

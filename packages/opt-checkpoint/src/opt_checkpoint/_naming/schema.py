@@ -119,13 +119,14 @@ class Schema:
 
     Attributes:
       leaves: every leaf, in the order of JAX.
-      optimizer: the transformations, in the order in which they act: the optimizer's fingerprint.
+      optimizer: the transformations, in the order in which they act: the optimizer's fingerprint;
+        `None` where nothing is known of it.
       groups: the path of every parameter of each group, by the group's name; frozen ones too.
       versions: of the libraries that wrote it.
     """
 
     leaves: tuple[LeafInfo, ...]
-    optimizer: tuple[Transformation, ...] = ()
+    optimizer: tuple[Transformation, ...] | None = None
     groups: Mapping[str, tuple[Names, ...]] = dataclasses.field(default_factory=dict)
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -134,13 +135,18 @@ class Schema:
         """The leaves by name."""
         return {leaf.name: leaf for leaf in self.leaves}
 
+    @property
+    def transformations(self) -> tuple[Transformation, ...]:
+        """Those that are known."""
+        return self.optimizer or ()
+
     def transformation_of(self, leaf: LeafInfo) -> Transformation | None:
         """Returns the transformation that keeps a leaf, `None` where there is none."""
         return self._by_leaf_name.get((leaf.group, leaf.transformation))
 
     @functools.cached_property
     def _by_leaf_name(self) -> Mapping[tuple[Names, str], Transformation]:
-        return {(made.group, made.leaf_name): made for made in self.optimizer}
+        return {(made.group, made.leaf_name): made for made in self.transformations}
 
     def to_data(self) -> dict[str, Any]:
         """Returns it as JSON has data: `Schema.from_data` is the inverse."""

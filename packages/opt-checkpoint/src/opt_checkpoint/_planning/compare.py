@@ -35,7 +35,7 @@ def changes(old: Schema, new: Schema) -> list[str]:
       old: of the checkpoint; if it says nothing of its optimizer, nothing is compared.
       new: of the target.
     """
-    if not old.optimizer or not new.optimizer:
+    if old.optimizer is None or new.optimizer is None:
         return []
     before, after = _by_group(old.optimizer), _by_group(new.optimizer)
     found = list(_groups(before, after))
@@ -98,7 +98,7 @@ def regrouped_changes(
     """
     found: dict[str, None] = {}
     seen: set[tuple[Names, str, Names, str]] = set()
-    ones, others = _likes(old.optimizer), _likes(new.optimizer)
+    ones, others = _likes(old.transformations), _likes(new.transformations)
     for one, other in pairs:
         key = one.group, one.transformation, other.group, other.transformation
         if one.group == other.group or key in seen:

@@ -116,7 +116,7 @@ class Homes:
 
 def frozen(schema: Schema) -> set[Names]:
     """Returns the parameters that are known not to be trained: `FROZEN`, or `set_to_zero`."""
-    last = {made.group: made.name for made in schema.optimizer}
+    last = {made.group: made.name for made in schema.transformations}
     table = _groups_of_params(schema)
     known = {group for groups in table.values() for group in groups}
     # `optax.partition` does not say who is in a group where nothing is kept per parameter.
@@ -145,7 +145,7 @@ def _state(schema: Schema) -> Iterator[LeafInfo]:
 def _groups_of_params(schema: Schema) -> dict[Names, list[Names]]:
     """The groups that each parameter is known to be in; frozen parameters are in none."""
     found: dict[Names, list[Names]] = {}
-    trained = {t.group[:n] for t in schema.optimizer for n in range(1, len(t.group) + 1)}
+    trained = {t.group[:n] for t in schema.transformations for n in range(1, len(t.group) + 1)}
     for name, params in schema.groups.items():
         group = leaf_path(name)
         for param in params:

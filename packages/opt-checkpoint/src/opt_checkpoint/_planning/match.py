@@ -135,7 +135,7 @@ class _Matcher:
         self.source = source
         self.saved = {leaf.name: leaf for leaf in source.schema.leaves if leaf.kind != "extra"}
         self.named, self.policy = named, policy
-        self.moved = occurrences(source.schema.optimizer, named.schema.optimizer)
+        self.moved = occurrences(source.schema.transformations, named.schema.transformations)
         self.origins = dict(self._origins())
         self.homes = Homes(source, named.schema, self.origins)
         self.anew = self.homes.disagreements(named.schema)
@@ -219,7 +219,7 @@ class _Matcher:
     def _elsewhere(self, leaf: LeafInfo, homes: Sequence[Names]) -> Sequence[LeafInfo]:
         """The same leaf of the groups of the checkpoint: that of the like one set as this one."""
         _, fields, parameter = key_of(leaf)
-        old, new = self.source.schema.optimizer, self.named.schema.optimizer
+        old, new = self.source.schema.transformations, self.named.schema.transformations
         found = []
         for home in homes:
             name = home_of(leaf.transformation, old, home, new, leaf.group)

@@ -55,7 +55,7 @@ def _looks(schema: Schema, names: Collection[str]) -> Mapping[tuple[Names, str],
 
 
 def _found(schema: Schema, where: tuple[Names, str]) -> Transformation | None:
-    return next((t for t in schema.optimizer if (t.group, t.leaf_name) == where), None)
+    return next((t for t in schema.transformations if (t.group, t.leaf_name) == where), None)
 
 
 def _prefix(made: Transformation) -> str:
