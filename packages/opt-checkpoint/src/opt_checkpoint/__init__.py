@@ -27,7 +27,7 @@ from opt_checkpoint._planning.adafactor_rules import (
     OPTAX_MOMENTUM_FROM_ADAFACTOR,
 )
 from opt_checkpoint._planning.match import plan_restore
-from opt_checkpoint._planning.plan import Dropped, Plan, Row
+from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.rules import Map, Pad, Rename, Rule, Stack, Unstack
 from opt_checkpoint._targets.named import named_state, restore_named
 from opt_checkpoint._targets.training_state import TrainingState
@@ -45,7 +45,6 @@ __all__ = [
     "OPTAX_FROM_ADAFACTOR",
     "OPTAX_MOMENTUM_FROM_ADAFACTOR",
     "Checkpointer",
-    "Dropped",
     "LeafInfo",
     "Map",
     "NamedState",

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from opt_core import Bearing
+from opt_core import Bearing, LeafDescription
 from opt_core.errors import DescriptionError
 
 from opt_checkpoint.errors import LoadError
@@ -84,6 +84,34 @@ class LeafInfo:
     def is_key(self) -> bool:
         """Whether it is a typed PRNG key."""
         return self.dtype.startswith("key<")
+
+    @property
+    def base(self) -> str:
+        """What keeps it, without the number."""
+        return self.transformation.partition("#")[0]
+
+    @property
+    def field(self) -> Names:
+        """The part of its name between the transformation and the parameter."""
+        first = 2 * len(self.group) + 2  # state, groups and names, transformation
+        return self.path[first : len(self.path) - len(self.parameter or ())]
+
+    @property
+    def description(self) -> LeafDescription:
+        """What it means, as `opt_core.describe_state` has it; its path is its name."""
+        number = self.transformation.partition("#")[2]
+        role: Any = self.role or "other"
+        return LeafDescription(
+            path=self.path,
+            group=self.group,
+            transformation=self.base,
+            number=int(number or 1),
+            field=self.field,
+            parameter=self.parameter,
+            dimensions=self.dimensions,
+            role=role,
+            source="stated",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -131,7 +131,7 @@ def _leaf(
     allow: frozenset[str],
 ) -> Any:
     """The leaf of the target, `None` where the state has to be made anew."""
-    if row.action == "kept" or (row.action == "initialised" and row.leaf.kind == "params"):
+    if row.by == "keep" or (row.action == "initialised" and row.leaf.kind == "params"):
         return strong_types(value) if isinstance(value, jax.Array) else jnp.asarray(value)
     if row.action == "initialised":
         return None

@@ -41,7 +41,7 @@ def changes(old: Schema, new: Schema) -> list[str]:
     found = list(_groups(before, after))
     for group in before.keys() & after.keys():
         found += _order(before[group], after[group], group)
-    keepers = {base_of(leaf) for leaf in (*old.leaves, *new.leaves)}
+    keepers = {leaf.base for leaf in (*old.leaves, *new.leaves)}
     ones, others = _likes(old.optimizer), _likes(new.optimizer)
     for like in sorted(ones.keys() & others.keys()):
         group, name = like
@@ -63,13 +63,13 @@ def _other_dimensions(old: Schema, new: Schema) -> Iterator[str]:
             param = leaf_name(("params", *(leaf.parameter or ())))
             if param in before and param in after and before[param].shape != after[param].shape:
                 continue  # the parameter is another one, not the optimizer
-            name = leaf_name((*_field(leaf), *(leaf.parameter or ())))
+            name = leaf_name((*leaf.field, *(leaf.parameter or ())))
             one, other = (
                 ",".join("-" if dim is None else str(dim) for dim in found.dimensions or ())
                 for found in (source, leaf)
             )
             yield (
-                f"`{name}` of `{base_of(leaf)}`{_in(leaf.group)} had the dimensions {one} of its "
+                f"`{name}` of `{leaf.base}`{_in(leaf.group)} had the dimensions {one} of its "
                 f"parameter, has {other}"
             )
 
@@ -79,11 +79,6 @@ def have_other_dimensions(source: LeafInfo, leaf: LeafInfo) -> bool:
     if source.dimensions is None or leaf.dimensions is None:
         return False
     return source.shape == leaf.shape and source.dimensions != leaf.dimensions
-
-
-def _field(leaf: LeafInfo) -> Names:
-    first = 2 * len(leaf.group) + 2  # state, groups and names, transformation
-    return leaf.path[first : len(leaf.path) - len(leaf.parameter or ())]
 
 
 def regrouped_changes(
@@ -111,11 +106,6 @@ def regrouped_changes(
             is_many |= len(others[other.group, after.name]) > 1
             found |= dict.fromkeys(settings_changes(before, after, by_number=is_many))
     return list(found)
-
-
-def base_of(leaf: LeafInfo) -> str:
-    """Returns the name of a leaf's transformation without its number."""
-    return leaf.transformation.partition("#")[0]
 
 
 def occurrences(

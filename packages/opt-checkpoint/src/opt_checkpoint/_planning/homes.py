@@ -20,10 +20,7 @@ Key = tuple[str, Names, Names | None]
 
 def key_of(leaf: LeafInfo) -> Key:
     """Returns what leaves have in common that differ in their groups only."""
-    prefix = 2 * len(leaf.group) + 2  # state, groups and names, transformation
-    suffix = len(leaf.parameter or ())
-    fields = leaf.path[prefix : len(leaf.path) - suffix]
-    return leaf.transformation, fields, leaf.parameter
+    return leaf.transformation, leaf.field, leaf.parameter
 
 
 class Homes:
@@ -99,7 +96,7 @@ class Homes:
             homes = self.of(*where)
             given = [c for c in self.by_key.get(key_of(leaf), []) if c.group in homes]
             if given and not (is_same := are_same(given, self._source)):
-                field = leaf_name(key_of(leaf)[1])
+                field = leaf_name(leaf.field)
                 why = f"its groups do not agree about `{field}`"
                 if is_same is None:
                     why = f"nothing says whether its groups agree about `{field}`"

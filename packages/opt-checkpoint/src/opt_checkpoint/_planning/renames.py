@@ -6,7 +6,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from opt_checkpoint._naming.schema import Names, Schema, Transformation, leaf_name
-from opt_checkpoint._planning.homes import key_of
 from opt_checkpoint._planning.plan import Row
 
 _Look = frozenset[tuple[Names, Names | None, tuple[int, ...]]]
@@ -50,7 +49,7 @@ def _looks(schema: Schema, names: Collection[str]) -> Mapping[tuple[Names, str],
             where = leaf.group, leaf.transformation
             if leaf.name not in names:
                 others.add(where)
-            found.setdefault(where, set()).add((key_of(leaf)[1], leaf.parameter, leaf.shape))
+            found.setdefault(where, set()).add((leaf.field, leaf.parameter, leaf.shape))
     return {where: frozenset(look) for where, look in found.items() if where not in others}
 
 

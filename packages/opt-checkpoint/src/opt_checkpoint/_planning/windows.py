@@ -17,7 +17,6 @@ from opt_checkpoint._naming.schema import (
     leaf_name,
 )
 from opt_checkpoint._planning.compare import INJECTING, UPDATE, bearing_of, without_code
-from opt_checkpoint._planning.homes import key_of
 
 _HELD: Final = frozenset({"accumulator", "params_copy"})
 _ADVICE = "save at the end of a window"
@@ -29,7 +28,7 @@ def begun(leaf: LeafInfo, schema: Schema) -> int:
     made = schema.transformation_of(leaf)
     if made is None or not leaf.value:
         return 0
-    field = key_of(leaf)[1]
+    field = leaf.field
     for bearing in made.bearing.values():
         if bearing.effect == "window" and bearing.count == field:
             length = made.settings.get(bearing.modulo) if bearing.modulo else None
@@ -120,7 +119,7 @@ def _problems(
     one, other = old.settings.get(name), new.settings.get(name)
     # What a checkpoint does not tell may have been the same, but for a window that is open.
     is_told = (name in old.settings and name in new.settings) or name == UPDATE
-    counts = [(a, b) for a, b in pairs if key_of(b)[1] == bearing.count]
+    counts = [(a, b) for a, b in pairs if b.field == bearing.count]
     if bearing.effect == "refused" and is_told and one != other:
         yield from _refusal(name, old, new, pairs, ruled)
     for source, leaf in counts:
