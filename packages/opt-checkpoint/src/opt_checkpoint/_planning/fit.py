@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+
 import jax.numpy as jnp
 
 from opt_checkpoint._naming.schema import LeafInfo

@@ -53,6 +53,7 @@ class _Slot(NamedTuple):
       name: what it is called.
       field: the names below it.
       node: itself, where it is known.
+      kind: the class of what it made; `None` of a leaf.
     """
 
     place: Names
@@ -60,6 +61,7 @@ class _Slot(NamedTuple):
     name: str
     field: Names
     node: Node | None
+    kind: type | None = None
 
 
 def describe_optax(
@@ -81,6 +83,9 @@ def describe_optax(
     made = make(root, params)
     given = roles(params, states, whole_tree=True)
     slots = [_slot(role, made.places) for role in given]
+    for slot in slots:
+        if slot.node is not None and not slot.node.told:
+            slot.node.told = _told(slot.kind)
     names = _Names(root, made.nodes, slots, aliases)
     shapes = shapes_of(params)
     rows = list(zip(given, jax.tree.leaves(states), slots, strict=True))
@@ -119,13 +124,15 @@ def _slot(role: Role, places: Mapping[Names, Node]) -> _Slot:
     for place in above:
         node = places.get(place)
         if node is not None and node.name:
-            return _Slot(place, node.group, node.name, (*names[len(place) :], *inner), node)
+            field = (*names[len(place) :], *inner)
+            kind = outer[len(place)][0] if len(place) < len(outer) else None
+            return _Slot(place, node.group, node.name, field, node, kind)
     node = next((places[place] for place in above if place in places), None)
     for k in range(len(outer) - 1, -1, -1):
         kind = outer[k][0]
         if kind not in _PLAIN and not issubclass(kind, Mapping):
             name = transformation_name(kind.__name__)
-            return _Slot(names[:k], _labels(role, k), name, (*names[k:], *inner), node)
+            return _Slot(names[:k], _labels(role, k), name, (*names[k:], *inner), node, kind)
     return _Slot((), (), _WHOLE, (*names, *inner), node)
 
 
@@ -230,9 +237,18 @@ def _base(node: Node) -> str:
 
 
 def _known(node: Node | None) -> Known | None:
-    if node is None or not node.is_own:
+    if node is None:
         return None
-    return KNOWN.get(node.name)
+    if node.told:
+        bearing = {name: Bearing(**made) for name, made in node.told.get("bearing", {}).items()}
+        return Known(node.told.get("roles", {}), bearing)
+    return KNOWN.get(node.name) if node.is_own else None
+
+
+def _told(kind: type | None) -> Mapping[str, Any]:
+    """What the class of a state says of its fields."""
+    describe = getattr(kind, "describe_fields", None)
+    return dict(describe()) if callable(describe) else {}
 
 
 def _stated(
