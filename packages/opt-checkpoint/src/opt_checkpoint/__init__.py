@@ -16,7 +16,6 @@ from opt_checkpoint._naming.schema import (
     LeafInfo,
     Schema,
     Source,
-    Transformation,
     leaf_name,
     leaf_path,
 )
@@ -59,7 +58,6 @@ __all__ = [
     "Stack",
     "StepReport",
     "TrainingState",
-    "Transformation",
     "Unstack",
     "errors",
     "flax_optim_equivalent",

@@ -19,7 +19,6 @@ from opt_checkpoint._naming.schema import (
     LeafInfo,
     Names,
     Schema,
-    Transformation,
     leaf_name,
 )
 from opt_checkpoint.errors import LeafError
@@ -82,7 +81,7 @@ def named_state(optimizer: Optimizer, *, param_axes: Any = None) -> NamedState:
     ]
     schema = Schema(
         leaves=tuple(infos),
-        optimizer=_transformations(optimizer),
+        optimizer=describe_state(optimizer).transformations,
         groups=_groups(optimizer),
         versions=dict(_versions()),
     )
@@ -120,27 +119,6 @@ def _state_infos(optimizer: Optimizer) -> Iterator[LeafInfo]:
             role=told.role,
             dimensions=told.dimensions,
         )
-
-
-def _transformations(optimizer: Optimizer) -> tuple[Transformation, ...]:
-    return tuple(
-        Transformation(
-            name=made.name,
-            group=made.group,
-            settings=_plain(made.settings),
-            number=made.number,
-            bearing=dict(made.bearing),
-            source=made.source,
-        )
-        for made in describe_state(optimizer).transformations
-    )
-
-
-def _plain(settings: Any) -> Any:
-    """The same as dicts, which `json` can write."""
-    if isinstance(settings, Mapping):
-        return {name: _plain(value) for name, value in settings.items()}
-    return tuple(map(_plain, settings)) if isinstance(settings, tuple) else settings
 
 
 def _info(leaf: Any, path: Names, kind: str, *, parameter: Names | None = None) -> LeafInfo:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
 
-from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name
+from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name, leaf_path
 
 Kept = tuple[int | None, ...]
 """For each dimension of a leaf the dimension of the parameter that it is; `None` for no such."""
@@ -147,3 +147,14 @@ def _has_sizes(sizes: Sequence[int], kept: Kept, shape: Sequence[int]) -> bool:
         i is None or (i < len(shape) and size == shape[i])
         for size, i in zip(sizes, kept, strict=True)
     )
+
+
+def with_dimension(name: str, index: int, before: int) -> str:
+    """Returns the name of an accumulator of `sm3` with the dimension that it had."""
+    path = list(leaf_path(name))
+    for i in range(1, len(path) - 1):
+        is_sm3 = path[i - 1].partition("#")[0] == "sm3"
+        if is_sm3 and path[i : i + 2] == ["mu", str(index)]:
+            path[i + 1] = str(before)
+            return leaf_name(path)
+    return name

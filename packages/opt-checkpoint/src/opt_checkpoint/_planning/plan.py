@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from opt_core import ChangeReport, LeafChange
 
 from opt_checkpoint._naming.schema import LeafInfo, Source
+from opt_checkpoint._planning.functions import function_name
 from opt_checkpoint._planning.rules import KINDS, Map, Pad, Rename, Stack, Unstack
 from opt_checkpoint._targets.view import View
 from opt_checkpoint.errors import PlanError
@@ -258,16 +259,6 @@ def _row_data(row: Row) -> dict[str, Any]:
     if isinstance(row.by, Map):
         data["by"] = {"source": row.by.source, "fn": function_name(row.by.fn)}
     return data
-
-
-def function_name(fn: Any) -> str:
-    """Returns what a function is called, for people to read.
-
-    Examples:
-      >>> function_name(jnp.transpose)
-      'transpose'
-    """
-    return str(getattr(fn, "__name__", type(fn).__name__))
 
 
 def _line(leaf: LeafInfo) -> str:

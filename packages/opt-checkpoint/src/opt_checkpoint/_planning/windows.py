@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from opt_core import TransformationDescription
+
 from opt_checkpoint._naming.schema import (
     LeafInfo,
     Names,
     Schema,
-    Transformation,
     leaf_name,
 )
 from opt_checkpoint._planning.compare import INJECTING, UPDATE, bearing_of, without_code
@@ -94,7 +95,7 @@ def bearing_problems(
       ruled: the names of leaves of the target that a rule names.
     """
     together: dict[tuple[int, int], list[tuple[LeafInfo, LeafInfo]]] = {}
-    made: dict[tuple[int, int], tuple[Transformation, Transformation]] = {}
+    made: dict[tuple[int, int], tuple[TransformationDescription, TransformationDescription]] = {}
     for source, leaf in pairs:
         old, new = saved.transformation_of(source), target.transformation_of(leaf)
         if old is not None and new is not None:
@@ -108,8 +109,8 @@ def bearing_problems(
 
 def _problems(
     name: str,
-    old: Transformation,
-    new: Transformation,
+    old: TransformationDescription,
+    new: TransformationDescription,
     pairs: Sequence[tuple[LeafInfo, LeafInfo]],
     saved: Schema,
     ruled: Collection[str],
@@ -136,8 +137,8 @@ def _problems(
 
 def _refusal(
     name: str,
-    old: Transformation,
-    new: Transformation,
+    old: TransformationDescription,
+    new: TransformationDescription,
     pairs: Sequence[tuple[LeafInfo, LeafInfo]],
     ruled: Collection[str],
 ) -> Iterator[str]:
