@@ -381,7 +381,7 @@ BAD = {
     "other steps": (["--resume=whole", "--steps=99"], "--steps is 300 there, not 99"),
     "rate on resume": (["--resume=whole", "--learning-rate=nan"], "--learning-rate must be"),
     "other text": (["--resume=other_text"], "is not (any more) the text"),
-    "other checkpoint": (["--resume=other_checkpoint"], "of another configuration: 34 matched"),
+    "other checkpoint": (["--resume=other_checkpoint"], "of another configuration: 34 kept"),
     "damaged checkpoints": (["--resume=damaged"], "every checkpoint of damaged is damaged"),
     "old checkpoint": (["--resume=old"], "old/checkpoint.msgpack is of an older version"),
     "no process": (["--processes=0"], "--processes must be at least 1; got 0"),

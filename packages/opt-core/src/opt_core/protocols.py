@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DerivesLogicalAxes",
+    "DescribesFields",
     "DescribesState",
     "TakesExtraArgs",
     "TakesParamAxes",
@@ -50,6 +51,29 @@ class DescribesState(Protocol):
         Args:
           params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
           state: the state that belongs to them; likewise.
+        """
+        ...
+
+
+@runtime_checkable
+class DescribesFields(Protocol):
+    """A transformation, or the class of its states, that says what the fields of a state mean.
+
+    It says so in plain data, so a package need not depend on this one for it: what makes a
+    definition of a transformation, such as opt-optax-bridge, asks. A transformation has it as a
+    method, beside `init` and `update`; one that is made of functions has it as a static method of
+    the class of its states.
+    """
+
+    def describe_fields(self) -> Mapping[str, Any]:
+        """Returns a mapping with some of these entries.
+
+        * `'name'`: what to call the transformation; only where it says so itself.
+        * `'roles'`: for each field of the state a `LeafRole`.
+        * `'settings'`: by name; only where it says so itself, otherwise they are what its functions
+          have captured.
+        * `'bearing'`: for each setting that gives the state its meaning the arguments of a
+          `Bearing`.
         """
         ...
 

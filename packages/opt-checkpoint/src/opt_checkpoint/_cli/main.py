@@ -30,7 +30,7 @@ from opt_checkpoint._disk.checkpointer import Checkpointer
 from opt_checkpoint._disk.saved_step import SavedStep
 from opt_checkpoint._legacy.restore import restore_legacy
 from opt_checkpoint._naming.schema import LeafInfo
-from opt_checkpoint._planning.apply import abstract
+from opt_checkpoint._planning.functions import abstract
 from opt_checkpoint._planning.match import plan_restore
 from opt_checkpoint._planning.plan import leaf_bytes
 from opt_checkpoint._planning.rules import KINDS
@@ -223,7 +223,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _optimizer(saved: SavedStep) -> str:
     names = []
-    for found in saved.schema.optimizer:
+    for found in saved.schema.transformations:
         group = "/".join(found.group)
         names.append(f"{group}:{found.name}" if group else found.name)
     return ", ".join(names) or "unknown"

@@ -31,7 +31,6 @@ INJECTED: Final = "injected"
 """The setting of what `optax.inject_hyperparams` injects into a transformation."""
 
 _PER_PARAMETER = ("mask", "labels")  # which parameters are meant, the leaves say
-_RENAMED = {"every_k": "every_k_schedule", "mean": "use_grad_mean"}  # of opt_accumulate
 _DEPTH = 5
 _DIGITS = 16
 _LARGE = 2**16
@@ -53,14 +52,13 @@ def settings_of(node: Node) -> dict[str, Any]:
       >>> settings_of(open_transformation(optax.trace(0.9)))
       {'accumulator_dtype': None, 'decay': 0.9, 'nesterov': False}
     """
-    held = injected_by(node.held) if node.factory_argument is not None else node.held
-    named = {_argument(name): value for name, value in held.items()}
-    known = _arguments(node) if node.is_own else None
-    found = {
-        name: _json(value, 0)
-        for name, value in sorted(named.items())
-        if _is_setting(name, value, node, known)
-    }
+    if (named := node.told.get("settings")) is None:
+        held = injected_by(node.held) if node.factory_argument is not None else node.held
+        known = _arguments(node) if node.is_own else None
+        # Attributes are called as arguments are, but for a `_`.
+        bare = {name.strip("_"): value for name, value in held.items()}
+        named = {k: v for k, v in bare.items() if _is_setting(k, v, node, known)}
+    found = {name: _json(value, 0) for name, value in sorted(named.items())}
     if node.injected:
         found[INJECTED] = _json(node.injected, 0)
     if _is_updated_by_another(node):
@@ -74,12 +72,6 @@ def _is_updated_by_another(node: Node) -> bool:
         return False
     is_optax = node.is_own and package_of(node.tx.init) in OWN
     return node.maker != node.factory and not is_optax
-
-
-def _argument(name: str) -> str:
-    """Attributes are called as arguments are, but for a `_`; so are variables that replace them."""
-    bare = name.strip("_")
-    return _RENAMED.get(bare, bare)
 
 
 def _arguments(node: Node) -> frozenset[str] | None:
