@@ -8,6 +8,7 @@ from typing import Any
 from opt_core._groups import REST, Frozen, Group, check_pattern
 from opt_core._optimizer import OptimizerDef
 from opt_core.errors import GroupError
+from opt_core.protocols import Transformation
 
 
 def groups_of_pairs(
@@ -88,6 +89,6 @@ def _is_pair(pair: Any) -> bool:
 
 
 def _no_definition(value: Any) -> str:
-    is_optax = hasattr(value, "init") and hasattr(value, "update")
-    hint = " (wrap it: `opt_optax_bridge.OptaxWrapper(tx)`)" if is_optax else ""
+    is_transformation = isinstance(value, Transformation)
+    hint = " (wrap it: `opt_optax_bridge.OptaxWrapper(tx)`)" if is_transformation else ""
     return f"a {type(value).__name__} for a definition{hint}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,7 +12,7 @@ import jax
 from opt_core._groups import Group
 from opt_core._hyper_params import hyper_param_names
 from opt_core.errors import HyperParamError, UnusedArgumentError
-from opt_core.protocols import TakesExtraArgs
+from opt_core.protocols import TakesArgsOfParams, TakesExtraArgs
 
 if TYPE_CHECKING:
     from opt_core._optimizer import OptimizerDef, OptimizerState
@@ -105,6 +106,13 @@ def extra_arg_names(definitions: Sequence[OptimizerDef], names: Iterable[str]) -
     return frozenset(n for n in taken if not any(has_hyper_param(d, n) for d in definitions))
 
 
+def args_of_params(definitions: Sequence[OptimizerDef], names: Iterable[str]) -> frozenset[str]:
+    """Returns those of `names` that some definition takes as being about the parameters."""
+    asked = frozenset(names)
+    takers = (d.args_of_params(asked) for d in definitions if isinstance(d, TakesArgsOfParams))
+    return frozenset[str]().union(*takers)
+
+
 def extra_args_of(definition: OptimizerDef, extra_args: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the extra arguments that one definition says it takes."""
     if not extra_args or not isinstance(definition, TakesExtraArgs):
@@ -113,32 +121,45 @@ def extra_args_of(definition: OptimizerDef, extra_args: Mapping[str, Any]) -> di
 
 
 def of_group(
-    extra_args: Mapping[str, Any], selection: Selection, part: Part, leaves: Sequence[Any]
+    definition: OptimizerDef,
+    extra_args: Mapping[str, Any],
+    selection: Selection,
+    part: Part,
+    leaves: Sequence[Any],
 ) -> dict[str, Any]:
     """Returns extra arguments as one group's definition needs them.
 
-    Optax's line searches take the loss as a function of the parameters, `value_fn`, and its
-    gradient, `grad`. A group has a part of the parameters: the others stay where they are before
-    the update.
+    A group has a part of the parameters: in functions of the parameters the others stay where they
+    are before the update.
 
     Args:
-      extra_args: what the definition takes.
+      definition: the group's.
+      extra_args: what it takes.
       selection: how the parameters are divided.
       part: the group's.
       leaves: all parameters, in order.
     """
-    taken, leaves = dict(extra_args), list(leaves)
-    if callable(value_fn := taken.get("value_fn")):
+    if not isinstance(definition, TakesArgsOfParams):
+        return dict(extra_args)
 
-        def value_of_group(params: Any, *args: Any, **kwargs: Any) -> Any:
+    def cut(value: Any) -> Any:
+        is_whole = jax.tree.structure(value) == selection.treedef
+        return part.cut(jax.tree.leaves(value)) if is_whole else value
+
+    def inside(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)  # a line search looks at its signature
+        def of_own(params: Any, *args: Any, **kwargs: Any) -> Any:
             whole = list(leaves)
             part.paste(params, whole)
-            return value_fn(selection.treedef.unflatten(whole), *args, **kwargs)
+            return cut(function(selection.treedef.unflatten(whole), *args, **kwargs))
 
-        taken["value_fn"] = value_of_group
-    if "grad" in taken and jax.tree.structure(taken["grad"]) == selection.treedef:
-        taken["grad"] = part.cut(jax.tree.leaves(taken["grad"]))
-    return taken
+        return of_own
+
+    about = definition.args_of_params(extra_args)
+    return {
+        name: value if name not in about else inside(value) if callable(value) else cut(value)
+        for name, value in extra_args.items()
+    }
 
 
 def apply_with(

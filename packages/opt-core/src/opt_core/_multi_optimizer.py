@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from opt_core import _group_hyper_params as hypers
 from opt_core._aliasing import unalias
 from opt_core._division import Divisions
-from opt_core._gradients import gradient_leaves
+from opt_core._gradients import check_frozen_gradients, gradient_leaves
 from opt_core._group_arguments import check_groups, groups_of_pairs, groups_of_rules
 from opt_core._group_axes import derive_axes, with_axes
 from opt_core._group_description import describe_groups
@@ -33,6 +33,7 @@ from opt_core._paths import flatten_with_paths
 from opt_core._report import RestoreReport
 from opt_core._selection import Selection, has_shape
 from opt_core._state_description import StateDescription
+from opt_core.protocols import TakesPerExampleGrads
 
 
 class MultiOptimizer(OptimizerDef):
@@ -246,6 +247,15 @@ class MultiOptimizer(OptimizerDef):
         leaves = list(before)
         needed = {selection.paths[i] for part in selection.trained for i in part.members}
         gradients = gradient_leaves(params, grads, needed)
+        check_frozen_gradients(
+            (
+                (selection.paths[i], before[i], gradients[i])
+                for part in selection.parts
+                if part.group.is_frozen
+                for i in part.members
+            ),
+            is_per_example=lambda: self.takes_per_example_grads(params, state, grads),
+        )
         states, used = [], frozenset[str]()
         rows = zip(
             selection.trained,
@@ -258,7 +268,7 @@ class MultiOptimizer(OptimizerDef):
             own_state = OptimizerState(state.step, own)
             operands = (hyper, part.cut(leaves), own_state, part.cut(gradients))
             taken = hypers.extra_args_of(definition, extra_args)
-            taken = hypers.of_group(taken, selection, part, before)
+            taken = hypers.of_group(definition, taken, selection, part, before)
             with hypers.named(part.group.name):
                 (new, new_state), acted = hypers.apply_with(definition, operands, taken)
             used |= acted
@@ -308,6 +318,30 @@ class MultiOptimizer(OptimizerDef):
     def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
         """Returns those of `names` that some definition takes in its update, and none overrides."""
         return hypers.extra_arg_names(self.sub_optimizers, names)
+
+    def args_of_params(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns those of `names` that are about the parameters to some definition."""
+        return hypers.args_of_params(self.sub_optimizers, names)
+
+    def takes_per_example_grads(self, params: Any, state: OptimizerState, grads: Any) -> bool:
+        """Returns whether some definition wants its group's gradients as they are, per example.
+
+        Args:
+          params: pytree of parameters.
+          state: the state that belongs to them.
+          grads: pytree like `params`; frozen leaves may be `None` or missing.
+        """
+        selection = self.select(params)
+        needed = {selection.paths[i] for part in selection.trained for i in part.members}
+        gradients = gradient_leaves(params, grads, needed)
+        given = zip(selection.trained, self._shares(params, state), strict=True)
+        return any(
+            isinstance(definition := share.optimizer.optimizer_def, TakesPerExampleGrads)
+            and definition.takes_per_example_grads(
+                share.optimizer.target, share.optimizer.state, part.cut(gradients)
+            )
+            for part, share in given
+        )
 
     def with_param_axes(self, param_axes: Any) -> Self:
         """Returns a definition whose patterns and definitions know the logical axes.
