@@ -23,6 +23,7 @@ from opt_core import (
     increment_step,
 )
 from opt_core.errors import (
+    GroupError,
     HyperParamError,
     RestoreError,
     StateDictError,
@@ -170,6 +171,26 @@ def test_state_dicts_come_back(make: Any, container: Any) -> None:
     assert optimizer.check_state_dict(written).ok
     whole = flax.serialization.to_bytes(optimizer)  # Flax's own way, not ours
     assert_same(flax.serialization.from_bytes(restored, whole), optimizer)
+
+
+@every
+def test_states_in_memory_are_by_group(make: Any) -> None:
+    """Whatever the state dict looks like, and after whatever was done."""
+    optimizer = make().create(make_params())
+    stepped = jax.jit(lambda o: o.apply_gradient(GRADS))(optimizer)
+    for found in (optimizer, stepped, optimizer.restore_state(stepped.state_dict())):
+        states = found.state.param_states
+        assert isinstance(states, GroupStates)
+        assert tuple(states) == make().group_names
+
+
+@pytest.mark.parametrize("states", [{"a": 1}, GroupStates({"kernels": 1, "others": 2})])
+def test_states_of_other_groups_are_an_error(states: Any) -> None:
+    optimizer = both().create(make_params())
+    optimizer = optimizer.replace(state=OptimizerState(jnp.int32(0), states))
+    for use in (optimizer.state_dict, lambda: optimizer.apply_gradient(GRADS)):
+        with pytest.raises(GroupError, match=r"expected `GroupStates` of the groups .*`regroup`"):
+            use()
 
 
 def test_the_merged_layout() -> None:
@@ -349,7 +370,7 @@ def test_frozen_leaves_cost_nothing_and_stay_the_same_arrays() -> None:
     optimizer = both().create(params)
     stepped = optimizer.apply_gradient(GRADS).apply_gradient(GRADS)
     assert stepped.target["b"]["scale"] is params["b"]["scale"]
-    assert stepped.state.param_states["b"]["scale"] is None
+    assert not any("scale" in state.get("b", {}) for state in stepped.state.param_states.values())
     everything = MultiOptimizer.from_rules([("all", ".*", FROZEN)]).create(params)
     assert jax.tree.leaves(everything.state.param_states) == []
     assert everything.apply_gradient(None).target["a"]["bias"] is params["a"]["bias"]
@@ -629,10 +650,10 @@ def assert_axes_fit(written: Any, axes: Any, path: str = "") -> None:
 def test_the_axes_themselves() -> None:
     optimizer = both(rest=Momentum()).create(make_params())
     found = both(rest=Momentum()).derive_logical_axes(optimizer, AXES).state.param_states
-    assert found["a"]["kernel"] == P("embed", "mlp")
-    assert found["a"]["bias"].grad_sq_ema == P("mlp")
-    assert found["b"]["kernel"] == P("mlp", None)
-    assert found["b"]["scale"] is None
+    assert found["kernels"]["a"]["kernel"] == P("embed", "mlp")
+    assert found["biases"]["a"]["bias"].grad_sq_ema == P("mlp")
+    assert found["kernels"]["b"]["kernel"] == P("mlp", None)
+    assert found["rest"]["b"]["scale"] is None
 
 
 def test_axes_of_other_paths_are_told() -> None:

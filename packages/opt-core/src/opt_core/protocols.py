@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from opt_core._description.values import StateDescription
     from opt_core._optimizer import Optimizer, OptimizerState
-    from opt_core._state_description import StateDescription
 
 __all__ = [
     "DerivesLogicalAxes",

@@ -10,15 +10,17 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
-from opt_core import _group_hyper_params as hypers
 from opt_core._aliasing import unalias
-from opt_core._division import Divisions
-from opt_core._gradients import check_frozen_gradients, gradient_leaves
-from opt_core._group_arguments import check_groups, groups_of_pairs, groups_of_rules
-from opt_core._group_axes import derive_axes, with_axes
-from opt_core._group_description import describe_groups
-from opt_core._group_state_dict import (
+from opt_core._description.values import StateDescription
+from opt_core._groups import overrides as hypers
+from opt_core._groups.axes import derive_axes, with_axes
+from opt_core._groups.description import describe_groups
+from opt_core._groups.divisions import Divisions
+from opt_core._groups.patterns import LogicalAxes, logical_axes_by_path
+from opt_core._groups.selection import Selection, has_shape
+from opt_core._groups.state_dict import (
     Share,
+    is_merged,
     is_whole,
     match_groups,
     read_list_layout,
@@ -26,14 +28,24 @@ from opt_core._group_state_dict import (
     target_dict,
     write_states,
 )
-from opt_core._group_states import GroupStates, join_states, split_states
-from opt_core._groups import FROZEN, Frozen, Group, LogicalAxes, logical_axes_by_path
-from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
+from opt_core._groups.states import join_states
+from opt_core._groups.table import (
+    FROZEN,
+    Frozen,
+    Group,
+    check_groups,
+    groups_of_pairs,
+    groups_of_rules,
+)
+from opt_core._groups.updates import (
+    args_of_params,
+    extra_arg_names,
+    takes_per_example_grads,
+    update_groups,
+)
+from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
 from opt_core._paths import flatten_with_paths
 from opt_core._report import RestoreReport
-from opt_core._selection import Selection, has_shape
-from opt_core._state_description import StateDescription
-from opt_core.protocols import TakesPerExampleGrads
 
 
 class MultiOptimizer(OptimizerDef):
@@ -190,9 +202,10 @@ class MultiOptimizer(OptimizerDef):
           optimizer: one of this definition.
 
         Examples:
+          >>> from opt_core import GroupStates
           >>> definition = MultiOptimizer(('w', OptimizerDef(None)), names=['weights'])
           >>> params = {'w': jnp.ones(2), 'b': jnp.ones(1)}
-          >>> state = OptimizerState(jnp.int32(3), {'w': jnp.zeros(2), 'b': None})
+          >>> state = OptimizerState(jnp.int32(3), GroupStates({'weights': {'w': jnp.zeros(2)}}))
           >>> definition.split(Optimizer(definition, state, params))['weights'].target.keys()
           dict_keys(['w'])
         """
@@ -209,8 +222,7 @@ class MultiOptimizer(OptimizerDef):
           params: pytree of parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
 
         Returns:
-          One `step`. `param_states` mirrors the parameters where every group keeps an entry per
-          parameter, with `None` for frozen ones; otherwise it is a mapping of group names.
+          One `step`; the `param_states` of every group by its name (`GroupStates`).
         """
         selection = self._selections.of(params, creates=True)
         leaves = jax.tree.leaves(params)
@@ -218,7 +230,7 @@ class MultiOptimizer(OptimizerDef):
         states = [d.init_state(part.cut(leaves)).param_states for part, d in parts]
         is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
         step = jax.eval_shape(_zero) if is_abstract else _zero()
-        return OptimizerState(step, join_states(selection, self.sub_optimizers, states))
+        return OptimizerState(step, join_states(selection, states))
 
     def apply_gradient(
         self,
@@ -242,42 +254,13 @@ class MultiOptimizer(OptimizerDef):
           TreeMismatchError: `grads` have other containers or keys than `params`.
         """
         hypers.check_length(hyper_params, self.group_names)
-        selection = self.select(params)
-        before = jax.tree.leaves(params)
-        leaves = list(before)
-        needed = {selection.paths[i] for part in selection.trained for i in part.members}
-        gradients = gradient_leaves(params, grads, needed)
-        check_frozen_gradients(
-            (
-                (selection.paths[i], before[i], gradients[i])
-                for part in selection.parts
-                if part.group.is_frozen
-                for i in part.members
-            ),
-            is_per_example=lambda: self.takes_per_example_grads(params, state, grads),
+        return update_groups(
+            self.select(params),
+            Optimizer(self, state, params),
+            grads,
+            hyper_params=hyper_params,
+            extra_args=extra_args,
         )
-        states, used = [], frozenset[str]()
-        rows = zip(
-            selection.trained,
-            self.sub_optimizers,
-            hyper_params,
-            split_states(selection, self.sub_optimizers, params, state.param_states),
-            strict=True,
-        )
-        for part, definition, hyper, own in rows:
-            own_state = OptimizerState(state.step, own)
-            operands = (hyper, part.cut(leaves), own_state, part.cut(gradients))
-            taken = hypers.extra_args_of(definition, extra_args)
-            taken = hypers.of_group(definition, taken, selection, part, before)
-            with hypers.named(part.group.name):
-                (new, new_state), acted = hypers.apply_with(definition, operands, taken)
-            used |= acted
-            part.paste(new, leaves)
-            states.append(new_state.param_states)
-        hypers.check_used(extra_args, used)
-        param_states = join_states(selection, self.sub_optimizers, states)
-        new_params = selection.treedef.unflatten(leaves)
-        return new_params, OptimizerState(increment_step(state.step), param_states)
 
     def update_hyper_params(self, **overrides: Any) -> tuple[Any, ...]:
         """Returns the hyper-parameters of every group for one update.
@@ -317,11 +300,11 @@ class MultiOptimizer(OptimizerDef):
 
     def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
         """Returns those of `names` that some definition takes in its update, and none overrides."""
-        return hypers.extra_arg_names(self.sub_optimizers, names)
+        return extra_arg_names(self.sub_optimizers, names)
 
     def args_of_params(self, names: Iterable[str]) -> frozenset[str]:
         """Returns those of `names` that are about the parameters to some definition."""
-        return hypers.args_of_params(self.sub_optimizers, names)
+        return args_of_params(self.sub_optimizers, names)
 
     def takes_per_example_grads(self, params: Any, state: OptimizerState, grads: Any) -> bool:
         """Returns whether some definition wants its group's gradients as they are, per example.
@@ -331,17 +314,7 @@ class MultiOptimizer(OptimizerDef):
           state: the state that belongs to them.
           grads: pytree like `params`; frozen leaves may be `None` or missing.
         """
-        selection = self.select(params)
-        needed = {selection.paths[i] for part in selection.trained for i in part.members}
-        gradients = gradient_leaves(params, grads, needed)
-        given = zip(selection.trained, self._shares(params, state), strict=True)
-        return any(
-            isinstance(definition := share.optimizer.optimizer_def, TakesPerExampleGrads)
-            and definition.takes_per_example_grads(
-                share.optimizer.target, share.optimizer.state, part.cut(gradients)
-            )
-            for part, share in given
-        )
+        return takes_per_example_grads(self.select(params), Optimizer(self, state, params), grads)
 
     def with_param_axes(self, param_axes: Any) -> Self:
         """Returns a definition whose patterns and definitions know the logical axes.
@@ -402,23 +375,26 @@ class MultiOptimizer(OptimizerDef):
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
         """Returns `{'target': ..., 'state': {'step': ..., 'param_states': ...}}`.
 
-        Every definition writes its own part. `param_states` has the parameters' paths, with `None`
-        for frozen ones, or an entry per group by name; see `init_state`. A group without anything
-        to write has no entry.
+        Every definition writes its own part. Where every group keeps an entry per parameter,
+        `param_states` has the parameters' paths, with `None` for frozen ones, as Flax and T5X wrote
+        it; otherwise an entry per group by name, and none for a group without anything to write.
 
         Args:
           target: the parameters.
           state: the state that belongs to them.
         """
-        is_grouped = isinstance(state.param_states, GroupStates)
-        states = write_states(target, is_grouped, self._shares(target, state))
+        states = write_states(target, self._shares(target, state))
         return target_dict(target, state.step, states)
+
+    def _has_entries(self, structure: Any, target: Any, state: OptimizerState) -> bool:
+        del structure
+        return is_merged(self._shares(target, state))
 
     def _match(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
     ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
         given = self._shares(target, state)
-        state_dict, problems = read_list_layout(state_dict, given, state.param_states)
+        state_dict, problems = read_list_layout(state_dict, given)
         if not is_whole(state_dict):
             return super()._match(target, state, state_dict)
         whole = Optimizer(self, state, target)

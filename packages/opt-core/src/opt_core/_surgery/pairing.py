@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from opt_core._groups import Names
-from opt_core._placement import agree
-from opt_core._state_description import (
+from opt_core._description.values import (
     LeafDescription,
     StateDescription,
     TransformationDescription,
 )
+from opt_core._paths import Names
+from opt_core._surgery.placement import agree
 
 Made: TypeAlias = tuple[Names, str, int]
 """A transformation: group, name, number."""

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 from flax.core import FrozenDict
 
-from opt_core._groups import Frozen, Group, Leaf, LogicalAxes, Names, assign, matched
-from opt_core._paths import children, flatten_with_paths, path_names, path_str
+from opt_core._groups.patterns import Leaf, LogicalAxes, matched
+from opt_core._groups.table import Frozen, Group, assign
+from opt_core._paths import Names, children, flatten_with_paths, path_names, path_str
 from opt_core.errors import GroupError
 
 _DICTS = (dict, OrderedDict, FrozenDict)
