@@ -262,11 +262,10 @@ class OptaxWrapper(OptimizerDef):
         """Returns those of `names` that the transformation's `update` takes."""
         update = self.optax_optimizer.update
         own = {*self._names, "hyper_params", *(self.recipe.arguments if self.recipe else ())}
-        takes_any = takes_any_keyword(update)
-        known = named_arguments(update)
-        return frozenset(
-            n for n in names if n not in own | _POSITIONAL and (takes_any or n in known)
-        )
+        asked = frozenset(names) - own - _POSITIONAL
+        if not asked or takes_any_keyword(update):
+            return asked
+        return asked & named_arguments(update)
 
     def args_of_params(self, names: Iterable[str]) -> frozenset[str]:
         """Returns those of `names` that Optax gives the loss, or its gradient, to an update by."""
