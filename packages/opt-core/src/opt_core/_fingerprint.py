@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import FrozenDict
 
-from opt_core.closures import cells, globals_read, rebound_names
+from opt_core.closures import cells, code_of, globals_read, rebound_names
 
 
 class _Same:
@@ -181,8 +181,7 @@ def _is_plain(cls: type) -> bool:
 
 
 def _function(function: types.FunctionType, seen: dict[int, int]) -> Hashable:
-    code = function.__code__
-    rebound = rebound_names(code)
+    rebound = rebound_names(function)
     captured = tuple(
         # Of the same value: Optax's cosine schedule makes 100 100.0 when it is called.
         _fingerprint(float(x) if name in rebound and isinstance(x, int | float) else x, seen)
@@ -192,7 +191,7 @@ def _function(function: types.FunctionType, seen: dict[int, int]) -> Hashable:
         types.FunctionType,
         function.__module__,
         function.__qualname__,
-        code,
+        code_of(function),
         _fingerprint(function.__defaults__, seen),
         _fingerprint(function.__kwdefaults__, seen),
         captured,

@@ -149,9 +149,13 @@ def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
     return (const for const in code.co_consts if isinstance(const, types.CodeType))
 
 
-@functools.cache
-def rebound_names(code: types.CodeType) -> frozenset[str]:
+def rebound_names(function: types.FunctionType) -> frozenset[str]:
     """Returns the captured variables that a function assigns."""
+    return _rebound(function.__code__)
+
+
+@functools.cache
+def _rebound(code: types.CodeType) -> frozenset[str]:
     stores = (op.argval for op in dis.get_instructions(code) if op.opname == "STORE_DEREF")
     return frozenset(stores) & frozenset(code.co_freevars)
 
