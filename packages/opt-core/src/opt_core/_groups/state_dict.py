@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from opt_core._groups import layout as layout
+from opt_core._groups import layout
 from opt_core._groups.selection import Selection, at_paths, has_shape, replace_at
 from opt_core._groups.states import GroupStates, split_states
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState

@@ -14,7 +14,7 @@ from opt_core._groups.leaf_groups import leaf_groups, members
 from opt_core._groups.table import FROZEN, Group
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
 from opt_core._paths import path_str
-from opt_core._surgery import hazards as hazards
+from opt_core._surgery import hazards
 from opt_core._surgery.changes import ChangeReport, LeafChange, check_allowances, leaf_path
 from opt_core._surgery.moving import Options, moved_leaves
 from opt_core._surgery.pairing import Pair, Pairing, Side
