@@ -1,6 +1,7 @@
 """Changing the groups of an optimizer, and what becomes of its state."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -293,6 +294,27 @@ def test_inside_a_compiled_function() -> None:
     shapes = jax.eval_shape(lambda: trained(groups(KERNELS, BIASES)))
     kept = regroup(shapes, groups(KERNELS), allow=DROP)[1].kept
     assert kept == ("kernels/a/kernel", "kernels/b/kernel")
+
+
+CHANGES: dict[str, Callable[[Any], tuple[Any, Any]]] = {
+    "reset": lambda o: reset(o, "biases"),
+    "freeze": lambda o: freeze(o, "a/.*"),
+    "unfreeze": lambda o: unfreeze(o, "b/scale", Momentum()),
+    "regroup": lambda o: regroup(o, groups(KERNELS, BIASES, rest=Adam(0.1))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_every_change_works_on_tracers_and_on_shapes(change: Any) -> None:
+    optimizer = trained(groups(KERNELS, BIASES))
+    found, report = change(optimizer)
+    assert_same(jax.jit(lambda o: change(o)[0])(optimizer), found)
+    shapes, told_of_shapes = change(jax.eval_shape(lambda: optimizer))
+    assert told(told_of_shapes) == told(report)
+    for abstract in (shapes, jax.eval_shape(lambda o: change(o)[0], optimizer)):
+        assert structure(abstract) == structure(found)
+        pairs = zip(jax.tree.leaves(abstract), jax.tree.leaves(found), strict=True)
+        assert all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
 
 
 def test_a_report_to_print() -> None:
