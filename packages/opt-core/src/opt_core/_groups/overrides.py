@@ -6,16 +6,12 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-
-from opt_core._groups import Group
+from opt_core._groups.table import Group
 from opt_core._hyper_params import hyper_param_names
 from opt_core.errors import HyperParamError, UnusedArgumentError
-from opt_core.protocols import TakesExtraArgs
 
 if TYPE_CHECKING:
-    from opt_core._optimizer import OptimizerDef, OptimizerState
-    from opt_core._selection import Part, Selection
+    from opt_core._optimizer import OptimizerDef
 
 OWN = frozenset({"hyper_params", "group_overrides"})
 
@@ -96,77 +92,6 @@ def _has_name(hyper_params: Any, name: str) -> bool:
     return name in hyper_param_names(hyper_params)
 
 
-def extra_arg_names(definitions: Sequence[OptimizerDef], names: Iterable[str]) -> frozenset[str]:
-    """Returns those of `names` that some definition takes in its update, and none overrides."""
-    asked = frozenset(names) - OWN
-    taken = frozenset[str]().union(
-        *(d.extra_arg_names(asked) for d in definitions if isinstance(d, TakesExtraArgs))
-    )
-    return frozenset(n for n in taken if not any(has_hyper_param(d, n) for d in definitions))
-
-
-def extra_args_of(definition: OptimizerDef, extra_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the extra arguments that one definition says it takes."""
-    if not extra_args or not isinstance(definition, TakesExtraArgs):
-        return {}
-    return {name: extra_args[name] for name in definition.extra_arg_names(extra_args)}
-
-
-def of_group(
-    extra_args: Mapping[str, Any], selection: Selection, part: Part, leaves: Sequence[Any]
-) -> dict[str, Any]:
-    """Returns extra arguments as one group's definition needs them.
-
-    Optax's line searches take the loss as a function of the parameters, `value_fn`, and its
-    gradient, `grad`. A group has a part of the parameters: the others stay where they are before
-    the update.
-
-    Args:
-      extra_args: what the definition takes.
-      selection: how the parameters are divided.
-      part: the group's.
-      leaves: all parameters, in order.
-    """
-    taken, leaves = dict(extra_args), list(leaves)
-    if callable(value_fn := taken.get("value_fn")):
-
-        def value_of_group(params: Any, *args: Any, **kwargs: Any) -> Any:
-            whole = list(leaves)
-            part.paste(params, whole)
-            return value_fn(selection.treedef.unflatten(whole), *args, **kwargs)
-
-        taken["value_fn"] = value_of_group
-    if "grad" in taken and jax.tree.structure(taken["grad"]) == selection.treedef:
-        taken["grad"] = part.cut(jax.tree.leaves(taken["grad"]))
-    return taken
-
-
-def apply_with(
-    definition: Any, operands: tuple[Any, ...], extra_args: Mapping[str, Any]
-) -> tuple[tuple[Any, OptimizerState], frozenset[str]]:
-    """Updates one group.
-
-    A transformation that takes any keyword says so only when it is traced that it has no use for
-    one. Another group may have.
-
-    Args:
-      definition: the group's.
-      operands: hyper-parameters, parameters, state and gradients.
-      extra_args: what it says it takes.
-
-    Returns:
-      What `apply_gradient` returns, and the names of the arguments that were used.
-    """
-    taken = dict(extra_args)
-    while True:
-        try:
-            return definition.apply_gradient(*operands, **taken), frozenset(taken)
-        except UnusedArgumentError as error:
-            if not error.names & taken.keys():
-                raise
-            taken = {name: value for name, value in taken.items() if name not in error.names}
-
-
 @contextlib.contextmanager
 def named(group: str) -> Iterator[None]:
     """Says in an error about hyper-parameters which group it is about."""
@@ -176,16 +101,6 @@ def named(group: str) -> Iterator[None]:
         raise
     except HyperParamError as error:
         raise HyperParamError(f"group `{group}`: {error}") from error
-
-
-def check_used(extra_args: Mapping[str, Any], used: frozenset[str]) -> None:
-    """Raises an `UnusedArgumentError` for arguments that no group used."""
-    if unused := sorted(extra_args.keys() - used):
-        raise UnusedArgumentError(
-            f"{listed(unused)}: neither a hyper-parameter nor an extra argument that any group "
-            "uses",
-            unused,
-        )
 
 
 def listed(names: Iterable[str]) -> str:

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_core._changes import Action, leaf_path
+from opt_core._description.values import LeafDescription
 from opt_core._dtypes import convert_held
-from opt_core._groups import Names
-from opt_core._hazards import Move
 from opt_core._optimizer import Optimizer
-from opt_core._placement import agree, is_abstract, is_tracer, placed
-from opt_core._state_description import LeafDescription
+from opt_core._paths import Names
+from opt_core._surgery.changes import Action, leaf_path
+from opt_core._surgery.hazards import Move
+from opt_core._surgery.placement import agree, is_abstract, is_tracer, placed
 from opt_core.errors import GroupError
 
 

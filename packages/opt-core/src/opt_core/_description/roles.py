@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from opt_core._groups import Names
-from opt_core._paths import children, flatten_with_paths
+from opt_core._paths import Names, children, flatten_with_paths
 
 Steps: TypeAlias = tuple[tuple[type, str], ...]
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
 
-from opt_core import _hazards as hazards
 from opt_core._aliasing import unalias
-from opt_core._changes import ChangeReport, LeafChange, check_allowances, leaf_path
-from opt_core._describe_state import describe_state
-from opt_core._groups import FROZEN, But, Group, Names, Rest
-from opt_core._leaf_groups import leaf_groups, members
-from opt_core._moving import Options, moved_leaves
-from opt_core._multi_optimizer import MultiOptimizer
+from opt_core._description.describe import describe_state
+from opt_core._groups.leaf_groups import leaf_groups, members
+from opt_core._groups.table import FROZEN, Group
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
-from opt_core._pairing import Pair, Pairing, Side
 from opt_core._paths import path_str
-from opt_core._placement import Places, flat_shardings, init_leaves, mesh_sharding
-from opt_core._selection import positions_of
+from opt_core._surgery import hazards
+from opt_core._surgery.changes import ChangeReport, LeafChange, check_allowances, leaf_path
+from opt_core._surgery.moving import Options, moved_leaves
+from opt_core._surgery.pairing import Pair, Pairing, Side
+from opt_core._surgery.placement import Places, flat_shardings, init_leaves, mesh_sharding
+from opt_core._surgery.tables import as_groups, carved, group_of, matching_leaves, shown, unused
 from opt_core.errors import GroupError, SurgeryError
 
 Schedules: TypeAlias = Literal["continue", "restart"]
@@ -48,7 +46,7 @@ def reset(
       SurgeryError: its parameters are on an excursion (`optax.contrib.sam`) from which they would
         not come back.
     """
-    names = _group_of(optimizer.optimizer_def, group)
+    names = group_of(optimizer.optimizer_def, group)
     side = _side(optimizer)
     structure: Any = jax.tree.structure(optimizer.state.param_states)
     positions = structure.unflatten(range(structure.num_leaves))
@@ -89,10 +87,10 @@ def freeze(
       SurgeryError: its parameters are on an excursion (`optax.contrib.sam`) from which they would
         not come back.
     """
-    definition = _as_groups(optimizer.optimizer_def)
-    chosen = _positions(definition, optimizer.target, pattern)
-    groups = _carved(definition, optimizer.target, pattern, chosen)
-    frozen = Group(_unused(name, groups), pattern, FROZEN)
+    definition = as_groups(optimizer.optimizer_def)
+    chosen = matching_leaves(definition, optimizer.target, pattern)
+    groups = carved(definition, optimizer.target, pattern, chosen)
+    frozen = Group(unused(name, groups), pattern, FROZEN)
     options = Options(allow=frozenset({"drop"}), is_asked=True)
     return _regroup(optimizer, definition.with_groups([frozen, *groups]), options)
 
@@ -124,12 +122,12 @@ def unfreeze(
     Raises:
       GroupError: the pattern matches nothing, or leaves that are not frozen; lists these.
     """
-    whole = _as_groups(optimizer.optimizer_def)
-    chosen = _positions(whole, optimizer.target, pattern)
+    whole = as_groups(optimizer.optimizer_def)
+    chosen = matching_leaves(whole, optimizer.target, pattern)
     paths = whole.select(optimizer.target).paths
     owners = {names: group for group, names in members(optimizer)}
     if busy := [
-        f"  `{path_str(paths[i])}` belongs to {_shown(whole, owners[paths[i]])}"
+        f"  `{path_str(paths[i])}` belongs to {shown(whole, owners[paths[i]])}"
         for i in sorted(chosen)
         if paths[i] in owners
     ]:
@@ -138,8 +136,8 @@ def unfreeze(
             + "\n".join(busy)
             + "\nMake it narrower, or take `regroup` to move them."
         )
-    groups = _carved(whole, optimizer.target, pattern, chosen)
-    new = Group(_unused(name, groups), pattern, definition)
+    groups = carved(whole, optimizer.target, pattern, chosen)
+    new = Group(unused(name, groups), pattern, definition)
     options = Options(schedules=_checked(schedules), shardings=shardings)
     return _regroup(optimizer, whole.with_groups([new, *groups]), options)
 
@@ -194,6 +192,7 @@ def regroup(
 
     Examples:
       >>> import jax.numpy as jnp
+      >>> from opt_core import MultiOptimizer
       >>> class Momentum(OptimizerDef):
       ...     def init_state(self, params):
       ...         momenta = jax.tree.map(jnp.zeros_like, params)
@@ -204,7 +203,7 @@ def regroup(
       >>> optimizer, report = regroup(optimizer, definition, allow={'drop'})
       >>> print(report)
       kept 1
-        w
+        weights/w
       dropped 1
         b
     """
@@ -328,87 +327,3 @@ def _checked(schedules: Schedules) -> Schedules:
     if schedules not in ("continue", "restart"):
         raise GroupError(f"`schedules` must be 'continue' or 'restart', found {schedules!r}")
     return schedules
-
-
-def _group_of(definition: OptimizerDef, group: str) -> Names:
-    """The names of a group that has a state."""
-    names = tuple(group.split("/"))
-    for depth, name in enumerate(names):
-        known = definition.group_names if isinstance(definition, MultiOptimizer) else ()
-        if not isinstance(definition, MultiOptimizer) or name not in known:
-            frozen = isinstance(definition, MultiOptimizer) and any(
-                g.name == name for g in definition.groups
-            )
-            raise GroupError(
-                f"`{'/'.join(names[: depth + 1])}` "
-                + ("is frozen and has no state to reset" if frozen else "is no group")
-                + f"; the groups with a state are {_listed(known)}"
-            )
-        definition = definition.sub_optimizers[known.index(name)]
-    return names
-
-
-def _as_groups(definition: OptimizerDef) -> MultiOptimizer:
-    if isinstance(definition, MultiOptimizer):
-        return definition
-    return MultiOptimizer.from_rules([], rest=definition)
-
-
-def _positions(definition: MultiOptimizer, target: Any, pattern: Any) -> frozenset[int]:
-    if isinstance(pattern, Rest):
-        raise GroupError("`REST` says nothing alone; give a pattern")
-    found = positions_of(pattern, target, definition.param_axes)
-    if not found:
-        raise GroupError(f"{Group('pattern', pattern, FROZEN)} matches no parameter")
-    return found
-
-
-def _carved(
-    definition: MultiOptimizer, target: Any, pattern: Any, chosen: frozenset[int]
-) -> list[Group]:
-    """The table without the chosen leaves; a group that loses all is left out, but for the rest."""
-    selection = definition.select(target)
-    leaves = jax.tree.leaves(target)
-    groups = []
-    for part in selection.parts:
-        group, taken = part.group, chosen.intersection(part.members)
-        if not taken or isinstance(group.pattern, Rest):
-            groups.append(_carve_inside(group, part, leaves, taken))
-        elif len(taken) < len(part.members):
-            inside = _carve_inside(group, part, leaves, taken)
-            groups.append(dataclasses.replace(inside, pattern=But(group.pattern, pattern)))
-    return groups
-
-
-def _carve_inside(group: Group, part: Any, leaves: Sequence[Any], taken: frozenset[int]) -> Group:
-    """The group, where its definition is nested without the groups that lose all their leaves."""
-    nested = group.definition
-    if not isinstance(nested, MultiOptimizer) or not taken:
-        return group
-    own = [leaves[i] for i in part.members]
-    inner = nested.select(part.cut(leaves))
-    kept = []
-    for share in inner.parts:
-        left = [i for i in share.members if part.members[i] not in taken]
-        if left or isinstance(share.group.pattern, Rest):
-            inside = frozenset(i for i in share.members if part.members[i] in taken)
-            kept.append(_carve_inside(share.group, share, own, inside))
-    return dataclasses.replace(group, definition=nested.with_groups(kept))
-
-
-def _shown(definition: MultiOptimizer, names: Names) -> str:
-    """A group for people to read; one of a nested definition by its names alone."""
-    if len(names) > 1:
-        return f"`{'/'.join(names)}`"
-    name = names[0] if names else "rest"
-    return str(next(group for group in definition.groups if group.name == name))
-
-
-def _unused(name: str, groups: Sequence[Group]) -> str:
-    names = {group.name for group in groups}
-    candidates = (name if n == 1 else f"{name}_{n}" for n in range(1, len(names) + 2))
-    return next(candidate for candidate in candidates if candidate not in names)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "none"

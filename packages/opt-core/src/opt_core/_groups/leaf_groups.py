@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from opt_core._groups import Names
-from opt_core._multi_optimizer import MultiOptimizer
+from opt_core._groups.multi_optimizer import MultiOptimizer
+from opt_core._groups.selection import described
 from opt_core._optimizer import Optimizer
-from opt_core._selection import described
+from opt_core._paths import Names
 
 
 def leaf_groups(optimizer: Optimizer, outer: Names = ()) -> Iterator[tuple[Names, Optimizer]]:

@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from opt_core._groups import Names
-from opt_core._placement import agree
-from opt_core._state_description import (
+from opt_core._description.values import (
     LeafDescription,
     StateDescription,
     TransformationDescription,
 )
+from opt_core._paths import Names
+from opt_core._surgery.placement import agree
 
 Made: TypeAlias = tuple[Names, str, int]
 """A transformation: group, name, number."""
@@ -200,7 +200,7 @@ class Pairing:
         having = self._old.groups(leaf.transformation)
         params = [p for p in self._params(self._new, leaf.group) if p in self._old.owners]
         known = _unique(group for p in params for group in self._groups_of(p, having))
-        # Who is in a group of `optax.partition` is not always known; its name says enough.
+        # Who is in a group inside of one definition is not always known; its name says enough.
         is_label = leaf.group in known and leaf.group not in self._old.owners.values()
         return [leaf.group] if is_label else known
 
@@ -212,7 +212,7 @@ class Pairing:
             if group == owner[: len(group)] or group in inner:
                 yield group
             elif group[: len(owner)] == owner and not any(len(g) > len(owner) for g in inner):
-                yield group  # one of `optax.partition` that keeps nothing per parameter
+                yield group  # one inside of a definition, that keeps nothing per parameter
 
     @staticmethod
     def _params(side: Side, group: Names) -> Sequence[Names]:

@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_core._describe_state import describe_state
-from opt_core._groups import Names
+from opt_core._description.describe import describe_state
+from opt_core._description.values import LeafDescription, StateDescription
 from opt_core._optimizer import Optimizer, OptimizerState
-from opt_core._paths import flatten_with_paths
-from opt_core._state_description import LeafDescription, StateDescription
+from opt_core._paths import Names, flatten_with_paths
 
 if TYPE_CHECKING:
-    from opt_core._multi_optimizer import MultiOptimizer
+    from opt_core._groups.multi_optimizer import MultiOptimizer
 
 
 def describe_groups(

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from opt_core._fingerprint import fingerprint
-from opt_core._groups import Group, Rest, pattern_str
-from opt_core._multi_optimizer import MultiOptimizer
+from opt_core._groups.multi_optimizer import MultiOptimizer
+from opt_core._groups.patterns import Rest, pattern_str
+from opt_core._groups.selection import Part, has_shape
+from opt_core._groups.table import Group
 from opt_core._optimizer import Optimizer, OptimizerDef
 from opt_core._paths import path_str
-from opt_core._selection import Part, has_shape
 
 _WIDEST = 60
 _NUMBERS = (bool, int, float, complex)

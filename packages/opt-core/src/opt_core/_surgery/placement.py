@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from opt_core._leaf_groups import leaf_groups
+from opt_core._description.values import LeafDescription
+from opt_core._groups.leaf_groups import leaf_groups
 from opt_core._optimizer import Optimizer, OptimizerState
 from opt_core._paths import flatten_with_paths
-from opt_core._state_description import LeafDescription
 from opt_core.errors import GroupError
 
 

@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from flax.core import FrozenDict
 
-from opt_core._description_table import table
-from opt_core._groups import Names
+from opt_core._description.table import table
+from opt_core._paths import Names
 from opt_core.errors import DescriptionError
 
 LeafRole: TypeAlias = Literal[

@@ -10,8 +10,8 @@ import typing
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
+from opt_core._description.values import LeafDescription
 from opt_core._paths import path_str
-from opt_core._state_description import LeafDescription
 
 Action: TypeAlias = Literal["kept", "renamed", "converted", "initialised", "dropped"]
 """What became of a leaf.

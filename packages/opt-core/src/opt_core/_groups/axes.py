@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from opt_core._group_layout import set_at
-from opt_core._group_states import GroupStates, merge_states
-from opt_core._groups import Group, Leaf, LogicalAxes, Names, Rest, matched
+from opt_core._description.roles import roles
+from opt_core._groups.layout import set_at
+from opt_core._groups.patterns import Leaf, LogicalAxes, Rest, matched
+from opt_core._groups.selection import Selection, described
+from opt_core._groups.states import join_states
+from opt_core._groups.table import Group
 from opt_core._optimizer import Optimizer, OptimizerState
-from opt_core._paths import children, flatten_with_paths, path_str
-from opt_core._roles import roles
-from opt_core._selection import Selection, described
+from opt_core._paths import Names, children, flatten_with_paths, path_str
 from opt_core.errors import GroupError, TreeMismatchError
 from opt_core.protocols import DerivesLogicalAxes, TakesParamAxes
 
@@ -132,10 +133,7 @@ def derive_axes(
         _derive_group_axes(sub, part.cut(axes)).param_states
         for sub, part in zip(subs, selection.trained, strict=True)
     ]
-    target = selection.treedef.unflatten(axes)
-    if isinstance(like := optimizer.state.param_states, GroupStates):
-        return target, GroupStates(dict(zip(like, states, strict=True)))
-    return target, merge_states(selection, states)
+    return selection.treedef.unflatten(axes), join_states(selection, states)
 
 
 def _derive_group_axes(optimizer: Optimizer, param_axes: Any) -> OptimizerState:

@@ -1,20 +1,24 @@
-"""Writing and restoring groups, each by its own definition."""
+"""Writing and restoring groups, each by its own definition.
+
+Where every group keeps an entry per parameter, a state dict is the merged tree that Flax and T5X
+wrote: the entries at the paths of the parameters, `None` where a parameter is frozen. Otherwise it
+has an entry per group, by name. In memory states are always by group (`GroupStates`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from opt_core import _group_layout as layout
-from opt_core._group_states import GroupStates, check_division
-from opt_core._groups import Names
+from opt_core._groups import layout
+from opt_core._groups.selection import Selection, at_paths, has_shape, replace_at
+from opt_core._groups.states import GroupStates, split_states
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
-from opt_core._paths import path_str
+from opt_core._paths import Names, path_str
 from opt_core._report import Mismatch, RestoreReport
-from opt_core._selection import Part, Selection, at_paths, has_shape, replace_at
 from opt_core._state_dict import to_state_dict
 from opt_core.errors import RestoreError, StateDictError
 
@@ -31,11 +35,13 @@ class Share:
     Attributes:
       name: the group's.
       paths: of its leaves.
+      structure: of its parameters.
       optimizer: what its definition sees.
     """
 
     name: str
     paths: tuple[Names, ...]
+    structure: Any
     optimizer: Optimizer
 
 
@@ -46,23 +52,30 @@ def shares(
     state: OptimizerState,
 ) -> Iterator[Share]:
     """Yields every group that is not frozen, by path: leaves may be axes, or anything."""
-    states = state.param_states
-    if not isinstance(states, GroupStates) and all(map(has_shape, jax.tree.leaves(target))):
-        check_division(selection, definitions, target, dict(at_paths(states, selection.paths)))
-    for part, definition in zip(selection.trained, definitions, strict=True):
+    leaves = jax.tree.leaves(target)
+    params = leaves if all(map(has_shape, leaves)) else None
+    states = split_states(selection, definitions, params, state.param_states)
+    for part, definition, own in zip(selection.trained, definitions, states, strict=True):
         position = selection.parts.index(part)
-        own = (
-            states[part.group.name]
-            if isinstance(states, GroupStates)
-            else selection.cut_by_path(states, position)
-        )
         cut = selection.cut_by_path(target, position, holes=definition.whole_tree)
         optimizer = Optimizer(definition, OptimizerState(state.step, own), cut)
-        yield Share(part.group.name, _paths(selection, part), optimizer)
+        paths = tuple(selection.paths[i] for i in part.members)
+        yield Share(part.group.name, paths, part.treedef, optimizer)
 
 
-def write_states(target: Any, is_grouped: bool, given: Sequence[Share]) -> dict[str, Any]:
+def is_merged(given: Iterable[Share]) -> bool:
+    """Whether the state dict is one tree of all groups: each has an entry per parameter."""
+    return all(
+        share.optimizer.optimizer_def._has_entries(
+            share.structure, share.optimizer.target, share.optimizer.state
+        )
+        for share in given
+    )
+
+
+def write_states(target: Any, given: Sequence[Share]) -> dict[str, Any]:
     """Returns the entry `param_states` of a state dict in a dict of its own, if there is one."""
+    is_grouped = not is_merged(given)
     written: Any = {} if is_grouped else layout.blank(target)
     for share in given:
         optimizer = share.optimizer
@@ -117,12 +130,12 @@ def match_groups(
       match_rest: restores what belongs to no group: the step, and frozen leaves.
     """
     target, state = optimizer.target, optimizer.state
-    is_grouped = isinstance(state.param_states, GroupStates)
+    is_grouped = not is_merged(given)
     entry = state_dict["state"].get("param_states", {})
     paths = [names for share in given for names in share.paths]
     shape = layout.trie(paths)
     holes = dict.fromkeys(paths, ())
-    rest_states = {} if is_grouped else replace_at(_frozen_states(target), holes)
+    rest_states = {} if is_grouped else replace_at(jax.tree.map(lambda _: None, target), holes)
     rest_shape = dict.fromkeys(share.name for share in given) if is_grouped else shape
     rest_dict = {
         "target": layout.leftover(state_dict["target"], shape),
@@ -136,31 +149,22 @@ def match_groups(
     )
     reports = [dataclasses.replace(report, state_matched=0)]
     leaves: dict[Names, Any] = {}
-    states: dict[Any, Any] = {}
+    states: dict[str, Any] = {}
     for share in given:
         written = _own_dict(state_dict, share, is_grouped)
         (new, new_state), found = _restore(share.optimizer, written)
         found = layout.without_step(found)
         leaves |= dict(at_paths(new, share.paths))
-        if is_grouped:
-            found = layout.renamed(found, share.name)
-            states[share.name] = new_state.param_states
-        else:
-            states |= dict(at_paths(new_state.param_states, share.paths))
-        reports.append(found)
-    param_states = (
-        GroupStates(states) if is_grouped else replace_at(rest_state.param_states, states)
-    )
-    restored = replace_at(rest, leaves), OptimizerState(rest_state.step, param_states)
+        states[share.name] = new_state.param_states
+        reports.append(layout.renamed(found, share.name) if is_grouped else found)
+    restored = replace_at(rest, leaves), OptimizerState(rest_state.step, GroupStates(states))
     return restored, layout.merged_reports(reports)
 
 
-def read_list_layout(
-    state_dict: Any, given: Sequence[Share], param_states: Any
-) -> tuple[Any, tuple[Mismatch, ...]]:
+def read_list_layout(state_dict: Any, given: Sequence[Share]) -> tuple[Any, tuple[Mismatch, ...]]:
     """Returns a state dict in today's layout, and what of an old one had no place in it."""
     state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
-    if isinstance(param_states, GroupStates) or not layout.is_list_layout(state):
+    if not layout.is_list_layout(state) or not is_merged(given):
         return state_dict, ()
     state, problems = layout.from_list_layout(state, [share.paths for share in given])
     return {**state_dict, "state": state}, problems
@@ -191,15 +195,6 @@ def _restore(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Restored:
         return (target, state), error.report
     states = len(jax.tree.leaves(restored[1].param_states))
     return restored, RestoreReport((), len(jax.tree.leaves(restored)), states)
-
-
-def _frozen_states(target: Any) -> Any:
-    """`None` for every parameter, in the parameters' containers."""
-    return jax.tree.map(lambda _: None, target)
-
-
-def _paths(selection: Selection, part: Part) -> tuple[Names, ...]:
-    return tuple(selection.paths[i] for i in part.members)
 
 
 def target_dict(target: Any, step: Any, states: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from opt_core._groups import Names
+from opt_core._paths import Names
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
 from opt_core._state_dict import to_state_dict
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from opt_core._paths import path_str
 
 if TYPE_CHECKING:
-    from opt_core._state_description import LeafDescription, TransformationDescription
+    from opt_core._description.values import LeafDescription, TransformationDescription
 
 _COLUMNS = 80
 _HEAD = ("transformation", "field", "parameter", "dims", "role", "source")

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from opt_core._gradients import gradient_leaves
-from opt_core._groups import REST, Group
-from opt_core._multi_optimizer import MultiOptimizer
+from opt_core._groups.multi_optimizer import MultiOptimizer
+from opt_core._groups.patterns import REST
+from opt_core._groups.selection import Selection, has_shape, select
+from opt_core._groups.table import Group
 from opt_core._optimizer import Optimizer
-from opt_core._selection import Selection, has_shape, select
 
 
 class GroupNorms(flax.struct.PyTreeNode):

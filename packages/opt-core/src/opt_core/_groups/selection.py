@@ -10,8 +10,9 @@ from typing import Any
 import jax
 from flax.core import FrozenDict
 
-from opt_core._groups import Group, Leaf, LogicalAxes, Names, assign, matched
-from opt_core._paths import children, flatten_with_paths, path_names, path_str
+from opt_core._groups.patterns import Leaf, LogicalAxes, matched
+from opt_core._groups.table import Frozen, Group, assign
+from opt_core._paths import Names, children, flatten_with_paths, path_names, path_str
 from opt_core.errors import GroupError
 
 _DICTS = (dict, OrderedDict, FrozenDict)
@@ -210,7 +211,7 @@ def positions_of(pattern: Any, tree: Any, axes: LogicalAxes | None) -> frozenset
 
 
 def _part(group: Group, position: int, skeleton: Any, owners: Mapping[Names, int]) -> Part:
-    holes = not group.is_frozen and getattr(group.definition, "whole_tree", False)
+    holes = not isinstance(group.definition, Frozen) and group.definition.whole_tree
     tree = prune(
         skeleton,
         lambda names: owners[names] == position if names in owners else None,

@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 
-from opt_core._groups import Group, LogicalAxes
+from opt_core._groups.patterns import LogicalAxes
+from opt_core._groups.selection import Selection, has_shape, select
+from opt_core._groups.table import Group
 from opt_core._paths import path_str
-from opt_core._selection import Selection, has_shape, select
 from opt_core.errors import GroupError
 
 _KEPT = 8

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from opt_core._changes import leaf_path, listed
-from opt_core._groups import Names
-from opt_core._pairing import TRAINED, Made, Pair, Side, has_window, is_recorded, made_of
-from opt_core._placement import value_of
-from opt_core._state_description import Bearing, LeafDescription, TransformationDescription
+from opt_core._description.values import Bearing, LeafDescription, TransformationDescription
+from opt_core._paths import Names
+from opt_core._surgery.changes import leaf_path, listed
+from opt_core._surgery.pairing import TRAINED, Made, Pair, Side, has_window, is_recorded, made_of
+from opt_core._surgery.placement import value_of
 
 _ADVICE = "go on to the end of the window first"
 

@@ -1,7 +1,7 @@
-"""Parameter groups: which definition a leaf belongs to, decided by its path.
+"""Patterns: which leaves of a tree are meant.
 
-A group has a pattern. Patterns see paths, shapes, dtypes and logical axes, never values, so the
-same tree is divided the same way before, inside and after a compiled function.
+They see paths, shapes, dtypes and logical axes, never values, so the same tree is divided the same
+way before, inside and after a compiled function.
 """
 
 from __future__ import annotations
@@ -10,41 +10,18 @@ import dataclasses
 import enum
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
 from jax.sharding import PartitionSpec
 
-from opt_core._paths import flatten_with_paths, path_str
+from opt_core._paths import Names, flatten_with_paths, path_str
 from opt_core._state_dict import to_state_dict
 from opt_core.errors import GroupError
 
-if TYPE_CHECKING:
-    from opt_core._optimizer import OptimizerDef
-
-Names: TypeAlias = tuple[str, ...]
 LogicalAxes: TypeAlias = Mapping[Names, frozenset[str]]
-
-_LISTED = 50
-_ADVICE = (
-    "A pattern must match the whole path of a leaf. Every leaf needs exactly one group: make the "
-    "patterns disjoint, or say `rest=FROZEN` or `rest=` a definition."
-)
-
-
-class Frozen(enum.Enum):
-    """The type of `FROZEN`."""
-
-    FROZEN = "frozen"
-
-    def __repr__(self) -> str:
-        return "FROZEN"
-
-
-FROZEN = Frozen.FROZEN
-"""In the place of a definition: these leaves have no state and are not updated."""
 
 
 class Rest(enum.Enum):
@@ -84,29 +61,6 @@ class But:
 
     def __str__(self) -> str:
         return f"{pattern_str(self.pattern)} but not {pattern_str(self.excluded)}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """One row of the table of groups.
-
-    Attributes:
-      name: what the group is called in overrides, reports and state dicts.
-      pattern: which leaves it has.
-      definition: how they are updated, or `FROZEN`.
-    """
-
-    name: str
-    pattern: Any
-    definition: OptimizerDef | Frozen
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether the group is not updated."""
-        return isinstance(self.definition, Frozen)
-
-    def __str__(self) -> str:
-        return f"`{self.name}` ({pattern_str(self.pattern)})"
 
 
 class Leaf:
@@ -254,71 +208,6 @@ def _traversed(traversal: Traversal, tree: Any, leaves: Sequence[Leaf]) -> froze
         tree = jax.tree.map(lambda i: leaves[i].info, to_state_dict(positions))
     selected = {id(leaf) for part in traversal.iterate(tree) for leaf in jax.tree.leaves(part)}
     return frozenset(i for i, x in enumerate(leaves) if id(x.info) in selected)
-
-
-def assign(
-    groups: Sequence[Group],
-    tree: Any,
-    leaves: Sequence[Leaf],
-    axes: LogicalAxes | None,
-    *,
-    allow_unused: bool = False,
-) -> list[int]:
-    """Returns the position of the group of every leaf.
-
-    Args:
-      groups: the table; at most one pattern is `REST`.
-      tree: the parameters' containers with `leaves[i].info` as leaves.
-      leaves: the same leaves, in order.
-      axes: logical axes by path, if known.
-      allow_unused: whether a traversal may match nothing, as in Flax and T5X. Any other pattern is
-        written for this package, and a typing error in it must not pass.
-
-    Raises:
-      GroupError: a leaf is matched twice or never, or a pattern matches nothing; lists them all.
-    """
-    found = [
-        frozenset[int]() if isinstance(g.pattern, Rest) else matched(g.pattern, tree, leaves, axes)
-        for g in groups
-    ]
-    rest = next((i for i, g in enumerate(groups) if isinstance(g.pattern, Rest)), None)
-    owners: list[int] = []
-    problems: list[str] = []
-    for position, leaf in enumerate(leaves):
-        own = [i for i, matches in enumerate(found) if position in matches]
-        if not own and rest is not None:
-            own = [rest]
-        if len(own) != 1:
-            names = " and ".join(str(groups[i]) for i in own)
-            problems.append(f"`{leaf.path}` is matched by " + (names or "no group"))
-        owners.append(own[0] if own else -1)
-    for group, matches in zip(groups, found, strict=True):
-        may_be_unused = allow_unused and isinstance(group.pattern, Traversal)
-        if not matches and not may_be_unused and not isinstance(group.pattern, Rest):
-            problems.append(f"{group} matches no parameter" + _hint(group.pattern, leaves))
-    if problems:
-        raise GroupError(_message(problems))
-    return owners
-
-
-def _hint(pattern: Any, leaves: Sequence[Leaf]) -> str:
-    if not isinstance(pattern, str | re.Pattern):
-        return ""
-    found = sum(1 for leaf in leaves if re.search(pattern, leaf.path))
-    return f"; a part of the path matches for {found}: write '.*' around it" if found else ""
-
-
-def _message(problems: Sequence[str]) -> str:
-    listed = [f"  {line}" for line in problems[:_LISTED]]
-    if len(problems) > _LISTED:
-        listed.append(f"  ... and {len(problems) - _LISTED} more")
-    return "\n".join(
-        [
-            "the groups do not divide the parameters:",
-            *listed,
-            _ADVICE,
-        ]
-    )
 
 
 def logical_axes_by_path(param_axes: Any) -> dict[Names, frozenset[str]]:

@@ -13,17 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from opt_core._groups import Names
-from opt_core._json_settings import json_settings
-from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
-from opt_core._paths import flatten_with_paths
-from opt_core._roles import Role, roles
-from opt_core._state_description import (
+from opt_core._description.roles import Role, roles
+from opt_core._description.values import (
     LeafDescription,
     LeafRole,
     StateDescription,
     TransformationDescription,
 )
+from opt_core._json_settings import json_settings
+from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
+from opt_core._paths import Names, flatten_with_paths
 from opt_core.errors import DescriptionError
 from opt_core.protocols import DerivesLogicalAxes, DescribesState
 
