@@ -453,7 +453,7 @@ class Examples(Momentum):
     def takes_per_example_grads(self, params: Any, state: OptimizerState, grads: Any) -> bool:
         del state
         ranks = [jax.tree.map(jnp.ndim, tree) for tree in (params, grads)]
-        return ranks[1] == jax.tree.map(lambda n: n + 1, ranks[0])
+        return bool(ranks[1] == jax.tree.map(lambda n: n + 1, ranks[0]))
 
     def apply_gradient(
         self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
