@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opt_core import children, flatten_with_paths, path_str
+import jax
+import numpy as np
+from opt_core import Optimizer, children, flatten_with_paths, path_str
 
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._naming.schema import LeafInfo, Names
@@ -18,6 +20,7 @@ from opt_checkpoint.errors import ForeignError
 # What a program calls the parameters that it trains, where it has a copy of them besides.
 _PARAMS = ("params", "model", "target", "0")
 _VALUE = ("value",)
+STEP = "state/step"
 _LISTED = 6
 
 
@@ -58,9 +61,9 @@ def find(
     """
     left = set(shapes)
     infos = named.schema.leaves
-    state = [info for info in infos if info.kind == "state" and info.name != "state/step"]
+    state = [info for info in infos if info.kind == "state" and info.name != STEP]
     found: dict[str, Names] = {}
-    spellings = list(_state_paths(view.optimizer.state.param_states))
+    spellings = list(_state_paths(view.optimizer))
     at = _only(folder, "state", [_parts(paths, left) for paths in spellings], spellings[0], left)
     if at is not None:
         for paths in spellings:
@@ -83,16 +86,26 @@ def find(
         if len(near_steps) > 1:
             shown = ", ".join(f"`{path_str(key)}`" for key in near_steps)
             raise ForeignError(f"`{folder}`: several leaves may be the step: {shown}")
-        found["state/step"] = near_steps[0]
+        found[STEP] = near_steps[0]
     left -= set(found.values())
     _check_shapes(folder, infos, found, shapes)
     return Found(found, tuple(sorted(left)))
 
 
-def _state_paths(state: Any) -> Iterator[list[Names]]:
-    """The paths of the leaves of a state: by fields, and by their positions."""
+def _state_paths(optimizer: Optimizer) -> Iterator[list[Names]]:
+    """The paths of the leaves of a state: by fields, by positions, and as in a state dict."""
+    state = optimizer.state.param_states
     yield [names for names, leaf in flatten_with_paths(state) if leaf is not None]
     yield list(_indexed(state, ()))
+    # In a state dict, groups share one tree by parameter. Objects of no value stand for the leaves.
+    leaves, structure = jax.tree.flatten(optimizer.state)
+    marks = [jax.ShapeDtypeStruct(np.shape(leaf), np.float32) for leaf in leaves]
+    marked = optimizer.replace(state=jax.tree.unflatten(structure, marks))
+    saved = marked.state_dict()["state"].get("param_states", {})
+    places = {id(leaf): names for names, leaf in flatten_with_paths(saved)}
+    own = jax.tree.leaves(marked.state.param_states)
+    if all(id(mark) in places for mark in own):
+        yield [places[id(mark)] for mark in own]
 
 
 def _indexed(node: Any, at: Names) -> Iterator[Names]:
