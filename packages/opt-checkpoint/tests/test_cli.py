@@ -472,7 +472,7 @@ def test_tables_fit_the_terminal(cli: Cli, tmp_path: Path, monkeypatch: pytest.M
             ("plan", "deep", "job:sgd", "--all"),
             ("plan", "deep", "job:sgd", "--allow", "initialise"),
         ):
-            lines = cli(*command)[1].splitlines()
+            lines = [x for x in cli(*command)[1].splitlines() if str(tmp_path) not in x]
             assert max(map(len, lines)) <= columns, command
     monkeypatch.setenv("COLUMNS", "80")
     name = "state/adam/mu/decoder/layers_0/attention/query/kernel"

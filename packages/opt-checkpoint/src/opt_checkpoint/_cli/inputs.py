@@ -97,14 +97,12 @@ def find_steps(text: str) -> dict[str, Place]:
     if not os.path.isdir(text or "."):
         raise InputError(f"`{text:.200}` is no folder")
     root = Path(text)
-    names = {str(step): str(step) for step in list_steps(root)}
+    places = {str(n): Place(f"{text}@{n}", root / str(n), n) for n in list_steps(root)}
     for name in foreign_steps(root):
         if (root / name).is_dir() and (digits := re.search("[0-9]+$", name)):
-            names.setdefault(str(int(digits[0])), name)
-    return {
-        number: Place(f"{text}@{number}", root / name, int(number) if number == name else None)
-        for number, name in sorted(names.items(), key=lambda pair: int(pair[0]))
-    }
+            number = str(int(digits[0]))
+            places.setdefault(number, Place(f"{text}@{number}", root / name))
+    return {number: places[number] for number in sorted(places, key=int)}
 
 
 def check_new_step(root: str, step: int) -> None:

@@ -117,7 +117,8 @@ def _show(options: argparse.Namespace) -> int:
         return OK
     step = f"step {source.step}, " if isinstance(source, SavedStep) else ""
     size = amount(sum(map(leaf_bytes, schema.leaves)))
-    say(f"{source.path}: {step}{len(schema.leaves)} leaves, {size}")
+    say(f"{source.path}:")
+    say(f"{step}{len(schema.leaves)} leaves, {size}")
     versions = ", ".join(f"{name} {version}" for name, version in schema.versions.items())
     say_folded(f"written by {versions or 'another program'}")
     say_folded(f"optimizer: {_optimizer(source)}")
