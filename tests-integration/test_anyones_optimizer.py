@@ -129,8 +129,6 @@ def assert_placed(found: Any, on: Mesh) -> None:
         assert leaf.sharding.is_equivalent_to(NamedSharding(on, spec), leaf.ndim), name
 
 
-# When the read of one leaf fails, Orbax drops those of the others where they are.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_resumes_on_another_mesh(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

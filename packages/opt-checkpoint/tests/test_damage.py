@@ -25,9 +25,6 @@ from opt_checkpoint.errors import (
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
-# When the read of one leaf fails, Orbax drops those of the others where they are.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 
 @pytest.fixture
 def step(tmp_path: Path) -> Path:
@@ -64,12 +61,14 @@ def outcome(step: Path) -> str:
     return "exact"
 
 
-def test_e1_single_bit_flips(step: Path) -> None:
-    """1,000 single-bit flips over all files: each raises or is exact."""
-    rng = random.Random(0)
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("seed", range(10))
+def test_e1_single_bit_flips(step: Path, seed: int) -> None:
+    """100 single-bit flips over all files: each raises or is exact."""
+    rng = random.Random(seed)
     targets = [path for path in files(step) if path.stat().st_size]
     outcomes = {"raised": 0, "exact": 0}
-    for i in range(1000):
+    for i in range(100):
         path = targets[i % len(targets)]
         data = path.read_bytes()
         flipped = bytearray(data)
@@ -78,7 +77,7 @@ def test_e1_single_bit_flips(step: Path) -> None:
         path.write_bytes(flipped)
         outcomes[outcome(step)] += 1
         path.write_bytes(data)
-    assert outcomes["raised"] > 200  # Some files are not read at all.
+    assert outcomes["raised"] > 20  # Some files are not read at all.
     assert outcome(step) == "exact"
 
 
