@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
-from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
+from orbax.checkpoint.future import Future
 
-from opt_checkpoint._disk.manifest import FILE_NAME
+from opt_checkpoint._disk.orbax import ManifestHandler, ManifestSave
 from opt_checkpoint._disk.processes import are_equal, is_first, together
 from opt_checkpoint._disk.saved_step import SavedStep
 from opt_checkpoint._disk.saving import Saving
@@ -57,22 +57,20 @@ class OptimizerHandler(ocp.AsyncCheckpointHandler):
 
     def __init__(self) -> None:
         self._arrays = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
+        self._manifest = ManifestHandler()
 
     async def async_save(self, directory: Any, args: OptimizerSave) -> list[Future]:
         """Copies the arrays off the devices, and starts to write them and the manifest."""
         saving = _prepare(directory, args.target)
-
-        async def write() -> None:
-            _write_manifest(directory, saving)
-
-        arrays = await self._arrays.async_save(directory, args=ocp.args.PyTreeSave(saving.tree()))
-        return [*(arrays or []), CommitFutureAwaitingContractedSignals(write(), name="manifest")]
+        tree = ocp.args.PyTreeSave(saving.tree())
+        arrays = await self._arrays.async_save(directory, args=tree)
+        return [*(arrays or []), *await self._manifest.async_save(directory, _manifest(saving))]
 
     def save(self, directory: Any, args: OptimizerSave) -> None:
         """Writes the arrays and the manifest."""
         saving = _prepare(directory, args.target)
         self._arrays.save(directory, args=ocp.args.PyTreeSave(saving.tree()))
-        _write_manifest(directory, saving)
+        self._manifest.save(directory, _manifest(saving))
 
     def restore(self, directory: Any, args: OptimizerRestore | None = None) -> Any:
         """Returns the restored target, or the item as a source of plans where none is given."""
@@ -85,6 +83,7 @@ class OptimizerHandler(ocp.AsyncCheckpointHandler):
     def finalize(self, directory: Any) -> None:
         """Merges what the processes have written."""
         self._arrays.finalize(directory)
+        self._manifest.finalize(directory)
 
     def close(self) -> None:
         """Closes the handler of the arrays."""
@@ -140,12 +139,15 @@ class OptimizerHandlerV1:
         """Copies the arrays off the devices; what it returns writes them and the manifest."""
         from orbax.checkpoint.experimental import v1  # takes a second
 
-        saving = _prepare(directory.path, checkpointable)
+        saving, manifest = _prepare(directory.path, checkpointable), ManifestHandler()
         arrays = await v1.handlers.PyTreeHandler().save(directory, saving.tree())
 
         async def write() -> None:
-            await arrays
-            _write_manifest(await directory.await_creation(), saving)
+            folder = await directory.await_creation()
+            manifest.save(folder, _manifest(saving))
+            await arrays  # until every process has come so far
+            if is_first():
+                manifest.finalize(folder)
 
         return write()
 
@@ -205,9 +207,8 @@ def _named(target: Any) -> NamedState:
     return named_view(view)
 
 
-def _write_manifest(directory: Any, saving: Saving) -> None:
-    if is_first():
-        (Path(directory) / FILE_NAME).write_bytes(saving.encode())
+def _manifest(saving: Saving) -> ManifestSave:
+    return ManifestSave(saving.encode)
 
 
 def _open(directory: Any) -> SavedStep:
