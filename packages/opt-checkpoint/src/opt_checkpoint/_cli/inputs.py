@@ -27,6 +27,10 @@ from opt_checkpoint.errors import ForeignError, LoadError
 
 # Of a number that someone typed.
 _DIGITS = 18
+ACTIONS = (
+    "initialise, keep, drop, cast, reshape, rename:SOURCE, stack:SOURCE[:AXIS], "
+    "unstack:SOURCE:INDEX[:AXIS] or pad:AXIS:SIZE"
+)
 
 
 class InputError(Exception):
@@ -201,28 +205,22 @@ def parse_rule(text: str) -> Rule:
       ('state/.*', 'drop')
     """
     pattern, equals, action = text.rpartition("=")
-    word, *rest = action.split(":")
+    word, *given = action.split(":")
     if not (equals and pattern and word):
         raise InputError(f"`--rule` must be PATTERN=ACTION, found `{text:.200}`")
-    match word, rest:
+    values: list[Any] = [int(x) if _is_integer(x) else x for x in given]
+    match word, values:
         case ("initialise" | "keep" | "drop" | "cast" | "reshape") as plain, []:
             return pattern, plain
-        case "rename", [source]:
-            return pattern, Rename(source)
-        case "stack", [source]:
-            return pattern, Stack(source)
-        case "stack", [source, axis] if _is_integer(axis):
-            return pattern, Stack(source, int(axis))
-        case "unstack", [source, index] if _is_index(index):
-            return pattern, Unstack(source, index)
-        case "unstack", [source, index, axis] if _is_index(index) and _is_integer(axis):
-            return pattern, Unstack(source, index, int(axis))
-        case "pad", [axis, size] if _is_integer(axis) and _is_integer(size) and size[0] != "-":
-            return pattern, Pad(int(axis), int(size))
-    raise InputError(
-        f"`--rule`: expected initialise, keep, drop, cast, reshape, rename:SOURCE, "
-        f"stack:SOURCE[:AXIS], unstack:SOURCE:INDEX[:AXIS] or pad:AXIS:SIZE, found `{action:.200}`"
-    )
+        case "rename", [_]:
+            return pattern, Rename(given[0])
+        case "stack", [_] | [_, int()]:
+            return pattern, Stack(given[0], *values[1:])
+        case "unstack", [_, _] | [_, _, int()] if not given[1].isdecimal() or _is_integer(given[1]):
+            return pattern, Unstack(given[0], given[1], *values[2:])
+        case "pad", [int(), int(size)] if size >= 0:
+            return pattern, Pad(*values)
+    raise InputError(f"`--rule`: expected {ACTIONS}, found `{action:.200}`")
 
 
 def parse_writers(texts: Sequence[str]) -> str | dict[str, str] | None:
@@ -248,11 +246,6 @@ def parse_writers(texts: Sequence[str]) -> str | dict[str, str] | None:
 def _is_integer(text: str) -> bool:
     digits = text.removeprefix("-")
     return digits.isdecimal() and len(digits) <= _DIGITS
-
-
-def _is_index(text: str) -> bool:
-    """Whether it may be one: digits, or a group of the pattern that has them."""
-    return not text.isdecimal() or len(text) <= _DIGITS
 
 
 @contextlib.contextmanager

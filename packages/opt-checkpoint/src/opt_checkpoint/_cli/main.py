@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 
 from opt_checkpoint._cli.inputs import (
+    ACTIONS,
     InputError,
     check_new_step,
     find_checkpoints,
@@ -32,10 +34,10 @@ from opt_checkpoint._cli.text import (
     say_folded,
     say_table,
 )
-from opt_checkpoint._disk import digest as _digest
 from opt_checkpoint._disk.checkpointer import Checkpointer
 from opt_checkpoint._disk.foreign import ForeignStep, open_foreign
 from opt_checkpoint._disk.saved_step import SavedStep
+from opt_checkpoint._disk.storage import Record
 from opt_checkpoint._legacy.restore import restore_legacy
 from opt_checkpoint._naming.schema import LeafInfo
 from opt_checkpoint._planning.apply import abstract
@@ -112,7 +114,7 @@ def _show(options: argparse.Namespace) -> int:
     schema = source.schema
     metadata = source.metadata if isinstance(source, SavedStep) else None
     if options.json:
-        scalars = {x.name: _scalar(source, x) for x in schema.leaves if x.dtype == "python"}
+        scalars = {x.name: _record(source, x).scalar for x in schema.leaves if x.dtype == "python"}
         print(json.dumps(schema.to_data() | {"metadata": metadata, "scalars": scalars}))
         return OK
     step = f"step {source.step}, " if isinstance(source, SavedStep) else ""
@@ -132,7 +134,7 @@ def _show(options: argparse.Namespace) -> int:
             str(list(leaf.shape)),
             leaf.dtype,
             amount(leaf_bytes(leaf)),
-            _digest_of(source, leaf.name),
+            _record(source, leaf).digest or "",
             _value(source, leaf),
         ]
         for leaf in schema.leaves
@@ -162,7 +164,7 @@ def _differences(old: SavedStep | ForeignStep, new: SavedStep | ForeignStep) -> 
         elif _described(before[name]) != _described(after[name]):
             yield f"- {_described(before[name])}"
             yield f"+ {_described(after[name])}"
-        elif _bits(old, before[name]) != _bits(new, after[name]):
+        elif _differ(old, new, before[name]):
             values = (_value(old, before[name]), _value(new, after[name]))
             yield f"~ {name}: {' -> '.join(values) if all(values) else 'other values'}"
 
@@ -262,31 +264,28 @@ def _optimizer(source: SavedStep | ForeignStep) -> str:
     return ", ".join(names) or "unknown"
 
 
-def _scalar(source: SavedStep | ForeignStep, leaf: LeafInfo) -> Any:
-    """A Python scalar among the extras."""
-    return source.manifest.records[leaf.name].scalar if isinstance(source, SavedStep) else None
+def _record(source: SavedStep | ForeignStep, leaf: LeafInfo) -> Record:
+    """What a manifest says of a leaf: nothing where there is none."""
+    return source.manifest.records[leaf.name] if isinstance(source, SavedStep) else Record("array")
 
 
 def _value(source: SavedStep | ForeignStep, leaf: LeafInfo) -> str:
     """The value of a leaf where the schema or the manifest has it, otherwise nothing."""
     if leaf.dtype == "python":
-        return repr(_scalar(source, leaf))
+        return repr(_record(source, leaf).scalar)
     return "" if leaf.value is None else str(leaf.value)
 
 
-def _digest_of(source: SavedStep | ForeignStep, name: str) -> str:
-    return source.manifest.records[name].digest or "" if isinstance(source, SavedStep) else ""
-
-
-def _bits(source: SavedStep | ForeignStep, leaf: LeafInfo) -> tuple[str, str]:
-    """What is equal where two leaves are, to the bit; `1`, `1.0` and `True` are three values."""
-    if isinstance(source, SavedStep):
-        return _digest_of(source, leaf.name), repr(_scalar(source, leaf))
-    if 0 in leaf.shape:
-        return "", "None"
-    read = source.read({leaf.name: abstract(leaf)})[leaf.name]
-    read = jax.random.key_data(read) if leaf.is_key else read
-    return _digest.to_hex(_digest.digest(read)), "None"
+def _differ(old: SavedStep | ForeignStep, new: SavedStep | ForeignStep, leaf: LeafInfo) -> bool:
+    """Whether two leaves of one shape and dtype differ in a bit; `1`, `1.0` and `True` do."""
+    if isinstance(old, SavedStep) and isinstance(new, SavedStep):
+        first, second = _record(old, leaf), _record(new, leaf)
+        return (first.digest, repr(first.scalar)) != (second.digest, repr(second.scalar))
+    bits = []
+    for source in (old, new):
+        read = source.read({leaf.name: abstract(leaf)})[leaf.name]
+        bits.append(np.asarray(jax.random.key_data(read) if leaf.is_key else read).tobytes())
+    return bits[0] != bits[1]
 
 
 def _described(leaf: LeafInfo) -> str:
@@ -340,8 +339,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PATTERN=ACTION",
-        help="what to do with leaves: initialise, keep, drop, cast, reshape, rename:SOURCE, "
-        "stack:SOURCE[:AXIS], unstack:SOURCE:INDEX[:AXIS], pad:AXIS:SIZE",
+        help=f"what to do with leaves: {ACTIONS}",
     )
     plan.add_argument("--all", action="store_true", help="a line for every leaf")
     plan.add_argument(

@@ -23,7 +23,6 @@ from opt_checkpoint._disk.foreign_stores import Store, Stored, open_store
 from opt_checkpoint._disk.processes import together
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
 from opt_checkpoint._disk.storage import data_sharding
-from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema
 from opt_checkpoint._planning.apply import abstract
 from opt_checkpoint._targets.named import named_view
@@ -59,11 +58,10 @@ class ForeignStep:
         stored = dict(self.made)
         with together():
             for item, store in self.stores.items():
-                names = {self.keys[n][1:]: n for n in wanted if self.keys.get(n, "")[:1] == (item,)}
-                if names:
-                    places = {at: _sharding(store.leaves[at], wanted[n]) for at, n in names.items()}
-                    read = store.read(places)
-                    stored |= {name: read[at] for at, name in names.items()}
+                at = {n: self.keys[n][1:] for n in wanted if self.keys.get(n, ("",))[0] == item}
+                places = {at[n]: _sharding(store.leaves[at[n]], wanted[n]) for n in at}
+                read = store.read(places) if places else {}
+                stored |= {name: read[key] for name, key in at.items()}
         return {name: _leaf(infos[name], stored[name], place) for name, place in wanted.items()}
 
 
@@ -112,7 +110,7 @@ def open_foreign(path: str | Path, *, written_by: Any = None) -> ForeignStep | S
         stores = _stores(folder)
         leaves = _leaves(stores)
         found = find(folder, view, named, {key: leaf.shape for key, leaf in leaves.items()})
-    return _with_counts(_opened(folder, stores, leaves, named, found))
+    return _with_counts(_opened(folder, stores, named.schema, found, under=("extra",)))
 
 
 def open_tree(folder: Path) -> ForeignStep:
@@ -124,38 +122,30 @@ def open_tree(folder: Path) -> ForeignStep:
       LoadError: it is not a checkpoint.
     """
     stores = _stores(folder)
-    leaves = _leaves(stores)
-    infos = {key: _extra(key, leaf, ()) for key, leaf in leaves.items()}
-    keys = {info.name: key for key, info in infos.items()}
-    return ForeignStep(folder, Schema(tuple(infos.values())), stores, keys)
+    return _opened(folder, stores, Schema(()), Found({}, tuple(_leaves(stores))), under=())
 
 
 def _opened(
-    folder: Path,
-    stores: Mapping[str, Store],
-    leaves: Mapping[Names, Stored],
-    named: NamedState,
-    found: Found,
+    folder: Path, stores: Mapping[str, Store], schema: Schema, found: Found, *, under: Names
 ) -> ForeignStep:
+    leaves = _leaves(stores)
     infos = [
         _info(info, leaves[found.keys[info.name]])
-        for info in named.schema.leaves
+        for info in schema.leaves
         if info.name in found.keys
     ]
-    others = {key: _extra(key, leaves[key], ("extra",)) for key in found.rest}
+    others = {}
+    for key in found.rest:
+        path = key[1:] if key[0] == _HERE else key
+        others[key] = LeafInfo((*under, *path), leaves[key].shape, leaves[key].dtype, "extra")
     keys = {**found.keys, **{info.name: key for key, info in others.items()}}
-    schema = dataclasses.replace(named.schema, leaves=(*infos, *others.values()), versions={})
+    schema = dataclasses.replace(schema, leaves=(*infos, *others.values()), versions={})
     return ForeignStep(folder, schema, stores, keys)
 
 
 def _info(info: LeafInfo, stored: Stored) -> LeafInfo:
     is_stored_so = not (info.is_key or info.name == STEP or stored.is_number)
     return dataclasses.replace(info, dtype=stored.dtype if is_stored_so else info.dtype, value=None)
-
-
-def _extra(key: Names, stored: Stored, under: Names) -> LeafInfo:
-    path = key[1:] if key[0] == _HERE else key
-    return LeafInfo((*under, *path), stored.shape, stored.dtype, "extra")
 
 
 def _with_counts(opened: ForeignStep) -> ForeignStep:
