@@ -429,7 +429,7 @@ def test_foreign_checkpoints_by_meaning(cli: Cli, theirs: Path) -> None:
     assert (code, out) == (2, "")
     assert "does not say which optimizer wrote it: give `--written-by" in err
     written_by = ("--written-by", "job:adam")
-    assert cli("plan", theirs, "job:adam", *written_by)[:2] == (0, "8 matched (7,244 bytes)\n")
+    assert cli("plan", theirs, "job:adam", *written_by)[:2] == (0, "8 kept (7,244 bytes)\n")
     code, out, _ = cli("plan", theirs, "job:sgd", *written_by)
     assert (code, "!+ state/trace/trace/w" in out) == (1, True)
     code, out, _ = cli("show", theirs, *written_by)
@@ -453,7 +453,7 @@ def test_what_a_handler_wrote_needs_no_function(cli: Cli, tmp_path: Path) -> Non
         manager.save(4, args=ocp.args.Composite(**items))
     assert cli("ls", "run")[1].splitlines()[1].split() == ["4", "8", "7.1", "KiB", "adam,", "scale"]
     assert cli("verify", "run")[1] == "run@4: ok, 8 leaves\n"
-    assert cli("plan", "run/4", "job:adam")[:2] == (0, "8 matched (7,244 bytes)\n")
+    assert cli("plan", "run/4", "job:adam")[:2] == (0, "8 kept (7,244 bytes)\n")
     assert "state/adam/mu/w" in cli("show", "run/4/optimizer")[1]
 
 
