@@ -27,7 +27,7 @@ from opt_checkpoint import Checkpointer
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PROGRAM = EXAMPLES / "train_lm.py"
-STEPS = 300
+STEPS = 220
 TINY = [
     *("--layers=1", "--d-model=16", "--heads=2", "--batch-size=8", "--sequence-length=16"),
     *(f"--steps={STEPS}", "--checkpoint-every=40", "--sample-bytes=20"),
@@ -381,7 +381,7 @@ BAD = {
     "other steps": (["--resume=whole", "--steps=99"], "--steps is 300 there, not 99"),
     "rate on resume": (["--resume=whole", "--learning-rate=nan"], "--learning-rate must be"),
     "other text": (["--resume=other_text"], "is not (any more) the text"),
-    "other checkpoint": (["--resume=other_checkpoint"], "of another configuration: 34 matched"),
+    "other checkpoint": (["--resume=other_checkpoint"], "of another configuration: 34 kept"),
     "damaged checkpoints": (["--resume=damaged"], "every checkpoint of damaged is damaged"),
     "old checkpoint": (["--resume=old"], "old/checkpoint.msgpack is of an older version"),
     "no process": (["--processes=0"], "--processes must be at least 1; got 0"),

@@ -173,12 +173,12 @@ def test_python_scalars_go_through_every_command(cli: Cli, extras: Path) -> None
     assert cli("diff", first, first) == (0, "", "")
     assert cli("diff", first, extras) == (1, "~ extra/position: 17 -> 18\n", "")
     code, out, _ = cli("plan", first, "job:adam", "--all")
-    assert (code, out.splitlines()[-1]) == (0, "8 matched (7,244 bytes)")
+    assert (code, out.splitlines()[-1]) == (0, "8 kept (7,244 bytes)")
 
 
 def test_plan_says_whether_it_fits(cli: Cli, root: Path) -> None:
     code, out, err = cli("plan", root, "job:adam")
-    assert (code, out) == (0, "8 matched (7,244 bytes)\n")
+    assert (code, out) == (0, "8 kept (7,244 bytes)\n")
     assert "noise" in err
     code, out, _ = cli("plan", root, "job:sgd")
     assert code == 1
@@ -192,7 +192,7 @@ def test_plan_says_whether_it_fits(cli: Cli, root: Path) -> None:
 
 
 def test_plan_takes_everyones_optimizer(cli: Cli, root: Path) -> None:
-    assert cli("plan", root, "job:plain")[:2] == (0, "8 matched (7,244 bytes)\n")
+    assert cli("plan", root, "job:plain")[:2] == (0, "8 kept (7,244 bytes)\n")
     code, out, _ = cli("plan", root, "job:nnx_pair")
     assert code == 1
     assert "!+ state/adam/mu/kernel float32[30, 20]" in out
@@ -206,7 +206,7 @@ def test_plan_takes_rules(cli: Cli, root: Path) -> None:
     code, out, _ = cli(*arguments, "drop", "--rule", moments, "--all")
     assert code == 0
     (line,) = [line for line in out.splitlines() if line.startswith("state/trace/trace/w")]
-    assert line.split()[4:] == ["converted", "state/adam/mu/w"]
+    assert line.split()[4:] == ["renamed", "state/adam/mu/w"]
 
 
 def test_plan_of_a_new_parameter_needs_its_value(cli: Cli, root: Path) -> None:
@@ -429,7 +429,7 @@ def test_foreign_checkpoints_by_meaning(cli: Cli, theirs: Path) -> None:
     assert (code, out) == (2, "")
     assert "does not say which optimizer wrote it: give `--written-by" in err
     written_by = ("--written-by", "job:adam")
-    assert cli("plan", theirs, "job:adam", *written_by)[:2] == (0, "8 matched (7,244 bytes)\n")
+    assert cli("plan", theirs, "job:adam", *written_by)[:2] == (0, "8 kept (7,244 bytes)\n")
     code, out, _ = cli("plan", theirs, "job:sgd", *written_by)
     assert (code, "!+ state/trace/trace/w" in out) == (1, True)
     code, out, _ = cli("show", theirs, *written_by)
@@ -453,7 +453,7 @@ def test_what_a_handler_wrote_needs_no_function(cli: Cli, tmp_path: Path) -> Non
         manager.save(4, args=ocp.args.Composite(**items))
     assert cli("ls", "run")[1].splitlines()[1].split() == ["4", "8", "7.1", "KiB", "adam,", "scale"]
     assert cli("verify", "run")[1] == "run@4: ok, 8 leaves\n"
-    assert cli("plan", "run/4", "job:adam")[:2] == (0, "8 matched (7,244 bytes)\n")
+    assert cli("plan", "run/4", "job:adam")[:2] == (0, "8 kept (7,244 bytes)\n")
     assert "state/adam/mu/w" in cli("show", "run/4/optimizer")[1]
 
 
@@ -509,4 +509,4 @@ def test_runs_as_a_module_and_as_a_script(start: list[str], root: Path, tmp_path
         command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stderr) == (0, "noise\n")
-    assert done.stdout.startswith("8 matched")
+    assert done.stdout.startswith("8 kept")

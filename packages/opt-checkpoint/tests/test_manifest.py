@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from checkpoint_testing import small_state, state
-from opt_checkpoint import LeafInfo, Schema, Transformation
+from opt_checkpoint import LeafInfo, Schema
 from opt_checkpoint._disk.manifest import Limits, Manifest, canonical_json
 from opt_checkpoint._disk.saving import Saving, extra_leaves
 from opt_checkpoint._disk.storage import decode as decode_leaf
@@ -20,6 +20,7 @@ from opt_checkpoint.errors import (
     LoadError,
     VersionError,
 )
+from opt_core import TransformationDescription
 
 
 def written(metadata: Any = None) -> bytes:
@@ -40,7 +41,7 @@ def decode(data: bytes, **options: Any) -> Manifest:
 def test_read_again() -> None:
     schema = Schema(
         leaves=(LeafInfo(("state", "x"), (2, 0), "float32", "state", ("x",), axes=("a", None)),),
-        optimizer=(Transformation("adam", ("g",), {"b1": 0.9, "eps": float("inf")}),),
+        optimizer=(TransformationDescription("adam", 1, ("g",), {"b1": 0.9, "eps": float("inf")}),),
         groups={"g": (("x",),)},
         versions={"jax": "0.10.2"},
     )
@@ -71,8 +72,8 @@ def test_b9_newer_format() -> None:
         (b"[]", LoadError, "expected a mapping, found list"),
         (b"{}", LoadError, "expected `format_version`"),
         (b'{"format_version":true}', LoadError, "expected `format_version`"),
-        (b'{"format_version":1,"format_version":1}', DamagedError, "a key stands twice"),
-        (b'{"format_version":1,"sha256":"0","manifest":{}}', DamagedError, "SHA-256"),
+        (b'{"format_version":2,"format_version":2}', DamagedError, "a key stands twice"),
+        (b'{"format_version":2,"sha256":"0","manifest":{}}', DamagedError, "SHA-256"),
         (b'{"format_version":' + b"9" * 5000 + b"}", DamagedError, "no JSON"),
         (b"[" * 100_000, LoadError, "nested too deeply"),
         (b'{"a":' * 100_000, LoadError, "nested too deeply"),

@@ -16,7 +16,6 @@ from opt_checkpoint._naming.schema import (
     LeafInfo,
     Schema,
     Source,
-    Transformation,
     leaf_name,
     leaf_path,
 )
@@ -27,7 +26,7 @@ from opt_checkpoint._planning.adafactor_rules import (
     OPTAX_MOMENTUM_FROM_ADAFACTOR,
 )
 from opt_checkpoint._planning.match import plan_restore
-from opt_checkpoint._planning.plan import Dropped, Plan, Row
+from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.rules import Map, Pad, Rename, Rule, Stack, Unstack
 from opt_checkpoint._targets.named import named_state, restore_named
 from opt_checkpoint._targets.training_state import TrainingState
@@ -51,7 +50,6 @@ __all__ = [
     "OPTAX_FROM_ADAFACTOR",
     "OPTAX_MOMENTUM_FROM_ADAFACTOR",
     "Checkpointer",
-    "Dropped",
     "LeafInfo",
     "Map",
     "NamedState",
@@ -70,7 +68,6 @@ __all__ = [
     "Stack",
     "StepReport",
     "TrainingState",
-    "Transformation",
     "Unstack",
     "errors",
     "flax_optim_equivalent",

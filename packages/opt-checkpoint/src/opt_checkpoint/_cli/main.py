@@ -40,7 +40,7 @@ from opt_checkpoint._disk.saved_step import SavedStep
 from opt_checkpoint._disk.storage import Record
 from opt_checkpoint._legacy.restore import restore_legacy
 from opt_checkpoint._naming.schema import LeafInfo
-from opt_checkpoint._planning.apply import abstract
+from opt_checkpoint._planning.functions import abstract
 from opt_checkpoint._planning.match import plan_restore
 from opt_checkpoint._planning.plan import leaf_bytes
 from opt_checkpoint._planning.rules import KINDS
@@ -258,7 +258,7 @@ def _latest(text: str, options: argparse.Namespace) -> SavedStep | ForeignStep:
 
 def _optimizer(source: SavedStep | ForeignStep) -> str:
     names = []
-    for found in source.schema.optimizer:
+    for found in source.schema.transformations:
         group = "/".join(found.group)
         names.append(f"{group}:{found.name}" if group else found.name)
     return ", ".join(names) or "unknown"

@@ -24,7 +24,7 @@ from opt_checkpoint._disk.processes import together
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
 from opt_checkpoint._disk.storage import data_sharding
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema
-from opt_checkpoint._planning.apply import abstract
+from opt_checkpoint._planning.functions import abstract
 from opt_checkpoint._targets.named import named_view
 from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import ForeignError, LoadError, MissingError

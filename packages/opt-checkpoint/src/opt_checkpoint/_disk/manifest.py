@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from opt_checkpoint._disk.storage import Record, check, is_readable
-from opt_checkpoint._naming.format_1 import schema_of_format_1
 from opt_checkpoint._naming.schema import LeafInfo, Schema
 from opt_checkpoint.errors import (
     DamagedError,
@@ -93,7 +92,7 @@ class Manifest:
         """
         whole = _parse(data, where, limits or Limits())
         version = whole.get("format_version")
-        if type(version) is not int or version < 1:
+        if type(version) is not int or version < FORMAT_VERSION:
             raise LoadError(f"`{where}`: expected `format_version`, found none: it is no manifest")
         if version > FORMAT_VERSION:
             raise VersionError(
@@ -103,17 +102,16 @@ class Manifest:
         body = whole.get("manifest")
         if hashlib.sha256(_canonical(body)).hexdigest() != whole.get("sha256"):
             raise DamagedError(f"`{where}`: its SHA-256 is not the one written in it: damaged")
-        return cls._from_data(body, where, version)
+        return cls._from_data(body, where)
 
     @classmethod
-    def _from_data(cls, body: Any, where: str, version: int) -> Manifest:
+    def _from_data(cls, body: Any, where: str) -> Manifest:
         if not isinstance(body, dict) or body.keys() != {"step", "schema", "records", "metadata"}:
             raise LoadError(f"`{where}`: expected the parts of a manifest, found others")
         step, records = body["step"], body["records"]
         if type(step) is not int or step < 0:
             raise LoadError(f"`{where}`: expected a step from 0 on, found {step!r:.40}")
-        read = schema_of_format_1 if version == 1 else Schema.from_data
-        schema = read(body["schema"])
+        schema = Schema.from_data(body["schema"])
         if not isinstance(records, list) or len(records) != len(schema.leaves):
             raise LoadError(
                 f"`{where}`: expected {len(schema.leaves)} records, as many as leaves, found "
