@@ -197,7 +197,7 @@ def test_two_optimizers_in_one_step(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class WithStats(TrainState):  # type: ignore[misc]
+    class WithStats(TrainState):
         stats: Any = struct.field(default=None)
 
     # In the background, Orbax's threads would wait for the folder of what was not saved.
@@ -209,7 +209,8 @@ def test_what_cannot_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         ):
             with pytest.raises(error):
                 manager.save(1, args=ocp.args.Composite(optimizer=OptimizerSave(wrong)))
-    state = WithStats.create(apply_fn=len, params=params(), tx=optax.sgd(0.1), stats=jnp.ones(2))
+    create: Any = WithStats.create
+    state = create(apply_fn=len, params=params(), tx=optax.sgd(0.1), stats=jnp.ones(2))
     with caplog.at_level(logging.WARNING, "opt_checkpoint"):
         save(tmp_path / "stats", 1, target=state)
     assert "`stats` is not saved" in caplog.text
