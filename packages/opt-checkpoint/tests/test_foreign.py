@@ -29,6 +29,7 @@ from opt_checkpoint import (
     plan_restore,
 )
 from opt_core import MultiOptimizer
+from orbax.checkpoint.experimental import v1
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -96,18 +97,23 @@ def item(folder: Path, tree: Any) -> Path:
     return manager(folder, tree) / "default"
 
 
-def state_item(folder: Path, tree: Any) -> Path:
+def state_item(folder: Path, tree: Any, name: str = "state") -> Path:
     with ocp.CheckpointManager(folder / "run") as writer:
-        writer.save(
-            5,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(tree), about=ocp.args.JsonSave({"a": 1})
-            ),
-        )
+        items = {name: ocp.args.PyTreeSave(tree), "about": ocp.args.JsonSave({"a": 1})}
+        writer.save(5, args=ocp.args.Composite(**items))
     return folder / "run/5"
 
 
-WRITERS = [standard, pytree, manager, item, state_item]
+def maxtext(folder: Path, tree: Any) -> Path:
+    return state_item(folder, tree, "items")
+
+
+def orbax_v1(folder: Path, tree: Any) -> Path:
+    v1.save(folder / "saved", tree)
+    return folder / "saved"
+
+
+WRITERS = [standard, pytree, manager, item, state_item, maxtext, orbax_v1]
 TREES: dict[str, Callable[[], Any]] = {
     "TrainState": of_flax,
     "in a dict": lambda: {"train": of_flax(), "epoch": 9},

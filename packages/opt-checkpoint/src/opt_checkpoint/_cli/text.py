@@ -11,8 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from opt_checkpoint._naming.schema import LeafInfo
-from opt_checkpoint._planning.plan import Plan
+from opt_checkpoint._planning.plan import Plan, Row
 
 
 def printable(text: str) -> str:
@@ -88,31 +87,23 @@ def one_line(error: object) -> str:
 
 def printable_plan(plan: Plan[Any]) -> Plan[Any]:
     """Returns a plan to be shown, with printable names; it is not one to be applied."""
-    rows = (
-        dataclasses.replace(
-            row,
-            leaf=_leaf(row.leaf),
-            sources=tuple(map(printable, row.sources)),
-            note=printable(row.note),
-            problem=printable(row.problem),
+
+    def row(given: Row) -> Row:
+        return dataclasses.replace(
+            given,
+            leaf=dataclasses.replace(given.leaf, path=tuple(map(printable, given.leaf.path))),
+            sources=tuple(map(printable, given.sources)),
+            note=printable(given.note),
+            problem=printable(given.problem),
         )
-        for row in plan.rows
-    )
-    dropped = (
-        dataclasses.replace(gone, leaf=_leaf(gone.leaf), problem=printable(gone.problem))
-        for gone in plan.dropped
-    )
+
     return dataclasses.replace(
         plan,
-        rows=tuple(rows),
-        dropped=tuple(dropped),
+        rows=tuple(map(row, plan.rows)),
+        dropped=tuple(map(row, plan.dropped)),
         changes=tuple(map(printable, plan.changes)),
         problems=tuple(map(printable, plan.problems)),
     )
-
-
-def _leaf(leaf: LeafInfo) -> LeafInfo:
-    return dataclasses.replace(leaf, path=tuple(map(printable, leaf.path)))
 
 
 @contextlib.contextmanager
