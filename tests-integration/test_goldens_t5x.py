@@ -110,6 +110,7 @@ def assert_same_run(found: list[g.Flat], expected: list[g.Flat], tolerance: g.To
         assert g.deviations(ours, theirs, tolerance) == [], f"after {t} steps"
 
 
+@pytest.mark.sample(18)
 @pytest.mark.parametrize("name", CASES)
 def test_facade_follows_t5x(name: str) -> None:
     case = g.load(name)

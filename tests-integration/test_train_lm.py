@@ -27,7 +27,7 @@ from opt_checkpoint import Checkpointer
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PROGRAM = EXAMPLES / "train_lm.py"
-STEPS = 300
+STEPS = 220
 TINY = [
     *("--layers=1", "--d-model=16", "--heads=2", "--batch-size=8", "--sequence-length=16"),
     *(f"--steps={STEPS}", "--checkpoint-every=40", "--sample-bytes=20"),

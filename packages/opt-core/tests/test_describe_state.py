@@ -72,12 +72,12 @@ class Stating(Momentum):
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    from opt_core import _describe_state
+    from opt_core._description import describe as cache
 
-    _describe_state._cache.clear()
+    cache._cache.clear()
     Stating.asked = 0
     yield
-    _describe_state._cache.clear()
+    cache._cache.clear()
 
 
 def rows(found: StateDescription) -> list[Any]:
@@ -220,12 +220,12 @@ def test_groups_are_merged() -> None:
     assert [made.group for made in found.transformations] == groups
 
 
-def test_groups_that_are_one_tree_are_merged() -> None:
+def test_leaves_have_the_paths_of_their_groups() -> None:
     whole = MultiOptimizer.from_rules([("bias", "b", Momentum(0.1))], rest=Momentum(0.2))
     optimizer = whole.create(params())
     found = describe_state(optimizer)
     assert [(leaf.path, leaf.group, leaf.parameter) for leaf in found.leaves] == [
-        (("b",), ("bias",), ("b",)),
-        (("w",), ("rest",), ("w",)),
+        (("bias", "b"), ("bias",), ("b",)),
+        (("rest", "w"), ("rest",), ("w",)),
     ]
     assert [made.settings["learning_rate"] for made in found.transformations] == [0.1, 0.2]

@@ -191,6 +191,17 @@ class OptimizerDef:
         restored = unalias(restored)
         return (restored["target"], restored["state"]), report
 
+    def _has_entries(self, structure: Any, target: Any, state: OptimizerState) -> bool:
+        """Whether a state has an entry per parameter, in containers of this structure."""
+        del target
+        if self.whole_tree:
+            return False
+        try:
+            structure.flatten_up_to(state.param_states)
+        except (ValueError, TypeError, KeyError):
+            return False
+        return True
+
     def _identity(self) -> Any:
         """What two equal definitions have in common; by default every attribute."""
         return {k: v for k, v in vars(self).items() if k != "_fingerprint_cache"}

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 KeyPath = Sequence[Any]
+Names: TypeAlias = tuple[str, ...]
+"""The names along a path, from the root on."""
 
 
 class Node(NamedTuple):

@@ -1,9 +1,14 @@
-"""Text for a terminal: names out of a checkpoint may hold anything, and are shown with escapes."""
+"""What the command line prints: names out of a checkpoint may hold anything, and are escaped."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
+import shutil
 import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from opt_checkpoint._naming.schema import LeafInfo
@@ -27,6 +32,53 @@ def say(line: str) -> None:
     """Prints one line on standard output."""
     encoding = sys.stdout.encoding or "utf-8"
     print(printable(line).encode(encoding, "backslashreplace").decode(encoding))
+
+
+def say_folded(text: str) -> None:
+    """Prints lines that go on below where the terminal ends; names stay whole."""
+    for line in text.split("\n"):
+        for part in _folded(line, "    ") or [""]:
+            say(part)
+
+
+def say_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]) -> None:
+    """Prints a table; columns that the terminal has no room for go on below their row.
+
+    Args:
+      columns: their heads.
+      rows: the cells.
+      right: the columns that hold numbers.
+    """
+    rows = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    ends = (end - 2 for end in itertools.accumulate(width + 2 for width in widths))
+    kept = max(1, sum(end <= _room() for end in ends))
+    for row in (columns, *rows):
+        cells = (
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for name, cell, width in zip(columns, row, widths[:kept], strict=False)
+        )
+        say("  ".join(cells).rstrip())
+        rest = zip(columns[kept:], row[kept:], strict=True)
+        below = "  ".join(f"{name} {cell}" for name, cell in rest if cell)
+        for line in _folded(f"    {below}", "    ") if below and row is not columns else ():
+            say(line)
+
+
+def _folded(line: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        line,
+        _room(),
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        expand_tabs=False,
+        replace_whitespace=False,
+    )
+
+
+def _room() -> int:
+    return shutil.get_terminal_size().columns
 
 
 def one_line(error: object) -> str:
@@ -61,3 +113,43 @@ def printable_plan(plan: Plan[Any]) -> Plan[Any]:
 
 def _leaf(leaf: LeafInfo) -> LeafInfo:
     return dataclasses.replace(leaf, path=tuple(map(printable, leaf.path)))
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[str, int], None]]:
+    """How far long work is, in one line on standard error; nothing in a pipe.
+
+    Args:
+      total: how many bytes there are.
+
+    Yields:
+      A function of what is being done and how many bytes of it are done.
+    """
+    done = 0
+
+    def advance(what: str, count: int) -> None:
+        nonlocal done
+        done += count
+        if sys.stderr.isatty():
+            line = f"{100 * done // max(total, 1):3}% {printable(what)[-60:]:60}"
+            print(f"\r{line}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield advance
+    finally:
+        if sys.stderr.isatty():
+            print(f"\r{'':65}\r", end="", file=sys.stderr, flush=True)
+
+
+def amount(count: int) -> str:
+    """Returns a number of bytes for people.
+
+    Examples:
+      >>> amount(1000), amount(3 * 2**20)
+      ('1000 B', '3.0 MiB')
+    """
+    if count < 1024:
+        return f"{count} B"
+    units = ("KiB", "MiB", "GiB", "TiB")
+    power = min((count.bit_length() - 1) // 10, len(units))
+    return f"{count / 1024**power:,.1f} {units[power - 1]}"

@@ -9,20 +9,17 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
+from opt_core.closures import attributes, captured, package_of, unwrapped
 from opt_core.protocols import DescribesFields
 
-from opt_optax_bridge._description.closures import (
+from opt_optax_bridge._description.factories import (
     Half,
-    attributes,
-    captured,
     captured_with_helpers,
     definer_of,
     factory_of,
     is_same,
     is_transformation,
     own_name,
-    package_of,
-    unwrapped,
 )
 
 Names = tuple[str, ...]

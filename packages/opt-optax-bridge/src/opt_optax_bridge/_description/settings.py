@@ -6,22 +6,23 @@ import functools
 import hashlib
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from opt_core import json_settings
-
-from opt_optax_bridge._description.closures import (
+from opt_core.closures import (
     attributes,
     captured,
-    factory_of,
-    is_transformation,
+    code_values,
+    globals_read,
     package_of,
     unwrapped,
 )
+
+from opt_optax_bridge._description.factories import factory_of, is_transformation
 from opt_optax_bridge._description.nodes import OWN, Node, injected_by
 
 UPDATED_BY: Final = "update"
@@ -35,6 +36,7 @@ _DEPTH = 5
 _DIGITS = 16
 _LARGE = 2**16
 _MANY = 64
+_NAMED = (types.ModuleType, type)
 
 
 def settings_of(node: Node) -> dict[str, Any]:
@@ -155,22 +157,10 @@ def _function(value: Any, depth: int) -> Any:
         return held["every_k_schedule"]  # a number, as a function
     told: dict[str, Any] = {"function": name}
     if package_of(plain) not in {*OWN, "jax", "numpy"}:
-        told["code"] = _digest(_code(plain.__code__), plain.__defaults__, plain.__kwdefaults__)
-        told |= {name: _json(child, depth + 1) for name, child in _used(plain)}
+        told["code"] = _digest(code_values(plain), plain.__defaults__, plain.__kwdefaults__)
+        read = {k: x for k, x in globals_read(plain).items() if not isinstance(x, _NAMED)}
+        told |= {name: _json(child, depth + 1) for name, child in read.items()}
     return told | held
-
-
-def _used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The globals that a function reads, but for modules and classes."""
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name, function)
-        if value is not function and not isinstance(value, types.ModuleType | type):
-            yield name, value
-
-
-def _code(code: types.CodeType) -> Any:
-    inner = [_code(x) if isinstance(x, types.CodeType) else repr(x) for x in code.co_consts]
-    return code.co_code.hex(), code.co_names, inner
 
 
 def _digest(*parts: Any) -> str:
