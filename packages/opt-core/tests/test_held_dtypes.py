@@ -189,8 +189,8 @@ def test_a_state_of_numpy_is_kept_by_surgery() -> None:
     table = MultiOptimizer(("w", Momentum()), ("b", Momentum()))
     found, report = regroup(held, table)
     assert (report.initialised, report.dropped) == ((), ())
-    for group, name in enumerate("wb"):
-        state = found.state.param_states[str(group)][name]
+    for group, name in zip("01", "wb", strict=True):
+        state = found.state.param_states[group][name]
         assert state.dtype == np.float32
         np.testing.assert_array_equal(state, wide[name])
     wide["w"][1] = 1e300

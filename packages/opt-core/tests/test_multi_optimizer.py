@@ -20,6 +20,7 @@ from opt_core import (
     Optimizer,
     OptimizerDef,
     OptimizerState,
+    flatten_with_paths,
     increment_step,
 )
 from opt_core.errors import (
@@ -383,6 +384,16 @@ def test_a_compiled_step_hands_frozen_leaves_through() -> None:
     stepped = hlo(optimizer)
     assert stepped.target["b"]["scale"].unsafe_buffer_pointer() == pointer
     assert optimizer.target["b"]["scale"].is_deleted()
+
+
+@every
+def test_what_was_donated_still_has_its_paths(make: Any) -> None:
+    """Errors of JAX about containers show the arrays, which are gone."""
+    optimizer = make().create(jax.tree.map(jnp.copy, make_params()))
+    jax.jit(lambda o: o.apply_gradient(GRADS), donate_argnums=0)(optimizer)
+    paths = [names for names, _ in flatten_with_paths(optimizer.state_dict())]
+    fresh = make().create(make_params()).state_dict()
+    assert paths == [names for names, _ in flatten_with_paths(fresh)]
 
 
 def without(path: str, value: Any = ...) -> Any:
