@@ -315,15 +315,22 @@ def test_t5x_before_version_3(tmp_path: Path) -> None:
 
 
 def test_t5x_reads_nothing_outside_of_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint_1").mkdir()
-    index = {"target": {"w": "PLACEHOLDER://../secret"}, "state": {"step": 1}}
-    path = tmp_path / "checkpoint_1/checkpoint"
-    path.write_bytes(flax.serialization.msgpack_serialize(index))
-    secret = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(tmp_path / "secret")}}
-    secret |= {"dtype": "float32", "metadata": {"shape": [2]}}
-    ts.open(secret, create=True).result()
-    with pytest.raises(errors.DamagedError, match="cannot be read"):
-        open_foreign(path.parent, written_by=of_optax())
+    folder = tmp_path / "checkpoint_1"
+    folder.mkdir()
+    for outside in ("secret", "."):
+        secret = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{tmp_path / outside}/"}}
+        secret |= {"dtype": "float32", "metadata": {"shape": [2]}}
+        ts.open(secret, create=True).result()
+    for path, error in (("../secret", errors.DamagedError), ("..", errors.LoadError)):
+        for entry in (
+            f"PLACEHOLDER://{path}",
+            {"driver": "zarr", "kvstore": {"driver": "file", "path": path}, "metadata": {}},
+        ):
+            index = {"target": {"w": entry}, "state": {"step": 1}}
+            data = flax.serialization.msgpack_serialize(index)
+            (folder / "checkpoint").write_bytes(data)
+            with pytest.raises(error):
+                open_foreign(folder, written_by=of_optax())
 
 
 # What cannot be read

@@ -29,9 +29,9 @@ from opt_checkpoint._cli.text import (
     amount,
     one_line,
     printable_plan,
-    progress,
     say,
     say_folded,
+    say_progress,
     say_table,
 )
 from opt_checkpoint._disk.checkpointer import Checkpointer
@@ -206,10 +206,12 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _read_all(source: SavedStep | ForeignStep) -> int:
     leaves = source.schema.leaves
-    with progress(sum(map(leaf_bytes, leaves))) as advance:
-        for chunk in _chunks(leaves):
-            source.read({leaf.name: abstract(leaf) for leaf in chunk})
-            advance(chunk[-1].name, sum(map(leaf_bytes, chunk)))
+    total, done = sum(map(leaf_bytes, leaves)), 0
+    for chunk in _chunks(leaves):
+        source.read({leaf.name: abstract(leaf) for leaf in chunk})
+        done += sum(map(leaf_bytes, chunk))
+        say_progress(f"{100 * done // max(total, 1):3}% {chunk[-1].name}")
+    say_progress("")
     return len(leaves)
 
 
@@ -242,13 +244,9 @@ def _convert(options: argparse.Namespace) -> int:
         restored = view_of(target).optimizer
         step = int(restored.state.step) if number is None else number
         check_new_step(options.root, step)
-        leaves = jax.tree.leaves(restored)
-        size = sum(leaf.nbytes for leaf in leaves)
-        with progress(size) as advance, Checkpointer(options.root) as checkpointer:
+        with Checkpointer(options.root) as checkpointer:
             checkpointer.save(step, target, metadata={"converted_from": path.name})
-            checkpointer.wait()
-            advance(path.name, size)
-    say(f"{Path(options.root) / str(step)}: {len(leaves)} leaves")
+    say(f"{Path(options.root) / str(step)}: {len(jax.tree.leaves(restored))} leaves")
     return OK
 
 

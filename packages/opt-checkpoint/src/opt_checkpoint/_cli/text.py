@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from opt_checkpoint._planning.plan import Plan, Row
@@ -106,30 +105,10 @@ def printable_plan(plan: Plan[Any]) -> Plan[Any]:
     )
 
 
-@contextlib.contextmanager
-def progress(total: int) -> Iterator[Callable[[str, int], None]]:
-    """How far long work is, in one line on standard error; nothing in a pipe.
-
-    Args:
-      total: how many bytes there are.
-
-    Yields:
-      A function of what is being done and how many bytes of it are done.
-    """
-    done = 0
-
-    def advance(what: str, count: int) -> None:
-        nonlocal done
-        done += count
-        if sys.stderr.isatty():
-            line = f"{100 * done // max(total, 1):3}% {printable(what)[-60:]:60}"
-            print(f"\r{line}", end="", file=sys.stderr, flush=True)
-
-    try:
-        yield advance
-    finally:
-        if sys.stderr.isatty():
-            print(f"\r{'':65}\r", end="", file=sys.stderr, flush=True)
+def say_progress(text: str) -> None:
+    """Shows how far long work is, in one line of a terminal; nothing in a pipe."""
+    if sys.stderr.isatty():
+        print(f"\r{printable(text)[:65]:65}\r", end="", file=sys.stderr, flush=True)
 
 
 def amount(count: int) -> str:

@@ -169,30 +169,21 @@ def _nearest(keys: Sequence[Names], near: Names) -> list[Names]:
 def _nearly(paths: Sequence[Names], left: set[Names]) -> str:
     """What is missing, and what is too much, at the place that has most of them."""
     bare = {key[:-1] if key[-1:] == _VALUE else key for key in left}
-    places = set().union(*(_prefixes(path, bare) for path in paths))
-    if not places:
-        found = _listed(sorted(bare))
-        return f"expected {_listed(paths)} below one key, found none of them, but {found}"
-
-    def missing(place: Names) -> list[Names]:
-        return [(*place, *path) for path in paths if (*place, *path) not in bare]
-
-    place = min(sorted(places), key=lambda place: len(missing(place)))
-    wanted = {(*place, *path) for path in paths}
-    extra = sorted(key for key in bare if key[: len(place)] == place and key not in wanted)
-    parts = []
-    if gone := missing(place):
-        parts.append(f"expected {_listed(gone)}, found nothing there")
-    if extra:
-        parts.append(f"found {_listed(extra)} besides")
+    wanted = {
+        place: {(*place, *path) for path in paths}
+        for place in set[Names]().union(*(_prefixes(path, bare) for path in paths)) or {()}
+    }
+    place = min(sorted(wanted), key=lambda place: len(wanted[place] - bare))
+    gone = sorted(wanted[place] - bare)
+    extra = sorted({key for key in bare if key[: len(place)] == place} - wanted[place])
+    parts = [f"expected {_listed(gone)}, found nothing there"] if gone else []
+    parts += [f"found {_listed(extra)} besides"] if extra else []
     return f"at `{path_str(place)}` " + ", and ".join(parts)
 
 
 def _listed(paths: Sequence[Names]) -> str:
     shown = ", ".join(f"`{path_str(path)}`" for path in paths[:_LISTED])
-    return (
-        f"{shown} and {len(paths) - _LISTED} more" if len(paths) > _LISTED else shown or "nothing"
-    )
+    return f"{shown} and {len(paths) - _LISTED} more" if len(paths) > _LISTED else shown
 
 
 def _is_step(key: Names) -> bool:

@@ -113,38 +113,38 @@ class IndexedArrays:
     folder: Path
 
     @cached_property
-    def _entries(self) -> Mapping[Names, Any]:
-        entries = dict(_flat(read_legacy(self.folder / INDEX), ()))
+    def _entries(self) -> Mapping[Names, tuple[Stored, Callable[[Any], Any]]]:
+        """What each leaf is, and what reads a part of it."""
+        found = dict(_flat(read_legacy(self.folder / INDEX), ()))
         opened = {
             names: ts.open(
-                {"driver": "zarr", "kvstore": {"driver": "file", "path": str(self.folder / name)}},
+                {"driver": "zarr", "kvstore": {"driver": "file", "path": str(self.folder / leaf)}},
                 open=True,
                 read=True,
             )
-            for names, leaf in entries.items()
-            if (name := _subfolder(leaf)) is not None
+            for names, leaf in found.items()
+            if isinstance(leaf, str)
         }
-        return entries | {
-            names: damaged_if_it_fails(self.folder, future.result)
-            for names, future in opened.items()
-        }
+        for names, future in opened.items():
+            found[names] = damaged_if_it_fails(self.folder, future.result)
+        return {names: self._entry(names, leaf) for names, leaf in found.items()}
 
-    @cached_property
-    def leaves(self) -> Mapping[Names, Stored]:
-        """Arrays in the file and beside it."""
-        return {names: self._stored(names, leaf) for names, leaf in self._entries.items()}
-
-    def _stored(self, names: Names, leaf: Any) -> Stored:
+    def _entry(self, names: Names, leaf: Any) -> tuple[Stored, Callable[[Any], Any]]:
         if not isinstance(leaf, ts.TensorStore):
-            return Stored(
-                np.shape(leaf), str(np.asarray(leaf).dtype), isinstance(leaf, int | float)
-            )
+            array = np.asarray(leaf)
+            stored = Stored(array.shape, str(array.dtype), isinstance(leaf, int | float))
+            return stored, array.__getitem__
         if leaf.dtype.name == "uint16":
             raise LoadError(
                 f"`{self.folder}`: `{'/'.join(names)}` is uint16: before version 3, T5X wrote "
                 "bfloat16 so. Convert it with T5X"
             )
-        return Stored(tuple(leaf.shape), leaf.dtype.name)
+        return Stored(leaf.shape, leaf.dtype.name), lambda index: leaf[index].read().result()
+
+    @cached_property
+    def leaves(self) -> Mapping[Names, Stored]:
+        """Arrays in the file and beside it."""
+        return {names: stored for names, (stored, _) in self._entries.items()}
 
     def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
         """Reads with TensorStore: each device its share."""
@@ -154,33 +154,35 @@ class IndexedArrays:
         )
 
     def _read(self, names: Names, sharding: Sharding | None) -> Any:
-        leaf, shape = self._entries[names], self.leaves[names].shape
-
-        def part(index: Any) -> Any:
-            return leaf[index].read().result() if isinstance(leaf, ts.TensorStore) else leaf[index]
-
-        if not isinstance(leaf, ts.TensorStore | np.ndarray) or _is_wide(self.leaves[names].dtype):
-            return part(...) if isinstance(leaf, ts.TensorStore | np.ndarray) else leaf
+        stored, part = self._entries[names]
+        if stored.is_number or _is_wide(stored.dtype):
+            return part(...)
         place = sharding or SingleDeviceSharding(jax.local_devices()[0])
-        return jax.make_array_from_callback(shape, place, part)
+        return jax.make_array_from_callback(stored.shape, place, part)
 
 
 def _flat(node: Any, at: Names) -> Iterator[tuple[Names, Any]]:
+    """The leaves of an index: numbers, arrays, and names of folders."""
     if isinstance(node, Mapping) and not node.keys() >= _SPEC:
         for key, child in node.items():
             yield from _flat(child, (*at, str(key)))
-    elif isinstance(node, bool | int | float | np.ndarray | np.generic) or _subfolder(node):
+    elif isinstance(node, bool | int | float | np.ndarray | np.generic):
         yield at, node
+    elif isinstance(node, Mapping) or (isinstance(node, str) and node.startswith(_PLACEHOLDER)):
+        yield at, _subfolder(node)
 
 
-def _subfolder(leaf: Any) -> str | None:
-    """The folder that an entry names, relative to that of the file, whatever it says besides."""
-    if isinstance(leaf, str) and leaf.startswith(_PLACEHOLDER):
-        return Path(leaf.removeprefix(_PLACEHOLDER)).name
-    if not isinstance(leaf, Mapping):
-        return None
-    path = leaf.get("path") or leaf["kvstore"].get("path")  # the former in buckets
-    return Path(str(path)).name
+def _subfolder(leaf: Any) -> str:
+    """The folder that an entry names, beside the file, whatever it says about where that was."""
+    if isinstance(leaf, Mapping):
+        kvstore = leaf["kvstore"]  # in buckets, the path was beside it
+        path = leaf.get("path") or (kvstore.get("path") if isinstance(kvstore, Mapping) else None)
+    else:
+        path = leaf.removeprefix(_PLACEHOLDER)
+    name = Path(str(path)).name
+    if name in ("", ".."):
+        raise LoadError(f"`{path!s:.80}` is not the folder of an array")
+    return name
 
 
 def _is_wide(dtype: str) -> bool:
