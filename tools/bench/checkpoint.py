@@ -1,6 +1,8 @@
 """What a checkpoint costs: saving and restoring with digests against raw Orbax, without.
 
     hatch run dev:python tools/bench/checkpoint.py --megabytes 1024
+    hatch run dev:python tools/bench/checkpoint.py --stall --leaves 10000 --shape 16 8
+    hatch run dev:python tools/bench/checkpoint.py --stall --leaves 48 --shape 2048 2560
 
 Both save and restore the same arrays in this process, in turn, on the same disk; what was written
 is still in the page cache when it is read, and is deleted before the other writes, because the
@@ -9,29 +11,40 @@ their ratio, that of the fastest rounds and of the processor's time, and the mos
 took beyond what was there before it: the copies that Orbax makes are in it, and for a restore the
 arrays themselves. On a virtual machine equal calls differ by a factor of three, by which pages of
 memory they get from its host; hence the many rounds, and the fastest.
+
+`--stall` measures how long training waits: one optimizer (Adam), two managers that stay open as in
+a run, a save of each in turn. "call" is the processor's time of the calling thread and of the one
+that it waits for; "until" that of the whole process until `save` returns, which includes what has
+begun in the background; "all" that until the step is on the disk. Times of the processor hold on a
+busy machine, where those of the clock do not.
 """
 
 import argparse
+import gc
 import os
 import resource
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import opt_optax_bridge
 import orbax.checkpoint as ocp
 from opt_checkpoint import LeafInfo, NamedState, Schema
 from opt_checkpoint._disk.checkpointer import Checkpointer
-from opt_checkpoint._disk.digest import digest, to_hex
+from opt_checkpoint._disk.digest import digests
 
 SHAPE = (2048, 2048)
 MEGABYTES = 16
+STALL = ("call", "until", "all", "memory")
 
 
 @dataclass(frozen=True)
@@ -114,7 +127,7 @@ def throughput() -> Mapping[str, float]:
         times = []
         for _ in range(6):
             start = time.perf_counter()
-            to_hex(digest(x))
+            digests([x])
             times.append(time.perf_counter() - start)
         found[dtype] = x.nbytes / 2**30 / min(times)
     return found
@@ -137,13 +150,97 @@ def measure(named: NamedState, rounds: int, folder: str | None) -> dict[str, lis
     return found
 
 
+@dataclass(frozen=True)
+class Stall:
+    """Of one save: seconds of the processor, and bytes beyond what was there."""
+
+    call: float
+    until: float
+    all: float
+    memory: int
+
+
+def waited_for() -> float:
+    """Returns the seconds of the processor of this thread, and of that which makes our saves."""
+    mine = {threading.get_native_id()}
+    mine |= {t.native_id for t in threading.enumerate() if t.name.startswith("checkpointer")}
+    stats = (Path(f"/proc/self/task/{thread}/schedstat").read_text() for thread in mine)
+    return sum(int(stat.split()[0]) for stat in stats) / 1e9
+
+
+def stall(save: Callable[[], Any], wait: Callable[[], Any]) -> Stall:
+    """Returns what one save costs."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    call, start = waited_for(), processor()
+    save()
+    call, until = waited_for() - call, processor() - start
+    wait()
+    return Stall(call, until, processor() - start, memory("VmHWM") - before)
+
+
+def measure_stalls(
+    leaves: int, shape: tuple[int, ...], rounds: int, folder: str | None
+) -> dict[str, list[Stall]]:
+    """Returns the costs of every save after the first two, by who saved."""
+    keys = jax.random.split(jax.random.key(0), max(leaves // 3, 1))
+    params = {f"layer_{i:05}": jax.random.normal(key, shape) for i, key in enumerate(keys)}
+    optimizer = jax.block_until_ready(opt_optax_bridge.adam(1e-3).create(params))
+    tree = {"params": optimizer.target, "state": optimizer.state.param_states}
+    tree["step"] = optimizer.state.step
+    root = Path(tempfile.mkdtemp(dir=folder))
+    keep = ocp.CheckpointManagerOptions(max_to_keep=1)
+    found: dict[str, list[Stall]] = {"raw": [], "ours": []}
+    try:
+        with (
+            ocp.CheckpointManager(root / "raw", options=keep) as raw,
+            Checkpointer(root / "ours", max_to_keep=1) as ours,
+        ):
+            args = ocp.args.StandardSave(tree)
+            sides: dict[str, tuple[Callable[[int], Any], Callable[[], Any]]] = {
+                "raw": (lambda step: raw.save(step, args=args), raw.wait_until_finished),
+                "ours": (lambda step: ours.save(step, optimizer), ours.wait),
+            }
+            for i in range(rounds + 2):
+                for side in ("raw", "ours") if i % 2 else ("ours", "raw"):
+                    save, wait = sides[side]
+                    cost = stall(partial(save, i), wait)
+                    if i > 1:
+                        found[side].append(cost)
+    finally:
+        shutil.rmtree(root)
+    return found
+
+
+def print_stalls(found: dict[str, list[Stall]]) -> None:
+    """Prints medians, and the ratios of ours to raw Orbax."""
+    medians = {
+        side: [statistics.median(getattr(cost, name) for cost in costs) for name in STALL]
+        for side, costs in found.items()
+    }
+    print(f"{'':6} {'call s':>8} {'until s':>8} {'all s':>8} {'memory MB':>10}")
+    for side, (call, until, whole, size) in medians.items():
+        print(f"{side:6} {call:8.3f} {until:8.3f} {whole:8.3f} {size / 2**20:10.1f}")
+    ratios = [ours / max(raw, 1e-9) for raw, ours in zip(*medians.values(), strict=True)]
+    print("ratio  " + " ".join(f"{r:{w}.2f}" for r, w in zip(ratios, (8, 8, 8, 10), strict=True)))
+
+
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--megabytes", type=int, default=1024)
+    parser.add_argument("--stall", action="store_true", help="how long training waits")
+    parser.add_argument("--leaves", type=int, default=2000)
+    parser.add_argument("--shape", type=int, nargs="*", default=(16, 8))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--folder", help="on the disk to be measured")
     options = parser.parse_args()
+    if options.stall:
+        print(f"{options.leaves} leaves of {list(options.shape)}, jax {jax.__version__}")
+        shape = tuple(options.shape)
+        print_stalls(measure_stalls(options.leaves, shape, options.rounds, options.folder))
+        return
 
     named = make_state(options.megabytes // MEGABYTES)
     found = measure(named, options.rounds, options.folder)

@@ -1,6 +1,8 @@
 """What the tests of checkpoints share."""
 
+import hashlib
 import inspect
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,14 @@ def small_state(seed: int = 0) -> NamedState:
             "state/count": jnp.asarray(seed, jnp.int32),
         }
     )
+
+
+def sealed(body: Any, **changes: Any) -> bytes:
+    """A manifest of any content with a hash that is right."""
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    whole = {"format_version": 1, "needs": "0.1.0", "sha256": sha256, "manifest": body}
+    return json.dumps(whole | changes).encode()
 
 
 def everything(schema: Schema) -> dict[str, Any]:

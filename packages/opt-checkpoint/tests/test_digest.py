@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opt_checkpoint._disk.digest import Sums, add_up, digest, to_hex
+from opt_checkpoint._disk import digest as _digest
+from opt_checkpoint._disk.digest import bound, digests
 from opt_checkpoint._disk.storage import DTYPES
+
+
+def digest(array: Any) -> str:
+    (found,) = digests([array])
+    return found
+
 
 WIDE = {"int64", "uint64", "float64", "complex128"}
 
@@ -51,14 +58,14 @@ def _mixed(word: int, index: int) -> tuple[int, int]:
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_on_device_as_on_the_host(dtype: str) -> None:
     array = random_bits(dtype, (5, 7))
-    expected = to_hex(digest(array))
+    expected = digest(array)
     if dtype not in ("int2", "int4", "float4_e2m1fn"):
         assert expected == by_definition(array)
     if dtype in WIDE:
         with enable_x64():
-            assert to_hex(digest(jnp.asarray(array))) == expected
+            assert digest(jnp.asarray(array)) == expected
     else:
-        assert to_hex(digest(jnp.asarray(array))) == expected
+        assert digest(jnp.asarray(array)) == expected
 
 
 # What is in checkpoints that have been written: by dtype, of `random_bits` of these shapes.
@@ -81,15 +88,15 @@ RECORDED = {
 @pytest.mark.parametrize("dtype", RECORDED)
 def test_values_are_those_that_were_always_written(dtype: str) -> None:
     arrays = [random_bits(dtype, shape, seed=len(shape)) for shape in SHAPES]
-    assert [to_hex(digest(array)) for array in arrays] == RECORDED[dtype]
+    assert [digest(array) for array in arrays] == RECORDED[dtype]
     with enable_x64():
-        assert [to_hex(digest(jnp.asarray(array))) for array in arrays] == RECORDED[dtype]
+        assert [digest(jnp.asarray(array)) for array in arrays] == RECORDED[dtype]
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3, 1, 5), (2, 3, 4, 5)])
 def test_of_every_rank(shape: tuple[int, ...]) -> None:
     array = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    assert to_hex(digest(jnp.asarray(array))) == to_hex(digest(array)) == by_definition(array)
+    assert digest(jnp.asarray(array)) == digest(array) == by_definition(array)
 
 
 @settings(max_examples=200, deadline=None)
@@ -99,7 +106,7 @@ def test_every_flipped_bit_is_seen_in_both_sums(data: bytes, draw: st.DataObject
     bit = draw.draw(st.integers(0, words.size * 32 - 1))
     flipped = words.copy()
     flipped[bit // 32] ^= np.uint32(1 << bit % 32)
-    before, after = to_hex(digest(words)), to_hex(digest(flipped))
+    before, after = digest(words), digest(flipped)
     assert before[:8] != after[:8]
     assert before[8:] != after[8:]
 
@@ -111,11 +118,11 @@ def test_swapped_words_are_seen(values: list[int], draw: st.DataObject) -> None:
     words = np.array(values, np.uint32)
     swapped = words.copy()
     swapped[[i, j]] = swapped[[j, i]]
-    assert to_hex(digest(words)) != to_hex(digest(swapped))
+    assert digest(words) != digest(swapped)
 
 
 def both_differ(one: np.ndarray | jax.Array, other: np.ndarray) -> bool:
-    before, after = to_hex(digest(one)), to_hex(digest(other))
+    before, after = digest(one), digest(other)
     return before[:8] != after[:8] and before[8:] != after[8:]
 
 
@@ -144,19 +151,31 @@ def test_patterns_are_seen(size: int) -> None:
 
 def test_of_an_array_in_any_memory_order() -> None:
     array = np.arange(24, dtype=np.float32).reshape(4, 6)
-    assert to_hex(digest(np.asfortranarray(array))) == to_hex(digest(array))
-    assert to_hex(digest(array.astype(">f4"))) == to_hex(digest(array))
+    assert digest(np.asfortranarray(array)) == digest(array)
+    assert digest(array.astype(">f4")) == digest(array)
 
 
-def test_parts_with_other_processes_are_not_forgotten() -> None:
-    part = Sums(np.ones((1, 2), np.uint32), is_whole=False)
-    with pytest.raises(ValueError, match="call `add_up`"):
-        to_hex(part)
-    added = add_up({"w": part, "b": digest(np.arange(3, dtype=np.float32))})
-    assert {name: to_hex(sums) for name, sums in added.items()} == {
-        "w": "0000000100000001",
-        "b": "192dfcc57519b0b3",
-    }
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "complex128"])
+@pytest.mark.parametrize("way", ["small", "large", "large without XLA", "on device"])
+def test_of_every_size_by_every_way(dtype: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small parts are summed together, large ones by a program, or block by block."""
+    arrays = [random_bits(dtype, shape, seed) for seed, shape in enumerate([(3, 5), (257, 33)])]
+    expected = list(map(by_definition, arrays))
+    if way != "small":
+        monkeypatch.setattr(_digest, "_LARGE", 1)
+    if way in ("large without XLA", "on device"):
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(_digest, "_BLOCK", 1000)
+    if way == "on device" and dtype not in WIDE:
+        assert digests([jnp.asarray(array) for array in arrays]) == expected
+    else:
+        assert digests(arrays) == expected
+
+
+def test_a_digest_is_bound_to_a_name() -> None:
+    one = digest(np.ones(3))
+    assert bound("a", one) != bound("b", one)
+    assert bound("a", bound("a", one)) == one
 
 
 def test_reads_an_array_once_and_writes_nothing() -> None:

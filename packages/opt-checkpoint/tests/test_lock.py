@@ -1,4 +1,5 @@
-import json
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -6,16 +7,24 @@ import sys
 from pathlib import Path
 
 import pytest
-from opt_checkpoint._disk import lock as _lock
 from opt_checkpoint._disk.lock import WriterLock
 from opt_checkpoint.errors import LockError
+
+
+def no_locks(*_: object) -> None:
+    """`flock` of a file system that has none."""
+    raise OSError(errno.ENOTSUP, "Operation not supported")
+
+
+# The same for a process of its own.
+NO_LOCKS = "import errno, fcntl\ndef no(*_): raise OSError(errno.ENOSYS, '')\nfcntl.flock = no\n"
 
 
 @pytest.fixture(params=["kernel", "file"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With the kernel's locks, and on a file system that has none."""
     if request.param == "file":
-        monkeypatch.setattr(_lock, "_fcntl", lambda: None)
+        monkeypatch.setattr(fcntl, "flock", no_locks)
     return str(request.param)
 
 
@@ -30,49 +39,41 @@ def test_one_at_a_time(way: str, tmp_path: Path) -> None:
 
 def test_a_process_that_is_gone_does_not_block(way: str, tmp_path: Path) -> None:
     code = (
+        f"{NO_LOCKS if way == 'file' else ''}"
         "import os, signal, sys; from pathlib import Path\n"
-        "from opt_checkpoint._disk import lock as _lock\n"
-        f"if {way == 'file'}: _lock._fcntl = lambda: None\n"
-        "lock = _lock.WriterLock(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from opt_checkpoint._disk.lock import WriterLock\n"
+        "lock = WriterLock(Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
     assert [path.name for path in tmp_path.iterdir()]
     WriterLock(tmp_path).release()
 
 
-def test_a_holder_elsewhere_is_not_presumed_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+HERE = os.uname().nodename
+
+
+@pytest.mark.parametrize(
+    ("holder", "is_taken_over"),
+    [
+        (f"{2**22 + 1}\n{HERE}\n", True),  # no such process
+        (f"{os.getpid()}\n{HERE}\n1\n", True),  # one of its number that began at another time
+        (f"{os.getpid()}\n{HERE}\n{(1 << 64) + 1}\n", True),  # in another life of the machine
+        (f"1\nelsewhere\n{(1 << 64) + 1}\n", False),
+    ],
+)
+def test_only_a_holder_that_is_surely_gone_is_replaced(
+    holder: str, is_taken_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_lock, "_fcntl", lambda: None)
-    holder = {"pid": 1, "host": "elsewhere", "started": "1", "since": "yesterday"}
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     path = tmp_path / "writer.lock.exclusive"
-    path.write_text(json.dumps(holder))
-    with pytest.raises(LockError, match=r"process 1 on elsewhere, since yesterday.*If it is gone"):
+    path.write_text(holder)
+    path.chmod(0o644)
+    if is_taken_over:
+        WriterLock(tmp_path).release()
+        return
+    with pytest.raises(LockError, match=f"process 1 on elsewhere, since .*rm {path}"):
         WriterLock(tmp_path)
-    assert json.loads(path.read_text()) == holder
-
-
-def test_a_file_that_another_has_taken_over_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two that find a lock stale, the slower must not remove the lock of the faster."""
-    monkeypatch.setattr(_lock, "_fcntl", lambda: None)
-    path = tmp_path / "writer.lock.exclusive"
-    path.write_text(json.dumps({"pid": 2**22 + 1, "host": os.uname().nodename, "started": "1"}))
-    faster: list[WriterLock] = []
-
-    def is_gone(holder: dict[str, object]) -> bool:
-        monkeypatch.undo()
-        monkeypatch.setattr(_lock, "_fcntl", lambda: None)
-        faster.append(WriterLock(tmp_path))  # Between the look and the removal.
-        return True
-
-    monkeypatch.setattr(_lock, "_is_gone", is_gone)
-    with pytest.raises(LockError, match=f"process {os.getpid()}|by another writer at this moment"):
-        WriterLock(tmp_path)
-    assert json.loads(path.read_text())["pid"] == os.getpid()
-    assert not (tmp_path / "writer.lock.exclusive.stale").exists()
-    faster[0].release()
+    assert path.read_text() == holder
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
@@ -88,11 +89,11 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 def test_a_forked_child_that_lives_on_does_not_block(way: str, tmp_path: Path) -> None:
     code = (
+        f"{NO_LOCKS if way == 'file' else ''}"
         "import os, signal, sys, time; from pathlib import Path\n"
-        "from opt_checkpoint._disk import lock as _lock\n"
+        "from opt_checkpoint._disk.lock import WriterLock\n"
         "from opt_checkpoint.errors import LockError\n"
-        f"if {way == 'file'}: _lock._fcntl = lambda: None\n"
-        "lock = _lock.WriterLock(Path(sys.argv[1]))\n"
+        "lock = WriterLock(Path(sys.argv[1]))\n"
         "if child := os.fork():\n"
         "    lock.check(); sys.stdin.readline(); os.kill(os.getpid(), signal.SIGKILL)\n"
         "try: lock.check()\n"

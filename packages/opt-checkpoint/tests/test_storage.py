@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from hypothesis import given
 from hypothesis import strategies as st
 from opt_checkpoint import LeafInfo
-from opt_checkpoint._disk.storage import encode, flatten, nest, store_key
+from opt_checkpoint._disk.storage import nest, store_key, to_store
 from opt_checkpoint.errors import LeafError
 
 paths = st.lists(st.text(), min_size=1, max_size=4).map(tuple)
@@ -34,7 +35,7 @@ def test_nested_and_flat_again(keys: set[tuple[str, ...]]) -> None:
         with pytest.raises(LeafError, match="the beginning of its name"):
             nest(flat)
     else:
-        assert flatten(nest(flat)) == flat
+        assert flatten_dict(nest(flat)) == flat
 
 
 def info(leaf: Any, **changes: Any) -> LeafInfo:
@@ -49,7 +50,7 @@ def info(leaf: Any, **changes: Any) -> LeafInfo:
 def test_a_leaf_that_is_not_what_the_schema_says() -> None:
     x = jnp.zeros((2, 3))
     with pytest.raises(LeafError, match=r"`state/x`: expected float32\[3, 2\] as the schema says"):
-        encode(info(x, shape=(3, 2)), x)
+        to_store(info(x, shape=(3, 2)), x)
 
 
 def test_a_donated_leaf() -> None:
@@ -57,13 +58,13 @@ def test_a_donated_leaf() -> None:
     what = info(x)
     x.delete()
     with pytest.raises(LeafError, match="has been donated or deleted: save it before the step"):
-        encode(what, x)
+        to_store(what, x)
 
 
 def test_an_abstract_leaf() -> None:
     x = jax.ShapeDtypeStruct((2,), jnp.float32)
     with pytest.raises(LeafError, match="it has no value"):
-        encode(info(x), x)
+        to_store(info(x), x)
 
 
 @pytest.mark.parametrize("dims", [65, 70])
@@ -71,11 +72,11 @@ def test_more_dimensions_than_can_be_read(dims: int) -> None:
     """JAX has such arrays, and NumPy has not."""
     x = jnp.zeros((0,) * dims)
     with pytest.raises(LeafError, match=f"`state/x`: expected at most 64 dimensions, found {dims}"):
-        encode(LeafInfo(("state", "x"), x.shape, "float32", "state"), x)
+        to_store(LeafInfo(("state", "x"), x.shape, "float32", "state"), x)
 
 
 def test_as_many_keys_as_can_be_read() -> None:
     keys = jax.random.split(jax.random.key(0), (0,) * 64)
     what = LeafInfo(("extra", "k"), keys.shape, str(keys.dtype), "extra")
     with pytest.raises(LeafError, match="`extra/k`: expected at most 63 dimensions, found 64"):
-        encode(what, keys)
+        to_store(what, keys)

@@ -4,42 +4,33 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import jax
-import orbax.checkpoint as ocp
-
 from opt_checkpoint._disk import orbax as _orbax
-from opt_checkpoint._disk.durable import DurablePath
-from opt_checkpoint._disk.exits import at_exit, not_at_exit
+from opt_checkpoint._disk.background import at_exit, not_at_exit
 from opt_checkpoint._disk.foreign_steps import check_own, foreign_steps
-from opt_checkpoint._disk.newest import newest
-from opt_checkpoint._disk.processes import agree, are_equal, is_first, together
-from opt_checkpoint._disk.root import TRASH, WriterRoot, check_options, one_at_a_time
+from opt_checkpoint._disk.processes import are_equal, together
 from opt_checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
-from opt_checkpoint._disk.saving import Saving, extra_leaves
-from opt_checkpoint._disk.uncut import Uncut
+from opt_checkpoint._disk.saving import view_to_save
+from opt_checkpoint._disk.writer import Writer
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._planning.match import plan_restore
 from opt_checkpoint._planning.rules import Rule
-from opt_checkpoint._targets.named import named_view
-from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import (
     CheckpointError,
     DamagedError,
     ForeignError,
-    LeafError,
+    LoadError,
     MissingError,
     SaveError,
 )
 
 _log = logging.getLogger(__name__)
 _Target = TypeVar("_Target")
+_Found = TypeVar("_Found")
 
 
 class Checkpointer:
@@ -91,25 +82,30 @@ class Checkpointer:
         async_save: bool = True,
         read_only: bool = False,
     ) -> None:
-        check_options(directory, max_to_keep, keep_period, save_interval_steps)
+        if "://" in str(directory):
+            raise ValueError(
+                f"`directory`: expected a path of the file system, found `{directory}`: mount the "
+                "bucket"
+            )
+        _check_positive("max_to_keep", max_to_keep)
+        _check_positive("keep_period", keep_period)
+        _check_positive("save_interval_steps", save_interval_steps)
         self.directory = Path(directory).absolute()
         self.read_only = read_only
-        self._interval = save_interval_steps
         self.restored_step: int | None = None
-        self._saving: int | None = None
-        self._passed: set[int] = set()
-        self._alone = threading.RLock()
-        self._root = WriterRoot(self.directory)
-        self._manager: ocp.CheckpointManager | None = None
+        self._interval = save_interval_steps
+        self._alone = threading.RLock()  # Threads save one after the other.
+        self._writer: Writer | None = None
         self._state = "open for reading (`read_only=True`)"
         if not read_only and not self._is_foreign():
-            agree(self._root.take() if is_first() else None)
-            self._calls = Uncut()
-            self._manager = self._open(max_to_keep, keep_period, async_save)
-            self._async_save, self._state = async_save, "open"
+            self._writer = Writer(
+                self.directory,
+                async_save=async_save,
+                max_to_keep=max_to_keep,
+                keep_period=keep_period,
+            )
             at_exit(self._close_at_exit)
 
-    @one_at_a_time
     def save(
         self,
         step: int,
@@ -135,75 +131,42 @@ class Checkpointer:
             before is as it was.
           TypeError: `target` is of another kind.
         """
-        manager = self._writer()
-        self.wait()
-        saving, error = self._prepare(step, target, metadata, extras)
-        agree(error)
-        assert saving is not None
-        if not are_equal(saving.local_data()):
-            raise LeafError(
-                f"step {step} is not saved: the processes would save different things: expected "
-                "one schema, and arrays and scalars that every process has to be equal in all. "
-                "Save what differs as one global array"
-            )
-        saving = saving.added_up()
-        self._root.clean()
-        items: dict[str, Any] = {_orbax.MANIFEST: _orbax.ManifestSave(saving.encode)}
-        if saving.arrays:
-            items[_orbax.LEAVES] = ocp.args.PyTreeSave(saving.tree())
-        self._saving = step
-        with self._failing(step):
-            # After a save that failed, Orbax no longer knows the step that it would have retired.
-            self._calls.call(manager.reload)
-            # Orbax's own policy leaves steps out; `should_save` is asked before.
-            save = partial(manager.save, step, args=ocp.args.Composite(**items), force=True)
-            saved = self._calls.call(save)
-        if not saved:
-            raise SaveError(f"step {step} was not saved in `{self.directory}`: Orbax left it out")
-        if not self._async_save:
-            self._finish(manager)
+        with self._alone:
+            writer = self._open_writer()
+            writer.wait()
+            state = target if isinstance(target, NamedState) else view_to_save(target, extras)
+            writer.save(step, state, extras, metadata, self.latest_step())
 
     def should_save(self, step: int) -> bool:
         """Whether a step is due: a multiple of `save_interval_steps`, or a preemption is near."""
-        if self._manager is not None and self._manager.reached_preemption(step):
+        if self._writer is not None and self._writer.reached_preemption(step):
             return True
         return step % self._interval == 0
 
-    @one_at_a_time
     def wait(self) -> None:
         """Waits until what is being saved is on the disk.
 
         Raises:
           SaveError: it was not saved; raised once.
         """
-        if self._manager is not None:
-            self._finish(self._manager)
+        with self._alone:
+            if self._writer is not None:
+                self._writer.wait()
 
-    @one_at_a_time
     def close(self) -> None:
         """Waits, empties the trash and gives the folder to the next writer; again is fine.
 
         Raises:
           SaveError: the last step was not saved.
         """
-        manager = self._manager
-        if manager is None:
-            return
-        try:
-            self._finish(manager)
-        finally:
-            with suppress(Exception):  # It would say once more what has just been raised.
-                self._calls.call(manager.close)
-            step = self._saving  # still, if Ctrl-C has cut the waiting short
-            if step is not None and is_first() and step not in self.steps():
-                _log.error("step %d in `%s`: not saved", step, self.directory)
-            self._root.clean()
-            self._root.release()
-            # Cut short before this, another call does it all.
-            self._manager = self._saving = None
-            self._state = "closed"
-            self._calls.close()
-            not_at_exit(self._close_at_exit)
+        with self._alone:
+            if self._writer is not None:
+                try:
+                    self._writer.close()
+                finally:
+                    if self._writer.is_closed:
+                        self._writer, self._state = None, "closed"
+                        not_at_exit(self._close_at_exit)
 
     def __enter__(self) -> Self:
         return self
@@ -291,7 +254,7 @@ class Checkpointer:
                 raise DamagedError(report.error or "")
             return saved
 
-        return newest(self.directory, self.steps, look, self._passed)
+        return self._newest(look)
 
     def restore(
         self,
@@ -372,12 +335,11 @@ class Checkpointer:
             return (restored,)
 
         self.restored_step = None
-        found = newest(self.directory, self.steps, restore, self._passed)
+        found = self._newest(restore)
         if found is None:
             raise MissingError(f"`{self.directory}` has no step to restore")
         return found[0]
 
-    @one_at_a_time
     def delete(self, step: int) -> None:
         """Deletes a step: renamed first, so that it is never half there.
 
@@ -385,148 +347,85 @@ class Checkpointer:
           MissingError: there is no such step.
           SaveError: it cannot be deleted.
         """
-        manager = self._writer()
-        self.wait()
-        missing = None
-        if step not in self.steps():
-            missing = MissingError(f"`{self.directory}` has no step {step}; it has {self.steps()}")
-        agree(missing)
-        with self._failing(step):
-            self._calls.call(manager.reload)
-            self._calls.call(partial(manager.delete, step))
-        self._passed.discard(step)
-        self._root.clean()
+        with self._alone:
+            writer = self._open_writer()
+            writer.wait()
+            writer.delete(step, self.steps())
 
-    @one_at_a_time
     def discard_after(self, step: int) -> list[int]:
         """Deletes the steps after one, so that a run that fell back to it can save again.
 
         Returns:
           The deleted steps.
         """
-        later = [found for found in self.steps() if found > step]
-        for found in later:
-            self.delete(found)
+        with self._alone:
+            later = [found for found in self.steps() if found > step]
+            for found in later:
+                self.delete(found)
         return later
 
-    def _prepare(
-        self, step: int, target: Any, metadata: Any, extras: Any
-    ) -> tuple[Saving | None, CheckpointError | None]:
-        try:
-            self._root.check()
-            self._check_step(step)
-            state = target if isinstance(target, NamedState) else _named(target, extras)
-            infos, values = extra_leaves(extras)
-            return Saving.prepare(step, state, infos, values, metadata), None
-        except CheckpointError as error:
-            return None, error
+    def _newest(self, use: Callable[[int], _Found]) -> _Found | None:
+        """Returns what the newest step is used for; every process of a run calls it.
 
-    def _check_step(self, step: int) -> None:
-        if type(step) is not int or step < 0:
-            raise SaveError(f"`step`: expected an integer from 0 on, found {step!r:.80}")
-        latest = self.latest_step()
-        if latest is not None and step <= latest:
-            raise SaveError(
-                f"step {step} is not saved: `{self.directory}` has step {latest}. Steps only rise; "
-                f"after a fall back to an earlier step, call `discard_after` first"
-            )
-        if passed := sorted(self._passed.intersection(self.steps())):
-            raise SaveError(
-                f"step {step} is not saved: `latest_valid` has passed over {passed}, which would "
-                f"be kept in place of good ones: call `discard_after({passed[0] - 1})` first"
-            )
-        path = self.directory / str(step)
-        if path.exists() or path.is_symlink():
-            raise SaveError(f"step {step} is not saved: `{path}` is in the way, and no checkpoint")
+        Args:
+          use: raises a `DamagedError` or a `LoadError` in every process if a step is not good; then
+            the one before is tried. Any other error is raised.
 
-    def _open(
-        self, max_to_keep: int | None, keep_period: int | None, async_save: bool
-    ) -> ocp.CheckpointManager:
-        try:
-            with self._failing(None):
-                return ocp.CheckpointManager(
-                    self.directory,
-                    item_handlers={
-                        _orbax.LEAVES: _orbax.array_handler(),
-                        _orbax.MANIFEST: _orbax.ManifestHandler(),
-                    },
-                    options=ocp.CheckpointManagerOptions(
-                        max_to_keep=max_to_keep,
-                        keep_period=keep_period,
-                        enable_async_checkpointing=async_save,
-                        # Threads that wait for a folder that cannot be made keep a process alive.
-                        async_options=ocp.options.AsyncOptions(
-                            create_directories_asynchronously=False
-                        ),
-                        cleanup_tmp_directories=True,
-                        step_name_format=_orbax.StepNames(),
-                        temporary_path_class=DurablePath,
-                        todelete_subdir=TRASH,
-                    ),
-                )
-        except BaseException:
-            self._calls.close()
-            self._root.release()
-            raise
+        Raises:
+          MissingError: there are steps, and none is good.
+        """
+        tried: set[int] = set()
+        while True:
+            found = self.steps()
+            self._check_equal(found)
+            left = [step for step in found if step not in tried]
+            if not left:
+                break
+            try:
+                return use(left[-1])
+            except MissingError:
+                # A writer may retire a step while it is looked at, and have saved others.
+                with together():
+                    if left[-1] in self.steps():
+                        raise
+            except (DamagedError, LoadError) as error:
+                tried.add(left[-1])
+                _log.warning("step %d is passed over: %s", left[-1], error)
+                if self._writer is not None:
+                    self._writer.passed.add(left[-1])
+        if found:
+            raise MissingError(f"`{self.directory}`: none of the steps {found} is valid")
+        return None
 
     def _is_foreign(self) -> bool:
         """Whether the folder holds another program's steps: then a writer takes nothing there."""
         found = foreign_steps(self.directory)
-        if not are_equal(repr(found).encode()):
-            raise DamagedError(f"`{self.directory}`: the processes do not see the same steps")
+        self._check_equal(found)
         if found:
             self._state = "not written to: it held another program's checkpoints when it was opened"
         return bool(found)
 
-    def _close_at_exit(self) -> None:
+    def _check_equal(self, found: Sequence[object]) -> None:
+        if not are_equal(repr(found).encode()):
+            raise DamagedError(f"`{self.directory}`: the processes do not see the same steps")
+
+    def _open_writer(self) -> Writer:
+        if self._writer is None:
+            check_own(self.directory)
+            raise SaveError(f"`{self.directory}` is {self._state}")
+        return self._writer
+
+    def _close_at_exit(self) -> bool:
         try:
             self.close()
         except SaveError as error:
             _log.error("%s", error)
-        self._state = "closed, because the main thread has ended: let it wait for this one"
-
-    def _finish(self, manager: ocp.CheckpointManager) -> None:
-        if self._calls.is_elsewhere:
-            return
-        step = self._saving
-        with self._failing(step):
-            self._calls.call(manager.wait_until_finished)
-        self._saving = None
-        if step is not None and jax.process_count() == 1 and step not in self.steps():
-            self._root.failed.add(step)
-            raise SaveError(f"step {step} in `{self.directory}` is not there: was it removed?")
-
-    def _writer(self) -> ocp.CheckpointManager:
-        if self._manager is None:
-            check_own(self.directory)
-            raise SaveError(f"`{self.directory}` is {self._state}")
-        return self._manager
-
-    @contextmanager
-    def _failing(self, step: int | None) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except Exception as error:
-            what = f"`{self.directory}`" if step is None else f"step {step} in `{self.directory}`"
-            self._saving = None
-            if step is not None:
-                self._root.failed.add(step)
-            raise SaveError(f"{what}: not saved: {_one_line(error)}") from error
+            return False
+        finally:
+            self._state = "closed, because the main thread has ended: let it wait for this one"
+        return True
 
 
-def _named(target: Any, extras: Any) -> NamedState:
-    view = view_of(target)
-    given = extras if isinstance(extras, Mapping) else {}
-    if missing := [name for name in view.unsaved if name not in given]:
-        fields = ", ".join(f"{name!r}: state.{name}" for name in missing)
-        _log.warning(
-            "%s: `%s` is not saved, because it belongs to no optimizer: give `extras={%s}`",
-            *(type(target).__name__, "`, `".join(missing), fields),
-        )
-    return named_view(view)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+def _check_positive(name: str, value: int | None) -> None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise ValueError(f"`{name}`: expected a positive integer, found {value!r}")

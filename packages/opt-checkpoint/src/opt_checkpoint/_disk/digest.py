@@ -7,16 +7,16 @@ changed word always changes both sums. They are far from linear, so that no patt
 as flipped signs or words that changed places, cancels by its own nature: several changed words pass
 unseen about once in 2**64. Indices count modulo 2**32. It finds faults, not forgeries.
 
-Devices do not communicate. Each sums the shard that it has, every distinct part of the array on
-one device only; the host adds these sums, and those of other processes in one exchange (`add_up`).
+Devices do not communicate. Every distinct part of an array is summed by one process, and the sums
+of all processes are added. Large parts on an accelerator are summed there, all others on the host.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,117 +24,181 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from opt_checkpoint._disk.pacing import paced
-
-Pair = np.ndarray[Any, Any]  # uint32[2]
+Sums = np.ndarray[Any, Any]  # uint32[arrays, 2]
+# Of a part: the row-major index of its first element in the whole array, and how far apart
+# neighbours along each dimension are, modulo 2**32. `None` is that of a whole array.
+_Place = list[int] | None
+_Block = tuple[int, Any, Any]  # the number of an array, words of it, and their index in it
 
 _SPREAD, _OTHER = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
 _MULTIPLIERS = np.uint32(0x7FEB352D), np.uint32(0x846CA68B), np.uint32(0xC2B2AE3D)
 _15, _16 = np.uint32(15), np.uint32(16)
-_HOST_WORDS = 1 << 15  # Stay in the cache between the operations.
+_BLOCK = 1 << 15  # words that stay in the cache between the operations
+_LARGE = 1 << 18  # bytes that are worth a program of their own
 
 
-@dataclasses.dataclass(frozen=True)
-class Sums:
-    """The sums over the parts of an array that this process answers for, being computed.
+class Digests:
+    """The digests of some arrays, which may be donated once this has been made.
+
+    On an accelerator large parts are summed by programs that have been started, and small ones are
+    copied. On CPU there are references: JAX does not reuse memory that has any.
+
+    Args:
+      arrays: `jax.Array`s of any sharding, dtype and memory kind, no typed keys; or NumPy arrays
+        that nobody writes to.
 
     Attributes:
-      parts: uint32[parts, 2].
-      is_whole: whether they are all; otherwise, other processes have parts of the same array.
+      partial: the numbers of those that other processes have parts of.
     """
 
-    parts: Any
-    is_whole: bool = True
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self.partial: list[int] = []
+        self._count = len(arrays)
+        self._on_device: list[tuple[int, jax.Array]] = []
+        on_host: list[tuple[int, Any, _Place]] = []
+        for i, array in enumerate(arrays):
+            if not isinstance(array, jax.Array) or isinstance(array.sharding, SingleDeviceSharding):
+                parts: list[tuple[Any, _Place]] = [(array, None)]
+            else:
+                parts = _distinct_parts(array)
+                if not array.is_fully_addressable:
+                    self.partial.append(i)
+            if parts and _is_large_on_device(parts[0][0]):
+                self._on_device.append((i, _device_sums(parts)))
+            else:
+                on_host += [(i, part, place) for part, place in parts]
+        for _, part, _ in on_host:
+            if isinstance(part, jax.Array):
+                part.copy_to_host_async()
+        self._on_host = [(i, np.asarray(part), place) for i, part, place in on_host]
 
-    def total(self) -> Pair:
-        """Waits, and adds the parts."""
-        total: Pair = np.asarray(self.parts).sum(axis=0, dtype=np.uint32)
+    def sums(self) -> Sums:
+        """Waits, and returns the sums of the parts that this process answers for."""
+        total = np.zeros((self._count, 2), np.uint32)
+        for batch in _batches(self._host_blocks(total)):
+            _add_sums(total, batch)
+        for i, sums in self._on_device:
+            total[i] += np.asarray(sums).sum(axis=0, dtype=np.uint32)
         return total
 
-
-def digest(leaf: Any) -> Sums:
-    """Starts the digest of an array, on its devices; waits only where it must (`paced`).
-
-    Args:
-      leaf: a `jax.Array` of any sharding, dtype and memory kind, no typed key; or a NumPy array,
-        whose digest is computed at once.
-
-    Returns:
-      The sums, which stay right when `leaf` is donated afterwards.
-    """
-    if not isinstance(leaf, jax.Array):
-        return Sums(_host_sums(np.asarray(leaf))[None])
-    sharding = leaf.sharding
-    device: Any = next(iter(sharding.device_set))
-    default = device.default_memory().kind
-    if sharding.memory_kind not in (None, default):
-        leaf = jax.device_put(leaf, sharding.with_memory_kind(default))
-    return Sums(_device_sums(leaf), leaf.is_fully_addressable)
+    def _host_blocks(self, total: Sums) -> Iterator[_Block]:
+        """Yields blocks of small parts, and adds the sums of large ones."""
+        for i, part, place in self._on_host:
+            words = _host_words(part)
+            if words.nbytes >= _LARGE and jax.default_backend() == "cpu":
+                total[i] += _large_sums(words, place)
+                continue
+            flat = words.reshape(-1)
+            index = None if place is None else _host_index(words.shape, place)
+            for start in range(0, flat.size, _BLOCK):
+                block = flat[start : start + _BLOCK]
+                stop = start + block.size
+                yield i, block, np.arange(start, stop) if index is None else index[start:stop]
 
 
-def digests(leaves: Mapping[str, Any]) -> dict[str, Sums]:
-    """Starts the digests of many arrays."""
-    return {name: digest(leaf) for name, leaf in leaves.items()}
-
-
-def add_up(sums: Mapping[str, Sums]) -> dict[str, Sums]:
-    """Waits for digests and adds what other processes have of the same arrays.
-
-    Where every array is whole here, nothing is exchanged. Otherwise all processes must call it with
-    the same names, while none of their programs that communicate is running.
-
-    Args:
-      sums: digests by name.
-
-    Returns:
-      The same, all whole.
-    """
-    partial = [name for name, part in sums.items() if not part.is_whole]
-    if not partial:
-        return dict(sums)
-    mine = np.stack([sums[name].total() for name in partial])
-    every = np.asarray(multihost_utils.process_allgather(mine))
-    totals = every.sum(axis=0, dtype=np.uint32)
-    return {**sums, **{name: Sums(totals[i : i + 1]) for i, name in enumerate(partial)}}
-
-
-def to_hex(sums: Sums) -> str:
-    """Waits for a digest and returns it as 16 hexadecimal digits.
+def digests(arrays: Sequence[Any]) -> list[str]:
+    """Returns the digests of arrays; all processes must call it, if any array is not whole here.
 
     Examples:
-      >>> to_hex(digest(np.arange(3, dtype=np.float32)))
-      '192dfcc57519b0b3'
-
-    Raises:
-      ValueError: parts of it are with other processes; see `add_up`.
+      >>> digests([np.arange(3, dtype=np.float32)])
+      ['192dfcc57519b0b3']
     """
-    if not sums.is_whole:
-        raise ValueError("`sums`: other processes have parts of them: call `add_up` before")
-    first, second = sums.total().tolist()
+    pending = Digests(arrays)
+    sums = pending.sums()
+    if pending.partial:
+        every = np.asarray(multihost_utils.process_allgather(sums[pending.partial]))
+        sums[pending.partial] = every.sum(axis=0, dtype=np.uint32)
+    return [to_hex(pair) for pair in sums]
+
+
+def to_hex(pair: Any) -> str:
+    """Returns two sums as 16 hexadecimal digits."""
+    first, second = pair.tolist()
     return f"{first:08x}{second:08x}"
 
 
-def _device_sums(leaf: jax.Array) -> Any:
-    """The sums of the distinct shards that this process answers for, uint32[shards, 2]."""
-    # Of all devices that hold the same part, in whatever process, one has the replica 0.
-    shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
-    if not shards or not leaf.size:
-        return np.zeros((1, 2), np.uint32)
-    strides = _strides(leaf.shape)
-    places = np.array([_place(shard.index, leaf.shape, strides) for shard in shards], np.uint32)
-    if len(shards) == 1:
-        return _sums(shards[0].data, places)
-    # The shards one below the other: an array of the same buffers. One program for all of them is
+def bound(name: str, digest: str) -> str:
+    """Returns a digest bound to the name of its leaf, and of a bound one the digest.
+
+    Examples:
+      >>> bound('params/w', '192dfcc57519b0b3')
+      '605cde5ffc0a8b5f'
+      >>> bound('params/w', bound('params/w', '192dfcc57519b0b3'))
+      '192dfcc57519b0b3'
+    """
+    mask = hashlib.sha256(name.encode(errors="surrogatepass")).digest()[:8]
+    return f"{int(digest, 16) ^ int.from_bytes(mask):016x}"
+
+
+def _distinct_parts(array: jax.Array) -> list[tuple[Any, _Place]]:
+    """The parts of an array that this process answers for, with their places."""
+    strides = _strides(array.shape)
+    return [
+        (shard.data, _place(shard.index, array.shape, strides))
+        for shard in array.addressable_shards
+        # Of all devices that hold the same part, in whatever process, one has the replica 0.
+        if shard.replica_id == 0
+    ]
+
+
+def _is_large_on_device(part: Any) -> bool:
+    if not isinstance(part, jax.Array) or part.nbytes < _LARGE or jax.default_backend() == "cpu":
+        return False
+    (device,) = part.devices()
+    return part.sharding.memory_kind in (None, device.default_memory().kind)
+
+
+def _device_sums(parts: Sequence[tuple[jax.Array, _Place]]) -> Any:
+    """The sums of large parts, each on its device, uint32[parts, 2]."""
+    first, place = parts[0]
+    if len(parts) == 1:
+        given = place or [0, *_strides(first.shape)]
+        return _sums(first, np.array([given], np.uint32))
+    # The parts one below the other: an array of the same buffers. One program for all of them is
     # compiled once, not once for each device.
-    mesh = Mesh(np.array([shard.device for shard in shards]), ("shards",))
+    mesh = Mesh(np.array([part.device for part, _ in parts]), ("shards",))
     rows = NamedSharding(mesh, PartitionSpec("shards"))
-    first, *others = shards[0].data.shape
+    height, *others = first.shape
     below = jax.make_array_from_single_device_arrays(
-        (len(shards) * first, *others), rows, [shard.data for shard in shards]
+        (len(parts) * height, *others), rows, [part for part, _ in parts]
     )
-    return paced(_sums_of_shards(paced(below), jax.device_put(places, rows), mesh))
+    places = jax.device_put(np.array([place for _, place in parts], np.uint32), rows)
+    return _sums_of_shards(below, places, mesh)
+
+
+def _large_sums(words: Any, place: _Place) -> Any:
+    """The sums of one part, by a program on the CPU."""
+    if place is None:  # One program for all shapes of a size.
+        words, place = words.reshape(-1, 1), [0, 1]
+    # The words of an element are a dimension more, whose stride is 1.
+    given = np.array([[*(at * words.shape[-1] for at in place), 1]], np.uint64)
+    on_device = jax.device_put(words, jax.local_devices()[0])
+    return np.asarray(_sums(on_device, given.astype(np.uint32)))[0]
+
+
+def _batches(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
+    """Small blocks together: an operation of NumPy on each would take longer."""
+    batch, size = [], 0
+    for block in blocks:
+        batch.append(block)
+        size += block[1].size
+        if size >= _BLOCK:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _add_sums(total: Sums, blocks: Sequence[_Block]) -> None:
+    numbers, words, index = zip(*blocks, strict=True)
+    starts = np.cumsum([0, *(block.size for block in words[:-1])])
+    word = np.concatenate(words, dtype=np.uint32, casting="unsafe")
+    at = np.concatenate(index, dtype=np.uint32, casting="unsafe")
+    for column, mixed in enumerate(_mixed(word, at)):
+        sums = np.add.reduceat(mixed, starts, dtype=np.uint32)
+        np.add.at(total[:, column], list(numbers), sums)
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
@@ -142,20 +206,26 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
     return [math.prod(shape[dim + 1 :]) % 2**32 for dim in range(len(shape))]
 
 
-def _place(index: tuple[slice, ...], shape: tuple[int, ...], strides: list[int]) -> list[int]:
-    """The row-major index of a shard's first element modulo 2**32, and the strides."""
+def _place(index: Sequence[slice], shape: tuple[int, ...], strides: list[int]) -> list[int]:
     starts = (part.indices(size)[0] for part, size in zip(index, shape, strict=True))
     first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
     return [first % 2**32, *strides]
 
 
+def _host_index(shape: tuple[int, ...], place: list[int]) -> Any:
+    """The index in the whole array of every word of a part, uint64; flat."""
+    *sizes, k = shape
+    index = np.full((), place[0], np.uint64)
+    for size, stride in zip(sizes, place[1:], strict=True):
+        index = index[..., None] + np.arange(size, dtype=np.uint64) * np.uint64(stride)
+    return (index[..., None] * np.uint64(k) + np.arange(k, dtype=np.uint64)).reshape(-1)
+
+
 def _shard_sums(shard: jax.Array, place: jax.Array) -> jax.Array:
     """The sums of a part of an array, uint32[1, 2].
 
-    Args:
-      shard: the part.
-      place: `_place` of it, uint32[1, 1 + rank]: traced, so that shards of one shape share a
-        program, wherever they belong.
+    Its place, uint32[1, 1 + rank], is traced: parts of one shape share a program, wherever they
+    belong.
     """
     words = _words(shard)
     index = _index(words[0].shape, place[0]) * np.uint32(len(words))
@@ -215,35 +285,26 @@ def _words(leaf: jax.Array) -> list[jax.Array]:
         return [*_words(lax.real(leaf)), *_words(lax.imag(leaf))]
     if dtype == jnp.bool_:
         return [leaf.astype(jnp.uint32)]
-    bits = jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype).bits
+    bits = _bits(dtype)
     if bits == 64:
         halves = lax.bitcast_convert_type(leaf, jnp.uint32)
         return [halves[..., 0], halves[..., 1]]
     return [lax.bitcast_convert_type(leaf, f"uint{bits}").astype(jnp.uint32)]
 
 
-def _host_sums(leaf: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    words = _host_words(leaf)
-    sums = np.zeros(2, np.uint32)
-    for start in range(0, words.size, _HOST_WORDS):
-        part = words[start : start + _HOST_WORDS].astype(np.uint32)
-        at = (np.arange(start, start + part.size, dtype=np.uint64) % 2**32).astype(np.uint32)
-        sums += np.array([mixed.sum(dtype=np.uint32) for mixed in _mixed(part, at)])
-    return sums
+def _host_words(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The same as uint8, uint16 or uint32; the words of an element are the last dimension."""
+    array = np.asarray(array, order="C")
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    size = array.dtype.itemsize
+    is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
+    words = array.reshape(*array.shape, 1).view(f"uint{8 * min(size // (1 + is_complex), 4)}")
+    if size == 1 and array.dtype != np.bool_ and _bits(array.dtype) < 8:
+        words = words & np.uint8(2 ** _bits(array.dtype) - 1)  # NumPy keeps one in a byte.
+    return words
 
 
-def _host_words(leaf: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    flat = np.ascontiguousarray(leaf).reshape(-1)
-    if flat.dtype.byteorder == ">":
-        flat = flat.astype(flat.dtype.newbyteorder("<"))
-    if flat.dtype == np.bool_:
-        return flat.view(np.uint8)
-    if jnp.issubdtype(flat.dtype, jnp.integer):
-        bits = jnp.iinfo(flat.dtype).bits
-    elif jnp.issubdtype(flat.dtype, jnp.complexfloating):
-        bits = 32
-    else:
-        bits = jnp.finfo(flat.dtype).bits
-    if bits < 8:  # NumPy keeps one in a byte.
-        return flat.view(np.uint8) & np.uint8(2**bits - 1)
-    return flat.view(f"uint{min(bits, 32)}")
+def _bits(dtype: Any) -> int:
+    info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+    return int(info(dtype).bits)

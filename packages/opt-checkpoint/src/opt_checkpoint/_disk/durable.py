@@ -14,7 +14,7 @@ _TEMPORARY = atomicity_types.TMP_DIR_SUFFIX
 _SEALED = "-sealed"
 
 
-class DurablePath(atomicity_types.TemporaryPath):
+class DurablePath(atomicity.AtomicRenameTemporaryPath):
     """Orbax's atomic rename, with the `fsync`s that it leaves out.
 
     Orbax and TensorStore sync the arrays, but neither the metadata files nor the directories, and
@@ -23,58 +23,29 @@ class DurablePath(atomicity_types.TemporaryPath):
     is synced.
     """
 
-    def __init__(self, temporary: Any, final: Any, **options: Any) -> None:
-        self._final = final
+    def __init__(self, temporary_path: Any, final_path: Any, **options: Any) -> None:
+        self._own_name = final_path
         # What lies in a step that is still temporary is synced with it.
-        self._sealed = (
-            None
-            if _TEMPORARY in final.parent.name
-            else temporary.parent / f"{temporary.name}-sealed"
-        )
-        self._inner = atomicity.AtomicRenameTemporaryPath(
-            temporary, self._sealed or final, **options
-        )
-
-    @classmethod
-    async def validate(cls, temporary_path: Any) -> None:
-        """Raises `ValidationError` unless the path is a temporary one."""
-        await atomicity.AtomicRenameTemporaryPath.validate(temporary_path)
-
-    @classmethod
-    async def validate_final(cls, final_path: Any) -> None:
-        """Raises `ValidationError` unless the path is a final one."""
-        await atomicity.AtomicRenameTemporaryPath.validate_final(final_path)
-
-    @classmethod
-    def from_temporary(cls, temporary_path: Any, **options: Any) -> DurablePath:
-        """Returns the path of a step that is being written."""
-        final = temporary_path.parent / temporary_path.name.partition(_TEMPORARY)[0]
-        return cls(temporary_path, final, **options)
-
-    @classmethod
-    def from_final(cls, final_path: Any, **options: Any) -> DurablePath:
-        """Returns the path under which a step is to be written."""
-        return cls(final_path.parent / (final_path.name + _TEMPORARY), final_path, **options)
-
-    def get(self) -> Any:
-        """Returns the temporary path."""
-        return self._inner.get()
+        self._is_step = _TEMPORARY not in final_path.parent.name
+        if self._is_step:
+            final_path = temporary_path.with_name(temporary_path.name + _SEALED)
+        super().__init__(temporary_path, final_path, **options)
 
     def get_final(self) -> Any:
         """Returns the final path."""
-        return self._final
+        return self._own_name
 
     async def create(self) -> Any:
         """Creates the temporary directory."""
-        if self._sealed is not None:
-            await asyncio.to_thread(shutil.rmtree, self._sealed, ignore_errors=True)
-        return await self._inner.create()
+        if self._is_step:
+            await asyncio.to_thread(shutil.rmtree, self._final_path, ignore_errors=True)
+        return await super().create()
 
     async def finalize(self) -> None:
         """Moves the step to its final name, durably; replaces nothing."""
-        await self._inner.finalize()  # type: ignore[no-untyped-call]
-        if self._sealed is not None:
-            await asyncio.to_thread(_commit, Path(self._sealed), Path(self._final))
+        await super().finalize()  # type: ignore[no-untyped-call]
+        if self._is_step:
+            await asyncio.to_thread(_commit, Path(self._final_path), Path(self._own_name))
 
 
 def _commit(sealed: Path, final: Path) -> None:

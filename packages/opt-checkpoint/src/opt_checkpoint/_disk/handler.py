@@ -22,8 +22,7 @@ from opt_checkpoint._disk.saving import Saving
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._planning.match import plan_restore
 from opt_checkpoint._planning.rules import Rule
-from opt_checkpoint._targets.named import named_view
-from opt_checkpoint._targets.view import view_of
+from opt_checkpoint._targets.view import View, view_of
 from opt_checkpoint.errors import LeafError, SaveError
 
 _log = logging.getLogger(__name__)
@@ -186,29 +185,28 @@ def _prepare(directory: Any, target: Any) -> Saving:
     with together():
         if "://" in str(directory):
             raise SaveError(f"`{directory}` is not in a file system: mount the bucket")
-        named = target if isinstance(target, NamedState) else _named(target)
-        step = named.schema.by_name.get("state/step")
-        saving = Saving.prepare(step.value or 0 if step else 0, named, [], [], None)
+        source = target if isinstance(target, NamedState) else _view(target)
+        saving = Saving.prepare(None, source)
     if not are_equal(saving.local_data()):
         raise LeafError(
             f"`{directory}`: the processes would save different things: expected one schema, and "
             "equal values of arrays that every process has to itself"
         )
-    return saving.added_up()
+    return saving
 
 
-def _named(target: Any) -> NamedState:
+def _view(target: Any) -> View:
     view = view_of(target)
     if view.unsaved:
         _log.warning(
             "%s: `%s` is not saved, because it belongs to no optimizer: save it as another item",
             *(type(target).__name__, "`, `".join(view.unsaved)),
         )
-    return named_view(view)
+    return view
 
 
 def _manifest(saving: Saving) -> ManifestSave:
-    return ManifestSave(saving.encode)
+    return ManifestSave(saving)
 
 
 def _open(directory: Any) -> SavedStep:

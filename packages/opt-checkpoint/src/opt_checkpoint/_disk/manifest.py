@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opt_checkpoint._disk.storage import Record, check, is_readable
+from opt_checkpoint._disk.storage import PYTHON, Record, check, is_readable
 from opt_checkpoint._naming.schema import LeafInfo, Schema
 from opt_checkpoint.errors import (
     DamagedError,
@@ -19,12 +19,14 @@ from opt_checkpoint.errors import (
     VersionError,
 )
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 FILE_NAME = "manifest.json"
 # The first release that reads `FORMAT_VERSION`.
 NEEDS = "0.1.0"
 # Of metadata: well below what any stack of calls leaves room for.
 _MAX_DEPTH = 200
+# Of a digest, with quotes and a comma, and of all that is in every manifest.
+_DIGEST_BYTES, _FIXED_BYTES = 19, 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,13 @@ class Limits:
     bytes: int = 256 * 2**20
     items: int = 16_000_000
 
+    def excess(self, size: int, items: int) -> str | None:
+        """Returns what there is too much of, if anything."""
+        for found, allowed, what in ((size, self.bytes, "bytes"), (items, self.items, "values")):
+            if found > allowed:
+                return f"more than {allowed:,} {what}, the limit of a manifest"
+        return None
+
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
@@ -47,7 +56,7 @@ class Manifest:
     Attributes:
       step: that it was saved as.
       schema: its leaves and who wrote them.
-      records: by name, how each leaf is stored.
+      records: by name, what else there is about each leaf.
       metadata: JSON data that was saved with it.
     """
 
@@ -56,74 +65,85 @@ class Manifest:
     records: Mapping[str, Record]
     metadata: Any = None
 
-    def encode(self) -> bytes:
-        """Returns the bytes of the file: canonical JSON and its SHA-256."""
-        records = [
-            {k: v for k, v in vars(self.records[info.name]).items() if v is not None}
-            for info in self.schema.leaves
-        ]
-        body = {
-            "step": self.step,
-            "schema": _schema_data(self.schema),
-            "records": records,
-            "metadata": self.metadata,
-        }
-        text = _canonical(body)
-        whole = {
-            "format_version": FORMAT_VERSION,
-            "needs": NEEDS,
-            "sha256": hashlib.sha256(text).hexdigest(),
-        }
-        return _canonical(whole)[:-1] + b',"manifest":' + text + b"}\n"
 
-    @classmethod
-    def decode(cls, data: bytes, *, where: str, limits: Limits | None = None) -> Manifest:
-        """Reads the bytes of a file.
+def encode_schema(schema: Schema) -> bytes:
+    """Returns the JSON of a schema without the values of counts, so that steps share it."""
+    names = [field.name for field in dataclasses.fields(LeafInfo) if field.name != "value"]
+    leaves = [{name: getattr(leaf, name) for name in names} for leaf in schema.leaves]
+    # `to_data` would make a deep copy of every leaf.
+    others = dataclasses.replace(schema, leaves=()).to_data()
+    return _canonical({**others, "leaves": leaves})
 
-        Args:
-          data: the bytes.
-          where: for errors, the file.
-          limits: on what may be in it.
 
-        Raises:
-          DamagedError: they are not those that were written.
-          LoadError: they are no manifest, or too large a one.
-          VersionError: a newer format.
-        """
-        whole = _parse(data, where, limits or Limits())
-        version = whole.get("format_version")
-        if type(version) is not int or version < FORMAT_VERSION:
-            raise LoadError(f"`{where}`: expected `format_version`, found none: it is no manifest")
-        if version > FORMAT_VERSION:
-            raise VersionError(
-                f"`{where}`: written in format {version}, which needs opt-checkpoint >= "
-                f"{whole.get('needs')!s:.40}; this one reads up to format {FORMAT_VERSION}"
-            )
-        body = whole.get("manifest")
-        if hashlib.sha256(_canonical(body)).hexdigest() != whole.get("sha256"):
-            raise DamagedError(f"`{where}`: its SHA-256 is not the one written in it: damaged")
-        return cls._from_data(body, where)
+def encode_step(
+    step: int, metadata: Any, values: Mapping[str, Any], impls: Mapping[str, str]
+) -> bytes:
+    """Returns the JSON of what a schema does not say, besides digests.
 
-    @classmethod
-    def _from_data(cls, body: Any, where: str) -> Manifest:
-        if not isinstance(body, dict) or body.keys() != {"step", "schema", "records", "metadata"}:
-            raise LoadError(f"`{where}`: expected the parts of a manifest, found others")
-        step, records = body["step"], body["records"]
-        if type(step) is not int or step < 0:
-            raise LoadError(f"`{where}`: expected a step from 0 on, found {step!r:.40}")
-        schema = Schema.from_data(body["schema"])
-        if not isinstance(records, list) or len(records) != len(schema.leaves):
-            raise LoadError(
-                f"`{where}`: expected {len(schema.leaves)} records, as many as leaves, found "
-                f"{len(records) if isinstance(records, list) else 'none'}"
-            )
-        by_name = {
-            info.name: _record(info, record, where)
-            for info, record in zip(schema.leaves, records, strict=True)
-        }
-        if len(by_name) != len(records):
-            raise LoadError(f"`{where}`: two leaves have one name")
-        return cls(step, schema, by_name, body["metadata"])
+    Args:
+      step: its number.
+      metadata: JSON data.
+      values: of counts and Python scalars, by name.
+      impls: of PRNG keys, by name.
+
+    Raises:
+      LeafError: the metadata are not JSON data, or would not be read again.
+    """
+    try:
+        _check_json(metadata, 0)
+        own = {"impls": impls, "metadata": metadata, "number": step, "values": values}
+        return _canonical(own)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise LeafError(f"`metadata`: expected JSON data: {error!s:.200}") from None
+
+
+def encode(schema: bytes, step: bytes, digests: Sequence[str | None]) -> bytes:
+    """Returns the bytes of the file: canonical JSON and its SHA-256."""
+    body = b'{"digests":%s,"schema":%s,"step":%s}' % (_canonical(digests), schema, step)
+    head = {
+        "format_version": FORMAT_VERSION,
+        "needs": NEEDS,
+        "sha256": hashlib.sha256(body).hexdigest(),
+    }
+    return _canonical(head)[:-1] + b',"manifest":' + body + b"}\n"
+
+
+def check_size(schema: bytes, step: bytes, leaves: int) -> None:
+    """Raises a `LeafError` if a manifest of all that would be too large to be read again."""
+    size = len(schema) + len(step) + _DIGEST_BYTES * leaves + _FIXED_BYTES
+    if excess := Limits().excess(size, _count_items(schema) + _count_items(step) + leaves):
+        raise LeafError(f"the names and metadata are {excess}")
+
+
+def decode(data: bytes, *, where: str, limits: Limits | None = None) -> Manifest:
+    """Reads the bytes of a file.
+
+    Args:
+      data: the bytes.
+      where: for errors, the file.
+      limits: on what may be in it.
+
+    Raises:
+      DamagedError: they are not those that were written.
+      LoadError: they are no manifest, or too large a one.
+      VersionError: a newer format.
+    """
+    whole = _parse(data, where, limits or Limits())
+    version = whole.get("format_version")
+    if type(version) is not int or version < 1:
+        raise LoadError(f"`{where}`: expected `format_version`, found none: it is no manifest")
+    if version > FORMAT_VERSION:
+        raise VersionError(
+            f"`{where}`: written in format {version}, which needs opt-checkpoint >= "
+            f"{whole.get('needs')!s:.40}; this one reads format {FORMAT_VERSION}"
+        )
+    body = whole.get("manifest")
+    if hashlib.sha256(_canonical(body)).hexdigest() != whole.get("sha256"):
+        raise DamagedError(f"`{where}`: its SHA-256 is not the one written in it: damaged")
+    try:
+        return _from_data(body)
+    except LoadError as error:
+        raise LoadError(f"`{where}`: {error}") from None
 
 
 def read_manifest(folder: Path, *, limits: Limits | None = None) -> Manifest:
@@ -145,31 +165,57 @@ def read_manifest(folder: Path, *, limits: Limits | None = None) -> Manifest:
         if not folder.is_dir():
             raise MissingError(f"`{folder}` has been deleted") from None
         raise DamagedError(f"`{path}` cannot be read: {error.strerror}") from error
-    return Manifest.decode(data, where=str(path), limits=limits)
+    return decode(data, where=str(path), limits=limits)
 
 
-def canonical_json(data: Any) -> bytes:
-    """Returns JSON data as bytes that depend on nothing but the data.
+def _from_data(body: Any) -> Manifest:
+    body = _mapping(body, {"digests": list, "schema": dict, "step": dict})
+    step = _mapping(
+        body["step"], {"impls": dict, "metadata": object, "number": int, "values": dict}
+    )
+    number, digests, values = step["number"], body["digests"], step["values"]
+    if type(number) is not int or number < 0:
+        raise LoadError(f"expected a step from 0 on, found {number!r:.40}")
+    schema = Schema.from_data(body["schema"])
+    if len(digests) != len(schema.leaves):
+        raise LoadError(
+            f"expected {len(schema.leaves)} digests, as many as leaves, found {len(digests)}"
+        )
+    leaves, records = [], {}
+    for leaf, digest in zip(schema.leaves, digests, strict=True):
+        name, value = leaf.name, values.get(leaf.name)
+        is_count = value is not None and leaf.dtype != PYTHON
+        record = Record(digest, step["impls"].get(name), None if is_count else value)
+        if not isinstance(digest or "", str) or not isinstance(record.impl or "", str):
+            raise LoadError(f"`{name:.200}`: its record is malformed")
+        if is_count and type(value) is not int:
+            raise LoadError(f"`{name:.200}`: expected an integer as its value")
+        check(leaf, record)
+        records[name] = record
+        leaves.append(dataclasses.replace(leaf, value=value) if is_count else leaf)
+    if unknown := (values.keys() | step["impls"].keys()) - records.keys():
+        raise LoadError(f"no leaf is called `{min(unknown):.200}`")
+    return Manifest(
+        number, dataclasses.replace(schema, leaves=tuple(leaves)), records, step["metadata"]
+    )
 
-    Raises:
-      TypeError: not JSON data.
-    """
-    return _canonical(data)
+
+def _mapping(data: Any, parts: Mapping[str, type]) -> dict[str, Any]:
+    if (
+        not isinstance(data, dict)
+        or data.keys() != parts.keys()
+        or not all(isinstance(data[name], kind) for name, kind in parts.items())
+    ):
+        raise LoadError("expected the parts of a manifest, found others")
+    return data
 
 
 def _canonical(data: Any) -> bytes:
     return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _schema_data(schema: Schema) -> dict[str, Any]:
-    """`schema.to_data()`, without a deep copy of every leaf: `save` waits for this."""
-    names = [field.name for field in dataclasses.fields(LeafInfo)]
-    leaves = [{name: getattr(leaf, name) for name in names} for leaf in schema.leaves]
-    return {**dataclasses.replace(schema, leaves=()).to_data(), "leaves": leaves}
-
-
 def _parse(data: bytes, where: str, limits: Limits) -> dict[str, Any]:
-    if excess := over_limits(data, limits):
+    if excess := limits.excess(len(data), _count_items(data)):
         raise LoadError(f"`{where}`: {excess}")
     try:
         whole = json.loads(data, object_pairs_hook=_unique)
@@ -182,29 +228,8 @@ def _parse(data: bytes, where: str, limits: Limits) -> dict[str, Any]:
     return whole
 
 
-def over_limits(data: bytes, limits: Limits) -> str | None:
-    """Returns what a manifest has too much of, if anything."""
-    items = data.count(b",") + data.count(b"[") + data.count(b"{")
-    for found, allowed, what in (
-        (len(data), limits.bytes, "bytes"),
-        (items, limits.items, "values"),
-    ):
-        if found > allowed:
-            return f"more than {allowed:,} {what}, the limit of a manifest"
-    return None
-
-
-def json_copy(metadata: Any) -> Any:
-    """Returns a copy of JSON data that is read again as it is.
-
-    Raises:
-      LeafError: no JSON data, nested too deeply, or a number of too many digits.
-    """
-    try:
-        _check_json(metadata, 0)
-        return json.loads(json.dumps(metadata))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise LeafError(f"`metadata`: expected JSON data: {error!s:.200}") from None
+def _count_items(data: bytes) -> int:
+    return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
 def _check_json(data: Any, depth: int) -> None:
@@ -227,16 +252,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a key stands twice")
     return found
-
-
-def _record(info: LeafInfo, data: Any, where: str) -> Record:
-    fields = {field.name for field in dataclasses.fields(Record)}
-    if not isinstance(data, dict) or not data.keys() <= fields or "storage" not in data:
-        raise LoadError(f"`{where}`: `{info.name:.200}`: its record is malformed")
-    key = data.get("key", [])
-    texts = [data["storage"], data.get("digest") or "", data.get("impl") or ""]
-    if not isinstance(key, list) or not all(type(text) is str for text in [*key, *texts]):
-        raise LoadError(f"`{where}`: `{info.name:.200}`: its record is malformed")
-    record = Record(**{**data, "key": tuple(key)})
-    check(info, record)
-    return record

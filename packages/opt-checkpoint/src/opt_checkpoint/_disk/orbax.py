@@ -3,38 +3,60 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 from orbax.checkpoint.path import step as step_lib
 
+from opt_checkpoint._disk.durable import DurablePath
 from opt_checkpoint._disk.manifest import FILE_NAME
-from opt_checkpoint._disk.storage import flatten
+from opt_checkpoint._disk.saving import Saving
 
-LEAVES, MANIFEST = "leaves", "manifest"
+LEAVES, MANIFEST, TRASH = "leaves", "manifest", "trash"
+_SUMS = "sums.{}"
 
 
 class ManifestHandler(ocp.AsyncCheckpointHandler):
-    """Writes a manifest once its digests are known, while the arrays are being written."""
+    """Writes a manifest once every process has summed its parts of the arrays.
+
+    The sums go through files: collectives in the background would meet those of the training.
+    """
+
+    def __init__(self) -> None:
+        self._saving: Saving | None = None
 
     async def async_save(self, directory: Any, args: ManifestSave) -> list[Future]:
-        """Starts to write it; only the first process does."""
+        """Starts to sum what this process has."""
+        self._saving = args.saving
 
-        async def write() -> None:
-            if jax.process_index() == 0:
-                (Path(directory) / FILE_NAME).write_bytes(args.encode())
+        async def sums() -> None:
+            self.save(directory, args)
 
-        return [CommitFutureAwaitingContractedSignals(write(), name="manifest")]
+        return [CommitFutureAwaitingContractedSignals(sums(), name="digests")]
 
     def save(self, directory: Any, args: ManifestSave) -> None:
-        """Writes it."""
-        if jax.process_index() == 0:
-            (Path(directory) / FILE_NAME).write_bytes(args.encode())
+        """Sums what this process has."""
+        self._saving = args.saving
+        path = Path(directory) / _SUMS.format(jax.process_index())
+        path.write_bytes(args.saving.sums().tobytes())
+
+    def finalize(self, directory: Any) -> None:
+        """Writes the manifest: Orbax calls it in the first process, once all have saved."""
+        saving, self._saving = self._saving, None
+        if saving is None or jax.process_index() > 0:
+            return
+        paths = [Path(directory) / _SUMS.format(i) for i in range(jax.process_count())]
+        parts = [np.frombuffer(path.read_bytes(), np.uint32).reshape(-1, 2) for path in paths]
+        sums = np.stack(parts).sum(axis=0, dtype=np.uint32)
+        (Path(directory) / FILE_NAME).write_bytes(saving.encode(sums))
+        for path in paths:
+            path.unlink()
 
     def restore(self, directory: Any, args: ManifestRestore | None = None) -> bytes:
         """Returns its bytes."""
@@ -44,9 +66,9 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(ManifestHandler, for_save=True)
 @dataclasses.dataclass
 class ManifestSave(ocp.args.CheckpointArgs):
-    """What to write: called in the background."""
+    """What to write."""
 
-    encode: Callable[[], bytes]
+    saving: Saving
 
 
 @ocp.args.register_with_handler(ManifestHandler, for_restore=True)
@@ -95,6 +117,25 @@ def _step(path: Path) -> int | None:
     return int(name)
 
 
+def open_manager(
+    directory: Path, *, max_to_keep: int | None, keep_period: int | None, is_async: bool
+) -> ocp.CheckpointManager:
+    """Returns Orbax's manager of a folder."""
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=max_to_keep,
+        keep_period=keep_period,
+        enable_async_checkpointing=is_async,
+        # Threads that wait for a folder that cannot be made keep a process alive.
+        async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
+        cleanup_tmp_directories=True,
+        step_name_format=StepNames(),
+        temporary_path_class=DurablePath,
+        todelete_subdir=TRASH,
+    )
+    handlers = {LEAVES: array_handler(), MANIFEST: ManifestHandler()}
+    return ocp.CheckpointManager(directory, item_handlers=handlers, options=options)
+
+
 def array_handler(**options: Any) -> ocp.PyTreeCheckpointHandler:
     """Returns a fresh handler of arrays: one that failed is not used again."""
     return ocp.PyTreeCheckpointHandler(use_ocdbt=True, **options)
@@ -124,4 +165,4 @@ def stored_arrays(folder: Path) -> dict[tuple[str, ...], tuple[tuple[int, ...], 
         tree = handler.metadata(_leaves(folder)).tree
     finally:
         handler.close()  # type: ignore[no-untyped-call]
-    return {key: (tuple(a.shape), np.dtype(a.dtype)) for key, a in flatten(tree).items()}
+    return {key: (tuple(a.shape), np.dtype(a.dtype)) for key, a in flatten_dict(tree).items()}

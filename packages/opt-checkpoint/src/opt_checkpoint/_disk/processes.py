@@ -5,36 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from opt_checkpoint.errors import (
-    CheckpointError,
-    DamagedError,
-    ForeignError,
-    LeafError,
-    LoadError,
-    LockError,
-    MissingError,
-    SaveError,
-    VersionError,
-)
+from opt_checkpoint import errors
+from opt_checkpoint.errors import CheckpointError
 
-_KINDS: tuple[type[CheckpointError], ...] = (
-    DamagedError,
-    ForeignError,
-    LeafError,
-    LoadError,
-    LockError,
-    MissingError,
-    SaveError,
-    VersionError,
-    CheckpointError,  # all others
-)
-_BYTES = 1024
+_BYTES = 1024  # of an error's text
 
 
 def is_first() -> bool:
@@ -48,16 +27,16 @@ def agree(error: CheckpointError | None) -> None:
     Args:
       error: of this process, or `None`.
     """
-    if jax.process_count() == 1:
-        if error is not None:
-            raise error
-        return
-    told = multihost_utils.process_allgather(_pack(error))
+    if jax.process_count() > 1:
+        mine = f"{type(error).__name__} {error}".encode() if error is not None else b""
+        padded = np.frombuffer(mine[:_BYTES].ljust(_BYTES, b"\0"), np.uint8)
+        told = np.asarray(multihost_utils.process_allgather(padded))
+        for process, message in enumerate(told if error is None else ()):
+            kind, _, text = message.tobytes().rstrip(b"\0").decode(errors="replace").partition(" ")
+            if kind:
+                raise _kind(kind)(f"process {process}: {text}")
     if error is not None:
         raise error
-    for process, message in enumerate(np.asarray(told)):
-        if message[0]:
-            _raise(process, message)
 
 
 @contextmanager
@@ -80,16 +59,8 @@ def are_equal(data: bytes) -> bool:
     return bool((all_ == all_[0]).all())
 
 
-def _pack(error: CheckpointError | None) -> np.ndarray[Any, Any]:
-    packed = np.zeros(_BYTES, np.uint8)
-    if error is not None:
-        text = str(error).encode()[: _BYTES - 1]
-        kind = next(i for i, kind in enumerate(_KINDS) if isinstance(error, kind))
-        packed[0] = kind + 1
-        packed[1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
-    return packed
-
-
-def _raise(process: int, packed: np.ndarray[Any, Any]) -> NoReturn:
-    text = packed[1:].tobytes().rstrip(b"\0").decode(errors="replace")
-    raise _KINDS[int(packed[0]) - 1](f"process {process}: {text}")
+def _kind(name: str) -> type[CheckpointError]:
+    if name in errors.__all__ and name != "PlanError":  # That one carries a plan.
+        found: type[CheckpointError] = getattr(errors, name)
+        return found
+    return CheckpointError

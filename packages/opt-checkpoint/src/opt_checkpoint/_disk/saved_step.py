@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -13,18 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from opt_core import flatten_with_paths
 
-from opt_checkpoint._disk import digest as _digest
 from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk import storage as _storage
+from opt_checkpoint._disk.digest import bound, digests
 from opt_checkpoint._disk.foreign_steps import describe, is_orbax, own_item
 from opt_checkpoint._disk.manifest import Limits, Manifest, read_manifest
 from opt_checkpoint._disk.processes import is_first, together
 from opt_checkpoint._disk.saving import EXTRA
-from opt_checkpoint._disk.storage import Record
-from opt_checkpoint._naming.schema import LeafInfo, Schema, leaf_name
+from opt_checkpoint._disk.storage import is_stored
+from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name
 from opt_checkpoint.errors import (
     CheckpointError,
     DamagedError,
@@ -35,7 +36,6 @@ from opt_checkpoint.errors import (
 
 Level = Literal["manifest", "digests"]
 _T = TypeVar("_T")
-# Read at once when a step is checked.
 _BATCH_BYTES = 512 * 2**20
 
 
@@ -105,21 +105,14 @@ class SavedStep:
           LeafError: a leaf does not divide as its sharding says; nothing has been read.
           MissingError: there is no such leaf, or the step has been deleted.
         """
-        infos = self.schema.by_name
+        infos, records = self.schema.by_name, self.manifest.records
         if unknown := sorted(wanted.keys() - infos.keys()):
             raise MissingError(f"`{self.path}` has no leaf `{unknown[0]}`: it has {len(infos)}")
-        records = {name: self.manifest.records[name] for name in wanted}
         places = {name: place.sharding for name, place in wanted.items()}
-        stored: dict[str, Any] = {}
-        with together():
-            for name, sharding in places.items():
-                _check_sharding(infos[name], sharding)
-            stored = self._read_stored({infos[name]: places[name] for name in wanted})
-        with together():
-            self._check(stored)
+        stored = self._read_stored({infos[name]: place for name, place in places.items()})
         return {
-            name: _storage.decode(infos[name], records[name], stored.get(name), places[name])
-            for name in wanted
+            name: _storage.from_store(infos[name], records[name], stored.get(name), place)
+            for name, place in places.items()
         }
 
     def read_extras(self, like: Any = None) -> Any:
@@ -162,45 +155,13 @@ class SavedStep:
                 if is_first():
                     self._check_stored_shapes()
             if level == "digests":
-                self._check_digests()
+                for batch in _batches(self.schema.leaves):
+                    self._read_stored(batch)
         except MissingError:
             raise
         except CheckpointError as found:
             return dataclasses.replace(report, error=str(found))
         return report
-
-    def _check_stored_shapes(self) -> None:
-        infos = self.schema.by_name
-        stored = self._try(lambda: _orbax.stored_arrays(self.path)) if self._in_store() else {}
-        for name, record in self._in_store().items():
-            struct = _storage.stored_shape(infos[name], record)
-            found = stored.pop(record.key, None)
-            if found != (struct.shape, struct.dtype):
-                raise self._damaged(
-                    f"`{name}`: expected {struct.dtype}{list(struct.shape)}, found "
-                    f"{f'{found[1]}{list(found[0])}' if found else 'none'}"
-                )
-        if stored:
-            raise self._damaged(f"`{next(iter(stored))}` is not in the manifest")
-
-    def _check_digests(self) -> None:
-        batch: dict[LeafInfo, Sharding | None] = {}
-        size = 0
-        for info in self.schema.leaves:
-            place = _spread(info.shape)
-            batch[info] = place
-            size += math.prod(place.shard_shape(info.shape)) * 8
-            if size > _BATCH_BYTES:
-                self._check_batch(batch)
-                batch, size = {}, 0
-        self._check_batch(batch)
-
-    def _check_batch(self, places: Mapping[LeafInfo, Sharding | None]) -> None:
-        stored: dict[str, Any] = {}
-        with together():
-            stored = self._read_stored(places)
-        with together():
-            self._check(stored)
 
     def check_extras(self) -> None:
         """Reads what was saved as `extras` and compares the digests.
@@ -208,44 +169,57 @@ class SavedStep:
         Raises:
           DamagedError: a leaf is not what was written.
         """
-        self.read({info.name: _place(info) for info in self.schema.leaves if info.kind == EXTRA})
+        self._read_stored({info: None for info in self.schema.leaves if info.kind == EXTRA})
 
-    def _in_store(self) -> dict[str, Record]:
-        return {n: r for n, r in self.manifest.records.items() if r.digest is not None}
+    def _check_stored_shapes(self) -> None:
+        expected = {info: self._struct(info) for info in self.schema.leaves if is_stored(info)}
+        stored = self._try(lambda: _orbax.stored_arrays(self.path)) if expected else {}
+        for info, struct in expected.items():
+            found = stored.pop(_storage.store_key(info.path), None)
+            if found != (struct.shape, struct.dtype):
+                raise self._damaged(
+                    f"`{info.name}`: expected {struct.dtype}{list(struct.shape)}, found "
+                    f"{f'{found[1]}{list(found[0])}' if found else 'none'}"
+                )
+        if stored:
+            raise self._damaged(f"`{next(iter(stored))}` is not in the manifest")
+
+    def _struct(self, info: LeafInfo) -> jax.ShapeDtypeStruct:
+        return _storage.stored_shape(info, self.manifest.records[info.name])
 
     def _read_stored(self, places: Mapping[LeafInfo, Sharding | None]) -> dict[str, Any]:
-        item: dict[Any, Any] = {}
-        restore_args: dict[Any, Any] = {}
-        names: dict[Any, str] = {}
-        for info, sharding in places.items():
-            record = self.manifest.records[info.name]
-            if record.digest is None:
-                continue
-            struct = _storage.stored_shape(info, record)
-            if record.storage == _storage.KEY:
-                sharding = _storage.data_sharding(sharding, len(struct.shape))
-            item[record.key] = struct
-            restore_args[record.key] = _restore_args(struct, sharding)
-            names[record.key] = info.name
-        if not item:
-            return {}
-        nested = _storage.nest(item), _storage.nest(restore_args)
-        tree = self._try(lambda: _orbax.restore_arrays(self.path, *nested))
-        stored = {names[key]: leaf for key, leaf in _storage.flatten(tree).items()}
-        for name in names.values():
-            if not isinstance(stored.get(name), jax.Array | np.ndarray):
-                raise self._damaged(f"`{name}` is missing")
+        """Reads what the store has of some leaves, by name, and compares the digests."""
+        stored: dict[str, Any] = {}
+        with together():
+            for info, sharding in places.items():
+                _check_sharding(info, sharding)
+            stored = self._read_unchecked({x: s for x, s in places.items() if is_stored(x)})
+        with together():
+            for name, digest in zip(stored, digests(list(stored.values())), strict=True):
+                expected, found = self.manifest.records[name].digest, bound(name, digest)
+                if found != expected:
+                    raise self._damaged(
+                        f"`{name}`: expected the digest {expected}, found {found}: its "
+                        "bytes are not those that were written"
+                    )
         return stored
 
-    def _check(self, stored: Mapping[str, Any]) -> None:
-        sums = _digest.add_up(_digest.digests(stored))
-        for name, pair in sums.items():
-            expected, found = self.manifest.records[name].digest, _digest.to_hex(pair)
-            if found != expected:
-                raise self._damaged(
-                    f"`{name}`: expected the digest {expected}, found {found}: its "
-                    "bytes are not those that were written"
-                )
+    def _read_unchecked(self, places: Mapping[LeafInfo, Sharding | None]) -> dict[str, Any]:
+        if not places:
+            return {}
+        item: dict[Names, Any] = {}
+        restore_args: dict[Names, Any] = {}
+        for info, sharding in places.items():
+            key, struct = _storage.store_key(info.path), self._struct(info)
+            if info.is_key:
+                sharding = _storage.data_sharding(sharding, len(struct.shape))
+            item[key], restore_args[key] = struct, _restore_args(struct, sharding)
+        nested = _storage.nest(item), _storage.nest(restore_args)
+        tree = flatten_dict(self._try(lambda: _orbax.restore_arrays(self.path, *nested)))
+        for info, key in zip(places, item, strict=True):
+            if not isinstance(tree.get(key), jax.Array | np.ndarray):
+                raise self._damaged(f"`{info.name}` is missing")
+        return {info.name: tree[key] for info, key in zip(places, item, strict=True)}
 
     def _try(self, read: Callable[[], _T]) -> _T:
         """Nothing raw leaves Orbax and TensorStore, but what says nothing about the step."""
@@ -293,6 +267,20 @@ def open_step(
     if step not in (None, saved.step):
         raise DamagedError(f"`{folder}` was saved as step {saved.step}, not {step}")
     return saved
+
+
+def _batches(leaves: Sequence[LeafInfo]) -> Iterator[dict[LeafInfo, Sharding | None]]:
+    """Leaves that are read at once when a step is checked, and their places."""
+    batch: dict[LeafInfo, Sharding | None] = {}
+    size = 0
+    for info in leaves:
+        place = _spread(info.shape)
+        batch[info] = place
+        size += math.prod(place.shard_shape(info.shape)) * 8
+        if size > _BATCH_BYTES:
+            yield batch
+            batch, size = {}, 0
+    yield batch
 
 
 def _spread(shape: tuple[int, ...]) -> Sharding:

@@ -1,30 +1,54 @@
-"""What one step writes: arrays for Orbax, and a manifest whose digests come from the devices."""
+"""What one step writes: arrays for Orbax, and a manifest with a digest of each."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from opt_core import flatten_with_paths
+from opt_core import describe_state, flatten_with_paths
 
 from opt_checkpoint._disk import digest as _digest
 from opt_checkpoint._disk import storage as _storage
-from opt_checkpoint._disk.manifest import (
-    Limits,
-    Manifest,
-    canonical_json,
-    json_copy,
-    over_limits,
-)
+from opt_checkpoint._disk.manifest import check_size, encode, encode_schema, encode_step
 from opt_checkpoint._naming.names import NamedState
-from opt_checkpoint._naming.schema import LeafInfo
+from opt_checkpoint._naming.schema import LeafInfo, Schema
+from opt_checkpoint._targets.named import named_view
+from opt_checkpoint._targets.view import View, view_of
 from opt_checkpoint.errors import LeafError
 
 EXTRA = "extra"
+_log = logging.getLogger(__name__)
+
+
+class Layout:
+    """What all steps of one structure share, made once.
+
+    Args:
+      schema: of all leaves.
+      source: what the schema was made of: the same object is of the same structure.
+      rest: what it depends on besides.
+    """
+
+    def __init__(self, schema: Schema, source: object = None, rest: object = None) -> None:
+        self.schema, self.source, self.rest = schema, source, rest
+        leaves = schema.leaves
+        self.text = encode_schema(schema)
+        self.names = [leaf.name for leaf in leaves]
+        if len(set(self.names)) != len(leaves):
+            raise LeafError("`schema` and leaves differ: a name stands twice")
+        self.stored = [i for i, leaf in enumerate(leaves) if _storage.is_stored(leaf)]
+        self.keys = [_storage.store_key(leaves[i].path) for i in self.stored]
+        self.counts = [i for i, leaf in enumerate(leaves) if leaf.value is not None]
+        # What is not simply an array that JAX describes.
+        self.special = [
+            i
+            for i, leaf in enumerate(leaves)
+            if leaf.kind == EXTRA or leaf.is_key or not _storage.is_stored(leaf)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,88 +56,112 @@ class Saving:
     """One step on its way to the disk.
 
     Attributes:
-      manifest: without digests.
-      arrays: to be stored, by name.
-      sums: their digests, being computed. They are started before `save` returns, so a step that
-        donates the arrays may follow.
+      layout: what its leaves are.
+      step: what the manifest says of this step alone, as JSON.
+      arrays: to be stored, in the order of `layout.stored`.
+      digests: of them.
     """
 
-    manifest: Manifest
-    arrays: Mapping[str, Any]
-    sums: Mapping[str, _digest.Sums]
+    layout: Layout
+    step: bytes
+    arrays: Sequence[Any]
+    digests: _digest.Digests
 
     @classmethod
     def prepare(
         cls,
-        step: int,
-        named: NamedState,
-        infos: Sequence[LeafInfo],
-        values: Sequence[Any],
-        metadata: Any,
+        step: int | None,
+        target: View | NamedState,
+        extras: Any = None,
+        metadata: Any = None,
+        known: Layout | None = None,
     ) -> Saving:
-        """Decides how every leaf is stored and starts the digests.
+        """Decides how every leaf is stored and takes hold of its bits.
 
         Args:
-          step: its number.
-          named: the state.
-          infos: of further leaves.
-          values: those leaves.
+          step: its number; `None` is that of the state, or 0.
+          target: the state.
+          extras: a pytree to be saved besides.
           metadata: JSON data.
+          known: the layout of the step before; used again if it is the same.
 
         Raises:
           LeafError: a leaf or the metadata cannot be saved, or all that is too much for a manifest.
         """
-        metadata = json_copy(metadata)
-        schema = dataclasses.replace(named.schema, leaves=(*named.schema.leaves, *infos))
-        leaves = {**named, **{i.name: v for i, v in zip(infos, values, strict=True)}}
-        if len(schema.by_name) != len(schema.leaves) or schema.by_name.keys() != leaves.keys():
-            odd = schema.by_name.keys() ^ leaves.keys()
-            raise LeafError(
-                f"`schema` and leaves differ: {sorted(odd)[:3] or 'a name stands twice'}"
-            )
-        records, arrays = {}, {}
-        for info in schema.leaves:
-            records[info.name], array = _storage.encode(info, leaves[info.name])
-            if array is not None:
-                arrays[info.name] = _to_save(array)
-        _storage.nest({records[name].key: None for name in arrays})
-        manifest = Manifest(step, schema, records, metadata)
-        _check_size(manifest)
-        sums = _digest.digests(arrays)
+        infos, extra_values = extra_leaves(extras)
+        if isinstance(target, NamedState):
+            layout, values = _of_named(target, infos)
+        else:
+            layout, values = _of_view(target, infos, known)
+        values += extra_values
+        leaves = layout.schema.leaves
+        checked = range(len(leaves)) if layout is not known else _to_check(layout, values)
+        kept = {i: values[i] for i in layout.counts}
+        impls = {}
+        for i in checked:
+            info, leaf = leaves[i], values[i]
+            values[i] = _storage.to_store(info, leaf)
+            if info.is_key:
+                impls[info.name] = str(jax.random.key_impl(leaf))
+            elif info.dtype == _storage.PYTHON:
+                kept[i] = leaf
+        named = {
+            layout.names[i]: leaf if _storage.is_scalar(leaf) else _count(leaf)
+            for i, leaf in kept.items()
+        }
+        number = int(named.get("state/step", 0)) if step is None else step
+        text = encode_step(number, metadata, named, impls)
+        check_size(layout.text, text, len(leaves))
+        arrays = [_to_save(values[i]) for i in layout.stored]
         if jax.process_count() > 1:
             # What follows communicates: on CPU, Gloo's collectives of several programs at once may
             # wait for one another for ever. The arrays are copied off the devices next, anyway.
-            jax.block_until_ready(list(arrays.values()))
-        return cls(manifest, arrays, sums)
-
-    def added_up(self) -> Saving:
-        """Waits for the digests of what many processes have, and adds theirs; all must call it."""
-        return dataclasses.replace(self, sums=_digest.add_up(self.sums))
+            jax.block_until_ready(arrays)
+        return cls(layout, text, arrays, _digest.Digests(arrays))
 
     def tree(self) -> dict[str, Any]:
         """Returns the arrays as a nested dictionary, by the keys of the store."""
-        records = self.manifest.records
-        return _storage.nest({records[name].key: array for name, array in self.arrays.items()})
+        return _storage.nest(dict(zip(self.layout.keys, self.arrays, strict=True)))
 
-    def encode(self) -> bytes:
-        """Waits for the digests and returns the manifest's bytes."""
-        digests = {name: _digest.to_hex(sums) for name, sums in self.sums.items()}
-        records = {
-            name: dataclasses.replace(record, digest=digests.get(name))
-            for name, record in self.manifest.records.items()
-        }
-        return dataclasses.replace(self.manifest, records=records).encode()
+    def sums(self) -> _digest.Sums:
+        """Waits for the digests; returns what this process has to add to those of all."""
+        sums = self.digests.sums()
+        if jax.process_index() > 0:
+            whole = np.ones(len(sums), bool)
+            whole[self.digests.partial] = False
+            sums[whole] = 0
+        return sums
+
+    def encode(self, sums: _digest.Sums) -> bytes:
+        """Returns the manifest's bytes.
+
+        Args:
+          sums: of the arrays, those of all processes together.
+        """
+        found: list[str | None] = [None] * len(self.layout.names)
+        for i, pair in zip(self.layout.stored, sums, strict=True):
+            found[i] = _digest.bound(self.layout.names[i], _digest.to_hex(pair))
+        return encode(self.layout.text, self.step, found)
 
     def local_data(self) -> bytes:
         """Returns what must be equal in every process: the manifest, and arrays that each has."""
         if jax.process_count() == 1:
             return b""
-        local = {
-            name: _digest.to_hex(self.sums[name])
-            for name, array in self.arrays.items()
-            if isinstance(array, np.ndarray)
-        }
-        return self.manifest.encode() + canonical_json(local)
+        local = [array for array in self.arrays if isinstance(array, np.ndarray)]
+        return self.layout.text + self.step + _digest.Digests(local).sums().tobytes()
+
+
+def view_to_save(target: Any, extras: Any) -> View:
+    """Returns what is to be saved of a target; warns of fields that are not."""
+    view = view_of(target)
+    given = extras if isinstance(extras, Mapping) else {}
+    if missing := [name for name in view.unsaved if name not in given]:
+        fields = ", ".join(f"{name!r}: state.{name}" for name in missing)
+        _log.warning(
+            "%s: `%s` is not saved, because it belongs to no optimizer: give `extras={%s}`",
+            *(type(target).__name__, "`, `".join(missing), fields),
+        )
+    return view
 
 
 def extra_leaves(extras: Any) -> tuple[list[LeafInfo], list[Any]]:
@@ -127,6 +175,40 @@ def extra_leaves(extras: Any) -> tuple[list[LeafInfo], list[Any]]:
     return infos, [leaf for _, leaf in flat]
 
 
+def _of_named(named: NamedState, infos: list[LeafInfo]) -> tuple[Layout, list[Any]]:
+    leaves = named.schema.leaves
+    layout = Layout(dataclasses.replace(named.schema, leaves=(*leaves, *infos)))
+    if odd := set(layout.names[: len(leaves)]) ^ named.keys():
+        raise LeafError(f"`schema` and leaves differ: {sorted(odd)[:3]}")
+    return layout, [named[leaf.name] for leaf in leaves]
+
+
+def _of_view(view: View, infos: list[LeafInfo], known: Layout | None) -> tuple[Layout, list[Any]]:
+    optimizer, others = view.optimizer, view.others
+    params, state = jax.tree.leaves(optimizer.target), jax.tree.leaves(optimizer.state)
+    # One object for equal definitions and structures.
+    source = describe_state(optimizer)
+    steps = jax.tree.leaves(optimizer.state.step)
+    rest = [(np.shape(x), getattr(x, "dtype", type(x))) for x in [*steps, *others.values()]]
+    depends = rest, list(others), infos
+    if known is None or known.source is not source or known.rest != depends:
+        schema = named_view(view).schema
+        known = Layout(
+            dataclasses.replace(schema, leaves=(*schema.leaves, *infos)), source, depends
+        )
+    return known, [*params, *others.values(), *state]
+
+
+def _to_check(layout: Layout, values: Sequence[Any]) -> list[int]:
+    """The leaves that a look at the structure has not shown to be as they were before."""
+    is_array = {
+        kind: issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
+        for kind in set(map(type, values))
+    }
+    odd = [i for i, x in enumerate(values) if not is_array[type(x)] or x.is_deleted()]
+    return sorted({*layout.special, *odd})
+
+
 def _extra_info(path: tuple[str, ...], leaf: Any) -> LeafInfo:
     if _storage.is_scalar(leaf):
         return LeafInfo(path, (), _storage.PYTHON, EXTRA)
@@ -138,21 +220,14 @@ def _extra_info(path: tuple[str, ...], leaf: Any) -> LeafInfo:
     )
 
 
-def _check_size(manifest: Manifest) -> None:
-    """Nothing is saved that could not be read: every digest has one length."""
-    records = {
-        name: dataclasses.replace(record, digest="0" * 16 if record.key else None)
-        for name, record in manifest.records.items()
-    }
-    whole = dataclasses.replace(manifest, records=records).encode()
-    if excess := over_limits(whole, Limits()):
-        raise LeafError(f"step {manifest.step}: its names and metadata are {excess}")
+def _count(leaf: Any) -> int:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        leaf = leaf.addressable_data(0)
+    return int(np.asarray(leaf).reshape(()))
 
 
 def _to_save(array: Any) -> Any:
     """In a run of many processes, an array that each has to itself is saved by the first."""
     if isinstance(array, jax.Array) and jax.process_count() > 1 and array.is_fully_addressable:
         return np.asarray(array)
-    if isinstance(array, np.ndarray):
-        return np.array(array, order="C")  # Saved as it is now, whatever becomes of it.
-    return jnp.asarray(array)
+    return array

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import urllib.parse
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from opt_checkpoint._naming.schema import LeafInfo, Names
 from opt_checkpoint.errors import CheckpointError, LeafError, LoadError
 
-ARRAY, KEY, EMPTY, PYTHON = "array", "key", "empty", "python"
+PYTHON = "python"
 _SCALARS = (bool, int, float, str)
 _MAX_BITS = 14_284  # of 4,300 digits
 _MAX_DIMS = 64  # NumPy's
@@ -38,22 +37,22 @@ DTYPES = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """How one leaf is stored.
+    """What the manifest says about one leaf beside the schema.
 
     Attributes:
-      storage: `'array'`; `'key'`, the data of typed PRNG keys; `'empty'`, no elements, so no file;
-        `'python'`, a Python scalar, in the manifest.
-      key: the components of its key in the store.
-      digest: 16 hexadecimal digits over its bits; none where nothing is in the store.
+      digest: 16 hexadecimal digits over its bits and its name; none where nothing is in the store.
       impl: of a PRNG key.
       scalar: of a Python scalar.
     """
 
-    storage: str
-    key: Names = ()
     digest: str | None = None
     impl: str | None = None
     scalar: Any = None
+
+
+def is_stored(info: LeafInfo) -> bool:
+    """Whether a leaf is in the store: an array with elements."""
+    return info.dtype != PYTHON and 0 not in info.shape
 
 
 def store_key(path: Names) -> Names:
@@ -72,8 +71,8 @@ def store_key(path: Names) -> Names:
     )
 
 
-def encode(info: LeafInfo, leaf: Any) -> tuple[Record, Any]:
-    """Returns how a leaf is stored, without its digest, and the array to store, or `None`.
+def to_store(info: LeafInfo, leaf: Any) -> Any:
+    """Returns the array to store of a leaf; of one that is not stored, whatever.
 
     Args:
       info: what the schema says that it is.
@@ -82,10 +81,10 @@ def encode(info: LeafInfo, leaf: Any) -> tuple[Record, Any]:
     Raises:
       LeafError: it cannot be saved, or is not what the schema says.
     """
-    if info.dtype == "python":
+    if info.dtype == PYTHON:
         if type(leaf) is int and not is_readable(leaf):
             raise LeafError(f"`{info.name}`: an integer of so many digits is not read again")
-        return Record(PYTHON, scalar=leaf), None
+        return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
         raise LeafError(f"`{info.name}`: expected an array, found `{leaf}`: it has no value")
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
@@ -99,7 +98,13 @@ def encode(info: LeafInfo, leaf: Any) -> tuple[Record, Any]:
             "and `.mask`, or `.filled()`"
         )
     if info.is_key:
-        return _encode_key(info, leaf)
+        _check_shape(info, LeafError)
+        if not isinstance(jax.random.key_impl(leaf), str):
+            raise LeafError(
+                f"`{info.name}`: a PRNG key of an implementation without a name cannot be saved; "
+                "register it, or keep `jax.random.key_data` of it"
+            )
+        return jax.random.key_data(leaf)
     if not isinstance(leaf, jax.Array | np.ndarray):
         leaf = np.asarray(leaf, dtype=info.dtype if info.dtype in DTYPES else None)
     dtype = "float0" if leaf.dtype == jax.dtypes.float0 else str(leaf.dtype)
@@ -114,46 +119,30 @@ def encode(info: LeafInfo, leaf: Any) -> tuple[Record, Any]:
             f"{dtype}{list(leaf.shape)}"
         )
     _check_shape(info, LeafError)
-    if math.prod(info.shape) == 0:
-        return Record(EMPTY), None
-    return Record(ARRAY, store_key(info.path)), leaf
-
-
-def _encode_key(info: LeafInfo, leaf: Any) -> tuple[Record, Any]:
-    impl = jax.random.key_impl(leaf)
-    if not isinstance(impl, str):
-        raise LeafError(
-            f"`{info.name}`: a PRNG key of an implementation without a name cannot be saved; "
-            "register it, or keep `jax.random.key_data` of it"
-        )
-    _check_shape(info, LeafError)
-    if math.prod(info.shape) == 0:
-        return Record(EMPTY, impl=impl), None
-    return Record(KEY, store_key(info.path), impl=impl), jax.random.key_data(leaf)
+    # Saved as it is now, whatever becomes of it.
+    return np.array(leaf, order="C") if isinstance(leaf, np.ndarray) else leaf
 
 
 def stored_shape(info: LeafInfo, record: Record) -> jax.ShapeDtypeStruct:
     """Returns shape and dtype of what is in the store."""
-    if record.storage == KEY:
+    if info.is_key:
         data = jax.eval_shape(lambda: jax.random.key_data(_key(record.impl)))
         return jax.ShapeDtypeStruct((*info.shape, *data.shape), data.dtype)
     return jax.ShapeDtypeStruct(info.shape, jnp.dtype(info.dtype))
 
 
-def decode(info: LeafInfo, record: Record, stored: Any, sharding: Sharding | None) -> Any:
-    """Returns the leaf; the inverse of `encode`."""
-    if record.storage == PYTHON:
+def from_store(info: LeafInfo, record: Record, stored: Any, sharding: Sharding | None) -> Any:
+    """Returns the leaf; the inverse of `to_store`."""
+    if info.dtype == PYTHON:
         return record.scalar
-    if record.storage == EMPTY:
-        if record.impl is not None:
-            return jax.random.split(_key(record.impl), info.shape)
-        empty = np.zeros(info.shape, jnp.dtype(info.dtype))
-        if jax.dtypes.canonicalize_dtype(empty.dtype) != empty.dtype:
-            return empty
-        return jax.device_put(empty, sharding) if sharding is not None else jnp.asarray(empty)
-    if record.storage == KEY:
-        return jax.random.wrap_key_data(stored, impl=record.impl)
-    return stored
+    if is_stored(info):
+        return jax.random.wrap_key_data(stored, impl=record.impl) if info.is_key else stored
+    if info.is_key:
+        return jax.random.split(_key(record.impl), info.shape)
+    empty = np.zeros(info.shape, jnp.dtype(info.dtype))
+    if jax.dtypes.canonicalize_dtype(empty.dtype) != empty.dtype:
+        return empty
+    return jax.device_put(empty, sharding) if sharding is not None else jnp.asarray(empty)
 
 
 def _key(impl: str | None) -> jax.Array:
@@ -166,20 +155,15 @@ def _key(impl: str | None) -> jax.Array:
 def check(info: LeafInfo, record: Record) -> None:
     """Raises a `LoadError` unless a record that was read can be that of the leaf."""
     where = f"`{info.name:.200}`"
-    if record.storage not in (ARRAY, KEY, EMPTY, PYTHON):
-        raise LoadError(f"{where}: `{record.storage:.40}` is no way to store a leaf")
-    if (record.storage == PYTHON) != (info.dtype == PYTHON) or info.is_key != bool(record.impl):
-        raise LoadError(f"{where}: {info.dtype:.40} is not stored as {record.storage}")
     if not (info.is_key or info.dtype in DTYPES or info.dtype == PYTHON):
         raise LoadError(f"{where}: `{info.dtype:.40}` is no dtype of a checkpoint")
     _check_shape(info, LoadError)
-    if record.storage == PYTHON and not is_scalar(record.scalar):
-        raise LoadError(f"{where}: expected a scalar, found {type(record.scalar).__name__}")
-    in_store = record.storage in (ARRAY, KEY)
-    if in_store != (record.digest is not None) or in_store != bool(record.key):
-        raise LoadError(f"{where}: stored as {record.storage}: expected key and digest to fit")
-    if (record.storage == EMPTY) != (info.dtype != PYTHON and math.prod(info.shape) == 0):
-        raise LoadError(f"{where}: {list(info.shape)} is not stored as {record.storage}")
+    if (info.dtype == PYTHON) != is_scalar(record.scalar):
+        raise LoadError(f"{where}: {info.dtype:.40} with a value of {type(record.scalar).__name__}")
+    if info.is_key != (record.impl is not None):
+        raise LoadError(f"{where}: {info.dtype:.40} is of no implementation `{record.impl!s:.40}`")
+    if is_stored(info) != (record.digest is not None):
+        raise LoadError(f"{where}: {list(info.shape)!s:.80}: expected a digest where it has bits")
 
 
 def _check_shape(info: LeafInfo, error: type[CheckpointError]) -> None:
@@ -239,17 +223,6 @@ def nest(flat: Mapping[Names, Any]) -> dict[str, Any]:
             )
         inner[path[-1]] = value
     return tree
-
-
-def flatten(tree: Mapping[str, Any], prefix: Names = ()) -> dict[Names, Any]:
-    """Returns the values of a nested dictionary by their keys; the inverse of `nest`."""
-    flat: dict[Names, Any] = {}
-    for part, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, (*prefix, part))
-        else:
-            flat[(*prefix, part)] = value
-    return flat
 
 
 def data_sharding(sharding: Sharding | None, rank: int) -> Sharding | None:

@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from opt_core import Optimizer, OptimizerState, strong_types, unalias
 
-from opt_checkpoint._disk.pacing import paced
 from opt_checkpoint._naming.schema import Names
 from opt_checkpoint._planning.functions import abstract, function_name
+from opt_checkpoint._planning.pacing import paced
 from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.rules import Map, Pad
 from opt_checkpoint.errors import LeafError

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from opt_checkpoint._disk.digest import bound
 from opt_checkpoint._disk.manifest import Manifest
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._naming.schema import LeafInfo, Source
@@ -57,7 +58,8 @@ def _bits(leaf: LeafInfo, source: Source) -> Hashable:
     if isinstance(source, NamedState):
         return _value_bits(source.leaves[leaf.name])
     if isinstance(source, _Recorded) and isinstance(source.manifest, Manifest):
-        return source.manifest.records[leaf.name].digest
+        digest = source.manifest.records[leaf.name].digest
+        return None if digest is None else bound(leaf.name, digest)
     return None
 
 

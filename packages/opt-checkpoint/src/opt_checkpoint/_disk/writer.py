@@ -1,0 +1,244 @@
+"""The one writer of a folder of checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from opt_checkpoint._disk import orbax as _orbax
+from opt_checkpoint._disk.background import Uncut
+from opt_checkpoint._disk.durable import sync, temporary_paths
+from opt_checkpoint._disk.lock import WriterLock
+from opt_checkpoint._disk.processes import agree, are_equal, is_first
+from opt_checkpoint._disk.saving import Layout, Saving
+from opt_checkpoint._naming.names import NamedState
+from opt_checkpoint._targets.view import View
+from opt_checkpoint.errors import CheckpointError, LeafError, LockError, MissingError, SaveError
+
+_log = logging.getLogger(__name__)
+
+
+class Writer:
+    """Saves and deletes the steps of a folder; every process of a run has one.
+
+    The first process has the lock, and removes what is left over.
+
+    Args:
+      directory: the folder.
+      async_save: whether saves go on in the background.
+      options: of `orbax.open_manager`.
+
+    Attributes:
+      passed: the steps that a restore has passed over, because they are damaged.
+      is_closed: whether `close` came to its end.
+
+    Raises:
+      LockError: another writer has the folder, or it cannot be written.
+      SaveError: the folder cannot be made.
+    """
+
+    def __init__(self, directory: Path, *, async_save: bool, **options: Any) -> None:
+        self.passed: set[int] = set()
+        self.is_closed = False
+        self._directory = directory
+        self._is_async = async_save
+        self._lock: WriterLock | None = None
+        self._saving: int | None = None
+        self._failed: set[int] = set()
+        self._is_stale = False
+        self._layout: Layout | None = None
+        agree(self._take() if is_first() else None)
+        self._calls = Uncut()
+        try:
+            with self._failing(f"`{directory}` cannot be written"):
+                self._manager = _orbax.open_manager(directory, is_async=async_save, **options)
+        except BaseException:
+            self._calls.close()
+            self._release()
+            raise
+
+    def save(
+        self, step: int, target: View | NamedState, extras: Any, metadata: Any, latest: int | None
+    ) -> None:
+        """Saves a step; see `Checkpointer.save`.
+
+        Args:
+          step: its number.
+          target: the state.
+          extras: a pytree to be saved besides.
+          metadata: JSON data.
+          latest: the step that is there.
+        """
+        saving, error = None, None
+        try:
+            self._check(step, latest)
+            saving = Saving.prepare(step, target, extras, metadata, self._layout)
+            tree = saving.tree()
+        except CheckpointError as found:
+            error = found
+        agree(error)
+        assert saving is not None
+        if not are_equal(saving.local_data()):
+            raise LeafError(
+                f"step {step} is not saved: the processes would save different things: expected "
+                "one schema, and arrays and scalars that every process has to be equal in all. "
+                "Save what differs as one global array"
+            )
+        if self._failed:
+            self._clean()
+        args: dict[str, Any] = {_orbax.LEAVES: ocp.args.PyTreeSave(tree)} if tree else {}
+        args |= {_orbax.MANIFEST: _orbax.ManifestSave(saving)}
+        self._saving = step
+        where = f"step {step} in `{self._directory}`"
+        with self._failing(f"{where}: not saved", step):
+            if self._is_stale:
+                # After a save that failed, Orbax no longer knows the step to be retired.
+                self._calls.call(self._manager.reload)
+                self._is_stale = False
+            # Orbax's own policy leaves steps out; `should_save` is asked before.
+            save = partial(self._manager.save, step, args=ocp.args.Composite(**args), force=True)
+            saved = self._calls.call(save)
+        if not saved:
+            raise SaveError(f"{where}: not saved: Orbax left it out")
+        self._layout = saving.layout
+        self._calls.start(self._clean)
+        if not self._is_async:
+            self.wait()
+
+    def reached_preemption(self, step: int) -> bool:
+        """Whether this process is to be ended soon."""
+        return self._manager.reached_preemption(step)
+
+    def wait(self) -> None:
+        """Waits until what is being saved is on the disk.
+
+        Raises:
+          SaveError: it was not saved; raised once.
+        """
+        if self._calls.is_elsewhere:
+            return
+        step = self._saving
+        where = f"`{self._directory}`" if step is None else f"step {step} in `{self._directory}`"
+        with self._failing(f"{where}: not saved", step):
+            self._calls.call(self._manager.wait_until_finished)
+        self._saving = None
+        if step is not None and jax.process_count() == 1 and not self._has(step):
+            self._failed.add(step)
+            raise SaveError(f"{where} is not there: was it removed?")
+
+    def close(self) -> None:
+        """Waits, empties the trash and gives the folder to the next writer.
+
+        Cut short, another call does it all.
+
+        Raises:
+          SaveError: the last step was not saved.
+        """
+        try:
+            self.wait()
+        finally:
+            with suppress(Exception):  # It would say once more what has just been raised.
+                self._calls.call(self._manager.close)
+            step = self._saving  # still, if Ctrl-C has cut the waiting short
+            if step is not None and is_first() and not self._has(step):
+                _log.error("step %d in `%s`: not saved", step, self._directory)
+            self._clean()
+            self._release()
+            self._calls.close()
+            self.is_closed = True
+
+    def delete(self, step: int, steps: list[int]) -> None:
+        """Deletes one of the steps that are there."""
+        missing = None
+        if step not in steps:
+            missing = MissingError(f"`{self._directory}` has no step {step}; it has {steps}")
+        agree(missing)
+        with self._failing(f"step {step} in `{self._directory}`: not deleted"):
+            self._calls.call(self._manager.reload)
+            self._calls.call(partial(self._manager.delete, step))
+        self.passed.discard(step)
+        self._clean()
+
+    def _check(self, step: int, latest: int | None) -> None:
+        if self._lock is not None:
+            self._lock.check()
+        if type(step) is not int or step < 0:
+            raise SaveError(f"`step`: expected a non-negative integer, found {step!r:.80}")
+        if latest is not None and step <= latest:
+            raise SaveError(
+                f"step {step} is not saved: `{self._directory}` has step {latest}. Steps only "
+                f"rise; after a fall back to an earlier step, call `discard_after` first"
+            )
+        if passed := sorted(self.passed.intersection(_orbax.list_steps(self._directory))):
+            raise SaveError(
+                f"step {step} is not saved: `latest_valid` has passed over {passed}, which would "
+                f"be kept in place of good ones: call `discard_after({passed[0] - 1})` first"
+            )
+        path = self._directory / str(step)
+        if path.exists() or path.is_symlink():
+            raise SaveError(f"step {step} is not saved: `{path}` is in the way, and no checkpoint")
+
+    def _has(self, step: int) -> bool:
+        return step in _orbax.list_steps(self._directory)
+
+    @contextmanager
+    def _failing(self, what: str, step: int | None = None) -> Iterator[None]:
+        """Nothing raw leaves Orbax; of a step that is saved here, the error says if it is there."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            self._saving, self._is_stale = None, True
+            if step is not None and self._has(step):
+                what = f"step {step} in `{self._directory}` is saved; what follows failed"
+            elif step is not None:
+                self._failed.add(step)
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            raise SaveError(f"{what}: {text}") from error
+
+    def _take(self) -> CheckpointError | None:
+        """Makes the folder and takes its lock; returns why it cannot."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            trash = self._directory / _orbax.TRASH
+            if trash.is_symlink() or (trash.exists() and not trash.is_dir()):
+                return LockError(f"`{trash}`: expected a folder for deleted steps: move it away")
+            self._lock = WriterLock(self._directory)
+        except LockError as error:
+            return error
+        except OSError as error:
+            return SaveError(f"`{self._directory}` cannot be made: {error.strerror}")
+        self._clean()
+        return None
+
+    def _clean(self) -> None:
+        """Removes what was deleted by a rename, and what steps left that could not be saved."""
+        if self._lock is None:
+            return
+        try:
+            self._lock.check()
+        except LockError:
+            return  # It may be another's now.
+        failed, self._failed = self._failed, set()
+        for step in failed:
+            for path in temporary_paths(self._directory / str(step)):
+                shutil.rmtree(path, ignore_errors=True)
+        trash = self._directory / _orbax.TRASH
+        if deleted := list(trash.iterdir()) if trash.is_dir() else []:
+            sync(self._directory)  # The renames are on the disk before anything in them goes.
+            for path in deleted:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
