@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -476,6 +477,15 @@ def test_threads_save_one_at_a_time(tmp_path: Path) -> None:
     assert all(checkpointer.validate(step, level="manifest").ok for step in checkpointer.steps())
 
 
+@pytest.fixture
+def _sigint() -> Iterator[None]:
+    """Python's own handler: a shell starts its background jobs without one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_sigint")
 @pytest.mark.parametrize("when", ["save", "wait", "close"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_ctrl_c_cuts_no_save_short(

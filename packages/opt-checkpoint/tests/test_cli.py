@@ -277,7 +277,7 @@ def test_convert_leaves_nothing_where_it_fails(
         ),
         ((adam_file, "plain", "job:adam", "--written-by", "Adam"), "is in the way"),
         ((adam_file, "junk", "job:adam", "--written-by", "Adam"), "`junk` is no folder"),
-        (("junk", "out", "job:adam"), "no msgpack, or damaged"),
+        (("junk", "out", "job:adam"), "damaged: the file is cut short"),
     ):
         code, out, err = cli("convert", *given)
         assert (code, out) == (2, ""), given

@@ -72,7 +72,7 @@ def test_b9_newer_format() -> None:
         (b"{}", LoadError, "expected `format_version`"),
         (b'{"format_version":true}', LoadError, "expected `format_version`"),
         (b'{"format_version":2,"format_version":2}', DamagedError, "a key stands twice"),
-        (b'{"format_version":2,"sha256":"0","manifest":{}}', DamagedError, "SHA-256"),
+        (b'{"format_version":1,"sha256":"0","manifest":{}}', DamagedError, "SHA-256"),
         (b'{"format_version":' + b"9" * 5000 + b"}", DamagedError, "no JSON"),
         (b"[" * 100_000, LoadError, "nested too deeply"),
         (b'{"a":' * 100_000, LoadError, "nested too deeply"),
