@@ -19,7 +19,7 @@ import opt_optax_bridge as opt
 import pytest
 from checkpoint_testing import bits, everything, files, same, small_state, state
 from opt_checkpoint import named_state
-from opt_checkpoint._disk import durable, exits
+from opt_checkpoint._disk import background, durable
 from opt_checkpoint._disk.checkpointer import Checkpointer
 from opt_checkpoint._disk.durable import DurablePath, temporary_paths
 from opt_checkpoint._disk.saved_step import open_step
@@ -658,11 +658,16 @@ def test_a_process_that_ends_without_closing_finishes_its_save(tmp_path: Path, h
 
 
 def test_a_process_that_was_forked_finishes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    finished = []
-    pending = {lambda: finished.append("save"): os.getpid()}
+    finished: list[str] = []
+
+    def finish() -> bool:
+        finished.append("save")
+        return True
+
+    pending = {finish: os.getpid()}
     with monkeypatch.context() as child:
         child.setattr(os, "getpid", lambda: 0)
-        exits._run(pending)
+        background._run(pending)
     assert finished == []
-    exits._run(pending)
+    background._run(pending)
     assert finished == ["save"]
