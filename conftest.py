@@ -1,10 +1,16 @@
 """What every run of the tests shares, those of a wheel alone included."""
 
 import gc
+import os
 import random
 from collections import defaultdict
 
 import pytest
+
+# Good machine code takes longer to make than these tests to run; `dev:slow` makes it.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

@@ -15,11 +15,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # for `golden_cases`
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 jax.config.update("jax_compilation_cache_dir", None)
 
-# Good machine code takes longer to make than these tests to run; `dev:slow` makes it.
-os.environ.setdefault(
-    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-)
-
 # XLA's CPU client runs programs for several devices on the threads that also launch them, as many
 # as there are devices or cores. With 32 programs in flight, a launch takes one for each device, and
 # collectives wait for ever for those that are left (jaxlib 0.10.2): tests that apply an operation

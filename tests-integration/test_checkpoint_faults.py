@@ -25,10 +25,7 @@ from opt_checkpoint.errors import (
     SaveError,
 )
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = pytest.mark.faults
 
 SHAPE = (256, 256)
 MODES = pytest.mark.parametrize("async_save", [True, False], ids=["async", "sync"])

@@ -67,6 +67,7 @@ DEFINITIONS: dict[str, Callable[[], opt.OptaxWrapper]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_created_and_stepped_sharded_equals_one_device(name: str, mesh: jax.sharding.Mesh) -> None:
     definition = DEFINITIONS[name]()

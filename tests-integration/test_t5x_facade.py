@@ -296,6 +296,7 @@ def raw_optax_run(name: str, count: int) -> Any:
     return params
 
 
+@pytest.mark.sample(4)
 @each_optimizer
 def test_a_run_with_a_checkpoint_in_its_middle(name: str) -> None:
     trainer = trainer_of(name)

@@ -9,7 +9,7 @@ import opt_optax_bridge as opt
 import optax
 import pytest
 from opt_accumulate import MultiSteps, skip_not_finite
-from opt_core import Optimizer
+from opt_core import Optimizer, describe_state
 from opt_core.protocols import UpdatesParams
 
 PARAMS = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3)}
@@ -25,6 +25,25 @@ def run(tx: Any, steps: int = 7) -> Optimizer:
     for i in range(steps):
         optimizer = step(optimizer, gradients(i))
     return optimizer
+
+
+def rising(step: Any) -> Any:
+    return step + 1
+
+
+@pytest.mark.parametrize("every_k", [3, np.int64(3), rising])
+@pytest.mark.parametrize("mean", [True, False])
+def test_it_is_described_as_optax_describes_its_own(every_k: Any, mean: bool) -> None:
+    ours, theirs = (
+        describe_state(opt.OptaxWrapper(steps(optax.adamw(0.1), every_k, mean)).create(PARAMS))
+        for steps in (MultiSteps, optax.MultiSteps)
+    )
+    assert ours.leaves == theirs.leaves
+    (steps, *inner), (optax_steps, *optax_inner) = ours.transformations, theirs.transformations
+    assert inner == optax_inner
+    assert (steps.name, steps.bearing) == (optax_steps.name, optax_steps.bearing)
+    for name in steps.bearing:
+        assert steps.settings[name] == optax_steps.settings[name]
 
 
 def test_it_is_updated_as_optax_updates_its_own() -> None:

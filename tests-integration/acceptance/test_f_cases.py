@@ -218,7 +218,7 @@ def donated_step(names: tuple[str, ...]) -> Any:
 CHUNKS = [NAMES[start : start + 12] for start in range(0, len(NAMES), 12)]
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("names", CHUNKS, ids=lambda names: names[0])
 def test_f6_the_first_step_can_be_donated(names: tuple[str, ...]) -> None:
     """Right after `create`, and right after a restore, no buffer is donated twice."""

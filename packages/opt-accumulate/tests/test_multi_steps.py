@@ -339,6 +339,7 @@ DTYPES = [  # parameters, `accumulator_dtype`, accumulator
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("dtype", "asked", "expected"), DTYPES)
 def test_dtypes_of_the_accumulator(dtype: Any, asked: Any, expected: Any) -> None:
     params = {"a": jnp.ones((2, 3), dtype), "b": jnp.ones((), dtype)}

@@ -121,6 +121,7 @@ def test_float32_is_the_same_to_the_bit(inner: str, options: str) -> None:
 CASES = [("clipped adam", name) for name in OPTIONS] + [(name, "schedule") for name in INNER]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("inner", "options"), sorted(set(CASES)))
 def test_compiled_steps_are_the_same(inner: str, options: str) -> None:
     check_parity(inner, options, exact=False)

@@ -26,9 +26,6 @@ from opt_checkpoint.errors import (
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
-# When the read of one leaf fails, Orbax drops those of the others where they are.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 
 @pytest.fixture
 def step(tmp_path: Path) -> Path:
@@ -65,12 +62,14 @@ def outcome(step: Path) -> str:
     return "exact"
 
 
-def test_e1_single_bit_flips(step: Path) -> None:
-    """1,000 single-bit flips over all files: each raises or is exact."""
-    rng = random.Random(0)
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("seed", range(10))
+def test_e1_single_bit_flips(step: Path, seed: int) -> None:
+    """100 single-bit flips over all files: each raises or is exact."""
+    rng = random.Random(seed)
     targets = [path for path in files(step) if path.stat().st_size]
     outcomes = {"raised": 0, "exact": 0}
-    for i in range(1000):
+    for i in range(100):
         path = targets[i % len(targets)]
         data = path.read_bytes()
         flipped = bytearray(data)
@@ -79,7 +78,7 @@ def test_e1_single_bit_flips(step: Path) -> None:
         path.write_bytes(flipped)
         outcomes[outcome(step)] += 1
         path.write_bytes(data)
-    assert outcomes["raised"] > 200  # Some files are not read at all.
+    assert outcomes["raised"] > 20  # Some files are not read at all.
     assert outcome(step) == "exact"
 
 
@@ -111,7 +110,7 @@ def test_e3_swapped_leaves(tmp_path: Path) -> None:
         saved.read(everything(saved.schema))
 
 
-def test_e3_swapped_records(tmp_path: Path) -> None:
+def test_swapped_records(tmp_path: Path) -> None:
     """The arrays of two leaves swapped, and their digests too: a digest is bound to a name."""
     leaves = {"state/x": jnp.arange(6.0), "state/y": -jnp.arange(6.0)}
     with Checkpointer(tmp_path / "a") as checkpointer:

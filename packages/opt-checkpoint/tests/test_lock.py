@@ -60,6 +60,7 @@ HERE = os.uname().nodename
         (f"{os.getpid()}\n{HERE}\n{(1 << 64) + 1}\n", True),  # in another life of the machine
         (f"1\nelsewhere\n{(1 << 64) + 1}\n", False),
     ],
+    ids=["no process", "another process", "another boot", "another machine"],
 )
 def test_only_a_holder_that_is_surely_gone_is_replaced(
     holder: str, is_taken_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from checkpoint_testing import sealed, small_state
-from opt_checkpoint import LeafInfo, NamedState, Schema, Transformation
+from opt_checkpoint import LeafInfo, NamedState, Schema
 from opt_checkpoint._disk.manifest import Limits, Manifest
 from opt_checkpoint._disk.manifest import decode as _decode
 from opt_checkpoint._disk.saving import Saving
@@ -19,6 +19,7 @@ from opt_checkpoint.errors import (
     LoadError,
     VersionError,
 )
+from opt_core import TransformationDescription
 
 
 def written(metadata: Any = None, extras: Any = None) -> bytes:
@@ -39,7 +40,7 @@ def test_read_again() -> None:
             LeafInfo(("state", "x"), (2, 0), "float32", "state", ("x",), axes=("a", None)),
             LeafInfo(("state", "count"), (), "int32", "state", value=3),
         ),
-        optimizer=(Transformation("adam", ("g",), {"b1": 0.9, "eps": float("inf")}),),
+        optimizer=(TransformationDescription("adam", 1, ("g",), {"b1": 0.9, "eps": float("inf")}),),
         groups={"g": (("x",),)},
         versions={"jax": "0.10.2"},
     )
@@ -70,7 +71,7 @@ def test_b9_newer_format() -> None:
         (b"[]", LoadError, "expected a mapping, found list"),
         (b"{}", LoadError, "expected `format_version`"),
         (b'{"format_version":true}', LoadError, "expected `format_version`"),
-        (b'{"format_version":1,"format_version":1}', DamagedError, "a key stands twice"),
+        (b'{"format_version":2,"format_version":2}', DamagedError, "a key stands twice"),
         (b'{"format_version":1,"sha256":"0","manifest":{}}', DamagedError, "SHA-256"),
         (b'{"format_version":' + b"9" * 5000 + b"}", DamagedError, "no JSON"),
         (b"[" * 100_000, LoadError, "nested too deeply"),

@@ -177,6 +177,67 @@ def test_no_rename_is_suggested_where_there_are_two_or_names_are_known() -> None
     assert not plan_restore(named_state(adam), adamax).suggestions
 
 
+# Moments that go on, and what enters them.
+
+
+@pytest.mark.parametrize("name", ["nadam", "amsgrad"])
+def test_adams_own_recurrences_go_on_once_a_switch_is_admitted(name: str) -> None:
+    """Nesterov's and AMSGrad's moments are Adam's; the maximum of AMSGrad is its own."""
+    adam, other = wrapped(optax.adam(0.1)), wrapped(getattr(optax, name)(0.1))
+    shared = ["state/adam/count", "state/adam/mu/w", "state/adam/nu/w"]
+    switch = {"nadam": "nesterov", "amsgrad": "amsgrad"}[name]
+    for old, new in ((adam, other), (other, adam)):
+        refused = plan_restore(named_state(old), new, allow=EVERYTHING - {"optimizer"})
+        assert not refused.is_ok
+        assert refused.missing_kinds == {"optimizer"}
+        assert f"`{switch}` of `adam` was" in refused.changes[0]
+        kinds = {"optimizer", "initialise" if new is other else "drop"}
+        plan = plan_restore(named_state(old), new, allow=kinds)
+        assert plan.is_ok
+        rows = {row.leaf.name: row.sources for row in plan.rows if row.sources}
+        assert [leaf for leaf in rows if leaf.startswith("state/adam")] == shared
+        restored = named_state(plan.apply())
+        for leaf in shared:
+            assert (restored[leaf] == named_state(old)[leaf]).all()
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        optax.normalize_by_update_norm(),
+        optax.scale_by_sign(),
+        optax.scale(10.0),
+        optax.centralize(),
+        optax.scale_by_param_block_rms(),
+        optax.scale_by_trust_ratio(),
+        optax.clip_by_global_norm(1.0),
+        contrib.normalize(),
+    ],
+)
+def test_what_changes_the_numbers_that_enter_moments_is_named(before: Any) -> None:
+    """It keeps nothing, and yet the moments that go on would be in other units than new ones."""
+    plain = wrapped(optax.scale_by_adam())
+    rescaled = wrapped(optax.chain(before, optax.scale_by_adam()))
+    for old, new, word in ((plain, rescaled, "new"), (rescaled, plain, "gone")):
+        plan = plan_restore(named_state(old), new, allow=EVERYTHING - {"optimizer"})
+        assert not plan.is_ok
+        assert plan.missing_kinds == {"optimizer"}
+        assert plan.changes[0].endswith(f" is {word}")
+        admitted = plan_restore(named_state(old), new, allow={"optimizer"})
+        assert admitted.is_ok
+        assert not admitted.is_exact
+
+
+def test_the_counts_of_a_window_are_named_by_their_fields() -> None:
+    named = named_state(wrapped(optax.MultiSteps(optax.sgd(0.1), 2)))
+    counts = {leaf.name: leaf.role for leaf in named.schema.leaves if leaf.dtype == "int32"}
+    assert counts == {
+        "state/step": "",
+        "state/multi_steps/mini_step": "count",
+        "state/multi_steps/gradient_step": "count",
+    }
+
+
 def test_other_dimensions_are_never_kept() -> None:
     """All that can be admitted is to begin anew."""
     saved = named_state(wrapped(optax.trace(0.9)))

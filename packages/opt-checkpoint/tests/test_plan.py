@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import opt_optax_bridge as opt
 import optax
 import pytest
-from opt_checkpoint import Rule, Schema, Unstack, errors, named_state, plan_restore
+from opt_checkpoint import Rename, Rule, Schema, Unstack, errors, named_state, plan_restore
 from opt_checkpoint._planning.compare import changes, occurrences
-from opt_core import FROZEN, MultiOptimizer, Optimizer
+from opt_core import FROZEN, MultiOptimizer, Optimizer, regroup
 from opt_optax_bridge import OptaxWrapper
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -36,7 +36,7 @@ def test_nothing_to_say_where_nothing_changed() -> None:
     assert plan.is_ok
     assert plan.diff() == ""
     assert not plan.missing_kinds
-    assert str(plan) == plan.summary() == "8 matched (116 bytes)"
+    assert str(plan) == plan.summary() == "8 kept (116 bytes)"
     assert plan.check() is plan
 
 
@@ -44,7 +44,7 @@ def test_the_table_has_every_leaf() -> None:
     plan = plan_restore(named_state(opt.adam(0.1).create(params())), opt.sgd(0.1).create(params()))
     lines = plan.table().splitlines()
     assert lines[0].split() == ["leaf", "shape", "dtype", "action", "from", "note"]
-    assert lines[1].split() == ["params/b", "[3]", "float32", "matched", "params/b"]
+    assert lines[1].split() == ["params/b", "[3]", "float32", "kept", "params/b"]
     assert lines[4].split() == ["state/adam/count", "[]", "int32", "dropped", "(refused)"]
     assert len(lines) == 1 + 3 + 5 + 1
 
@@ -57,6 +57,48 @@ def test_a_plan_is_data() -> None:
     assert [row["name"] for row in data["rows"]] == ["params/b", "params/w", "state/step"]
     assert {row["name"] for row in data["dropped"]} >= {"state/adam/mu/w"}
     assert data["changes"] == ["`adam` is gone"]
+
+
+def test_a_plan_speaks_as_surgery_does() -> None:
+    """One report: the same words for the same change, in memory and from a checkpoint."""
+    old = MultiOptimizer.from_rules([("all", ".*", opt.adam(0.1))]).create(params())
+    new = MultiOptimizer.from_rules([("all", ".*", opt.lion(0.1))])
+    kinds = {"initialise", "drop", "optimizer"}
+    plan = plan_restore(named_state(old), new.create(params()), allow=kinds)
+    _, told = regroup(old, new, allow=kinds)
+    for action in ("kept", "renamed", "converted", "initialised", "dropped"):
+        ours = [change.leaf.key for change in plan.report.changes if change.action == action]
+        assert ours == [change.leaf.key for change in told.changes if change.action == action]
+    assert plan.report.dropped == tuple(row.leaf.name for row in plan.dropped)
+    assert str(plan.report).startswith("initialised 3\n  state/groups/all/lion/count")
+
+
+def test_the_actions_of_a_plan() -> None:
+    saved = named_state(opt.adam(0.1, mu_dtype=jnp.bfloat16).create(params()))
+    rules: list[Rule] = [
+        ("state/trace/trace/b", Rename("state/adam/mu/b")),
+        ("state/trace/trace/w", "keep"),
+        ("state/adam/.*", "drop"),
+    ]
+    target = opt.sgd(0.1, momentum=0.9).create(params())
+    plan = plan_restore(saved, target, allow={"cast", "optimizer"}, rules=rules)
+    found = {row.leaf.name: row.action for row in (*plan.rows, *plan.dropped)}
+    assert found == {
+        "params/b": "kept",
+        "params/w": "kept",
+        "state/step": "kept",
+        "state/trace/trace/b": "converted",
+        "state/trace/trace/w": "initialised",
+        "state/adam/count": "dropped",
+        "state/adam/mu/w": "dropped",
+        "state/adam/nu/b": "dropped",
+        "state/adam/nu/w": "dropped",
+    }
+    assert plan.summary().startswith("3 kept (40 bytes), 1 converted (12 bytes), 1 initialised")
+    same = plan_restore(
+        named_state(opt.adam(0.1).create(params())), target, allow={"optimizer"}, rules=rules
+    )
+    assert {row.leaf.name: row.action for row in same.rows}["state/trace/trace/b"] == "renamed"
 
 
 def test_what_is_in_the_way_comes_first_and_is_not_cut_off() -> None:
@@ -161,7 +203,7 @@ def test_like_transformations_are_told_apart_by_their_settings(
     old: Any, new: Any, expected: Any
 ) -> None:
     one, other = (named_state(wrapped(optax.chain(*map(optax.ema, d)))) for d in (old, new))
-    found = occurrences(one.schema.optimizer, other.schema.optimizer)
+    found = occurrences(one.schema.transformations, other.schema.transformations)
     assert found == {((), name): source for name, source in expected.items()}
 
 

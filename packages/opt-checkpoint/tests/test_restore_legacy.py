@@ -138,6 +138,9 @@ def test_state_without_a_place_and_places_without_state() -> None:
     plain = OptaxWrapper(optax.adafactor(0.1, min_dim_size_to_factor=1000)).create(params())
     with pytest.raises(LoadError, match="kernel/m: has no place"):
         restore_legacy(plain, saved("v_row", "v_col", "v", "m"), written_by="Adafactor")
+    kernels = optax.masked(optax.adam(0.1), {"layer": {"kernel": True, "bias": False}})
+    with pytest.raises(LoadError, match="layer/bias/grad_ema: has no place"):
+        restore_legacy(OptaxWrapper(kernels).create(params()), saved(*EMAS), written_by="Adam")
     source = saved(*EMAS)
     source["state"]["param_states"]["layer"]["bias"] = None
     with pytest.raises(LoadError, match="layer/bias: has no state: frozen when it was saved"):

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from opt_checkpoint import (
     LeafInfo,
     Schema,
-    Transformation,
     errors,
     leaf_name,
     leaf_path,
     named_state,
 )
-from opt_core import FROZEN, Bearing, MultiOptimizer
+from opt_core import FROZEN, Bearing, MultiOptimizer, TransformationDescription
 
 PARTS = st.text(alphabet=st.one_of(st.sampled_from("~/.01%a"), st.characters(codec="utf-8")))
 PATHS = st.lists(PARTS, min_size=1, max_size=5).map(tuple)
@@ -51,13 +50,13 @@ SCHEMAS = st.builds(
     leaves=st.lists(INFOS, max_size=3, unique_by=lambda info: info.path).map(tuple),
     optimizer=st.lists(
         st.builds(
-            Transformation,
+            TransformationDescription,
             name=PARTS,
             group=st.lists(PARTS, max_size=2).map(tuple),
             settings=SETTINGS,
             number=st.integers(1, 9),
             bearing=st.dictionaries(PARTS, BEARINGS, max_size=2),
-            source=PARTS,
+            source=st.sampled_from(["stated", "derived", "types"]),
         ),
         max_size=2,
     ).map(tuple),

@@ -14,6 +14,7 @@ import optax
 import optax.contrib
 import pytest
 from opt_checkpoint import NamedState, Plan, named_state, plan_restore
+from opt_checkpoint._naming.schema import numbered
 from opt_core import FROZEN, MultiOptimizer, Optimizer
 from opt_optax_bridge import OptaxWrapper
 
@@ -145,7 +146,9 @@ def test_the_inner_of_two_windows_goes_on_where_the_outer_is_gone() -> None:
 
 def test_two_beside_each_other_are_told_apart_by_their_settings() -> None:
     old = named_state(abstract(contrib.sam(optax.trace(0.9), optax.trace(0.5))))
-    decays = {t.settings["decay"]: t.leaf_name for t in old.schema.optimizer if t.name == "trace"}
+    decays = {
+        t.settings["decay"]: numbered(t) for t in old.schema.transformations if t.name == "trace"
+    }
     assert sorted(decays.values()) == ["trace", "trace#2"]
     for decay, name in decays.items():
         plan = planned(old, optax.trace(decay))

@@ -13,6 +13,7 @@ from core_testing import Momentum, assert_same
 from jax.sharding import PartitionSpec
 from opt_core import (
     FROZEN,
+    GroupStates,
     MultiOptimizer,
     Optimizer,
     OptimizerDef,
@@ -84,7 +85,10 @@ def test_a_definition_may_keep_nothing_for_some(inner: OptimizerDef) -> None:
     written = optimizer.state_dict()
     assert written["state"]["param_states"]["a"]["bias"] is None
     assert_same(definition.create(params).restore_state(written), optimizer)
-    states = {"a": {"kernel": None, "bias": None}, "b": jnp.ones(3)}
+    inner_states: Any = {"a": {"kernel": None, "bias": None}}
+    if isinstance(inner, MultiOptimizer):
+        inner_states = GroupStates({"0": {"a": {"kernel": None}}})
+    states = GroupStates({"0": inner_states, "1": {"b": jnp.ones(3)}})
     with pytest.raises(GroupError, match=r"`a/kernel` of `0` .* has none"):
         Optimizer(definition, OptimizerState(0, states), params).apply_gradient(params)
 

@@ -1,5 +1,6 @@
 """Updates, overrides and state dicts of several groups."""
 
+import inspect
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -19,9 +20,11 @@ from opt_core import (
     Optimizer,
     OptimizerDef,
     OptimizerState,
+    flatten_with_paths,
     increment_step,
 )
 from opt_core.errors import (
+    GroupError,
     HyperParamError,
     RestoreError,
     StateDictError,
@@ -169,6 +172,26 @@ def test_state_dicts_come_back(make: Any, container: Any) -> None:
     assert optimizer.check_state_dict(written).ok
     whole = flax.serialization.to_bytes(optimizer)  # Flax's own way, not ours
     assert_same(flax.serialization.from_bytes(restored, whole), optimizer)
+
+
+@every
+def test_states_in_memory_are_by_group(make: Any) -> None:
+    """Whatever the state dict looks like, and after whatever was done."""
+    optimizer = make().create(make_params())
+    stepped = jax.jit(lambda o: o.apply_gradient(GRADS))(optimizer)
+    for found in (optimizer, stepped, optimizer.restore_state(stepped.state_dict())):
+        states = found.state.param_states
+        assert isinstance(states, GroupStates)
+        assert tuple(states) == make().group_names
+
+
+@pytest.mark.parametrize("states", [{"a": 1}, GroupStates({"kernels": 1, "others": 2})])
+def test_states_of_other_groups_are_an_error(states: Any) -> None:
+    optimizer = both().create(make_params())
+    optimizer = optimizer.replace(state=OptimizerState(jnp.int32(0), states))
+    for use in (optimizer.state_dict, lambda: optimizer.apply_gradient(GRADS)):
+        with pytest.raises(GroupError, match=r"expected `GroupStates` of the groups .*`regroup`"):
+            use()
 
 
 def test_the_merged_layout() -> None:
@@ -348,7 +371,7 @@ def test_frozen_leaves_cost_nothing_and_stay_the_same_arrays() -> None:
     optimizer = both().create(params)
     stepped = optimizer.apply_gradient(GRADS).apply_gradient(GRADS)
     assert stepped.target["b"]["scale"] is params["b"]["scale"]
-    assert stepped.state.param_states["b"]["scale"] is None
+    assert not any("scale" in state.get("b", {}) for state in stepped.state.param_states.values())
     everything = MultiOptimizer.from_rules([("all", ".*", FROZEN)]).create(params)
     assert jax.tree.leaves(everything.state.param_states) == []
     assert everything.apply_gradient(None).target["a"]["bias"] is params["a"]["bias"]
@@ -361,6 +384,16 @@ def test_a_compiled_step_hands_frozen_leaves_through() -> None:
     stepped = hlo(optimizer)
     assert stepped.target["b"]["scale"].unsafe_buffer_pointer() == pointer
     assert optimizer.target["b"]["scale"].is_deleted()
+
+
+@every
+def test_what_was_donated_still_has_its_paths(make: Any) -> None:
+    """Errors of JAX about containers show the arrays, which are gone."""
+    optimizer = make().create(jax.tree.map(jnp.copy, make_params()))
+    jax.jit(lambda o: o.apply_gradient(GRADS), donate_argnums=0)(optimizer)
+    paths = [names for names, _ in flatten_with_paths(optimizer.state_dict())]
+    fresh = make().create(make_params()).state_dict()
+    assert paths == [names for names, _ in flatten_with_paths(fresh)]
 
 
 def without(path: str, value: Any = ...) -> Any:
@@ -410,10 +443,11 @@ def test_gradients_of_frozen_leaves_must_fit_where_they_are_given() -> None:
     optimizer = MultiOptimizer(("a/.*", Momentum())).create(make_params())
     shape = make_params()["b"]["kernel"].shape
     examples = {**GRADS["b"], "kernel": jnp.ones((5, *shape))}
-    allowed: list[Any] = [None, {}, {"kernel": None}, examples]
+    allowed: list[Any] = [None, {}, {"kernel": None}, GRADS["b"]]
     for rest in allowed:
         optimizer.apply_gradient({**GRADS, "b": rest})
     refused: list[tuple[Any, str]] = [
+        (examples, r"b/kernel: expected an array of shape \(3, 2\), found an array .*\(5, 3, 2\)"),
         ({**GRADS["b"], "kernel": jnp.ones(7)}, r"b/kernel: expected an array of shape .*\(7,\)"),
         ({"typo": None}, "b/typo: expected nothing, found None"),
         ({"typo": jnp.ones(7)}, "b/typo: expected nothing, found an array"),
@@ -422,6 +456,80 @@ def test_gradients_of_frozen_leaves_must_fit_where_they_are_given() -> None:
     for rest, words in refused:
         with pytest.raises(TreeMismatchError, match=words):
             optimizer.apply_gradient({**GRADS, "b": rest})
+
+
+class Examples(Momentum):
+    """Takes the gradient of every example."""
+
+    def takes_per_example_grads(self, params: Any, state: OptimizerState, grads: Any) -> bool:
+        del state
+        ranks = [jax.tree.map(jnp.ndim, tree) for tree in (params, grads)]
+        return bool(ranks[1] == jax.tree.map(lambda n: n + 1, ranks[0]))
+
+    def apply_gradient(
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
+    ) -> tuple[Any, OptimizerState]:
+        if self.takes_per_example_grads(params, state, grads):
+            grads = jax.tree.map(lambda g: g.mean(0), grads)
+        return super().apply_gradient(hyper_params, params, state, grads)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_frozen_leaves_may_have_the_gradients_of_examples_where_a_group_wants_these(
+    is_nested: bool,
+) -> None:
+    definition: OptimizerDef = Examples()
+    if is_nested:
+        definition = MultiOptimizer.from_rules([(".*kernel", definition)], rest=Examples())
+    optimizer = MultiOptimizer(("a/.*", definition)).create(make_params())
+    examples = jax.tree.map(lambda g: jnp.stack([g, 3 * g]), GRADS)
+    found = optimizer.apply_gradient(examples)
+    assert_same(found.target, optimizer.apply_gradient(jax.tree.map(lambda g: 2 * g, GRADS)).target)
+    with pytest.raises(TreeMismatchError, match="b/kernel"):
+        optimizer.apply_gradient({**GRADS, "b": examples["b"]})
+
+
+class Searches(Whole):
+    """Takes the loss, its gradients at other parameters, and a tree like the parameters."""
+
+    def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
+        return frozenset(names) & {"loss", "grad_at", "scales", "about"}
+
+    def args_of_params(self, names: Iterable[str]) -> frozenset[str]:
+        return frozenset(names) - {"about"}
+
+    def apply_gradient(
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any, **extra: Any
+    ) -> tuple[Any, OptimizerState]:
+        assert structure(extra["about"]) == structure(make_params())  # left as it is
+        assert list(inspect.signature(extra["loss"]).parameters) == ["params", "factor"]
+        there = extra["grad_at"](jax.tree.map(jnp.zeros_like, params))
+        loss = extra["loss"](params, factor=2.0)
+        scaled = jax.tree.map(lambda g, s: loss * g * s, there, extra["scales"])
+        return super().apply_gradient(hyper_params, params, state, scaled)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_arguments_about_the_parameters_are_of_the_group(is_nested: bool) -> None:
+    """The parameters of the other groups stay as they are before the update."""
+
+    def loss(params: Any, factor: float) -> Any:
+        return factor * sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params))
+
+    def grad_at(params: Any) -> Any:
+        total = loss(params, 1.0)
+        return jax.tree.map(lambda leaf: jnp.full_like(leaf, total), params)
+
+    definition: OptimizerDef = Searches(1.0)
+    if is_nested:
+        definition = MultiOptimizer.from_rules([("a/kernel", definition)])
+    rules = [("biases", ".*bias", Momentum()), ("kernel", "a/kernel", definition)]
+    optimizer = MultiOptimizer.from_rules(rules, rest=FROZEN).create(make_params())
+    given = {"loss": loss, "grad_at": grad_at, "scales": GRADS, "about": make_params()}
+    found = optimizer.apply_gradient(GRADS, **given)
+    ones, others = 6.0, 3.0 + 6.0 + 4.0
+    wanted = 1.0 - 2.0 * (ones + others) * others * 0.5
+    np.testing.assert_array_equal(found.target["a"]["kernel"], np.full((2, 3), wanted))
 
 
 # Hyper-parameters.
@@ -553,10 +661,10 @@ def assert_axes_fit(written: Any, axes: Any, path: str = "") -> None:
 def test_the_axes_themselves() -> None:
     optimizer = both(rest=Momentum()).create(make_params())
     found = both(rest=Momentum()).derive_logical_axes(optimizer, AXES).state.param_states
-    assert found["a"]["kernel"] == P("embed", "mlp")
-    assert found["a"]["bias"].grad_sq_ema == P("mlp")
-    assert found["b"]["kernel"] == P("mlp", None)
-    assert found["b"]["scale"] is None
+    assert found["kernels"]["a"]["kernel"] == P("embed", "mlp")
+    assert found["biases"]["a"]["bias"].grad_sq_ema == P("mlp")
+    assert found["kernels"]["b"]["kernel"] == P("mlp", None)
+    assert found["rest"]["b"]["scale"] is None
 
 
 def test_axes_of_other_paths_are_told() -> None:

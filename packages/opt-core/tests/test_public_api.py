@@ -7,16 +7,16 @@ from typing import Any
 
 import opt_core
 import pytest
-from opt_core import errors, protocols, t5x
+from opt_core import closures, errors, protocols, t5x
 
 pytestmark = pytest.mark.contract
 
-MODULES = [opt_core, errors, protocols, t5x]
+MODULES = [opt_core, closures, errors, protocols, t5x]
 
 
 def test_all_is_what_is_public() -> None:
     assert len(opt_core.__all__) == len(set(opt_core.__all__))
-    public = {name for name in vars(opt_core) if not name.startswith("_")} - {"t5x"}
+    public = {name for name in vars(opt_core) if not name.startswith("_")} - {"closures", "t5x"}
     assert public == set(opt_core.__all__)
 
 

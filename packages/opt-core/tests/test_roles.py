@@ -24,7 +24,7 @@ def opened(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr("opt_core._roles.children", counted)
+        patch.setattr("opt_core._description.roles.children", counted)
         assert len(roles(params, states)) == 4 * count
     return seen
 

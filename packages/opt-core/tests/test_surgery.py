@@ -1,6 +1,7 @@
 """Changing the groups of an optimizer, and what becomes of its state."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ from opt_core import (
     reset,
     unfreeze,
 )
-from opt_core._describe_state import describe_by_types
+from opt_core._description.describe import describe_by_types
 from opt_core.errors import GroupError, SurgeryError
 
 
@@ -111,13 +112,13 @@ def test_reset_starts_one_group_anew() -> None:
     optimizer = trained(groups(KERNELS, BIASES))
     found, report = reset(optimizer, "biases")
     assert told(report) == Told(
-        kept=("a/kernel", "b/kernel"),
-        initialised=("a/bias/grad_ema", "a/bias/grad_sq_ema"),
-        dropped=("a/bias/grad_ema", "a/bias/grad_sq_ema"),
+        kept=("kernels/a/kernel", "kernels/b/kernel"),
+        initialised=("biases/a/bias/grad_ema", "biases/a/bias/grad_sq_ema"),
+        dropped=("biases/a/bias/grad_ema", "biases/a/bias/grad_sq_ema"),
     )
     states, old = found.state.param_states, optimizer.state.param_states
-    assert not states["a"]["bias"].grad_ema.any()
-    assert states["a"]["kernel"] is old["a"]["kernel"]
+    assert not states["biases"]["a"]["bias"].grad_ema.any()
+    assert states["kernels"]["a"]["kernel"] is old["kernels"]["a"]["kernel"]
     assert found.target["a"]["bias"] is optimizer.target["a"]["bias"]
     assert int(found.state.step) == 2
     assert structure(found) == structure(optimizer)
@@ -127,7 +128,7 @@ def test_reset_inside_and_by_group() -> None:
     inner = groups(KERNELS, BIASES)
     optimizer = trained(groups(("a", "a/.*", inner), ("b", "b/kernel", Whole())))
     found, report = reset(optimizer, "a/kernels")
-    assert report.initialised == ("a/a/kernel",)
+    assert report.initialised == ("a/kernels/a/kernel",)
     found, report = reset(optimizer, "b")
     assert report.initialised == ("b/0/count", "b/0/mu/b/kernel")
     assert int(found.state.param_states["b"][0].count) == 0
@@ -150,9 +151,13 @@ def test_freeze_drops_state_and_stops() -> None:
     optimizer = trained(groups(KERNELS, BIASES))
     found, report = freeze(optimizer, "a/.*")
     assert told(report) == Told(
-        kept=("b/kernel",),
+        kept=("kernels/b/kernel",),
         initialised=(),
-        dropped=("a/bias/grad_ema", "a/bias/grad_sq_ema", "a/kernel"),
+        dropped=(
+            "kernels/a/kernel",
+            "biases/a/bias/grad_ema",
+            "biases/a/bias/grad_sq_ema",
+        ),
     )
     assert table(found) == ["frozen", "kernels", "rest"]
     stepped = advanced(found, 1)
@@ -167,7 +172,7 @@ def test_freeze_drops_state_and_stops() -> None:
 def test_freeze_of_an_optimizer_without_groups() -> None:
     optimizer = trained(Momentum())
     found, report = freeze(optimizer, "a/.*", name="layer")
-    assert report.kept == ("b/kernel", "b/scale")
+    assert report.kept == ("rest/b/kernel", "rest/b/scale")
     assert report.dropped == ("a/bias", "a/kernel")
     assert table(found) == ["layer", "rest"]
     found, report = freeze(trained(Whole()), "a/.*")
@@ -180,7 +185,7 @@ def test_freeze_inside_a_nested_one() -> None:
     inner = groups(KERNELS, BIASES)
     optimizer = trained(groups(("a", "a/.*", inner), ("b", "b/.*", Momentum())))
     found, report = freeze(optimizer, "a/bias")
-    assert report.dropped == ("a/bias/grad_ema", "a/bias/grad_sq_ema")
+    assert report.dropped == ("a/biases/a/bias/grad_ema", "a/biases/a/bias/grad_sq_ema")
     assert report.initialised == ()
     assert advanced(found, 1).target["a"]["bias"] is optimizer.target["a"]["bias"]
 
@@ -189,15 +194,15 @@ def test_unfreeze_starts_anew_and_goes_on() -> None:
     optimizer = trained(groups(KERNELS))
     found, report = unfreeze(optimizer, ".*bias", Adam(0.1))
     assert told(report) == Told(
-        kept=("a/kernel", "b/kernel"),
-        initialised=("a/bias/grad_ema", "a/bias/grad_sq_ema"),
+        kept=("kernels/a/kernel", "kernels/b/kernel"),
+        initialised=("unfrozen/a/bias/grad_ema", "unfrozen/a/bias/grad_sq_ema"),
         dropped=(),
     )
     moved = advanced(found, 1)
     assert not jnp.array_equal(moved.target["a"]["bias"], found.target["a"]["bias"])
     back, report = freeze(found, ".*bias")
     assert_same(back.state, optimizer.state)
-    there, _ = unfreeze(back, "a/bias", Adam(0.1), name="biases")
+    there, _ = unfreeze(back, "a/bias", Adam(0.1))
     assert_same(there.state, found.state)
 
 
@@ -224,9 +229,18 @@ def test_regroup_keeps_what_fits() -> None:
     )
     found, report = regroup(optimizer, new, allow=DROP)
     assert told(report) == Told(
-        kept=("a/kernel",),
-        initialised=("a/bias", "b/kernel/grad_ema", "b/kernel/grad_sq_ema", "b/scale"),
-        dropped=("a/bias/grad_ema", "a/bias/grad_sq_ema", "b/kernel"),
+        kept=("first/a/kernel",),
+        initialised=(
+            "first/a/bias",
+            "second/b/kernel/grad_ema",
+            "second/b/kernel/grad_sq_ema",
+            "rest/b/scale",
+        ),
+        dropped=(
+            "kernels/b/kernel",
+            "biases/a/bias/grad_ema",
+            "biases/a/bias/grad_sq_ema",
+        ),
     )
     assert found.optimizer_def == new
     assert int(found.state.step) == 2
@@ -278,13 +292,36 @@ def test_inside_a_compiled_function() -> None:
     with pytest.raises(GroupError, match="outside of compiled functions"):
         jax.jit(lambda o: regroup(o, Whole())[0])(both)
     shapes = jax.eval_shape(lambda: trained(groups(KERNELS, BIASES)))
-    assert regroup(shapes, groups(KERNELS), allow=DROP)[1].kept == ("a/kernel", "b/kernel")
+    kept = regroup(shapes, groups(KERNELS), allow=DROP)[1].kept
+    assert kept == ("kernels/a/kernel", "kernels/b/kernel")
+
+
+CHANGES: dict[str, Callable[[Any], tuple[Any, Any]]] = {
+    "reset": lambda o: reset(o, "biases"),
+    "freeze": lambda o: freeze(o, "a/.*"),
+    "unfreeze": lambda o: unfreeze(o, "b/scale", Momentum()),
+    "regroup": lambda o: regroup(o, groups(KERNELS, BIASES, rest=Adam(0.1))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_every_change_works_on_tracers_and_on_shapes(change: Any) -> None:
+    optimizer = trained(groups(KERNELS, BIASES))
+    found, report = change(optimizer)
+    assert_same(jax.jit(lambda o: change(o)[0])(optimizer), found)
+    shapes, told_of_shapes = change(jax.eval_shape(lambda: optimizer))
+    assert told(told_of_shapes) == told(report)
+    for abstract in (shapes, jax.eval_shape(lambda o: change(o)[0], optimizer)):
+        assert structure(abstract) == structure(found)
+        pairs = zip(jax.tree.leaves(abstract), jax.tree.leaves(found), strict=True)
+        assert all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
 
 
 def test_a_report_to_print() -> None:
     _, report = freeze(trained(groups(KERNELS, BIASES)), "a/bias")
     assert str(report) == (
-        "kept 2\n  a/kernel\n  b/kernel\ndropped 2\n  a/bias/grad_ema\n  a/bias/grad_sq_ema"
+        "kept 2\n  kernels/a/kernel\n  kernels/b/kernel\n"
+        "dropped 2\n  biases/a/bias/grad_ema\n  biases/a/bias/grad_sq_ema"
     )
 
 
@@ -358,7 +395,7 @@ def test_axes_of_a_tuple_of_parameters() -> None:
     optimizer = MultiOptimizer.from_rules([(".*", CountAndMoments(None))]).create(params)
     axes = (P("a", "b"), P("c", "d"))
     found = optimizer.optimizer_def.derive_logical_axes(optimizer, axes)  # type: ignore[attr-defined]
-    assert found.state.param_states == (None, axes)
+    assert found.state.param_states["0"] == (None, axes)
 
 
 @pytest.mark.parametrize("other", [Momentum(), FROZEN])

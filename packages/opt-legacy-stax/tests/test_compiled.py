@@ -47,6 +47,7 @@ def program(low: Any) -> str:
     return re.sub(r"%[\w.-]+", lambda m: names.setdefault(m[0], f"%{len(names)}"), text)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", ARGUMENTS)
 @pytest.mark.parametrize("schedule", [False, True], ids=["number", "schedule"])
 def test_a_compiled_update_is_that_of_jax(name: str, schedule: bool) -> None:

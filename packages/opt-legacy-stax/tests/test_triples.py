@@ -170,7 +170,10 @@ def test_polynomial_decay_ends_where_it_says(steps: int, power: float, i: int) -
 def test_polynomial_decay_upstream_is_nan_and_stays_available() -> None:
     def at_the_end(exact: bool) -> int:
         values = [
-            jax.jit(ours.polynomial_decay(0.1, int(n), 0.01, 0.5, upstream_numerics=exact))(n)
+            jax.jit(
+                ours.polynomial_decay(0.1, int(n), 0.01, 0.5, upstream_numerics=exact),
+                compiler_options={"xla_backend_optimization_level": 3},  # it is its rounding
+            )(n)
             for n in (3, 5, 6, 7, 9, 10)
         ]
         return int(np.isnan(np.asarray(values)).sum())

@@ -8,7 +8,7 @@ import importlib
 import pickle
 import sys
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -324,6 +324,7 @@ def test_dimensions_of_a_users_state_are_traced() -> None:
 def test_settings_are_arguments() -> None:
     adam, decay, schedule = of(opt_adamw()).transformations
     assert adam.settings == {
+        "amsgrad": False,
         "b1": 0.9,
         "b2": 0.999,
         "eps": 1e-8,
@@ -359,6 +360,71 @@ def test_windows_are_numbers_or_functions() -> None:
     assert number == 4
     assert one == again != other
     assert one["function"] == "test_windows_are_numbers_or_functions"
+
+
+def test_amsgrad_is_adam_with_a_switch() -> None:
+    """Its moments are Adam's by Adam's recurrences; the maximum is its own."""
+    adam, amsgrad = of(optax.adam(0.1)), of(optax.amsgrad(0.1))
+    kept = {leaf.key for leaf in adam.leaves}
+    more = {leaf.key for leaf in amsgrad.leaves} - kept
+    assert kept < {leaf.key for leaf in amsgrad.leaves}
+    assert {key.field for key in more} == {("nu_max",)}
+    assert [t.transformations[0].settings["amsgrad"] for t in (adam, amsgrad)] == [False, True]
+    renamed = OptaxWrapper(optax.amsgrad(0.1), aliases={"adam": "mine"}).create(params())
+    assert {leaf.transformation for leaf in describe_state(renamed).leaves} == {"mine"}
+
+
+class Averages(NamedTuple):
+    """States of a package that depends on nothing of ours."""
+
+    seen: Any
+    mean: Any
+
+    @staticmethod
+    def describe_fields() -> Any:
+        roles = {"seen": "count", "mean": "params_copy"}
+        return {"roles": roles, "bearing": {"decay": {"effect": "refused"}}}
+
+
+class Averaging:
+    """A transformation that is an object."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay, self.other = decay, 3
+
+    def init(self, tree: Any) -> Any:
+        return {"seen": jnp.int32(0), "mean": jax.tree.map(jnp.copy, tree)}
+
+    def update(self, updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, state
+
+    def describe_fields(self) -> Any:
+        told = Averages.describe_fields()
+        return {**told, "name": "averages", "settings": {"decay": self.decay}}
+
+
+def average(decay: float) -> Any:
+    def init_fn(tree: Any) -> Any:
+        return Averages(jnp.int32(0), jax.tree.map(jnp.copy, tree))
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, (state, decay)[0]
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+@pytest.mark.parametrize(("tx", "name"), [(average, "average"), (Averaging, "averages")])
+def test_transformations_that_describe_their_fields(tx: Any, name: str) -> None:
+    found = of(optax.chain(optax.clip(1.0), tx(0.9)))
+    told = {(x.field, x.parameter): (x.transformation, x.role, x.source) for x in found.leaves}
+    assert told == {
+        (("seen",), None): (name, "count", "stated"),
+        (("mean",), ("b",)): (name, "params_copy", "stated"),
+        (("mean",), ("w",)): (name, "params_copy", "stated"),
+    }
+    made = found.transformations[1]
+    assert (made.name, made.settings, made.source) == (name, {"decay": 0.9}, "stated")
+    assert made.effect("decay") == "refused"
 
 
 def test_what_injection_keeps_is_refused() -> None:

@@ -56,7 +56,7 @@ def result(optimizer: Optimizer) -> tuple[Any, Any]:
     return optimizer.target, optimizer.state.param_states
 
 
-@pytest.mark.sample(25)
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_override_is_the_argument_of_the_constructor(name: str) -> None:
     optimizer, (grads, extra_args) = trained(name), inputs(name)
@@ -83,6 +83,7 @@ def test_every_override_is_the_argument_of_the_constructor(name: str) -> None:
     assert compiled.traces == 1
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", NAMES)
 def test_without_tracing_an_override_is_the_same(name: str) -> None:
     names = overridable(name)
@@ -96,6 +97,7 @@ def test_without_tracing_an_override_is_the_same(name: str) -> None:
     assert avals(overridden) == avals(trained(name))
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_float_is_overridable_unless_it_makes_no_difference(name: str) -> None:
     constructor = constructor_of(name)

@@ -158,6 +158,7 @@ def test_every_optimizer_comes_back_to_the_bit(name: str) -> None:
     assert_same_bits(definition(name).create(make_params()).restore_state(written), optimizer)
 
 
+@pytest.mark.sample(25)
 @pytest.mark.parametrize("name", block_names())
 def test_every_building_block_comes_back_to_the_bit(name: str) -> None:
     created = OptaxWrapper(block(name)).create(make_params())

@@ -368,6 +368,7 @@ def builds(name: str, setting: str) -> Any:
     return getattr(aggregating, name)()
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(("name", "setting"), HARMS)
 def test_going_on_in_silence_goes_wrong(name: str, setting: str) -> None:
     assert effect(builds(name, setting), name, setting) != "nothing"

@@ -106,6 +106,7 @@ class MultiSteps:
         check_accumulator_dtype(accumulator_dtype)
         check_skip_function(should_skip_update_fn)
         self._inner = InnerUpdate(opt)
+        self._every_k_schedule = every_k_schedule
         self._every_k = parse_every_k(every_k_schedule)
         self._mean = use_grad_mean
         self._should_skip = should_skip_update_fn
@@ -256,6 +257,28 @@ class MultiSteps:
         """Returns `init` and `update` as a transformation that takes extra arguments."""
         update: Any = self.update  # Optax's type of it lacks the extra arguments
         return optax.GradientTransformationExtraArgs(self.init, update)
+
+    def describe_fields(self) -> dict[str, Any]:
+        """Returns what the fields of a state mean, as `opt_core.protocols.DescribesFields` asks.
+
+        In plain data: checkpoints and surgery on groups read it, and this package needs neither.
+        """
+        is_number = isinstance(self._every_k, int)
+        window = {"effect": "window", "count": ("mini_step",)}
+        return {
+            "name": "multi_steps",
+            "roles": {
+                "mini_step": "count",
+                "gradient_step": "count",
+                "acc_grads": "accumulator",
+                "skip_state": "other",
+            },
+            "settings": {
+                "every_k_schedule": self._every_k if is_number else self._every_k_schedule,
+                "use_grad_mean": self._mean,
+            },
+            "bearing": {"every_k_schedule": window, "use_grad_mean": window},
+        }
 
     def _check(self, state: Any) -> None:
         """Raises unless `state` is one that these arguments understand."""

@@ -16,7 +16,6 @@ from opt_checkpoint._naming.schema import (
     LeafInfo,
     Schema,
     Source,
-    Transformation,
     leaf_name,
     leaf_path,
 )
@@ -27,7 +26,7 @@ from opt_checkpoint._planning.adafactor_rules import (
     OPTAX_MOMENTUM_FROM_ADAFACTOR,
 )
 from opt_checkpoint._planning.match import plan_restore
-from opt_checkpoint._planning.plan import Dropped, Plan, Row
+from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.rules import Map, Pad, Rename, Rule, Stack, Unstack
 from opt_checkpoint._targets.named import named_state, restore_named
 from opt_checkpoint._targets.training_state import TrainingState
@@ -37,6 +36,12 @@ __version__ = _version("opt-checkpoint")
 if TYPE_CHECKING:
     from opt_checkpoint._disk.checkpointer import Checkpointer
     from opt_checkpoint._disk.foreign import open_foreign
+    from opt_checkpoint._disk.handler import (
+        OptimizerHandler,
+        OptimizerHandlerV1,
+        OptimizerRestore,
+        OptimizerSave,
+    )
     from opt_checkpoint._disk.saved_step import SavedStep, StepReport, open_step
 
 __all__ = [
@@ -45,10 +50,13 @@ __all__ = [
     "OPTAX_FROM_ADAFACTOR",
     "OPTAX_MOMENTUM_FROM_ADAFACTOR",
     "Checkpointer",
-    "Dropped",
     "LeafInfo",
     "Map",
     "NamedState",
+    "OptimizerHandler",
+    "OptimizerHandlerV1",
+    "OptimizerRestore",
+    "OptimizerSave",
     "Pad",
     "Plan",
     "Rename",
@@ -60,7 +68,6 @@ __all__ = [
     "Stack",
     "StepReport",
     "TrainingState",
-    "Transformation",
     "Unstack",
     "errors",
     "flax_optim_equivalent",
@@ -76,10 +83,14 @@ __all__ = [
 ]
 
 _ON_ORBAX = {
-    "open_foreign": "foreign",
     "Checkpointer": "checkpointer",
+    "OptimizerHandler": "handler",
+    "OptimizerHandlerV1": "handler",
+    "OptimizerRestore": "handler",
+    "OptimizerSave": "handler",
     "SavedStep": "saved_step",
     "StepReport": "saved_step",
+    "open_foreign": "foreign",
     "open_step": "saved_step",
 }
 

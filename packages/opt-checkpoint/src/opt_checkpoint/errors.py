@@ -83,7 +83,7 @@ class PlanError(CheckpointError, ValueError):
     """A checkpoint does not fit the target as it is. Nothing has been read in bulk.
 
     Attributes:
-      plan: what would be matched, initialised, converted and dropped.
+      plan: what would be kept, renamed, converted, initialised and dropped.
     """
 
     def __init__(self, message: str, plan: Plan[Any]) -> None:

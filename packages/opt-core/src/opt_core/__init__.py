@@ -9,32 +9,32 @@ from importlib.metadata import version as _version
 
 from opt_core import errors, protocols
 from opt_core._aliasing import unalias
-from opt_core._changes import ChangeReport, LeafChange
-from opt_core._describe import GroupRow, GroupTable, describe
-from opt_core._describe_state import describe_state
-from opt_core._dtypes import strong_type, strong_types
-from opt_core._fingerprint import fingerprint
-from opt_core._gradients import check_gradients
-from opt_core._group_metrics import GroupNorms, group_metrics
-from opt_core._group_states import GroupStates
-from opt_core._groups import FROZEN, Group
-from opt_core._hyper_params import replace_hyper_params
-from opt_core._json_settings import json_settings
-from opt_core._leaf_groups import leaf_groups
-from opt_core._multi_optimizer import MultiOptimizer
-from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
-from opt_core._paths import children, flatten_with_paths, path_names, path_str, split_path
-from opt_core._report import Mismatch, MismatchKind, RestoreReport
-from opt_core._roles import Role, roles
-from opt_core._state_description import (
+from opt_core._description.describe import describe_state
+from opt_core._description.roles import Role, roles
+from opt_core._description.values import (
     Bearing,
     LeafDescription,
     LeafKey,
     StateDescription,
     TransformationDescription,
 )
+from opt_core._dtypes import strong_type, strong_types
+from opt_core._fingerprint import fingerprint
+from opt_core._gradients import check_gradients
+from opt_core._groups.describe import GroupRow, GroupTable, describe
+from opt_core._groups.leaf_groups import leaf_groups
+from opt_core._groups.metrics import GroupNorms, group_metrics
+from opt_core._groups.multi_optimizer import MultiOptimizer
+from opt_core._groups.states import GroupStates
+from opt_core._groups.table import FROZEN, Group
+from opt_core._hyper_params import replace_hyper_params
+from opt_core._json_settings import json_settings
+from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
+from opt_core._paths import children, flatten_with_paths, path_names, path_str, split_path
+from opt_core._report import Mismatch, MismatchKind, RestoreReport
 from opt_core._state_dict import restore_state_dict, to_state_dict
-from opt_core._surgery import freeze, regroup, reset, unfreeze
+from opt_core._surgery.changes import ChangeReport, LeafChange
+from opt_core._surgery.operations import freeze, regroup, reset, unfreeze
 
 __version__ = _version("opt-core")
 

@@ -9,7 +9,6 @@ inside: two functions are the same when their code, defaults, captured values an
 from __future__ import annotations
 
 import dataclasses
-import dis
 import enum
 import functools
 import inspect
@@ -22,6 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.core import FrozenDict
+
+from opt_core.closures import cells, code_of, globals_read, rebound_names
 
 
 class _Same:
@@ -180,16 +181,17 @@ def _is_plain(cls: type) -> bool:
 
 
 def _function(function: types.FunctionType, seen: dict[int, int]) -> Hashable:
-    code = function.__code__
+    rebound = rebound_names(function)
     captured = tuple(
-        _captured(cell, seen, by_value=name in _rebound(code))
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
+        # Of the same value: Optax's cosine schedule makes 100 100.0 when it is called.
+        _fingerprint(float(x) if name in rebound and isinstance(x, int | float) else x, seen)
+        for name, x in cells(function).items()
     )
     return (
         types.FunctionType,
         function.__module__,
         function.__qualname__,
-        code,
+        code_of(function),
         _fingerprint(function.__defaults__, seen),
         _fingerprint(function.__kwdefaults__, seen),
         captured,
@@ -198,27 +200,10 @@ def _function(function: types.FunctionType, seen: dict[int, int]) -> Hashable:
     )
 
 
-def _captured(cell: types.CellType, seen: dict[int, int], *, by_value: bool) -> Hashable:
-    if not _is_filled(cell):
-        return None
-    value = cell.cell_contents
-    if by_value and isinstance(value, int | float):
-        value = float(value)
-    return _fingerprint(value, seen)
-
-
-@functools.cache
-def _rebound(code: types.CodeType) -> frozenset[str]:
-    """The captured variables that a function assigns: Optax's cosine schedule makes 100 100.0."""
-    stores = (op.argval for op in dis.get_instructions(code) if op.opname == "STORE_DEREF")
-    return frozenset(stores) & frozenset(code.co_freevars)
-
-
 def _globals(function: types.FunctionType, seen: dict[int, int]) -> Iterator[Hashable]:
     # Without them a function that is defined again, after a global got a new value, would pass
     # for the old one, and the old compiled step would run.
-    for name in sorted(_names(function.__code__) & function.__globals__.keys()):
-        value = function.__globals__[name]
+    for name, value in globals_read(function).items():
         yield (name, _fingerprint(value, seen) if _is_data(value, function) else _Same(value))
 
 
@@ -231,23 +216,10 @@ def _is_data(value: Any, function: types.FunctionType) -> bool:
     return isinstance(value, _DATA)
 
 
-def _names(code: types.CodeType) -> set[str]:
-    inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    return set(code.co_names).union(*inner)
-
-
 _DATA = (
     *(type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset),
     *(np.ndarray, np.generic, jax.Array, functools.partial, types.SimpleNamespace),
 )
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:  # captured before it was assigned
-        return False
-    return True
 
 
 def _array(array: np.ndarray[Any, Any] | np.generic | jax.Array) -> Hashable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import jax
@@ -47,17 +47,15 @@ def gradient_leaves(params: Any, grads: Any, needed: Set[tuple[str, ...]]) -> li
       needed: the paths of the leaves that must have a gradient.
 
     Returns:
-      One gradient per leaf; `None` for those that are not needed and not there.
+      One gradient per leaf, of any shape; `None` for those that are not needed and not there.
 
     Raises:
-      TreeMismatchError: containers or keys differ, or the shape of a gradient that is not needed;
-        lists every path.
+      TreeMismatchError: containers or keys differ; lists every path.
     """
-    leaves = jax.tree.leaves(grads)
     treedef: Any = jax.tree.structure(grads)
     expected: Any = jax.tree.structure(params)
-    if treedef == expected and all(map(_fits, jax.tree.leaves(params), leaves)):
-        return leaves
+    if treedef == expected:
+        return jax.tree.leaves(grads)
     prefixes = {names[:n] for names in needed for n in range(len(names) + 1)}
     problems: list[str] = []
 
@@ -71,8 +69,7 @@ def gradient_leaves(params: Any, grads: Any, needed: Set[tuple[str, ...]]) -> li
             if not count:  # `None`, which is no leaf
                 problems.extend(_extra(grad, names))
                 return
-            is_odd = names not in prefixes and not _fits(param, grad)
-            if grad is None or found is not None or is_odd:
+            if grad is None or found is not None:
                 problems.append(f"{path_str(names)}: expected {_leaf(param)}, found {_kind(grad)}")
             yield grad
             return
@@ -104,12 +101,25 @@ def _extra(grad: Any, names: tuple[str, ...]) -> list[str]:
     return [] if grad is None else [where]
 
 
-def _fits(param: Any, grad: Any) -> bool:
-    """Whether a gradient has the parameter's shape, or an axis of examples in front of it."""
-    if not hasattr(param, "shape"):
-        return True
-    shape = np.shape(grad)
-    return bool(shape == param.shape or (shape and shape[1:] == param.shape))
+def check_frozen_gradients(
+    leaves: Iterable[tuple[tuple[str, ...], Any, Any]], *, is_per_example: Callable[[], bool]
+) -> None:
+    """Raises a `TreeMismatchError` for gradients that nobody uses and that have another shape.
+
+    Args:
+      leaves: path, parameter and gradient (`None` where there is none) of every frozen leaf.
+      is_per_example: whether gradients have an axis of examples in front; asked where they may.
+    """
+    odd = [
+        (names, param, grad)
+        for names, param, grad in leaves
+        if grad is not None and np.shape(grad) != np.shape(param)
+    ]
+    has_axis = all(np.shape(grad)[1:] == np.shape(param) for _, param, grad in odd)
+    if odd and not (has_axis and is_per_example()):
+        raise _mismatch(
+            [f"{path_str(n)}: expected {_leaf(p)}, found {_kind(g)}" for n, p, g in odd]
+        )
 
 
 def _mismatch(found: list[str]) -> TreeMismatchError:

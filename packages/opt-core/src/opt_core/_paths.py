@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 KeyPath = Sequence[Any]
+Names: TypeAlias = tuple[str, ...]
+"""The names along a path, from the root on."""
 
 
 class Node(NamedTuple):
@@ -26,6 +28,19 @@ class Node(NamedTuple):
 
     children: list[tuple[str, Any]]
     rebuild: Callable[[Sequence[Any]], Any]
+
+
+def parts_at(structure: Any, tree: Any) -> list[Any] | None:
+    """Returns what a tree has at the leaves of a structure; numbers stand for its own leaves.
+
+    `None` where it has other containers. JAX's error would show the arrays, which takes their
+    values: they may be large, or deleted.
+    """
+    own: Any = jax.tree.structure(tree)
+    try:
+        return list(structure.flatten_up_to(own.unflatten(range(own.num_leaves))))
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def key_name(key: Any) -> str:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from opt_core._description.values import StateDescription
     from opt_core._optimizer import Optimizer, OptimizerState
-    from opt_core._state_description import StateDescription
 
 __all__ = [
     "DerivesLogicalAxes",
+    "DescribesFields",
     "DescribesState",
+    "TakesArgsOfParams",
     "TakesExtraArgs",
     "TakesParamAxes",
+    "TakesPerExampleGrads",
+    "Transformation",
     "UpdatesParams",
 ]
 
@@ -55,6 +59,29 @@ class DescribesState(Protocol):
 
 
 @runtime_checkable
+class DescribesFields(Protocol):
+    """A transformation, or the class of its states, that says what the fields of a state mean.
+
+    It says so in plain data, so a package need not depend on this one for it: what makes a
+    definition of a transformation, such as opt-optax-bridge, asks. A transformation has it as a
+    method, beside `init` and `update`; one that is made of functions has it as a static method of
+    the class of its states.
+    """
+
+    def describe_fields(self) -> Mapping[str, Any]:
+        """Returns a mapping with some of these entries.
+
+        * `'name'`: what to call the transformation; only where it says so itself.
+        * `'roles'`: for each field of the state a `LeafRole`.
+        * `'settings'`: by name; only where it says so itself, otherwise they are what its functions
+          have captured.
+        * `'bearing'`: for each setting that gives the state its meaning the arguments of a
+          `Bearing`.
+        """
+        ...
+
+
+@runtime_checkable
 class TakesParamAxes(Protocol):
     """A definition whose update depends on the logical axes of the parameters."""
 
@@ -83,8 +110,57 @@ class TakesExtraArgs(Protocol):
 
 
 @runtime_checkable
+class TakesArgsOfParams(Protocol):
+    """A definition with extra arguments that are about the parameters, such as the loss.
+
+    In a `MultiOptimizer` they are made to fit the parameters of one group.
+    """
+
+    def args_of_params(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns those of `names` that are trees like the parameters, or functions of them.
+
+        A function has the parameters as its first argument; what it returns may be a tree like
+        them. The parameters of other groups are in it what they were before the update.
+
+        Args:
+          names: of extra arguments, see `TakesExtraArgs`.
+        """
+        ...
+
+
+@runtime_checkable
+class TakesPerExampleGrads(Protocol):
+    """A definition that may want the gradient of every example, not their mean."""
+
+    def takes_per_example_grads(self, params: Any, state: OptimizerState, grads: Any) -> bool:
+        """Returns whether `grads` have an axis of examples in front, as this definition wants them.
+
+        Args:
+          params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
+          state: the state that belongs to them.
+          grads: the gradients given to `apply_gradient`.
+        """
+        ...
+
+
+@runtime_checkable
+class Transformation(Protocol):
+    """A gradient transformation: not a definition, but something that can be wrapped as one."""
+
+    @property
+    def init(self) -> Callable[..., Any]:
+        """A function from parameters to state."""
+        ...
+
+    @property
+    def update(self) -> Callable[..., Any]:
+        """A function from gradients, state and parameters to updates and state."""
+        ...
+
+
+@runtime_checkable
 class UpdatesParams(Protocol):
-    """A transformation that takes and returns parameters, besides Optax's `init` and `update`.
+    """A transformation that takes and returns parameters, besides its `init` and `update`.
 
     `opt_accumulate.MultiSteps` is one: on a step that only accumulates it does not touch them.
     """

@@ -102,7 +102,7 @@ def _ask(
         raise
     except Exception:
         examples = jax.tree.map(lambda g: g[None], grads)
-        if not _definition(optimizer).averages_examples(examples, state, params):
+        if not _definition(optimizer).takes_per_example_grads(params, optimizer.state, examples):
             raise
         return question(UpdateArgs(examples, state, params, extra_args))
 

@@ -18,10 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-
-class _Empty:
-    """Stands for what a variable holds that was never assigned; a class, to be pickled by name."""
+from opt_core.closures import assign_cells, blank_function, cells, code_of
 
 
 def dumps(obj: Any) -> bytes:
@@ -64,20 +61,18 @@ def _reduce_function(function: types.FunctionType) -> Any:
         found, depth = getattr(found, "__wrapped__", None), depth + 1
         if found is function:
             return _unwrap, (function.__module__, function.__qualname__, depth)
-    cells = function.__closure__ or ()
     state = (
         function.__defaults__,
         function.__kwdefaults__,
         {k: v for k, v in vars(function).items() if k != "__wrapped__"},
-        [_content(cell) for cell in cells],
+        cells(function),
     )
     made = (
         sys.version_info[:2],
-        marshal.dumps(function.__code__),
+        marshal.dumps(code_of(function)),
         function.__module__,
         function.__name__,
         function.__qualname__,
-        len(cells),
     )
     return _make_function, made, state, None, None, _fill_function
 
@@ -101,24 +96,16 @@ def _unwrap(module: str, qualname: str, depth: int) -> Any:
     return function
 
 
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _Empty
-
-
 def _make_function(
-    python: tuple[int, int], code: bytes, module: str, name: str, qualname: str, n_cells: int
+    python: tuple[int, int], code: bytes, module: str, name: str, qualname: str
 ) -> types.FunctionType:
     if python != sys.version_info[:2]:
         raise pickle.UnpicklingError(
             f"`{module}.{qualname}` was pickled under Python {python[0]}.{python[1]}; a function "
             f"made inside another cannot move to {sys.version_info[0]}.{sys.version_info[1]}"
         )
-    closure = tuple(types.CellType() for _ in range(n_cells))
-    globals_ = vars(importlib.import_module(module))
-    function = types.FunctionType(marshal.loads(code), globals_, name, None, closure)  # noqa: S302
+    known = vars(importlib.import_module(module))
+    function = blank_function(marshal.loads(code), known, name)  # noqa: S302
     function.__qualname__ = qualname
     function.__module__ = module
     return function
@@ -129,6 +116,4 @@ def _fill_function(function: types.FunctionType, state: tuple[Any, ...]) -> None
     function.__defaults__ = defaults
     function.__kwdefaults__ = kwdefaults
     vars(function).update(attributes)
-    for cell, content in zip(function.__closure__ or (), contents, strict=True):
-        if content is not _Empty:
-            cell.cell_contents = content
+    assign_cells(function, contents)

@@ -1,15 +1,15 @@
-"""What a transformation consists of: the functions and arrays that it captured, however deep."""
+"""What a transformation takes: the arguments of the functions that it captured, however deep."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from opt_core.closures import parts
 from opt_core.errors import HyperParamError
 
 
@@ -18,12 +18,11 @@ def named_arguments(function: Callable[..., Any]) -> frozenset[str]:
 
     A chain takes any keyword and hands it on; what counts is whether one of its parts names it.
     """
-    names: set[str] = set()
-    for reached in _reached(function, set()):
-        if isinstance(reached, types.FunctionType):
-            code = reached.__code__
-            names.update(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-    return frozenset(names)
+    return frozenset(
+        parameter.name
+        for parameter in _parameters(function)
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    )
 
 
 @contextlib.contextmanager
@@ -32,12 +31,11 @@ def required_keywords_named(function: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        required: set[str] = set()
-        for reached in _reached(function, set()):
-            if isinstance(reached, types.FunctionType):
-                code, first = reached.__code__, reached.__code__.co_argcount
-                keywords = code.co_varnames[first : first + code.co_kwonlyargcount]
-                required.update(set(keywords) - (reached.__kwdefaults__ or {}).keys())
+        required = {
+            parameter.name
+            for parameter in _parameters(function)
+            if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+        }
         said = str(error)
         missing = sorted(name for name in required if repr(name) in said and "missing" in said)
         if not missing:
@@ -61,34 +59,16 @@ def takes_any_keyword(function: Callable[..., Any]) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
-def _reached(obj: Any, seen: set[int]) -> Iterator[types.FunctionType | jax.Array]:
-    if id(obj) in seen:
-        return
-    seen.add(id(obj))
-    inside: list[Any] = []
-    match obj:
-        case jax.Array():
-            yield obj
-        case types.FunctionType():
-            yield obj
-            inside = [c.cell_contents for c in obj.__closure__ or () if _is_filled(c)]
-        case types.MethodType():
-            inside = [obj.__func__, obj.__self__]
-        case functools.partial():
-            inside = [obj.func, *obj.args, *obj.keywords.values()]
-        case tuple() | list():
-            inside = list(obj)
-        case Mapping():
-            inside = list(obj.values())
-        case _ if hasattr(obj, "update") and hasattr(obj, "__dict__"):  # such as MultiSteps
-            inside = list(vars(obj).values())
-    for part in inside:
-        yield from _reached(part, seen)
+def _parameters(function: Any) -> Iterator[inspect.Parameter]:
+    for reached in _reached(function, set()):
+        if isinstance(reached, types.FunctionType | types.MethodType):
+            signature = inspect.signature(reached, follow_wrapped=False)
+            yield from signature.parameters.values()
 
 
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
+    if id(value) not in seen:
+        seen.add(id(value))
+        yield value
+        for part in parts(value):
+            yield from _reached(part, seen)

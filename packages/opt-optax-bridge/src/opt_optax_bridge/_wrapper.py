@@ -22,7 +22,7 @@ from opt_core import (
     unalias,
 )
 from opt_core.errors import HyperParamError
-from opt_core.protocols import UpdatesParams
+from opt_core.protocols import Transformation, UpdatesParams
 
 from opt_optax_bridge import _pickling
 from opt_optax_bridge._description.describe import describe_optax
@@ -45,6 +45,8 @@ from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leave
 _FIXED = frozenset({"optax_optimizer", "recipe", "hyper_params"})
 _READ_ONLY = _FIXED | {"aliases"}
 _POSITIONAL = frozenset({"updates", "state", "params", "grads"})
+# Of line searches, `sophia` and `sam`; functions of the parameters but for `grad`.
+_OF_PARAMS = frozenset({"value_fn", "grad", "obj_fn", "grad_fn"})
 
 
 class OptaxWrapper(OptimizerDef):
@@ -80,7 +82,7 @@ class OptaxWrapper(OptimizerDef):
     _built: Any
 
     def __init__(self, optax_optimizer: Any, *, aliases: Mapping[str, str] | None = None) -> None:
-        if not (hasattr(optax_optimizer, "init") and hasattr(optax_optimizer, "update")):
+        if not isinstance(optax_optimizer, Transformation):
             raise TypeError(
                 "`optax_optimizer` must have Optax's `init` and `update`; got "
                 f"{type(optax_optimizer).__name__}. Call the constructor, or wrap it with "
@@ -173,7 +175,7 @@ class OptaxWrapper(OptimizerDef):
           StateChangedError: the transformation changed the structure or a shape of its state.
           TreeMismatchError: `grads` do not look like `params`.
         """
-        if not self.averages_examples(grads, state.param_states, params):
+        if not self.takes_per_example_grads(params, state, grads):
             check_gradients(params, grads)
         overrides = changed_fields(self.hyper_params, hyper_params)
         with required_keywords_named(self.optax_optimizer.update):
@@ -193,14 +195,16 @@ class OptaxWrapper(OptimizerDef):
             param_states=keep_avals(state.param_states, param_states),
         )
 
-    def averages_examples(self, grads: Any, state: Any, params: Any) -> bool:
+    def takes_per_example_grads(self, params: Any, state: OptimizerState, grads: Any) -> bool:
         """Returns whether every gradient has an axis of examples in front, and no update has."""
         wanted, found = [[np.shape(x) for x in jax.tree.leaves(tree)] for tree in (params, grads)]
         sizes = {shape[:1] for shape in found}
         if sizes in ({()}, set()) or len(sizes) > 1 or [s[1:] for s in found] != wanted:
             return False
         try:
-            updates, _ = jax.eval_shape(self.optax_optimizer.update, grads, state, params)
+            updates, _ = jax.eval_shape(
+                self.optax_optimizer.update, grads, state.param_states, params
+            )
         except Exception:
             return False  # no such transformation: the gradients are to blame
         return same_shapes(params, updates)
@@ -258,11 +262,14 @@ class OptaxWrapper(OptimizerDef):
         """Returns those of `names` that the transformation's `update` takes."""
         update = self.optax_optimizer.update
         own = {*self._names, "hyper_params", *(self.recipe.arguments if self.recipe else ())}
-        takes_any = takes_any_keyword(update)
-        known = named_arguments(update)
-        return frozenset(
-            n for n in names if n not in own | _POSITIONAL and (takes_any or n in known)
-        )
+        asked = frozenset(names) - own - _POSITIONAL
+        if not asked or takes_any_keyword(update):
+            return asked
+        return asked & named_arguments(update)
+
+    def args_of_params(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns those of `names` that Optax gives the loss, or its gradient, to an update by."""
+        return _OF_PARAMS.intersection(names)
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
         """Returns the state dict in T5X's layout: containers without leaves vanish from `state`."""
@@ -318,7 +325,8 @@ class OptaxWrapper(OptimizerDef):
           adam            mu     w          0     moment         stated
           adam            nu     w          0     second_moment  stated
           <BLANKLINE>
-          adam: b1=0.9, b2=0.999, eps=1e-08, eps_root=0.0, mu_dtype=null, nesterov=false
+          adam: amsgrad=false, b1=0.9, b2=0.999, eps=1e-08, eps_root=0.0, mu_dtype=null,
+              nesterov=false
           scale: step_size=-0.1
         """
         return describe_optax(self.optax_optimizer, params, state.param_states, dict(self.aliases))

@@ -133,7 +133,7 @@ def bound(name: str, digest: str) -> str:
 
     Examples:
       >>> bound('params/w', '192dfcc57519b0b3')
-      '605cde5ffc0a8b5f'
+      'a46724f54d768000'
       >>> bound('params/w', bound('params/w', '192dfcc57519b0b3'))
       '192dfcc57519b0b3'
     """

@@ -70,7 +70,7 @@ class Saving:
     @classmethod
     def prepare(
         cls,
-        step: int,
+        step: int | None,
         target: View | NamedState,
         extras: Any = None,
         metadata: Any = None,
@@ -79,7 +79,7 @@ class Saving:
         """Decides how every leaf is stored and takes hold of its bits.
 
         Args:
-          step: its number.
+          step: its number; `None` is that of the state, or 0.
           target: the state.
           extras: a pytree to be saved besides.
           metadata: JSON data.
@@ -109,7 +109,8 @@ class Saving:
             layout.names[i]: leaf if _storage.is_scalar(leaf) else _count(leaf)
             for i, leaf in kept.items()
         }
-        text = encode_step(step, metadata, named, impls)
+        number = int(named.get("state/step", 0)) if step is None else step
+        text = encode_step(number, metadata, named, impls)
         check_size(layout.text, text, len(leaves))
         arrays = [_to_save(values[i]) for i in layout.stored]
         if jax.process_count() > 1:

@@ -18,37 +18,26 @@ _Rate = optax.ScalarOrSchedule
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
-    """Where Optax keeps what `flax.optim` kept.
-
-    Attributes:
-      entry: the field of `flax.optim`'s state of a parameter.
-      state: the name of the type of Optax's state.
-      field: its field, a tree like the parameters.
-      sign: what the values are multiplied by.
-    """
-
-    entry: str
-    state: str
-    field: str
-    sign: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
 class Equal:
     """One optimizer of `flax.optim`.
 
     Attributes:
       name: its class's.
-      fields: the fields of its state of a parameter.
       constructor: makes Optax's equal from the hyper-parameters, which have `flax.optim`'s names.
-      slots: where its state goes.
+      slots: for each `transformation/field` of Optax, as `opt_core.describe_state` calls them, the
+        field of `flax.optim`'s state of a parameter that is the same.
+      sign: what the values are multiplied by.
     """
 
     name: str
-    fields: frozenset[str]
     constructor: Callable[..., optax.GradientTransformation]
-    slots: tuple[Slot, ...] = ()
+    slots: Mapping[str, str]
+    sign: int = 1
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """The fields of `flax.optim`'s state of a parameter."""
+        return frozenset(self.slots.values())
 
 
 # Their equals, with the names and defaults of `flax.optim`. They are public to pickles and to
@@ -176,43 +165,29 @@ def adafactor(
     )
 
 
-def _moments(state: str) -> tuple[Slot, ...]:
-    return Slot("grad_ema", state, "mu"), Slot("grad_sq_ema", state, "nu")
+def _moments(transformation: str) -> dict[str, str]:
+    return {f"{transformation}/mu": "grad_ema", f"{transformation}/nu": "grad_sq_ema"}
 
 
-_EMAS = frozenset({"grad_ema", "grad_sq_ema"})
-_MOMENTUM = frozenset({"momentum"})
-_ADAM = _moments("ScaleByAdamState")
-_RMSPROP = (
-    Slot("v", "ScaleByRmsState", "nu"),
-    Slot("v", "ScaleByRStdDevState", "nu"),
-    Slot("mg", "ScaleByRStdDevState", "mu"),
-)
-_ADADELTA = (
-    Slot("sq_avg", "ScaleByAdaDeltaState", "e_g"),
-    Slot("acc_delta", "ScaleByAdaDeltaState", "e_x"),
-)
-_ADAFACTOR = (
-    *(Slot(name, "FactoredState", name) for name in ("v_row", "v_col", "v")),
-    Slot("m", "EmaState", "ema"),
-)
+_TRACE = {"trace/trace": "momentum"}
+_RMS = {"rms/nu": "v", "stddev/nu": "v", "stddev/mu": "mg"}
+_ADADELTA = {"adadelta/e_g": "sq_avg", "adadelta/e_x": "acc_delta"}
+_FACTORED = {f"factored_rms/{name}": name for name in ("v_row", "v_col", "v")}
 
 EQUALS: Mapping[str, Equal] = {
     equal.name: equal
     for equal in (
-        Equal("GradientDescent", frozenset(), gradient_descent),
-        Equal("Momentum", _MOMENTUM, momentum, (Slot("momentum", "TraceState", "trace"),)),
-        Equal("Adam", _EMAS, adam, _ADAM),
-        Equal("LAMB", _EMAS, lamb, _ADAM),
+        Equal("GradientDescent", gradient_descent, {}),
+        Equal("Momentum", momentum, _TRACE),
+        Equal("Adam", adam, _moments("adam")),
+        Equal("LAMB", lamb, _moments("adam")),
         # Optax applies the rate, which is negative, before it averages.
-        Equal("LARS", _MOMENTUM, lars, (Slot("momentum", "TraceState", "trace", sign=-1),)),
-        Equal(
-            "Adagrad", frozenset({"G"}), adagrad, (Slot("G", "ScaleByRssState", "sum_of_squares"),)
-        ),
-        Equal("RMSProp", frozenset({"v", "mg"}), rmsprop, _RMSPROP),
-        Equal("Adadelta", frozenset({"sq_avg", "acc_delta"}), adadelta, _ADADELTA),
-        Equal("AdaBelief", _EMAS, adabelief, _moments("ScaleByBeliefState")),
-        Equal("Adafactor", frozenset({"v_row", "v_col", "v", "m"}), adafactor, _ADAFACTOR),
+        Equal("LARS", lars, _TRACE, sign=-1),
+        Equal("Adagrad", adagrad, {"rss/sum_of_squares": "G"}),
+        Equal("RMSProp", rmsprop, _RMS),
+        Equal("Adadelta", adadelta, _ADADELTA),
+        Equal("AdaBelief", adabelief, _moments("belief")),
+        Equal("Adafactor", adafactor, {**_FACTORED, "ema/ema": "m"}),
     )
 }
 _WITHOUT_EQUAL = {

@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from opt_core import MultiOptimizer, Optimizer, flatten_with_paths
 
-from opt_checkpoint._legacy.flax_optim_state import get_at, sequence_of, set_at
+from opt_checkpoint._legacy.msgpack import sequence_of
 from opt_checkpoint._naming.schema import Names, leaf_name
 from opt_checkpoint.errors import LoadError, VersionError
 
@@ -24,13 +25,9 @@ def optimizer_part(contents: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `{'target': ..., 'state': {'step': ..., 'param_states': ...}}` of a checkpoint.
 
     Args:
-      contents: a checkpoint of T5X (`version`, `optimizer`), of `flax.optim` (`target`, `state`),
-        or of a `TrainState` (`params`, `opt_state`, `step`). Named tuples as Flax 0.3.3 and 0.3.4
-        wrote them become dicts. What else there is, `flax_mutables` or `batch_stats`, is left out.
-
-    Raises:
-      LoadError: it is none of these, or its arrays are elsewhere.
-      VersionError: T5X's is of another version.
+      contents: of T5X (`version`, `optimizer`), of `flax.optim` (`target`, `state`), or of a
+        `TrainState` (`params`, `opt_state`, `step`). Named tuples become dicts. What else there is,
+        `flax_mutables` or `batch_stats`, is left out.
     """
     if "optimizer" in contents:
         version = contents.get("version", _T5X_VERSION)
@@ -68,13 +65,16 @@ def _unknown(contents: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any, path: Names) -> Any:
-    """Named tuples as dicts by field; an error where an array is in a file of its own."""
-    if isinstance(value, str) and value.startswith(_PLACEHOLDER):
-        raise LoadError(_elsewhere(path))
+    """Named tuples, as Flax 0.3.3 and 0.3.4 wrote them, as dicts by field."""
+    is_placeholder = isinstance(value, str) and value.startswith(_PLACEHOLDER)
+    if is_placeholder or (isinstance(value, Mapping) and set(value) >= _TENSORSTORE):
+        raise LoadError(
+            f"`{leaf_name(path)}`: the array is not in this file but in a folder beside it, in "
+            "TensorStore's format, as T5X stores what is partitioned. Load it with T5X or Orbax, "
+            "and restore the dict: `restore_legacy(optimizer, state_dict)`."
+        )
     if not isinstance(value, Mapping):
         return value
-    if set(value) >= _TENSORSTORE:
-        raise LoadError(_elsewhere(path))
     if set(value) == _NAMED_TUPLE and isinstance(value["name"], str):
         fields, values = sequence_of(value["fields"]), sequence_of(value["values"])
         if fields is None or values is None or len(fields) != len(values):
@@ -83,27 +83,11 @@ def _plain(value: Any, path: Names) -> Any:
     return {key: _plain(child, (*path, key)) for key, child in value.items()}
 
 
-def _elsewhere(path: Names) -> str:
-    return (
-        f"`{leaf_name(path)}`: the array is not in this file but in a folder beside it, in "
-        "TensorStore's format, as T5X stores what is partitioned. Load it with T5X or Orbax, and "
-        "restore the dict: `restore_legacy(optimizer, state_dict)`."
-    )
-
-
 def with_one_state(part: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
     """Returns a state dict in which the groups share one state, as Flax wrote them since 0.3.3.
 
     Before, there was a list of `{'step', 'param_states'}`, one per group, and the states of a group
     were a list too, in the order of the parameters' paths, compared component by component.
-
-    Args:
-      part: what `optimizer_part` returned.
-      optimizer: tells which parameters are in which group.
-
-    Raises:
-      LoadError: it has other groups than the optimizer, or its groups made different numbers of
-        steps.
     """
     entries = sequence_of(part["state"])
     if not entries or not all(isinstance(e, Mapping) and "step" in e for e in entries):
@@ -115,7 +99,7 @@ def with_one_state(part: Mapping[str, Any], optimizer: Optimizer) -> dict[str, A
             f"`state`: a list of {len(entries)} states, one per optimizer of a `MultiOptimizer` of "
             f"Flax until 0.3.2; this optimizer has {len(groups)} groups that train."
         )
-    states: dict[str, Any] = {}
+    states: dict[Names, Any] = {}
     for i, (entry, group) in enumerate(zip(entries, groups.values(), strict=True)):
         if step_of(entry, f"state/{i}/step") != step_of(entries[0], "state/0/step"):
             raise LoadError(
@@ -130,9 +114,8 @@ def with_one_state(part: Mapping[str, Any], optimizer: Optimizer) -> dict[str, A
                 f"parameters of the group, in the order of their paths; found "
                 f"{'something else' if own is None else len(own)}."
             )
-        for path, value in zip(names, own, strict=True):
-            set_at(states, path, value)
-    state = {"step": entries[0]["step"], "param_states": states}
+        states |= zip(names, own, strict=True)
+    state = {"step": entries[0]["step"], "param_states": unflatten_dict(states)}
     return {"target": part["target"], "state": state}
 
 
@@ -144,14 +127,3 @@ def step_of(state: Mapping[str, Any], path: str = "state/step") -> int:
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**31:
         raise LoadError(f"`{path}`: {step!r} is no number of updates: expected an int32 from 0 on.")
     return number
-
-
-def frozen_states(part: Mapping[str, Any], trained: set[Names]) -> list[str]:
-    """Returns the paths of the states that were saved for parameters that do not train here."""
-    states = part["state"].get("param_states", {})
-    paths = [names for names, _ in flatten_with_paths(part["target"])]
-    return [
-        leaf_name(names)
-        for names in paths
-        if names not in trained and get_at(states, names) not in (None, {})
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,62 +18,29 @@ Found = Mapping[str, Any]
 Convert = Callable[[Found, Any], dict[str, Any] | None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Migration:
-    """One change of Optax.
-
-    Attributes:
-      transformation: whose state changed.
-      state: the name of its type today.
-      since: the first version of Optax with today's layout.
-      change: what changed, in a sentence.
-      convert: makes today's entry of an older one.
-    """
-
-    transformation: str
-    state: str
-    since: str
-    change: str
-    convert: Convert
-
-
 def migrate(state: Any, found: Any, path: tuple[str, ...] = ()) -> Any:
     """Returns an entry of a state dict in the layout that today's state has.
+
+    What is not known to have changed stays as it is: `restore_state` says what is wrong with it.
 
     Args:
       state: an Optax state as the installed Optax makes it, or any pytree of such.
       found: what a checkpoint has in its place.
       path: where that is, for messages.
-
-    Returns:
-      `found`, with everything converted that is known to have changed. What is not known stays as
-      it is: `restore_state` will say what is wrong with it.
-
-    Raises:
-      VersionError: it was known to mean something else.
     """
     node = children(state)
     if node is None or not isinstance(found, Mapping):
         return found
-    name = type(state).__name__
-    for migration in MIGRATIONS:
-        if migration.state == name:
-            try:
-                found = migration.convert(found, state) or found
-            except _MeaningChangedError as error:
-                raise VersionError(
-                    f"`{leaf_name(path)}`: {migration.transformation} has changed in Optax "
-                    f"{migration.since}: {migration.change}. {error}"
-                ) from None
+    if convert := CHANGED.get(type(state).__name__):
+        try:
+            found = convert(found, state) or found
+        except VersionError as error:
+            raise VersionError(f"`{leaf_name(path)}`: {error}") from None
     parts = dict(node.children)
     return {
         key: migrate(parts[key], value, (*path, key)) if key in parts else value
         for key, value in found.items()
     }
-
-
-class _MeaningChangedError(Exception):
-    """An entry has no meaning today; says what to do."""
 
 
 def _renamed(names: Mapping[str, str], new: Mapping[str, float]) -> Convert:
@@ -95,7 +61,7 @@ def _filled(tree: Any, value: float) -> Any:
 
 
 def _scheduled(found: Found, state: Any) -> dict[str, Any] | None:
-    """Each schedule has a count of its own, where there was one for all."""
+    """`inject_hyperparams`: each schedule has a count of its own, where there was one for all."""
     if set(found) != {"count", "hyperparams", "inner_state"}:
         return None
     counts = jax.tree.map(lambda _: found["count"], state.hyperparams_states)
@@ -115,9 +81,10 @@ def _started(found: Found, state: Any) -> dict[str, Any] | None:
     """After the first step the fields mean what they do today; before, they meant nothing."""
     names = {"first_step": "is_init_step", "estim_dist": "max_dist"}
     if "first_step" in found and np.any(found["first_step"]):
-        raise _MeaningChangedError(
-            "This state was saved before its first step, when it did not hold the parameters yet: "
-            "create the optimizer anew, with the parameters of the checkpoint."
+        raise VersionError(
+            "until Optax 0.2.5 the state of `dog` did not hold the first parameters before the "
+            "first step, and this one was saved then: create the optimizer anew, with the "
+            "parameters of the checkpoint."
         )
     return _renamed(names, {})(found, state)
 
@@ -138,7 +105,7 @@ def _without_momentum(found: Found, state: Any) -> dict[str, Any] | None:
 
 
 def _noise_first(found: Found, state: Any) -> dict[str, Any] | None:
-    """The noise comes before the learning rate, and so does its state."""
+    """`noisy_sgd`: the noise comes before the learning rate, and so does its state."""
     is_noisy_sgd = len(state) == 2 and type(state[0]).__name__ == "AddNoiseState"
     filled = {k: value for k, value in found.items() if not _is_empty(value)}
     noise = filled.get("1")
@@ -151,57 +118,16 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, Mapping) and not value
 
 
-MIGRATIONS = (
-    Migration(
-        "MultiSteps",
-        "MultiStepsState",
-        "0.1.3",
-        "it tells why the last micro-step was skipped",
-        _renamed({}, {"skip_state": 0}),
+# By the type of the state, with the first version of Optax that has today's layout.
+CHANGED: Mapping[str, Convert] = {
+    "MultiStepsState": _renamed({}, {"skip_state": 0}),  # 0.1.3
+    "tuple": _noise_first,  # 0.1.4
+    "InjectStatefulHyperparamsState": _scheduled,  # 0.1.8
+    "ReduceLROnPlateauState": _renamed(  # 0.2.2
+        {"best_loss": "best_value", "lr": "scale", "cooldown_counter": "cooldown_count"},
+        {"count": 0, "avg_value": 0},
     ),
-    Migration(
-        "noisy_sgd",
-        "tuple",
-        "0.1.4",
-        "the noise is added before the learning rate is applied",
-        _noise_first,
-    ),
-    Migration(
-        "inject_hyperparams",
-        "InjectStatefulHyperparamsState",
-        "0.1.8",
-        "each schedule has a count of its own",
-        _scheduled,
-    ),
-    Migration(
-        "reduce_on_plateau",
-        "ReduceLROnPlateauState",
-        "0.2.2",
-        "values are averaged first, and the fields are called otherwise",
-        _renamed(
-            {"best_loss": "best_value", "lr": "scale", "cooldown_counter": "cooldown_count"},
-            {"count": 0, "avg_value": 0},
-        ),
-    ),
-    Migration(
-        "scale_by_backtracking_linesearch",
-        "ScaleByBacktrackingLinesearchState",
-        "0.2.4",
-        "it tells how the last search went",
-        _without_report,
-    ),
-    Migration(
-        "schedule_free_adamw",
-        "ScheduleFreeState",
-        "0.2.4",
-        "its base optimizer keeps no first moment",
-        _without_momentum,
-    ),
-    Migration(
-        "dog",
-        "DoGState",
-        "0.2.6",
-        "the state holds the first parameters from the start",
-        _started,
-    ),
-)
+    "ScaleByBacktrackingLinesearchState": _without_report,  # 0.2.4
+    "ScheduleFreeState": _without_momentum,  # 0.2.4
+    "DoGState": _started,  # 0.2.6
+}

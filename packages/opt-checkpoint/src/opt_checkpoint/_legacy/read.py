@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,21 +84,25 @@ def _file(path: Path) -> bytes:
 
 
 def _read(data: bytes, limits: Limits) -> dict[str, Any]:
-    return _decoder(data)(data, limits)
-
-
-def _decoder(data: bytes) -> Callable[[bytes, Limits], dict[str, Any]]:
-    """What reads the format that the first bytes tell of; an error where nothing does."""
+    """Reads the format that the first bytes tell of."""
+    if not data:
+        raise LoadError("there are no bytes.")
     for magic, problem in _OTHERS:
         if data.startswith(magic):
             raise LoadError(f"{problem}.")
-    if not data:
-        raise LoadError("there are no bytes.")
     if data.startswith(b"PK"):
-        return _decode_archive
+        if b"data.pkl" in data[: 1 << 12]:
+            raise LoadError(f"an archive of PyTorch: {_PICKLED}.")
+        return decode_npz(data, limits)
     if _is_pickle(data):
         raise LoadError(f"{_PICKLED}.")
-    return _decode_flax
+    value = decode(data, limits)
+    if not isinstance(value, dict):
+        raise LoadError(
+            f"this is a single {type(value).__name__}, not the state dict of anything: no file "
+            "that Flax wrote."
+        )
+    return value
 
 
 def _is_pickle(data: bytes) -> bool:
@@ -109,19 +113,3 @@ def _is_pickle(data: bytes) -> bool:
     if data[:1] == b"\x80" and len(data) > 1:  # for msgpack an empty map, with bytes behind it
         return True
     return data[0] < 0x80 and data.rstrip(b"\n").endswith(b".")
-
-
-def _decode_archive(data: bytes, limits: Limits) -> dict[str, Any]:
-    if b"data.pkl" in data[: 1 << 12]:
-        raise LoadError(f"an archive of PyTorch: {_PICKLED}.")
-    return decode_npz(data, limits)
-
-
-def _decode_flax(data: bytes, limits: Limits) -> dict[str, Any]:
-    value = decode(data, limits)
-    if not isinstance(value, dict):
-        raise LoadError(
-            f"this is a single {type(value).__name__}, not the state dict of anything: no file "
-            "that Flax wrote."
-        )
-    return value

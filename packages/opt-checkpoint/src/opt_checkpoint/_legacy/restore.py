@@ -6,15 +6,16 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from opt_core import GroupStates, MultiOptimizer, Optimizer
+import jax
+from flax.traverse_util import unflatten_dict
+from opt_core import MultiOptimizer, Optimizer, describe_state, flatten_with_paths
 from opt_optax_bridge import OptaxWrapper
 
-from opt_checkpoint._legacy import flax_optim_state as flax_optim
-from opt_checkpoint._legacy import layouts
+from opt_checkpoint._legacy import flax_optim_state, layouts
+from opt_checkpoint._legacy.flax_optim import EQUALS
 from opt_checkpoint._legacy.optax_history import migrate
 from opt_checkpoint._legacy.read import read_legacy
-from opt_checkpoint._legacy.windows import check_windows
-from opt_checkpoint._naming.schema import Names
+from opt_checkpoint._naming.schema import leaf_name
 from opt_checkpoint.errors import EquivalenceError, LoadError
 
 Source = bytes | bytearray | memoryview | str | os.PathLike[str] | Mapping[str, Any]
@@ -75,7 +76,7 @@ def restore_legacy(
     part = layouts.optimizer_part(contents)
     part = layouts.with_one_state(part, optimizer)
     restored = optimizer.restore_state(_todays(optimizer, part, written_by))
-    check_windows(restored)
+    _check_windows(restored)
     return restored
 
 
@@ -88,15 +89,20 @@ def _todays(
         raise LoadError("`state`: is no dict: this is no optimizer's state.")
     step = layouts.step_of(state)
     found = state.get("param_states", {})
-    is_per_parameter = flax_optim.is_per_parameter(target, found)
+    is_per_parameter = flax_optim_state.is_per_parameter(target, found)
+    definition = optimizer.optimizer_def
+    parts = definition.sub_optimizers if isinstance(definition, MultiOptimizer) else (definition,)
+    has_wrapper = any(isinstance(part, OptaxWrapper) for part in parts)
     if written_by is not None:
-        _check_writers(written_by, is_per_parameter, _has_wrapper(optimizer))
-    if not is_per_parameter or not _has_wrapper(optimizer):
+        _check_writers(written_by, is_per_parameter, has_wrapper)
+    if not is_per_parameter or not has_wrapper:
         found = migrate(optimizer.state.param_states, found, ("state", "param_states"))
-    elif isinstance(optimizer.optimizer_def, MultiOptimizer):
-        found = _groups(optimizer, part, written_by)
+    elif isinstance(definition, MultiOptimizer):
+        found = _in_groups(definition.split(optimizer), part, step, written_by)
+    elif isinstance(written_by, Mapping):
+        raise EquivalenceError("`written_by`: this optimizer has no groups; pass one name.")
     else:
-        found = _wrapped(optimizer, state, written_by, "")
+        found = _placed(optimizer, found, step, written_by, "")
     return {"target": target, "state": {"step": step, "param_states": found}}
 
 
@@ -104,9 +110,9 @@ def _check_writers(
     written_by: str | Mapping[str, str], is_per_parameter: bool, has_wrapper: bool
 ) -> None:
     """An error where `written_by` names no optimizer, or says what nobody needs to know."""
-    names = written_by.values() if isinstance(written_by, Mapping) else (written_by,)
-    for name in names:
-        flax_optim.check_name(name)
+    for name in written_by.values() if isinstance(written_by, Mapping) else (written_by,):
+        if name not in EQUALS:
+            raise EquivalenceError(f"`written_by`: {name!r} is none of {', '.join(EQUALS)}.")
     if not is_per_parameter:
         raise EquivalenceError(
             "`written_by` is for files of `flax.optim`. This one has no state of each parameter as "
@@ -120,56 +126,48 @@ def _check_writers(
         )
 
 
-def _has_wrapper(optimizer: Optimizer) -> bool:
+def _placed(
+    optimizer: Optimizer, param_states: Any, step: int, name: str | None, where: str
+) -> Any:
+    """Optax's states with what `flax.optim` kept of each parameter; as it is if nobody asks."""
+    entries = flax_optim_state.entries_of(optimizer, param_states)
     definition = optimizer.optimizer_def
-    parts = definition.sub_optimizers if isinstance(definition, MultiOptimizer) else (definition,)
-    return any(isinstance(part, OptaxWrapper) for part in parts)
+    if not isinstance(definition, OptaxWrapper):
+        return dict(unflatten_dict({k: v for k, v in entries.items() if v is not None}))
+    equal = flax_optim_state.written_by(definition, name, where)
+    return flax_optim_state.optax_state(optimizer, equal, entries, step)
 
 
-def _wrapped(
-    optimizer: Optimizer,
-    state: Mapping[str, Any],
+def _in_groups(
+    groups: Mapping[str, Optimizer],
+    part: Mapping[str, Any],
+    step: int,
     written_by: str | Mapping[str, str] | None,
-    where: str,
-) -> dict[str, Any]:
-    if isinstance(written_by, Mapping):
-        raise EquivalenceError("`written_by`: this optimizer has no groups; pass one name.")
-    definition = optimizer.optimizer_def
-    assert isinstance(definition, OptaxWrapper)
-    equal = flax_optim.written_by(definition, written_by, where)
-    entries = flax_optim.entries_of(optimizer, state["param_states"])
-    return flax_optim.optax_state(optimizer, equal, entries, layouts.step_of(state))
-
-
-def _groups(
-    optimizer: Optimizer, part: Mapping[str, Any], written_by: str | Mapping[str, str] | None
 ) -> dict[str, Any]:
     """An entry per group, by name."""
-    assert isinstance(optimizer.optimizer_def, MultiOptimizer)
-    assert isinstance(optimizer.state.param_states, GroupStates)
-    state = part["state"]
-    groups = optimizer.optimizer_def.split(optimizer)
     names = written_by if isinstance(written_by, Mapping) else dict.fromkeys(groups, written_by)
     if unknown := sorted(set(names) - set(groups)):
         raise EquivalenceError(
             f"`written_by`: there is no group {', '.join(unknown)} that trains; there are "
             f"{', '.join(groups)}."
         )
-    found: dict[str, Any] = {}
-    trained: set[Names] = set()
+    param_states = part["state"]["param_states"]
+    found, trained = {}, set()
     for name, group in groups.items():
-        entries = flax_optim.entries_of(group, state["param_states"])
-        trained |= set(entries)
-        if isinstance(group.optimizer_def, OptaxWrapper):
-            found[name] = _wrapped(group, state, names.get(name), f" (group `{name}`)")
-        elif isinstance(written_by, Mapping) and name in written_by:
+        is_named = isinstance(written_by, Mapping) and name in written_by
+        if is_named and not isinstance(group.optimizer_def, OptaxWrapper):
             raise EquivalenceError(
                 f"`written_by`: the group `{name}` is no wrapped Optax, and restores what "
                 "`flax.optim` kept as it is. Leave it out."
             )
-        else:
-            found[name] = _nested(entries)
-    if frozen := layouts.frozen_states(part, trained):
+        found[name] = _placed(group, param_states, step, names.get(name), f" (group `{name}`)")
+        trained |= set(flax_optim_state.entries_of(group, param_states))
+    frozen = [
+        leaf_name(path)
+        for path, _ in flatten_with_paths(part["target"])
+        if path not in trained and flax_optim_state.get_at(param_states, path) not in (None, {})
+    ]
+    if frozen:
         raise LoadError(
             "states were saved for parameters that are frozen here: "
             f"{', '.join(frozen)}. Restore into groups that train them, and freeze them then: "
@@ -178,9 +176,22 @@ def _groups(
     return found
 
 
-def _nested(entries: Mapping[Names, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for names, entry in entries.items():
-        if entry is not None:
-            flax_optim.set_at(nested, names, entry)
-    return nested
+def _check_windows(optimizer: Optimizer) -> None:
+    """An error where as many mini-steps were made as the target's windows have.
+
+    Where these have a length that depends on the step, nothing is known.
+    """
+    told = describe_state(optimizer)
+    lengths = {
+        (made.group, made.name, made.number): made.settings.get("every_k_schedule")
+        for made in told.transformations
+    }
+    for leaf, value in zip(told.leaves, jax.tree.leaves(optimizer.state.param_states), strict=True):
+        length = lengths.get((leaf.group, leaf.transformation, leaf.number))
+        if leaf.field == ("mini_step",) and isinstance(length, int) and int(value) >= length:
+            raise LoadError(
+                f"`{leaf_name(('state', 'param_states', *leaf.path))}`: {value} mini-steps of a "
+                f"window were made, and here a window has {length}: it would not end where it "
+                "should. Restore with the number of mini-steps that wrote it, or save at the end "
+                "of a window."
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -18,7 +19,6 @@ from opt_checkpoint._naming.schema import (
     LeafInfo,
     Names,
     Schema,
-    Transformation,
     leaf_name,
 )
 from opt_checkpoint.errors import LeafError
@@ -81,9 +81,9 @@ def named_state(optimizer: Optimizer, *, param_axes: Any = None) -> NamedState:
     ]
     schema = Schema(
         leaves=tuple(infos),
-        optimizer=_transformations(optimizer),
+        optimizer=describe_state(optimizer).transformations,
         groups=_groups(optimizer),
-        versions=_versions(),
+        versions=dict(_versions()),
     )
     return NamedState(dict(zip((i.name for i in infos), values, strict=True)), schema)
 
@@ -119,27 +119,6 @@ def _state_infos(optimizer: Optimizer) -> Iterator[LeafInfo]:
             role=told.role,
             dimensions=told.dimensions,
         )
-
-
-def _transformations(optimizer: Optimizer) -> tuple[Transformation, ...]:
-    return tuple(
-        Transformation(
-            name=made.name,
-            group=made.group,
-            settings=_plain(made.settings),
-            number=made.number,
-            bearing=dict(made.bearing),
-            source=made.source,
-        )
-        for made in describe_state(optimizer).transformations
-    )
-
-
-def _plain(settings: Any) -> Any:
-    """The same as dicts, which `json` can write."""
-    if isinstance(settings, Mapping):
-        return {name: _plain(value) for name, value in settings.items()}
-    return tuple(map(_plain, settings)) if isinstance(settings, tuple) else settings
 
 
 def _info(leaf: Any, path: Names, kind: str, *, parameter: Names | None = None) -> LeafInfo:
@@ -217,7 +196,8 @@ def _groups(optimizer: Optimizer) -> dict[str, tuple[Names, ...]]:
     return found
 
 
-def _versions() -> dict[str, str]:
+@functools.cache  # the metadata of a distribution take milliseconds to parse
+def _versions() -> Mapping[str, str]:
     found = {}
     for library in _LIBRARIES:
         try:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from opt_core import Bearing
+from opt_core import LeafDescription, TransformationDescription
 from opt_core.errors import DescriptionError
 
 from opt_checkpoint.errors import LoadError
@@ -85,32 +85,43 @@ class LeafInfo:
         """Whether it is a typed PRNG key."""
         return self.dtype.startswith("key<")
 
-
-@dataclasses.dataclass(frozen=True)
-class Transformation:
-    """One transformation of an optimizer, as `opt_core.TransformationDescription` has it.
-
-    Attributes:
-      name: that its leaves have, e.g. `'adam'`.
-      group: the names of the groups around it.
-      settings: what was fixed when it was made, as JSON values by name.
-      number: which of its like it is in names of leaves, from 1 (`2`: `'adam#2'`).
-      bearing: the settings that give the saved state its meaning, with what a change does.
-      source: who says so: `'stated'` by the definition or a table, `'types'` where functions and
-        types say what they can; empty where the checkpoint does not say.
-    """
-
-    name: str
-    group: Names = ()
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    number: int = 1
-    bearing: Mapping[str, Bearing] = dataclasses.field(default_factory=dict)
-    source: str = ""
+    @property
+    def base(self) -> str:
+        """What keeps it, without the number."""
+        return self.transformation.partition("#")[0]
 
     @property
-    def leaf_name(self) -> str:
-        """What its leaves are called: the name, with the number from the second on."""
-        return self.name if self.number == 1 else f"{self.name}#{self.number}"
+    def field(self) -> Names:
+        """The part of its name between the transformation and the parameter."""
+        first = 2 * len(self.group) + 2  # state, groups and names, transformation
+        return self.path[first : len(self.path) - len(self.parameter or ())]
+
+    @property
+    def description(self) -> LeafDescription:
+        """What it means, as `opt_core.describe_state` has it; its path is its name."""
+        number = self.transformation.partition("#")[2]
+        role: Any = self.role or "other"
+        return LeafDescription(
+            path=self.path,
+            group=self.group,
+            transformation=self.base,
+            number=int(number or 1),
+            field=self.field,
+            parameter=self.parameter,
+            dimensions=self.dimensions,
+            role=role,
+            source="stated",
+        )
+
+
+def numbered(made: TransformationDescription) -> str:
+    """Returns what the leaves of a transformation are called: `'adam#2'` of the second of its like.
+
+    Examples:
+      >>> [numbered(TransformationDescription('adam', number)) for number in (1, 2)]
+      ['adam', 'adam#2']
+    """
+    return made.name if made.number == 1 else f"{made.name}#{made.number}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +130,14 @@ class Schema:
 
     Attributes:
       leaves: every leaf, in the order of JAX.
-      optimizer: the transformations, in the order in which they act: the optimizer's fingerprint.
+      optimizer: the transformations, in the order in which they act: the optimizer's fingerprint;
+        `None` where nothing is known of it.
       groups: the path of every parameter of each group, by the group's name; frozen ones too.
       versions: of the libraries that wrote it.
     """
 
     leaves: tuple[LeafInfo, ...]
-    optimizer: tuple[Transformation, ...] = ()
+    optimizer: tuple[TransformationDescription, ...] | None = None
     groups: Mapping[str, tuple[Names, ...]] = dataclasses.field(default_factory=dict)
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -134,17 +146,23 @@ class Schema:
         """The leaves by name."""
         return {leaf.name: leaf for leaf in self.leaves}
 
-    def transformation_of(self, leaf: LeafInfo) -> Transformation | None:
+    @property
+    def transformations(self) -> tuple[TransformationDescription, ...]:
+        """Those that are known."""
+        return self.optimizer or ()
+
+    def transformation_of(self, leaf: LeafInfo) -> TransformationDescription | None:
         """Returns the transformation that keeps a leaf, `None` where there is none."""
         return self._by_leaf_name.get((leaf.group, leaf.transformation))
 
     @functools.cached_property
-    def _by_leaf_name(self) -> Mapping[tuple[Names, str], Transformation]:
-        return {(made.group, made.leaf_name): made for made in self.optimizer}
+    def _by_leaf_name(self) -> Mapping[tuple[Names, str], TransformationDescription]:
+        return {(made.group, numbered(made)): made for made in self.transformations}
 
     def to_data(self) -> dict[str, Any]:
         """Returns it as JSON has data: `Schema.from_data` is the inverse."""
-        return dataclasses.asdict(self)
+        data: dict[str, Any] = _data(self)
+        return data
 
     @classmethod
     def from_data(cls, data: Any) -> Schema:
@@ -153,17 +171,17 @@ class Schema:
         Raises:
           LoadError: they describe none; says where.
         """
-        return checked(read_record(cls, data, "schema"))
+        schema = _read_record(cls, data, "schema")
+        _check_leaves(schema.leaves)
+        return schema
 
 
-def checked(schema: Schema) -> Schema:
-    """Returns a schema itself.
-
-    Raises:
-      LoadError: two leaves have one name, or one is of no kind or dtype of a checkpoint.
-    """
-    _check_leaves(schema.leaves)
-    return schema
+def _data(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {f.name: _data(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {name: _data(child) for name, child in value.items()}
+    return list(map(_data, value)) if isinstance(value, tuple) else value
 
 
 _KINDS = ("params", "state", "extra")
@@ -195,17 +213,8 @@ def _is_dtype(name: str) -> bool:
 _Record = TypeVar("_Record")
 
 
-def read_record(kind: type[_Record], data: Any, where: str) -> _Record:
-    """Returns a dataclass out of JSON data, every field of the type that it is annotated with.
-
-    Args:
-      kind: the dataclass.
-      data: a mapping by the names of fields.
-      where: for errors, the place in the file.
-
-    Raises:
-      LoadError: the data are not of these types; says where.
-    """
+def _read_record(kind: type[_Record], data: Any, where: str) -> _Record:
+    """A dataclass out of JSON data, every field of the type that it is annotated with."""
     if not isinstance(data, Mapping):
         raise LoadError(f"`{where}`: expected a mapping, found {_shown(data)}")
     hints = _hints(typing.cast(Any, kind))
@@ -245,7 +254,7 @@ def _value(hint: Any, data: Any, where: str) -> Any:
         keys = (_value(str, key, where) for key in data)
         return {key: _value(args[1], data[key], f"{where}/{key}") for key in keys}
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return read_record(hint, data, where)
+        return _read_record(hint, data, where)
     if hint is int and where.rpartition("/shape/")[1] and type(data) is int and data < 0:
         raise LoadError(f"`{where}`: expected a size from 0 on, found {data}")
     if isinstance(hint, type) and type(data) is hint:

@@ -12,9 +12,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from opt_core import Optimizer, OptimizerState, strong_types, unalias
 
-from opt_checkpoint._naming.schema import LeafInfo, Names
+from opt_checkpoint._naming.schema import Names
+from opt_checkpoint._planning.functions import abstract, function_name
 from opt_checkpoint._planning.pacing import paced
-from opt_checkpoint._planning.plan import Plan, Row, function_name
+from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.rules import Map, Pad
 from opt_checkpoint.errors import LeafError
 
@@ -60,25 +61,6 @@ def _wanted(plan: Plan[Any], places: Mapping[str, Any]) -> dict[str, jax.ShapeDt
                 place = _source_sharding(row, saved[name].shape, places[row.leaf.name])
                 wanted[name] = abstract(saved[name], place)
     return wanted
-
-
-def abstract(leaf: LeafInfo, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of a leaf, with a sharding.
-
-    A Python scalar has no dtype of arrays: its place is that of an integer, and is not looked at.
-    """
-    if leaf.dtype == "python":
-        return jax.ShapeDtypeStruct((), jnp.int32)
-    dtype: Any = _key_dtype(leaf.dtype) if leaf.is_key else jnp.dtype(leaf.dtype)
-    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
-
-
-def _key_dtype(name: str) -> Any:
-    for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
-        found = jax.eval_shape(functools.partial(jax.random.key, impl=impl), 0).dtype
-        if str(found) == name:
-            return found
-    raise LeafError(f"`{name}` is no kind of PRNG keys that this JAX knows")
 
 
 def _source_sharding(row: Row, shape: tuple[int, ...], sharding: Any) -> Any:
@@ -131,7 +113,7 @@ def _leaf(
     allow: frozenset[str],
 ) -> Any:
     """The leaf of the target, `None` where the state has to be made anew."""
-    if row.action == "kept" or (row.action == "initialised" and row.leaf.kind == "params"):
+    if row.by == "keep" or (row.action == "initialised" and row.leaf.kind == "params"):
         return strong_types(value) if isinstance(value, jax.Array) else jnp.asarray(value)
     if row.action == "initialised":
         return None

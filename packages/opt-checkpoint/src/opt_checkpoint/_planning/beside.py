@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from opt_checkpoint._naming.schema import Names, Schema
-from opt_checkpoint._planning.plan import Dropped, Row
+from opt_checkpoint._planning.plan import Row
 from opt_checkpoint._planning.rules import Policy
 from opt_checkpoint._planning.windows import Running, loss
 
@@ -46,7 +46,7 @@ def with_counts(
     ruled: dict[tuple[Names, str], str] = {}
     for row in rows:
         where = row.leaf.group, row.leaf.transformation
-        is_ruled = row.by is not None or row.action == "kept"
+        is_ruled = row.by is not None
         if where in anew and row.leaf.parameter is not None and is_ruled:
             ruled.setdefault(where, row.leaf.name)
     return [
@@ -78,7 +78,7 @@ def dropped(
     running: Running,
     policy: Policy,
     trained: Collection[Names],
-) -> Iterator[Dropped]:
+) -> Iterator[Row]:
     """Yields the leaves of a checkpoint that nothing takes.
 
     Args:
@@ -100,7 +100,7 @@ def dropped(
         if not problem and not is_named and leaf.parameter in trained:
             problem = running.left(leaf)
         admitted = by_rule or "drop" in policy.allow or leaf.name in anew
-        yield Dropped(leaf, problem, admitted)
+        yield Row(leaf, "dropped", kinds=("drop",), problem=problem, is_admitted=admitted)
 
 
 def _is_anew(name: str, policy: Policy) -> bool:

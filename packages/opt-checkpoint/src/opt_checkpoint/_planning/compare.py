@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from opt_core import Bearing
+from opt_core import Bearing, TransformationDescription
 
-from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, Transformation, leaf_name
+from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name
 
 Like = tuple[Names, str]
 """What transformations of one group have in common whose states have the same names."""
@@ -35,14 +35,13 @@ def changes(old: Schema, new: Schema) -> list[str]:
       old: of the checkpoint; if it says nothing of its optimizer, nothing is compared.
       new: of the target.
     """
-    if not old.optimizer or not new.optimizer:
+    if old.optimizer is None or new.optimizer is None:
         return []
     before, after = _by_group(old.optimizer), _by_group(new.optimizer)
     found = list(_groups(before, after))
     for group in before.keys() & after.keys():
-        if not _is_disordered(old.optimizer, before[group], after[group]):
-            found += _order(before[group], after[group], group)
-    keepers = {base_of(leaf) for leaf in (*old.leaves, *new.leaves)}
+        found += _order(before[group], after[group], group)
+    keepers = {leaf.base for leaf in (*old.leaves, *new.leaves)}
     ones, others = _likes(old.optimizer), _likes(new.optimizer)
     for like in sorted(ones.keys() & others.keys()):
         group, name = like
@@ -56,12 +55,6 @@ def changes(old: Schema, new: Schema) -> list[str]:
     return [*found, *_other_dimensions(old, new)]
 
 
-def _is_disordered(saved: Sequence[Transformation], old: Sequence[str], new: Sequence[str]) -> bool:
-    """Whether a checkpoint of format 1 has the two optimizers of `sam` in no order."""
-    is_first = not any(made.source for made in saved)
-    return is_first and "`sam`" in old and Counter(old) == Counter(new)
-
-
 def _other_dimensions(old: Schema, new: Schema) -> Iterator[str]:
     before, after = old.by_name, new.by_name
     for leaf in new.leaves:
@@ -70,13 +63,13 @@ def _other_dimensions(old: Schema, new: Schema) -> Iterator[str]:
             param = leaf_name(("params", *(leaf.parameter or ())))
             if param in before and param in after and before[param].shape != after[param].shape:
                 continue  # the parameter is another one, not the optimizer
-            name = leaf_name((*_field(leaf), *(leaf.parameter or ())))
+            name = leaf_name((*leaf.field, *(leaf.parameter or ())))
             one, other = (
                 ",".join("-" if dim is None else str(dim) for dim in found.dimensions or ())
                 for found in (source, leaf)
             )
             yield (
-                f"`{name}` of `{base_of(leaf)}`{_in(leaf.group)} had the dimensions {one} of its "
+                f"`{name}` of `{leaf.base}`{_in(leaf.group)} had the dimensions {one} of its "
                 f"parameter, has {other}"
             )
 
@@ -86,11 +79,6 @@ def have_other_dimensions(source: LeafInfo, leaf: LeafInfo) -> bool:
     if source.dimensions is None or leaf.dimensions is None:
         return False
     return source.shape == leaf.shape and source.dimensions != leaf.dimensions
-
-
-def _field(leaf: LeafInfo) -> Names:
-    first = 2 * len(leaf.group) + 2  # state, groups and names, transformation
-    return leaf.path[first : len(leaf.path) - len(leaf.parameter or ())]
 
 
 def regrouped_changes(
@@ -105,7 +93,7 @@ def regrouped_changes(
     """
     found: dict[str, None] = {}
     seen: set[tuple[Names, str, Names, str]] = set()
-    ones, others = _likes(old.optimizer), _likes(new.optimizer)
+    ones, others = _likes(old.transformations), _likes(new.transformations)
     for one, other in pairs:
         key = one.group, one.transformation, other.group, other.transformation
         if one.group == other.group or key in seen:
@@ -120,13 +108,8 @@ def regrouped_changes(
     return list(found)
 
 
-def base_of(leaf: LeafInfo) -> str:
-    """Returns the name of a leaf's transformation without its number."""
-    return leaf.transformation.partition("#")[0]
-
-
 def occurrences(
-    old: Sequence[Transformation], new: Sequence[Transformation]
+    old: Sequence[TransformationDescription], new: Sequence[TransformationDescription]
 ) -> dict[Like, str | None]:
     """Returns which of the like transformations of the checkpoint each of the target's is.
 
@@ -149,9 +132,9 @@ def occurrences(
 
 def home_of(
     transformation: str,
-    old: Sequence[Transformation],
+    old: Sequence[TransformationDescription],
     home: Names,
-    new: Sequence[Transformation],
+    new: Sequence[TransformationDescription],
     group: Names,
 ) -> str:
     """Returns the name in a group of the checkpoint of a transformation in one of the target."""
@@ -163,7 +146,9 @@ def home_of(
     return transformation if i is None else _nth(base, i)
 
 
-def _pairs(old: Sequence[Transformation], new: Sequence[Transformation]) -> list[int | None]:
+def _pairs(
+    old: Sequence[TransformationDescription], new: Sequence[TransformationDescription]
+) -> list[int | None]:
     """For each of `new` the position in `old` of the one that it goes on with.
 
     First those of the same settings, then the others in their order.
@@ -184,21 +169,21 @@ def _pairs(old: Sequence[Transformation], new: Sequence[Transformation]) -> list
     return found
 
 
-def _has_one_update(old: Transformation, new: Transformation) -> bool:
+def _has_one_update(old: TransformationDescription, new: TransformationDescription) -> bool:
     """States that one function makes may be updated by different ones."""
     return bool(old.settings.get(UPDATE) == new.settings.get(UPDATE))
 
 
-def _is_same(old: Transformation, new: Transformation) -> bool:
+def _is_same(old: TransformationDescription, new: TransformationDescription) -> bool:
     return dict(old.settings) == dict(new.settings)
 
 
-def _is_alike(old: Transformation, new: Transformation) -> bool:
+def _is_alike(old: TransformationDescription, new: TransformationDescription) -> bool:
     """By the settings of both: what wrote a checkpoint may have known fewer."""
     return all(old.settings[name] == new.settings[name] for name in _shared(old, new))
 
 
-def _is_alike_but_for_code(old: Transformation, new: Transformation) -> bool:
+def _is_alike_but_for_code(old: TransformationDescription, new: TransformationDescription) -> bool:
     """Another release of Python may compile the same function otherwise."""
     return all(
         without_code(old.settings[name]) == without_code(new.settings[name])
@@ -206,7 +191,7 @@ def _is_alike_but_for_code(old: Transformation, new: Transformation) -> bool:
     )
 
 
-def _shared(old: Transformation, new: Transformation) -> Collection[str]:
+def _shared(old: TransformationDescription, new: TransformationDescription) -> Collection[str]:
     return sorted(old.settings.keys() & new.settings.keys())
 
 
@@ -222,16 +207,18 @@ def without_code(value: Any) -> Any:
     return tuple(map(without_code, value)) if isinstance(value, tuple) else value
 
 
-def _by_group(given: Sequence[Transformation]) -> dict[Names, list[str]]:
+def _by_group(given: Sequence[TransformationDescription]) -> dict[Names, list[str]]:
     found: dict[Names, list[str]] = {}
     for t in given:
         found.setdefault(t.group, []).append(f"`{t.name}`")
     return found
 
 
-def _likes(given: Sequence[Transformation]) -> dict[Like, list[Transformation]]:
+def _likes(
+    given: Sequence[TransformationDescription],
+) -> dict[Like, list[TransformationDescription]]:
     """By what they have in common, in the order of their numbers."""
-    found: dict[Like, list[Transformation]] = {}
+    found: dict[Like, list[TransformationDescription]] = {}
     for t in given:
         found.setdefault((t.group, t.name), []).append(t)
     return {like: sorted(ts, key=lambda t: t.number) for like, ts in found.items()}
@@ -297,12 +284,16 @@ def _moved(group: Names, base: str, pairs: Sequence[int | None]) -> str:
     return f"by their settings, {told}{_in(group)}"
 
 
-def bearing_of(name: str, old: Transformation, new: Transformation) -> Bearing:
+def bearing_of(
+    name: str, old: TransformationDescription, new: TransformationDescription
+) -> Bearing:
     """Returns what a change of a setting does to the state; the target's definition knows best."""
     return new.bearing.get(name) or old.bearing.get(name) or Bearing("nothing")
 
 
-def settings_changes(old: Transformation, new: Transformation, *, by_number: bool) -> Iterator[str]:
+def settings_changes(
+    old: TransformationDescription, new: TransformationDescription, *, by_number: bool
+) -> Iterator[str]:
     """Yields the settings by which updates do something else with the state.
 
     What must not change at all, or only at times, is a problem of the plan, not among these.

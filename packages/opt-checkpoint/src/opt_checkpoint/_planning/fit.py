@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 
 from opt_checkpoint._naming.schema import LeafInfo
-from opt_checkpoint._planning.plan import Row
+from opt_checkpoint._planning.plan import Action, Row
 
 
 def fitted(
@@ -30,7 +29,9 @@ def fitted(
     if casts and not wrong:
         note = f"{source.dtype} -> {leaf.dtype}"
     kinds, problem = (*kinds, *casts), problem or wrong
-    action: Any = "converted" if kinds or problem or source.name != leaf.name else "matched"
+    action: Action = "renamed" if kinds or source.name != leaf.name else "kept"
+    if problem or {"cast", "reshape"} & {*kinds}:
+        action = "converted"
     return Row(
         leaf,
         action,

@@ -20,10 +20,7 @@ Key = tuple[str, Names, Names | None]
 
 def key_of(leaf: LeafInfo) -> Key:
     """Returns what leaves have in common that differ in their groups only."""
-    prefix = 2 * len(leaf.group) + 2  # state, groups and names, transformation
-    suffix = len(leaf.parameter or ())
-    fields = leaf.path[prefix : len(leaf.path) - suffix]
-    return leaf.transformation, fields, leaf.parameter
+    return leaf.transformation, leaf.field, leaf.parameter
 
 
 class Homes:
@@ -99,7 +96,7 @@ class Homes:
             homes = self.of(*where)
             given = [c for c in self.by_key.get(key_of(leaf), []) if c.group in homes]
             if given and not (is_same := are_same(given, self._source)):
-                field = leaf_name(key_of(leaf)[1])
+                field = leaf_name(leaf.field)
                 why = f"its groups do not agree about `{field}`"
                 if is_same is None:
                     why = f"nothing says whether its groups agree about `{field}`"
@@ -116,7 +113,7 @@ class Homes:
 
 def frozen(schema: Schema) -> set[Names]:
     """Returns the parameters that are known not to be trained: `FROZEN`, or `set_to_zero`."""
-    last = {made.group: made.name for made in schema.optimizer}
+    last = {made.group: made.name for made in schema.transformations}
     table = _groups_of_params(schema)
     known = {group for groups in table.values() for group in groups}
     # `optax.partition` does not say who is in a group where nothing is kept per parameter.
@@ -145,7 +142,7 @@ def _state(schema: Schema) -> Iterator[LeafInfo]:
 def _groups_of_params(schema: Schema) -> dict[Names, list[Names]]:
     """The groups that each parameter is known to be in; frozen parameters are in none."""
     found: dict[Names, list[Names]] = {}
-    trained = {t.group[:n] for t in schema.optimizer for n in range(1, len(t.group) + 1)}
+    trained = {t.group[:n] for t in schema.transformations for n in range(1, len(t.group) + 1)}
     for name, params in schema.groups.items():
         group = leaf_path(name)
         for param in params:

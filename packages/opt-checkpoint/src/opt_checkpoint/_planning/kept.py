@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 
-import numpy as np
-
-from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name
-from opt_checkpoint._planning.compare import base_of
-from opt_checkpoint._planning.homes import key_of
+from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name, leaf_path
 
 Kept = tuple[int | None, ...]
 """For each dimension of a leaf the dimension of the parameter that it is; `None` for no such."""
@@ -29,8 +24,8 @@ _MEANS = ("v_row", "v_col")
 class KeptDimensions:
     """What leaves keep of their parameters.
 
-    Definitions describe it. Of a checkpoint of format 1 it follows from the sizes for Optax's
-    factored states; for others, where only one choice of dimensions has the sizes of the leaf.
+    Definitions describe it. Where they do not, a leaf of the parameter's shape mirrors it, and of
+    any other nothing is known.
 
     Args:
       saved: the schema of the checkpoint.
@@ -52,9 +47,6 @@ class KeptDimensions:
             return tuple(range(rank))
         if leaf.dimensions is not None:
             return leaf.dimensions
-        known = None if leaf.shape == (1,) != shape else _by_rule(leaf, shape)
-        if known is not None and len(known) == rank and _has_sizes(leaf.shape, known, shape):
-            return known
         return tuple(range(rank)) if leaf.shape == shape else (None,) * rank
 
     def keeps_all(self, leaf: LeafInfo) -> bool:
@@ -83,57 +75,34 @@ class KeptDimensions:
         shape = self.saved_shapes.get(leaf.parameter or ())
         if leaf.parameter is None or shape is None or len(kept) != len(leaf.shape):
             return False
-        if leaf.kind == "params":
-            return kept == tuple(range(len(shape)))
-        if not _has_sizes(leaf.shape, kept, shape):
-            return False
-        known = self._known(leaf, shape)
-        return known == kept if known is not None else _is_only_choice(leaf.shape, kept, shape)
+        if leaf.kind == "params" or leaf.dimensions is None:
+            return leaf.shape == shape and kept == tuple(range(len(shape)))
+        return leaf.dimensions == kept and _has_sizes(leaf.shape, kept, shape)
 
     def sibling(self, leaf: LeafInfo, kept: Kept) -> LeafInfo | None:
         """Returns the other factor of a leaf of the checkpoint, if that has the dimensions.
 
         Rows and columns are means over what they do not keep, whatever they are called.
         """
-        transformation, fields, _ = key_of(leaf)
-        if base_of(leaf) not in FACTORED or fields[-1:] not in [(name,) for name in _MEANS]:
+        fields = leaf.field
+        if leaf.base not in FACTORED or fields[-1:] not in [(name,) for name in _MEANS]:
             return None
         other = _MEANS[1 - _MEANS.index(fields[-1])]
         depth = len(leaf.path) - len(leaf.parameter or ())
         path = (*leaf.path[: depth - 1], other, *leaf.path[depth:])
         found = self._by_name.get(leaf_name(path))
-        is_other = found is not None and found.transformation == transformation
+        is_other = found is not None and found.transformation == leaf.transformation
         return found if is_other and found is not None and self.had(found, kept) else None
 
     @functools.cached_property
     def _by_name(self) -> Mapping[str, LeafInfo]:
         return self._saved.by_name
 
-    def _known(self, leaf: LeafInfo, shape: tuple[int, ...]) -> Kept | None:
-        """What the checkpoint or the rule of a transformation says."""
-        if leaf.dimensions is not None:
-            return leaf.dimensions
-        if (ruled := _by_rule(leaf, shape)) is not None:
-            return ruled
-        return tuple(range(len(shape))) if leaf.shape == shape else None
-
-
-def _by_rule(leaf: LeafInfo, shape: tuple[int, ...]) -> Kept | None:
-    """What Optax's own transformations keep of a parameter by its sizes; `None` of others."""
-    field = key_of(leaf)[1][-1:]
-    if base_of(leaf) == "factored_rms" and field in [(name,) for name in _MEANS] and len(shape) > 1:
-        # The two largest dimensions are factored, whose order is that of this very sort.
-        by_size = [int(i) for i in np.argsort(shape)]
-        dropped = by_size[-1] if field == ("v_row",) else by_size[-2]
-        return tuple(i for i in range(len(shape)) if i != dropped)
-    index = sm3_dimension(leaf)
-    return None if index is None else (index,)
-
 
 def sm3_dimension(leaf: LeafInfo) -> int | None:
     """Returns which dimension an accumulator of `optax.scale_by_sm3` is for, `None` of others."""
-    _, fields, _ = key_of(leaf)
-    is_one = base_of(leaf) == "sm3" and len(fields) > 1 and fields[-2] == "mu"
+    fields = leaf.field
+    is_one = leaf.base == "sm3" and len(fields) > 1 and fields[-2] == "mu"
     return int(fields[-1]) if is_one and fields[-1].isdecimal() else None
 
 
@@ -168,8 +137,8 @@ def _shapes(schema: Schema) -> dict[Names, tuple[int, ...]]:
 
 
 def _may_be_placeholder(leaf: LeafInfo) -> bool:
-    fields = key_of(leaf)[1] if leaf.kind == "state" and leaf.transformation else ()
-    is_mean = base_of(leaf) in FACTORED and fields[-1:] in [(name,) for name in (*_MEANS, "v", "m")]
+    fields = leaf.field if leaf.kind == "state" and leaf.transformation else ()
+    is_mean = leaf.base in FACTORED and fields[-1:] in [(name,) for name in (*_MEANS, "v", "m")]
     return is_mean and leaf.shape == (1,)
 
 
@@ -180,10 +149,12 @@ def _has_sizes(sizes: Sequence[int], kept: Kept, shape: Sequence[int]) -> bool:
     )
 
 
-def _is_only_choice(sizes: Sequence[int], kept: Kept, shape: Sequence[int]) -> bool:
-    """Whether no other dimensions of the parameter, in their order, have the sizes of the leaf."""
-    numbered = [i for i in kept if i is not None]
-    wanted = [size for size, i in zip(sizes, kept, strict=True) if i is not None]
-    choices = itertools.combinations(range(len(shape)), len(numbered))
-    like = [c for c in choices if [shape[i] for i in c] == wanted]
-    return like == [tuple(numbered)]
+def with_dimension(name: str, index: int, before: int) -> str:
+    """Returns the name of an accumulator of `sm3` with the dimension that it had."""
+    path = list(leaf_path(name))
+    for i in range(1, len(path) - 1):
+        is_sm3 = path[i - 1].partition("#")[0] == "sm3"
+        if is_sm3 and path[i : i + 2] == ["mu", str(index)]:
+            path[i + 1] = str(before)
+            return leaf_name(path)
+    return name

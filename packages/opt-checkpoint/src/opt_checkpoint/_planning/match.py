@@ -21,7 +21,7 @@ from opt_checkpoint._planning.compare import (
     regrouped_changes,
 )
 from opt_checkpoint._planning.fit import fitted
-from opt_checkpoint._planning.homes import Homes, frozen, key_of
+from opt_checkpoint._planning.homes import Homes, frozen
 from opt_checkpoint._planning.kept import KeptDimensions, without_ruled
 from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.renames import suggested_renames
@@ -80,7 +80,7 @@ def plan_restore(
       >>> params = {'w': jnp.ones(2)}
       >>> saved = named_state(opt.adam(1e-3).create(params))
       >>> print(plan_restore(saved, opt.sgd(1e-3, momentum=0.9).create(params)))
-      2 matched (12 bytes), 1 initialised (8 bytes), 3 dropped (20 bytes)
+      2 kept (12 bytes), 1 initialised (8 bytes), 3 dropped (20 bytes)
       !* optimizer: `adam` is gone
       !* optimizer: `trace` is new
       !+ state/trace/trace/w float32[2]
@@ -135,7 +135,7 @@ class _Matcher:
         self.source = source
         self.saved = {leaf.name: leaf for leaf in source.schema.leaves if leaf.kind != "extra"}
         self.named, self.policy = named, policy
-        self.moved = occurrences(source.schema.optimizer, named.schema.optimizer)
+        self.moved = occurrences(source.schema.transformations, named.schema.transformations)
         self.origins = dict(self._origins())
         self.homes = Homes(source, named.schema, self.origins)
         self.anew = self.homes.disagreements(named.schema)
@@ -201,9 +201,7 @@ class _Matcher:
         is_elsewhere = leaf.parameter is None and homes and leaf.group not in homes
         is_shared = leaf.parameter is None and len(homes) > 1
         if leaf.name in self.saved and not is_elsewhere and not is_shared:
-            is_given = "hyperparams" in key_of(leaf)[1] and leaf.transformation.startswith(
-                INJECTING
-            )
+            is_given = "hyperparams" in leaf.field and leaf.transformation.startswith(INJECTING)
             return self._named(leaf.name), (), "the saved value, not the target's" * is_given
         candidates = self._elsewhere(leaf, homes)
         if leaf.parameter is None:
@@ -218,12 +216,11 @@ class _Matcher:
 
     def _elsewhere(self, leaf: LeafInfo, homes: Sequence[Names]) -> Sequence[LeafInfo]:
         """The same leaf of the groups of the checkpoint: that of the like one set as this one."""
-        _, fields, parameter = key_of(leaf)
-        old, new = self.source.schema.optimizer, self.named.schema.optimizer
+        old, new = self.source.schema.transformations, self.named.schema.transformations
         found = []
         for home in homes:
             name = home_of(leaf.transformation, old, home, new, leaf.group)
-            given = self.homes.by_key.get((name, fields, parameter), [])
+            given = self.homes.by_key.get((name, leaf.field, leaf.parameter), [])
             found += [candidate for candidate in given if candidate.group == home]
         return found
 
@@ -272,7 +269,8 @@ class _Matcher:
 
     def _kept(self, leaf: LeafInfo) -> Row:
         problem = "the target gives no value to keep" if _is_abstract(self.named[leaf.name]) else ""
-        return Row(leaf, "kept", note="as a rule says", problem=problem)
+        note = "the target's own, as a rule says"
+        return Row(leaf, "initialised", by="keep", note=note, problem=problem)
 
 
 def _renamed(leaf: LeafInfo, transformation: str) -> str:

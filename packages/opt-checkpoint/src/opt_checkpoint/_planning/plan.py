@@ -5,31 +5,38 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar, get_args
 
 import jax.numpy as jnp
+from opt_core import ChangeReport, LeafChange
 
 from opt_checkpoint._naming.schema import LeafInfo, Source
+from opt_checkpoint._planning.functions import function_name
 from opt_checkpoint._planning.rules import KINDS, Map, Pad, Rename, Stack, Unstack
 from opt_checkpoint._targets.view import View
 from opt_checkpoint.errors import PlanError
 
+Action: TypeAlias = Literal["kept", "renamed", "converted", "initialised", "dropped"]
+"""What becomes of a leaf: the words of `opt_core.LeafChange`."""
+
 _LISTED = 40
+_SIGNS: Final = dict(zip(get_args(Action), "=~~+-", strict=True))
 _Target = TypeVar("_Target")
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What becomes of one leaf of the target.
+    """What becomes of one leaf: an `opt_core.LeafChange`, and what that takes.
 
     Attributes:
-      leaf: the leaf.
-      action: `'matched'` (taken as it is), `'converted'`, `'initialised'`, or `'kept'` (as it is in
-        the target).
+      leaf: of the target; of one that is dropped, of the checkpoint.
+      action: `'kept'`: it is taken as it is. `'renamed'`: it is, from another name. `'converted'`:
+        it is made from leaves of the checkpoint. `'initialised'`: it is new, or the target's own.
+        `'dropped'`: nothing takes it.
       sources: the names in the checkpoint that it comes from.
       kinds: what has to be admitted for it: see `Kind`; and `'rename'`, `'stack'`, `'map'` or
-        `'pad'` where a rule does that. Empty for what is matched.
-      by: the rule that says how, if one does.
+        `'pad'` where a rule does that. Empty for what is kept.
+      by: the rule that says how, if one does; `'keep'` for the target's own value.
       how: what a rule other than `Rename` does with the values: `'stack'`, `'slice'`, `'map'`,
         `'pad'`; `'maximum'` of its sources, `'maxima'` of each, or the `'first'` of them.
       axis: the dimension along which it does: of the leaf, or of its source where it is a slice.
@@ -42,10 +49,10 @@ class Row:
     """
 
     leaf: LeafInfo
-    action: Literal["matched", "converted", "initialised", "kept"]
+    action: Action
     sources: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
-    by: Rename | Stack | Unstack | Map | Pad | None = None
+    by: Rename | Stack | Unstack | Map | Pad | Literal["keep"] | None = None
     how: Literal["", "stack", "slice", "map", "pad", "maximum", "maxima", "first"] = ""
     axis: int = 0
     is_opaque: bool = False
@@ -60,32 +67,18 @@ class Row:
         """Whether it can and may be done."""
         return self.is_admitted and not self.problem
 
-
-@dataclasses.dataclass(frozen=True)
-class Dropped:
-    """A leaf of the checkpoint that is not used.
-
-    Attributes:
-      leaf: the leaf.
-      problem: what makes it impossible to go on without it; empty if nothing does.
-      is_admitted: whether `allow` or a rule admits it.
-    """
-
-    leaf: LeafInfo
-    problem: str = ""
-    is_admitted: bool = True
-
     @property
-    def is_ok(self) -> bool:
-        """Whether it may be left out."""
-        return self.is_admitted and not self.problem
+    def change(self) -> LeafChange:
+        """The same in the words of surgery; its path is its name."""
+        note = self.problem or self.note
+        return LeafChange(self.action, self.leaf.name, self.leaf.description, self.sources, note)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Generic[_Target]):
     """What a restore would do with every leaf; nothing has been read, nothing done.
 
-    Prints as a summary with every leaf that is not matched; `table()` has all of them.
+    Prints as a summary with every leaf that is not kept; `table()` has all of them.
 
     Attributes:
       rows: one per leaf of the target.
@@ -100,7 +93,7 @@ class Plan(Generic[_Target]):
     """
 
     rows: tuple[Row, ...]
-    dropped: tuple[Dropped, ...]
+    dropped: tuple[Row, ...]
     changes: tuple[str, ...]
     problems: tuple[str, ...]
     allow: frozenset[str]
@@ -112,20 +105,28 @@ class Plan(Generic[_Target]):
     @property
     def is_ok(self) -> bool:
         """Whether `apply` would do it."""
-        leaves = all(row.is_ok for row in self.rows) and all(x.is_ok for x in self.dropped)
+        leaves = all(row.is_ok for row in self._all)
         return leaves and not self.problems and not self._refused_changes
 
     @property
     def is_exact(self) -> bool:
-        """Whether every leaf is matched, none is dropped, and the optimizer is the same."""
-        matched = all(row.action == "matched" for row in self.rows)
-        return matched and self.is_ok and not self.dropped and not self.changes
+        """Whether every leaf is kept, none is dropped, and the optimizer is the same."""
+        is_kept = all(row.action == "kept" for row in self._all)
+        return is_kept and self.is_ok and not self.changes
+
+    @property
+    def report(self) -> ChangeReport:
+        """What becomes of the leaves of the state, as surgery says it; parameters aside."""
+        return ChangeReport(tuple(row.change for row in self._all if row.leaf.transformation))
+
+    @property
+    def _all(self) -> tuple[Row, ...]:
+        return *self.rows, *self.dropped
 
     @property
     def missing_kinds(self) -> frozenset[str]:
         """What would have to be in `allow` besides, for all that is possible at all."""
-        kinds = {k for row in self.rows if not row.is_admitted for k in row.kinds}
-        kinds |= {"drop" for row in self.dropped if not row.is_admitted}
+        kinds = {kind for row in self._all if not row.is_admitted for kind in row.kinds}
         kinds |= {"optimizer"} if self._refused_changes else set()
         return frozenset(kinds & KINDS) - self.allow
 
@@ -141,8 +142,7 @@ class Plan(Generic[_Target]):
         """
         if self.is_ok:
             return self
-        count = sum(not row.is_ok for row in self.rows)
-        count += sum(not gone.is_ok for gone in self.dropped)
+        count = sum(not row.is_ok for row in self._all)
         head = "the checkpoint does not fit the optimizer as it is"
         if count:
             head += f": {count} {'leaf' if count == 1 else 'leaves'}"
@@ -172,23 +172,19 @@ class Plan(Generic[_Target]):
         return restored
 
     def diff(self) -> str:
-        """Returns a line for each leaf that is not matched.
+        """Returns a line for each leaf that is not kept.
 
-        `+` is initialised, `-` dropped, `~` converted, `=` kept, or matched where a rule for other
+        `+` is initialised, `-` dropped, `~` renamed or converted, `=` kept where a rule for other
         leaves of its parameter does nothing to it; `!` marks what is not admitted or impossible.
         """
         return "\n".join(self._diff())
 
     def _diff(self) -> Iterator[str]:
-        signs = {"initialised": "+", "converted": "~", "kept": "=", "matched": "="}
-        for row in self.rows:
+        for row in self._all:
             is_told = row.by is not None and row.leaf.parameter is not None
-            if row.action != "matched" or not row.is_ok or is_told:
+            if row.action != "kept" or not row.is_ok or is_told:
                 mark = " " if row.is_ok else "!"
-                yield f"{mark}{signs[row.action]} {_line(row.leaf)}{_told(row)}"
-        for gone in self.dropped:
-            why = f": {gone.problem}" if gone.problem else ""
-            yield f"{' ' if gone.is_ok else '!'}- {_line(gone.leaf)}{why}"
+                yield f"{mark}{_SIGNS[row.action]} {_line(row.leaf)}{_told(row)}"
 
     def table(self) -> str:
         """Returns a line for every leaf of the target, then for those that are dropped."""
@@ -202,18 +198,7 @@ class Plan(Generic[_Target]):
                 _sources(row),
                 row.problem or row.note,
             )
-            for row in self.rows
-        ]
-        lines += [
-            (
-                gone.leaf.name,
-                str(list(gone.leaf.shape)),
-                gone.leaf.dtype,
-                "dropped" if gone.is_ok else "dropped (refused)",
-                "",
-                gone.problem,
-            )
-            for gone in self.dropped
+            for row in self._all
         ]
         widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
         cells = [
@@ -225,13 +210,10 @@ class Plan(Generic[_Target]):
     def summary(self) -> str:
         """Returns one line: how many leaves, and bytes, become what."""
         parts = []
-        for action in ("matched", "converted", "initialised", "kept"):
-            leaves = [row.leaf for row in self.rows if row.action == action]
-            if leaves or action == "matched":
+        for action in get_args(Action):
+            leaves = [row.leaf for row in self._all if row.action == action]
+            if leaves or action == "kept":
                 parts.append(f"{len(leaves)} {action} ({sum(map(leaf_bytes, leaves)):,} bytes)")
-        gone = [row.leaf for row in self.dropped]
-        if gone:
-            parts.append(f"{len(gone)} dropped ({sum(map(leaf_bytes, gone)):,} bytes)")
         return ", ".join(parts)
 
     def to_data(self) -> dict[str, Any]:
@@ -239,7 +221,7 @@ class Plan(Generic[_Target]):
         return {
             "is_ok": self.is_ok,
             "rows": [_row_data(row) for row in self.rows],
-            "dropped": [dataclasses.asdict(x) | {"name": x.leaf.name} for x in self.dropped],
+            "dropped": [_row_data(row) for row in self.dropped],
             "changes": list(self.changes),
             "problems": list(self.problems),
             "suggestions": list(self.suggestions),
@@ -279,23 +261,13 @@ def _row_data(row: Row) -> dict[str, Any]:
     return data
 
 
-def function_name(fn: Any) -> str:
-    """Returns what a function is called, for people to read.
-
-    Examples:
-      >>> function_name(jnp.transpose)
-      'transpose'
-    """
-    return str(getattr(fn, "__name__", type(fn).__name__))
-
-
 def _line(leaf: LeafInfo) -> str:
     return f"{leaf.name} {leaf.dtype}{list(leaf.shape)}"
 
 
 def _told(row: Row) -> str:
     parts = []
-    if row.sources and row.action == "converted":
+    if row.sources and row.action in ("renamed", "converted"):
         parts.append(f" <- {_sources(row)}")
     if row.problem or row.note:
         parts.append(f": {row.problem or row.note}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from opt_checkpoint._naming.schema import Names, Schema, Transformation, leaf_name
-from opt_checkpoint._planning.homes import key_of
+from opt_core import TransformationDescription
+
+from opt_checkpoint._naming.schema import Names, Schema, leaf_name, numbered
 from opt_checkpoint._planning.plan import Row
 
 _Look = frozenset[tuple[Names, Names | None, tuple[int, ...]]]
@@ -50,25 +51,25 @@ def _looks(schema: Schema, names: Collection[str]) -> Mapping[tuple[Names, str],
             where = leaf.group, leaf.transformation
             if leaf.name not in names:
                 others.add(where)
-            found.setdefault(where, set()).add((key_of(leaf)[1], leaf.parameter, leaf.shape))
+            found.setdefault(where, set()).add((leaf.field, leaf.parameter, leaf.shape))
     return {where: frozenset(look) for where, look in found.items() if where not in others}
 
 
-def _found(schema: Schema, where: tuple[Names, str]) -> Transformation | None:
-    return next((t for t in schema.optimizer if (t.group, t.leaf_name) == where), None)
+def _found(schema: Schema, where: tuple[Names, str]) -> TransformationDescription | None:
+    return next((t for t in schema.transformations if (t.group, numbered(t)) == where), None)
 
 
-def _prefix(made: Transformation) -> str:
+def _prefix(made: TransformationDescription) -> str:
     groups = [part for label in made.group for part in ("groups", label)]
-    return leaf_name(("state", *groups, made.leaf_name))
+    return leaf_name(("state", *groups, numbered(made)))
 
 
-def _suggestion(old: Transformation, new: Transformation) -> str:
+def _suggestion(old: TransformationDescription, new: TransformationDescription) -> str:
     before, after = _prefix(old), _prefix(new)
     pattern = re.escape(after).replace("\\#", "#") + "/(.*)"
     source = before.replace("\\", "\\\\") + "/\\1"
     told = (
-        f"`{new.leaf_name}` may be what `{old.leaf_name}` was: their states look the same. If it "
+        f"`{numbered(new)}` may be what `{numbered(old)}` was: their states look the same. If it "
         f"is, say so: `rules=[(r'{pattern}', Rename(r'{source}'))]`"
     )
     if new.name != old.name:

@@ -6,17 +6,16 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_checkpoint._naming.schema import LeafInfo, Names, leaf_name, leaf_path
-from opt_checkpoint._planning.apply import abstract
+from opt_checkpoint._naming.schema import LeafInfo, Names, leaf_name
 from opt_checkpoint._planning.fit import cast_kinds, fitted
-from opt_checkpoint._planning.kept import Kept, KeptDimensions, sm3_dimension, told
-from opt_checkpoint._planning.plan import Row, function_name
+from opt_checkpoint._planning.functions import Refused, function_name, listed, result_of
+from opt_checkpoint._planning.kept import Kept, KeptDimensions, sm3_dimension, told, with_dimension
+from opt_checkpoint._planning.plan import Row
 from opt_checkpoint._planning.rules import (
     Map,
     Pad,
@@ -29,18 +28,6 @@ from opt_checkpoint._planning.rules import (
 )
 
 _Taking: TypeAlias = Rename | Stack | Unstack | Map
-
-
-_NEED_VALUES: Final = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
-
-
-class _Refused(Exception):  # noqa: N818 - becomes the problem of a row
-    """Why a rule cannot make a leaf."""
 
 
 class RuledRows:
@@ -70,28 +57,27 @@ class RuledRows:
         row = Row(leaf, "converted", names, by=action)
         try:
             if not names and isinstance(action, Stack):
-                raise _Refused(f"has no axis {action.axis} to stack")
+                raise Refused(f"has no axis {action.axis} to stack")
             if isinstance(action, Rename):
                 (source,) = self._given(names)
                 admitted = self._policy.allow | {"rename"}
-                return dataclasses.replace(
-                    fitted(leaf, source, ("rename",), "", admitted), by=action
-                )
+                row = fitted(leaf, source, ("rename",), "", admitted)
+                return dataclasses.replace(row, by=action)
             if self._kept.is_placeholder(leaf):
                 return self._placeholder(row)
             if isinstance(action, Stack):
-                return self._stacked(row, _counted(action.axis, len(shape)), is_following)
+                return self._stacked(row, action.axis % len(shape), is_following)
             if isinstance(action, Unstack):
                 return self._sliced(row, action, expanded(match, action.index), is_following)
             return self._mapped(row, action)
-        except _Refused as why:
+        except Refused as why:
             present = names if all(name in self._saved for name in names) else ()
             return dataclasses.replace(row, sources=present, problem=str(why))
 
     def _given(self, names: Iterable[str]) -> list[LeafInfo]:
         for name in names:
             if name not in self._saved:
-                raise _Refused(f"the checkpoint has no `{name}`, as a rule says")
+                raise Refused(f"the checkpoint has no `{name}`, as a rule says")
         return [self._saved[name] for name in names]
 
     def _placeholder(self, row: Row) -> Row:
@@ -99,7 +85,7 @@ class RuledRows:
         sources = self._given(row.sources)
         for source in sources:
             if not self._kept.was_placeholder(source):
-                raise _Refused(
+                raise Refused(
                     f"is a placeholder, and `{source.name}` {list(source.shape)} is not: its "
                     "parameter was not factored as the target's is"
                 )
@@ -124,11 +110,11 @@ class RuledRows:
     def _stacked_sm3(self, row: Row, axis: int, index: int) -> Row:
         """An accumulator covers all that has its index: the maximum over the layers does."""
         before = 0 if index == axis else index - (index > axis)
-        names = [_with_dimension(name, index, before) for name in row.sources]
+        names = [with_dimension(name, index, before) for name in row.sources]
         sources = self._given(names)
         for source in sources:
             if sm3_dimension(source) != before:
-                raise _Refused(f"`{source.name}` is not an accumulator of `sm3`")
+                raise Refused(f"`{source.name}` is not an accumulator of `sm3`")
         if index == axis:
             note = "the maximum of each layer"
             return self._converted(row, sources, "stack", how="maxima", note=note)
@@ -140,7 +126,7 @@ class RuledRows:
         leaf = row.leaf
         (source,) = self._given(row.sources)
         if is_following and sm3_dimension(leaf) is not None:
-            raise _Refused(
+            raise Refused(
                 "is an accumulator of `sm3`, and that of all slices together is not the one of a "
                 "slice: initialise it by a rule"
             )
@@ -149,8 +135,8 @@ class RuledRows:
             rank = len(self._kept.shapes[leaf.parameter]) + 1
         axis = action.axis
         if not -rank <= axis < rank:
-            raise _Refused(f"`{source.name}` {list(source.shape)} has no axis {axis} to unstack")
-        axis = _counted(axis, rank)
+            raise Refused(f"`{source.name}` {list(source.shape)} has no axis {axis} to unstack")
+        axis = axis % rank
         kept = self._kept.of_target(leaf) if is_following else tuple(range(len(leaf.shape)))
         before = tuple(i if i is None or i < axis else i + 1 for i in kept)
         at = next((n for n, i in enumerate(before) if i is not None and i > axis), len(before))
@@ -159,7 +145,7 @@ class RuledRows:
             (source,), note = self._keeping([source], (*before[:at], axis, *before[at:]))
         shape = source.shape
         if at >= len(shape) or not text.isdecimal() or int(text) >= shape[at]:
-            raise _Refused(
+            raise Refused(
                 f"`{source.name}` {list(shape)} has no index {text!r} along {action.axis}"
             )
         _check_shapes([source], [*leaf.shape[:at], shape[at], *leaf.shape[at:]])
@@ -173,7 +159,7 @@ class RuledRows:
         others = [self._kept.sibling(source, kept) for source in sources]
         found = [other for other in others if other is not None]
         if len(found) < len(sources):
-            raise _Refused(
+            raise Refused(
                 f"needs {told(kept)} of the saved parameter, and nothing says that "
                 f"`{sources[0].name}` {list(sources[0].shape)} has: make it by a `Map` of its own, "
                 "or initialise it"
@@ -189,14 +175,14 @@ class RuledRows:
             if others := self._ruled_alike(leaf):
                 raise _refused_as(leaf, kept, f"is made by the rule for `{others[0]}`")
             note = f", which makes {told(kept)} of its parameter"
-        result = _result(action, sources)
-        note = f"`{function_name(action.fn)}` of {_listed(sources)}{note}"
+        result = result_of(action.fn, sources)
+        note = f"`{function_name(action.fn)}` of {listed(sources)}{note}"
         if result is None:
             note += "; checked when it is applied"
             row = dataclasses.replace(row, is_opaque=True)
             return self._converted(row, sources, "map", how="map", note=note)
         if result.shape != leaf.shape:
-            raise _Refused(f"{note} is {list(result.shape)}, expected {list(leaf.shape)}")
+            raise Refused(f"{note} is {list(result.shape)}, expected {list(leaf.shape)}")
         return self._converted(row, sources, "map", how="map", note=note, dtype=str(result.dtype))
 
     def _ruled_alike(self, leaf: LeafInfo) -> list[str]:
@@ -230,7 +216,7 @@ class RuledRows:
         if kind != "map":
             dtype = sources[0].dtype
             if any(source.dtype != dtype for source in sources):
-                raise _Refused(f"`{sources[0].name}` and others of its stack have different dtypes")
+                raise Refused(f"`{sources[0].name}` and others of its stack have different dtypes")
         casts, problem = cast_kinds(dtype, leaf.dtype) if dtype else ((), "")
         notes = [row.note, note, f"{dtype} -> {leaf.dtype}" if casts else ""]
         return dataclasses.replace(
@@ -270,7 +256,7 @@ class RuledRows:
                 plain = fitted(leaf, found, kinds, note, allow)
                 return _as_it_was(dataclasses.replace(plain, by=action), why)
             return self._grown(plain, action, found, kept.index(axis), kinds, swap or note)
-        except _Refused as why:
+        except Refused as why:
             return dataclasses.replace(plain, action="converted", problem=str(why))
 
     def unpadded(self, leaf: LeafInfo, action: Pad, source: LeafInfo) -> str:
@@ -292,10 +278,10 @@ class RuledRows:
         """The dimension of the parameter, from 0 on."""
         shape, name = self._kept.shapes[parameter], leaf_name(parameter)
         if not -len(shape) <= action.axis < len(shape):
-            raise _Refused(f"`{name}` {list(shape)} has no dimension {action.axis} to pad")
-        axis = _counted(action.axis, len(shape))
+            raise Refused(f"`{name}` {list(shape)} has no dimension {action.axis} to pad")
+        axis = action.axis % len(shape)
         if action.to != shape[axis]:
-            raise _Refused(
+            raise Refused(
                 f"dimension {axis} of `{name}` has {shape[axis]} entries in the target, and a rule "
                 f"pads to {action.to}"
             )
@@ -306,19 +292,19 @@ class RuledRows:
     ) -> Row:
         leaf, size = plain.leaf, source.shape[at]
         if leaf.shape[at] != action.to:
-            raise _Refused(
+            raise Refused(
                 f"{list(leaf.shape)} is a projection of its parameter, which cannot be padded"
             )
         _check_shapes([source], [*leaf.shape[:at], size, *leaf.shape[at + 1 :]])
         if size > action.to:
-            raise _Refused(
+            raise Refused(
                 f"`{source.name}` has {size} entries, and a rule pads to {action.to}: nothing "
                 "shrinks by a `Pad`; a `Map` says what to let go"
             )
         if size == action.to:
             return plain
         if wrong := self._wrong_value(leaf, action.value):
-            raise _Refused(wrong)
+            raise Refused(wrong)
         row = dataclasses.replace(plain, action="converted", sources=(source.name,), note=note)
         grown = f"{size} -> {action.to} along {at} with {action.value:g}"
         return self._converted(row, [source], "pad", kinds, how="pad", axis=at, note=grown)
@@ -347,60 +333,14 @@ def _as_it_was(row: Row, why: str) -> Row:
     return row if row.problem or "reshape" in row.kinds else dataclasses.replace(row, note=why)
 
 
-def _counted(axis: int, rank: int) -> int:
-    """An axis from 0 on."""
-    return axis % rank
-
-
 def _check_shapes(sources: Sequence[LeafInfo], expected: Sequence[int]) -> None:
     for source in sources:
         if list(source.shape) != list(expected):
-            raise _Refused(
+            raise Refused(
                 f"expected `{source.name}` of {list(expected)}, found {list(source.shape)}"
             )
 
 
-def _refused_as(leaf: LeafInfo, kept: Kept, why: str) -> _Refused:
+def _refused_as(leaf: LeafInfo, kept: Kept, why: str) -> Refused:
     what = f"{list(leaf.shape)} keeps {told(kept)} of its parameter"
-    return _Refused(f"{what} and {why}: make it by a `Map` of its own, or initialise it")
-
-
-def _with_dimension(name: str, index: int, before: int) -> str:
-    """The name of an accumulator of `sm3` with the dimension that it had."""
-    path = list(leaf_path(name))
-    for i in range(1, len(path) - 1):
-        is_sm3 = path[i - 1].partition("#")[0] == "sm3"
-        if is_sm3 and path[i : i + 2] == ["mu", str(index)]:
-            path[i + 1] = str(before)
-            return leaf_name(path)
-    return name
-
-
-def _result(action: Map, sources: Sequence[LeafInfo]) -> jax.ShapeDtypeStruct | None:
-    """What the function returns, as far as JAX can tell without values."""
-    given = [abstract(source) for source in sources]
-    for source, leaf in zip(sources, given, strict=True):
-        if not source.is_key and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-            raise _Refused(
-                f"JAX cannot hold {source.dtype} of `{source.name}` here: set `jax_enable_x64`"
-            )
-    name = function_name(action.fn)
-    try:
-        result = jax.eval_shape(action.fn, *given)
-    except _NEED_VALUES:
-        return None
-    except Exception as error:  # whatever a user's function raises
-        raise _Refused(f"`{name}` of {_listed(sources)} raises {_error(error)}") from error
-    if not isinstance(result, jax.ShapeDtypeStruct):
-        raise _Refused(
-            f"`{name}` of {_listed(sources)} returns {type(result).__name__}, not one array"
-        )
-    return result
-
-
-def _error(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def _listed(sources: Sequence[LeafInfo]) -> str:
-    return ", ".join(f"{source.dtype}{list(source.shape)}" for source in sources)
+    return Refused(f"{what} and {why}: make it by a `Map` of its own, or initialise it")

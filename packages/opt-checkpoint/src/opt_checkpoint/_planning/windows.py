@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from opt_core import TransformationDescription
+
 from opt_checkpoint._naming.schema import (
     LeafInfo,
     Names,
     Schema,
-    Transformation,
     leaf_name,
 )
 from opt_checkpoint._planning.compare import INJECTING, UPDATE, bearing_of, without_code
-from opt_checkpoint._planning.homes import key_of
 
 _HELD: Final = frozenset({"accumulator", "params_copy"})
 _ADVICE = "save at the end of a window"
@@ -29,7 +29,7 @@ def begun(leaf: LeafInfo, schema: Schema) -> int:
     made = schema.transformation_of(leaf)
     if made is None or not leaf.value:
         return 0
-    field = key_of(leaf)[1]
+    field = leaf.field
     for bearing in made.bearing.values():
         if bearing.effect == "window" and bearing.count == field:
             length = made.settings.get(bearing.modulo) if bearing.modulo else None
@@ -95,7 +95,7 @@ def bearing_problems(
       ruled: the names of leaves of the target that a rule names.
     """
     together: dict[tuple[int, int], list[tuple[LeafInfo, LeafInfo]]] = {}
-    made: dict[tuple[int, int], tuple[Transformation, Transformation]] = {}
+    made: dict[tuple[int, int], tuple[TransformationDescription, TransformationDescription]] = {}
     for source, leaf in pairs:
         old, new = saved.transformation_of(source), target.transformation_of(leaf)
         if old is not None and new is not None:
@@ -109,8 +109,8 @@ def bearing_problems(
 
 def _problems(
     name: str,
-    old: Transformation,
-    new: Transformation,
+    old: TransformationDescription,
+    new: TransformationDescription,
     pairs: Sequence[tuple[LeafInfo, LeafInfo]],
     saved: Schema,
     ruled: Collection[str],
@@ -120,7 +120,7 @@ def _problems(
     one, other = old.settings.get(name), new.settings.get(name)
     # What a checkpoint does not tell may have been the same, but for a window that is open.
     is_told = (name in old.settings and name in new.settings) or name == UPDATE
-    counts = [(a, b) for a, b in pairs if key_of(b)[1] == bearing.count]
+    counts = [(a, b) for a, b in pairs if b.field == bearing.count]
     if bearing.effect == "refused" and is_told and one != other:
         yield from _refusal(name, old, new, pairs, ruled)
     for source, leaf in counts:
@@ -137,8 +137,8 @@ def _problems(
 
 def _refusal(
     name: str,
-    old: Transformation,
-    new: Transformation,
+    old: TransformationDescription,
+    new: TransformationDescription,
     pairs: Sequence[tuple[LeafInfo, LeafInfo]],
     ruled: Collection[str],
 ) -> Iterator[str]:

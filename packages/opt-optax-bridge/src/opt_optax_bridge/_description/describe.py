@@ -27,7 +27,7 @@ from opt_optax_bridge._description.dimensions import (
     shapes_of,
     stated_dimensions,
 )
-from opt_optax_bridge._description.known import KNOWN, Known
+from opt_optax_bridge._description.known import KNOWN, VARIANTS, Known
 from opt_optax_bridge._description.made import make
 from opt_optax_bridge._description.nodes import (
     Names,
@@ -53,6 +53,7 @@ class _Slot(NamedTuple):
       name: what it is called.
       field: the names below it.
       node: itself, where it is known.
+      kind: the class of what it made; `None` of a leaf.
     """
 
     place: Names
@@ -60,6 +61,7 @@ class _Slot(NamedTuple):
     name: str
     field: Names
     node: Node | None
+    kind: type | None = None
 
 
 def describe_optax(
@@ -81,6 +83,9 @@ def describe_optax(
     made = make(root, params)
     given = roles(params, states, whole_tree=True)
     slots = [_slot(role, made.places) for role in given]
+    for slot in slots:
+        if slot.node is not None and not slot.node.told:
+            slot.node.told = _told(slot.kind)
     names = _Names(root, made.nodes, slots, aliases)
     shapes = shapes_of(params)
     rows = list(zip(given, jax.tree.leaves(states), slots, strict=True))
@@ -119,13 +124,15 @@ def _slot(role: Role, places: Mapping[Names, Node]) -> _Slot:
     for place in above:
         node = places.get(place)
         if node is not None and node.name:
-            return _Slot(place, node.group, node.name, (*names[len(place) :], *inner), node)
+            field = (*names[len(place) :], *inner)
+            kind = outer[len(place)][0] if len(place) < len(outer) else None
+            return _Slot(place, node.group, node.name, field, node, kind)
     node = next((places[place] for place in above if place in places), None)
     for k in range(len(outer) - 1, -1, -1):
         kind = outer[k][0]
         if kind not in _PLAIN and not issubclass(kind, Mapping):
             name = transformation_name(kind.__name__)
-            return _Slot(names[:k], _labels(role, k), name, (*names[k:], *inner), node)
+            return _Slot(names[:k], _labels(role, k), name, (*names[k:], *inner), node, kind)
     return _Slot((), (), _WHOLE, (*names, *inner), node)
 
 
@@ -162,7 +169,7 @@ class _Names:
         self._by_type: dict[tuple[Names, str, Names], Node | None] = {}
         kept = [node for node in (*nodes, *root.walk()) if not node.is_container and node.name]
         for node in kept:
-            self._number(id(node), node.group, node.name)
+            self._number(id(node), node.group, _base(node))
         for slot in slots:
             if slot.node is None or id(slot.node) not in self._numbers:
                 self._by_type.setdefault((slot.group, slot.name, slot.place), slot.node)
@@ -178,7 +185,7 @@ class _Names:
         self._numbers[key] = group, name, count
 
     def _check(self) -> None:
-        known = {node.name for node in self._root.walk()} | {name for _, name, _ in self._by_type}
+        known = {_base(node) for node in self._root.walk()} | {name for _, name, _ in self._by_type}
         if unknown := sorted(self._aliases.keys() - known):
             raise DescriptionError(
                 f"`aliases`: {', '.join(f'`{name}`' for name in unknown)} is not the name of a "
@@ -209,6 +216,9 @@ class _Names:
 
 def _described(node: Node, name: tuple[Names, str, int]) -> TransformationDescription:
     settings = settings_of(node)
+    if node.is_own:
+        switches = {v: v == node.name for v, of in VARIANTS.items() if node.name in (v, of)}
+        settings = switches | settings
     known = _known(node)
     bearing = {} if known is None else {k: v for k, v in known.bearing.items() if k in settings}
     if node.factory_argument is not None:
@@ -221,10 +231,24 @@ def _described(node: Node, name: tuple[Names, str, int]) -> TransformationDescri
     return TransformationDescription(own, number, group, settings, bearing, source)
 
 
+def _base(node: Node) -> str:
+    """What a transformation is called: a variant as what it is a variant of."""
+    return VARIANTS.get(node.name, node.name) if node.is_own else node.name
+
+
 def _known(node: Node | None) -> Known | None:
-    if node is None or not node.is_own:
+    if node is None:
         return None
-    return KNOWN.get(node.name)
+    if node.told:
+        bearing = {name: Bearing(**made) for name, made in node.told.get("bearing", {}).items()}
+        return Known(node.told.get("roles", {}), bearing)
+    return KNOWN.get(node.name) if node.is_own else None
+
+
+def _told(kind: type | None) -> Mapping[str, Any]:
+    """What the class of a state says of its fields."""
+    describe = getattr(kind, "describe_fields", None)
+    return dict(describe()) if callable(describe) else {}
 
 
 def _stated(

@@ -43,6 +43,12 @@ def _known(
     return Known(found, MappingProxyType(dict(bearing or {})), reshapes)
 
 
+VARIANTS: Final = MappingProxyType({"amsgrad": "adam"})
+"""Transformations that keep what another keeps by its recurrences, and something besides.
+
+They differ by a switch, and are described as the other with a setting of their own name.
+"""
+
 _ADAM = "moment: mu, second_moment: nu, count: count"
 
 

@@ -1,7 +1,7 @@
 """Which transformation made each part of a state: `adam` and `yogi` keep states of one type.
 
 `init` runs once on shapes, as a copy in which each transformation that it has captured notes what
-it returns. No interpreter hook is needed for that: see `closures.Rebuilt`.
+it returns. No interpreter hook is needed for that: see `opt_core.closures.Rebuilt`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 from opt_core import children
+from opt_core.closures import Rebuilt
 
-from opt_optax_bridge._description.closures import Rebuilt
 from opt_optax_bridge._description.nodes import Names, Node, with_init
 
 

@@ -9,23 +9,22 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
-from opt_optax_bridge._description.closures import (
+from opt_core.closures import attributes, captured, package_of, unwrapped
+from opt_core.protocols import DescribesFields
+
+from opt_optax_bridge._description.factories import (
     Half,
-    attributes,
-    captured,
     captured_with_helpers,
     definer_of,
     factory_of,
     is_same,
     is_transformation,
     own_name,
-    package_of,
-    unwrapped,
 )
 
 Names = tuple[str, ...]
 
-OWN: Final = frozenset({"optax", "opt_accumulate"})
+OWN: Final = frozenset({"optax"})
 """The packages whose transformations are known by name."""
 
 CONTAINERS: Final = frozenset(
@@ -54,6 +53,7 @@ class Node:
       injected: what `inject_hyperparams` around it injects.
       shares_init: whether its `init` is that of its only child.
       shares_update: whether its update function is that of a child.
+      told: what it, or the class of its states, says: see `opt_core.protocols.DescribesFields`.
     """
 
     tx: Any
@@ -67,6 +67,7 @@ class Node:
     injected: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shares_init: bool = False
     shares_update: bool = False
+    told: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def held(self) -> dict[str, Any]:
@@ -94,6 +95,8 @@ class Node:
     @property
     def name(self) -> str:
         """What it is called; empty where only the type of its state can say."""
+        if "name" in self.told:
+            return str(self.told["name"])
         if not self.shares_init and self.maker:
             return transformation_name(self.maker)
         return "" if _is_stateful(self) else transformation_name(self.factory)
@@ -148,6 +151,8 @@ def _open(tx: Any, group: Names, above: frozenset[int]) -> Node:
     factory, package = factory_of(made_by), package_of(made_by)
     says = own_name(init).startswith("init") and not _is_empty(init)
     node = Node(tx, group, factory, package, definer_of(init) if says else "", [])
+    if isinstance(owner := getattr(unwrapped(init), "__self__", None), DescribesFields):
+        node.told = owner.describe_fields()
     above = above | {id(unwrapped(init)), id(unwrapped(made_by))}
     if package in OWN and factory in _INJECTING and "inner_factory" in node.held:
         node.factory_argument = node.held["inner_factory"]

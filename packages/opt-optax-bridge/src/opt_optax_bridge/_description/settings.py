@@ -6,22 +6,23 @@ import functools
 import hashlib
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from opt_core import json_settings
-
-from opt_optax_bridge._description.closures import (
+from opt_core.closures import (
     attributes,
     captured,
-    factory_of,
-    is_transformation,
+    code_values,
+    globals_read,
     package_of,
     unwrapped,
 )
+
+from opt_optax_bridge._description.factories import factory_of, is_transformation
 from opt_optax_bridge._description.nodes import OWN, Node, injected_by
 
 UPDATED_BY: Final = "update"
@@ -31,11 +32,11 @@ INJECTED: Final = "injected"
 """The setting of what `optax.inject_hyperparams` injects into a transformation."""
 
 _PER_PARAMETER = ("mask", "labels")  # which parameters are meant, the leaves say
-_RENAMED = {"every_k": "every_k_schedule", "mean": "use_grad_mean"}  # of opt_accumulate
 _DEPTH = 5
 _DIGITS = 16
 _LARGE = 2**16
 _MANY = 64
+_NAMED = (types.ModuleType, type)
 
 
 def settings_of(node: Node) -> dict[str, Any]:
@@ -53,14 +54,13 @@ def settings_of(node: Node) -> dict[str, Any]:
       >>> settings_of(open_transformation(optax.trace(0.9)))
       {'accumulator_dtype': None, 'decay': 0.9, 'nesterov': False}
     """
-    held = injected_by(node.held) if node.factory_argument is not None else node.held
-    named = {_argument(name): value for name, value in held.items()}
-    known = _arguments(node) if node.is_own else None
-    found = {
-        name: _json(value, 0)
-        for name, value in sorted(named.items())
-        if _is_setting(name, value, node, known)
-    }
+    if (named := node.told.get("settings")) is None:
+        held = injected_by(node.held) if node.factory_argument is not None else node.held
+        known = _arguments(node) if node.is_own else None
+        # Attributes are called as arguments are, but for a `_`.
+        bare = {name.strip("_"): value for name, value in held.items()}
+        named = {k: v for k, v in bare.items() if _is_setting(k, v, node, known)}
+    found = {name: _json(value, 0) for name, value in sorted(named.items())}
     if node.injected:
         found[INJECTED] = _json(node.injected, 0)
     if _is_updated_by_another(node):
@@ -74,12 +74,6 @@ def _is_updated_by_another(node: Node) -> bool:
         return False
     is_optax = node.is_own and package_of(node.tx.init) in OWN
     return node.maker != node.factory and not is_optax
-
-
-def _argument(name: str) -> str:
-    """Attributes are called as arguments are, but for a `_`; so are variables that replace them."""
-    bare = name.strip("_")
-    return _RENAMED.get(bare, bare)
 
 
 def _arguments(node: Node) -> frozenset[str] | None:
@@ -163,22 +157,10 @@ def _function(value: Any, depth: int) -> Any:
         return held["every_k_schedule"]  # a number, as a function
     told: dict[str, Any] = {"function": name}
     if package_of(plain) not in {*OWN, "jax", "numpy"}:
-        told["code"] = _digest(_code(plain.__code__), plain.__defaults__, plain.__kwdefaults__)
-        told |= {name: _json(child, depth + 1) for name, child in _used(plain)}
+        told["code"] = _digest(code_values(plain), plain.__defaults__, plain.__kwdefaults__)
+        read = {k: x for k, x in globals_read(plain).items() if not isinstance(x, _NAMED)}
+        told |= {name: _json(child, depth + 1) for name, child in read.items()}
     return told | held
-
-
-def _used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The globals that a function reads, but for modules and classes."""
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name, function)
-        if value is not function and not isinstance(value, types.ModuleType | type):
-            yield name, value
-
-
-def _code(code: types.CodeType) -> Any:
-    inner = [_code(x) if isinstance(x, types.CodeType) else repr(x) for x in code.co_consts]
-    return code.co_code.hex(), code.co_names, inner
 
 
 def _digest(*parts: Any) -> str:

@@ -1,0 +1,91 @@
+"""Functions of rules: what they are called, what they are given, and what they return."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from opt_checkpoint._naming.schema import LeafInfo
+from opt_checkpoint.errors import LeafError
+
+_NEED_VALUES: Final = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+
+class Refused(Exception):  # noqa: N818 - becomes the problem of a row
+    """Why a rule cannot make a leaf."""
+
+
+def result_of(fn: Callable[..., Any], sources: Sequence[LeafInfo]) -> jax.ShapeDtypeStruct | None:
+    """Returns the shape and dtype that a function returns, without calling it on values.
+
+    Returns:
+      `None` where it needs values.
+
+    Raises:
+      Refused: it fails, or returns something else than one array.
+    """
+    given = [abstract(source) for source in sources]
+    for source, leaf in zip(sources, given, strict=True):
+        if not source.is_key and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+            raise Refused(
+                f"JAX cannot hold {source.dtype} of `{source.name}` here: set `jax_enable_x64`"
+            )
+    name = function_name(fn)
+    try:
+        result = jax.eval_shape(fn, *given)
+    except _NEED_VALUES:
+        return None
+    except Exception as error:  # whatever a user's function raises
+        raise Refused(f"`{name}` of {listed(sources)} raises {_error(error)}") from error
+    if not isinstance(result, jax.ShapeDtypeStruct):
+        raise Refused(
+            f"`{name}` of {listed(sources)} returns {type(result).__name__}, not one array"
+        )
+    return result
+
+
+def _error(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def listed(sources: Sequence[LeafInfo]) -> str:
+    """Returns dtypes and shapes, for people to read."""
+    return ", ".join(f"{source.dtype}{list(source.shape)}" for source in sources)
+
+
+def abstract(leaf: LeafInfo, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of a leaf, with a sharding.
+
+    A Python scalar has no dtype of arrays: its place is that of an integer, and is not looked at.
+    """
+    if leaf.dtype == "python":
+        return jax.ShapeDtypeStruct((), jnp.int32)
+    dtype: Any = _key_dtype(leaf.dtype) if leaf.is_key else jnp.dtype(leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+
+
+def _key_dtype(name: str) -> Any:
+    for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
+        found = jax.eval_shape(functools.partial(jax.random.key, impl=impl), 0).dtype
+        if str(found) == name:
+            return found
+    raise LeafError(f"`{name}` is no kind of PRNG keys that this JAX knows")
+
+
+def function_name(fn: Any) -> str:
+    """Returns what a function is called, for people to read.
+
+    Examples:
+      >>> function_name(jnp.transpose)
+      'transpose'
+    """
+    return str(getattr(fn, "__name__", type(fn).__name__))

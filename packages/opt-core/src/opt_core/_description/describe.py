@@ -1,0 +1,307 @@
+"""What a state means: asked of the definition, or guessed by types; remembered by structure."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from opt_core._description.roles import Role, roles
+from opt_core._description.values import (
+    LeafDescription,
+    LeafRole,
+    StateDescription,
+    TransformationDescription,
+)
+from opt_core._json_settings import json_settings
+from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
+from opt_core._paths import Names, flatten_with_paths
+from opt_core.errors import DescriptionError
+from opt_core.protocols import DerivesLogicalAxes, DescribesState
+
+_KEPT = 64  # descriptions; one of 10,000 leaves is a few MB
+_cache: OrderedDict[Any, StateDescription] = OrderedDict()
+_lock = threading.Lock()
+
+
+@overload
+def describe_state(optimizer: Optimizer, /) -> StateDescription: ...
+@overload
+def describe_state(
+    definition: OptimizerDef, params: Any, state: OptimizerState, /
+) -> StateDescription: ...
+def describe_state(
+    optimizer: Optimizer | OptimizerDef, params: Any = None, state: OptimizerState | None = None, /
+) -> StateDescription:
+    """Returns what every leaf of a state means.
+
+    A definition that is `opt_core.protocols.DescribesState` is asked. Of any other the types and
+    shapes of its state say what can be said: see `LeafDescription.source`. The answer is remembered
+    for equal definitions and structures.
+
+    Args:
+      optimizer: an optimizer, or a definition with the next two.
+      params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
+      state: the state that belongs to them; likewise.
+
+    Returns:
+      One description per leaf of `state.param_states`, in the order of JAX, and the
+      transformations. The step is the contract's own, and not among them.
+
+    Raises:
+      DescriptionError: the definition describes another number of leaves than there are.
+
+    Examples:
+      >>> class Momentum(OptimizerDef):
+      ...     def init_state(self, params):
+      ...         return OptimizerState(0, {'velocity': params, 'seen': jnp.int32(0)})
+      >>> print(describe_state(Momentum({'beta': 0.9}).create({'w': jnp.ones((2, 3))})))
+      transformation  field     parameter  dims  role    source
+      momentum        seen                       count   types
+      momentum        velocity  w          0,1   moment  types
+      <BLANKLINE>
+      momentum: beta=0.9
+    """
+    if isinstance(optimizer, Optimizer):
+        definition, params, state = optimizer.optimizer_def, optimizer.target, optimizer.state
+    else:
+        definition = optimizer
+    if state is None:
+        raise TypeError("`state`: give an optimizer, or a definition, parameters and a state")
+    key = _key(definition, params, state)
+    with _lock:
+        if key is not None and (found := _cache.get(key)) is not None:
+            _cache.move_to_end(key)
+            return found
+    found = _describe(definition, params, state)
+    if key is not None:
+        with _lock:
+            _cache[key] = found
+            while len(_cache) > _KEPT:
+                _cache.popitem(last=False)
+    return found
+
+
+def _key(definition: OptimizerDef, params: Any, state: OptimizerState) -> Any:
+    """What the description depends on; `None` where that cannot be compared."""
+    leaves, structure = jax.tree.flatten((params, state.param_states))
+    key = definition, structure, _avals(leaves)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _avals(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    # The properties of an array take five times as long as those of its `aval`.
+    found = [getattr(leaf, "aval", leaf) for leaf in leaves]
+    try:
+        # Not a tuple per leaf: thousands of new objects set off the garbage collector.
+        return tuple([x.shape for x in found]), tuple([x.dtype for x in found])
+    except AttributeError:  # of a Python number
+        return tuple([np.shape(x) for x in found]), tuple(
+            [getattr(x, "dtype", type(x)) for x in found]
+        )
+
+
+def _describe(definition: OptimizerDef, params: Any, state: OptimizerState) -> StateDescription:
+    if not isinstance(definition, DescribesState):
+        return describe_by_types(definition, params, state)
+    found = definition.describe_state(params, state)
+    count = len(jax.tree.leaves(state.param_states))
+    if len(found.leaves) != count:
+        raise DescriptionError(
+            f"`describe_state` of {type(definition).__name__}: expected {count} leaves, one per "
+            f"leaf of `state.param_states`, found {len(found.leaves)}"
+        )
+    return found
+
+
+def describe_by_types(
+    definition: OptimizerDef, params: Any, state: OptimizerState
+) -> StateDescription:
+    """Returns what types, names and shapes say about a state.
+
+    Args:
+      definition: its class names what is in no record of its own.
+      params: see `describe_state`.
+      state: likewise.
+    """
+    whole = type_name(type(definition))
+    leaves = jax.tree.leaves(state.param_states)
+    given = roles(params, state.param_states, whole_tree=definition.whole_tree)
+    paths = [names for names, x in flatten_with_paths(state.param_states) if x is not None]
+    shapes = {names: np.shape(x) for names, x in flatten_with_paths(params) if x is not None}
+    dimensions = list(_dimensions(definition, params, state, given, shapes))
+    places: dict[str, list[Names]] = {}
+    found = []
+    for path, role, leaf, dims in zip(paths, given, leaves, dimensions, strict=True):
+        slot = slot_of(role, whole)
+        nodes = places.setdefault(slot.name, [])
+        if slot.node not in nodes:
+            nodes.append(slot.node)
+        shape = None if role.param is None else shapes[role.param]
+        found.append(
+            LeafDescription(
+                path=path,
+                group=(),
+                transformation=slot.name,
+                number=nodes.index(slot.node) + 1,
+                field=slot.field,
+                parameter=role.param,
+                dimensions=dims,
+                role=role_by_type(leaf, shape),
+                source="types",
+            )
+        )
+    settings = json_settings(definition.hyper_params)
+    return StateDescription(tuple(found), _transformations(whole, settings, places))
+
+
+def _transformations(
+    whole: str, settings: Mapping[str, Any], places: Mapping[str, Sequence[Names]]
+) -> tuple[TransformationDescription, ...]:
+    """The definition itself, and the records in its state."""
+    others = [
+        TransformationDescription(name, number)
+        for name, nodes in places.items()
+        for number in range(1, len(nodes) + 1)
+        if (name, number) != (whole, 1)
+    ]
+    return TransformationDescription(whole, settings=settings), *others
+
+
+def type_name(kind: type) -> str:
+    """Returns what a class is called in descriptions.
+
+    Examples:
+      >>> class TraceState: ...
+      >>> type_name(TraceState), type_name(OptimizerDef)
+      ('trace', 'optimizer_def')
+    """
+    words = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
+    snake = re.sub(words, "_", kind.__name__).lower()
+    return snake.removesuffix("_state").strip("_") or kind.__name__
+
+
+class Slot(NamedTuple):
+    """The record that a leaf is a field of.
+
+    Attributes:
+      node: where it is.
+      name: what it is called.
+      field: the names below it.
+    """
+
+    node: Names
+    name: str
+    field: Names
+
+
+def slot_of(role: Role, whole: str) -> Slot:
+    """Returns the innermost record above a leaf, plain containers aside.
+
+    Args:
+      role: what the leaf is for.
+      whole: the name of the definition, for leaves that are in no record.
+    """
+    names = tuple(name for _, name in role.outer)
+    inner = tuple(name for _, name in role.inner)
+    for k in reversed(range(len(role.outer))):
+        kind = role.outer[k][0]
+        if kind not in (tuple, list, dict) and not issubclass(kind, Mapping):
+            return Slot(names[:k], type_name(kind), (*names[k:], *inner))
+    return Slot((), whole, (*names, *inner))
+
+
+def role_by_type(leaf: Any, param_shape: tuple[int, ...] | None) -> LeafRole:
+    """Returns what a leaf seems to be for.
+
+    Args:
+      leaf: its dtype and shape count.
+      param_shape: of the parameter that it follows, if any.
+
+    Examples:
+      >>> role_by_type(jnp.int32(0), None), role_by_type(jnp.zeros(3), (3,))
+      ('count', 'moment')
+    """
+    dtype, shape = jnp.result_type(leaf), np.shape(leaf)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return "key"
+    if param_shape is None:
+        return "count" if jnp.issubdtype(dtype, jnp.integer) and not shape else "other"
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return "other"
+    if shape == param_shape:
+        return "moment"
+    is_part = 0 < len(shape) < len(param_shape) and next(embeddings(shape, param_shape), None)
+    return "factored" if is_part else "other"
+
+
+def _dimensions(
+    definition: OptimizerDef,
+    params: Any,
+    state: OptimizerState,
+    given: Sequence[Role],
+    shapes: Mapping[Names, tuple[int, ...]],
+) -> Iterator[tuple[int | None, ...] | None]:
+    """The dimensions of every leaf: of one that derives logical axes, as these say."""
+    leaves = jax.tree.leaves(state.param_states)
+    specs: Sequence[Any] = [None] * len(leaves)
+    if isinstance(definition, DerivesLogicalAxes):
+        numbers = jax.tree.map(_numbers, params)
+        optimizer = Optimizer(definition, state, params)
+        axes = definition.derive_logical_axes(optimizer, numbers).state.param_states
+        structure: Any = jax.tree.structure(state.param_states)
+        specs = structure.flatten_up_to(axes)
+    for role, leaf, spec in zip(given, leaves, specs, strict=True):
+        shape = np.shape(leaf)
+        if role.param is None:
+            yield (None,) * len(shape)
+        elif isinstance(spec, PartitionSpec) and len(spec) == len(shape):
+            yield tuple(None if axis is None else int(str(axis)) for axis in spec)
+        else:
+            yield dimensions_by_shape(shape, shapes[role.param])
+
+
+def _numbers(leaf: Any) -> PartitionSpec:
+    return PartitionSpec(*map(str, range(np.ndim(leaf))))
+
+
+def dimensions_by_shape(
+    shape: tuple[int, ...], param_shape: tuple[int, ...]
+) -> tuple[int | None, ...] | None:
+    """Returns which dimensions of its parameter a leaf keeps, if sizes leave one answer.
+
+    Examples:
+      >>> dimensions_by_shape((2, 3), (2, 3)), dimensions_by_shape((3,), (2, 3))
+      ((0, 1), (1,))
+      >>> dimensions_by_shape((3,), (3, 3)) is None
+      True
+    """
+    if shape == param_shape:
+        return tuple(range(len(shape)))
+    ways = embeddings(shape, param_shape)
+    first, second = next(ways, None), next(ways, None)
+    return first if second is None else None
+
+
+def embeddings(
+    shape: tuple[int, ...], param_shape: tuple[int, ...], start: int = 0
+) -> Iterator[tuple[int, ...]]:
+    """Yields the ways to find the sizes of a leaf among those of its parameter, in order."""
+    if not shape:
+        yield ()
+        return
+    for dim in range(start, len(param_shape)):
+        if param_shape[dim] == shape[0]:
+            for rest in embeddings(shape[1:], param_shape, dim + 1):
+                yield (dim, *rest)

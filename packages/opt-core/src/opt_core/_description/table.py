@@ -1,0 +1,91 @@
+"""The table of what a state means, for people with terminals of 80 columns."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from opt_core._paths import path_str
+
+if TYPE_CHECKING:
+    from opt_core._description.values import LeafDescription, TransformationDescription
+
+_COLUMNS = 80
+_HEAD = ("transformation", "field", "parameter", "dims", "role", "source")
+_PATHS = (0, 1, 2)  # the columns that may be shortened, on the left: names differ on the right
+
+
+def table(
+    leaves: Sequence[LeafDescription], transformations: Sequence[TransformationDescription]
+) -> str:
+    """Returns a line per leaf, then a line or more per transformation.
+
+    Args:
+      leaves: of a state.
+      transformations: those that keep them, and others.
+    """
+    rows = [_cells(leaf) for leaf in leaves]
+    widths = _widths(rows)
+    lines = ["  ".join(name.ljust(w) for name, w in zip(_HEAD, widths, strict=True)).rstrip()]
+    lines += [_line(row, widths) for row in rows]
+    settings = [line for made in transformations for line in _settings(made)]
+    return "\n".join([*lines, "", *settings] if settings else lines)
+
+
+def _cells(leaf: LeafDescription) -> tuple[str, ...]:
+    dimensions = "?" if leaf.dimensions is None else ",".join(map(_dim, leaf.dimensions))
+    return (
+        _name(leaf.group, leaf.transformation, leaf.number),
+        path_str(leaf.field) if leaf.field else "",
+        "" if leaf.parameter is None else path_str(leaf.parameter),
+        dimensions,
+        leaf.role,
+        leaf.source,
+    )
+
+
+def _dim(dimension: int | None) -> str:
+    return "-" if dimension is None else str(dimension)
+
+
+def _name(group: Sequence[str], name: str, number: int) -> str:
+    numbered = name if number == 1 else f"{name}#{number}"
+    return path_str((*group, numbered)) if group else numbered
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    widths = [max([len(name), *(len(row[i]) for row in rows)]) for i, name in enumerate(_HEAD)]
+    free = _COLUMNS - 2 * (len(_HEAD) - 1)
+    while sum(widths) > free:
+        wide = [i for i in _PATHS if widths[i] > len(_HEAD[i])]
+        if not wide:
+            break
+        widths[max(wide, key=lambda i: widths[i])] -= 1
+    return widths
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    shown = (_shortened(cell, width) for cell, width in zip(cells, widths, strict=True))
+    padded = (cell.ljust(width) for cell, width in zip(shown, widths, strict=True))
+    return "  ".join(padded).rstrip()
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else "..." + text[len(text) - width + 3 :]
+
+
+def _settings(made: TransformationDescription) -> Iterator[str]:
+    told = [
+        f"{name}={_value(value)}" + (f" ({made.effect(name)})" if name in made.bearing else "")
+        for name, value in made.settings.items()
+    ]
+    line = f"{_name(made.group, made.name, made.number)}: {', '.join(told)}".rstrip(": ")
+    yield from textwrap.wrap(line, _COLUMNS, subsequent_indent="    ")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=lambda x: dict(x) if isinstance(x, Mapping) else str(x))

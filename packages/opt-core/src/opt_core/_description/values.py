@@ -1,0 +1,386 @@
+"""What every leaf of an optimizer state means: values to print, compare, hash and write as JSON.
+
+Two leaves are the same thing if their `key` agrees: the transformation, the field, the parameter
+and the dimensions of it that they keep. Classes, positions and private functions are not meaning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from flax.core import FrozenDict
+
+from opt_core._description.table import table
+from opt_core._paths import Names
+from opt_core.errors import DescriptionError
+
+LeafRole: TypeAlias = Literal[
+    "moment",
+    "second_moment",
+    "accumulator",
+    "params_copy",
+    "count",
+    "schedule_count",
+    "key",
+    "factored",
+    "other",
+]
+"""What a leaf is for.
+
+`moment` and `second_moment` are averages or sums of gradients and of their squares; `accumulator`
+holds what waits for the end of a window; `params_copy` is measured in parameters (averages of them,
+earlier ones, distances between them); `count` and `schedule_count` are numbers of steps, the latter
+of a schedule that would restart with it; `key` makes random numbers; `factored` keeps some of the
+dimensions of its parameter.
+"""
+
+Effect: TypeAlias = Literal["nothing", "window", "refused", "at_or_below_count"]
+"""What a change of a setting does to saved state.
+
+`nothing`: the state goes on. `window`: it goes on unless a window is open. `refused`: it would be
+read as something else. `at_or_below_count`: it goes on if the new value is above the saved count.
+"""
+
+Source: TypeAlias = Literal["stated", "derived", "types"]
+"""Who says it.
+
+`stated`: the definition, or a table of known transformations; `derived`: that too, with dimensions
+found by tracing `init`; `types`: what can be seen in functions, types and shapes.
+"""
+
+
+class LeafKey(NamedTuple):
+    """What two leaves have in common that are the same thing.
+
+    Attributes:
+      transformation: what keeps it.
+      number: which of its like that is, from 1.
+      field: the names of the field.
+      parameter: the path of the parameter that it follows, if any.
+      dimensions: see `LeafDescription`.
+    """
+
+    transformation: str
+    number: int
+    field: Names
+    parameter: Names | None
+    dimensions: tuple[int | None, ...] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafDescription:
+    """What one leaf of a state means.
+
+    Attributes:
+      path: where it is in `param_states`.
+      group: the names of the groups around it, outermost first.
+      transformation: the name of what keeps it, e.g. `'adam'`.
+      number: which of its like that is, from 1, in the order in which states are made.
+      field: the names of the field, e.g. `('mu',)`.
+      parameter: the path of the parameter that it follows; `None` if it follows none.
+      dimensions: for each of its dimensions that of the parameter, `None` where it follows none of
+        them; `None` altogether if that is not known.
+      role: what it is for: a moment, a copy of parameters, a count of steps, ...
+      source: who says so: `'stated'` by the definition, `'derived'` where it states all but the
+        dimensions, `'types'` where functions, types and shapes say it.
+    """
+
+    path: Names
+    group: Names
+    transformation: str
+    number: int
+    field: Names
+    parameter: Names | None
+    dimensions: tuple[int | None, ...] | None
+    role: LeafRole
+    source: Source
+
+    @property
+    def key(self) -> LeafKey:
+        """Equal for leaves of two states that are the same thing, in groups of one name."""
+        return LeafKey(
+            self.transformation, self.number, self.field, self.parameter, self.dimensions
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Bearing:
+    """What a change of one setting does to saved state.
+
+    Attributes:
+      effect: `'nothing'`: the state goes on. `'window'`: it does unless a window is open.
+        `'refused'`: it would be read as something else. `'at_or_below_count'`: it goes on if the
+        new value is above the saved count.
+      count: the field of the state that decides: the window is open while it is not 0 (modulo
+        `modulo`, if given); a new value must be above it.
+      modulo: the setting that `count` is to be divided by, where it goes on counting.
+    """
+
+    effect: Effect
+    count: Names = ()
+    modulo: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.effect in ("window", "at_or_below_count")) != bool(self.count):
+            raise DescriptionError(
+                f"`count`: a setting whose change is {self.effect!r} needs "
+                f"{'no field' if self.count else 'the field that counts'}, found {self.count}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformationDescription:
+    """One transformation of an optimizer.
+
+    Attributes:
+      name: e.g. `'adam'`.
+      number: which of its like it is, from 1, in the order in which states are made.
+      group: the names of the groups around it.
+      settings: what was fixed when it was made, as JSON values.
+      bearing: the settings that give the saved state its meaning, with what a change does; of any
+        other a change does nothing.
+      source: who says so.
+    """
+
+    name: str
+    number: int = 1
+    group: Names = ()
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=FrozenDict)
+    bearing: Mapping[str, Bearing] = dataclasses.field(default_factory=FrozenDict)
+    source: Source = "types"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", json_value(dict(self.settings), "settings"))
+        object.__setattr__(self, "bearing", FrozenDict(self.bearing))
+
+    def effect(self, setting: str) -> Effect:
+        """Returns what a change of a setting does to saved state.
+
+        Examples:
+          >>> steps = Bearing('window', ('mini_step',))
+          >>> made = TransformationDescription('multi_steps', bearing={'every_k_schedule': steps})
+          >>> made.effect('every_k_schedule'), made.effect('use_grad_mean')
+          ('window', 'nothing')
+        """
+        found = self.bearing.get(setting)
+        return "nothing" if found is None else found.effect
+
+
+@dataclasses.dataclass(frozen=True)
+class StateDescription:
+    """What a state means; `str` is a table of 80 columns.
+
+    Attributes:
+      leaves: one per leaf, in the order of `jax.tree.leaves(state.param_states)`.
+      transformations: in the order in which they act, those without state too.
+
+    Examples:
+      >>> mu = LeafDescription(
+      ...     ('0', 'mu', 'w'), (), 'adam', 1, ('mu',), ('w',), (0, 1), 'moment', 'stated')
+      >>> adam = TransformationDescription('adam', settings={'b1': 0.9})
+      >>> found = StateDescription((mu,), (adam,))
+      >>> print(found)
+      transformation  field  parameter  dims  role    source
+      adam            mu     w          0,1   moment  stated
+      <BLANKLINE>
+      adam: b1=0.9
+      >>> StateDescription.from_json(found.to_json()) == found
+      True
+    """
+
+    leaves: tuple[LeafDescription, ...]
+    transformations: tuple[TransformationDescription, ...]
+
+    def of(self, leaf: LeafDescription) -> TransformationDescription:
+        """Returns the transformation that a leaf belongs to."""
+        return self.made(leaf.group, leaf.transformation, leaf.number)
+
+    def made(self, group: Names, name: str, number: int = 1) -> TransformationDescription:
+        """Returns the transformation of a group with a name and a number."""
+        return self._by_name[group, name, number]
+
+    @functools.cached_property
+    def _by_name(self) -> Mapping[tuple[Names, str, int], TransformationDescription]:
+        return {(made.group, made.name, made.number): made for made in self.transformations}
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.leaves, self.transformations))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"leaves": self.leaves, "transformations": self.transformations}
+
+    def __str__(self) -> str:
+        return table(self.leaves, self.transformations)
+
+    def to_data(self) -> dict[str, Any]:
+        """Returns it as JSON has data: dicts, lists, strings, numbers, booleans and `None`."""
+        return {
+            "leaves": [_row(leaf) for leaf in self.leaves],
+            "transformations": [_record(made) for made in self.transformations],
+        }
+
+    @classmethod
+    def from_data(cls, data: Any) -> StateDescription:
+        """Returns what `to_data` was called on.
+
+        Raises:
+          DescriptionError: the data describe no state; says where.
+        """
+        leaves = _field(data, "leaves", list, "description")
+        made = _field(data, "transformations", list, "description")
+        return cls(
+            tuple(_leaf(row, f"leaves/{i}") for i, row in enumerate(leaves)),
+            tuple(_transformation(row, f"transformations/{i}") for i, row in enumerate(made)),
+        )
+
+    def to_json(self) -> str:
+        """Returns it as JSON; `from_json` is the inverse, to the last digit."""
+        return json.dumps(self.to_data(), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> StateDescription:
+        """Returns what `to_json` was called on.
+
+        Raises:
+          DescriptionError: the text is not JSON, or describes no state; says where.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise DescriptionError(f"`text` is not JSON: {error}") from None
+        return cls.from_data(data)
+
+
+def json_value(value: Any, where: str) -> Any:
+    """Returns a value as hashable JSON: mappings are `FrozenDict`s, sequences tuples.
+
+    Numbers that JSON does not have are the strings `'nan'`, `'inf'` and `'-inf'`.
+
+    Raises:
+      DescriptionError: it holds something else; says where.
+
+    Examples:
+      >>> json_value([1, {'a': np.float32(0.5)}], 'settings'), json_value(math.inf, 'eps')
+      ((1, FrozenDict({
+          a: 0.5,
+      })), 'inf')
+    """
+    match value:
+        case None | bool() | str() | int():
+            return value
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case np.bool_() | np.integer() | np.floating():
+            return json_value(value.item(), where)
+        case tuple() | list():
+            return tuple(json_value(x, f"{where}/{i}") for i, x in enumerate(value))
+        case Mapping():
+            return FrozenDict({str(k): json_value(x, f"{where}/{k}") for k, x in value.items()})
+    raise DescriptionError(f"`{where}`: expected a JSON value, found a {type(value).__name__}")
+
+
+_LEAF_FIELDS = tuple(field.name for field in dataclasses.fields(LeafDescription))
+
+
+def _row(leaf: LeafDescription) -> list[Any]:
+    """A leaf as a list: its fields by name would be most of the text."""
+    values = (getattr(leaf, name) for name in _LEAF_FIELDS)
+    return [list(value) if isinstance(value, tuple) else value for value in values]
+
+
+def _record(made: TransformationDescription) -> dict[str, Any]:
+    return {
+        "name": made.name,
+        "number": made.number,
+        "group": list(made.group),
+        "settings": _thawed(made.settings),
+        "bearing": {
+            name: {"effect": b.effect, "count": list(b.count), "modulo": b.modulo}
+            for name, b in made.bearing.items()
+        },
+        "source": made.source,
+    }
+
+
+def _thawed(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _thawed(child) for key, child in value.items()}
+    return list(map(_thawed, value)) if isinstance(value, tuple) else value
+
+
+def _leaf(row: Any, where: str) -> LeafDescription:
+    if not isinstance(row, Sequence) or isinstance(row, str) or len(row) != len(_LEAF_FIELDS):
+        raise DescriptionError(f"`{where}`: expected {len(_LEAF_FIELDS)} values, found {row!r:.60}")
+    path, group, transformation, number, field, parameter, dimensions, role, source = row
+    return LeafDescription(
+        _names(path, f"{where}/path"),
+        _names(group, f"{where}/group"),
+        _checked(transformation, str, f"{where}/transformation"),
+        _checked(number, int, f"{where}/number"),
+        _names(field, f"{where}/field"),
+        None if parameter is None else _names(parameter, f"{where}/parameter"),
+        None if dimensions is None else _dimensions(dimensions, f"{where}/dimensions"),
+        _one_of(role, LeafRole, f"{where}/role"),
+        _one_of(source, Source, f"{where}/source"),
+    )
+
+
+def _transformation(data: Any, where: str) -> TransformationDescription:
+    bearing = _field(data, "bearing", dict, where)
+    return TransformationDescription(
+        _field(data, "name", str, where),
+        _field(data, "number", int, where),
+        _names(_field(data, "group", list, where), f"{where}/group"),
+        _field(data, "settings", dict, where),
+        {name: _bearing(found, f"{where}/bearing/{name}") for name, found in bearing.items()},
+        _one_of(_field(data, "source", str, where), Source, f"{where}/source"),
+    )
+
+
+def _bearing(data: Any, where: str) -> Bearing:
+    modulo = data.get("modulo") if isinstance(data, Mapping) else None
+    return Bearing(
+        _one_of(_field(data, "effect", str, where), Effect, f"{where}/effect"),
+        _names(_field(data, "count", list, where), f"{where}/count"),
+        None if modulo is None else _checked(modulo, str, f"{where}/modulo"),
+    )
+
+
+def _field(data: Any, name: str, kind: type, where: str) -> Any:
+    if not isinstance(data, Mapping) or name not in data:
+        raise DescriptionError(f"`{where}`: expected a mapping with `{name}`, found {data!r:.60}")
+    return _checked(data[name], kind, f"{where}/{name}")
+
+
+def _checked(value: Any, kind: type, where: str) -> Any:
+    if type(value) is not kind:
+        raise DescriptionError(f"`{where}`: expected {kind.__name__}, found {value!r:.60}")
+    return value
+
+
+def _names(value: Any, where: str) -> Names:
+    return tuple(_checked(name, str, where) for name in _checked(value, list, where))
+
+
+def _dimensions(value: Any, where: str) -> tuple[int | None, ...]:
+    found = _checked(value, list, where)
+    return tuple(None if dim is None else _checked(dim, int, where) for dim in found)
+
+
+def _one_of(value: Any, literal: Any, where: str) -> Any:
+    if value not in (known := typing.get_args(literal)):
+        raise DescriptionError(
+            f"`{where}`: expected one of {', '.join(known)}; found {value!r:.60}"
+        )
+    return value

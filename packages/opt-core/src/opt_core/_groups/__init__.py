@@ -1,0 +1,1 @@
+"""Parameter groups: several definitions over one tree of parameters."""

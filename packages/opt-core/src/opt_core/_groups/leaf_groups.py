@@ -1,0 +1,46 @@
+"""The optimizers that a `MultiOptimizer` is made of, down to those without groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from opt_core._groups.multi_optimizer import MultiOptimizer
+from opt_core._groups.selection import described
+from opt_core._optimizer import Optimizer
+from opt_core._paths import Names
+
+
+def leaf_groups(optimizer: Optimizer, outer: Names = ()) -> Iterator[tuple[Names, Optimizer]]:
+    """Yields the optimizers that an optimizer is made of: itself, where it has no groups.
+
+    Args:
+      optimizer: of any definition.
+      outer: the names of the groups around it.
+
+    Yields:
+      The names of the groups around each, outermost first, and the optimizer of that group: its
+      parameters, its state, and a definition that is not a `MultiOptimizer`. Frozen leaves are in
+      none.
+
+    Examples:
+      >>> from opt_core import OptimizerDef, OptimizerState
+      >>> class Sgd(OptimizerDef):
+      ...     def init_state(self, params):
+      ...         return OptimizerState(0, ())
+      >>> groups = MultiOptimizer.from_rules([('weights', 'w', Sgd(None))], rest=Sgd(None))
+      >>> [names for names, _ in leaf_groups(groups.create({'w': 1.0, 'b': 2.0}))]
+      [('weights',), ('rest',)]
+    """
+    definition = optimizer.optimizer_def
+    if not isinstance(definition, MultiOptimizer):
+        yield outer, optimizer
+        return
+    for name, part in definition.split(optimizer).items():
+        yield from leaf_groups(part, (*outer, name))
+
+
+def members(optimizer: Optimizer) -> Iterator[tuple[Names, Names]]:
+    """Yields the group and the path of every leaf that is updated."""
+    for group, part in leaf_groups(optimizer):
+        for leaf in described(part.target)[0]:
+            yield group, leaf.names

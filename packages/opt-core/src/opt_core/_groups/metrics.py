@@ -1,0 +1,115 @@
+"""How large gradients, parameters and updates are, group by group."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from opt_core._gradients import gradient_leaves
+from opt_core._groups.multi_optimizer import MultiOptimizer
+from opt_core._groups.patterns import REST
+from opt_core._groups.selection import Selection, has_shape, select
+from opt_core._groups.table import Group
+from opt_core._optimizer import Optimizer
+
+
+class GroupNorms(flax.struct.PyTreeNode):
+    """Euclidean norms over all leaves of one group, float32 scalars.
+
+    Attributes:
+      gradient: of the gradients; of those that are given, where the group is frozen.
+      parameter: of the parameters before the update.
+      update: of the difference that the update made.
+      update_to_parameter: `update / parameter`; 0 where the parameters are all zero.
+    """
+
+    gradient: jax.Array
+    parameter: jax.Array
+    update: jax.Array
+    update_to_parameter: jax.Array
+
+
+def group_metrics(before: Optimizer, grads: Any, after: Optimizer) -> dict[str, GroupNorms]:
+    """Returns the norms of gradient, parameter and update of every group.
+
+    Every array is read once. Sums are in float32, in float64 for float64 leaves. Traceable: call
+    it in the training step, where XLA joins it with the update.
+
+    Args:
+      before: an optimizer; one that is no `MultiOptimizer` is a single group, `'rest'`.
+      grads: the gradients of the update, like its `target`.
+      after: what `before.apply_gradient(grads)` returned.
+
+    Returns:
+      Norms by group name, in the order of the groups, frozen groups included; a group without any
+      leaf is left out. An `OrderedDict`, which keeps its order under `jax.jit`.
+
+    Raises:
+      TreeMismatchError: `grads` do not have the containers of the parameters.
+
+    Examples:
+      >>> from opt_core import MultiOptimizer, OptimizerDef, OptimizerState
+      >>> class Sgd(OptimizerDef):
+      ...     def init_state(self, params):
+      ...         return OptimizerState(jnp.zeros((), jnp.int32), ())
+      ...     def apply_gradient(self, hyper_params, params, state, grads):
+      ...         return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), state
+      >>> definition = MultiOptimizer(('w', Sgd(None)), names=['weights'])
+      >>> before = definition.create({'w': jnp.array([4.0, 0.0]), 'b': jnp.ones(4)})
+      >>> grads = {'w': jnp.array([3.0, 4.0])}
+      >>> found = group_metrics(before, grads, before.apply_gradient(grads))
+      >>> {name: [float(x) for x in jax.tree.leaves(norms)] for name, norms in found.items()}
+      {'weights': [5.0, 4.0, 2.5, 0.625], 'rest': [0.0, 2.0, 0.0, 0.0]}
+    """
+    selection = selection_of(before)
+    needed = {selection.paths[i] for part in selection.trained for i in part.members}
+    gradients = gradient_leaves(before.target, grads, needed)
+    old, new = jax.tree.leaves(before.target), jax.tree.leaves(after.target)
+    found = OrderedDict[str, GroupNorms]()  # of a dict, `jax.jit` sorts the keys
+    for part in selection.parts:
+        if not part.members:
+            continue
+        updates = [] if part.group.is_frozen else [(new[i], old[i]) for i in part.members]
+        parameter = _norm([(old[i],) for i in part.members])
+        update = _norm(updates)
+        ratio = jnp.where(parameter > 0, update / jnp.where(parameter > 0, parameter, 1), 0)
+        gradient = _norm([(gradients[i],) for i in part.members if gradients[i] is not None])
+        found[part.group.name] = GroupNorms(gradient, parameter, update, ratio)
+    return found
+
+
+def selection_of(optimizer: Optimizer) -> Selection:
+    """Returns how an optimizer's definition divides its parameters."""
+    definition = optimizer.optimizer_def
+    if isinstance(definition, MultiOptimizer):
+        return definition.select(optimizer.target)
+    return select([Group("rest", REST, definition)], optimizer.target, None)
+
+
+def _norm(terms: list[tuple[Any, ...]]) -> jax.Array:
+    """The norm of all leaves, or of all differences of two leaves."""
+    squares = [_square(*term) for term in terms if _is_float(term[0])]
+    if not squares:
+        return jnp.zeros((), jnp.float32)
+    total = squares[0]
+    for square in squares[1:]:
+        total = total + square.astype(total.dtype)
+    return jnp.sqrt(total).astype(jnp.float32)
+
+
+def _square(leaf: Any, minus: Any = None) -> jax.Array:
+    dtype = jnp.result_type(leaf)
+    dtype = jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
+    value = jnp.asarray(leaf, dtype)
+    if minus is not None:
+        value = value - jnp.asarray(minus, dtype)
+    return jnp.sum(jnp.real(value * jnp.conj(value)))
+
+
+def _is_float(leaf: Any) -> bool:
+    is_number = has_shape(leaf) or isinstance(leaf, float | complex)
+    return is_number and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))

@@ -1,0 +1,269 @@
+"""Several definitions over one tree of parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from opt_core._aliasing import unalias
+from opt_core._description.values import StateDescription
+from opt_core._groups import overrides as hypers
+from opt_core._groups.axes import derive_axes
+from opt_core._groups.description import describe_groups
+from opt_core._groups.grouped import Grouped
+from opt_core._groups.state_dict import (
+    Share,
+    is_merged,
+    is_whole,
+    match_groups,
+    read_list_layout,
+    shares,
+    target_dict,
+    write_states,
+)
+from opt_core._groups.states import join_states
+from opt_core._groups.updates import (
+    args_of_params,
+    extra_arg_names,
+    takes_per_example_grads,
+    update_groups,
+)
+from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
+from opt_core._report import RestoreReport
+
+
+class MultiOptimizer(Grouped):
+    """Several definitions over disjoint groups of the parameters.
+
+    Every definition sees a tree with the leaves of its group alone. Leaves of no group are frozen:
+    they have no state, are returned as they are, and need no gradient.
+
+    Args:
+      *traversals_and_optimizers: pairs of a pattern and a definition, or one sequence of them. A
+        pattern is a traversal with `iterate` and `update` (`flax.traverse_util`), or what
+        `from_rules` takes.
+      names: what the groups are called; by default `'0'`, `'1'`, ...
+      rest: the definition of the leaves that no pattern matches; `FROZEN` by default, as in Flax.
+
+    Attributes:
+      groups: the table, frozen groups included.
+      sub_optimizers: the definitions, in order, of the groups that are not frozen.
+      traversals: their patterns.
+      hyper_params: their hyper-parameters, a tuple.
+
+    Raises:
+      GroupError: two groups have one name. When an optimizer is created: a leaf is matched twice,
+        or a pattern matches nothing; lists all of them.
+
+    Examples:
+      >>> class Sgd(OptimizerDef):
+      ...     def init_state(self, params):
+      ...         return OptimizerState(jnp.zeros((), jnp.int32), ())
+      ...     def apply_gradient(self, hyper_params, params, state, grads):
+      ...         rate = self.hyper_params
+      ...         return jax.tree.map(lambda p, g: p - rate * g, params, grads), state
+      >>> definition = MultiOptimizer((r'.*kernel', Sgd(0.5)), (r'.*bias', Sgd(0.25)))
+      >>> params = {'kernel': jnp.ones(1), 'bias': jnp.ones(1), 'scale': jnp.ones(1)}
+      >>> optimizer = definition.create(params)
+      >>> optimizer = optimizer.apply_gradient({'kernel': jnp.ones(1), 'bias': jnp.ones(1)})
+      >>> {name: float(value[0]) for name, value in optimizer.target.items()}
+      {'bias': 0.75, 'kernel': 0.5, 'scale': 1.0}
+    """
+
+    def split(self, optimizer: Optimizer) -> dict[str, Optimizer]:
+        """Returns an optimizer per group that is not frozen, as its definition sees it.
+
+        Args:
+          optimizer: one of this definition.
+
+        Examples:
+          >>> from opt_core import GroupStates
+          >>> definition = MultiOptimizer(('w', OptimizerDef(None)), names=['weights'])
+          >>> params = {'w': jnp.ones(2), 'b': jnp.ones(1)}
+          >>> state = OptimizerState(jnp.int32(3), GroupStates({'weights': {'w': jnp.zeros(2)}}))
+          >>> definition.split(Optimizer(definition, state, params))['weights'].target.keys()
+          dict_keys(['w'])
+        """
+        shared = self._shares(optimizer.target, optimizer.state)
+        return {share.name: share.optimizer for share in shared}
+
+    def _shares(self, target: Any, state: OptimizerState) -> list[Share]:
+        return list(shares(self._selection_like(target), self.sub_optimizers, target, state))
+
+    def init_state(self, params: Any) -> OptimizerState:
+        """Returns the state of every group before the first step.
+
+        Args:
+          params: pytree of parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
+
+        Returns:
+          One `step`; the `param_states` of every group by its name (`GroupStates`).
+        """
+        selection = self._selections.of(params, creates=True)
+        leaves = jax.tree.leaves(params)
+        parts = zip(selection.trained, self.sub_optimizers, strict=True)
+        states = [d.init_state(part.cut(leaves)).param_states for part, d in parts]
+        is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+        step = jax.eval_shape(_zero) if is_abstract else _zero()
+        return OptimizerState(step, join_states(selection, states))
+
+    def apply_gradient(
+        self,
+        hyper_params: Any,
+        params: Any,
+        state: OptimizerState,
+        grads: Any,
+        **extra_args: Any,
+    ) -> tuple[Any, OptimizerState]:
+        """Makes one update of every group.
+
+        Args:
+          hyper_params: one dataclass per group that is not frozen, in order.
+          params: pytree of parameters.
+          state: the state that belongs to them.
+          grads: pytree like `params`; frozen leaves may be `None` or missing.
+          **extra_args: go to the definitions that use them.
+
+        Raises:
+          HyperParamError: `hyper_params` has another length; or a definition's own.
+          TreeMismatchError: `grads` have other containers or keys than `params`.
+        """
+        hypers.check_length(hyper_params, self.group_names)
+        return update_groups(
+            self.select(params),
+            Optimizer(self, state, params),
+            grads,
+            hyper_params=hyper_params,
+            extra_args=extra_args,
+        )
+
+    def update_hyper_params(self, **overrides: Any) -> tuple[Any, ...]:
+        """Returns the hyper-parameters of every group for one update.
+
+        Args:
+          **overrides: `hyper_params=` a sequence with one dataclass per group that is not frozen;
+            `group_overrides=` a mapping from group names to overrides; any other name reaches every
+            group.
+
+        Raises:
+          HyperParamError: a wrong length, an unknown group, or a name that a group does not have.
+        """
+        given = overrides.pop("hyper_params", None)
+        by_group = hypers.by_group(overrides.pop("group_overrides", None), given, self.groups)
+        if given is not None:
+            hypers.check_length(given, self.group_names)
+        hypers.check_reach(overrides, self.group_names)
+        found = []
+        names = zip(self.group_names, self.sub_optimizers, strict=True)
+        for i, (name, definition) in enumerate(names):
+            own = {} if given is None else {"hyper_params": given[i]}
+            with hypers.named(name):
+                found.append(
+                    self._hyper_params_of(definition, own, overrides, by_group.get(name, {}))
+                )
+        return tuple(found)
+
+    def _hyper_params_of(
+        self,
+        definition: OptimizerDef,
+        given: Mapping[str, Any],
+        broadcast: Mapping[str, Any],
+        overrides: Mapping[str, Any],
+    ) -> Any:
+        """One group's: those given for it (or its own), with what all get, and what it alone."""
+        return definition.update_hyper_params(**given, **{**broadcast, **overrides})
+
+    def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns those of `names` that some definition takes in its update, and none overrides."""
+        return extra_arg_names(self.sub_optimizers, names)
+
+    def args_of_params(self, names: Iterable[str]) -> frozenset[str]:
+        """Returns those of `names` that are about the parameters to some definition."""
+        return args_of_params(self.sub_optimizers, names)
+
+    def takes_per_example_grads(self, params: Any, state: OptimizerState, grads: Any) -> bool:
+        """Returns whether some definition wants its group's gradients as they are, per example.
+
+        Args:
+          params: pytree of parameters.
+          state: the state that belongs to them.
+          grads: pytree like `params`; frozen leaves may be `None` or missing.
+        """
+        return takes_per_example_grads(self.select(params), Optimizer(self, state, params), grads)
+
+    def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
+        """Returns the optimizer with the logical axes of every leaf in its place.
+
+        Args:
+          optimizer: an optimizer of this definition; arrays or `jax.ShapeDtypeStruct` leaves.
+          param_axes: a tree like the parameters with a `PartitionSpec`, or `None`, per leaf. Dicts
+            and FrozenDicts may stand for one another.
+
+        Returns:
+          An `Optimizer`: the axes as its target, `None` as its step. A definition that derives no
+          axes has the parameter's where a leaf of its state has the parameter's shape.
+
+        Raises:
+          TreeMismatchError: `param_axes` have other paths than the parameters; lists them.
+        """
+        selection = self.select(optimizer.target)
+        target, param_states = derive_axes(
+            selection, optimizer, list(self.split(optimizer).values()), param_axes
+        )
+        return Optimizer(self, OptimizerState(step=None, param_states=param_states), target)
+
+    def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
+        """Returns what the state of every group means, as its definition says.
+
+        Groups are in the leaves and in the transformations. Parameters have the paths that they
+        have here, whatever a group's definition sees.
+
+        Args:
+          params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
+          state: the state that belongs to them.
+        """
+        return describe_groups(self, params, state)
+
+    def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
+        """Returns `{'target': ..., 'state': {'step': ..., 'param_states': ...}}`.
+
+        Every definition writes its own part. Where every group keeps an entry per parameter,
+        `param_states` has the parameters' paths, with `None` for frozen ones, as Flax and T5X wrote
+        it; otherwise an entry per group by name, and none for a group without anything to write.
+
+        Args:
+          target: the parameters.
+          state: the state that belongs to them.
+        """
+        states = write_states(target, self._shares(target, state))
+        return target_dict(target, state.step, states)
+
+    def _has_entries(self, structure: Any, target: Any, state: OptimizerState) -> bool:
+        del structure
+        return is_merged(self._shares(target, state))
+
+    def _match(
+        self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
+    ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
+        given = self._shares(target, state)
+        state_dict, problems = read_list_layout(state_dict, given)
+        if not is_whole(state_dict):
+            return super()._match(target, state, state_dict)
+        whole = Optimizer(self, state, target)
+        restored, report = match_groups(whole, state_dict, given, self._match_rest)
+        found = dataclasses.replace(report, mismatches=(*problems, *report.mismatches))
+        return unalias(restored), found
+
+    def _match_rest(
+        self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
+    ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
+        """Restores the step and the frozen leaves; what belongs to a group is `()` here."""
+        return super()._match(target, state, state_dict)
+
+
+def _zero() -> jax.Array:
+    return jnp.zeros((), jnp.int32)

@@ -1,0 +1,229 @@
+"""Patterns: which leaves of a tree are meant.
+
+They see paths, shapes, dtypes and logical axes, never values, so the same tree is divided the same
+way before, inside and after a compiled function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+from jax.sharding import PartitionSpec
+
+from opt_core._paths import Names, flatten_with_paths, path_str
+from opt_core._state_dict import to_state_dict
+from opt_core.errors import GroupError
+
+LogicalAxes: TypeAlias = Mapping[Names, frozenset[str]]
+
+
+class Rest(enum.Enum):
+    """The type of `REST`."""
+
+    REST = "rest"
+
+
+REST = Rest.REST
+"""In the place of a pattern: the leaves that no other group has."""
+
+
+@runtime_checkable
+class Traversal(Protocol):
+    """What selects leaves of a tree, as the traversals of `flax.traverse_util` do."""
+
+    def iterate(self, inputs: Any) -> Iterable[Any]:
+        """Yields the selected parts of `inputs`."""
+        ...
+
+    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        """Returns `inputs` with `fn` applied to the selected parts."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class But:
+    """What `pattern` matches and `excluded` does not.
+
+    Attributes:
+      pattern: any pattern.
+      excluded: another.
+    """
+
+    pattern: Any
+    excluded: Any
+
+    def __str__(self) -> str:
+        return f"{pattern_str(self.pattern)} but not {pattern_str(self.excluded)}"
+
+
+class Leaf:
+    """What a pattern may know of a leaf.
+
+    Attributes:
+      names: the names along its path.
+      path: the same, joined by `/`.
+      info: a `jax.ShapeDtypeStruct`, or what says that the shape is not known yet.
+    """
+
+    __slots__ = ("info", "names", "path")
+
+    def __init__(self, names: Names, value: Any) -> None:
+        self.names, self.path = names, path_str(names)
+        self.info: Any
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            self.info = jax.ShapeDtypeStruct(value.shape, value.dtype)
+        elif isinstance(value, bool | int | float | complex):
+            self.info = jax.ShapeDtypeStruct((), jnp.result_type(value))
+        else:
+            self.info = _Unknown(self.path, value)
+
+
+class _Unknown:
+    """Stands for a leaf that is no array, or of which only the path is known."""
+
+    __slots__ = ("_kind", "_path")
+
+    def __init__(self, path: str, value: Any) -> None:
+        is_axes = value is None or isinstance(value, PartitionSpec)
+        self._path, self._kind = path, "" if is_axes else type(value).__name__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if self._kind:
+            raise GroupError(
+                f"a pattern asks for `{name}` of `{self._path}`, which is no array but a "
+                f"{self._kind}: decide by the path"
+            )
+        raise GroupError(
+            f"a pattern asks for `{name}` of `{self._path}`, of which only the path is known here. "
+            "Create the optimizer, or call `derive_logical_axes`, with this definition first, or "
+            "decide by the path."
+        )
+
+
+def pattern_str(pattern: Any) -> str:
+    """Returns a pattern for people to read."""
+    match pattern:
+        case But():
+            return str(pattern)
+        case str():
+            return repr(pattern)
+        case re.Pattern():
+            return repr(pattern.pattern)
+        case Rest():
+            return "the rest"
+        case Set():
+            return f"axes {', '.join(sorted(pattern))}"
+    name = getattr(pattern, "__name__", None) if callable(pattern) else None
+    return name if isinstance(name, str) else type(pattern).__name__
+
+
+def check_pattern(pattern: Any) -> None:
+    """Raises a `TypeError` unless `pattern` is one; a `GroupError` for a bad expression."""
+    match pattern:
+        case str():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise GroupError(f"{pattern!r} is no regular expression: {error}") from None
+            return
+        case re.Pattern() if isinstance(pattern.pattern, bytes):
+            raise GroupError(f"{pattern.pattern!r}: paths are text, not bytes; compile a text")
+        case Set():
+            if not pattern or not all(isinstance(name, str) for name in pattern):
+                raise GroupError("a set of logical axes needs one name or more, all of them text")
+            return
+    if not (isinstance(pattern, re.Pattern | Rest | But | Traversal) or callable(pattern)):
+        raise TypeError(
+            "a pattern is a regular expression for the whole path, a function of `(path, leaf)`, "
+            f"a set of logical axes, or a traversal; got a {type(pattern).__name__}"
+        )
+
+
+def matched(
+    pattern: Any, tree: Any, leaves: Sequence[Leaf], axes: LogicalAxes | None
+) -> frozenset[int]:
+    """Returns the positions of the leaves that a pattern matches.
+
+    Args:
+      pattern: any pattern but `REST`.
+      tree: the parameters' containers with `leaves[i].info` as leaves.
+      leaves: the same leaves, in order.
+      axes: logical axes by path; needed for a set of them.
+    """
+    match pattern:
+        case But(inner, excluded):
+            return matched(inner, tree, leaves, axes) - matched(excluded, tree, leaves, axes)
+        case str() | re.Pattern():
+            expression = re.compile(pattern)
+            return frozenset(i for i, x in enumerate(leaves) if expression.fullmatch(x.path))
+        case Set():
+            if axes is None:
+                raise GroupError(
+                    f"{pattern_str(pattern)}: the logical axes are not known. Pass `param_axes=` "
+                    "to `from_rules`, or call `set_param_axes` first."
+                )
+            if without := [f"`{x.path}`" for x in leaves if x.names not in axes]:
+                raise GroupError(
+                    f"{pattern_str(pattern)}: `param_axes` have nothing for "
+                    f"{', '.join(without)}. Give one `PartitionSpec`, or `None`, for every "
+                    "parameter."
+                )
+            return frozenset(i for i, x in enumerate(leaves) if set(pattern) <= axes[x.names])
+    try:
+        if isinstance(pattern, Traversal):
+            return _traversed(pattern, tree, leaves)
+        return frozenset(i for i, x in enumerate(leaves) if _answer(pattern, x))
+    except GroupError:
+        raise
+    except Exception as error:  # of the pattern's own code
+        raise GroupError(
+            f"{pattern_str(pattern)}: {error}. A pattern is a function of `(path, leaf)`, and sees "
+            "the shape and dtype of a leaf, never its values."
+        ) from error
+
+
+def _answer(pattern: Callable[[str, Any], Any], leaf: Leaf) -> bool:
+    answer = pattern(leaf.path, leaf.info)
+    if isinstance(answer, str | bytes):
+        raise GroupError(
+            f"{pattern_str(pattern)} returns {answer!r} for `{leaf.path}`: a pattern says whether "
+            "a leaf is of its group, not which group a leaf is of"
+        )
+    return bool(answer)
+
+
+def _traversed(traversal: Traversal, tree: Any, leaves: Sequence[Leaf]) -> frozenset[int]:
+    if isinstance(traversal, traverse_util.ModelParamTraversal):
+        # It knows nested dicts alone.
+        positions = jax.tree.unflatten(jax.tree.structure(tree), range(len(leaves)))
+        tree = jax.tree.map(lambda i: leaves[i].info, to_state_dict(positions))
+    selected = {id(leaf) for part in traversal.iterate(tree) for leaf in jax.tree.leaves(part)}
+    return frozenset(i for i, x in enumerate(leaves) if id(x.info) in selected)
+
+
+def logical_axes_by_path(param_axes: Any) -> dict[Names, frozenset[str]]:
+    """Returns the names of the logical axes of every leaf.
+
+    Args:
+      param_axes: nested containers with a `PartitionSpec`, or `None`, per parameter.
+
+    Examples:
+      >>> from jax.sharding import PartitionSpec as P
+      >>> logical_axes_by_path({'w': P('embed', ('heads', 'kv'), None)})[('w',)] == {
+      ...     'embed', 'heads', 'kv'}
+      True
+    """
+    found: dict[Names, frozenset[str]] = {}
+    for names, spec in flatten_with_paths(param_axes):
+        parts = [part if isinstance(part, tuple) else (part,) for part in tuple(spec or ())]
+        found[names] = frozenset(name for part in parts for name in part if name is not None)
+    return found

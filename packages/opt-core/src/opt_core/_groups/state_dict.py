@@ -1,0 +1,209 @@
+"""Writing and restoring groups, each by its own definition.
+
+Where every group keeps an entry per parameter, a state dict is the merged tree that Flax and T5X
+wrote: the entries at the paths of the parameters, `None` where a parameter is frozen. Otherwise it
+has an entry per group, by name. In memory states are always by group (`GroupStates`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from opt_core._groups import layout
+from opt_core._groups.selection import Selection, at_paths, has_shape, replace_at
+from opt_core._groups.states import GroupStates, split_states
+from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
+from opt_core._paths import Names, path_str
+from opt_core._report import Mismatch, RestoreReport
+from opt_core._state_dict import to_state_dict
+from opt_core.errors import RestoreError, StateDictError
+
+_ABSENT: Any = object()
+
+Restored = tuple[tuple[Any, OptimizerState], RestoreReport]
+Restore = Callable[[Any, OptimizerState, Mapping[str, Any]], Restored]
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """One group of an optimizer.
+
+    Attributes:
+      name: the group's.
+      paths: of its leaves.
+      structure: of its parameters.
+      optimizer: what its definition sees.
+    """
+
+    name: str
+    paths: tuple[Names, ...]
+    structure: Any
+    optimizer: Optimizer
+
+
+def shares(
+    selection: Selection,
+    definitions: Sequence[OptimizerDef],
+    target: Any,
+    state: OptimizerState,
+) -> Iterator[Share]:
+    """Yields every group that is not frozen, by path: leaves may be axes, or anything."""
+    leaves = jax.tree.leaves(target)
+    params = leaves if all(map(has_shape, leaves)) else None
+    states = split_states(selection, definitions, params, state.param_states)
+    for part, definition, own in zip(selection.trained, definitions, states, strict=True):
+        position = selection.parts.index(part)
+        cut = selection.cut_by_path(target, position, holes=definition.whole_tree)
+        optimizer = Optimizer(definition, OptimizerState(state.step, own), cut)
+        paths = tuple(selection.paths[i] for i in part.members)
+        yield Share(part.group.name, paths, part.treedef, optimizer)
+
+
+def is_merged(given: Iterable[Share]) -> bool:
+    """Whether the state dict is one tree of all groups: each has an entry per parameter."""
+    return all(
+        share.optimizer.optimizer_def._has_entries(
+            share.structure, share.optimizer.target, share.optimizer.state
+        )
+        for share in given
+    )
+
+
+def write_states(target: Any, given: Sequence[Share]) -> dict[str, Any]:
+    """Returns the entry `param_states` of a state dict in a dict of its own, if there is one."""
+    is_grouped = not is_merged(given)
+    written: Any = {} if is_grouped else layout.blank(target)
+    for share in given:
+        optimizer = share.optimizer
+        state_dict = optimizer.optimizer_def.state_dict(optimizer.target, optimizer.state)
+        entry = state_dict["state"].get("param_states", {})
+        if is_grouped:
+            written |= {share.name: entry} if not isinstance(entry, Mapping) or entry else {}
+            continue
+        _check_entries(share, entry)
+        for names in share.paths:
+            value = layout.get_at(entry, names, {})
+            if names:
+                layout.set_at(written, names, value)
+            else:  # the only parameter is the tree itself
+                written = value
+    return {} if is_grouped and not written else {"param_states": written}
+
+
+def _check_entries(share: Share, entry: Any) -> None:
+    """Raises a `StateDictError` unless the group wrote an entry per parameter, and no other."""
+    states = dict(at_paths(share.optimizer.state.param_states, share.paths))
+    missing = [
+        f"`{path_str(names)}` has no entry"
+        for names in share.paths
+        if layout.get_at(entry, names, _ABSENT) is _ABSENT and jax.tree.leaves(states.get(names))
+    ]
+    others = jax.tree.leaves(layout.leftover(entry, layout.trie(share.paths)))
+    if not missing and not others:
+        return
+    problems = missing + [f"{len(others)} arrays are of no parameter"] * bool(others)
+    raise StateDictError(
+        f"the `state_dict` of group `{share.name}` is not laid out as its parameters are, as its "
+        "state is:\n"
+        + "\n".join(f"  {line}" for line in problems)
+        + f"\nWrite one entry per parameter, or set `whole_tree = True` in "
+        f"`{type(share.optimizer.optimizer_def).__name__}`: its state then has a layout of its own."
+    )
+
+
+def match_groups(
+    optimizer: Optimizer,
+    state_dict: Mapping[str, Any],
+    given: Sequence[Share],
+    match_rest: Restore,
+) -> Restored:
+    """Returns an optimizer's parameters and state with the leaves of a state dict, and a report.
+
+    Args:
+      optimizer: the reference.
+      state_dict: has mappings `target` and `state`.
+      given: the groups of `optimizer`.
+      match_rest: restores what belongs to no group: the step, and frozen leaves.
+    """
+    target, state = optimizer.target, optimizer.state
+    is_grouped = not is_merged(given)
+    entry = state_dict["state"].get("param_states", {})
+    paths = [names for share in given for names in share.paths]
+    shape = layout.trie(paths)
+    holes = dict.fromkeys(paths, ())
+    rest_states = {} if is_grouped else replace_at(jax.tree.map(lambda _: None, target), holes)
+    rest_shape = dict.fromkeys(share.name for share in given) if is_grouped else shape
+    rest_dict = {
+        "target": layout.leftover(state_dict["target"], shape),
+        "state": {
+            **state_dict["state"],
+            "param_states": layout.leftover(entry, rest_shape),
+        },
+    }
+    (rest, rest_state), report = match_rest(
+        replace_at(target, holes), OptimizerState(state.step, rest_states), rest_dict
+    )
+    reports = [dataclasses.replace(report, state_matched=0)]
+    leaves: dict[Names, Any] = {}
+    states: dict[str, Any] = {}
+    for share in given:
+        written = _own_dict(state_dict, share, is_grouped)
+        (new, new_state), found = _restore(share.optimizer, written)
+        found = layout.without_step(found)
+        leaves |= dict(at_paths(new, share.paths))
+        states[share.name] = new_state.param_states
+        reports.append(layout.renamed(found, share.name) if is_grouped else found)
+    restored = replace_at(rest, leaves), OptimizerState(rest_state.step, GroupStates(states))
+    return restored, layout.merged_reports(reports)
+
+
+def read_list_layout(state_dict: Any, given: Sequence[Share]) -> tuple[Any, tuple[Mismatch, ...]]:
+    """Returns a state dict in today's layout, and what of an old one had no place in it."""
+    state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+    if not layout.is_list_layout(state) or not is_merged(given):
+        return state_dict, ()
+    state, problems = layout.from_list_layout(state, [share.paths for share in given])
+    return {**state_dict, "state": state}, problems
+
+
+def _own_dict(state_dict: Mapping[str, Any], share: Share, is_grouped: bool) -> dict[str, Any]:
+    """The part of a state dict that one group restores."""
+    shape = layout.trie(share.paths)
+    state: dict[str, Any] = {"step": share.optimizer.state.step}
+    if "param_states" in state_dict["state"]:
+        entry = state_dict["state"]["param_states"]
+        if not is_grouped:
+            state["param_states"] = layout.restrict(entry, shape) if share.paths else {}
+        elif isinstance(entry, Mapping) and share.name in entry:
+            state["param_states"] = entry[share.name]
+    target = layout.restrict(state_dict["target"], shape) if share.paths else {}
+    return {"target": target, "state": state}
+
+
+def _restore(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Restored:
+    """By the definition's own `restore_state`, where it has one."""
+    definition, target, state = optimizer.optimizer_def, optimizer.target, optimizer.state
+    if type(definition).restore_state is OptimizerDef.restore_state:
+        return definition._match(target, state, state_dict)
+    try:
+        restored = definition.restore_state(target, state, state_dict)
+    except RestoreError as error:
+        return (target, state), error.report
+    states = len(jax.tree.leaves(restored[1].param_states))
+    return restored, RestoreReport((), len(jax.tree.leaves(restored)), states)
+
+
+def target_dict(target: Any, step: Any, states: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state dict in the layout of Flax and T5X."""
+    return {"target": to_state_dict(target), "state": {"step": to_state_dict(step), **states}}
+
+
+def is_whole(state_dict: Any) -> bool:
+    """Whether it has parameters and a state; else the whole is one deviation."""
+    if not isinstance(state_dict, Mapping) or "target" not in state_dict:
+        return False
+    return isinstance(state_dict.get("state"), Mapping)

@@ -1,0 +1,194 @@
+"""One update of several groups: gradients, extra arguments and results, to and fro."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from opt_core._gradients import check_frozen_gradients, gradient_leaves
+from opt_core._groups.overrides import OWN, has_hyper_param, listed, named
+from opt_core._groups.selection import Part, Selection
+from opt_core._groups.states import join_states, split_states
+from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
+from opt_core._paths import Names
+from opt_core.errors import UnusedArgumentError
+from opt_core.protocols import TakesArgsOfParams, TakesExtraArgs, TakesPerExampleGrads
+
+
+def update_groups(
+    selection: Selection,
+    optimizer: Optimizer,
+    grads: Any,
+    *,
+    hyper_params: Sequence[Any],
+    extra_args: Mapping[str, Any],
+) -> tuple[Any, OptimizerState]:
+    """Returns the new parameters and the new state; see `MultiOptimizer.apply_gradient`.
+
+    Args:
+      selection: how the parameters are divided.
+      optimizer: of a `MultiOptimizer`, before the update.
+      grads: pytree like the parameters; frozen leaves may be `None` or missing.
+      hyper_params: one dataclass per group that is not frozen, in order.
+      extra_args: go to the definitions that use them.
+    """
+    definition: Any = optimizer.optimizer_def
+    before = jax.tree.leaves(optimizer.target)
+    leaves = list(before)
+    gradients = _checked_gradients(selection, optimizer, grads)
+    states, used = [], frozenset[str]()
+    rows = zip(
+        selection.trained,
+        definition.sub_optimizers,
+        hyper_params,
+        split_states(selection, definition.sub_optimizers, before, optimizer.state.param_states),
+        strict=True,
+    )
+    for part, own, hyper, own_states in rows:
+        own_state = OptimizerState(optimizer.state.step, own_states)
+        operands = (hyper, part.cut(leaves), own_state, part.cut(gradients))
+        taken = _of_group(own, _extra_args_of(own, extra_args), (selection, part, before))
+        with named(part.group.name):
+            (new, new_state), acted = _apply_with(own, operands, taken)
+        used |= acted
+        part.paste(new, leaves)
+        states.append(new_state.param_states)
+    _check_used(extra_args, used)
+    step = increment_step(optimizer.state.step)
+    return selection.treedef.unflatten(leaves), OptimizerState(step, join_states(selection, states))
+
+
+def takes_per_example_grads(selection: Selection, optimizer: Optimizer, grads: Any) -> bool:
+    """Returns whether some definition wants the gradients of its group per example."""
+    definition: Any = optimizer.optimizer_def
+    gradients = gradient_leaves(optimizer.target, grads, _needed(selection))
+    leaves = jax.tree.leaves(optimizer.target)
+    rows = zip(
+        selection.trained,
+        definition.sub_optimizers,
+        split_states(selection, definition.sub_optimizers, None, optimizer.state.param_states),
+        strict=True,
+    )
+    return any(
+        isinstance(own, TakesPerExampleGrads)
+        and own.takes_per_example_grads(
+            part.cut(leaves), OptimizerState(optimizer.state.step, states), part.cut(gradients)
+        )
+        for part, own, states in rows
+    )
+
+
+def _needed(selection: Selection) -> set[Names]:
+    return {selection.paths[i] for part in selection.trained for i in part.members}
+
+
+def _checked_gradients(selection: Selection, optimizer: Optimizer, grads: Any) -> list[Any]:
+    gradients = gradient_leaves(optimizer.target, grads, _needed(selection))
+    leaves = jax.tree.leaves(optimizer.target)
+    frozen = (i for part in selection.parts if part.group.is_frozen for i in part.members)
+    check_frozen_gradients(
+        ((selection.paths[i], leaves[i], gradients[i]) for i in frozen),
+        is_per_example=lambda: takes_per_example_grads(selection, optimizer, grads),
+    )
+    return gradients
+
+
+def extra_arg_names(definitions: Sequence[OptimizerDef], names: Iterable[str]) -> frozenset[str]:
+    """Returns those of `names` that some definition takes in its update, and none overrides."""
+    asked = frozenset(names) - OWN
+    taken = frozenset[str]().union(
+        *(d.extra_arg_names(asked) for d in definitions if isinstance(d, TakesExtraArgs))
+    )
+    return frozenset(n for n in taken if not any(has_hyper_param(d, n) for d in definitions))
+
+
+def args_of_params(definitions: Sequence[OptimizerDef], names: Iterable[str]) -> frozenset[str]:
+    """Returns those of `names` that some definition takes as being about the parameters."""
+    asked = frozenset(names)
+    takers = (d.args_of_params(asked) for d in definitions if isinstance(d, TakesArgsOfParams))
+    return frozenset[str]().union(*takers)
+
+
+def _extra_args_of(definition: OptimizerDef, extra_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the extra arguments that one definition says it takes."""
+    if not extra_args or not isinstance(definition, TakesExtraArgs):
+        return {}
+    return {name: extra_args[name] for name in definition.extra_arg_names(extra_args)}
+
+
+def _of_group(
+    definition: OptimizerDef,
+    extra_args: Mapping[str, Any],
+    group: tuple[Selection, Part, Sequence[Any]],
+) -> dict[str, Any]:
+    """Returns extra arguments as one group's definition needs them.
+
+    A group has a part of the parameters: in functions of the parameters the others stay where they
+    are before the update.
+
+    Args:
+      definition: the group's.
+      extra_args: what it takes.
+      group: how the parameters are divided, its part of them, and all of them in order.
+    """
+    if not isinstance(definition, TakesArgsOfParams):
+        return dict(extra_args)
+    selection, part, leaves = group
+
+    def cut(value: Any) -> Any:
+        is_whole = jax.tree.structure(value) == selection.treedef
+        return part.cut(jax.tree.leaves(value)) if is_whole else value
+
+    def inside(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)  # a line search looks at its signature
+        def of_own(params: Any, *args: Any, **kwargs: Any) -> Any:
+            whole = list(leaves)
+            part.paste(params, whole)
+            return cut(function(selection.treedef.unflatten(whole), *args, **kwargs))
+
+        return of_own
+
+    about = definition.args_of_params(extra_args)
+    return {
+        name: value if name not in about else inside(value) if callable(value) else cut(value)
+        for name, value in extra_args.items()
+    }
+
+
+def _apply_with(
+    definition: Any, operands: tuple[Any, ...], extra_args: Mapping[str, Any]
+) -> tuple[tuple[Any, OptimizerState], frozenset[str]]:
+    """Updates one group.
+
+    A transformation that takes any keyword says so only when it is traced that it has no use for
+    one. Another group may have.
+
+    Args:
+      definition: the group's.
+      operands: hyper-parameters, parameters, state and gradients.
+      extra_args: what it says it takes.
+
+    Returns:
+      What `apply_gradient` returns, and the names of the arguments that were used.
+    """
+    taken = dict(extra_args)
+    while True:
+        try:
+            return definition.apply_gradient(*operands, **taken), frozenset(taken)
+        except UnusedArgumentError as error:
+            if not error.names & taken.keys():
+                raise
+            taken = {name: value for name, value in taken.items() if name not in error.names}
+
+
+def _check_used(extra_args: Mapping[str, Any], used: frozenset[str]) -> None:
+    """Raises an `UnusedArgumentError` for arguments that no group used."""
+    if unused := sorted(extra_args.keys() - used):
+        raise UnusedArgumentError(
+            f"{listed(unused)}: neither a hyper-parameter nor an extra argument that any group "
+            "uses",
+            unused,
+        )

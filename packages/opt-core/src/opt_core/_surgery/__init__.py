@@ -1,0 +1,1 @@
+"""Changing the groups of an optimizer that has been trained."""

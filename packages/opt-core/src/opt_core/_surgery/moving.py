@@ -1,0 +1,168 @@
+"""Taking leaves over: their values, dtypes and places, and the counts of schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from opt_core._description.values import LeafDescription
+from opt_core._dtypes import convert_held
+from opt_core._optimizer import Optimizer
+from opt_core._paths import Names
+from opt_core._surgery.changes import Action, leaf_path
+from opt_core._surgery.hazards import Move
+from opt_core._surgery.placement import agree, is_abstract, is_tracer, placed
+from opt_core.errors import GroupError
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a caller said.
+
+    Attributes:
+      allow: what may happen.
+      joins: whether leaves without moments join others at their count.
+      schedules: whether their counts go on.
+      shardings: see `regroup`.
+      is_asked: whether it was asked for that state is lost.
+    """
+
+    allow: frozenset[str] = frozenset()
+    joins: bool = False
+    schedules: Literal["continue", "restart"] = "continue"
+    shardings: Any = None
+    is_asked: bool = False
+
+    def misfit(self, old: Any, new: Any) -> str:
+        """Returns why a leaf cannot become another; empty if it can."""
+        before, after = np.shape(old), np.shape(new)
+        if before != after and not (
+            "reshape" in self.allow and math.prod(before) == math.prod(after)
+        ):
+            return f"its shape was {list(before)}"
+        one, other = (jnp.result_type(leaf) for leaf in (old, new))
+        return "" if one == other or _is_like(one, other) else f"its dtype was {one}"
+
+    def placed(self, taken: Mapping[int, Any], given: Sequence[Any]) -> dict[int, Any]:
+        """Returns leaves where a caller wants them."""
+        return {i: placed(leaf, given[i]) for i, leaf in taken.items()}
+
+    def action(self, move: Move, i: int, leaf: Any) -> Action:
+        """Returns what became of a leaf of the new state."""
+        pair, told = move.pairs[i], move.new.told[i]
+        if not pair.sources:
+            return "initialised"
+        first = pair.sources[0]
+        if _form(move.old.leaves[first]) != _form(leaf):
+            return "converted"
+        return "kept" if move.old.told[first].key == told.key else "renamed"
+
+
+def _form(leaf: Any) -> Any:
+    return np.shape(leaf), jnp.result_type(leaf)
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    kinds = (jnp.floating, jnp.complexfloating, jnp.signedinteger, jnp.unsignedinteger)
+    return any(jnp.issubdtype(one, kind) and jnp.issubdtype(other, kind) for kind in kinds)
+
+
+def moved_leaves(
+    optimizer: Optimizer, move: Move, options: Options
+) -> tuple[dict[int, Any], dict[int, str]]:
+    """Returns the leaves of the new state that are not made by `init`, and notes on some.
+
+    Args:
+      optimizer: has the old state.
+      move: which leaf comes from which.
+      options: what the caller said.
+    """
+    found: dict[int, Any] = {}
+    notes: dict[int, str] = {}
+    for i, (pair, told) in enumerate(zip(move.pairs, move.new.told, strict=True)):
+        if pair.sources:
+            source = move.old.leaves[pair.sources[0]]
+            found[i] = _converted(source, move.new.leaves[i], move.old.told[pair.sources[0]])
+        elif told.role == "schedule_count" and options.schedules == "continue":
+            count, notes[i] = _count_of_updates(optimizer, move, told)
+            count = count if hasattr(count, "dtype") else jnp.asarray(count)
+            if np.shape(count) == move.new.leaves[i].shape:
+                found[i] = _converted(count, move.new.leaves[i], told)
+    return found, notes
+
+
+def _converted(leaf: Any, like: Any, told: LeafDescription) -> Any:
+    """Returns a leaf in the shape and dtype of another.
+
+    Raises:
+      GroupError: a value does not fit.
+    """
+    dtype, shape = like.dtype, like.shape
+    if not hasattr(leaf, "dtype"):
+        return leaf
+    if is_abstract(leaf):
+        return leaf if _form(leaf) == (shape, dtype) else jax.ShapeDtypeStruct(shape, dtype)
+    if np.shape(leaf) != shape:
+        leaf = leaf.reshape(shape)
+    if leaf.dtype == dtype:
+        return leaf
+    if isinstance(leaf, np.ndarray):
+        converted, lost = convert_held(leaf, dtype)
+        if lost is not None:
+            raise GroupError(_does_not_fit(leaf, dtype, told, f" with {lost}"))
+        return converted
+    cast = leaf.astype(dtype)
+    if not is_tracer(leaf) and not bool(jax.jit(_survives)(leaf, cast)):
+        raise GroupError(_does_not_fit(leaf, dtype, told, ""))
+    return cast
+
+
+def _survives(before: Any, after: Any) -> Any:
+    """Integers exactly; floats are rounded, but not to infinity or 0."""
+    if not jnp.issubdtype(before.dtype, jnp.inexact):
+        return jnp.all(after.astype(before.dtype) == before)
+    is_tiny = jnp.abs(before) < jnp.finfo(before.dtype).tiny
+    return jnp.all(~jnp.isfinite(before) | (jnp.isfinite(after) & ((after != 0) | is_tiny)))
+
+
+def _does_not_fit(leaf: Any, dtype: Any, told: LeafDescription, value: str) -> str:
+    return (
+        f"`{leaf_path(told)}` is {leaf.dtype}{list(leaf.shape)}{value}, which does not fit the "
+        f"{dtype} of the new state. Give it a wider dtype (64 bits need `jax_enable_x64`), or "
+        "convert the state first."
+    )
+
+
+def _count_of_updates(optimizer: Optimizer, move: Move, told: LeafDescription) -> tuple[Any, str]:
+    """The number of updates that were made, and where it is from."""
+    for i, leaf in enumerate(move.new.told):
+        if _counts_updates_around(leaf, move, told):
+            sources = move.pairs[i].sources or tuple(
+                k for k, old in enumerate(move.old.told) if old.key == leaf.key
+            )
+            if sources and agree(move.old.leaves[k] for k in sources):
+                path = leaf_path(move.old.told[sources[0]])
+                return move.old.leaves[sources[0]], f"goes on from `{path}`"
+    return optimizer.state.step, "goes on from `step`"
+
+
+def _counts_updates_around(leaf: LeafDescription, move: Move, inner: LeafDescription) -> bool:
+    """Whether a leaf counts the updates of a window of mini-steps that another is inside of."""
+    made = move.new.description.of(leaf)
+    windows = {bearing.count for bearing in made.bearing.values() if bearing.effect == "window"}
+    place: Names = leaf.path[: len(leaf.path) - len(leaf.field)]
+    return (
+        bool(windows)
+        and leaf.parameter is None
+        and leaf.role == "count"
+        and leaf.field not in windows
+        and inner.path[: len(place)] == place
+        and (inner.transformation, inner.number) != (leaf.transformation, leaf.number)
+        and leaf.group == inner.group[: len(leaf.group)]
+    )

@@ -1,0 +1,329 @@
+"""Changing the groups of an optimizer that has been trained, keeping the state that still fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+import numpy as np
+
+from opt_core._aliasing import unalias
+from opt_core._description.describe import describe_state
+from opt_core._groups.leaf_groups import leaf_groups, members
+from opt_core._groups.table import FROZEN, Group
+from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
+from opt_core._paths import path_str
+from opt_core._surgery import hazards
+from opt_core._surgery.changes import ChangeReport, LeafChange, check_allowances, leaf_path
+from opt_core._surgery.moving import Options, moved_leaves
+from opt_core._surgery.pairing import Pair, Pairing, Side
+from opt_core._surgery.placement import Places, flat_shardings, init_leaves, mesh_sharding
+from opt_core._surgery.tables import as_groups, carved, group_of, matching_leaves, shown, unused
+from opt_core.errors import GroupError, SurgeryError
+
+Schedules: TypeAlias = Literal["continue", "restart"]
+"""Whether the counts of schedules go on, or begin at 0 in groups that are new or changed."""
+
+
+def reset(
+    optimizer: Optimizer, group: str, *, shardings: Any = None
+) -> tuple[Optimizer, ChangeReport]:
+    """Reinitialises the state of one group; parameters, `step` and counts of schedules stay.
+
+    Only that group's state is made, and every leaf where the one was that it replaces.
+
+    Args:
+      optimizer: one of a `MultiOptimizer`.
+      group: the group's name; `outer/inner` for a group of a nested one.
+      shardings: where to place leaves otherwise; see `regroup`.
+
+    Returns:
+      The optimizer and a report; the state of the other groups is kept.
+
+    Raises:
+      GroupError: there is no such group, or it is frozen and has no state.
+      SurgeryError: its parameters are on an excursion (`optax.contrib.sam`) from which they would
+        not come back.
+    """
+    names = group_of(optimizer.optimizer_def, group)
+    side = _side(optimizer)
+    structure: Any = jax.tree.structure(optimizer.state.param_states)
+    positions = structure.unflatten(range(structure.num_leaves))
+    indexed = optimizer.replace(state=OptimizerState(optimizer.state.step, positions))
+    chosen = {
+        i
+        for own, part in leaf_groups(indexed)
+        if own[: len(names)] == names
+        for i in jax.tree.leaves(part.state.param_states)
+    }
+    chosen = {i for i in chosen if side.told[i].role != "schedule_count"}
+    pairs = tuple(Pair((), "") if i in chosen else Pair((i,)) for i in range(len(side.told)))
+    move = hazards.Move(side, side, pairs)
+    _check(move, Options(allow=frozenset({"drop"}), is_asked=True))
+    if shardings is None:
+        shardings = jax.tree.map(mesh_sharding, optimizer.state.param_states)
+    return _moved(optimizer, optimizer, move, Options(shardings=shardings))
+
+
+def freeze(
+    optimizer: Optimizer, pattern: Any, *, name: str = "frozen"
+) -> tuple[Optimizer, ChangeReport]:
+    """Stops updating the leaves that a pattern matches, and drops their state.
+
+    That is what freezing means: the report lists what was dropped, and nothing need be admitted.
+
+    Args:
+      optimizer: of any definition; one without groups becomes a `MultiOptimizer`, whose group
+        `'rest'` it is.
+      pattern: see `MultiOptimizer.from_rules`.
+      name: what the new group is called; a number is added where there is one already.
+
+    Returns:
+      The optimizer and a report.
+
+    Raises:
+      GroupError: the pattern matches nothing.
+      SurgeryError: its parameters are on an excursion (`optax.contrib.sam`) from which they would
+        not come back.
+    """
+    definition = as_groups(optimizer.optimizer_def)
+    chosen = matching_leaves(definition, optimizer.target, pattern)
+    groups = carved(definition, optimizer.target, pattern, chosen)
+    frozen = Group(unused(name, groups), pattern, FROZEN)
+    options = Options(allow=frozenset({"drop"}), is_asked=True)
+    return _regroup(optimizer, definition.with_groups([frozen, *groups]), options)
+
+
+def unfreeze(
+    optimizer: Optimizer,
+    pattern: Any,
+    definition: OptimizerDef,
+    *,
+    name: str = "unfrozen",
+    schedules: Schedules = "continue",
+    shardings: Any = None,
+) -> tuple[Optimizer, ChangeReport]:
+    """Updates frozen leaves from now on.
+
+    Args:
+      optimizer: one of a `MultiOptimizer`.
+      pattern: which leaves; see `MultiOptimizer.from_rules`. Those that are frozen inside a nested
+        `MultiOptimizer` leave it.
+      definition: how they are updated. Their state is new, but for the counts of schedules.
+      name: what the new group is called; a number is added where there is one already.
+      schedules: `'continue'`: the new group's schedules are where the training is; `'restart'`:
+        they begin at 0.
+      shardings: see `regroup`.
+
+    Returns:
+      The optimizer and a report.
+
+    Raises:
+      GroupError: the pattern matches nothing, or leaves that are not frozen; lists these.
+    """
+    whole = as_groups(optimizer.optimizer_def)
+    chosen = matching_leaves(whole, optimizer.target, pattern)
+    paths = whole.select(optimizer.target).paths
+    owners = {names: group for group, names in members(optimizer)}
+    if busy := [
+        f"  `{path_str(paths[i])}` belongs to {shown(whole, owners[paths[i]])}"
+        for i in sorted(chosen)
+        if paths[i] in owners
+    ]:
+        raise GroupError(
+            "`pattern` matches leaves that are not frozen:\n"
+            + "\n".join(busy)
+            + "\nMake it narrower, or take `regroup` to move them."
+        )
+    groups = carved(whole, optimizer.target, pattern, chosen)
+    new = Group(unused(name, groups), pattern, definition)
+    options = Options(schedules=_checked(schedules), shardings=shardings)
+    return _regroup(optimizer, whole.with_groups([new, *groups]), options)
+
+
+def regroup(
+    optimizer: Optimizer,
+    new_definition: OptimizerDef,
+    *,
+    allow: Iterable[str] = (),
+    counts: Literal["agree", "keep"] = "agree",
+    schedules: Schedules = "continue",
+    shardings: Any = None,
+) -> tuple[Optimizer, ChangeReport]:
+    """Goes on with another definition, keeping every leaf of the state that is the same thing.
+
+    Leaves are the same thing if their descriptions say so (`describe_state`): transformation,
+    field, parameter, and the dimensions of it that they keep. Places in a chain, wrappers and
+    classes do not matter; equal shapes are not enough. Another dtype is converted.
+
+    What a group keeps for all its parameters, such as a count, is taken from the groups that they
+    come from, where these agree. The counts of schedules go on: of a new schedule from
+    `optimizer.state.step`, inside of a window of mini-steps from the number of updates. Settings
+    that a state records (`LeafDescription.role` `'other'` with the name of a setting) are the new
+    definition's where they changed; a value that was set at run time stays where they did not.
+
+    Args:
+      optimizer: of any definition.
+      new_definition: any definition. Parameters and `step` stay as they are.
+      allow: what may happen besides: `'drop'` trained leaves that have no place any more,
+        `'optimizer'` a switch (`nesterov`), or another order, of transformations that go on,
+        `'reshape'` a leaf to another shape of the same size. `'initialise'`, `'regroup'` and
+        `'cast'` are implied.
+      counts: what becomes of leaves that were frozen, or come from a group without a count, where
+        they join others. `'agree'`: the transformation is reinitialised for all of them, which
+        drops the others' moments; `'keep'`: they join at the others' count with moments of zero.
+      schedules: `'continue'`, or `'restart'`: the schedules of groups that are new or changed
+        begin at 0.
+      shardings: where to place leaves: an `Optimizer` of shardings or a tree like the new
+        `param_states`, with `None` where the default is right. By default kept leaves stay, and
+        new ones are placed as other state of the parameter is, or as the parameter.
+
+    Returns:
+      The optimizer and a report: a line for every leaf of the new state, and for those of the old
+      one that were dropped.
+
+    Raises:
+      SurgeryError: trained leaves would be dropped; a setting changed that gives the state its
+        meaning; a window or cycle is open that cannot be finished as it began; lists them all.
+      GroupError: the groups of `new_definition` do not divide the parameters; or values have to be
+        compared while tracing: call it outside of compiled functions. Or a value does not fit the
+        new dtype.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from opt_core import MultiOptimizer
+      >>> class Momentum(OptimizerDef):
+      ...     def init_state(self, params):
+      ...         momenta = jax.tree.map(jnp.zeros_like, params)
+      ...         return OptimizerState(jnp.zeros((), jnp.int32), momenta)
+      >>> optimizer = Momentum(None).create({'w': jnp.ones(2), 'b': jnp.ones(1)})
+      >>> rules = [('weights', 'w', Momentum(None)), ('biases', 'b', FROZEN)]
+      >>> definition = MultiOptimizer.from_rules(rules)
+      >>> optimizer, report = regroup(optimizer, definition, allow={'drop'})
+      >>> print(report)
+      kept 1
+        weights/w
+      dropped 1
+        b
+    """
+    if counts not in ("agree", "keep"):
+        raise GroupError(f"`counts` must be 'agree' or 'keep', found {counts!r}")
+    options = Options(
+        allow=check_allowances(allow),
+        joins=counts == "keep",
+        schedules=_checked(schedules),
+        shardings=shardings,
+    )
+    return _regroup(optimizer, new_definition, options)
+
+
+def _regroup(
+    optimizer: Optimizer, definition: OptimizerDef, options: Options
+) -> tuple[Optimizer, ChangeReport]:
+    fresh = jax.eval_shape(definition.create, optimizer.target).replace(target=optimizer.target)
+    old, new = _side(optimizer), _side(fresh)
+    pairing = Pairing(old, new, joins=options.joins)
+    pairs = _fitting(old, new, pairing.pairs, options)
+    if options.schedules == "restart":
+        pairs = _restarted(optimizer, fresh, new, pairs)
+    move = hazards.Move(old, new, pairs)
+    _check(move, options, pairing.unclear)
+    return _moved(optimizer, fresh, move, options)
+
+
+def _side(optimizer: Optimizer) -> Side:
+    owners = {names: group for group, names in members(optimizer)}
+    leaves = jax.tree.leaves(optimizer.state.param_states)
+    return Side(describe_state(optimizer), leaves, owners)
+
+
+def _fitting(old: Side, new: Side, pairs: Sequence[Pair], options: Options) -> Sequence[Pair]:
+    """Leaves whose shapes or kinds of numbers differ are not paired, whatever they are called."""
+    found = []
+    for pair, leaf in zip(pairs, new.leaves, strict=True):
+        why = next((w for i in pair.sources if (w := options.misfit(old.leaves[i], leaf))), "")
+        found.append(Pair(note=why) if why else pair)
+    return found
+
+
+def _restarted(
+    optimizer: Optimizer, fresh: Optimizer, new: Side, pairs: Sequence[Pair]
+) -> Sequence[Pair]:
+    """Without the counts of schedules, but in groups that are what they were."""
+    before, after = dict(leaf_groups(optimizer)), dict(leaf_groups(fresh))
+    was = {names: group for group, names in members(optimizer)}
+    changed = {group for names, group in new.owners.items() if was.get(names) != group}
+    changed |= {was[names] for names in was if new.owners.get(names) != was[names]}
+    same = {
+        group
+        for group, part in after.items()
+        if group in before and before[group].optimizer_def == part.optimizer_def
+    }
+    stays = [any(leaf.group[: len(g)] == g for g in same - changed) for leaf in new.told]
+    return [
+        pair if keep or leaf.role != "schedule_count" else Pair(note="restarts")
+        for pair, leaf, keep in zip(pairs, new.told, stays, strict=True)
+    ]
+
+
+def _check(move: hazards.Move, options: Options, unclear: Iterable[str] = ()) -> None:
+    """Raises a `SurgeryError` for everything that must not happen, or was not admitted."""
+    problems = list(hazards.refusals(move, is_asked=options.is_asked))
+    parts = ["\n".join(f"  {problem}" for problem in problems)]
+    if "drop" not in options.allow and (lost := hazards.dropped_leaves(move)):
+        parts.append(
+            f"trained state would be dropped:\n{lost}\nGo on without it by `allow={{'drop'}}`."
+        )
+    changed = [*hazards.switches(move), *unclear]
+    if "optimizer" not in options.allow and changed:
+        parts.append(
+            "transformations would go on with state of others that act otherwise:\n"
+            + "\n".join(f"  {change}" for change in changed)
+            + "\nGo on with it by `allow={'optimizer'}`."
+        )
+    if any(parts):
+        raise SurgeryError(
+            "the state cannot go on as it is under the new definition:\n"
+            + "\n".join(part for part in parts if part)
+        )
+
+
+def _moved(
+    optimizer: Optimizer, fresh: Optimizer, move: hazards.Move, options: Options
+) -> tuple[Optimizer, ChangeReport]:
+    """Makes the new state, and says what became of every leaf."""
+    old, new = move.old, move.new
+    structure: Any = jax.tree.structure(fresh.state.param_states)
+    given = flat_shardings(options.shardings, structure)
+    taken, notes = moved_leaves(optimizer, move, options)
+    default = Places(optimizer.target, old.leaves, old.told)
+    wanted = [i for i in range(len(new.told)) if i not in taken]
+    places: Mapping[int, Any] = {
+        i: default.of(new.told[i], np.shape(new.leaves[i])) if given[i] is None else given[i]
+        for i in wanted
+    }
+    found = options.placed(taken, given) | init_leaves(fresh, wanted, places)
+    leaves = [found[i] for i in range(len(new.told))]
+    states = unalias(
+        structure.unflatten(leaves), apart_from=(optimizer.target, optimizer.state.step)
+    )
+    state = OptimizerState(optimizer.state.step, states)
+    changes = [
+        LeafChange(
+            options.action(move, i, leaves[i]),
+            leaf_path(told),
+            told,
+            tuple(leaf_path(old.told[k]) for k in pair.sources),
+            notes.get(i, pair.note),
+        )
+        for i, (told, pair) in enumerate(zip(new.told, move.pairs, strict=True))
+    ]
+    gone = [LeafChange("dropped", leaf_path(old.told[i]), old.told[i]) for i in move.dropped]
+    return fresh.replace(state=state, target=optimizer.target), ChangeReport((*changes, *gone))
+
+
+def _checked(schedules: Schedules) -> Schedules:
+    if schedules not in ("continue", "restart"):
+        raise GroupError(f"`schedules` must be 'continue' or 'restart', found {schedules!r}")
+    return schedules

@@ -1,0 +1,203 @@
+"""Where the new leaves of a state are placed, and how they are made without those beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from opt_core._description.values import LeafDescription
+from opt_core._groups.leaf_groups import leaf_groups
+from opt_core._optimizer import Optimizer, OptimizerState
+from opt_core._paths import flatten_with_paths
+from opt_core.errors import GroupError
+
+
+def is_tracer(leaf: Any) -> bool:
+    """Whether it has no value yet."""
+    return isinstance(leaf, jax.core.Tracer)
+
+
+def is_abstract(leaf: Any) -> bool:
+    """Whether it has no value at all."""
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def init_leaves(
+    optimizer: Optimizer, wanted: Sequence[int], shardings: Mapping[int, Sharding | None]
+) -> dict[int, Any]:
+    """Returns some leaves of the first state of an optimizer.
+
+    They are made in a compiled function, group by group, which makes nothing else: no device ever
+    holds more than its share of them.
+
+    Args:
+      optimizer: its parameters are what `init_state` is given; of its state only the structure is
+        read.
+      wanted: positions among the leaves of `param_states`.
+      shardings: where to place them, by position; `None` is where JAX puts them.
+    """
+    structure: Any = jax.tree.structure(optimizer.state.param_states)
+    positions = structure.unflatten(range(structure.num_leaves))
+    whole = optimizer.replace(state=OptimizerState(optimizer.state.step, positions))
+    found: dict[int, Any] = {}
+    left = frozenset(wanted)
+    for _, part in leaf_groups(whole):
+        own = jax.tree.leaves(part.state.param_states)
+        chosen = [k for k, i in enumerate(own) if i in left]
+        if not chosen:
+            continue
+        made = _made(part, chosen, [shardings.get(own[k]) for k in chosen])
+        found |= {own[k]: leaf for k, leaf in zip(chosen, made, strict=True)}
+    return found
+
+
+def _made(part: Optimizer, chosen: Sequence[int], places: Sequence[Sharding | None]) -> list[Any]:
+    def make(params: Any) -> list[Any]:
+        leaves = jax.tree.leaves(part.optimizer_def.create(params).state.param_states)
+        return [leaves[k] for k in chosen]
+
+    params = jax.tree.leaves(part.target)
+    if any(map(is_abstract, params)):
+        shapes = jax.eval_shape(make, part.target)
+        return [placed(leaf, place) for leaf, place in zip(shapes, places, strict=True)]
+    if any(map(is_tracer, params)):
+        return [placed(leaf, x) for leaf, x in zip(make(part.target), places, strict=True)]
+    made: list[Any] = jax.jit(make, out_shardings=list(places))(part.target)
+    return made
+
+
+def placed(leaf: Any, sharding: Sharding | None) -> Any:
+    """Returns a leaf where it should be: itself if it is there."""
+    if sharding is None or not hasattr(leaf, "dtype"):
+        return leaf
+    if is_abstract(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    if is_tracer(leaf):
+        return jax.lax.with_sharding_constraint(leaf, sharding)
+    at = getattr(leaf, "sharding", None)
+    is_there = at is not None and at.is_equivalent_to(sharding, np.ndim(leaf))
+    return leaf if is_there else jax.device_put(leaf, sharding)
+
+
+class Places:
+    """Where new leaves go that a caller does not place.
+
+    Where a leaf of the old state follows the same dimensions of the same parameter, there: moments
+    that ZeRO has sharded further stay so. Otherwise as the parameter is placed.
+
+    Args:
+      params: the parameters.
+      leaves: of the old state.
+      descriptions: what they mean.
+    """
+
+    def __init__(
+        self, params: Any, leaves: Sequence[Any], descriptions: Sequence[LeafDescription]
+    ) -> None:
+        named = [(names, x) for names, x in flatten_with_paths(params) if x is not None]
+        self._params = {names: (np.shape(x), _sharding(x)) for names, x in named}
+        self._like: dict[Any, Sharding] = {}
+        for leaf, told in zip(leaves, descriptions, strict=True):
+            place = _sharding(leaf)
+            if told.parameter is not None and told.dimensions and place is not None:
+                key = told.parameter, told.dimensions, np.shape(leaf)
+                self._like.setdefault(key, place)
+        known = [place for _, place in self._params.values() if place is not None]
+        meshes = [place.mesh for place in known if isinstance(place, NamedSharding)]
+        self._mesh = meshes[0] if meshes else None
+        self._alone = known[0] if len(set(known)) == 1 and not meshes else None
+
+    def of(self, told: LeafDescription, shape: Sequence[int]) -> Sharding | None:
+        """Returns where a new leaf goes; `None` where that is for JAX to say."""
+        if self._mesh is None:
+            return self._alone
+        like = self._like.get((told.parameter, told.dimensions, tuple(shape)))
+        if isinstance(like, NamedSharding):
+            return like
+        param_shape, place = self._params.get(told.parameter or (), ((), None))
+        if told.parameter is None or not isinstance(place, NamedSharding):
+            return NamedSharding(self._mesh, PartitionSpec())
+        dims = told.dimensions or (None,) * len(shape)
+        spec = (*place.spec, *(None,) * (len(param_shape) - len(place.spec)))
+        kept = [
+            None if d is None or size != param_shape[d] else spec[d]
+            for d, size in zip(dims, shape, strict=True)
+        ]
+        return NamedSharding(place.mesh, PartitionSpec(*kept), memory_kind=place.memory_kind)
+
+
+def _sharding(leaf: Any) -> Sharding | None:
+    # That of a tracer is the compiler's to choose.
+    found = None if is_tracer(leaf) else getattr(leaf, "sharding", None)
+    return found if isinstance(found, Sharding) else None
+
+
+def mesh_sharding(leaf: Any) -> NamedSharding | None:
+    """Returns where a leaf is on a mesh, if it is on one."""
+    found = _sharding(leaf)
+    return found if isinstance(found, NamedSharding) else None
+
+
+def flat_shardings(shardings: Any, structure: Any) -> list[Sharding | None]:
+    """Returns a sharding, or `None`, for every leaf of a state.
+
+    Args:
+      shardings: an `Optimizer` of shardings, or a tree like its `param_states`; `None` for a leaf
+        that is placed by its parameter.
+      structure: of `param_states`.
+
+    Raises:
+      GroupError: they have another structure.
+    """
+    if shardings is None:
+        return [None] * structure.num_leaves
+    tree = shardings.state.param_states if isinstance(shardings, Optimizer) else shardings
+    try:
+        return list(structure.flatten_up_to(tree))
+    except ValueError as error:
+        raise GroupError(
+            "`shardings`: expected a tree like the new `param_states`, or an `Optimizer` of "
+            f"shardings; {error}"
+        ) from None
+
+
+def value_of(leaf: Any, what: str) -> Any:
+    """Returns the value of a small leaf as NumPy has it; `None` of an abstract one.
+
+    Args:
+      leaf: an array that is replicated where it is on several processes.
+      what: what needs the value, for the error.
+
+    Raises:
+      GroupError: it is traced.
+    """
+    if is_abstract(leaf):
+        return None
+    if is_tracer(leaf):
+        raise GroupError(
+            f"{what}, which cannot be done while tracing: call it outside of compiled functions"
+        )
+    if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        leaf = leaf.addressable_data(0)
+    return np.asarray(leaf)
+
+
+def agree(leaves: Iterable[Any]) -> bool:
+    """Whether leaves have one value, bit for bit; those without values do.
+
+    Raises:
+      GroupError: there are several, and one is traced.
+    """
+    found = list(leaves)
+    if len(found) < 2:
+        return True
+    what = "states of several groups have to be compared"
+    values = [value for leaf in found if (value := value_of(leaf, what)) is not None]
+    return all(value.tobytes() == values[0].tobytes() for value in values[1:])

@@ -1,0 +1,104 @@
+"""Tables of groups before and after surgery: what is carved out of which group."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from opt_core._groups.multi_optimizer import MultiOptimizer
+from opt_core._groups.patterns import But, Rest
+from opt_core._groups.selection import Part, positions_of
+from opt_core._groups.table import FROZEN, Group
+from opt_core._optimizer import OptimizerDef
+from opt_core._paths import Names
+from opt_core.errors import GroupError
+
+
+def group_of(definition: OptimizerDef, group: str) -> Names:
+    """Returns the names along `outer/inner`; a `GroupError` unless that group has a state."""
+    names = tuple(group.split("/"))
+    for depth, name in enumerate(names):
+        known = definition.group_names if isinstance(definition, MultiOptimizer) else ()
+        if not isinstance(definition, MultiOptimizer) or name not in known:
+            frozen = isinstance(definition, MultiOptimizer) and any(
+                g.name == name for g in definition.groups
+            )
+            raise GroupError(
+                f"`{'/'.join(names[: depth + 1])}` "
+                + ("is frozen and has no state to reset" if frozen else "is no group")
+                + f"; the groups with a state are {_listed(known)}"
+            )
+        definition = definition.sub_optimizers[known.index(name)]
+    return names
+
+
+def as_groups(definition: OptimizerDef) -> MultiOptimizer:
+    """Returns a definition with groups; one without becomes the group `'rest'`."""
+    if isinstance(definition, MultiOptimizer):
+        return definition
+    return MultiOptimizer.from_rules([], rest=definition)
+
+
+def matching_leaves(definition: MultiOptimizer, target: Any, pattern: Any) -> frozenset[int]:
+    """Returns the positions of the leaves that a pattern matches: a `GroupError` if none."""
+    if isinstance(pattern, Rest):
+        raise GroupError("`REST` says nothing alone; give a pattern")
+    found = positions_of(pattern, target, definition.param_axes)
+    if not found:
+        raise GroupError(f"{Group('pattern', pattern, FROZEN)} matches no parameter")
+    return found
+
+
+def carved(
+    definition: MultiOptimizer, target: Any, pattern: Any, chosen: frozenset[int]
+) -> list[Group]:
+    """Returns the table without the chosen leaves; but for the rest, a group without any goes."""
+    selection = definition.select(target)
+    leaves = jax.tree.leaves(target)
+    groups = []
+    for part in selection.parts:
+        group, taken = part.group, chosen.intersection(part.members)
+        if not taken or isinstance(group.pattern, Rest):
+            groups.append(_carve_inside(group, part, leaves, taken))
+        elif len(taken) < len(part.members):
+            inside = _carve_inside(group, part, leaves, taken)
+            groups.append(dataclasses.replace(inside, pattern=But(group.pattern, pattern)))
+    return groups
+
+
+def _carve_inside(group: Group, part: Part, leaves: Sequence[Any], taken: frozenset[int]) -> Group:
+    """The group, where its definition is nested without the groups that lose all their leaves."""
+    nested = group.definition
+    if not isinstance(nested, MultiOptimizer) or not taken:
+        return group
+    own = [leaves[i] for i in part.members]
+    inner = nested.select(part.cut(leaves))
+    kept = []
+    for share in inner.parts:
+        left = [i for i in share.members if part.members[i] not in taken]
+        if left or isinstance(share.group.pattern, Rest):
+            inside = frozenset(i for i in share.members if part.members[i] in taken)
+            kept.append(_carve_inside(share.group, share, own, inside))
+    return dataclasses.replace(group, definition=nested.with_groups(kept))
+
+
+def shown(definition: MultiOptimizer, names: Names) -> str:
+    """Returns a group for people to read; one of a nested definition by its names alone."""
+    if len(names) > 1:
+        return f"`{'/'.join(names)}`"
+    name = names[0] if names else "rest"
+    return str(next(group for group in definition.groups if group.name == name))
+
+
+def unused(name: str, groups: Sequence[Group]) -> str:
+    """Returns a name that no group has: this one, or this one with a number."""
+    names = {group.name for group in groups}
+    candidates = (name if n == 1 else f"{name}_{n}" for n in range(1, len(names) + 2))
+    return next(candidate for candidate in candidates if candidate not in names)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"

@@ -1,0 +1,261 @@
+"""The one module that looks into functions: their code, what they have captured, what they read.
+
+Optimizers are often made of closures. What these consist of decides whether two are the same, says
+what their state means, and lets them be pickled; nothing is traced or called to see it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+__all__ = [
+    "Rebuilt",
+    "Unassigned",
+    "assign_cells",
+    "attributes",
+    "blank_function",
+    "captured",
+    "cells",
+    "code_of",
+    "code_values",
+    "globals_read",
+    "package_of",
+    "parts",
+    "rebound_names",
+    "unwrapped",
+]
+
+_FOREIGN = frozenset({"jax", "jaxlib", "numpy", "builtins", "functools", "flax"})
+_DEPTH = 12
+
+
+class Unassigned:
+    """Stands for what a variable holds that was never assigned; a class, to be pickled by name."""
+
+
+def unwrapped(function: Any) -> Any:
+    """Returns the Python function inside of compiled and partial ones."""
+    while not isinstance(function, types.FunctionType | types.MethodType):
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif callable(inner := getattr(function, "__wrapped__", None)):
+            function = inner
+        else:
+            break
+    return function
+
+
+def code_of(function: Any) -> types.CodeType | None:
+    """Returns the code of a function, a method, or what is inside of a compiled or partial one."""
+    plain = unwrapped(function)
+    code = getattr(getattr(plain, "__func__", plain), "__code__", None)
+    return code if isinstance(code, types.CodeType) else None
+
+
+def cells(function: types.FunctionType) -> dict[str, Any]:
+    """Returns what the captured variables of a function hold; some may hold nothing yet.
+
+    Examples:
+      >>> def scale(factor):
+      ...     return lambda x: factor * x
+      >>> cells(scale(2.0))
+      {'factor': 2.0}
+    """
+    names = function.__code__.co_freevars
+    return dict(zip(names, map(_content, function.__closure__ or ()), strict=True))
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # captured before it was assigned
+        return Unassigned
+
+
+def captured(function: Any) -> dict[str, Any]:
+    """Returns what a function has captured, by name; of a method the attributes of its object.
+
+    Examples:
+      >>> import functools
+      >>> captured(functools.partial(print, 1, sep=', '))
+      {'0': 1, 'sep': ', '}
+    """
+    given: dict[str, Any] = {}
+    if isinstance(function, functools.partial):
+        given = {str(i): value for i, value in enumerate(function.args)} | function.keywords
+    match unwrapped(function):
+        case types.MethodType() as method:
+            return attributes(method.__self__) | given
+        case types.FunctionType() as plain:
+            return {k: v for k, v in cells(plain).items() if v is not Unassigned} | given
+    return given
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Returns what an object that is neither a class nor a module keeps in Python."""
+    if isinstance(value, type | types.ModuleType | np.ndarray | jax.Array):
+        return {}
+    found = getattr(value, "__dict__", None)
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def parts(value: Any) -> list[Any]:
+    """Returns what a function, a container or an object holds, one level down."""
+    match value:
+        case None | bool() | int() | float() | str() | bytes() | np.ndarray() | jax.Array():
+            return []
+        case types.FunctionType():
+            return [] if package_of(value) in _FOREIGN else list(captured(value).values())
+        case types.MethodType():
+            return list(attributes(value.__self__).values())
+        case functools.partial():
+            return [value.func, *value.args, *value.keywords.values()]
+        case tuple() | list():
+            return list(value)
+        case Mapping():
+            return list(value.values())
+    inner = getattr(value, "__wrapped__", None)
+    if isinstance(inner, types.FunctionType):
+        return parts(inner)
+    return list(attributes(value).values())
+
+
+def package_of(function: Any) -> str:
+    """Returns the outermost package of the module of a function, or of its object's class."""
+    plain = unwrapped(function)
+    owner = type(plain.__self__) if isinstance(plain, types.MethodType) else plain
+    return str(getattr(owner, "__module__", None) or "").partition(".")[0]
+
+
+def globals_read(function: types.FunctionType) -> dict[str, Any]:
+    """Returns the globals that a function, or one inside of it, may read, by name in order."""
+    known = function.__globals__
+    return {name: known[name] for name in sorted(_names(function.__code__) & known.keys())}
+
+
+def _names(code: types.CodeType) -> set[str]:
+    return set(code.co_names).union(*map(_names, _inner(code)))
+
+
+def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    return (const for const in code.co_consts if isinstance(const, types.CodeType))
+
+
+def rebound_names(function: types.FunctionType) -> frozenset[str]:
+    """Returns the captured variables that a function assigns."""
+    return _rebound(function.__code__)
+
+
+@functools.cache
+def _rebound(code: types.CodeType) -> frozenset[str]:
+    stores = (op.argval for op in dis.get_instructions(code) if op.opname == "STORE_DEREF")
+    return frozenset(stores) & frozenset(code.co_freevars)
+
+
+def code_values(function: Any) -> Any:
+    """Returns what the code of a function does as plain values, the same in every process."""
+    return None if (code := code_of(function)) is None else _values(code)
+
+
+def _values(code: types.CodeType) -> Any:
+    inner = [_values(x) if isinstance(x, types.CodeType) else repr(x) for x in code.co_consts]
+    return code.co_code.hex(), code.co_names, inner
+
+
+def blank_function(
+    code: types.CodeType, module_globals: dict[str, Any], name: str
+) -> types.FunctionType:
+    """Returns a function whose captured variables hold nothing yet; see `assign_cells`."""
+    closure = tuple(types.CellType() for _ in code.co_freevars)
+    return types.FunctionType(code, module_globals, name, None, closure)
+
+
+def assign_cells(function: types.FunctionType, contents: Mapping[str, Any]) -> None:
+    """Gives the captured variables of a function what they hold."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if contents[name] is not Unassigned:
+            cell.cell_contents = contents[name]
+
+
+class Rebuilt:
+    """Copies of functions in which captured values are replaced.
+
+    Cells are copied with them: what the copies assign to, the originals do not see.
+
+    Args:
+      is_replaced: whether something else stands in the place of a value.
+      replace: from such a value to what does; called once for every place.
+    """
+
+    def __init__(self, is_replaced: Callable[[Any], bool], replace: Callable[[Any], Any]) -> None:
+        self._is_replaced, self._replace = is_replaced, replace
+        self._reaches: dict[int, bool] = {}
+        self._made: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """Returns a value itself, or a copy where something inside of it is replaced."""
+        return self._inside(value, 0)
+
+    def _new(self, value: Any, depth: int) -> Any:
+        return self._replace(value) if self._is_replaced(value) else self._inside(value, depth)
+
+    def _inside(self, value: Any, depth: int) -> Any:
+        if not self._is_reaching(value, depth):
+            return value
+        new = functools.partial(self._new, depth=depth + 1)
+        match value:
+            case types.FunctionType():
+                return self._function(value, depth)
+            case types.MethodType():
+                return types.MethodType(value.__func__, self._object(value.__self__, depth))
+            case functools.partial():
+                given = {name: new(child) for name, child in value.keywords.items()}
+                return functools.partial(new(value.func), *map(new, value.args), **given)
+            case tuple() if hasattr(value, "_fields"):
+                return type(value)(*map(new, value))
+            case tuple() | list():
+                return type(value)(map(new, value))
+            case Mapping():
+                return {key: new(child) for key, child in value.items()}
+        inner = getattr(value, "__wrapped__", None)
+        if isinstance(inner, types.FunctionType):
+            return self._inside(inner, depth + 1)  # a compiled one would come out of a cache
+        return self._object(value, depth)
+
+    def _function(self, function: types.FunctionType, depth: int) -> Any:
+        if id(function) in self._made:  # it captures itself
+            return self._made[id(function)]
+        made = blank_function(function.__code__, function.__globals__, function.__name__)
+        made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+        made.__dict__.update(function.__dict__)
+        self._made[id(function)] = made
+        held = cells(function).items()
+        assign_cells(made, {name: self._new(value, depth + 1) for name, value in held})
+        del self._made[id(function)]
+        return made
+
+    def _object(self, value: Any, depth: int) -> Any:
+        made = copy.copy(value)
+        for name, child in attributes(value).items():
+            object.__setattr__(made, name, self._new(child, depth + 1))
+        return made
+
+    def _is_reaching(self, value: Any, depth: int) -> bool:
+        """Whether something inside of a value is replaced."""
+        if depth > _DEPTH:
+            return False
+        if id(value) not in self._reaches:
+            self._reaches[id(value)] = False  # until it is known: it may capture itself
+            self._reaches[id(value)] = any(
+                self._is_replaced(child) or self._is_reaching(child, depth + 1)
+                for child in parts(value)
+            )
+        return self._reaches[id(value)]

@@ -1,0 +1,212 @@
+"""Every ordered pair of optimizers: what a plan takes over is the same mathematics.
+
+`plan_restore` runs on shapes. What it takes is held against `recurrences`, and a plan that needs no
+leave against numbers: both optimizers go on from the restored state, and do the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import every_definition
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_adafactor
+import opt_optax_bridge as opt
+import pytest
+from opt_checkpoint import NamedState, Plan, named_state, plan_restore
+from opt_core import FROZEN, MultiOptimizer, Optimizer, OptimizerDef
+from optax_case import Case, contrib, multi_steps, optax
+from optax_table import TABLE
+from recurrences import Slot, slots
+
+EVERYTHING = frozenset({"initialise", "drop", "cast", "reshape", "regroup", "optimizer"})
+PARAMS = {
+    "bias": jnp.linspace(-1.0, 1.0, 16),
+    "kernel": jnp.linspace(-1.0, 2.0, 256).reshape(16, 16),
+}
+TARGETS = jax.tree.map(lambda leaf: jnp.cos(3 * leaf), PARAMS)
+
+
+def _fits(case: Case) -> bool:
+    """Whether an optimizer is for these parameters, and its state for all steps."""
+    plain = case.wrap(PARAMS) is PARAMS and case.dtype == jnp.float32
+    return plain and "bias" not in case.without and not case.grows
+
+
+def _is_part(name: str) -> bool:
+    """Whether another one in the table has it as a part, or it is nobody's but a test's."""
+    return bool(re.match(r"(contrib\.)?scale_by_|experimental|user|add_|clip_by|keep_", name))
+
+
+def chained(*members: Any) -> Callable[[], OptimizerDef]:
+    return lambda: opt.OptaxWrapper(optax.chain(*members))
+
+
+def grouped(kernel: Any, bias: Any) -> Callable[[], OptimizerDef]:
+    return lambda: MultiOptimizer.from_rules([("k", "kernel", kernel), ("b", "bias", bias)])
+
+
+def adafactor(**options: Any) -> Callable[[], OptimizerDef]:
+    return lambda: opt_adafactor.Adafactor(1e-2, min_dim_size_to_factor=4, **options)
+
+
+ADAM = optax.scale_by_adam()
+# Settings, orders and places that matter, which the table of all constructors does not have.
+VARIANTS: dict[str, Callable[[], OptimizerDef]] = {
+    "clip, adam": chained(optax.clip(1.0), ADAM),
+    "adam, clip": chained(ADAM, optax.clip(1.0)),
+    "normalize, adam": chained(optax.normalize_by_update_norm(), ADAM),
+    "sign, adam": chained(optax.scale_by_sign(), ADAM),
+    "centralize, adam": chained(optax.centralize(), ADAM),
+    "block norm, adam": chained(optax.scale_by_param_block_norm(), ADAM),
+    "trust ratio, adam": chained(optax.scale_by_trust_ratio(), ADAM),
+    "contrib normalize, adam": chained(contrib.normalize(), ADAM),
+    "trace, nesterov": chained(optax.trace(0.9, nesterov=True)),
+    "scale, trace": chained(optax.scale(-0.1), optax.trace(0.9)),
+    "trace, scale": chained(optax.trace(0.9), optax.scale(-0.1)),
+    "trace, adam": chained(optax.trace(0.9), ADAM),
+    "adam, trace": chained(ADAM, optax.trace(0.9)),
+    "two ema": chained(optax.ema(0.9), optax.ema(0.5)),
+    "two ema, swapped": chained(optax.ema(0.5), optax.ema(0.9)),
+    "ema, no debias": chained(optax.ema(0.9, debias=False)),
+    "masked: kernel": chained(optax.masked(ADAM, {"kernel": True, "bias": False})),
+    "masked: bias": chained(optax.masked(ADAM, {"kernel": False, "bias": True})),
+    "MultiSteps: 4": chained(optax.MultiSteps(optax.adamw(1e-2), 4).gradient_transformation()),
+    "MultiSteps: sum": chained(multi_steps(optax.adamw(1e-2), use_grad_mean=False)),
+    "apply_every: 3": chained(optax.apply_every(3)),
+    "contrib.reduce_on_plateau: patience": chained(contrib.reduce_on_plateau(patience=5)),
+    "schedule_free: b1": chained(contrib.schedule_free(optax.adam(1e-2), 1e-2, b1=0.5)),
+    "sam: 3": chained(contrib.sam(optax.adam(1e-2), contrib.normalize(), sync_period=3)),
+    "groups: adam, adam": grouped(opt.adam(1e-2), opt.adam(1e-2)),
+    "groups: adam, sgd": grouped(opt.adam(1e-2), opt.sgd(1e-2)),
+    "groups: adam, frozen": grouped(opt.adam(1e-2), FROZEN),
+    "groups: lion, adam": grouped(opt.lion(1e-2), opt.adam(1e-2)),
+    "our Adafactor": adafactor(),
+    "our Adafactor: momentum": adafactor(beta1=0.9),
+    "our Adafactor: unfactored": adafactor(factored=False),
+}
+NAMES = (
+    *(name for name, case in TABLE.items() if _fits(case) and not _is_part(name)),
+    *VARIANTS,
+)
+
+
+@functools.cache
+def optimizer_of(name: str) -> Optimizer:
+    """As shapes."""
+    params = jax.eval_shape(lambda: PARAMS)
+    if name in VARIANTS:
+        definition = VARIANTS[name]()
+    else:
+        definition = opt.OptaxWrapper(TABLE[name].build(params))
+    made: Optimizer = jax.eval_shape(definition.create, params)
+    return made
+
+
+@functools.cache
+def saved_of(name: str) -> NamedState:
+    return named_state(optimizer_of(name))
+
+
+@functools.cache
+def slots_of(name: str) -> dict[str, Slot]:
+    """What each leaf of the state obeys, by its name in a checkpoint."""
+    state = optimizer_of(name).state.param_states
+    names = [leaf.name for leaf in saved_of(name).schema.leaves if leaf.kind == "state"]
+    found = slots(name, PARAMS, state)
+    return dict(zip(names[-len(found) :], found, strict=True)) if found else {}
+
+
+# Rates, masks, and a patience above the saved count may change without a word.
+OF_OTHER_NUMBERS = (
+    {"adamw", "adamw: mask"},
+    {"scale", "sgd"},
+    {"set_to_zero", "freeze"},
+    {"contrib.reduce_on_plateau", "contrib.reduce_on_plateau: patience"},
+)
+
+
+def test_there_are_9000_pairs() -> None:
+    assert len(NAMES) ** 2 > 9000
+
+
+def test_the_oracle_is_held_against_numbers() -> None:
+    """Of the same gradients, leaves of one slot become the same, and lookalikes do not."""
+    grads = jax.tree.map(jnp.sin, PARAMS)
+    found: dict[Slot, Any] = {}
+    for name in ("adam", "amsgrad", "nadam", "adamax", "yogi", "adabelief", "contrib.acprop"):
+        tx: Any = TABLE[name].build(PARAMS)
+        state = tx.init(PARAMS)
+        for scale in (1.0, -0.5, 2.0):
+            _, state = tx.update(jax.tree.map(lambda g, s=scale: s * g, grads), state, PARAMS)
+        for slot, leaf in zip(slots(name, PARAMS, state), jax.tree.leaves(state), strict=True):
+            np.testing.assert_allclose(found.setdefault(slot, leaf), leaf, rtol=1e-6)
+    second = [
+        np.asarray(x) for s, x in found.items() if s.field == ("nu",) and s.parameter == "bias"
+    ]
+    assert len(second) == len({leaf.tobytes() for leaf in second}) == 5
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("source", NAMES)
+def test_no_pair_passes_that_is_not_the_same_mathematics(source: str) -> None:
+    saved, own = saved_of(source), slots_of(source)
+    for target in NAMES:
+        optimizer = optimizer_of(target)
+        plan = plan_restore(saved, optimizer)
+        if source == target:
+            assert plan.is_exact, str(plan)
+        elif plan.is_ok:
+            check_numbers(source, target)
+        admitted = plan_restore(saved, optimizer, allow=EVERYTHING)
+        if not admitted.is_ok:
+            assert admitted.problems or any(row.problem for row in admitted.rows)
+            continue
+        check_slots(own, slots_of(target), admitted)
+
+
+def check_slots(own: dict[str, Slot], other: dict[str, Slot], plan: Plan[Any]) -> None:
+    """Whatever is admitted, a leaf goes on as what it was."""
+    for row in plan.rows:
+        for name in row.sources:
+            if row.leaf.name in other:
+                assert own[name] == other[row.leaf.name], f"{row.leaf.name} <- {name}"
+
+
+@functools.cache
+def trained(name: str) -> Optimizer:
+    optimizer = optimizer_of(name).optimizer_def.create(PARAMS)
+    return advanced(name, optimizer)
+
+
+def advanced(name: str, optimizer: Optimizer) -> Optimizer:
+    for _ in range(3):
+        optimizer = _step(name)(optimizer)
+    return optimizer
+
+
+@functools.cache
+def _step(name: str) -> Callable[[Optimizer], Optimizer]:
+    case = name if name in TABLE else name.partition(":")[0]  # has the extra arguments
+
+    def step(optimizer: Optimizer) -> Optimizer:
+        return every_definition.training_step(case, optimizer, TARGETS)
+
+    return jax.jit(step)
+
+
+def check_numbers(source: str, target: str) -> None:
+    """Both go on from the restored state, and do the same."""
+    if {source, target} in OF_OTHER_NUMBERS:
+        return
+    begun = trained(source)
+    restored = plan_restore(named_state(begun), optimizer_of(target)).apply()
+    one = named_state(advanced(source, begun))
+    other = named_state(advanced(target, restored))
+    for name, leaf in one.items():
+        np.testing.assert_allclose(other[name], leaf, rtol=1e-5, atol=1e-6, err_msg=name)
