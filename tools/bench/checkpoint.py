@@ -162,13 +162,8 @@ class Stall:
 
 def waited_for() -> float:
     """Returns the seconds of the processor of this thread, and of that which makes our saves."""
-<<<<<<< HEAD
-    mine: set[int | None] = {threading.get_native_id()}
-    mine |= {t.native_id for t in threading.enumerate() if t.name.startswith("checkpointer")}
-=======
     makers = [t for t in threading.enumerate() if t.name.startswith("checkpointer")]
     mine = {thread.native_id for thread in (threading.current_thread(), *makers)}
->>>>>>> main
     stats = (Path(f"/proc/self/task/{thread}/schedstat").read_text() for thread in mine)
     return sum(int(stat.split()[0]) for stat in stats) / 1e9
 
