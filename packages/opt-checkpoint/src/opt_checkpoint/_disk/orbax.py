@@ -58,7 +58,7 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
         for path in paths:
             path.unlink()
 
-    def restore(self, directory: Any, args: ManifestRestore | None = None) -> bytes:
+    def restore(self, directory: Any, args: Any = None) -> bytes:
         """Returns its bytes."""
         return (Path(directory) / FILE_NAME).read_bytes()
 
@@ -69,12 +69,6 @@ class ManifestSave(ocp.args.CheckpointArgs):
     """What to write."""
 
     saving: Saving
-
-
-@ocp.args.register_with_handler(ManifestHandler, for_restore=True)
-@dataclasses.dataclass
-class ManifestRestore(ocp.args.CheckpointArgs):
-    """Nothing: there is one manifest."""
 
 
 class StepNames(step_lib.NameFormat[step_lib.Metadata]):

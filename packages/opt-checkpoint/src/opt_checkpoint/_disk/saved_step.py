@@ -21,7 +21,7 @@ from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk import storage as _storage
 from opt_checkpoint._disk.digest import bound, digests
 from opt_checkpoint._disk.foreign_steps import describe, is_orbax, own_item
-from opt_checkpoint._disk.manifest import Limits, Manifest, read_manifest
+from opt_checkpoint._disk.manifest import Manifest, read_manifest
 from opt_checkpoint._disk.processes import is_first, together
 from opt_checkpoint._disk.saving import EXTRA
 from opt_checkpoint._disk.storage import is_stored
@@ -67,16 +67,14 @@ class SavedStep:
 
     Attributes:
       path: the folder of the step.
-      limits: on what its manifest may hold.
     """
 
     path: Path
-    limits: Limits | None = None
 
     @cached_property
     def manifest(self) -> Manifest:
         """What it says about itself; read once."""
-        return read_manifest(self.path, limits=self.limits)
+        return read_manifest(self.path)
 
     @property
     def step(self) -> int:
@@ -239,16 +237,13 @@ class SavedStep:
         return DamagedError(f"`{self.path}`: {what}")
 
 
-def open_step(
-    path: str | Path, *, step: int | None = None, limits: Limits | None = None
-) -> SavedStep:
+def open_step(path: str | Path, *, step: int | None = None) -> SavedStep:
     """Opens the folder of one step for reading; takes no lock.
 
     Args:
       path: the folder; or, in another program's checkpoint, the item that `OptimizerHandler` wrote,
         or the step with that item.
       step: that it must have been saved as, if given.
-      limits: on what its manifest may hold.
 
     Raises:
       DamagedError: its manifest is not what was written.
@@ -263,7 +258,7 @@ def open_step(
     own = own_item(folder)
     if own is None and is_orbax(folder):
         raise ForeignError(describe(folder, ["."]))
-    saved = SavedStep(own or folder, limits)
+    saved = SavedStep(own or folder)
     if step not in (None, saved.step):
         raise DamagedError(f"`{folder}` was saved as step {saved.step}, not {step}")
     return saved
