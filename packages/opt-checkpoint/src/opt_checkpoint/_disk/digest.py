@@ -46,12 +46,9 @@ class Digests:
     On an accelerator large parts are summed by programs that have been started, and small ones are
     copied. On CPU there are references: JAX does not reuse memory that has any.
 
-    Args:
-      arrays: `jax.Array`s of any sharding, dtype and memory kind, no typed keys; or NumPy arrays
-        that nobody writes to.
-
-    Attributes:
-      partial: the numbers of those that other processes have parts of.
+    The arrays are `jax.Array`s of any sharding, dtype and memory kind, no typed keys, or NumPy
+    arrays that nobody writes to. `partial` has the numbers of those that other processes have parts
+    of.
     """
 
     def __init__(self, arrays: Sequence[Any]) -> None:

@@ -62,14 +62,8 @@ def encode_step(
 ) -> bytes:
     """Returns the JSON of what a schema does not say, besides digests.
 
-    Args:
-      step: its number.
-      metadata: JSON data.
-      values: of counts and Python scalars, by name.
-      impls: of PRNG keys, by name.
-
-    Raises:
-      LeafError: the metadata are not JSON data, or would not be read again.
+    By name, `values` are those of counts and Python scalars, `impls` those of PRNG keys. A
+    `LeafError` says that the metadata are not JSON data, or would not be read again.
     """
     try:
         _check_json(metadata, 0)
@@ -98,17 +92,7 @@ def check_size(schema: bytes, step: bytes, leaves: int) -> None:
 
 
 def decode(data: bytes, *, where: str) -> Manifest:
-    """Reads the bytes of a file.
-
-    Args:
-      data: the bytes.
-      where: for errors, the file.
-
-    Raises:
-      DamagedError: they are not those that were written.
-      LoadError: they are no manifest, or too large a one.
-      VersionError: a newer format.
-    """
+    """Reads the bytes of a file, which errors call `where`; raises as `read_manifest` does."""
     whole = _parse(data, where)
     version = whole.get("format_version")
     if type(version) is not int or version < 1:

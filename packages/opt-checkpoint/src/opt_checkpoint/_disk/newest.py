@@ -31,19 +31,10 @@ def check_equal(directory: Path, found: Sequence[object]) -> None:
 def newest(
     directory: Path, use: Callable[[int], _Found], pass_over: Callable[[int], None]
 ) -> _Found | None:
-    """Returns what the newest step is used for; every process of a run calls it.
+    """Returns what `use` does of the newest step, `None` if there is none; all processes call it.
 
-    Args:
-      directory: of the steps.
-      use: raises a `DamagedError` or a `LoadError` in every process if a step is not good; then the
-        one before is tried. Any other error is raised.
-      pass_over: is told of those that are not.
-
-    Returns:
-      What `use` returns; `None` where there is no step.
-
-    Raises:
-      MissingError: there are steps, and none is good.
+    Where `use` raises a `DamagedError` or a `LoadError` in every process, `pass_over` is told, and
+    the step before is tried; a `MissingError` says that none of those that there are is good.
     """
     tried: set[int] = set()
     while True:
