@@ -27,7 +27,6 @@ ACTIONS = (
     "initialise, keep, drop, cast, reshape, rename:SOURCE, stack:SOURCE[:AXIS], "
     "unstack:SOURCE:INDEX[:AXIS] or pad:AXIS:SIZE"
 )
-_PLAIN = ("initialise", "keep", "drop", "cast", "reshape")
 _INTEGER = "-?[0-9]{1,18}"  # as one may type it
 
 
@@ -185,15 +184,16 @@ def parse_rule(text: str) -> Rule:
         raise InputError(f"`--rule` must be PATTERN=ACTION, found `{text:.200}`")
     values: list[Any] = [int(x) if re.fullmatch(_INTEGER, x) else x for x in given]
     match word, values:
-        case word, [] if word in _PLAIN:
-            return pattern, word
+        case ("initialise" | "keep" | "drop" | "cast" | "reshape") as plain, []:
+            return pattern, plain
         case "rename", [_]:
             return pattern, Rename(given[0])
         case "stack", [_] | [_, int()]:
             return pattern, Stack(given[0], *values[1:])
-        case "unstack", [_, index, *_] if isinstance(index, int) or not index.isdecimal():
-            if all(isinstance(axis, int) for axis in values[2:]) and len(values) <= 3:
-                return pattern, Unstack(given[0], given[1], *values[2:])
+        case "unstack", [_, int()] | [_, int(), int()]:
+            return pattern, Unstack(given[0], given[1], *values[2:])
+        case "unstack", [_, str(index)] | [_, str(index), int()] if not index.isdecimal():
+            return pattern, Unstack(given[0], index, *values[2:])
         case "pad", [int(), int(size)] if size >= 0:
             return pattern, Pad(*values)
     raise InputError(f"`--rule`: expected {ACTIONS}, found `{action:.200}`")

@@ -73,7 +73,9 @@ def optax_state(optimizer: Optimizer, equal: Equal, entries: Mapping[Names, Any]
     """
     values: list[Any] = []
     problems = list(_entry_problems(equal, entries))
-    problems = problems or list(_placed(optimizer, equal, entries, np.int32(step), values))
+    problems = problems or list(
+        _placed(optimizer, equal, entries, np.asarray(step, np.int32), values)
+    )
     if problems:
         listed = "\n".join(f"  {_HEAD}/{line}" for line in problems)
         raise LoadError(
