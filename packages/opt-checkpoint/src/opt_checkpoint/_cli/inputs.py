@@ -48,12 +48,13 @@ class Place(NamedTuple):
           written_by: the function that makes the optimizer that wrote it; without, what has no
             manifest is leaves by path, of no known meaning.
         """
+        path = self.path.absolute()  # as Orbax wants it
         try:
-            if own_item(self.path) is not None:
-                return open_step(self.path, step=self.step)
+            if own_item(path) is not None:
+                return open_step(path, step=self.step)
             if written_by is None:
-                return open_tree(self.path)
-            return open_foreign(self.path, written_by=make_optimizer(written_by, allocate=False))
+                return open_tree(path)
+            return open_foreign(path, written_by=make_optimizer(written_by, allocate=False))
         except LoadError:
             raise InputError(f"`{self.path}` holds no checkpoints") from None
         except ForeignError as error:

@@ -165,6 +165,8 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         names = [*source.schema.by_name, *(row.leaf.name for row in plan.rows)]
         say_lines(plan.table() if options.all else str(plan), names)
+        if plan.missing_kinds:
+            say(f"To admit what is marked `!`: --allow {' '.join(sorted(plan.missing_kinds))}")
     return OK if plan.is_ok else DIFFERENT
 
 
