@@ -23,7 +23,6 @@ from opt_core import (
 )
 from opt_core.errors import HyperParamError
 from opt_core.protocols import Transformation, UpdatesParams
-from opt_partition import explain, normalise_param_axes
 
 from opt_optax_bridge import _pickling
 from opt_optax_bridge._description.describe import describe_optax
@@ -291,6 +290,9 @@ class OptaxWrapper(OptimizerDef):
         Raises:
           opt_partition.errors.AxesError: `param_axes` do not fit the parameters.
         """
+        # Imported when it is needed: it takes a tenth of a second.
+        from opt_partition import explain, normalise_param_axes
+
         explanation = explain(self.optax_optimizer, optimizer.target, param_axes)
         found: Any = jax.tree.structure(optimizer.state.param_states)
         expected: Any = jax.tree.structure(explanation.state)
