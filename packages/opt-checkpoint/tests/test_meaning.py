@@ -120,6 +120,14 @@ def test_a_length_is_refused_at_or_below_the_count(
     assert all("that is passed" in problem for problem in plan.problems)
 
 
+@pytest.mark.parametrize(("offset", "is_refused"), [(5, False), (6, True), (10, True)])
+def test_an_offset_is_refused_above_the_count(offset: int, is_refused: bool) -> None:
+    plan = planned(optax.adafactor(0.1), optax.adafactor(0.1, decay_offset=offset), count=5)
+    assert plan.is_exact == (not is_refused)
+    assert len(plan.problems) == is_refused
+    assert all("Make it no larger than the count" in problem for problem in plan.problems)
+
+
 def test_what_is_injected_wins_and_says_so() -> None:
     saved = named_state(wrapped(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)))
     plan = plan_restore(saved, wrapped(optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)))

@@ -194,6 +194,14 @@ def _() -> float:
     return 1.0 - float(going.estim_lr / min(before.estim_lr, own.estim_lr))
 
 
+@harm("factored_rms", "step_offset")
+def _() -> float:
+    """A power of a number of steps below 0 is none: every parameter is NaN."""
+    old, new = (optax.adafactor(0.05, decay_offset=n, min_dim_size_to_factor=2) for n in (0, 6))
+    params, state = trained(old, 5)
+    return off(*(go(tx, params, state, 5, 1)[0] for tx in (new, old)), params)
+
+
 @harm("rms", "bias_correction")
 def _() -> float:
     """The count of steps begins beside a moment that is 20 steps old."""
@@ -352,6 +360,7 @@ def builds(name: str, setting: str) -> Any:
         "schedule_free": lambda: contrib.schedule_free_sgd(),
         "dadapt_adamw": contrib.dadapt_adamw,
         "prodigy": contrib.prodigy,
+        "factored_rms": optax.scale_by_factored_rms,
         "rms": optax.scale_by_rms,
         "stddev": optax.scale_by_stddev,
         "multi_steps": lambda: optax.MultiSteps(optax.sgd(1.0), 4),
@@ -387,7 +396,7 @@ def test_every_refusal_is_measured() -> None:
 def test_the_counts_that_decide_are_fields_of_the_state() -> None:
     for name, known in KNOWN.items():
         for setting, bearing in known.bearing.items():
-            needs = bearing.effect in ("window", "at_or_below_count")
+            needs = bearing.effect in ("window", "at_or_below_count", "above_count")
             assert bool(bearing.count) == needs, (name, setting)
             assert not bearing.count or known.roles[bearing.count[0]] == "count"
 
@@ -492,6 +501,13 @@ def test_a_plateau_above_the_saved_count_still_ends(change: dict[str, int]) -> N
     name = next(iter(change))
     saved = plateau({name: 10}, None, 8)
     assert float(plateau(change, saved, 300).scale) < 1e-2
+
+
+def test_an_offset_up_to_the_saved_count_may_change() -> None:
+    old, new = (optax.adafactor(0.05, decay_offset=n, min_dim_size_to_factor=2) for n in (0, 5))
+    params, state = trained(old, 5)
+    going, _ = go(new, params, state, 5, 40)
+    assert float(loss(going, 45)) < 1.1 * float(loss(trained(old, 45)[0], 45)) + 0.02
 
 
 def test_the_period_of_lookahead_may_change() -> None:

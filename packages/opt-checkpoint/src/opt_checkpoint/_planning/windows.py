@@ -21,6 +21,12 @@ from opt_checkpoint._planning.compare import INJECTING, UPDATE, bearing_of, with
 
 _HELD: Final = frozenset({"accumulator", "params_copy"})
 _ADVICE = "save at the end of a window"
+_COMPARED: Final = {
+    "at_or_below_count": "that is passed, and would not be reached again. "
+    "Make it larger than the count",
+    "above_count": "that is not reached yet, and the steps since would be fewer than none. "
+    "Make it no larger than the count",
+}
 _Pairs = Iterable[tuple[LeafInfo, LeafInfo]]
 
 
@@ -124,13 +130,13 @@ def _problems(
     if bearing.effect == "refused" and is_told and one != other:
         yield from _refusal(name, old, new, pairs, ruled)
     for source, leaf in counts:
-        is_reached = source.value is not None and not _is_above(other, source.value)
-        if bearing.effect == "at_or_below_count" and is_told and one != other and is_reached:
-            yield (
-                f"`{leaf.name}` is {source.value}: `{name}` of `{new.name}` was {_shown(one)} and "
-                f"cannot become {_shown(other)}: that is passed, and would not be reached again. "
-                "Make it larger than the count"
-            )
+        if bearing.effect in _COMPARED and is_told and one != other and source.value is not None:
+            is_above = _is_above(other, source.value)
+            if is_above == (bearing.effect == "above_count"):
+                yield (
+                    f"`{leaf.name}` is {source.value}: `{name}` of `{new.name}` was {_shown(one)} "
+                    f"and cannot become {_shown(other)}: {_COMPARED[bearing.effect]}"
+                )
         elif bearing.effect == "window" and (done := begun(source, saved)):
             yield from _interrupted(leaf, name, done, one, other)
 

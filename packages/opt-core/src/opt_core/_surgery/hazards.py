@@ -111,7 +111,9 @@ def _refusal(
     if bearing.effect == "window":
         return f"a window is open, `{field}` is {count}; {_ADVICE}" if count else ""
     is_above = isinstance(now, int | float) and now > count
-    return "" if is_above else f"it must be above `{field}`, which is {count}"
+    if is_above == (bearing.effect == "at_or_below_count"):
+        return ""
+    return f"it must {'not ' * is_above}be above `{field}`, which is {count}"
 
 
 def _count(

@@ -82,7 +82,10 @@ KNOWN: Final[Mapping[str, Known]] = MappingProxyType(
         ),
         "rss": _known("second_moment: sum_of_squares"),
         "adadelta": _known("second_moment: e_g e_x"),
-        "factored_rms": _known("factored: v_row v_col, second_moment: v, count: count"),
+        "factored_rms": _known(
+            "factored: v_row v_col, second_moment: v, count: count",
+            {"step_offset": Bearing("above_count", ("count",))},
+        ),
         "sm3": _known("factored: mu, moment: nu"),
         "rprop": _known("other: step_sizes prev_updates"),
         "optimistic_gradient": _known("other: is_initial_step previous_gradient"),
