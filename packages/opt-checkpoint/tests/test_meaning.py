@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from opt_checkpoint import NamedState, Plan, Rename, Schema, errors, named_state, plan_restore
+from opt_checkpoint import Map, NamedState, Plan, Rename, Schema, errors, named_state, plan_restore
 from opt_core import Optimizer
 from opt_optax_bridge import OptaxWrapper
 
@@ -118,6 +118,46 @@ def test_a_length_is_refused_at_or_below_the_count(
     assert plan.is_exact == (not is_refused)
     assert len(plan.problems) == is_refused
     assert all("that is passed" in problem for problem in plan.problems)
+
+
+def scaled(by: Any, *, rate: float = 0.1, moments: Any = optax.scale_by_adam) -> Any:
+    first = optax.scale_by_schedule(by) if callable(by) else optax.scale(by)
+    return optax.chain(first, optax.clip(1.0), moments(), optax.scale(-rate))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (scaled(1024.0), scaled(1.0), "`step_size` of `scale` was 1024.0, is 1.0"),
+        (scaled(2.0, rate=0.1), scaled(0.1, rate=-2.0), "`step_size` of `scale` was 2.0, is 0.1"),
+        (
+            scaled(optax.constant_schedule(2.0)),
+            scaled(optax.constant_schedule(1.0)),
+            "`step_size_fn` of `schedule` was",
+        ),
+        (optax.MultiSteps(scaled(2.0), 2), optax.MultiSteps(scaled(1.0), 2), "`step_size` of"),
+    ],
+)
+def test_what_multiplies_before_moments_may_not_change(old: Any, new: Any, told: str) -> None:
+    plan = planned(old, new)
+    assert not plan.is_ok
+    (problem,) = plan.problems
+    assert problem.startswith(told)
+
+
+def test_what_multiplies_after_moments_may_change() -> None:
+    assert planned(scaled(2.0, rate=0.1), scaled(2.0, rate=0.2)).is_exact
+    assert planned(scaled(2.0, moments=optax.identity), scaled(1.0, moments=optax.identity)).is_ok
+
+
+def test_moments_in_other_units_by_a_rule() -> None:
+    saved, target = named_state(wrapped(scaled(4.0))), wrapped(scaled(2.0))
+    rules: Any = [
+        (r"(state/adam/mu/.*)", Map(r"\1", lambda x: x / 2)),
+        (r"(state/adam/nu/.*)", Map(r"\1", lambda x: x / 4)),
+    ]
+    assert not plan_restore(saved, target, rules=rules[:1]).is_ok
+    assert plan_restore(saved, target, rules=rules).is_ok
 
 
 @pytest.mark.parametrize(("offset", "is_refused"), [(5, False), (6, True), (10, True)])

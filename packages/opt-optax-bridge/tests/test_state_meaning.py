@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from opt_core import describe_state
 from opt_optax_bridge import OptaxWrapper
-from opt_optax_bridge._description.known import KNOWN
+from opt_optax_bridge._description.known import FACTORS, KNOWN
 
 optax: Any = importlib.import_module("optax")  # much of it is no explicit export
 contrib: Any = optax.contrib
@@ -202,6 +202,51 @@ def _() -> float:
     return off(*(go(tx, params, state, 5, 1)[0] for tx in (new, old)), params)
 
 
+MULTIPLIES: dict[str, tuple[str, Callable[[float], Any]]] = {
+    "scale": ("step_size", optax.scale),
+    "schedule": ("step_size_fn", lambda x: optax.scale_by_schedule(optax.constant_schedule(x))),
+    "trust_ratio": (
+        "trust_coefficient",
+        lambda x: optax.scale_by_trust_ratio(trust_coefficient=x),
+    ),
+    "normalize_by_update_norm": (
+        "scale_factor",
+        lambda x: optax.normalize_by_update_norm(scale_factor=x),
+    ),
+}
+
+
+def multiplied(name: str, by: float, *, is_after: bool = False) -> Any:
+    moments = optax.scale_by_adam() if name == "scale" else optax.trace(0.9)
+    factor = MULTIPLIES[name][1](by)
+    return optax.chain(*((moments, factor) if is_after else (factor, moments)), optax.scale(-0.01))
+
+
+def harm_of_a_factor(name: str) -> float:
+    """Moments are in units of what came before."""
+    return from_another_state(multiplied(name, 64.0), multiplied(name, 1.0), steps=20)
+
+
+for _name, (_setting, _) in MULTIPLIES.items():
+    harm(_name, _setting)(functools.partial(harm_of_a_factor, _name))
+
+
+@pytest.mark.parametrize("name", MULTIPLIES)
+def test_a_factor_bears_meaning_before_moments_alone(name: str) -> None:
+    setting, _ = MULTIPLIES[name]
+    groups = {"a": multiplied(name, 2.0, is_after=True), "b": optax.sgd(0.1, momentum=0.9)}
+    for tx, wanted in (
+        (multiplied(name, 2.0), "refused"),
+        (optax.chain(optax.clip(1.0), optax.MultiSteps(multiplied(name, 2.0), 2)), "refused"),
+        (multiplied(name, 2.0, is_after=True), "nothing"),
+        (optax.partition(groups, {"b": "a", "w": "b"}), "nothing"),
+    ):
+        found = describe_state(OptaxWrapper(optax.chain(tx, optax.clip(1.0))).create(PARAMS))
+        assert {t.effect(setting) for t in found.transformations if t.name == name} >= {wanted}
+        if wanted == "nothing":
+            assert not any(t.bearing for t in found.transformations)
+
+
 @harm("rms", "bias_correction")
 def _() -> float:
     """The count of steps begins beside a moment that is 20 steps old."""
@@ -370,6 +415,8 @@ def builds(name: str, setting: str) -> Any:
     }
     if name in made:
         return made[name]()
+    if name in MULTIPLIES:
+        return optax.chain(MULTIPLIES[name][1](2.0), optax.trace(0.9))
     if "accumul" in setting:
         return getattr(aggregating, name)(
             accumulation_steps=4, **({} if name.startswith("accum") else {"per_elt_axis": 0})
@@ -386,6 +433,7 @@ def test_going_on_in_silence_goes_wrong(name: str, setting: str) -> None:
 
 def test_every_refusal_is_measured() -> None:
     refused = {(name, setting) for name, known in KNOWN.items() for setting in known.bearing}
+    refused |= FACTORS.items()
     measured = HARMS.keys() - {("inject_hyperparams", "learning_rate")}  # any number is
     if aggregating is not None and hasattr(contrib, "galore"):
         assert refused == measured

@@ -101,6 +101,28 @@ def dropped(
             problem = running.left(leaf)
         admitted = by_rule or "drop" in policy.allow or leaf.name in anew
         yield Row(leaf, "dropped", kinds=("drop",), problem=problem, is_admitted=admitted)
+    yield from _left_slices(saved, rows, policy)
+
+
+def _left_slices(saved: Schema, rows: Sequence[Row], policy: Policy) -> Iterator[Row]:
+    """Yields the slices of leaves that are taken apart, of which nothing takes some."""
+    taken: dict[tuple[str, int], set[int | None]] = {}
+    whole = {name for row in rows if row.how != "slice" for name in row.sources}
+    for row in rows:
+        if row.how == "slice" and row.sources[0] not in whole:
+            taken.setdefault((row.sources[0], row.axis), set()).add(row.index)
+    leaves = saved.by_name
+    for (name, axis), indices in taken.items():
+        leaf = leaves[name]
+        by_rule = policy.rule(name, drop=True) is not None
+        shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
+        for index in sorted(set(range(leaf.shape[axis])) - indices):
+            where = ", ".join([*[":"] * axis, str(index)])
+            one = dataclasses.replace(
+                leaf, path=(*leaf.path[:-1], f"{leaf.path[-1]}[{where}]"), shape=shape
+            )
+            admitted = by_rule or "drop" in policy.allow
+            yield Row(one, "dropped", kinds=("drop",), is_admitted=admitted)
 
 
 def _is_anew(name: str, policy: Policy) -> bool:

@@ -19,6 +19,7 @@ from opt_checkpoint._naming.schema import (
 )
 from opt_checkpoint._planning.compare import INJECTING, UPDATE, bearing_of, without_code
 
+_IN_UNITS: Final = frozenset({"moment", "second_moment", "factored"})
 _HELD: Final = frozenset({"accumulator", "params_copy"})
 _ADVICE = "save at the end of a window"
 _COMPARED: Final = {
@@ -111,6 +112,48 @@ def bearing_problems(
     for key, (old, new) in made.items():
         for name in sorted({**old.bearing, **new.bearing}):
             yield from _problems(name, old, new, together[key], saved, ruled)
+    factors: dict[str, None] = {}
+    for key, (old, new) in made.items():
+        held = [(a, b) for a, b in together[key] if b.role in _IN_UNITS and b.name not in ruled]
+        for one, other in _factors(old, new, saved, target) if held else ():
+            factors |= dict.fromkeys(_refusal_of_factor(one, other, held))
+    yield from factors
+
+
+def _factors(
+    old: TransformationDescription, new: TransformationDescription, saved: Schema, target: Schema
+) -> Iterator[tuple[TransformationDescription, TransformationDescription]]:
+    """What keeps nothing and acts before two that go on in one another, in pairs.
+
+    Others in their number, or in another order, are changes of the optimizer.
+    """
+    ones, others = (
+        [
+            made
+            for made in schema.transformations[: schema.transformations.index(keeper)]
+            if made.bearing
+            and made.group == keeper.group[: len(made.group)]
+            and not any(schema.transformation_of(leaf) == made for leaf in schema.leaves)
+        ]
+        for schema, keeper in ((saved, old), (target, new))
+    )
+    if [made.name for made in ones] == [made.name for made in others]:
+        yield from zip(ones, others, strict=True)
+
+
+def _refusal_of_factor(
+    old: TransformationDescription,
+    new: TransformationDescription,
+    pairs: Sequence[tuple[LeafInfo, LeafInfo]],
+) -> Iterator[str]:
+    for name in sorted({**old.bearing, **new.bearing}):
+        one, other = old.settings.get(name), new.settings.get(name)
+        if name in old.settings.keys() & new.settings.keys() and one != other:
+            yield (
+                f"`{name}` of `{new.name}` was {_shown(one)}, is {_shown(other)}: what comes after "
+                f"it has been multiplied by it, such as `{pairs[0][1].name}`. Set it as it was, or "
+                "say by rules what becomes of these leaves, such as a `Map` that multiplies them"
+            )
 
 
 def _problems(

@@ -43,6 +43,16 @@ def _known(
     return Known(found, MappingProxyType(dict(bearing or {})), reshapes)
 
 
+FACTORS: Final = MappingProxyType(
+    {
+        "normalize_by_update_norm": "scale_factor",
+        "scale": "step_size",
+        "schedule": "step_size_fn",
+        "trust_ratio": "trust_coefficient",
+    }
+)
+"""Transformations that multiply updates by a setting: moments after it are in its units."""
+
 VARIANTS: Final = MappingProxyType({"amsgrad": "adam"})
 """Transformations that keep what another keeps by its recurrences, and something besides.
 
