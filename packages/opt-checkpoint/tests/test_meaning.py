@@ -225,6 +225,29 @@ def test_no_rename_is_suggested_where_there_are_two_or_names_are_known() -> None
     assert not plan_restore(named_state(adam), adamax).suggestions
 
 
+def test_a_new_schedule_goes_on_from_the_step() -> None:
+    params = {"w": jnp.arange(8.0).reshape(2, 4)}
+    rate = optax.linear_schedule(0.1, 0.0, 100)
+    cases = [
+        (optax.adam(0.1), optax.adam(rate), "state/step", 3),
+        (optax.MultiSteps(optax.adam(0.1), 2), optax.MultiSteps(optax.adam(rate), 2), "", 2),
+    ]
+    for old, new, source, count in cases:
+        optimizer = wrapped(old)
+        for _ in range(3 if source else 4):
+            optimizer = optimizer.apply_gradient(params)
+        plan = plan_restore(named_state(optimizer), wrapped(new), allow={"optimizer"})
+        assert plan.missing_kinds == {"initialise"}
+        plan = plan_restore(named_state(optimizer), wrapped(new), allow={"optimizer", "initialise"})
+        (row,) = (row for row in plan.rows if row.leaf.name == "state/schedule/count")
+        assert f"goes on from `{source or 'state/multi_steps/gradient_step'}`" in row.note
+        assert int(named_state(plan.apply()).leaves["state/schedule/count"]) == count
+    rules: Any = [("state/schedule/count", "initialise")]
+    optimizer = wrapped(optax.adam(0.1)).apply_gradient(params)
+    plan = plan_restore(named_state(optimizer), wrapped(new), allow=EVERYTHING, rules=rules)
+    assert int(named_state(plan.apply()).leaves["state/schedule/count"]) == 0
+
+
 # Moments that go on, and what enters them.
 
 
