@@ -248,6 +248,27 @@ def test_a_new_schedule_goes_on_from_the_step() -> None:
     assert int(named_state(plan.apply()).leaves["state/schedule/count"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("maker", "setting", "values"),
+    [
+        (optax.adagrad, "initial_accumulator_value", (0.1, 2.0)),
+        (optax.rmsprop, "initial_scale", (0.0, 2.0)),
+        (optax.rprop, "max_step_size", (50.0, 0.001)),
+        (contrib.dadapt_adamw, "estim_lr0", (1e-6, 1e-2)),
+        (contrib.cocob, "eps", (1e-8, 1.0)),
+    ],
+)
+def test_a_setting_without_effect_is_noted(maker: Any, setting: str, values: Any) -> None:
+    rate = {} if maker in (contrib.dadapt_adamw, contrib.cocob) else {"learning_rate": 0.1}
+    old, new = (maker(**rate, **{setting: value}) for value in values)
+    plan = planned(old, new)
+    assert plan.is_exact
+    told = f"`{setting}` was {values[0]}, is {values[1]}: no effect on the saved state"
+    assert any(told in row.note for row in plan.rows)
+    assert told in plan.table()
+    assert not any("no effect" in row.note for row in planned(old, old).rows)
+
+
 # Moments that go on, and what enters them.
 
 

@@ -433,12 +433,34 @@ def test_going_on_in_silence_goes_wrong(name: str, setting: str) -> None:
 
 def test_every_refusal_is_measured() -> None:
     refused = {(name, setting) for name, known in KNOWN.items() for setting in known.bearing}
+    refused -= INITIAL.keys()
     refused |= FACTORS.items()
     measured = HARMS.keys() - {("inject_hyperparams", "learning_rate")}  # any number is
     if aggregating is not None and hasattr(contrib, "galore"):
         assert refused == measured
     else:
         assert refused > measured
+
+
+INITIAL: dict[tuple[str, str], tuple[str, tuple[float, float]]] = {
+    ("rss", "initial_accumulator_value"): ("adagrad", (0.1, 2.0)),
+    ("yogi", "initial_accumulator_value"): ("scale_by_yogi", (1e-6, 2.0)),
+    ("rms", "initial_scale"): ("rmsprop", (0.0, 2.0)),
+    ("stddev", "initial_scale"): ("scale_by_stddev", (0.0, 2.0)),
+    ("cocob", "eps"): ("contrib.cocob", (1e-8, 1.0)),
+    ("dadapt_adamw", "estim_lr0"): ("contrib.dadapt_adamw", (1e-6, 1e-2)),
+    ("rprop", "learning_rate"): ("scale_by_rprop", (0.01, 0.02)),
+    ("rprop", "max_step_size"): ("rprop", (50.0, 1e-5)),
+    ("rprop", "min_step_size"): ("rprop", (1e-6, 1e-5)),
+}
+
+
+@pytest.mark.parametrize(("name", "setting"), INITIAL)
+def test_settings_without_effect_on_saved_state_are_told(name: str, setting: str) -> None:
+    maker, values = INITIAL[name, setting]
+    rate = {"learning_rate": 0.1} if maker in ("adagrad", "yogi", "rmsprop", "rprop") else {}
+    old, new = (maker_of(maker)(**{**rate, setting: value}) for value in values)
+    assert effect(old, name, setting) == effect(new, name, setting) == "initial"
 
 
 def test_the_counts_that_decide_are_fields_of_the_state() -> None:

@@ -32,6 +32,24 @@ def with_notes(rows: Iterable[Row]) -> list[Row]:
     ]
 
 
+def with_initial(rows: Iterable[Row], saved: Schema, target: Schema) -> list[Row]:
+    """Says of leaves that go on which settings only made their first values."""
+    found = []
+    leaves = saved.by_name
+    for row in rows:
+        new = target.transformation_of(row.leaf)
+        is_of_values = row.sources and row.leaf.role not in ("count", "schedule_count")
+        old = saved.transformation_of(leaves[row.sources[0]]) if is_of_values else None
+        notes = [row.note] if row.note else []
+        if old is not None and new is not None:
+            for name, bearing in new.bearing.items():
+                one, other = old.settings.get(name), new.settings.get(name)
+                if bearing.effect == "initial" and name in old.settings and one != other:
+                    notes.append(f"`{name}` was {one}, is {other}: no effect on the saved state")
+        found.append(dataclasses.replace(row, note=", ".join(notes)))
+    return found
+
+
 def with_counts(
     rows: Iterable[Row], anew: Collection[tuple[Names, str]], policy: Policy
 ) -> list[Row]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._naming.schema import LeafInfo, Names, Source, leaf_name, leaf_path
-from opt_checkpoint._planning.beside import dropped, joined, with_counts, with_notes
+from opt_checkpoint._planning.beside import dropped, joined, with_counts, with_initial, with_notes
 from opt_checkpoint._planning.compare import (
     INJECTING,
     changes,
@@ -99,6 +99,7 @@ def plan_restore(
     by_rule = {row.leaf.name for row in rows if policy.rule(row.leaf.name) is not None}
     running = Running(pairs, checkpoint.schema)
     rows = with_notes(joined(row, running, policy) for row in rows)
+    rows = with_initial(rows, checkpoint.schema, named.schema)
     _check_rules(policy, rows, checkpoint)
     idle = frozen(named.schema)
     trained = {o for param, found in matcher.origins.items() if param not in idle for o in found}

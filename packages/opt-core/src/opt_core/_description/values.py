@@ -41,12 +41,15 @@ of a schedule that would restart with it; `key` makes random numbers; `factored`
 dimensions of its parameter.
 """
 
-Effect: TypeAlias = Literal["nothing", "window", "refused", "at_or_below_count", "above_count"]
+Effect: TypeAlias = Literal[
+    "nothing", "window", "refused", "at_or_below_count", "above_count", "initial"
+]
 """What a change of a setting does to saved state.
 
 `nothing`: the state goes on. `window`: it goes on unless a window is open. `refused`: it would be
 read as something else. `at_or_below_count`: it goes on if the new value is above the saved count.
-`above_count`: it goes on if it is not.
+`above_count`: it goes on if it is not. `initial`: the state goes on as the old value made it, and
+the new one has no effect on it.
 """
 
 COUNTED: Final = frozenset({"window", "at_or_below_count", "above_count"})
@@ -122,6 +125,7 @@ class Bearing:
       effect: `'nothing'`: the state goes on. `'window'`: it does unless a window is open.
         `'refused'`: it would be read as something else. `'at_or_below_count'`: it goes on if the
         new value is above the saved count. `'above_count'`: it goes on if it is not.
+        `'initial'`: it goes on as the old value made it.
       count: the field of the state that decides: the window is open while it is not 0 (modulo
         `modulo`, if given); or the new value is compared with it.
       modulo: the setting that `count` is to be divided by, where it goes on counting.

@@ -100,7 +100,7 @@ def refusals(move: Move, *, is_asked: bool) -> Iterator[str]:
 def _refusal(
     move: Move, bearing: Bearing, one: TransformationDescription, positions: Sequence[int], now: Any
 ) -> str:
-    if bearing.effect == "nothing":
+    if bearing.effect in ("nothing", "initial"):
         return ""
     if bearing.effect == "refused":
         return "the state would be read as something else"
