@@ -269,6 +269,40 @@ def test_a_setting_without_effect_is_noted(maker: Any, setting: str, values: Any
     assert not any("no effect" in row.note for row in planned(old, old).rows)
 
 
+def test_advice_names_what_can_help() -> None:
+    old, new = (optax.MultiSteps(optax.sgd(0.1), k) for k in (4, 2))
+    plan = plan_restore(counted(wrapped(old), mini_step=3), wrapped(new))
+    with pytest.raises(errors.PlanError) as caught:
+        plan.check()
+    assert "If that is meant" not in str(caught.value)
+    assert "No `allow` admits all of that" in str(caught.value)
+    assert "`allow={'optimizer'}` is needed besides" in str(caught.value)
+    plan = planned(scaled(2.0), scaled(1.0))
+    with pytest.raises(errors.PlanError) as caught:
+        plan.check()
+    assert str(caught.value).endswith("mend what is wrong first.")
+    plan = plan_restore(counted(wrapped(old), mini_step=0), wrapped(new))
+    with pytest.raises(errors.PlanError) as caught:
+        plan.check()
+    assert str(caught.value).endswith("If that is meant, admit it: `allow={'optimizer'}`.")
+
+
+def test_a_plan_that_is_not_ok_says_why() -> None:
+    params = {"w": jnp.ones((2, 4)), "b": jnp.ones(4)}
+    old, new = (
+        OptaxWrapper(optax.masked(optax.adam(0.1), mask)).create(params)
+        for mask in ({"w": True, "b": False}, {"w": False, "b": True})
+    )
+    plan = plan_restore(named_state(old), new)
+    assert not plan.is_ok
+    assert plan.reasons == (
+        "`state/adam/mu/b` and 1 more would be initialised",
+        "`state/adam/mu/w` and 1 more would be dropped",
+    )
+    assert plan.to_data()["reasons"] == list(plan.reasons)
+    assert not plan_restore(named_state(old), old).reasons
+
+
 # Moments that go on, and what enters them.
 
 
