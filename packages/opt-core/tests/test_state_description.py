@@ -172,7 +172,8 @@ def test_text_that_is_not_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("effect", "count"), [("window", ()), ("at_or_below_count", ()), ("refused", ("count",))]
+    ("effect", "count"),
+    [("window", ()), ("at_or_below_count", ()), ("above_count", ()), ("refused", ("count",))],
 )
 def test_a_bearing_has_a_count_where_one_decides(effect: Any, count: Any) -> None:
     with pytest.raises(DescriptionError, match="`count`: a setting whose change is"):

@@ -32,6 +32,24 @@ def with_notes(rows: Iterable[Row]) -> list[Row]:
     ]
 
 
+def with_initial(rows: Iterable[Row], saved: Schema, target: Schema) -> list[Row]:
+    """Says of leaves that go on which settings only made their first values."""
+    found = []
+    leaves = saved.by_name
+    for row in rows:
+        new = target.transformation_of(row.leaf)
+        is_of_values = row.sources and row.leaf.role not in ("count", "schedule_count")
+        old = saved.transformation_of(leaves[row.sources[0]]) if is_of_values else None
+        notes = [row.note] if row.note else []
+        if old is not None and new is not None:
+            for name, bearing in new.bearing.items():
+                one, other = old.settings.get(name), new.settings.get(name)
+                if bearing.effect == "initial" and name in old.settings and one != other:
+                    notes.append(f"`{name}` was {one}, is {other}: no effect on the saved state")
+        found.append(dataclasses.replace(row, note=", ".join(notes)))
+    return found
+
+
 def with_counts(
     rows: Iterable[Row], anew: Collection[tuple[Names, str]], policy: Policy
 ) -> list[Row]:
@@ -101,6 +119,28 @@ def dropped(
             problem = running.left(leaf)
         admitted = by_rule or "drop" in policy.allow or leaf.name in anew
         yield Row(leaf, "dropped", kinds=("drop",), problem=problem, is_admitted=admitted)
+    yield from _left_slices(saved, rows, policy)
+
+
+def _left_slices(saved: Schema, rows: Sequence[Row], policy: Policy) -> Iterator[Row]:
+    """Yields the slices of leaves that are taken apart, of which nothing takes some."""
+    taken: dict[tuple[str, int], set[int | None]] = {}
+    whole = {name for row in rows if row.how != "slice" for name in row.sources}
+    for row in rows:
+        if row.how == "slice" and row.sources[0] not in whole:
+            taken.setdefault((row.sources[0], row.axis), set()).add(row.index)
+    leaves = saved.by_name
+    for (name, axis), indices in taken.items():
+        leaf = leaves[name]
+        by_rule = policy.rule(name, drop=True) is not None
+        shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
+        for index in sorted(set(range(leaf.shape[axis])) - indices):
+            where = ", ".join([*[":"] * axis, str(index)])
+            one = dataclasses.replace(
+                leaf, path=(*leaf.path[:-1], f"{leaf.path[-1]}[{where}]"), shape=shape
+            )
+            admitted = by_rule or "drop" in policy.allow
+            yield Row(one, "dropped", kinds=("drop",), is_admitted=admitted)
 
 
 def _is_anew(name: str, policy: Policy) -> bool:

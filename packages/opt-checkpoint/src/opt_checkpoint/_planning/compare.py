@@ -308,7 +308,7 @@ def settings_changes(
     for name in _shared(old, new):
         one, other = old.settings[name], new.settings[name]
         effect = bearing_of(name, old, new).effect
-        if one == other or effect in ("refused", "at_or_below_count"):
+        if one == other or effect in ("refused", "at_or_below_count", "above_count"):
             continue
         where = f"`{name}` of `{new.name}`{_in(new.group)}"
         are_numbers = all(isinstance(x, int | float) for x in (one, other))

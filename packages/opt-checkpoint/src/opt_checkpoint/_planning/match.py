@@ -11,7 +11,7 @@ import numpy as np
 
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._naming.schema import LeafInfo, Names, Source, leaf_name, leaf_path
-from opt_checkpoint._planning.beside import dropped, joined, with_counts, with_notes
+from opt_checkpoint._planning.beside import dropped, joined, with_counts, with_initial, with_notes
 from opt_checkpoint._planning.compare import (
     INJECTING,
     changes,
@@ -99,6 +99,7 @@ def plan_restore(
     by_rule = {row.leaf.name for row in rows if policy.rule(row.leaf.name) is not None}
     running = Running(pairs, checkpoint.schema)
     rows = with_notes(joined(row, running, policy) for row in rows)
+    rows = with_initial(rows, checkpoint.schema, named.schema)
     _check_rules(policy, rows, checkpoint)
     idle = frozen(named.schema)
     trained = {o for param, found in matcher.origins.items() if param not in idle for o in found}
@@ -170,11 +171,9 @@ class _Matcher:
         if found is not None and isinstance(found[1], str):
             admitted = admitted | {found[1]}
         why = self.anew.get((leaf.group, leaf.transformation)) if leaf.transformation else None
-        if why is not None:
-            return self._initialised(leaf, why)
-        sources, kinds, note = self._find(leaf)
+        sources, kinds, note = ([], (), why) if why is not None else self._find(leaf)
         if not sources:
-            return self._initialised(leaf, note)
+            return self._scheduled(leaf, note) or self._initialised(leaf, note)
         if found is not None and isinstance(found[1], Pad):
             row = self.ruled.padded(leaf, found[1], sources[0], kinds, note)
             is_own = row.sources == (sources[0].name,)
@@ -186,6 +185,31 @@ class _Matcher:
             return self._let_go(leaf, "the checkpoint has it for other dimensions")
         row = fitted(leaf, sources[0], kinds, note, admitted)
         return dataclasses.replace(row, sources=tuple(source.name for source in sources))
+
+    def _scheduled(self, leaf: LeafInfo, why: str) -> Row | None:
+        """The row of a schedule's count that is new: schedules do not restart in silence."""
+        if leaf.role != "schedule_count" or leaf.parameter is not None:
+            return None
+        name = self._updates_around(leaf) or "state/step"
+        if name not in self.saved or self.saved[name].shape != leaf.shape:
+            return None
+        note = f"a new count, which goes on from `{name}`{f' ({why})' if why else ''}"
+        return fitted(leaf, self.saved[name], ("initialise",), note, self.policy.allow)
+
+    def _updates_around(self, leaf: LeafInfo) -> str:
+        """The saved count of the updates of windows that hold a transformation, if any does."""
+        schema = self.named.schema
+        for other in schema.leaves:
+            made = schema.transformation_of(other)
+            if made is None or other.role != "count" or other.parameter is not None:
+                continue
+            windows = {
+                b.count for b in made.bearing.values() if b.effect == "window" and not b.modulo
+            }
+            is_around = other.group == leaf.group[: len(other.group)]
+            if windows and other.field not in windows and is_around and other.name in self.saved:
+                return other.name
+        return ""
 
     def _find(self, leaf: LeafInfo) -> tuple[Sequence[LeafInfo], tuple[str, ...], str]:
         """The leaves of the checkpoint that this one is: several where groups agree about it."""

@@ -60,7 +60,8 @@ class Unstack:
     r"""Takes a slice of a leaf of the checkpoint.
 
     Of the state of a parameter, a leaf is sliced along whichever of its dimensions follows the
-    axis. The accumulators of `sm3` are those of all slices together, which is refused.
+    axis. The accumulators of `sm3` are those of all slices together, which is refused. Slices that
+    no leaf takes are dropped, with a line each: `params/layers/k[3]`.
 
     Attributes:
       source: the name in the checkpoint.
@@ -110,8 +111,9 @@ class Pad:
     r"""Takes a leaf from its own name and appends entries to one dimension, e.g. of a vocabulary.
 
     Of the state of a parameter, a leaf grows along whichever of its dimensions follows that one;
-    what follows none stays as it is. For another value in moments than in parameters, write two
-    rules.
+    what follows none stays as it is. A copy of the parameter, as `schedule_free` and `dog` keep,
+    is padded as the parameter is, whatever the rule for the state says. For another value in
+    moments than in parameters, write two rules.
 
     Attributes:
       axis: a dimension of the parameter.

@@ -255,9 +255,20 @@ class RuledRows:
                 why = swap or f"it does not keep dimension {axis}"
                 plain = fitted(leaf, found, kinds, note, allow)
                 return _as_it_was(dataclasses.replace(plain, by=action), why)
+            if leaf.role == "params_copy" and self._kept.keeps_all(leaf):
+                action, note = self._as_parameter(leaf.parameter, action), "as its parameter"
+                plain = dataclasses.replace(plain, by=action)
             return self._grown(plain, action, found, kept.index(axis), kinds, swap or note)
         except Refused as why:
             return dataclasses.replace(plain, action="converted", problem=str(why))
+
+    def _as_parameter(self, parameter: Names, action: Pad) -> Pad:
+        """The rule for a copy of a parameter, whose new entries are those of the parameter."""
+        name = leaf_name(("params", *parameter))
+        found = self._policy.rule(name)
+        if found is None or not isinstance(found[1], Pad):
+            raise Refused(f"is a copy of `{name}`, which no `Pad` makes: say by another rule")
+        return dataclasses.replace(action, value=found[1].value)
 
     def unpadded(self, leaf: LeafInfo, action: Pad, source: LeafInfo) -> str:
         """Returns why a leaf is not as it was where its parameter is padded, and no rule names it.

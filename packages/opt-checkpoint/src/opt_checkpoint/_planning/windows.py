@@ -19,8 +19,15 @@ from opt_checkpoint._naming.schema import (
 )
 from opt_checkpoint._planning.compare import INJECTING, UPDATE, bearing_of, without_code
 
+_IN_UNITS: Final = frozenset({"moment", "second_moment", "factored"})
 _HELD: Final = frozenset({"accumulator", "params_copy"})
 _ADVICE = "save at the end of a window"
+_COMPARED: Final = {
+    "at_or_below_count": "that is passed, and would not be reached again. "
+    "Make it larger than the count",
+    "above_count": "that is not reached yet, and the steps since would be fewer than none. "
+    "Make it no larger than the count",
+}
 _Pairs = Iterable[tuple[LeafInfo, LeafInfo]]
 
 
@@ -105,6 +112,48 @@ def bearing_problems(
     for key, (old, new) in made.items():
         for name in sorted({**old.bearing, **new.bearing}):
             yield from _problems(name, old, new, together[key], saved, ruled)
+    factors: dict[str, None] = {}
+    for key, (old, new) in made.items():
+        held = [(a, b) for a, b in together[key] if b.role in _IN_UNITS and b.name not in ruled]
+        for one, other in _factors(old, new, saved, target) if held else ():
+            factors |= dict.fromkeys(_refusal_of_factor(one, other, held))
+    yield from factors
+
+
+def _factors(
+    old: TransformationDescription, new: TransformationDescription, saved: Schema, target: Schema
+) -> Iterator[tuple[TransformationDescription, TransformationDescription]]:
+    """What keeps nothing and acts before two that go on in one another, in pairs.
+
+    Others in their number, or in another order, are changes of the optimizer.
+    """
+    ones, others = (
+        [
+            made
+            for made in schema.transformations[: schema.transformations.index(keeper)]
+            if made.bearing
+            and made.group == keeper.group[: len(made.group)]
+            and not any(schema.transformation_of(leaf) == made for leaf in schema.leaves)
+        ]
+        for schema, keeper in ((saved, old), (target, new))
+    )
+    if [made.name for made in ones] == [made.name for made in others]:
+        yield from zip(ones, others, strict=True)
+
+
+def _refusal_of_factor(
+    old: TransformationDescription,
+    new: TransformationDescription,
+    pairs: Sequence[tuple[LeafInfo, LeafInfo]],
+) -> Iterator[str]:
+    for name in sorted({**old.bearing, **new.bearing}):
+        one, other = old.settings.get(name), new.settings.get(name)
+        if name in old.settings.keys() & new.settings.keys() and one != other:
+            yield (
+                f"`{name}` of `{new.name}` was {_shown(one)}, is {_shown(other)}: what comes after "
+                f"it has been multiplied by it, such as `{pairs[0][1].name}`. Set it as it was, or "
+                "say by rules what becomes of these leaves, such as a `Map` that multiplies them"
+            )
 
 
 def _problems(
@@ -124,13 +173,13 @@ def _problems(
     if bearing.effect == "refused" and is_told and one != other:
         yield from _refusal(name, old, new, pairs, ruled)
     for source, leaf in counts:
-        is_reached = source.value is not None and not _is_above(other, source.value)
-        if bearing.effect == "at_or_below_count" and is_told and one != other and is_reached:
-            yield (
-                f"`{leaf.name}` is {source.value}: `{name}` of `{new.name}` was {_shown(one)} and "
-                f"cannot become {_shown(other)}: that is passed, and would not be reached again. "
-                "Make it larger than the count"
-            )
+        if bearing.effect in _COMPARED and is_told and one != other and source.value is not None:
+            is_above = _is_above(other, source.value)
+            if is_above == (bearing.effect == "above_count"):
+                yield (
+                    f"`{leaf.name}` is {source.value}: `{name}` of `{new.name}` was {_shown(one)} "
+                    f"and cannot become {_shown(other)}: {_COMPARED[bearing.effect]}"
+                )
         elif bearing.effect == "window" and (done := begun(source, saved)):
             yield from _interrupted(leaf, name, done, one, other)
 

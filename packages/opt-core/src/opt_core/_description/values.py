@@ -12,7 +12,7 @@ import json
 import math
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from flax.core import FrozenDict
@@ -41,12 +41,19 @@ of a schedule that would restart with it; `key` makes random numbers; `factored`
 dimensions of its parameter.
 """
 
-Effect: TypeAlias = Literal["nothing", "window", "refused", "at_or_below_count"]
+Effect: TypeAlias = Literal[
+    "nothing", "window", "refused", "at_or_below_count", "above_count", "initial"
+]
 """What a change of a setting does to saved state.
 
 `nothing`: the state goes on. `window`: it goes on unless a window is open. `refused`: it would be
 read as something else. `at_or_below_count`: it goes on if the new value is above the saved count.
+`above_count`: it goes on if it is not. `initial`: the state goes on as the old value made it, and
+the new one has no effect on it.
 """
+
+COUNTED: Final = frozenset({"window", "at_or_below_count", "above_count"})
+"""The effects that a count in the state decides."""
 
 Source: TypeAlias = Literal["stated", "derived", "types"]
 """Who says it.
@@ -117,9 +124,10 @@ class Bearing:
     Attributes:
       effect: `'nothing'`: the state goes on. `'window'`: it does unless a window is open.
         `'refused'`: it would be read as something else. `'at_or_below_count'`: it goes on if the
-        new value is above the saved count.
+        new value is above the saved count. `'above_count'`: it goes on if it is not.
+        `'initial'`: it goes on as the old value made it.
       count: the field of the state that decides: the window is open while it is not 0 (modulo
-        `modulo`, if given); a new value must be above it.
+        `modulo`, if given); or the new value is compared with it.
       modulo: the setting that `count` is to be divided by, where it goes on counting.
     """
 
@@ -128,7 +136,7 @@ class Bearing:
     modulo: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.effect in ("window", "at_or_below_count")) != bool(self.count):
+        if (self.effect in COUNTED) != bool(self.count):
             raise DescriptionError(
                 f"`count`: a setting whose change is {self.effect!r} needs "
                 f"{'no field' if self.count else 'the field that counts'}, found {self.count}"

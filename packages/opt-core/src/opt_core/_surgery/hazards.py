@@ -100,7 +100,7 @@ def refusals(move: Move, *, is_asked: bool) -> Iterator[str]:
 def _refusal(
     move: Move, bearing: Bearing, one: TransformationDescription, positions: Sequence[int], now: Any
 ) -> str:
-    if bearing.effect == "nothing":
+    if bearing.effect in ("nothing", "initial"):
         return ""
     if bearing.effect == "refused":
         return "the state would be read as something else"
@@ -111,7 +111,9 @@ def _refusal(
     if bearing.effect == "window":
         return f"a window is open, `{field}` is {count}; {_ADVICE}" if count else ""
     is_above = isinstance(now, int | float) and now > count
-    return "" if is_above else f"it must be above `{field}`, which is {count}"
+    if is_above == (bearing.effect == "at_or_below_count"):
+        return ""
+    return f"it must {'not ' * is_above}be above `{field}`, which is {count}"
 
 
 def _count(
