@@ -378,7 +378,7 @@ BAD = {
     "no run": (["--resume=nowhere"], "nowhere is not the folder of a run"),
     "no configuration": (["--resume=odd"], "not the configuration of a run"),
     "other width": (["--resume=whole", "--d-model=32"], "--d-model is 16 there, not 32"),
-    "other steps": (["--resume=whole", "--steps=99"], "--steps is 300 there, not 99"),
+    "other steps": (["--resume=whole", "--steps=99"], f"--steps is {STEPS} there, not 99"),
     "rate on resume": (["--resume=whole", "--learning-rate=nan"], "--learning-rate must be"),
     "other text": (["--resume=other_text"], "is not (any more) the text"),
     "other checkpoint": (["--resume=other_checkpoint"], "of another configuration: 34 kept"),

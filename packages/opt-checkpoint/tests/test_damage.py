@@ -110,7 +110,7 @@ def test_e3_swapped_leaves(tmp_path: Path) -> None:
         saved.read(everything(saved.schema))
 
 
-def test_e3_swapped_records(tmp_path: Path) -> None:
+def test_swapped_records(tmp_path: Path) -> None:
     """The arrays of two leaves swapped, and their digests too: a digest is bound to a name."""
     leaves = {"state/x": jnp.arange(6.0), "state/y": -jnp.arange(6.0)}
     with Checkpointer(tmp_path / "a") as checkpointer:
