@@ -18,12 +18,17 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from opt_checkpoint import (
     Checkpointer,
+    OptimizerHandlerV1,
+    OptimizerRestore,
+    OptimizerSave,
     TrainingState,
     named_state,
     open_foreign,
+    open_step,
     plan_restore,
 )
 from opt_checkpoint._disk.saved_step import _spread
+from orbax.checkpoint.experimental import v1
 
 P = PartitionSpec
 X = np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32)
@@ -174,6 +179,31 @@ def test_one_kind_goes_on_as_another(old: str, new: str) -> None:
     restored = plan_restore(saved, fresh(new, on)).apply()
     assert_placed(restored, on)
     assert_close(KINDS[new][1](restored), trained(new, on, 3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("version", [0, 1])
+def test_an_item_of_another_manager_resumes_on_another_mesh(
+    kind: str, version: int, tmp_path: Path
+) -> None:
+    on, folder = mesh(2, 2), tmp_path / "run/2"
+    saved = trained(kind, mesh(4, 2), 2)
+    if version == 0:
+        with ocp.CheckpointManager(tmp_path / "run") as manager:
+            manager.save(2, args=ocp.args.Composite(optimizer=OptimizerSave(saved)))
+            manager.wait_until_finished()
+            how = OptimizerRestore(fresh(kind, on))
+            restored = manager.restore(2, args=ocp.args.Composite(optimizer=how))["optimizer"]
+    else:
+        context = v1.Context()
+        registry = v1.handlers.local_registry().add(OptimizerHandlerV1)
+        context.checkpointables.registry = registry
+        with context:
+            v1.save_checkpointables(folder, {"optimizer": saved})
+            restored = v1.load_checkpointables(folder, {"optimizer": fresh(kind, on)})["optimizer"]
+    assert open_step(folder).validate().ok
+    assert_placed(restored, on)
+    assert_close(KINDS[kind][1](restored), trained(kind, on, 3))
 
 
 def foreign_tree(kind: str) -> Any:

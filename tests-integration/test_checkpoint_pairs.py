@@ -79,7 +79,7 @@ VARIANTS: dict[str, Callable[[], OptimizerDef]] = {
     "MultiSteps: 4": chained(optax.MultiSteps(optax.adamw(1e-2), 4).gradient_transformation()),
     "MultiSteps: sum": chained(multi_steps(optax.adamw(1e-2), use_grad_mean=False)),
     "apply_every: 3": chained(optax.apply_every(3)),
-    "plateau: 5": chained(contrib.reduce_on_plateau(patience=5)),
+    "contrib.reduce_on_plateau: patience": chained(contrib.reduce_on_plateau(patience=5)),
     "schedule_free: b1": chained(contrib.schedule_free(optax.adam(1e-2), 1e-2, b1=0.5)),
     "sam: 3": chained(contrib.sam(optax.adam(1e-2), contrib.normalize(), sync_period=3)),
     "groups: adam, adam": grouped(opt.adam(1e-2), opt.adam(1e-2)),
@@ -122,8 +122,13 @@ def slots_of(name: str) -> dict[str, Slot]:
     return dict(zip(names[-len(found) :], found, strict=True)) if found else {}
 
 
-# Rates and masks may change without a word.
-OF_OTHER_NUMBERS = ({"adamw", "adamw: mask"}, {"scale", "sgd"})
+# Rates, masks, and a patience above the saved count may change without a word.
+OF_OTHER_NUMBERS = (
+    {"adamw", "adamw: mask"},
+    {"scale", "sgd"},
+    {"set_to_zero", "freeze"},
+    {"contrib.reduce_on_plateau", "contrib.reduce_on_plateau: patience"},
+)
 
 
 def test_there_are_9000_pairs() -> None:
@@ -187,8 +192,10 @@ def advanced(name: str, optimizer: Optimizer) -> Optimizer:
 
 @functools.cache
 def _step(name: str) -> Callable[[Optimizer], Optimizer]:
+    case = name if name in TABLE else name.partition(":")[0]  # has the extra arguments
+
     def step(optimizer: Optimizer) -> Optimizer:
-        return every_definition.training_step(name, optimizer, TARGETS)
+        return every_definition.training_step(case, optimizer, TARGETS)
 
     return jax.jit(step)
 

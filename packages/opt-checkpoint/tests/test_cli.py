@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import opt_optax_bridge as opt
+import orbax.checkpoint as ocp
 import pytest
-from opt_checkpoint import Checkpointer, plan_restore
+from opt_checkpoint import Checkpointer, OptimizerSave, plan_restore
 from opt_checkpoint._cli.main import main
 from opt_core import Optimizer
 
@@ -276,7 +277,7 @@ def test_convert_leaves_nothing_where_it_fails(
         ),
         ((adam_file, "plain", "job:adam", "--written-by", "Adam"), "is in the way"),
         ((adam_file, "junk", "job:adam", "--written-by", "Adam"), "`junk` is no folder"),
-        (("junk", "out", "job:adam"), "cut short"),
+        (("junk", "out", "job:adam"), "no msgpack, or damaged"),
     ):
         code, out, err = cli("convert", *given)
         assert (code, out) == (2, ""), given
@@ -389,6 +390,103 @@ def test_wrong_input_is_one_line(
     assert line.startswith("opt-checkpoint: error: ")
     assert words in line
     assert len(line) < 1000
+
+
+# Checkpoints of other programs
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of plain Orbax."""
+    folder = tmp_path_factory.mktemp("theirs") / "run"
+    optimizer = adam()
+    with ocp.CheckpointManager(folder) as manager:
+        for step in (1, 12):
+            optimizer = optimizer.apply_gradient(optimizer.target)
+            tree = {"params": optimizer.target, "opt_state": optimizer.state.param_states}
+            manager.save(step, args=ocp.args.StandardSave(tree))
+    return folder
+
+
+def test_foreign_checkpoints_by_path(cli: Cli, theirs: Path) -> None:
+    code, out, _ = cli("ls", theirs)
+    assert (code, [line.split()[:2] for line in out.splitlines()[1:]]) == (
+        0,
+        [["1", "7"], ["12", "7"]],
+    )
+    for place in (theirs, theirs / "12", theirs / "12/default"):
+        code, out, _ = cli("show", place)
+        assert (code, "written by another program" in out) == (0, True)
+        assert "opt_state/0/mu/w" in out
+    assert cli("verify", f"{theirs}@1")[1] == f"{theirs}@1: ok, 7 leaves, no digests to compare\n"
+    code, out, _ = cli("diff", f"{theirs}@1", theirs)
+    assert (code, "~ default/params/w: other values" in out) == (1, True)
+    assert cli("diff", theirs, theirs)[:2] == (0, "")
+
+
+def test_foreign_checkpoints_by_meaning(cli: Cli, theirs: Path) -> None:
+    code, out, err = cli("plan", theirs, "job:sgd")
+    assert (code, out) == (2, "")
+    assert "does not say which optimizer wrote it: give `--written-by" in err
+    written_by = ("--written-by", "job:adam")
+    assert cli("plan", theirs, "job:adam", *written_by)[:2] == (0, "8 kept (7,244 bytes)\n")
+    code, out, _ = cli("plan", theirs, "job:sgd", *written_by)
+    assert (code, "!+ state/trace/trace/w" in out) == (1, True)
+    code, out, _ = cli("show", theirs, *written_by)
+    assert re.search("^state/adam/count .* 2$", out, re.M)
+    code, _, err = cli("show", theirs, "--written-by", "job:sgd")
+    assert (code, "does not hold the state" in err) == (2, True)
+
+
+def test_foreign_checkpoints_become_our_own(cli: Cli, theirs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "converted"
+    assert cli("convert", theirs / "12", out, "job:adam")[:2] == (0, f"{out / '2'}: 8 leaves\n")
+    assert cli("verify", out)[:2] == (0, f"{out}@2: ok, 8 leaves\n")
+    assert cli("diff", theirs, out, "--written-by", "job:adam")[:2] == (0, "")
+    assert cli("convert", theirs / "12", tmp_path / "x", "job:sgd")[0] == 2
+    assert cli("convert", theirs / "12", theirs, "job:adam", "--step", "99")[0] == 2
+
+
+def test_what_a_handler_wrote_needs_no_function(cli: Cli, tmp_path: Path) -> None:
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        items = {"optimizer": OptimizerSave(adam()), "data": ocp.args.JsonSave({"epoch": 1})}
+        manager.save(4, args=ocp.args.Composite(**items))
+    assert cli("ls", "run")[1].splitlines()[1].split() == ["4", "8", "7.1", "KiB", "adam,", "scale"]
+    assert cli("verify", "run")[1] == "run@4: ok, 8 leaves\n"
+    assert cli("plan", "run/4", "job:adam")[:2] == (0, "8 kept (7,244 bytes)\n")
+    assert "state/adam/mu/w" in cli("show", "run/4/optimizer")[1]
+
+
+# What is printed fits where it is printed
+
+
+def test_tables_fit_the_terminal(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = {"decoder": {"layers_0": {"attention": {"query": {"kernel": jnp.ones((20, 30))}}}}}
+    with Checkpointer(tmp_path / "deep") as checkpointer:
+        checkpointer.save(0, opt.adamw(1e-3).create(deep))
+    for columns in (80, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        for command in (
+            ("show", "deep"),
+            ("ls", "deep"),
+            ("plan", "deep", "job:sgd", "--all"),
+            ("plan", "deep", "job:sgd", "--allow", "initialise"),
+        ):
+            lines = [x for x in cli(*command)[1].splitlines() if str(tmp_path) not in x]
+            assert max(map(len, lines)) <= columns, command
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "state/adam/mu/decoder/layers_0/attention/query/kernel"
+    lines = cli("show", "deep")[1].splitlines()
+    assert [line for line in lines if line.startswith(f"{name}  [20, 30]")]
+    assert any(line.startswith("    ") and "digest" in line for line in lines)
+
+
+def test_a_wrong_option_is_one_line(cli: Cli, root: Path) -> None:
+    for given in (("plan", root, "job:adam", "--allow", "foo"), ("shw", root), ()):
+        code, out, err = cli(*given)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "--help`)" in err
+    assert "'foo' (choose from " in cli("plan", root, "job:adam", "--allow", "foo")[2]
 
 
 # What an installer makes of the entry point. `-P`: the folder of a script is not the caller's.

@@ -7,11 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge as opt
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 from checkpoint_testing import files, same
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -24,6 +28,8 @@ from opt_checkpoint import (
     open_step,
     plan_restore,
 )
+from opt_core import MultiOptimizer
+from orbax.checkpoint.experimental import v1
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -91,18 +97,23 @@ def item(folder: Path, tree: Any) -> Path:
     return manager(folder, tree) / "default"
 
 
-def state_item(folder: Path, tree: Any) -> Path:
+def state_item(folder: Path, tree: Any, name: str = "state") -> Path:
     with ocp.CheckpointManager(folder / "run") as writer:
-        writer.save(
-            5,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(tree), about=ocp.args.JsonSave({"a": 1})
-            ),
-        )
+        items = {name: ocp.args.PyTreeSave(tree), "about": ocp.args.JsonSave({"a": 1})}
+        writer.save(5, args=ocp.args.Composite(**items))
     return folder / "run/5"
 
 
-WRITERS = [standard, pytree, manager, item, state_item]
+def maxtext(folder: Path, tree: Any) -> Path:
+    return state_item(folder, tree, "items")
+
+
+def orbax_v1(folder: Path, tree: Any) -> Path:
+    v1.save(folder / "saved", tree)
+    return folder / "saved"
+
+
+WRITERS = [standard, pytree, manager, item, state_item, maxtext, orbax_v1]
 TREES: dict[str, Callable[[], Any]] = {
     "TrainState": of_flax,
     "in a dict": lambda: {"train": of_flax(), "epoch": 9},
@@ -239,6 +250,89 @@ def test_what_is_left_is_listed(tmp_path: Path) -> None:
     assert source.schema.by_name["state/adam/count"].value == 2
 
 
+# T5X's own layout
+
+
+def t5x(folder: Path, state_dict: Any, *, placeholders: bool = False) -> Path:
+    """Writes what T5X's `Checkpointer` writes: arrays beside a msgpack file that names them."""
+    step = folder / "checkpoint_100"
+    step.mkdir()
+
+    def write(node: Any, name: str) -> Any:
+        if isinstance(node, dict):
+            return {key: write(child, f"{name}.{key}".strip(".")) for key, child in node.items()}
+        if node is None or name == "state.step":
+            return node
+        array = np.asarray(node)
+        kvstore = {"driver": "file", "path": str(step / name)}
+        spec = {"driver": "zarr", "kvstore": kvstore, "dtype": array.dtype.name}
+        spec["metadata"] = {"shape": array.shape, "compressor": {"id": "gzip"}}
+        ts.open(spec, create=True).result().write(array).result()
+        if placeholders:
+            return f"PLACEHOLDER://{name}"
+        relative = {"driver": "gfile", "path": f"{name}/"}
+        return {**spec, "kvstore": relative, "metadata": {"shape": list(array.shape)}}
+
+    written = write(state_dict, "")
+    index = written if placeholders else {"version": 3, "optimizer": written}
+    (step / "checkpoint").write_bytes(flax.serialization.msgpack_serialize(index))
+    return step
+
+
+def in_groups() -> Any:
+    groups = [("layers/.*", opt.adam(0.1)), ("b", opt.sgd(0.1, momentum=0.9))]
+    optimizer = MultiOptimizer(groups).create(params())
+    return optimizer.apply_gradient(params())
+
+
+def of_bridge() -> Any:
+    created = opt.OptaxWrapper(adamw()).create(jax.tree.map(bf16, params()))
+    return created.apply_gradient(jax.tree.map(bf16, params()))
+
+
+def bf16(leaf: Any) -> Any:
+    return leaf.astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize("placeholders", [False, True])
+@pytest.mark.parametrize("make", [in_groups, of_bridge])
+def test_the_layout_of_t5x(make: Any, placeholders: bool, tmp_path: Path) -> None:
+    optimizer = make()
+    step = t5x(tmp_path, jax.device_get(optimizer.state_dict()), placeholders=placeholders)
+    source = open_foreign(step, written_by=jax.eval_shape(make))
+    plan = plan_restore(source, jax.eval_shape(make))
+    assert plan.is_exact, str(plan)
+    assert same(named_state(plan.apply()), named_state(optimizer))
+    with pytest.raises(errors.ForeignError, match="open_foreign"):
+        Checkpointer(tmp_path, read_only=True).steps()
+
+
+def test_t5x_before_version_3(tmp_path: Path) -> None:
+    saved = {"state": {"step": 3, "param_states": {}}, "target": {"w": np.ones(2, np.uint16)}}
+    sgd = TrainingState(optax.sgd(0.1), {"w": jnp.ones(2, jnp.bfloat16)}, (optax.EmptyState(),) * 2)
+    with pytest.raises(errors.LoadError, match="target/w` is uint16"):
+        open_foreign(t5x(tmp_path, saved), written_by=sgd)
+
+
+def test_t5x_reads_nothing_outside_of_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint_1"
+    folder.mkdir()
+    for outside in ("secret", "."):
+        secret = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{tmp_path / outside}/"}}
+        secret |= {"dtype": "float32", "metadata": {"shape": [2]}}
+        ts.open(secret, create=True).result()
+    for path, error in (("../secret", errors.DamagedError), ("..", errors.LoadError)):
+        for entry in (
+            f"PLACEHOLDER://{path}",
+            {"driver": "zarr", "kvstore": {"driver": "file", "path": path}, "metadata": {}},
+        ):
+            index = {"target": {"w": entry}, "state": {"step": 1}}
+            data = flax.serialization.msgpack_serialize(index)
+            (folder / "checkpoint").write_bytes(data)
+            with pytest.raises(error):
+                open_foreign(folder, written_by=of_optax())
+
+
 # What cannot be read
 
 
@@ -282,14 +376,15 @@ def test_folders_that_are_no_step(tmp_path: Path) -> None:
     with pytest.raises(errors.MissingError):
         open_foreign(tmp_path / "none", written_by=of_flax())
     (tmp_path / "empty").mkdir()
-    with pytest.raises(errors.LoadError, match="is not a checkpoint of Orbax"):
+    with pytest.raises(errors.LoadError, match="is not a checkpoint of Orbax or T5X"):
         open_foreign(tmp_path / "empty", written_by=of_flax())
     with pytest.raises(TypeError, match=r"`written_by`: expected an `opt_core.Optimizer`"):
         open_foreign(step, written_by=params())
     with Checkpointer(tmp_path / "own") as checkpointer:
         checkpointer.save(1, of_flax())
-    with pytest.raises(errors.ForeignError, match="open it by `open_step`"):
-        open_foreign(tmp_path / "own/1", written_by=of_flax())
+    assert open_foreign(tmp_path / "own/1") == open_step(tmp_path / "own/1")
+    with pytest.raises(errors.ForeignError, match="does not say which optimizer wrote it"):
+        open_foreign(step)
     with pytest.raises(errors.ForeignError, match="open_foreign"):
         open_step(step)
 
@@ -364,9 +459,9 @@ def test_a_foreign_step_beside_our_own(tmp_path: Path) -> None:
         checkpointer.save(1, of_flax())
         checkpointer.wait()
         standard(tmp_path, of_flax()).rename(tmp_path / "9")
-        with pytest.raises(errors.ForeignError, match="did not write: `9`"):
+        with pytest.raises(errors.ForeignError, match="no `Checkpointer` wrote: `9`"):
             checkpointer.latest_valid()
-        with pytest.raises(errors.ForeignError, match="did not write: `9`"):
+        with pytest.raises(errors.ForeignError, match="no `Checkpointer` wrote: `9`"):
             checkpointer.save(10, of_flax())
 
 

@@ -16,6 +16,10 @@ pytestmark = pytest.mark.contract
 MODULES = (opt_checkpoint, errors)
 ON_ORBAX = {
     "Checkpointer",
+    "OptimizerHandler",
+    "OptimizerHandlerV1",
+    "OptimizerRestore",
+    "OptimizerSave",
     "SavedStep",
     "StepReport",
     "open_foreign",

@@ -85,7 +85,7 @@ def test_a_definition_may_keep_nothing_for_some(inner: OptimizerDef) -> None:
     written = optimizer.state_dict()
     assert written["state"]["param_states"]["a"]["bias"] is None
     assert_same(definition.create(params).restore_state(written), optimizer)
-    inner_states = {"a": {"kernel": None, "bias": None}}
+    inner_states: Any = {"a": {"kernel": None, "bias": None}}
     if isinstance(inner, MultiOptimizer):
         inner_states = GroupStates({"0": {"a": {"kernel": None}}})
     states = GroupStates({"0": inner_states, "1": {"b": jnp.ones(3)}})

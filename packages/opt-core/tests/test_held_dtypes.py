@@ -189,9 +189,10 @@ def test_a_state_of_numpy_is_kept_by_surgery() -> None:
     table = MultiOptimizer(("w", Momentum()), ("b", Momentum()))
     found, report = regroup(held, table)
     assert (report.initialised, report.dropped) == ((), ())
-    for name in "wb":
-        assert found.state.param_states[name].dtype == np.float32
-        np.testing.assert_array_equal(found.state.param_states[name], wide[name])
+    for group, name in zip("01", "wb", strict=True):
+        state = found.state.param_states[group][name]
+        assert state.dtype == np.float32
+        np.testing.assert_array_equal(state, wide[name])
     wide["w"][1] = 1e300
     with pytest.raises(GroupError, match=r"`w` is float64\[2\] with 1e\+300, which does not fit"):
         regroup(held, table)

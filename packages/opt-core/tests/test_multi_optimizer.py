@@ -20,6 +20,7 @@ from opt_core import (
     Optimizer,
     OptimizerDef,
     OptimizerState,
+    flatten_with_paths,
     increment_step,
 )
 from opt_core.errors import (
@@ -385,6 +386,16 @@ def test_a_compiled_step_hands_frozen_leaves_through() -> None:
     assert optimizer.target["b"]["scale"].is_deleted()
 
 
+@every
+def test_what_was_donated_still_has_its_paths(make: Any) -> None:
+    """Errors of JAX about containers show the arrays, which are gone."""
+    optimizer = make().create(jax.tree.map(jnp.copy, make_params()))
+    jax.jit(lambda o: o.apply_gradient(GRADS), donate_argnums=0)(optimizer)
+    paths = [names for names, _ in flatten_with_paths(optimizer.state_dict())]
+    fresh = make().create(make_params()).state_dict()
+    assert paths == [names for names, _ in flatten_with_paths(fresh)]
+
+
 def without(path: str, value: Any = ...) -> Any:
     outer, inner = path.split("/")
     layer = {k: v for k, v in GRADS[outer].items() if k != inner}
@@ -453,7 +464,7 @@ class Examples(Momentum):
     def takes_per_example_grads(self, params: Any, state: OptimizerState, grads: Any) -> bool:
         del state
         ranks = [jax.tree.map(jnp.ndim, tree) for tree in (params, grads)]
-        return ranks[1] == jax.tree.map(lambda n: n + 1, ranks[0])
+        return bool(ranks[1] == jax.tree.map(lambda n: n + 1, ranks[0]))
 
     def apply_gradient(
         self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any

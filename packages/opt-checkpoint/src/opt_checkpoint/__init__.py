@@ -36,6 +36,12 @@ __version__ = _version("opt-checkpoint")
 if TYPE_CHECKING:
     from opt_checkpoint._disk.checkpointer import Checkpointer
     from opt_checkpoint._disk.foreign import open_foreign
+    from opt_checkpoint._disk.handler import (
+        OptimizerHandler,
+        OptimizerHandlerV1,
+        OptimizerRestore,
+        OptimizerSave,
+    )
     from opt_checkpoint._disk.saved_step import SavedStep, StepReport, open_step
 
 __all__ = [
@@ -47,6 +53,10 @@ __all__ = [
     "LeafInfo",
     "Map",
     "NamedState",
+    "OptimizerHandler",
+    "OptimizerHandlerV1",
+    "OptimizerRestore",
+    "OptimizerSave",
     "Pad",
     "Plan",
     "Rename",
@@ -73,10 +83,14 @@ __all__ = [
 ]
 
 _ON_ORBAX = {
-    "open_foreign": "foreign",
     "Checkpointer": "checkpointer",
+    "OptimizerHandler": "handler",
+    "OptimizerHandlerV1": "handler",
+    "OptimizerRestore": "handler",
+    "OptimizerSave": "handler",
     "SavedStep": "saved_step",
     "StepReport": "saved_step",
+    "open_foreign": "foreign",
     "open_step": "saved_step",
 }
 

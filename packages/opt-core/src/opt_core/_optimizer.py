@@ -16,6 +16,7 @@ from opt_core._aliasing import unalias
 from opt_core._dtypes import strong_types
 from opt_core._fingerprint import fingerprint
 from opt_core._hyper_params import replace_hyper_params
+from opt_core._paths import parts_at
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
 from opt_core._state_dict import restore_state_dict, to_state_dict
 from opt_core.errors import RestoreError
@@ -194,13 +195,7 @@ class OptimizerDef:
     def _has_entries(self, structure: Any, target: Any, state: OptimizerState) -> bool:
         """Whether a state has an entry per parameter, in containers of this structure."""
         del target
-        if self.whole_tree:
-            return False
-        try:
-            structure.flatten_up_to(state.param_states)
-        except (ValueError, TypeError, KeyError):
-            return False
-        return True
+        return not self.whole_tree and parts_at(structure, state.param_states) is not None
 
     def _identity(self) -> Any:
         """What two equal definitions have in common; by default every attribute."""

@@ -30,6 +30,19 @@ class Node(NamedTuple):
     rebuild: Callable[[Sequence[Any]], Any]
 
 
+def parts_at(structure: Any, tree: Any) -> list[Any] | None:
+    """Returns what a tree has at the leaves of a structure; numbers stand for its own leaves.
+
+    `None` where it has other containers. JAX's error would show the arrays, which takes their
+    values: they may be large, or deleted.
+    """
+    own: Any = jax.tree.structure(tree)
+    try:
+        return list(structure.flatten_up_to(own.unflatten(range(own.num_leaves))))
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
 def key_name(key: Any) -> str:
     """Returns the name of one key of a JAX key path, e.g. `'kernel'` or `'0'`."""
     match key:

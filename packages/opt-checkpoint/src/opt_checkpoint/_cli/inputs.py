@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
 import importlib
 import operator
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,72 +17,96 @@ import jax
 from opt_core.errors import OptimizerError
 
 from opt_checkpoint._disk.checkpointer import Checkpointer
+from opt_checkpoint._disk.foreign import ForeignStep, open_foreign, open_tree
+from opt_checkpoint._disk.foreign_steps import foreign_steps, is_orbax, own_item
+from opt_checkpoint._disk.orbax import list_steps
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
 from opt_checkpoint._planning.rules import Pad, Rename, Rule, Stack, Unstack
 from opt_checkpoint._targets.view import view_of
+from opt_checkpoint.errors import ForeignError, LoadError
 
 # Of a number that someone typed.
 _DIGITS = 18
+ACTIONS = (
+    "initialise, keep, drop, cast, reshape, rename:SOURCE, stack:SOURCE[:AXIS], "
+    "unstack:SOURCE:INDEX[:AXIS] or pad:AXIS:SIZE"
+)
 
 
 class InputError(Exception):
     """What is wrong with the input, in one line."""
 
 
-def open_root(text: str) -> Checkpointer:
-    """Opens the folder of a run for reading.
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A checkpoint that was named on the command line.
+
+    Attributes:
+      name: what to call it.
+      path: its folder.
+      step: of a run of this package, the number that it must have been saved as.
+    """
+
+    name: str
+    path: Path
+    step: int | None = None
+
+    def open(self, written_by: str | None = None) -> SavedStep | ForeignStep:
+        """Opens it, whoever wrote it.
+
+        Args:
+          written_by: the function that makes the optimizer that wrote it; without, what has no
+            manifest is leaves by path, of no known meaning.
+
+        Raises:
+          DamagedError: it cannot be read.
+          InputError: it is no checkpoint, or another optimizer's.
+        """
+        try:
+            if own_item(self.path) is not None:
+                return open_step(self.path, step=self.step)
+            if written_by is None:
+                return open_tree(self.path)
+            return open_foreign(self.path, written_by=make_optimizer(written_by, allocate=False))
+        except LoadError:
+            raise InputError(f"`{self.path}` holds no checkpoints") from None
+        except ForeignError as error:
+            raise InputError(str(error)) from error
+
+
+def find_checkpoints(text: str) -> list[Place]:
+    """Finds all steps of the folder of a run, `RUN@STEP`, or the one whose folder it is.
 
     Raises:
-      InputError: there is no such folder, or no step in it.
+      InputError: there is none.
+    """
+    root, at, number = text.rpartition("@")
+    if at and number.isascii() and number.isdecimal() and not os.path.exists(text):
+        steps = find_steps(root)
+        if (found := number.lstrip("0") or "0") in steps:
+            return [steps[found]]
+        raise InputError(f"`{root}` has no step {number:.20}; it has [{', '.join(steps)}]")
+    steps = find_steps(text)
+    if is_orbax(Path(text)) or not steps:
+        return [Place(text, Path(text))]
+    return list(steps.values())
+
+
+def find_steps(text: str) -> dict[str, Place]:
+    """Finds the steps of a run, whoever wrote them, by their numbers, the oldest first.
+
+    Raises:
+      InputError: there is no such folder.
     """
     if not os.path.isdir(text or "."):
         raise InputError(f"`{text:.200}` is no folder")
-    checkpointer = Checkpointer(text, read_only=True)
-    if not checkpointer.steps():
-        raise InputError(f"`{Path(text)}` holds no checkpoints")
-    return checkpointer
-
-
-def open_saved(text: str) -> SavedStep:
-    """Opens `ROOT` (its latest step), `ROOT@STEP`, or the folder of a step.
-
-    Raises:
-      InputError: there is none.
-    """
-    if _is_step(text):
-        return open_step(text)
-    if (named := _root_and_step(text)) is not None:
-        root, step = named
-        checkpointer = open_root(root)
-        for found in checkpointer.steps():
-            if str(found) == (step.lstrip("0") or "0"):
-                return checkpointer.at(found)
-        raise InputError(f"`{root}` has no step {step:.20}; it has {checkpointer.steps()}")
-    checkpointer = open_root(text)
-    return checkpointer.at(checkpointer.steps()[-1])
-
-
-def open_each(text: str) -> list[tuple[str, Callable[[], SavedStep]]]:
-    """Returns what to call each step, and what opens it: all steps of `ROOT`, else the one.
-
-    Raises:
-      InputError: there is none.
-    """
-    if _is_step(text) or _root_and_step(text) is not None:
-        return [(text, functools.partial(open_saved, text))]
-    checkpointer = open_root(text)
-    return [(f"{text}@{s}", functools.partial(checkpointer.at, s)) for s in checkpointer.steps()]
-
-
-def _is_step(text: str) -> bool:
-    """Whether a path is the folder of one step, not that of a run."""
-    return os.path.isdir(os.path.join(text, "manifest"))
-
-
-def _root_and_step(text: str) -> tuple[str, str] | None:
-    root, at, step = text.rpartition("@")
-    is_number = step.isascii() and step.isdecimal()
-    return (root, step) if at and is_number and not os.path.exists(text) else None
+    root = Path(text)
+    places = {str(n): Place(f"{text}@{n}", root / str(n), n) for n in list_steps(root)}
+    for name in foreign_steps(root):
+        if (root / name).is_dir() and (digits := re.search("[0-9]+$", name)):
+            number = str(int(digits[0]))
+            places.setdefault(number, Place(f"{text}@{number}", root / name))
+    return {number: places[number] for number in sorted(places, key=int)}
 
 
 def check_new_step(root: str, step: int) -> None:
@@ -180,28 +205,22 @@ def parse_rule(text: str) -> Rule:
       ('state/.*', 'drop')
     """
     pattern, equals, action = text.rpartition("=")
-    word, *rest = action.split(":")
+    word, *given = action.split(":")
     if not (equals and pattern and word):
         raise InputError(f"`--rule` must be PATTERN=ACTION, found `{text:.200}`")
-    match word, rest:
+    values: list[Any] = [int(x) if _is_integer(x) else x for x in given]
+    match word, values:
         case ("initialise" | "keep" | "drop" | "cast" | "reshape") as plain, []:
             return pattern, plain
-        case "rename", [source]:
-            return pattern, Rename(source)
-        case "stack", [source]:
-            return pattern, Stack(source)
-        case "stack", [source, axis] if _is_integer(axis):
-            return pattern, Stack(source, int(axis))
-        case "unstack", [source, index] if _is_index(index):
-            return pattern, Unstack(source, index)
-        case "unstack", [source, index, axis] if _is_index(index) and _is_integer(axis):
-            return pattern, Unstack(source, index, int(axis))
-        case "pad", [axis, size] if _is_integer(axis) and _is_integer(size) and size[0] != "-":
-            return pattern, Pad(int(axis), int(size))
-    raise InputError(
-        f"`--rule`: expected initialise, keep, drop, cast, reshape, rename:SOURCE, "
-        f"stack:SOURCE[:AXIS], unstack:SOURCE:INDEX[:AXIS] or pad:AXIS:SIZE, found `{action:.200}`"
-    )
+        case "rename", [_]:
+            return pattern, Rename(given[0])
+        case "stack", [_] | [_, int()]:
+            return pattern, Stack(given[0], *values[1:])
+        case "unstack", [_, _] | [_, _, int()] if not given[1].isdecimal() or _is_integer(given[1]):
+            return pattern, Unstack(given[0], given[1], *values[2:])
+        case "pad", [int(), int(size)] if size >= 0:
+            return pattern, Pad(*values)
+    raise InputError(f"`--rule`: expected {ACTIONS}, found `{action:.200}`")
 
 
 def parse_writers(texts: Sequence[str]) -> str | dict[str, str] | None:
@@ -227,11 +246,6 @@ def parse_writers(texts: Sequence[str]) -> str | dict[str, str] | None:
 def _is_integer(text: str) -> bool:
     digits = text.removeprefix("-")
     return digits.isdecimal() and len(digits) <= _DIGITS
-
-
-def _is_index(text: str) -> bool:
-    """Whether it may be one: digits, or a group of the pattern that has them."""
-    return not text.isdecimal() or len(text) <= _DIGITS
 
 
 @contextlib.contextmanager

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opt_core import children, flatten_with_paths, path_str
+import jax
+import numpy as np
+from opt_core import Optimizer, children, flatten_with_paths, path_str
 
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._naming.schema import LeafInfo, Names
@@ -18,6 +19,7 @@ from opt_checkpoint.errors import ForeignError
 # What a program calls the parameters that it trains, where it has a copy of them besides.
 _PARAMS = ("params", "model", "target", "0")
 _VALUE = ("value",)
+STEP = "state/step"
 _LISTED = 6
 
 
@@ -58,41 +60,42 @@ def find(
     """
     left = set(shapes)
     infos = named.schema.leaves
-    state = [info for info in infos if info.kind == "state" and info.name != "state/step"]
     found: dict[str, Names] = {}
-    spellings = list(_state_paths(view.optimizer.state.param_states))
-    at = _only(folder, "state", [_parts(paths, left) for paths in spellings], spellings[0], left)
-    if at is not None:
-        for paths in spellings:
-            if all(path in at.keys for path in paths):
-                found |= {i.name: at.keys[path] for i, path in zip(state, paths, strict=True)}
-                break
-    left -= set(found.values())
-    params = [info for info in infos if info.kind == "params"]
+    state = [info.name for info in infos if info.kind == "state" and info.name != STEP]
+    spellings = list(_state_paths(view.optimizer))
+    at = _only(folder, "state", spellings, left)
+    found |= zip(state, at.keys.values(), strict=True)
     trained = [path for path, x in flatten_with_paths(view.optimizer.target) if x is not None]
-    every = [*trained, *view.others]
-    near = at.prefix if at is not None else ()
-    choices = [_parts(every, left, near), _parts(trained, left, near)]
-    place = _only(folder, "parameters", choices, trained, left)
-    if place is not None:
-        by_path = {info.path[1:]: info.name for info in params}
-        found |= {by_path[path]: key for path, key in place.keys.items()}
+    names = {info.path[1:]: info.name for info in infos if info.kind == "params"}
     left -= set(found.values())
-    steps = sorted(key for key in left if shapes[key] == () and _is_step(key))
-    if near_steps := _nearest(steps, near):
-        if len(near_steps) > 1:
-            shown = ", ".join(f"`{path_str(key)}`" for key in near_steps)
-            raise ForeignError(f"`{folder}`: several leaves may be the step: {shown}")
-        found["state/step"] = near_steps[0]
+    place = _only(folder, "parameters", [[*trained, *view.others], trained], left, at.prefix)
+    found |= {names[path]: key for path, key in place.keys.items()}
     left -= set(found.values())
+    steps = _nearest([key for key in left if shapes[key] == () and _is_step(key)], at.prefix)
+    if len(steps) > 1:
+        shown = ", ".join(f"`{path_str(key)}`" for key in sorted(steps))
+        raise ForeignError(f"`{folder}`: several leaves may be the step: {shown}")
+    if steps:
+        found[STEP] = steps[0]
+        left.remove(steps[0])
     _check_shapes(folder, infos, found, shapes)
     return Found(found, tuple(sorted(left)))
 
 
-def _state_paths(state: Any) -> Iterator[list[Names]]:
-    """The paths of the leaves of a state: by fields, and by their positions."""
+def _state_paths(optimizer: Optimizer) -> Iterator[list[Names]]:
+    """The paths of the leaves of a state: by fields, by positions, and as in a state dict."""
+    state = optimizer.state.param_states
     yield [names for names, leaf in flatten_with_paths(state) if leaf is not None]
     yield list(_indexed(state, ()))
+    # In a state dict, groups share one tree by parameter. Objects without values mark the leaves.
+    leaves, structure = jax.tree.flatten(optimizer.state)
+    marks = [jax.ShapeDtypeStruct(np.shape(leaf), np.float32) for leaf in leaves]
+    marked = optimizer.replace(state=jax.tree.unflatten(structure, marks))
+    saved = marked.state_dict()["state"].get("param_states", {})
+    places = {id(leaf): names for names, leaf in flatten_with_paths(saved)}
+    own = jax.tree.leaves(marked.state.param_states)
+    if all(id(mark) in places for mark in own):
+        yield [places[id(mark)] for mark in own]
 
 
 def _indexed(node: Any, at: Names) -> Iterator[Names]:
@@ -106,53 +109,24 @@ def _indexed(node: Any, at: Names) -> Iterator[Names]:
         yield from _indexed(child, (*at, str(i) if is_record else name))
 
 
-def _parts(paths: Sequence[Names], left: set[Names], near: Names = ()) -> list[_Part]:
-    """The places that hold these leaves and no others, the nearest ones to another place."""
-    if not paths:
-        return []
-    last = {path: path for path in left} | {path[:-1]: path for path in left if path[-1:] == _VALUE}
-    n = len(paths[0])
-    prefixes = sorted(
-        {path[:-n] if n else path for path in last if path[len(path) - n :] == paths[0]}
-    )
-    parts = []
-    for prefix in prefixes:
-        keys = {path: last.get((*prefix, *path)) for path in paths}
-        inside = {key for key in left if key[: len(prefix)] == prefix}
-        if None not in keys.values() and inside == set(keys.values()):
-            parts.append(
-                _Part(prefix, {path: key for path, key in keys.items() if key is not None})
-            )
-    best = {part.prefix for part in parts}
-    chosen = set(_nearest(sorted(best), near))
-    parts = [part for part in parts if part.prefix in chosen]
-    for name in _PARAMS if len(parts) > 1 else ():
-        if preferred := [part for part in parts if part.prefix[-1:] == (name,)]:
-            return preferred
-    return parts
-
-
-def _nearest(keys: Sequence[Names], near: Names) -> list[Names]:
-    """Those that share most of their beginning with another place."""
-    shared = [sum(1 for _ in itertools.takewhile(_same, zip(k, near, strict=False))) for k in keys]
-    return [key for key, n in zip(keys, shared, strict=True) if n == max(shared)]
-
-
-def _same(pair: tuple[str, str]) -> bool:
-    return pair[0] == pair[1]
-
-
 def _only(
     folder: Path,
     what: str,
-    choices: Sequence[Sequence[_Part]],
-    paths: Sequence[Names],
+    choices: Sequence[Sequence[Names]],
     left: set[Names],
-) -> _Part | None:
-    """The first choice that there is; `None` where there is nothing to look for."""
-    if not paths:
-        return None
-    for parts in choices:
+    near: Names = (),
+) -> _Part:
+    """The first choice of leaves that is there, at the place that is nearest to another."""
+    if not choices[0]:
+        return _Part((), {})
+    for paths in choices:
+        parts = _parts(paths, left)
+        nearest = _nearest([part.prefix for part in parts], near)
+        parts = [part for part in parts if part.prefix in nearest]
+        for name in _PARAMS if len(parts) > 1 else ():
+            if preferred := [part for part in parts if part.prefix[-1:] == (name,)]:
+                parts = preferred
+                break
         if len(parts) == 1:
             return parts[0]
         if parts:
@@ -162,43 +136,54 @@ def _only(
                 "one item, if they are several"
             )
     raise ForeignError(
-        f"`{folder}` does not hold the {what} of `written_by`: {_nearly(paths, left)}. Give the "
-        "optimizer that wrote it"
+        f"`{folder}` does not hold the {what} of `written_by`: "
+        f"{_nearly(min(choices, key=len), left)}. Give the optimizer that wrote it"
     )
+
+
+def _parts(paths: Sequence[Names], left: set[Names]) -> list[_Part]:
+    """The places that hold these leaves and no others."""
+    by_path = {key[:-1]: key for key in left if key[-1:] == _VALUE} | {key: key for key in left}
+    parts = []
+    for prefix in sorted(_prefixes(paths[0], by_path)):
+        keys = {path: by_path[at] for path in paths if (at := (*prefix, *path)) in by_path}
+        inside = sum(key[: len(prefix)] == prefix for key in left)
+        if len(keys) == len(paths) == inside:
+            parts.append(_Part(prefix, keys))
+    return parts
+
+
+def _prefixes(path: Names, keys: Iterable[Names]) -> set[Names]:
+    """What stands before a path, in the keys that end with it."""
+    ends = {key: len(key) - len(path) for key in keys}
+    return {key[:end] for key, end in ends.items() if end >= 0 and key[end:] == path}
+
+
+def _nearest(keys: Sequence[Names], near: Names) -> list[Names]:
+    """Those that share most of their beginning with another place."""
+    lengths = range(len(near) + 1)
+    shared = {key: max(n for n in lengths if key[:n] == near[:n]) for key in keys}
+    return [key for key in keys if shared[key] == max(shared.values())]
 
 
 def _nearly(paths: Sequence[Names], left: set[Names]) -> str:
     """What is missing, and what is too much, at the place that has most of them."""
     bare = {key[:-1] if key[-1:] == _VALUE else key for key in left}
-    places = {
-        key[: len(key) - len(path)]
-        for path in paths
-        for key in bare
-        if key[len(key) - len(path) :] == path
+    wanted = {
+        place: {(*place, *path) for path in paths}
+        for place in set[Names]().union(*(_prefixes(path, bare) for path in paths)) or {()}
     }
-    if not places:
-        found = _listed(sorted(bare))
-        return f"expected {_listed(paths)} below one key, found none of them, but {found}"
-
-    def missing(place: Names) -> list[Names]:
-        return [(*place, *path) for path in paths if (*place, *path) not in bare]
-
-    place = min(sorted(places), key=lambda place: len(missing(place)))
-    wanted = {(*place, *path) for path in paths}
-    extra = sorted(key for key in bare if key[: len(place)] == place and key not in wanted)
-    parts = []
-    if gone := missing(place):
-        parts.append(f"expected {_listed(gone)}, found nothing there")
-    if extra:
-        parts.append(f"found {_listed(extra)} besides")
+    place = min(sorted(wanted), key=lambda place: len(wanted[place] - bare))
+    gone = sorted(wanted[place] - bare)
+    extra = sorted({key for key in bare if key[: len(place)] == place} - wanted[place])
+    parts = [f"expected {_listed(gone)}, found nothing there"] if gone else []
+    parts += [f"found {_listed(extra)} besides"] if extra else []
     return f"at `{path_str(place)}` " + ", and ".join(parts)
 
 
 def _listed(paths: Sequence[Names]) -> str:
     shown = ", ".join(f"`{path_str(path)}`" for path in paths[:_LISTED])
-    return (
-        f"{shown} and {len(paths) - _LISTED} more" if len(paths) > _LISTED else shown or "nothing"
-    )
+    return f"{shown} and {len(paths) - _LISTED} more" if len(paths) > _LISTED else shown
 
 
 def _is_step(key: Names) -> bool:

@@ -6,12 +6,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from opt_checkpoint._disk.manifest import FILE_NAME
 from opt_checkpoint._disk.orbax import LEAVES, MANIFEST
 from opt_checkpoint.errors import ForeignError
 
 # Orbax's marks of a checkpoint, and of an item of one.
 CHECKPOINT_MARK, ITEM_MARK = "_CHECKPOINT_METADATA", "_METADATA"
-_MSGPACK = "checkpoint"  # T5X, and Orbax before 0.5
+INDEX = "checkpoint"  # of T5X's own layout, and of Orbax 0.1
 _STEP = re.compile(r"(?:.*[_.-])?\d+", re.DOTALL)
 _LISTED = 5
 
@@ -30,9 +31,27 @@ def foreign_steps(root: Path) -> list[str]:
     """Returns the names of steps that another program wrote; `.` if the folder itself is one."""
     if not root.is_dir():
         return []
-    if is_foreign(root):
+    if is_orbax(root) and not _is_own(root):
         return ["."]
     return sorted(path.name for path in root.iterdir() if _is_foreign(path))
+
+
+def own_item(folder: Path) -> Path | None:
+    """Returns where the manifest of a checkpoint is: a step of this package, or an item of another.
+
+    Args:
+      folder: a step, or an item of one.
+
+    Raises:
+      ForeignError: several items have a manifest; names them.
+    """
+    if _is_own(folder) or _is_item(folder):
+        return folder
+    items = sorted(path for path in folder.iterdir() if _is_item(path))
+    if len(items) > 1:
+        names = ", ".join(f"`{path.name}`" for path in items)
+        raise ForeignError(f"`{folder}` holds several optimizers: give the folder of {names}")
+    return items[0] if items else None
 
 
 def is_orbax(folder: Path) -> bool:
@@ -40,26 +59,27 @@ def is_orbax(folder: Path) -> bool:
     return (folder / CHECKPOINT_MARK).is_file() or (folder / ITEM_MARK).is_file()
 
 
-def is_foreign(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of Orbax, or an item of one, that has none of our items."""
-    return is_orbax(folder) and not _is_own(folder)
-
-
 def describe(root: Path, found: Sequence[str]) -> str:
     """Returns what is to be said of foreign steps."""
     shown = ", ".join(f"`{name:.80}`" for name in found[:_LISTED])
     more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
     one = root if found[0] == "." else root / found[0]
-    opened = f"open_foreign({str(one)!r}, written_by=...)"
+    who = "" if one.is_dir() and own_item(one) else ", written_by=..."
     return (
-        f"`{root}` has checkpoints that opt-checkpoint did not write: {shown}{more}. It is not "
-        f"empty, and nothing in it is touched. Restore one by `plan_restore({opened}, target)"
-        ".apply()`, or a msgpack file by `restore_legacy`, and save into another folder"
+        f"`{root}` has checkpoints that no `Checkpointer` wrote: {shown}{more}. It is not empty, "
+        f"and nothing in it is touched. Restore one by `plan_restore(open_foreign({str(one)!r}"
+        f"{who}), target).apply()`, or a msgpack file by `restore_legacy`, and save into another "
+        "folder"
     )
 
 
 def _is_own(folder: Path) -> bool:
     return (folder / MANIFEST).is_dir() or (folder / LEAVES).is_dir()
+
+
+def _is_item(folder: Path) -> bool:
+    """Whether `OptimizerHandler` wrote it: its manifest lies beside Orbax's description."""
+    return (folder / FILE_NAME).is_file() and (folder / ITEM_MARK).is_file()
 
 
 def _is_foreign(path: Path) -> bool:
@@ -71,6 +91,6 @@ def _is_foreign(path: Path) -> bool:
         return name.startswith("checkpoint_")  # Flax's msgpack
     if not path.is_dir() or _is_own(path):
         return False
-    if is_orbax(path) or (path / _MSGPACK).is_file():
+    if is_orbax(path) or (path / INDEX).is_file():
         return True
     return any((item / ITEM_MARK).is_file() for item in path.iterdir())

@@ -127,7 +127,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path, *, limits: Limits | None = None) -> Manifest:
-    """Reads the manifest in the folder of a step.
+    """Reads the manifest of a step, or of an item that `OptimizerHandler` wrote.
 
     Raises:
       DamagedError: it is not what was written, or is missing.
@@ -135,7 +135,8 @@ def read_manifest(folder: Path, *, limits: Limits | None = None) -> Manifest:
       MissingError: there is no such folder.
       VersionError: a newer format.
     """
-    path = folder / "manifest" / FILE_NAME
+    beside = folder / FILE_NAME
+    path = beside if beside.is_file() else folder / "manifest" / FILE_NAME
     limits = limits or Limits()
     try:
         with path.open("rb") as file:

@@ -100,12 +100,17 @@ def array_handler(**options: Any) -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(use_ocdbt=True, **options)
 
 
+def _leaves(folder: Path) -> Path:
+    """Where the arrays are: in an item of `OptimizerHandler` they are beside the manifest."""
+    return folder / LEAVES if (folder / MANIFEST).is_dir() else folder
+
+
 def restore_arrays(folder: Path, item: Any, restore_args: Sequence[Any] | Any) -> Any:
     """Reads some arrays of a step into where they are wanted."""
     handler = array_handler()
     try:
         return handler.restore(
-            folder / LEAVES,
+            _leaves(folder),
             args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True),
         )
     finally:
@@ -116,7 +121,7 @@ def stored_arrays(folder: Path) -> dict[tuple[str, ...], tuple[tuple[int, ...], 
     """Returns shape and dtype of every array of a step, without reading them, by its key."""
     handler = array_handler()
     try:
-        tree = handler.metadata(folder / LEAVES).tree
+        tree = handler.metadata(_leaves(folder)).tree
     finally:
         handler.close()  # type: ignore[no-untyped-call]
     return {key: (tuple(a.shape), np.dtype(a.dtype)) for key, a in flatten(tree).items()}

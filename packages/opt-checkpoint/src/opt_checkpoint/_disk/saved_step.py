@@ -19,7 +19,7 @@ from opt_core import flatten_with_paths
 from opt_checkpoint._disk import digest as _digest
 from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk import storage as _storage
-from opt_checkpoint._disk.foreign_steps import describe, is_foreign
+from opt_checkpoint._disk.foreign_steps import describe, is_orbax, own_item
 from opt_checkpoint._disk.manifest import Limits, Manifest, read_manifest
 from opt_checkpoint._disk.processes import is_first, together
 from opt_checkpoint._disk.saving import EXTRA
@@ -271,7 +271,8 @@ def open_step(
     """Opens the folder of one step for reading; takes no lock.
 
     Args:
-      path: the folder.
+      path: the folder; or, in another program's checkpoint, the item that `OptimizerHandler` wrote,
+        or the step with that item.
       step: that it must have been saved as, if given.
       limits: on what its manifest may hold.
 
@@ -285,9 +286,10 @@ def open_step(
     folder = Path(path).absolute()
     if not folder.is_dir():
         raise MissingError(f"`{folder}` is no folder")
-    if is_foreign(folder):
+    own = own_item(folder)
+    if own is None and is_orbax(folder):
         raise ForeignError(describe(folder, ["."]))
-    saved = SavedStep(folder, limits)
+    saved = SavedStep(own or folder, limits)
     if step not in (None, saved.step):
         raise DamagedError(f"`{folder}` was saved as step {saved.step}, not {step}")
     return saved

@@ -70,6 +70,8 @@ def decode(data: bytes, limits: Limits) -> Any:
         raise LoadError(
             f"containers are nested deeper than Python can follow; `max_depth` is {limits.depth}."
         ) from None
+    except msgpack.OutOfData:
+        reader.fail("damaged: the file is cut short")
     except (ValueError, msgpack.UnpackException) as error:
         reader.fail(f"no msgpack, or damaged: {str(error) or type(error).__name__}")
     if rest := len(data) - reader.position:

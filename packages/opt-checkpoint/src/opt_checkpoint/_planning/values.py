@@ -66,7 +66,7 @@ class RuledRows:
             if self._kept.is_placeholder(leaf):
                 return self._placeholder(row)
             if isinstance(action, Stack):
-                return self._stacked(row, _counted(action.axis, len(shape)), is_following)
+                return self._stacked(row, action.axis % len(shape), is_following)
             if isinstance(action, Unstack):
                 return self._sliced(row, action, expanded(match, action.index), is_following)
             return self._mapped(row, action)
@@ -136,7 +136,7 @@ class RuledRows:
         axis = action.axis
         if not -rank <= axis < rank:
             raise Refused(f"`{source.name}` {list(source.shape)} has no axis {axis} to unstack")
-        axis = _counted(axis, rank)
+        axis = axis % rank
         kept = self._kept.of_target(leaf) if is_following else tuple(range(len(leaf.shape)))
         before = tuple(i if i is None or i < axis else i + 1 for i in kept)
         at = next((n for n, i in enumerate(before) if i is not None and i > axis), len(before))
@@ -279,7 +279,7 @@ class RuledRows:
         shape, name = self._kept.shapes[parameter], leaf_name(parameter)
         if not -len(shape) <= action.axis < len(shape):
             raise Refused(f"`{name}` {list(shape)} has no dimension {action.axis} to pad")
-        axis = _counted(action.axis, len(shape))
+        axis = action.axis % len(shape)
         if action.to != shape[axis]:
             raise Refused(
                 f"dimension {axis} of `{name}` has {shape[axis]} entries in the target, and a rule "
@@ -331,11 +331,6 @@ class RuledRows:
 
 def _as_it_was(row: Row, why: str) -> Row:
     return row if row.problem or "reshape" in row.kinds else dataclasses.replace(row, note=why)
-
-
-def _counted(axis: int, rank: int) -> int:
-    """An axis from 0 on."""
-    return axis % rank
 
 
 def _check_shapes(sources: Sequence[LeafInfo], expected: Sequence[int]) -> None:

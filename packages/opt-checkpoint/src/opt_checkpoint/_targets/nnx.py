@@ -6,7 +6,6 @@ names of leaves are those of Linen and plain Optax, without `value` at the end.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,56 +15,39 @@ from opt_core import Optimizer, children, flatten_with_paths
 
 from opt_checkpoint._naming.schema import Names
 from opt_checkpoint._targets.training_state import optimizer_of, step_like
+from opt_checkpoint._targets.view import View
 
 _MODEL, _OPTIMIZER = ("0",), ("1",)
 _STEP, _OPT_STATE = (*_OPTIMIZER, "step"), (*_OPTIMIZER, "opt_state")
 
 
-@dataclasses.dataclass(frozen=True)
-class OfPair:
-    """The pair `(model, optimizer)` as the planner sees it."""
+def view_of_pair(model: Any, optimizer: Any) -> View:
+    """Returns the pair as the planner sees it; raises as `optimizer_of` does."""
+    graphdef, state = nnx.split((model, optimizer))
+    params = bare(nnx.state(model, optimizer.wrt))
+    step = bare(optimizer.step)
+    # The state as it is in the graph: `nnx.Optimizer` updates its variables there.
+    view = optimizer_of(optimizer.tx, params, bare(optimizer.opt_state), step)
+    trained = {names for names, _ in flatten_with_paths(params)}
+    flat = [(names, leaf) for names, leaf in flatten_with_paths(bare(state)) if leaf is not None]
+    others = {
+        names[1:]: leaf for names, leaf in flat if names[:1] == _MODEL and names[1:] not in trained
+    }
 
-    graphdef: Any
-    state: Any
-    optimizer: Optimizer
-    others: Mapping[Names, Any]
-    step: Any
-
-    @classmethod
-    def of(cls, model: Any, optimizer: Any) -> OfPair:
-        """Raises as `optimizer_of` does."""
-        graphdef, state = nnx.split((model, optimizer))
-        params = bare(nnx.state(model, optimizer.wrt))
-        step = bare(optimizer.step)
-        # The state as it is in the graph: `nnx.Optimizer` updates its variables there.
-        view = optimizer_of(optimizer.tx, params, bare(optimizer.opt_state), step)
-        trained = {names for names, _ in flatten_with_paths(params)}
-        others = {
-            names[1:]: leaf
-            for names, leaf in flatten_with_paths(bare(state))
-            if names[:1] == _MODEL and names[1:] not in trained
-        }
-        return cls(graphdef, state, view, others, step)
-
-    @property
-    def unsaved(self) -> tuple[str, ...]:
-        """None: a model is saved whole."""
-        return ()
-
-    def put_back(self, optimizer: Optimizer, others: Mapping[Names, Any]) -> tuple[Any, Any]:
+    def put_back(optimizer: Optimizer, others: Mapping[Names, Any]) -> tuple[Any, Any]:
         """Returns a new pair, merged as `nnx.merge` does it; the given one is as it was."""
         new = {(*_MODEL, *names): leaf for names, leaf in others.items()}
-        for names, leaf in flatten_with_paths(optimizer.target):
-            new[(*_MODEL, *names)] = leaf
-        for names, leaf in flatten_with_paths(optimizer.state.param_states):
-            new[(*_OPT_STATE, *names)] = leaf
-        new[_STEP] = step_like(self.step, optimizer.state.step)
-        leaves, structure = jax.tree.flatten(self.state)
-        places = [at for at, leaf in flatten_with_paths(bare(self.state)) if leaf is not None]
+        new |= {(*_MODEL, *names): leaf for names, leaf in flatten_with_paths(optimizer.target)}
+        states = flatten_with_paths(optimizer.state.param_states)
+        new |= {(*_OPT_STATE, *names): leaf for names, leaf in states}
+        new[_STEP] = step_like(step, optimizer.state.step)
+        leaves, structure = jax.tree.flatten(state)
         # What an optimizer of a subclass keeps besides stays.
-        merged = [new.get(at, leaf) for at, leaf in zip(places, leaves, strict=True)]
-        pair: tuple[Any, Any] = nnx.merge(self.graphdef, jax.tree.unflatten(structure, merged))
+        merged = [new.get(names, leaf) for (names, _), leaf in zip(flat, leaves, strict=True)]
+        pair: tuple[Any, Any] = nnx.merge(graphdef, jax.tree.unflatten(structure, merged))
         return pair
+
+    return View(view, put_back, others)
 
 
 def bare(tree: Any) -> Any:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ from opt_core.errors import TreeMismatchError
 from opt_optax_bridge import OptaxWrapper
 
 from opt_checkpoint._naming.names import leaf_infos
-from opt_checkpoint._naming.schema import Names
 
 
 @struct.dataclass
@@ -46,38 +44,6 @@ class TrainingState:
     params: Any
     opt_state: Any
     step: Any = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class OfTrainingState:
-    """A `TrainingState` as the planner sees it."""
-
-    given: TrainingState
-    optimizer: Optimizer
-
-    @classmethod
-    def of(cls, given: TrainingState) -> OfTrainingState:
-        """Raises as `optimizer_of` does."""
-        return cls(given, optimizer_of(given.tx, given.params, given.opt_state, given.step))
-
-    @property
-    def others(self) -> Mapping[Names, Any]:
-        """None: all parameters are the optimizer's."""
-        return {}
-
-    @property
-    def unsaved(self) -> tuple[str, ...]:
-        """None."""
-        return ()
-
-    def put_back(self, optimizer: Optimizer, others: Mapping[Names, Any]) -> TrainingState:
-        """Returns the state; a step that was a Python number is one again."""
-        restored: TrainingState = self.given.replace(  # type: ignore[attr-defined]
-            params=optimizer.target,
-            opt_state=optimizer.state.param_states,
-            step=step_like(self.given.step, optimizer.state.step),
-        )
-        return restored
 
 
 def optimizer_of(tx: Any, params: Any, opt_state: Any, step: Any) -> Optimizer:
@@ -156,20 +122,17 @@ def _array(leaf: Any) -> Any:
 
 
 def _differences(expected: Any, found: Any) -> Iterator[str]:
-    wanted = {names: leaf for names, leaf in flatten_with_paths(expected) if leaf is not None}
-    given = {names: leaf for names, leaf in flatten_with_paths(found) if leaf is not None}
-    for names in wanted:
-        if names not in given:
-            yield f"`{path_str(names)}`: expected {_shown(wanted[names])}, found nothing"
-    for names, leaf in given.items():
-        if names not in wanted:
-            yield f"`{path_str(names)}`: expected nothing, found {_shown(leaf)}"
-        elif _shown(leaf) != _shown(wanted[names]):
-            yield f"`{path_str(names)}`: expected {_shown(wanted[names])}, found {_shown(leaf)}"
-    before: Any = jax.tree.structure(expected)
-    after: Any = jax.tree.structure(found)
-    if wanted.keys() == given.keys() and before != after:
-        yield f"containers: expected {before}, found {after}"
+    wanted, given = (
+        {names: _shown(leaf) for names, leaf in flatten_with_paths(tree) if leaf is not None}
+        for tree in (expected, found)
+    )
+    for names in dict.fromkeys((*wanted, *given)):
+        before, after = wanted.get(names, "nothing"), given.get(names, "nothing")
+        if before != after:
+            yield f"`{path_str(names)}`: expected {before}, found {after}"
+    structures: Any = jax.tree.structure(expected), jax.tree.structure(found)
+    if wanted.keys() == given.keys() and structures[0] != structures[1]:
+        yield f"containers: expected {structures[0]}, found {structures[1]}"
 
 
 def _shown(leaf: Any) -> str:

@@ -8,53 +8,33 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import jax
 from opt_core import Optimizer
 
 from opt_checkpoint._naming.schema import Names
-from opt_checkpoint._targets.training_state import OfTrainingState, TrainingState
+from opt_checkpoint._targets.training_state import TrainingState, optimizer_of, step_like
 
-
-class View(Protocol):
-    """A target as the planner sees it."""
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """Parameters, state and step, with what updates them."""
-
-    @property
-    def others(self) -> Mapping[Names, Any]:
-        """Leaves of the model that the optimizer does not update, by path."""
-
-    @property
-    def unsaved(self) -> tuple[str, ...]:
-        """Fields of the target that belong to neither: they are kept as they are."""
-
-    def put_back(self, optimizer: Optimizer, others: Mapping[Names, Any]) -> Any:
-        """Returns a target of the given kind with these leaves."""
+_OWN = frozenset({"step", "params", "opt_state"})
 
 
 @dataclasses.dataclass(frozen=True)
-class OfOptimizer:
-    """An `opt_core.Optimizer`, which is what it is."""
+class View:
+    """A target as the planner sees it.
+
+    Attributes:
+      optimizer: parameters, state and step, with what updates them.
+      put_back: makes a target of the given kind of an optimizer and other leaves.
+      others: leaves of the model that the optimizer does not update, by path.
+      unsaved: fields of the target that belong to neither: they are kept as they are.
+    """
 
     optimizer: Optimizer
-
-    @property
-    def others(self) -> Mapping[Names, Any]:
-        """None: all parameters are the optimizer's."""
-        return {}
-
-    @property
-    def unsaved(self) -> tuple[str, ...]:
-        """None."""
-        return ()
-
-    def put_back(self, optimizer: Optimizer, others: Mapping[Names, Any]) -> Any:
-        """Returns the optimizer."""
-        return optimizer
+    put_back: Callable[[Optimizer, Mapping[Names, Any]], Any]
+    others: Mapping[Names, Any] = dataclasses.field(default_factory=dict)
+    unsaved: tuple[str, ...] = ()
 
 
 def view_of(target: Any, *, argument: str = "target") -> View:
@@ -69,22 +49,20 @@ def view_of(target: Any, *, argument: str = "target") -> View:
       TreeMismatchError: its state is not one of its transformation; lists every path.
     """
     if isinstance(target, Optimizer):
-        return OfOptimizer(target)
+        return View(target, lambda optimizer, _: optimizer)
     if isinstance(target, TrainingState):
-        return OfTrainingState.of(target)
+        return _view_of_fields(target)
     # Where nobody has imported the module, nobody has an object of its classes: Flax NNX takes a
     # second to import, and most runs do without one of them.
     if "flax.training.train_state" in sys.modules:
         from flax.training.train_state import TrainState
 
-        from opt_checkpoint._targets.train_state import OfTrainState
-
         if isinstance(target, TrainState):
-            return OfTrainState.of(target)
+            return _view_of_fields(target)
     if "flax.nnx" in sys.modules:
         from flax import nnx
 
-        from opt_checkpoint._targets.nnx import OfPair
+        from opt_checkpoint._targets.nnx import view_of_pair
 
         if isinstance(target, nnx.Optimizer):
             raise TypeError(
@@ -92,12 +70,28 @@ def view_of(target: Any, *, argument: str = "target") -> View:
                 "`(model, optimizer)`"
             )
         if type(target) is tuple and len(target) == 2 and isinstance(target[1], nnx.Optimizer):
-            return OfPair.of(*target)
+            return view_of_pair(*target)
     raise TypeError(
         f"`{argument}`: expected an `opt_core.Optimizer`, a "
         "`TrainingState(tx, params, opt_state)` of plain Optax, a `flax.training.train_state."
         f"TrainState`, or the pair `(model, nnx.Optimizer)`; found {_shown(target)}"
     )
+
+
+def _view_of_fields(given: Any) -> View:
+    """Of a `TrainingState` or a `TrainState`: they have the same fields, and subclasses more."""
+
+    def put_back(optimizer: Optimizer, others: Mapping[Names, Any]) -> Any:
+        return given.replace(
+            step=step_like(given.step, optimizer.state.step),
+            params=optimizer.target,
+            opt_state=optimizer.state.param_states,
+        )
+
+    fields = [f.name for f in dataclasses.fields(given) if f.metadata.get("pytree_node", True)]
+    more = [name for name in fields if name not in _OWN and jax.tree.leaves(getattr(given, name))]
+    optimizer = optimizer_of(given.tx, given.params, given.opt_state, given.step)
+    return View(optimizer, put_back, unsaved=tuple(more))
 
 
 def _shown(target: Any) -> str:

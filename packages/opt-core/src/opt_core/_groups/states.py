@@ -11,7 +11,7 @@ from jax.tree_util import DictKey
 
 from opt_core._groups.selection import Part, Selection, at_paths
 from opt_core._optimizer import OptimizerDef
-from opt_core._paths import path_str
+from opt_core._paths import parts_at, path_str
 from opt_core.errors import GroupError
 
 
@@ -116,10 +116,13 @@ def _wrong_members(
     selection: Selection, part: Part, definition: OptimizerDef, state: Any, leaves: Sequence[Any]
 ) -> Iterator[str]:
     """Lines for parameters that a state with entries per parameter lacks, or has too many."""
+    if definition.whole_tree:
+        return
     paths = [selection.paths[i] for i in part.members]
-    try:
-        entries = dict(zip(paths, part.treedef.flatten_up_to(state), strict=True))
-    except (ValueError, TypeError, KeyError):
+    found = parts_at(part.treedef, state)
+    if found is not None:
+        entries = dict(zip(paths, found, strict=True))
+    else:
         entries = dict(at_paths(state, selection.paths))
         if len(jax.tree.leaves(list(entries.values()))) < len(jax.tree.leaves(state)):
             return  # not a state with an entry per parameter

@@ -269,7 +269,9 @@ class Pairing:
         if has_window(self._new.made(where)):
             return False  # what waits in it is nothing, unless the window is open: an error
         trained = [i for i in self._members.get(where, ()) if self._new.told[i].role in TRAINED]
-        return any(i not in self._sources for i in trained)
+        # AMSGrad's maximum is new to a parameter that has Adam's moments.
+        known = {self._new.told[i].parameter for i in trained if i in self._sources}
+        return any(self._new.told[i].parameter not in known for i in trained)
 
     def _recorded(self, leaf: LeafDescription, found: Sequence[int]) -> Pair:
         """A value that was changed at run time outlives surgery, unless the setting changed."""

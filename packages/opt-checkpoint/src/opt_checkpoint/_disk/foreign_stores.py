@@ -1,0 +1,213 @@
+"""What another program stored: a tree of arrays by path, as Orbax or T5X writes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from jax.sharding import Sharding, SingleDeviceSharding
+from opt_core import flatten_with_paths
+
+from opt_checkpoint._disk.foreign_steps import INDEX, ITEM_MARK
+from opt_checkpoint._legacy.read import read_legacy
+from opt_checkpoint._naming.schema import Names
+from opt_checkpoint.errors import CheckpointError, DamagedError, LoadError
+
+_SPEC = {"driver", "kvstore", "metadata"}  # what TensorStore's specs have
+_PLACEHOLDER = "PLACEHOLDER://"
+_T = TypeVar("_T")
+
+
+class Stored(NamedTuple):
+    """Shape and dtype of a leaf, and whether it was a Python number, whose dtype says nothing."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    is_number: bool = False
+
+
+class Store(Protocol):
+    """One item of a checkpoint."""
+
+    @property
+    def leaves(self) -> Mapping[Names, Stored]:
+        """What is there, by path."""
+
+    def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
+        """Reads leaves into where they are wanted; what JAX cannot hold, as NumPy arrays."""
+
+
+def open_store(folder: Path) -> Store | None:
+    """Opens the folder of an item; `None` where there is none that is known."""
+    if (folder / ITEM_MARK).is_file():
+        return OrbaxTree(folder)
+    return IndexedArrays(folder) if (folder / INDEX).is_file() else None
+
+
+@dataclasses.dataclass(frozen=True)
+class OrbaxTree:
+    """A tree that Orbax wrote, with its description."""
+
+    folder: Path
+
+    @cached_property
+    def _tree(self) -> Any:
+        return _with_handler(self.folder, lambda handler: handler.metadata(self.folder).tree)
+
+    @cached_property
+    def leaves(self) -> Mapping[Names, Stored]:
+        """Arrays and numbers; strings and empty nodes are left out."""
+        kinds = ocp.metadata.ArrayMetadata, ocp.metadata.ScalarMetadata
+        return {
+            names: Stored(tuple(m.shape), str(m.dtype), isinstance(m, kinds[1]))
+            for names, m in flatten_with_paths(self._tree)
+            if isinstance(m, kinds)
+        }
+
+    def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
+        """Reads with Orbax: each device its share."""
+        metas, structure = jax.tree.flatten(self._tree)
+        paths = [names for names, meta in flatten_with_paths(self._tree) if meta is not None]
+        items = [
+            jax.ShapeDtypeStruct(tuple(m.shape), m.dtype) if names in wanted else ocp.PLACEHOLDER
+            for names, m in zip(paths, metas, strict=True)
+        ]
+        places = [
+            self._restore_args(names, wanted[names]) if names in wanted else ocp.RestoreArgs()
+            for names in paths
+        ]
+        args = ocp.args.PyTreeRestore(
+            item=jax.tree.unflatten(structure, items),
+            restore_args=jax.tree.unflatten(structure, places),
+        )
+        read = _with_handler(self.folder, lambda handler: handler.restore(self.folder, args=args))
+        found = zip(paths, jax.tree.leaves(read), strict=True)
+        return {names: leaf for names, leaf in found if names in wanted}
+
+    def _restore_args(self, names: Names, sharding: Sharding | None) -> Any:
+        shape, dtype, is_number = self.leaves[names]
+        if is_number:
+            return ocp.RestoreArgs()
+        if _is_wide(dtype):
+            return ocp.RestoreArgs(restore_type=np.ndarray, dtype=np.dtype(dtype))
+        place = sharding or SingleDeviceSharding(jax.local_devices()[0])
+        known = None if dtype.startswith("key<") else jnp.dtype(dtype)
+        return ocp.ArrayRestoreArgs(sharding=place, global_shape=shape, dtype=known)
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexedArrays:
+    """A file of msgpack, and beside it a folder of TensorStore for each array: T5X's own layout.
+
+    Orbax before it described its trees (0.1.x) had the same, with other words for the folders.
+    """
+
+    folder: Path
+
+    @cached_property
+    def _entries(self) -> Mapping[Names, tuple[Stored, Callable[[Any], Any]]]:
+        """What each leaf is, and what reads a part of it."""
+        found = dict(_flat(read_legacy(self.folder / INDEX), ()))
+        opened = {
+            names: ts.open(
+                {"driver": "zarr", "kvstore": {"driver": "file", "path": str(self.folder / leaf)}},
+                open=True,
+                read=True,
+            )
+            for names, leaf in found.items()
+            if isinstance(leaf, str)
+        }
+        for names, future in opened.items():
+            found[names] = damaged_if_it_fails(self.folder, future.result)
+        return {names: self._entry(names, leaf) for names, leaf in found.items()}
+
+    def _entry(self, names: Names, leaf: Any) -> tuple[Stored, Callable[[Any], Any]]:
+        if not isinstance(leaf, ts.TensorStore):
+            array = np.asarray(leaf)
+            stored = Stored(array.shape, str(array.dtype), isinstance(leaf, int | float))
+            return stored, array.__getitem__
+        if leaf.dtype.name == "uint16":
+            raise LoadError(
+                f"`{self.folder}`: `{'/'.join(names)}` is uint16: before version 3, T5X wrote "
+                "bfloat16 so. Convert it with T5X"
+            )
+        return Stored(leaf.shape, leaf.dtype.name), lambda index: leaf[index].read().result()
+
+    @cached_property
+    def leaves(self) -> Mapping[Names, Stored]:
+        """Arrays in the file and beside it."""
+        return {names: stored for names, (stored, _) in self._entries.items()}
+
+    def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
+        """Reads with TensorStore: each device its share."""
+        return damaged_if_it_fails(
+            self.folder,
+            lambda: {names: self._read(names, place) for names, place in wanted.items()},
+        )
+
+    def _read(self, names: Names, sharding: Sharding | None) -> Any:
+        stored, part = self._entries[names]
+        if stored.is_number or _is_wide(stored.dtype):
+            return part(...)
+        place = sharding or SingleDeviceSharding(jax.local_devices()[0])
+        return jax.make_array_from_callback(stored.shape, place, part)
+
+
+def _flat(node: Any, at: Names) -> Iterator[tuple[Names, Any]]:
+    """The leaves of an index: numbers, arrays, and names of folders."""
+    if isinstance(node, Mapping) and not node.keys() >= _SPEC:
+        for key, child in node.items():
+            yield from _flat(child, (*at, str(key)))
+    elif isinstance(node, bool | int | float | np.ndarray | np.generic):
+        yield at, node
+    elif isinstance(node, Mapping) or (isinstance(node, str) and node.startswith(_PLACEHOLDER)):
+        yield at, _subfolder(node)
+
+
+def _subfolder(leaf: Any) -> str:
+    """The folder that an entry names, beside the file, whatever it says about where that was."""
+    if isinstance(leaf, Mapping):
+        kvstore = leaf["kvstore"]  # in buckets, the path was beside it
+        path = leaf.get("path") or (kvstore.get("path") if isinstance(kvstore, Mapping) else None)
+    else:
+        path = leaf.removeprefix(_PLACEHOLDER)
+    name = Path(str(path)).name
+    if name in ("", ".."):
+        raise LoadError(f"`{path!s:.80}` is not the folder of an array")
+    return name
+
+
+def _is_wide(dtype: str) -> bool:
+    """Whether JAX cannot hold it, as 64 bits by default."""
+    if dtype.startswith("key<"):
+        return False
+    return bool(jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype))
+
+
+def _with_handler(folder: Path, use: Callable[[Any], _T]) -> _T:
+    handler = ocp.PyTreeCheckpointHandler()
+    try:
+        return damaged_if_it_fails(folder, lambda: use(handler))
+    finally:
+        handler.close()  # type: ignore[no-untyped-call]
+
+
+def damaged_if_it_fails(folder: Path, read: Callable[[], _T]) -> _T:
+    """Nothing raw leaves Orbax and TensorStore, but what says nothing about the checkpoint."""
+    try:
+        return read()
+    except (MemoryError, CheckpointError):
+        raise
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        if "RESOURCE_EXHAUSTED" in text:
+            raise
+        raise DamagedError(f"`{folder}` cannot be read: {text}") from error

@@ -1,0 +1,225 @@
+"""The optimizer as one item of the checkpoints that a program writes with its own Orbax.
+
+The item is a tree of Orbax by the names of this package, which any reader of Orbax opens, with the
+manifest as one more file in its folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Awaitable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint.future import Future
+
+from opt_checkpoint._disk.orbax import ManifestHandler, ManifestSave
+from opt_checkpoint._disk.processes import are_equal, is_first, together
+from opt_checkpoint._disk.saved_step import SavedStep
+from opt_checkpoint._disk.saving import Saving
+from opt_checkpoint._naming.names import NamedState
+from opt_checkpoint._planning.match import plan_restore
+from opt_checkpoint._planning.rules import Rule
+from opt_checkpoint._targets.named import named_view
+from opt_checkpoint._targets.view import view_of
+from opt_checkpoint.errors import LeafError, SaveError
+
+_log = logging.getLogger(__name__)
+
+
+class OptimizerHandler(ocp.AsyncCheckpointHandler):
+    """Saves an optimizer with its manifest as an item of a `CheckpointManager` of Orbax.
+
+    Names, settings and digests come with the checkpoints that a program already writes, and a
+    restore is a plan. Orbax finds it by the arguments `OptimizerSave` and `OptimizerRestore`; with
+    `item_handlers={'optimizer': OptimizerHandler()}` the manager has metadata too, which are the
+    item's `SavedStep`. The steps stay the manager's: names, what is kept, and how a step is
+    committed are as Orbax has them.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import optax
+      >>> from opt_checkpoint import OptimizerRestore, OptimizerSave, TrainingState
+      >>> tx, params = optax.adam(1e-3), {'w': jnp.ones(2)}
+      >>> state = TrainingState(tx, params, tx.init(params))
+      >>> with ocp.CheckpointManager(getfixture('tmp_path')) as manager:
+      ...   items = {'optimizer': OptimizerSave(state), 'data': ocp.args.JsonSave({'epoch': 3})}
+      ...   saved = manager.save(10, args=ocp.args.Composite(**items))
+      ...   manager.wait_until_finished()
+      ...   restored = manager.restore(
+      ...     10, args=ocp.args.Composite(optimizer=OptimizerRestore(state))
+      ...   )
+      >>> type(restored['optimizer']).__name__
+      'TrainingState'
+    """
+
+    def __init__(self) -> None:
+        self._arrays = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
+        self._manifest = ManifestHandler()
+
+    async def async_save(self, directory: Any, args: OptimizerSave) -> list[Future]:
+        """Copies the arrays off the devices, and starts to write them and the manifest."""
+        saving = _prepare(directory, args.target)
+        tree = ocp.args.PyTreeSave(saving.tree())
+        arrays = await self._arrays.async_save(directory, args=tree)
+        return [*(arrays or []), *await self._manifest.async_save(directory, _manifest(saving))]
+
+    def save(self, directory: Any, args: OptimizerSave) -> None:
+        """Writes the arrays and the manifest."""
+        saving = _prepare(directory, args.target)
+        self._arrays.save(directory, args=ocp.args.PyTreeSave(saving.tree()))
+        self._manifest.save(directory, _manifest(saving))
+
+    def restore(self, directory: Any, args: OptimizerRestore | None = None) -> Any:
+        """Returns the restored target, or the item as a source of plans where none is given."""
+        return _restore(directory, args or OptimizerRestore())
+
+    def metadata(self, directory: Any) -> SavedStep:
+        """Returns the item as a source of plans: nothing but its manifest is read."""
+        return _open(directory)
+
+    def finalize(self, directory: Any) -> None:
+        """Merges what the processes have written."""
+        self._arrays.finalize(directory)
+        self._manifest.finalize(directory)
+
+    def close(self) -> None:
+        """Closes the handler of the arrays."""
+        self._arrays.close()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def typestr(cls) -> str:
+        """Returns what checkpoints call it: the public name, wherever the class is."""
+        return "opt_checkpoint.OptimizerHandler"
+
+
+@ocp.args.register_with_handler(OptimizerHandler, for_save=True)
+@dataclasses.dataclass
+class OptimizerSave(ocp.args.CheckpointArgs):
+    """Says that an item is saved by `OptimizerHandler`.
+
+    Attributes:
+      target: an optimizer of any kind that `named_state` takes, or a `NamedState`. Fields that a
+        subclass of `TrainState` adds are not saved: they are an item of their own.
+    """
+
+    target: Any
+
+
+@ocp.args.register_with_handler(OptimizerHandler, for_restore=True)
+@dataclasses.dataclass
+class OptimizerRestore(ocp.args.CheckpointArgs):
+    """Says how `OptimizerHandler`, and that of Orbax v1, restores an item.
+
+    Attributes:
+      target: an optimizer of any kind that `named_state` takes; its leaves may be abstract. Without
+        one, the item is opened as a `SavedStep`, a source for `plan_restore`, and nothing is read.
+      allow: the kinds of changes that are admitted: see `plan_restore`.
+      rules: for single leaves: see `plan_restore`.
+    """
+
+    target: Any = None
+    allow: Iterable[str] = ()
+    rules: Sequence[Rule] = ()
+
+
+class OptimizerHandlerV1:
+    """The same for Orbax v1: a `CheckpointableHandler` for `save_checkpointables`.
+
+    Register it for a name, or for every optimizer: with `handlers.register_handler`, or with a
+    `local_registry()` in a `Context`. The checkpointable is the optimizer itself; to load, give an
+    abstract one, or an `OptimizerRestore` with what is admitted.
+    """
+
+    __module__ = "opt_checkpoint"  # Orbax writes it into checkpoints.
+
+    async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
+        """Copies the arrays off the devices; what it returns writes them and the manifest."""
+        from orbax.checkpoint.experimental import v1  # takes a second
+
+        saving, manifest = _prepare(directory.path, checkpointable), ManifestHandler()
+        arrays = await v1.handlers.PyTreeHandler().save(directory, saving.tree())
+
+        async def write() -> None:
+            folder = await directory.await_creation()
+            manifest.save(folder, _manifest(saving))
+            await arrays  # until every process has come so far
+            if is_first():
+                manifest.finalize(folder)
+
+        return write()
+
+    async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
+        """Restores the target, or opens the item where none is given."""
+        given = abstract_checkpointable
+        # Not in what is awaited: Orbax makes a `NoEntryError` of every error there.
+        args = given if isinstance(given, OptimizerRestore) else OptimizerRestore(given)
+        restored = _restore(directory, args)
+
+        async def result() -> Any:
+            return restored
+
+        return result()
+
+    async def metadata(self, directory: Any) -> SavedStep:
+        """Returns the item as a source of plans: nothing but its manifest is read."""
+        return _open(directory)
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        """Whether it is an optimizer of any kind."""
+        try:
+            view_of(checkpointable)
+        except TypeError:
+            return False
+        return True
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
+        """Whether it is an optimizer of any kind, or says how to restore one."""
+        given = abstract_checkpointable
+        return isinstance(given, OptimizerRestore) or self.is_handleable(given)
+
+
+def _prepare(directory: Any, target: Any) -> Saving:
+    """Names the leaves and starts their digests; all processes call it."""
+    with together():
+        if "://" in str(directory):
+            raise SaveError(f"`{directory}` is not in a file system: mount the bucket")
+        named = target if isinstance(target, NamedState) else _named(target)
+        step = named.schema.by_name.get("state/step")
+        saving = Saving.prepare(step.value or 0 if step else 0, named, [], [], None)
+    if not are_equal(saving.local_data()):
+        raise LeafError(
+            f"`{directory}`: the processes would save different things: expected one schema, and "
+            "equal values of arrays that every process has to itself"
+        )
+    return saving.added_up()
+
+
+def _named(target: Any) -> NamedState:
+    view = view_of(target)
+    if view.unsaved:
+        _log.warning(
+            "%s: `%s` is not saved, because it belongs to no optimizer: save it as another item",
+            *(type(target).__name__, "`, `".join(view.unsaved)),
+        )
+    return named_view(view)
+
+
+def _manifest(saving: Saving) -> ManifestSave:
+    return ManifestSave(saving.encode)
+
+
+def _open(directory: Any) -> SavedStep:
+    with together():
+        saved = SavedStep(Path(directory))
+        saved.manifest  # noqa: B018  # an error of one process is all processes'
+    return saved
+
+
+def _restore(directory: Any, args: OptimizerRestore) -> Any:
+    saved = _open(directory)
+    if args.target is None:
+        return saved
+    return plan_restore(saved, args.target, allow=args.allow, rules=args.rules).apply()

@@ -1,0 +1,272 @@
+"""The optimizer as an item of checkpoints that a program writes with its own Orbax."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge as opt
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from checkpoint_testing import same
+from flax import nnx, struct
+from flax.training.train_state import TrainState
+from opt_checkpoint import (
+    Checkpointer,
+    OptimizerHandler,
+    OptimizerHandlerV1,
+    OptimizerRestore,
+    OptimizerSave,
+    Rename,
+    SavedStep,
+    TrainingState,
+    errors,
+    named_state,
+    open_foreign,
+    open_step,
+    plan_restore,
+)
+from orbax.checkpoint.experimental import v1
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+
+def params() -> dict[str, Any]:
+    return {"w": jnp.arange(8.0).reshape(4, 2), "b.x": jnp.ones(2)}
+
+
+def of_optax(tx: Any = None, steps: int = 1) -> TrainingState:
+    tx = tx or optax.adam(0.1)
+    state = TrainingState(tx, params(), tx.init(params()))
+    for _ in range(steps):
+        updates, opt_state = tx.update(params(), state.opt_state, state.params)
+        weights: Any = optax.apply_updates(state.params, updates)
+        state = TrainingState(tx, weights, opt_state, state.step + 1)
+    return state
+
+
+def of_core() -> Any:
+    return opt.adam(0.1).create(params()).apply_gradient(params())
+
+
+def of_flax() -> Any:
+    return TrainState.create(apply_fn=len, params=params(), tx=optax.adam(0.1))
+
+
+def of_nnx() -> Any:
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+
+def save(root: Path, *steps: int, target: Any = None, **options: Any) -> None:
+    with ocp.CheckpointManager(root, options=ocp.CheckpointManagerOptions(**options)) as manager:
+        for step in steps:
+            items = {
+                "optimizer": OptimizerSave(target or of_optax(steps=step)),
+                "data": ocp.args.JsonSave({"position": step}),
+            }
+            assert manager.save(step, args=ocp.args.Composite(**items))
+
+
+def restore(manager: Any, step: int, target: Any, **admitted: Any) -> Any:
+    given = OptimizerRestore(target, **admitted)
+    return manager.restore(step, args=ocp.args.Composite(optimizer=given))["optimizer"]
+
+
+def swap(item: Path, other: Path) -> None:
+    """Puts the arrays of another step beside a manifest."""
+    manifest = (item / "manifest.json").read_bytes()
+    shutil.rmtree(item)
+    shutil.copytree(other, item)
+    (item / "manifest.json").write_bytes(manifest)
+
+
+@pytest.mark.parametrize("make", [of_optax, of_core, of_flax, of_nnx])
+@pytest.mark.parametrize("is_async", [True, False])
+def test_every_kind_of_target(make: Any, is_async: bool, tmp_path: Path) -> None:
+    save(tmp_path, 5, target=make(), enable_async_checkpointing=is_async)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        restored = restore(manager, 5, nnx.eval_shape(make))
+        assert manager.restore(5)["data"] == {"position": 5}
+    assert type(restored) is type(make())
+    assert same(named_state(restored), named_state(make()))
+
+
+def test_the_values_are_those_of_the_call(tmp_path: Path) -> None:
+    """A step that donates the arrays may follow a save at once."""
+    step = jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        state = of_optax()
+        manager.save(1, args=ocp.args.Composite(optimizer=OptimizerSave(state)))
+        step(state.replace(step=jnp.asarray(1)))  # type: ignore[attr-defined]
+        manager.wait_until_finished()
+        assert same(named_state(restore(manager, 1, of_optax())), named_state(of_optax()))
+
+
+def test_into_another_optimizer(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    tx = optax.chain(optax.clip(1.0), optax.adamw(optax.constant_schedule(0.1)))
+    target = jax.eval_shape(lambda: of_optax(tx))
+    rules = [("state/schedule/count", Rename("state/adam/count"))]
+    with ocp.CheckpointManager(tmp_path) as manager:
+        with pytest.raises(errors.PlanError, match="optimizer: `clip` is new"):
+            restore(manager, 1, target)
+        restored = restore(manager, 1, target, allow={"optimizer"}, rules=rules)
+    adam = of_optax().opt_state[0]
+    assert (restored.opt_state[1][0].mu["w"] == adam.mu["w"]).all()
+    assert int(restored.opt_state[1][2].count) == 1
+
+
+def test_onto_a_mesh(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.P())
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(of_optax),
+    )
+    with ocp.CheckpointManager(tmp_path) as manager:
+        restored = restore(manager, 1, target)
+    assert all(leaf.sharding == sharding for leaf in jax.tree.leaves(restored))
+
+
+def test_a_manager_that_knows_the_handler_has_metadata(tmp_path: Path) -> None:
+    handlers = {"optimizer": OptimizerHandler(), "data": ocp.JsonCheckpointHandler()}
+    with ocp.CheckpointManager(tmp_path, item_handlers=handlers) as manager:
+        given = {"optimizer": OptimizerSave(of_optax()), "data": ocp.args.JsonSave({})}
+        manager.save(1, args=ocp.args.Composite(**given))
+        manager.wait_until_finished()
+        found = manager.item_metadata(1)["optimizer"]
+        assert isinstance(found, SavedStep)
+        assert plan_restore(found, jax.eval_shape(of_optax)).is_exact
+        assert (found.step, found.validate().ok) == (1, True)
+
+
+def test_what_is_kept_is_up_to_the_manager(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2, 3, max_to_keep=2)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert manager.all_steps() == [2, 3]
+        assert restore(manager, 2, of_optax()).step == 2
+
+
+def test_a_damaged_step_is_found_and_the_one_before_is_whole(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    swap(tmp_path / "2/optimizer", tmp_path / "1/optimizer")
+    with ocp.CheckpointManager(tmp_path) as manager:
+        with pytest.raises(errors.DamagedError, match=r"2/optimizer.*`.*`: expected the digest"):
+            restore(manager, 2, of_optax())
+        restored = restore(manager, 1, of_optax())
+    assert same(named_state(restored), named_state(of_optax(steps=1)))
+
+
+def test_any_reader_of_orbax_has_the_parameters(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    item = {"params": {"w": jnp.zeros((4, 2))}}
+    how = ocp.checkpoint_utils.construct_restore_args(item)
+    place = ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        found = manager.restore(1, args=ocp.args.Composite(optimizer=place))["optimizer"]
+    assert (found["params"]["w"] == of_optax().params["w"]).all()
+
+
+def test_it_is_ours_without_written_by(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for path in (tmp_path / "1", tmp_path / "1/optimizer"):
+        for found in (open_foreign(path), open_step(path)):
+            plan = plan_restore(found, jax.eval_shape(of_optax))
+            assert plan.is_exact, str(plan)
+            assert same(named_state(plan.apply()), named_state(of_optax()))
+    with pytest.raises(errors.ForeignError, match=r"open_foreign\('.*/1'\), target"):
+        Checkpointer(tmp_path, read_only=True).latest_valid()
+
+
+def test_two_optimizers_in_one_step(tmp_path: Path) -> None:
+    with ocp.CheckpointManager(tmp_path) as manager:
+        given = {"actor": OptimizerSave(of_core()), "critic": OptimizerSave(of_optax())}
+        manager.save(1, args=ocp.args.Composite(**given))
+    with pytest.raises(errors.ForeignError, match=r"holds several optimizers: .*`actor`, `critic`"):
+        open_foreign(tmp_path / "1")
+    plan = plan_restore(open_foreign(tmp_path / "1/actor"), of_core())
+    assert plan.is_exact
+
+
+def test_what_cannot_be_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class WithStats(TrainState):
+        stats: Any = struct.field(default=None)
+
+    # In the background, Orbax's threads would wait for the folder of what was not saved.
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    with ocp.CheckpointManager(tmp_path, options=options) as manager:
+        for wrong, error in (
+            (params(), TypeError),
+            (jax.eval_shape(of_optax), errors.LeafError),
+        ):
+            with pytest.raises(error):
+                manager.save(1, args=ocp.args.Composite(optimizer=OptimizerSave(wrong)))
+    create: Any = WithStats.create
+    state = create(apply_fn=len, params=params(), tx=optax.sgd(0.1), stats=jnp.ones(2))
+    with caplog.at_level(logging.WARNING, "opt_checkpoint"):
+        save(tmp_path / "stats", 1, target=state)
+    assert "`stats` is not saved" in caplog.text
+
+
+# Orbax v1
+
+
+@pytest.fixture
+def registry() -> Any:
+    return v1.handlers.local_registry().add(OptimizerHandlerV1, checkpointable_name="optimizer")
+
+
+def context(registry: Any) -> v1.Context:
+    made = v1.Context()
+    made.checkpointables.registry = registry
+    return made
+
+
+@pytest.mark.parametrize("make", [of_optax, of_core, of_flax, of_nnx])
+def test_orbax_v1(make: Any, registry: Any, tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    with context(registry):
+        v1.save_checkpointables(path, {"optimizer": make(), "data": {"position": 3}})
+        given = {"optimizer": nnx.eval_shape(make), "data": None}
+        found = v1.load_checkpointables(path, given)
+        assert isinstance(v1.load_checkpointables(path)["optimizer"], SavedStep)
+    assert found["data"] == {"position": 3}
+    assert same(named_state(found["optimizer"]), named_state(make()))
+    assert plan_restore(open_foreign(path), nnx.eval_shape(make)).is_exact
+
+
+def test_orbax_v1_by_kind_and_with_changes(tmp_path: Path) -> None:
+    registry = v1.handlers.local_registry().add(OptimizerHandlerV1)
+    tx = optax.chain(optax.clip(1.0), optax.adam(0.1))
+    target = jax.eval_shape(lambda: of_optax(tx))
+    with (
+        context(registry),
+        v1.training.Checkpointer(tmp_path) as checkpointer,
+    ):
+        response = checkpointer.save_checkpointables_async(
+            4, {"train": of_optax(), "data": {"a": np.ones(2)}}
+        )
+        response.result()
+        given = OptimizerRestore(target, allow={"optimizer"})
+        found = checkpointer.load_checkpointables(4, {"train": given})["train"]
+        checkpointer.save_checkpointables(5, {"train": of_optax(steps=2)})
+        four, five = (next(tmp_path.glob(f"*{step}/train")) for step in (4, 5))
+        swap(five, four)
+        with pytest.raises(errors.DamagedError):
+            checkpointer.load_checkpointables(5, {"train": of_optax()})
+    assert (found.opt_state[1][0].nu["w"] == of_optax().opt_state[0].nu["w"]).all()
+
+
+def test_orbax_v1_reads_what_a_manager_wrote(registry: Any, tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with context(registry):
+        found = v1.load_checkpointables(tmp_path / "1", {"optimizer": jax.eval_shape(of_optax)})
+    assert same(named_state(found["optimizer"]), named_state(of_optax()))
