@@ -263,6 +263,43 @@ def test_what_acts_otherwise_has_to_be_admitted(
     assert report.kept
 
 
+def _momentum(*before: Any) -> OptimizerDef:
+    return wrapped(optax.chain(*before, optax.trace(0.9), optax.scale(-0.01)))
+
+
+@pytest.mark.parametrize(
+    ("before", "name"),
+    [
+        (optax.scale_by_trust_ratio(), "trust_ratio"),
+        (optax.scale_by_sign(), "sign"),
+        (optax.normalize_by_update_norm(), "normalize_by_update_norm"),
+        (optax.add_decayed_weights(0.5), "add_decayed_weights"),
+        (optax.scale_by_schedule(schedule()), "schedule"),
+        (optax.scale(0.5), "scale"),
+    ],
+)
+def test_what_rescales_or_adds_before_moments(before: Any, name: str) -> None:
+    """Moments are of what they were given: without it, or with it, they are others."""
+    plain, other = opt.adam(0.01), wrapped(optax.chain(before, optax.adam(0.01)))
+    # What stood first is found by its name and number: the `scale` at the end takes its place.
+    pairs = [(other, plain, "gone"), (plain, other, "new")]
+    if name != "scale":
+        pairs += [(_momentum(before), _momentum(), "gone"), (_momentum(), _momentum(before), "new")]
+    for source, target, word in pairs:
+        optimizer = trained(source)
+        with pytest.raises(SurgeryError, match=rf"`{name}`, which acts before `\w+`, is {word}"):
+            regroup(optimizer, target)
+        assert regroup(optimizer, target, allow={"optimizer"})[1].kept
+
+
+@pytest.mark.parametrize("before", [optax.clip(1.0), optax.identity(), optax.zero_nans()])
+def test_what_passes_updates_on_comes_and_goes(before: Any) -> None:
+    there, _ = regroup(trained(_momentum()), _momentum(before))
+    back, report = regroup(there, _momentum())
+    assert len(report.kept) == 2
+    assert back.optimizer_def == _momentum()
+
+
 def test_settings_that_give_the_state_its_meaning() -> None:
     optimizer = trained(wrapped(contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.9)))
     other = wrapped(contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.8))
@@ -403,6 +440,84 @@ def test_a_rate_that_was_set_at_run_time() -> None:
     assert report.initialised == ("hyperparams/learning_rate",)
     _, report = regroup(optimizer, opt.adam(0.1))
     assert len(report.kept) == 5
+
+
+def test_a_key_goes_on_in_one_group() -> None:
+    params = {"u": jnp.ones(3), "v": jnp.ones(3)}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+
+    def noisy(seed: int) -> OptimizerDef:
+        return wrapped(optax.chain(optax.add_noise(0.1, 0.5, seed), optax.scale(-1.0)))
+
+    optimizer = noisy(0).create(params).apply_gradient(zeros)
+    groups = MultiOptimizer.from_rules([("u", "u", noisy(1)), ("v", "v", noisy(2))])
+    found, report = regroup(optimizer, groups)
+    keys = [c for c in report.changes if c.leaf.role == "key"]
+    assert [(c.action, c.note) for c in keys] == [
+        ("kept", ""),
+        ("initialised", "its key goes on in another group"),
+    ]
+    states, fresh = (o.state.param_states["v"] for o in (found, groups.create(params)))
+    assert bool(states[0].rng_key == fresh[0].rng_key)
+    moved = found.apply_gradient(zeros).target
+    before = found.target
+    assert not jnp.array_equal(moved["u"] - before["u"], moved["v"] - before["v"])
+    back, report = regroup(found, noisy(0))
+    assert [c.action for c in report.changes if c.leaf.role == "key"] == ["kept", "dropped"]
+    _, report = freeze(back, "u")
+    assert not report.initialised
+
+
+def test_reset_keeps_what_was_set_at_run_time() -> None:
+    injected = wrapped(optax.inject_hyperparams(optax.adam)(learning_rate=0.1))
+    optimizer = trained(MultiOptimizer.from_rules([("w", "w", injected)], rest=opt.adam(0.1)))
+    optimizer.state.param_states["w"].hyperparams["learning_rate"] = jnp.float32(0.007)
+    found, report = reset(optimizer, "w")
+    state = found.state.param_states["w"]
+    assert float(state.hyperparams["learning_rate"]) == np.float32(0.007)
+    assert "w/hyperparams/learning_rate" in report.kept
+    assert not state.inner_state[0].mu["w"].any()
+
+
+def test_reset_keeps_the_updates_of_a_window() -> None:
+    inner = multi_steps(optax.adam(schedule()), 4)
+    optimizer = trained(MultiOptimizer.from_rules([("w", "w", inner)], rest=opt.adam(0.1)), 6)
+    found, report = reset(optimizer, "w")
+    state = found.state.param_states["w"]
+    assert (int(state.mini_step), int(state.gradient_step)) == (0, 1)
+    assert counts(found, "schedule_count") == [1]
+    assert "w/gradient_step" in report.kept
+    assert not state.acc_grads["w"].any()
+
+
+def test_shardings_that_cannot_place_a_leaf_name_it() -> None:
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    definition = MultiOptimizer.from_rules([("w", "w", opt.adam(0.1))], rest=opt.adam(0.1))
+    optimizer = trained(definition)
+
+    def everywhere(place: Any) -> Any:
+        return jax.tree.map(lambda _: place, optimizer.state.param_states)
+
+    def message(shardings: Any) -> str:
+        with pytest.raises(GroupError) as caught:
+            regroup(optimizer, definition, shardings=shardings)
+        return str(caught.value)
+
+    found = message(everywhere(P("x")))
+    assert found.splitlines()[0] == (
+        f"`shardings`: of `w/0/count`, expected a sharding or `None`, found {P('x')!r}: "
+        "give `NamedSharding(mesh, spec)`"
+    )
+    found = message(everywhere(NamedSharding(mesh, P("x"))))
+    assert found.startswith("`shardings`: of `w/0/count`, expected a sharding that divides the")
+    assert "w/0/mu/w" not in found
+    with pytest.raises(GroupError, match="`shardings`: of `w/0/count`"):
+        reset(optimizer, "w", shardings=everywhere(P("x")))
+    found = message({"w": None})
+    assert found.startswith("`shardings`: at the top expected GroupStates of ['w', 'rest'], found")
+    states = optimizer.state.param_states
+    cut = type(states)({**states, "w": [None]})
+    assert message(cut).startswith("`shardings`: at `w` expected tuple of ['0', '1'], found list")
 
 
 # Where leaves are placed.

@@ -163,6 +163,7 @@ class TransformationDescription:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=FrozenDict)
     bearing: Mapping[str, Bearing] = dataclasses.field(default_factory=FrozenDict)
     source: Source = "types"
+    passes_on: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", json_value(dict(self.settings), "settings"))
@@ -318,6 +319,7 @@ def _record(made: TransformationDescription) -> dict[str, Any]:
             for name, b in made.bearing.items()
         },
         "source": made.source,
+        **({"passes_on": True} if made.passes_on else {}),
     }
 
 
@@ -353,6 +355,7 @@ def _transformation(data: Any, where: str) -> TransformationDescription:
         _field(data, "settings", dict, where),
         {name: _bearing(found, f"{where}/bearing/{name}") for name, found in bearing.items()},
         _one_of(_field(data, "source", str, where), Source, f"{where}/source"),
+        "passes_on" in data and _field(data, "passes_on", bool, where),
     )
 
 

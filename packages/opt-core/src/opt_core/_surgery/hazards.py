@@ -194,7 +194,7 @@ def _order(move: Move, before: Made, after: Made) -> Iterator[str]:
     for one, others, word in ((old, new, "gone"), (new, old, "new")):
         side = move.old if word == "gone" else move.new
         for other in one[0]:
-            if other not in {*others[0], *others[1]} and _keeps_state(side, one[2], other):
+            if other not in {*others[0], *others[1]} and _acts(side, one[2], other):
                 yield f"`{other[0]}`, which acts before `{name}`, is {word}"
 
 
@@ -215,13 +215,12 @@ def _others(
     return told[:at], told[at + 1 :], group
 
 
-def _keeps_state(side: Side, group: Names, other: tuple[str, int]) -> bool:
-    """Whether a transformation that acts before another has moments: its updates are scaled."""
+def _acts(side: Side, group: Names, other: tuple[str, int]) -> bool:
+    """Whether moments after a transformation would mean something else without it."""
     return any(
-        (leaf.transformation, leaf.number) == other
-        and leaf.role in ("moment", "second_moment", "factored")
-        and leaf.group == group[: len(leaf.group)]
-        for leaf in side.told
+        (made.name, made.number) == other and not made.passes_on
+        for made in side.description.transformations
+        if made.group == group[: len(made.group)]
     )
 
 

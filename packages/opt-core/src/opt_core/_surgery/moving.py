@@ -17,6 +17,7 @@ from opt_core._optimizer import Optimizer
 from opt_core._paths import Names
 from opt_core._surgery.changes import Action, leaf_path
 from opt_core._surgery.hazards import Move
+from opt_core._surgery.pairing import counts_updates
 from opt_core._surgery.placement import agree, is_abstract, is_tracer, placed
 from opt_core.errors import GroupError
 
@@ -154,14 +155,9 @@ def _count_of_updates(optimizer: Optimizer, move: Move, told: LeafDescription) -
 
 def _counts_updates_around(leaf: LeafDescription, move: Move, inner: LeafDescription) -> bool:
     """Whether a leaf counts the updates of a window of mini-steps that another is inside of."""
-    made = move.new.description.of(leaf)
-    windows = {bearing.count for bearing in made.bearing.values() if bearing.effect == "window"}
     place: Names = leaf.path[: len(leaf.path) - len(leaf.field)]
     return (
-        bool(windows)
-        and leaf.parameter is None
-        and leaf.role == "count"
-        and leaf.field not in windows
+        counts_updates(leaf, move.new.description.of(leaf))
         and inner.path[: len(place)] == place
         and (inner.transformation, inner.number) != (leaf.transformation, leaf.number)
         and leaf.group == inner.group[: len(leaf.group)]

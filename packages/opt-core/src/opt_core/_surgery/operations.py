@@ -17,7 +17,7 @@ from opt_core._paths import path_str
 from opt_core._surgery import hazards
 from opt_core._surgery.changes import ChangeReport, LeafChange, check_allowances, leaf_path
 from opt_core._surgery.moving import Options, moved_leaves
-from opt_core._surgery.pairing import Pair, Pairing, Side
+from opt_core._surgery.pairing import Pair, Pairing, Side, counts_updates, is_recorded, made_of
 from opt_core._surgery.placement import Places, flat_shardings, init_leaves, mesh_sharding
 from opt_core._surgery.tables import as_groups, carved, group_of, matching_leaves, shown, unused
 from opt_core.errors import GroupError, SurgeryError
@@ -31,6 +31,8 @@ def reset(
 ) -> tuple[Optimizer, ChangeReport]:
     """Reinitialises the state of one group; parameters, `step` and counts of schedules stay.
 
+    So do settings that the state records, such as a learning rate that was set at run time, and the
+    number of updates that a window of mini-steps has made, by which schedules inside of it go.
     Only that group's state is made, and every leaf where the one was that it replaces.
 
     Args:
@@ -57,13 +59,21 @@ def reset(
         if own[: len(names)] == names
         for i in jax.tree.leaves(part.state.param_states)
     }
-    chosen = {i for i in chosen if side.told[i].role != "schedule_count"}
+    chosen = {i for i in chosen if not _stays(side, i)}
     pairs = tuple(Pair((), "") if i in chosen else Pair((i,)) for i in range(len(side.told)))
     move = hazards.Move(side, side, pairs)
     _check(move, Options(allow=frozenset({"drop"}), is_asked=True))
     if shardings is None:
         shardings = jax.tree.map(mesh_sharding, optimizer.state.param_states)
     return _moved(optimizer, optimizer, move, Options(shardings=shardings))
+
+
+def _stays(side: Side, i: int) -> bool:
+    """Whether a leaf says where the training is or how it is set, not what it has learnt."""
+    leaf = side.told[i]
+    made = side.made(made_of(leaf))
+    is_time = leaf.role == "schedule_count" or counts_updates(leaf, made)
+    return is_time or is_recorded(leaf, made)
 
 
 def freeze(
@@ -295,7 +305,8 @@ def _moved(
     """Makes the new state, and says what became of every leaf."""
     old, new = move.old, move.new
     structure: Any = jax.tree.structure(fresh.state.param_states)
-    given = flat_shardings(options.shardings, structure)
+    shapes = {leaf_path(told): np.shape(x) for told, x in zip(new.told, new.leaves, strict=True)}
+    given = flat_shardings(options.shardings, structure, shapes)
     taken, notes = moved_leaves(optimizer, move, options)
     default = Places(optimizer.target, old.leaves, old.told)
     wanted = [i for i in range(len(new.told)) if i not in taken]

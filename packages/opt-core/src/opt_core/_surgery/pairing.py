@@ -90,6 +90,13 @@ def is_recorded(leaf: LeafDescription, made: TransformationDescription) -> bool:
     return leaf.parameter is None and leaf.role == "other" and leaf.field[-1] in made.settings
 
 
+def counts_updates(leaf: LeafDescription, made: TransformationDescription) -> bool:
+    """Whether a leaf counts the updates that a window of mini-steps has let through."""
+    windows = {bearing.count for bearing in made.bearing.values() if bearing.effect == "window"}
+    is_count = leaf.parameter is None and leaf.role == "count"
+    return bool(windows) and is_count and leaf.field not in windows
+
+
 def has_window(made: TransformationDescription) -> bool:
     """Whether it holds what waits for the end of a window or a cycle."""
     return any(bearing.effect == "window" for bearing in made.bearing.values())
@@ -132,7 +139,8 @@ class Pairing:
             i: self._shared(leaf) for i, leaf in enumerate(new.told) if leaf.parameter is None
         }
         anew = dict(self._anew(shared))
-        self.pairs = tuple(self._pair(i, shared, anew) for i in range(len(new.told)))
+        pairs = [self._pair(i, shared, anew) for i in range(len(new.told))]
+        self.pairs = tuple(self._keys_once(pairs))
 
     def _pair(self, i: int, shared: Mapping[int, Sequence[int]], anew: Mapping[Made, str]) -> Pair:
         leaf = self._new.told[i]
@@ -144,8 +152,28 @@ class Pairing:
             return Pair(note=why)
         if is_recorded(leaf, self._new.made(made_of(leaf))):
             return self._recorded(leaf, found)
-        # Any of several keys makes random numbers that are as good.
-        return Pair(tuple(found[:1] if leaf.role == "key" else found))
+        return Pair(tuple(found))
+
+    def _keys_once(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """Each key goes on once: groups with copies of one would draw the same random numbers."""
+        made = list(pairs)
+        keys = [
+            i for i, leaf in enumerate(self._new.told) if leaf.role == "key" and pairs[i].sources
+        ]
+        used: set[int] = set()
+        # First those that stay in their group.
+        for i in sorted(keys, key=lambda i: not self._stays(i, pairs[i])):
+            # Any of several keys makes random numbers that are as good.
+            free = next((k for k in pairs[i].sources if k not in used), None)
+            if free is None:
+                made[i] = Pair(note="its key goes on in another group")
+            else:
+                used.add(free)
+                made[i] = Pair((free,))
+        return made
+
+    def _stays(self, i: int, pair: Pair) -> bool:
+        return any(self._old.told[k].group == self._new.told[i].group for k in pair.sources)
 
     def _own(self, leaf: LeafDescription) -> int | None:
         """The leaf of the old state with the key of one that follows a parameter."""

@@ -28,7 +28,7 @@ from opt_optax_bridge._description.dimensions import (
     shapes_of,
     stated_dimensions,
 )
-from opt_optax_bridge._description.known import FACTORS, KNOWN, VARIANTS, Known
+from opt_optax_bridge._description.known import FACTORS, KNOWN, PASS_ON, VARIANTS, Known
 from opt_optax_bridge._description.made import make
 from opt_optax_bridge._description.nodes import (
     Names,
@@ -242,7 +242,8 @@ def _described(node: Node, name: tuple[Names, str, int]) -> TransformationDescri
         bearing[UPDATED_BY] = Bearing("refused")
     source: Source = "types" if known is None else "stated"
     group, own, number = name
-    return TransformationDescription(own, number, group, settings, bearing, source)
+    passes_on = node.is_own and node.name in PASS_ON
+    return TransformationDescription(own, number, group, settings, bearing, source, passes_on)
 
 
 def _base(node: Node) -> str:
