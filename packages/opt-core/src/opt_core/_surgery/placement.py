@@ -162,8 +162,8 @@ def flat_shardings(
     tree = shardings.state.param_states if isinstance(shardings, Optimizer) else shardings
     if problem := _other_structure(structure.unflatten(list(shapes)), tree, ()):
         raise GroupError(
-            f"`shardings`: {problem}; give a tree like the new `param_states`, or an `Optimizer` "
-            "of shardings"
+            "`shardings`: expected a tree like the new `param_states`, or an `Optimizer` of "
+            f"shardings; {problem}"
         )
     found = list(structure.flatten_up_to(tree))
     problems = [
