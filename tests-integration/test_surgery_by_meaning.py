@@ -344,7 +344,7 @@ def test_parameters_on_an_excursion() -> None:
         lambda: regroup(optimizer, opt.sgd(0.1), allow=EVERYTHING),
     ]
     for change in changes:
-        with pytest.raises(SurgeryError, match="a window is open, `steps_since_sync` is 1"):
+        with pytest.raises(SurgeryError, match="a window is open, `.*steps_since_sync` is 1"):
             change()
     optimizer = advanced(optimizer, 1)
     freeze(optimizer, "b")
