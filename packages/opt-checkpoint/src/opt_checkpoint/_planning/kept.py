@@ -6,9 +6,8 @@ two factors of a square matrix look the same.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name, leaf_path
 
@@ -104,19 +103,6 @@ def sm3_dimension(leaf: LeafInfo) -> int | None:
     fields = leaf.field
     is_one = leaf.base == "sm3" and len(fields) > 1 and fields[-2] == "mu"
     return int(fields[-1]) if is_one and fields[-1].isdecimal() else None
-
-
-def without_ruled(schema: Schema, ruled: Collection[LeafInfo]) -> Schema:
-    """Returns a schema that does not say what leaves keep that rules are about.
-
-    That rows and columns change places is a change of the optimizer, unless a rule sees to it.
-    """
-    names = {leaf.name for leaf in ruled}
-    leaves = tuple(
-        dataclasses.replace(leaf, dimensions=None) if leaf.name in names else leaf
-        for leaf in schema.leaves
-    )
-    return dataclasses.replace(schema, leaves=leaves)
 
 
 def told(kept: Kept) -> str:

@@ -9,12 +9,13 @@ from opt_core import TransformationDescription
 
 from opt_checkpoint._naming.schema import Names, Schema, leaf_name, numbered
 from opt_checkpoint._planning.plan import Row
+from opt_checkpoint._planning.rules import Policy
 
 _Look = frozenset[tuple[Names, Names | None, tuple[int, ...]]]
 
 
 def suggested_renames(
-    saved: Schema, target: Schema, rows: Sequence[Row], ruled: Collection[str]
+    saved: Schema, target: Schema, rows: Sequence[Row], policy: Policy
 ) -> Iterator[str]:
     """Yields the `Rename` that would keep a state which would be dropped and initialised.
 
@@ -25,12 +26,13 @@ def suggested_renames(
       saved: of the checkpoint.
       target: of the target.
       rows: what becomes of the leaves of the target.
-      ruled: the names of leaves of the target that a rule names.
+      policy: a leaf that a rule names is not asked about.
     """
     used = {name for row in rows for name in row.sources}
     anew = {row.leaf.name for row in rows if row.action == "initialised"}
+    ruled = {row.leaf.name for row in rows if policy.rule(row.leaf.name) is not None}
     gone = _looks(saved, {leaf.name for leaf in saved.leaves} - used)
-    new = _looks(target, anew - set(ruled))
+    new = _looks(target, anew - ruled)
     for (group, name), look in new.items():
         like = [old for old, other in gone.items() if other == look and old[0] == group]
         if len(like) != 1 or list(new.values()).count(look) != 1:

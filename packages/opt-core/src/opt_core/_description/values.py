@@ -30,6 +30,7 @@ LeafRole: TypeAlias = Literal[
     "schedule_count",
     "key",
     "factored",
+    "statistic",
     "other",
 ]
 """What a leaf is for.
@@ -38,7 +39,8 @@ LeafRole: TypeAlias = Literal[
 holds what waits for the end of a window; `params_copy` is measured in parameters (averages of them,
 earlier ones, distances between them); `count` and `schedule_count` are numbers of steps, the latter
 of a schedule that would restart with it; `key` makes random numbers; `factored` keeps some of the
-dimensions of its parameter.
+dimensions of its parameter; `statistic` is a number that is made of all the parameters of its
+transformation, such as a sum over them or an estimated rate.
 """
 
 Effect: TypeAlias = Literal[
@@ -155,6 +157,8 @@ class TransformationDescription:
       bearing: the settings that give the saved state its meaning, with what a change does; of any
         other a change does nothing.
       source: who says so.
+      passes_on: whether it hands on the updates that it is given, at most cut, averaged over a
+        window or held back: moments after it are what they are without it.
     """
 
     name: str

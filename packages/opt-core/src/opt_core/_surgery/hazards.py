@@ -135,7 +135,8 @@ def _refused(
             "a checkpoint, say by rules what becomes of the leaves"
         )
     for i, j in pairs:
-        if move.old.told[i].field != bearing.count or (count := _count(move.old, i, bearing)) is None:
+        count = _count(move.old, i, bearing) if move.old.told[i].field == bearing.count else None
+        if count is None:
             continue
         field = "/".join(bearing.count)
         is_above = isinstance(now, int | float) and not isinstance(now, bool) and now > count
@@ -158,8 +159,7 @@ def _count(side: Side, i: int, bearing: Bearing) -> int | None:
     """The number that decides: how far a window is; `None` where there is no value."""
     value = side.value(i)
     length = side.made(made_of(side.told[i])).settings.get(bearing.modulo or "")
-    is_cycle = value is not None and isinstance(length, int) and length
-    return value % length if is_cycle and value is not None else value
+    return value if value is None or not isinstance(length, int) else value % max(length, 1)
 
 
 def _interrupted(name: str, was: Any, now: Any) -> str:
@@ -242,7 +242,8 @@ def _windows(move: Move, together: Iterable[tuple[Made, Made]]) -> Iterator[Refu
         lost = [i for i in own if i in dropped and _waits(move, i, is_counted=at[0] not in dropped)]
         for i in [at[0]] if at[0] in dropped and not move.is_asked else lost:
             if i not in move.let_go:
-                yield Refusal(f"{is_open}, and `{move.old.names[i]}` would be lost; {_ADVICE}", i)
+                what = "what waits in it" if i == at[0] else f"`{move.old.names[i]}`"
+                yield Refusal(f"{is_open}, and {what} would be lost; {_ADVICE}", i)
         for after in () if move.is_asked else goes_on.get(where, ()):
             for j in move.new.leaves_of(after):
                 leaf = move.new.told[j]
@@ -286,7 +287,7 @@ def statistics(move: Move, origins: Mapping[Names, Sequence[Names]] | None = Non
     """
     for (before, after), pairs in continued(move.old, move.new, move.pairs).items():
         fields = ["/".join(move.new.told[j].field) for _, j in pairs if _is_sum(move.new.told[j])]
-        was = move.old.followed(before)
+        was = {*move.old.followed(before)}
         known = origins or {}
         now = {o for param in move.new.followed(after) for o in known.get(param, (param,))}
         if fields and was != now:

@@ -90,9 +90,10 @@ def moved_leaves(
             source = move.old.leaves[pair.sources[0]]
             found[i] = _converted(source, move.new.leaves[i], move.old.told[pair.sources[0]])
         elif pair.counts is not None and options.schedules == "continue":
-            is_step = pair.counts == STEP
-            count = optimizer.state.step if is_step else move.old.leaves[pair.counts]
-            notes[i] = f"goes on from `{STEP if is_step else move.old.names[pair.counts]}`"
+            count, name = optimizer.state.step, STEP
+            if pair.counts != STEP:
+                count, name = move.old.leaves[pair.counts], move.old.names[pair.counts]
+            notes[i] = f"goes on from `{name}`"
             count = count if hasattr(count, "dtype") else jnp.asarray(count)
             if np.shape(count) == move.new.leaves[i].shape:
                 found[i] = _converted(count, move.new.leaves[i], told)

@@ -92,7 +92,7 @@ def _stays(side: Side, i: int) -> bool:
 
 
 def freeze(
-    optimizer: Optimizer, pattern: Any, *, name: str = "frozen"
+    optimizer: Optimizer, pattern: Any, *, name: str = "frozen", allow: Iterable[str] = ()
 ) -> tuple[Optimizer, ChangeReport]:
     """Stops updating the leaves that a pattern matches, and drops their state.
 
@@ -103,6 +103,8 @@ def freeze(
         `'rest'` it is.
       pattern: see `MultiOptimizer.from_rules`.
       name: what the new group is called; a number is added where there is one already.
+      allow: see `regroup`. `'optimizer'` admits that numbers that were made of all parameters, such
+        as a rate that is estimated from them, go on as they are without the frozen ones.
 
     Returns:
       The optimizer and a report.
@@ -110,13 +112,13 @@ def freeze(
     Raises:
       GroupError: the pattern matches nothing.
       SurgeryError: its parameters are on an excursion (`optax.contrib.sam`) from which they would
-        not come back.
+        not come back; or numbers that were made of all parameters would go on.
     """
     definition = as_groups(optimizer.optimizer_def)
     chosen = matching_leaves(definition, optimizer.target, pattern)
     groups = carved(definition, optimizer.target, pattern, chosen)
     frozen = Group(unused(name, groups), pattern, FROZEN)
-    options = Options(allow=frozenset({"drop"}), is_asked=True)
+    options = Options(allow=check_allowances(allow) | {"drop"}, is_asked=True)
     return _regroup(optimizer, definition.with_groups([frozen, *groups]), options)
 
 

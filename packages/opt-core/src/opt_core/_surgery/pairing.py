@@ -7,7 +7,7 @@ for all its parameters is taken from the groups that these come from, where they
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 from opt_core._description.values import LeafDescription
@@ -141,7 +141,8 @@ class _Walk:
         if own is None and is_recorded(leaf, self.new.made(made_of(leaf))):
             return self._recorded(leaf, shared)
         if own is None and leaf.role == "schedule_count":
-            return Pair(tuple(shared)) if not (why := self._unlike(shared, leaf)) else Pair(note=why)
+            why = self._unlike(shared, leaf)
+            return Pair(note=why) if why else Pair(tuple(shared))
         if not is_free and (why := anew.get(made_of(leaf), "")):
             return Pair(note=why)
         return Pair(tuple(shared)) if own is None else own
@@ -193,25 +194,23 @@ class _Walk:
         return [i for i in found if i is not None]
 
     def _homes(self, leaf: LeafDescription) -> Sequence[Names]:
-        own = [i for i in self.new.leaves_of(made_of(leaf)) if i in self._pairs]
-        sources = [k for i in own for k in self._pairs[i].sources]
-        if sources:
-            return _unique(self.old.told[k].group for k in sources)
-        if own:
-            params = _unique(o for p in self.new.followed(made_of(leaf)) for o in self._of(p))
-            known = [self.old.groups(leaf.transformation, param) for param in params]
-            return _unique(group for groups in known for group in groups)
+        """The groups of the old state that have what a leaf of a whole group may come from."""
         having = self.old.groups(leaf.transformation)
-        params = [o for p in _params(self.new, leaf.group) for o in self._of(p)]
-        known = [
-            group
-            for param in params
-            if param in self.old.owners
-            for group in self._groups_of(param, having)
-        ]
-        # Who is in a group inside of one definition is not always known; its name says enough.
-        is_label = leaf.group in known and leaf.group not in self.old.owners.values()
-        return [leaf.group] if is_label else _unique(known)
+        where, told = made_of(leaf), self.new.told
+        own = [i for i in self.new.leaves_of(where) if told[i].parameter is not None]
+        found = {self.old.told[k].group for i in own for k in self._pairs[i].sources}
+        if own and not found:
+            params = [o for param in self.new.followed(where) for o in self._of(param)]
+            found = {g for param in params for g in self.old.groups(leaf.transformation, param)}
+        elif not own:
+            # Who is in a group inside of one definition is not always known; its name says enough.
+            if leaf.group in having and leaf.group not in self.old.owners.values():
+                return [leaf.group]
+            params = [o for p in _params(self.new, leaf.group) for o in self._of(p)]
+            known = [set(self._groups_of(o, having)) for o in params if o in self.old.owners]
+            is_whole = bool(known) and all(leaf.group in groups for groups in known)
+            found = {leaf.group} if is_whole else set().union(*known)
+        return [group for group in having if group in found]
 
     def _of(self, param: Names) -> Sequence[Names]:
         return self.origins.get(param, (param,))
@@ -228,7 +227,8 @@ class _Walk:
 
     def _anew(self, shared: Mapping[int, Sequence[int]]) -> Iterator[tuple[Made, str]]:
         """The transformations of groups that cannot go on, and why."""
-        for i, found in reversed(shared.items()):
+        # Of several reasons the first one counts.
+        for i, found in reversed(list(shared.items())):
             leaf = self.new.told[i]
             where = made_of(leaf)
             is_free = leaf.role in ("schedule_count", "key")
@@ -341,7 +341,3 @@ def _params(side: Side, group: Names) -> Sequence[Names]:
     """The parameters of a group."""
     inside = [p for p in side.owners if group in side.groups(p)]
     return inside or [p for p, owner in side.owners.items() if owner == group[: len(owner)]]
-
-
-def _unique(groups: Iterable[Names]) -> list[Names]:
-    return list(dict.fromkeys(groups))

@@ -74,10 +74,10 @@ class Side:
         """Returns the positions of what a transformation keeps."""
         return self._by_made.get(which, ())
 
-    def followed(self, which: Made) -> frozenset[Names]:
+    def followed(self, which: Made) -> Sequence[Names]:
         """Returns the parameters that leaves of a transformation follow."""
         params = (self.told[i].parameter for i in self.leaves_of(which))
-        return frozenset(param for param in params if param is not None)
+        return list(dict.fromkeys(param for param in params if param is not None))
 
     @functools.cached_property
     def _index(self) -> Mapping[Any, int]:

@@ -124,27 +124,31 @@ KNOWN: Final[Mapping[str, Known]] = MappingProxyType(
         "distance_over_gradients": _known(
             "params_copy: init_params, other: max_dist grad_sum_of_squares"
         ),
-        "dog": _known("params_copy: init_params, other: is_init_step max_dist sum_sq_norm_grads"),
-        "dowg": _known("params_copy: init_params, other: weighted_sq_norm_grads estim_sq_dist"),
+        "dog": _known(
+            "params_copy: init_params, statistic: max_dist sum_sq_norm_grads, other: is_init_step"
+        ),
+        "dowg": _known("params_copy: init_params, statistic: weighted_sq_norm_grads estim_sq_dist"),
         "madgrad": _known("count: count, second_moment: grad_sum_sq, moment: s, params_copy: x0"),
         "dadapt_adamw": _known(
             "moment: exp_avg grad_sum, second_moment: exp_avg_sq, count: count, "
-            "other: estim_lr numerator_weighted",
+            "statistic: estim_lr numerator_weighted",
             {"betas": _REFUSED, "estim_lr0": _INITIAL},
         ),
         "prodigy": _known(
             "moment: exp_avg grad_sum, second_moment: exp_avg_sq, params_copy: params0, "
-            "count: count, other: estim_lr numerator_weighted",
+            "count: count, statistic: estim_lr numerator_weighted",
             {"estim_lr0": _REFUSED},
         ),
         "momo": _known(
-            "moment: exp_avg, count: count, other: barf gamma lb", {"lower_bound": _REFUSED}
-        ),
-        "momo_adam": _known(
-            "moment: exp_avg, second_moment: exp_avg_sq, count: count, other: barf gamma lb",
+            "moment: exp_avg, count: count, statistic: gamma, other: barf lb",
             {"lower_bound": _REFUSED},
         ),
-        "mechanize": _known("params_copy: x0, count: count, other: r m v s"),
+        "momo_adam": _known(
+            "moment: exp_avg, second_moment: exp_avg_sq, count: count, statistic: gamma, "
+            "other: barf lb",
+            {"lower_bound": _REFUSED},
+        ),
+        "mechanize": _known("params_copy: x0, count: count, statistic: r m v s"),
         "schedule_free": _known(
             "params_copy: z, schedule_count: step_count, other: b1 weight_sum max_lr",
             {"b1": _REFUSED, "weight_lr_power": _REFUSED},
@@ -156,8 +160,8 @@ KNOWN: Final[Mapping[str, Known]] = MappingProxyType(
         ),
         # Line searches.
         "lbfgs": _known(
-            "params_copy: params diff_params_memory, other: updates diff_updates_memory "
-            "weights_memory, count: count"
+            "params_copy: params diff_params_memory, other: updates diff_updates_memory, "
+            "statistic: weights_memory, count: count"
         ),
         "backtracking_linesearch": _known("other: learning_rate value grad info"),
         "zoom_linesearch": _known("other: learning_rate value grad info"),
