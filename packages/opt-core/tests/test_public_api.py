@@ -8,17 +8,18 @@ from typing import Any
 
 import opt_core
 import pytest
-from opt_core import closures, errors, protocols, state_changes, t5x
+from opt_core import closures, errors, json_records, protocols, state_changes, t5x
 
 pytestmark = pytest.mark.contract
 
-MODULES = [opt_core, closures, errors, protocols, state_changes, t5x]
+MODULES = [opt_core, closures, errors, json_records, protocols, state_changes, t5x]
 
 
 def test_all_is_what_is_public() -> None:
     assert len(opt_core.__all__) == len(set(opt_core.__all__))
     public = {name for name in vars(opt_core) if not name.startswith("_")}
-    assert public - {"closures", "state_changes", "t5x"} == set(opt_core.__all__)
+    modules = {"closures", "json_records", "state_changes", "t5x"}
+    assert public - modules == set(opt_core.__all__)
 
 
 @pytest.mark.parametrize("module", [errors, protocols], ids=lambda m: m.__name__)
