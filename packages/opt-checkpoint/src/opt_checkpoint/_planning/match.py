@@ -52,8 +52,12 @@ def plan_restore(
       checkpoint: a step of a `Checkpointer`, a `NamedState`, or any other `Source`.
       target: the optimizer to restore, of any kind that `named_state` takes; its leaves may be
         `jax.ShapeDtypeStruct`s with shardings. Parameters that the checkpoint lacks need arrays.
-      allow: the kinds of changes that are admitted: see `Kind`. Without any, everything has to
-        match.
+      allow: the kinds of changes that are admitted: `'initialise'`, a leaf that the checkpoint
+        lacks, as `init` makes it; `'drop'`, a leaf that the target has no place for; `'cast'`,
+        another dtype, where every value fits; `'reshape'`, another shape of the same size;
+        `'regroup'`, a leaf whose parameter is in another group, or in none any more;
+        `'optimizer'`, other transformations, or others in their order. Without any, everything
+        has to match.
       rules: pairs of a regular expression, which has to match a whole name, and an `Action`; the
         first that matches decides, and admits what it says.
 

@@ -34,8 +34,8 @@ class Row:
         it is made from leaves of the checkpoint. `'initialised'`: it is new, or the target's own.
         `'dropped'`: nothing takes it.
       sources: the names in the checkpoint that it comes from.
-      kinds: what has to be admitted for it: see `Kind`; and `'rename'`, `'stack'`, `'map'` or
-        `'pad'` where a rule does that. Empty for what is kept.
+      kinds: what has to be admitted for it, words of `allow=`; and `'rename'`, `'stack'`, `'map'`
+        or `'pad'` where a rule does that. Empty for what is kept.
       by: the rule that says how, if one does; `'keep'` for the target's own value.
       how: what a rule other than `Rename` does with the values: `'stack'`, `'slice'`, `'map'`,
         `'pad'`; `'maximum'` of its sources, `'maxima'` of each, or the `'first'` of them.
