@@ -27,11 +27,8 @@ def changes(old: Schema, new: Schema, pairs: Iterable[tuple[LeafInfo, LeafInfo]]
     Other groups, other transformations, another order, and settings that change what an update
     does with its state: booleans (`nesterov`), lengths of windows, and the numbers of
     transformations that keep a state and occur twice. Learning rates and the like may change.
-
-    Args:
-      old: of the checkpoint; if it says nothing of its optimizer, nothing is compared.
-      new: of the target.
-      pairs: leaves of the checkpoint with those of the target that they become.
+    If a checkpoint says nothing of its optimizer, nothing is compared. Leaves that moved, in
+    `pairs`, tell which transformations of other groups go on.
     """
     if old.optimizer is None or new.optimizer is None:
         return []
@@ -47,7 +44,7 @@ def changes(old: Schema, new: Schema, pairs: Iterable[tuple[LeafInfo, LeafInfo]]
         is_many = name in keepers and len(others[like]) > 1
         if is_many and (moved := [(j, i) for j, i in numbers.items() if i != j]):
             told = ", ".join(f"`{nth(name, j)}` was `{nth(name, i)}`" for j, i in sorted(moved))
-            found.append(f"by their settings, {told}{_in(group)}")
+            found.append(f"by their settings, {told}{inside(group)}")
         for j, i in sorted(numbers.items()):
             found += _settings(ones[like][i], others[like][j], by_number=is_many)
     elsewhere = {
@@ -83,7 +80,8 @@ def nth(name: str, number: int) -> str:
     return numbered(TransformationDescription(name, number))
 
 
-def _in(group: Names) -> str:
+def inside(group: Names) -> str:
+    """Returns where a transformation of a group is, for people to read."""
     return f" in group `{leaf_name(group)}`" if group else ""
 
 
@@ -100,7 +98,7 @@ def _groups(
     for one, other, word in sides:
         for group in one:
             if group not in other and not _is_among(one[group], other.values()):
-                yield f"{', '.join(one[group])} is {word}{_in(group)}"
+                yield f"{', '.join(one[group])} is {word}{inside(group)}"
 
 
 def _is_among(names: Sequence[str], others: Collection[Sequence[str]]) -> bool:
@@ -111,13 +109,14 @@ def _order(old: Sequence[str], new: Sequence[str], group: Names) -> Iterator[str
     if old == new:
         return
     if Counter(old) == Counter(new):
-        yield f"the order {', '.join(old)} is now {', '.join(new)}{_in(group)}"
+        yield f"the order {', '.join(old)} is now {', '.join(new)}{inside(group)}"
         return
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     for tag, i1, i2, j1, j2 in matcher.get_opcodes():
         for names, word in ((old[i1:i2], "gone"), (new[j1:j2], "new")):
             if tag != "equal" and names:
-                yield f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {word}{_in(group)}"
+                verb = "is" if len(names) == 1 else "are"
+                yield f"{', '.join(names)} {verb} {word}{inside(group)}"
 
 
 def _settings(
@@ -134,7 +133,7 @@ def _settings(
         effect = bearing_of(name, old, new).effect
         if one == other or effect in ("refused", "at_or_below_count", "above_count"):
             continue
-        where = f"`{name}` of `{new.name}`{_in(new.group)}"
+        where = f"`{name}` of `{new.name}`{inside(new.group)}"
         are_numbers = all(isinstance(x, int | float) for x in (one, other))
         is_switch = any(isinstance(x, bool) for x in (one, other))
         if (is_switch or by_number) and are_numbers:

@@ -25,16 +25,17 @@ class KeptDimensions:
 
     Definitions describe it. Where they do not, a leaf of the parameter's shape mirrors it, and of
     any other nothing is known.
-
-    Args:
-      saved: the schema of the checkpoint.
-      schema: of the target.
     """
 
     def __init__(self, saved: Schema, schema: Schema) -> None:
         self._saved = saved
         self.saved_shapes = _shapes(saved)
         self.shapes = _shapes(schema)
+
+    def is_of_like_parameter(self, source: LeafInfo, leaf: LeafInfo) -> bool:
+        """Whether the parameters of two leaves have one shape."""
+        shape = self.saved_shapes.get(source.parameter or ())
+        return shape is not None and shape == self.shapes.get(leaf.parameter or ())
 
     def of_target(self, leaf: LeafInfo) -> Kept:
         """Returns what a leaf of the target keeps; only `None`s where it follows no parameter."""
@@ -106,12 +107,7 @@ def sm3_dimension(leaf: LeafInfo) -> int | None:
 
 
 def told(kept: Kept) -> str:
-    """Returns the dimensions that a leaf keeps, for people to read.
-
-    Examples:
-      >>> told((0, 2)), told((1,)), told((None,))
-      ('dimensions 0, 2', 'dimension 1', 'no dimension')
-    """
+    """Returns the dimensions that a leaf keeps, for people to read: `'dimensions 0, 2'`."""
     numbers = [str(i) for i in kept if i is not None]
     if not numbers:
         return "no dimension"

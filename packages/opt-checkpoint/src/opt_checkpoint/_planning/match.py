@@ -12,12 +12,12 @@ from opt_core import describe_state
 from opt_core.state_changes import STEP, Move, Pair, pair_leaves, refusals, statistics
 
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, Source, leaf_name, leaf_path
-from opt_checkpoint._planning.compare import INJECTING, changes, nth
-from opt_checkpoint._planning.fit import fitted
+from opt_checkpoint._planning.compare import INJECTING, changes, inside, nth
 from opt_checkpoint._planning.kept import KeptDimensions
 from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.renames import suggested_renames
 from opt_checkpoint._planning.rules import (
+    Action,
     Map,
     Pad,
     Policy,
@@ -28,7 +28,7 @@ from opt_checkpoint._planning.rules import (
     sources_of,
 )
 from opt_checkpoint._planning.sides import frozen, side_of, state_leaves
-from opt_checkpoint._planning.values import RuledRows
+from opt_checkpoint._planning.values import RuledRows, fitted
 from opt_checkpoint._targets.named import named_view
 from opt_checkpoint._targets.view import View, view_of
 
@@ -109,7 +109,7 @@ def plan_restore(
         dropped=tuple(_dropped(checkpoint.schema, rows, left, policy)),
         changes=tuple(dict.fromkeys(changed)),
         problems=tuple(r.text for r in refused if r.old is None and r.new is None),
-        suggestions=tuple(suggested_renames(checkpoint.schema, schema, rows, policy)),
+        suggestions=tuple(suggested_renames(move)),
         allow=policy.allow,
         source=checkpoint,
         target=target,
@@ -132,8 +132,8 @@ class _Matcher:
         self.named, self.policy = named_view(view), policy
         schema = self.named.schema
         self.saved = {leaf.name: leaf for leaf in source.schema.leaves if leaf.kind != "extra"}
-        kept = KeptDimensions(source.schema, schema)
-        self.ruled = RuledRows(self.saved, schema.leaves, kept, policy)
+        self._kept = KeptDimensions(source.schema, schema)
+        self.ruled = RuledRows(self.saved, schema.leaves, self._kept, policy)
         self.origins = dict(self._origins())
         self._old = state_leaves(source.schema, schema.by_name)
         leaves = [leaf for leaf in schema.leaves if leaf.transformation]
@@ -203,10 +203,14 @@ class _Matcher:
         gone = {leaf.parameter for leaf in self._old if leaf.parameter is not None} - trained
         return Move(self.old, self.new, pairs, ruled, let_go, gone)
 
+    def _action(self, name: str) -> Action | None:
+        """What a rule does with a leaf of the target, if one does."""
+        found = self.policy.rule(name)
+        return None if found is None else found[1]
+
     def _is_anew(self, name: str) -> bool:
         """Whether a rule says that a leaf of the target is not to come from the checkpoint."""
-        found = self.policy.rule(name)
-        return found is not None and found[1] in ("initialise", "keep")
+        return self._action(name) in ("initialise", "keep")
 
     def _with_counts(self, rows: Sequence[Row]) -> Iterator[Row]:
         """Refuses a count that would start anew beside moments that rules keep."""
@@ -236,15 +240,10 @@ class _Matcher:
         if action == "initialise":
             return self._initialised(leaf, "as a rule says", is_ruled=True)
         if action == "keep":
-            return self._kept(leaf)
+            return self._own_value(leaf)
         if isinstance(action, Rename | Stack | Unstack | Map):
             return self.ruled.taken(leaf, action, match)
         return None
-
-    def _admitted(self, leaf: LeafInfo) -> frozenset[str]:
-        found = self.policy.rule(leaf.name)
-        is_word = found is not None and isinstance(found[1], str)
-        return self.policy.allow | {str(found[1])} if found and is_word else self.policy.allow
 
     def _by_name(self, leaf: LeafInfo) -> Row:
         """The row of a parameter, or of the step."""
@@ -260,14 +259,13 @@ class _Matcher:
                 why = f" ({pair.note})" if pair.note else ""
                 note = f"a new count, which goes on from `{name}`{why}"
                 return fitted(leaf, self.saved[name], ("initialise",), note, self.policy.allow)
-        found = self.policy.rule(leaf.name)
         if not sources and pair.lookalike is not None:
             like = self._old[pair.lookalike]
-            if found is not None and isinstance(found[1], Pad):
-                return self.ruled.padded(leaf, found[1], like, (), "")
-            if like.shape != leaf.shape:
+            if like.shape != leaf.shape or isinstance(self._action(leaf.name), Pad):
                 return self._fitted(leaf, [like], (), "")
-            self._note_turned(like, leaf)
+            if self._kept.is_of_like_parameter(like, leaf):
+                name = leaf_name((*leaf.field, *(leaf.parameter or ())))
+                self.turned.append(f"`{name}` of `{leaf.base}`{inside(leaf.group)} {pair.note}")
             return self._let_go(leaf, self._left_behind(leaf, like) or pair.note)
         if not sources:
             return self._initialised(leaf, pair.note)
@@ -285,49 +283,28 @@ class _Matcher:
         self, leaf: LeafInfo, sources: Sequence[LeafInfo], kinds: tuple[str, ...], note: str
     ) -> Row:
         """The row of a leaf that is one of the checkpoint, or several that agree."""
-        found = self.policy.rule(leaf.name)
-        names = tuple(source.name for source in sources)
-        if found is not None and isinstance(found[1], Pad):
-            row = self.ruled.padded(leaf, found[1], sources[0], kinds, note)
-            is_own = row.sources == (sources[0].name,)
-            return dataclasses.replace(row, sources=names) if is_own else row
-        if why := self._left_behind(leaf, sources[0]):
+        action = self._action(leaf.name)
+        if isinstance(action, Pad):
+            row = self.ruled.padded(leaf, action, sources[0], kinds, note)
+        elif why := self._left_behind(leaf, sources[0]):
             return self._let_go(leaf, why)
-        row = fitted(leaf, sources[0], kinds, note, self._admitted(leaf))
-        return dataclasses.replace(row, sources=names)
-
-    def _note_turned(self, source: LeafInfo, leaf: LeafInfo) -> None:
-        """Other dimensions of the same parameter are a change of the optimizer."""
-        param = leaf_name(("params", *(leaf.parameter or ())))
-        own = self.named.schema.by_name
-        if param in self.saved and self.saved[param].shape == own[param].shape:
-            name = leaf_name((*leaf.field, *(leaf.parameter or ())))
-            was, now = (
-                ",".join("-" if dim is None else str(dim) for dim in found.dimensions or ())
-                for found in (source, leaf)
-            )
-            group = f" in group `{leaf_name(leaf.group)}`" if leaf.group else ""
-            self.turned.append(
-                f"`{name}` of `{leaf.base}`{group} had the dimensions {was} of its parameter, has "
-                f"{now}"
-            )
+        else:
+            admitted = self.policy.allow | ({action} if isinstance(action, str) else set())
+            row = fitted(leaf, sources[0], kinds, note, admitted)
+        is_own = row.sources == (sources[0].name,)
+        names = tuple(source.name for source in sources)
+        return dataclasses.replace(row, sources=names) if is_own else row
 
     def _initialised(self, leaf: LeafInfo, note: str, *, is_ruled: bool = False) -> Row:
         admitted = is_ruled or "initialise" in self.policy.allow
-        problem = ""
-        if leaf.kind == "params" and _is_abstract(self.named[leaf.name]):
-            problem = (
-                "the checkpoint does not have it, and the target gives no value: create the "
-                "optimizer with arrays for new parameters"
-            )
-        return Row(
-            leaf,
-            "initialised",
-            kinds=("initialise",),
-            note=note,
-            problem=problem,
-            is_admitted=admitted,
+        row = Row(leaf, "initialised", kinds=("initialise",), note=note, is_admitted=admitted)
+        if leaf.kind != "params" or not _is_abstract(self.named[leaf.name]):
+            return row
+        problem = (
+            "the checkpoint does not have it, and the target gives no value: create the optimizer "
+            "with arrays for new parameters"
         )
+        return dataclasses.replace(row, problem=problem)
 
     def _left_behind(self, leaf: LeafInfo, source: LeafInfo) -> str:
         """Why a leaf whose parameter a rule makes is not its namesake; empty if it is.
@@ -337,22 +314,21 @@ class _Matcher:
         if leaf.kind != "state" or leaf.parameter is None:
             return ""
         name = leaf_name(("params", *leaf.parameter))
-        found = self.policy.rule(name)
-        if found is None or isinstance(found[1], str):
+        action = self._action(name)
+        if action is None or isinstance(action, str):
             return ""
-        if isinstance(found[1], Pad):
-            return self.ruled.unpadded(leaf, found[1], source)
-        is_moved = self.origins.get(leaf.parameter) != [source.parameter]
-        if isinstance(found[1], Rename) and not is_moved:
+        if isinstance(action, Pad):
+            return self.ruled.unpadded(leaf, action, source)
+        if isinstance(action, Rename) and self.origins.get(leaf.parameter) == [source.parameter]:
             return ""
-        return f"a `{type(found[1]).__name__}` makes `{name}`, and no rule says what this becomes"
+        return f"a `{type(action).__name__}` makes `{name}`, and no rule says what this becomes"
 
     def _let_go(self, leaf: LeafInfo, why: str) -> Row:
         row = self._initialised(leaf, why)
         admitted = {"initialise", "drop"} <= self.policy.allow
         return dataclasses.replace(row, kinds=("initialise", "drop"), is_admitted=admitted)
 
-    def _kept(self, leaf: LeafInfo) -> Row:
+    def _own_value(self, leaf: LeafInfo) -> Row:
         problem = "the target gives no value to keep" if _is_abstract(self.named[leaf.name]) else ""
         note = "the target's own, as a rule says"
         return Row(leaf, "initialised", by="keep", note=note, problem=problem)
@@ -396,14 +372,7 @@ def _with_notes(rows: Iterable[Row]) -> Iterator[Row]:
 def _dropped(
     saved: Schema, rows: Sequence[Row], left: Mapping[str, str], policy: Policy
 ) -> Iterator[Row]:
-    """Yields the leaves of a checkpoint, and slices of leaves, that nothing takes.
-
-    Args:
-      saved: of the checkpoint.
-      rows: what becomes of the leaves of the target.
-      left: why leaves cannot be dropped, by name.
-      policy: what is admitted.
-    """
+    """Yields the leaves of a checkpoint, and slices of leaves, that nothing takes."""
     used = {name for row in rows for name in row.sources}
     anew = {row.leaf.name for row in rows if row.is_ok and not row.sources}
     for leaf in saved.leaves:

@@ -45,13 +45,7 @@ def state_leaves(schema: Schema, like: Mapping[str, LeafInfo]) -> list[LeafInfo]
 
 
 def side_of(source: Source, leaves: Sequence[LeafInfo], told: Any = None) -> Side:
-    """Returns a source as one of the two sides of a move.
-
-    Args:
-      source: a checkpoint, or the names of a target.
-      leaves: the leaves of its transformations.
-      told: what they mean, with their paths in the state; by default what the schema says.
-    """
+    """Returns a source as a side; by default, what its leaves mean is what the schema says."""
     known = tuple(leaf.description for leaf in leaves)
     return Side(
         StateDescription(known, source.schema.transformations) if told is None else told,
@@ -108,13 +102,10 @@ def frozen(schema: Schema) -> set[Names]:
 
 
 def are_same(leaves: Sequence[LeafInfo], source: Source) -> bool | None:
-    """Whether leaves have one value, bit for bit, without reading arrays.
+    """Whether leaves have one value, bit for bit, without reading arrays; `None` if not known.
 
     Counts are in the schema. Of others, up to four elements, the digests tell that a step on disk
     has of its leaves, and the values of a state in memory.
-
-    Returns:
-      `None` where nothing says so.
     """
     if len(leaves) == 1:
         return True

@@ -165,7 +165,13 @@ class _Walk:
             is_same = all(one.settings[name] == other.settings[name] for name in names)
         else:
             is_same = source.dimensions == leaf.dimensions
-        why = "it was of other dimensions of its parameter"
+        was, now = (
+            "?"
+            if told.dimensions is None
+            else ",".join("-" if dim is None else str(dim) for dim in told.dimensions)
+            for told in (source, leaf)
+        )
+        why = f"had the dimensions {was} of its parameter, has {now}"
         return Pair((found,)) if is_same else Pair(note=why, lookalike=found)
 
     def _in(self, home: Names, leaf: LeafDescription) -> int | None:
