@@ -112,6 +112,7 @@ def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
 # Values and collectives.
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("out", [None, ZERO2], ids=["whole", "zero2"])
 @pytest.mark.parametrize("reduce", ["auto", "deferred"])
 def test_values_shardings_and_metrics(reduce: Reduce, out: Tree, mesh: jax.sharding.Mesh) -> None:
@@ -793,6 +794,7 @@ def test_deferred_inside_a_shard_map_over_the_data() -> None:
 # Keywords, and scalars of the batch.
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("out", [None, ZERO2], ids=["whole", "zero2"])
 @pytest.mark.parametrize("reduce", ["auto", "deferred"])
 def test_keywords_and_scalars_wherever_they_lie(

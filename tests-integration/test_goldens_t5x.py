@@ -137,6 +137,7 @@ def test_facade_follows_t5x_when_compiled(name: str) -> None:
     assert traces == 1
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", [name for name in CASES if not name.endswith("_bf16")])
 def test_twins_follow_t5x(name: str) -> None:
     case = g.load(name)

@@ -90,6 +90,7 @@ def place(tree: Any, shardings: Any) -> Any:
     return jax.jit(lambda leaves: leaves, out_shardings=shardings)(tree)
 
 
+@pytest.mark.sample(19)
 @pytest.mark.parametrize("zero", [None, "data", ("data", "model")], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_agrees_with_live_arrays_to_the_byte(name: str, zero: Any) -> None:

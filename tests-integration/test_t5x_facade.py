@@ -390,6 +390,7 @@ def test_parameters_are_replaced_whole(name: str) -> None:
     assert not jnp.any(replaced.target["mlp"]["wi"])
 
 
+@pytest.mark.sample(5)
 @each_optimizer
 def test_parameters_saved_in_bfloat16(name: str) -> None:
     trainer = trainer_of(name)

@@ -37,6 +37,9 @@ ENVIRONMENT = {
     **{k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "NPROC"))},
     "JAX_PLATFORMS": "cpu",
     "COLUMNS": "80",
+    # Most of these processes compile the same programs; those that are killed compile none then.
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
 GROUPS = ["embedding", "vectors", "matrices"]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -119,6 +122,11 @@ def schedule(count: int, peak: float = 4e-3) -> float:
         return peak * count / warm_up
     passed = (count - warm_up) / (STEPS - warm_up)
     return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * passed)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    ENVIRONMENT["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path_factory.mktemp("programs"))
 
 
 @pytest.fixture(scope="module")

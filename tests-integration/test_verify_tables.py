@@ -61,6 +61,7 @@ def test_the_tables_are_large_enough() -> None:
     assert len(HEALTHY) >= 40
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("program", HEALTHY, ids=by_name)
 def test_healthy_steps_pass(program: Program) -> None:
     report = checked(program)
@@ -68,6 +69,7 @@ def test_healthy_steps_pass(program: Program) -> None:
     assert others(report.findings) == []
 
 
+@pytest.mark.sample(50)
 @pytest.mark.parametrize("program", [*FAULTY, *FAULTY_ON_CPUS], ids=by_name)
 def test_faults_are_found(program: Program) -> None:
     report = checked(program)

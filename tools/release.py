@@ -2,7 +2,7 @@
 
     python tools/release.py check opt-core --python 3.12 --resolution lowest-direct
     python tools/release.py check --all --jobs 2 --tests contract
-    python tools/release.py check --all --tests changed --base origin/main
+    python tools/release.py check --all --resolution highest lowest-direct --tests changed
     python tools/release.py check --tag opt-core-v0.1.0
     python tools/release.py build opt-core --out dist
     python tools/release.py version opt-core
@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -98,25 +97,21 @@ def build(package: Package, out: Path, uv: Uv) -> None:
 
 
 def check(
-    chosen: Sequence[Package],
+    chosen: Sequence[tuple[Package, Trial]],
     packages: Mapping[str, Package],
-    trial: Trial,
     *,
     uv: Uv,
     work: Path,
-    whole: Set[str] = frozenset(),
     keep: bool = False,
     jobs: int = 1,
 ) -> bool:
-    """Checks packages, printing a line for each.
+    """Checks packages, printing a line for each trial.
 
     Args:
-        chosen: What to check.
+        chosen: What to check, and in which environment.
         packages: The workspace.
-        trial: The environment to try them in.
         uv: The builder and installer.
         work: An empty folder outside the checkout.
-        whole: Packages of which all tests run, whatever `trial` says.
         keep: Whether to leave in it what each trial made.
         jobs: How many to try at a time.
 
@@ -125,22 +120,21 @@ def check(
     """
     arrows = {name: siblings(package, packages) for name, package in packages.items()}
     wheels = work / "dist"
-    for name in sorted(closure((package.name for package in chosen), arrows)):
+    for name in sorted(closure((package.name for package, _ in chosen), arrows)):
         build(packages[name], wheels, uv)
 
-    def attempt(package: Package) -> str:
+    def attempt(package: Package, trial: Trial) -> str:
         check_changelog(package)
-        folder = work / package.name
-        asked = replace(trial, markers=_ALL) if package.name in whole else trial
+        folder = work / f"{package.name}-{trial.resolution}"
         try:
-            return try_package(package, asked, uv=uv, wheels=wheels, work=folder)
+            return try_package(package, trial, uv=uv, wheels=wheels, work=folder)
         finally:
             # An environment with JAX takes most of a gigabyte.
             if not keep:
                 shutil.rmtree(folder, ignore_errors=True)
 
     with ThreadPoolExecutor(jobs) as pool:
-        return all(list(pool.map(partial(_report, attempt), chosen)))
+        return all(list(pool.map(partial(_report, attempt), *zip(*chosen, strict=True))))
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -163,22 +157,26 @@ def _run_check(options: argparse.Namespace, packages: Mapping[str, Package]) -> 
         raise CheckError("nothing to check: name packages, or give --all or --tag")
     for package in chosen if options.tag else ():
         check_tag(package, options.tag)
-    markers = _ALL if options.tests == "all" else _CONTRACT
-    trial = Trial(options.python, options.resolution, markers)
-    whole = changed(packages, options.base) if options.tests == "changed" else frozenset[str]()
+    whole = changed(packages, options.base) if options.tests == "changed" else packages.keys()
+
+    def trial(package: Package, resolution: str) -> Trial:
+        everything = options.tests == "all" or (
+            options.tests != "contract" and resolution == "lowest-direct" and package.name in whole
+        )
+        return Trial(options.python, resolution, _ALL if everything else _CONTRACT)
+
+    trials = [
+        (package, trial(package, resolution))
+        for package in chosen
+        for resolution in options.resolution
+    ]
+    trials.sort(key=lambda tried: tried[1].markers != _ALL)  # the long ones first
     with tempfile.TemporaryDirectory(prefix="release-") as scratch:
         work = (options.keep or Path(scratch)).resolve()
         if work.is_dir() and any(work.iterdir()):
             raise CheckError(f"--keep: expected an empty folder, found {work} with content")
         keep = options.keep is not None
-        passed = check(
-            *(chosen, packages, trial),
-            uv=Uv.find(),
-            work=work,
-            whole=whole,
-            keep=keep,
-            jobs=options.jobs,
-        )
+        passed = check(*(trials, packages), uv=Uv.find(), work=work, keep=keep, jobs=options.jobs)
     return 0 if passed else 1
 
 
@@ -192,10 +190,10 @@ def _run_version(options: argparse.Namespace, packages: Mapping[str, Package]) -
     return 0
 
 
-def _report(attempt: Callable[[Package], str], package: Package) -> bool:
+def _report(attempt: Callable[[Package, Trial], str], package: Package, trial: Trial) -> bool:
     start = time.monotonic()
     try:
-        verdict, passed = attempt(package), True
+        verdict, passed = attempt(package, trial), True
     except CheckError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         verdict, passed = "see the error above", False
@@ -239,13 +237,19 @@ def _parser() -> argparse.ArgumentParser:
     checking.add_argument("--all", action="store_true", help="every package")
     checking.add_argument("--tag", help="the git tag that releases the package")
     checking.add_argument("--python", default=sys.executable, help="a version or an interpreter")
-    checking.add_argument("--resolution", default="highest", choices=["highest", "lowest-direct"])
+    checking.add_argument(
+        "--resolution",
+        nargs="+",
+        default=["highest"],
+        choices=["highest", "lowest-direct"],
+        help="the newest versions, the oldest that a package claims, or both",
+    )
     checking.add_argument(
         "--tests",
         default="all",
-        choices=["all", "contract", "changed"],
-        help="which tests: all; those marked `contract`; all of packages that differ from --base "
-        "and `contract` of the others",
+        choices=["all", "contract", "oldest", "changed"],
+        help="which tests: all; those marked `contract`; these, and all with the oldest versions; "
+        "these, and all with the oldest versions of the packages that differ from --base",
     )
     checking.add_argument("--base", default="origin/main", help="a revision, for --tests changed")
     checking.add_argument("--keep", type=Path, metavar="DIR", help="work there and leave it")

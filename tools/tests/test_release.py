@@ -199,12 +199,15 @@ def test_a_package_is_built_installed_and_tested_alone(
     workspace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     kept = tmp_path / "kept"
-    arguments = ["check", "opt-b", "--resolution", "lowest-direct", "--keep", str(kept)]
-    assert main(arguments, root=workspace) == 0
-    line = capfd.readouterr().out
-    assert line.startswith("passed  opt-b 0.1.0 (")
-    assert "lowest-direct: " in line
-    assert "2 passed in" in line
+    arguments = ["check", "opt-b", "--resolution", "highest", "lowest-direct", "--keep", str(kept)]
+    assert main([*arguments, "--tests", "oldest"], root=workspace) == 0
+    oldest, newest = capfd.readouterr().out.splitlines()
+    for line in oldest, newest:
+        assert line.startswith("passed  opt-b 0.1.0 (")
+    assert "lowest-direct: " in oldest  # the long one first
+    assert "2 passed in" in oldest
+    assert "highest: " in newest
+    assert "1 passed, 1 deselected in" in newest
     assert sorted(path.name for path in (kept / "dist").glob("*.*")) == [
         ".gitignore",
         "opt_a-0.1.0-py3-none-any.whl",
@@ -212,7 +215,7 @@ def test_a_package_is_built_installed_and_tested_alone(
         "opt_b-0.1.0-py3-none-any.whl",
         "opt_b-0.1.0.tar.gz",
     ]
-    python = kept / "opt-b" / "venv" / "bin" / "python"
+    python = kept / "opt-b-lowest-direct" / "venv" / "bin" / "python"
     asked = "import idna, opt_b; print(idna.__version__, opt_b.__file__)"
     told = subprocess.run([python, "-Ic", asked], capture_output=True, text=True, check=True)
     version, file = told.stdout.split()

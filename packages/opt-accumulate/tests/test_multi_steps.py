@@ -90,6 +90,7 @@ def test_parameters_stay_the_same_to_the_bit_between_steps() -> None:
 # Non-finite values
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("bad", "position"), [(jnp.inf, 0), (jnp.nan, 0), (-jnp.inf, 1)])
 @pytest.mark.parametrize("mean", [True, False])

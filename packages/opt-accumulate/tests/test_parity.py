@@ -111,6 +111,7 @@ def assert_same(ours: Any, theirs: Any, *, exact: bool = False) -> None:
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("inner", ["sgd", "clipped adam"])
 def test_float32_is_the_same_to_the_bit(inner: str, options: str) -> None:
@@ -127,7 +128,7 @@ def test_compiled_steps_are_the_same(inner: str, options: str) -> None:
     check_parity(inner, options, exact=False)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("transformed", [scanned, vmapped])
 def test_scanned_and_vmapped_mini_steps_are_the_same(transformed: Any, options: str) -> None:

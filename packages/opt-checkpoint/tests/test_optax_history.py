@@ -56,6 +56,7 @@ def flatten(tree: Any, prefix: str = "") -> set[str]:
     return {path for key, child in tree.items() for path in flatten(child, f"{prefix}/{key}")}
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_b2_states_of_old_optax(path: Path) -> None:
     """States of Optax 0.1.7, 0.2.1, 0.2.3, 0.2.4, 0.2.5 restore, and go on as today's do."""

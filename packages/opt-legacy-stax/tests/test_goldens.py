@@ -29,7 +29,7 @@ def names(found: list[Any]) -> list[str]:
     return [case["id"] for case in found]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("case", TRAJECTORIES, ids=names(TRAJECTORIES))
 def test_exact_numerics_replay(case: Any) -> None:
     for t, state in enumerate(golden.replay(case, upstream_numerics=True)):

@@ -135,6 +135,7 @@ def looped(learning_rate: Any) -> Any:
 NESTED = [multi_steps, nested_multi_steps, if_finite, conditional, masked, partitioned, looped]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("constructor", NESTED, ids=lambda constructor: constructor.__name__)
 def test_schedules_inside_branches_loops_and_masks(constructor: Callable[..., Any]) -> None:
     optimizer = constructor(SCHEDULES["linear"]).create(make_params())

@@ -56,7 +56,7 @@ def result(optimizer: Optimizer) -> tuple[Any, Any]:
     return optimizer.target, optimizer.state.param_states
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_override_is_the_argument_of_the_constructor(name: str) -> None:
     optimizer, (grads, extra_args) = trained(name), inputs(name)
@@ -83,7 +83,7 @@ def test_every_override_is_the_argument_of_the_constructor(name: str) -> None:
     assert compiled.traces == 1
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_without_tracing_an_override_is_the_same(name: str) -> None:
     names = overridable(name)

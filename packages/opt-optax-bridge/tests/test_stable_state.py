@@ -125,7 +125,7 @@ def test_what_is_ours_promotes_nothing(name: str) -> None:
         assert avals(abstract_step(name, optimizer, jnp.bfloat16)) == avals(optimizer)
 
 
-@pytest.mark.sample(25)
+@pytest.mark.sample(14)
 @pytest.mark.usefixtures("optax_promotion")
 @pytest.mark.parametrize("name", NAMES)
 def test_donated_right_after_create_and_after_restore_and_compiled_once(name: str) -> None:

@@ -305,6 +305,7 @@ def test_the_axes_are_those_that_each_transformation_is_known_for(tree: Tree, kn
     check(tree, known)
 
 
+@pytest.mark.sample(6)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(trees)
 @pytest.mark.parametrize("known", LEAVES, ids=repr)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import PartitionSpec
-from opt_partition import Row, explain, normalise_param_axes
+
+if TYPE_CHECKING:
+    from opt_partition import Row  # imported when it is needed: it takes a tenth of a second
 
 
 def derive_axes(tx: Any, params: Any, state: Any, param_axes: Any) -> tuple[Any, Any]:
@@ -27,6 +29,8 @@ def derive_axes(tx: Any, params: Any, state: Any, param_axes: Any) -> tuple[Any,
       opt_partition.errors.AxesError: `param_axes` do not fit the parameters; lists the paths.
       ValueError: `state` is not one that `tx` makes of such parameters.
     """
+    from opt_partition import explain, normalise_param_axes
+
     explanation = explain(tx, params, param_axes)
     found: Any = jax.tree.structure(state)
     expected: Any = jax.tree.structure(explanation.state)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 from opt_core import Role, flatten_with_paths, path_str
-from opt_partition import Row, explain
 
 from opt_optax_bridge._description.nodes import Names, Node
+
+if TYPE_CHECKING:
+    from opt_partition import Row  # imported when it is needed: it takes a tenth of a second
 
 Shape: TypeAlias = tuple[int, ...]
 Dims: TypeAlias = tuple[int | None, ...]
@@ -65,6 +67,8 @@ def dimensions(
 
 def _explained(tx: Any, params: Any, states: Any) -> list[Row] | None:
     """What `init` shows; `None` where the state has grown since."""
+    from opt_partition import explain
+
     numbers = jax.tree.map(lambda leaf: PartitionSpec(*map(str, range(len(leaf.shape)))), params)
     rows = explain(tx, params, numbers).rows
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(states)]
