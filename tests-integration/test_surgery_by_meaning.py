@@ -295,6 +295,18 @@ def test_what_rescales_or_adds_before_moments(before: Any, name: str) -> None:
         assert regroup(optimizer, target, allow={"optimizer"})[1].kept
 
 
+def test_another_factor_before_moments_is_refused() -> None:
+    """A loss scale that changes: moments would be in other units, for a hundred steps."""
+
+    def scaled(by: float, rate: float = 0.1) -> OptimizerDef:
+        return wrapped(optax.chain(optax.scale(by), optax.adam(rate)))
+
+    optimizer = trained(scaled(1024.0))
+    with pytest.raises(SurgeryError, match=r"`step_size` of `scale` was 1024\.0, is 1\.0"):
+        regroup(optimizer, scaled(1.0), allow=EVERYTHING)
+    assert not regroup(optimizer, scaled(1024.0, rate=0.2))[1].initialised
+
+
 @pytest.mark.parametrize("before", [optax.clip(1.0), optax.identity(), optax.zero_nans()])
 def test_what_passes_updates_on_comes_and_goes(before: Any) -> None:
     there, _ = regroup(trained(_momentum()), _momentum(before))

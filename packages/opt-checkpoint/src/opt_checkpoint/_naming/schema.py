@@ -73,7 +73,7 @@ class LeafInfo:
     axes: tuple[Any, ...] | None = None
     value: int | None = None
 
-    @property
+    @functools.cached_property  # asked for many times, of thousands of leaves
     def name(self) -> str:
         """The components joined: see `leaf_name`."""
         return leaf_name(self.path)
