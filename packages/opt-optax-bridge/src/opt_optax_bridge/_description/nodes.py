@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -112,6 +113,18 @@ class Node:
         yield self
         for child in self.children:
             yield from child.walk()
+
+
+def before(node: Node) -> Iterator[tuple[Node, Node]]:
+    """Yields all pairs of which the first hands its updates on to the second, in a chain."""
+    for i, child in enumerate(node.children):
+        yield from before(child)
+        if node.is_own and node.factory in ("chain", "named_chain"):
+            for later in node.children[i + 1 :]:
+                for one, other in itertools.product(child.walk(), later.walk()):
+                    shared = min(len(one.group), len(other.group))
+                    if one.group[:shared] == other.group[:shared]:
+                        yield one, other
 
 
 def _is_empty(init: Any) -> bool:
