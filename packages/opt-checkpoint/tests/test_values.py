@@ -33,6 +33,8 @@ from opt_checkpoint import (
 from opt_core import Optimizer
 from opt_optax_bridge import OptaxWrapper
 
+contrib: Any = optax.contrib
+
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
@@ -196,7 +198,7 @@ def test_memories_with_dimensions_of_their_own_grow() -> None:
 @pytest.mark.parametrize("rest", [0.0, 0.25])
 def test_a_copy_of_a_parameter_is_padded_as_that_is(rest: float) -> None:
     rules: list[Rule] = [("params/w", Pad(0, 5, 0.25)), ("state/.*/w", Pad(0, 5, rest))]
-    for tx in (optax.contrib.schedule_free_adamw(0.1), optax.contrib.dog(1.0), optax.lbfgs(0.1)):
+    for tx in (contrib.schedule_free_adamw(0.1), contrib.dog(1.0), optax.lbfgs(0.1)):
         saved, target = (
             OptaxWrapper(tx).create({"w": jnp.ones((n, 2)), "b": jnp.ones(2)}) for n in (3, 5)
         )
@@ -213,9 +215,7 @@ def test_a_copy_of_a_parameter_is_padded_as_that_is(rest: float) -> None:
 
 def test_a_copy_of_a_parameter_that_is_not_padded() -> None:
     rules: list[Rule] = [("params/w", "initialise"), ("state/.*", Pad(0, 5))]
-    saved, target = (
-        OptaxWrapper(optax.contrib.dog(1.0)).create({"w": jnp.ones((n, 2))}) for n in (3, 5)
-    )
+    saved, target = (OptaxWrapper(contrib.dog(1.0)).create({"w": jnp.ones((n, 2))}) for n in (3, 5))
     plan = plan_restore(named_state(saved), target, rules=rules)
     (row,) = (row for row in plan.rows if row.problem)
     assert row.leaf.name == "state/dog/init_params/w"

@@ -199,7 +199,8 @@ def _() -> float:
     """A power of a number of steps below 0 is none: every parameter is NaN."""
     old, new = (optax.adafactor(0.05, decay_offset=n, min_dim_size_to_factor=2) for n in (0, 6))
     params, state = trained(old, 5)
-    return off(*(go(tx, params, state, 5, 1)[0] for tx in (new, old)), params)
+    found, wanted = (go(tx, params, state, 5, 1)[0] for tx in (new, old))
+    return off(found, wanted, params)
 
 
 MULTIPLIES: dict[str, tuple[str, Callable[[float], Any]]] = {
@@ -227,8 +228,8 @@ def harm_of_a_factor(name: str) -> float:
     return from_another_state(multiplied(name, 64.0), multiplied(name, 1.0), steps=20)
 
 
-for _name, (_setting, _) in MULTIPLIES.items():
-    harm(_name, _setting)(functools.partial(harm_of_a_factor, _name))
+for _name in MULTIPLIES:
+    harm(_name, MULTIPLIES[_name][0])(functools.partial(harm_of_a_factor, _name))
 
 
 @pytest.mark.parametrize("name", MULTIPLIES)
