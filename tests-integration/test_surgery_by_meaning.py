@@ -34,6 +34,7 @@ from opt_core import (
 from opt_core.errors import GroupError, SurgeryError
 
 contrib: Any = optax.contrib  # it exports nothing explicitly
+unlisted: Any = optax  # what Optax exports without listing it
 EVERYTHING = frozenset({"initialise", "drop", "cast", "reshape", "regroup", "optimizer"})
 
 
@@ -273,7 +274,7 @@ def _momentum(*before: Any) -> OptimizerDef:
     [
         (optax.scale_by_trust_ratio(), "trust_ratio"),
         (optax.scale_by_sign(), "sign"),
-        (optax.normalize_by_update_norm(), "normalize_by_update_norm"),
+        (unlisted.normalize_by_update_norm(), "normalize_by_update_norm"),
         (optax.add_decayed_weights(0.5), "add_decayed_weights"),
         (optax.scale_by_schedule(schedule()), "schedule"),
         (optax.scale(0.5), "scale"),
