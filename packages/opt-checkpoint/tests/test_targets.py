@@ -259,6 +259,13 @@ def test_the_step_is_a_number_or_an_array_as_it_was() -> None:
     assert restore_named(array, named_state(state)).step.dtype == jnp.uint32
 
 
+@pytest.mark.parametrize("step", [2.5, "2", True, [2], np.ones(2, np.int32)])
+def test_a_step_is_one_integer(step: Any) -> None:
+    state = of_optax().replace(step=step)  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="`step`: expected how many updates have been made, found"):
+        named_state(state)
+
+
 def test_a_step_of_none_is_what_the_state_counts() -> None:
     state = of_optax().replace(step=None)  # type: ignore[attr-defined]
     assert int(named_state(state)["state/step"]) == 2
