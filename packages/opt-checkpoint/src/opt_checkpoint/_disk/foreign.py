@@ -24,7 +24,7 @@ from opt_checkpoint._disk.processes import together
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
 from opt_checkpoint._disk.storage import data_sharding, placed
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema
-from opt_checkpoint._planning.functions import abstract
+from opt_checkpoint._planning.functions import abstract, key_kind
 from opt_checkpoint._targets.named import named_view
 from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import ForeignError, LoadError, MissingError
@@ -143,7 +143,8 @@ def _with_counts(opened: ForeignStep) -> ForeignStep:
     counts = {
         info.name: info
         for info in opened.schema.leaves
-        if info.kind == "state" and math.prod(info.shape) == 1 and _is_integer(info.dtype)
+        if info.kind == "state" and math.prod(info.shape) == 1
+        if not info.is_key and jnp.issubdtype(jnp.dtype(info.dtype), jnp.integer)
     }
     read = opened.read({name: abstract(info) for name, info in counts.items()})
     values = {name: int(np.asarray(leaf).reshape(())) for name, leaf in read.items()}
@@ -158,10 +159,6 @@ def _with_counts(opened: ForeignStep) -> ForeignStep:
         leaves.insert(at, LeafInfo(("state", "step"), (), "int32", "state", value=step))
     schema = dataclasses.replace(opened.schema, leaves=tuple(leaves))
     return dataclasses.replace(opened, schema=schema, made=made)
-
-
-def _is_integer(dtype: str) -> bool:
-    return not dtype.startswith("key<") and bool(jnp.issubdtype(jnp.dtype(dtype), jnp.integer))
 
 
 def _stores(folder: Path) -> dict[str, Store]:
@@ -199,14 +196,7 @@ def _leaf(info: LeafInfo, stored: Any, place: jax.ShapeDtypeStruct) -> Any:
     if info.is_key:
         if jnp.issubdtype(stored.dtype, jax.dtypes.prng_key):
             return stored
-        return jax.random.wrap_key_data(stored, impl=_impl(info.dtype))
+        return jax.random.wrap_key_data(stored, impl=key_kind(info.dtype)[0])
     if isinstance(stored, jax.Array) and str(stored.dtype) == info.dtype:
         return stored
     return placed(np.asarray(stored).astype(jnp.dtype(info.dtype)), place.sharding)
-
-
-def _impl(dtype: str) -> str:
-    for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
-        if str(jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype) == dtype:
-            return impl
-    raise LoadError(f"`{dtype}` is not a kind of PRNG keys that this JAX knows")

@@ -7,7 +7,6 @@ manifest as one more file in its folder.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Awaitable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,12 @@ from orbax.checkpoint.future import Future
 from opt_checkpoint._disk.orbax import ManifestHandler, ManifestSave
 from opt_checkpoint._disk.processes import is_first, together
 from opt_checkpoint._disk.saved_step import SavedStep
-from opt_checkpoint._disk.saving import Saving
+from opt_checkpoint._disk.saving import Saving, view_to_save
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._planning.match import plan_restore
 from opt_checkpoint._planning.rules import Rule
-from opt_checkpoint._targets.view import View, view_of
+from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import SaveError
-
-_log = logging.getLogger(__name__)
 
 
 class OptimizerHandler(ocp.AsyncCheckpointHandler):
@@ -185,20 +182,10 @@ def _prepare(directory: Any, target: Any) -> Saving:
     with together():
         if "://" in str(directory):
             raise SaveError(f"`{directory}` is not in a file system: mount the bucket")
-        source = target if isinstance(target, NamedState) else _view(target)
+        source = target if isinstance(target, NamedState) else view_to_save(target, is_item=True)
         saving = Saving.prepare(None, source)
     saving.check_equal(f"`{directory}`")
     return saving
-
-
-def _view(target: Any) -> View:
-    view = view_of(target)
-    if view.unsaved:
-        _log.warning(
-            "%s: `%s` is not saved, because it belongs to no optimizer: save it as another item",
-            *(type(target).__name__, "`, `".join(view.unsaved)),
-        )
-    return view
 
 
 def _open(directory: Any) -> SavedStep:

@@ -15,7 +15,7 @@ from opt_core import Optimizer, OptimizerState, flatten_with_paths, path_str, st
 from opt_core.errors import TreeMismatchError
 from opt_optax_bridge import OptaxWrapper
 
-from opt_checkpoint._naming.names import named_state
+from opt_checkpoint._naming.names import local, named_state
 
 
 @struct.dataclass
@@ -76,7 +76,7 @@ def optimizer_of(tx: Any, params: Any, opt_state: Any, step: Any) -> Optimizer:
 def step_like(given: Any, step: Any) -> Any:
     """Returns a restored step as the target has its own: a Python number, or of its dtype."""
     if isinstance(given, int) and isinstance(step, jax.Array):
-        return int(step if step.is_fully_addressable else step.addressable_data(0))
+        return int(local(step))
     return step.astype(given.dtype) if hasattr(given, "dtype") else step
 
 
