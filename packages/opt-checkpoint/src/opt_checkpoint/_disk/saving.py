@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from opt_checkpoint._targets.named import named_view
 from opt_checkpoint._targets.view import View, view_of
 from opt_checkpoint.errors import LeafError
 
-EXTRA = "extra"
+EXTRA: Final = "extra"
 _log = logging.getLogger(__name__)
 
 

@@ -17,6 +17,7 @@ from opt_core import Optimizer, describe_state, flatten_with_paths, leaf_groups
 from opt_core.protocols import DerivesLogicalAxes
 
 from opt_checkpoint._naming.schema import (
+    Kind,
     LeafInfo,
     Names,
     Schema,
@@ -122,7 +123,7 @@ def _state_infos(optimizer: Optimizer) -> Iterator[LeafInfo]:
         )
 
 
-def leaf_info(leaf: Any, path: Names, kind: str, *, parameter: Names | None = None) -> LeafInfo:
+def leaf_info(leaf: Any, path: Names, kind: Kind, *, parameter: Names | None = None) -> LeafInfo:
     """Returns what a leaf is that no transformation keeps."""
     return LeafInfo(path, tuple(np.shape(leaf)), _dtype(leaf), kind, parameter)
 
