@@ -23,6 +23,7 @@ from opt_checkpoint._disk.foreign_stores import Store, Stored, open_store
 from opt_checkpoint._disk.processes import together
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
 from opt_checkpoint._disk.storage import data_sharding, placed
+from opt_checkpoint._naming.names import update_counts
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema
 from opt_checkpoint._planning.functions import abstract, key_kind
 from opt_checkpoint._targets.named import named_view
@@ -150,10 +151,13 @@ def _with_counts(opened: ForeignStep) -> ForeignStep:
     values = {name: int(np.asarray(leaf).reshape(())) for name, leaf in read.items()}
     leaves = [dataclasses.replace(x, value=values.get(x.name)) for x in opened.schema.leaves]
     made: dict[str, Any] = {}
-    steps = {values[x.name] for x in counts.values() if x.path[-1] == "count" and not x.shape}
-    are_mini = any(x.path[-1] in ("mini_step", "gradient_step") for x in counts.values())
-    if STEP not in counts and len(steps) == 1 and not are_mini:
-        (step,) = steps
+    steps, is_clear = update_counts(leaves)
+    if (
+        STEP not in counts
+        and steps
+        and is_clear
+        and (step := next(iter(steps.values()))) is not None
+    ):
         made[STEP] = np.int32(step)
         at = sum(leaf.kind == "params" for leaf in leaves)
         leaves.insert(at, LeafInfo(("state", "step"), (), "int32", "state", value=step))

@@ -165,6 +165,14 @@ def count_of(leaf: Any) -> int | None:
     return int(local(leaf).reshape(()))
 
 
+def update_counts(leaves: Iterable[LeafInfo]) -> tuple[dict[str, int | None], bool]:
+    """Returns the counts of a state, and whether they say how many updates have been made."""
+    single = [leaf for leaf in leaves if leaf.kind == "state" and not leaf.shape]
+    counts = {leaf.name: leaf.value for leaf in single if leaf.path[-1] == "count"}
+    are_mini = any(leaf.path[-1] in ("mini_step", "gradient_step") for leaf in single)
+    return counts, len(set(counts.values())) <= 1 and not are_mini
+
+
 def local(leaf: Any) -> np.ndarray[Any, Any]:
     """Returns what this process has of a leaf that is the same in all of them."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -178,11 +186,7 @@ def _with_axes(infos: list[LeafInfo], optimizer: Optimizer, param_axes: Any) -> 
         return infos
     axes = definition.derive_logical_axes(optimizer, param_axes)
     is_axes = {"is_leaf": lambda x: x is None or isinstance(x, PartitionSpec)}
-    flat = [
-        *jax.tree.leaves(axes.target, **is_axes),
-        *jax.tree.leaves(axes.state.step, **is_axes),
-        *jax.tree.leaves(axes.state.param_states, **is_axes),
-    ]
+    flat = jax.tree.leaves((axes.target, axes.state.step, axes.state.param_states), **is_axes)
     return [
         dataclasses.replace(info, axes=None if spec is None else tuple(spec))
         for info, spec in zip(infos, flat, strict=True)
