@@ -95,7 +95,7 @@ class Checkpointer:
         self._interval = save_interval_steps
         self._alone = threading.RLock()  # Threads save one after the other.
         self._writer: Writer | None = None
-        self._state = "open for reading (`read_only=True`)"
+        self._state = "open for reading: make a `Checkpointer` without `read_only=True` to save"
         if not read_only and not self._is_foreign():
             self._writer = Writer(
                 self.directory,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
-from orbax.checkpoint.future import Future
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from opt_checkpoint._disk.orbax import ManifestHandler, ManifestSave
 from opt_checkpoint._disk.processes import is_first, together
@@ -57,7 +58,14 @@ class OptimizerHandler(ocp.AsyncCheckpointHandler):
 
     async def async_save(self, directory: Any, args: OptimizerSave) -> list[Future]:
         """Copies the arrays off the devices, and starts to write them and the manifest."""
-        saving = _prepare(directory, args.target)
+        try:
+            saving = _prepare(directory, args.target)
+        except Exception:
+            with suppress(Exception):
+                # The threads of other items wait for folders that Orbax makes in the background.
+                # If the program ended before they are there, the threads would hold the process.
+                CommitFutureAwaitingContractedSignals(_nothing(), timeout_secs=60).result()
+            raise
         tree = ocp.args.PyTreeSave(saving.tree())
         arrays = await self._arrays.async_save(directory, args=tree)
         return [*(arrays or []), *await self._manifest.async_save(directory, ManifestSave(saving))]
@@ -186,6 +194,10 @@ def _prepare(directory: Any, target: Any) -> Saving:
         saving = Saving.prepare(None, source)
     saving.check_equal(f"`{directory}`")
     return saving
+
+
+async def _nothing() -> None:
+    pass
 
 
 def _open(directory: Any) -> SavedStep:
