@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Hashable, Mapping
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self
 
 import flax.struct
 import jax
@@ -15,12 +15,21 @@ import numpy as np
 from opt_core._aliasing import unalias
 from opt_core._dtypes import strong_types
 from opt_core._fingerprint import fingerprint
-from opt_core._hyper_params import replace_hyper_params
+from opt_core._hyper_params import check_missing, hyper_param_names, replace_hyper_params
 from opt_core._paths import parts_at
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
 from opt_core._state_dict import restore_state_dict, to_state_dict
 from opt_core.errors import RestoreError
 from opt_core.protocols import TakesExtraArgs
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # with defaults; type checkers bring it along
+
+    Params = TypeVar("Params", default=Any)
+else:
+    from typing import TypeVar
+
+    Params = TypeVar("Params")
 
 logger = logging.getLogger("opt_core")
 
@@ -116,7 +125,16 @@ class OptimizerDef:
         hyper_params = overrides.pop("hyper_params", self.hyper_params)
         return replace_hyper_params(hyper_params, **overrides)
 
-    def create(self, target: Any) -> Optimizer:
+    def has_hyper_param(self, name: str) -> bool:
+        """Returns whether `name` is a hyper-parameter, in a group if there are groups."""
+        return name in hyper_param_names(self.hyper_params)
+
+    def _overridden(self, missing: str, overrides: Mapping[str, Any]) -> Any:
+        """The hyper-parameters of one update; of one definition nothing may be missing."""
+        check_missing(missing)
+        return self.update_hyper_params(**overrides)
+
+    def create(self, target: Params) -> Optimizer[Params]:
         """Returns an optimizer of `target` before its first step.
 
         No two arrays of the optimizer share a buffer, so that it can be donated. An array that
@@ -207,6 +225,11 @@ class OptimizerDef:
             self.__dict__["_fingerprint_cache"] = cached
         return cached  # with its hash: a compiled function asks for it on every call
 
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(_of_definition(type(self).__name__, name))
+
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__.pop("_fingerprint_cache", None)
         super().__setattr__(name, value)
@@ -229,8 +252,10 @@ class OptimizerDef:
         return f"{type(self).__name__}({self.hyper_params})"
 
 
-class Optimizer(flax.struct.PyTreeNode):
+class Optimizer(flax.struct.PyTreeNode, Generic[Params]):
     """Parameters with the optimizer that updates them.
+
+    Generic in the type of the parameters, for type checkers.
 
     A pytree: the leaves are those of `state` and `target`, the definition is static. Immutable;
     every method returns a new optimizer.
@@ -255,13 +280,21 @@ class Optimizer(flax.struct.PyTreeNode):
 
     optimizer_def: OptimizerDef = flax.struct.field(pytree_node=False)
     state: OptimizerState
-    target: Any
+    target: Params
 
-    def apply_gradient(self, grads: Any, **hyper_param_overrides: Any) -> Self:
+    def apply_gradient(
+        self,
+        grads: Any,
+        *,
+        missing: Literal["error", "ignore"] = "error",
+        **hyper_param_overrides: Any,
+    ) -> Self:
         """Returns the optimizer after one update.
 
         Args:
           grads: pytree like `target`.
+          missing: what to do with an override that some group of a `MultiOptimizer` does not have:
+            with `'ignore'` it acts in the others. A name that no group has is always an error.
           **hyper_param_overrides: hyper-parameters for this update alone, by name;
             `hyper_params=` replaces all. A definition that takes extra arguments finds them here
             too (`opt_core.protocols.TakesExtraArgs`).
@@ -277,13 +310,28 @@ class Optimizer(flax.struct.PyTreeNode):
             names = definition.extra_arg_names(overrides)
             extra_args = {name: overrides.pop(name) for name in names}
         target, state = definition.apply_gradient(
-            definition.update_hyper_params(**overrides),
+            definition._overridden(missing, overrides),
             self.target,
             self.state,
             grads,
             **extra_args,
         )
         return self.replace(target=target, state=state)
+
+    @property
+    def params(self) -> Params:
+        """The parameters; the same as `target`."""
+        return self.target
+
+    @property
+    def step(self) -> Any:
+        """The number of updates made."""
+        return self.state.step
+
+    if not TYPE_CHECKING:  # see `OptimizerDef`
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(_of_optimizer(name))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything but the definition as nested dicts; see `OptimizerDef.state_dict`."""
@@ -309,6 +357,52 @@ class Optimizer(flax.struct.PyTreeNode):
         """Returns what `restore_state` would complain about, restoring nothing."""
         _, report = self.optimizer_def._match(self.target, self.state, state_dict)
         return report
+
+
+# What people write who come from elsewhere, and what to write here.
+_FOR_OPTIMIZERS = {
+    "update": "`optimizer = optimizer.apply_gradient(grads)`",
+    "apply_gradients": "`optimizer = optimizer.apply_gradient(grads)`",
+    "minimize": "`optimizer = optimizer.apply_gradient(jax.grad(loss)(optimizer.target))`",
+    "learning_rate": "`optimizer.apply_gradient(grads, learning_rate=...)` to give one, "
+    "`opt_optax_bridge.resolve_hyper_params(optimizer).learning_rate` to read it",
+    "param_groups": "`print(opt_core.describe(optimizer))`, and "
+    "`optimizer.apply_gradient(grads, group_overrides={'group': {...}})` to change one",
+    "opt_state": "`optimizer.state.param_states`",
+    "tx": "`optimizer.optimizer_def`",
+    "init": "`opt_optax_bridge.as_transformation(optimizer.optimizer_def)` where a transformation "
+    "is wanted",
+    "create": "`optimizer.optimizer_def.create(params)`",
+    "zero_grad": "nothing: gradients are values, and none are kept",
+}
+_FOR_OPTIMIZERS["lr"] = _FOR_OPTIMIZERS["learning_rate"]
+_FOR_OPTIMIZERS["hyper_params"] = "`optimizer.optimizer_def.hyper_params`"
+_TRANSFORMATION = (
+    "`opt_optax_bridge.as_transformation(definition)` where an Optax transformation is wanted "
+    "(`optax.chain`, `TrainState.create(tx=...)`), `definition.create(params)` for an optimizer"
+)
+_FOR_DEFINITIONS = {
+    **dict.fromkeys(("init", "update"), _TRANSFORMATION),
+    **dict.fromkeys(
+        ("params", "target", "state", "step", "opt_state", "apply_gradients"),
+        "`optimizer = definition.create(params)`, which has them",
+    ),
+    "learning_rate": "`definition.hyper_params.learning_rate`",
+    "param_groups": "`print(opt_core.describe(definition.create(params)))`",
+}
+
+
+def _of_optimizer(name: str) -> str:
+    return _attribute_message("Optimizer", name, _FOR_OPTIMIZERS)
+
+
+def _of_definition(kind: str, name: str) -> str:
+    return _attribute_message(kind, name, _FOR_DEFINITIONS)
+
+
+def _attribute_message(kind: str, name: str, known: Mapping[str, str]) -> str:
+    words = f"{kind!r} object has no attribute {name!r}"
+    return f"{words}; write {known[name]}" if name in known else words
 
 
 def _with_int32_step(state: Any) -> Any:
