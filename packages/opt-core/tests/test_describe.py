@@ -101,7 +101,7 @@ def test_a_schedule_is_shown_by_its_value_and_its_factory() -> None:
             return Rate(hyper_params.learning_rate(state.step))
 
     def factory() -> Any:
-        return lambda step: 0.25 * (step + 1)
+        return lambda step: 0.25 * jnp.float32(step + 1)
 
     def shown(optimizer: Any) -> str:
         return describe(optimizer).rows[0].hyper_params

@@ -749,3 +749,21 @@ def test_resolved_by_group() -> None:
     hyper_params = definition.update_hyper_params(learning_rate=0.25)
     found = definition.resolve_hyper_params(hyper_params, optimizer.target, optimizer.state)
     assert found == {"first": hyper_params[0], "second": RateAlone(0.25)}
+
+
+def test_updates_are_what_is_added() -> None:
+    params = {"a": jnp.ones(1), "b": jnp.ones(1), "c": jnp.ones(1)}
+    optimizer = MultiOptimizer(("a", Momentum()), ("b", Rated(0.5))).create(params)
+    definition = optimizer.optimizer_def
+    operands = (
+        definition.hyper_params,
+        params,
+        optimizer.state,
+        {"a": jnp.ones(1), "b": jnp.full(1, 2.0)},
+    )
+    updates, state = definition.compute_updates(*operands)
+    expected, expected_state = definition.apply_gradient(*operands)
+    assert jax.tree.leaves(state) == jax.tree.leaves(expected_state)
+    added = jax.tree.map(jnp.add, params, updates)
+    assert jax.tree.leaves(added) == jax.tree.leaves(expected)
+    assert updates["c"] == 0.0  # frozen

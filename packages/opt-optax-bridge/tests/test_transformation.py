@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import opt_optax_bridge as opt
 import optax
 import pytest
-from bridge_testing import assert_close, assert_same_bits, loss, make_params
+from bridge_testing import Jitted, assert_close, assert_same_bits, loss, make_params
 from flax.training.train_state import TrainState
 from opt_core import FROZEN, MultiOptimizer, OptimizerDef, OptimizerState, increment_step
 from opt_optax_bridge import OptaxWrapper, as_transformation, t5x
@@ -77,6 +77,7 @@ def test_hyper_parameters_are_keywords() -> None:
 def test_frozen_leaves_get_zeros() -> None:
     definition = MultiOptimizer.from_rules([("w", opt.sgd(0.5))], rest=FROZEN)
     tx, params = as_transformation(definition), make_params()
+    updates: Any
     updates, _ = tx.update(jax.grad(loss)(params), tx.init(params), params)
     assert not updates["b"].any()
     assert updates["w"].any()
@@ -88,14 +89,12 @@ def test_in_a_train_state_and_in_a_chain_of_ours() -> None:
     params = model.init(jax.random.key(0), x)["params"]
     rules = [("kernel", opt.adam(0.1)), ("bias", opt.sgd(0.5))]
     definition = MultiOptimizer.from_rules(rules)
-    state = TrainState.create(
-        apply_fn=model.apply, params=params, tx=as_transformation(definition)
-    )
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=as_transformation(definition))
     grads = jax.tree.map(jnp.ones_like, params)
-    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    step = Jitted(lambda state, grads: state.apply_gradients(grads=grads))
     for _ in range(2):
         state = step(state, grads)
-    assert step._cache_size() == 1
+    assert step.traces == 1
     optimizer = definition.create(params).apply_gradient(grads).apply_gradient(grads)
     assert jnp.allclose(state.params["kernel"], optimizer.target["kernel"])
     ours = opt.chain(opt.clip(1.0), definition).create(params)
@@ -110,7 +109,7 @@ def test_the_learning_rate_of_t5x_is_ignored_there_too() -> None:
 
 def test_parameters_are_needed_where_the_definition_needs_them() -> None:
     grads = jax.tree.map(jnp.ones_like, make_params())
-    tx = as_transformation(opt.sgd(0.5))
+    tx: Any = as_transformation(opt.sgd(0.5))
     assert tx.update(grads, tx.init(make_params()))[0]["b"].tolist() == [-0.5] * 3
     tx = as_transformation(groups())
     with pytest.raises(ValueError, match=r"call `tx.update\(grads, state, params\)`"):
@@ -130,7 +129,7 @@ def test_what_is_no_definition(value: Any, words: str) -> None:
 
 
 def test_a_definition_or_optimizer_in_its_place_says_what_to_write() -> None:
-    optimizer = opt.sgd(0.1).create(make_params())
+    optimizer: Any = opt.sgd(0.1).create(make_params())
     with pytest.raises(TypeError, match=r"`as_transformation\(optimizer.optimizer_def\)`"):
         as_transformation(optimizer)
     words = r"write `opt_optax_bridge.as_transformation\(definition\)`"

@@ -91,8 +91,9 @@ def test_a_new_optimizer_of_optax_is_found(other_optax: pytest.MonkeyPatch) -> N
         optax.contrib, "newer", functools.partial(brand_new, learning_rate=0.5), raising=False
     )
     assert {"brand_new", "newer"} <= set(optimizer_names())
-    assert opt_optax_bridge.brand_new(0.5) == wrap_optax_optimizer(brand_new)(0.5)
-    assert opt_optax_bridge.newer().hyper_params.learning_rate == 0.5
+    bridge: Any = opt_optax_bridge
+    assert bridge.brand_new(0.5) == wrap_optax_optimizer(brand_new)(0.5)
+    assert bridge.newer().hyper_params.learning_rate == 0.5
     assert t5x.newer.__name__ == "newer"
 
 
@@ -172,7 +173,8 @@ def test_a_constructor_that_is_no_function() -> None:
 
 
 def test_wrong_arguments_fail_as_in_optax() -> None:
+    adamw: Any = opt_optax_bridge.adamw
     with pytest.raises(TypeError, match="learning_rate"):
-        opt_optax_bridge.adamw()
+        adamw()
     with pytest.raises(TypeError, match="lerning_rate"):
-        opt_optax_bridge.adamw(lerning_rate=0.1)
+        adamw(lerning_rate=0.1)

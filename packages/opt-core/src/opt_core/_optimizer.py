@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import types
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self
 
@@ -23,13 +24,14 @@ from opt_core.errors import RestoreError
 from opt_core.protocols import TakesExtraArgs
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeVar  # with defaults; type checkers bring it along
+    from typing_extensions import ParamSpec, TypeVar  # with defaults; type checkers bring it along
 
     Params = TypeVar("Params", default=Any)
+    Overrides = ParamSpec("Overrides", default=...)
 else:
-    from typing import TypeVar
+    from typing import ParamSpec, TypeVar
 
-    Params = TypeVar("Params")
+    Params, Overrides = TypeVar("Params"), ParamSpec("Overrides")
 
 logger = logging.getLogger("opt_core")
 
@@ -110,10 +112,32 @@ class OptimizerDef:
         """
         raise NotImplementedError(f"`{type(self).__name__}` does not implement `apply_gradient`")
 
-    def update_hyper_params(self, **overrides: Any) -> Any:
+    def compute_updates(
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any, **extra_args: Any
+    ) -> tuple[Any, OptimizerState]:
+        """Returns what `apply_gradient` adds to the parameters, and the new state.
+
+        By default that is the difference of the new parameters and the old, which is exact but for
+        round-off.
+
+        Args:
+          hyper_params: see `apply_gradient`, as all of them.
+          params: pytree of parameters.
+          state: the state that belongs to them.
+          grads: pytree like `params`.
+          **extra_args: of `apply_gradient`, where the definition takes any.
+        """
+        apply: Any = self.apply_gradient
+        new, state = apply(hyper_params, params, state, grads, **extra_args)
+        return jax.tree.map(jnp.subtract, new, params), state
+
+    def update_hyper_params(
+        self, *, missing: Literal["error", "ignore"] = "error", **overrides: Any
+    ) -> Any:
         """Returns hyper-parameters for one update.
 
         Args:
+          missing: see `Optimizer.apply_gradient`; of one definition nothing may be missing.
           **overrides: new values by name; `hyper_params=` replaces the whole dataclass first.
 
         Returns:
@@ -122,17 +146,13 @@ class OptimizerDef:
         Raises:
           HyperParamError: a name is not a hyper-parameter.
         """
+        check_missing(missing)
         hyper_params = overrides.pop("hyper_params", self.hyper_params)
         return replace_hyper_params(hyper_params, **overrides)
 
     def has_hyper_param(self, name: str) -> bool:
         """Returns whether `name` is a hyper-parameter, in a group if there are groups."""
         return name in hyper_param_names(self.hyper_params)
-
-    def _overridden(self, missing: str, overrides: Mapping[str, Any]) -> Any:
-        """The hyper-parameters of one update; of one definition nothing may be missing."""
-        check_missing(missing)
-        return self.update_hyper_params(**overrides)
 
     def create(self, target: Params) -> Optimizer[Params]:
         """Returns an optimizer of `target` before its first step.
@@ -252,10 +272,11 @@ class OptimizerDef:
         return f"{type(self).__name__}({self.hyper_params})"
 
 
-class Optimizer(flax.struct.PyTreeNode, Generic[Params]):
+class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
     """Parameters with the optimizer that updates them.
 
-    Generic in the type of the parameters, for type checkers.
+    For type checkers, `Optimizer[Params]` is generic in the parameters; `apply_gradient` takes any
+    keyword, but for what the twins of opt-optax-bridge have made.
 
     A pytree: the leaves are those of `state` and `target`, the definition is static. Immutable;
     every method returns a new optimizer.
@@ -282,35 +303,39 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params]):
     state: OptimizerState
     target: Params
 
+    if not TYPE_CHECKING:
+
+        def __class_getitem__(cls, params: Any) -> types.GenericAlias:
+            return types.GenericAlias(cls, params)  # `Overrides` has a default for type checkers
+
     def apply_gradient(
-        self,
-        grads: Any,
-        *,
-        missing: Literal["error", "ignore"] = "error",
-        **hyper_param_overrides: Any,
+        self, grads: Any, *args: Overrides.args, **overrides: Overrides.kwargs
     ) -> Self:
         """Returns the optimizer after one update.
 
         Args:
           grads: pytree like `target`.
-          missing: what to do with an override that some group of a `MultiOptimizer` does not have:
-            with `'ignore'` it acts in the others. A name that no group has is always an error.
-          **hyper_param_overrides: hyper-parameters for this update alone, by name;
-            `hyper_params=` replaces all. A definition that takes extra arguments finds them here
-            too (`opt_core.protocols.TakesExtraArgs`).
+          *args: none; type checkers need it to know the names of `overrides`.
+          **overrides: hyper-parameters for this update alone, by name; `hyper_params=` replaces
+            all. A definition that takes extra arguments finds them here too
+            (`opt_core.protocols.TakesExtraArgs`). With `missing='ignore'` an override acts in those
+            groups of a `MultiOptimizer` that have it; a name that no group has is always an error.
 
         Raises:
           HyperParamError: an override names no hyper-parameter.
           TreeMismatchError: `grads` has other containers, keys or shapes than `target`, and the
             definition looks (`check_gradients`).
         """
-        definition, overrides = self.optimizer_def, hyper_param_overrides
+        if args:
+            raise TypeError("`apply_gradient` takes gradients; give all else by name")
+        definition = self.optimizer_def
+        given: dict[str, Any] = {**overrides}
         extra_args = {}
         if isinstance(definition, TakesExtraArgs):
-            names = definition.extra_arg_names(overrides)
-            extra_args = {name: overrides.pop(name) for name in names}
+            names = definition.extra_arg_names(given.keys() - {"missing"})
+            extra_args = {name: given.pop(name) for name in names}
         target, state = definition.apply_gradient(
-            definition._overridden(missing, overrides),
+            definition.update_hyper_params(**given),
             self.target,
             self.state,
             grads,

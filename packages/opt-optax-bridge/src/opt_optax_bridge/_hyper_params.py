@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
+from jax.typing import ArrayLike
 from opt_core import MultiOptimizer, Optimizer
 from opt_core.errors import HyperParamError
 from opt_core.protocols import ResolvesHyperParams, TakesExtraArgs
 
-from opt_optax_bridge._overrides import Update, field_values
-from opt_optax_bridge._resolve import ask
+from opt_optax_bridge._overrides import Update, ask, field_values
 from opt_optax_bridge._wrapper import OptaxWrapper
 
 
-def resolve_hyper_params(
-    optimizer: Optimizer, *, missing: Literal["error", "ignore"] = "error", **overrides: Any
-) -> Any:
+def resolve_hyper_params(optimizer: Optimizer, *, missing: Any = "error", **overrides: Any) -> Any:
     """Returns the hyper-parameters that `optimizer.apply_gradient` would use now.
 
     Schedules are evaluated where the update evaluates them: at the count in the state. Traceable,
@@ -52,14 +51,19 @@ def resolve_hyper_params(
     if isinstance(definition, TakesExtraArgs):
         names = definition.extra_arg_names(overrides)
         extra_args = {name: overrides.pop(name) for name in names}
-    hyper_params = definition._overridden(missing, overrides)
+    if missing != "error":
+        overrides["missing"] = missing
+    hyper_params = definition.update_hyper_params(**overrides)
     return definition.resolve_hyper_params(
         hyper_params, optimizer.target, optimizer.state, **extra_args
     )
 
 
 def scale_learning_rate(
-    optimizer: Optimizer, factor: Any, *, name: str = "learning_rate"
+    optimizer: Optimizer,
+    factor: ArrayLike | Mapping[str, ArrayLike],
+    *,
+    name: str = "learning_rate",
 ) -> dict[str, Any]:
     """Returns overrides by which the next update has its learning rate times a factor.
 
@@ -99,7 +103,7 @@ def _scaled(used: Any, factor: Any, name: str) -> dict[str, Any]:
         return {"group_overrides": by_group} if by_group else {}
     values = {
         field: value
-        for field, value in field_values(used).items()
+        for field, value in (field_values(used) if dataclasses.is_dataclass(used) else {}).items()
         if field.rpartition(".")[2] == name  # of a part of a chain
     }
     if absent := [field for field, value in values.items() if value is None]:

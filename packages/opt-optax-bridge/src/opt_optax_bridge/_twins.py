@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import optax
 import optax.contrib
@@ -65,7 +65,10 @@ def wrap_into(
     return wrapped
 
 
-def chain(*parts: Any, **named_parts: Any) -> OptaxWrapper:
+Part = OptimizerDef | Transformation
+
+
+def chain(*parts: Part | Sequence[Part], **named_parts: Part) -> OptaxWrapper:
     """Chains definitions and transformations, applied in order.
 
     The hyper-parameters of definitions made by twins are those of the whole. What two parts have is
@@ -95,19 +98,15 @@ def chain(*parts: Any, **named_parts: Any) -> OptaxWrapper:
       >>> stepped.target['w'].tolist()
       [1.0]
     """
-    is_one = len(parts) == 1 and not named_parts
-    if is_one and isinstance(parts[0], Sequence) and not isinstance(parts[0], _TRANSFORMATION):
+    if len(parts) == 1 and not isinstance(parts[0], Part) and isinstance(parts[0], Sequence):
         parts = tuple(parts[0])
     for part in (*parts, *named_parts.values()):
-        if not isinstance(part, OptimizerDef | Transformation):
+        if not isinstance(part, Part):
             raise TypeError(
                 "`chain` takes definitions and transformations; got a "
                 f"{type(part).__name__}. Call its constructor first."
             )
     return OptaxWrapper.from_recipe(Recipe(_chained, parts, named_parts))
-
-
-_TRANSFORMATION = optax.GradientTransformation  # a tuple itself
 
 
 def _chained(*parts: Any, **named_parts: Any) -> optax.GradientTransformation:
@@ -135,7 +134,7 @@ def optimizer_names() -> tuple[str, ...]:
       >>> {'adamw', 'sgd', 'lion', 'muon'} <= set(optimizer_names())
       True
     """
-    return tuple(sorted(_constructors()))
+    return tuple(sorted(name for name, found in _constructors().items() if found.is_optimizer))
 
 
 def building_block_names() -> tuple[str, ...]:
@@ -147,78 +146,72 @@ def building_block_names() -> tuple[str, ...]:
       >>> {'clip_by_global_norm', 'scale_by_adam', 'masked'} <= set(building_block_names())
       True
     """
-    return tuple(sorted(_blocks()))
+    return tuple(sorted(name for name, found in _constructors().items() if not found.is_optimizer))
 
 
 @functools.cache
 def twin(name: str) -> Callable[..., OptaxWrapper]:
     """Returns the wrapped constructor of that name; an `AttributeError` if there is none."""
-    found = _blocks().get(name) or constructor(name, "opt_optax_bridge")
-    return wrap_into(OptaxWrapper, found, name)
+    return wrap_into(OptaxWrapper, constructor(name, "opt_optax_bridge"), name)
 
 
-def constructor(name: str, module: str) -> Callable[..., Any]:
+def constructor(name: str, module: str, *, is_optimizer: bool = False) -> Callable[..., Any]:
     """Returns Optax's constructor of that name, looked for as an attribute of `module`.
 
+    Args:
+      name: its name.
+      module: for the message.
+      is_optimizer: whether building blocks do not count.
+
     Raises:
-      AttributeError: the installed Optax has no such optimizer.
+      AttributeError: the installed Optax has none.
     """
-    if name not in (constructors := _constructors()):
+    found = _constructors().get(name)
+    if found is None or is_optimizer > found.is_optimizer:
         raise AttributeError(
             f"module {module!r} has no attribute {name!r}: optax {optax.__version__} exports no "
             "optimizer of that name (`opt_optax_bridge.optimizer_names()` lists them)"
         )
-    return constructors[name]
+    return found.function
+
+
+class _Constructor(NamedTuple):
+    function: Callable[..., Any]
+    is_optimizer: bool  # not a building block
 
 
 @functools.cache
-def _constructors() -> Mapping[str, Callable[..., Any]]:
+def _constructors() -> Mapping[str, _Constructor]:
+    """What `optax` and `optax.contrib` export that makes a transformation."""
     # What takes an optimizer is one itself in `contrib` (`mechanize`, `sam`); in `optax` it is a
     # building block (`selective_transform`).
     marks = {optax: ("learning_rate",), optax.contrib: ("learning_rate", "optimizer")}
-    return {
-        name: obj
+    exported = (
+        (name, _as_constructor(name, obj, words))
         for module, words in marks.items()
         for name, obj in vars(module).items()
-        if _is_optimizer(name, obj, words)
-    }
+        if not name.startswith("_") and name not in _NOT_HERE
+    )
+    return {name: found for name, found in exported if found is not None}
 
 
-@functools.cache
-def _blocks() -> Mapping[str, Callable[..., Any]]:
-    # `chain` is ours; the others return no transformation, or one that is there already.
-    left_out = {"chain", "with_extra_args_support", *_constructors()}
-    return {
-        name: obj
-        for module in (optax, optax.contrib)
-        for name, obj in vars(module).items()
-        if not name.startswith("_") and name not in left_out and _makes_transformation(name, obj)
-    }
+# `chain` is ours; the other returns what it is given.
+_NOT_HERE = {"chain", "with_extra_args_support"}
 
 
-def _makes_transformation(name: str, obj: Any) -> bool:
-    if not isinstance(obj, types.FunctionType):
-        return False
-    try:
-        result = inspect.signature(obj).return_annotation
-    except (TypeError, ValueError):
-        return False
-    if result is inspect.Signature.empty:  # of `scale_by_factored_rms`
-        return name.startswith("scale_by_")
-    words = result if isinstance(result, str) else getattr(result, "__name__", "")
-    return words.rpartition(".")[2].startswith("GradientTransformation")
-
-
-def _is_optimizer(name: str, obj: Any, words: tuple[str, ...]) -> bool:
-    """Whether it makes a transformation out of an argument with one of these words in its name."""
-    if name.startswith(("_", "scale_by_")):
-        return False
+def _as_constructor(name: str, obj: Any, words: tuple[str, ...]) -> _Constructor | None:
+    """Returns `obj` if it makes a transformation: an optimizer, if it has one of the arguments."""
     if not isinstance(obj, types.FunctionType | functools.partial):  # `nadam` is a partial
-        return False
+        return None
     try:
         signature = inspect.signature(obj)
     except (TypeError, ValueError):
-        return False
-    result = signature.return_annotation  # of `dog` it is missing
-    makes_one = result is signature.empty or "GradientTransformation" in str(result)
-    return makes_one and any(word in name for name in signature.parameters for word in words)
+        return None
+    result = signature.return_annotation
+    is_block = name.startswith("scale_by_")
+    is_optimizer = not is_block and any(w in name for name in signature.parameters for w in words)
+    if result is signature.empty:  # of `dog`, of `scale_by_factored_rms`
+        makes_one = is_block or is_optimizer
+    else:
+        makes_one = "GradientTransformation" in str(result) and "Callable" not in str(result)
+    return _Constructor(obj, is_optimizer) if makes_one else None

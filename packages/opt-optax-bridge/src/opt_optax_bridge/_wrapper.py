@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,9 @@ from opt_optax_bridge._overrides import (
     field_values,
     listed,
     overridable_in_general,
+    resolve,
 )
 from opt_optax_bridge._recipe import Recipe, make_hyper_params
-from opt_optax_bridge._resolve import resolve
 from opt_optax_bridge._signatures import (
     captured_arrays,
     named_arguments,
@@ -100,7 +100,9 @@ class OptaxWrapper(OptimizerDef):
         """Returns the definition of what `recipe` builds."""
         self = cls(recipe.build())
         self._define(self.optax_optimizer, recipe)
-        aliases = {alias for part in recipe.parts.values() for alias in getattr(part, "aliases", ())}
+        aliases = {
+            alias for part in recipe.parts.values() for alias in getattr(part, "aliases", ())
+        }
         vars(self)["aliases"] = tuple(sorted(aliases))
         return self
 
@@ -186,16 +188,11 @@ class OptaxWrapper(OptimizerDef):
             self._check_gradients(params, state, grads)
             params, param_states = self.optax_optimizer.apply(params, state.param_states, grads)
             return params, _next_state(state, param_states)
-        updates, state = self.updates(hyper_params, params, state, grads, **extra_args)
+        updates, state = self.compute_updates(hyper_params, params, state, grads, **extra_args)
         return optax.apply_updates(params, updates), state
 
-    def updates(
-        self,
-        hyper_params: Any,
-        params: Any,
-        state: OptimizerState,
-        grads: Any,
-        **extra_args: Any,
+    def compute_updates(
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any, **extra_args: Any
     ) -> tuple[Any, OptimizerState]:
         """Returns what `apply_gradient` adds to the parameters, and the new state.
 
@@ -259,9 +256,13 @@ class OptaxWrapper(OptimizerDef):
             "constructor, and build the definition again."
         )
 
-    def update_hyper_params(self, **overrides: Any) -> Any:
+    def update_hyper_params(
+        self, *, missing: Literal["error", "ignore"] = "error", **overrides: Any
+    ) -> Any:
         """Returns hyper-parameters for one update; see `OptimizerDef.update_hyper_params`."""
-        hyper_params = overrides.pop("hyper_params", self.hyper_params)
+        hyper_params = super().update_hyper_params(
+            missing=missing, hyper_params=overrides.pop("hyper_params", self.hyper_params)
+        )
         if type(hyper_params) is not type(self.hyper_params):
             raise HyperParamError(
                 f"`hyper_params` must be a {type(self.hyper_params).__name__}; got "

@@ -81,20 +81,15 @@ class OptaxWrapper(_wrapper.OptaxWrapper):
     def _hyper_params_of(self, recipe: Recipe | None) -> Any:
         return _OptaxWrapperHyperParams()
 
-    def updates(
-        self,
-        hyper_params: Any,
-        params: Any,
-        state: OptimizerState,
-        grads: Any,
-        **extra_args: Any,
+    def compute_updates(
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any, **extra_args: Any
     ) -> tuple[Any, OptimizerState]:
         """Returns the updates; `hyper_params` are ignored, but for those of a group."""
         if isinstance(hyper_params, _ActingHyperParams):
             twin = self._twin()
             acting = twin.update_hyper_params(learning_rate=hyper_params.learning_rate)
-            return twin.updates(acting, params, state, grads, **extra_args)
-        return super().updates(self.hyper_params, params, state, grads, **extra_args)
+            return twin.compute_updates(acting, params, state, grads, **extra_args)
+        return super().compute_updates(self.hyper_params, params, state, grads, **extra_args)
 
     def _changed(self, hyper_params: Any) -> dict[str, Any]:
         acts = isinstance(hyper_params, _ActingHyperParams)
@@ -115,10 +110,10 @@ class OptaxWrapper(_wrapper.OptaxWrapper):
         """Returns what an update uses: what the transformation was built with."""
         if self.recipe is None:
             return make_hyper_params("no_hyper_params", {})
-        twin, overrides = self._twin(), {}
+        twin = self._twin()
+        acting = twin.hyper_params
         if isinstance(hyper_params, _ActingHyperParams):
-            overrides["learning_rate"] = hyper_params.learning_rate
-        acting = twin.update_hyper_params(**overrides)
+            acting = twin.update_hyper_params(learning_rate=hyper_params.learning_rate)
         return twin.resolve_hyper_params(acting, params, state, **extra_args)
 
     def _overridable(self) -> str:
@@ -205,7 +200,9 @@ _ABSENT = {
 
 @functools.cache
 def _twin(name: str) -> Callable[..., OptaxWrapper]:
-    return _twins.wrap_into(OptaxWrapper, _twins.constructor(name, __name__), name)
+    return _twins.wrap_into(
+        OptaxWrapper, _twins.constructor(name, __name__, is_optimizer=True), name
+    )
 
 
 def __getattr__(name: str) -> Callable[..., OptaxWrapper]:

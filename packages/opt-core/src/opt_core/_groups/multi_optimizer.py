@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -133,11 +133,40 @@ class MultiOptimizer(Grouped):
           HyperParamError: `hyper_params` has another length; or a definition's own.
           TreeMismatchError: `grads` have other containers or keys than `params`.
         """
+        return self._update("apply_gradient", hyper_params, params, state, grads, extra_args)
+
+    def compute_updates(
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any, **extra_args: Any
+    ) -> tuple[Any, OptimizerState]:
+        """Returns what `apply_gradient` adds to the parameters, and the new state.
+
+        Args:
+          hyper_params: see `apply_gradient`, as all of them.
+          params: pytree of parameters.
+          state: the state that belongs to them.
+          grads: pytree like `params`; frozen leaves may be `None` or missing.
+          **extra_args: go to the definitions that use them.
+
+        Returns:
+          A tree like the parameters, zeros where they are frozen; the new state.
+        """
+        return self._update("compute_updates", hyper_params, params, state, grads, extra_args)
+
+    def _update(
+        self,
+        method: Literal["apply_gradient", "compute_updates"],
+        hyper_params: Any,
+        params: Any,
+        state: OptimizerState,
+        grads: Any,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[Any, OptimizerState]:
         hypers.check_length(hyper_params, self.group_names)
         return update_groups(
             self.select(params),
             Optimizer(self, state, params),
             grads,
+            method=method,
             hyper_params=hyper_params,
             extra_args=extra_args,
         )
@@ -146,10 +175,9 @@ class MultiOptimizer(Grouped):
         """Returns whether some group has a hyper-parameter of that name."""
         return any(definition.has_hyper_param(name) for definition in self.sub_optimizers)
 
-    def _overridden(self, missing: str, overrides: Mapping[str, Any]) -> Any:
-        return self.update_hyper_params(missing=missing, **overrides)
-
-    def update_hyper_params(self, *, missing: str = "error", **overrides: Any) -> tuple[Any, ...]:
+    def update_hyper_params(
+        self, *, missing: Literal["error", "ignore"] = "error", **overrides: Any
+    ) -> tuple[Any, ...]:
         """Returns the hyper-parameters of every group for one update.
 
         Args:
@@ -165,14 +193,12 @@ class MultiOptimizer(Grouped):
         by_group = hypers.by_group(overrides.pop("group_overrides", None), given, self.groups)
         if given is not None:
             hypers.check_length(given, self.group_names)
-        shared = hypers.of_groups(
-            overrides, self.group_names, self.sub_optimizers, missing=missing
-        )
+        shared = hypers.of_groups(overrides, self.group_names, self.sub_optimizers, missing=missing)
         found = []
         names = zip(self.group_names, self.sub_optimizers, shared, strict=True)
         for i, (name, definition, broadcast) in enumerate(names):
-            own = {} if given is None else {"hyper_params": given[i]}
-            if isinstance(definition, MultiOptimizer):
+            own: dict[str, Any] = {} if given is None else {"hyper_params": given[i]}
+            if missing != "error" and isinstance(definition, MultiOptimizer):
                 own["missing"] = missing
             with hypers.named(name):
                 found.append(

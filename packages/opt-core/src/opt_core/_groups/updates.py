@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from opt_core._gradients import check_frozen_gradients, gradient_leaves
 from opt_core._groups.overrides import OWN, listed, named
@@ -30,21 +31,26 @@ def update_groups(
     optimizer: Optimizer,
     grads: Any,
     *,
+    method: Literal["apply_gradient", "compute_updates"],
     hyper_params: Sequence[Any],
     extra_args: Mapping[str, Any],
 ) -> tuple[Any, OptimizerState]:
-    """Returns the new parameters and the new state; see `MultiOptimizer.apply_gradient`.
+    """Returns the new parameters, or the updates, and the new state; see `MultiOptimizer`.
 
     Args:
       selection: how the parameters are divided.
       optimizer: of a `MultiOptimizer`, before the update.
       grads: pytree like the parameters; frozen leaves may be `None` or missing.
+      method: of each group's definition.
       hyper_params: one dataclass per group that is not frozen, in order.
       extra_args: go to the definitions that use them.
     """
     definition: Any = optimizer.optimizer_def
     before = jax.tree.leaves(optimizer.target)
-    leaves = list(before)
+    results = list(before)
+    if method == "compute_updates":
+        for i in selection.frozen:
+            results[i] = jnp.zeros_like(results[i])
     gradients = _checked_gradients(selection, optimizer, grads)
     states, used = [], frozenset[str]()
     rows = zip(
@@ -56,17 +62,18 @@ def update_groups(
     )
     for part, own, hyper, own_states in rows:
         own_state = OptimizerState(optimizer.state.step, own_states)
-        operands = (hyper, part.cut(leaves), own_state, part.cut(gradients))
+        operands = (hyper, part.cut(before), own_state, part.cut(gradients))
         taken = _of_group(own, _extra_args_of(own, extra_args), (selection, part, before))
         with named(part.group.name):
-            update = functools.partial(own.apply_gradient, *operands)
-            (new, new_state), acted = _call_with(update, taken)
+            update = functools.partial(getattr(own, method), *operands)
+            (new, own_state), acted = _call_with(update, taken)
         used |= acted
-        part.paste(new, leaves)
-        states.append(new_state.param_states)
+        part.paste(new, results)
+        states.append(own_state.param_states)
     _check_used(extra_args, used)
     step = increment_step(optimizer.state.step)
-    return selection.treedef.unflatten(leaves), OptimizerState(step, join_states(selection, states))
+    new_state = OptimizerState(step, join_states(selection, states))
+    return selection.treedef.unflatten(results), new_state
 
 
 def resolve_groups(
@@ -95,9 +102,7 @@ def resolve_groups(
         taken = _of_group(
             definition, _extra_args_of(definition, extra_args), (selection, part, leaves)
         )
-        resolve = functools.partial(
-            definition.resolve_hyper_params, hyper, own.target, own.state
-        )
+        resolve = functools.partial(definition.resolve_hyper_params, hyper, own.target, own.state)
         with named(part.group.name):
             found[part.group.name], acted = _call_with(resolve, taken)
         used |= acted
@@ -132,9 +137,8 @@ def _needed(selection: Selection) -> set[Names]:
 def _checked_gradients(selection: Selection, optimizer: Optimizer, grads: Any) -> list[Any]:
     gradients = gradient_leaves(optimizer.target, grads, _needed(selection))
     leaves = jax.tree.leaves(optimizer.target)
-    frozen = (i for part in selection.parts if part.group.is_frozen for i in part.members)
     check_frozen_gradients(
-        ((selection.paths[i], leaves[i], gradients[i]) for i in frozen),
+        ((selection.paths[i], leaves[i], gradients[i]) for i in selection.frozen),
         is_per_example=lambda: takes_per_example_grads(selection, optimizer, grads),
     )
     return gradients
