@@ -175,25 +175,48 @@ class OptaxWrapper(OptimizerDef):
           StateChangedError: the transformation changed the structure or a shape of its state.
           TreeMismatchError: `grads` do not look like `params`.
         """
-        if not self.takes_per_example_grads(params, state, grads):
-            check_gradients(params, grads)
+        tx = self.optax_optimizer
+        is_plain = not extra_args and not changed_fields(self.hyper_params, hyper_params)
+        if is_plain and isinstance(tx, UpdatesParams):
+            self._check_gradients(params, state, grads)
+            with required_keywords_named(tx.update):
+                params, param_states = tx.apply(params, state.param_states, grads)
+            return params, _after(state, param_states)
+        updates, state = self.compute_updates(hyper_params, params, state, grads, **extra_args)
+        return optax.apply_updates(params, updates), state
+
+    def compute_updates(
+        self,
+        hyper_params: Any,
+        params: Any,
+        state: OptimizerState,
+        grads: Any,
+        **extra_args: Any,
+    ) -> tuple[Any, OptimizerState]:
+        """Returns what `apply_gradient` adds to the parameters, and the new state.
+
+        Args:
+          hyper_params: see `apply_gradient`, as all of them; so are the errors.
+          params: pytree of parameters.
+          state: the state that belongs to them.
+          grads: pytree like `params`.
+          **extra_args: arguments of the transformation's `update`.
+        """
+        self._check_gradients(params, state, grads)
         overrides = changed_fields(self.hyper_params, hyper_params)
         with required_keywords_named(self.optax_optimizer.update):
             if overrides or extra_args:
                 args = UpdateArgs(grads, state.param_states, params, extra_args)
                 updates, param_states = overridden_update(self, overrides, args)
-                params = optax.apply_updates(params, updates)
-            elif isinstance(self.optax_optimizer, UpdatesParams):
-                params, param_states = self.optax_optimizer.apply(params, state.param_states, grads)
             else:
                 updates, param_states = self.optax_optimizer.update(
                     grads, state.param_states, params
                 )
-                params = optax.apply_updates(params, updates)
-        return params, OptimizerState(
-            step=increment_step(state.step),
-            param_states=keep_avals(state.param_states, param_states),
-        )
+        return updates, _after(state, param_states)
+
+    def _check_gradients(self, params: Any, state: OptimizerState, grads: Any) -> None:
+        if not self.takes_per_example_grads(params, state, grads):
+            check_gradients(params, grads)
 
     def takes_per_example_grads(self, params: Any, state: OptimizerState, grads: Any) -> bool:
         """Returns whether every gradient has an axis of examples in front, and no update has."""
@@ -353,6 +376,14 @@ class OptaxWrapper(OptimizerDef):
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names) or "none"
+
+
+def _after(state: OptimizerState, param_states: Any) -> OptimizerState:
+    """The state after an update, with the dtypes that it had before."""
+    return OptimizerState(
+        step=increment_step(state.step),
+        param_states=keep_avals(state.param_states, param_states),
+    )
 
 
 def _load(cls: type[OptaxWrapper], data: bytes) -> OptaxWrapper:
