@@ -41,6 +41,11 @@ def gradients(model: Any, wrt: Any = nnx.Param) -> Any:
     return nnx.grad(loss, argnums=nnx.DiffState(0, wrt))(model)
 
 
+@nnx.jit
+def train_step(model: Any, optimizer: Any) -> Any:
+    return optimizer.update(model, nnx.grad(loss)(model))
+
+
 def flat(tree: Any) -> dict[tuple[Any, ...], Any]:
     """Every leaf of a state of NNX by its path."""
     return dict(nnx.to_flat_state(nnx.state(tree)))
@@ -48,7 +53,12 @@ def flat(tree: Any) -> dict[tuple[Any, ...], Any]:
 
 def arrays(tree: Any) -> dict[str, np.ndarray]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    return {jax.tree_util.keystr(path): _array(leaf) for path, leaf in leaves}
+
+
+def _array(leaf: Any) -> np.ndarray:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
 def assert_same(a: Any, b: Any) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import opt_nnx
 import optax
 import pytest
@@ -18,6 +17,7 @@ from nnx_testing import (
     gradients,
     loss,
     make_model,
+    train_step,
 )
 
 KINDS: list[Any] = [nnx.Optimizer, opt_nnx.Optimizer]
@@ -26,14 +26,14 @@ has_modes = pytest.mark.skipif(
 )
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_paths_values_and_updates_are_those_of_flax(name: str) -> None:
     found = []
     for kind in KINDS:
         model = make_model()
         optimizer = kind(model, TRANSFORMATIONS[name](), wrt=nnx.Param)
-        returned = [optimizer.update(model, gradients(model)) for _ in range(3)]
+        returned = [train_step(model, optimizer) for _ in range(3)]
         found.append((nnx.state(model), optimizer, returned[-1]))
     (model, theirs, updates), (our_model, ours, our_updates) = found
     assert_same(model, our_model)
@@ -43,8 +43,7 @@ def test_paths_values_and_updates_are_those_of_flax(name: str) -> None:
     assert state.keys() == expected.keys()
     for path, variable in expected.items():
         assert isinstance(state[path], nnx.OptState)
-        np.testing.assert_array_equal(state[path][...], variable[...], err_msg=str(path))
-        assert state[path][...].dtype == variable[...].dtype
+        assert_same(bare(state[path]), bare(variable))
 
 
 def test_classes_of_variables_are_those_of_flax() -> None:
@@ -74,7 +73,7 @@ def test_split_and_merge(kind: Any) -> None:
     model = make_model()
     optimizer = kind(model, optax.adam(0.1), wrt=nnx.Param)
     optimizer.update(model, gradients(model))
-    merged = nnx.merge(*nnx.split(optimizer))
+    merged = nnx.clone(optimizer)  # splits and merges
     assert type(merged) is kind
     assert_same(nnx.state(merged), nnx.state(optimizer))
     copy = nnx.clone(model)
@@ -120,8 +119,7 @@ def test_a_step_of_jax(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-def test_a_line_search(kind: Any, jit: Callable[[Any], Any]) -> None:
+def test_a_line_search(kind: Any) -> None:
     model = make_model()
     optimizer = kind(model, optax.lbfgs(), wrt=nnx.Param)
     graphdef, _, others = nnx.split(model, nnx.Param, ...)
@@ -129,7 +127,7 @@ def test_a_line_search(kind: Any, jit: Callable[[Any], Any]) -> None:
     def loss_of_params(params: Any) -> jax.Array:
         return loss(nnx.merge(graphdef, params, others))
 
-    @jit
+    @nnx.jit
     def step(model: Any, optimizer: Any) -> jax.Array:
         value, grads = nnx.value_and_grad(loss)(model)
         optimizer.update(model, grads, grad=grads, value=value, value_fn=loss_of_params)
@@ -231,13 +229,11 @@ def test_branches_and_loops(kind: Any) -> None:
 
     @nnx.jit
     def three(model: Any, optimizer: Any) -> None:
-        def body(carry: Any, _: Any) -> tuple[Any, None]:
+        def body(carry: Any) -> Any:
             step(*carry)
-            return carry, None
+            return carry
 
-        nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, None))(
-            (model, optimizer), jnp.arange(3)
-        )
+        nnx.scan(body, length=3, in_axes=nnx.Carry, out_axes=nnx.Carry)((model, optimizer))
 
     before = float(loss(model))
     three(model, optimizer)
@@ -249,7 +245,7 @@ def test_branches_and_loops(kind: Any) -> None:
 def test_an_ensemble(kind: Any) -> None:
     @nnx.vmap
     def create(seed: jax.Array) -> Any:
-        model = nnx.Linear(4, 3, rngs=nnx.Rngs(seed))
+        model = nnx.Linear(4, 3, rngs=nnx.Rngs(jax.random.key(seed)))
         return model, kind(model, optax.adam(0.1), wrt=nnx.Param)
 
     @nnx.vmap

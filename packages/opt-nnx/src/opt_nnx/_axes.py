@@ -28,11 +28,13 @@ class Parameter:
     Attributes:
       path: the names of the keys.
       value: the array.
-      metadata: of the variable.
+      variable: what holds it, alone or among others.
+      metadata: of the variable, if it holds nothing else.
     """
 
     path: tuple[str, ...]
     value: Any
+    variable: Any
     metadata: Mapping[str, Any]
 
 
@@ -76,7 +78,7 @@ def read_axes(
         except AxesError as error:
             problems.append(f"{path_str(param.path)}: {error}")
         rank = np.ndim(param.value)
-        found.append(ParameterAxes(_padded(of_state, rank), _padded(spec, rank), place))
+        found.append(ParameterAxes(padded(of_state, rank), padded(spec, rank), place))
     if problems:
         raise AxesError("\n".join(["where these parameters lie is not known:", *problems]))
     return found
@@ -180,7 +182,8 @@ def _derive(definition: OptimizerDef, params: Any, state: Any, axes: Any) -> Any
     return derive_logical_axes(lambda p: definition.init_state(p).param_states, params, axes)
 
 
-def _padded(spec: Any, rank: int) -> tuple[Entry, ...]:
+def padded(spec: Any, rank: int) -> tuple[Entry, ...]:
+    """Returns the entries of a spec, one for each dimension."""
     entries = tuple(spec.spec if isinstance(spec, NamedSharding) else spec or ())
     return (*entries, *[None] * (rank - len(entries)))
 

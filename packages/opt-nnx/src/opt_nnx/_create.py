@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 from jax.tree_util import all_leaves
 from opt_core import OptimizerDef, flatten_with_paths, unalias
+from opt_optax_bridge import OptaxWrapper
 from opt_partition import Layout, extend_over, init_sharded, logical_to_mesh
 from opt_partition.errors import AxesError
 
-from opt_nnx._axes import AnyMesh, Entry, Parameter, read_axes, state_axes
+from opt_nnx._axes import AnyMesh, Entry, Parameter, padded, read_axes, state_axes
 from opt_nnx._placement import Placement, find_mesh
 from opt_nnx._variables import (
     Rules,
+    is_variable,
     metadata_of,
     names_in,
     pure,
@@ -47,15 +49,15 @@ class Plan:
     """What is known of a state before it is made.
 
     Attributes:
-      params: the parameters, in JAX's order.
       shapes: the state as `jax.ShapeDtypeStruct`s.
+      slots: the state with a variable of the parameter, or a leaf, where a variable is to be.
       names: of the dimensions of each leaf.
       layout: where each leaf lies; `None` without a mesh.
       placement: what the optimizer keeps of that.
     """
 
-    params: list[Parameter]
     shapes: Any
+    slots: Any
     names: list[tuple[Entry, ...]]
     layout: Layout | None
     placement: Placement | None
@@ -78,48 +80,42 @@ def plan_state(definition: OptimizerDef, params: Any, request: Request) -> Plan:
         mesh = find_mesh([p.value for p in read], [p.metadata for p in read])
     if mesh is None and request.zero:
         raise AxesError("`zero` needs a mesh: give `mesh=`, or put the parameters on one before")
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), pure(params)
-    )
+    shapes = jax.tree.map(shape_of, pure(params))
     state = jax.eval_shape(lambda p: definition.init_state(p).param_states, shapes)
+    slots = _slots(definition, params, read, state)
     axes = read_axes(read, request.rules, mesh)
     if mesh is None and not any(any(found.names) for found in axes):
-        return Plan(read, state, [()] * len(jax.tree.leaves(state)), None, None)
+        return Plan(state, slots, [()] * len(jax.tree.leaves(state)), None, None)
     found = state_axes(definition, shapes, state, axes)
     names = [names for names, _ in found]
     if mesh is None:
-        return Plan(read, state, names, None, None)
+        return Plan(state, slots, names, None, None)
     specs = jax.tree.unflatten(jax.tree.structure(state), [spec for _, spec in found])
-    # Dimensions of the state may not divide where the parameter's do.
-    own = [(axis, axis) for axis in mesh.axis_names]
-    layout = logical_to_mesh(specs, own, mesh, state)
+    # A dimension of the state may not divide where the parameter's does.
+    layout = logical_to_mesh(specs, [(axis, axis) for axis in mesh.axis_names], mesh, state)
     if request.zero:
         layout = extend_over(layout, state, mesh, request.zero)
-    moves = bool(request.zero) or any(a.place is not None and a.spec != (*a.place,) for a in axes)
-    return Plan(
-        read,
-        state,
-        names,
-        layout,
-        Placement(
-            mesh,
-            tuple(found.place if moves else None for found in axes),
-            tuple(row.spec for row in layout.rows),
-        ),
-    )
+    differs = any(a.place is not None and a.spec != padded(a.place, len(a.spec)) for a in axes)
+    places = tuple(a.place if request.zero or differs else None for a in axes)
+    placement = Placement(mesh, places, tuple(row.spec for row in layout.rows))
+    return Plan(state, slots, names, layout, placement)
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns what is known of an array before there is one; shardings are left out."""
+    return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf))
 
 
 def _parameters(state: Any) -> Iterator[Parameter]:
-    """The parameters in JAX's order, each with the metadata of its variable."""
-    metadata: list[Mapping[str, Any]] = []
+    """The parameters in JAX's order."""
+    variables: list[Any] = []
     for variable in variables_of(state):
-        value = pure(variable)
-        # Names are of an array: of a tree in a variable they say nothing.
-        known = metadata_of(variable) if all_leaves([value]) else {}
-        metadata += [known] * len(jax.tree.leaves(value))
+        variables += [variable] * len(jax.tree.leaves(pure(variable)))
     leaves = [(path, leaf) for path, leaf in flatten_with_paths(pure(state)) if leaf is not None]
-    for (path, leaf), known in zip(leaves, metadata, strict=True):
-        yield Parameter(path, leaf, known)
+    for (path, leaf), variable in zip(leaves, variables, strict=True):
+        # Names are of an array: of a tree in a variable they say nothing.
+        is_array = all_leaves([pure(variable)])
+        yield Parameter(path, leaf, variable, metadata_of(variable) if is_array else {})
 
 
 def make_state(definition: OptimizerDef, params: Any, plan: Plan) -> Any:
@@ -144,15 +140,20 @@ def make_state(definition: OptimizerDef, params: Any, plan: Plan) -> Any:
     return in_variables(state if plan.placement is None else plan.placement.put_state(state), plan)
 
 
-def in_variables(state: Any, plan: Plan) -> Any:
-    """Returns a state with a variable in the place of every leaf."""
-    by_path = {param.path: param for param in plan.params}
+def _slots(definition: OptimizerDef, params: Any, read: Sequence[Parameter], state: Any) -> Any:
+    """Where `nnx.Optimizer` has variables: where `init` has those that it is given."""
+    if isinstance(definition, OptaxWrapper):
+        with contextlib.suppress(Exception):  # where `init` needs arrays, or looks at paths
+            slots = jax.eval_shape(definition.optax_optimizer.init, jax.tree.map(shape_of, params))
+            jax.tree.structure(slots, is_leaf=is_variable).flatten_up_to(state)
+            return slots
+    # Of another definition every leaf is a variable, that of the parameter in whose place it is.
+    by_path = {param.path: param for param in read}
     paths = [path for path, leaf in flatten_with_paths(state) if leaf is not None]
-    specs = [None] * len(paths) if plan.placement is None else plan.placement.state
     leaves, structure = jax.tree.flatten(state)
     return structure.unflatten(
-        _variable(leaf, _followed(path, by_path), names, spec)
-        for leaf, path, names, spec in zip(leaves, paths, plan.names, specs, strict=True)
+        leaf if (param := _followed(path, by_path)) is None else param.variable
+        for path, leaf in zip(paths, leaves, strict=True)
     )
 
 
@@ -165,16 +166,32 @@ def _followed(path: Sequence[str], params: Mapping[Sequence[str], Parameter]) ->
     return None
 
 
-def _variable(
-    value: Any, param: Parameter | None, names: Sequence[Entry], spec: PartitionSpec | None
-) -> Any:
-    metadata = None if param is None else param.metadata
-    is_named = any(names) or (names and names_in(metadata or {}, of_optimizer=True) is not None)
-    variable = state_variable(value, metadata, names if is_named else None)
+def in_variables(state: Any, plan: Plan) -> Any:
+    """Returns a state with its leaves in variables."""
+    leaves, structure = jax.tree.flatten(state)
+    specs = plan.placement.state if plan.placement is not None else [None] * len(leaves)
+    rows: Any = structure.unflatten(zip(leaves, plan.names, specs, strict=True))
+    slots, containers = jax.tree.flatten(plan.slots, is_leaf=is_variable)
+    variables = [
+        _variable(value, slot, row)
+        for slot, value, row in zip(
+            slots, containers.flatten_up_to(state), containers.flatten_up_to(rows), strict=True
+        )
+    ]
+    return containers.unflatten(variables)
+
+
+def _variable(value: Any, slot: Any, row: Any) -> Any:
+    metadata = metadata_of(slot) if is_variable(slot) else None
+    if not all_leaves([value]):
+        return state_variable(value, metadata, None)  # several leaves, or none
+    _, names, spec = row
+    has_names = names and names_in(metadata or {}, of_optimizer=True) is not None
+    variable = state_variable(value, metadata, names if has_names or any(names) else None)
     if spec is not None and _trimmed(resolved_names(variable)) != _trimmed(spec):
         # What Flax reads there is not where the leaf lies: ZeRO, or rules of the constructor.
         kept = {k: v for k, v in (metadata or {}).items() if k != "sharding_rules"}
-        variable = state_variable(value, metadata and kept, tuple(spec))
+        variable = state_variable(value, None if metadata is None else kept, tuple(spec))
     return variable
 
 

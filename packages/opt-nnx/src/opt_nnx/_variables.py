@@ -49,10 +49,9 @@ def variables_of(tree: Any) -> list[Any]:
 
 
 def assign(tree: Any, values: Any) -> None:
-    """Gives the variables of a tree the values of another of the same structure."""
-    for variable, value in zip(
-        variables_of(tree), jax.tree.structure(pure(tree)).flatten_up_to(values), strict=True
-    ):
+    """Gives the variables of a tree the values of another; the trees differ in nothing else."""
+    variables, structure = jax.tree.flatten(tree, is_leaf=is_variable)
+    for variable, value in zip(variables, structure.flatten_up_to(values), strict=True):
         nnx.update(variable, value)
 
 
@@ -87,9 +86,9 @@ def state_variable(
     """Returns a variable of an optimizer's state.
 
     Args:
-      value: an array.
+      value: an array, or what a transformation keeps in its place.
       parameter: the metadata of the parameter that it follows; `None` if it follows none.
-      names: of its dimensions, for its metadata; `None` where nothing is known.
+      names: of its dimensions, for its metadata; `None` where there are none to say.
     """
     dropped = {*_NAMES, _OF_OPTIMIZER, *_HOOKS}
     kept = {key: item for key, item in (parameter or {}).items() if key not in dropped}
