@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType, PartitionSpec
 from jax.tree_util import all_leaves
 from opt_core import OptimizerDef, flatten_with_paths, unalias
 from opt_optax_bridge import OptaxWrapper
@@ -90,14 +91,17 @@ def plan_state(definition: OptimizerDef, params: Any, request: Request) -> Plan:
     names = [names for names, _ in found]
     if mesh is None:
         return Plan(state, slots, names, None, None)
-    specs = jax.tree.unflatten(jax.tree.structure(state), [spec for _, spec in found])
+    axes_of_state = jax.tree.structure(state).unflatten(spec for _, spec in found)
     # A dimension of the state may not divide where the parameter's does.
-    layout = logical_to_mesh(specs, [(axis, axis) for axis in mesh.axis_names], mesh, state)
+    layout = logical_to_mesh(axes_of_state, [(axis, axis) for axis in mesh.axis_names], mesh, state)
     if request.zero:
         layout = extend_over(layout, state, mesh, request.zero)
     differs = any(a.place is not None and a.spec != padded(a.place, len(a.spec)) for a in axes)
     places = tuple(a.place if request.zero or differs else None for a in axes)
-    placement = Placement(mesh, places, tuple(row.spec for row in layout.rows))
+    # As compiled functions return them: a spec of another length is another argument to them.
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    specs = (row.spec if is_explicit else PartitionSpec(*_trimmed(row.spec)) for row in layout.rows)
+    placement = Placement(mesh, places, tuple(specs))
     return Plan(state, slots, names, layout, placement)
 
 
