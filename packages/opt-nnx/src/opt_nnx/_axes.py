@@ -66,48 +66,61 @@ def read_axes(
     Raises:
       AxesError: a name has neither a rule nor a mesh axis of its own; lists them all.
     """
-    problems: list[str] = []
+    unknown: dict[str, list[str]] = {}
     found = []
     for param in params:
-        own, of_state = (names_in(param.metadata, of_optimizer=flag) for flag in (False, True))
-        place = spec = None
-        try:
-            if mesh is not None:
-                place = _spec(own, param, rules, mesh)
-                spec = place if of_state is own else _spec(of_state, param, rules, mesh)
-        except AxesError as error:
-            problems.append(f"{path_str(param.path)}: {error}")
         rank = np.ndim(param.value)
-        found.append(ParameterAxes(padded(of_state, rank), padded(spec, rank), place))
-    if problems:
-        raise AxesError("\n".join(["where these parameters lie is not known:", *problems]))
+        names = names_in(param.metadata, of_optimizer=True)
+        place = spec = None
+        if mesh is not None:
+            read = _Reader(param, rules, mesh)
+            place, spec = read.spec(names_in(param.metadata)), read.spec(names)
+            if read.unknown:
+                unknown[path_str(param.path)] = list(dict.fromkeys(read.unknown))
+        found.append(ParameterAxes(padded(names, rank), padded(spec, rank), place))
+    if mesh is not None and unknown:
+        first = next(iter(unknown.values()))[0]
+        lines = [f"  {path}: {', '.join(map(repr, names))}" for path, names in unknown.items()]
+        sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+        raise AxesError(
+            "these names of dimensions have no rule, and `mesh` has no such axis: it has "
+            + "\n".join([sizes, *lines])
+            + f"\nGive `rules=[({first!r}, None), ...]`, or use `nnx.logical_axis_rules`."
+        )
     return found
 
 
-def _spec(names: Any, param: Parameter, rules: Rules, mesh: AnyMesh) -> PartitionSpec | None:
-    """The mesh axes that names mean, or without names those of the array."""
-    lies = array_spec(param.value, mesh)
-    names = names.spec if isinstance(names, NamedSharding) else names
-    if names is None:
-        return lies
-    table = _table(rules, param.metadata, names, mesh)
-    if lies is not None and {*_flat(names)} - {name for name, _ in table}:
-        return lies  # the names are another program's
-    shape = jax.ShapeDtypeStruct(np.shape(param.value), jnp.float32)
-    layout = logical_to_mesh({"": names}, table, mesh, {"": shape})
-    spec: PartitionSpec = layout.specs[""]
-    return spec
+class _Reader:
+    """What the names of one parameter mean on a mesh."""
 
+    def __init__(self, param: Parameter, rules: Rules, mesh: AnyMesh) -> None:
+        self.unknown: list[str] = []
+        self._param, self._mesh = param, mesh
+        own = tuple((axis, axis) for axis in mesh.axis_names)
+        self._sources = [rules, *rules_in(param.metadata), own]
 
-def _table(rules: Rules, metadata: Mapping[str, Any], names: Any, mesh: AnyMesh) -> Rules:
-    """The rules for some names: for each those of the first source that has any."""
-    sources = [rules, *rules_in(metadata), tuple((axis, axis) for axis in mesh.axis_names)]
-    table: list[tuple[str, Any]] = []
-    wanted = {*_flat(names)}
-    for source in sources:
-        table += [(name, axes) for name, axes in source if name in wanted]
-        wanted -= {name for name, _ in source}
-    return tuple(table)
+    def spec(self, names: Any) -> PartitionSpec | None:
+        """Returns the mesh axes that names mean; without names, those of the array."""
+        lies = array_spec(self._param.value, self._mesh)
+        if names is None:
+            return lies
+        names = names.spec if isinstance(names, NamedSharding) else names
+        table, unknown = self._table({*_flat(names)})
+        if unknown:
+            if lies is None:
+                self.unknown += [name for name in _flat(names) if name in unknown]
+            return lies  # names of another program, whose arrays are placed
+        shape = jax.ShapeDtypeStruct(np.shape(self._param.value), jnp.float32)
+        layout = logical_to_mesh([names], table, self._mesh, [shape])
+        return layout.rows[0].spec
+
+    def _table(self, names: set[str]) -> tuple[Rules, set[str]]:
+        """The rules for some names, of each from the first source that has any; and the others."""
+        table: list[tuple[str, Any]] = []
+        for source in self._sources:
+            table += [(name, axes) for name, axes in source if name in names]
+            names = names - {name for name, _ in source}
+        return tuple(table), names
 
 
 def array_spec(value: Any, mesh: AnyMesh) -> PartitionSpec | None:

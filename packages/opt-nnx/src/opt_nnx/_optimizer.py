@@ -17,7 +17,7 @@ from opt_core.errors import TreeMismatchError
 from opt_core.protocols import UpdatesParams
 from opt_optax_bridge import OptaxWrapper, resolve_hyper_params
 
-from opt_nnx._create import Request, in_variables, make_state, plan_state
+from opt_nnx._create import Request, in_variables, make_state, plan_state, shape_of
 from opt_nnx._placement import untyped
 from opt_nnx._variables import Filter, as_rules, assign, has_variables, pure, state_of
 
@@ -79,7 +79,11 @@ class Optimizer(nnx.Optimizer[M]):
         plan = plan_state(self.definition, params, self._request)
         self._placement = plan.placement
         self.opt_state = nnx.data(make_state(self.definition, pure(params), plan))
-        self.step = nnx.OptState(self._scalar(jnp.array(0, dtype=jnp.uint32)))
+        step = jnp.array(0, dtype=jnp.uint32)
+        is_abstract = any(
+            isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(pure(params))
+        )
+        self.step = nnx.OptState(self._scalar(shape_of(step) if is_abstract else step))
 
     @property
     def definition(self) -> OptimizerDef:
