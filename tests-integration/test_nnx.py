@@ -423,9 +423,10 @@ def test_a_loop_as_that_of_tunix_needs_no_help(name: str) -> None:
             nnx.cond(is_update, update, lambda *_: None, model, optimizer)
             return value
 
-        values = [float(step(model, optimizer, jnp.array(i % 2 == 1))) for i in range(2)]
+        flags = [jnp.array(i % 2 == 1) for i in range(12)]
+        values = [float(step(model, optimizer, flags[0]))]
         before = len(COMPILED)
-        values += [float(step(model, optimizer, jnp.array(i % 2 == 1))) for i in range(10)]
+        values += [float(step(model, optimizer, flag)) for flag in flags[1:]]
     assert values[-1] < values[0]
     assert len(traces) == 1
     assert len(COMPILED) == before
