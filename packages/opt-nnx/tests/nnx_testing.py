@@ -46,6 +46,11 @@ def train_step(model: Any, optimizer: Any) -> Any:
     return optimizer.update(model, nnx.grad(loss)(model))
 
 
+def copied(tree: Any) -> Any:
+    """The state of a graph node, which a later update does not change."""
+    return jax.tree.map(jnp.copy, nnx.state(tree))
+
+
 def flat(tree: Any) -> dict[tuple[Any, ...], Any]:
     """Every leaf of a state of NNX by its path."""
     return dict(nnx.to_flat_state(nnx.state(tree)))

@@ -20,7 +20,11 @@ from nnx_testing import (
     train_step,
 )
 
-KINDS: list[Any] = [nnx.Optimizer, opt_nnx.Optimizer]
+CLASSES: list[Any] = [nnx.Optimizer, opt_nnx.Optimizer]
+KINDS = [
+    pytest.param(nnx.Optimizer, id="flax", marks=pytest.mark.slow),
+    pytest.param(opt_nnx.Optimizer, id="ours"),
+]
 has_modes = pytest.mark.skipif(
     not hasattr(nnx, "as_pure"), reason="Flax 0.12.0 has graph mode alone, and returns no updates"
 )
@@ -30,7 +34,7 @@ has_modes = pytest.mark.skipif(
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_paths_values_and_updates_are_those_of_flax(name: str) -> None:
     found = []
-    for kind in KINDS:
+    for kind in CLASSES:
         model = make_model()
         optimizer = kind(model, TRANSFORMATIONS[name](), wrt=nnx.Param)
         returned = [train_step(model, optimizer) for _ in range(3)]
@@ -47,7 +51,7 @@ def test_paths_values_and_updates_are_those_of_flax(name: str) -> None:
 
 
 def test_classes_of_variables_are_those_of_flax() -> None:
-    theirs, ours = (flat(kind(make_model(), optax.adamw(0.1), wrt=nnx.Param)) for kind in KINDS)
+    theirs, ours = (flat(kind(make_model(), optax.adamw(0.1), wrt=nnx.Param)) for kind in CLASSES)
     assert {path: type(leaf) for path, leaf in theirs.items()} == {
         path: type(leaf) for path, leaf in ours.items()
     }

@@ -88,7 +88,7 @@ class Optimizer(nnx.Optimizer[M]):
     @property
     def definition(self) -> OptimizerDef:
         """The definition: `tx` itself, or what `opt_optax_bridge` makes of a transformation."""
-        return _definition(self.tx)
+        return self.tx if isinstance(self.tx, OptimizerDef) else _wrapped(self.tx)
 
     def update(self, model: M, grads: Any, /, **kwargs: Any) -> Any:
         """Updates the model and the state in place.
@@ -243,6 +243,13 @@ def _step(
     return updates, after.target, after.state.param_states
 
 
-@functools.lru_cache(maxsize=64)
-def _definition(tx: Any) -> OptimizerDef:
-    return tx if isinstance(tx, OptimizerDef) else OptaxWrapper(tx)
+def _wrapped(tx: Any) -> OptaxWrapper:
+    try:
+        return _cached_wrapper(tx)
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        return OptaxWrapper(tx)
+
+
+_cached_wrapper = functools.lru_cache(maxsize=64)(OptaxWrapper)  # its fingerprint takes time
