@@ -248,13 +248,26 @@ def test_a_clip_is_removed_and_added() -> None:
     assert_goes_on(back, clipped, old.target, old.state.param_states)
 
 
-def test_a_schedule_is_added_that_starts_anew() -> None:
+def test_a_schedule_is_added_that_goes_on() -> None:
+    """Schedules do not restart in silence: a new one takes the step, as in surgery."""
     old = trained(opt.adam(0.1))
     restored = migrated(
         named_state(old),
         opt.adam(SCHEDULE).create(make_params()),
         {"initialise", "optimizer"},
-        ["+ state/schedule/count int32[]", "`schedule` is new"],
+        ["~ state/schedule/count int32[] <- state/step", "`schedule` is new"],
+    )
+    state = (old.state.param_states[0], optax.ScaleByScheduleState(jnp.int32(3)))
+    assert_goes_on(restored, optax.adam(SCHEDULE), old.target, state)
+
+
+def test_a_schedule_is_added_that_starts_anew_as_a_rule_says() -> None:
+    old = trained(opt.adam(0.1))
+    restored = migrated(
+        named_state(old),
+        opt.adam(SCHEDULE).create(make_params()),
+        {"optimizer"},
+        rules=[("state/schedule/count", "initialise")],
     )
     state = (old.state.param_states[0], optax.ScaleByScheduleState(jnp.int32(0)))
     assert_goes_on(restored, optax.adam(SCHEDULE), old.target, state)
@@ -301,7 +314,9 @@ def test_multi_steps_is_not_removed_in_the_middle_of_a_window() -> None:
     target = opt.adam(0.1).create(make_params())
     saved = named_state(middle)
     plan = plan_restore(saved, target, allow={"drop", "optimizer"})
-    with pytest.raises(errors.PlanError, match=r"1 mini-step.* of a window .* would be lost"):
+    with pytest.raises(
+        errors.PlanError, match=r"mini_step` is 1, and what waits in it would be lost"
+    ):
         plan.apply()
     lost = plan_restore(
         saved, target, allow={"drop", "optimizer"}, rules=[("state/multi_steps/mini_step", "drop")]
@@ -351,7 +366,8 @@ def test_hyperparams_are_injected_and_taken_out(before: str) -> None:
     )
     fresh = tx.init(old.target)
     inner = (old.state.param_states[0], *fresh.inner_state[1:])
-    assert_goes_on(restored, tx, old.target, strong(fresh._replace(inner_state=inner)))
+    state = fresh._replace(inner_state=inner, count=jnp.int32(3))  # of schedules: it goes on
+    assert_goes_on(restored, tx, old.target, strong(state))
     back = migrated(
         named_state(restored),
         getattr(opt, before)(0.1).create(make_params()),
@@ -520,7 +536,8 @@ def test_a_group_without_moments_is_renamed() -> None:
     old = plan_restore(
         named_state(first),
         groups(("fast", "w|b", sgd), ("slow", "e", sgd)).create(make_params()),
-        allow={"initialise", "optimizer"},
+        allow={"optimizer"},
+        rules=[("state/groups/slow/schedule/count", "initialise")],
     ).apply()
     old = train(old, 1)
     restored = migrated(

@@ -285,6 +285,25 @@ def test_saved_values_are_those_at_the_call(tmp_path: Path) -> None:
     assert same(saved.read(everything(saved.schema)), expected)
 
 
+def test_training_goes_on_while_it_is_saved(tmp_path: Path) -> None:
+    """Steps donate every leaf whose bits the background has still to read."""
+    step = jax.jit(lambda x: jax.tree.map(lambda leaf: jnp.roll(leaf, 1), x), donate_argnums=0)
+    leaves = {
+        f"state/{dtype}_{size}": jnp.asarray(np.arange(size) % 7, dtype)
+        for dtype in ("float32", "bfloat16", "int8", "int4", "bool", "complex64")
+        for size in (3, 1000, 2**18)
+    }
+    with Checkpointer(tmp_path) as checkpointer:
+        for number in range(3):
+            expected = {name: np.array(leaf) for name, leaf in leaves.items()}
+            checkpointer.save(number, state(leaves))
+            for _ in range(10):
+                leaves = step(leaves)
+            checkpointer.wait()
+            saved = checkpointer.at(number)
+            assert same(saved.read(everything(saved.schema)), expected)
+
+
 def test_keeps_what_it_is_told_to(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, max_to_keep=2, keep_period=4, async_save=False) as checkpointer:
         for step in range(10):

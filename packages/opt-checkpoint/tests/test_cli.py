@@ -183,6 +183,7 @@ def test_plan_says_whether_it_fits(cli: Cli, root: Path) -> None:
     code, out, _ = cli("plan", root, "job:sgd")
     assert code == 1
     assert "!+ state/trace/trace/w float32[20, 30]" in out
+    assert out.endswith("To admit what is marked `!`: --allow drop initialise optimizer\n")
     allowed = ("--allow", "initialise", "drop", "optimizer")
     code, out, _ = cli("plan", root, "job:sgd", *allowed)
     assert code == 0
@@ -408,7 +409,11 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_foreign_checkpoints_by_path(cli: Cli, theirs: Path) -> None:
+def test_foreign_checkpoints_by_path(
+    cli: Cli, theirs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(theirs.parent)
+    assert cli("verify", "run@1")[1] == "run@1: ok, 7 leaves, no digests to compare\n"
     code, out, _ = cli("ls", theirs)
     assert (code, [line.split()[:2] for line in out.splitlines()[1:]]) == (
         0,

@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import pytest
 from checkpoint_testing import sealed, small_state
 from opt_checkpoint import LeafInfo, NamedState, Schema
-from opt_checkpoint._disk.manifest import Limits, Manifest
+from opt_checkpoint._disk import manifest as _manifest
+from opt_checkpoint._disk.manifest import Manifest
 from opt_checkpoint._disk.manifest import decode as _decode
 from opt_checkpoint._disk.saving import Saving
 from opt_checkpoint._disk.storage import Record, from_store, stored_shape, to_store
 from opt_checkpoint.errors import (
     CheckpointError,
     DamagedError,
+    LeafError,
     LoadError,
     VersionError,
 )
@@ -85,11 +87,18 @@ def test_no_manifest(data: bytes, error: type[Exception], words: str) -> None:
         decode(data)
 
 
-def test_limits_of_the_caller() -> None:
-    with pytest.raises(LoadError, match="more than 10 values"):
-        decode(written(), limits=Limits(items=10))
-    with pytest.raises(LoadError, match="more than 10 bytes"):
-        decode(written(), limits=Limits(bytes=10))
+@pytest.mark.parametrize(
+    ("limit", "words"), [("MAX_ITEMS", "more than 10 values"), ("MAX_BYTES", "more than 10 bytes")]
+)
+def test_no_more_is_read_or_saved_than_a_manifest_may_hold(
+    limit: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = written()
+    monkeypatch.setattr(_manifest, limit, 10)
+    with pytest.raises(LoadError, match=words):
+        decode(data)
+    with pytest.raises(LeafError, match=words):
+        written()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from opt_checkpoint import NamedState, Plan, Rename, Schema, errors, named_state, plan_restore
+from opt_checkpoint import Map, NamedState, Plan, Rename, Schema, errors, named_state, plan_restore
 from opt_core import Optimizer
 from opt_optax_bridge import OptaxWrapper
 
@@ -120,6 +120,54 @@ def test_a_length_is_refused_at_or_below_the_count(
     assert all("that is passed" in problem for problem in plan.problems)
 
 
+def scaled(by: Any, *, rate: float = 0.1, moments: Any = optax.scale_by_adam) -> Any:
+    first = optax.scale_by_schedule(by) if callable(by) else optax.scale(by)
+    return optax.chain(first, optax.clip(1.0), moments(), optax.scale(-rate))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (scaled(1024.0), scaled(1.0), "`step_size` of `scale` was 1024.0, is 1.0"),
+        (scaled(2.0, rate=0.1), scaled(0.1, rate=-2.0), "`step_size` of `scale` was 2.0, is 0.1"),
+        (
+            scaled(optax.constant_schedule(2.0)),
+            scaled(optax.constant_schedule(1.0)),
+            "`step_size_fn` of `schedule` was",
+        ),
+        (optax.MultiSteps(scaled(2.0), 2), optax.MultiSteps(scaled(1.0), 2), "`step_size` of"),
+    ],
+)
+def test_what_multiplies_before_moments_may_not_change(old: Any, new: Any, told: str) -> None:
+    plan = planned(old, new)
+    assert not plan.is_ok
+    (problem,) = plan.problems
+    assert problem.startswith(told)
+
+
+def test_what_multiplies_after_moments_may_change() -> None:
+    assert planned(scaled(2.0, rate=0.1), scaled(2.0, rate=0.2)).is_exact
+    assert planned(scaled(2.0, moments=optax.identity), scaled(1.0, moments=optax.identity)).is_ok
+
+
+def test_moments_in_other_units_by_a_rule() -> None:
+    saved, target = named_state(wrapped(scaled(4.0))), wrapped(scaled(2.0))
+    rules: Any = [
+        (r"(state/adam/mu/.*)", Map(r"\1", lambda x: x / 2)),
+        (r"(state/adam/nu/.*)", Map(r"\1", lambda x: x / 4)),
+    ]
+    assert not plan_restore(saved, target, rules=rules[:1]).is_ok
+    assert plan_restore(saved, target, rules=rules).is_ok
+
+
+@pytest.mark.parametrize(("offset", "is_refused"), [(5, False), (6, True), (10, True)])
+def test_an_offset_is_refused_above_the_count(offset: int, is_refused: bool) -> None:
+    plan = planned(optax.adafactor(0.1), optax.adafactor(0.1, decay_offset=offset), count=5)
+    assert plan.is_exact == (not is_refused)
+    assert len(plan.problems) == is_refused
+    assert all("it must not be above `count`, which is 5" in problem for problem in plan.problems)
+
+
 def test_what_is_injected_wins_and_says_so() -> None:
     saved = named_state(wrapped(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)))
     plan = plan_restore(saved, wrapped(optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)))
@@ -175,6 +223,84 @@ def test_no_rename_is_suggested_where_there_are_two_or_names_are_known() -> None
     assert not plan_restore(named_state(wrapped(momentum())), two).suggestions
     adam, adamax = wrapped(optax.adam(0.1)), wrapped(optax.adamax(0.1))
     assert not plan_restore(named_state(adam), adamax).suggestions
+
+
+def test_a_new_schedule_goes_on_from_the_step() -> None:
+    params = {"w": jnp.arange(8.0).reshape(2, 4)}
+    rate = optax.linear_schedule(0.1, 0.0, 100)
+    cases = [
+        (optax.adam(0.1), optax.adam(rate), "state/step", 3),
+        (optax.MultiSteps(optax.adam(0.1), 2), optax.MultiSteps(optax.adam(rate), 2), "", 2),
+    ]
+    for old, new, source, count in cases:
+        optimizer = wrapped(old)
+        for _ in range(3 if source else 4):
+            optimizer = optimizer.apply_gradient(params)
+        plan = plan_restore(named_state(optimizer), wrapped(new), allow={"optimizer"})
+        assert plan.missing_kinds == {"initialise"}
+        plan = plan_restore(named_state(optimizer), wrapped(new), allow={"optimizer", "initialise"})
+        (row,) = (row for row in plan.rows if row.leaf.name == "state/schedule/count")
+        assert f"goes on from `{source or 'state/multi_steps/gradient_step'}`" in row.note
+        assert int(named_state(plan.apply()).leaves["state/schedule/count"]) == count
+    rules: Any = [("state/schedule/count", "initialise")]
+    optimizer = wrapped(optax.adam(0.1)).apply_gradient(params)
+    plan = plan_restore(named_state(optimizer), wrapped(new), allow=EVERYTHING, rules=rules)
+    assert int(named_state(plan.apply()).leaves["state/schedule/count"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("maker", "setting", "values"),
+    [
+        (optax.adagrad, "initial_accumulator_value", (0.1, 2.0)),
+        (optax.rmsprop, "initial_scale", (0.0, 2.0)),
+        (optax.rprop, "max_step_size", (50.0, 0.001)),
+        (contrib.dadapt_adamw, "estim_lr0", (1e-6, 1e-2)),
+        (contrib.cocob, "eps", (1e-8, 1.0)),
+    ],
+)
+def test_a_setting_without_effect_is_noted(maker: Any, setting: str, values: Any) -> None:
+    rate = {} if maker in (contrib.dadapt_adamw, contrib.cocob) else {"learning_rate": 0.1}
+    old, new = (maker(**rate, **{setting: value}) for value in values)
+    plan = planned(old, new)
+    assert plan.is_exact
+    told = f"`{setting}` was {values[0]}, is {values[1]}: no effect on the saved state"
+    assert any(told in row.note for row in plan.rows)
+    assert told in plan.table()
+    assert not any("no effect" in row.note for row in planned(old, old).rows)
+
+
+def test_advice_names_what_can_help() -> None:
+    old, new = (optax.MultiSteps(optax.sgd(0.1), k) for k in (4, 2))
+    plan = plan_restore(counted(wrapped(old), mini_step=3), wrapped(new))
+    with pytest.raises(errors.PlanError) as caught:
+        plan.check()
+    assert "If that is meant" not in str(caught.value)
+    assert "No `allow` admits all of that" in str(caught.value)
+    assert "`allow={'optimizer'}` is needed besides" in str(caught.value)
+    plan = planned(scaled(2.0), scaled(1.0))
+    with pytest.raises(errors.PlanError) as caught:
+        plan.check()
+    assert str(caught.value).endswith("mend what is wrong first.")
+    plan = plan_restore(counted(wrapped(old), mini_step=0), wrapped(new))
+    with pytest.raises(errors.PlanError) as caught:
+        plan.check()
+    assert str(caught.value).endswith("If that is meant, admit it: `allow={'optimizer'}`.")
+
+
+def test_a_plan_that_is_not_ok_says_why() -> None:
+    params = {"w": jnp.ones((2, 4)), "b": jnp.ones(4)}
+    old, new = (
+        OptaxWrapper(optax.masked(optax.adam(0.1), mask)).create(params)
+        for mask in ({"w": True, "b": False}, {"w": False, "b": True})
+    )
+    plan = plan_restore(named_state(old), new)
+    assert not plan.is_ok
+    assert plan.reasons == (
+        "`state/adam/count` and 2 more would be initialised",
+        "`state/adam/count` and 2 more would be dropped",
+    )
+    assert plan.to_data()["reasons"] == list(plan.reasons)
+    assert not plan_restore(named_state(old), old).reasons
 
 
 # Moments that go on, and what enters them.

@@ -74,10 +74,10 @@ def test_the_leaf_that_differs_is_named(tmp_path: Path, is_on_disk: bool) -> Non
         source = source_of(old, checkpointer, is_on_disk)
         plan = plan_restore(source, injected().create(_P), allow=_ALL)
     found = notes(plan)
-    for name in ("count", "hyperparams/b1", "hyperparams/b2"):
-        told = found[f"inject_hyperparams/{name}"]
-        assert told == "anew: its groups do not agree about `hyperparams/b1`"
-    assert found["adam/count"] == "the groups agree"
+    told = found["inject_hyperparams/hyperparams/b1"]
+    assert told == "its groups do not agree about `hyperparams/b1`"
+    for name in ("inject_hyperparams/count", "inject_hyperparams/hyperparams/b2", "adam/count"):
+        assert found[name] == "the groups agree"
 
 
 def keeping(value: Any) -> OptaxWrapper:
@@ -114,7 +114,10 @@ def test_scalars_are_compared_by_their_bits(
         (apart,) = (row for row in merged(other, 1).rows if row.leaf.path[-1] == "kept")
     assert same.kinds == ("regroup",)
     assert len(same.sources) == 2
-    assert apart.note == "anew: its groups do not agree about `kept`"
+    if apart.leaf.role == "key":  # any of several makes random numbers that are as good
+        assert apart.sources == same.sources[:1]
+    else:
+        assert apart.note == "anew: its groups do not agree about `kept`"
 
 
 def test_what_nothing_is_known_of_is_not_said_to_differ() -> None:

@@ -243,7 +243,7 @@ BOMBS = {
         b"\x81\xa1w" + b"\xdd\x00\x00\x08\x00" * 90 * 1000,
         "nested more than 100 deep",
     ),
-    "shape": (array_of(b"\x92\xce\xff\xff\xff\xff\x01"), "does not take the"),
+    "shape": (array_of(b"\x92\xce\xff\xff\xff\xff\x01"), "takes 17179869180 bytes, not the 0"),
     "a million zeros": (
         b"\x81\xa1w\xdd\x00\x0f\x42\x40" + b"\x00" * 10**6,
         "250000 are read in all",
@@ -317,7 +317,10 @@ SIZES: dict[str, Callable[[], tuple[bytes, str]]] = {
         "declares 1006633.* bytes of arrays; at most 67108864",
     ),
     "npy of 4 TB": lambda: (npy("'<f4'", "(1099511627776,)"), "one array"),
-    "npz of 4 TB": lambda: (zipped({"w.npy": npy("'<f4'", "(1099511627776,)")}), "takes 439804"),
+    "npz of 4 TB": lambda: (
+        zipped({"w.npy": npy("'<f4'", "(1099511627776,)")}),
+        "takes 4398046511104 bytes, not the 0",
+    ),
     "nil list of 20 MB": lambda: (
         b"\x81\xa1w\xdd" + struct.pack(">I", 20_000_000) + b"\xc0" * 20_000_000,
         "250000 are read in all",
@@ -385,7 +388,7 @@ MALFORMED = {
     "shape overflows to 0": (array_of(b"\x93\x00" + (b"\xcf\x40" + bytes(7)) * 2), "too large"),
     "a size that NumPy has not": (
         array_of(b"\x92\x00\xcf\x40" + bytes(7)),
-        "`w`: the shape is too large",
+        "`w`: a shape is .* too large",
     ),
     "shape too long": (array_of(b"\xdc\x00\x40" + b"\x01" * 64), "exceeds max_array_len|32"),
     "too few bytes": (array_of(b"\x91\x02", content=b"\xc4\x04" + bytes(4)), "the 4 bytes"),
@@ -428,7 +431,7 @@ MALFORMED = {
         zipped({"w.npy": npy("'<f4'", "()", bytes(4), ", 'x': 1")}),
         "`w.npy`: its header is none",
     ),
-    "npz: trailing": (zipped({"w.npy": npy("'<f4'", "()", bytes(5))}), "5 are declared|declared"),
+    "npz: trailing": (zipped({"w.npy": npy("'<f4'", "()", bytes(5))}), "takes 4 bytes, not the 5"),
     "npz: no array": (zipped({"readme.txt": b"hello"}), "is no array"),
     "npz: both array and folder": (
         zipped({"a.npy": npy("'<f4'", "()", bytes(4)), "a/b.npy": npy("'<f4'", "()", bytes(4))}),
@@ -445,7 +448,7 @@ MALFORMED = {
     ),
     "npz: hexadecimal": (
         zipped({"w.npy": npy("'<f4'", f"(0x{'f' * 6000},)")}),
-        "`w.npy`: the shape is too large",
+        "`w.npy`: a shape is .* too large",
     ),
     "npz: what Python warns of": (
         zipped({"w.npy": npy("'<f4'", "(1or 2,)")}),

@@ -40,7 +40,12 @@ INFOS = st.builds(
     value=st.none() | st.integers(),
 )
 BEARINGS = st.sampled_from(
-    [Bearing("refused"), Bearing("window", ("count",), "k"), Bearing("at_or_below_count", ("n",))]
+    [
+        Bearing("refused"),
+        Bearing("window", ("count",), "k"),
+        Bearing("at_or_below_count", ("n",)),
+        Bearing("above_count", ("n",)),
+    ]
 )
 SETTINGS = st.dictionaries(
     st.text(), st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False)

@@ -33,6 +33,8 @@ from opt_checkpoint import (
 from opt_core import Optimizer
 from opt_optax_bridge import OptaxWrapper
 
+contrib: Any = optax.contrib
+
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
@@ -191,6 +193,33 @@ def test_memories_with_dimensions_of_their_own_grow() -> None:
     found = planned(saved, target, [(".*/w", Pad(1, 6))]).apply()
     memory = "state/lbfgs/diff_params_memory/w"
     assert_same({"": leaves(found)[memory]}, {"": padded(leaves(saved)[memory], 2, 6)})
+
+
+@pytest.mark.parametrize("rest", [0.0, 0.25])
+def test_a_copy_of_a_parameter_is_padded_as_that_is(rest: float) -> None:
+    rules: list[Rule] = [("params/w", Pad(0, 5, 0.25)), ("state/.*/w", Pad(0, 5, rest))]
+    for tx in (contrib.schedule_free_adamw(0.1), contrib.dog(1.0), optax.lbfgs(0.1)):
+        saved, target = (
+            OptaxWrapper(tx).create({"w": jnp.ones((n, 2)), "b": jnp.ones(2)}) for n in (3, 5)
+        )
+        plan = plan_restore(named_state(saved), target, rules=rules)
+        found = named_state(plan.apply())
+        copies = {"z", "init_params", "params"}
+        for row in plan.rows:
+            if row.how == "pad" and row.leaf.kind == "state":
+                is_copy = bool(copies & set(row.leaf.field))
+                new = np.take(found.leaves[row.leaf.name], (3, 4), row.axis)
+                assert np.all(new == (0.25 if is_copy else rest)), row.leaf.name
+                assert ("as its parameter" in row.note) == is_copy
+
+
+def test_a_copy_of_a_parameter_that_is_not_padded() -> None:
+    rules: list[Rule] = [("params/w", "initialise"), ("state/.*", Pad(0, 5))]
+    saved, target = (OptaxWrapper(contrib.dog(1.0)).create({"w": jnp.ones((n, 2))}) for n in (3, 5))
+    plan = plan_restore(named_state(saved), target, rules=rules)
+    (row,) = (row for row in plan.rows if row.problem)
+    assert row.leaf.name == "state/dog/init_params/w"
+    assert "a copy of `params/w`, which no `Pad` makes" in row.problem
 
 
 def test_parameters_and_moments_may_grow_by_other_values() -> None:
@@ -495,6 +524,26 @@ def test_what_is_no_rule_is_an_error(action: Any, told: str) -> None:
 
 STACK: list[Rule] = [(r"(.*)/layers/(.*)", Stack(r"\1/layers_{i}/\2"))]
 UNSTACK: list[Rule] = [(r"(.*)/layers_(\d+)/(.*)", Unstack(r"\1/layers/\3", r"\2"))]
+
+
+def test_slices_that_nothing_takes_are_dropped() -> None:
+    saved = named_state(trained("adamw", {"layers": {"k": random((4, 2, 3))}}))
+    target = trained("adamw", {f"layers_{i}": {"k": random((2, 3))} for i in (0, 1, 3)})
+    plan = plan_restore(saved, target, rules=UNSTACK)
+    names = [f"{name}/layers/k[2]" for name in ("params", "state/adam/mu", "state/adam/nu")]
+    assert [row.leaf.name for row in plan.dropped] == names
+    assert not plan.is_ok
+    assert plan.missing_kinds == {"drop"}
+    for allow, rules in (({"drop"}, UNSTACK), ((), [*UNSTACK, (".*/layers/k", "drop")])):
+        restored = plan_restore(saved, target, allow=allow, rules=rules).apply()
+        assert np.array_equal(restored.target["layers_3"]["k"], saved.leaves["params/layers/k"][3])
+    along: list[Rule] = [("params/b", Unstack("params/w", "1", axis=1))]
+    plan = plan_restore(
+        named_state(opt.sgd(0.1).create({"w": random((2, 3))})),
+        opt.sgd(0.1).create({"b": random((2,))}),
+        rules=along,
+    )
+    assert [row.leaf.name for row in plan.dropped] == ["params/w[:, 0]", "params/w[:, 2]"]
 
 
 def layers(count: int = 3, shape: tuple[int, ...] = (6, 4)) -> dict[str, Any]:

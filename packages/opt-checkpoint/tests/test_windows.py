@@ -70,7 +70,7 @@ _BEGUN = {"multi_steps__mini_step": 1}
     [
         (steps(_SGD, lambda s: 4), steps(_SGD, lambda s: 2), _BEGUN, "as another by a function"),
         (steps(_SGD, halves(4)), steps(_SGD, halves(2)), _BEGUN, "as another by a function"),
-        (steps(_SGD, 4), steps(_SGD, lambda s: 4), _BEGUN, "of 4 was begun"),
+        (steps(_SGD, 4), steps(_SGD, lambda s: 4), _BEGUN, "of 4 cannot go on"),
         (
             steps(_SGD, [4, 4].__getitem__),
             steps(_SGD, [4, 2].__getitem__),
@@ -79,26 +79,31 @@ _BEGUN = {"multi_steps__mini_step": 1}
         ),
         (steps(_SGD, [object].pop), steps(_SGD, [object()].pop), _BEGUN, "nothing says"),
         (steps(_SGD, 4), steps(_SGD, 4, use_grad_mean=False), _BEGUN, "`use_grad_mean` True"),
-        (masks(2, 4), masks(2, 3), {"multi_steps_2__mini_step": 1}, "of 4 was begun"),
-        (steps(steps(_SGD, 3), 2), steps(steps(_SGD, 4), 2), _BEGUN, "of 3 was begun"),
+        (masks(2, 4), masks(2, 3), {"multi_steps_2__mini_step": 1}, "of 4 cannot go on"),
+        (steps(steps(_SGD, 3), 2), steps(steps(_SGD, 4), 2), _BEGUN, "of 3 cannot go on"),
         (
             steps(steps(_SGD, 3), 2),
             steps(steps(_SGD, 3), 4),
             {"multi_steps_2__mini_step": 1},
-            "of 2 was begun",
+            "of 2 cannot go on",
         ),
         (
             steps(_SGD, 4),
             optax.partition({"x": steps(_SGD, 2), "y": steps(_SGD, 4)}, _LABELS),
             _BEGUN,
-            "`state/groups/x/multi_steps/mini_step` is 1: a window of 4",
+            "`state/groups/x/multi_steps/mini_step` is 1: one of 4",
         ),
-        (optax.apply_every(4), optax.apply_every(2), {"apply_every__count": 7}, "of 4 was begun"),
+        (
+            optax.apply_every(4),
+            optax.apply_every(2),
+            {"apply_every__count": 7},
+            "of 4 cannot go on",
+        ),
         (
             contrib.sam(_SGD, _SGD, sync_period=3),
             contrib.sam(_SGD, _SGD, sync_period=2),
             {"sam__steps_since_sync": 1},
-            "of 3 was begun",
+            "of 3 cannot go on",
         ),
     ],
 )
@@ -217,8 +222,8 @@ def test_a_parameter_does_not_leave_a_window_that_has_begun(tx: Any) -> None:
     assert not plan.is_ok
     (gone,) = (gone for gone in plan.dropped if gone.problem)
     assert gone.leaf.name == f"{_A}/acc_grads/y"
-    assert f"`{_A}/mini_step` goes on from 3" in gone.problem
-    assert "save at the end of a window" in gone.problem
+    assert f"`{_A}/mini_step` is 3" in gone.problem
+    assert "go on to its end first" in gone.problem
     rules: Any = [(f"{_A}/acc_grads/y", "drop")]
     assert plan_restore(saved, new, allow=_ALL, rules=rules).is_ok
     assert plan_restore(named_state(trained(_TOGETHER, 4)), new, allow=_ALL).is_ok
@@ -232,8 +237,8 @@ def test_a_parameter_does_not_join_a_window_that_has_begun() -> None:
     assert not plan.is_ok
     (row,) = (row for row in plan.rows if row.problem)
     assert row.leaf.name == f"{_A}/acc_grads/y"
-    assert f"`{_A}/mini_step` goes on from 3" in row.problem
-    assert "save at the end of a window" in row.problem
+    assert f"`{_A}/mini_step` is 3" in row.problem
+    assert "go on to its end first" in row.problem
     for action in ("initialise", "keep"):
         rules: Any = [(f"{_A}/acc_grads/y", action)]
         assert plan_restore(saved, new, allow=_ALL, rules=rules).is_ok

@@ -137,30 +137,28 @@ def test_the_table_of_a_state_without_leaves() -> None:
     ]
 
 
-def broken(**changes: Any) -> list[Any]:
+def broken(**changes: Any) -> Any:
     row = WHOLE.to_data()["leaves"][0]
-    names = ["path", "group", "transformation", "number", "field", "parameter"]
-    names += ["dimensions", "role", "source"]
-    return [changes.get(name, value) for name, value in zip(names, row, strict=True)]
+    return {"leaves": [row | changes], "transformations": []}
 
 
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ([], "`description`: expected a mapping with `leaves`"),
-        ({"leaves": []}, "`description`: expected a mapping with `transformations`"),
-        ({"leaves": {}, "transformations": []}, "`description/leaves`: expected list"),
-        ({"leaves": ["a"], "transformations": []}, "`leaves/0`: expected 9 values"),
-        (broken(role="moments"), "`leaves/0/role`: expected one of moment, second_moment"),
-        (broken(source=None), "`leaves/0/source`: expected one of stated, derived, types"),
-        (broken(number=True), "`leaves/0/number`: expected int, found True"),
-        (broken(path=[1]), "`leaves/0/path`: expected str, found 1"),
-        (broken(dimensions=["0"]), "`leaves/0/dimensions`: expected int, found '0'"),
+        ([], "`description`: expected a mapping, found list"),
+        ({}, "`description`: "),
+        ({"leaves": []}, "missing 1 required positional argument: 'transformations'"),
+        ({"leaves": {}, "transformations": []}, "`description/leaves`: expected a list"),
+        ({"leaves": ["a"], "transformations": []}, "`description/leaves/0`: expected a mapping"),
+        (broken(role="moments"), "leaves/0/role`: expected one of moment, second_moment"),
+        (broken(source=None), "leaves/0/source`: expected one of stated, derived, types"),
+        (broken(number=True), "leaves/0/number`: expected an integer, found True"),
+        (broken(path=[1]), "leaves/0/path/0`: expected a string, found 1"),
+        (broken(dimensions=["0"]), "leaves/0/dimensions/0`: expected an integer, found '0'"),
+        (broken(kind="a"), "found `kind`"),
     ],
 )
 def test_data_that_describe_no_state(data: Any, said: str) -> None:
-    if isinstance(data, list) and data:
-        data = {"leaves": [data], "transformations": []}
     with pytest.raises(DescriptionError) as caught:
         StateDescription.from_json(json.dumps(data))
     assert said in str(caught.value)
@@ -172,7 +170,8 @@ def test_text_that_is_not_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("effect", "count"), [("window", ()), ("at_or_below_count", ()), ("refused", ("count",))]
+    ("effect", "count"),
+    [("window", ()), ("at_or_below_count", ()), ("above_count", ()), ("refused", ("count",))],
 )
 def test_a_bearing_has_a_count_where_one_decides(effect: Any, count: Any) -> None:
     with pytest.raises(DescriptionError, match="`count`: a setting whose change is"):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from opt_core import describe_state
 from opt_optax_bridge import OptaxWrapper
-from opt_optax_bridge._description.known import KNOWN
+from opt_optax_bridge._description.known import FACTORS, KNOWN
 
 optax: Any = importlib.import_module("optax")  # much of it is no explicit export
 contrib: Any = optax.contrib
@@ -194,6 +194,60 @@ def _() -> float:
     return 1.0 - float(going.estim_lr / min(before.estim_lr, own.estim_lr))
 
 
+@harm("factored_rms", "step_offset")
+def _() -> float:
+    """A power of a number of steps below 0 is none: every parameter is NaN."""
+    old, new = (optax.adafactor(0.05, decay_offset=n, min_dim_size_to_factor=2) for n in (0, 6))
+    params, state = trained(old, 5)
+    found, wanted = (go(tx, params, state, 5, 1)[0] for tx in (new, old))
+    return off(found, wanted, params)
+
+
+MULTIPLIES: dict[str, tuple[str, Callable[[float], Any]]] = {
+    "scale": ("step_size", optax.scale),
+    "schedule": ("step_size_fn", lambda x: optax.scale_by_schedule(optax.constant_schedule(x))),
+    "trust_ratio": (
+        "trust_coefficient",
+        lambda x: optax.scale_by_trust_ratio(trust_coefficient=x),
+    ),
+    "normalize_by_update_norm": (
+        "scale_factor",
+        lambda x: optax.normalize_by_update_norm(scale_factor=x),
+    ),
+}
+
+
+def multiplied(name: str, by: float, *, is_after: bool = False) -> Any:
+    moments = optax.scale_by_adam() if name == "scale" else optax.trace(0.9)
+    factor = MULTIPLIES[name][1](by)
+    return optax.chain(*((moments, factor) if is_after else (factor, moments)), optax.scale(-0.01))
+
+
+def harm_of_a_factor(name: str) -> float:
+    """Moments are in units of what came before."""
+    return from_another_state(multiplied(name, 64.0), multiplied(name, 1.0), steps=20)
+
+
+for _name in MULTIPLIES:
+    harm(_name, MULTIPLIES[_name][0])(functools.partial(harm_of_a_factor, _name))
+
+
+@pytest.mark.parametrize("name", MULTIPLIES)
+def test_a_factor_bears_meaning_before_moments_alone(name: str) -> None:
+    setting, _ = MULTIPLIES[name]
+    groups = {"a": multiplied(name, 2.0, is_after=True), "b": optax.sgd(0.1, momentum=0.9)}
+    for tx, wanted in (
+        (multiplied(name, 2.0), "refused"),
+        (optax.chain(optax.clip(1.0), optax.MultiSteps(multiplied(name, 2.0), 2)), "refused"),
+        (multiplied(name, 2.0, is_after=True), "nothing"),
+        (optax.partition(groups, {"b": "a", "w": "b"}), "nothing"),
+    ):
+        found = describe_state(OptaxWrapper(optax.chain(tx, optax.clip(1.0))).create(PARAMS))
+        assert {t.effect(setting) for t in found.transformations if t.name == name} >= {wanted}
+        if wanted == "nothing":
+            assert not any(t.bearing for t in found.transformations)
+
+
 @harm("rms", "bias_correction")
 def _() -> float:
     """The count of steps begins beside a moment that is 20 steps old."""
@@ -352,6 +406,7 @@ def builds(name: str, setting: str) -> Any:
         "schedule_free": lambda: contrib.schedule_free_sgd(),
         "dadapt_adamw": contrib.dadapt_adamw,
         "prodigy": contrib.prodigy,
+        "factored_rms": optax.scale_by_factored_rms,
         "rms": optax.scale_by_rms,
         "stddev": optax.scale_by_stddev,
         "multi_steps": lambda: optax.MultiSteps(optax.sgd(1.0), 4),
@@ -361,6 +416,8 @@ def builds(name: str, setting: str) -> Any:
     }
     if name in made:
         return made[name]()
+    if name in MULTIPLIES:
+        return optax.chain(MULTIPLIES[name][1](2.0), optax.trace(0.9))
     if "accumul" in setting:
         return getattr(aggregating, name)(
             accumulation_steps=4, **({} if name.startswith("accum") else {"per_elt_axis": 0})
@@ -377,6 +434,8 @@ def test_going_on_in_silence_goes_wrong(name: str, setting: str) -> None:
 
 def test_every_refusal_is_measured() -> None:
     refused = {(name, setting) for name, known in KNOWN.items() for setting in known.bearing}
+    refused -= INITIAL.keys()
+    refused |= FACTORS.items()
     measured = HARMS.keys() - {("inject_hyperparams", "learning_rate")}  # any number is
     if aggregating is not None and hasattr(contrib, "galore"):
         assert refused == measured
@@ -384,10 +443,31 @@ def test_every_refusal_is_measured() -> None:
         assert refused > measured
 
 
+INITIAL: dict[tuple[str, str], tuple[str, tuple[float, float]]] = {
+    ("rss", "initial_accumulator_value"): ("adagrad", (0.1, 2.0)),
+    ("yogi", "initial_accumulator_value"): ("scale_by_yogi", (1e-6, 2.0)),
+    ("rms", "initial_scale"): ("rmsprop", (0.0, 2.0)),
+    ("stddev", "initial_scale"): ("scale_by_stddev", (0.0, 2.0)),
+    ("cocob", "eps"): ("contrib.cocob", (1e-8, 1.0)),
+    ("dadapt_adamw", "estim_lr0"): ("contrib.dadapt_adamw", (1e-6, 1e-2)),
+    ("rprop", "learning_rate"): ("scale_by_rprop", (0.01, 0.02)),
+    ("rprop", "max_step_size"): ("rprop", (50.0, 1e-5)),
+    ("rprop", "min_step_size"): ("rprop", (1e-6, 1e-5)),
+}
+
+
+@pytest.mark.parametrize(("name", "setting"), INITIAL)
+def test_settings_without_effect_on_saved_state_are_told(name: str, setting: str) -> None:
+    maker, values = INITIAL[name, setting]
+    rate = {"learning_rate": 0.1} if maker in ("adagrad", "yogi", "rmsprop", "rprop") else {}
+    old, new = (maker_of(maker)(**{**rate, setting: value}) for value in values)
+    assert effect(old, name, setting) == effect(new, name, setting) == "initial"
+
+
 def test_the_counts_that_decide_are_fields_of_the_state() -> None:
     for name, known in KNOWN.items():
         for setting, bearing in known.bearing.items():
-            needs = bearing.effect in ("window", "at_or_below_count")
+            needs = bearing.effect in ("window", "at_or_below_count", "above_count")
             assert bool(bearing.count) == needs, (name, setting)
             assert not bearing.count or known.roles[bearing.count[0]] == "count"
 
@@ -492,6 +572,13 @@ def test_a_plateau_above_the_saved_count_still_ends(change: dict[str, int]) -> N
     name = next(iter(change))
     saved = plateau({name: 10}, None, 8)
     assert float(plateau(change, saved, 300).scale) < 1e-2
+
+
+def test_an_offset_up_to_the_saved_count_may_change() -> None:
+    old, new = (optax.adafactor(0.05, decay_offset=n, min_dim_size_to_factor=2) for n in (0, 5))
+    params, state = trained(old, 5)
+    going, _ = go(new, params, state, 5, 40)
+    assert float(loss(going, 45)) < 1.1 * float(loss(trained(old, 45)[0], 45)) + 0.02
 
 
 def test_the_period_of_lookahead_may_change() -> None:

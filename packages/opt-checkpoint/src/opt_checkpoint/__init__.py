@@ -1,6 +1,7 @@
 """Checkpoints that survive a change of optimizer, of mesh, of library version, and a kill.
 
-What writes and reads steps stands on Orbax, which is imported when it is first asked for.
+Importing this is cheap: what stands on Orbax, plans, and readers of legacy files are imported when
+they are first asked for.
 """
 
 import importlib
@@ -8,25 +9,14 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
 from opt_checkpoint import errors
-from opt_checkpoint._legacy.flax_optim import flax_optim_equivalent
-from opt_checkpoint._legacy.read import read_legacy
-from opt_checkpoint._legacy.restore import restore_legacy
 from opt_checkpoint._naming.names import NamedState
-from opt_checkpoint._naming.schema import (
-    LeafInfo,
-    Schema,
-    Source,
-    leaf_name,
-    leaf_path,
-)
+from opt_checkpoint._naming.schema import LeafInfo, Schema, Source, leaf_name, leaf_path
 from opt_checkpoint._planning.adafactor_rules import (
     ADAFACTOR_FROM_OPTAX,
     ADAFACTOR_MOMENTUM_FROM_OPTAX,
     OPTAX_FROM_ADAFACTOR,
     OPTAX_MOMENTUM_FROM_ADAFACTOR,
 )
-from opt_checkpoint._planning.match import plan_restore
-from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.rules import Map, Pad, Rename, Rule, Stack, Unstack
 from opt_checkpoint._targets.named import named_state, restore_named
 from opt_checkpoint._targets.training_state import TrainingState
@@ -43,6 +33,11 @@ if TYPE_CHECKING:
         OptimizerSave,
     )
     from opt_checkpoint._disk.saved_step import SavedStep, StepReport, open_step
+    from opt_checkpoint._legacy.flax_optim import flax_optim_equivalent
+    from opt_checkpoint._legacy.read import read_legacy
+    from opt_checkpoint._legacy.restore import restore_legacy
+    from opt_checkpoint._planning.match import plan_restore
+    from opt_checkpoint._planning.plan import Plan, Row
 
 __all__ = [
     "ADAFACTOR_FROM_OPTAX",
@@ -82,25 +77,30 @@ __all__ = [
     "restore_named",
 ]
 
-_ON_ORBAX = {
-    "Checkpointer": "checkpointer",
-    "OptimizerHandler": "handler",
-    "OptimizerHandlerV1": "handler",
-    "OptimizerRestore": "handler",
-    "OptimizerSave": "handler",
-    "SavedStep": "saved_step",
-    "StepReport": "saved_step",
-    "open_foreign": "foreign",
-    "open_step": "saved_step",
+_LATER = {
+    "Checkpointer": "_disk.checkpointer",
+    "OptimizerHandler": "_disk.handler",
+    "OptimizerHandlerV1": "_disk.handler",
+    "OptimizerRestore": "_disk.handler",
+    "OptimizerSave": "_disk.handler",
+    "Plan": "_planning.plan",
+    "Row": "_planning.plan",
+    "SavedStep": "_disk.saved_step",
+    "StepReport": "_disk.saved_step",
+    "flax_optim_equivalent": "_legacy.flax_optim",
+    "open_foreign": "_disk.foreign",
+    "open_step": "_disk.saved_step",
+    "plan_restore": "_planning.match",
+    "read_legacy": "_legacy.read",
+    "restore_legacy": "_legacy.restore",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what stands on Orbax, which takes a second, when it is asked for."""
-    if name not in _ON_ORBAX:
+    """Imports what takes its time to import when it is asked for."""
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}._disk.{_ON_ORBAX[name]}")
-    return getattr(module, name)
+    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,21 +1,7 @@
-"""The errors of checkpoints.
+"""The errors of checkpoints: each is a `CheckpointError`, and what a caller already catches.
 
-```
-CheckpointError
-├── DamagedError (ValueError)     bytes that are not those that were written
-├── EquivalenceError (ValueError) an optimizer that Optax has no equal of
-├── ForeignError (ValueError)     another program's checkpoint, where one of ours is expected
-├── LeafError (ValueError)        a leaf that cannot be saved, or has no name of its own
-├── LoadError (ValueError)        bytes that are no checkpoint, or a hostile one
-├── LockError (OSError)           another writer has the folder
-├── MissingError (LookupError)    there is no such step, or no valid one
-├── PlanError (ValueError)        a checkpoint that does not fit the target; carries the plan
-├── SaveError (OSError)           a step was not saved
-└── VersionError (ValueError)     written by a version whose states this one cannot read
-```
-
-All are `opt_core.errors.OptimizerError`s. Nothing raw from Orbax, TensorStore, JSON or msgpack
-leaves this package.
+`CheckpointError` is an `opt_core.errors.OptimizerError`. Nothing raw from Orbax, TensorStore, JSON
+or msgpack leaves this package.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import copy
 import dis
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -26,9 +26,13 @@ __all__ = [
     "cells",
     "code_of",
     "code_values",
+    "definer_of",
+    "factory_of",
     "globals_read",
+    "own_name",
     "package_of",
     "parts",
+    "reached",
     "rebound_names",
     "unwrapped",
 ]
@@ -133,6 +137,57 @@ def package_of(function: Any) -> str:
     plain = unwrapped(function)
     owner = type(plain.__self__) if isinstance(plain, types.MethodType) else plain
     return str(getattr(owner, "__module__", None) or "").partition(".")[0]
+
+
+def factory_of(function: Any, known: Container[str] = ()) -> str:
+    """Returns the name of the function that a function was defined in, or of its object's class.
+
+    Args:
+      function: anything that can be called.
+      known: packages whose factories are functions of modules, whatever these define inside.
+
+    Examples:
+      >>> def scale(factor):
+      ...     return lambda x: factor * x
+      >>> factory_of(scale(2.0)), factory_of('a b'.split)
+      ('scale', 'builtin_function_or_method')
+    """
+    plain = unwrapped(function)
+    if isinstance(plain, types.MethodType):
+        return type(plain.__self__).__name__
+    return definer_of(function, known)
+
+
+def definer_of(function: Any, known: Container[str] = ()) -> str:
+    """Returns the same, but of a method the class that defines it: a subclass may inherit it."""
+    code = code_of(function)
+    if code is None:
+        return type(function).__name__
+    scopes = code.co_qualname.split(".<locals>.")
+    if "." in scopes[-1]:
+        return scopes[-1].split(".")[-2]
+    if len(scopes) == 1:
+        return scopes[0]
+    scope = scopes[0] if package_of(function) in known else scopes[-2]
+    return scope.rpartition(".")[2]
+
+
+def own_name(function: Any) -> str:
+    """Returns the name that a function was defined with."""
+    code = code_of(function)
+    return str(code.co_name if code is not None else getattr(unwrapped(function), "__name__", ""))
+
+
+def reached(value: Any) -> Iterator[Any]:
+    """Yields a value and everything that it holds, however deep, each object once."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        value = left.pop()
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            left += reversed(parts(value))
 
 
 def globals_read(function: types.FunctionType) -> dict[str, Any]:

@@ -12,12 +12,7 @@ import numpy as np
 from opt_core import MultiOptimizer, Optimizer
 from opt_core.errors import OptimizerError
 
-from opt_optax_bridge._overrides import (
-    UpdateArgs,
-    changed_fields,
-    evaluated_schedules,
-    overridable,
-)
+from opt_optax_bridge._overrides import Update, changed_fields, field_values
 from opt_optax_bridge._wrapper import OptaxWrapper
 
 T = TypeVar("T")
@@ -55,15 +50,10 @@ def resolve_hyper_params(optimizer: Optimizer, **overrides: Any) -> Any:
     extra_args = {name: overrides.pop(name) for name in names}
     hyper_params = definition.acting_hyper_params(**overrides)
     changed = changed_fields(definition.acting_hyper_params(), hyper_params)
-    values = {f.name: getattr(hyper_params, f.name) for f in dataclasses.fields(hyper_params)}
+    values, resolved = field_values(hyper_params), {}
     schedules = {name: value for name, value in values.items() if callable(value)}
-    resolved = {}
     if schedules or changed or extra_args:
-        resolved = _ask(
-            lambda args: evaluated_schedules(definition, changed, args, schedules),
-            optimizer,
-            extra_args,
-        )
+        resolved = _ask(lambda u: u.schedule_values(changed, schedules), optimizer, extra_args)
     numbers = {k: jnp.asarray(v, _float_dtype(v)) for k, v in values.items() if k not in schedules}
     return dataclasses.replace(hyper_params, **numbers, **resolved)
 
@@ -87,24 +77,23 @@ def overridable_hyper_params(optimizer: Optimizer, **extra_args: Any) -> tuple[s
     definition = _definition(optimizer)
     if definition.hyper_params is not definition.acting_hyper_params():
         return ()  # the face of T5X ignores overrides
-    return _ask(lambda args: overridable(definition, args), optimizer, extra_args)
+    return _ask(Update.overridable, optimizer, extra_args)
 
 
-def _ask(
-    question: Callable[[UpdateArgs], T], optimizer: Optimizer, extra_args: Mapping[str, Any]
-) -> T:
+def _ask(question: Callable[[Update], T], optimizer: Optimizer, extra_args: Mapping[str, Any]) -> T:
     """Asks about an update with gradients of zero: no answer depends on them."""
-    state, params = optimizer.state.param_states, optimizer.target
+    definition, params = _definition(optimizer), optimizer.target
     grads = jax.tree.map(jnp.zeros_like, params)
+    update = Update(definition, grads, optimizer.state.param_states, params, extra_args)
     try:
-        return question(UpdateArgs(grads, state, params, extra_args))
+        return question(update)
     except OptimizerError:
         raise
     except Exception:
         examples = jax.tree.map(lambda g: g[None], grads)
-        if not _definition(optimizer).takes_per_example_grads(params, optimizer.state, examples):
+        if not definition.takes_per_example_grads(params, optimizer.state, examples):
             raise
-        return question(UpdateArgs(examples, state, params, extra_args))
+        return question(dataclasses.replace(update, grads=examples))
 
 
 def _definition(optimizer: Optimizer) -> OptaxWrapper:

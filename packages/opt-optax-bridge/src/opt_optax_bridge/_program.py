@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.extend.core.primitives import convert_element_type_p
 from opt_core import path_names, strong_type
 
 _PREFIX = "opt_optax_bridge/"
-_Values = Callable[[Sequence[Any]], Sequence[Any]]  # evaluates variables of a program
+_Values = Callable[[Sequence[Any]], Sequence[Any]]  # of variables, or of inputs by their places
 
 
 def named(name: str, value: Any) -> Any:
@@ -70,8 +71,7 @@ class Program:
           LookupError: one is computed for a whole axis at once, so that it is many.
         """
         leaves = jax.tree.leaves(operands)
-        values = _values(self.jaxpr, lambda places: [leaves[i] for i in places])
-        return list(_find(self.jaxpr, name, values))
+        return list(_find(self.jaxpr, name, lambda places: [leaves[i] for i in places]))
 
 
 def _run(program: ClosedJaxpr, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -82,48 +82,34 @@ def _run(program: ClosedJaxpr, leaves: Sequence[Any]) -> Sequence[Any]:
     return list(jaxpr_as_fun(program)(*cast))
 
 
-def _find(program: ClosedJaxpr, name: str, values: _Values) -> Iterator[Any]:
-    for equation in program.jaxpr.eqns:
-        if equation.params.get("name") == _PREFIX + name:
-            yield strong_type(jnp.asarray(values(equation.invars)[0]))
-        for body in _bodies(equation):
-            if _names(body, name):
-                inputs = _inputs_of_body(body, equation, values)
-                yield from _find(body, name, _values(body, inputs))
-
-
-def _values(program: ClosedJaxpr, inputs: Callable[[Sequence[int]], Sequence[Any]]) -> _Values:
-    """Returns what evaluates variables of a program, asking only for the inputs that they need."""
+def _find(program: ClosedJaxpr, name: str, inputs: _Values) -> Iterator[Any]:
+    """Yields the values of a name; only the inputs that they need are asked for."""
+    jaxpr = program.jaxpr
 
     def values(outvars: Sequence[Any]) -> Sequence[Any]:
         needed = _needed(program, outvars)
-        places = [i for i, v in enumerate(program.jaxpr.invars) if v in needed]
-        invars = [program.jaxpr.invars[i] for i in places]
-        return _run(_part(program, invars, outvars), inputs(places))
+        places = [i for i, v in enumerate(jaxpr.invars) if v in needed]
+        part = jaxpr.replace(
+            invars=[jaxpr.invars[i] for i in places],
+            outvars=list(outvars),
+            eqns=[eqn for eqn in jaxpr.eqns if any(out in needed for out in eqn.outvars)],
+            debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None),
+        )
+        return _run(ClosedJaxpr(part, program.consts), inputs(places))
 
-    return values
+    for equation in jaxpr.eqns:
+        if equation.params.get("name") == _PREFIX + name:
+            yield strong_type(jnp.asarray(values(equation.invars)[0]))
+        for body in _bodies(equation):
+            yield from _find(body, name, functools.partial(_of_body, body, equation, values))
 
 
-def _inputs_of_body(
-    body: ClosedJaxpr, equation: Any, values: _Values
-) -> Callable[[Sequence[int]], Sequence[Any]]:
-    """Returns what evaluates inputs of a body: they are the last operands of its equation."""
+def _of_body(body: ClosedJaxpr, equation: Any, values: _Values, places: Sequence[int]) -> Any:
+    """Inputs of a body: they are the last operands of its equation."""
     operands = equation.invars[len(equation.invars) - len(body.jaxpr.invars) :]
-
-    def inputs(places: Sequence[int]) -> Sequence[Any]:
-        if any(operands[i].aval.shape != body.in_avals[i].shape for i in places):
-            raise LookupError(equation.primitive.name)
-        return values([operands[i] for i in places])
-
-    return inputs
-
-
-def _names(program: ClosedJaxpr, name: str) -> bool:
-    return any(
-        equation.params.get("name") == _PREFIX + name
-        or any(_names(body, name) for body in _bodies(equation))
-        for equation in program.jaxpr.eqns
-    )
+    if any(operands[i].aval.shape != body.in_avals[i].shape for i in places):
+        raise LookupError(equation.primitive.name)
+    return values([operands[i] for i in places])
 
 
 def _bodies(equation: Any) -> Iterator[ClosedJaxpr]:
@@ -133,17 +119,6 @@ def _bodies(equation: Any) -> Iterator[ClosedJaxpr]:
                 yield body
             elif isinstance(body, Jaxpr):
                 yield ClosedJaxpr(body, ())
-
-
-def _part(program: ClosedJaxpr, invars: Sequence[Any], outvars: Sequence[Any]) -> ClosedJaxpr:
-    needed = _needed(program, outvars)
-    jaxpr = program.jaxpr.replace(
-        invars=list(invars),
-        outvars=list(outvars),
-        eqns=[eqn for eqn in program.jaxpr.eqns if any(out in needed for out in eqn.outvars)],
-        debug_info=program.jaxpr.debug_info._replace(arg_names=None, result_paths=None),
-    )
-    return ClosedJaxpr(jaxpr, program.consts)
 
 
 def _needed(program: ClosedJaxpr, outputs: Sequence[Any]) -> set[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -52,31 +53,42 @@ class Recipe:
         except (TypeError, ValueError):  # no signature, or arguments that the call will refuse
             return None
 
+    @property
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        return self._bound.signature.parameters if self._bound else {}
+
+    @functools.cached_property
+    def _complete(self) -> dict[str, Any]:
+        """Every argument as the signature has it, defaults included."""
+        if self._bound is None:
+            return {}
+        bound = copy.copy(self._bound)
+        bound.arguments = copy.copy(bound.arguments)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
     @functools.cached_property
     def arguments(self) -> Mapping[str, Any]:
         """Every named argument with its value, defaults included."""
-        if self._bound is None:
-            return {}
-        named: dict[str, Any] = {}
-        for parameter in self._bound.signature.parameters.values():
+        named = dict(self._complete)
+        for name, parameter in self._parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
-                named |= self._bound.arguments.get(parameter.name, {})
-            elif parameter.kind is not parameter.VAR_POSITIONAL:
-                named[parameter.name] = self._bound.arguments.get(parameter.name, parameter.default)
+                named |= named.pop(name)
+            elif parameter.kind is parameter.VAR_POSITIONAL:
+                del named[name]
         return named
 
     @functools.cached_property
     def hyper_params(self) -> Any:
         """A frozen dataclass of the arguments that are a float or a schedule."""
-        parameters = self._bound.signature.parameters if self._bound else {}
         values = {
             name: value
             for name, value in self.arguments.items()
-            if _is_hyper_param(value, parameters.get(name))
+            if _is_hyper_param(value, self._parameters.get(name))
         }
         defaults = {
             name: parameter.default
-            for name, parameter in parameters.items()
+            for name, parameter in self._parameters.items()
             if name in values and isinstance(parameter.default, int | float)
         }
         return make_hyper_params(f"{self.name}_hyper_params", values, defaults)
@@ -84,12 +96,8 @@ class Recipe:
     @property
     def identity(self) -> Any:
         """What two recipes for the same thing have in common, however the arguments were given."""
-        if self._bound is None:
-            return (self.constructor, self.args, self.kwargs)
-        bound = inspect.BoundArguments(self._bound.signature, type(self._bound.arguments)())
-        bound.arguments.update(self._bound.arguments)
-        bound.apply_defaults()
-        return (self.constructor, dict(bound.arguments))
+        given = (self.args, self.kwargs) if self._bound is None else (self._complete,)
+        return (self.constructor, *given)
 
     def build(self, **overrides: Any) -> Any:
         """Calls the constructor, with some arguments replaced.
@@ -98,34 +106,21 @@ class Recipe:
           **overrides: new values by argument name. A number in the place of a schedule becomes a
             constant schedule, so that the state keeps its count.
         """
-        if not overrides:
+        if not overrides or self._bound is None:
             return self.constructor(*self.args, **self.kwargs)
-        assert self._bound is not None
-        signature = self._bound.signature
-        bound = inspect.BoundArguments(
-            signature, type(self._bound.arguments)(self._bound.arguments)
-        )
-        rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
         for name, value in overrides.items():
             if callable(self.arguments[name]) and not callable(value):
-                value = functools.partial(_constant_schedule, value)
-            if name in signature.parameters:
-                bound.arguments[name] = value
-            else:
-                bound.arguments[rest] = {**bound.arguments[rest], name: value}
-        return self.constructor(*bound.args, **bound.kwargs)
+                overrides[name] = functools.partial(_constant_schedule, value)
+        bound = copy.copy(self._bound)
+        own = {name: overrides.pop(name) for name in self._parameters if name in overrides}
+        bound.arguments = type(bound.arguments)(bound.arguments, **own)
+        return self.constructor(*bound.args, **{**bound.kwargs, **overrides})
 
 
 def make_hyper_params(
     class_name: str, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> Any:
-    """Returns a frozen dataclass instance, a pytree.
-
-    Args:
-      class_name: its class's.
-      values: of its fields, by name.
-      defaults: numbers that the constructor takes where a field is not given.
-    """
+    """Returns a frozen dataclass, a pytree; of `defaults` its constructor takes what is missing."""
     cls = _hyper_params_class(class_name, tuple(values), tuple((defaults or {}).items()))
     return cls(**values)
 
@@ -151,22 +146,13 @@ def _hyper_params_class(
 
 def _snapshot(value: Any) -> Any:
     """Returns containers and NumPy arrays as they are now."""
-    match value:
-        case Iterator():
-            raise TypeError("an argument is an iterator, which can be used only once; pass a list")
-        case list() | set() | dict() if type(value) not in (list, set, dict):
-            return value
-        case list():
-            return [_snapshot(part) for part in value]
-        case dict():
-            return {key: _snapshot(part) for key, part in value.items()}
-        case tuple() if type(value) is tuple:
-            return tuple(_snapshot(part) for part in value)
-        case set():
-            return set(value)
-        case np.ndarray() if type(value) is np.ndarray:
-            return value.copy()
-    return value
+    if isinstance(value, Iterator):
+        raise TypeError("an argument is an iterator, which can be used only once; pass a list")
+    if type(value) is dict:
+        return {key: _snapshot(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_snapshot, value))
+    return value.copy() if type(value) in (set, np.ndarray) else value
 
 
 def _constant_schedule(value: Any, count: Any) -> Any:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from opt_core.closures import parts
+from opt_core.closures import reached
 from opt_core.errors import HyperParamError
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def named_arguments(function: Callable[..., Any]) -> frozenset[str]:
@@ -18,11 +20,7 @@ def named_arguments(function: Callable[..., Any]) -> frozenset[str]:
 
     A chain takes any keyword and hands it on; what counts is whether one of its parts names it.
     """
-    return frozenset(
-        parameter.name
-        for parameter in _parameters(function)
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    )
+    return frozenset(p.name for p in _parameters(function) if p.kind not in _VARIADIC)
 
 
 @contextlib.contextmanager
@@ -31,26 +29,27 @@ def required_keywords_named(function: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        required = {
-            parameter.name
-            for parameter in _parameters(function)
-            if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
-        }
-        said = str(error)
-        missing = sorted(name for name in required if repr(name) in said and "missing" in said)
-        if not missing:
+        words = str(error)
+        missing = sorted(
+            {
+                p.name
+                for p in _parameters(function)
+                if p.kind is p.KEYWORD_ONLY and p.default is p.empty and repr(p.name) in words
+            }
+        )
+        if not missing or "missing" not in words:
             raise
-        listed = ", ".join(f"`{name}`" for name in missing)
+        names = ", ".join(f"`{name}`" for name in missing)
         example = ", ".join(f"{name}=..." for name in missing)
         raise HyperParamError(
-            f"{listed}: the update of this transformation needs it; call "
+            f"{names}: the update of this transformation needs it; call "
             f"`apply_gradient(grads, {example})`"
         ) from error
 
 
 def captured_arrays(function: Callable[..., Any]) -> list[jax.Array]:
     """Returns the arrays that `function` captured, such as the key of a noise."""
-    return [reached for reached in _reached(function, set()) if isinstance(reached, jax.Array)]
+    return [value for value in reached(function) if isinstance(value, jax.Array)]
 
 
 def takes_any_keyword(function: Callable[..., Any]) -> bool:
@@ -60,15 +59,6 @@ def takes_any_keyword(function: Callable[..., Any]) -> bool:
 
 
 def _parameters(function: Any) -> Iterator[inspect.Parameter]:
-    for reached in _reached(function, set()):
-        if isinstance(reached, types.FunctionType | types.MethodType):
-            signature = inspect.signature(reached, follow_wrapped=False)
-            yield from signature.parameters.values()
-
-
-def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
-    if id(value) not in seen:
-        seen.add(id(value))
-        yield value
-        for part in parts(value):
-            yield from _reached(part, seen)
+    for value in reached(function):
+        if isinstance(value, types.FunctionType | types.MethodType):
+            yield from inspect.signature(value, follow_wrapped=False).parameters.values()

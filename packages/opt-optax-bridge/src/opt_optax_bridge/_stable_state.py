@@ -23,23 +23,19 @@ def stable_leaves(state: Any) -> Any:
 
 
 def keep_avals(old: Any, new: Any) -> Any:
-    """Returns `new` with the dtypes of `old`, all strong.
-
-    Args:
-      old: the state before an update.
-      new: the state after it.
+    """Returns the state after an update with the dtypes of the one before it, all strong.
 
     Raises:
       StateChangedError: structure or a shape differs; lists the paths.
     """
     check_shapes(old, new)
-    return jax.tree.map(_keep_aval, old, new)
 
+    def kept(before: Any, after: Any) -> Any:
+        if getattr(after, "dtype", None) != before.dtype:
+            return jnp.asarray(after, before.dtype)
+        return strong_type(after)
 
-def check_shapes(old: Any, new: Any) -> None:
-    """Raises a `StateChangedError` if structure or a shape differs; leaves may be abstract."""
-    if not same_shapes(old, new):
-        raise _changed(old, new)
+    return jax.tree.map(kept, old, new)
 
 
 def same_shapes(old: Any, new: Any) -> bool:
@@ -49,26 +45,22 @@ def same_shapes(old: Any, new: Any) -> bool:
     return bool(structures[0] == structures[1]) and shapes[0] == shapes[1]
 
 
-def _keep_aval(old: Any, new: Any) -> Any:
-    if getattr(new, "dtype", None) != old.dtype:
-        return jnp.asarray(new, old.dtype)
-    return strong_type(new)
-
-
-def _changed(old: Any, new: Any) -> StateChangedError:
-    before, after = _avals(old), _avals(new)
+def check_shapes(old: Any, new: Any) -> None:
+    """Raises a `StateChangedError` if structure or a shape differs; leaves may be abstract."""
+    if same_shapes(old, new):
+        return
+    before, after = (
+        {path_str(names): str(np.shape(leaf)) for names, leaf in flatten_with_paths(state)}
+        for state in (old, new)
+    )
     lines = [
         f"  {path}: was {before.get(path, 'absent')}, became {after.get(path, 'absent')}"
         for path in dict.fromkeys([*before, *after])
         if before.get(path) != after.get(path)
     ]
-    return StateChangedError(
+    raise StateChangedError(
         "the transformation changed the structure or the shapes of its state:\n"
         + "\n".join(lines or [f"  {jax.tree.structure(old)} became {jax.tree.structure(new)}"])
         + "\nA training step could not be compiled once, scanned or restored. Use a transformation "
         "that initialises its whole state, and gradients of the shapes of the parameters."
     )
-
-
-def _avals(state: Any) -> dict[str, str]:
-    return {path_str(names): str(np.shape(leaf)) for names, leaf in flatten_with_paths(state)}

@@ -26,12 +26,12 @@ from opt_core.protocols import Transformation, UpdatesParams
 
 from opt_optax_bridge import _pickling
 from opt_optax_bridge._description.describe import describe_optax
-from opt_optax_bridge._logical_axes import derive_axes
 from opt_optax_bridge._overrides import (
-    UpdateArgs,
+    Update,
     changed_fields,
+    field_values,
+    listed,
     overridable_in_general,
-    overridden_update,
 )
 from opt_optax_bridge._recipe import Recipe, make_hyper_params
 from opt_optax_bridge._signatures import (
@@ -44,7 +44,7 @@ from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leave
 
 _FIXED = frozenset({"optax_optimizer", "recipe", "hyper_params"})
 _READ_ONLY = _FIXED | {"aliases"}
-_POSITIONAL = frozenset({"updates", "state", "params", "grads"})
+_POSITIONAL = frozenset({"hyper_params", "updates", "state", "params", "grads"})
 # Of line searches, `sophia` and `sam`; functions of the parameters but for `grad`.
 _OF_PARAMS = frozenset({"value_fn", "grad", "obj_fn", "grad_fn"})
 
@@ -206,8 +206,8 @@ class OptaxWrapper(OptimizerDef):
         overrides = changed_fields(self.hyper_params, hyper_params)
         with required_keywords_named(self.optax_optimizer.update):
             if overrides or extra_args:
-                args = UpdateArgs(grads, state.param_states, params, extra_args)
-                updates, param_states = overridden_update(self, overrides, args)
+                update = Update(self, grads, state.param_states, params, extra_args)
+                updates, param_states = update.run(overrides)
             else:
                 updates, param_states = self.optax_optimizer.update(
                     grads, state.param_states, params
@@ -259,10 +259,12 @@ class OptaxWrapper(OptimizerDef):
                 f"`hyper_params` must be a {type(self.hyper_params).__name__}; got "
                 f"{type(hyper_params).__name__}. Use `optimizer_def.hyper_params.replace(...)`."
             )
-        structural = [name for name in overrides if self._is_structural(name)]
-        if structural:
+        fixed = (
+            self.recipe.arguments.keys() - field_values(self.hyper_params) if self.recipe else ()
+        )
+        if structural := [name for name in overrides if name in fixed]:
             raise HyperParamError(
-                f"{_listed(structural)} cannot be overridden at run time: only arguments that are "
+                f"{listed(structural)} cannot be overridden at run time: only arguments that are "
                 f"a float or a schedule can. Of this optimizer these may be: {self._overridable()}"
             )
         return replace_hyper_params(hyper_params, **overrides)
@@ -272,19 +274,12 @@ class OptaxWrapper(OptimizerDef):
         return self.update_hyper_params(**overrides)
 
     def _overridable(self) -> str:
-        return _listed(overridable_in_general(self))
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(self.hyper_params.__dataclass_fields__)
-
-    def _is_structural(self, name: str) -> bool:
-        return bool(self.recipe and name in self.recipe.arguments) and name not in self._names
+        return listed(overridable_in_general(self))
 
     def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
         """Returns those of `names` that the transformation's `update` takes."""
         update = self.optax_optimizer.update
-        own = {*self._names, "hyper_params", *(self.recipe.arguments if self.recipe else ())}
+        own = {*field_values(self.hyper_params), *(self.recipe.arguments if self.recipe else ())}
         asked = frozenset(names) - own - _POSITIONAL
         if not asked or takes_any_keyword(update):
             return asked
@@ -318,10 +313,23 @@ class OptaxWrapper(OptimizerDef):
         Raises:
           opt_partition.errors.AxesError: `param_axes` do not fit the parameters.
         """
-        target, param_states = derive_axes(
-            self.optax_optimizer, optimizer.target, optimizer.state.param_states, param_axes
-        )
-        state = OptimizerState(step=None, param_states=param_states)
+        # Imported when it is needed: it takes a tenth of a second.
+        from opt_partition import explain, normalise_param_axes
+
+        explanation = explain(self.optax_optimizer, optimizer.target, param_axes)
+        found: Any = jax.tree.structure(optimizer.state.param_states)
+        expected: Any = jax.tree.structure(explanation.state)
+        if found != expected:
+            raise ValueError(
+                "`optimizer` holds a state that its transformation does not make of its "
+                f"parameters.\n  expected {expected}\n  found {found}"
+            )
+        # Axes of mirrors as they were given, `PartitionSpec()` that names nothing as `None`.
+        axes = [
+            row.parameter_axes if row.is_mirror else row.spec or None for row in explanation.rows
+        ]
+        state = OptimizerState(step=None, param_states=jax.tree.unflatten(found, axes))
+        target = normalise_param_axes(optimizer.target, param_axes, pad=False)
         return Optimizer(optimizer_def=self, state=state, target=target)
 
     def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
@@ -372,10 +380,6 @@ class OptaxWrapper(OptimizerDef):
     def __repr__(self) -> str:
         what = self.hyper_params if self.recipe else self.optax_optimizer
         return f"{type(self).__name__}({what})"
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names) or "none"
 
 
 def _after(state: OptimizerState, param_states: Any) -> OptimizerState:

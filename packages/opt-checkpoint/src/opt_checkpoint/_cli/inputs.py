@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import operator
 import os
@@ -11,10 +10,9 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from opt_core.errors import OptimizerError
 
 from opt_checkpoint._disk.checkpointer import Checkpointer
 from opt_checkpoint._disk.foreign import ForeignStep, open_foreign, open_tree
@@ -25,27 +23,19 @@ from opt_checkpoint._planning.rules import Pad, Rename, Rule, Stack, Unstack
 from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import ForeignError, LoadError
 
-# Of a number that someone typed.
-_DIGITS = 18
 ACTIONS = (
     "initialise, keep, drop, cast, reshape, rename:SOURCE, stack:SOURCE[:AXIS], "
     "unstack:SOURCE:INDEX[:AXIS] or pad:AXIS:SIZE"
 )
+_INTEGER = "-?[0-9]{1,18}"  # as one may type it
 
 
 class InputError(Exception):
     """What is wrong with the input, in one line."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """A checkpoint that was named on the command line.
-
-    Attributes:
-      name: what to call it.
-      path: its folder.
-      step: of a run of this package, the number that it must have been saved as.
-    """
+class Place(NamedTuple):
+    """A checkpoint: what to call it, its folder, and the step that it must have been saved as."""
 
     name: str
     path: Path
@@ -57,17 +47,14 @@ class Place:
         Args:
           written_by: the function that makes the optimizer that wrote it; without, what has no
             manifest is leaves by path, of no known meaning.
-
-        Raises:
-          DamagedError: it cannot be read.
-          InputError: it is no checkpoint, or another optimizer's.
         """
+        path = self.path.absolute()  # as Orbax wants it
         try:
-            if own_item(self.path) is not None:
-                return open_step(self.path, step=self.step)
+            if own_item(path) is not None:
+                return open_step(path, step=self.step)
             if written_by is None:
-                return open_tree(self.path)
-            return open_foreign(self.path, written_by=make_optimizer(written_by, allocate=False))
+                return open_tree(path)
+            return open_foreign(path, written_by=make_optimizer(written_by, allocate=False))
         except LoadError:
             raise InputError(f"`{self.path}` holds no checkpoints") from None
         except ForeignError as error:
@@ -75,11 +62,7 @@ class Place:
 
 
 def find_checkpoints(text: str) -> list[Place]:
-    """Finds all steps of the folder of a run, `RUN@STEP`, or the one whose folder it is.
-
-    Raises:
-      InputError: there is none.
-    """
+    """Finds all steps of the folder of a run, `RUN@STEP`, or the one whose folder it is."""
     root, at, number = text.rpartition("@")
     if at and number.isascii() and number.isdecimal() and not os.path.exists(text):
         steps = find_steps(root)
@@ -93,11 +76,7 @@ def find_checkpoints(text: str) -> list[Place]:
 
 
 def find_steps(text: str) -> dict[str, Place]:
-    """Finds the steps of a run, whoever wrote them, by their numbers, the oldest first.
-
-    Raises:
-      InputError: there is no such folder.
-    """
+    """Finds the steps of a run, whoever wrote them, by their numbers, the oldest first."""
     if not os.path.isdir(text or "."):
         raise InputError(f"`{text:.200}` is no folder")
     root = Path(text)
@@ -110,44 +89,34 @@ def find_steps(text: str) -> dict[str, Place]:
 
 
 def check_new_step(root: str, step: int) -> None:
-    """Checks that a step can be saved in a folder; touches nothing.
-
-    Raises:
-      InputError: it cannot.
-    """
-    if not os.path.lexists(root):
+    """Checks that a step can be saved in a folder, before anything is touched there."""
+    folder = Path(root)
+    if not folder.is_dir():
+        if os.path.lexists(folder):
+            raise InputError(f"`{root}` is no folder")
         return
-    if not os.path.isdir(root):
-        raise InputError(f"`{root}` is no folder")
-    steps = Checkpointer(root, read_only=True).steps()
+    steps = Checkpointer(folder, read_only=True).steps()
     if steps and step <= steps[-1]:
         raise InputError(
             f"`{root}` has step {steps[-1]}, and steps only rise: {step} cannot be saved"
         )
-    if os.path.lexists(place := os.path.join(root, str(step))):
-        raise InputError(f"`{place}` is in the way, and no checkpoint")
+    if os.path.lexists(folder / str(step)):
+        raise InputError(f"`{folder / str(step)}` is in the way, and no checkpoint")
 
 
 def parse_step(text: str) -> int:
-    """Reads `--step`.
-
-    Raises:
-      InputError: it is no number of a step.
-    """
-    if not (text.isascii() and text.isdecimal() and len(text) <= _DIGITS):
+    """Reads `--step`."""
+    if not (re.fullmatch(_INTEGER, text) and int(text) >= 0):
         raise InputError(f"`--step` must be an integer from 0 on, found `{text:.40}`")
     return int(text)
 
 
 def make_optimizer(target: str, *, allocate: bool) -> Any:
-    """Calls `MODULE:FUNCTION`, which returns an optimizer.
+    """Calls `MODULE:FUNCTION`, which takes no arguments and returns an optimizer.
 
     Args:
-      target: module and function; the function takes no arguments.
+      target: module and function.
       allocate: whether to run it; otherwise it is traced for its shapes.
-
-    Raises:
-      InputError: there is no such function, it raises, or it returns something else.
     """
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
@@ -155,7 +124,7 @@ def make_optimizer(target: str, *, allocate: bool) -> Any:
     # As for `python -m`; an installed script would not find modules beside the caller.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
-    with foreign_code(f"`{module_name}` cannot be imported"):
+    with _foreign_code(f"`{module_name}` cannot be imported"):
         module = importlib.import_module(module_name)
     try:
         function = operator.attrgetter(name)(module)
@@ -163,7 +132,7 @@ def make_optimizer(target: str, *, allocate: bool) -> Any:
         raise InputError(f"`{module_name}` has no function `{name}`") from None
     if not callable(function):
         raise InputError(f"`{target}` is not a function but a {type(function).__name__}")
-    with foreign_code(f"`{target}` failed"):
+    with _foreign_code(f"`{target}` failed"):
         made = function() if allocate else _abstract(function)
     try:
         view_of(made, argument=target)
@@ -173,6 +142,7 @@ def make_optimizer(target: str, *, allocate: bool) -> Any:
 
 
 def _abstract(function: Any) -> Any:
+    """What a function returns, traced; it may return leaves that are abstract already."""
     made: list[Any] = []
 
     def run() -> Any:
@@ -187,14 +157,19 @@ def _is_abstract(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
+@contextlib.contextmanager
+def _foreign_code(what: str) -> Iterator[None]:
+    """Runs code that is not ours: any exception is an `InputError` that begins with `what`."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())
+        raise InputError(f"{what}: {type(error).__name__}: {text}") from error
+
+
 def parse_rule(text: str) -> Rule:
-    r"""Reads `PATTERN=ACTION`.
-
-    Actions: a word (`initialise`, `keep`, `drop`, `cast`, `reshape`), `rename:SOURCE`,
-    `stack:SOURCE[:AXIS]`, `unstack:SOURCE:INDEX[:AXIS]` or `pad:AXIS:SIZE`. A `Map` needs Python.
-
-    Raises:
-      InputError: it is not of that form.
+    r"""Reads `PATTERN=ACTION`: see `ACTIONS`. A `Map` needs Python.
 
     Examples:
       >>> parse_rule(r'(.*)/layers/(.*)=stack:\1/layers_{i}/\2')
@@ -208,7 +183,7 @@ def parse_rule(text: str) -> Rule:
     word, *given = action.split(":")
     if not (equals and pattern and word):
         raise InputError(f"`--rule` must be PATTERN=ACTION, found `{text:.200}`")
-    values: list[Any] = [int(x) if _is_integer(x) else x for x in given]
+    values: list[Any] = [int(x) if re.fullmatch(_INTEGER, x) else x for x in given]
     match word, values:
         case ("initialise" | "keep" | "drop" | "cast" | "reshape") as plain, []:
             return pattern, plain
@@ -216,8 +191,10 @@ def parse_rule(text: str) -> Rule:
             return pattern, Rename(given[0])
         case "stack", [_] | [_, int()]:
             return pattern, Stack(given[0], *values[1:])
-        case "unstack", [_, _] | [_, _, int()] if not given[1].isdecimal() or _is_integer(given[1]):
+        case "unstack", [_, int()] | [_, int(), int()]:
             return pattern, Unstack(given[0], given[1], *values[2:])
+        case "unstack", [_, str(index)] | [_, str(index), int()] if not index.isdecimal():
+            return pattern, Unstack(given[0], index, *values[2:])
         case "pad", [int(), int(size)] if size >= 0:
             return pattern, Pad(*values)
     raise InputError(f"`--rule`: expected {ACTIONS}, found `{action:.200}`")
@@ -225,9 +202,6 @@ def parse_rule(text: str) -> Rule:
 
 def parse_writers(texts: Sequence[str]) -> str | dict[str, str] | None:
     """Reads `NAME`, or `GROUP=NAME` for every group.
-
-    Raises:
-      InputError: it is something else.
 
     Examples:
       >>> parse_writers(['Adam']), parse_writers(['kernels=LAMB', 'rest=Adam'])
@@ -241,28 +215,3 @@ def parse_writers(texts: Sequence[str]) -> str | dict[str, str] | None:
             f"`--written-by` must be a NAME, or GROUP=NAME for each; found `{' '.join(texts)}`"
         )
     return {group: name for group, _, name in pairs} or None
-
-
-def _is_integer(text: str) -> bool:
-    digits = text.removeprefix("-")
-    return digits.isdecimal() and len(digits) <= _DIGITS
-
-
-@contextlib.contextmanager
-def only_wrong_input() -> Iterator[None]:
-    """Whatever goes wrong is the input's fault: any error of optimizers is an `InputError`."""
-    try:
-        yield
-    except OptimizerError as error:
-        raise InputError(str(error)) from error
-
-
-@contextlib.contextmanager
-def foreign_code(what: str) -> Iterator[None]:
-    """Runs code that is not ours: any exception is an `InputError` that begins with `what`."""
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    except (Exception, SystemExit) as error:
-        text = " ".join(str(error).split())
-        raise InputError(f"{what}: {type(error).__name__}: {text}") from error

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk.background import at_exit, not_at_exit
 from opt_checkpoint._disk.foreign_steps import check_own, foreign_steps
-from opt_checkpoint._disk.processes import are_equal, together
+from opt_checkpoint._disk.newest import check_equal, list_own, newest
+from opt_checkpoint._disk.processes import together
 from opt_checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
 from opt_checkpoint._disk.saving import view_to_save
 from opt_checkpoint._disk.writer import Writer
@@ -23,14 +23,12 @@ from opt_checkpoint.errors import (
     CheckpointError,
     DamagedError,
     ForeignError,
-    LoadError,
     MissingError,
     SaveError,
 )
 
 _log = logging.getLogger(__name__)
 _Target = TypeVar("_Target")
-_Found = TypeVar("_Found")
 
 
 class Checkpointer:
@@ -190,8 +188,7 @@ class Checkpointer:
         Raises:
           ForeignError: there are steps that another program wrote; see `open_foreign`.
         """
-        check_own(self.directory)
-        return _orbax.list_steps(self.directory)
+        return list_own(self.directory)
 
     def latest_step(self) -> int | None:
         """Returns the latest step that is committed."""
@@ -254,7 +251,7 @@ class Checkpointer:
                 raise DamagedError(report.error or "")
             return saved
 
-        return self._newest(look)
+        return newest(self.directory, look, self._pass_over)
 
     def restore(
         self,
@@ -335,7 +332,7 @@ class Checkpointer:
             return (restored,)
 
         self.restored_step = None
-        found = self._newest(restore)
+        found = newest(self.directory, restore, self._pass_over)
         if found is None:
             raise MissingError(f"`{self.directory}` has no step to restore")
         return found[0]
@@ -364,50 +361,17 @@ class Checkpointer:
                 self.delete(found)
         return later
 
-    def _newest(self, use: Callable[[int], _Found]) -> _Found | None:
-        """Returns what the newest step is used for; every process of a run calls it.
-
-        Args:
-          use: raises a `DamagedError` or a `LoadError` in every process if a step is not good; then
-            the one before is tried. Any other error is raised.
-
-        Raises:
-          MissingError: there are steps, and none is good.
-        """
-        tried: set[int] = set()
-        while True:
-            found = self.steps()
-            self._check_equal(found)
-            left = [step for step in found if step not in tried]
-            if not left:
-                break
-            try:
-                return use(left[-1])
-            except MissingError:
-                # A writer may retire a step while it is looked at, and have saved others.
-                with together():
-                    if left[-1] in self.steps():
-                        raise
-            except (DamagedError, LoadError) as error:
-                tried.add(left[-1])
-                _log.warning("step %d is passed over: %s", left[-1], error)
-                if self._writer is not None:
-                    self._writer.passed.add(left[-1])
-        if found:
-            raise MissingError(f"`{self.directory}`: none of the steps {found} is valid")
-        return None
-
     def _is_foreign(self) -> bool:
         """Whether the folder holds another program's steps: then a writer takes nothing there."""
         found = foreign_steps(self.directory)
-        self._check_equal(found)
+        check_equal(self.directory, found)
         if found:
             self._state = "not written to: it held another program's checkpoints when it was opened"
         return bool(found)
 
-    def _check_equal(self, found: Sequence[object]) -> None:
-        if not are_equal(repr(found).encode()):
-            raise DamagedError(f"`{self.directory}`: the processes do not see the same steps")
+    def _pass_over(self, step: int) -> None:
+        if self._writer is not None:
+            self._writer.passed.add(step)
 
     def _open_writer(self) -> Writer:
         if self._writer is None:

@@ -30,6 +30,7 @@ Sums = np.ndarray[Any, Any]  # uint32[arrays, 2]
 # Of a part: the row-major index of its first element in the whole array, and how far apart
 # neighbours along each dimension are, modulo 2**32. `None` is that of a whole array.
 _Place = list[int] | None
+_WHOLE: list[_Place] = [None]
 _Block = tuple[int, Any, Any]  # the number of an array, words of it, and their index in it
 
 _SPREAD, _OTHER = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
@@ -45,34 +46,38 @@ class Digests:
     On an accelerator large parts are summed by programs that have been started, and small ones are
     copied. On CPU there are references: JAX does not reuse memory that has any.
 
-    Args:
-      arrays: `jax.Array`s of any sharding, dtype and memory kind, no typed keys; or NumPy arrays
-        that nobody writes to.
-
-    Attributes:
-      partial: the numbers of those that other processes have parts of.
+    The arrays are `jax.Array`s of any sharding, dtype and memory kind, no typed keys, or NumPy
+    arrays that nobody writes to. `partial` has the numbers of those that other processes have parts
+    of.
     """
 
     def __init__(self, arrays: Sequence[Any]) -> None:
         self.partial: list[int] = []
         self._count = len(arrays)
+        # By column: thousands of tuples would set off the garbage collector while training waits.
+        self._numbers: list[int] = []
+        self._parts: list[Any] = []
+        self._places: list[_Place] = []
         self._on_device: list[tuple[int, jax.Array]] = []
-        on_host: list[tuple[int, Any, _Place]] = []
+        is_cpu = jax.default_backend() == "cpu"
         for i, array in enumerate(arrays):
             if not isinstance(array, jax.Array) or isinstance(array.sharding, SingleDeviceSharding):
-                parts: list[tuple[Any, _Place]] = [(array, None)]
+                parts, places = [array], _WHOLE
             else:
-                parts = _distinct_parts(array)
+                parts, places = _distinct_parts(array)
                 if not array.is_fully_addressable:
                     self.partial.append(i)
-            if parts and _is_large_on_device(parts[0][0]):
-                self._on_device.append((i, _device_sums(parts)))
-            else:
-                on_host += [(i, part, place) for part, place in parts]
-        for _, part, _ in on_host:
-            if isinstance(part, jax.Array):
-                part.copy_to_host_async()
-        self._on_host = [(i, np.asarray(part), place) for i, part, place in on_host]
+            if not is_cpu and parts and _is_large_on_device(parts[0]):
+                self._on_device.append((i, _device_sums(parts, places)))
+                continue
+            self._numbers += [i] * len(parts)
+            self._parts += parts
+            self._places += places
+        if not is_cpu:
+            for part in self._parts:
+                if isinstance(part, jax.Array):
+                    part.copy_to_host_async()
+        self._parts = [np.asarray(part) for part in self._parts]
 
     def sums(self) -> Sums:
         """Waits, and returns the sums of the parts that this process answers for."""
@@ -85,7 +90,8 @@ class Digests:
 
     def _host_blocks(self, total: Sums) -> Iterator[_Block]:
         """Yields blocks of small parts, and adds the sums of large ones."""
-        for i, part, place in self._on_host:
+        parts = zip(self._numbers, self._parts, self._places, strict=True)
+        for i, part, place in parts:
             words = _host_words(part)
             if words.nbytes >= _LARGE and jax.default_backend() == "cpu":
                 total[i] += _large_sums(words, place)
@@ -132,40 +138,36 @@ def bound(name: str, digest: str) -> str:
     return f"{int(digest, 16) ^ int.from_bytes(mask):016x}"
 
 
-def _distinct_parts(array: jax.Array) -> list[tuple[Any, _Place]]:
-    """The parts of an array that this process answers for, with their places."""
+def _distinct_parts(array: jax.Array) -> tuple[list[Any], list[_Place]]:
+    """The parts of an array that this process answers for, and their places."""
     strides = _strides(array.shape)
-    return [
-        (shard.data, _place(shard.index, array.shape, strides))
-        for shard in array.addressable_shards
-        # Of all devices that hold the same part, in whatever process, one has the replica 0.
-        if shard.replica_id == 0
-    ]
+    # Of all devices that hold the same part, in whatever process, one has the replica 0.
+    shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+    places: list[_Place] = [_place(shard.index, array.shape, strides) for shard in shards]
+    return [shard.data for shard in shards], places
 
 
 def _is_large_on_device(part: Any) -> bool:
-    if not isinstance(part, jax.Array) or part.nbytes < _LARGE or jax.default_backend() == "cpu":
+    if not isinstance(part, jax.Array) or part.nbytes < _LARGE:
         return False
     (device,) = part.devices()
     return part.sharding.memory_kind in (None, device.default_memory().kind)
 
 
-def _device_sums(parts: Sequence[tuple[jax.Array, _Place]]) -> Any:
+def _device_sums(parts: Sequence[jax.Array], places: Sequence[_Place]) -> Any:
     """The sums of large parts, each on its device, uint32[parts, 2]."""
-    first, place = parts[0]
+    given = np.array([place or [0, *_strides(parts[0].shape)] for place in places], np.uint32)
     if len(parts) == 1:
-        given = place or [0, *_strides(first.shape)]
-        return _sums(first, np.array([given], np.uint32))
+        return _sums(parts[0], given)
     # The parts one below the other: an array of the same buffers. One program for all of them is
     # compiled once, not once for each device.
-    mesh = Mesh(np.array([part.device for part, _ in parts]), ("shards",))
+    mesh = Mesh(np.array([part.device for part in parts]), ("shards",))
     rows = NamedSharding(mesh, PartitionSpec("shards"))
-    height, *others = first.shape
+    height, *others = parts[0].shape
     below = jax.make_array_from_single_device_arrays(
-        (len(parts) * height, *others), rows, [part for part, _ in parts]
+        (len(parts) * height, *others), rows, list(parts)
     )
-    places = jax.device_put(np.array([place for _, place in parts], np.uint32), rows)
-    return _sums_of_shards(below, places, mesh)
+    return _sums_of_shards(below, jax.device_put(given, rows), mesh)
 
 
 def _large_sums(words: Any, place: _Place) -> Any:

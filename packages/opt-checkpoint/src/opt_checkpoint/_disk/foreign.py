@@ -22,7 +22,7 @@ from opt_checkpoint._disk.foreign_steps import foreign_steps, is_orbax, own_item
 from opt_checkpoint._disk.foreign_stores import Store, Stored, open_store
 from opt_checkpoint._disk.processes import together
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
-from opt_checkpoint._disk.storage import data_sharding
+from opt_checkpoint._disk.storage import data_sharding, placed
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema
 from opt_checkpoint._planning.functions import abstract
 from opt_checkpoint._targets.named import named_view
@@ -114,13 +114,7 @@ def open_foreign(path: str | Path, *, written_by: Any = None) -> ForeignStep | S
 
 
 def open_tree(folder: Path) -> ForeignStep:
-    """Opens a checkpoint as what it is: leaves by path, of no known meaning.
-
-    Raises:
-      DamagedError: it cannot be read.
-      ForeignError: it is a folder of steps.
-      LoadError: it is not a checkpoint.
-    """
+    """Opens a checkpoint as what it is: leaves by path, of no known meaning."""
     stores = _stores(folder)
     return _opened(folder, stores, Schema(()), Found({}, tuple(_leaves(stores))), under=())
 
@@ -129,11 +123,7 @@ def _opened(
     folder: Path, stores: Mapping[str, Store], schema: Schema, found: Found, *, under: Names
 ) -> ForeignStep:
     leaves = _leaves(stores)
-    infos = [
-        _info(info, leaves[found.keys[info.name]])
-        for info in schema.leaves
-        if info.name in found.keys
-    ]
+    infos = [_info(x, leaves[found.keys[x.name]]) for x in schema.leaves if x.name in found.keys]
     others = {}
     for key in found.rest:
         path = key[1:] if key[0] == _HERE else key
@@ -212,10 +202,7 @@ def _leaf(info: LeafInfo, stored: Any, place: jax.ShapeDtypeStruct) -> Any:
         return jax.random.wrap_key_data(stored, impl=_impl(info.dtype))
     if isinstance(stored, jax.Array) and str(stored.dtype) == info.dtype:
         return stored
-    array = np.asarray(stored).astype(jnp.dtype(info.dtype))
-    if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
-        return array
-    return jnp.asarray(array) if place.sharding is None else jax.device_put(array, place.sharding)
+    return placed(np.asarray(stored).astype(jnp.dtype(info.dtype)), place.sharding)
 
 
 def _impl(dtype: str) -> str:

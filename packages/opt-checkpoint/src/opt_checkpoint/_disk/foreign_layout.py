@@ -25,12 +25,7 @@ _LISTED = 6
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Where the leaves are.
-
-    Attributes:
-      keys: of each leaf that is there, by name.
-      rest: keys of what belongs to none.
-    """
+    """Where the leaves are: the key of each that is there, by name, and the keys of the rest."""
 
     keys: Mapping[str, Names]
     rest: tuple[Names, ...]
@@ -47,16 +42,9 @@ class _Part:
 def find(
     folder: Path, view: View, named: NamedState, shapes: Mapping[Names, tuple[int, ...]]
 ) -> Found:
-    """Looks for everything that an optimizer has.
+    """Looks for everything that an optimizer has, in a checkpoint of these shapes by key.
 
-    Args:
-      folder: of the checkpoint, for messages.
-      view: the optimizer that wrote it.
-      named: its leaves by name.
-      shapes: of what the checkpoint has, by key.
-
-    Raises:
-      ForeignError: the parameters or the state are not there, or twice; lists what is missing.
+    A `ForeignError` lists what is not there, or there twice.
     """
     left = set(shapes)
     infos = named.schema.leaves

@@ -18,11 +18,7 @@ _LISTED = 5
 
 
 def check_own(root: Path) -> None:
-    """Checks that all steps in a folder are this package's.
-
-    Raises:
-      ForeignError: another program's are there; says how to read them.
-    """
+    """Raises a `ForeignError` if another program's steps are there; it says how to read them."""
     if found := foreign_steps(root):
         raise ForeignError(describe(root, found))
 
@@ -37,13 +33,9 @@ def foreign_steps(root: Path) -> list[str]:
 
 
 def own_item(folder: Path) -> Path | None:
-    """Returns where the manifest of a checkpoint is: a step of this package, or an item of another.
+    """Returns what has the manifest: the step or item given, or an item of it; `None` if nothing.
 
-    Args:
-      folder: a step, or an item of one.
-
-    Raises:
-      ForeignError: several items have a manifest; names them.
+    A `ForeignError` names the items, where several have one.
     """
     if _is_own(folder) or _is_item(folder):
         return folder

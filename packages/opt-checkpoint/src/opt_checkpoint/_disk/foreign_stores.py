@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,14 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from opt_core import flatten_with_paths
 
 from opt_checkpoint._disk.foreign_steps import INDEX, ITEM_MARK
+from opt_checkpoint._disk.orbax import restore_args, tried
+from opt_checkpoint._disk.storage import is_wide
 from opt_checkpoint._legacy.read import read_legacy
 from opt_checkpoint._naming.schema import Names
-from opt_checkpoint.errors import CheckpointError, DamagedError, LoadError
+from opt_checkpoint.errors import LoadError
 
 _SPEC = {"driver", "kvstore", "metadata"}  # what TensorStore's specs have
 _PLACEHOLDER = "PLACEHOLDER://"
-_T = TypeVar("_T")
 
 
 class Stored(NamedTuple):
@@ -60,7 +62,8 @@ class OrbaxTree:
 
     @cached_property
     def _tree(self) -> Any:
-        return _with_handler(self.folder, lambda handler: handler.metadata(self.folder).tree)
+        with closing(ocp.PyTreeCheckpointHandler()) as handler:
+            return tried(self.folder, lambda: handler.metadata(self.folder).tree)
 
     @cached_property
     def leaves(self) -> Mapping[Names, Stored]:
@@ -88,7 +91,8 @@ class OrbaxTree:
             item=jax.tree.unflatten(structure, items),
             restore_args=jax.tree.unflatten(structure, places),
         )
-        read = _with_handler(self.folder, lambda handler: handler.restore(self.folder, args=args))
+        with closing(ocp.PyTreeCheckpointHandler()) as handler:
+            read = tried(self.folder, lambda: handler.restore(self.folder, args=args))
         found = zip(paths, jax.tree.leaves(read), strict=True)
         return {names: leaf for names, leaf in found if names in wanted}
 
@@ -96,11 +100,8 @@ class OrbaxTree:
         shape, dtype, is_number = self.leaves[names]
         if is_number:
             return ocp.RestoreArgs()
-        if _is_wide(dtype):
-            return ocp.RestoreArgs(restore_type=np.ndarray, dtype=np.dtype(dtype))
-        place = sharding or SingleDeviceSharding(jax.local_devices()[0])
         known = None if dtype.startswith("key<") else jnp.dtype(dtype)
-        return ocp.ArrayRestoreArgs(sharding=place, global_shape=shape, dtype=known)
+        return restore_args(shape, known, sharding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +127,7 @@ class IndexedArrays:
             if isinstance(leaf, str)
         }
         for names, future in opened.items():
-            found[names] = damaged_if_it_fails(self.folder, future.result)
+            found[names] = tried(self.folder, future.result)
         return {names: self._entry(names, leaf) for names, leaf in found.items()}
 
     def _entry(self, names: Names, leaf: Any) -> tuple[Stored, Callable[[Any], Any]]:
@@ -148,14 +149,14 @@ class IndexedArrays:
 
     def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
         """Reads with TensorStore: each device its share."""
-        return damaged_if_it_fails(
+        return tried(
             self.folder,
             lambda: {names: self._read(names, place) for names, place in wanted.items()},
         )
 
     def _read(self, names: Names, sharding: Sharding | None) -> Any:
         stored, part = self._entries[names]
-        if stored.is_number or _is_wide(stored.dtype):
+        if stored.is_number or is_wide(jnp.dtype(stored.dtype)):
             return part(...)
         place = sharding or SingleDeviceSharding(jax.local_devices()[0])
         return jax.make_array_from_callback(stored.shape, place, part)
@@ -183,31 +184,3 @@ def _subfolder(leaf: Any) -> str:
     if name in ("", ".."):
         raise LoadError(f"`{path!s:.80}` is not the folder of an array")
     return name
-
-
-def _is_wide(dtype: str) -> bool:
-    """Whether JAX cannot hold it, as 64 bits by default."""
-    if dtype.startswith("key<"):
-        return False
-    return bool(jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype))
-
-
-def _with_handler(folder: Path, use: Callable[[Any], _T]) -> _T:
-    handler = ocp.PyTreeCheckpointHandler()
-    try:
-        return damaged_if_it_fails(folder, lambda: use(handler))
-    finally:
-        handler.close()  # type: ignore[no-untyped-call]
-
-
-def damaged_if_it_fails(folder: Path, read: Callable[[], _T]) -> _T:
-    """Nothing raw leaves Orbax and TensorStore, but what says nothing about the checkpoint."""
-    try:
-        return read()
-    except (MemoryError, CheckpointError):
-        raise
-    except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        if "RESOURCE_EXHAUSTED" in text:
-            raise
-        raise DamagedError(f"`{folder}` cannot be read: {text}") from error

@@ -16,14 +16,14 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.future import Future
 
 from opt_checkpoint._disk.orbax import ManifestHandler, ManifestSave
-from opt_checkpoint._disk.processes import are_equal, is_first, together
+from opt_checkpoint._disk.processes import is_first, together
 from opt_checkpoint._disk.saved_step import SavedStep
 from opt_checkpoint._disk.saving import Saving
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._planning.match import plan_restore
 from opt_checkpoint._planning.rules import Rule
 from opt_checkpoint._targets.view import View, view_of
-from opt_checkpoint.errors import LeafError, SaveError
+from opt_checkpoint.errors import SaveError
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class OptimizerHandler(ocp.AsyncCheckpointHandler):
     """
 
     def __init__(self) -> None:
-        self._arrays = ocp.PyTreeCheckpointHandler(use_ocdbt=True)
+        self._arrays = ocp.PyTreeCheckpointHandler()
         self._manifest = ManifestHandler()
 
     async def async_save(self, directory: Any, args: OptimizerSave) -> list[Future]:
@@ -63,13 +63,13 @@ class OptimizerHandler(ocp.AsyncCheckpointHandler):
         saving = _prepare(directory, args.target)
         tree = ocp.args.PyTreeSave(saving.tree())
         arrays = await self._arrays.async_save(directory, args=tree)
-        return [*(arrays or []), *await self._manifest.async_save(directory, _manifest(saving))]
+        return [*(arrays or []), *await self._manifest.async_save(directory, ManifestSave(saving))]
 
     def save(self, directory: Any, args: OptimizerSave) -> None:
         """Writes the arrays and the manifest."""
         saving = _prepare(directory, args.target)
         self._arrays.save(directory, args=ocp.args.PyTreeSave(saving.tree()))
-        self._manifest.save(directory, _manifest(saving))
+        self._manifest.save(directory, ManifestSave(saving))
 
     def restore(self, directory: Any, args: OptimizerRestore | None = None) -> Any:
         """Returns the restored target, or the item as a source of plans where none is given."""
@@ -143,7 +143,7 @@ class OptimizerHandlerV1:
 
         async def write() -> None:
             folder = await directory.await_creation()
-            manifest.save(folder, _manifest(saving))
+            manifest.save(folder, ManifestSave(saving))
             await arrays  # until every process has come so far
             if is_first():
                 manifest.finalize(folder)
@@ -187,11 +187,7 @@ def _prepare(directory: Any, target: Any) -> Saving:
             raise SaveError(f"`{directory}` is not in a file system: mount the bucket")
         source = target if isinstance(target, NamedState) else _view(target)
         saving = Saving.prepare(None, source)
-    if not are_equal(saving.local_data()):
-        raise LeafError(
-            f"`{directory}`: the processes would save different things: expected one schema, and "
-            "equal values of arrays that every process has to itself"
-        )
+    saving.check_equal(f"`{directory}`")
     return saving
 
 
@@ -203,10 +199,6 @@ def _view(target: Any) -> View:
             *(type(target).__name__, "`, `".join(view.unsaved)),
         )
     return view
-
-
-def _manifest(saving: Saving) -> ManifestSave:
-    return ManifestSave(saving)
 
 
 def _open(directory: Any) -> SavedStep:

@@ -23,30 +23,12 @@ FORMAT_VERSION = 1
 FILE_NAME = "manifest.json"
 # The first release that reads `FORMAT_VERSION`.
 NEEDS = "0.1.0"
+# What a manifest may hold; more is an error before memory is taken for it.
+MAX_BYTES, MAX_ITEMS = 256 * 2**20, 16_000_000
 # Of metadata: well below what any stack of calls leaves room for.
 _MAX_DEPTH = 200
 # Of a digest, with quotes and a comma, and of all that is in every manifest.
 _DIGEST_BYTES, _FIXED_BYTES = 19, 200
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What a manifest may hold; more is an error before memory is taken for it.
-
-    Attributes:
-      bytes: of the file.
-      items: values in it, however deep.
-    """
-
-    bytes: int = 256 * 2**20
-    items: int = 16_000_000
-
-    def excess(self, size: int, items: int) -> str | None:
-        """Returns what there is too much of, if anything."""
-        for found, allowed, what in ((size, self.bytes, "bytes"), (items, self.items, "values")):
-            if found > allowed:
-                return f"more than {allowed:,} {what}, the limit of a manifest"
-        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +62,8 @@ def encode_step(
 ) -> bytes:
     """Returns the JSON of what a schema does not say, besides digests.
 
-    Args:
-      step: its number.
-      metadata: JSON data.
-      values: of counts and Python scalars, by name.
-      impls: of PRNG keys, by name.
-
-    Raises:
-      LeafError: the metadata are not JSON data, or would not be read again.
+    By name, `values` are those of counts and Python scalars, `impls` those of PRNG keys. A
+    `LeafError` says that the metadata are not JSON data, or would not be read again.
     """
     try:
         _check_json(metadata, 0)
@@ -111,24 +87,13 @@ def encode(schema: bytes, step: bytes, digests: Sequence[str | None]) -> bytes:
 def check_size(schema: bytes, step: bytes, leaves: int) -> None:
     """Raises a `LeafError` if a manifest of all that would be too large to be read again."""
     size = len(schema) + len(step) + _DIGEST_BYTES * leaves + _FIXED_BYTES
-    if excess := Limits().excess(size, _count_items(schema) + _count_items(step) + leaves):
+    if excess := _excess(size, _count_items(schema) + _count_items(step) + leaves):
         raise LeafError(f"the names and metadata are {excess}")
 
 
-def decode(data: bytes, *, where: str, limits: Limits | None = None) -> Manifest:
-    """Reads the bytes of a file.
-
-    Args:
-      data: the bytes.
-      where: for errors, the file.
-      limits: on what may be in it.
-
-    Raises:
-      DamagedError: they are not those that were written.
-      LoadError: they are no manifest, or too large a one.
-      VersionError: a newer format.
-    """
-    whole = _parse(data, where, limits or Limits())
+def decode(data: bytes, *, where: str) -> Manifest:
+    """Reads the bytes of a file, which errors call `where`; raises as `read_manifest` does."""
+    whole = _parse(data, where)
     version = whole.get("format_version")
     if type(version) is not int or version < 1:
         raise LoadError(f"`{where}`: expected `format_version`, found none: it is no manifest")
@@ -146,7 +111,7 @@ def decode(data: bytes, *, where: str, limits: Limits | None = None) -> Manifest
         raise LoadError(f"`{where}`: {error}") from None
 
 
-def read_manifest(folder: Path, *, limits: Limits | None = None) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of a step, or of an item that `OptimizerHandler` wrote.
 
     Raises:
@@ -157,15 +122,14 @@ def read_manifest(folder: Path, *, limits: Limits | None = None) -> Manifest:
     """
     beside = folder / FILE_NAME
     path = beside if beside.is_file() else folder / "manifest" / FILE_NAME
-    limits = limits or Limits()
     try:
         with path.open("rb") as file:
-            data = file.read(limits.bytes + 1)
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         if not folder.is_dir():
             raise MissingError(f"`{folder}` has been deleted") from None
         raise DamagedError(f"`{path}` cannot be read: {error.strerror}") from error
-    return decode(data, where=str(path), limits=limits)
+    return decode(data, where=str(path))
 
 
 def _from_data(body: Any) -> Manifest:
@@ -214,8 +178,8 @@ def _canonical(data: Any) -> bytes:
     return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _parse(data: bytes, where: str, limits: Limits) -> dict[str, Any]:
-    if excess := limits.excess(len(data), _count_items(data)):
+def _parse(data: bytes, where: str) -> dict[str, Any]:
+    if excess := _excess(len(data), _count_items(data)):
         raise LoadError(f"`{where}`: {excess}")
     try:
         whole = json.loads(data, object_pairs_hook=_unique)
@@ -226,6 +190,13 @@ def _parse(data: bytes, where: str, limits: Limits) -> dict[str, Any]:
     if not isinstance(whole, dict):
         raise LoadError(f"`{where}`: expected a mapping, found {type(whole).__name__}")
     return whole
+
+
+def _excess(size: int, items: int) -> str | None:
+    for found, allowed, what in ((size, MAX_BYTES, "bytes"), (items, MAX_ITEMS, "values")):
+        if found > allowed:
+            return f"more than {allowed:,} {what}, the limit of a manifest"
+    return None
 
 
 def _count_items(data: bytes) -> int:

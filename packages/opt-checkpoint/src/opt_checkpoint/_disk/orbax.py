@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
+from jax.sharding import Sharding, SingleDeviceSharding
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 from orbax.checkpoint.path import step as step_lib
 
 from opt_checkpoint._disk.durable import DurablePath
 from opt_checkpoint._disk.manifest import FILE_NAME
 from opt_checkpoint._disk.saving import Saving
+from opt_checkpoint._disk.storage import is_wide
+from opt_checkpoint.errors import CheckpointError, DamagedError, MissingError
 
 LEAVES, MANIFEST, TRASH = "leaves", "manifest", "trash"
 _SUMS = "sums.{}"
+_T = TypeVar("_T")
 
 
 class ManifestHandler(ocp.AsyncCheckpointHandler):
@@ -58,23 +63,18 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
         for path in paths:
             path.unlink()
 
-    def restore(self, directory: Any, args: ManifestRestore | None = None) -> bytes:
+    def restore(self, directory: Any, args: Any = None) -> bytes:
         """Returns its bytes."""
         return (Path(directory) / FILE_NAME).read_bytes()
 
 
-@ocp.args.register_with_handler(ManifestHandler, for_save=True)
+# Orbax takes no handler that has arguments for saving alone.
+@ocp.args.register_with_handler(ManifestHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class ManifestSave(ocp.args.CheckpointArgs):
     """What to write."""
 
     saving: Saving
-
-
-@ocp.args.register_with_handler(ManifestHandler, for_restore=True)
-@dataclasses.dataclass
-class ManifestRestore(ocp.args.CheckpointArgs):
-    """Nothing: there is one manifest."""
 
 
 class StepNames(step_lib.NameFormat[step_lib.Metadata]):
@@ -90,11 +90,7 @@ class StepNames(step_lib.NameFormat[step_lib.Metadata]):
             yield step_lib.Metadata(step=step, path=base_path / str(step))
 
     def find_step(self, base_path: Any, step: int) -> step_lib.Metadata:
-        """Returns where a step is.
-
-        Raises:
-          ValueError: there is none.
-        """
+        """Returns where a step is; Orbax expects a `ValueError` where there is none."""
         if step not in list_steps(Path(base_path)):
             raise ValueError(f"no step {step} in `{base_path}`")
         return step_lib.Metadata(step=step, path=base_path / str(step))
@@ -132,13 +128,8 @@ def open_manager(
         temporary_path_class=DurablePath,
         todelete_subdir=TRASH,
     )
-    handlers = {LEAVES: array_handler(), MANIFEST: ManifestHandler()}
+    handlers = {LEAVES: ocp.PyTreeCheckpointHandler(), MANIFEST: ManifestHandler()}
     return ocp.CheckpointManager(directory, item_handlers=handlers, options=options)
-
-
-def array_handler(**options: Any) -> ocp.PyTreeCheckpointHandler:
-    """Returns a fresh handler of arrays: one that failed is not used again."""
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, **options)
 
 
 def _leaves(folder: Path) -> Path:
@@ -146,23 +137,43 @@ def _leaves(folder: Path) -> Path:
     return folder / LEAVES if (folder / MANIFEST).is_dir() else folder
 
 
-def restore_arrays(folder: Path, item: Any, restore_args: Sequence[Any] | Any) -> Any:
+def restore_arrays(folder: Path, item: Any, restore_args: Any) -> Any:
     """Reads some arrays of a step into where they are wanted."""
-    handler = array_handler()
-    try:
-        return handler.restore(
-            _leaves(folder),
-            args=ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True),
-        )
-    finally:
-        handler.close()  # type: ignore[no-untyped-call]
+    args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
+    with closing(ocp.PyTreeCheckpointHandler()) as handler:  # One that failed is not used again.
+        return handler.restore(_leaves(folder), args=args)
+
+
+def restore_args(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) -> Any:
+    """Returns how an array is to be read; a dtype of `None` is the one that it has."""
+    if dtype is not None and is_wide(dtype):
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+    place = sharding or SingleDeviceSharding(jax.local_devices()[0])
+    return ocp.ArrayRestoreArgs(sharding=place, global_shape=shape, dtype=dtype)
 
 
 def stored_arrays(folder: Path) -> dict[tuple[str, ...], tuple[tuple[int, ...], Any]]:
     """Returns shape and dtype of every array of a step, without reading them, by its key."""
-    handler = array_handler()
-    try:
+    with closing(ocp.PyTreeCheckpointHandler()) as handler:
         tree = handler.metadata(_leaves(folder)).tree
-    finally:
-        handler.close()  # type: ignore[no-untyped-call]
     return {key: (tuple(a.shape), np.dtype(a.dtype)) for key, a in flatten_dict(tree).items()}
+
+
+def tried(folder: Path, read: Callable[[], _T]) -> _T:
+    """Nothing raw leaves Orbax and TensorStore, but what says nothing about the checkpoint."""
+    try:
+        return read()
+    except (MemoryError, CheckpointError):
+        raise
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        if "RESOURCE_EXHAUSTED" in text:
+            raise
+        raise damaged(folder, f"cannot be read: {text}") from error
+
+
+def damaged(folder: Path, what: str) -> CheckpointError:
+    """Returns the error of a checkpoint that is not what was written, or has gone meanwhile."""
+    if not folder.is_dir():
+        return MissingError(f"`{folder}` has been deleted while it was read")
+    return DamagedError(f"`{folder}`: {what}")

@@ -22,11 +22,7 @@ def is_first() -> bool:
 
 
 def agree(error: CheckpointError | None) -> None:
-    """Raises in every process the error that one of them has; all processes must call it.
-
-    Args:
-      error: of this process, or `None`.
-    """
+    """Raises in every process the error that one of them has; all processes must call it."""
     if jax.process_count() > 1:
         mine = f"{type(error).__name__} {error}".encode() if error is not None else b""
         padded = np.frombuffer(mine[:_BYTES].ljust(_BYTES, b"\0"), np.uint8)

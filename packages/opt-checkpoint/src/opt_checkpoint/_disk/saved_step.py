@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from opt_core import flatten_with_paths
@@ -21,7 +20,7 @@ from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk import storage as _storage
 from opt_checkpoint._disk.digest import bound, digests
 from opt_checkpoint._disk.foreign_steps import describe, is_orbax, own_item
-from opt_checkpoint._disk.manifest import Limits, Manifest, read_manifest
+from opt_checkpoint._disk.manifest import Manifest, read_manifest
 from opt_checkpoint._disk.processes import is_first, together
 from opt_checkpoint._disk.saving import EXTRA
 from opt_checkpoint._disk.storage import is_stored
@@ -35,7 +34,6 @@ from opt_checkpoint.errors import (
 )
 
 Level = Literal["manifest", "digests"]
-_T = TypeVar("_T")
 _BATCH_BYTES = 512 * 2**20
 
 
@@ -67,16 +65,14 @@ class SavedStep:
 
     Attributes:
       path: the folder of the step.
-      limits: on what its manifest may hold.
     """
 
     path: Path
-    limits: Limits | None = None
 
     @cached_property
     def manifest(self) -> Manifest:
         """What it says about itself; read once."""
-        return read_manifest(self.path, limits=self.limits)
+        return read_manifest(self.path)
 
     @property
     def step(self) -> int:
@@ -164,25 +160,24 @@ class SavedStep:
         return report
 
     def check_extras(self) -> None:
-        """Reads what was saved as `extras` and compares the digests.
-
-        Raises:
-          DamagedError: a leaf is not what was written.
-        """
+        """Reads what was saved as `extras` and compares the digests."""
         self._read_stored({info: None for info in self.schema.leaves if info.kind == EXTRA})
 
     def _check_stored_shapes(self) -> None:
         expected = {info: self._struct(info) for info in self.schema.leaves if is_stored(info)}
-        stored = self._try(lambda: _orbax.stored_arrays(self.path)) if expected else {}
+        stored = {}
+        if expected:
+            stored = _orbax.tried(self.path, lambda: _orbax.stored_arrays(self.path))
         for info, struct in expected.items():
             found = stored.pop(_storage.store_key(info.path), None)
             if found != (struct.shape, struct.dtype):
-                raise self._damaged(
+                raise _orbax.damaged(
+                    self.path,
                     f"`{info.name}`: expected {struct.dtype}{list(struct.shape)}, found "
-                    f"{f'{found[1]}{list(found[0])}' if found else 'none'}"
+                    f"{f'{found[1]}{list(found[0])}' if found else 'none'}",
                 )
         if stored:
-            raise self._damaged(f"`{next(iter(stored))}` is not in the manifest")
+            raise _orbax.damaged(self.path, f"`{next(iter(stored))}` is not in the manifest")
 
     def _struct(self, info: LeafInfo) -> jax.ShapeDtypeStruct:
         return _storage.stored_shape(info, self.manifest.records[info.name])
@@ -198,9 +193,10 @@ class SavedStep:
             for name, digest in zip(stored, digests(list(stored.values())), strict=True):
                 expected, found = self.manifest.records[name].digest, bound(name, digest)
                 if found != expected:
-                    raise self._damaged(
+                    raise _orbax.damaged(
+                        self.path,
                         f"`{name}`: expected the digest {expected}, found {found}: its "
-                        "bytes are not those that were written"
+                        "bytes are not those that were written",
                     )
         return stored
 
@@ -213,42 +209,24 @@ class SavedStep:
             key, struct = _storage.store_key(info.path), self._struct(info)
             if info.is_key:
                 sharding = _storage.data_sharding(sharding, len(struct.shape))
-            item[key], restore_args[key] = struct, _restore_args(struct, sharding)
+            item[key] = struct
+            restore_args[key] = _orbax.restore_args(struct.shape, struct.dtype, sharding)
         nested = _storage.nest(item), _storage.nest(restore_args)
-        tree = flatten_dict(self._try(lambda: _orbax.restore_arrays(self.path, *nested)))
+        read = _orbax.tried(self.path, lambda: _orbax.restore_arrays(self.path, *nested))
+        tree = flatten_dict(read)
         for info, key in zip(places, item, strict=True):
             if not isinstance(tree.get(key), jax.Array | np.ndarray):
-                raise self._damaged(f"`{info.name}` is missing")
+                raise _orbax.damaged(self.path, f"`{info.name}` is missing")
         return {info.name: tree[key] for info, key in zip(places, item, strict=True)}
 
-    def _try(self, read: Callable[[], _T]) -> _T:
-        """Nothing raw leaves Orbax and TensorStore, but what says nothing about the step."""
-        try:
-            return read()
-        except MemoryError:
-            raise
-        except Exception as error:
-            text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-            if "RESOURCE_EXHAUSTED" in text:
-                raise
-            raise self._damaged(f"cannot be read: {text}") from error
 
-    def _damaged(self, what: str) -> CheckpointError:
-        if not self.path.is_dir():
-            return MissingError(f"`{self.path}` has been deleted while it was read")
-        return DamagedError(f"`{self.path}`: {what}")
-
-
-def open_step(
-    path: str | Path, *, step: int | None = None, limits: Limits | None = None
-) -> SavedStep:
+def open_step(path: str | Path, *, step: int | None = None) -> SavedStep:
     """Opens the folder of one step for reading; takes no lock.
 
     Args:
       path: the folder; or, in another program's checkpoint, the item that `OptimizerHandler` wrote,
         or the step with that item.
       step: that it must have been saved as, if given.
-      limits: on what its manifest may hold.
 
     Raises:
       DamagedError: its manifest is not what was written.
@@ -263,7 +241,7 @@ def open_step(
     own = own_item(folder)
     if own is None and is_orbax(folder):
         raise ForeignError(describe(folder, ["."]))
-    saved = SavedStep(own or folder, limits)
+    saved = SavedStep(own or folder)
     if step not in (None, saved.step):
         raise DamagedError(f"`{folder}` was saved as step {saved.step}, not {step}")
     return saved
@@ -293,16 +271,6 @@ def _spread(shape: tuple[int, ...]) -> Sharding:
         if shape[dim] and shape[dim] % len(devices) == 0:
             return NamedSharding(mesh, PartitionSpec(*[None] * dim, "devices"))
     return NamedSharding(mesh, PartitionSpec())
-
-
-def _restore_args(struct: jax.ShapeDtypeStruct, sharding: Sharding | None) -> Any:
-    if jax.dtypes.canonicalize_dtype(struct.dtype) != struct.dtype:
-        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=struct.dtype)
-    return ocp.ArrayRestoreArgs(
-        sharding=sharding or SingleDeviceSharding(jax.local_devices()[0]),
-        global_shape=struct.shape,
-        dtype=struct.dtype,
-    )
 
 
 def _check_sharding(info: LeafInfo, sharding: Sharding | None) -> None:

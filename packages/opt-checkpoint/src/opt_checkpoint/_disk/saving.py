@@ -14,6 +14,7 @@ from opt_core import describe_state, flatten_with_paths
 from opt_checkpoint._disk import digest as _digest
 from opt_checkpoint._disk import storage as _storage
 from opt_checkpoint._disk.manifest import check_size, encode, encode_schema, encode_step
+from opt_checkpoint._disk.processes import are_equal
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._naming.schema import LeafInfo, Schema
 from opt_checkpoint._targets.named import named_view
@@ -27,10 +28,8 @@ _log = logging.getLogger(__name__)
 class Layout:
     """What all steps of one structure share, made once.
 
-    Args:
-      schema: of all leaves.
-      source: what the schema was made of: the same object is of the same structure.
-      rest: what it depends on besides.
+    `source` is what the schema was made of: the same object is of the same structure. `rest` is
+    what it depends on besides.
     """
 
     def __init__(self, schema: Schema, source: object = None, rest: object = None) -> None:
@@ -78,15 +77,8 @@ class Saving:
     ) -> Saving:
         """Decides how every leaf is stored and takes hold of its bits.
 
-        Args:
-          step: its number; `None` is that of the state, or 0.
-          target: the state.
-          extras: a pytree to be saved besides.
-          metadata: JSON data.
-          known: the layout of the step before; used again if it is the same.
-
-        Raises:
-          LeafError: a leaf or the metadata cannot be saved, or all that is too much for a manifest.
+        A step of `None` is that of the state, or 0. `known` is the layout of the step before, used
+        again if it is the same. A `LeafError` says what cannot be saved.
         """
         infos, extra_values = extra_leaves(extras)
         if isinstance(target, NamedState):
@@ -133,22 +125,23 @@ class Saving:
         return sums
 
     def encode(self, sums: _digest.Sums) -> bytes:
-        """Returns the manifest's bytes.
-
-        Args:
-          sums: of the arrays, those of all processes together.
-        """
+        """Returns the manifest's bytes; the sums are those of all processes together."""
         found: list[str | None] = [None] * len(self.layout.names)
         for i, pair in zip(self.layout.stored, sums, strict=True):
             found[i] = _digest.bound(self.layout.names[i], _digest.to_hex(pair))
         return encode(self.layout.text, self.step, found)
 
-    def local_data(self) -> bytes:
-        """Returns what must be equal in every process: the manifest, and arrays that each has."""
+    def check_equal(self, where: str) -> None:
+        """Raises a `LeafError` unless all processes have the same manifest; all must call it."""
         if jax.process_count() == 1:
-            return b""
+            return
         local = [array for array in self.arrays if isinstance(array, np.ndarray)]
-        return self.layout.text + self.step + _digest.Digests(local).sums().tobytes()
+        if not are_equal(self.layout.text + self.step + _digest.Digests(local).sums().tobytes()):
+            raise LeafError(
+                f"{where}: the processes would save different things: expected one schema, and "
+                "arrays and scalars that every process has to be equal in all. Save what differs "
+                "as one global array"
+            )
 
 
 def view_to_save(target: Any, extras: Any) -> View:

@@ -74,12 +74,7 @@ def store_key(path: Names) -> Names:
 def to_store(info: LeafInfo, leaf: Any) -> Any:
     """Returns the array to store of a leaf; of one that is not stored, whatever.
 
-    Args:
-      info: what the schema says that it is.
-      leaf: a JAX or NumPy array, a typed PRNG key or a Python scalar.
-
-    Raises:
-      LeafError: it cannot be saved, or is not what the schema says.
+    A `LeafError` says that it cannot be saved, or is not what the schema says.
     """
     if info.dtype == PYTHON:
         if type(leaf) is int and not is_readable(leaf):
@@ -139,10 +134,19 @@ def from_store(info: LeafInfo, record: Record, stored: Any, sharding: Sharding |
         return jax.random.wrap_key_data(stored, impl=record.impl) if info.is_key else stored
     if info.is_key:
         return jax.random.split(_key(record.impl), info.shape)
-    empty = np.zeros(info.shape, jnp.dtype(info.dtype))
-    if jax.dtypes.canonicalize_dtype(empty.dtype) != empty.dtype:
-        return empty
-    return jax.device_put(empty, sharding) if sharding is not None else jnp.asarray(empty)
+    return placed(np.zeros(info.shape, jnp.dtype(info.dtype)), sharding)
+
+
+def placed(array: np.ndarray[Any, Any], sharding: Sharding | None) -> Any:
+    """Returns it as a JAX array, if JAX can hold it."""
+    if is_wide(array.dtype):
+        return array
+    return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
+
+
+def is_wide(dtype: Any) -> bool:
+    """Whether JAX cannot hold it, as 64 bits by default."""
+    return bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
 
 
 def _key(impl: str | None) -> jax.Array:
@@ -206,11 +210,7 @@ def is_readable(number: int) -> bool:
 
 
 def nest(flat: Mapping[Names, Any]) -> dict[str, Any]:
-    """Returns a nested dictionary of values by the components of their keys.
-
-    Raises:
-      LeafError: one key is the beginning of another.
-    """
+    """Returns a nested dictionary; a `LeafError` where one key is the beginning of another."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         inner: Any = tree

@@ -17,11 +17,11 @@ from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk.background import Uncut
 from opt_checkpoint._disk.durable import sync, temporary_paths
 from opt_checkpoint._disk.lock import WriterLock
-from opt_checkpoint._disk.processes import agree, are_equal, is_first
+from opt_checkpoint._disk.processes import agree, is_first, together
 from opt_checkpoint._disk.saving import Layout, Saving
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._targets.view import View
-from opt_checkpoint.errors import CheckpointError, LeafError, LockError, MissingError, SaveError
+from opt_checkpoint.errors import CheckpointError, LockError, MissingError, SaveError
 
 _log = logging.getLogger(__name__)
 
@@ -31,18 +31,9 @@ class Writer:
 
     The first process has the lock, and removes what is left over.
 
-    Args:
-      directory: the folder.
-      async_save: whether saves go on in the background.
-      options: of `orbax.open_manager`.
-
     Attributes:
       passed: the steps that a restore has passed over, because they are damaged.
       is_closed: whether `close` came to its end.
-
-    Raises:
-      LockError: another writer has the folder, or it cannot be written.
-      SaveError: the folder cannot be made.
     """
 
     def __init__(self, directory: Path, *, async_save: bool, **options: Any) -> None:
@@ -68,30 +59,12 @@ class Writer:
     def save(
         self, step: int, target: View | NamedState, extras: Any, metadata: Any, latest: int | None
     ) -> None:
-        """Saves a step; see `Checkpointer.save`.
-
-        Args:
-          step: its number.
-          target: the state.
-          extras: a pytree to be saved besides.
-          metadata: JSON data.
-          latest: the step that is there.
-        """
-        saving, error = None, None
-        try:
+        """Saves a step, above the latest that is there; see `Checkpointer.save`."""
+        with together():
             self._check(step, latest)
             saving = Saving.prepare(step, target, extras, metadata, self._layout)
             tree = saving.tree()
-        except CheckpointError as found:
-            error = found
-        agree(error)
-        assert saving is not None
-        if not are_equal(saving.local_data()):
-            raise LeafError(
-                f"step {step} is not saved: the processes would save different things: expected "
-                "one schema, and arrays and scalars that every process has to be equal in all. "
-                "Save what differs as one global array"
-            )
+        saving.check_equal(f"step {step} is not saved")
         if self._failed:
             self._clean()
         args: dict[str, Any] = {_orbax.LEAVES: ocp.args.PyTreeSave(tree)} if tree else {}
@@ -118,11 +91,7 @@ class Writer:
         return self._manager.reached_preemption(step)
 
     def wait(self) -> None:
-        """Waits until what is being saved is on the disk.
-
-        Raises:
-          SaveError: it was not saved; raised once.
-        """
+        """Waits until what is being saved is on the disk; that it was not is raised once."""
         if self._calls.is_elsewhere:
             return
         step = self._saving
@@ -135,13 +104,7 @@ class Writer:
             raise SaveError(f"{where} is not there: was it removed?")
 
     def close(self) -> None:
-        """Waits, empties the trash and gives the folder to the next writer.
-
-        Cut short, another call does it all.
-
-        Raises:
-          SaveError: the last step was not saved.
-        """
+        """Waits, empties the trash, gives the folder back; cut short, another call does it all."""
         try:
             self.wait()
         finally:

@@ -39,12 +39,13 @@ def is_per_parameter(target: Any, param_states: Any) -> bool:
 
 
 def entries_of(optimizer: Optimizer, param_states: Any) -> dict[Names, Any]:
-    """Returns what a state dict has for each parameter of an optimizer."""
-    names = [names for names, leaf in flatten_with_paths(optimizer.target) if leaf is not None]
-    return {path: get_at(param_states, path) for path in names}
+    """Returns the dict that a state dict has for each parameter of an optimizer, or `None`."""
+    paths = [path for path, leaf in flatten_with_paths(optimizer.target) if leaf is not None]
+    found = {path: get_at(param_states, path) for path in paths}
+    return {path: entry if isinstance(entry, Mapping) else None for path, entry in found.items()}
 
 
-def written_by(definition: OptaxWrapper, name: str | None, where: str) -> Equal:
+def writer_of(definition: OptaxWrapper, name: str | None, where: str) -> Equal:
     """Returns the optimizer of `flax.optim` that a definition stands for, or the caller says."""
     known = equal_of(definition)
     if name is None and known is None:
@@ -71,7 +72,8 @@ def optax_state(optimizer: Optimizer, equal: Equal, entries: Mapping[Names, Any]
       step: how many updates it had made: Optax's counts.
     """
     values: list[Any] = []
-    problems = list(_entry_problems(equal, entries)) or list(
+    problems = list(_entry_problems(equal, entries))
+    problems = problems or list(
         _placed(optimizer, equal, entries, np.asarray(step, np.int32), values)
     )
     if problems:

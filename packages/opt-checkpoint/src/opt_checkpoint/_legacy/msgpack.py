@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ DTYPES = {
     )
 }
 _MAX_DIMS = 32
-_INT64_MAX = 2**63 - 1
 _MAX_EXT = 2**32 - 2  # msgpack adds 1 in 32 bits
 # The bytes that begin a value.
 _MAPS = {*range(0x80, 0x90), 0xDE, 0xDF}
@@ -56,22 +55,18 @@ class Limits:
 
 
 def decode(data: bytes, limits: Limits) -> Any:
-    """Returns what MessagePack bytes hold: plain dicts and lists, read-only views, numbers.
-
-    Raises:
-      LoadError: they are not what Flax writes, or ask for more than the limits; says where.
-    """
+    """Returns what MessagePack bytes hold: plain dicts and lists, read-only views, numbers."""
     reader = _Reader(data, limits)
     try:
         value = reader.value()
-    except LoadError:
-        raise
     except RecursionError:
         raise LoadError(
             f"containers are nested deeper than Python can follow; `max_depth` is {limits.depth}."
         ) from None
     except msgpack.OutOfData:
         reader.fail("damaged: the file is cut short")
+    except LoadError:
+        raise
     except (ValueError, msgpack.UnpackException) as error:
         reader.fail(f"no msgpack, or damaged: {str(error) or type(error).__name__}")
     if rest := len(data) - reader.position:
@@ -93,8 +88,6 @@ class _Reader:
         self._unpacker = msgpack.Unpacker(
             io.BytesIO(data),
             max_buffer_size=len(data),
-            max_array_len=limits.entries,
-            max_map_len=limits.entries,
             max_ext_len=min(len(data), _MAX_EXT),
             ext_hook=msgpack.ExtType,
         )
@@ -109,10 +102,6 @@ class _Reader:
         where = f"`{leaf_name(self._path)}`" if self._path else "the whole"
         raise LoadError(f"{where}: {problem} (byte {self.position} of {len(self._data)}).")
 
-    def _head(self) -> int | None:
-        """The byte that begins the next value; `None` at the end."""
-        return next(iter(self._data[self.position : self.position + 1]), None)
-
     def value(self) -> Any:
         """Reads one value with all that is in it."""
         head = self._head()
@@ -125,6 +114,10 @@ class _Reader:
         if isinstance(value, msgpack.Timestamp):
             self.fail("a timestamp is nothing that Flax writes")
         return self._extension(*value) if isinstance(value, msgpack.ExtType) else value
+
+    def _head(self) -> int | None:
+        """The byte that begins the next value; `None` at the end."""
+        return next(iter(self._data[self.position : self.position + 1]), None)
 
     def _announced(self, count: int) -> range:
         """The numbers of a container's entries, as many as it says that it has."""
@@ -159,61 +152,61 @@ class _Reader:
         content = msgpack.unpackb(payload, max_array_len=_MAX_DIMS, max_map_len=0, max_ext_len=0)
         match code, content:
             case 1, [list() as shape, str() as name, bytes() as buffer]:
-                return self._array(shape, name, buffer)
+                return self._array(shape, name, len(buffer))
             case 2, [float() as real, float() as imaginary]:
                 return complex(real, imaginary)
             case 3, [[], str() as name, bytes() as buffer]:
-                return self._array([], name, buffer)[()]
-            case _:
-                return self.fail(f"the extension {code} is no array, complex number or scalar")
+                return self._array([], name, len(buffer))[()]
+        return self.fail(f"the extension {code} is no array, complex number or scalar")
 
-    def _array(self, shape: list[Any], name: str, buffer: bytes) -> np.ndarray:
+    def _array(self, shape: list[Any], name: str, nbytes: int) -> np.ndarray:
         """A view of the file: its bytes are the last that have been read."""
         if (dtype := DTYPES.get(name)) is None:
             self.fail(f"the dtype {name[:80]!r} is none of a number's or a boolean's")
-        sizes = check_shape(shape, dtype, self.fail)
-        size = math.prod(sizes)
-        if len(buffer) != size * dtype.itemsize:
-            self.fail(f"{name}{list(sizes)} does not take the {len(buffer)} bytes that it has")
-        return np.frombuffer(self._data, dtype, size, self.position - len(buffer)).reshape(sizes)
+        return array_in(self._data, self.position - nbytes, nbytes, dtype, shape, self.fail)
 
     def _joined(self, entry: Mapping[str, Any]) -> np.ndarray:
         """The array that Flax has cut in pieces."""
         shape, chunks = (sequence_of(entry.get(key)) for key in ("shape", "chunks"))
         if entry.keys() != {CHUNKED, "shape", "chunks"} or shape is None or not chunks:
             self.fail(f"`{CHUNKED}` is no array in pieces, and no other key may be called so")
-        if not all(isinstance(c, np.ndarray) and c.ndim == 1 for c in chunks) or not all(
-            c.dtype == chunks[0].dtype for c in chunks
+        if not all(
+            isinstance(c, np.ndarray) and c.ndim == 1 and c.dtype == chunks[0].dtype for c in chunks
         ):
             self.fail("the pieces of an array are not vectors of one dtype")
-        sizes = check_shape(shape, chunks[0].dtype, self.fail)
-        if sum(c.size for c in chunks) != math.prod(sizes):
-            self.fail(f"the pieces of an array do not make up its shape {sizes}")
-        return np.concatenate(chunks).reshape(sizes)
+        whole = np.concatenate(chunks)
+        return array_in(whole, 0, whole.nbytes, whole.dtype, shape, self.fail)
 
 
-def check_shape(
-    sizes: list[Any], dtype: np.dtype, fail: Callable[[str], object]
-) -> tuple[int, ...]:
-    """Returns a shape as a tuple, after calling `fail` with the problem if no array can have it.
+def array_in(
+    data: bytes | np.ndarray,
+    start: int,
+    nbytes: int,
+    dtype: np.dtype,
+    sizes: Sequence[Any],
+    fail: Callable[[str], object],
+) -> np.ndarray:
+    """Returns a view of bytes as an array, after calling `fail` where they do not make up one.
 
     Examples:
-      >>> check_shape([2, 3], np.dtype('float32'), print)
-      (2, 3)
+      >>> array_in(bytes(9), 1, 8, np.dtype('float32'), [2], print).tolist()
+      [0.0, 0.0]
     """
-    if len(sizes) > _MAX_DIMS or not all(type(s) is int and s >= 0 for s in sizes):
-        fail(f"a shape is not of at most {_MAX_DIMS} sizes from 0 on")
+    are_sizes = len(sizes) <= _MAX_DIMS and all(type(s) is int and s >= 0 for s in sizes)
     # NumPy counts the bytes as if no size were 0. The sizes are not shown: Python refuses to print
     # a number of too many digits.
-    if math.prod(max(size, 1) for size in sizes) * dtype.itemsize > _INT64_MAX:
-        fail("the shape is too large for any memory")
-    return tuple(sizes)
+    if not are_sizes or math.prod(max(s, 1) for s in sizes) * dtype.itemsize >= 2**63:
+        fail(
+            f"a shape is not of at most {_MAX_DIMS} sizes from 0 on, or is too large for any memory"
+        )
+    expected = math.prod(sizes) * dtype.itemsize
+    if nbytes != expected:
+        fail(f"{dtype}{list(sizes)} takes {expected} bytes, not the {nbytes} bytes that it has")
+    return np.frombuffer(data, dtype, math.prod(sizes), start).reshape(sizes)
 
 
 def sequence_of(value: Any) -> list[Any] | None:
     """Returns the items of a list, or of `{'0': ..., '1': ...}`; `None` of anything else."""
-    if isinstance(value, list):
-        return value
     if isinstance(value, Mapping) and set(value) == {str(i) for i in range(len(value))}:
-        return [value[str(i)] for i in range(len(value))]
-    return None
+        value = [value[str(i)] for i in range(len(value))]
+    return value if isinstance(value, list) else None

@@ -8,24 +8,31 @@ from typing import Any
 
 import jax
 from flax.traverse_util import unflatten_dict
-from opt_core import MultiOptimizer, Optimizer, describe_state, flatten_with_paths
+from opt_core import MultiOptimizer, Optimizer, describe_state
 from opt_optax_bridge import OptaxWrapper
 
-from opt_checkpoint._legacy import flax_optim_state, layouts
+from opt_checkpoint._legacy import layouts
 from opt_checkpoint._legacy.flax_optim import EQUALS
+from opt_checkpoint._legacy.flax_optim_state import (
+    entries_of,
+    is_per_parameter,
+    optax_state,
+    writer_of,
+)
 from opt_checkpoint._legacy.optax_history import migrate
 from opt_checkpoint._legacy.read import read_legacy
 from opt_checkpoint._naming.schema import leaf_name
 from opt_checkpoint.errors import EquivalenceError, LoadError
 
 Source = bytes | bytearray | memoryview | str | os.PathLike[str] | Mapping[str, Any]
+Writers = str | Mapping[str, str] | None
 
 
 def restore_legacy(
     optimizer: Optimizer,
     source: Source,
     *,
-    written_by: str | Mapping[str, str] | None = None,
+    written_by: Writers = None,
 ) -> Optimizer:
     """Returns an optimizer with the parameters and the state of a legacy checkpoint.
 
@@ -80,40 +87,39 @@ def restore_legacy(
     return restored
 
 
-def _todays(
-    optimizer: Optimizer, part: dict[str, Any], written_by: str | Mapping[str, str] | None
-) -> dict[str, Any]:
+def _todays(optimizer: Optimizer, part: Mapping[str, Any], written_by: Writers) -> dict[str, Any]:
     """The state dict that the optimizer itself would have written."""
     target, state = part["target"], part["state"]
     if not isinstance(state, Mapping):
         raise LoadError("`state`: is no dict: this is no optimizer's state.")
-    step = layouts.step_of(state)
-    found = state.get("param_states", {})
-    is_per_parameter = flax_optim_state.is_per_parameter(target, found)
+    step, found = layouts.step_of(state), state.get("param_states", {})
     definition = optimizer.optimizer_def
     parts = definition.sub_optimizers if isinstance(definition, MultiOptimizer) else (definition,)
     has_wrapper = any(isinstance(part, OptaxWrapper) for part in parts)
+    is_flax_optim = is_per_parameter(target, found)
     if written_by is not None:
-        _check_writers(written_by, is_per_parameter, has_wrapper)
-    if not is_per_parameter or not has_wrapper:
+        _check_writers(written_by, is_flax_optim, has_wrapper)
+    if not is_flax_optim or not has_wrapper:
         found = migrate(optimizer.state.param_states, found, ("state", "param_states"))
     elif isinstance(definition, MultiOptimizer):
-        found = _in_groups(definition.split(optimizer), part, step, written_by)
+        groups = definition.split(optimizer)
+        _check_frozen(optimizer, groups, found)
+        found = _placed(groups, found, step, written_by)
     elif isinstance(written_by, Mapping):
         raise EquivalenceError("`written_by`: this optimizer has no groups; pass one name.")
     else:
-        found = _placed(optimizer, found, step, written_by, "")
+        found = _placed({"": optimizer}, found, step, written_by)[""]
     return {"target": target, "state": {"step": step, "param_states": found}}
 
 
 def _check_writers(
-    written_by: str | Mapping[str, str], is_per_parameter: bool, has_wrapper: bool
+    written_by: str | Mapping[str, str], is_flax_optim: bool, has_wrapper: bool
 ) -> None:
     """An error where `written_by` names no optimizer, or says what nobody needs to know."""
     for name in written_by.values() if isinstance(written_by, Mapping) else (written_by,):
         if name not in EQUALS:
             raise EquivalenceError(f"`written_by`: {name!r} is none of {', '.join(EQUALS)}.")
-    if not is_per_parameter:
+    if not is_flax_optim:
         raise EquivalenceError(
             "`written_by` is for files of `flax.optim`. This one has no state of each parameter as "
             "`flax.optim` kept it, but states as Optax has them, in the order of its "
@@ -126,54 +132,45 @@ def _check_writers(
         )
 
 
+def _check_frozen(optimizer: Optimizer, groups: Mapping[str, Optimizer], found: Any) -> None:
+    trained = {path for group in groups.values() for path in entries_of(group, found)}
+    saved = {
+        path for path, entry in entries_of(optimizer, found).items() if entry not in (None, {})
+    }
+    if frozen := sorted(saved - trained):
+        raise LoadError(
+            "states were saved for parameters that are frozen here: "
+            f"{', '.join(map(leaf_name, frozen))}. Restore into groups that train them, and freeze "
+            "them then: `opt_core.freeze`."
+        )
+
+
 def _placed(
-    optimizer: Optimizer, param_states: Any, step: int, name: str | None, where: str
-) -> Any:
-    """Optax's states with what `flax.optim` kept of each parameter; as it is if nobody asks."""
-    entries = flax_optim_state.entries_of(optimizer, param_states)
-    definition = optimizer.optimizer_def
-    if not isinstance(definition, OptaxWrapper):
-        return dict(unflatten_dict({k: v for k, v in entries.items() if v is not None}))
-    equal = flax_optim_state.written_by(definition, name, where)
-    return flax_optim_state.optax_state(optimizer, equal, entries, step)
-
-
-def _in_groups(
-    groups: Mapping[str, Optimizer],
-    part: Mapping[str, Any],
-    step: int,
-    written_by: str | Mapping[str, str] | None,
+    groups: Mapping[str, Optimizer], found: Any, step: int, written_by: Writers
 ) -> dict[str, Any]:
-    """An entry per group, by name."""
-    names = written_by if isinstance(written_by, Mapping) else dict.fromkeys(groups, written_by)
+    """For each group Optax's states with what was kept of each parameter, or that as it is."""
+    names = written_by if isinstance(written_by, Mapping) else {}
     if unknown := sorted(set(names) - set(groups)):
         raise EquivalenceError(
             f"`written_by`: there is no group {', '.join(unknown)} that trains; there are "
             f"{', '.join(groups)}."
         )
-    param_states = part["state"]["param_states"]
-    found, trained = {}, set()
+    placed: dict[str, Any] = {}
     for name, group in groups.items():
-        is_named = isinstance(written_by, Mapping) and name in written_by
-        if is_named and not isinstance(group.optimizer_def, OptaxWrapper):
+        entries = entries_of(group, found)
+        if isinstance(group.optimizer_def, OptaxWrapper):
+            who = names.get(name) if isinstance(written_by, Mapping) else written_by
+            equal = writer_of(group.optimizer_def, who, f" (group `{name}`)" if name else "")
+            placed[name] = optax_state(group, equal, entries, step)
+        elif name in names:
             raise EquivalenceError(
                 f"`written_by`: the group `{name}` is no wrapped Optax, and restores what "
                 "`flax.optim` kept as it is. Leave it out."
             )
-        found[name] = _placed(group, param_states, step, names.get(name), f" (group `{name}`)")
-        trained |= set(flax_optim_state.entries_of(group, param_states))
-    frozen = [
-        leaf_name(path)
-        for path, _ in flatten_with_paths(part["target"])
-        if path not in trained and flax_optim_state.get_at(param_states, path) not in (None, {})
-    ]
-    if frozen:
-        raise LoadError(
-            "states were saved for parameters that are frozen here: "
-            f"{', '.join(frozen)}. Restore into groups that train them, and freeze them then: "
-            "`opt_core.freeze`."
-        )
-    return found
+        else:
+            kept = {path: entry for path, entry in entries.items() if entry is not None}
+            placed[name] = dict(unflatten_dict(kept))
+    return placed
 
 
 def _check_windows(optimizer: Optimizer) -> None:

@@ -95,9 +95,9 @@ def leaf_infos(optimizer: Optimizer) -> list[LeafInfo]:
       LeafError: two leaves would have one name.
     """
     params = _paths(optimizer.target)
-    infos = [_info(leaf, ("params", *path), "params", parameter=path) for path, leaf in params]
+    infos = [leaf_info(leaf, ("params", *path), "params", parameter=path) for path, leaf in params]
     if jax.tree.leaves(optimizer.state.step):
-        infos.append(_info(optimizer.state.step, ("state", "step"), "state"))
+        infos.append(leaf_info(optimizer.state.step, ("state", "step"), "state"))
     infos += list(_state_infos(optimizer))
     _check_unique(infos)
     return infos
@@ -121,7 +121,8 @@ def _state_infos(optimizer: Optimizer) -> Iterator[LeafInfo]:
         )
 
 
-def _info(leaf: Any, path: Names, kind: str, *, parameter: Names | None = None) -> LeafInfo:
+def leaf_info(leaf: Any, path: Names, kind: str, *, parameter: Names | None = None) -> LeafInfo:
+    """Returns what a leaf is that no transformation keeps."""
     return LeafInfo(path, tuple(np.shape(leaf)), _dtype(leaf), kind, parameter)
 
 

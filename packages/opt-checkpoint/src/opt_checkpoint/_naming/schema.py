@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
-import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from opt_core import LeafDescription, TransformationDescription
-from opt_core.errors import DescriptionError
+from opt_core.json_records import read_record, record_data
 
 from opt_checkpoint.errors import LoadError
 
@@ -75,7 +73,7 @@ class LeafInfo:
     axes: tuple[Any, ...] | None = None
     value: int | None = None
 
-    @property
+    @functools.cached_property  # asked for many times, of thousands of leaves
     def name(self) -> str:
         """The components joined: see `leaf_name`."""
         return leaf_name(self.path)
@@ -161,7 +159,7 @@ class Schema:
 
     def to_data(self) -> dict[str, Any]:
         """Returns it as JSON has data: `Schema.from_data` is the inverse."""
-        data: dict[str, Any] = _data(self)
+        data: dict[str, Any] = record_data(self)
         return data
 
     @classmethod
@@ -171,17 +169,9 @@ class Schema:
         Raises:
           LoadError: they describe none; says where.
         """
-        schema = _read_record(cls, data, "schema")
+        schema = read_record(cls, data, "schema", LoadError)
         _check_leaves(schema.leaves)
         return schema
-
-
-def _data(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {f.name: _data(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {name: _data(child) for name, child in value.items()}
-    return list(map(_data, value)) if isinstance(value, tuple) else value
 
 
 _KINDS = ("params", "state", "extra")
@@ -197,6 +187,9 @@ def _check_leaves(leaves: Sequence[LeafInfo]) -> None:
             raise LoadError(f"`{where}/path`: `{leaf.name}` is there twice")
         if leaf.kind not in _KINDS:
             raise LoadError(f"`{where}/kind`: expected one of {_KINDS}, found {leaf.kind!r:.40}")
+        for k, size in enumerate(leaf.shape):
+            if size < 0:
+                raise LoadError(f"`{where}/shape/{k}`: expected a non-negative size, found {size}")
         is_scalar = (leaf.kind, leaf.dtype) == ("extra", "python")
         if not leaf.is_key and not is_scalar and not _is_dtype(leaf.dtype):
             raise LoadError(f"`{where}/dtype`: `{leaf.dtype:.40}` is no dtype of a checkpoint")
@@ -208,74 +201,6 @@ def _is_dtype(name: str) -> bool:
         return bool(jnp.dtype(name).name == name)
     except Exception:  # NumPy parses the text: a syntax error, an unknown name, a bad character
         return False
-
-
-_Record = TypeVar("_Record")
-
-
-def _read_record(kind: type[_Record], data: Any, where: str) -> _Record:
-    """A dataclass out of JSON data, every field of the type that it is annotated with."""
-    if not isinstance(data, Mapping):
-        raise LoadError(f"`{where}`: expected a mapping, found {_shown(data)}")
-    hints = _hints(typing.cast(Any, kind))
-    if unknown := sorted(map(str, data.keys() - hints.keys())):
-        raise LoadError(f"`{where}`: expected the fields {sorted(hints)}, found `{unknown[0]:.40}`")
-    given = {
-        name: _value(hints[name], data[name], f"{where}/{name}") for name in hints if name in data
-    }
-    try:
-        return kind(**given)
-    except (TypeError, DescriptionError) as error:
-        raise LoadError(f"`{where}`: {error}") from None
-
-
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-
-
-def _value(hint: Any, data: Any, where: str) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return _frozen(data)
-    if origin is typing.Literal:
-        if data in args:
-            return data
-        raise LoadError(f"`{where}`: expected one of {', '.join(args)}, found {_shown(data)}")
-    if origin in (typing.Union, types.UnionType):
-        if data is None and type(None) in args:
-            return None
-        (inner,) = (arg for arg in args if arg is not type(None))
-        return _value(inner, data, where)
-    if origin is tuple and isinstance(data, list | tuple):
-        return tuple(_value(args[0], item, f"{where}/{i}") for i, item in enumerate(data))
-    if origin is Mapping and isinstance(data, Mapping):
-        keys = (_value(str, key, where) for key in data)
-        return {key: _value(args[1], data[key], f"{where}/{key}") for key in keys}
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return _read_record(hint, data, where)
-    if hint is int and where.rpartition("/shape/")[1] and type(data) is int and data < 0:
-        raise LoadError(f"`{where}`: expected a size from 0 on, found {data}")
-    if isinstance(hint, type) and type(data) is hint:
-        return data
-    raise LoadError(f"`{where}`: expected {_hinted(hint)}, found {_shown(data)}")
-
-
-def _frozen(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {key: _frozen(child) for key, child in data.items()}
-    return tuple(map(_frozen, data)) if isinstance(data, list) else data
-
-
-def _hinted(hint: Any) -> str:
-    origin = typing.get_origin(hint) or hint
-    names = {tuple: "a list", Mapping: "a mapping", int: "an integer", str: "a string"}
-    return names.get(origin, str(hint))
-
-
-def _shown(data: Any) -> str:
-    return f"{data!r:.40}" if isinstance(data, bool | int | float | str) else type(data).__name__
 
 
 @runtime_checkable

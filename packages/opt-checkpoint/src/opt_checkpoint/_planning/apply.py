@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,6 @@ from opt_core import Optimizer, OptimizerState, strong_types, unalias
 
 from opt_checkpoint._naming.schema import Names
 from opt_checkpoint._planning.functions import abstract, function_name
-from opt_checkpoint._planning.pacing import paced
 from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.rules import Map, Pad
 from opt_checkpoint.errors import LeafError
@@ -30,7 +30,7 @@ def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
     arrays = plan.source.read(_wanted(plan, places))
     found: list[Any] = []
     checks: dict[str, Any] = {}
-    uses = _uses(plan)
+    uses = Counter(name for row in plan.rows for name in row.sources)
     for row, value in zip(plan.rows, values, strict=True):
         found.append(_leaf(row, value, arrays, places[row.leaf.name], checks, plan.allow))
         for name in row.sources:
@@ -46,7 +46,8 @@ def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
     state: OptimizerState = jax.tree.unflatten(states, found[n:])
     besides = dict(zip(others, found[len(own) : n], strict=True))
     result: tuple[Optimizer, dict[Names, Any]] = unalias(
-        (target.replace(target=restored, state=state), besides), apart_from=_concrete(values)
+        (target.replace(target=restored, state=state), besides),
+        apart_from=[value for value in values if isinstance(value, jax.Array)],
     )
     return result
 
@@ -68,7 +69,7 @@ def _source_sharding(row: Row, shape: tuple[int, ...], sharding: Any) -> Any:
     if not isinstance(sharding, NamedSharding):
         return sharding
     if row.how in ("maxima", "first") or (row.leaf.shape and "reshape" in row.kinds):
-        return _replicated(sharding)
+        return sharding.update(spec=PartitionSpec())
     spec = [*sharding.spec, *[None] * (len(row.leaf.shape) - len(sharding.spec))]
     if row.how == "stack":
         del spec[row.axis]
@@ -76,32 +77,12 @@ def _source_sharding(row: Row, shape: tuple[int, ...], sharding: Any) -> Any:
         spec.insert(row.axis, None)
     elif row.how == "pad":
         spec[row.axis] = None
-    elif row.how == "map":
-        return _where_it_divides(sharding, shape)
+    elif row.how == "map":  # as its result lies, if an argument of it can
+        try:
+            sharding.shard_shape(shape)
+        except ValueError:
+            spec = []
     return sharding.update(spec=PartitionSpec(*spec))
-
-
-def _where_it_divides(sharding: NamedSharding, shape: tuple[int, ...]) -> Any:
-    """As the result of a function lies, if an argument of it can."""
-    try:
-        sharding.shard_shape(shape)
-    except ValueError:
-        return _replicated(sharding)
-    return sharding
-
-
-def _replicated(sharding: Any) -> Any:
-    if isinstance(sharding, NamedSharding):
-        return sharding.update(spec=PartitionSpec())
-    return sharding
-
-
-def _uses(plan: Plan[Any]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for row in plan.rows:
-        for name in row.sources:
-            counts[name] = counts.get(name, 0) + 1
-    return counts
 
 
 def _leaf(
@@ -132,7 +113,7 @@ def _leaf(
         if is_wide:
             # 64 bits that this process cannot hold in an array of JAX.
             given = [_cast_on_host(row, x) for x in given]
-        made, fits = paced(_converter(row, sharding)(given))
+        made, fits = _paced(_converter(row, sharding)(given))
     checks[row.leaf.name] = (fits, row)
     return _placed(made, sharding)
 
@@ -216,17 +197,10 @@ def _made(
 
 
 def fits(before: Any, after: Any, np: Any = jnp) -> Any:
-    """Whether a cast kept every value: integers exactly, finite floats finite.
+    """Whether a cast kept every value, by `jax.numpy` or, for 64 bits, `numpy`.
 
-    A float that is not 0 does not become 0, unless it was subnormal already.
-
-    Args:
-      before: array of any dtype but keys.
-      after: the same in another dtype.
-      np: `jax.numpy`, or `numpy` for what JAX cannot hold.
-
-    Returns:
-      A boolean array.
+    Integers exactly, finite floats finite; one that is not 0 does not become 0, unless it was
+    subnormal already.
     """
     if before.dtype == after.dtype:
         return np.bool_(True)
@@ -281,15 +255,13 @@ def _initialised(
         leaves = jax.tree.leaves(plan.view.optimizer.optimizer_def.init_state(params))
         return [leaves[i] for i in needed]
 
-    made = jax.jit(init, out_shardings=_outputs([places[names[i]] for i in needed]))(params)
+    wanted = [places[names[i]] for i in needed]
+    outputs = [place if isinstance(place, NamedSharding) else None for place in wanted]
+    made = jax.jit(init, out_shardings=outputs)(params)
     fresh = [None] * len(found)
     for i, leaf in zip(needed, made, strict=True):
         fresh[i] = _placed(leaf, places[names[i]])
     return fresh
-
-
-def _outputs(shardings: list[Any]) -> Any:
-    return [s if isinstance(s, NamedSharding) else None for s in shardings]
 
 
 def _sharding(value: Any) -> Any:
@@ -300,5 +272,16 @@ def _sharding(value: Any) -> Any:
     return value.sharding if is_placed else None
 
 
-def _concrete(values: list[Any]) -> list[Any]:
-    return [value for value in values if isinstance(value, jax.Array)]
+def _paced(arrays: Any) -> Any:
+    """Returns the arrays; of several CPU devices, once they are computed.
+
+    XLA's CPU client launches a program for several devices on the threads that also run it. With 32
+    in flight on a device, the launch of the next blocks these threads, and parts of a collective
+    wait for ever (`max_inflight_computations` in `xla/pjrt/cpu/cpu_client.cc`, seen with jaxlib
+    0.10.2). Accelerators have queues of their own.
+    """
+    for leaf in jax.tree.leaves(arrays):
+        devices: Any = leaf.sharding.device_set if isinstance(leaf, jax.Array) else ()
+        if len(devices) > 1 and next(iter(devices)).platform == "cpu":
+            return jax.block_until_ready(arrays)
+    return arrays

@@ -5,14 +5,12 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
-from opt_core import Bearing, TransformationDescription
+from opt_core import TransformationDescription
+from opt_core.state_changes import bearing_of, like_numbers, shared_settings
 
-from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name
-
-Like = tuple[Names, str]
-"""What transformations of one group have in common whose states have the same names."""
+from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name, numbered
 
 INJECTED: Final = "injected"
 """The setting of what `optax.inject_hyperparams` injects: it is in the state, or a schedule."""
@@ -20,20 +18,17 @@ INJECTED: Final = "injected"
 INJECTING: Final = "inject_"
 """Begins the names of those that inject."""
 
-UPDATE: Final = "update"
-"""The setting that names what updates a state, where that is not what made it."""
+_Likes = Mapping[tuple[Names, str], Mapping[int, TransformationDescription]]
 
 
-def changes(old: Schema, new: Schema) -> list[str]:
+def changes(old: Schema, new: Schema, pairs: Iterable[tuple[LeafInfo, LeafInfo]] = ()) -> list[str]:
     """Returns what is different between two optimizers, for people to read.
 
     Other groups, other transformations, another order, and settings that change what an update
     does with its state: booleans (`nesterov`), lengths of windows, and the numbers of
     transformations that keep a state and occur twice. Learning rates and the like may change.
-
-    Args:
-      old: of the checkpoint; if it says nothing of its optimizer, nothing is compared.
-      new: of the target.
+    If a checkpoint says nothing of its optimizer, nothing is compared. Leaves that moved, in
+    `pairs`, tell which transformations of other groups go on.
     """
     if old.optimizer is None or new.optimizer is None:
         return []
@@ -45,166 +40,24 @@ def changes(old: Schema, new: Schema) -> list[str]:
     ones, others = _likes(old.optimizer), _likes(new.optimizer)
     for like in sorted(ones.keys() & others.keys()):
         group, name = like
-        pairs = _pairs(ones[like], others[like])
-        is_many = name in keepers and len(pairs) > 1
-        if is_many and any(i is not None and i != j for j, i in enumerate(pairs)):
-            found.append(_moved(group, name, pairs))
-        for j, i in enumerate(pairs):
-            if i is not None:
-                found += settings_changes(ones[like][i], others[like][j], by_number=is_many)
-    return [*found, *_other_dimensions(old, new)]
-
-
-def _other_dimensions(old: Schema, new: Schema) -> Iterator[str]:
-    before, after = old.by_name, new.by_name
-    for leaf in new.leaves:
-        source = before.get(leaf.name)
-        if source is not None and have_other_dimensions(source, leaf):
-            param = leaf_name(("params", *(leaf.parameter or ())))
-            if param in before and param in after and before[param].shape != after[param].shape:
-                continue  # the parameter is another one, not the optimizer
-            name = leaf_name((*leaf.field, *(leaf.parameter or ())))
-            one, other = (
-                ",".join("-" if dim is None else str(dim) for dim in found.dimensions or ())
-                for found in (source, leaf)
-            )
-            yield (
-                f"`{name}` of `{leaf.base}`{_in(leaf.group)} had the dimensions {one} of its "
-                f"parameter, has {other}"
-            )
-
-
-def have_other_dimensions(source: LeafInfo, leaf: LeafInfo) -> bool:
-    """Returns whether two leaves of one shape keep other dimensions of their parameter."""
-    if source.dimensions is None or leaf.dimensions is None:
-        return False
-    return source.shape == leaf.shape and source.dimensions != leaf.dimensions
-
-
-def regrouped_changes(
-    old: Schema, new: Schema, pairs: Iterable[tuple[LeafInfo, LeafInfo]]
-) -> list[str]:
-    """Returns how transformations are set otherwise than those of other groups they come from.
-
-    Args:
-      old: of the checkpoint.
-      new: of the target.
-      pairs: leaves of the checkpoint with those of the target that they become.
-    """
-    found: dict[str, None] = {}
-    seen: set[tuple[Names, str, Names, str]] = set()
-    ones, others = _likes(old.transformations), _likes(new.transformations)
-    for one, other in pairs:
-        key = one.group, one.transformation, other.group, other.transformation
-        if one.group == other.group or key in seen:
-            continue
-        seen.add(key)
-        before, after = old.transformation_of(one), new.transformation_of(other)
-        if before is not None and after is not None:
-            is_many = "#" in one.transformation + other.transformation
-            is_many |= len(ones[one.group, before.name]) > 1
-            is_many |= len(others[other.group, after.name]) > 1
-            found |= dict.fromkeys(settings_changes(before, after, by_number=is_many))
-    return list(found)
-
-
-def occurrences(
-    old: Sequence[TransformationDescription], new: Sequence[TransformationDescription]
-) -> dict[Like, str | None]:
-    """Returns which of the like transformations of the checkpoint each of the target's is.
-
-    Two `ema` of different decay keep their states when they change places, or when one is gone.
-
-    Returns:
-      For the group and name (`'ema#2'`) in the target the name in the checkpoint, `None` for one
-      that is new; only where these differ.
-    """
-    before, after = _likes(old), _likes(new)
-    found: dict[Like, str | None] = {}
-    for group, base in before.keys() & after.keys():
-        for j, i in enumerate(_pairs(before[group, base], after[group, base])):
-            if i is None and j < len(before[group, base]):
-                found[group, _nth(base, j)] = None
-            elif i is not None and i != j:
-                found[group, _nth(base, j)] = _nth(base, i)
-    return found
-
-
-def home_of(
-    transformation: str,
-    old: Sequence[TransformationDescription],
-    home: Names,
-    new: Sequence[TransformationDescription],
-    group: Names,
-) -> str:
-    """Returns the name in a group of the checkpoint of a transformation in one of the target."""
-    base, _, number = transformation.partition("#")
-    before = _likes(old).get((home, base), [])
-    after = _likes(new).get((group, base), [])
-    j = int(number or 1) - 1
-    i = _pairs(before, after)[j] if j < len(after) else None
-    return transformation if i is None else _nth(base, i)
-
-
-def _pairs(
-    old: Sequence[TransformationDescription], new: Sequence[TransformationDescription]
-) -> list[int | None]:
-    """For each of `new` the position in `old` of the one that it goes on with.
-
-    First those of the same settings, then the others in their order.
-    """
-    free = list(range(len(old)))
-    found: list[int | None] = [None] * len(new)
-    for is_like in (_is_same, _is_alike, _is_alike_but_for_code):
-        for j, t in enumerate(new):
-            like = [i for i in free if _has_one_update(old[i], t) and is_like(old[i], t)]
-            if found[j] is None and like:
-                found[j] = like[0]
-                free.remove(like[0])
-    for j, i in enumerate(found):
-        like = [k for k in free if len(old) == len(new) == 1 or _has_one_update(old[k], new[j])]
-        if i is None and like:
-            found[j] = like[0]
-            free.remove(like[0])
-    return found
-
-
-def _has_one_update(old: TransformationDescription, new: TransformationDescription) -> bool:
-    """States that one function makes may be updated by different ones."""
-    return bool(old.settings.get(UPDATE) == new.settings.get(UPDATE))
-
-
-def _is_same(old: TransformationDescription, new: TransformationDescription) -> bool:
-    return dict(old.settings) == dict(new.settings)
-
-
-def _is_alike(old: TransformationDescription, new: TransformationDescription) -> bool:
-    """By the settings of both: what wrote a checkpoint may have known fewer."""
-    return all(old.settings[name] == new.settings[name] for name in _shared(old, new))
-
-
-def _is_alike_but_for_code(old: TransformationDescription, new: TransformationDescription) -> bool:
-    """Another release of Python may compile the same function otherwise."""
-    return all(
-        without_code(old.settings[name]) == without_code(new.settings[name])
-        for name in _shared(old, new)
-    )
-
-
-def _shared(old: TransformationDescription, new: TransformationDescription) -> Collection[str]:
-    return sorted(old.settings.keys() & new.settings.keys())
-
-
-def without_code(value: Any) -> Any:
-    """Returns a setting without the digests of the code of functions."""
-    if isinstance(value, Mapping):
-        is_function = "function" in value
-        return {
-            name: without_code(child)
-            for name, child in value.items()
-            if not (is_function and name == "code")
-        }
-    return tuple(map(without_code, value)) if isinstance(value, tuple) else value
+        numbers, _ = like_numbers([*ones[like].values()], [*others[like].values()])
+        is_many = name in keepers and len(others[like]) > 1
+        if is_many and (moved := [(j, i) for j, i in numbers.items() if i != j]):
+            told = ", ".join(f"`{nth(name, j)}` was `{nth(name, i)}`" for j, i in sorted(moved))
+            found.append(f"by their settings, {told}{inside(group)}")
+        for j, i in sorted(numbers.items()):
+            found += _settings(ones[like][i], others[like][j], by_number=is_many)
+    elsewhere = {
+        ((a.group, a.base, a.transformation), (b.group, b.base, b.transformation)): (a, b)
+        for a, b in pairs
+        if a.group != b.group
+    }
+    for one, other in elsewhere.values():
+        first, second = old.transformation_of(one), new.transformation_of(other)
+        if first is not None and second is not None:
+            counts = len(ones[one.group, one.base]), len(others[other.group, other.base])
+            found += _settings(first, second, by_number=max(counts) > 1)
+    return list(dict.fromkeys(found))
 
 
 def _by_group(given: Sequence[TransformationDescription]) -> dict[Names, list[str]]:
@@ -214,21 +67,21 @@ def _by_group(given: Sequence[TransformationDescription]) -> dict[Names, list[st
     return found
 
 
-def _likes(
-    given: Sequence[TransformationDescription],
-) -> dict[Like, list[TransformationDescription]]:
-    """By what they have in common, in the order of their numbers."""
-    found: dict[Like, list[TransformationDescription]] = {}
-    for t in given:
-        found.setdefault((t.group, t.name), []).append(t)
-    return {like: sorted(ts, key=lambda t: t.number) for like, ts in found.items()}
+def _likes(given: Sequence[TransformationDescription]) -> _Likes:
+    """By what they have in common, and their numbers."""
+    found: dict[tuple[Names, str], dict[int, TransformationDescription]] = {}
+    for made in sorted(given, key=lambda made: made.number):
+        found.setdefault((made.group, made.name), {})[made.number] = made
+    return found
 
 
-def _nth(base: str, i: int) -> str:
-    return base if i == 0 else f"{base}#{i + 1}"
+def nth(name: str, number: int) -> str:
+    """Returns what the leaves of a transformation are called: `'ema#2'`."""
+    return numbered(TransformationDescription(name, number))
 
 
-def _in(group: Names) -> str:
+def inside(group: Names) -> str:
+    """Returns where a transformation of a group is, for people to read."""
     return f" in group `{leaf_name(group)}`" if group else ""
 
 
@@ -236,81 +89,51 @@ def _groups(
     before: Mapping[Names, Sequence[str]], after: Mapping[Names, Sequence[str]]
 ) -> Iterator[str]:
     """Groups that are gone or new; of their transformations only those that were nowhere."""
-    gone = [group for group in before if group not in after]
-    new = [group for group in after if group not in before]
-    if named := [group for group in gone if group]:
-        yield f"{_listed(named)} {'is' if len(named) == 1 else 'are'} gone"
-    if named := [group for group in new if group]:
-        yield f"{_listed(named)} {'is' if len(named) == 1 else 'are'} new"
-    for group in gone:
-        if not _is_among(before[group], after.values()):
-            yield f"{', '.join(before[group])} is gone{_in(group)}"
-    for group in new:
-        if not _is_among(after[group], before.values()):
-            yield f"{', '.join(after[group])} is new{_in(group)}"
+    sides = ((before, after, "gone"), (after, before, "new"))
+    for one, other, word in sides:
+        if named := [group for group in one if group not in other and group]:
+            names = ", ".join(f"`{leaf_name(group)}`" for group in named)
+            is_one = len(named) == 1
+            yield f"group{'' if is_one else 's'} {names} {'is' if is_one else 'are'} {word}"
+    for one, other, word in sides:
+        for group in one:
+            if group not in other and not _is_among(one[group], other.values()):
+                yield f"{', '.join(one[group])} is {word}{inside(group)}"
 
 
 def _is_among(names: Sequence[str], others: Collection[Sequence[str]]) -> bool:
     return any(list(names) == list(other) for other in others)
 
 
-def _listed(groups: Sequence[Names]) -> str:
-    names = ", ".join(f"`{leaf_name(group)}`" for group in groups)
-    return f"group{'' if len(groups) == 1 else 's'} {names}"
-
-
 def _order(old: Sequence[str], new: Sequence[str], group: Names) -> Iterator[str]:
     if old == new:
         return
     if Counter(old) == Counter(new):
-        yield f"the order {', '.join(old)} is now {', '.join(new)}{_in(group)}"
+        yield f"the order {', '.join(old)} is now {', '.join(new)}{inside(group)}"
         return
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     for tag, i1, i2, j1, j2 in matcher.get_opcodes():
-        if tag == "equal":
-            continue
-        if i2 > i1:
-            yield f"{', '.join(old[i1:i2])} {'is' if i2 == i1 + 1 else 'are'} gone{_in(group)}"
-        if j2 > j1:
-            yield f"{', '.join(new[j1:j2])} {'is' if j2 == j1 + 1 else 'are'} new{_in(group)}"
+        for names, word in ((old[i1:i2], "gone"), (new[j1:j2], "new")):
+            if tag != "equal" and names:
+                verb = "is" if len(names) == 1 else "are"
+                yield f"{', '.join(names)} {verb} {word}{inside(group)}"
 
 
-def _moved(group: Names, base: str, pairs: Sequence[int | None]) -> str:
-    told = ", ".join(
-        f"`{_nth(base, j)}` was `{_nth(base, i)}`"
-        for j, i in enumerate(pairs)
-        if i is not None and i != j
-    )
-    return f"by their settings, {told}{_in(group)}"
-
-
-def bearing_of(
-    name: str, old: TransformationDescription, new: TransformationDescription
-) -> Bearing:
-    """Returns what a change of a setting does to the state; the target's definition knows best."""
-    return new.bearing.get(name) or old.bearing.get(name) or Bearing("nothing")
-
-
-def settings_changes(
+def _settings(
     old: TransformationDescription, new: TransformationDescription, *, by_number: bool
 ) -> Iterator[str]:
     """Yields the settings by which updates do something else with the state.
 
     What must not change at all, or only at times, is a problem of the plan, not among these.
-
-    Args:
-      old: of the checkpoint.
-      new: of the target.
-      by_number: whether numbers are compared too.
     """
     # What is injected comes from the checkpoint.
     by_number = by_number and INJECTED not in old.settings.keys() & new.settings.keys()
-    for name in _shared(old, new):
+    for name in shared_settings(old, new):
         one, other = old.settings[name], new.settings[name]
         effect = bearing_of(name, old, new).effect
-        if one == other or effect in ("refused", "at_or_below_count"):
+        if one == other or effect in ("refused", "at_or_below_count", "above_count"):
             continue
-        where = f"`{name}` of `{new.name}`{_in(new.group)}"
+        where = f"`{name}` of `{new.name}`{inside(new.group)}"
         are_numbers = all(isinstance(x, int | float) for x in (one, other))
         is_switch = any(isinstance(x, bool) for x in (one, other))
         if (is_switch or by_number) and are_numbers:

@@ -25,14 +25,7 @@ class Refused(Exception):  # noqa: N818 - becomes the problem of a row
 
 
 def result_of(fn: Callable[..., Any], sources: Sequence[LeafInfo]) -> jax.ShapeDtypeStruct | None:
-    """Returns the shape and dtype that a function returns, without calling it on values.
-
-    Returns:
-      `None` where it needs values.
-
-    Raises:
-      Refused: it fails, or returns something else than one array.
-    """
+    """Returns the shape and dtype that a function returns, `None` where that needs values."""
     given = [abstract(source) for source in sources]
     for source, leaf in zip(sources, given, strict=True):
         if not source.is_key and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
@@ -82,10 +75,5 @@ def _key_dtype(name: str) -> Any:
 
 
 def function_name(fn: Any) -> str:
-    """Returns what a function is called, for people to read.
-
-    Examples:
-      >>> function_name(jnp.transpose)
-      'transpose'
-    """
+    """Returns what a function is called, for people to read."""
     return str(getattr(fn, "__name__", type(fn).__name__))

@@ -6,9 +6,8 @@ two factors of a square matrix look the same.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name, leaf_path
 
@@ -26,16 +25,17 @@ class KeptDimensions:
 
     Definitions describe it. Where they do not, a leaf of the parameter's shape mirrors it, and of
     any other nothing is known.
-
-    Args:
-      saved: the schema of the checkpoint.
-      schema: of the target.
     """
 
     def __init__(self, saved: Schema, schema: Schema) -> None:
         self._saved = saved
         self.saved_shapes = _shapes(saved)
         self.shapes = _shapes(schema)
+
+    def is_of_like_parameter(self, source: LeafInfo, leaf: LeafInfo) -> bool:
+        """Whether the parameters of two leaves have one shape."""
+        shape = self.saved_shapes.get(source.parameter or ())
+        return shape is not None and shape == self.shapes.get(leaf.parameter or ())
 
     def of_target(self, leaf: LeafInfo) -> Kept:
         """Returns what a leaf of the target keeps; only `None`s where it follows no parameter."""
@@ -106,26 +106,8 @@ def sm3_dimension(leaf: LeafInfo) -> int | None:
     return int(fields[-1]) if is_one and fields[-1].isdecimal() else None
 
 
-def without_ruled(schema: Schema, ruled: Collection[LeafInfo]) -> Schema:
-    """Returns a schema that does not say what leaves keep that rules are about.
-
-    That rows and columns change places is a change of the optimizer, unless a rule sees to it.
-    """
-    names = {leaf.name for leaf in ruled}
-    leaves = tuple(
-        dataclasses.replace(leaf, dimensions=None) if leaf.name in names else leaf
-        for leaf in schema.leaves
-    )
-    return dataclasses.replace(schema, leaves=leaves)
-
-
 def told(kept: Kept) -> str:
-    """Returns the dimensions that a leaf keeps, for people to read.
-
-    Examples:
-      >>> told((0, 2)), told((1,)), told((None,))
-      ('dimensions 0, 2', 'dimension 1', 'no dimension')
-    """
+    """Returns the dimensions that a leaf keeps, for people to read: `'dimensions 0, 2'`."""
     numbers = [str(i) for i in kept if i is not None]
     if not numbers:
         return "no dimension"

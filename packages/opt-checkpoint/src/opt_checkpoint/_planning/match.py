@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from opt_core import describe_state
+from opt_core.state_changes import STEP, Move, Pair, pair_leaves, refusals, statistics
 
-from opt_checkpoint._naming.names import NamedState
-from opt_checkpoint._naming.schema import LeafInfo, Names, Source, leaf_name, leaf_path
-from opt_checkpoint._planning.beside import dropped, joined, with_counts, with_notes
-from opt_checkpoint._planning.compare import (
-    INJECTING,
-    changes,
-    have_other_dimensions,
-    home_of,
-    occurrences,
-    regrouped_changes,
-)
-from opt_checkpoint._planning.fit import fitted
-from opt_checkpoint._planning.homes import Homes, frozen
-from opt_checkpoint._planning.kept import KeptDimensions, without_ruled
+from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, Source, leaf_name, leaf_path
+from opt_checkpoint._planning.compare import INJECTING, changes, inside, nth
+from opt_checkpoint._planning.kept import KeptDimensions
 from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.renames import suggested_renames
 from opt_checkpoint._planning.rules import (
+    Action,
     Map,
     Pad,
     Policy,
@@ -35,10 +27,10 @@ from opt_checkpoint._planning.rules import (
     Unstack,
     sources_of,
 )
-from opt_checkpoint._planning.values import RuledRows
-from opt_checkpoint._planning.windows import Running, bearing_problems
+from opt_checkpoint._planning.sides import frozen, side_of, state_leaves
+from opt_checkpoint._planning.values import RuledRows, fitted
 from opt_checkpoint._targets.named import named_view
-from opt_checkpoint._targets.view import view_of
+from opt_checkpoint._targets.view import View, view_of
 
 _Target = TypeVar("_Target")
 
@@ -60,8 +52,12 @@ def plan_restore(
       checkpoint: a step of a `Checkpointer`, a `NamedState`, or any other `Source`.
       target: the optimizer to restore, of any kind that `named_state` takes; its leaves may be
         `jax.ShapeDtypeStruct`s with shardings. Parameters that the checkpoint lacks need arrays.
-      allow: the kinds of changes that are admitted: see `Kind`. Without any, everything has to
-        match.
+      allow: the kinds of changes that are admitted: `'initialise'`, a leaf that the checkpoint
+        lacks, as `init` makes it; `'drop'`, a leaf that the target has no place for; `'cast'`,
+        another dtype, where every value fits; `'reshape'`, another shape of the same size;
+        `'regroup'`, a leaf whose parameter is in another group, or in none any more;
+        `'optimizer'`, other transformations, or others in their order. Without any, everything
+        has to match.
       rules: pairs of a regular expression, which has to match a whole name, and an `Action`; the
         first that matches decides, and admits what it says.
 
@@ -91,28 +87,29 @@ def plan_restore(
     _check_source(checkpoint)
     policy = Policy.make(allow, rules)
     view = view_of(target)
-    named = named_view(view)
-    matcher = _Matcher(checkpoint, named, policy)
-    rows = with_counts(matcher.rows(), matcher.anew, policy)
-    saved = checkpoint.schema.by_name
-    pairs = [(saved[name], row.leaf) for row in rows for name in row.sources]
-    by_rule = {row.leaf.name for row in rows if policy.rule(row.leaf.name) is not None}
-    running = Running(pairs, checkpoint.schema)
-    rows = with_notes(joined(row, running, policy) for row in rows)
+    matcher = _Matcher(checkpoint, view, policy)
+    rows = matcher.rows()
     _check_rules(policy, rows, checkpoint)
-    idle = frozen(named.schema)
-    trained = {o for param, found in matcher.origins.items() if param not in idle for o in found}
-    # A `Rename` keeps what a leaf keeps, whatever that was.
-    ruled = [row.leaf for row in rows if row.how or isinstance(row.by, Pad)]
-    schema = without_ruled(named.schema, [leaf for leaf in ruled if leaf.kind == "state"])
-    changed = changes(checkpoint.schema, schema)
-    changed += regrouped_changes(checkpoint.schema, schema, pairs)
+    move = matcher.move(rows)
+    refused = list(refusals(move))
+    joined = {r.new: r.text for r in refused if r.new is not None}
+    names = {
+        matcher.new.names[j]: f"{text}, or initialise it by a rule" for j, text in joined.items()
+    }
+    rows = [
+        row if row.problem else dataclasses.replace(row, problem=names.get(row.leaf.name, ""))
+        for row in rows
+    ]
+    left = {matcher.old.names[r.old]: r.text for r in refused if r.old is not None}
+    schema = matcher.named.schema
+    changed = changes(checkpoint.schema, schema, matcher.pairs(rows))
+    changed += matcher.turned + list(statistics(move, matcher.origins))
     return Plan(
         rows=tuple(rows),
-        dropped=tuple(dropped(checkpoint.schema, rows, running, policy, trained)),
+        dropped=tuple(_dropped(checkpoint.schema, rows, left, policy)),
         changes=tuple(dict.fromkeys(changed)),
-        problems=tuple(bearing_problems(pairs, checkpoint.schema, named.schema, by_rule)),
-        suggestions=tuple(suggested_renames(checkpoint.schema, named.schema, rows, by_rule)),
+        problems=tuple(r.text for r in refused if r.old is None and r.new is None),
+        suggestions=tuple(suggested_renames(move)),
         allow=policy.allow,
         source=checkpoint,
         target=target,
@@ -131,16 +128,28 @@ def _check_source(checkpoint: Any) -> None:
 class _Matcher:
     """One walk over the leaves of a target."""
 
-    def __init__(self, source: Source, named: NamedState, policy: Policy) -> None:
-        self.source = source
+    def __init__(self, source: Source, view: View, policy: Policy) -> None:
+        self.named, self.policy = named_view(view), policy
+        schema = self.named.schema
         self.saved = {leaf.name: leaf for leaf in source.schema.leaves if leaf.kind != "extra"}
-        self.named, self.policy = named, policy
-        self.moved = occurrences(source.schema.transformations, named.schema.transformations)
+        self._kept = KeptDimensions(source.schema, schema)
+        self.ruled = RuledRows(self.saved, schema.leaves, self._kept, policy)
         self.origins = dict(self._origins())
-        self.homes = Homes(source, named.schema, self.origins)
-        self.anew = self.homes.disagreements(named.schema)
-        kept = KeptDimensions(source.schema, named.schema)
-        self.ruled = RuledRows(self.saved, named.schema.leaves, kept, policy)
+        self._old = state_leaves(source.schema, schema.by_name)
+        leaves = [leaf for leaf in schema.leaves if leaf.transformation]
+        self.old = side_of(source, self._old)
+        self.new = side_of(self.named, leaves, describe_state(view.optimizer))
+        self._by_rule = {
+            leaf.name: row for leaf in schema.leaves if (row := self._row_by_rule(leaf)) is not None
+        }
+        self._places = {leaf.name: i for i, leaf in enumerate(self._old)}
+        given = {
+            j: [self._places[name] for name in row.sources if name in self._places]
+            for j, leaf in enumerate(leaves)
+            if (row := self._by_rule.get(leaf.name)) is not None
+        }
+        self.pairing = pair_leaves(self.old, self.new, given=given, origins=self.origins)
+        self.turned: list[str] = []
 
     def _origins(self) -> Iterator[tuple[Names, list[Names]]]:
         """The parameters of the checkpoint that each of the target's comes from."""
@@ -152,97 +161,150 @@ class _Matcher:
                     names = sources_of(found[1], found[2], leaf.shape)
                 yield leaf.path[1:], [leaf_path(n)[1:] for n in names if n in self.saved]
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> list[Row]:
+        """What becomes of every leaf of the target."""
+        found, pairs = [], iter(self.pairing.pairs)
         for leaf in self.named.schema.leaves:
-            yield self._row(leaf)
+            pair = next(pairs) if leaf.transformation else None
+            row = self._by_rule.get(leaf.name)
+            if row is None:
+                row = self._by_name(leaf) if pair is None else self._paired(leaf, pair)
+            elif pair is not None and pair.note:
+                row = dataclasses.replace(row, note=", ".join(filter(None, (row.note, pair.note))))
+            found.append(row)
+        return list(_with_notes(self._with_counts(found)))
 
-    def _row(self, leaf: LeafInfo) -> Row:
+    def pairs(self, rows: Iterable[Row]) -> list[tuple[LeafInfo, LeafInfo]]:
+        """The leaves of the checkpoint with those of the target that they become."""
+        return [(self.saved[name], row.leaf) for row in rows for name in row.sources]
+
+    def move(self, rows: Sequence[Row]) -> Move:
+        """The same as surgery has it."""
+        of_state = [row for row in rows if row.leaf.transformation]
+        pairs = [
+            Pair(tuple(self._places[name] for name in row.sources if name in self._places))
+            for row in of_state
+        ]
+        ruled = {
+            j
+            for j, row in enumerate(of_state)
+            if row.by is not None and (row.sources or not isinstance(row.by, Pad))
+        }
+        ruled |= {j for j, row in enumerate(of_state) if self._is_anew(row.leaf.name)}
+        anew = {row.leaf.name for row in of_state if row.is_ok and not row.sources}
+        let_go = {
+            i
+            for i, leaf in enumerate(self._old)
+            if self.policy.rule(leaf.name, drop=True) is not None
+            or (leaf.parameter is not None and leaf.name in anew and self._is_anew(leaf.name))
+        }
+        idle = frozen(self.named.schema)
+        trained = {o for param, found in self.origins.items() if param not in idle for o in found}
+        gone = {leaf.parameter for leaf in self._old if leaf.parameter is not None} - trained
+        return Move(self.old, self.new, pairs, ruled, let_go, gone)
+
+    def _action(self, name: str) -> Action | None:
+        """What a rule does with a leaf of the target, if one does."""
+        found = self.policy.rule(name)
+        return None if found is None else found[1]
+
+    def _is_anew(self, name: str) -> bool:
+        """Whether a rule says that a leaf of the target is not to come from the checkpoint."""
+        return self._action(name) in ("initialise", "keep")
+
+    def _with_counts(self, rows: Sequence[Row]) -> Iterator[Row]:
+        """Refuses a count that would start anew beside moments that rules keep."""
+        ruled: dict[tuple[Names, str], str] = {}
+        anew = {(made[0], nth(*made[1:])) for made in self.pairing.anew}
+        for row in rows:
+            if row.leaf.parameter is not None and row.by is not None:
+                ruled.setdefault((row.leaf.group, row.leaf.transformation), row.leaf.name)
+        for row in rows:
+            where = row.leaf.group, row.leaf.transformation
+            is_count = row.action == "initialised" and row.leaf.parameter is None
+            is_free = row.problem or self._is_anew(row.leaf.name)
+            if is_count and not is_free and where in anew and where in ruled:
+                problem = (
+                    f"{row.note}, while a rule keeps `{ruled[where]}`: say by a rule what becomes "
+                    "of this leaf too"
+                )
+                row = dataclasses.replace(row, problem=problem)
+            yield row
+
+    def _row_by_rule(self, leaf: LeafInfo) -> Row | None:
+        """The row of a leaf of which a rule says where it is from."""
         found = self.policy.rule(leaf.name)
-        if found is not None:
-            _, action, match = found
-            if action == "initialise":
-                return self._initialised(leaf, "as a rule says", is_ruled=True)
-            if action == "keep":
-                return self._kept(leaf)
-            if isinstance(action, Rename | Stack | Unstack | Map):
-                return self.ruled.taken(leaf, action, match)
-        admitted = self.policy.allow
-        if found is not None and isinstance(found[1], str):
-            admitted = admitted | {found[1]}
-        why = self.anew.get((leaf.group, leaf.transformation)) if leaf.transformation else None
-        if why is not None:
-            return self._initialised(leaf, why)
-        sources, kinds, note = self._find(leaf)
+        if found is None:
+            return None
+        _, action, match = found
+        if action == "initialise":
+            return self._initialised(leaf, "as a rule says", is_ruled=True)
+        if action == "keep":
+            return self._own_value(leaf)
+        if isinstance(action, Rename | Stack | Unstack | Map):
+            return self.ruled.taken(leaf, action, match)
+        return None
+
+    def _by_name(self, leaf: LeafInfo) -> Row:
+        """The row of a parameter, or of the step."""
+        if leaf.name not in self.saved:
+            return self._initialised(leaf, "")
+        return self._fitted(leaf, [self.saved[leaf.name]], (), "")
+
+    def _paired(self, leaf: LeafInfo, pair: Pair) -> Row:
+        sources = [self._old[i] for i in pair.sources]
+        if pair.counts is not None:
+            name = "state/step" if pair.counts == STEP else self.old.names[pair.counts]
+            if name in self.saved and self.saved[name].shape == leaf.shape:
+                why = f" ({pair.note})" if pair.note else ""
+                note = f"a new count, which goes on from `{name}`{why}"
+                return fitted(leaf, self.saved[name], ("initialise",), note, self.policy.allow)
+        if not sources and pair.lookalike is not None:
+            like = self._old[pair.lookalike]
+            if like.shape != leaf.shape or isinstance(self._action(leaf.name), Pad):
+                return self._fitted(leaf, [like], (), "")
+            if self._kept.is_of_like_parameter(like, leaf):
+                name = leaf_name((*leaf.field, *(leaf.parameter or ())))
+                self.turned.append(f"`{name}` of `{leaf.base}`{inside(leaf.group)} {pair.note}")
+            return self._let_go(leaf, self._left_behind(leaf, like) or pair.note)
         if not sources:
-            return self._initialised(leaf, note)
-        if found is not None and isinstance(found[1], Pad):
-            row = self.ruled.padded(leaf, found[1], sources[0], kinds, note)
-            is_own = row.sources == (sources[0].name,)
-            names = tuple(source.name for source in sources)
-            return dataclasses.replace(row, sources=names) if is_own else row
-        if why := self._left_behind(leaf, sources[0]):
+            return self._initialised(leaf, pair.note)
+        is_numbered = sources[0].group == leaf.group and sources[0].name != leaf.name
+        is_moved = [source.name for source in sources] != [leaf.name] and not is_numbered
+        kinds = ("optimizer",) * is_numbered + ("regroup",) * is_moved
+        notes = [pair.note] if pair.note else []
+        if len(sources) > 1:
+            notes.insert(0, "the groups agree")
+        elif "hyperparams" in leaf.field and leaf.transformation.startswith(INJECTING):
+            notes.insert(0, "the saved value, not the target's")
+        return self._fitted(leaf, sources, kinds, ", ".join(notes))
+
+    def _fitted(
+        self, leaf: LeafInfo, sources: Sequence[LeafInfo], kinds: tuple[str, ...], note: str
+    ) -> Row:
+        """The row of a leaf that is one of the checkpoint, or several that agree."""
+        action = self._action(leaf.name)
+        if isinstance(action, Pad):
+            row = self.ruled.padded(leaf, action, sources[0], kinds, note)
+        elif why := self._left_behind(leaf, sources[0]):
             return self._let_go(leaf, why)
-        if have_other_dimensions(sources[0], leaf):
-            return self._let_go(leaf, "the checkpoint has it for other dimensions")
-        row = fitted(leaf, sources[0], kinds, note, admitted)
-        return dataclasses.replace(row, sources=tuple(source.name for source in sources))
-
-    def _find(self, leaf: LeafInfo) -> tuple[Sequence[LeafInfo], tuple[str, ...], str]:
-        """The leaves of the checkpoint that this one is: several where groups agree about it."""
-        if leaf.kind != "state" or not leaf.transformation:
-            return self._named(leaf.name), (), ""
-        if (where := (leaf.group, leaf.transformation)) in self.moved:
-            other = self.moved[where]
-            if other is None:
-                return (), (), "no other has its settings"
-            if found := self._named(_renamed(leaf, other)):
-                return found, ("optimizer",), f"was `{other}`, by its settings"
-        homes = self.homes.of(leaf.group, leaf.transformation)
-        is_elsewhere = leaf.parameter is None and homes and leaf.group not in homes
-        is_shared = leaf.parameter is None and len(homes) > 1
-        if leaf.name in self.saved and not is_elsewhere and not is_shared:
-            is_given = "hyperparams" in leaf.field and leaf.transformation.startswith(INJECTING)
-            return self._named(leaf.name), (), "the saved value, not the target's" * is_given
-        candidates = self._elsewhere(leaf, homes)
-        if leaf.parameter is None:
-            candidates = [c for c in candidates if c.group in homes]
-        if not candidates or not self.homes.are_agreed(candidates):
-            return (), (), ""
-        if leaf.parameter is not None and len(candidates) > 1:
-            return (), (), "several groups have one"
-        if [c.name for c in candidates] == [leaf.name]:
-            return candidates, (), ""
-        return candidates, ("regroup",), "the groups agree" if len(candidates) > 1 else ""
-
-    def _elsewhere(self, leaf: LeafInfo, homes: Sequence[Names]) -> Sequence[LeafInfo]:
-        """The same leaf of the groups of the checkpoint: that of the like one set as this one."""
-        old, new = self.source.schema.transformations, self.named.schema.transformations
-        found = []
-        for home in homes:
-            name = home_of(leaf.transformation, old, home, new, leaf.group)
-            given = self.homes.by_key.get((name, leaf.field, leaf.parameter), [])
-            found += [candidate for candidate in given if candidate.group == home]
-        return found
-
-    def _named(self, name: str) -> Sequence[LeafInfo]:
-        return [self.saved[name]] if name in self.saved else []
+        else:
+            admitted = self.policy.allow | ({action} if isinstance(action, str) else set())
+            row = fitted(leaf, sources[0], kinds, note, admitted)
+        is_own = row.sources == (sources[0].name,)
+        names = tuple(source.name for source in sources)
+        return dataclasses.replace(row, sources=names) if is_own else row
 
     def _initialised(self, leaf: LeafInfo, note: str, *, is_ruled: bool = False) -> Row:
         admitted = is_ruled or "initialise" in self.policy.allow
-        problem = ""
-        if leaf.kind == "params" and _is_abstract(self.named[leaf.name]):
-            problem = (
-                "the checkpoint does not have it, and the target gives no value: create the "
-                "optimizer with arrays for new parameters"
-            )
-        return Row(
-            leaf,
-            "initialised",
-            kinds=("initialise",),
-            note=note,
-            problem=problem,
-            is_admitted=admitted,
+        row = Row(leaf, "initialised", kinds=("initialise",), note=note, is_admitted=admitted)
+        if leaf.kind != "params" or not _is_abstract(self.named[leaf.name]):
+            return row
+        problem = (
+            "the checkpoint does not have it, and the target gives no value: create the optimizer "
+            "with arrays for new parameters"
         )
+        return dataclasses.replace(row, problem=problem)
 
     def _left_behind(self, leaf: LeafInfo, source: LeafInfo) -> str:
         """Why a leaf whose parameter a rule makes is not its namesake; empty if it is.
@@ -252,30 +314,24 @@ class _Matcher:
         if leaf.kind != "state" or leaf.parameter is None:
             return ""
         name = leaf_name(("params", *leaf.parameter))
-        found = self.policy.rule(name)
-        if found is None or isinstance(found[1], str):
+        action = self._action(name)
+        if action is None or isinstance(action, str):
             return ""
-        if isinstance(found[1], Pad):
-            return self.ruled.unpadded(leaf, found[1], source)
-        is_moved = self.origins.get(leaf.parameter) != [source.parameter]
-        if isinstance(found[1], Rename) and not is_moved:
+        if isinstance(action, Pad):
+            return self.ruled.unpadded(leaf, action, source)
+        if isinstance(action, Rename) and self.origins.get(leaf.parameter) == [source.parameter]:
             return ""
-        return f"a `{type(found[1]).__name__}` makes `{name}`, and no rule says what this becomes"
+        return f"a `{type(action).__name__}` makes `{name}`, and no rule says what this becomes"
 
     def _let_go(self, leaf: LeafInfo, why: str) -> Row:
         row = self._initialised(leaf, why)
         admitted = {"initialise", "drop"} <= self.policy.allow
         return dataclasses.replace(row, kinds=("initialise", "drop"), is_admitted=admitted)
 
-    def _kept(self, leaf: LeafInfo) -> Row:
+    def _own_value(self, leaf: LeafInfo) -> Row:
         problem = "the target gives no value to keep" if _is_abstract(self.named[leaf.name]) else ""
         note = "the target's own, as a rule says"
         return Row(leaf, "initialised", by="keep", note=note, problem=problem)
-
-
-def _renamed(leaf: LeafInfo, transformation: str) -> str:
-    at = 2 * len(leaf.group) + 1
-    return leaf_name((*leaf.path[:at], transformation, *leaf.path[at + 1 :]))
 
 
 def _is_abstract(leaf: Any) -> bool:
@@ -294,3 +350,49 @@ def _check_rules(policy: Policy, rows: Sequence[Row], source: Source) -> None:
                 f"`rules`: {pattern.pattern!r} matches no leaf of the {side}, which has names like "
                 f"{', '.join(f'`{name}`' for name in where[:3])}"
             )
+
+
+def _with_notes(rows: Iterable[Row]) -> Iterator[Row]:
+    """Says of what starts anew beside a count that goes on that it does."""
+    rows = list(rows)
+    counts: dict[tuple[Names, str], str] = {}
+    for row in rows:
+        leaf = row.leaf
+        if row.sources and leaf.transformation and leaf.parameter is None and row.value:
+            where = leaf.group, leaf.transformation
+            counts.setdefault(where, f"`{leaf.path[-1]}` goes on from {row.value}")
+    for row in rows:
+        count = counts.get((row.leaf.group, row.leaf.transformation))
+        is_new = row.action == "initialised" and row.leaf.parameter is not None and not row.note
+        if is_new and count is not None:
+            row = dataclasses.replace(row, note=f"as `init` makes it, while {count}")
+        yield row
+
+
+def _dropped(
+    saved: Schema, rows: Sequence[Row], left: Mapping[str, str], policy: Policy
+) -> Iterator[Row]:
+    """Yields the leaves of a checkpoint, and slices of leaves, that nothing takes."""
+    used = {name for row in rows for name in row.sources}
+    anew = {row.leaf.name for row in rows if row.is_ok and not row.sources}
+    for leaf in saved.leaves:
+        if leaf.kind != "extra" and leaf.name not in used:
+            by_rule = policy.rule(leaf.name, drop=True) is not None
+            why = f"{left[leaf.name]}, or drop it by a rule" if leaf.name in left else ""
+            admitted = by_rule or "drop" in policy.allow or leaf.name in anew
+            yield Row(leaf, "dropped", kinds=("drop",), problem=why, is_admitted=admitted)
+    taken: dict[tuple[str, int], set[int | None]] = {}
+    whole = {name for row in rows if row.how != "slice" for name in row.sources}
+    for row in rows:
+        if row.how == "slice" and row.sources[0] not in whole:
+            taken.setdefault((row.sources[0], row.axis), set()).add(row.index)
+    leaves = saved.by_name
+    for (name, axis), indices in taken.items():
+        leaf = leaves[name]
+        admitted = policy.rule(name, drop=True) is not None or "drop" in policy.allow
+        shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
+        for index in sorted(set(range(leaf.shape[axis])) - indices):
+            where = ", ".join([*[":"] * axis, str(index)])
+            path = (*leaf.path[:-1], f"{leaf.path[-1]}[{where}]")
+            one = dataclasses.replace(leaf, path=path, shape=shape)
+            yield Row(one, "dropped", kinds=("drop",), is_admitted=admitted)

@@ -34,8 +34,8 @@ class Row:
         it is made from leaves of the checkpoint. `'initialised'`: it is new, or the target's own.
         `'dropped'`: nothing takes it.
       sources: the names in the checkpoint that it comes from.
-      kinds: what has to be admitted for it: see `Kind`; and `'rename'`, `'stack'`, `'map'` or
-        `'pad'` where a rule does that. Empty for what is kept.
+      kinds: what has to be admitted for it, words of `allow=`; and `'rename'`, `'stack'`, `'map'`
+        or `'pad'` where a rule does that. Empty for what is kept.
       by: the rule that says how, if one does; `'keep'` for the target's own value.
       how: what a rule other than `Rename` does with the values: `'stack'`, `'slice'`, `'map'`,
         `'pad'`; `'maximum'` of its sources, `'maxima'` of each, or the `'first'` of them.
@@ -124,6 +124,26 @@ class Plan(Generic[_Target]):
         return *self.rows, *self.dropped
 
     @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the plan is not ok, in few lines; empty if it is.
+
+        The problems, the changes that are not admitted, and for each kind of leaf that is refused
+        how many there are, with the first.
+        """
+        alike: dict[tuple[str, str], list[Row]] = {}
+        for row in self._all:
+            if not row.is_ok:
+                alike.setdefault((row.leaf.transformation, row.action), []).append(row)
+        refused = self.changes if self._refused_changes else ()
+        leaves = []
+        for (_, action), rows in alike.items():
+            first = rows[0].leaf.name
+            why = rows[0].problem or rows[0].note
+            more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+            leaves.append(f"`{first}`{more} would be {action}{f': {why}' if why else ''}")
+        return *self.problems, *refused, *leaves
+
+    @property
     def missing_kinds(self) -> frozenset[str]:
         """What would have to be in `allow` besides, for all that is possible at all."""
         kinds = {kind for row in self._all if not row.is_admitted for kind in row.kinds}
@@ -147,11 +167,15 @@ class Plan(Generic[_Target]):
         if count:
             head += f": {count} {'leaf' if count == 1 else 'leaves'}"
         advice = ""
-        if self.missing_kinds:
-            kinds = ", ".join(f"'{kind}'" for kind in sorted(self.missing_kinds))
-            advice = (
-                f"\nIf that is meant, admit it: `allow={{{kinds}}}`, or `rules=` for single leaves."
-            )
+        listed = ", ".join(f"'{kind}'" for kind in sorted(self.missing_kinds))
+        kinds = f"allow={{{listed}}}"
+        if self.problems or any(row.problem for row in self._all):
+            besides = f" `{kinds}` is needed besides." if self.missing_kinds else ""
+            advice = f"\nNo `allow` admits all of that: mend what is wrong first.{besides}"
+        elif any(not row.is_admitted for row in self._all):
+            advice = f"\nIf that is meant, admit it: `{kinds}`, or `rules=` for single leaves."
+        else:
+            advice = f"\nIf that is meant, admit it: `{kinds}`."
         raise PlanError(f"{head}\n{self}{advice}", self)
 
     def apply(self) -> _Target:
@@ -224,6 +248,7 @@ class Plan(Generic[_Target]):
             "dropped": [_row_data(row) for row in self.dropped],
             "changes": list(self.changes),
             "problems": list(self.problems),
+            "reasons": list(self.reasons),
             "suggestions": list(self.suggestions),
             "allow": sorted(self.allow),
         }

@@ -3,60 +3,39 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from opt_core import TransformationDescription
+from opt_core.state_changes import Move, Side
 
-from opt_checkpoint._naming.schema import Names, Schema, leaf_name, numbered
-from opt_checkpoint._planning.plan import Row
-
-_Look = frozenset[tuple[Names, Names | None, tuple[int, ...]]]
+from opt_checkpoint._naming.schema import leaf_name, numbered
 
 
-def suggested_renames(
-    saved: Schema, target: Schema, rows: Sequence[Row], ruled: Collection[str]
-) -> Iterator[str]:
+def suggested_renames(move: Move) -> Iterator[str]:
     """Yields the `Rename` that would keep a state which would be dropped and initialised.
 
     Only where exactly one transformation that is gone and one that is new agree in fields, shapes
     and parameters. Two that are known by name are not the same: Adam's moments are not Adamax's.
-
-    Args:
-      saved: of the checkpoint.
-      target: of the target.
-      rows: what becomes of the leaves of the target.
-      ruled: the names of leaves of the target that a rule names.
     """
-    used = {name for row in rows for name in row.sources}
-    anew = {row.leaf.name for row in rows if row.action == "initialised"}
-    gone = _looks(saved, {leaf.name for leaf in saved.leaves} - used)
-    new = _looks(target, anew - set(ruled))
-    for (group, name), look in new.items():
-        like = [old for old, other in gone.items() if other == look and old[0] == group]
-        if len(like) != 1 or list(new.values()).count(look) != 1:
-            continue
-        before = _found(saved, like[0])
-        after = _found(target, (group, name))
-        if before is None or after is None or "stated" in (before.source, after.source):
-            continue
-        yield _suggestion(before, after)
+    anew = {j for j, pair in enumerate(move.pairs) if not pair.sources and j not in move.ruled}
+    gone, new = _looks(move.old, frozenset(move.dropped)), _looks(move.new, anew)
+    for after, look in new.items():
+        like = [old for old, other in gone.items() if other == look and old.group == after.group]
+        is_one = len(like) == 1 and [*new.values()].count(look) == 1
+        if is_one and "stated" not in (like[0].source, after.source):
+            yield _suggestion(like[0], after)
 
 
-def _looks(schema: Schema, names: Collection[str]) -> Mapping[tuple[Names, str], _Look]:
-    """The fields, parameters and shapes of transformations of which all leaves are named."""
-    found: dict[tuple[Names, str], set[tuple[Names, Names | None, tuple[int, ...]]]] = {}
-    others = set()
-    for leaf in schema.leaves:
-        if leaf.kind == "state" and leaf.transformation:
-            where = leaf.group, leaf.transformation
-            if leaf.name not in names:
-                others.add(where)
-            found.setdefault(where, set()).add((leaf.field, leaf.parameter, leaf.shape))
-    return {where: frozenset(look) for where, look in found.items() if where not in others}
-
-
-def _found(schema: Schema, where: tuple[Names, str]) -> TransformationDescription | None:
-    return next((t for t in schema.transformations if (t.group, numbered(t)) == where), None)
+def _looks(side: Side, chosen: Collection[int]) -> Mapping[TransformationDescription, Any]:
+    """The fields, parameters and shapes of transformations of which all leaves are chosen."""
+    found = {}
+    for made in side.description.transformations:
+        own = side.leaves_of((made.group, made.name, made.number))
+        if own and all(i in chosen for i in own):
+            told = ((side.told[i].field, side.told[i].parameter, side.leaves[i].shape) for i in own)
+            found[made] = frozenset(told)
+    return found
 
 
 def _prefix(made: TransformationDescription) -> str:

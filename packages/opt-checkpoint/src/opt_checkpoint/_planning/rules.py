@@ -7,18 +7,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-Kind: TypeAlias = Literal["initialise", "drop", "cast", "reshape", "regroup", "optimizer"]
-"""What a plan may do beside matching:
+from opt_core.state_changes import Allowance, check_allowances
 
-* `'initialise'`: a leaf of the target that the checkpoint lacks, as `init` makes it;
-* `'drop'`: a leaf of the checkpoint that the target has no place for;
-* `'cast'`: another dtype, where every value fits;
-* `'reshape'`: another shape of the same size;
-* `'regroup'`: a leaf whose parameter is in another group, or in none any more;
-* `'optimizer'`: other transformations, or others in their order.
-"""
-
-KINDS: Final = frozenset(get_args(Kind))
+KINDS: Final = frozenset(get_args(Allowance))
+"""The words of `allow=`, which are those of surgery: see `opt_core.state_changes.Allowance`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +52,8 @@ class Unstack:
     r"""Takes a slice of a leaf of the checkpoint.
 
     Of the state of a parameter, a leaf is sliced along whichever of its dimensions follows the
-    axis. The accumulators of `sm3` are those of all slices together, which is refused.
+    axis. The accumulators of `sm3` are those of all slices together, which is refused. Slices that
+    no leaf takes are dropped, with a line each: `params/layers/k[3]`.
 
     Attributes:
       source: the name in the checkpoint.
@@ -110,8 +103,9 @@ class Pad:
     r"""Takes a leaf from its own name and appends entries to one dimension, e.g. of a vocabulary.
 
     Of the state of a parameter, a leaf grows along whichever of its dimensions follows that one;
-    what follows none stays as it is. For another value in moments than in parameters, write two
-    rules.
+    what follows none stays as it is. A copy of the parameter, as `schedule_free` and `dog` keep,
+    is padded as the parameter is, whatever the rule for the state says. For another value in
+    moments than in parameters, write two rules.
 
     Attributes:
       axis: a dimension of the parameter.
@@ -133,7 +127,7 @@ Action: TypeAlias = (
 )
 """What a rule does with the leaves that its pattern matches.
 
-`'keep'` leaves the target's own value. The others are as in `Kind`, for these leaves alone;
+`'keep'` leaves the target's own value. The others are as in `allow=`, for these leaves alone;
 `'drop'` speaks of names in the checkpoint, all others of names in the target. What is dropped is
 what nothing takes: to start a leaf anew that the checkpoint has, say `'initialise'` of its name.
 """
@@ -163,11 +157,7 @@ class Policy:
           TypeError: `allow` is one string, or an action is none.
           ValueError: a kind, a word or a regular expression is wrong.
         """
-        if isinstance(allow, str):
-            raise TypeError(f"`allow` must be a set of kinds; found the string {allow!r}")
-        allow = frozenset(allow)
-        if unknown := sorted(allow - KINDS):
-            raise ValueError(f"`allow`: expected kinds among {sorted(KINDS)}, found {unknown}")
+        allow = check_allowances(allow)
         return cls(allow, tuple(_compiled(rule) for rule in rules))
 
     def rule(self, name: str, *, drop: bool = False) -> tuple[int, Action, re.Match[str]] | None:
@@ -206,44 +196,31 @@ def _compiled(rule: Any) -> tuple[re.Pattern[str], Any]:
 
 
 def _check_map(action: Map, pattern: str) -> None:
-    are_names = all(isinstance(source, str) for source in action.sources)
-    if not action.sources or not are_names:
+    found = f"found {action!r} for {pattern!r}"
+    if not action.sources or not all(isinstance(source, str) for source in action.sources):
         raise TypeError(
-            "`rules`: the source of a `Map` must be a name or a tuple of names; found "
-            f"{action.source!r} for {pattern!r}"
+            f"`rules`: the source of a `Map` must be a name or a tuple of names; {found}"
         )
     if not callable(action.fn):
-        raise TypeError(
-            f"`rules`: the `fn` of a `Map` must be a function; found {action.fn!r} for {pattern!r}"
-        )
+        raise TypeError(f"`rules`: the `fn` of a `Map` must be a function; {found}")
     try:
         hash(action.fn)
     except TypeError:
         raise TypeError(
-            f"`rules`: the `fn` of a `Map` must be hashable, as functions are that JAX compiles; "
-            f"found {action.fn!r} for {pattern!r}"
+            "`rules`: the `fn` of a `Map` must be hashable, as functions are that JAX compiles; "
+            f"{found}"
         ) from None
 
 
 def _check_pad(action: Pad, pattern: str) -> None:
-    if not _is_integer(action.axis) or not _is_integer(action.to) or action.to < 0:
+    found = f"found {action!r} for {pattern!r}"
+    sizes = action.axis, action.to
+    if any(isinstance(x, bool) or not isinstance(x, int) for x in sizes) or action.to < 0:
         raise TypeError(
-            "`rules`: `axis` of a `Pad` must be an integer and `to` a non-negative one; found "
-            f"{action!r} for {pattern!r}"
+            f"`rules`: `axis` of a `Pad` must be an integer and `to` a non-negative one; {found}"
         )
     if not isinstance(action.value, bool | int | float | complex):
-        raise TypeError(
-            f"`rules`: `value` of a `Pad` must be a number; found {action!r} for {pattern!r}"
-        )
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def templates_of(action: Rename | Stack | Unstack | Map) -> tuple[str, ...]:
-    """Returns the templates of the names that a rule takes leaves from."""
-    return action.sources if isinstance(action, Map) else (action.source,)
+        raise TypeError(f"`rules`: `value` of a `Pad` must be a number; {found}")
 
 
 def sources_of(
@@ -256,7 +233,8 @@ def sources_of(
       found: how its pattern matches the name in the target.
       shape: of the leaf, or of the parameter that it follows: has the axis of a `Stack`.
     """
-    names = tuple(expanded(found, template) for template in templates_of(action))
+    templates = action.sources if isinstance(action, Map) else (action.source,)
+    names = tuple(expanded(found, template) for template in templates)
     if not isinstance(action, Stack):
         return names
     if not -len(shape) <= action.axis < len(shape):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -12,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from opt_checkpoint._naming.schema import LeafInfo, Names, leaf_name
-from opt_checkpoint._planning.fit import cast_kinds, fitted
 from opt_checkpoint._planning.functions import Refused, function_name, listed, result_of
 from opt_checkpoint._planning.kept import Kept, KeptDimensions, sm3_dimension, told, with_dimension
-from opt_checkpoint._planning.plan import Row
+from opt_checkpoint._planning.plan import Action, Row
 from opt_checkpoint._planning.rules import (
     Map,
     Pad,
@@ -31,14 +31,7 @@ _Taking: TypeAlias = Rename | Stack | Unstack | Map
 
 
 class RuledRows:
-    """Makes the rows of leaves that a rule makes from the checkpoint.
-
-    Args:
-      saved: the leaves of the checkpoint by name.
-      leaves: those of the target.
-      kept: which dimensions of their parameters they keep.
-      policy: rules, and what is admitted.
-    """
+    """Makes the rows of leaves that a rule makes from the checkpoint."""
 
     def __init__(
         self,
@@ -232,15 +225,7 @@ class RuledRows:
     def padded(
         self, leaf: LeafInfo, action: Pad, source: LeafInfo, kinds: tuple[str, ...], note: str
     ) -> Row:
-        """Returns the row of a leaf that a `Pad` matches.
-
-        Args:
-          leaf: of the target.
-          action: the rule.
-          source: of the checkpoint, which the leaf is without a rule.
-          kinds: what has to be admitted for that.
-          note: why it is.
-        """
+        """Returns the row of a leaf that a `Pad` matches, of what it is without a rule."""
         allow = self._policy.allow
         plain = dataclasses.replace(fitted(leaf, source, kinds, note, allow), by=action)
         if leaf.parameter is None:
@@ -255,18 +240,23 @@ class RuledRows:
                 why = swap or f"it does not keep dimension {axis}"
                 plain = fitted(leaf, found, kinds, note, allow)
                 return _as_it_was(dataclasses.replace(plain, by=action), why)
+            if leaf.role == "params_copy" and self._kept.keeps_all(leaf):
+                action, note = self._as_parameter(leaf.parameter, action), "as its parameter"
+                plain = dataclasses.replace(plain, by=action)
             return self._grown(plain, action, found, kept.index(axis), kinds, swap or note)
         except Refused as why:
             return dataclasses.replace(plain, action="converted", problem=str(why))
 
-    def unpadded(self, leaf: LeafInfo, action: Pad, source: LeafInfo) -> str:
-        """Returns why a leaf is not as it was where its parameter is padded, and no rule names it.
+    def _as_parameter(self, parameter: Names, action: Pad) -> Pad:
+        """The rule for a copy of a parameter, whose new entries are those of the parameter."""
+        name = leaf_name(("params", *parameter))
+        found = self._policy.rule(name)
+        if found is None or not isinstance(found[1], Pad):
+            raise Refused(f"is a copy of `{name}`, which no `Pad` makes: say by another rule")
+        return dataclasses.replace(action, value=found[1].value)
 
-        Args:
-          leaf: of the target.
-          action: the rule for its parameter.
-          source: of the checkpoint, with its name.
-        """
+    def unpadded(self, leaf: LeafInfo, action: Pad, source: LeafInfo) -> str:
+        """Returns why a leaf that no rule names is not as it was, where its parameter is padded."""
         if leaf.parameter is None or source.shape != leaf.shape:
             return ""
         row = self.padded(leaf, action, source, (), "")
@@ -344,3 +334,51 @@ def _check_shapes(sources: Sequence[LeafInfo], expected: Sequence[int]) -> None:
 def _refused_as(leaf: LeafInfo, kept: Kept, why: str) -> Refused:
     what = f"{list(leaf.shape)} keeps {told(kept)} of its parameter"
     return Refused(f"{what} and {why}: make it by a `Map` of its own, or initialise it")
+
+
+def fitted(
+    leaf: LeafInfo,
+    source: LeafInfo,
+    kinds: tuple[str, ...],
+    note: str,
+    admitted: frozenset[str],
+) -> Row:
+    """Returns what becomes of a leaf that comes from one other."""
+    problem = ""
+    if source.shape != leaf.shape:
+        if math.prod(source.shape) == math.prod(leaf.shape):
+            kinds = (*kinds, "reshape")
+            note = f"{list(source.shape)} -> {list(leaf.shape)}"
+        else:
+            problem = f"expected {list(leaf.shape)}, found {list(source.shape)}"
+    casts, wrong = cast_kinds(source.dtype, leaf.dtype)
+    if casts and not wrong:
+        note = f"{source.dtype} -> {leaf.dtype}"
+    kinds, problem = (*kinds, *casts), problem or wrong
+    action: Action = "renamed" if kinds or source.name != leaf.name else "kept"
+    if problem or {"cast", "reshape"} & {*kinds}:
+        action = "converted"
+    return Row(
+        leaf,
+        action,
+        (source.name,),
+        kinds,
+        note=note,
+        problem=problem,
+        is_admitted=set(kinds) <= admitted,
+        value=source.value,
+    )
+
+
+def cast_kinds(source: str, leaf: str) -> tuple[tuple[str, ...], str]:
+    """Returns what has to be admitted for another dtype, and what makes it impossible."""
+    if source == leaf:
+        return (), ""
+    wrong = f"expected {leaf}, found {source}"
+    if source.startswith("key<") or leaf.startswith("key<"):
+        return (), f"{wrong}: keys cannot be cast"
+    old, new = jnp.dtype(source), jnp.dtype(leaf)
+    is_complex = jnp.issubdtype(old, jnp.complexfloating)
+    if is_complex and not jnp.issubdtype(new, jnp.complexfloating):
+        return (), f"{wrong}: an imaginary part would be lost"
+    return ("cast",), ""

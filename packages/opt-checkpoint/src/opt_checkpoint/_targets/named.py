@@ -6,12 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-import jax.numpy as jnp
-import numpy as np
-
 from opt_checkpoint._naming import names as _names
 from opt_checkpoint._naming.names import NamedState
-from opt_checkpoint._naming.schema import LeafInfo, Schema, leaf_path
+from opt_checkpoint._naming.schema import Schema, leaf_path
 from opt_checkpoint._targets.view import View, view_of
 from opt_checkpoint.errors import LeafError
 
@@ -61,27 +58,16 @@ def named_view(view: View, *, param_axes: Any = None) -> NamedState:
         return named
     leaves = named.schema.leaves
     first = sum(leaf.kind == "params" for leaf in leaves)
-    others = {info.name: info for info in _other_infos(view)}
-    if twice := others.keys() & named.keys():
-        raise LeafError(f"two leaves would have the name `{min(twice)}`: rename a variable")
-    values: dict[str, Any] = dict(zip(others, view.others.values(), strict=True))
-    schema = dataclasses.replace(
-        named.schema, leaves=(*leaves[:first], *others.values(), *leaves[first:])
-    )
-    values |= named.leaves
-    return NamedState({leaf.name: values[leaf.name] for leaf in schema.leaves}, schema)
-
-
-def _other_infos(view: View) -> list[LeafInfo]:
-    return [
-        LeafInfo(("params", *path), *_shape_and_dtype(leaf), "params", parameter=path)
+    others = [
+        _names.leaf_info(leaf, ("params", *path), "params", parameter=path)
         for path, leaf in view.others.items()
     ]
-
-
-def _shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], str]:
-    dtype = jnp.result_type(leaf) if isinstance(leaf, int | float | complex) else leaf.dtype
-    return tuple(np.shape(leaf)), str(dtype)
+    values = dict(zip((info.name for info in others), view.others.values(), strict=True))
+    if twice := values.keys() & named.keys():
+        raise LeafError(f"two leaves would have the name `{min(twice)}`: rename a variable")
+    values |= named.leaves
+    schema = dataclasses.replace(named.schema, leaves=(*leaves[:first], *others, *leaves[first:]))
+    return NamedState({leaf.name: values[leaf.name] for leaf in schema.leaves}, schema)
 
 
 def restore_named(target: _Target, named: Mapping[str, Any]) -> _Target:
@@ -118,9 +104,9 @@ def restore_named(target: _Target, named: Mapping[str, Any]) -> _Target:
 def _without_schema(target: Any, named: Mapping[str, Any]) -> NamedState:
     """Leaves without a schema: each is what the target has under its name."""
     known = named_state(target).schema.by_name
-    infos = []
-    for name, leaf in named.items():
-        path = known[name].path if name in known else leaf_path(name)
-        kind = "params" if path[0] == "params" else "state"
-        infos.append(LeafInfo(path, *_shape_and_dtype(leaf), kind))
+    paths = {name: known[name].path if name in known else leaf_path(name) for name in named}
+    infos = [
+        _names.leaf_info(leaf, paths[name], "params" if paths[name][0] == "params" else "state")
+        for name, leaf in named.items()
+    ]
     return NamedState(dict(named), Schema(tuple(infos)))

@@ -52,15 +52,9 @@ def view_of_pair(model: Any, optimizer: Any) -> View:
 
 def bare(tree: Any) -> Any:
     """Returns a tree with the values of variables in their place."""
-    return jax.tree.map(
-        lambda leaf: _value(leaf) if isinstance(leaf, nnx.Variable) else leaf,
-        tree,
-        is_leaf=lambda node: isinstance(node, nnx.Variable),
-    )
+    return jax.tree.map(_value, tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
-def _value(variable: Any) -> Any:
-    opened = children(variable)
-    assert opened is not None
-    ((_, value),) = opened.children
-    return value
+def _value(leaf: Any) -> Any:
+    opened = children(leaf) if isinstance(leaf, nnx.Variable) else None
+    return leaf if opened is None else opened.children[0][1]

@@ -22,7 +22,7 @@ from opt_core import (
 from opt_core.errors import TreeMismatchError
 from opt_optax_bridge import OptaxWrapper
 
-from opt_checkpoint._naming.names import leaf_infos
+from opt_checkpoint._naming.names import named_state
 
 
 @struct.dataclass
@@ -54,20 +54,13 @@ class TrainingState:
 
 
 def optimizer_of(tx: Any, params: Any, opt_state: Any, step: Any) -> Optimizer:
-    """Returns the optimizer that parameters and a state of Optax make, as they are.
+    """Returns the optimizer that the fields of a `TrainingState` make, as they are.
 
-    Args:
-      tx: the transformation, or a definition.
-      params: pytree of parameters; arrays or `jax.ShapeDtypeStruct`s.
-      opt_state: its state for them.
-      step: how many updates have been made; `None` where the state says it.
-
-    Returns:
-      The optimizer; nothing is copied, no value changes. Python numbers become arrays.
+    Nothing is copied, no value changes; Python numbers become arrays. `tx` may be a definition.
 
     Raises:
-      TypeError: `tx` is not a transformation of Optax.
       TreeMismatchError: the state is not one of `tx` for these parameters; lists every path.
+      TypeError: `tx` is not a transformation of Optax, or `step` not an integer.
       ValueError: `step` is `None`, and the state does not say it.
     """
     # `opt_nnx.Optimizer`, say, has a definition in the place of a transformation.
@@ -76,47 +69,44 @@ def optimizer_of(tx: Any, params: Any, opt_state: Any, step: Any) -> Optimizer:
             f"`tx`: expected an `optax.GradientTransformation`, found {type(tx).__name__}"
         )
     definition = tx if isinstance(tx, OptimizerDef) else OptaxWrapper(tx)
-    expected = _expected(tx, params)
-    if problems := list(_differences(expected, opt_state)):
+    if problems := list(_differences(_expected(tx, params), opt_state)):
         raise TreeMismatchError(
             "`opt_state` is not a state of `tx` for these `params`:\n  "
             + "\n  ".join(problems)
-            + "\nGive the transformation that made it."
+            + "\nGive the transformation that made it, and the parameters that it was made for."
         )
     state = OptimizerState(jnp.zeros((), jnp.int32), strong_types(jax.tree.map(_array, opt_state)))
     optimizer = Optimizer(definition, state, params)
-    if step is None:
-        step = _count(optimizer)
-    return optimizer.replace(state=state.replace(step=_step(step)))
+    step = _step(_count(optimizer) if step is None else step)
+    return optimizer.replace(state=state.replace(step=step))
 
 
 def step_like(given: Any, step: Any) -> Any:
     """Returns a restored step as the target has its own: a Python number, or of its dtype."""
     if isinstance(given, int) and isinstance(step, jax.Array):
-        whole = step if step.is_fully_addressable else step.addressable_data(0)
-        return int(whole)
-    if isinstance(given, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
-        return step.astype(given.dtype)
-    return step
+        return int(step if step.is_fully_addressable else step.addressable_data(0))
+    return step.astype(given.dtype) if hasattr(given, "dtype") else step
 
 
 def _step(step: Any) -> Any:
     """The step as the definitions have it, int32, where it lies."""
+    if np.shape(step) or not jnp.issubdtype(getattr(step, "dtype", type(step)), jnp.integer):
+        raise TypeError(f"`step`: expected how many updates have been made, found {step!r:.80}")
     if isinstance(step, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(step.shape, jnp.int32, sharding=step.sharding)
+        return jax.ShapeDtypeStruct((), jnp.int32, sharding=step.sharding)
     return strong_types(jnp.asarray(step, jnp.int32))
 
 
 def _expected(tx: Any, params: Any) -> Any:
     leaves, structure = jax.tree.flatten(params)
     kinds = tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-    has_64_bits = bool(jax.config.read("jax_enable_x64"))
+    given = tx, structure, kinds, bool(jax.config.read("jax_enable_x64"))
     try:
-        return _initial(tx, structure, kinds, has_64_bits)
+        return _initial(*given)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-        return _initial.__wrapped__(tx, structure, kinds, has_64_bits)
+        return _initial.__wrapped__(*given)
 
 
 @functools.lru_cache(maxsize=16)  # asked at every save of a run
@@ -133,13 +123,17 @@ def _array(leaf: Any) -> Any:
 
 def _differences(expected: Any, found: Any) -> Iterator[str]:
     wanted, given = (
-        {names: _shown(leaf) for names, leaf in flatten_with_paths(tree) if leaf is not None}
+        {
+            path_str(names): _shown(leaf)
+            for names, leaf in flatten_with_paths(tree)
+            if leaf is not None
+        }
         for tree in (expected, found)
     )
-    for names in dict.fromkeys((*wanted, *given)):
-        before, after = wanted.get(names, "nothing"), given.get(names, "nothing")
+    for path in {**wanted, **given}:
+        before, after = wanted.get(path, "nothing"), given.get(path, "nothing")
         if before != after:
-            yield f"`{path_str(names)}`: expected {before}, found {after}"
+            yield f"`{path}`: expected {before}, found {after}"
     structures: Any = jax.tree.structure(expected), jax.tree.structure(found)
     if wanted.keys() == given.keys() and structures[0] != structures[1]:
         yield f"containers: expected {structures[0]}, found {structures[1]}"
@@ -152,20 +146,15 @@ def _shown(leaf: Any) -> str:
 
 def _count(optimizer: Optimizer) -> Any:
     """The count that the state keeps."""
-    infos = leaf_infos(optimizer)
-    leaves = [*jax.tree.leaves(optimizer.target), *jax.tree.leaves(optimizer.state)]
-    found = {
-        info.name: leaf
-        for info, leaf in zip(infos, leaves, strict=True)
-        if info.path[-1] == "count" and not info.shape
-    }
-    steps = {info.name for info in infos if info.path[-1] in ("mini_step", "gradient_step")}
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in found.values()):
-        return next(iter(found.values()))  # it has no value to compare, only a place
-    counts = {name: int(leaf) for name, leaf in found.items()}
-    if len(set(counts.values())) > 1 or steps:
+    named = named_state(optimizer)
+    leaves = [leaf for leaf in named.schema.leaves if not leaf.shape]
+    counts = {leaf.name: leaf.value for leaf in leaves if leaf.path[-1] == "count"}
+    mini = {leaf.name for leaf in leaves if leaf.path[-1] in ("mini_step", "gradient_step")}
+    if None in counts.values():
+        return named[next(iter(counts))]  # abstract: it has no value to compare, only a place
+    if len(set(counts.values())) > 1 or mini:
         told = ", ".join(f"`{name}` {value}" for name, value in counts.items())
         raise ValueError(
-            f"`step`: say how many updates have been made; the state does not: {told or steps}"
+            f"`step`: say how many updates have been made; the state does not: {told or mini}"
         )
     return next(iter(counts.values()), 0)

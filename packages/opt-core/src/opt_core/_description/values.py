@@ -10,9 +10,8 @@ import dataclasses
 import functools
 import json
 import math
-import typing
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from flax.core import FrozenDict
@@ -20,6 +19,7 @@ from flax.core import FrozenDict
 from opt_core._description.table import table
 from opt_core._paths import Names
 from opt_core.errors import DescriptionError
+from opt_core.json_records import read_record, record_data
 
 LeafRole: TypeAlias = Literal[
     "moment",
@@ -30,6 +30,7 @@ LeafRole: TypeAlias = Literal[
     "schedule_count",
     "key",
     "factored",
+    "statistic",
     "other",
 ]
 """What a leaf is for.
@@ -38,15 +39,23 @@ LeafRole: TypeAlias = Literal[
 holds what waits for the end of a window; `params_copy` is measured in parameters (averages of them,
 earlier ones, distances between them); `count` and `schedule_count` are numbers of steps, the latter
 of a schedule that would restart with it; `key` makes random numbers; `factored` keeps some of the
-dimensions of its parameter.
+dimensions of its parameter; `statistic` is a number that is made of all the parameters of its
+transformation, such as a sum over them or an estimated rate.
 """
 
-Effect: TypeAlias = Literal["nothing", "window", "refused", "at_or_below_count"]
+Effect: TypeAlias = Literal[
+    "nothing", "window", "refused", "at_or_below_count", "above_count", "initial"
+]
 """What a change of a setting does to saved state.
 
 `nothing`: the state goes on. `window`: it goes on unless a window is open. `refused`: it would be
 read as something else. `at_or_below_count`: it goes on if the new value is above the saved count.
+`above_count`: it goes on if it is not. `initial`: the state goes on as the old value made it, and
+the new one has no effect on it.
 """
+
+COUNTED: Final = frozenset({"window", "at_or_below_count", "above_count"})
+"""The effects that a count in the state decides."""
 
 Source: TypeAlias = Literal["stated", "derived", "types"]
 """Who says it.
@@ -117,9 +126,10 @@ class Bearing:
     Attributes:
       effect: `'nothing'`: the state goes on. `'window'`: it does unless a window is open.
         `'refused'`: it would be read as something else. `'at_or_below_count'`: it goes on if the
-        new value is above the saved count.
+        new value is above the saved count. `'above_count'`: it goes on if it is not.
+        `'initial'`: it goes on as the old value made it.
       count: the field of the state that decides: the window is open while it is not 0 (modulo
-        `modulo`, if given); a new value must be above it.
+        `modulo`, if given); or the new value is compared with it.
       modulo: the setting that `count` is to be divided by, where it goes on counting.
     """
 
@@ -128,7 +138,7 @@ class Bearing:
     modulo: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.effect in ("window", "at_or_below_count")) != bool(self.count):
+        if (self.effect in COUNTED) != bool(self.count):
             raise DescriptionError(
                 f"`count`: a setting whose change is {self.effect!r} needs "
                 f"{'no field' if self.count else 'the field that counts'}, found {self.count}"
@@ -147,6 +157,8 @@ class TransformationDescription:
       bearing: the settings that give the saved state its meaning, with what a change does; of any
         other a change does nothing.
       source: who says so.
+      passes_on: whether it hands on the updates that it is given, at most cut, averaged over a
+        window or held back: moments after it are what they are without it.
     """
 
     name: str
@@ -155,6 +167,7 @@ class TransformationDescription:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=FrozenDict)
     bearing: Mapping[str, Bearing] = dataclasses.field(default_factory=FrozenDict)
     source: Source = "types"
+    passes_on: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", json_value(dict(self.settings), "settings"))
@@ -225,10 +238,8 @@ class StateDescription:
 
     def to_data(self) -> dict[str, Any]:
         """Returns it as JSON has data: dicts, lists, strings, numbers, booleans and `None`."""
-        return {
-            "leaves": [_row(leaf) for leaf in self.leaves],
-            "transformations": [_record(made) for made in self.transformations],
-        }
+        data: dict[str, Any] = record_data(self)
+        return data
 
     @classmethod
     def from_data(cls, data: Any) -> StateDescription:
@@ -237,12 +248,7 @@ class StateDescription:
         Raises:
           DescriptionError: the data describe no state; says where.
         """
-        leaves = _field(data, "leaves", list, "description")
-        made = _field(data, "transformations", list, "description")
-        return cls(
-            tuple(_leaf(row, f"leaves/{i}") for i, row in enumerate(leaves)),
-            tuple(_transformation(row, f"transformations/{i}") for i, row in enumerate(made)),
-        )
+        return read_record(cls, data, "description", DescriptionError)
 
     def to_json(self) -> str:
         """Returns it as JSON; `from_json` is the inverse, to the last digit."""
@@ -288,99 +294,3 @@ def json_value(value: Any, where: str) -> Any:
         case Mapping():
             return FrozenDict({str(k): json_value(x, f"{where}/{k}") for k, x in value.items()})
     raise DescriptionError(f"`{where}`: expected a JSON value, found a {type(value).__name__}")
-
-
-_LEAF_FIELDS = tuple(field.name for field in dataclasses.fields(LeafDescription))
-
-
-def _row(leaf: LeafDescription) -> list[Any]:
-    """A leaf as a list: its fields by name would be most of the text."""
-    values = (getattr(leaf, name) for name in _LEAF_FIELDS)
-    return [list(value) if isinstance(value, tuple) else value for value in values]
-
-
-def _record(made: TransformationDescription) -> dict[str, Any]:
-    return {
-        "name": made.name,
-        "number": made.number,
-        "group": list(made.group),
-        "settings": _thawed(made.settings),
-        "bearing": {
-            name: {"effect": b.effect, "count": list(b.count), "modulo": b.modulo}
-            for name, b in made.bearing.items()
-        },
-        "source": made.source,
-    }
-
-
-def _thawed(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _thawed(child) for key, child in value.items()}
-    return list(map(_thawed, value)) if isinstance(value, tuple) else value
-
-
-def _leaf(row: Any, where: str) -> LeafDescription:
-    if not isinstance(row, Sequence) or isinstance(row, str) or len(row) != len(_LEAF_FIELDS):
-        raise DescriptionError(f"`{where}`: expected {len(_LEAF_FIELDS)} values, found {row!r:.60}")
-    path, group, transformation, number, field, parameter, dimensions, role, source = row
-    return LeafDescription(
-        _names(path, f"{where}/path"),
-        _names(group, f"{where}/group"),
-        _checked(transformation, str, f"{where}/transformation"),
-        _checked(number, int, f"{where}/number"),
-        _names(field, f"{where}/field"),
-        None if parameter is None else _names(parameter, f"{where}/parameter"),
-        None if dimensions is None else _dimensions(dimensions, f"{where}/dimensions"),
-        _one_of(role, LeafRole, f"{where}/role"),
-        _one_of(source, Source, f"{where}/source"),
-    )
-
-
-def _transformation(data: Any, where: str) -> TransformationDescription:
-    bearing = _field(data, "bearing", dict, where)
-    return TransformationDescription(
-        _field(data, "name", str, where),
-        _field(data, "number", int, where),
-        _names(_field(data, "group", list, where), f"{where}/group"),
-        _field(data, "settings", dict, where),
-        {name: _bearing(found, f"{where}/bearing/{name}") for name, found in bearing.items()},
-        _one_of(_field(data, "source", str, where), Source, f"{where}/source"),
-    )
-
-
-def _bearing(data: Any, where: str) -> Bearing:
-    modulo = data.get("modulo") if isinstance(data, Mapping) else None
-    return Bearing(
-        _one_of(_field(data, "effect", str, where), Effect, f"{where}/effect"),
-        _names(_field(data, "count", list, where), f"{where}/count"),
-        None if modulo is None else _checked(modulo, str, f"{where}/modulo"),
-    )
-
-
-def _field(data: Any, name: str, kind: type, where: str) -> Any:
-    if not isinstance(data, Mapping) or name not in data:
-        raise DescriptionError(f"`{where}`: expected a mapping with `{name}`, found {data!r:.60}")
-    return _checked(data[name], kind, f"{where}/{name}")
-
-
-def _checked(value: Any, kind: type, where: str) -> Any:
-    if type(value) is not kind:
-        raise DescriptionError(f"`{where}`: expected {kind.__name__}, found {value!r:.60}")
-    return value
-
-
-def _names(value: Any, where: str) -> Names:
-    return tuple(_checked(name, str, where) for name in _checked(value, list, where))
-
-
-def _dimensions(value: Any, where: str) -> tuple[int | None, ...]:
-    found = _checked(value, list, where)
-    return tuple(None if dim is None else _checked(dim, int, where) for dim in found)
-
-
-def _one_of(value: Any, literal: Any, where: str) -> Any:
-    if value not in (known := typing.get_args(literal)):
-        raise DescriptionError(
-            f"`{where}`: expected one of {', '.join(known)}; found {value!r:.60}"
-        )
-    return value

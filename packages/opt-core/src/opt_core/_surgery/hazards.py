@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from opt_core._description.values import Bearing, LeafDescription, TransformationDescription
-from opt_core._paths import Names
-from opt_core._surgery.changes import leaf_path, listed
-from opt_core._surgery.pairing import TRAINED, Made, Pair, Side, has_window, is_recorded, made_of
-from opt_core._surgery.placement import value_of
+from opt_core._paths import Names, path_str
+from opt_core._surgery.likes import UPDATE, without_code
+from opt_core._surgery.pairing import Pair, Pairs, continued
+from opt_core._surgery.sides import (
+    TRAINED,
+    Made,
+    Side,
+    has_window,
+    is_recorded,
+    made_of,
+    shown,
+)
 
-_ADVICE = "go on to the end of the window first"
+_ADVICE: Final = "go on to its end first"
+_IN_UNITS: Final = frozenset({"moment", "second_moment", "factored"})
+_HELD: Final = frozenset({"accumulator", "params_copy"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +33,20 @@ class Move:
       old: the state that there is.
       new: the state to be made.
       pairs: one per leaf of the new state.
+      ruled: positions of new leaves, and `let_go` of old ones, about which the caller decided.
+      let_go: see `ruled`.
+      idle: parameters that are not trained any more: nothing need wait for them.
+      is_asked: whether it was asked for that state is lost. What waits in an open window may then
+        be lost, but not the way back of parameters that are on an excursion.
     """
 
     old: Side
     new: Side
     pairs: Sequence[Pair]
+    ruled: Collection[int] = frozenset()
+    let_go: Collection[int] = frozenset()
+    idle: Collection[Names] = frozenset()
+    is_asked: bool = False
 
     @property
     def dropped(self) -> list[int]:
@@ -35,22 +54,35 @@ class Move:
         used = {i for pair in self.pairs for i in pair.sources}
         return [i for i in range(len(self.old.told)) if i not in used]
 
-    def continued(self) -> Mapping[tuple[Made, Made], Sequence[int]]:
-        """The transformations whose state goes on, with the positions of these leaves.
 
-        Counts of schedules and settings that a state records are no state of it.
-        """
-        found: dict[tuple[Made, Made], list[int]] = {}
-        for pair, leaf in zip(self.pairs, self.new.told, strict=True):
-            is_free = leaf.role == "schedule_count"
-            if is_free or is_recorded(leaf, self.new.made(made_of(leaf))):
-                continue
-            for i in pair.sources:
-                found.setdefault((made_of(self.old.told[i]), made_of(leaf)), []).append(i)
-        return found
+class Refusal(NamedTuple):
+    """Something that no `allow` admits.
+
+    Attributes:
+      text: what and why.
+      old: the position of the old leaf that would be lost, if it is about one.
+      new: the position of the new leaf that cannot be made, if it is about one.
+    """
+
+    text: str
+    old: int | None = None
+    new: int | None = None
 
 
-def is_trained(leaf: LeafDescription, made: TransformationDescription, old: Any) -> bool:
+def dropped_leaves(move: Move) -> Iterator[str]:
+    """Yields the trained leaves that would be dropped, with what they are."""
+    told = zip(move.new.told, move.pairs, strict=True)
+    notes = {(leaf.transformation, leaf.field, leaf.parameter): pair.note for leaf, pair in told}
+    for i in move.dropped:
+        leaf = move.old.told[i]
+        if _is_trained(leaf, move.old.made(made_of(leaf)), move.old.leaves[i]):
+            note = notes.get((leaf.transformation, leaf.field, leaf.parameter), "")
+            of = f" of `{path_str(leaf.parameter)}`" if leaf.parameter is not None else ""
+            what = f"{leaf.role.replace('_', ' ')}{of} in `{leaf.transformation}`"
+            yield f"`{move.old.names[i]}`, {what}{f': {note}' if note else ''}"
+
+
+def _is_trained(leaf: LeafDescription, made: TransformationDescription, old: Any) -> bool:
     """Whether training has made a leaf what it is: what waits for a window's end is not that."""
     if leaf.role in TRAINED:
         return not has_window(made)
@@ -59,170 +91,252 @@ def is_trained(leaf: LeafDescription, made: TransformationDescription, old: Any)
     return is_number and not is_filler and not is_recorded(leaf, made)
 
 
-def dropped_leaves(move: Move) -> str:
-    """Returns lines for the trained leaves that would be dropped; empty if there are none."""
-    found = []
-    told = zip(move.new.told, move.pairs, strict=True)
-    notes = {(leaf.transformation, leaf.field, leaf.parameter): pair.note for leaf, pair in told}
-    for i in move.dropped:
-        leaf = move.old.told[i]
-        if is_trained(leaf, move.old.made(made_of(leaf)), move.old.leaves[i]):
-            note = notes.get((leaf.transformation, leaf.field, leaf.parameter), "")
-            found.append(f"`{leaf_path(leaf)}`, {_what(leaf)}{f': {note}' if note else ''}")
-    return listed(found)
+def refusals(move: Move) -> Iterator[Refusal]:
+    """Yields what nothing admits.
 
-
-def _what(leaf: LeafDescription) -> str:
-    of = f" of `{'/'.join(leaf.parameter)}`" if leaf.parameter is not None else ""
-    return f"{leaf.role.replace('_', ' ')}{of} in `{leaf.transformation}`"
-
-
-def refusals(move: Move, *, is_asked: bool) -> Iterator[str]:
-    """Yields what nothing admits: settings that give the state its meaning, windows that are open.
-
-    Args:
-      move: what is to be done.
-      is_asked: whether it was asked for that state is lost. What waits in an open window may then
-        be lost, but not the way back of parameters that are on an excursion.
+    Settings that give the state its meaning, factors before moments, windows that are open.
     """
-    for (before, after), positions in move.continued().items():
-        one, other = move.old.made(before), move.new.made(after)
-        bearing = {**one.bearing, **other.bearing}
+    together = continued(move.old, move.new, move.pairs)
+    factors: dict[str, None] = {}
+    for (before, after), pairs in together.items():
+        old, new = move.old.made(before), move.new.made(after)
+        bearing = {**old.bearing, **new.bearing} if move.old is not move.new else ()
         for name in sorted(bearing):
-            was, now = one.settings.get(name), other.settings.get(name)
-            if was != now:
-                why = _refusal(move, bearing[name], one, positions, now)
-                if why:
-                    yield f"`{name}` of `{_shown(before)}` was {was}, is {now}: {why}"
-    yield from _lost_windows(move, is_asked=is_asked)
+            yield from map(Refusal, _refused(move, name, (old, new), pairs))
+        if any(move.new.told[j].role in _IN_UNITS and j not in move.ruled for _, j in pairs):
+            factors |= dict.fromkeys(_factors(move, before, after))
+    yield from map(Refusal, factors)
+    yield from _windows(move, together)
 
 
-def _refusal(
-    move: Move, bearing: Bearing, one: TransformationDescription, positions: Sequence[int], now: Any
-) -> str:
-    if bearing.effect == "nothing":
+def bearing_of(
+    name: str, old: TransformationDescription, new: TransformationDescription
+) -> Bearing:
+    """Returns what a change of a setting does to the state; the new definition knows best."""
+    return new.bearing.get(name) or old.bearing.get(name) or Bearing("nothing")
+
+
+def _refused(
+    move: Move,
+    name: str,
+    made: tuple[TransformationDescription, TransformationDescription],
+    pairs: Pairs,
+) -> Iterator[str]:
+    """What is wrong with one setting."""
+    old, new = made
+    bearing = bearing_of(name, old, new)
+    was, now = old.settings.get(name), new.settings.get(name)
+    # What a checkpoint does not tell may have been the same, but for a window that is open.
+    is_told = (name in old.settings and name in new.settings) or name == UPDATE
+    changed = f"`{name}` of `{new.name}` was {_text(was)}, is {_text(now)}"
+    if bearing.effect == "refused" and is_told and was != now and not _is_ruled(move, name, pairs):
+        yield (
+            f"{changed}: the saved state means something else under it. Set it as it was, or, in "
+            "a checkpoint, say by rules what becomes of the leaves"
+        )
+    for i, j in pairs:
+        count = _count(move.old, i, bearing) if move.old.told[i].field == bearing.count else None
+        if count is None:
+            continue
+        field = "/".join(bearing.count)
+        is_above = isinstance(now, int | float) and not isinstance(now, bool) and now > count
+        if bearing.effect == "window" and count and (why := _interrupted(name, was, now)):
+            yield f"a window is open, `{move.new.names[j]}` is {count}: {why}; {_ADVICE}"
+        elif is_told and was != now and bearing.effect == "at_or_below_count" and not is_above:
+            yield f"{changed}: it must be above `{field}`, which is {count}: that is passed"
+        elif is_told and was != now and bearing.effect == "above_count" and is_above:
+            yield f"{changed}: it must not be above `{field}`, which is {count}"
+
+
+def _is_ruled(move: Move, name: str, pairs: Pairs) -> bool:
+    """Whether the caller has said what becomes of the setting's own leaf, or of all leaves."""
+    where = made_of(move.new.told[pairs[0][1]])
+    own = [j for j in move.new.leaves_of(where) if move.new.told[j].field[-1:] == (name,)]
+    return any(j in move.ruled for j in own) or all(j in move.ruled for _, j in pairs)
+
+
+def _count(side: Side, i: int, bearing: Bearing) -> int | None:
+    """The number that decides: how far a window is; `None` where there is no value."""
+    value = side.value(i)
+    length = side.made(made_of(side.told[i])).settings.get(bearing.modulo or "")
+    return value if value is None or not isinstance(length, int) else value % max(length, 1)
+
+
+def _interrupted(name: str, was: Any, now: Any) -> str:
+    """Says why a window cannot go on under another setting; empty if it can."""
+    if isinstance(was, bool) or isinstance(now, bool):
+        return f"one with `{name}` {was} cannot go on with {now}" if was != now else ""
+    if None in (was, now) or _is_opaque(was) or _is_opaque(now):
+        return "nothing says whether it is as long as those of the new definition"
+    if was == now:
         return ""
-    if bearing.effect == "refused":
-        return "the state would be read as something else"
-    count = _count(move, bearing, one, positions)
-    if count is None:
-        return ""
-    field = "/".join(bearing.count)
-    if bearing.effect == "window":
-        return f"a window is open, `{field}` is {count}; {_ADVICE}" if count else ""
-    is_above = isinstance(now, int | float) and now > count
-    return "" if is_above else f"it must be above `{field}`, which is {count}"
+    before, after = (f"of {x}" if isinstance(x, int) else "by a function" for x in (was, now))
+    return f"one {before} cannot go on as {'another' if before == after else 'one'} {after}"
 
 
-def _count(
-    move: Move, bearing: Bearing, made: TransformationDescription, positions: Iterable[int]
-) -> int | None:
-    """The number that decides, `None` where there are no values."""
-    for i in positions:
-        if move.old.told[i].field == bearing.count:
-            what = f"`{leaf_path(move.old.told[i])}` has to be known"
-            value = value_of(move.old.leaves[i], what)
-            if value is None:
-                return None
-            length = made.settings.get(bearing.modulo) if bearing.modulo else None
-            return int(value) % length if isinstance(length, int) and length else int(value)
-    return None
+def _is_opaque(value: Any) -> bool:
+    """Whether a setting holds something that is told by its type alone."""
+    if isinstance(value, Mapping):
+        return any(_is_opaque(child) for name, child in value.items() if name != "function")
+    if isinstance(value, tuple):
+        return any(map(_is_opaque, value))
+    return isinstance(value, str) and value.startswith("<")
 
 
-def _lost_windows(move: Move, *, is_asked: bool) -> Iterator[str]:
+def _text(value: Any) -> str:
+    """A setting in few characters."""
+    value = without_code(value)
+    if isinstance(value, Mapping) and "function" in value:
+        value = value["function"]
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _factors(move: Move, before: Made, after: Made) -> Iterator[str]:
+    """What multiplies by another number before moments than when they were made."""
+    ones, others = (
+        [made for made in side.line(which[0])[: _at(side, which)] if _keeps_nothing(side, made)]
+        for side, which in ((move.old, before), (move.new, after))
+    )
+    # Others in their number, or in another order, are a change of the optimizer.
+    if [made.name for made in ones] != [made.name for made in others]:
+        return
+    for old, new in zip(ones, others, strict=True):
+        for name in sorted({**old.bearing, **new.bearing}):
+            was, now = old.settings.get(name), new.settings.get(name)
+            is_told = name in old.settings and name in new.settings
+            if is_told and was != now and bearing_of(name, old, new).effect == "refused":
+                yield (
+                    f"`{name}` of `{new.name}` was {_text(was)}, is {_text(now)}: what comes after "
+                    f"it has been multiplied by it, such as the moments of `{shown(after)}`. Set "
+                    "it as it was, or, in a checkpoint, say by rules what becomes of these leaves"
+                )
+
+
+def _keeps_nothing(side: Side, made: TransformationDescription) -> bool:
+    """Whether what bears on others is in its settings alone, but for a schedule's count."""
+    own = side.leaves_of((made.group, made.name, made.number))
+    return bool(made.bearing) and all(side.told[i].role == "schedule_count" for i in own)
+
+
+def _at(side: Side, which: Made) -> int:
+    """The place of a transformation in its line."""
+    line = [(made.group, made.name, made.number) for made in side.line(which[0])]
+    return line.index(which) if which in line else 0
+
+
+def _windows(move: Move, together: Iterable[tuple[Made, Made]]) -> Iterator[Refusal]:
     """Windows that are open, and of which a part is lost or made anew."""
-    dropped = {made_of(move.old.told[i]): i for i in reversed(move.dropped)}
-    if is_asked:
-        copies = [i for i in move.dropped if move.old.told[i].role == "params_copy"]
-        dropped = {made_of(move.old.told[i]): i for i in reversed(copies)}
-    joined = {} if is_asked else dict(_joined(move))
+    goes_on: dict[Made, list[Made]] = {}
+    for before, after in together:
+        goes_on.setdefault(before, []).append(after)
+    dropped = frozenset(move.dropped)
     for made in move.old.description.transformations:
         where = made.group, made.name, made.number
-        i = dropped.get(where, joined.get(where))
-        bearings = [bearing for bearing in made.bearing.values() if bearing.effect == "window"]
-        if i is None or not bearings:
+        bearing = next((b for b in made.bearing.values() if b.effect == "window"), None)
+        own = move.old.leaves_of(where)
+        at = [i for i in own if bearing is not None and move.old.told[i].field == bearing.count]
+        if bearing is None or not at or not (count := _count(move.old, at[0], bearing)):
             continue
-        own = [k for k, leaf in enumerate(move.old.told) if made_of(leaf) == where]
-        if count := _count(move, bearings[0], made, own):
-            path = leaf_path(move.old.told[i])
-            field = "/".join(bearings[0].count)
-            what = "would be lost" if where in dropped else "would be a part of the window only"
-            yield (
-                f"`{_shown(where)}`: a window is open, `{field}` is {count}, and `{path}` {what}; "
-                f"{_ADVICE}"
-            )
+        is_open = f"a window is open, `{move.old.names[at[0]]}` is {count}"
+        lost = [i for i in own if i in dropped and _waits(move, i, is_counted=at[0] not in dropped)]
+        for i in [at[0]] if at[0] in dropped and not move.is_asked else lost:
+            if i not in move.let_go:
+                what = "what waits in it" if i == at[0] else f"`{move.old.names[i]}`"
+                yield Refusal(f"{is_open}, and {what} would be lost; {_ADVICE}", i)
+        for after in () if move.is_asked else goes_on.get(where, ()):
+            for j in move.new.leaves_of(after):
+                leaf = move.new.told[j]
+                is_held = leaf.role in _HELD and leaf.parameter is not None
+                if is_held and not move.pairs[j].sources and j not in move.ruled:
+                    why = f"`{move.new.names[j]}` would have a part of it only"
+                    yield Refusal(f"{is_open}, and {why}; {_ADVICE}", None, j)
 
 
-def _joined(move: Move) -> Iterator[tuple[Made, int]]:
-    """The old transformations that go on with parameters that were not theirs."""
-    sources = {after: before for before, after in move.continued()}
-    for pair, leaf in zip(move.pairs, move.new.told, strict=True):
-        before = sources.get(made_of(leaf))
-        if before is not None and not pair.sources and leaf.parameter is not None:
-            own = (i for i, old in enumerate(move.old.told) if made_of(old) == before)
-            yield before, next(own)
+def _waits(move: Move, i: int, *, is_counted: bool) -> bool:
+    """Whether an old leaf that is dropped holds what is half done."""
+    leaf = move.old.told[i]
+    if move.is_asked or leaf.parameter in move.idle:
+        return leaf.role == "params_copy"
+    return is_counted and leaf.role in _HELD and leaf.parameter is not None
 
 
-def switches(move: Move) -> Iterator[str]:
+def switches(move: Move, origins: Mapping[Names, Sequence[Names]] | None = None) -> Iterator[str]:
     """Yields how transformations act otherwise than those whose state they go on with."""
     seen: dict[str, None] = {}
-    for (before, after), positions in move.continued().items():
-        if not any(move.old.told[i].role in TRAINED for i in positions):
+    for (before, after), pairs in continued(move.old, move.new, move.pairs).items():
+        if not any(move.old.told[i].role in TRAINED for i, _ in pairs):
             continue
         one, other = move.old.made(before), move.new.made(after)
         for name in sorted({*one.settings} & {*other.settings} - {*one.bearing} - {*other.bearing}):
             was, now = one.settings[name], other.settings[name]
             if was != now and isinstance(was, bool) and isinstance(now, bool):
-                seen[f"`{name}` of `{_shown(before)}` was {was}, is {now}"] = None
+                seen[f"`{name}` of `{shown(before)}` was {was}, is {now}"] = None
         if not has_window(one):
             seen |= dict.fromkeys(_order(move, before, after))
     yield from seen
+    yield from statistics(move, origins)
+
+
+def statistics(move: Move, origins: Mapping[Names, Sequence[Names]] | None = None) -> Iterator[str]:
+    """Yields the sums over parameters that go on where their parameters are others.
+
+    Args:
+      move: which leaf comes from which.
+      origins: the old parameters that new ones are made of, where these are others.
+    """
+    for (before, after), pairs in continued(move.old, move.new, move.pairs).items():
+        fields = ["/".join(move.new.told[j].field) for _, j in pairs if _is_sum(move.new.told[j])]
+        was = {*move.old.followed(before)}
+        known = origins or {}
+        now = {o for param in move.new.followed(after) for o in known.get(param, (param,))}
+        if fields and was != now:
+            changed = [
+                f"{len(params)} {word} (`{path_str(min(params))}`)"
+                for word, params in (("gone", was - now), ("new", now - was))
+                if params
+            ]
+            names = ", ".join(f"`{field}`" for field in dict.fromkeys(fields))
+            yield (
+                f"{names} of `{shown(after)}` {'is' if len(fields) == 1 else 'are'} made of all "
+                f"its parameters, of which {', '.join(changed)}"
+            )
+
+
+def _is_sum(leaf: LeafDescription) -> bool:
+    return leaf.role == "statistic" and leaf.parameter is None
 
 
 def _order(move: Move, before: Made, after: Made) -> Iterator[str]:
     """What a transformation is given: the same kind of numbers, or others."""
     old, new = _others(move.old, before), _others(move.new, after)
-    name = _shown(before)
+    name = shown(before)
     for other in sorted({*old[0], *old[1]} & {*new[0], *new[1]}):
         if (other in old[0]) != (other in new[0]):
             was, now = ("before" if other in found[0] else "after" for found in (old, new))
             yield f"`{other[0]}` acted {was} `{name}`, and acts {now} it"
     if bool(old[1]) != bool(new[1]):
-        yield f"`{name}` was {'not ' if old[1] else ''}the last to act, and is{_isnt(new[1])} now"
+        was_not, is_not = ("not " if old[1] else "", " not" if new[1] else "")
+        yield f"`{name}` was {was_not}the last to act, and is{is_not} now"
     for one, others, word in ((old, new, "gone"), (new, old, "new")):
-        side = move.old if word == "gone" else move.new
+        side, group = (move.old, before[0]) if word == "gone" else (move.new, after[0])
         for other in one[0]:
-            if other not in {*others[0], *others[1]} and _keeps_state(side, one[2], other):
+            if other not in {*others[0], *others[1]} and _acts(side, group, other):
                 yield f"`{other[0]}`, which acts before `{name}`, is {word}"
 
 
-def _isnt(others: Any) -> str:
-    return " not" if others else ""
+_Numbered = tuple[str, int]
 
 
-def _others(
-    side: Side, where: Made
-) -> tuple[Sequence[tuple[str, int]], Sequence[tuple[str, int]], Names]:
-    """What acts before and after a transformation, by name and number, and its group."""
-    group = where[0]
-    line = [
-        made for made in side.description.transformations if made.group == group[: len(made.group)]
-    ]
-    at = next(k for k, made in enumerate(line) if (made.group, made.name, made.number) == where)
-    told = [(made.name, made.number) for made in line]
-    return told[:at], told[at + 1 :], group
+def _others(side: Side, where: Made) -> tuple[Sequence[_Numbered], Sequence[_Numbered]]:
+    """What acts before and after a transformation, by name and number."""
+    told = [(made.name, made.number) for made in side.line(where[0])]
+    at = _at(side, where)
+    return told[:at], told[at + 1 :]
 
 
-def _keeps_state(side: Side, group: Names, other: tuple[str, int]) -> bool:
-    """Whether a transformation that acts before another has moments: its updates are scaled."""
+def _acts(side: Side, group: Names, other: _Numbered) -> bool:
+    """Whether moments after a transformation would mean something else without it."""
     return any(
-        (leaf.transformation, leaf.number) == other
-        and leaf.role in ("moment", "second_moment", "factored")
-        and leaf.group == group[: len(leaf.group)]
-        for leaf in side.told
+        (made.name, made.number) == other and not made.passes_on for made in side.line(group)
     )
-
-
-def _shown(made: Made) -> str:
-    group, name, number = made
-    return "/".join([*group, name if number == 1 else f"{name}#{number}"])

@@ -14,10 +14,10 @@ import numpy as np
 from opt_core._description.values import LeafDescription
 from opt_core._dtypes import convert_held
 from opt_core._optimizer import Optimizer
-from opt_core._paths import Names
 from opt_core._surgery.changes import Action, leaf_path
 from opt_core._surgery.hazards import Move
-from opt_core._surgery.placement import agree, is_abstract, is_tracer, placed
+from opt_core._surgery.pairing import STEP
+from opt_core._surgery.placement import is_abstract, is_tracer, placed
 from opt_core.errors import GroupError
 
 
@@ -89,8 +89,11 @@ def moved_leaves(
         if pair.sources:
             source = move.old.leaves[pair.sources[0]]
             found[i] = _converted(source, move.new.leaves[i], move.old.told[pair.sources[0]])
-        elif told.role == "schedule_count" and options.schedules == "continue":
-            count, notes[i] = _count_of_updates(optimizer, move, told)
+        elif pair.counts is not None and options.schedules == "continue":
+            count, name = optimizer.state.step, STEP
+            if pair.counts != STEP:
+                count, name = move.old.leaves[pair.counts], move.old.names[pair.counts]
+            notes[i] = f"goes on from `{name}`"
             count = count if hasattr(count, "dtype") else jnp.asarray(count)
             if np.shape(count) == move.new.leaves[i].shape:
                 found[i] = _converted(count, move.new.leaves[i], told)
@@ -136,33 +139,4 @@ def _does_not_fit(leaf: Any, dtype: Any, told: LeafDescription, value: str) -> s
         f"`{leaf_path(told)}` is {leaf.dtype}{list(leaf.shape)}{value}, which does not fit the "
         f"{dtype} of the new state. Give it a wider dtype (64 bits need `jax_enable_x64`), or "
         "convert the state first."
-    )
-
-
-def _count_of_updates(optimizer: Optimizer, move: Move, told: LeafDescription) -> tuple[Any, str]:
-    """The number of updates that were made, and where it is from."""
-    for i, leaf in enumerate(move.new.told):
-        if _counts_updates_around(leaf, move, told):
-            sources = move.pairs[i].sources or tuple(
-                k for k, old in enumerate(move.old.told) if old.key == leaf.key
-            )
-            if sources and agree(move.old.leaves[k] for k in sources):
-                path = leaf_path(move.old.told[sources[0]])
-                return move.old.leaves[sources[0]], f"goes on from `{path}`"
-    return optimizer.state.step, "goes on from `step`"
-
-
-def _counts_updates_around(leaf: LeafDescription, move: Move, inner: LeafDescription) -> bool:
-    """Whether a leaf counts the updates of a window of mini-steps that another is inside of."""
-    made = move.new.description.of(leaf)
-    windows = {bearing.count for bearing in made.bearing.values() if bearing.effect == "window"}
-    place: Names = leaf.path[: len(leaf.path) - len(leaf.field)]
-    return (
-        bool(windows)
-        and leaf.parameter is None
-        and leaf.role == "count"
-        and leaf.field not in windows
-        and inner.path[: len(place)] == place
-        and (inner.transformation, inner.number) != (leaf.transformation, leaf.number)
-        and leaf.group == inner.group[: len(leaf.group)]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -15,10 +16,24 @@ from opt_core._groups.table import FROZEN, Group
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
 from opt_core._paths import path_str
 from opt_core._surgery import hazards
-from opt_core._surgery.changes import ChangeReport, LeafChange, check_allowances, leaf_path
+from opt_core._surgery.changes import (
+    ChangeReport,
+    LeafChange,
+    check_allowances,
+    leaf_path,
+    listed,
+)
 from opt_core._surgery.moving import Options, moved_leaves
-from opt_core._surgery.pairing import Pair, Pairing, Side
-from opt_core._surgery.placement import Places, flat_shardings, init_leaves, mesh_sharding
+from opt_core._surgery.pairing import Pair, pair_leaves
+from opt_core._surgery.placement import (
+    Places,
+    agree,
+    flat_shardings,
+    init_leaves,
+    mesh_sharding,
+    value_of,
+)
+from opt_core._surgery.sides import Side, counts_updates, is_recorded, made_of
 from opt_core._surgery.tables import as_groups, carved, group_of, matching_leaves, shown, unused
 from opt_core.errors import GroupError, SurgeryError
 
@@ -31,6 +46,8 @@ def reset(
 ) -> tuple[Optimizer, ChangeReport]:
     """Reinitialises the state of one group; parameters, `step` and counts of schedules stay.
 
+    So do settings that the state records, such as a learning rate that was set at run time, and the
+    number of updates that a window of mini-steps has made, by which schedules inside of it go.
     Only that group's state is made, and every leaf where the one was that it replaces.
 
     Args:
@@ -57,17 +74,25 @@ def reset(
         if own[: len(names)] == names
         for i in jax.tree.leaves(part.state.param_states)
     }
-    chosen = {i for i in chosen if side.told[i].role != "schedule_count"}
+    chosen = {i for i in chosen if not _stays(side, i)}
     pairs = tuple(Pair((), "") if i in chosen else Pair((i,)) for i in range(len(side.told)))
-    move = hazards.Move(side, side, pairs)
-    _check(move, Options(allow=frozenset({"drop"}), is_asked=True))
+    move = hazards.Move(side, side, pairs, is_asked=True)
+    _check(move, Options(allow=frozenset({"drop"})))
     if shardings is None:
         shardings = jax.tree.map(mesh_sharding, optimizer.state.param_states)
     return _moved(optimizer, optimizer, move, Options(shardings=shardings))
 
 
+def _stays(side: Side, i: int) -> bool:
+    """Whether a leaf says where the training is or how it is set, not what it has learnt."""
+    leaf = side.told[i]
+    made = side.made(made_of(leaf))
+    is_time = leaf.role == "schedule_count" or counts_updates(leaf, made)
+    return is_time or is_recorded(leaf, made)
+
+
 def freeze(
-    optimizer: Optimizer, pattern: Any, *, name: str = "frozen"
+    optimizer: Optimizer, pattern: Any, *, name: str = "frozen", allow: Iterable[str] = ()
 ) -> tuple[Optimizer, ChangeReport]:
     """Stops updating the leaves that a pattern matches, and drops their state.
 
@@ -78,6 +103,8 @@ def freeze(
         `'rest'` it is.
       pattern: see `MultiOptimizer.from_rules`.
       name: what the new group is called; a number is added where there is one already.
+      allow: see `regroup`. `'optimizer'` admits that numbers that were made of all parameters, such
+        as a rate that is estimated from them, go on as they are without the frozen ones.
 
     Returns:
       The optimizer and a report.
@@ -85,13 +112,13 @@ def freeze(
     Raises:
       GroupError: the pattern matches nothing.
       SurgeryError: its parameters are on an excursion (`optax.contrib.sam`) from which they would
-        not come back.
+        not come back; or numbers that were made of all parameters would go on.
     """
     definition = as_groups(optimizer.optimizer_def)
     chosen = matching_leaves(definition, optimizer.target, pattern)
     groups = carved(definition, optimizer.target, pattern, chosen)
     frozen = Group(unused(name, groups), pattern, FROZEN)
-    options = Options(allow=frozenset({"drop"}), is_asked=True)
+    options = Options(allow=check_allowances(allow) | {"drop"}, is_asked=True)
     return _regroup(optimizer, definition.with_groups([frozen, *groups]), options)
 
 
@@ -223,11 +250,11 @@ def _regroup(
 ) -> tuple[Optimizer, ChangeReport]:
     fresh = jax.eval_shape(definition.create, optimizer.target).replace(target=optimizer.target)
     old, new = _side(optimizer), _side(fresh)
-    pairing = Pairing(old, new, joins=options.joins)
+    pairing = pair_leaves(old, new, joins=options.joins, recorded="defined")
     pairs = _fitting(old, new, pairing.pairs, options)
     if options.schedules == "restart":
         pairs = _restarted(optimizer, fresh, new, pairs)
-    move = hazards.Move(old, new, pairs)
+    move = hazards.Move(old, new, pairs, is_asked=options.is_asked)
     _check(move, options, pairing.unclear)
     return _moved(optimizer, fresh, move, options)
 
@@ -235,7 +262,18 @@ def _regroup(
 def _side(optimizer: Optimizer) -> Side:
     owners = {names: group for group, names in members(optimizer)}
     leaves = jax.tree.leaves(optimizer.state.param_states)
-    return Side(describe_state(optimizer), leaves, owners)
+    description = describe_state(optimizer)
+    names = [leaf_path(told) for told in description.leaves]
+
+    def value(i: int) -> int | None:
+        found = value_of(leaves[i], f"`{names[i]}` has to be known")
+        is_count = found is not None and found.size == 1 and found.dtype.kind in "iu"
+        return int(found.reshape(())) if is_count else None
+
+    def same(positions: Sequence[int]) -> bool:
+        return agree(leaves[i] for i in positions)
+
+    return Side(description, names, owners, value, same, leaves)
 
 
 def _fitting(old: Side, new: Side, pairs: Sequence[Pair], options: Options) -> Sequence[Pair]:
@@ -243,7 +281,7 @@ def _fitting(old: Side, new: Side, pairs: Sequence[Pair], options: Options) -> S
     found = []
     for pair, leaf in zip(pairs, new.leaves, strict=True):
         why = next((w for i in pair.sources if (w := options.misfit(old.leaves[i], leaf))), "")
-        found.append(Pair(note=why) if why else pair)
+        found.append(dataclasses.replace(pair, sources=(), note=why) if why else pair)
     return found
 
 
@@ -269,11 +307,11 @@ def _restarted(
 
 def _check(move: hazards.Move, options: Options, unclear: Iterable[str] = ()) -> None:
     """Raises a `SurgeryError` for everything that must not happen, or was not admitted."""
-    problems = list(hazards.refusals(move, is_asked=options.is_asked))
-    parts = ["\n".join(f"  {problem}" for problem in problems)]
-    if "drop" not in options.allow and (lost := hazards.dropped_leaves(move)):
+    parts = ["\n".join(f"  {problem.text}" for problem in hazards.refusals(move))]
+    if "drop" not in options.allow and (lost := list(hazards.dropped_leaves(move))):
         parts.append(
-            f"trained state would be dropped:\n{lost}\nGo on without it by `allow={{'drop'}}`."
+            f"trained state would be dropped:\n{listed(lost)}\n"
+            "Go on without it by `allow={'drop'}`."
         )
     changed = [*hazards.switches(move), *unclear]
     if "optimizer" not in options.allow and changed:
@@ -295,7 +333,8 @@ def _moved(
     """Makes the new state, and says what became of every leaf."""
     old, new = move.old, move.new
     structure: Any = jax.tree.structure(fresh.state.param_states)
-    given = flat_shardings(options.shardings, structure)
+    shapes = {name: np.shape(x) for name, x in zip(new.names, new.leaves, strict=True)}
+    given = flat_shardings(options.shardings, structure, shapes)
     taken, notes = moved_leaves(optimizer, move, options)
     default = Places(optimizer.target, old.leaves, old.told)
     wanted = [i for i in range(len(new.told)) if i not in taken]
@@ -312,14 +351,14 @@ def _moved(
     changes = [
         LeafChange(
             options.action(move, i, leaves[i]),
-            leaf_path(told),
+            new.names[i],
             told,
-            tuple(leaf_path(old.told[k]) for k in pair.sources),
+            tuple(old.names[k] for k in pair.sources),
             notes.get(i, pair.note),
         )
         for i, (told, pair) in enumerate(zip(new.told, move.pairs, strict=True))
     ]
-    gone = [LeafChange("dropped", leaf_path(old.told[i]), old.told[i]) for i in move.dropped]
+    gone = [LeafChange("dropped", old.names[i], old.told[i]) for i in move.dropped]
     return fresh.replace(state=state, target=optimizer.target), ChangeReport((*changes, *gone))
 
 

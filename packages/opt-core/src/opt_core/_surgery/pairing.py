@@ -1,98 +1,31 @@
 """Which leaf of an old state each leaf of a new one is, by what the descriptions of both say.
 
-A leaf that follows a parameter is found by its key. What a group keeps for all its parameters is
-taken from the groups that these come from, where they agree.
+A leaf that follows a parameter is found by transformation, field and parameter. What a group keeps
+for all its parameters is taken from the groups that these come from, where they agree.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, Literal
 
-from opt_core._description.values import (
-    LeafDescription,
-    StateDescription,
-    TransformationDescription,
-)
+from opt_core._description.values import LeafDescription
 from opt_core._paths import Names
-from opt_core._surgery.placement import agree
+from opt_core._surgery.likes import like_numbers, shared_settings
+from opt_core._surgery.sides import (
+    TRAINED,
+    Made,
+    Side,
+    counts_updates,
+    has_window,
+    is_recorded,
+    made_of,
+    shown,
+)
 
-Made: TypeAlias = tuple[Names, str, int]
-"""A transformation: group, name, number."""
-
-TRAINED: Final = frozenset({"moment", "second_moment", "accumulator", "params_copy", "factored"})
-"""Roles of leaves that training has made what they are."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Side:
-    """One of the two optimizers.
-
-    Attributes:
-      description: of its state.
-      leaves: of its state.
-      owners: the group of every parameter that is updated, as `MultiOptimizer`s have groups.
-    """
-
-    description: StateDescription
-    leaves: Sequence[Any]
-    owners: Mapping[Names, Names]
-
-    def __post_init__(self) -> None:
-        index: dict[Any, int] = {}
-        groups: dict[Any, dict[Names, None]] = {}
-        alike: dict[tuple[Names, str], list[TransformationDescription]] = {}
-        for i, leaf in enumerate(self.told):
-            index[leaf.group, leaf.key] = i
-            groups.setdefault((leaf.transformation, leaf.parameter), {})[leaf.group] = None
-            groups.setdefault(leaf.transformation, {})[leaf.group] = None
-            groups.setdefault(leaf.parameter, {})[leaf.group] = None
-        for made in self.description.transformations:
-            alike.setdefault((made.group, made.name), []).append(made)
-        for found in alike.values():
-            found.sort(key=lambda made: made.number)
-        object.__setattr__(self, "_index", index)
-        object.__setattr__(self, "_groups", groups)
-        object.__setattr__(self, "_alike", alike)
-
-    @property
-    def told(self) -> Sequence[LeafDescription]:
-        """The descriptions of the leaves."""
-        return self.description.leaves
-
-    def find(self, group: Names, key: Any) -> int | None:
-        """Returns the position of the leaf of a group with a key."""
-        found: int | None = self._index.get((group, key))  # type: ignore[attr-defined]
-        return found
-
-    def groups(self, what: Any) -> list[Names]:
-        """Returns the groups that a transformation, a parameter or a pair of them is in."""
-        return list(self._groups.get(what, ()))  # type: ignore[attr-defined]
-
-    def alike(self, group: Names, name: str) -> Sequence[TransformationDescription]:
-        """Returns the transformations of one name in a group."""
-        found: Sequence[TransformationDescription] = self._alike.get((group, name), ())  # type: ignore[attr-defined]
-        return found
-
-    def made(self, which: Made) -> TransformationDescription:
-        """Returns a transformation."""
-        return self.description.made(*which)
-
-
-def made_of(leaf: LeafDescription) -> Made:
-    """Returns the transformation that a leaf belongs to."""
-    return leaf.group, leaf.transformation, leaf.number
-
-
-def is_recorded(leaf: LeafDescription, made: TransformationDescription) -> bool:
-    """Whether a leaf is a setting that the state records, and not what training made of it."""
-    return leaf.parameter is None and leaf.role == "other" and leaf.field[-1] in made.settings
-
-
-def has_window(made: TransformationDescription) -> bool:
-    """Whether it holds what waits for the end of a window or a cycle."""
-    return any(bearing.effect == "window" for bearing in made.bearing.values())
+STEP: Final = "step"
+"""Stands for the optimizer's own count of steps among the sources of schedules."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,91 +34,165 @@ class Pair:
 
     Attributes:
       sources: positions in the old state; several where groups agree, none where it is new.
-      note: why it is new.
+      note: why it is new, or what there is to say of it.
+      lookalike: of one that is new, the position of the old leaf of its name, which is another.
+      counts: of a schedule's count that is new, the leaf that it goes on from.
     """
 
     sources: tuple[int, ...] = ()
     note: str = ""
+    lookalike: int | None = None
+    counts: int | Literal["step"] | None = None
 
 
+@dataclasses.dataclass(frozen=True)
 class Pairing:
-    """The pairs of all leaves.
+    """What all leaves of a new state come from.
+
+    Attributes:
+      pairs: one per leaf of the new state.
+      anew: the transformations that cannot go on, with the reason.
+      unclear: what nothing decides, for people to read.
+    """
+
+    pairs: tuple[Pair, ...]
+    anew: Mapping[Made, str]
+    unclear: tuple[str, ...]
+
+
+def pair_leaves(
+    old: Side,
+    new: Side,
+    *,
+    given: Mapping[int, Sequence[int]] | None = None,
+    origins: Mapping[Names, Sequence[Names]] | None = None,
+    joins: bool = True,
+    recorded: Literal["saved", "defined"] = "saved",
+) -> Pairing:
+    """Returns what every leaf of a new state comes from.
 
     Args:
       old: the state that there is.
       new: the state to be made.
+      given: what leaves come from that the caller has decided about, by position.
+      origins: the old parameters that new ones are made of, where these are others.
       joins: whether leaves without moments join others at the count of these.
-
-    Attributes:
-      pairs: one per leaf of the new state.
-      unclear: what nothing decides, for people to read.
+      recorded: whether settings that a state records are those of the old state, or the new
+        definition's where it sets them otherwise.
     """
+    return _Walk(old, new, given or {}, origins or {}, joins, recorded).pairing()
 
-    def __init__(self, old: Side, new: Side, *, joins: bool) -> None:
-        self._old, self._new, self._joins = old, new, joins
+
+def continued(old: Side, new: Side, pairs: Sequence[Pair]) -> Mapping[tuple[Made, Made], Pairs]:
+    """Returns the transformations whose state goes on, with the positions of these leaves.
+
+    Counts of schedules and settings that a state records are no state of it.
+    """
+    found: dict[tuple[Made, Made], list[tuple[int, int]]] = {}
+    for j, (pair, leaf) in enumerate(zip(pairs, new.told, strict=True)):
+        if leaf.role != "schedule_count" and not is_recorded(leaf, new.made(made_of(leaf))):
+            for i in pair.sources:
+                found.setdefault((made_of(old.told[i]), made_of(leaf)), []).append((i, j))
+    return found
+
+
+Pairs = Sequence[tuple[int, int]]
+"""Positions in the old state with those in the new one."""
+
+
+@dataclasses.dataclass
+class _Walk:
+    """One walk over the leaves of a new state."""
+
+    old: Side
+    new: Side
+    given: Mapping[int, Sequence[int]]
+    origins: Mapping[Names, Sequence[Names]]
+    joins: bool
+    recorded: Literal["saved", "defined"]
+
+    def __post_init__(self) -> None:
         self._numbers: dict[tuple[Names, Names, str], Mapping[int, int]] = {}
-        self.unclear: list[str] = []
-        own = {i: self._own(leaf) for i, leaf in enumerate(new.told) if leaf.parameter is not None}
-        self._sources = {i: found for i, found in own.items() if found is not None}
-        self._members = self._by_transformation()
-        shared = {
-            i: self._shared(leaf) for i, leaf in enumerate(new.told) if leaf.parameter is None
-        }
+        self._unclear: list[str] = []
+
+    def pairing(self) -> Pairing:
+        told = self.new.told
+        free = [i for i in range(len(told)) if i not in self.given]
+        pairs = {i: self._own(told[i]) for i in free if told[i].parameter is not None}
+        pairs |= {i: Pair(tuple(found)) for i, found in self.given.items()}
+        self._pairs = pairs
+        shared = {i: self._shared(told[i]) for i in free if told[i].parameter is None}
         anew = dict(self._anew(shared))
-        self.pairs = tuple(self._pair(i, shared, anew) for i in range(len(new.told)))
+        for i in free:
+            pairs[i] = self._decided(i, pairs.get(i), shared.get(i, ()), anew)
+        self._give_keys_once(shared)
+        for i, leaf in enumerate(told):
+            if leaf.role == "schedule_count" and not pairs[i].sources and i in shared:
+                pairs[i] = dataclasses.replace(pairs[i], counts=self._updates(leaf))
+        ordered = [pairs[i] for i in range(len(told))]
+        found = tuple(self._with_notes(ordered))
+        return Pairing(found, anew, tuple(self._unclear))
 
-    def _pair(self, i: int, shared: Mapping[int, Sequence[int]], anew: Mapping[Made, str]) -> Pair:
-        leaf = self._new.told[i]
-        found = shared.get(i, (self._sources[i],) if i in self._sources else ())
-        if leaf.role == "schedule_count":
-            same = agree(self._old.leaves[k] for k in found)
-            return Pair(tuple(found)) if same else Pair(note="its groups do not agree about it")
-        if (why := anew.get(made_of(leaf))) is not None:
+    def _decided(
+        self, i: int, own: Pair | None, shared: Sequence[int], anew: Mapping[Made, str]
+    ) -> Pair:
+        leaf = self.new.told[i]
+        is_free = leaf.role in ("schedule_count", "key")
+        if own is None and is_recorded(leaf, self.new.made(made_of(leaf))):
+            return self._recorded(leaf, shared)
+        if own is None and leaf.role == "schedule_count":
+            why = self._unlike(shared, leaf)
+            return Pair(note=why) if why else Pair(tuple(shared))
+        if not is_free and (why := anew.get(made_of(leaf), "")):
             return Pair(note=why)
-        if is_recorded(leaf, self._new.made(made_of(leaf))):
-            return self._recorded(leaf, found)
-        # Any of several keys makes random numbers that are as good.
-        return Pair(tuple(found[:1] if leaf.role == "key" else found))
+        return Pair(tuple(shared)) if own is None else own
 
-    def _own(self, leaf: LeafDescription) -> int | None:
-        """The leaf of the old state with the key of one that follows a parameter."""
-        homes = self._old.groups((leaf.transformation, leaf.parameter))
-        home = leaf.group if leaf.group in homes else homes[0] if len(homes) == 1 else None
-        if home is None:
-            return None
-        found = self._in(home, leaf)
-        if found is None or leaf.dimensions is not None:
-            return found
-        # Nothing says which dimensions they keep: only the same settings keep the same ones.
-        one = self._old.made(made_of(self._old.told[found]))
-        same = one.settings == self._new.made(made_of(leaf)).settings
-        return found if same else None
+    def _own(self, leaf: LeafDescription) -> Pair:
+        """The leaf of the old state that one is that follows a parameter."""
+        homes = self.old.groups(leaf.transformation, leaf.parameter)
+        if leaf.group not in homes and len(homes) > 1:
+            return Pair(note="several groups have one")
+        home = leaf.group if leaf.group in homes else next(iter(homes), None)
+        found = None if home is None else self._in(home, leaf)
+        if found is None:
+            is_other = leaf.group in homes and self._number(leaf.group, leaf) is None
+            return Pair(note="no other has its settings" if is_other else "")
+        source = self.old.told[found]
+        one, other = self.old.made(made_of(source)), self.new.made(made_of(leaf))
+        if None in (source.dimensions, leaf.dimensions):
+            # Nothing says which dimensions they keep: only the same settings keep the same ones.
+            names = shared_settings(one, other)
+            is_same = all(one.settings[name] == other.settings[name] for name in names)
+        else:
+            is_same = source.dimensions == leaf.dimensions
+        was, now = (
+            "?"
+            if told.dimensions is None
+            else ",".join("-" if dim is None else str(dim) for dim in told.dimensions)
+            for told in (source, leaf)
+        )
+        why = f"had the dimensions {was} of its parameter, has {now}"
+        return Pair((found,)) if is_same else Pair(note=why, lookalike=found)
 
     def _in(self, home: Names, leaf: LeafDescription) -> int | None:
-        number = self._numbers_of(home, leaf.group, leaf.transformation).get(leaf.number)
-        if number is None:
-            return None
-        return self._old.find(home, leaf.key._replace(number=number))
+        number = self._number(home, leaf)
+        return None if number is None else self.old.find(leaf, home, number)
 
-    def _numbers_of(self, home: Names, group: Names, name: str) -> Mapping[int, int]:
-        """Which of several transformations of one name each of the new ones was."""
-        key = home, group, name
+    def _number(self, home: Names, leaf: LeafDescription) -> int | None:
+        """Which of several transformations of one name that of a leaf was."""
+        key = home, leaf.group, leaf.transformation
         if key not in self._numbers:
-            before, after = self._old.alike(home, name), self._new.alike(group, name)
-            found, is_clear = _numbers(before, after)
-            self._numbers[key] = found
+            before = self.old.alike(home, leaf.transformation)
+            after = self.new.alike(leaf.group, leaf.transformation)
+            if not before:  # nothing is told about them
+                return leaf.number
+            self._numbers[key], is_clear = like_numbers(before, after)
             if not is_clear:
-                self.unclear.append(
-                    f"nothing says which of {len(before)} `{name}` the {len(after)} are"
+                self._unclear.append(
+                    f"nothing says which of {len(before)} `{leaf.transformation}` the {len(after)} "
+                    "are"
                 )
-        return self._numbers[key]
-
-    def _by_transformation(self) -> Mapping[Made, Sequence[int]]:
-        found: dict[Made, list[int]] = {}
-        for i, leaf in enumerate(self._new.told):
-            if leaf.parameter is not None:
-                found.setdefault(made_of(leaf), []).append(i)
-        return found
+        return self._numbers[key].get(leaf.number)
 
     def _shared(self, leaf: LeafDescription) -> Sequence[int]:
         """The leaves of the old groups that a leaf of a whole group may come from."""
@@ -193,86 +200,150 @@ class Pairing:
         return [i for i in found if i is not None]
 
     def _homes(self, leaf: LeafDescription) -> Sequence[Names]:
-        members = self._members.get(made_of(leaf))
-        if members is not None:
-            given = (self._sources.get(i) for i in members)
-            return _unique(self._old.told[i].group for i in given if i is not None)
-        having = self._old.groups(leaf.transformation)
-        params = [p for p in self._params(self._new, leaf.group) if p in self._old.owners]
-        known = _unique(group for p in params for group in self._groups_of(p, having))
-        # Who is in a group inside of one definition is not always known; its name says enough.
-        is_label = leaf.group in known and leaf.group not in self._old.owners.values()
-        return [leaf.group] if is_label else known
+        """The groups of the old state that have what a leaf of a whole group may come from."""
+        having = self.old.groups(leaf.transformation)
+        where, told = made_of(leaf), self.new.told
+        own = [i for i in self.new.leaves_of(where) if told[i].parameter is not None]
+        found = {self.old.told[k].group for i in own for k in self._pairs[i].sources}
+        if own and not found:
+            params = [o for param in self.new.followed(where) for o in self._of(param)]
+            found = {g for param in params for g in self.old.groups(leaf.transformation, param)}
+        elif not own:
+            # Who is in a group inside of one definition is not always known; its name says enough.
+            if leaf.group in having and leaf.group not in self.old.owners.values():
+                return [leaf.group]
+            params = [o for p in _params(self.new, leaf.group) for o in self._of(p)]
+            known = [set(self._groups_of(o, having)) for o in params if o in self.old.owners]
+            is_whole = bool(known) and all(leaf.group in groups for groups in known)
+            found = {leaf.group} if is_whole else set().union(*known)
+        return [group for group in having if group in found]
+
+    def _of(self, param: Names) -> Sequence[Names]:
+        return self.origins.get(param, (param,))
 
     def _groups_of(self, param: Names, having: Sequence[Names]) -> Iterator[Names]:
         """The groups of the old state that a parameter is, or may be, in."""
-        owner = self._old.owners[param]
-        inner = self._old.groups(param)
+        owner = self.old.owners[param]
+        inner = self.old.groups(param)
         for group in having:
             if group == owner[: len(group)] or group in inner:
                 yield group
             elif group[: len(owner)] == owner and not any(len(g) > len(owner) for g in inner):
                 yield group  # one inside of a definition, that keeps nothing per parameter
 
-    @staticmethod
-    def _params(side: Side, group: Names) -> Sequence[Names]:
-        """The parameters of a group."""
-        inside = [p for p in side.owners if group in side.groups(p)]
-        return inside or [p for p, owner in side.owners.items() if owner == group[: len(owner)]]
-
     def _anew(self, shared: Mapping[int, Sequence[int]]) -> Iterator[tuple[Made, str]]:
         """The transformations of groups that cannot go on, and why."""
-        for i, found in shared.items():
-            leaf = self._new.told[i]
+        # Of several reasons the first one counts.
+        for i, found in reversed(list(shared.items())):
+            leaf = self.new.told[i]
             where = made_of(leaf)
-            is_free = leaf.role in ("schedule_count", "key") or is_recorded(
-                leaf, self._new.made(where)
-            )
-            if is_free or not found:
+            is_free = leaf.role in ("schedule_count", "key")
+            if is_free or not found or is_recorded(leaf, self.new.made(where)):
                 continue
             field = "/".join(leaf.field)
-            if not agree(self._old.leaves[k] for k in found):
-                yield where, f"its groups do not agree about `{field}`"
-            elif leaf.role == "count" and not self._joins and self._has_joined(where):
+            if why := self._unlike(found, leaf):
+                yield where, f"anew: {why}"
+            elif leaf.role == "count" and not self.joins and self._has_joined(where):
                 # Moments of zero at a large count: Adam's steps would be several times too long.
                 yield where, f"parameters without moments join it: its `{field}` is not theirs"
 
+    def _unlike(self, found: Sequence[int], leaf: LeafDescription) -> str:
+        """Says how the groups that a leaf comes from do not agree; empty if they do."""
+        is_same = self.old.same(found) if found else True
+        if is_same:
+            return ""
+        field = "/".join(leaf.field)
+        if is_same is None:
+            return f"nothing says whether its groups agree about `{field}`"
+        values = [("/".join(self.old.told[i].group), self.old.value(i)) for i in found]
+        told = ", ".join(
+            f"`{group}` {value}" if group else f"no group {value}"
+            for group, value in values
+            if value is not None
+        )
+        return f"its groups do not agree about `{field}`{f': {told}' if told else ''}"
+
     def _has_joined(self, where: Made) -> bool:
-        if has_window(self._new.made(where)):
+        if has_window(self.new.made(where)):
             return False  # what waits in it is nothing, unless the window is open: an error
-        trained = [i for i in self._members.get(where, ()) if self._new.told[i].role in TRAINED]
+        told = self.new.told
+        own = [i for i in self.new.leaves_of(where) if told[i].parameter is not None]
+        trained = [i for i in own if told[i].role in TRAINED]
         # AMSGrad's maximum is new to a parameter that has Adam's moments.
-        known = {self._new.told[i].parameter for i in trained if i in self._sources}
-        return any(self._new.told[i].parameter not in known for i in trained)
+        known = {told[i].parameter for i in trained if self._pairs[i].sources}
+        return any(told[i].parameter not in known for i in trained)
 
     def _recorded(self, leaf: LeafDescription, found: Sequence[int]) -> Pair:
         """A value that was changed at run time outlives surgery, unless the setting changed."""
         name = leaf.field[-1]
-        setting = self._new.made(made_of(leaf)).settings.get(name)
-        before = [self._old.made(made_of(self._old.told[i])).settings.get(name) for i in found]
-        if not found or any(value != setting for value in before):
-            return Pair(note=f"`{name}` is the new definition's" if found else "")
-        same = agree(self._old.leaves[i] for i in found)
-        return Pair(tuple(found)) if same else Pair(note="its groups do not agree about it")
+        setting = self.new.made(made_of(leaf)).settings.get(name)
+        before = [self.old.made(made_of(self.old.told[i])).settings.get(name) for i in found]
+        if self.recorded == "defined" and any(value != setting for value in before):
+            return Pair(note=f"`{name}` is the new definition's")
+        why = self._unlike(found, leaf)
+        return Pair(note=why) if why else Pair(tuple(found))
+
+    def _give_keys_once(self, shared: Mapping[int, Sequence[int]]) -> None:
+        """Each key goes on once: groups with copies of one would draw the same random numbers."""
+        told = self.new.told
+        keys = [i for i in shared if told[i].role == "key" and self._pairs[i].sources]
+        used: set[int] = set()
+
+        def moves(i: int) -> bool:
+            sources = self._pairs[i].sources
+            return all(self.old.told[k].group != told[i].group for k in sources)
+
+        for i in sorted(keys, key=moves):  # first those that stay in their group
+            free = [k for k in self._pairs[i].sources if k not in used]
+            # Any of several keys makes random numbers that are as good.
+            taken = free if len(free) > 1 and self.old.same(free) else free[:1]
+            self._pairs[i] = Pair(tuple(taken), "" if taken else "its key goes on in another group")
+            used.update(taken)
+
+    def _updates(self, schedule: LeafDescription) -> int | Literal["step"]:
+        """What counts the updates that a new schedule goes by."""
+        for i, leaf in enumerate(self.new.told):
+            if not _counts_around(leaf, self.new, schedule):
+                continue
+            like = (k for k, old in enumerate(self.old.told) if old.key == leaf.key)
+            sources = self._pairs[i].sources or tuple(like)
+            if sources and self.old.same(sources):
+                return sources[0]
+        return STEP
+
+    def _with_notes(self, pairs: Sequence[Pair]) -> Iterator[Pair]:
+        """Says of leaves that go on which number they had, and what settings do not change them."""
+        for i, (pair, leaf) in enumerate(zip(pairs, self.new.told, strict=True)):
+            notes = [pair.note] if pair.note else []
+            if pair.sources and i not in self.given:
+                source = self.old.told[pair.sources[0]]
+                if source.group == leaf.group and source.number != leaf.number:
+                    notes.append(f"was `{shown(((), *made_of(source)[1:]))}`, by its settings")
+            if pair.sources and leaf.role not in ("count", "schedule_count", "key"):
+                notes += self._without_effect(leaf, self.old.told[pair.sources[0]])
+            yield dataclasses.replace(pair, note=", ".join(notes))
+
+    def _without_effect(self, leaf: LeafDescription, source: LeafDescription) -> Iterator[str]:
+        one, other = self.old.made(made_of(source)), self.new.made(made_of(leaf))
+        for name, bearing in other.bearing.items():
+            if bearing.effect == "initial" and name in one.settings:
+                was, now = one.settings[name], other.settings.get(name)
+                if was != now:
+                    yield f"`{name}` was {was}, is {now}: no effect on the saved state"
 
 
-def _numbers(
-    before: Sequence[TransformationDescription], after: Sequence[TransformationDescription]
-) -> tuple[Mapping[int, int], bool]:
-    """Pairs by settings, then the others in their order; and whether that is certain."""
-    if len(before) == len(after) == 1:
-        return {after[0].number: before[0].number}, True
-    free = list(before)
-    found: dict[int, int] = {}
-    for made in after:
-        same = next((old for old in free if old.settings == made.settings), None)
-        if same is not None:
-            found[made.number] = same.number
-            free.remove(same)
-    left = [made for made in after if made.number not in found]
-    found |= {new.number: old.number for new, old in zip(left, free, strict=False)}
-    return found, not (left and free) or len(left) == len(free)
+def _counts_around(leaf: LeafDescription, side: Side, inner: LeafDescription) -> bool:
+    """Whether a leaf counts the updates of a window of mini-steps that another is inside of."""
+    place: Names = leaf.path[: len(leaf.path) - len(leaf.field)]
+    return (
+        counts_updates(leaf, side.made(made_of(leaf)))
+        and inner.path[: len(place)] == place
+        and (inner.transformation, inner.number) != (leaf.transformation, leaf.number)
+        and leaf.group == inner.group[: len(leaf.group)]
+    )
 
 
-def _unique(groups: Iterable[Names]) -> list[Names]:
-    return list(dict.fromkeys(groups))
+def _params(side: Side, group: Names) -> Sequence[Names]:
+    """The parameters of a group."""
+    inside = [p for p in side.owners if group in side.groups(p)]
+    return inside or [p for p, owner in side.owners.items() if owner == group[: len(owner)]]

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from opt_core._description.values import LeafDescription
 from opt_core._groups.leaf_groups import leaf_groups
 from opt_core._optimizer import Optimizer, OptimizerState
-from opt_core._paths import flatten_with_paths
+from opt_core._paths import Names, children, flatten_with_paths, path_str
 from opt_core.errors import GroupError
 
 
@@ -143,27 +143,74 @@ def mesh_sharding(leaf: Any) -> NamedSharding | None:
     return found if isinstance(found, NamedSharding) else None
 
 
-def flat_shardings(shardings: Any, structure: Any) -> list[Sharding | None]:
+def flat_shardings(
+    shardings: Any, structure: Any, shapes: Mapping[str, Sequence[int]]
+) -> list[Sharding | None]:
     """Returns a sharding, or `None`, for every leaf of a state.
 
     Args:
       shardings: an `Optimizer` of shardings, or a tree like its `param_states`; `None` for a leaf
         that is placed by its parameter.
       structure: of `param_states`.
+      shapes: of its leaves by path, in their order.
 
     Raises:
-      GroupError: they have another structure.
+      GroupError: they have another structure, or something cannot place its leaf; names the leaf.
     """
     if shardings is None:
         return [None] * structure.num_leaves
     tree = shardings.state.param_states if isinstance(shardings, Optimizer) else shardings
-    try:
-        return list(structure.flatten_up_to(tree))
-    except ValueError as error:
+    if problem := _other_structure(structure.unflatten(list(shapes)), tree, ()):
         raise GroupError(
             "`shardings`: expected a tree like the new `param_states`, or an `Optimizer` of "
-            f"shardings; {error}"
-        ) from None
+            f"shardings; {problem}"
+        )
+    found = list(structure.flatten_up_to(tree))
+    problems = [
+        f"`shardings`: of `{path}`, {problem}"
+        for (path, shape), place in zip(shapes.items(), found, strict=True)
+        if (problem := _misplaced(place, shape))
+    ]
+    if problems:
+        raise GroupError("\n".join(problems))
+    return found
+
+
+def _other_structure(expected: Any, found: Any, names: Names) -> str:
+    """Says where a tree first has other containers; empty if it has the same, or deeper, ones."""
+    opened = children(expected)
+    if opened is None:
+        is_other = expected is None and found is not None
+        return f"at `{path_str(names)}` expected `None`, found {found!r}" if is_other else ""
+    given = children(found)
+    wanted = [name for name, _ in opened.children]
+    keys = [] if given is None else [name for name, _ in given.children]
+    if type(expected) is not type(found) or wanted != keys:
+        where = f"at `{path_str(names)}`" if names else "at the top"
+        had = type(found).__name__ + (f" of {keys}" if given is not None else "")
+        return f"{where} expected {type(expected).__name__} of {wanted}, found {had}"
+    inner = zip(opened.children, () if given is None else given.children, strict=True)
+    problems = (_other_structure(one, other, (*names, name)) for (name, one), (_, other) in inner)
+    return next(filter(None, problems), "")
+
+
+def _misplaced(place: Any, shape: Sequence[int]) -> str:
+    """Says why something cannot place a leaf; empty if it can."""
+    if place is None:
+        return ""
+    if isinstance(place, PartitionSpec):
+        return f"expected a sharding or `None`, found {place!r}: give `NamedSharding(mesh, spec)`"
+    if not isinstance(place, Sharding):
+        return f"expected a sharding or `None`, found {place!r}"
+    fits = not isinstance(place, NamedSharding) or len(place.spec) <= len(shape)
+    try:
+        if fits:
+            place.shard_shape(tuple(shape))
+    except ValueError:
+        fits = False
+    if not fits:
+        return f"expected a sharding that divides the shape {list(shape)}, found {place}"
+    return ""
 
 
 def value_of(leaf: Any, what: str) -> Any:

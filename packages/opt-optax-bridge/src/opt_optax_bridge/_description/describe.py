@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -27,11 +28,12 @@ from opt_optax_bridge._description.dimensions import (
     shapes_of,
     stated_dimensions,
 )
-from opt_optax_bridge._description.known import KNOWN, VARIANTS, Known
+from opt_optax_bridge._description.known import FACTORS, KNOWN, PASS_ON, VARIANTS, Known
 from opt_optax_bridge._description.made import make
 from opt_optax_bridge._description.nodes import (
     Names,
     Node,
+    before,
     open_transformation,
     transformation_name,
 )
@@ -42,6 +44,7 @@ Source: TypeAlias = Literal["stated", "derived", "types"]
 _PLAIN = (tuple, list, dict)
 _PARTITION_STATES = frozenset({"PartitionState", "MultiTransformState"})
 _WHOLE = "optax_wrapper"
+_IN_UNITS = frozenset({"moment", "second_moment", "factored"})
 
 
 class _Slot(NamedTuple):
@@ -97,7 +100,10 @@ def describe_optax(
         _leaf(_Row(path, leaf, role, slot, kept), names, shapes)
         for path, (role, leaf, slot), kept in zip(paths, rows, dims, strict=True)
     )
-    return StateDescription(leaves, tuple(names.transformations()))
+    told = zip(slots, leaves, strict=True)
+    keepers = {id(slot.node) for slot, leaf in told if leaf.role in _IN_UNITS}
+    factors = {id(one) for one, other in before(root) if id(other) in keepers and _factor(one)}
+    return StateDescription(leaves, tuple(names.transformations(factors)))
 
 
 class _Row(NamedTuple):
@@ -198,11 +204,19 @@ class _Names:
             return self._numbers[id(slot.node)]
         return self._numbers[slot.group, slot.name, slot.place]
 
-    def transformations(self) -> Iterator[TransformationDescription]:
-        """Yields them in the order in which they act; those known by a type alone at the end."""
+    def transformations(self, factors: Collection[int]) -> Iterator[TransformationDescription]:
+        """Yields them in the order in which they act; those known by a type alone at the end.
+
+        Args:
+          factors: the identities of those that multiply what moments are made of.
+        """
         for node in self._root.walk():
             if id(node) in self._numbers:
-                yield _described(node, self._numbers[id(node)])
+                made = _described(node, self._numbers[id(node)])
+                if id(node) in factors:
+                    bearing = {**made.bearing, _factor(node): Bearing("refused")}
+                    made = dataclasses.replace(made, bearing=bearing)
+                yield made
         told: set[int] = set()
         for key, maker in self._by_type.items():
             if maker is None or id(maker) in told:
@@ -228,7 +242,8 @@ def _described(node: Node, name: tuple[Names, str, int]) -> TransformationDescri
         bearing[UPDATED_BY] = Bearing("refused")
     source: Source = "types" if known is None else "stated"
     group, own, number = name
-    return TransformationDescription(own, number, group, settings, bearing, source)
+    passes_on = node.is_own and node.name in PASS_ON
+    return TransformationDescription(own, number, group, settings, bearing, source, passes_on)
 
 
 def _base(node: Node) -> str:
@@ -243,6 +258,11 @@ def _known(node: Node | None) -> Known | None:
         bearing = {name: Bearing(**made) for name, made in node.told.get("bearing", {}).items()}
         return Known(node.told.get("roles", {}), bearing)
     return KNOWN.get(node.name) if node.is_own else None
+
+
+def _factor(node: Node) -> str:
+    """The setting by which it multiplies; empty where there is none, or the state has it."""
+    return "" if node.injected or not node.is_own else FACTORS.get(node.name, "")
 
 
 def _told(kind: type | None) -> Mapping[str, Any]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 from opt_core import Role, flatten_with_paths, path_str
-from opt_partition import Row, explain
 
 from opt_optax_bridge._description.nodes import Names, Node
+
+if TYPE_CHECKING:
+    from opt_partition import Row  # imported when it is needed: it takes a tenth of a second
 
 Shape: TypeAlias = tuple[int, ...]
 Dims: TypeAlias = tuple[int | None, ...]
@@ -30,28 +32,13 @@ class Dimensions(NamedTuple):
 
 
 def dimensions(
-    tx: Any,
-    params: Any,
-    states: Any,
-    given: Sequence[Role],
-    stated: Sequence[Dims | None],
+    tx: Any, params: Any, states: Any, given: Sequence[Role], stated: Sequence[Dims | None]
 ) -> Iterator[Dimensions]:
-    """Yields the dimensions of every leaf.
-
-    Args:
-      tx: the transformation.
-      params: `jax.ShapeDtypeStruct`s.
-      states: likewise.
-      given: which parameter each leaf follows.
-      stated: the dimensions that are known. If all are, nothing is traced.
-    """
+    """Yields the dimensions of every leaf of states on shapes; traces nothing if all are stated."""
     leaves = jax.tree.leaves(states)
-    is_open = [
-        role.param is not None and dims is None for role, dims in zip(given, stated, strict=True)
-    ]
     rows: Sequence[Row | None] = [None] * len(leaves)
-    if any(is_open):
-        rows = _explained(tx, params, states) or rows
+    if any(r.param is not None and d is None for r, d in zip(given, stated, strict=True)):
+        rows = _explained(tx, params, leaves) or rows
     for role, leaf, row, dims in zip(given, leaves, rows, stated, strict=True):
         if role.param is None:
             yield Dimensions((None,) * len(leaf.shape))
@@ -63,12 +50,13 @@ def dimensions(
             yield Dimensions(row.dims, is_derived=True)
 
 
-def _explained(tx: Any, params: Any, states: Any) -> list[Row] | None:
+def _explained(tx: Any, params: Any, leaves: Sequence[Any]) -> Sequence[Row] | None:
     """What `init` shows; `None` where the state has grown since."""
+    from opt_partition import explain
+
     numbers = jax.tree.map(lambda leaf: PartitionSpec(*map(str, range(len(leaf.shape)))), params)
     rows = explain(tx, params, numbers).rows
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(states)]
-    return rows if [row.shape for row in rows] == shapes else None
+    return rows if [row.shape for row in rows] == [leaf.shape for leaf in leaves] else None
 
 
 def shapes_of(params: Any) -> dict[Names, Shape]:
@@ -79,11 +67,7 @@ def shapes_of(params: Any) -> dict[Names, Shape]:
 def stated_dimensions(node: Node, field: Names, shape: Shape, param_shape: Shape) -> Dims | None:
     """Returns what a leaf of a transformation of Optax keeps; `None` where it does not say.
 
-    Args:
-      node: the transformation; those around it leave the shapes of parameters as they are.
-      field: of the leaf.
-      shape: of the leaf.
-      param_shape: of the parameter that it follows.
+    Those around it leave the shapes of parameters as they are.
     """
     match node.name, field[0] if field else "":
         case "factored_rms", ("v_row" | "v_col") as name:

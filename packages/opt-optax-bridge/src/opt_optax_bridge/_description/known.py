@@ -30,6 +30,7 @@ class Known:
 
 
 _REFUSED: Final = Bearing("refused")
+_INITIAL: Final = Bearing("initial")
 
 
 def _known(
@@ -42,6 +43,16 @@ def _known(
         found |= dict.fromkeys(fields.split(), role)
     return Known(found, MappingProxyType(dict(bearing or {})), reshapes)
 
+
+FACTORS: Final = MappingProxyType(
+    {
+        "normalize_by_update_norm": "scale_factor",
+        "scale": "step_size",
+        "schedule": "step_size_fn",
+        "trust_ratio": "trust_coefficient",
+    }
+)
+"""Transformations that multiply updates by a setting: moments after it are in its units."""
 
 VARIANTS: Final = MappingProxyType({"amsgrad": "adam"})
 """Transformations that keep what another keeps by its recurrences, and something besides.
@@ -62,7 +73,7 @@ KNOWN: Final[Mapping[str, Known]] = MappingProxyType(
         "adam": _known(_ADAM),
         "adamax": _known(_ADAM),
         "belief": _known(_ADAM),
-        "yogi": _known(_ADAM),
+        "yogi": _known(_ADAM, {"initial_accumulator_value": _INITIAL}),
         "radam": _known(_ADAM),
         "novograd": _known(_ADAM),
         "acprop": _known(_ADAM),
@@ -76,15 +87,25 @@ KNOWN: Final[Mapping[str, Known]] = MappingProxyType(
         "lion": _known("moment: mu, count: count"),
         "trace": _known("moment: trace"),
         "ema": _known("moment: ema, count: count"),
-        "rms": _known("second_moment: nu, count: count", {"bias_correction": _REFUSED}),
-        "stddev": _known(
-            "moment: mu, second_moment: nu, count: count", {"bias_correction": _REFUSED}
+        "rms": _known(
+            "second_moment: nu, count: count",
+            {"bias_correction": _REFUSED, "initial_scale": _INITIAL},
         ),
-        "rss": _known("second_moment: sum_of_squares"),
+        "stddev": _known(
+            "moment: mu, second_moment: nu, count: count",
+            {"bias_correction": _REFUSED, "initial_scale": _INITIAL},
+        ),
+        "rss": _known("second_moment: sum_of_squares", {"initial_accumulator_value": _INITIAL}),
         "adadelta": _known("second_moment: e_g e_x"),
-        "factored_rms": _known("factored: v_row v_col, second_moment: v, count: count"),
+        "factored_rms": _known(
+            "factored: v_row v_col, second_moment: v, count: count",
+            {"step_offset": Bearing("above_count", ("count",))},
+        ),
         "sm3": _known("factored: mu, moment: nu"),
-        "rprop": _known("other: step_sizes prev_updates"),
+        "rprop": _known(
+            "other: step_sizes prev_updates",
+            dict.fromkeys(("learning_rate", "max_step_size", "min_step_size"), _INITIAL),
+        ),
         "optimistic_gradient": _known("other: is_initial_step previous_gradient"),
         "muon": _known("moment: mu, count: count, other: ns_coeffs", {"ns_coeffs": _REFUSED}),
         "sophia": _known("moment: mu, second_moment: nu, count: count"),
@@ -98,32 +119,36 @@ KNOWN: Final[Mapping[str, Known]] = MappingProxyType(
         "cocob": _known(
             "params_copy: init_particles, moment: cumulative_gradients, "
             "other: scale subgradients reward",
-            {"alpha": _REFUSED},
+            {"alpha": _REFUSED, "eps": _INITIAL},
         ),
         "distance_over_gradients": _known(
             "params_copy: init_params, other: max_dist grad_sum_of_squares"
         ),
-        "dog": _known("params_copy: init_params, other: is_init_step max_dist sum_sq_norm_grads"),
-        "dowg": _known("params_copy: init_params, other: weighted_sq_norm_grads estim_sq_dist"),
+        "dog": _known(
+            "params_copy: init_params, statistic: max_dist sum_sq_norm_grads, other: is_init_step"
+        ),
+        "dowg": _known("params_copy: init_params, statistic: weighted_sq_norm_grads estim_sq_dist"),
         "madgrad": _known("count: count, second_moment: grad_sum_sq, moment: s, params_copy: x0"),
         "dadapt_adamw": _known(
             "moment: exp_avg grad_sum, second_moment: exp_avg_sq, count: count, "
-            "other: estim_lr numerator_weighted",
-            {"betas": _REFUSED},
+            "statistic: estim_lr numerator_weighted",
+            {"betas": _REFUSED, "estim_lr0": _INITIAL},
         ),
         "prodigy": _known(
             "moment: exp_avg grad_sum, second_moment: exp_avg_sq, params_copy: params0, "
-            "count: count, other: estim_lr numerator_weighted",
+            "count: count, statistic: estim_lr numerator_weighted",
             {"estim_lr0": _REFUSED},
         ),
         "momo": _known(
-            "moment: exp_avg, count: count, other: barf gamma lb", {"lower_bound": _REFUSED}
-        ),
-        "momo_adam": _known(
-            "moment: exp_avg, second_moment: exp_avg_sq, count: count, other: barf gamma lb",
+            "moment: exp_avg, count: count, statistic: gamma, other: barf lb",
             {"lower_bound": _REFUSED},
         ),
-        "mechanize": _known("params_copy: x0, count: count, other: r m v s"),
+        "momo_adam": _known(
+            "moment: exp_avg, second_moment: exp_avg_sq, count: count, statistic: gamma, "
+            "other: barf lb",
+            {"lower_bound": _REFUSED},
+        ),
+        "mechanize": _known("params_copy: x0, count: count, statistic: r m v s"),
         "schedule_free": _known(
             "params_copy: z, schedule_count: step_count, other: b1 weight_sum max_lr",
             {"b1": _REFUSED, "weight_lr_power": _REFUSED},
@@ -135,8 +160,8 @@ KNOWN: Final[Mapping[str, Known]] = MappingProxyType(
         ),
         # Line searches.
         "lbfgs": _known(
-            "params_copy: params diff_params_memory, other: updates diff_updates_memory "
-            "weights_memory, count: count"
+            "params_copy: params diff_params_memory, other: updates diff_updates_memory, "
+            "statistic: weights_memory, count: count"
         ),
         "backtracking_linesearch": _known("other: learning_rate value grad info"),
         "zoom_linesearch": _known("other: learning_rate value grad info"),
@@ -199,3 +224,16 @@ KNOWN: Final[Mapping[str, Known]] = MappingProxyType(
         ),
     }
 )
+
+
+PASS_ON: Final = frozenset(
+    {
+        *("adaptive_grad_clip", "clip", "clip_by_block_rms", "clip_by_global_norm"),
+        *("accumulate_avg_updates", "apply_if_finite", "average_per_element_updates"),
+        *("conditionally_mask", "flatten", "inject_hyperparams", "monitor", "multi_steps"),
+        *("get_per_element_mean_and_sum_sq_diff_grads", "shape", "snapshot"),
+        *("split_real_and_imaginary", "track_per_element_mean_and_variance_with_ema"),
+        *("zero_nans",),
+    }
+)
+"""Those that pass on what they are given, at most cut, averaged over a window or held back."""

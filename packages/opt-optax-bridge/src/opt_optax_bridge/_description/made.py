@@ -35,27 +35,17 @@ class _Returned(NamedTuple):
     value: Any
 
 
-class _Place(NamedTuple):
-    names: Names
-    value: Any
-
-
 def make(root: Node, params: Any) -> Made:
-    """Runs the `init` of a transformation, and says what made what.
+    """Runs the `init` of a transformation on shapes, and says what made what.
 
-    A record that was made anew since, by `jax.tree.map`, is found by its structure. Children of
-    `root` are put in the order in which they were called.
-
-    Args:
-      root: the transformation with everything inside of it.
-      params: `jax.ShapeDtypeStruct`s.
+    Children of `root` are put in the order in which they were called.
     """
     returned: list[_Returned] = []
     places: dict[Names, Node] = {}
 
     def run(params: Any) -> Any:
         state = _recorded(root, returned)(params)
-        places.update(_match(list(_places(state)), returned))
+        places.update(_match(state, returned))
         return state
 
     jax.eval_shape(run, params)
@@ -68,31 +58,11 @@ def _recorded(node: Node, returned: list[_Returned]) -> Callable[[Any], Any]:
     """The `init` of a transformation, which notes what it and those inside of it return."""
     if node.shares_init:
         return _recorded(node.children[0], returned)
-    init = _rebuilt(node, returned)
-    is_used = False
-
-    def note(params: Any) -> Any:
-        nonlocal is_used
-        state = init(params)
-        made = node
-        if is_used:  # the same one once more
-            made = dataclasses.replace(node, children=[])
-            node.children.append(made)
-        is_used = True
-        returned.append(_Returned(made, state))
-        return state
-
-    return note
-
-
-def _rebuilt(node: Node, returned: list[_Returned]) -> Any:
-    """The `init` of a transformation with those inside of it recorded."""
+    factory = node.factory_argument
     queues: dict[int, deque[Node]] = {}
     for child in node.children:
-        queues.setdefault(child.key, deque()).append(child)
-    factory = node.factory_argument
-    if factory is not None and node.children:
-        queues = {id(factory): deque(node.children)}
+        key = child.key if factory is None else id(factory)
+        queues.setdefault(key, deque()).append(child)
 
     def replace(value: Any) -> Any:
         queue = queues[id(value)]
@@ -102,29 +72,45 @@ def _rebuilt(node: Node, returned: list[_Returned]) -> Any:
             return lambda *_, **__: with_init(child.tx, init)
         return with_init(value, init) if hasattr(value, "update") else init
 
-    return Rebuilt(lambda value: id(value) in queues, replace)(node.tx.init)
+    init = Rebuilt(lambda value: id(value) in queues, replace)(node.tx.init)
+    unused = [node]
+
+    def note(params: Any) -> Any:
+        state = init(params)
+        if unused:
+            made = unused.pop()
+        else:  # the same one once more
+            made = dataclasses.replace(node, children=[])
+            node.children.append(made)
+        returned.append(_Returned(made, state))
+        return state
+
+    return note
 
 
-def _match(places: Sequence[_Place], returned: Sequence[_Returned]) -> Iterator[tuple[Names, Node]]:
-    """By identity, the innermost first; records that were made anew by their structure."""
+def _match(state: Any, returned: Sequence[_Returned]) -> Iterator[tuple[Names, Node]]:
+    """By identity, the innermost first; records that were made anew by their structure.
+
+    `jax.tree.map` makes them anew, for instance.
+    """
     by_value: dict[int, _Returned] = {}
     for found in returned:
         if not found.node.is_container:
             by_value.setdefault(id(found.value), found)
     left = dict(by_value)
-    anew: list[_Place] = []
-    for place in places:
-        if (known := by_value.get(id(place.value))) is not None:
-            left.pop(id(place.value), None)
-            yield place.names, known.node
-        elif not isinstance(place.value, Mapping | list) and type(place.value) is not tuple:
-            anew.append(place)
+    anew: list[tuple[Names, Any]] = []
+    for names, value in _places(state):
+        if (known := by_value.get(id(value))) is not None:
+            left.pop(id(value), None)
+            yield names, known.node
+        elif not isinstance(value, Mapping | list) and type(value) is not tuple:
+            anew.append((names, value))
     free = [found for found in left.values() if children(found.value) is not None]
-    for place in anew:
-        like = next((found for found in free if _is_like(found.value, place.value)), None)
+    for names, value in anew:
+        like = next((found for found in free if _is_like(found.value, value)), None)
         if like is not None:
             free.remove(like)
-            yield place.names, like.node
+            yield names, like.node
 
 
 def _is_like(one: Any, other: Any) -> bool:
@@ -134,8 +120,8 @@ def _is_like(one: Any, other: Any) -> bool:
     return bool(before == jax.tree.structure(other))
 
 
-def _places(node: Any, names: Names = ()) -> Iterator[_Place]:
-    yield _Place(names, node)
+def _places(node: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:
+    yield names, node
     opened = children(node)
     for name, child in opened.children if opened is not None else ():
         yield from _places(child, (*names, name))
@@ -146,13 +132,9 @@ def _sort(node: Node, turns: Mapping[int, int]) -> None:
 
     What was not called stays in its place, before the next that was.
     """
+    last, keys = -1, {}
     for child in node.children:
         _sort(child, turns)
-    keys: list[tuple[int, int]] = []
-    last = -1
-    for i, child in enumerate(node.children):
-        found = [turns[id(inner)] for inner in child.walk() if id(inner) in turns]
-        last = min(found, default=last)
-        keys.append((last, i))
-    order = sorted(range(len(keys)), key=lambda i: keys[i])
-    node.children = [node.children[i] for i in order]
+        last = min((turns[id(x)] for x in child.walk() if id(x) in turns), default=last)
+        keys[id(child)] = last
+    node.children.sort(key=lambda child: keys[id(child)])

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
-from opt_core.closures import attributes, captured, package_of, unwrapped
-from opt_core.protocols import DescribesFields
-
-from opt_optax_bridge._description.factories import (
-    Half,
-    captured_with_helpers,
+from opt_core.closures import (
+    attributes,
+    captured,
     definer_of,
     factory_of,
-    is_same,
-    is_transformation,
     own_name,
+    package_of,
+    unwrapped,
 )
+from opt_core.protocols import DescribesFields
 
 Names = tuple[str, ...]
 
@@ -35,6 +34,13 @@ CONTAINERS: Final = frozenset(
 _PARTITIONS: Final = frozenset({"partition", "multi_transform"})
 _INJECTING: Final = frozenset({"inject_hyperparams", "inject_stateful_hyperparams"})
 _DEPTH: Final = 3
+
+
+class _Half(NamedTuple):
+    """One half of a transformation, or both: what `optax.chain` keeps of its members."""
+
+    init: Any
+    update: Any
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,14 +78,14 @@ class Node:
     @property
     def held(self) -> dict[str, Any]:
         """What its functions and their helpers have captured, by name."""
-        found = captured_with_helpers(self.tx.init)
+        found = _captured_with_helpers(self.tx.init)
         if self.tx.update is not None:
-            found |= captured_with_helpers(self.tx.update)
-        for value in list(found.values()):
-            # The update that goes with `init`, which another one calls.
-            is_own = own_name(value).startswith("update") and factory_of(value) == self.maker
-            if self.maker != self.factory and is_own:
-                found |= captured_with_helpers(value)
+            found |= _captured_with_helpers(self.tx.update)
+        if self.maker != self.factory:
+            for value in list(found.values()):
+                # The update that goes with `init`, which another one calls.
+                if own_name(value).startswith("update") and factory_of(value, OWN) == self.maker:
+                    found |= _captured_with_helpers(value)
         return found
 
     @property
@@ -99,7 +105,8 @@ class Node:
             return str(self.told["name"])
         if not self.shares_init and self.maker:
             return transformation_name(self.maker)
-        return "" if _is_stateful(self) else transformation_name(self.factory)
+        is_stateful = not self.shares_init and not _is_empty(self.tx.init)
+        return "" if is_stateful else transformation_name(self.factory)
 
     def walk(self) -> Iterator[Node]:
         """Yields itself and everything inside of it, outermost first."""
@@ -108,9 +115,16 @@ class Node:
             yield from child.walk()
 
 
-def _is_stateful(node: Node) -> bool:
-    """Whether its `init` may make a state, and does not say what."""
-    return not node.shares_init and not _is_empty(node.tx.init)
+def before(node: Node) -> Iterator[tuple[Node, Node]]:
+    """Yields all pairs of which the first hands its updates on to the second, in a chain."""
+    for i, child in enumerate(node.children):
+        yield from before(child)
+        if node.is_own and node.factory in ("chain", "named_chain"):
+            for later in node.children[i + 1 :]:
+                for one, other in itertools.product(child.walk(), later.walk()):
+                    shared = min(len(one.group), len(other.group))
+                    if one.group[:shared] == other.group[:shared]:
+                        yield one, other
 
 
 def _is_empty(init: Any) -> bool:
@@ -129,12 +143,13 @@ def transformation_name(factory: str) -> str:
     return snake.removeprefix("scale_by_").removesuffix("_state").strip("_") or factory
 
 
-def open_transformation(tx: Any, group: Names = ()) -> Node:
+def open_transformation(tx: Any, group: Names = (), above: frozenset[int] = frozenset()) -> Node:
     """Returns a transformation with everything inside of it that can be seen.
 
     Args:
       tx: anything with Optax's `init` and `update`.
       group: the labels around it.
+      above: the identities of the functions around it.
 
     Examples:
       >>> import optax
@@ -142,30 +157,27 @@ def open_transformation(tx: Any, group: Names = ()) -> Node:
       >>> [node.name for node in open_transformation(tx).walk() if not node.is_container]
       ['clip', 'multi_steps', 'adam', 'scale']
     """
-    return _open(tx, group, frozenset())
-
-
-def _open(tx: Any, group: Names, above: frozenset[int]) -> Node:
     init, update = tx.init, tx.update
     made_by = update if update is not None else init
-    factory, package = factory_of(made_by), package_of(made_by)
+    factory, package = factory_of(made_by, OWN), package_of(made_by)
     says = own_name(init).startswith("init") and not _is_empty(init)
-    node = Node(tx, group, factory, package, definer_of(init) if says else "", [])
+    node = Node(tx, group, factory, package, definer_of(init, OWN) if says else "", [])
+    node.key = id(init) if isinstance(tx, _Half) else id(tx)
     if isinstance(owner := getattr(unwrapped(init), "__self__", None), DescribesFields):
         node.told = owner.describe_fields()
     above = above | {id(unwrapped(init)), id(unwrapped(made_by))}
-    if package in OWN and factory in _INJECTING and "inner_factory" in node.held:
-        node.factory_argument = node.held["inner_factory"]
-        if (inner := _injected(node.held)) is not None:
-            node.children = [_child(inner, group, above)]
+    held = node.held
+    if node.is_own and factory in _INJECTING and "inner_factory" in held:
+        node.factory_argument = held["inner_factory"]
+        if (inner := _injected(held)) is not None:
+            node.children = [open_transformation(inner, group, above)]
             for child in node.children[0].walk():
-                child.injected = injected_by(node.held)
+                child.injected = injected_by(held)
         return node
-    for member, label in _members(node, above):
-        inner = (*group, label) if label is not None else group
-        child = _child(member, inner, above)
+    for member, *label in _members(node, held, above):
+        child = open_transformation(member, (*group, *label), above)
         if is_same(child.tx.init, init):
-            if package in OWN and factory == "with_extra_args_support":
+            if node.is_own and factory == "with_extra_args_support":
                 child.key = node.key
                 return child
             node.children, node.shares_init = [child], True
@@ -175,78 +187,93 @@ def _open(tx: Any, group: Names, above: frozenset[int]) -> Node:
     return node
 
 
-def _child(member: Any, group: Names, above: frozenset[int]) -> Node:
-    node = _open(member, group, above)
-    node.key = id(member.init) if isinstance(member, Half) else id(member)
-    return node
-
-
-def _members(node: Node, above: frozenset[int]) -> Iterator[tuple[Any, str | None]]:
+def _members(node: Node, held: Mapping[str, Any], above: frozenset[int]) -> Iterator[Sequence[Any]]:
     """The transformations that it has captured, with their labels in a partition."""
     inits = captured(node.tx.init).get("init_fns")
     updates = captured(node.tx.update).get("update_fns")
     if node.is_own and node.factory == "chain" and inits is not None and updates is not None:
-        yield from ((Half(*halves), None) for halves in zip(inits, updates, strict=True))
+        yield from ((_Half(*halves),) for halves in zip(inits, updates, strict=True))
         return
-    held = node.held
     if node.is_own and node.factory in _PARTITIONS and isinstance(held.get("transforms"), Mapping):
         yield from ((tx, str(label)) for label, tx in held["transforms"].items())
         return
     seen: set[int] = set()
     functions: list[Any] = []
     for value in held.values():
-        found = list(_occurrences(value, node.factory, functions, 0))
+        found = list(occurrences(value, node.factory, functions))
         # Two variables may hold one transformation; a list that holds it twice applies it twice.
-        yield from ((tx, None) for tx in found if id(tx) not in seen)
+        yield from ((tx,) for tx in found if id(tx) not in seen)
         seen |= {id(tx) for tx in found}
     if not node.is_own:
-        yield from ((half, None) for half in _halves(functions, above))
+        yield from ((half,) for half in _halves(functions, above))
 
 
-def _occurrences(value: Any, factory: str, functions: list[Any], depth: int) -> Iterator[Any]:
+def occurrences(value: Any, factory: str, functions: list[Any], depth: int = 0) -> Iterator[Any]:
     """The transformations in a captured value; lone halves of such are put among `functions`."""
     if is_transformation(value):
         yield value
         return
+    plain = unwrapped(value)
     inside: Iterable[Any] = ()
-    match value:
-        case types.FunctionType() | types.MethodType():
-            if own_name(value).startswith(("init", "update")):
-                if factory_of(value) != factory:  # no helper of its own
-                    functions.append(value)
-                return
-            is_plain = isinstance(value, types.FunctionType)
-            inside = captured(value).values() if is_plain and factory_of(value) == factory else ()
-        case tuple() | list():
-            inside = value
-        case Mapping():
-            inside = value.values()
-        case _:
-            plain = unwrapped(value)
-            if plain is not value and own_name(plain).startswith(("init", "update")):
+    if isinstance(plain, types.FunctionType | types.MethodType):
+        is_helper = factory_of(plain, OWN) == factory
+        if own_name(plain).startswith(("init", "update")):
+            if not is_helper or plain is not value:
                 functions.append(value)
-                return
-            inside = captured(value).values() if plain is not value else attributes(value).values()
+        elif plain is not value or (is_helper and isinstance(plain, types.FunctionType)):
+            inside = captured(value).values()
+    elif isinstance(value, tuple | list):
+        inside = value
+    else:
+        inside = (value if isinstance(value, Mapping) else attributes(value)).values()
     if depth < _DEPTH:
         for child in inside:
-            yield from _occurrences(child, factory, functions, depth + 1)
+            yield from occurrences(child, factory, functions, depth + 1)
 
 
-def _halves(functions: Iterable[Any], above: frozenset[int]) -> Iterator[Half]:
+def _halves(functions: Iterable[Any], above: frozenset[int]) -> Iterator[_Half]:
     """Pairs functions that were captured one by one: an `init` and an `update` of one factory."""
     distinct = {id(f): f for f in functions if id(unwrapped(f)) not in above}.values()
     inits = [f for f in distinct if own_name(f).startswith("init")]
     for update in (f for f in distinct if own_name(f).startswith("update")):
-        own = next((f for f in inits if factory_of(f) == factory_of(update)), None)
+        own = next((f for f in inits if factory_of(f, OWN) == factory_of(update, OWN)), None)
         if own is not None:
             inits.remove(own)
-            yield Half(own, update)
-    yield from (Half(init, None) for init in inits)
+            yield _Half(own, update)
+    yield from (_Half(init, None) for init in inits)
+
+
+def is_transformation(value: Any) -> bool:
+    """Whether a value has Optax's `init` and `update`, and is no schedule with a state."""
+    if isinstance(value, type | types.ModuleType) or hasattr(value, "schedule_fn"):
+        return False
+    return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two functions are one: the same object, or the same method of the same object."""
+    if isinstance(one, types.MethodType) and isinstance(other, types.MethodType):
+        return one.__func__ is other.__func__ and one.__self__ is other.__self__
+    return one is other
+
+
+def _captured_with_helpers(function: Any, seen: frozenset[int] = frozenset()) -> dict[str, Any]:
+    """What a function and the helpers of its factory have captured, by name."""
+    factory, found = factory_of(function, OWN), captured(function)
+    for value in list(found.values()):
+        is_new = isinstance(value, types.FunctionType) and id(value) not in seen
+        if is_new and factory_of(value, OWN) == factory:
+            found = _captured_with_helpers(value, seen | {id(value)}) | found
+    return found
 
 
 def injected_by(held: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what `optax.inject_hyperparams` injects: numbers that are in the state, schedules."""
-    return {**held.get("numeric_hps", {}), **held.get("sched_hps", {})}
+    schedules = held.get("sched_hps", {}).items()
+    return {
+        **held.get("numeric_hps", {}),
+        **{name: getattr(schedule, "schedule_fn", schedule) for name, schedule in schedules},
+    }
 
 
 def _injected(held: Mapping[str, Any]) -> Any:

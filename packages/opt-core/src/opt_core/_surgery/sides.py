@@ -1,0 +1,145 @@
+"""The two states of a move: what is told about them, and what their small leaves hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+from opt_core._description.values import (
+    LeafDescription,
+    StateDescription,
+    TransformationDescription,
+)
+from opt_core._paths import Names
+
+Made: TypeAlias = tuple[Names, str, int]
+"""A transformation: group, name, number."""
+
+TRAINED: Final = frozenset(
+    {"moment", "second_moment", "accumulator", "params_copy", "factored", "statistic"}
+)
+"""Roles of leaves that training has made what they are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """A state: one that there is, in memory or in a checkpoint, or one to be made.
+
+    Attributes:
+      description: of the state.
+      names: of its leaves, for people to read.
+      owners: the group of every parameter that is updated, as `MultiOptimizer`s have groups.
+      value: returns the value of a leaf that is a single integer, `None` where it is not known.
+      same: whether leaves have one value, bit for bit; `None` where nothing says so.
+      leaves: arrays, or what else has their shapes and dtypes.
+    """
+
+    description: StateDescription
+    names: Sequence[str]
+    owners: Mapping[Names, Names]
+    value: Callable[[int], int | None]
+    same: Callable[[Sequence[int]], bool | None]
+    leaves: Sequence[Any] = ()
+
+    @property
+    def told(self) -> Sequence[LeafDescription]:
+        """The descriptions of the leaves."""
+        return self.description.leaves
+
+    def find(self, leaf: LeafDescription, group: Names, number: int) -> int | None:
+        """Returns the position of the like of a leaf in a group, whatever it keeps."""
+        return self._index.get((group, leaf.transformation, number, leaf.field, leaf.parameter))
+
+    def groups(self, *what: Any) -> Sequence[Names]:
+        """Returns the groups that a transformation, a parameter, or both, have leaves in."""
+        return list(self._groups.get(what, ()))
+
+    def alike(self, group: Names, name: str) -> Sequence[TransformationDescription]:
+        """Returns the transformations of one name in a group, by number."""
+        return self._alike.get((group, name), ())
+
+    def made(self, which: Made) -> TransformationDescription:
+        """Returns a transformation; of one that nothing is told about, its name."""
+        known = self._made.get(which)
+        return TransformationDescription(which[1], which[2], which[0]) if known is None else known
+
+    def line(self, group: Names) -> Sequence[TransformationDescription]:
+        """Returns what acts on the parameters of a group, in order."""
+        made = self.description.transformations
+        return [one for one in made if one.group == group[: len(one.group)]]
+
+    def leaves_of(self, which: Made) -> Sequence[int]:
+        """Returns the positions of what a transformation keeps."""
+        return self._by_made.get(which, ())
+
+    def followed(self, which: Made) -> Sequence[Names]:
+        """Returns the parameters that leaves of a transformation follow."""
+        params = (self.told[i].parameter for i in self.leaves_of(which))
+        return list(dict.fromkeys(param for param in params if param is not None))
+
+    @functools.cached_property
+    def _index(self) -> Mapping[Any, int]:
+        return {
+            (leaf.group, leaf.transformation, leaf.number, leaf.field, leaf.parameter): i
+            for i, leaf in enumerate(self.told)
+        }
+
+    @functools.cached_property
+    def _groups(self) -> Mapping[Any, Mapping[Names, None]]:
+        found: dict[Any, dict[Names, None]] = {}
+        for leaf in self.told:
+            for what in (
+                (leaf.transformation, leaf.parameter),
+                (leaf.transformation,),
+                (leaf.parameter,),
+            ):
+                found.setdefault(what, {})[leaf.group] = None
+        return found
+
+    @functools.cached_property
+    def _alike(self) -> Mapping[Any, Sequence[TransformationDescription]]:
+        found: dict[Any, list[TransformationDescription]] = {}
+        for made in self.description.transformations:
+            found.setdefault((made.group, made.name), []).append(made)
+        return {key: sorted(made, key=lambda one: one.number) for key, made in found.items()}
+
+    @functools.cached_property
+    def _made(self) -> Mapping[Made, TransformationDescription]:
+        return {(m.group, m.name, m.number): m for m in self.description.transformations}
+
+    @functools.cached_property
+    def _by_made(self) -> Mapping[Made, Sequence[int]]:
+        found: dict[Made, list[int]] = {}
+        for i, leaf in enumerate(self.told):
+            found.setdefault(made_of(leaf), []).append(i)
+        return found
+
+
+def made_of(leaf: LeafDescription) -> Made:
+    """Returns the transformation that a leaf belongs to."""
+    return leaf.group, leaf.transformation, leaf.number
+
+
+def is_recorded(leaf: LeafDescription, made: TransformationDescription) -> bool:
+    """Whether a leaf is a setting that the state records, and not what training made of it."""
+    return leaf.parameter is None and leaf.role == "other" and leaf.field[-1] in made.settings
+
+
+def counts_updates(leaf: LeafDescription, made: TransformationDescription) -> bool:
+    """Whether a leaf counts the updates that a window of mini-steps has let through."""
+    windows = {bearing.count for bearing in made.bearing.values() if bearing.effect == "window"}
+    is_count = leaf.parameter is None and leaf.role == "count"
+    return bool(windows) and is_count and leaf.field not in windows
+
+
+def has_window(made: TransformationDescription) -> bool:
+    """Whether it holds what waits for the end of a window or a cycle."""
+    return any(bearing.effect == "window" for bearing in made.bearing.values())
+
+
+def shown(made: Made) -> str:
+    """Returns a transformation for people to read: `group/adam#2`."""
+    group, name, number = made
+    return "/".join([*group, name if number == 1 else f"{name}#{number}"])

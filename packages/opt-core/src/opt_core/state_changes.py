@@ -1,0 +1,43 @@
+"""What becomes of a state under another definition: pairs of leaves, and what stands in the way.
+
+Surgery in memory and restores from checkpoints decide it here. Both give two `Side`s: what a state
+means, and what its small leaves hold. `pair_leaves` says what each leaf of the new state comes
+from; of that `Move`, `refusals` are what nothing admits, and `switches` and `statistics` what
+`allow={'optimizer'}` does.
+"""
+
+from opt_core._surgery.changes import (
+    Action,
+    Allowance,
+    ChangeReport,
+    LeafChange,
+    check_allowances,
+)
+from opt_core._surgery.hazards import Move, Refusal, bearing_of, refusals, statistics, switches
+from opt_core._surgery.likes import like_numbers, shared_settings, without_code
+from opt_core._surgery.pairing import STEP, Pair, Pairing, pair_leaves
+from opt_core._surgery.sides import Made, Side, made_of
+
+__all__ = [
+    "STEP",
+    "Action",
+    "Allowance",
+    "ChangeReport",
+    "LeafChange",
+    "Made",
+    "Move",
+    "Pair",
+    "Pairing",
+    "Refusal",
+    "Side",
+    "bearing_of",
+    "check_allowances",
+    "like_numbers",
+    "made_of",
+    "pair_leaves",
+    "refusals",
+    "shared_settings",
+    "statistics",
+    "switches",
+    "without_code",
+]
