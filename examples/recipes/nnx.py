@@ -1,9 +1,9 @@
-"""A model of Flax NNX on a mesh, fine-tuned by LoRA, with `opt_nnx` in the place of `nnx.Optimizer`.
+"""A model of Flax NNX on a mesh, fine-tuned by LoRA, with `opt_nnx` for `nnx.Optimizer`.
 
     python examples/recipes/nnx.py
 
-1. Pretraining: AdamW for matrices, Adafactor for the embedding, state sharded as the parameters and over
-   the data axis besides; a learning rate of each step's own; a checkpoint.
+1. Pretraining: AdamW for matrices, Adafactor for the embedding, state sharded as the parameters and
+   over the data axis besides; a learning rate of each step's own; a checkpoint.
 2. Fine-tuning of what was restored, as in Tunix: factors of low rank alone are trained.
 
 Where there is nothing but a CPU it is split into 8 virtual devices. Takes half a minute there.
@@ -24,8 +24,8 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from opt_core import MultiOptimizer, describe
 from opt_checkpoint import Checkpointer, plan_restore
+from opt_core import MultiOptimizer, describe
 
 VOCAB, EMBED, MLP, RANK = 64, 32, 64, 4
 RULES = [("vocab", "model"), ("embed", None), ("mlp", "model")]
@@ -43,6 +43,7 @@ class Block(nnx.Module):
         self.lora = nnx.LoRA(EMBED, RANK, MLP, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns `x` with what the block adds."""
         return x + self.wo(jnp.tanh(self.wi(x) + self.lora(x)))
 
 
@@ -55,6 +56,7 @@ class Model(nnx.Module):
         self.block = Block(rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Returns logits."""
         return self.embed.attend(self.block(self.embed(tokens)))
 
 
@@ -65,7 +67,8 @@ def create(mesh: jax.sharding.Mesh) -> Model:
     def sharded() -> Model:
         model = Model(nnx.Rngs(0))
         state = nnx.state(model)
-        nnx.update(model, jax.lax.with_sharding_constraint(state, nnx.get_named_sharding(state, mesh)))
+        shardings = nnx.get_named_sharding(state, mesh)
+        nnx.update(model, jax.lax.with_sharding_constraint(state, shardings))
         return model
 
     return sharded()

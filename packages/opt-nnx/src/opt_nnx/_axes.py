@@ -176,7 +176,8 @@ def state_axes(
     labelled = _derive(
         definition, params, state, jax.tree.unflatten(jax.tree.structure(params), specs)
     )
-    leaves, structure = jax.tree.flatten(state)
+    leaves = jax.tree.leaves(state)
+    structure: Any = jax.tree.structure(state)
     result = []
     for leaf, given in zip(leaves, structure.flatten_up_to(labelled), strict=True):
         entries = [[pairs[label] for label in _several(entry)] for entry in given or ()]

@@ -91,7 +91,7 @@ def plan_state(definition: OptimizerDef, params: Any, request: Request) -> Plan:
     names = [names for names, _ in found]
     if mesh is None:
         return Plan(state, slots, names, None, None)
-    axes_of_state = jax.tree.structure(state).unflatten(spec for _, spec in found)
+    axes_of_state = jax.tree.unflatten(jax.tree.structure(state), [spec for _, spec in found])
     # A dimension of the state may not divide where the parameter's does.
     layout = logical_to_mesh(axes_of_state, [(axis, axis) for axis in mesh.axis_names], mesh, state)
     if request.zero:
@@ -100,7 +100,10 @@ def plan_state(definition: OptimizerDef, params: Any, request: Request) -> Plan:
     places = tuple(a.place if request.zero or differs else None for a in axes)
     # As compiled functions return them: a spec of another length is another argument to them.
     is_explicit = AxisType.Explicit in mesh.axis_types
-    specs = (row.spec if is_explicit else PartitionSpec(*_trimmed(row.spec)) for row in layout.rows)
+    specs = (
+        row.spec if is_explicit else PartitionSpec(*_trimmed(tuple(row.spec)))
+        for row in layout.rows
+    )
     placement = Placement(mesh, places, tuple(specs))
     return Plan(state, slots, names, layout, placement)
 
@@ -149,16 +152,18 @@ def _slots(definition: OptimizerDef, params: Any, read: Sequence[Parameter], sta
     if isinstance(definition, OptaxWrapper):
         with contextlib.suppress(Exception):  # where `init` needs arrays, or looks at paths
             slots = jax.eval_shape(definition.optax_optimizer.init, jax.tree.map(shape_of, params))
-            jax.tree.structure(slots, is_leaf=is_variable).flatten_up_to(state)
+            structure: Any = jax.tree.structure(slots, is_leaf=is_variable)
+            structure.flatten_up_to(state)
             return slots
     # Of another definition every leaf is a variable, that of the parameter in whose place it is.
-    by_path = {param.path: param for param in read}
+    by_path: dict[Sequence[str], Parameter] = {param.path: param for param in read}
     paths = [path for path, leaf in flatten_with_paths(state) if leaf is not None]
     leaves, structure = jax.tree.flatten(state)
-    return structure.unflatten(
-        leaf if (param := _followed(path, by_path)) is None else param.variable
-        for path, leaf in zip(paths, leaves, strict=True)
-    )
+    found = (_followed(path, by_path) for path in paths)
+    slots = [
+        leaf if param is None else param.variable for param, leaf in zip(found, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, slots)
 
 
 def _followed(path: Sequence[str], params: Mapping[Sequence[str], Parameter]) -> Parameter | None:
@@ -174,8 +179,9 @@ def in_variables(state: Any, plan: Plan) -> Any:
     """Returns a state with its leaves in variables."""
     leaves, structure = jax.tree.flatten(state)
     specs = plan.placement.state if plan.placement is not None else [None] * len(leaves)
-    rows: Any = structure.unflatten(zip(leaves, plan.names, specs, strict=True))
-    slots, containers = jax.tree.flatten(plan.slots, is_leaf=is_variable)
+    rows = jax.tree.unflatten(structure, list(zip(leaves, plan.names, specs, strict=True)))
+    slots = variables_of(plan.slots)
+    containers: Any = jax.tree.structure(plan.slots, is_leaf=is_variable)
     variables = [
         _variable(value, slot, row)
         for slot, value, row in zip(

@@ -59,6 +59,8 @@ class Optimizer(nnx.Optimizer[M]):
       (1, [-0.5, -0.5, -0.5])
     """
 
+    tx: Any
+
     def __init__(
         self,
         model: M,
@@ -150,10 +152,12 @@ class Optimizer(nnx.Optimizer[M]):
           TreeMismatchError: its parameters are not those of the model.
         """
         params = state_of(model, self.wrt, self.graph)
-        if jax.tree.structure(core.target) != jax.tree.structure(pure(params)):
+        expected: Any = jax.tree.structure(pure(params))
+        found: Any = jax.tree.structure(core.target)
+        if found != expected:
             raise TreeMismatchError(
                 "`core`: its target is not a tree of the model's trained variables: expected "
-                f"{jax.tree.structure(pure(params))}, found {jax.tree.structure(core.target)}"
+                f"{expected}, found {found}"
             )
         state = core.state.param_states
         if core.optimizer_def == self.definition:

@@ -133,8 +133,7 @@ def untyped(step: Step) -> Step:
         params, state = jax.tree.map(
             lambda leaf: jax.typeof(leaf).sharding.spec, (before.target, before.state.param_states)
         )
-        return jax.sharding.auto_axes(step, out_sharding=(params, params, state))(
-            before, grads, overrides
-        )
+        on_auto_axes: Step = jax.sharding.auto_axes(step, out_sharding=(params, params, state))
+        return on_auto_axes(before, grads, overrides)
 
     return step_on_auto_axes

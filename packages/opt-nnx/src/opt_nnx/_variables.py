@@ -30,7 +30,7 @@ def pure(tree: Any) -> Any:
     """Returns a tree with the values of variables in their place; of references, what they hold."""
     if (as_pure := getattr(nnx, "as_pure", None)) is not None:
         return as_pure(tree)
-    return nnx.to_arrays(nnx.pure(tree))  # until Flax 0.12.1
+    return nnx.to_arrays(nnx.pure(tree))  # type: ignore[attr-defined]  # until Flax 0.12.1
 
 
 def is_variable(node: Any) -> bool:
@@ -50,8 +50,8 @@ def variables_of(tree: Any) -> list[Any]:
 
 def assign(tree: Any, values: Any) -> None:
     """Gives the variables of a tree the values of another; the trees differ in nothing else."""
-    variables, structure = jax.tree.flatten(tree, is_leaf=is_variable)
-    for variable, value in zip(variables, structure.flatten_up_to(values), strict=True):
+    structure: Any = jax.tree.structure(tree, is_leaf=is_variable)
+    for variable, value in zip(variables_of(tree), structure.flatten_up_to(values), strict=True):
         nnx.update(variable, value)
 
 
