@@ -184,8 +184,8 @@ class OptaxWrapper(OptimizerDef):
           TreeMismatchError: `grads` do not look like `params`.
         """
         tx = self.optax_optimizer
-        is_plain = not extra_args and not self._changed(hyper_params)
-        if is_plain and isinstance(tx, UpdatesParams):
+        updates_params = isinstance(tx, UpdatesParams)
+        if updates_params and not extra_args and not self._changed(hyper_params):
             self._check_gradients(params, state, grads)
             with required_keywords_named(tx.update):
                 params, param_states = tx.apply(params, state.param_states, grads)
