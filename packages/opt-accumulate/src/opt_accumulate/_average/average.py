@@ -195,15 +195,15 @@ class _Rate:
 
 def _checked_dtype(dtype: Any) -> Any:
     try:
-        found = jnp.dtype(dtype)
+        name = jnp.dtype(dtype).name
     except TypeError:
-        found = None
-    if found not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.float64)):
+        name = ""
+    if name not in ("float32", "float64"):
         raise OptionError(
             f"`dtype` must be float32 or float64, found {dtype!r}. An average of less precision "
             "does not move: the steps of a decay of 0.999 are below half of its last digit."
         )
-    return found
+    return dtype
 
 
 def _copies(params: Any, dtype: Any, select: Any) -> Any:

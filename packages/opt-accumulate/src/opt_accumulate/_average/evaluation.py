@@ -123,7 +123,7 @@ def _providers(state: Any, params: Any) -> Iterator[_Provider]:
         name = f"the `{type(node).__name__}` at `{path_str(path)}`"
         if callable(getattr(type(node), "eval_params", None)):
             yield _Provider(name, dict(tree_leaves_with_path(node.eval_params(params))))
-        elif _SCHEDULE_FREE <= set(getattr(node, "_fields", ())):
+        elif set(getattr(node, "_fields", ())) >= _SCHEDULE_FREE:
             # Optax's own function wants all of the parameters, which a part of a partition has not.
             z, b1 = tree_leaves_with_path(node.z), jnp.asarray(node.b1)
             leaves = {at: (own[at] - (1 - b1) * leaf) / b1 for at, leaf in z if at in own}
