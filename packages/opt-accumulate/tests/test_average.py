@@ -12,7 +12,7 @@ import pytest
 from opt_accumulate import AverageState, MultiSteps, Spike, guard, skip_not_finite, with_average
 from opt_accumulate.errors import OptionError
 
-PARAMS = {"w": jnp.array([[1.0, -2.0, 0.5], [3.0, 0.25, -1.0]]), "b": jnp.array([0.5, -0.5])}
+PARAMS: Any = {"w": jnp.array([[1.0, -2.0, 0.5], [3.0, 0.25, -1.0]]), "b": jnp.array([0.5, -0.5])}
 STEPS = 40
 
 
@@ -321,7 +321,7 @@ def test_it_is_a_transformation_of_optax() -> None:
     tx = with_average(ADAM, 0.9)
     assert isinstance(tx, optax.GradientTransformationExtraArgs)
     chained = optax.chain(optax.clip(1.0), tx)
-    _, state = chained.update(gradient(0), chained.init(PARAMS), PARAMS)
+    state: Any = chained.update(gradient(0), chained.init(PARAMS), PARAMS)[1]
     assert isinstance(state[1], AverageState)
 
 

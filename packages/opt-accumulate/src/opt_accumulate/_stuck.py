@@ -40,7 +40,7 @@ def check_skips(state: Any, max_consecutive: int | None = None) -> None:
       >>> check_skips(state, 2)
       Traceback (most recent call last):
       ...
-      opt_accumulate.errors.StuckError: 3 steps in a row were skipped, ...
+      opt_accumulate.errors.StuckError: 3 mini-steps in a row were skipped, ...
     """
     if max_consecutive is not None and max_consecutive < 0:
         raise OptionError(f"`max_consecutive` must not be negative, found {max_consecutive}.")
@@ -67,8 +67,9 @@ def check_skips(state: Any, max_consecutive: int | None = None) -> None:
     number = max(map(int, numbers))
     if any(map(bool, stuck)) if max_consecutive is None else number > max_consecutive:
         most = "that of the guard" if max_consecutive is None else max_consecutive
+        what = "steps" if guards else "mini-steps"
         raise StuckError(
-            f"{number} steps in a row were skipped, and `max_consecutive` is {most}. Parameters "
+            f"{number} {what} in a row were skipped, and `max_consecutive` is {most}. Parameters "
             "and optimizer are as before them: go back to a checkpoint, to other data or to a "
             "smaller learning rate."
         )

@@ -21,6 +21,8 @@ class ParamsTransformation(optax.GradientTransformationExtraArgs):
       apply: from `(params, state, grads, **extra_args)` to parameters and a state.
     """
 
+    init: Callable[..., Any]
+    update: Callable[..., tuple[Any, Any]]
     apply: Callable[..., tuple[Any, Any]]
 
     def __new__(cls, init: Any, update: Any, apply: Any) -> ParamsTransformation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import deque
 from typing import Any
@@ -100,14 +101,14 @@ class Rollback:
             )
         found = self._held.pop() if len(self._held) > 1 else self._held[-1]
         leaves = [
-            leaf if home is None else _copy_to(leaf, home)
+            copy.deepcopy(leaf) if home is None else _copy_to(leaf, home)
             for leaf, home in zip(found.leaves, found.homes, strict=True)
         ]
         return found.step, jax.tree.unflatten(found.structure, leaves)
 
     def _host_copy(self, leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
-            return leaf
+            return copy.deepcopy(leaf)
         if self._memory_kind is None:
             return jnp.copy(leaf)
         return _copy_to(leaf, leaf.sharding.with_memory_kind(self._memory_kind))
