@@ -1,8 +1,8 @@
 """What spans the steps of a run: gradient accumulation, averages of parameters, and guards.
 
 `MultiSteps` is Optax's, but for what a mini-step costs and what it survives: states move between
-the two. `accumulate_gradients` is `jax.value_and_grad` over microbatches, weighted exactly. `with_average`
-and `guard` wrap an optimizer; `eval_params` and `report` read their states.
+the two. `accumulate_gradients` is `jax.value_and_grad` over microbatches, weighted exactly.
+`with_average` and `guard` wrap an optimizer; `eval_params` and `report` read their states.
 """
 
 from importlib.metadata import version as _version
