@@ -25,6 +25,7 @@ default_role = "literal"  # docstrings write `code`
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True  # not `opt_core._optimizer.Optimizer`
 autodoc_default_options = {"members": True, "show-inheritance": True}
 napoleon_use_rtype = False
 myst_heading_anchors = 3
