@@ -76,23 +76,24 @@ class OptaxWrapper(_wrapper.OptaxWrapper):
       optax_optimizer: an Optax transformation.
     """
 
+    ignores_overrides: ClassVar[bool] = True
+
     def _hyper_params_of(self, recipe: Recipe | None) -> Any:
         return _OptaxWrapperHyperParams()
 
-    def apply_gradient(
-        self,
-        hyper_params: Any,
-        params: Any,
-        state: OptimizerState,
-        grads: Any,
-        **extra_args: Any,
+    def compute_updates(
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any, **extra_args: Any
     ) -> tuple[Any, OptimizerState]:
-        """Makes one update; `hyper_params` are ignored, but for those of a group."""
+        """Returns the updates; `hyper_params` are ignored, but for those of a group."""
         if isinstance(hyper_params, _ActingHyperParams):
-            rate, twin = hyper_params.learning_rate, self._twin()
-            acting = twin.update_hyper_params(learning_rate=rate)
-            return twin.apply_gradient(acting, params, state, grads, **extra_args)
-        return super().apply_gradient(self.hyper_params, params, state, grads, **extra_args)
+            twin = self._twin()
+            acting = twin.update_hyper_params(learning_rate=hyper_params.learning_rate)
+            return twin.compute_updates(acting, params, state, grads, **extra_args)
+        return super().compute_updates(self.hyper_params, params, state, grads, **extra_args)
+
+    def _changed(self, hyper_params: Any) -> dict[str, Any]:
+        acts = isinstance(hyper_params, _ActingHyperParams)
+        return super()._changed(hyper_params) if acts else {}
 
     def _twin(self) -> _wrapper.OptaxWrapper:
         """The same transformation, of which the hyper-parameters act."""
@@ -103,10 +104,17 @@ class OptaxWrapper(_wrapper.OptaxWrapper):
             )
         return _wrapper.OptaxWrapper.from_recipe(self.recipe)
 
-    def acting_hyper_params(self, **overrides: Any) -> Any:
-        """Returns the hyper-parameters that the transformation was built with."""
-        self.update_hyper_params(**overrides)  # refuses what is none
-        return self.recipe.hyper_params if self.recipe else make_hyper_params("no_hyper_params", {})
+    def resolve_hyper_params(
+        self, hyper_params: Any, params: Any, state: OptimizerState, **extra_args: Any
+    ) -> Any:
+        """Returns what an update uses: what the transformation was built with."""
+        if self.recipe is None:
+            return make_hyper_params("no_hyper_params", {})
+        twin = self._twin()
+        acting = twin.hyper_params
+        if isinstance(hyper_params, _ActingHyperParams):
+            acting = twin.update_hyper_params(learning_rate=hyper_params.learning_rate)
+        return twin.resolve_hyper_params(acting, params, state, **extra_args)
 
     def _overridable(self) -> str:
         return "none (`learning_rate` is ignored; `opt_optax_bridge` has twins that override)"
@@ -192,7 +200,9 @@ _ABSENT = {
 
 @functools.cache
 def _twin(name: str) -> Callable[..., OptaxWrapper]:
-    return _twins.wrap_into(OptaxWrapper, _twins.constructor(name, __name__), name)
+    return _twins.wrap_into(
+        OptaxWrapper, _twins.constructor(name, __name__, is_optimizer=True), name
+    )
 
 
 def __getattr__(name: str) -> Callable[..., OptaxWrapper]:
