@@ -35,7 +35,7 @@ def resolve_hyper_params(optimizer: Optimizer, *, missing: Any = "error", **over
       HyperParamError: `apply_gradient` would refuse the same overrides.
 
     Examples:
-      >>> import opt_optax_bridge, optax
+      >>> import jax.numpy as jnp, opt_optax_bridge, optax
       >>> schedule = optax.linear_schedule(0.0, 1.0, transition_steps=10)
       >>> optimizer = opt_optax_bridge.sgd(schedule).create({'w': jnp.ones(2)})
       >>> optimizer = optimizer.apply_gradient({'w': jnp.ones(2)})
@@ -122,7 +122,7 @@ def overridable_hyper_params(optimizer: Optimizer, **extra_args: Any) -> tuple[s
       **extra_args: what the transformation's update needs besides gradients, such as `value`.
 
     Examples:
-      >>> import opt_optax_bridge
+      >>> import jax.numpy as jnp, opt_optax_bridge
       >>> optimizer = opt_optax_bridge.adagrad(0.1).create({'w': jnp.ones(2)})
       >>> overridable_hyper_params(optimizer)  # the initial accumulator acts at the start only
       ('learning_rate', 'eps')

@@ -91,7 +91,7 @@ def describe(optimizer: Optimizer) -> GroupTable:
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from opt_core import FROZEN, OptimizerState
+      >>> from opt_core import FROZEN, OptimizerDef, OptimizerState
       >>> class Sgd(OptimizerDef):
       ...     def init_state(self, params):
       ...         return OptimizerState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, params))
