@@ -44,12 +44,13 @@ class Model(nnx.Module):
                 rngs=nnx.Rngs(0),
             )
 
-        self.wi = layer((16, 32), ("embed", "mlp"))
-        self.wo = layer((32, 16), ("mlp", "embed"))
+        self.wi: Any = layer((16, 32), ("embed", "mlp"))
+        self.wo: Any = layer((32, 16), ("mlp", "embed"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         hidden = jnp.tanh(_dot(x, self.wi.kernel[...]) + self.wi.bias[...])
-        return _dot(hidden, self.wo.kernel[...]) + self.wo.bias[...]
+        out: jax.Array = _dot(hidden, self.wo.kernel[...]) + self.wo.bias[...]
+        return out
 
 
 def _dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -70,7 +71,7 @@ def make_step() -> tuple[Any, list[None]]:
     traces: list[None] = []
 
     @nnx.jit
-    def step(model: Any, optimizer: Any, **overrides: Any) -> jax.Array:
+    def step(model: Any, optimizer: Any, **overrides: Any) -> Any:
         traces.append(None)
         value, grads = nnx.value_and_grad(loss)(model)
         optimizer.update(model, grads, **overrides)
@@ -103,7 +104,7 @@ def single(path: str, found: dict[str, Any]) -> Any:
 COMPILED: list[str] = []  # an entry for each program
 
 
-def _listen(event: str, duration: float, **kwargs: Any) -> None:
+def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
     if "backend_compile" in event:
         COMPILED.append(event)
 
@@ -111,12 +112,13 @@ def _listen(event: str, duration: float, **kwargs: Any) -> None:
 jax.monitoring.register_event_duration_secs_listener(_listen)
 
 
+CONTRIB: Any = optax.contrib
 TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
     "adam": lambda: optax.adam(1e-2),
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9),
-    "muon": lambda: optax.contrib.muon(1e-2),
+    "muon": lambda: CONTRIB.muon(1e-2),
     "sm3": lambda: optax.sm3(1e-2),
-    "galore": lambda: optax.contrib.galore(1e-2, rank=4),
+    "galore": lambda: CONTRIB.galore(1e-2, rank=4),
     "adamw_of_ours": lambda: opt.adamw(1e-2),
     "adafactor_of_ours": lambda: Adafactor(1e-2, min_dim_size_to_factor=8, beta1=0.9),
     "groups": lambda: MultiOptimizer.from_rules(
@@ -152,7 +154,7 @@ def test_state_stays_where_it_is_made_and_a_step_compiles_once(
     assert step.jitted_fn._cache_size() == 1  # nor compiled again
 
 
-EXPECTED = {
+EXPECTED: dict[str, dict[str, Any]] = {
     # Adafactor averages the larger dimension away for the rows, and the smaller for the columns.
     "adafactor": {
         "['v_row']['wi']['kernel']": ("fsdp",),
@@ -226,10 +228,11 @@ def test_zero_divides_the_state_by_the_free_axis() -> None:
 @pytest.mark.parametrize("name", ["adam", "muon", "clip"])
 def test_numbers_are_those_of_flax(name: str, zero: str | None) -> None:
     found = []
-    for make in (
+    makers: list[Callable[[Any], Any]] = [
         lambda model: nnx.Optimizer(model, TRANSFORMATIONS[name](), wrt=nnx.Param),
         lambda model: opt_nnx.Optimizer(model, TRANSFORMATIONS[name](), zero=zero),
-    ):
+    ]
+    for make in makers:
         with jax.set_mesh(MESHES["auto"]()), nnx.logical_axis_rules(RULES):
             # Flax cannot make the states of `muon` where variables have names.
             model = Model(names=name != "muon")
@@ -374,18 +377,19 @@ class LowRank(nnx.Module):
 
     def __init__(self, dtype: Any) -> None:
         self.base = Model(dtype=dtype)
-        metadata = {
+        metadata: dict[str, Any] = {
             "out_sharding" if hasattr(nnx.Variable, "sharding_names") else "sharding_names": (
                 "fsdp",
                 None,
             )
         }
         keys = jax.random.split(jax.random.key(1))
-        self.a = nnx.LoRAParam(0.1 * jax.random.normal(keys[0], (16, 4), dtype), **metadata)
+        self.a: Any = nnx.LoRAParam(0.1 * jax.random.normal(keys[0], (16, 4), dtype), **metadata)
         self.b = nnx.LoRAParam(jnp.zeros((4, 16), dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.base(x) + x.astype(self.a[...].dtype) @ self.a[...] @ self.b[...]
+        low: jax.Array = x.astype(self.a[...].dtype) @ self.a[...] @ self.b[...]
+        return self.base(x) + low
 
 
 INJECTED = {
@@ -401,7 +405,8 @@ INJECTED = {
 def test_a_loop_as_that_of_tunix_needs_no_help(name: str) -> None:
     """LoRA in bfloat16, updates in a branch: nothing is placed or cast from outside."""
     with jax.set_mesh(MESHES["auto"]()), nnx.logical_axis_rules(RULES):
-        model = nnx.jit(lambda: LowRank(jnp.bfloat16))()
+        create: Any = nnx.jit(lambda: LowRank(jnp.bfloat16))
+        model = create()
         # As in Tunix: all of the model lies on the mesh, by `get_partition_spec`.
         state = nnx.state(model)
         mesh = model.a[...].sharding.mesh
@@ -412,7 +417,7 @@ def test_a_loop_as_that_of_tunix_needs_no_help(name: str) -> None:
         traces: list[None] = []
 
         @nnx.jit
-        def step(model: Any, optimizer: Any, is_update: jax.Array) -> jax.Array:
+        def step(model: Any, optimizer: Any, is_update: jax.Array) -> Any:
             traces.append(None)
             grad = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))
             value, grads = grad(model)

@@ -38,11 +38,8 @@ def make(
 ) -> Any:
     model = Model()
     specs = {"kernel": P(None, "model"), "bias": P("model"), "calls": P()}
-    for variable, spec in (
-        (model.layer.kernel, specs["kernel"]),
-        (model.layer.bias, specs["bias"]),
-        (model.calls, specs["calls"]),
-    ):
+    variables: list[Any] = [model.layer.kernel, model.layer.bias, model.calls]
+    for variable, spec in zip(variables, specs.values(), strict=True):
         variable.set_value(jax.device_put(variable[...], NamedSharding(mesh, spec)))
     if kind is nnx.Optimizer:
         return model, kind(model, tx, wrt=nnx.Param)

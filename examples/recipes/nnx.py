@@ -90,7 +90,7 @@ def loss(model: Model, tokens: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 @nnx.jit(static_argnames="wrt")
-def train_step(model: Any, optimizer: Any, batch: Any, rate: Any, *, wrt: Any) -> jax.Array:
+def train_step(model: Any, optimizer: Any, batch: Any, rate: Any, *, wrt: Any) -> Any:
     """Makes one update at a learning rate that is an argument: compiled once for all of them."""
     grad = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, wrt))
     value, grads = grad(model, *batch)

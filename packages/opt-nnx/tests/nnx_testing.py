@@ -68,13 +68,15 @@ def _array(leaf: Any) -> np.ndarray:
 
 def assert_same(a: Any, b: Any) -> None:
     """Two trees are equal, bit for bit and in their dtypes."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
+    structure: Any = jax.tree.structure(a)
+    assert structure == jax.tree.structure(b)
     first, second = arrays(a), arrays(b)
     for path, leaf in first.items():
         assert leaf.dtype == second[path].dtype, path
         np.testing.assert_array_equal(leaf, second[path], err_msg=path)
 
 
+CONTRIB: Any = optax.contrib
 TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
     "adabelief": lambda: optax.adabelief(0.1),
     "adadelta": lambda: optax.adadelta(0.1),
@@ -88,7 +90,7 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
     "inject": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
     "lamb": lambda: optax.lamb(0.1),
     "lion": lambda: optax.lion(0.01),
-    "muon": lambda: optax.contrib.muon(0.1),
+    "muon": lambda: CONTRIB.muon(0.1),
     "multi_steps": lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
     "noisy_sgd": lambda: optax.noisy_sgd(0.1, key=0),
     "novograd": lambda: optax.novograd(0.1),

@@ -35,7 +35,7 @@ has_modes = pytest.mark.skipif(
 def test_paths_values_and_updates_are_those_of_flax(name: str) -> None:
     found = []
     for kind in CLASSES:
-        model = make_model()
+        model: Any = make_model()
         optimizer = kind(model, TRANSFORMATIONS[name](), wrt=nnx.Param)
         returned = [train_step(model, optimizer) for _ in range(3)]
         found.append((nnx.state(model), optimizer, returned[-1]))
@@ -69,7 +69,7 @@ def test_attributes() -> None:
     assert optimizer.step[...].dtype == jnp.uint32
     assert optimizer.opt_state[0].mu.inner.kernel.shape == (4, 6)
     with pytest.raises(AttributeError, match="model"):
-        optimizer.model  # noqa: B018
+        _ = getattr(optimizer, "model")  # noqa: B009
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,7 +93,7 @@ def test_a_step_of_nnx(kind: Any, jit: Callable[[Any], Any]) -> None:
     optimizer = kind(model, optax.adam(0.05), wrt=nnx.Param)
 
     @jit
-    def step(model: Any, optimizer: Any) -> jax.Array:
+    def step(model: Any, optimizer: Any) -> Any:
         value, grads = nnx.value_and_grad(loss)(model)
         optimizer.update(model, grads)
         return value
@@ -126,13 +126,14 @@ def test_a_step_of_jax(kind: Any) -> None:
 def test_a_line_search(kind: Any) -> None:
     model = make_model()
     optimizer = kind(model, optax.lbfgs(), wrt=nnx.Param)
-    graphdef, _, others = nnx.split(model, nnx.Param, ...)
+    parts: Any = nnx.split(model, nnx.Param, ...)
+    graphdef, _, others = parts
 
     def loss_of_params(params: Any) -> jax.Array:
         return loss(nnx.merge(graphdef, params, others))
 
     @nnx.jit
-    def step(model: Any, optimizer: Any) -> jax.Array:
+    def step(model: Any, optimizer: Any) -> Any:
         value, grads = nnx.value_and_grad(loss)(model)
         optimizer.update(model, grads, grad=grads, value=value, value_fn=loss_of_params)
         return value
@@ -206,7 +207,7 @@ def test_the_mode_without_a_graph(kind: Any) -> None:
     assert optimizer.graph is False
 
     @nnx.jit
-    def step(model: Any, optimizer: Any) -> jax.Array:
+    def step(model: Any, optimizer: Any) -> Any:
         value, grads = nnx.value_and_grad(loss)(model)
         optimizer.update(model, grads)
         return value
@@ -253,7 +254,7 @@ def test_an_ensemble(kind: Any) -> None:
         return model, kind(model, optax.adam(0.1), wrt=nnx.Param)
 
     @nnx.vmap
-    def step(model: Any, optimizer: Any) -> jax.Array:
+    def step(model: Any, optimizer: Any) -> Any:
         value, grads = nnx.value_and_grad(loss)(model)
         optimizer.update(model, grads)
         return value

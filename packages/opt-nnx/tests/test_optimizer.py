@@ -47,7 +47,7 @@ def test_a_twin_is_the_transformation() -> None:
 
 def test_hyper_parameters_at_run_time_are_compiled_once() -> None:
     model, optimizer = trained(opt.adamw(0.1), steps=0)
-    traces = []
+    traces: list[None] = []
 
     @nnx.jit
     def step(model: Any, optimizer: Any, rate: Any, decay: Any) -> Any:
@@ -102,7 +102,8 @@ def times(updates: Any, state: Any, params: Any = None, *, value: Any) -> Any:
 
 
 def test_keywords_may_be_variables() -> None:
-    scaled = optax.GradientTransformationExtraArgs(lambda _: (), times)
+    update: Any = times
+    scaled = optax.GradientTransformationExtraArgs(lambda _: (), update)
     model, optimizer = trained(scaled, steps=0)
     updates = optimizer.update(model, _ones(model), value=nnx.Variable(jnp.float32(2.0)))
     assert (updates["inner"]["bias"] == 2.0).all()
@@ -267,7 +268,8 @@ def test_a_variable_may_hold_a_tree() -> None:
     model = Nested()
     optimizer = opt_nnx.Optimizer(model, optax.adam(0.1))
     optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
-    assert float(bare(nnx.state(model))["pair"]["a"][0, 0]) < 1.0
+    values: Any = bare(nnx.state(model))
+    assert float(values["pair"]["a"][0, 0]) < 1.0
 
 
 def test_abstract_models_make_abstract_optimizers() -> None:
