@@ -392,7 +392,7 @@ class LowRank(nnx.Module):
         return self.base(x) + low
 
 
-INJECTED = {
+INJECTED: dict[str, Callable[[], Any]] = {
     # In bfloat16 Optax would round `b2` to 1, and divide by zero.
     "inject_hyperparams": lambda: optax.inject_hyperparams(
         optax.adamw, static_args=("b1", "b2", "eps", "eps_root", "weight_decay")
