@@ -128,7 +128,7 @@ def overridable_hyper_params(optimizer: Optimizer, **extra_args: Any) -> tuple[s
       ('learning_rate', 'eps')
     """
     definition = _wrapper_of(optimizer)
-    if definition.ignores_overrides:
+    if definition.hyper_params is not definition.built_with:  # T5X's facade ignores them
         return ()
     return ask(Update.overridable, definition, optimizer.target, optimizer.state, extra_args)
 

@@ -116,7 +116,7 @@ class Update:
         Each is tried: with a traced value, the update must build, keep the structure of the state,
         and depend on the value.
         """
-        names = field_values(self.definition.hyper_params)
+        names = field_values(self.definition.built_with)
         self._trace({}, {}, self._static)  # raises what else is wrong, if anything is
         reasons = self._reasons(dict.fromkeys(names, _STAND_IN))
         return tuple(name for name in names if name not in reasons)
@@ -203,7 +203,7 @@ class Update:
 
     def _check_values(self, overrides: Mapping[str, Any]) -> None:
         for name, value in overrides.items():
-            own = getattr(self.definition.hyper_params, name)
+            own = getattr(self.definition.built_with, name)
             if is_number(value) or (callable(value) and callable(own)):
                 continue
             found = f"shape {np.shape(value)}" if hasattr(value, "shape") else repr(value)
@@ -237,7 +237,7 @@ def resolve(
     extra_args: Mapping[str, Any],
 ) -> Any:
     """Returns hyper-parameters with schedules as numbers; see `resolve_hyper_params`."""
-    changed = changed_fields(definition.hyper_params, hyper_params)
+    changed = changed_fields(definition.built_with, hyper_params)
     values, resolved = field_values(hyper_params), {}
     schedules = {name: value for name, value in values.items() if callable(value)}
     if schedules or changed or extra_args:
@@ -280,7 +280,7 @@ def overridable_in_general(definition: OptaxWrapper) -> tuple[str, ...]:
         state = jax.eval_shape(definition.init_state, params).param_states
         return Update(definition, params, state, params).overridable()
     except Exception:
-        return tuple(field_values(definition.hyper_params))
+        return tuple(field_values(definition.built_with))
 
 
 def listed(names: Iterable[str], none: str = "none") -> str:
