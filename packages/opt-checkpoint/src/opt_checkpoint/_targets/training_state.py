@@ -15,7 +15,7 @@ from opt_core import Optimizer, OptimizerState, flatten_with_paths, path_str, st
 from opt_core.errors import TreeMismatchError
 from opt_optax_bridge import OptaxWrapper
 
-from opt_checkpoint._naming.names import named_state
+from opt_checkpoint._naming.names import local, named_state, update_counts
 
 
 @struct.dataclass
@@ -76,7 +76,7 @@ def optimizer_of(tx: Any, params: Any, opt_state: Any, step: Any) -> Optimizer:
 def step_like(given: Any, step: Any) -> Any:
     """Returns a restored step as the target has its own: a Python number, or of its dtype."""
     if isinstance(given, int) and isinstance(step, jax.Array):
-        return int(step if step.is_fully_addressable else step.addressable_data(0))
+        return int(local(step))
     return step.astype(given.dtype) if hasattr(given, "dtype") else step
 
 
@@ -137,14 +137,13 @@ def _shown(leaf: Any) -> str:
 def _count(optimizer: Optimizer) -> Any:
     """The count that the state keeps."""
     named = named_state(optimizer)
-    leaves = [leaf for leaf in named.schema.leaves if not leaf.shape]
-    counts = {leaf.name: leaf.value for leaf in leaves if leaf.path[-1] == "count"}
-    mini = {leaf.name for leaf in leaves if leaf.path[-1] in ("mini_step", "gradient_step")}
+    counts, is_clear = update_counts(named.schema.leaves)
     if None in counts.values():
         return named[next(iter(counts))]  # abstract: it has no value to compare, only a place
-    if len(set(counts.values())) > 1 or mini:
+    if not is_clear:
         told = ", ".join(f"`{name}` {value}" for name, value in counts.items())
         raise ValueError(
-            f"`step`: say how many updates have been made; the state does not: {told or mini}"
+            "`step`: say how many updates have been made; the state does not: "
+            f"{told or 'it counts mini-steps'}"
         )
     return next(iter(counts.values()), 0)
