@@ -337,7 +337,8 @@ def row_line(record: Mapping[str, Any]) -> str:
         spread = "exact"
     return (
         f"{label(record):58} {record['peer']:28} {limit:>6} "
-        f"{amount(record['ours'], record['unit']):>12} {record['ratio']:7.2f} {spread:>14} {record['least']:7.2f} {verdict(record):>4}"
+        f"{amount(record['ours'], record['unit']):>12} {record['ratio']:7.2f} {spread:>14} "
+        f"{record['least']:7.2f} {verdict(record):>4}"
     )
 
 

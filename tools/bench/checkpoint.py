@@ -18,6 +18,7 @@ machine, where those of the clock do not.
 """
 
 import argparse
+import functools
 import gc
 import os
 import resource
@@ -27,7 +28,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def throughput() -> Iterator[Row]:
         x = jax.random.bits(jax.random.key(0), (4096, 8192), f"uint{8 * jnp.dtype(dtype).itemsize}")
         x = jax.block_until_ready(jax.lax.bitcast_convert_type(x, dtype))
         words = np.asarray(x).view(np.uint8).reshape(-1).view(np.uint64)
-        times = interleave({"sum": lambda: words.sum(), "digests": lambda: digests([x])}, 6)
+        times = interleave({"sum": words.sum, "digests": functools.partial(digests, [x])}, 6)
         yield timed(f"digests, {dtype}", times["digests"], times["sum"])
 
 
@@ -210,7 +210,7 @@ def measure_stalls(
             for i in range(rounds + 2):
                 for side in ("raw", "ours") if i % 2 else ("ours", "raw"):
                     save, wait = sides[side]
-                    cost = stall(partial(save, i), wait)
+                    cost = stall(functools.partial(save, i), wait)
                     if i > 1:
                         found[side].append(cost)
     finally:
@@ -243,8 +243,9 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     leaves = options.leaves or (200 if quick else 2000)
     stalls = measure_stalls(leaves, tuple(options.shape), rounds, options.folder)
     for what in STALL:
-        ours, raw = ([getattr(cost, what) for cost in stalls[side]] for side in ("ours", "raw"))
-        yield timed(f"stall, {what}", ours, [max(x, 1e-9) for x in raw], size=leaves)
+        times = {side: [getattr(cost, what) for cost in costs] for side, costs in stalls.items()}
+        theirs = [max(x, 1e-9) for x in times["raw"]]
+        yield timed(f"stall, {what}", times["ours"], theirs, size=leaves)
 
 
 if __name__ == "__main__":

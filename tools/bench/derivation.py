@@ -6,6 +6,7 @@ The notes say how often `init` was evaluated.
 """
 
 import argparse
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -92,13 +93,16 @@ def measure_one(name: str, make: Callable[[], Any], leaves: int, rounds: int) ->
     params, axes = make_job(leaves)
     evaluations = set()
 
+    def init(tx: Any) -> None:
+        jax.eval_shape(lambda p: tx.init(p), params)
+
     def derive(tx: Any) -> None:
         evaluations.add(explain(tx, params, axes).evaluations)
 
     ours, theirs = [], []
     for tx in [make() for _ in range(rounds)]:
-        theirs.append(seconds(lambda tx=tx: jax.eval_shape(lambda p: tx.init(p), params)))
-        ours.append(seconds(lambda tx=tx: derive(tx)))
+        theirs.append(seconds(functools.partial(init, tx)))
+        ours.append(seconds(functools.partial(derive, tx)))
     return timed(name, ours, theirs, size=leaves, note=f"evaluations: {max(evaluations)}")
 
 

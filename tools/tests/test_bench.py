@@ -13,9 +13,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from _common import Figure, Row, as_record, counted, counts, interleave, timed
-from workspace import ROOT
-
-BENCH = ROOT / "tools" / "bench"
 
 
 def record(ratio: float, half_spread: float, *, limit: float | None = 1.1) -> dict[str, Any]:
@@ -135,10 +132,3 @@ def test_a_figure_without_a_row_is_an_error(
 ) -> None:
     with pytest.raises(SystemExit, match="not measured: call"):
         run_main(monkeypatch, tmp_path / "rows.json", [])
-
-
-def test_every_benchmark_hands_itself_over() -> None:
-    names = [path for path in BENCH.glob("[!_]*.py")]
-    assert len(names) >= 10
-    for path in names:
-        assert "    main(__doc__, FIGURES, measure, arguments" in path.read_text(), path
