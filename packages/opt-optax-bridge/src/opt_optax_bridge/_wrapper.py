@@ -182,10 +182,12 @@ class OptaxWrapper(OptimizerDef):
           StateChangedError: the transformation changed the structure or a shape of its state.
           TreeMismatchError: `grads` do not look like `params`.
         """
-        updates_params = isinstance(self.optax_optimizer, UpdatesParams)
+        tx = self.optax_optimizer
+        updates_params = isinstance(tx, UpdatesParams)
         if updates_params and not extra_args and not self._changed(hyper_params):
             self._check_gradients(params, state, grads)
-            params, param_states = self.optax_optimizer.apply(params, state.param_states, grads)
+            with required_keywords_named(tx.update):
+                params, param_states = tx.apply(params, state.param_states, grads)
             return params, _next_state(state, param_states)
         updates, state = self.compute_updates(hyper_params, params, state, grads, **extra_args)
         return optax.apply_updates(params, updates), state

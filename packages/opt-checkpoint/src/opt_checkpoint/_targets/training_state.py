@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from opt_core import Optimizer, OptimizerState, flatten_with_paths, path_str, strong_types
+from opt_core import (
+    Optimizer,
+    OptimizerDef,
+    OptimizerState,
+    flatten_with_paths,
+    path_str,
+    strong_types,
+)
 from opt_core.errors import TreeMismatchError
 from opt_optax_bridge import OptaxWrapper
 
@@ -49,19 +56,20 @@ class TrainingState:
 def optimizer_of(tx: Any, params: Any, opt_state: Any, step: Any) -> Optimizer:
     """Returns the optimizer that the fields of a `TrainingState` make, as they are.
 
-    Nothing is copied, no value changes; Python numbers become arrays.
+    Nothing is copied, no value changes; Python numbers become arrays. `tx` may be a definition.
 
     Raises:
       TreeMismatchError: the state is not one of `tx` for these parameters; lists every path.
       TypeError: `tx` is not a transformation of Optax, or `step` not an integer.
       ValueError: `step` is `None`, and the state does not say it.
     """
-    if not isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
+    # `opt_nnx.Optimizer`, say, has a definition in the place of a transformation.
+    if not isinstance(tx, optax.GradientTransformation | optax.MultiSteps | OptimizerDef):
         raise TypeError(
             f"`tx`: expected an `optax.GradientTransformation`, found {type(tx).__name__}"
         )
-    definition = OptaxWrapper(tx)
-    if problems := list(_differences(_expected(definition.optax_optimizer, params), opt_state)):
+    definition = tx if isinstance(tx, OptimizerDef) else OptaxWrapper(tx)
+    if problems := list(_differences(_expected(tx, params), opt_state)):
         raise TreeMismatchError(
             "`opt_state` is not a state of `tx` for these `params`:\n  "
             + "\n  ".join(problems)
@@ -104,6 +112,8 @@ def _expected(tx: Any, params: Any) -> Any:
 @functools.lru_cache(maxsize=16)  # asked at every save of a run
 def _initial(tx: Any, structure: Any, kinds: tuple[Any, ...], has_64_bits: bool) -> Any:
     params = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*kind) for kind in kinds])
+    if isinstance(tx, OptimizerDef):
+        return jax.eval_shape(lambda p: tx.init_state(p).param_states, params)
     return jax.eval_shape(tx.init, params)
 
 
