@@ -262,9 +262,9 @@ class Optimizer(flax.struct.PyTreeNode):
 
         Args:
           grads: pytree like `target`.
-          **hyper_param_overrides: hyper-parameters for this update alone, by name;
-            `hyper_params=` replaces all. A definition that takes extra arguments finds them here
-            too (`opt_core.protocols.TakesExtraArgs`).
+          **hyper_param_overrides: hyper-parameters for this update alone, by name; `hyper_params=`
+            replaces all. A definition that takes extra arguments finds them here too
+            (`opt_core.protocols.TakesExtraArgs`).
 
         Raises:
           HyperParamError: an override names no hyper-parameter.

@@ -59,9 +59,9 @@ def describe(root: Path, found: Sequence[str]) -> str:
     who = "" if one.is_dir() and own_item(one) else ", written_by=..."
     return (
         f"`{root}` has checkpoints that no `Checkpointer` wrote: {shown}{more}. It is not empty, "
-        f"and nothing in it is touched. Restore one by `plan_restore(open_foreign({str(one)!r}"
-        f"{who}), target).apply()`, or a msgpack file by `restore_legacy`, and save into another "
-        "folder"
+        "and nothing in it is touched. Restore one by "
+        f"`plan_restore(open_foreign({str(one)!r}{who}), target).apply()`, or a msgpack file by "
+        "`restore_legacy`, and save into another folder"
     )
 
 
