@@ -276,6 +276,22 @@ class Adafactor(OptimizerDef):
         self._check_overrides(hyper_params)
         return hyper_params
 
+    def resolve_hyper_params(
+        self, hyper_params: Any, params: Any, state: OptimizerState, **extra_args: Any
+    ) -> Any:
+        """Returns `hyper_params` with the learning rate of the next step, if it is a schedule.
+
+        Args:
+          hyper_params: a dataclass like `self.hyper_params`.
+          params: the parameters.
+          state: the state that belongs to them.
+          **extra_args: none are used.
+        """
+        del params, extra_args
+        if not callable(hyper_params.learning_rate):
+            return hyper_params
+        return hyper_params.replace(learning_rate=learning_rate_of(hyper_params, state.step))
+
     def apply_gradient(
         self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
     ) -> tuple[Any, OptimizerState]:

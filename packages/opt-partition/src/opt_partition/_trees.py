@@ -102,8 +102,15 @@ def descend(tree: Any, path: Sequence[Any]) -> Any:
 
 
 def flatten_with_paths(tree: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """Yields the key path and value of every leaf, in JAX's order."""
-    yield from jax.tree_util.tree_leaves_with_path(tree)
+    """Yields the key path and value of every leaf, in JAX's order.
+
+    Flattens one child at a time: holding all key paths of a large tree at once triggers full
+    garbage collections, so that the time would grow faster than the tree.
+    """
+    for key, child in children(tree) or [(None, tree)]:
+        start = () if key is None else (key,)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(child):
+            yield (*start, *path), leaf
 
 
 def leaves_with_paths(tree: Any) -> Iterator[tuple[str, Any]]:

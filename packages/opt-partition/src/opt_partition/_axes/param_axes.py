@@ -114,7 +114,8 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
         ):
             problems.append(
                 f"{path_str(path)}: `params` must contain arrays or jax.ShapeDtypeStructs, found "
-                f"{type(leaf).__name__}"
+                f"{type(leaf).__name__} (for an Equinox module, pass only its arrays: "
+                "`eqx.filter(model, eqx.is_array)`)"
             )
             continue
         shape = tuple(np.shape(leaf))

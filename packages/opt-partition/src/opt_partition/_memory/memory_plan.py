@@ -13,6 +13,7 @@ import numpy as np
 from opt_partition._axes.explain import explain
 from opt_partition._axes.param_axes import normalise_param_axes
 from opt_partition._axes.rules import DEFAULT_RULES, Rules
+from opt_partition._init import StateMaker, params_of
 from opt_partition._memory.plan import Kind, MemoryPlan
 from opt_partition._memory.rows import RowMaker
 from opt_partition._memory.state_fields import state_fields
@@ -25,7 +26,7 @@ from opt_partition.errors import AxesError
 
 
 def memory_plan(
-    tx: Any,
+    tx: StateMaker,
     params: Any,
     param_axes: Any,
     rules: LogicalAxisRules,
@@ -51,8 +52,8 @@ def memory_plan(
     accelerators, or temporary buffers of the compiler.
 
     Args:
-      tx: the transformation, or its `init`.
-      params: arrays or `jax.ShapeDtypeStruct`s.
+      tx: the transformation, its `init`, a definition or an optimizer; see `explain`.
+      params: arrays or `jax.ShapeDtypeStruct`s; `None` for those of an optimizer.
       param_axes: logical axes of each parameter; see `derive_logical_axes`.
       rules: rules from logical names to mesh axes; see `logical_to_mesh`.
       mesh: the mesh.
@@ -110,6 +111,7 @@ def memory_plan(
         )
     # Read several times (parameters, state, reasons), so an iterator would be exhausted.
     rules = rules if isinstance(rules, Mapping) else list(rules)
+    params = params_of(tx, params)
     explanation = explain(tx, params, param_axes, rules=derivation_rules, strict=strict)
     lay = functools.partial(
         logical_to_mesh,

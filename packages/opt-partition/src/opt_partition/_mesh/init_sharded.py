@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
+from opt_partition._init import Init, StateMaker, init_of, params_of
 from opt_partition._mesh.align import align, brief
 from opt_partition._mesh.layout import Layout
 from opt_partition._mesh.specs import shape_and_dtype
 from opt_partition._trees import leaves_with_paths
 from opt_partition.errors import AxesError
 
-Init = Callable[[Any], Any]
 
-
-def init_sharded(
-    tx_or_init: optax.GradientTransformation | Init, params: Any, state_shardings: Any
-) -> Any:
+def init_sharded(tx: StateMaker, params: Any, state_shardings: Any) -> Any:
     """Creates an optimizer state in which each device allocates only its own shards.
 
     `init` is compiled to a single program whose outputs have the given shardings, so that each
@@ -28,8 +23,9 @@ def init_sharded(
     device.
 
     Args:
-      tx_or_init: the transformation, or its `init`.
-      params: the parameters. Arrays of which `init` uses only the shape are not moved.
+      tx: the transformation, its `init`, a definition or an optimizer; see `explain`.
+      params: the parameters; `None` for those of an optimizer. Arrays of which `init` uses only the
+        shape are not moved.
       state_shardings: a `NamedSharding` per leaf of the state, or a `Layout` as returned by
         `logical_to_mesh` or `extend_over`. The mesh may be Auto or Explicit.
 
@@ -42,6 +38,7 @@ def init_sharded(
         dimensions evenly, or has no devices; the message lists all paths.
 
     Examples:
+      >>> import optax
       >>> mesh = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Auto,))
       >>> params = {'w': jax.numpy.ones((4, 2))}
       >>> tx = optax.trace(0.9)
@@ -50,7 +47,7 @@ def init_sharded(
       >>> state.trace['w'].sharding == sharding
       True
     """
-    init: Init = tx_or_init if callable(tx_or_init) else tx_or_init.init
+    init, params = init_of(tx), params_of(tx, params)
     layout = _layout(init, params, state_shardings)
     return jit_init(init, params, layout)(params)
 
