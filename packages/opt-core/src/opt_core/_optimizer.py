@@ -17,6 +17,7 @@ from opt_core._aliasing import unalias
 from opt_core._dtypes import strong_types
 from opt_core._evaluation import evaluation_params
 from opt_core._fingerprint import fingerprint
+from opt_core._habits import of_definition, of_leaves, of_optimizer
 from opt_core._hyper_params import check_missing, hyper_param_names, replace_hyper_params
 from opt_core._paths import parts_at
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
@@ -164,9 +165,18 @@ class OptimizerDef:
         Args:
           target: pytree of parameters. Weakly typed arrays become strong: an update would make them
             so, and everything would compile twice.
+
+        Raises:
+          TypeError: a leaf is no array, as the functions in a module of Equinox, and the definition
+            cannot do with it; lists them.
         """
         target = unalias(strong_types(target))
-        state = unalias(self.init_state(target), apart_from=target)
+        try:
+            state = unalias(self.init_state(target), apart_from=target)
+        except TypeError as error:
+            if message := of_leaves(target):
+                raise TypeError(message) from error
+            raise
         return Optimizer(optimizer_def=self, state=state, target=target)
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
@@ -249,7 +259,7 @@ class OptimizerDef:
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(_of_definition(type(self).__name__, name))
+            raise AttributeError(of_definition(type(self).__name__, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__.pop("_fingerprint_cache", None)
@@ -380,7 +390,7 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
     if not TYPE_CHECKING:  # see `OptimizerDef`
 
         def __getattr__(self, name: str) -> Any:
-            raise AttributeError(_of_optimizer(name))
+            raise AttributeError(of_optimizer(name))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything but the definition as nested dicts; see `OptimizerDef.state_dict`."""
@@ -406,52 +416,6 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
         """Returns what `restore_state` would complain about, restoring nothing."""
         _, report = self.optimizer_def._match(self.target, self.state, state_dict)
         return report
-
-
-# What people write who come from elsewhere, and what to write here.
-_FOR_OPTIMIZERS = {
-    "update": "`optimizer = optimizer.apply_gradient(grads)`",
-    "apply_gradients": "`optimizer = optimizer.apply_gradient(grads)`",
-    "minimize": "`optimizer = optimizer.apply_gradient(jax.grad(loss)(optimizer.target))`",
-    "learning_rate": "`optimizer.apply_gradient(grads, learning_rate=...)` to give one, "
-    "`opt_optax_bridge.resolve_hyper_params(optimizer).learning_rate` to read it",
-    "param_groups": "`print(opt_core.describe(optimizer))`, and "
-    "`optimizer.apply_gradient(grads, group_overrides={'group': {...}})` to change one",
-    "opt_state": "`optimizer.state.param_states`",
-    "tx": "`optimizer.optimizer_def`",
-    "init": "`opt_optax_bridge.as_transformation(optimizer.optimizer_def)` where a transformation "
-    "is wanted",
-    "create": "`optimizer.optimizer_def.create(params)`",
-    "zero_grad": "nothing: gradients are values, and none are kept",
-}
-_FOR_OPTIMIZERS["lr"] = _FOR_OPTIMIZERS["learning_rate"]
-_FOR_OPTIMIZERS["hyper_params"] = "`optimizer.optimizer_def.hyper_params`"
-_TRANSFORMATION = (
-    "`opt_optax_bridge.as_transformation(definition)` where an Optax transformation is wanted "
-    "(`optax.chain`, `TrainState.create(tx=...)`), `definition.create(params)` for an optimizer"
-)
-_FOR_DEFINITIONS = {
-    **dict.fromkeys(("init", "update"), _TRANSFORMATION),
-    **dict.fromkeys(
-        ("params", "target", "state", "step", "opt_state", "apply_gradients"),
-        "`optimizer = definition.create(params)`, which has them",
-    ),
-    "learning_rate": "`definition.hyper_params.learning_rate`",
-    "param_groups": "`print(opt_core.describe(definition.create(params)))`",
-}
-
-
-def _of_optimizer(name: str) -> str:
-    return _attribute_message("Optimizer", name, _FOR_OPTIMIZERS)
-
-
-def _of_definition(kind: str, name: str) -> str:
-    return _attribute_message(kind, name, _FOR_DEFINITIONS)
-
-
-def _attribute_message(kind: str, name: str, known: Mapping[str, str]) -> str:
-    words = f"{kind!r} object has no attribute {name!r}"
-    return f"{words}; write {known[name]}" if name in known else words
 
 
 def _with_int32_step(state: Any) -> Any:

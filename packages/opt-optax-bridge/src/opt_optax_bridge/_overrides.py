@@ -18,6 +18,7 @@ import numpy as np
 from opt_core import OptimizerState
 from opt_core.errors import HyperParamError, OptimizerError, UnusedArgumentError
 
+from opt_optax_bridge._fields import changed_fields, field_values
 from opt_optax_bridge._program import Program, named, weakly_typed
 from opt_optax_bridge._recipe import is_number
 from opt_optax_bridge._signatures import named_arguments, takes_any_keyword
@@ -31,24 +32,6 @@ T = TypeVar("T")
 _STAND_IN = 1.0
 _IDLE = "it acts only when the state is created, not in an update"
 _STRUCTURAL = "it decides a Python branch, shapes or structure"
-
-
-def changed_fields(own: Any, given: Any) -> dict[str, Any]:
-    """Returns the fields of `given` that are not those of `own`."""
-    return {
-        name: value
-        for name, value in field_values(given).items()
-        if not _is_same(getattr(own, name), value)
-    }
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    return a is b or (isinstance(a, float) and isinstance(b, float) and a == b)
-
-
-def field_values(record: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass by name."""
-    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +101,7 @@ class Update:
         Each is tried: with a traced value, the update must build, keep the structure of the state,
         and depend on the value.
         """
-        names = field_values(self.definition.hyper_params)
+        names = field_values(self.definition.built_with)
         self._trace({}, {}, self._static)  # raises what else is wrong, if anything is
         reasons = self._reasons(dict.fromkeys(names, _STAND_IN))
         return tuple(name for name in names if name not in reasons)
@@ -207,7 +190,7 @@ class Update:
 
     def _check_values(self, overrides: Mapping[str, Any]) -> None:
         for name, value in overrides.items():
-            own = getattr(self.definition.hyper_params, name)
+            own = getattr(self.definition.built_with, name)
             if is_number(value) or (callable(value) and callable(own)):
                 continue
             found = f"shape {np.shape(value)}" if hasattr(value, "shape") else repr(value)
@@ -241,7 +224,7 @@ def resolve(
     extra_args: Mapping[str, Any],
 ) -> Any:
     """Returns hyper-parameters with schedules as numbers; see `resolve_hyper_params`."""
-    changed = changed_fields(definition.hyper_params, hyper_params)
+    changed = changed_fields(definition.built_with, hyper_params)
     values, resolved = field_values(hyper_params), {}
     schedules = {name: value for name, value in values.items() if callable(value)}
     if schedules or changed or extra_args:
@@ -284,7 +267,7 @@ def overridable_in_general(definition: OptaxWrapper) -> tuple[str, ...]:
         state = jax.eval_shape(definition.init_state, params).param_states
         return Update(definition, params, state, params).overridable()
     except Exception:
-        return tuple(field_values(definition.hyper_params))
+        return tuple(field_values(definition.built_with))
 
 
 def listed(names: Iterable[str], none: str = "none") -> str:

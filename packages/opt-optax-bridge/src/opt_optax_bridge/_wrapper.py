@@ -26,15 +26,14 @@ from opt_core.protocols import Transformation, UpdatesParams
 
 from opt_optax_bridge import _pickling
 from opt_optax_bridge._description.describe import describe_optax
+from opt_optax_bridge._fields import changed_fields, field_values, make_hyper_params
 from opt_optax_bridge._overrides import (
     Update,
-    changed_fields,
-    field_values,
     listed,
     overridable_in_general,
     resolve,
 )
-from opt_optax_bridge._recipe import Recipe, make_hyper_params
+from opt_optax_bridge._recipe import Recipe
 from opt_optax_bridge._signatures import (
     captured_arrays,
     named_arguments,
@@ -43,7 +42,7 @@ from opt_optax_bridge._signatures import (
 )
 from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leaves
 
-_FIXED = frozenset({"optax_optimizer", "recipe", "hyper_params"})
+_FIXED = frozenset({"optax_optimizer", "recipe", "hyper_params", "built_with"})
 _READ_ONLY = _FIXED | {"aliases"}
 _POSITIONAL = frozenset({"hyper_params", "updates", "state", "params", "grads"})
 # Of line searches, `sophia` and `sam`; functions of the parameters but for `grad`.
@@ -68,6 +67,7 @@ class OptaxWrapper(OptimizerDef):
       optax_optimizer: the transformation.
       recipe: how it was constructed, if known.
       hyper_params: a frozen dataclass of the arguments that can be overridden; empty if none.
+      built_with: the hyper-parameters that the transformation was built with.
 
     Examples:
       >>> optimizer = OptaxWrapper(optax.sgd(0.1)).create({'w': jnp.ones(2)})
@@ -77,11 +77,11 @@ class OptaxWrapper(OptimizerDef):
 
     whole_tree: ClassVar[bool] = True  # the state is one, and masks may have the parameters' keys
 
-    ignores_overrides: ClassVar[bool] = False
-    """Whether hyper-parameters are accepted and ignored, as in T5X."""
+    _ignored: ClassVar[Any] = None  # hyper-parameters that T5X accepts and ignores
 
     optax_optimizer: Any
     recipe: Recipe | None
+    built_with: Any
     aliases: tuple[tuple[str, str], ...]
     _built: Any
 
@@ -124,17 +124,16 @@ class OptaxWrapper(OptimizerDef):
         return new
 
     def _define(self, optax_optimizer: Any, recipe: Recipe | None) -> None:
+        built_with = recipe.hyper_params if recipe else make_hyper_params("no_hyper_params", {})
         vars(self).update(
             optax_optimizer=optax_optimizer,
             recipe=recipe,
-            hyper_params=self._hyper_params_of(recipe),
+            hyper_params=self._ignored or built_with,
+            built_with=built_with,
             # Taken now: what the transformation captured, or a global, may change later.
             _built=fingerprint(optax_optimizer),
             _origin=fingerprint(recipe.identity) if recipe else None,
         )
-
-    def _hyper_params_of(self, recipe: Recipe | None) -> Any:
-        return recipe.hyper_params if recipe else make_hyper_params("no_hyper_params", {})
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _READ_ONLY:
@@ -187,7 +186,7 @@ class OptaxWrapper(OptimizerDef):
         if isinstance(tx, UpdatesParams):
             self._check_gradients(params, state, grads)
             overrides = self._changed(hyper_params)
-            with required_keywords_named(self.optax_optimizer.update):
+            with required_keywords_named(tx.update):
                 if overrides or extra_args:
                     update = Update(self, grads, state.param_states, params, extra_args, True)
                     params, param_states = update.run(overrides)
@@ -223,7 +222,11 @@ class OptaxWrapper(OptimizerDef):
         return updates, _next_state(state, param_states)
 
     def _changed(self, hyper_params: Any) -> dict[str, Any]:
-        return changed_fields(self.hyper_params, hyper_params)
+        return changed_fields(self.built_with, self._acting(hyper_params))
+
+    def _acting(self, hyper_params: Any) -> Any:
+        """Those by which an update acts: of T5X's facade not all that are given."""
+        return hyper_params
 
     def _check_gradients(self, params: Any, state: OptimizerState, grads: Any) -> None:
         if not self.takes_per_example_grads(params, state, grads):
@@ -302,7 +305,7 @@ class OptaxWrapper(OptimizerDef):
           state: the state that belongs to them.
           **extra_args: arguments of the transformation's `update`.
         """
-        return resolve(self, hyper_params, params, state, extra_args)
+        return resolve(self, self._acting(hyper_params), params, state, extra_args)
 
     def _overridable(self) -> str:
         return listed(overridable_in_general(self))
