@@ -186,7 +186,7 @@ class OptaxWrapper(OptimizerDef):
         if isinstance(tx, UpdatesParams):
             self._check_gradients(params, state, grads)
             overrides = self._changed(hyper_params)
-            with required_keywords_named(tx.update):
+            with required_keywords_named(self.optax_optimizer.update):
                 if overrides or extra_args:
                     update = Update(self, grads, state.param_states, params, extra_args, True)
                     params, param_states = update.run(overrides)
