@@ -182,12 +182,16 @@ class OptaxWrapper(OptimizerDef):
           StateChangedError: the transformation changed the structure or a shape of its state.
           TreeMismatchError: `grads` do not look like `params`.
         """
-        tx = self.optax_optimizer
-        updates_params = isinstance(tx, UpdatesParams)
-        if updates_params and not extra_args and not self._changed(hyper_params):
+        tx: Any = self.optax_optimizer
+        if isinstance(tx, UpdatesParams):
             self._check_gradients(params, state, grads)
-            with required_keywords_named(tx.update):
-                params, param_states = tx.apply(params, state.param_states, grads)
+            overrides = self._changed(hyper_params)
+            with required_keywords_named(self.optax_optimizer.update):
+                if overrides or extra_args:
+                    update = Update(self, grads, state.param_states, params, extra_args, True)
+                    params, param_states = update.run(overrides)
+                else:
+                    params, param_states = tx.apply(params, state.param_states, grads)
             return params, _next_state(state, param_states)
         updates, state = self.compute_updates(hyper_params, params, state, grads, **extra_args)
         return optax.apply_updates(params, updates), state
