@@ -684,7 +684,7 @@ def save(*args, original=training.Checkpointer.save, **kwargs):
     original(*args, **kwargs)
     del compiled[before:]  # of digests, once
 training.Checkpointer.save = save
-training.report = lambda *_: None  # it compiles programs of its own
+training.write_report = lambda *_: None  # it compiles programs of its own
 code = train_lm.main(sys.argv[2:])
 print(json.dumps(seen))
 sys.exit(code)
@@ -803,6 +803,7 @@ def accumulated(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         "8 zero": ([*curve, "--microbatches=8", "--zero"], {}, []),
         "skip": ([*skipping, "--microbatches=2", "--skip-nonfinite"], PLANTS, [5, 6]),
         "skip 1": ([*skipping, "--skip-nonfinite"], PLANTS, []),
+        "guard": ([*skipping, "--guard", "--average=0.9"], PLANTS, []),
         "nothing": ([*skipping, "--microbatches=2", "--skip-nonfinite"], {}, []),
         "stop": ([*skipping, "--microbatches=2"], PLANTS, []),
     }
@@ -906,6 +907,22 @@ def test_a_step_without_anything_finite_changes_nothing_but_the_count(
     assert accumulated["nothing"]["untouched"] == []
     rates, all_rates = (values(accumulated[n], "learning_rate") for n in ("skip", "nothing"))
     assert rates == all_rates[: LAST - 1]  # the schedule waits for the update that was not made
+
+
+def test_guarded_steps_are_not_made_and_the_average_is_evaluated(
+    accumulated: dict[str, Any],
+) -> None:
+    result = accumulated["guard"]
+    assert result["code"] == 0, result["stderr"]
+    assert result["untouched"] == [3, 5, 6]  # parameters, average and all states
+    lines = {int(line["step"]): line for line in result["metrics"]}
+    for step in (3, 5, 6):
+        told = {name: lines[step][name] for name in ("skipped", "reason")}
+        assert told == {"skipped": LAST, "reason": "nonfinite"}
+        assert "loss" not in lines[step]
+    assert all(math.isfinite(lines[8][f"held_out/{of}"]) for of in ("average", "trained"))
+    assert all(math.isfinite(line["loss"]) for line in lines.values() if "loss" in line)
+    assert "  not averaged" in result["stdout"]
 
 
 def test_without_skipping_the_run_stops_and_can_go_on_with_it(
