@@ -189,7 +189,7 @@ def test_a_run_leaves_all_its_files(whole: Path, text: Path) -> None:
     assert not list(whole.glob(".*"))
     placement = (whole / "placement.txt").read_text()
     assert placement.startswith("mesh data=4, model=2: 8 devices\n")
-    assert "compiled step on 8 cpu devices: as asked\n" in placement
+    assert "compiled step on 8 cpu devices: as expected\n" in placement
 
 
 def test_what_it_prints(whole: Path) -> None:
@@ -1065,7 +1065,7 @@ def test_notes_of_a_plan_are_shown_and_counted(monkeypatch: pytest.MonkeyPatch) 
     # Parameters, gradients and momenta, five each; three are shown.
     *notes, more = describe(monkeypatch, rows=7, data=4, zero=None)
     assert notes == [
-        f"  note: params w{i}: dimension 0 ('mlp', 7) does not divide by model=2" for i in range(3)
+        f"  note: params w{i}: dimension 0 ('mlp', 7) is not divisible by model=2" for i in range(3)
     ]
     assert more == "  12 more notes"
     # Where nothing divides, ZeRO is not to be had either.

@@ -44,7 +44,7 @@ from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leave
 
 _FIXED = frozenset({"optax_optimizer", "recipe", "hyper_params", "built_with"})
 _READ_ONLY = _FIXED | {"aliases"}
-_POSITIONAL = frozenset({"hyper_params", "updates", "state", "params", "grads"})
+_RESERVED = frozenset({"hyper_params", "missing", "updates", "state", "params", "grads"})
 # Of line searches, `sophia` and `sam`; functions of the parameters but for `grad`.
 _OF_PARAMS = frozenset({"value_fn", "grad", "obj_fn", "grad_fn"})
 
@@ -319,7 +319,7 @@ class OptaxWrapper(OptimizerDef):
             for name in names
             if name not in own and name.isidentifier() and not self._has_argument(name)
         )
-        asked -= _POSITIONAL
+        asked -= _RESERVED
         if not asked or takes_any_keyword(update):
             return asked
         return asked & named_arguments(update)
