@@ -1,0 +1,217 @@
+"""How one leaf is stored: what its codes mean, and the way there and back.
+
+`version` is part of a format, so a file that was written by another version of a map is not read as
+this one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Final, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from opt_precision import _bits, _blocks, _maps
+
+Kind: TypeAlias = Literal["bfloat16", "float8", "dynamic8", "log8"]
+VERSION: Final = 1
+
+_LOG_STEP: Final = _maps.LOG_DECADES * math.log2(10) / _maps.LOG_STEPS
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How the elements of one leaf are stored; static, and equal where codes mean the same.
+
+    Attributes:
+      kind: the name of the codec.
+      squared: whether values are non-negative, and stored by their square roots.
+      stochastic: whether encoding rounds at random, so that the mean is kept.
+      axis: the axis along which blocks lie.
+      block: the elements that share a scale; 0 where there are no scales.
+      dtype: the dtype that they are decoded to.
+      version: of the meaning of the codes.
+    """
+
+    kind: Kind
+    squared: bool
+    stochastic: bool
+    axis: int = 0
+    block: int = 0
+    dtype: str = "float32"
+    version: int = VERSION
+
+    @property
+    def codes_dtype(self) -> Any:
+        """The dtype of the codes."""
+        return {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn}.get(self.kind, jnp.uint8)
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape of the scales of an array; `None` where there are none."""
+        return _blocks.scale_shape(shape, self.axis, self.block) if self.block else None
+
+    @property
+    def rounding(self) -> str:
+        """`'stochastic'` or `'nearest'`."""
+        return "stochastic" if self.stochastic else "nearest"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """A leaf of a state, stored in fewer bits; in the place of the leaf.
+
+    Attributes:
+      codes: of the leaf's shape; uint8, float8_e4m3fn or bfloat16.
+      scale: the largest magnitude of each block (of the square roots, for second moments), float32
+        of shape `[..., ceil(n / block), ...]`; `None` for bfloat16.
+      format: what codes and scale mean.
+    """
+
+    codes: jax.Array
+    scale: jax.Array | None
+    format: Format = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the leaf."""
+        return tuple(self.codes.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the leaf when decoded."""
+        return np.dtype(self.format.dtype)
+
+
+def is_encoded(node: Any) -> bool:
+    """Whether a node of a tree is an encoded leaf."""
+    return isinstance(node, Encoded)
+
+
+def encode(
+    form: Format, x: jax.Array, noise: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the codes and scales of an array, or of whole blocks of one.
+
+    Args:
+      form: the format.
+      x: what to encode; float32.
+      noise: 32 random bits per element; `None` rounds to nearest.
+    """
+    x = _bits.widen(x)
+    if form.kind == "bfloat16":
+        rounded = _bits.round_nearest(x) if noise is None else _bits.round_stochastic(x, noise)
+        return _bits.narrow(rounded), None
+    magnitude = lax.sqrt(x) if form.squared else lax.abs(x)
+    scale = _blocks.block_max(magnitude, form.axis, form.block)
+    # A block of zeros has no scale to divide by.
+    divisor = jnp.where(scale == 0, jnp.ones_like(scale), scale)
+    each = _blocks.spread(divisor, form.axis, form.block, x.shape[form.axis])
+    if form.kind == "log8":
+        codes = _encode_log(magnitude / each, noise)
+    elif form.squared:
+        table = _maps.e4m3_without_zero() if form.kind == "float8" else _maps.dynamic(signed=False)
+        codes = _encode_in(table, magnitude / each, noise, squared=True)
+    elif form.kind == "float8":
+        codes = _encode_in(_maps.e4m3(), magnitude / each, noise, squared=False)
+        codes = codes | jnp.where(x < 0, np.uint8(128), np.uint8(0))
+    else:
+        codes = _encode_in(_maps.dynamic(signed=True), x / each, noise, squared=False)
+    if form.kind == "float8":
+        codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+    return codes, scale
+
+
+def decode(form: Format, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Returns the values of codes, in the dtype of the format."""
+    if scale is None:
+        return _bits.widen(codes).astype(form.dtype)
+    each = _blocks.spread(scale, form.axis, form.block, codes.shape[form.axis])
+    if form.kind == "float8":
+        codes = lax.bitcast_convert_type(codes, jnp.uint8)
+    if form.kind == "log8":
+        value = lax.exp2((codes.astype(jnp.float32) - _maps.LOG_STEPS) * np.float32(_LOG_STEP))
+    else:
+        value = _look_up(_by_code(form), codes)
+    value = value * each
+    return (value * value if form.squared else value).astype(form.dtype)
+
+
+def constant_codes(form: Format, value: float) -> tuple[int, float]:
+    """The code and the scale of an array of which every element is `value`."""
+    shape = [1] * (form.axis + 1)
+    one_block = dataclasses.replace(form, block=min(form.block, 1))
+    codes, scale = encode(one_block, jnp.full(shape, value, jnp.float32), None)
+    width = jnp.uint16 if codes.dtype.itemsize == 2 else jnp.uint8
+    code = int(lax.bitcast_convert_type(codes, width).reshape(()))
+    return code, 0.0 if scale is None else float(scale.reshape(()))
+
+
+def _by_code(form: Format) -> _maps.Table:
+    """The value of each code."""
+    if form.kind == "dynamic8":
+        return _maps.dynamic(signed=not form.squared)
+    table = _maps.e4m3_without_zero() if form.squared else _maps.e4m3()
+    return np.concatenate([table, table[-1:], -table, -table[-1:]])
+
+
+def _look_up(table: _maps.Table, index: jax.Array) -> jax.Array:
+    return jnp.asarray(table).at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def _search(table: _maps.Table, y: jax.Array) -> jax.Array:
+    """The index of the largest value that is at most `y`; 0 where there is none."""
+    padded = np.full(256, np.inf, np.float32)
+    padded[: len(table)] = table
+    index = jnp.zeros(y.shape, jnp.uint8)
+    for bit in range(7, -1, -1):
+        further = index + np.uint8(1 << bit)
+        index = jnp.where(_look_up(padded, further) <= y, further, index)
+    return index
+
+
+def _encode_in(
+    table: _maps.Table, y: jax.Array, noise: jax.Array | None, *, squared: bool
+) -> jax.Array:
+    """The codes of values between -1 and 1 in a table."""
+    if noise is None:
+        # Of two neighbours the mean of what is stored decides.
+        power = 2 if squared else 1
+        middles = (table[:-1].astype(np.float64) ** power + table[1:].astype(np.float64) ** power) / 2
+        return _search_from(middles ** (1 / power) if squared else middles, y)
+    below = jnp.minimum(_search(table, y), np.uint8(len(table) - 2))
+    low, high = _look_up(table, below), _look_up(table, below + np.uint8(1))
+    return _step_up(below, y, low, high, noise, squared=squared)
+
+
+def _search_from(middles: Any, y: jax.Array) -> jax.Array:
+    """The number of `middles` that are at most `y`."""
+    edges = np.concatenate([[-np.inf], middles]).astype(np.float32)
+    return _search(edges, y)
+
+
+def _step_up(
+    below: jax.Array, y: jax.Array, low: jax.Array, high: jax.Array, noise: jax.Array, *, squared: bool
+) -> jax.Array:
+    """The upper neighbour with the probability that keeps the mean of what is stored."""
+    if squared:
+        y, low, high = y * y, low * low, high * high
+    chance = (y - low) / (high - low)
+    uniform = (noise >> 8).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-24)
+    return below + (uniform < chance).astype(jnp.uint8)
+
+
+def _encode_log(y: jax.Array, noise: jax.Array | None) -> jax.Array:
+    """The codes of values between 0 and 1 in the logarithmic map, without a table."""
+    log2 = lax.log(jnp.maximum(y, np.float32(_maps.LEAST))) * np.float32(1 / math.log(2))
+    position = log2 * np.float32(1 / _LOG_STEP) + _maps.LOG_STEPS
+    if noise is None:
+        return jnp.clip(lax.round(position), 0, _maps.LOG_STEPS).astype(jnp.uint8)
+    below = jnp.clip(lax.floor(position), 0, _maps.LOG_STEPS - 1)
+    low = lax.exp2((below - _maps.LOG_STEPS) * np.float32(_LOG_STEP))
+    high = low * np.float32(2.0**_LOG_STEP)
+    return _step_up(below.astype(jnp.uint8), y, low, high, noise, squared=True)
