@@ -93,17 +93,17 @@ def _mix(h: jax.Array) -> jax.Array:
     return h ^ (h >> 16)
 
 
-def leaf_seed(seed: int, step: jax.Array, name: str) -> jax.Array:
-    """What tells the noise of one leaf in one step from all other noise.
+def leaf_seeds(seed: int, step: jax.Array, names: Sequence[str]) -> jax.Array:
+    """What tells the noise of each leaf in one step from all other noise; uint32.
 
     Args:
       seed: the user's.
-      step: how often the state was updated; a scalar.
-      name: the leaf's path, and what of it is rounded.
+      step: how often the leaves were updated; a scalar.
+      names: the path of each leaf, and what of it is rounded.
     """
     salted = _mix(jnp.uint32(seed % 2**32) + _GOLDEN)
     by_step = _mix(salted ^ jnp.asarray(step).astype(jnp.uint32) * _GOLDEN)
-    return _mix(by_step ^ np.uint32(zlib.crc32(name.encode())))
+    return _mix(by_step ^ np.asarray([zlib.crc32(name.encode()) for name in names], np.uint32))
 
 
 def noise_at(seed: jax.Array, index: jax.Array) -> jax.Array:

@@ -7,7 +7,9 @@ this one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, Final, Literal, TypeAlias
 
 import jax
@@ -20,6 +22,7 @@ from opt_precision import _bits, _blocks, _maps
 Kind: TypeAlias = Literal["bfloat16", "float8", "dynamic8", "log8"]
 VERSION: Final = 1
 
+_ZERO: Final = 127  # the code of zero in the signed dynamic map
 _LOG_STEP: Final = _maps.LOG_DECADES * math.log2(10) / _maps.LOG_STEPS
 
 
@@ -111,19 +114,22 @@ def encode(
     # A block of zeros has no scale to divide by.
     divisor = jnp.where(scale == 0, jnp.ones_like(scale), scale)
     each = _blocks.spread(divisor, form.axis, form.block, x.shape[form.axis])
+    y = magnitude / each
     if form.kind == "log8":
-        codes = _encode_log(magnitude / each, noise)
-    elif form.squared:
-        table = _maps.e4m3_without_zero() if form.kind == "float8" else _maps.dynamic(signed=False)
-        codes = _encode_in(table, magnitude / each, noise, squared=True)
-    elif form.kind == "float8":
-        codes = _encode_in(_maps.e4m3(), magnitude / each, noise, squared=False)
-        codes = codes | jnp.where(x < 0, np.uint8(128), np.uint8(0))
-    else:
-        codes = _encode_in(_maps.dynamic(signed=True), x / each, noise, squared=False)
+        return _encode_log(y, noise), scale
     if form.kind == "float8":
-        codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
-    return codes, scale
+        rank = _rank_in(_maps.e4m3_roots if form.squared else _maps.e4m3, form, y, noise)
+        sign = jnp.where(x < 0, np.uint8(128), np.uint8(0))
+        return lax.bitcast_convert_type(rank | sign, jnp.float8_e4m3fn), scale
+    if form.squared:
+        return _rank_in(_maps.dynamic_roots, form, y, noise), scale
+    if noise is not None:
+        # There is no -1: unless the largest is below it, its mean would not be kept.
+        top = _maps.dynamic_magnitudes()[-2]
+        y, scale = y * top, scale / top
+    rank = _rank_in(_maps.dynamic_magnitudes, form, y, noise)
+    below_zero = np.uint8(_ZERO) - jnp.minimum(rank, np.uint8(_ZERO))
+    return jnp.where(x < 0, below_zero, np.uint8(_ZERO) + rank), scale
 
 
 def decode(form: Format, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -141,57 +147,49 @@ def decode(form: Format, codes: jax.Array, scale: jax.Array | None) -> jax.Array
     return (value * value if form.squared else value).astype(form.dtype)
 
 
+@functools.cache
 def constant_codes(form: Format, value: float) -> tuple[int, float]:
     """The code and the scale of an array of which every element is `value`."""
-    shape = [1] * (form.axis + 1)
     one_block = dataclasses.replace(form, block=min(form.block, 1))
-    codes, scale = encode(one_block, jnp.full(shape, value, jnp.float32), None)
-    width = jnp.uint16 if codes.dtype.itemsize == 2 else jnp.uint8
-    code = int(lax.bitcast_convert_type(codes, width).reshape(()))
-    return code, 0.0 if scale is None else float(scale.reshape(()))
+    with jax.ensure_compile_time_eval():
+        codes, scale = encode(one_block, jnp.full([1] * (form.axis + 1), value, jnp.float32), None)
+        width = jnp.uint16 if codes.dtype.itemsize == 2 else jnp.uint8
+        code = int(lax.bitcast_convert_type(codes, width).reshape(()))
+        return code, 0.0 if scale is None else float(scale.reshape(()))
 
 
 def _by_code(form: Format) -> _maps.Table:
     """The value of each code."""
+    if form.kind == "dynamic8" and form.squared:
+        return _maps.dynamic_roots()
     if form.kind == "dynamic8":
-        return _maps.dynamic(signed=not form.squared)
-    table = _maps.e4m3_without_zero() if form.squared else _maps.e4m3()
+        magnitudes = _maps.dynamic_magnitudes()
+        return np.concatenate([-magnitudes[_ZERO:0:-1], magnitudes])
+    table = _maps.e4m3_roots() if form.squared else _maps.e4m3()
     return np.concatenate([table, table[-1:], -table, -table[-1:]])
 
 
-def _look_up(table: _maps.Table, index: jax.Array) -> jax.Array:
+def _look_up(table: Any, index: jax.Array) -> jax.Array:
     return jnp.asarray(table).at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
-def _search(table: _maps.Table, y: jax.Array) -> jax.Array:
-    """The index of the largest value that is at most `y`; 0 where there is none."""
-    padded = np.full(256, np.inf, np.float32)
-    padded[: len(table)] = table
-    index = jnp.zeros(y.shape, jnp.uint8)
-    for bit in range(7, -1, -1):
-        further = index + np.uint8(1 << bit)
-        index = jnp.where(_look_up(padded, further) <= y, further, index)
-    return index
+def _rank(ranks: _maps.Ranks, y: jax.Array) -> jax.Array:
+    """How many edges are at most each number."""
+    cell = (_bits.bits_of(y) >> 16).astype(jnp.int32) - _maps.FIRST_CELL
+    below = _look_up(ranks.below, jnp.clip(cell, 0, _maps.CELLS - 1))
+    return below + (_look_up(ranks.edges, below) <= y).astype(jnp.uint8)
 
 
-def _encode_in(
-    table: _maps.Table, y: jax.Array, noise: jax.Array | None, *, squared: bool
+def _rank_in(
+    table: Callable[[], _maps.Table], form: Format, y: jax.Array, noise: jax.Array | None
 ) -> jax.Array:
-    """The codes of values between -1 and 1 in a table."""
+    """The index of numbers between 0 and 1 in a table."""
     if noise is None:
         # Of two neighbours the mean of what is stored decides.
-        power = 2 if squared else 1
-        middles = (table[:-1].astype(np.float64) ** power + table[1:].astype(np.float64) ** power) / 2
-        return _search_from(middles ** (1 / power) if squared else middles, y)
-    below = jnp.minimum(_search(table, y), np.uint8(len(table) - 2))
-    low, high = _look_up(table, below), _look_up(table, below + np.uint8(1))
-    return _step_up(below, y, low, high, noise, squared=squared)
-
-
-def _search_from(middles: Any, y: jax.Array) -> jax.Array:
-    """The number of `middles` that are at most `y`."""
-    edges = np.concatenate([[-np.inf], middles]).astype(np.float32)
-    return _search(edges, y)
+        return _rank(_maps.nearests(table, squared=form.squared), y)
+    below = jnp.minimum(_rank(_maps.floors(table), y), np.uint8(len(table()) - 2))
+    low, high = _look_up(table(), below), _look_up(table(), below + np.uint8(1))
+    return _step_up(below, y, low, high, noise, squared=form.squared)
 
 
 def _step_up(

@@ -7,7 +7,8 @@ while its `m` is not would make an update of `m / eps`.
 from __future__ import annotations
 
 import functools
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,17 +24,27 @@ Table = NDArray[np.float32]
 
 
 @functools.cache
-def dynamic(*, signed: bool) -> Table:
-    """The dynamic tree map of bitsandbytes: seven decades, each with twice the values of the last.
+def dynamic_roots() -> Table:
+    """The unsigned dynamic map of bitsandbytes, with `LEAST` in the place of its zero.
 
-    Without a sign its zero is replaced by `LEAST`.
+    Seven decades, each with twice as many values as the one below.
     """
-    values = [0.0 if signed else LEAST, 1.0]
+    return np.asarray([LEAST, *_decades(2), 1.0], np.float32)
+
+
+@functools.cache
+def dynamic_magnitudes() -> Table:
+    """The non-negative half of the signed dynamic map: zero, 127 values, and 1.
+
+    The negative half has no -1.
+    """
+    return np.asarray([0.0, *_decades(1), 1.0], np.float32)
+
+
+def _decades(first: int) -> Iterator[float]:
     for decade in range(7):
-        edges = np.linspace(0.1, 1.0, 2 ** (decade + (0 if signed else 1)) + 1)
-        means = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)
-        values += [*means, *(-means if signed else ())]
-    return np.sort(np.asarray(values)).astype(np.float32)
+        edges = np.linspace(0.1, 1.0, first * 2**decade + 1)
+        yield from (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)
 
 
 @functools.cache
@@ -45,8 +56,52 @@ def e4m3() -> Table:
 
 
 @functools.cache
-def e4m3_without_zero() -> Table:
+def e4m3_roots() -> Table:
     """The same, with half of the smallest in the place of zero."""
     values = e4m3().copy()
     values[0] = values[1] / 2
     return values
+
+
+class Ranks(NamedTuple):
+    """How many edges are at most a number between 0 and 1, found with two look-ups.
+
+    The upper half of a float32's bits names a cell that is so narrow that it holds one edge at
+    most. Neither arithmetic nor a search decides, so the answer is the same in every program.
+
+    Attributes:
+      edges: in ascending order, and an infinity.
+      below: for each cell, how many edges are at most its lower end.
+    """
+
+    edges: Table
+    below: NDArray[np.uint8]
+
+
+FIRST_CELL: Final = int(np.float32(2.0**-24).view(np.uint32) >> 16)
+CELLS: Final = int(np.float32(1).view(np.uint32) >> 16) - FIRST_CELL + 1
+
+
+@functools.cache
+def floors(table: Callable[[], Table]) -> Ranks:
+    """Ranks that are the index of the largest value that is at most a number."""
+    return _ranks(table()[1:])
+
+
+@functools.cache
+def nearests(table: Callable[[], Table], *, squared: bool) -> Ranks:
+    """Ranks that are the index of the nearest value, or of the one with the nearest square."""
+    power = 2 if squared else 1
+    values = table().astype(np.float64) ** power
+    return _ranks((((values[:-1] + values[1:]) / 2) ** (1 / power)).astype(np.float32))
+
+
+def _ranks(edges: Table) -> Ranks:
+    cells = np.arange(FIRST_CELL, FIRST_CELL + CELLS + 1, dtype=np.uint32) << np.uint32(16)
+    ends = cells.view(np.float32)
+    below = np.searchsorted(edges, ends, side="right")
+    inside = np.searchsorted(edges, ends[1:], side="left") - below[:-1]
+    assert inside.max() <= 1, "a cell holds two edges"
+    assert ends[0] <= edges[0], "an edge is below all cells"
+    padded = np.append(edges, np.float32(np.inf))
+    return Ranks(padded, below[:-1].astype(np.uint8))

@@ -16,15 +16,17 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
 from opt_precision import _bits
-from opt_precision._formats import Encoded, Format, decode, encode, is_encoded
+from opt_precision._body import Body, Noise, Part
+from opt_precision._formats import Encoded, Format, decode, is_encoded
 from opt_precision._mirrors import KeyPath, find_mirrors, path_str
 from opt_precision._placement import Place, aligned, find_place, local_origin, without
-from opt_precision._program import WHOLE, Kind, Program, Whole, evaluate
+from opt_precision._program import WHOLE, Kind, Program, Whole
 from opt_precision._stream import Blocks, Operand, Shape, pieces, stream
 from opt_precision._weights import Weights
 from opt_precision.errors import StateError
 
 NEAREST: Final = Weights("nearest")
+_SMALL: Final = 1 << 16  # elements; pieces of leaves that go together are not cut smaller
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,17 +131,24 @@ class _Task(NamedTuple):
     Attributes:
       leaf: the parameter.
       operands: its arrays: the parameter, what is kept besides it, the gradient, the state, and
-        what was computed whole.
+        what was computed whole; one value each.
       numbers: scalars that its equations use.
-      compute: from scalars, where this device's part begins, and what `stream` says.
+      body: the computation.
       unit: the axis and size of blocks that must not be cut apart, if there are any.
+      signature: equal for leaves that can be computed together.
     """
 
     leaf: _Leaf
     operands: list[Operand]
     numbers: list[Any]
-    compute: Callable[..., Any]
+    body: Body
     unit: Blocks | None
+    signature: Any
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.leaf.shape)
 
 
 class Step:
@@ -174,6 +183,7 @@ class Step:
             _Leaf(i, path_str(path), shape, [j for j, own in enumerate(self._owners) if own == i])
             for i, (path, shape) in enumerate(shapes)
         ]
+        self._is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in self._grads)
         self._place = find_place(options.layout, likes)
         self._program = self._trace()
         self._whole = Whole(self._program, self._thunks())
@@ -310,8 +320,8 @@ class Step:
         ]
         leaves: list[Any] = []
         extras: list[Any] = []
-        for leaf, made in zip(self._leaves, found, strict=True):
-            results = iter(made)
+        for leaf in self._leaves:
+            results = iter(found[leaf.index])
             leaves.append(next(results))
             extras.append(None if self._given.extras[leaf.index] is None else next(results))
             for j in leaf.mirrors:
@@ -339,14 +349,34 @@ class Step:
         is_number = {var: var.aval.shape == () != leaf.shape for var in whole}
         arrays = [var for var in whole if not is_number[var]]
         names = [var for var in whole if is_number[var]]
-        operands = [*self._operands(leaf, stored), *(Operand(self._whole(var)) for var in arrays)]
-        body = _Body(self, leaf, stored, equations, outs, arguments, arrays, names)
-        formats = [one.format for one in stored if is_encoded(one) and one.format.block]
+        operands = [
+            *self._operands(leaf, stored),
+            *(Operand([self._whole(var)]) for var in arrays),
+        ]
+        formats = [one.format if is_encoded(one) else None for one in stored]
+        body = Body(
+            equations=equations,
+            outs=outs,
+            arguments=arguments,
+            arrays=arrays,
+            names=names,
+            formats=formats,
+            weights=self._options.weights,
+            has_params=bool(self._params),
+            has_extra=self._given.extras[leaf.index] is not None,
+            is_in_place=self._is_in_place,
+            shape=leaf.shape,
+        )
+        blocked = [form for form in formats if form is not None and form.block]
         unit = None
-        if formats:
-            size = math.lcm(*(form.block for form in formats))
-            unit = Blocks(formats[0].axis, size)
-        return _Task(leaf, operands, [self._whole(var) for var in names], body, unit)
+        if blocked:
+            unit = Blocks(blocked[0].axis, math.lcm(*(form.block for form in blocked)))
+        numbers = [self._whole(var) for var in names]
+        signature: Any = leaf.index
+        if self._is_traced and (unit is not None or self._options.weights.method != "nearest"):
+            types = [(jax.typeof(operand.values[0]), operand.blocks) for operand in operands]
+            signature = (body.signature(program), str(types), self._place.specs[leaf.index:][:1])
+        return _Task(leaf, operands, numbers, body, unit, signature)
 
     def _arguments_of(self, leaf: _Leaf) -> dict[Any, int]:
         """The arguments of the program that have the leaf's elements: -1 its gradient, -2 itself.
@@ -365,218 +395,143 @@ class Step:
         return found
 
     def _operands(self, leaf: _Leaf, stored: Sequence[Any]) -> list[Operand]:
-        """The arrays of a leaf that are there before the step, in the order of `_Body.read`."""
+        """The arrays of a leaf that are there before the step, in the order of `Body`."""
         operands: list[Operand] = []
         grad = self._grads[leaf.index]
         if self._is_in_place:
-            operands.append(Operand(self._params[leaf.index], is_result=True))
+            operands.append(Operand([self._params[leaf.index]], is_result=True))
         else:
             like = self._params[leaf.index] if self._params else grad
             dtype = self._program.jaxpr.outvars[leaf.index].aval.dtype  # type: ignore[attr-defined]
-            operands.append(Operand(jnp.zeros_like(like, dtype=dtype), is_result=True))
+            operands.append(Operand([jnp.zeros_like(like, dtype=dtype)], is_result=True))
             if self._params:
-                operands.append(Operand(self._params[leaf.index]))
+                operands.append(Operand([self._params[leaf.index]]))
         if (extra := self._given.extras[leaf.index]) is not None:
-            operands.append(Operand(extra, is_result=True))
+            operands.append(Operand([extra], is_result=True))
         if grad.shape == leaf.shape:
-            operands.append(Operand(grad))
+            operands.append(Operand([grad]))
         for one in stored:
             if not is_encoded(one):
-                operands.append(Operand(one, is_result=True))
+                operands.append(Operand([one], is_result=True))
                 continue
-            operands.append(Operand(one.codes, is_result=True))
+            operands.append(Operand([one.codes], is_result=True))
             if one.scale is not None:
                 blocks = Blocks(one.format.axis, one.format.block)
-                operands.append(Operand(one.scale, blocks, is_result=True))
+                operands.append(Operand([one.scale], blocks, is_result=True))
         return operands
 
-    def _local(self, tasks: Sequence[_Task]) -> list[list[jax.Array]]:
-        found = []
+    def _batches(self, tasks: Sequence[_Task]) -> list[list[_Task]]:
+        """Leaves that are computed together: of one shape, by the same equations."""
+        alike: dict[Any, list[_Task]] = {}
         for task in tasks:
-            origin = (0,) * len(task.leaf.shape)
-            compute = functools.partial(task.compute, task.numbers, origin, None)
-            limit = math.inf if self._place.is_hidden else self._options.chunk_bytes // 4
-            found.append(_streamed(task, task.leaf.shape, task.operands, compute, limit))
+            alike.setdefault(task.signature, []).append(task)
+        batches: list[list[_Task]] = []
+        for group in alike.values():
+            size = max(1, self._limit // max(1, min(group[0].size, _SMALL)))
+            batches += [group[k : k + size] for k in range(0, len(group), size)]
+        return batches
+
+    @property
+    def _limit(self) -> int:
+        """How many elements of all leaves of a batch make one piece."""
+        return max(1, self._options.chunk_bytes // 4)
+
+    def _noise(self, batch: Sequence[_Task]) -> Noise:
+        """The seeds of what is rounded stochastically, by leaf."""
+        given, options = self._given, self._options
+        params = [f"{task.leaf.path}#param" for task in batch]
+        mirrors = zip(*(task.leaf.mirrors for task in batch), strict=True)
+        fields = [[path_str(self._paths[j]) for j in same] for same in mirrors]
+        weights = _bits.leaf_seeds(options.weights.seed, given.steps[0], params)
+        return Noise(
+            weights, [_bits.leaf_seeds(options.seed, given.steps[1], names) for names in fields]
+        )
+
+    def _local(self, tasks: Sequence[_Task]) -> dict[int, list[jax.Array]]:
+        found: dict[int, list[jax.Array]] = {}
+        for batch in self._batches(tasks):
+            first = batch[0]
+            shape = first.leaf.shape
+            is_cut = not self._place.is_hidden and first.signature != first.leaf.index
+            limit = self._limit // len(batch) if is_cut else first.size
+            at = Part(first.numbers, (0,) * len(shape), None, self._noise(batch))
+            made = _streamed(batch, shape, _columns(batch), at, limit)
+            found |= {task.leaf.index: one for task, one in zip(batch, made, strict=True)}
         return found
 
-    def _sharded(self, tasks: Sequence[_Task]) -> list[list[jax.Array]]:
+    def _sharded(self, tasks: Sequence[_Task]) -> dict[int, list[jax.Array]]:
         """The same on each device's part of every leaf; nothing is sent anywhere."""
-        mesh = self._place.mesh
+        mesh, batches = self._place.mesh, self._batches(tasks)
         specs = [
-            self._spec(
-                task.leaf.index,
-                [
-                    self._stored[j].format
-                    for j in task.leaf.mirrors
-                    if is_encoded(self._stored[j])
-                ],
-            )
-            for task in tasks
+            self._spec(batch[0].leaf.index, [form for form in batch[0].body.formats if form])
+            for batch in batches
         ]
+        noises = [self._noise(batch) for batch in batches]
 
-        def run(arrays: list[list[jax.Array]], numbers: list[list[jax.Array]]) -> Any:
+        def run(arrays: Any, numbers: Any, noises: Any) -> Any:
             found = []
-            for task, spec, values, own in zip(tasks, specs, arrays, numbers, strict=True):
-                shape = tuple(values[0].shape)
-                origin = local_origin(mesh, spec, shape)
+            for batch, spec, columns, own, noise in zip(
+                batches, specs, arrays, numbers, noises, strict=True
+            ):
+                shape = tuple(columns[0][0].shape)
                 operands = [
-                    operand._replace(value=value)
-                    for operand, value in zip(task.operands, values, strict=True)
+                    operand._replace(values=column)
+                    for operand, column in zip(batch[0].operands, columns, strict=True)
                 ]
-                compute = functools.partial(task.compute, own, origin, shape)
-                limit = self._options.chunk_bytes // 4
-                found.append(_streamed(task, shape, operands, compute, limit))
+                at = Part(own, local_origin(mesh, spec, shape), shape, noise)
+                found.append(_streamed(batch, shape, operands, at, self._limit // len(batch)))
             return found
 
         arrays = [
-            [_resharded(operand.value, self._place, spec) for operand in task.operands]
-            for task, spec in zip(tasks, specs, strict=True)
+            [
+                [_resharded(value, self._place, spec) for value in operand.values]
+                for operand in _columns(batch)
+            ]
+            for batch, spec in zip(batches, specs, strict=True)
         ]
+        numbers = [batch[0].numbers for batch in batches]
         in_specs = (
-            [[spec] * len(task.operands) for task, spec in zip(tasks, specs, strict=True)],
-            [[PartitionSpec()] * len(task.numbers) for task in tasks],
+            [
+                [[spec] * len(batch) for _ in batch[0].operands]
+                for batch, spec in zip(batches, specs, strict=True)
+            ],
+            PartitionSpec(),
+            PartitionSpec(),
         )
         out_specs = [
-            [spec] * sum(operand.is_result for operand in task.operands)
-            for task, spec in zip(tasks, specs, strict=True)
+            [[spec] * sum(operand.is_result for operand in task.operands) for task in batch]
+            for batch, spec in zip(batches, specs, strict=True)
         ]
-        found: list[list[jax.Array]] = _mapped(run, mesh, in_specs, out_specs)(
-            arrays, [task.numbers for task in tasks]
-        )
-        for task, spec, made in zip(tasks, specs, found, strict=True):
-            if spec != self._place.specs[task.leaf.index]:
-                results = [operand.value for operand in task.operands if operand.is_result]
-                made[:] = [_back(new, old, self._place) for new, old in zip(made, results, strict=True)]
+        made = _mapped(run, mesh, in_specs, out_specs)(arrays, numbers, noises)
+        found: dict[int, list[jax.Array]] = {}
+        for batch, leaves in zip(batches, made, strict=True):
+            for task, results in zip(batch, leaves, strict=True):
+                old = [operand.values[0] for operand in task.operands if operand.is_result]
+                found[task.leaf.index] = [
+                    _back(new, before) for new, before in zip(results, old, strict=True)
+                ]
         return found
 
 
-class _Body:
-    """The computation of one leaf, or of a piece of it."""
-
-    def __init__(
-        self,
-        step: Step,
-        leaf: _Leaf,
-        stored: Sequence[Any],
-        equations: Sequence[Any],
-        outs: Sequence[Any],
-        arguments: Mapping[Any, int],
-        arrays: Sequence[Any],
-        names: Sequence[Any],
-    ) -> None:
-        self._step, self._leaf, self._stored = step, leaf, stored
-        self._equations, self._outs, self._arguments = equations, outs, arguments
-        self._arrays, self._names = arrays, names
-
-    def __call__(
-        self,
-        numbers: Sequence[Any],
-        device_origin: Sequence[Any],
-        local: Shape | None,
-        shape: Shape | None,
-        origin: Sequence[Any],
-        values: Sequence[jax.Array],
-    ) -> list[jax.Array]:
-        options, given = self._step._options, self._step._given
-        read = iter(values)
-        buffer = next(read)
-        param = buffer if self._step._is_in_place else next(read) if self._step._params else None
-        extra = None if given.extras[self._leaf.index] is None else next(read)
-        has_grad = -1 in self._arguments.values()
-        grad = next(read) if has_grad else None
-        pairs = [self._pair(one, read) for one in self._stored]
-        known: dict[Any, Any] = dict(zip(self._arrays, read, strict=True))
-        known |= zip(self._names, numbers, strict=True)
-        for var, place in self._arguments.items():
-            if place >= 0:
-                known[var] = self._decoded(place, pairs[place])
-            elif place == -1:
-                known[var] = _bits.widen(grad)  # type: ignore[arg-type]
-            elif param is not None:
-                known[var] = options.weights.value(param, extra)
-        piece = shape or local
-        for eqn in self._equations:
-            made = evaluate(eqn, [_look(known, atom) for atom in eqn.invars], piece)
-            known.update(zip(eqn.outvars, made, strict=True))
-        update, *states = (_look(known, out) for out in self._outs)
-        at = tuple(first + more for first, more in zip(device_origin, origin, strict=True))
-        index = functools.cache(functools.partial(self._index, tuple(buffer.shape), at))
-        results = self._placed(param, extra, update, index, buffer)
-        for one, pair, j, new in zip(
-            self._stored, pairs, self._leaf.mirrors, states, strict=True
-        ):
-            results += self._encoded(one, pair, j, new, index)
-        return results
-
-    @staticmethod
-    def _pair(one: Any, read: Any) -> tuple[jax.Array, jax.Array | None]:
-        codes = next(read)
-        return codes, next(read) if is_encoded(one) and one.scale is not None else None
-
-    def _decoded(self, place: int, pair: tuple[jax.Array, jax.Array | None]) -> jax.Array:
-        one = self._stored[place]
-        return decode(one.format, *pair) if is_encoded(one) else pair[0]
-
-    def _index(self, shape: Shape, origin: tuple[Any, ...]) -> jax.Array:
-        whole = self._leaf.shape
-        strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
-        return _bits.global_index(shape, origin, strides)
-
-    def _placed(
-        self,
-        param: jax.Array | None,
-        extra: jax.Array | None,
-        update: jax.Array,
-        index: Callable[[], jax.Array],
-        buffer: jax.Array,
-    ) -> list[jax.Array]:
-        """The new parameter, or the update that makes it, and what is kept besides it."""
-        options, given = self._step._options, self._step._given
-        weights = options.weights
-        if param is None or (not self._step._is_in_place and weights.method == "nearest"):
-            return [update.astype(buffer.dtype)]
-        noise = None
-        if weights.method == "stochastic" and weights.is_met_by(param.dtype):
-            seed = _bits.leaf_seed(weights.seed, given.steps[0], f"{self._leaf.path}#param")
-            noise = _bits.noise_at(seed, index())
-        new, kept = weights.place(param, extra, update, noise)
-        if not self._step._is_in_place:
-            if weights.is_met_by(param.dtype):
-                update = _bits.widen(new) - _bits.widen(param)
-            new = update.astype(buffer.dtype)
-        return [new] if kept is None else [new, kept]
-
-    def _encoded(
-        self,
-        one: Any,
-        pair: tuple[jax.Array, jax.Array | None],
-        j: int,
-        new: jax.Array,
-        index: Callable[[], jax.Array],
-    ) -> list[jax.Array]:
-        """A leaf of the state as it is stored."""
-        if not is_encoded(one):
-            return [new.astype(pair[0].dtype)]
-        noise = None
-        if one.format.stochastic:
-            name = path_str(self._step._paths[j])
-            seed = _bits.leaf_seed(self._step._options.seed, self._step._given.steps[1], name)
-            noise = _bits.noise_at(seed, index())
-        codes, scale = encode(one.format, new, noise)
-        return [codes] if scale is None else [codes, scale]
+def _columns(batch: Sequence[_Task]) -> list[Operand]:
+    """The operands of several leaves, as operands of all of them."""
+    return [
+        operand._replace(values=[task.operands[k].values[0] for task in batch])
+        for k, operand in enumerate(batch[0].operands)
+    ]
 
 
 def _streamed(
-    task: _Task,
-    shape: Shape,
-    operands: Sequence[Operand],
-    compute: Callable[..., Any],
-    limit: float,
-) -> list[jax.Array]:
-    units = {} if task.unit is None else {task.unit.axis: task.unit.size}
+    batch: Sequence[_Task], shape: Shape, operands: Sequence[Operand], at: Part, limit: int
+) -> list[list[jax.Array]]:
+    """The results of each leaf of a batch."""
+    unit = batch[0].unit
+    units = {} if unit is None else {unit.axis: unit.size}
     whole = math.prod(shape)
-    grids = pieces(shape, whole if limit >= whole else max(1, int(limit)), units)
-    return stream(shape, operands, compute, grids)
+    grids = pieces(shape, whole if limit >= whole else max(1, limit), units)
+    compute = functools.partial(batch[0].body, at, len(batch))
+    made = stream(shape, operands, compute, grids)
+    return [[results[k] for results in made] for k in range(len(batch))]
 
 
 def _array(leaf: Any) -> Any:
@@ -585,10 +540,6 @@ def _array(leaf: Any) -> Any:
 
 def _identity(value: Any) -> Any:
     return value
-
-
-def _look(known: Mapping[Any, Any], atom: Any) -> Any:
-    return atom.val if isinstance(atom, Literal) else known[atom]
 
 
 def _as_before(old: Any, new: Any) -> Any:
@@ -629,8 +580,10 @@ def _resharded(array: jax.Array, place: Place, spec: PartitionSpec) -> jax.Array
     return jax.sharding.reshard(array, spec)
 
 
-def _back(new: jax.Array, old: jax.Array, place: Place) -> jax.Array:
+def _back(new: jax.Array, old: jax.Array) -> jax.Array:
+    """A result where its source was, if types say where that is."""
     sharding = jax.typeof(old).sharding
-    if sharding.mesh.empty or not sharding.mesh.explicit_axes:
+    is_same = jax.typeof(new).sharding == sharding
+    if sharding.mesh.empty or not sharding.mesh.explicit_axes or is_same:
         return new
     return jax.sharding.reshard(new, sharding.spec)

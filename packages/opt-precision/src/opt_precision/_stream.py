@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 Origin: TypeAlias = tuple[Any, ...]
@@ -26,15 +27,15 @@ class Blocks(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """An array that goes with a leaf.
+    """One array of each leaf of a batch.
 
     Attributes:
-      value: the array; of the leaf's shape, or with an element per block.
-      blocks: `None` for one of the leaf's shape.
+      values: an array per leaf; of the leaf's shape, or with an element per block.
+      blocks: `None` for arrays of the leaf's shape.
       is_result: whether the piece that was computed takes the place of the one that was read.
     """
 
-    value: jax.Array
+    values: list[jax.Array]
     blocks: Blocks | None = None
     is_result: bool = False
 
@@ -113,48 +114,73 @@ def _grids(shape: Shape, piece: Shape, axis: int) -> list[Grid]:
 
 def stream(
     shape: Shape, operands: Sequence[Operand], compute: Compute, grids: Sequence[Grid]
-) -> list[jax.Array]:
-    """Computes the results of a leaf piece by piece, each in the place of what it is made of.
+) -> list[list[jax.Array]]:
+    """Computes the results of a batch of leaves piece by piece, each in the place of its source.
+
+    Leaves of one shape go together: the pieces of all are stacked, so that there is one computation
+    to compile, however many layers a model has.
 
     Args:
-      shape: of the leaf, as far as this device has it.
+      shape: of the leaves, as far as this device has them.
       operands: the arrays; those that are results are replaced.
-      compute: from the shape of a piece (`None` for the whole leaf), where it begins and the
-        pieces of all operands to those of the results, in order.
+      compute: from the shape of a piece (`None` for whole leaves), where it begins and the pieces
+        of all operands to those of the results, in order; of several leaves each has an axis in
+        front.
       grids: the pieces.
 
     Returns:
-      The results, in the order of the operands that they replace.
+      The results in the order of the operands that they replace, an array per leaf.
     """
-    results = [operand.value for operand in operands if operand.is_result]
+    slots = [operand for operand in operands if operand.is_result]
+    results = [list(operand.values) for operand in slots]
     for grid in grids:
         if grid.piece == shape:
-            return list(compute(None, grid.origin, [operand.value for operand in operands]))
+            made = compute(None, grid.origin, [_stacked(operand.values) for operand in operands])
+            return [_unstacked(one, len(old)) for one, old in zip(made, results, strict=True)]
         results = _run(grid, operands, results, compute)
     return results
 
 
+def _stacked(values: Sequence[jax.Array]) -> jax.Array:
+    return values[0] if len(values) == 1 else jnp.stack(values)
+
+
+def _unstacked(value: jax.Array, number: int) -> list[jax.Array]:
+    return [value] if number == 1 else [value[k] for k in range(number)]
+
+
 def _run(
-    grid: Grid, operands: Sequence[Operand], results: list[jax.Array], compute: Compute
-) -> list[jax.Array]:
+    grid: Grid,
+    operands: Sequence[Operand],
+    results: list[list[jax.Array]],
+    compute: Compute,
+) -> list[list[jax.Array]]:
     slots = [operand for operand in operands if operand.is_result]
 
-    def body(index: Any, carry: list[jax.Array]) -> list[jax.Array]:
+    def body(index: Any, carry: list[list[jax.Array]]) -> list[list[jax.Array]]:
         origin = _origin(grid, index)
         held = iter(carry)
         read = [
-            _cut(next(held) if operand.is_result else operand.value, operand.blocks, grid, origin)
+            _stacked(
+                [
+                    _cut(value, operand.blocks, grid, origin)
+                    for value in (next(held) if operand.is_result else operand.values)
+                ]
+            )
             for operand in operands
         ]
         made = compute(grid.piece, origin, read)
         return [
-            lax.dynamic_update_slice(whole, piece, _starts(operand.blocks, origin))
+            [
+                lax.dynamic_update_slice(old, new, _starts(operand.blocks, origin))
+                for old, new in zip(whole, _unstacked(piece, len(whole)), strict=True)
+            ]
             for whole, piece, operand in zip(carry, made, slots, strict=True)
         ]
 
     if grid.number == 1:
         return body(0, results)
-    looped: list[jax.Array] = lax.fori_loop(0, grid.number, body, results)
+    looped: list[list[jax.Array]] = lax.fori_loop(0, grid.number, body, results)
     return looped
 
 
