@@ -93,22 +93,31 @@ def _mix(h: jax.Array) -> jax.Array:
     return h ^ (h >> 16)
 
 
-def leaf_seeds(seed: int, step: jax.Array, names: Sequence[str]) -> jax.Array:
-    """What tells the noise of each leaf in one step from all other noise; uint32.
+def step_seed(seed: int, step: jax.Array) -> jax.Array:
+    """What tells the noise of one step from that of others; a scalar."""
+    salted = _mix(jnp.uint32(seed % 2**32) + _GOLDEN)
+    return _mix(salted ^ jnp.asarray(step).astype(jnp.uint32) * _GOLDEN)
+
+
+def leaf_seed(seed: jax.Array, name: str, zero: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What tells the noise of one leaf from that of others in the same step.
 
     Args:
-      seed: the user's.
-      step: how often the leaves were updated; a scalar.
-      names: the path of each leaf, and what of it is rounded.
+      seed: of the step.
+      name: the path of the leaf, and what of it is rounded.
+      zero: an int32 that is 0, which the compiler must not know: the digest of the name is then
+        data, and programs of leaves that differ in nothing else are compiled once.
+
+    Returns:
+      Two scalars.
     """
-    salted = _mix(jnp.uint32(seed % 2**32) + _GOLDEN)
-    by_step = _mix(salted ^ jnp.asarray(step).astype(jnp.uint32) * _GOLDEN)
-    return _mix(by_step ^ np.asarray([zlib.crc32(name.encode()) for name in names], np.uint32))
+    digest = zlib.crc32(name.encode())
+    return seed, jnp.asarray([digest, digest ^ 1], jnp.uint32).at[zero].get(mode="promise_in_bounds")
 
 
-def noise_at(seed: jax.Array, index: jax.Array) -> jax.Array:
+def noise_at(seed: tuple[jax.Array, jax.Array], index: jax.Array) -> jax.Array:
     """32 random bits for each element, by its index in the whole array and by nothing else."""
-    return _mix((index * _GOLDEN) ^ seed)
+    return _mix((index * _GOLDEN) ^ _mix(seed[0] ^ seed[1]))
 
 
 def global_index(shape: tuple[int, ...], origin: Sequence[Any], strides: Sequence[int]) -> jax.Array:

@@ -1,44 +1,45 @@
-"""The computation of one leaf, or of a batch of leaves that are alike, or of a piece of them."""
+"""The computation of one leaf, or of a piece of it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.extend.core import JaxprEqn, Literal
 
 from opt_precision import _bits
 from opt_precision._formats import Format, decode, encode
-from opt_precision._program import Program, evaluate
+from opt_precision._program import evaluate
 from opt_precision._stream import Shape
 from opt_precision._weights import Weights
 
+Seed: TypeAlias = tuple[jax.Array, jax.Array]
 GRADIENT = -1
 PARAMETER = -2
 
 
 class Noise(NamedTuple):
-    """Seeds, one per leaf of a batch.
+    """Seeds, one per array that is rounded.
 
     Attributes:
-      weights: for the parameters.
-      fields: for each leaf of the state that mirrors them.
+      weights: for the parameter.
+      fields: for each leaf of the state that mirrors it.
     """
 
-    weights: jax.Array
-    fields: list[jax.Array]
+    weights: Seed
+    fields: list[Seed]
 
 
 class Part(NamedTuple):
-    """What of a batch this device has.
+    """What of a leaf this device has.
 
     Attributes:
       numbers: scalars that the equations use.
-      origin: where the device's part of a leaf begins.
+      origin: where the device's part begins.
       shape: of the part; `None` where it is the whole leaf, on one device.
       noise: the seeds.
     """
@@ -80,69 +81,53 @@ class Body:
     shape: Shape
 
     def __call__(
-        self, at: Part, number: int, shape: Shape | None, origin: Sequence[Any], values: Any
+        self, part: Part, shape: Shape | None, origin: Sequence[Any], values: Any
     ) -> list[jax.Array]:
         """Computes a piece.
 
         Args:
-          at: the device's part.
-          number: of leaves; several have an axis in front.
-          shape: of the piece of each; `None` for all of the part.
+          part: the device's part of the leaf.
+          shape: of the piece; `None` for all of the part.
           origin: where it begins in the part.
           values: the pieces of the operands, in the order of `Step`.
         """
-        shift = int(number > 1)
-        formats = [
-            form and dataclasses.replace(form, axis=form.axis + shift) for form in self.formats
-        ]
         read = iter(values)
         buffer = next(read)
         param = buffer if self.is_in_place else next(read) if self.has_params else None
         extra = next(read) if self.has_extra else None
-        known: dict[Any, Any] = dict(zip(self.names, at.numbers, strict=True))
+        known: dict[Any, Any] = dict(zip(self.names, part.numbers, strict=True))
         places = {place: var for var, place in self.arguments.items()}
         if GRADIENT in places:
             known[places[GRADIENT]] = _bits.widen(next(read))
         if PARAMETER in places and param is not None:
             known[places[PARAMETER]] = self.weights.value(param, extra)
         dtypes = []
-        for place, form in enumerate(formats):
+        for place, form in enumerate(self.formats):
             codes = next(read)
             dtypes.append(codes.dtype)
             if form is not None:
                 codes = decode(form, codes, next(read) if form.block else None)
             known[places[place]] = codes
         known |= zip(self.arrays, read, strict=True)
-        piece = buffer.shape if shift else shape or at.shape
         for eqn in self.equations:
-            made = evaluate(eqn, [_look(known, atom) for atom in eqn.invars], piece)
+            made = evaluate(eqn, [_look(known, atom) for atom in eqn.invars], shape or part.shape)
             known.update(zip(eqn.outvars, made, strict=True))
         update, *states = (_look(known, out) for out in self.outs)
-        begin = tuple(first + more for first, more in zip(at.origin, origin, strict=True))
-        noise = functools.partial(
-            self._noise, functools.cache(lambda: self._index(buffer.shape[shift:], begin)), shift
-        )
-        results = self._placed(param, extra, update, noise(at.noise.weights), buffer)
-        for form, dtype, new, seeds in zip(formats, dtypes, states, at.noise.fields, strict=True):
-            results += _stored(form, dtype, new, noise(seeds))
+        begin = tuple(first + more for first, more in zip(part.origin, origin, strict=True))
+        index = functools.cache(lambda: self._index(buffer.shape, begin))
+
+        def noise(seed: Seed) -> Callable[[], jax.Array]:
+            return lambda: _bits.noise_at(seed, index())
+
+        results = self._placed(param, extra, update, noise(part.noise.weights), buffer)
+        rows = zip(self.formats, dtypes, states, part.noise.fields, strict=True)
+        for form, dtype, new, seed in rows:
+            results += _stored(form, dtype, new, noise(seed))
         return results
 
     def _index(self, shape: Shape, origin: tuple[Any, ...]) -> jax.Array:
         strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         return _bits.global_index(shape, origin, strides)
-
-    def _noise(
-        self, index: Callable[[], jax.Array], shift: int, seeds: jax.Array
-    ) -> Callable[[], jax.Array]:
-        """What makes the noise of each element, when it is asked for."""
-
-        def make() -> jax.Array:
-            where = index()
-            if not shift:
-                return _bits.noise_at(seeds[0], where)
-            return _bits.noise_at(seeds.reshape(-1, *[1] * where.ndim), where[None])
-
-        return make
 
     def _placed(
         self,
@@ -164,26 +149,6 @@ class Body:
                 update = _bits.widen(new) - _bits.widen(param)
             new = update.astype(buffer.dtype)
         return [new] if kept is None else [new, kept]
-
-    def signature(self, program: Program) -> Any:
-        """Equal for leaves that the same computation serves."""
-        numbers: dict[Any, Any] = {}
-        for var, place in self.arguments.items():
-            numbers[var] = ("argument", place)
-        for k, var in enumerate(self.arrays):
-            numbers[var] = ("array", k)
-        for var in self.names:
-            numbers[var] = ("number", program.canonical(var))
-        lines = []
-        for k, eqn in enumerate(self.equations):
-            lines.append((program.operation(eqn), *_keys(eqn.invars, numbers)))
-            numbers.update((var, (k, out)) for out, var in enumerate(eqn.outvars))
-        return tuple(lines), tuple(_keys(self.outs, numbers)), tuple(self.formats), self.shape
-
-
-def _keys(atoms: Sequence[Any], numbers: Mapping[Any, Any]) -> Iterator[Any]:
-    for atom in atoms:
-        yield str(atom) if isinstance(atom, Literal) else numbers[atom]
 
 
 def _stored(

@@ -60,8 +60,6 @@ class Program:
         self.jaxpr: Jaxpr = closed.jaxpr
         self.consts = closed.consts
         self.made_by: dict[Var, JaxprEqn] = {}
-        self._canonical: dict[Any, Any] = {}
-        self._same: dict[Any, Any] = {}
         self._kinds: dict[Var, Kind] = dict(zip(self.jaxpr.invars, kinds, strict=True))
         self._kinds |= dict.fromkeys(self.jaxpr.constvars, WHOLE)
         for eqn in self.jaxpr.eqns:
@@ -90,36 +88,6 @@ class Program:
             needed.add(id(eqn))
             stack += [atom for atom in eqn.invars if not isinstance(atom, Literal)]
         return [eqn for eqn in self.jaxpr.eqns if id(eqn) in needed], list(starts)
-
-    def operation(self, eqn: JaxprEqn) -> Any:
-        """What an equation does, whatever it does it to."""
-        params = {key: value for key, value in eqn.params.items() if key != "shape"}
-        return eqn.primitive.name, str(params)
-
-    def canonical(self, var: Any) -> Any:
-        """The first of the variables that are computed in the same way from the same values."""
-        if var in self._canonical or (eqn := self.made_by.get(var)) is None:
-            return self._canonical.setdefault(var, var)
-        order = [var]
-        while order:
-            top = order[-1]
-            eqn = self.made_by.get(top)
-            inputs = [] if eqn is None else [x for x in eqn.invars if not isinstance(x, Literal)]
-            missing = [x for x in inputs if x not in self._canonical]
-            if missing:
-                order += missing
-                continue
-            order.pop()
-            if eqn is None or eqn.effects:
-                self._canonical.setdefault(top, top)
-                continue
-            keys = tuple(
-                str(x) if isinstance(x, Literal) else self._canonical[x] for x in eqn.invars
-            )
-            for out, made in enumerate(eqn.outvars):
-                key = (self.operation(eqn), made.aval, keys, out)
-                self._canonical[made] = self._same.setdefault(key, made)
-        return self._canonical[var]
 
     def constant(self, atom: Any) -> float | None:
         """The number in all elements of an output, where that does not depend on arguments."""

@@ -21,12 +21,11 @@ from opt_precision._formats import Encoded, Format, decode, is_encoded
 from opt_precision._mirrors import KeyPath, find_mirrors, path_str
 from opt_precision._placement import Place, aligned, find_place, local_origin, without
 from opt_precision._program import WHOLE, Kind, Program, Whole
-from opt_precision._stream import Blocks, Operand, Shape, pieces, stream
+from opt_precision._stream import Blocks, Operand, Shape, Work, stream
 from opt_precision._weights import Weights
 from opt_precision.errors import StateError
 
 NEAREST: Final = Weights("nearest")
-_SMALL: Final = 1 << 16  # elements; pieces of leaves that go together are not cut smaller
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,11 +130,11 @@ class _Task(NamedTuple):
     Attributes:
       leaf: the parameter.
       operands: its arrays: the parameter, what is kept besides it, the gradient, the state, and
-        what was computed whole; one value each.
+        what was computed whole.
       numbers: scalars that its equations use.
       body: the computation.
       unit: the axis and size of blocks that must not be cut apart, if there are any.
-      signature: equal for leaves that can be computed together.
+      is_cut: whether it is worth while to compute it piece by piece.
     """
 
     leaf: _Leaf
@@ -143,12 +142,7 @@ class _Task(NamedTuple):
     numbers: list[Any]
     body: Body
     unit: Blocks | None
-    signature: Any
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.leaf.shape)
+    is_cut: bool
 
 
 class Step:
@@ -351,7 +345,7 @@ class Step:
         names = [var for var in whole if is_number[var]]
         operands = [
             *self._operands(leaf, stored),
-            *(Operand([self._whole(var)]) for var in arrays),
+            *(Operand(self._whole(var)) for var in arrays),
         ]
         formats = [one.format if is_encoded(one) else None for one in stored]
         body = Body(
@@ -372,11 +366,9 @@ class Step:
         if blocked:
             unit = Blocks(blocked[0].axis, math.lcm(*(form.block for form in blocked)))
         numbers = [self._whole(var) for var in names]
-        signature: Any = leaf.index
-        if self._is_traced and (unit is not None or self._options.weights.method != "nearest"):
-            types = [(jax.typeof(operand.values[0]), operand.blocks) for operand in operands]
-            signature = (body.signature(program), str(types), self._place.specs[leaf.index:][:1])
-        return _Task(leaf, operands, numbers, body, unit, signature)
+        # Without codes the compiler needs no temporaries, and eager calls keep theirs anyway.
+        is_cut = self._is_traced and (unit is not None or self._options.weights.method != "nearest")
+        return _Task(leaf, operands, numbers, body, unit, is_cut)
 
     def _arguments_of(self, leaf: _Leaf) -> dict[Any, int]:
         """The arguments of the program that have the leaf's elements: -1 its gradient, -2 itself.
@@ -399,139 +391,118 @@ class Step:
         operands: list[Operand] = []
         grad = self._grads[leaf.index]
         if self._is_in_place:
-            operands.append(Operand([self._params[leaf.index]], is_result=True))
+            operands.append(Operand(self._params[leaf.index], is_result=True))
         else:
             like = self._params[leaf.index] if self._params else grad
             dtype = self._program.jaxpr.outvars[leaf.index].aval.dtype  # type: ignore[attr-defined]
-            operands.append(Operand([jnp.zeros_like(like, dtype=dtype)], is_result=True))
+            operands.append(Operand(jnp.zeros_like(like, dtype=dtype), is_result=True))
             if self._params:
-                operands.append(Operand([self._params[leaf.index]]))
+                operands.append(Operand(self._params[leaf.index]))
         if (extra := self._given.extras[leaf.index]) is not None:
-            operands.append(Operand([extra], is_result=True))
+            operands.append(Operand(extra, is_result=True))
         if grad.shape == leaf.shape:
-            operands.append(Operand([grad]))
+            operands.append(Operand(grad))
         for one in stored:
             if not is_encoded(one):
-                operands.append(Operand([one], is_result=True))
+                operands.append(Operand(one, is_result=True))
                 continue
-            operands.append(Operand([one.codes], is_result=True))
+            operands.append(Operand(one.codes, is_result=True))
             if one.scale is not None:
                 blocks = Blocks(one.format.axis, one.format.block)
-                operands.append(Operand([one.scale], blocks, is_result=True))
+                operands.append(Operand(one.scale, blocks, is_result=True))
         return operands
-
-    def _batches(self, tasks: Sequence[_Task]) -> list[list[_Task]]:
-        """Leaves that are computed together: of one shape, by the same equations."""
-        alike: dict[Any, list[_Task]] = {}
-        for task in tasks:
-            alike.setdefault(task.signature, []).append(task)
-        batches: list[list[_Task]] = []
-        for group in alike.values():
-            size = max(1, self._limit // max(1, min(group[0].size, _SMALL)))
-            batches += [group[k : k + size] for k in range(0, len(group), size)]
-        return batches
 
     @property
     def _limit(self) -> int:
-        """How many elements of all leaves of a batch make one piece."""
+        """How many elements make one piece."""
         return max(1, self._options.chunk_bytes // 4)
 
-    def _noise(self, batch: Sequence[_Task]) -> Noise:
-        """The seeds of what is rounded stochastically, by leaf."""
+    def _noises(self, tasks: Sequence[_Task]) -> list[Noise]:
+        """The seeds of what is rounded stochastically."""
         given, options = self._given, self._options
-        params = [f"{task.leaf.path}#param" for task in batch]
-        mirrors = zip(*(task.leaf.mirrors for task in batch), strict=True)
-        fields = [[path_str(self._paths[j]) for j in same] for same in mirrors]
-        weights = _bits.leaf_seeds(options.weights.seed, given.steps[0], params)
-        return Noise(
-            weights, [_bits.leaf_seeds(options.seed, given.steps[1], names) for names in fields]
-        )
-
-    def _local(self, tasks: Sequence[_Task]) -> dict[int, list[jax.Array]]:
-        found: dict[int, list[jax.Array]] = {}
-        for batch in self._batches(tasks):
-            first = batch[0]
-            shape = first.leaf.shape
-            is_cut = not self._place.is_hidden and first.signature != first.leaf.index
-            limit = self._limit // len(batch) if is_cut else first.size
-            at = Part(first.numbers, (0,) * len(shape), None, self._noise(batch))
-            made = _streamed(batch, shape, _columns(batch), at, limit)
-            found |= {task.leaf.index: one for task, one in zip(batch, made, strict=True)}
-        return found
-
-    def _sharded(self, tasks: Sequence[_Task]) -> dict[int, list[jax.Array]]:
-        """The same on each device's part of every leaf; nothing is sent anywhere."""
-        mesh, batches = self._place.mesh, self._batches(tasks)
-        specs = [
-            self._spec(batch[0].leaf.index, [form for form in batch[0].body.formats if form])
-            for batch in batches
+        weights = _bits.step_seed(options.weights.seed, given.steps[0])
+        fields = _bits.step_seed(options.seed, given.steps[1])
+        zero = self._zero
+        return [
+            Noise(
+                _bits.leaf_seed(weights, f"{task.leaf.path}#param", zero),
+                [_bits.leaf_seed(fields, path_str(self._paths[j]), zero) for j in task.leaf.mirrors],
+            )
+            for task in tasks
         ]
-        noises = [self._noise(batch) for batch in batches]
 
-        def run(arrays: Any, numbers: Any, noises: Any) -> Any:
-            found = []
-            for batch, spec, columns, own, noise in zip(
-                batches, specs, arrays, numbers, noises, strict=True
-            ):
-                shape = tuple(columns[0][0].shape)
+    @property
+    def _zero(self) -> jax.Array:
+        """A zero that the compiler does not know to be one."""
+        step = self._given.steps[1] if isinstance(self._given.steps[1], jax.Array) else None
+        step = self._given.steps[0] if step is None else step
+        return jnp.minimum(jnp.asarray(step, jnp.int32), 0)
+
+    def _local(self, tasks: Sequence[_Task]) -> list[list[jax.Array]]:
+        works = []
+        for task, noise in zip(tasks, self._noises(tasks), strict=True):
+            shape = task.leaf.shape
+            part = Part(task.numbers, (0,) * len(shape), None, noise)
+            is_cut = task.is_cut and not self._place.is_hidden
+            works.append(_work(task, shape, task.operands, part, is_cut))
+        return stream(works, self._limit, self._zero)
+
+    def _sharded(self, tasks: Sequence[_Task]) -> list[list[jax.Array]]:
+        """The same on each device's part of every leaf; nothing is sent anywhere."""
+        mesh = self._place.mesh
+        specs = [
+            self._spec(task.leaf.index, [form for form in task.body.formats if form])
+            for task in tasks
+        ]
+
+        def run(arrays: Any, numbers: Any, noises: Any, zero: jax.Array) -> Any:
+            works = []
+            rows = zip(tasks, specs, arrays, numbers, noises, strict=True)
+            for task, spec, values, own, noise in rows:
+                shape = tuple(values[0].shape)
                 operands = [
-                    operand._replace(values=column)
-                    for operand, column in zip(batch[0].operands, columns, strict=True)
+                    operand._replace(value=value)
+                    for operand, value in zip(task.operands, values, strict=True)
                 ]
-                at = Part(own, local_origin(mesh, spec, shape), shape, noise)
-                found.append(_streamed(batch, shape, operands, at, self._limit // len(batch)))
-            return found
+                part = Part(own, local_origin(mesh, spec, shape), shape, noise)
+                works.append(_work(task, shape, operands, part, task.is_cut))
+            return stream(works, self._limit, zero)
 
         arrays = [
-            [
-                [_resharded(value, self._place, spec) for value in operand.values]
-                for operand in _columns(batch)
-            ]
-            for batch, spec in zip(batches, specs, strict=True)
+            [_resharded(operand.value, self._place, spec) for operand in task.operands]
+            for task, spec in zip(tasks, specs, strict=True)
         ]
-        numbers = [batch[0].numbers for batch in batches]
+        numbers = [task.numbers for task in tasks]
+        whole = PartitionSpec()
         in_specs = (
-            [
-                [[spec] * len(batch) for _ in batch[0].operands]
-                for batch, spec in zip(batches, specs, strict=True)
-            ],
-            PartitionSpec(),
-            PartitionSpec(),
+            [[spec] * len(task.operands) for task, spec in zip(tasks, specs, strict=True)],
+            *(whole, whole, whole),
         )
         out_specs = [
-            [[spec] * sum(operand.is_result for operand in task.operands) for task in batch]
-            for batch, spec in zip(batches, specs, strict=True)
+            [spec] * sum(operand.is_result for operand in task.operands)
+            for task, spec in zip(tasks, specs, strict=True)
         ]
-        made = _mapped(run, mesh, in_specs, out_specs)(arrays, numbers, noises)
-        found: dict[int, list[jax.Array]] = {}
-        for batch, leaves in zip(batches, made, strict=True):
-            for task, results in zip(batch, leaves, strict=True):
-                old = [operand.values[0] for operand in task.operands if operand.is_result]
-                found[task.leaf.index] = [
-                    _back(new, before) for new, before in zip(results, old, strict=True)
-                ]
-        return found
+        found = _mapped(run, mesh, in_specs, out_specs)(
+            arrays, numbers, self._noises(tasks), self._zero
+        )
+        return [
+            [
+                _back(new, old)
+                for new, old in zip(
+                    made,
+                    [operand.value for operand in task.operands if operand.is_result],
+                    strict=True,
+                )
+            ]
+            for task, made in zip(tasks, found, strict=True)
+        ]
 
 
-def _columns(batch: Sequence[_Task]) -> list[Operand]:
-    """The operands of several leaves, as operands of all of them."""
-    return [
-        operand._replace(values=[task.operands[k].values[0] for task in batch])
-        for k, operand in enumerate(batch[0].operands)
-    ]
-
-
-def _streamed(
-    batch: Sequence[_Task], shape: Shape, operands: Sequence[Operand], at: Part, limit: int
-) -> list[list[jax.Array]]:
-    """The results of each leaf of a batch."""
-    unit = batch[0].unit
-    units = {} if unit is None else {unit.axis: unit.size}
-    whole = math.prod(shape)
-    grids = pieces(shape, whole if limit >= whole else max(1, limit), units)
-    compute = functools.partial(batch[0].body, at, len(batch))
-    made = stream(shape, operands, compute, grids)
-    return [[results[k] for results in made] for k in range(len(batch))]
+def _work(
+    task: _Task, shape: Shape, operands: Sequence[Operand], part: Part, is_cut: bool
+) -> Work:
+    units = {} if task.unit is None else {task.unit.axis: task.unit.size}
+    return Work(shape, operands, functools.partial(task.body, part), units, is_cut)
 
 
 def _array(leaf: Any) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 Origin: TypeAlias = tuple[Any, ...]
@@ -27,20 +27,49 @@ class Blocks(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """One array of each leaf of a batch.
+    """An array that goes with a leaf.
 
     Attributes:
-      values: an array per leaf; of the leaf's shape, or with an element per block.
-      blocks: `None` for arrays of the leaf's shape.
+      value: the array; of the leaf's shape, or with an element per block.
+      blocks: `None` for one of the leaf's shape.
       is_result: whether the piece that was computed takes the place of the one that was read.
     """
 
-    values: list[jax.Array]
+    value: jax.Array
     blocks: Blocks | None = None
     is_result: bool = False
 
 
 Compute: TypeAlias = Callable[[Shape | None, Origin, Sequence[jax.Array]], Sequence[jax.Array]]
+
+
+class Work(NamedTuple):
+    """What is to be computed for one leaf.
+
+    Attributes:
+      shape: of the leaf, as far as this device has it.
+      operands: its arrays; those that are results are replaced.
+      compute: from the shape of a piece (`None` for the whole leaf), where it begins and the
+        pieces of all operands to those of the results, in order.
+      units: per axis what may not be cut apart; 1 for the others.
+      is_cut: whether it may be cut into pieces.
+    """
+
+    shape: Shape
+    operands: Sequence[Operand]
+    compute: Compute
+    units: Mapping[int, int]
+    is_cut: bool
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def results(self) -> list[jax.Array]:
+        """What the results replace."""
+        return [operand.value for operand in self.operands if operand.is_result]
 
 
 class Grid(NamedTuple):
@@ -112,76 +141,91 @@ def _grids(shape: Shape, piece: Shape, axis: int) -> list[Grid]:
     return grids
 
 
-def stream(
-    shape: Shape, operands: Sequence[Operand], compute: Compute, grids: Sequence[Grid]
-) -> list[list[jax.Array]]:
-    """Computes the results of a batch of leaves piece by piece, each in the place of its source.
-
-    Leaves of one shape go together: the pieces of all are stacked, so that there is one computation
-    to compile, however many layers a model has.
+def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.Array]]:
+    """Computes leaves one after the other, piece by piece, each result in place of its source.
 
     Args:
-      shape: of the leaves, as far as this device has them.
-      operands: the arrays; those that are results are replaced.
-      compute: from the shape of a piece (`None` for whole leaves), where it begins and the pieces
-        of all operands to those of the results, in order; of several leaves each has an axis in
-        front.
-      grids: the pieces.
+      works: the leaves.
+      limit: the elements of one piece, which may be several small leaves.
+      zero: an int32 that is 0, which the compiler must not know: without it the loops would not be
+        loops, or run side by side.
 
     Returns:
-      The results in the order of the operands that they replace, an array per leaf.
+      The results of each leaf.
     """
-    slots = [operand for operand in operands if operand.is_result]
-    results = [list(operand.values) for operand in slots]
-    for grid in grids:
-        if grid.piece == shape:
-            made = compute(None, grid.origin, [_stacked(operand.values) for operand in operands])
-            return [_unstacked(one, len(old)) for one, old in zip(made, results, strict=True)]
-        results = _run(grid, operands, results, compute)
-    return results
+    found: dict[int, list[jax.Array]] = {}
+    small: list[int] = []
+    jobs: list[tuple[list[int], Grid | None]] = []
+    for k, work in enumerate(works):
+        if not work.is_cut:
+            values = [operand.value for operand in work.operands]
+            found[k] = list(work.compute(None, (0,) * len(work.shape), values))
+            continue
+        if work.size > limit:
+            jobs += [([k], grid) for grid in pieces(work.shape, limit, work.units)]
+            continue
+        if sum(works[other].size for other in small) + work.size > limit:
+            jobs.append((small, None))
+            small = []
+        small.append(k)
+    jobs += [(small, None)] if small else []
+    found |= {k: work.results for k, work in enumerate(works) if k not in found}
+    is_single = len(jobs) == 1
+    for members, grid in jobs:
+        held = [found[k] for k in members]
+        body = functools.partial(_body, [works[k] for k in members], grid)
+        if is_single and grid is None:
+            made = body(0, held)
+        else:
+            number = 1 if grid is None else grid.number
+            end, made = _loop(body, zero, number, held)
+            zero = end - number
+        found |= zip(members, made, strict=True)
+    return [found[k] for k in range(len(works))]
 
 
-def _stacked(values: Sequence[jax.Array]) -> jax.Array:
-    return values[0] if len(values) == 1 else jnp.stack(values)
+def _loop(
+    body: Callable[[Any, Any], Any], first: jax.Array, number: int, carry: Any
+) -> tuple[jax.Array, Any]:
+    def step(state: Any) -> Any:
+        index, carry = state
+        return index + 1, body(index, carry)
+
+    made: tuple[jax.Array, Any] = lax.while_loop(
+        lambda state: state[0] < first + number, step, (first, carry)
+    )
+    return made
 
 
-def _unstacked(value: jax.Array, number: int) -> list[jax.Array]:
-    return [value] if number == 1 else [value[k] for k in range(number)]
-
-
-def _run(
-    grid: Grid,
-    operands: Sequence[Operand],
-    results: list[list[jax.Array]],
-    compute: Compute,
+def _body(
+    works: Sequence[Work], grid: Grid | None, index: Any, carry: list[list[jax.Array]]
 ) -> list[list[jax.Array]]:
-    slots = [operand for operand in operands if operand.is_result]
+    return [
+        _whole(work, held) if grid is None or grid.piece == work.shape else
+        _piece(work, grid, index, held)
+        for work, held in zip(works, carry, strict=True)
+    ]
 
-    def body(index: Any, carry: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        origin = _origin(grid, index)
-        held = iter(carry)
-        read = [
-            _stacked(
-                [
-                    _cut(value, operand.blocks, grid, origin)
-                    for value in (next(held) if operand.is_result else operand.values)
-                ]
-            )
-            for operand in operands
-        ]
-        made = compute(grid.piece, origin, read)
-        return [
-            [
-                lax.dynamic_update_slice(old, new, _starts(operand.blocks, origin))
-                for old, new in zip(whole, _unstacked(piece, len(whole)), strict=True)
-            ]
-            for whole, piece, operand in zip(carry, made, slots, strict=True)
-        ]
 
-    if grid.number == 1:
-        return body(0, results)
-    looped: list[list[jax.Array]] = lax.fori_loop(0, grid.number, body, results)
-    return looped
+def _whole(work: Work, held: Sequence[jax.Array]) -> list[jax.Array]:
+    left = iter(held)
+    values = [next(left) if operand.is_result else operand.value for operand in work.operands]
+    return list(work.compute(None, (0,) * len(work.shape), values))
+
+
+def _piece(work: Work, grid: Grid, index: Any, held: Sequence[jax.Array]) -> list[jax.Array]:
+    origin, left = _origin(grid, index), iter(held)
+    values = [
+        _cut(next(left) if operand.is_result else operand.value, operand.blocks, grid, origin)
+        for operand in work.operands
+    ]
+    slots = [operand for operand in work.operands if operand.is_result]
+    return [
+        lax.dynamic_update_slice(old, new, _starts(operand.blocks, origin))
+        for old, new, operand in zip(
+            held, work.compute(grid.piece, origin, values), slots, strict=True
+        )
+    ]
 
 
 def _origin(grid: Grid, index: Any) -> Origin:
