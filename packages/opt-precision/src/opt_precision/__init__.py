@@ -9,6 +9,7 @@ from importlib.metadata import version as _version
 
 from opt_precision import errors
 from opt_precision._codecs import Codec, bfloat16, dynamic8, float8, identity, log8
+from opt_precision._explain import PrecisionReport, PrecisionRow, explain_precision
 from opt_precision._formats import Encoded, Format
 from opt_precision._select import by_field, by_path, moments
 from opt_precision._states import (
@@ -29,6 +30,8 @@ __all__ = [
     "Format",
     "KahanState",
     "MasterState",
+    "PrecisionReport",
+    "PrecisionRow",
     "QuantizedState",
     "RemainderState",
     "StochasticState",
@@ -40,6 +43,7 @@ __all__ = [
     "decode",
     "dynamic8",
     "errors",
+    "explain_precision",
     "float8",
     "identity",
     "log8",

@@ -112,7 +112,9 @@ def leaf_seed(seed: jax.Array, name: str, zero: jax.Array) -> tuple[jax.Array, j
       Two scalars.
     """
     digest = zlib.crc32(name.encode())
-    return seed, jnp.asarray([digest, digest ^ 1], jnp.uint32).at[zero].get(mode="promise_in_bounds")
+    return seed, jnp.asarray([digest, digest ^ 1], jnp.uint32).at[zero].get(
+        mode="promise_in_bounds"
+    )
 
 
 def noise_at(seed: tuple[jax.Array, jax.Array], index: jax.Array) -> jax.Array:
@@ -120,7 +122,9 @@ def noise_at(seed: tuple[jax.Array, jax.Array], index: jax.Array) -> jax.Array:
     return _mix((index * _GOLDEN) ^ _mix(seed[0] ^ seed[1]))
 
 
-def global_index(shape: tuple[int, ...], origin: Sequence[Any], strides: Sequence[int]) -> jax.Array:
+def global_index(
+    shape: tuple[int, ...], origin: Sequence[Any], strides: Sequence[int]
+) -> jax.Array:
     """The index of each element of a part in the whole array, modulo 2**32.
 
     Args:
@@ -131,7 +135,5 @@ def global_index(shape: tuple[int, ...], origin: Sequence[Any], strides: Sequenc
     index = jnp.zeros(shape, jnp.uint32)
     for dim, (start, stride) in enumerate(zip(origin, strides, strict=True)):
         along = lax.broadcasted_iota(jnp.uint32, shape, dim)
-        index = index + (along + jnp.asarray(start).astype(jnp.uint32)) * np.uint32(
-            stride % 2**32
-        )
+        index = index + (along + jnp.asarray(start).astype(jnp.uint32)) * np.uint32(stride % 2**32)
     return index

@@ -67,9 +67,7 @@ class Codec:
         if self.block:
             axis = _blocks.block_axis(shape)
             block = _blocks.block_size(shape[axis], self.block)
-        return Format(
-            self._kind(squared), squared, stochastic, axis, block, jnp.dtype(dtype).name
-        )
+        return Format(self._kind(squared), squared, stochastic, axis, block, jnp.dtype(dtype).name)
 
     def _kind(self, squared: bool) -> Kind:
         if self.name == "log8" and not squared:

@@ -123,13 +123,8 @@ def encode(
         return lax.bitcast_convert_type(rank | sign, jnp.float8_e4m3fn), scale
     if form.squared:
         return _rank_in(_maps.dynamic_roots, form, y, noise), scale
-    if noise is not None:
-        # There is no -1: unless the largest is below it, its mean would not be kept.
-        top = _maps.dynamic_magnitudes()[-2]
-        y, scale = y * top, scale / top
     rank = _rank_in(_maps.dynamic_magnitudes, form, y, noise)
-    below_zero = np.uint8(_ZERO) - jnp.minimum(rank, np.uint8(_ZERO))
-    return jnp.where(x < 0, below_zero, np.uint8(_ZERO) + rank), scale
+    return jnp.where(x < 0, np.uint8(_ZERO) - rank, np.uint8(_ZERO) + rank), scale
 
 
 def decode(form: Format, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -164,7 +159,7 @@ def _by_code(form: Format) -> _maps.Table:
         return _maps.dynamic_roots()
     if form.kind == "dynamic8":
         magnitudes = _maps.dynamic_magnitudes()
-        return np.concatenate([-magnitudes[_ZERO:0:-1], magnitudes])
+        return np.concatenate([-magnitudes[:0:-1], magnitudes, magnitudes[-1:]])
     table = _maps.e4m3_roots() if form.squared else _maps.e4m3()
     return np.concatenate([table, table[-1:], -table, -table[-1:]])
 
@@ -193,7 +188,13 @@ def _rank_in(
 
 
 def _step_up(
-    below: jax.Array, y: jax.Array, low: jax.Array, high: jax.Array, noise: jax.Array, *, squared: bool
+    below: jax.Array,
+    y: jax.Array,
+    low: jax.Array,
+    high: jax.Array,
+    noise: jax.Array,
+    *,
+    squared: bool,
 ) -> jax.Array:
     """The upper neighbour with the probability that keeps the mean of what is stored."""
     if squared:
@@ -205,7 +206,7 @@ def _step_up(
 
 def _encode_log(y: jax.Array, noise: jax.Array | None) -> jax.Array:
     """The codes of values between 0 and 1 in the logarithmic map, without a table."""
-    log2 = lax.log(jnp.maximum(y, np.float32(_maps.LEAST))) * np.float32(1 / math.log(2))
+    log2 = lax.log(jnp.maximum(y, np.float32(_maps.LOG_LEAST))) * np.float32(1 / math.log(2))
     position = log2 * np.float32(1 / _LOG_STEP) + _maps.LOG_STEPS
     if noise is None:
         return jnp.clip(lax.round(position), 0, _maps.LOG_STEPS).astype(jnp.uint8)

@@ -65,7 +65,9 @@ class First:
 
     def __init__(self, tx: Any, params: Any) -> None:
         keyed, self._tree = jax.tree_util.tree_flatten_with_path(params)
-        self.params = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for _, leaf in keyed]
+        self.params = [
+            leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for _, leaf in keyed
+        ]
         self.paths: list[KeyPath] = [path for path, _ in keyed]
         made: list[Any] = []
 
@@ -107,9 +109,7 @@ class First:
             path = path_str(self.state_paths[i])
             candidates.append(Candidate(path, parameter, mirror.field, mirror.owner))
         chosen = dict(zip(places, select(candidates), strict=True))
-        return [
-            self._planned(i, mirrors[i], chosen.get(i), codecs) for i in range(len(self.avals))
-        ]
+        return [self._planned(i, mirrors[i], chosen.get(i), codecs) for i in range(len(self.avals))]
 
     def _planned(
         self, i: int, mirror: Mirror | None, choice: Choice | None, codecs: Codecs
@@ -121,7 +121,9 @@ class First:
             choice = Choice(None, "mirrors no parameter" if mirror is None else "not of floats")
         elif choice.role is not None:
             codec = codecs if isinstance(codecs, Codec) else codecs.get(choice.role)
-            found = "no codec for its role" if codec is None else codec.form(choice.role, shape, dtype)
+            found = (
+                "no codec for its role" if codec is None else codec.form(choice.role, shape, dtype)
+            )
             if isinstance(found, Format):
                 form = found
             else:
@@ -208,7 +210,9 @@ def _constant(form: Format, param: jax.Array, value: float) -> Encoded:
     shape = form.scale_shape(tuple(param.shape))
     if shape is None:
         return Encoded(codes, None, form)
-    return Encoded(codes, jnp.full(shape, scale, jnp.float32, device=_scale_sharding(form, param)), form)
+    return Encoded(
+        codes, jnp.full(shape, scale, jnp.float32, device=_scale_sharding(form, param)), form
+    )
 
 
 def _scale_sharding(form: Format, param: jax.Array) -> NamedSharding | None:

@@ -159,7 +159,7 @@ def evaluate(eqn: JaxprEqn, values: Sequence[Any], shape: tuple[int, ...] | None
         known: dict[Any, Any] = dict(zip(inner.jaxpr.constvars, inner.consts, strict=True))
         known |= zip(inner.jaxpr.invars, values, strict=True)
         for one in inner.jaxpr.eqns:
-            is_small = all(var.aval.shape == () for var in one.outvars)  # type: ignore[attr-defined]
+            is_small = all(var.aval.shape == () for var in one.outvars)
             found = evaluate(one, [_read(known, x) for x in one.invars], () if is_small else shape)
             known.update(zip(one.outvars, found, strict=True))
         return [_read(known, atom) for atom in inner.jaxpr.outvars]
@@ -228,7 +228,7 @@ def _kinds_of_call(
     for one in jaxpr.eqns:
         found = _kinds_of(one, look)
         # Numbers may be computed once for every piece, arrays may not.
-        if WHOLE in found and any(x.aval.shape for x in (*one.invars, *one.outvars)):  # type: ignore[attr-defined]
+        if WHOLE in found and any(x.aval.shape for x in (*one.invars, *one.outvars)):
             return None
         kinds.update(zip(one.outvars, found, strict=True))
     return [look(atom) for atom in jaxpr.outvars]

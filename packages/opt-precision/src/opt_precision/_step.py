@@ -112,13 +112,13 @@ class _Leaf(NamedTuple):
     """A parameter, with the leaves of the state that mirror it.
 
     Attributes:
-      index: of the parameter.
+      at: the index of the parameter.
       path: of the parameter.
       shape: of all of them.
       mirrors: the indices of the leaves of the state.
     """
 
-    index: int
+    at: int
     path: str
     shape: Shape
     mirrors: list[int]
@@ -219,7 +219,7 @@ class Step:
         ]
         kinds = [
             *(
-                Kind(leaf.index) if grad.shape == leaf.shape else WHOLE
+                Kind(leaf.at) if grad.shape == leaf.shape else WHOLE
                 for leaf, grad in zip(self._leaves, self._grads, strict=True)
             ),
             *(WHOLE if owner is None else Kind(owner) for owner in self._owners),
@@ -304,7 +304,7 @@ class Step:
         outs = self._program.jaxpr.outvars
         number = len(self._leaves)
         tasks = [
-            self._task(leaf, outs[leaf.index], [outs[number + j] for j in leaf.mirrors])
+            self._task(leaf, outs[leaf.at], [outs[number + j] for j in leaf.mirrors])
             for leaf in self._leaves
         ]
         found = self._sharded(tasks) if self._place.mesh is not None else self._local(tasks)
@@ -315,9 +315,9 @@ class Step:
         leaves: list[Any] = []
         extras: list[Any] = []
         for leaf in self._leaves:
-            results = iter(found[leaf.index])
+            results = iter(found[leaf.at])
             leaves.append(next(results))
-            extras.append(None if self._given.extras[leaf.index] is None else next(results))
+            extras.append(None if self._given.extras[leaf.at] is None else next(results))
             for j in leaf.mirrors:
                 old = self._stored[j]
                 if is_encoded(old):
@@ -328,11 +328,25 @@ class Step:
                     state[j] = next(results)
         return Results(leaves, extras, jax.tree.unflatten(self._state_tree, state))
 
+    def whole_leaves(self) -> list[str]:
+        """The paths of the parameters whose updates or moments are not made element by element."""
+        program, number = self._program, len(self._leaves)
+        outs = program.jaxpr.outvars
+        return [
+            leaf.path
+            for leaf in self._leaves
+            if any(
+                program.kind(out).leaf not in (leaf.at, -1)
+                for out in (outs[leaf.at], *(outs[number + j] for j in leaf.mirrors))
+                if not isinstance(out, Literal)
+            )
+        ]
+
     def _task(self, leaf: _Leaf, update: Any, states: Sequence[Any]) -> _Task:
         """How one leaf is computed."""
         program, stored = self._program, [self._stored[j] for j in leaf.mirrors]
         outs = [update, *states]
-        own = [out for out in outs if program.kind(out).leaf in (leaf.index, -1)]
+        own = [out for out in outs if program.kind(out).leaf in (leaf.at, -1)]
         equations, starts = program.elementwise(own)
         arguments = self._arguments_of(leaf)
         whole = dict.fromkeys(
@@ -357,7 +371,7 @@ class Step:
             formats=formats,
             weights=self._options.weights,
             has_params=bool(self._params),
-            has_extra=self._given.extras[leaf.index] is not None,
+            has_extra=self._given.extras[leaf.at] is not None,
             is_in_place=self._is_in_place,
             shape=leaf.shape,
         )
@@ -377,28 +391,28 @@ class Step:
         """
         invars = self._program.jaxpr.invars
         found: dict[Any, int] = {}
-        if self._grads[leaf.index].shape == leaf.shape:
-            found[invars[leaf.index]] = -1
+        if self._grads[leaf.at].shape == leaf.shape:
+            found[invars[leaf.at]] = -1
         number = len(self._leaves)
         for place, j in enumerate(leaf.mirrors):
             found[invars[number + j]] = place
         if self._params:
-            found[invars[number + len(self._stored) + leaf.index]] = -2
+            found[invars[number + len(self._stored) + leaf.at]] = -2
         return found
 
     def _operands(self, leaf: _Leaf, stored: Sequence[Any]) -> list[Operand]:
         """The arrays of a leaf that are there before the step, in the order of `Body`."""
         operands: list[Operand] = []
-        grad = self._grads[leaf.index]
+        grad = self._grads[leaf.at]
         if self._is_in_place:
-            operands.append(Operand(self._params[leaf.index], is_result=True))
+            operands.append(Operand(self._params[leaf.at], is_result=True))
         else:
-            like = self._params[leaf.index] if self._params else grad
-            dtype = self._program.jaxpr.outvars[leaf.index].aval.dtype  # type: ignore[attr-defined]
+            like = self._params[leaf.at] if self._params else grad
+            dtype = self._program.jaxpr.outvars[leaf.at].aval.dtype  # type: ignore[attr-defined]
             operands.append(Operand(jnp.zeros_like(like, dtype=dtype), is_result=True))
             if self._params:
-                operands.append(Operand(self._params[leaf.index]))
-        if (extra := self._given.extras[leaf.index]) is not None:
+                operands.append(Operand(self._params[leaf.at]))
+        if (extra := self._given.extras[leaf.at]) is not None:
             operands.append(Operand(extra, is_result=True))
         if grad.shape == leaf.shape:
             operands.append(Operand(grad))
@@ -426,7 +440,10 @@ class Step:
         return [
             Noise(
                 _bits.leaf_seed(weights, f"{task.leaf.path}#param", zero),
-                [_bits.leaf_seed(fields, path_str(self._paths[j]), zero) for j in task.leaf.mirrors],
+                [
+                    _bits.leaf_seed(fields, path_str(self._paths[j]), zero)
+                    for j in task.leaf.mirrors
+                ],
             )
             for task in tasks
         ]
@@ -451,8 +468,7 @@ class Step:
         """The same on each device's part of every leaf; nothing is sent anywhere."""
         mesh = self._place.mesh
         specs = [
-            self._spec(task.leaf.index, [form for form in task.body.formats if form])
-            for task in tasks
+            self._spec(task.leaf.at, [form for form in task.body.formats if form]) for task in tasks
         ]
 
         def run(arrays: Any, numbers: Any, noises: Any, zero: jax.Array) -> Any:
@@ -498,9 +514,7 @@ class Step:
         ]
 
 
-def _work(
-    task: _Task, shape: Shape, operands: Sequence[Operand], part: Part, is_cut: bool
-) -> Work:
+def _work(task: _Task, shape: Shape, operands: Sequence[Operand], part: Part, is_cut: bool) -> Work:
     units = {} if task.unit is None else {task.unit.axis: task.unit.size}
     return Work(shape, operands, functools.partial(task.body, part), units, is_cut)
 
@@ -548,7 +562,8 @@ def _resharded(array: jax.Array, place: Place, spec: PartitionSpec) -> jax.Array
     sharding = jax.typeof(array).sharding
     if sharding.mesh.empty or not sharding.mesh.explicit_axes or sharding.spec == spec:
         return array
-    return jax.sharding.reshard(array, spec)
+    moved: jax.Array = jax.sharding.reshard(array, spec)
+    return moved
 
 
 def _back(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -557,4 +572,5 @@ def _back(new: jax.Array, old: jax.Array) -> jax.Array:
     is_same = jax.typeof(new).sharding == sharding
     if sharding.mesh.empty or not sharding.mesh.explicit_axes or is_same:
         return new
-    return jax.sharding.reshard(new, sharding.spec)
+    moved: jax.Array = jax.sharding.reshard(new, sharding.spec)
+    return moved

@@ -201,8 +201,9 @@ def _body(
     works: Sequence[Work], grid: Grid | None, index: Any, carry: list[list[jax.Array]]
 ) -> list[list[jax.Array]]:
     return [
-        _whole(work, held) if grid is None or grid.piece == work.shape else
-        _piece(work, grid, index, held)
+        _whole(work, held)
+        if grid is None or grid.piece == work.shape
+        else _piece(work, grid, index, held)
         for work, held in zip(works, carry, strict=True)
     ]
 

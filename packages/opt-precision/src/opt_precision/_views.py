@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from opt_precision import _bits
+from opt_precision._extra_args import with_extra_args
 from opt_precision._formats import decode as decode_codes
 from opt_precision._formats import is_encoded
 from opt_precision._states import KahanState, MasterState, RemainderState, StochasticState
@@ -16,9 +17,7 @@ from opt_precision._weights import Weights
 from opt_precision.errors import StateError
 
 
-def apply(
-    tx: Any, params: Any, state: Any, grads: Any, **extra_args: Any
-) -> tuple[Any, Any]:
+def apply(tx: Any, params: Any, state: Any, grads: Any, **extra_args: Any) -> tuple[Any, Any]:
     """Makes one step in place: returns the new parameters and state.
 
     Under `jit` with parameters and state donated, the temporaries are those of one piece of a leaf.
@@ -41,7 +40,7 @@ def apply(
     if hasattr(tx, "apply"):
         made: tuple[Any, Any] = tx.apply(params, state, grads, **extra_args)
         return made
-    update = optax.with_extra_args_support(tx).update
+    update = with_extra_args(tx).update
     updates, state = update(grads, state, params, **extra_args)
     return apply_updates(params, updates), state
 
@@ -78,7 +77,9 @@ def decode(state: Any) -> Any:
       ('Encoded', 'float32')
     """
     return jax.tree.map(
-        lambda leaf: decode_codes(leaf.format, leaf.codes, leaf.scale) if is_encoded(leaf) else leaf,
+        lambda leaf: (
+            decode_codes(leaf.format, leaf.codes, leaf.scale) if is_encoded(leaf) else leaf
+        ),
         state,
         is_leaf=is_encoded,
     )
@@ -122,7 +123,10 @@ def set_params(state: Any, params: Any) -> Any:
     def reset(node: Any) -> Any:
         if isinstance(node, MasterState):
             master = jax.tree.map(
-                lambda p, m: m if _is_masked(m) else _wide(p), params, node.master, is_leaf=_is_masked
+                lambda p, m: m if _is_masked(m) else _wide(p),
+                params,
+                node.master,
+                is_leaf=_is_masked,
             )
             return MasterState(master, node.inner)
         if isinstance(node, RemainderState):

@@ -12,6 +12,7 @@ import optax
 
 from opt_precision import _select
 from opt_precision._codecs import Codec, Role, identity
+from opt_precision._extra_args import incremented, with_extra_args
 from opt_precision._init import Codecs, First, Planned, order_message
 from opt_precision._states import (
     EXTRA_CLASS,
@@ -110,11 +111,15 @@ class Quantized:
         steps = (state.step, state.step)
         given = Arguments(grads, state.inner, params, extras, extra_args, steps)
         made = Step(self.options(), given, is_in_place=is_in_place).run()
-        return made, QuantizedState(optax.safe_increment(state.step), made.state)
+        return made, QuantizedState(incremented(state.step), made.state)
 
     def describe_fields(self) -> dict[str, Any]:
         """Returns what the fields mean, as `opt_core.protocols.DescribesFields` asks."""
-        return {"name": "quantize_state", "roles": {"step": "count"}, "settings": {"seed": self.seed}}
+        return {
+            "name": "quantize_state",
+            "roles": {"step": "count"},
+            "settings": {"seed": self.seed},
+        }
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -168,15 +173,11 @@ class Rounded:
     ) -> tuple[Any, Any]:
         """Returns the float32 updates that `optax.apply_updates` turns into the new parameters."""
         if params is None:
-            raise StateError(
-                f"`{self.name}` needs the parameters: `update(grads, state, params)`"
-            )
+            raise StateError(f"`{self.name}` needs the parameters: `update(grads, state, params)`")
         made, state = self._step(updates, state, params, extra_args, is_in_place=False)
         return jax.tree.unflatten(jax.tree.structure(updates), made.leaves), state
 
-    def apply(
-        self, params: Any, state: Any, grads: Any, **extra_args: Any
-    ) -> tuple[Any, Any]:
+    def apply(self, params: Any, state: Any, grads: Any, **extra_args: Any) -> tuple[Any, Any]:
         """Returns the new parameters and state, computed piece by piece in place of the old."""
         made, state = self._step(grads, state, params, extra_args, is_in_place=True)
         return jax.tree.unflatten(jax.tree.structure(params), made.leaves), state
@@ -208,9 +209,9 @@ class Rounded:
         made = Step(options, given, is_in_place=is_in_place).run()
         inner = made.state
         if is_quantized:
-            inner = QuantizedState(optax.safe_increment(state.inner.step), inner)
+            inner = QuantizedState(incremented(state.inner.step), inner)
         if self.weights.method == "stochastic":
-            return made, StochasticState(optax.safe_increment(own_step), inner)
+            return made, StochasticState(incremented(own_step), inner)
         extra = [optax.MaskedNode() if one is None else one for one in made.extras]
         return made, self.kind(jax.tree.unflatten(jax.tree.structure(params), extra), inner)
 
@@ -364,7 +365,7 @@ def _checked(tx: Any) -> optax.GradientTransformationExtraArgs:
             "`tx` must be a gradient transformation, with `init` and `update`, found "
             f"{tx!r}. Give an optimizer, e.g. `optax.adamw(1e-3)`."
         )
-    return tx if isinstance(tx, Precise) else optax.with_extra_args_support(tx)
+    return tx if isinstance(tx, Precise) else with_extra_args(tx)
 
 
 def _checked_codec(codec: Any) -> Codecs:
