@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 # The tests import the tools as the tools import each other.
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "bench")]
 
 _PYPROJECT = """\
 [build-system]

@@ -13,7 +13,6 @@ from opt_precision._codecs import Role
 from opt_precision._formats import _rank, decode, encode
 from precision_testing import CODECS, EIGHT_BITS
 
-
 QUIET = {0.95: 1000, 0.99: 2000, 0.999: 6000}
 
 
@@ -95,9 +94,7 @@ ROLES: tuple[Role, ...] = ("moment", "slow_moment", "second_moment")
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 @pytest.mark.parametrize("shape", [(4, 256), (4, 1000), (4, 100)])
-def test_decoded_codes_are_encoded_to_themselves(
-    codec: op.Codec, shape: tuple[int, int]
-) -> None:
+def test_decoded_codes_are_encoded_to_themselves(codec: op.Codec, shape: tuple[int, int]) -> None:
     normal = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
     def twice(x: Any) -> Any:

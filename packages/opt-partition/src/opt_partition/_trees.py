@@ -102,8 +102,15 @@ def descend(tree: Any, path: Sequence[Any]) -> Any:
 
 
 def flatten_with_paths(tree: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """Yields key path and leaf of every leaf, in JAX's order."""
-    yield from jax.tree_util.tree_leaves_with_path(tree)
+    """Yields key path and leaf of every leaf, in JAX's order.
+
+    One child at a time: the key paths of a large tree, held together, set off full garbage
+    collections, and the time would grow faster than the tree.
+    """
+    for key, child in children(tree) or [(None, tree)]:
+        start = () if key is None else (key,)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(child):
+            yield (*start, *path), leaf
 
 
 def leaves_with_paths(tree: Any) -> Iterator[tuple[str, Any]]:

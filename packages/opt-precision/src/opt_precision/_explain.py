@@ -109,8 +109,8 @@ def explain_precision(tx: Any, params: Any) -> PrecisionReport:
     wrapper = opened(tx)
     if wrapper is None:
         raise PrecisionError(
-            f"`tx` must be what `quantize_state`, `stochastic_weights` or `master_weights` returned; "
-            f"found {type(tx).__name__}"
+            "`tx` must be what `quantize_state`, `stochastic_weights` or `master_weights` "
+            f"returned; found {type(tx).__name__}"
         )
     weights = wrapper if isinstance(wrapper, Rounded) else None
     inside = opened(wrapper.tx) if weights is not None else wrapper
@@ -171,9 +171,7 @@ def _weight_rows(weights: Rounded | None, params: Any) -> list[PrecisionRow]:
             continue
         shape = tuple(leaf.shape)
         if method == "stochastic":
-            rows.append(
-                PrecisionRow(path_str(path), shape, "parameter", "bfloat16", method, 0, "")
-            )
+            rows.append(PrecisionRow(path_str(path), shape, "parameter", "bfloat16", method, 0, ""))
             continue
         extra = jax.eval_shape(weights.weights.first_extra, leaf)
         name = f"{EXTRA_FIELD[method]}/{path_str(path)}"

@@ -99,8 +99,8 @@ def floors(table: Callable[[], Table]) -> Ranks:
 def nearests(table: Callable[[], Table], *, squared: bool) -> Ranks:
     """Ranks that are the index of the nearest value, or of the one with the nearest square.
 
-    Below `COARSE` numbers are cut off in the signed dynamic map instead. There a tenth, by which a first
-    moment decays in a step, is less than half a step of the code: to nearest it would not decay.
+    Below `COARSE` numbers are cut off in the signed dynamic map instead. There a tenth, by which a
+    first moment decays, is less than half a step of the code: to nearest it would not decay.
     """
     power = 2 if squared else 1
     values = table().astype(np.float64) ** power

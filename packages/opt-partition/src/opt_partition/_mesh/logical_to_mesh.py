@@ -82,14 +82,13 @@ def logical_to_mesh(
     _check_choice("on_indivisible", on_indivisible, ("replicate", "error"))
     _check_choice("on_unknown", on_unknown, ("error", "replicate"))
     table = RuleTable(rules, mesh)
-    keyed = list(leaves_with_paths(shapes))
     entries = align(axes, shapes, "axes")
-    kinds = _memory_kinds(memory_kinds, shapes, keyed)
+    kinds = _memory_kinds(memory_kinds, shapes)
 
     placements: dict[Any, Placement] = {}
     leaves: list[LeafLayout] = []
     faults = _Faults()
-    for (path, leaf), entry, kind in zip(keyed, entries, kinds, strict=True):
+    for (path, leaf), entry, kind in zip(leaves_with_paths(shapes), entries, kinds, strict=True):
         try:
             shape, dtype = shape_and_dtype(leaf)
             dims = _parse_axes(entry, len(shape))
@@ -172,21 +171,19 @@ def _parse_axes(entry: Any, rank: int) -> tuple[tuple[str, ...], ...]:
     return (*dims, *[()] * (rank - len(dims)))
 
 
-def _memory_kinds(
-    memory_kinds: MemoryKinds, shapes: Any, keyed: Sequence[tuple[str, Any]]
-) -> list[str | None]:
+def _memory_kinds(memory_kinds: MemoryKinds, shapes: Any) -> list[str | None]:
     """Returns the memory kind of each leaf."""
     if callable(memory_kinds):
         choose: Callable[[str, Any], str | None] = memory_kinds
-        kinds: list[Any] = [choose(path, leaf) for path, leaf in keyed]
+        kinds: list[Any] = [choose(path, leaf) for path, leaf in leaves_with_paths(shapes)]
     else:
         kinds = align(memory_kinds, shapes, "memory_kinds", prefix=True)
-    wrong = [
-        f"{path}: found {kind!r}"
-        for (path, _), kind in zip(keyed, kinds, strict=True)
-        if not (kind is None or isinstance(kind, str))
-    ]
-    if wrong:
+    if not all(kind is None or isinstance(kind, str) for kind in kinds):
+        wrong = [
+            f"{path}: found {kind!r}"
+            for (path, _), kind in zip(leaves_with_paths(shapes), kinds, strict=True)
+            if not (kind is None or isinstance(kind, str))
+        ]
         raise AxesError("\n  ".join(["`memory_kinds` must be strings or None:", *wrong]))
     return kinds
 
