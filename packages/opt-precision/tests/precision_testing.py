@@ -7,6 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import opt_precision as op
 
+# Optax types what `init` returns as a tree of arrays, which no state is.
+quantize_state: Any = op.quantize_state
+stochastic_weights: Any = op.stochastic_weights
+master_weights: Any = op.master_weights
+by_field: Any = op.by_field
+
 EIGHT_BITS = {"dynamic8": op.dynamic8(), "float8": op.float8(), "log8": op.log8()}
 CODECS = {"bfloat16": op.bfloat16(), **EIGHT_BITS}
 
@@ -30,3 +36,7 @@ def grads(step: int, like: Any) -> Any:
 
 def bits(tree: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+def structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)

@@ -11,7 +11,7 @@ import pytest
 from opt_precision import _bits, _maps
 from opt_precision._codecs import Role
 from opt_precision._formats import _rank, decode, encode
-from precision_testing import CODECS, EIGHT_BITS
+from precision_testing import CODECS, EIGHT_BITS, quantize_state
 
 QUIET = {0.95: 1000, 0.99: 2000, 0.999: 6000}
 
@@ -71,7 +71,7 @@ def largest_ratios(codec: op.Codec, decades: float) -> tuple[float, float, float
         return np.asarray(made, np.float64).ravel()
 
     raw = last(optax.adam(1.0, eps=1e-30))
-    ours = last(op.quantize_state(optax.adam(1.0, eps=1e-30), codec))
+    ours = last(quantize_state(optax.adam(1.0, eps=1e-30), codec))
     cosine = raw @ ours / np.sqrt((raw @ raw) * (ours @ ours))
     rms = np.sqrt(np.mean(ours**2) / np.mean(raw**2))
     return np.abs(ours).max() / np.abs(raw).max(), rms, cosine
@@ -150,7 +150,7 @@ def test_stochastic_codes_keep_the_mean() -> None:
 
 
 @pytest.mark.parametrize("table", [_maps.dynamic_roots, _maps.dynamic_magnitudes, _maps.e4m3])
-def test_ranks_are_those_of_a_search(table) -> None:  # type: ignore[no-untyped-def]
+def test_ranks_are_those_of_a_search(table: Any) -> None:
     values = table()
     y = np.random.default_rng(0).uniform(size=100_000).astype(np.float32) ** 4
     y = np.concatenate([y, values, np.nextafter(values, 2), np.nextafter(values, -2)]).clip(0, 1)
@@ -173,6 +173,6 @@ def test_the_maps_are_those_of_bitsandbytes() -> None:
 
 def test_bytes_per_parameter() -> None:
     params = jnp.zeros((1024, 512))
-    state = op.quantize_state(optax.adam(1e-3), op.dynamic8()).init(params)
+    state = quantize_state(optax.adam(1e-3), op.dynamic8()).init(params)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert size / params.size == pytest.approx(2 + 8 / 256, abs=1e-4)

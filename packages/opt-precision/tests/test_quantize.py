@@ -7,11 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import opt_precision as op
 import optax
+import optax.contrib
 import pytest
 from opt_precision.errors import OrderError, PrecisionError, SelectionError, StateError
-from optax import contrib
-from precision_testing import CODECS, bits, grads, params
+from precision_testing import (
+    CODECS,
+    bits,
+    by_field,
+    grads,
+    master_weights,
+    params,
+    quantize_state,
+    stochastic_weights,
+    structure,
+)
 
+contrib: Any = optax.contrib
 TXS: dict[str, Any] = {
     "adamw": optax.adamw(1e-3),
     "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
@@ -33,10 +44,10 @@ def run(tx: Any, start: Any, steps: int = 3) -> tuple[Any, Any]:
 @pytest.mark.parametrize("name", TXS)
 def test_the_identity_changes_nothing(name: str) -> None:
     tx = TXS[name]
-    ours = op.quantize_state(tx, op.identity())
+    ours = quantize_state(tx, op.identity())
     start = params()
     state, raw = ours.init(start), tx.init(start)
-    assert jax.tree.structure(state.inner) == jax.tree.structure(raw)
+    assert structure(state.inner) == structure(raw)
     for step in range(2):
         g = grads(step, start)
         updates, state = jax.jit(ours.update)(g, state, start)
@@ -50,7 +61,7 @@ def test_the_identity_changes_nothing(name: str) -> None:
 def test_pieces_change_nothing(name: str, codec: op.Codec) -> None:
     start = params(jnp.bfloat16)
     whole, small = (
-        run(op.stochastic_weights(op.quantize_state(TXS[name], codec, chunk_bytes=size)), start)
+        run(stochastic_weights(quantize_state(TXS[name], codec, chunk_bytes=size)), start)
         for size in (1 << 26, 20_000)
     )
     same = [a == b for a, b in zip(bits(whole), bits(small), strict=True)]
@@ -61,7 +72,7 @@ def test_pieces_change_nothing(name: str, codec: op.Codec) -> None:
 def test_eight_bits_stay_close(name: str) -> None:
     start = params()
     raw, _ = run(TXS[name], start)
-    ours, state = run(op.quantize_state(TXS[name], op.dynamic8(), chunk_bytes=20_000), start)
+    ours, state = run(quantize_state(TXS[name], op.dynamic8(), chunk_bytes=20_000), start)
     for one, other, first in zip(*map(jax.tree.leaves, (ours, raw, start)), strict=True):
         moved = np.linalg.norm(np.asarray(other - first))
         assert np.linalg.norm(np.asarray(one - other)) <= 0.2 * moved
@@ -78,7 +89,8 @@ def temporaries(tx: Any, shapes: Any) -> tuple[float, int]:
 
     state = jax.eval_shape(tx.init, shapes)
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, state, 1.0)
-    return lowered.compile().memory_analysis().temp_size_in_bytes / number - 4, number
+    memory: Any = lowered.compile().memory_analysis()
+    return memory.temp_size_in_bytes / number - 4, number
 
 
 @pytest.mark.parametrize("name", ["adamw", "clipped"])
@@ -86,17 +98,17 @@ def test_temporaries_are_those_of_a_piece(name: str) -> None:
     shapes = {f"w{i}": jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16) for i in range(4)}
     number = 4 * 1024 * 512
     chunk = number * 4 // 64
-    tx = op.stochastic_weights(op.quantize_state(TXS[name], op.dynamic8(), chunk_bytes=chunk))
+    tx = stochastic_weights(quantize_state(TXS[name], op.dynamic8(), chunk_bytes=chunk))
     found, _ = temporaries(tx, shapes)
     assert found <= 1.5 + 2 * chunk / number
-    whole = op.stochastic_weights(op.quantize_state(TXS[name], op.dynamic8()))
+    whole = stochastic_weights(quantize_state(TXS[name], op.dynamic8()))
     assert temporaries(whole, shapes)[0] > 2 * found
 
 
 def test_no_value_is_rounded_by_a_pair_of_casts() -> None:
-    tx = op.stochastic_weights(op.quantize_state(optax.adamw(1e-3), op.bfloat16()))
+    tx = stochastic_weights(quantize_state(optax.adamw(1e-3), op.bfloat16()))
     start = {"w": jnp.ones((64, 256), jnp.bfloat16)}
-    for wrapped in (tx, op.master_weights(optax.adamw(1e-3), storage="kahan")):
+    for wrapped in (tx, master_weights(optax.adamw(1e-3), storage="kahan")):
         args = (start, wrapped.init(start), grads(0, start))
         text = jax.jit(wrapped.apply).lower(*args).as_text()
         narrowing = [
@@ -110,7 +122,7 @@ def test_no_value_is_rounded_by_a_pair_of_casts() -> None:
 
 def test_only_moments_are_encoded() -> None:
     tx = optax.chain(optax.scale_by_amsgrad(), contrib.schedule_free_adamw(1e-3))
-    state = op.quantize_state(tx, op.dynamic8()).init(params()).inner
+    state = quantize_state(tx, op.dynamic8()).init(params()).inner
     found = {
         jax.tree_util.keystr(path)
         for path, leaf in jax.tree_util.tree_leaves_with_path(
@@ -123,7 +135,7 @@ def test_only_moments_are_encoded() -> None:
 
 
 def test_paths_contain_those_of_optax() -> None:
-    tx = op.quantize_state(optax.adamw(1e-3), op.dynamic8())
+    tx = quantize_state(optax.adamw(1e-3), op.dynamic8())
     raw = jax.tree_util.tree_leaves_with_path(optax.adamw(1e-3).init(params()))
     ours = jax.tree_util.tree_leaves_with_path(tx.init(params()))
     for path, _ in raw:
@@ -131,11 +143,11 @@ def test_paths_contain_those_of_optax() -> None:
 
 
 def test_decode_gives_the_fields_in_float32() -> None:
-    tx = op.quantize_state(optax.adamw(1e-3), op.float8())
+    tx = quantize_state(optax.adamw(1e-3), op.float8())
     _, state = run(tx, params())
     _, raw = run(optax.adamw(1e-3), params())
     decoded = op.decode(state)
-    assert jax.tree.structure(decoded.inner) == jax.tree.structure(raw)
+    assert structure(decoded.inner) == structure(raw)
     for one, other in zip(jax.tree.leaves(decoded.inner), jax.tree.leaves(raw), strict=True):
         assert one.dtype == other.dtype
         assert np.abs(np.asarray(one - other)).max() <= 0.2 * np.abs(np.asarray(other)).max()
@@ -143,7 +155,7 @@ def test_decode_gives_the_fields_in_float32() -> None:
 
 def test_one_codec_for_each_role() -> None:
     codec = {"moment": op.bfloat16(), "second_moment": op.dynamic8()}
-    state = op.quantize_state(optax.adamw(1e-3), codec).init(params()).inner[0]  # type: ignore[arg-type]
+    state = quantize_state(optax.adamw(1e-3), codec).init(params()).inner[0]
     assert state.mu["kernel"].codes.dtype == jnp.bfloat16
     assert state.nu["kernel"].codes.dtype == jnp.uint8
     assert state.nu["scale"].dtype == jnp.float32
@@ -154,7 +166,7 @@ class Mine(NamedTuple):
     other: Any
 
 
-def mine() -> optax.GradientTransformation:
+def mine() -> Any:
     def init(params: Any) -> Mine:
         return Mine(optax.tree.zeros_like(params), optax.tree.zeros_like(params))
 
@@ -162,13 +174,14 @@ def mine() -> optax.GradientTransformation:
         new = jax.tree.map(lambda m, g: 0.9 * m + g, state.momentum, updates)
         return new, Mine(new, state.other)
 
-    return optax.GradientTransformation(init, update)
+    functions: Any = init, update
+    return optax.GradientTransformation(*functions)
 
 
 def test_what_is_in_no_list_is_left_alone() -> None:
-    state = op.quantize_state(mine(), op.dynamic8()).init(params())
+    state = quantize_state(mine(), op.dynamic8()).init(params())
     assert not any(leaf.dtype == jnp.uint8 for leaf in jax.tree.leaves(state))
-    chosen = op.quantize_state(mine(), op.dynamic8(), op.by_field({"momentum": "moment"}))
+    chosen = quantize_state(mine(), op.dynamic8(), by_field({"momentum": "moment"}))
     state = chosen.init(params())
     assert isinstance(state.inner.momentum["kernel"], op.Encoded)
     assert not isinstance(state.inner.other["kernel"], op.Encoded)
@@ -177,23 +190,23 @@ def test_what_is_in_no_list_is_left_alone() -> None:
 def test_selections_that_match_nothing_are_errors() -> None:
     adam = optax.adam(1e-3)
     for select, words in [
-        (op.by_field({"nv": "second_moment"}), r"\['nv'\]; the fields are \['mu', 'nu'\]"),
+        (by_field({"nv": "second_moment"}), r"\['nv'\]; the fields are \['mu', 'nu'\]"),
         (op.by_path("decoder"), "'decoder' matches none of the moments"),
         (op.moments(keep=["embed.*"]), "'embed.*' matches no parameter"),
     ]:
         with pytest.raises(SelectionError, match=words):
-            op.quantize_state(adam, op.dynamic8(), select).init(params())
+            quantize_state(adam, op.dynamic8(), select).init(params())
     with pytest.raises(SelectionError, match="is not a valid regular expression"):
         op.by_path("(")
     with pytest.raises(SelectionError, match="must be one of"):
-        op.by_field({"mu": "mean"})  # type: ignore[dict-item]
+        by_field({"mu": "mean"})
 
 
 def test_selections() -> None:
     adam = optax.adam(1e-3)
 
     def encoded(select: Any) -> list[str]:
-        state = op.quantize_state(adam, op.dynamic8(), select).init(params())
+        state = quantize_state(adam, op.dynamic8(), select).init(params())
         leaves = jax.tree_util.tree_leaves_with_path(
             state.inner[0], is_leaf=lambda x: isinstance(x, op.Encoded)
         )
@@ -201,32 +214,32 @@ def test_selections() -> None:
 
     assert encoded(op.moments(keep=["bias"])) == [".mu['kernel']", ".nu['kernel']"]
     assert encoded(op.by_path("nu/kernel")) == [".nu['kernel']"]
-    assert encoded(op.by_field({"mu": "moment"})) == [".mu['bias']", ".mu['kernel']"]
+    assert encoded(by_field({"mu": "moment"})) == [".mu['bias']", ".mu['kernel']"]
 
 
 def test_windows_belong_outside() -> None:
     inner = optax.MultiSteps(optax.adam(1e-3), 2)
     with pytest.raises(OrderError, match=r"`quantize_state` is around `MultiSteps`"):
-        op.quantize_state(inner, op.dynamic8())
+        quantize_state(inner, op.dynamic8())
     with pytest.raises(OrderError, match=r"Write `MultiSteps\(quantize_state\(...\)\)`"):
-        op.quantize_state(inner.gradient_transformation(), op.dynamic8()).init(params())
+        quantize_state(inner.gradient_transformation(), op.dynamic8()).init(params())
     skipping = optax.apply_if_finite(optax.adam(1e-3), 3)
     with pytest.raises(OrderError, match=r"`quantize_state` is around `apply_if_finite`"):
-        op.quantize_state(skipping, op.dynamic8()).init(params())
-    rounded = op.stochastic_weights(optax.adam(1e-3))
+        quantize_state(skipping, op.dynamic8()).init(params())
+    rounded = stochastic_weights(optax.adam(1e-3))
     with pytest.raises(OrderError, match=r"`quantize_state` is around `stochastic_weights`"):
-        op.quantize_state(rounded, op.dynamic8())
+        quantize_state(rounded, op.dynamic8())
     with pytest.raises(OrderError, match="twice"):
-        op.quantize_state(op.quantize_state(optax.adam(1e-3), op.log8()), op.dynamic8())
+        quantize_state(quantize_state(optax.adam(1e-3), op.log8()), op.dynamic8())
 
 
 def test_under_optax_multi_steps() -> None:
     start = params(jnp.bfloat16)
-    tx = op.stochastic_weights(op.quantize_state(optax.adamw(1e-3), op.dynamic8()))
+    tx = stochastic_weights(quantize_state(optax.adamw(1e-3), op.dynamic8()))
     steps = optax.MultiSteps(tx, 2)
     state = steps.init(start)
     update = jax.jit(steps.update)
-    new = start
+    new: Any = start
     for step in range(2):
         updates, state = update(grads(step, start), state, new)
         new = optax.apply_updates(new, updates)
@@ -235,14 +248,14 @@ def test_under_optax_multi_steps() -> None:
 
 def test_bad_arguments() -> None:
     with pytest.raises(TypeError, match="`codec` must be a codec"):
-        op.quantize_state(optax.adam(1e-3), "dynamic8")  # type: ignore[arg-type]
+        quantize_state(optax.adam(1e-3), "dynamic8")
     with pytest.raises(PrecisionError, match="the roles are"):
-        op.quantize_state(optax.adam(1e-3), {"mu": op.dynamic8()})  # type: ignore[dict-item]
+        quantize_state(optax.adam(1e-3), {"mu": op.dynamic8()})
     with pytest.raises(TypeError, match="`tx` must be a gradient transformation"):
-        op.quantize_state(optax.adam, op.dynamic8())
+        quantize_state(optax.adam, op.dynamic8())
     with pytest.raises(PrecisionError, match="`storage` must be one of"):
-        op.master_weights(optax.adam(1e-3), storage="f16")  # type: ignore[arg-type]
-    tx = op.quantize_state(optax.adam(1e-3), op.dynamic8())
+        master_weights(optax.adam(1e-3), storage="f16")
+    tx = quantize_state(optax.adam(1e-3), op.dynamic8())
     with pytest.raises(StateError, match="`state` must be a `QuantizedState`, found tuple"):
         tx.update(params(), optax.adam(1e-3).init(params()), params())
     with pytest.raises(StateError, match="must have one structure"):
@@ -251,7 +264,7 @@ def test_bad_arguments() -> None:
 
 def test_init_is_abstract_where_parameters_are() -> None:
     shapes = {"w": jax.ShapeDtypeStruct((1 << 14, 1 << 14), jnp.bfloat16)}
-    tx = op.quantize_state(optax.rmsprop(1e-3, initial_scale=0.5), op.dynamic8())
+    tx = quantize_state(optax.rmsprop(1e-3, initial_scale=0.5), op.dynamic8())
     state: Any = jax.eval_shape(tx.init, shapes)
     assert [leaf.dtype for leaf in jax.tree.leaves(state)][-2:] == [jnp.uint8, jnp.float32]
     small = tx.init({"w": jnp.zeros((64, 256))})

@@ -10,7 +10,15 @@ import optax
 import pytest
 from opt_precision import _bits
 from opt_precision.errors import OrderError, StateError
-from precision_testing import bits, grads, params
+from precision_testing import (
+    bits,
+    grads,
+    master_weights,
+    params,
+    quantize_state,
+    stochastic_weights,
+    structure,
+)
 
 
 def random_bits(number: int) -> Any:
@@ -82,7 +90,7 @@ def run(tx: Any, start: Any, steps: int, *, plain: bool = False) -> tuple[Any, A
             jax.random.normal(jax.random.key(i), (steps, *x.shape))
             for i, x in enumerate(jax.tree.leaves(start))
         ]
-        gs = jax.tree.unflatten(jax.tree.structure(start), rows)
+        gs = jax.tree.unflatten(structure(start), rows)
         return jax.lax.scan(step, (start, state), gs)[0]
 
     made: tuple[Any, Any] = jax.jit(all_steps)(start, state)
@@ -92,25 +100,25 @@ def run(tx: Any, start: Any, steps: int, *, plain: bool = False) -> tuple[Any, A
 def test_remainder_is_a_float32_master_bit_by_bit() -> None:
     start = {"w": jax.random.normal(jax.random.key(9), (16, 32)).astype(jnp.bfloat16)}
     tx = optax.adamw(1e-3)
-    whole, master = run(op.master_weights(tx, storage="f32"), start, 1000)
-    visible, rest = run(op.master_weights(tx, storage="remainder"), start, 1000)
+    whole, master = run(master_weights(tx, storage="f32"), start, 1000)
+    visible, rest = run(master_weights(tx, storage="remainder"), start, 1000)
     assert bits(whole) == bits(visible)
     assert bits(master.master) == bits(op.master_of(rest, visible))
     assert bits(master.inner) == bits(rest.inner)
 
 
 METHODS = {
-    "stochastic": op.stochastic_weights,
-    "f32": lambda tx: op.master_weights(tx),
-    "remainder": lambda tx: op.master_weights(tx, storage="remainder"),
-    "kahan": lambda tx: op.master_weights(tx, storage="kahan"),
+    "stochastic": stochastic_weights,
+    "f32": lambda tx: master_weights(tx),
+    "remainder": lambda tx: master_weights(tx, storage="remainder"),
+    "kahan": lambda tx: master_weights(tx, storage="kahan"),
 }
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_plain_optax_gives_the_same_parameters(name: str) -> None:
     start = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params())
-    tx = METHODS[name](op.quantize_state(optax.adamw(1e-3), op.dynamic8()))
+    tx = METHODS[name](quantize_state(optax.adamw(1e-3), op.dynamic8()))
     ours, theirs = (run(tx, start, 5, plain=plain) for plain in (False, True))
     assert bits(ours) == bits(theirs)
 
@@ -118,10 +126,10 @@ def test_plain_optax_gives_the_same_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_states_never_change_their_types(name: str) -> None:
     start = {**params(jnp.bfloat16), "f32": jnp.ones(3)}
-    tx = METHODS[name](op.quantize_state(optax.adamw(optax.linear_schedule(1e-3, 0, 9)), op.log8()))
+    tx = METHODS[name](quantize_state(optax.adamw(optax.linear_schedule(1e-3, 0, 9)), op.log8()))
     state = tx.init(start)
     new_params, new_state = jax.eval_shape(tx.apply, start, state, grads(0, start))
-    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    assert structure(new_state) == structure(state)
     types = [jax.tree.map(jax.typeof, tree) for tree in ((start, state), (new_params, new_state))]
     assert types[0] == types[1]
     updates, _ = jax.eval_shape(tx.update, grads(0, start), state, start)
@@ -152,7 +160,7 @@ def relative(error: Any, of: Any) -> float:
 
 @pytest.mark.parametrize("storage", ["kahan", "remainder"])
 def test_small_rates_move_as_far_as_bfloat16_can_say(storage: Any) -> None:
-    made, exact = displacement(op.master_weights(optax.sgd(1e-6), storage=storage), 1e-6)
+    made, exact = displacement(master_weights(optax.sgd(1e-6), storage=storage), 1e-6)
     start = (0.02 * jax.random.normal(jax.random.key(0), (64, 64))).astype(jnp.bfloat16)
     wide = np.asarray(start.astype(jnp.float32), np.float32)
     best = np.asarray(_bits.round_nearest(jnp.asarray(wide + exact, jnp.float32)), float) - wide
@@ -160,7 +168,7 @@ def test_small_rates_move_as_far_as_bfloat16_can_say(storage: Any) -> None:
 
 
 def test_stochastic_weights_are_unbiased_at_small_rates() -> None:
-    made, exact = displacement(op.stochastic_weights(optax.sgd(1e-6)), 1e-6)
+    made, exact = displacement(stochastic_weights(optax.sgd(1e-6)), 1e-6)
     cosine = (made * exact).sum() / np.linalg.norm(made) / np.linalg.norm(exact)
     assert cosine >= 0.7
     error = made - exact
@@ -168,7 +176,7 @@ def test_stochastic_weights_are_unbiased_at_small_rates() -> None:
 
 
 def test_naive_weights_stand_still() -> None:
-    made, exact = displacement(op.quantize_state(optax.sgd(1e-6), op.identity()), 1e-6)
+    made, exact = displacement(quantize_state(optax.sgd(1e-6), op.identity()), 1e-6)
     assert (made == 0).mean() > 0.9
     assert relative(made - exact, exact) > 0.9
 
@@ -182,17 +190,17 @@ def test_setting_parameters_resets_what_is_kept_besides_them() -> None:
         assert bits(known) != bits(op.master_of(state.inner, new))
         reset = op.set_params(state, new)
         assert bits(op.master_of(reset, new)) == bits(op.master_of(state.inner, new))
-        assert jax.tree.structure(reset) == jax.tree.structure(state)
+        assert structure(reset) == structure(state)
 
 
 def test_parameters_in_float16_are_refused() -> None:
     with pytest.raises(StateError, match=r"`stochastic_weights`: \['w'\] is float16"):
-        op.stochastic_weights(optax.sgd(0.1)).init({"w": jnp.ones(2, jnp.float16)})
+        stochastic_weights(optax.sgd(0.1)).init({"w": jnp.ones(2, jnp.float16)})
 
 
 def test_parameters_are_rounded_once() -> None:
-    inner = op.stochastic_weights(optax.sgd(0.1))
+    inner = stochastic_weights(optax.sgd(0.1))
     with pytest.raises(OrderError, match="`master_weights` is around `stochastic_weights`"):
-        op.master_weights(inner)
+        master_weights(inner)
     with pytest.raises(OrderError, match="`stochastic_weights` is there twice"):
-        op.stochastic_weights(optax.chain(optax.clip(1.0), inner)).init(jnp.ones(2, jnp.bfloat16))
+        stochastic_weights(optax.chain(optax.clip(1.0), inner)).init(jnp.ones(2, jnp.bfloat16))

@@ -98,6 +98,8 @@ def explain_precision(tx: Any, params: Any) -> PrecisionReport:
       PrecisionError: `tx` is not a transformation of this package.
 
     Examples:
+      >>> import opt_precision
+      >>> import optax
       >>> tx = opt_precision.quantize_state(optax.adam(1e-3), opt_precision.dynamic8())
       >>> print(explain_precision(tx, {'w': jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)}))
       leaf     shape   role           stored        rounding    bytes   as it is since
@@ -138,9 +140,9 @@ def _state_rows(
         leaves = jax.tree_util.tree_leaves_with_path(state)
         return [_plain_row(path_str(path), leaf, "", "") for path, leaf in leaves], state
     plan = inside.first(params)[1]
-    leaves = jax.tree.leaves(state.inner, is_leaf=is_encoded)
+    stored: list[Any] = jax.tree.leaves(state.inner, is_leaf=is_encoded)
     rows = []
-    for planned, leaf in zip(plan, leaves, strict=True):
+    for planned, leaf in zip(plan, stored, strict=True):
         path, role = path_str(planned.path), planned.choice.role or ""
         if is_encoded(leaf):
             rows.append(_encoded_row(path, leaf, role))

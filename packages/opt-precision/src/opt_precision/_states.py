@@ -6,6 +6,10 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
+
+from opt_precision import _bits
 
 
 @jax.tree_util.register_dataclass
@@ -35,6 +39,14 @@ class StochasticState:
     step: jax.Array
     inner: Any
 
+    def master_params(self, params: Any) -> Any:
+        """Returns the parameters in float32, as exactly as they are known.
+
+        Args:
+          params: the parameters that belong to the state.
+        """
+        return jax.tree.map(wide_param, params)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +60,18 @@ class MasterState:
 
     master: Any
     inner: Any
+
+    def master_params(self, params: Any) -> Any:
+        """Returns the parameters in float32, as exactly as they are known.
+
+        Args:
+          params: the parameters that belong to the state.
+        """
+
+        def of(param: Any, master: Any) -> Any:
+            return wide_param(param) if is_masked(master) else master
+
+        return jax.tree.map(of, params, self.master, is_leaf=is_masked)
 
 
 @jax.tree_util.register_dataclass
@@ -64,6 +88,18 @@ class RemainderState:
     low: Any
     inner: Any
 
+    def master_params(self, params: Any) -> Any:
+        """Returns the parameters in float32, as exactly as they are known.
+
+        Args:
+          params: the parameters that belong to the state.
+        """
+
+        def of(param: Any, low: Any) -> Any:
+            return wide_param(param) if is_masked(low) else _bits.join(param, low)
+
+        return jax.tree.map(of, params, self.low, is_leaf=is_masked)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +113,29 @@ class KahanState:
 
     compensation: Any
     inner: Any
+
+    def master_params(self, params: Any) -> Any:
+        """Returns the parameters in float32, as exactly as they are known.
+
+        Args:
+          params: the parameters that belong to the state.
+        """
+
+        def of(param: Any, left: Any) -> Any:
+            wide = wide_param(param)
+            return wide if is_masked(left) else wide + _bits.widen(left)
+
+        return jax.tree.map(of, params, self.compensation, is_leaf=is_masked)
+
+
+def wide_param(param: Any) -> jax.Array:
+    """A parameter in float32."""
+    return _bits.widen(jnp.asarray(param))
+
+
+def is_masked(node: Any) -> bool:
+    """Whether nothing is kept besides a parameter."""
+    return isinstance(node, optax.MaskedNode)
 
 
 EXTRA_FIELD = {"f32": "master", "remainder": "low", "kahan": "compensation"}

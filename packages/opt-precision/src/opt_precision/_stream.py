@@ -103,7 +103,9 @@ def pieces(shape: Shape, limit: int, units: Mapping[int, int]) -> list[Grid]:
 
     Examples:
       >>> pieces((1000, 512), 100_000, {1: 256})
-      [Grid(origin=(0, 0), counts=(5, 1), piece=(195, 512)), ...piece=(25, 512))]
+      [Grid(origin=(0, 0), counts=(8, 1), piece=(125, 512))]
+      >>> [grid.piece for grid in pieces((1009, 512), 100_000, {1: 256})]
+      [(195, 512), (34, 512)]
       >>> pieces((4, 1024), 300, {1: 256})
       [Grid(origin=(0, 0), counts=(4, 4), piece=(1, 256))]
     """

@@ -6,13 +6,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from opt_precision import _bits
 from opt_precision._extra_args import with_extra_args
 from opt_precision._formats import decode as decode_codes
 from opt_precision._formats import is_encoded
-from opt_precision._states import KahanState, MasterState, RemainderState, StochasticState
+from opt_precision._states import (
+    KahanState,
+    MasterState,
+    RemainderState,
+    StochasticState,
+    is_masked,
+    wide_param,
+)
 from opt_precision._weights import Weights
 from opt_precision.errors import StateError
 
@@ -31,6 +36,7 @@ def apply(tx: Any, params: Any, state: Any, grads: Any, **extra_args: Any) -> tu
       **extra_args: for the transformation.
 
     Examples:
+      >>> import opt_precision, optax
       >>> tx = opt_precision.quantize_state(optax.adam(0.1), opt_precision.bfloat16())
       >>> params = {'w': jnp.ones(3)}
       >>> params, state = apply(tx, params, tx.init(params), {'w': jnp.ones(3)})
@@ -71,6 +77,7 @@ def decode(state: Any) -> Any:
       state: a state of this package, or one that holds such states.
 
     Examples:
+      >>> import opt_precision, optax
       >>> tx = opt_precision.quantize_state(optax.adam(0.1), opt_precision.dynamic8())
       >>> state = tx.init({'w': jnp.ones((16, 256))})
       >>> type(state.inner[0].mu['w']).__name__, decode(state).inner[0].mu['w'].dtype.name
@@ -94,13 +101,9 @@ def master_of(state: Any, params: Any) -> Any:
       params: the parameters.
     """
     found = _weight_state(state)
-    if isinstance(found, MasterState):
-        return jax.tree.map(_master_or_wide, params, found.master, is_leaf=_is_masked)
-    if isinstance(found, RemainderState):
-        return jax.tree.map(_joined, params, found.low, is_leaf=_is_masked)
-    if isinstance(found, KahanState):
-        return jax.tree.map(_compensated, params, found.compensation, is_leaf=_is_masked)
-    return jax.tree.map(_wide, params)
+    if found is None:
+        return jax.tree.map(wide_param, params)
+    return found.master_params(params)
 
 
 def set_params(state: Any, params: Any) -> Any:
@@ -113,6 +116,7 @@ def set_params(state: Any, params: Any) -> Any:
       params: the new parameters.
 
     Examples:
+      >>> import opt_precision, optax
       >>> tx = opt_precision.master_weights(optax.sgd(0.1), storage='remainder')
       >>> params = {'w': jnp.ones(2, jnp.bfloat16)}
       >>> _, state = tx.apply(params, tx.init(params), {'w': jnp.full(2, 0.003)})
@@ -123,10 +127,10 @@ def set_params(state: Any, params: Any) -> Any:
     def reset(node: Any) -> Any:
         if isinstance(node, MasterState):
             master = jax.tree.map(
-                lambda p, m: m if _is_masked(m) else _wide(p),
+                lambda p, m: m if is_masked(m) else wide_param(p),
                 params,
                 node.master,
-                is_leaf=_is_masked,
+                is_leaf=is_masked,
             )
             return MasterState(master, node.inner)
         if isinstance(node, RemainderState):
@@ -147,23 +151,3 @@ def _weight_state(state: Any) -> Any:
     if len(found) > 1:
         raise StateError(f"`state` holds {len(found)} states of weights; give one of them")
     return found[0] if found else None
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
-
-
-def _wide(param: Any) -> jax.Array:
-    return _bits.widen(jnp.asarray(param))
-
-
-def _master_or_wide(param: Any, master: Any) -> jax.Array:
-    return _wide(param) if _is_masked(master) else master
-
-
-def _joined(param: Any, low: Any) -> jax.Array:
-    return _wide(param) if _is_masked(low) else _bits.join(param, low)
-
-
-def _compensated(param: Any, left: Any) -> jax.Array:
-    return _wide(param) if _is_masked(left) else _wide(param) + _wide(left)

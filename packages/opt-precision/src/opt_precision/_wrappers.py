@@ -273,6 +273,7 @@ def quantize_state(
       SelectionError: a selection names what there is not (raised by `init`).
 
     Examples:
+      >>> import opt_precision
       >>> tx = quantize_state(optax.adamw(1e-3), codec=opt_precision.dynamic8())
       >>> state = tx.init({'w': jnp.ones((64, 256), jnp.bfloat16)})
       >>> sum(leaf.nbytes for leaf in jax.tree.leaves(state.inner[0].nu))
@@ -338,6 +339,7 @@ def master_weights(tx: Any, *, storage: Storage = "f32") -> Precise:
       OrderError: parameters are rounded inside of `tx` already.
 
     Examples:
+      >>> import opt_precision
       >>> tx = master_weights(optax.sgd(1e-3), storage='remainder')
       >>> params = {'w': jnp.ones(4, jnp.bfloat16)}
       >>> state = tx.init(params)
