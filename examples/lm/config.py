@@ -67,6 +67,16 @@ class Config:
         "shown and logged (without, the run stops)",
         action=argparse.BooleanOptionalAction,
     )
+    average: float = flag(
+        0.0,
+        "decay of an average of the parameters, such as 0.999, which is what is evaluated and "
+        "samples from; 0 for none",
+    )
+    guard: bool = flag(
+        False,
+        "skip steps whose loss or gradient is not finite, or far above those of the last 128",
+        action=argparse.BooleanOptionalAction,
+    )
     checkpoint_every: int = flag(200, "steps between checkpoints")
     prompt: str = flag("def ", "what the sample begins with")
     sample_bytes: int = flag(400, "length of the sample")
@@ -93,6 +103,8 @@ class Config:
           UsageError: it makes no sense; says which flag, and why.
         """
         self._check_ranges()
+        if self.average >= 1:
+            raise UsageError(f"--average must be less than 1; got {self.average}")
         if self.d_model % (2 * self.heads):
             raise UsageError(
                 f"--d-model {self.d_model} must be a multiple of twice --heads {self.heads}"
@@ -130,7 +142,7 @@ class Config:
                 )
 
     def _check_ranges(self) -> None:
-        least = {"seed": 0, "weight_decay": 0, "sample_bytes": 0}
+        least = {"seed": 0, "weight_decay": 0, "average": 0, "sample_bytes": 0}
         most = {"seed": 2**32 - 1, "sample_bytes": 1_000_000}
         for field in dataclasses.fields(self):
             value, low = getattr(self, field.name), least.get(field.name, 1)
@@ -149,11 +161,17 @@ class Config:
 # change losses by rounding; another learning rate is an override at run time, which leaves the
 # schedule as it is.
 MAY_CHANGE = (
-    *("learning_rate", "mesh", "zero", "microbatches", "skip_nonfinite"),
+    *("learning_rate", "mesh", "zero", "microbatches", "skip_nonfinite", "guard"),
     *("checkpoint_every", "prompt", "sample_bytes"),
 )
 # Runs from before there were these flags are saved without them.
-ADDED: Mapping[str, Any] = {"zero": False, "microbatches": 1, "skip_nonfinite": False}
+ADDED: Mapping[str, Any] = {
+    "zero": False,
+    "microbatches": 1,
+    "skip_nonfinite": False,
+    "average": 0.0,
+    "guard": False,
+}
 
 
 @dataclasses.dataclass(frozen=True)

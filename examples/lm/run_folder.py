@@ -154,6 +154,12 @@ class RunFolder:
         bits = np.array([line["bits_per_byte"] for line in metrics])
         loss.plot(steps, bits, color="C0", alpha=0.3, linewidth=0.8)
         loss.plot(steps, _smooth(bits), color="C0", label="training")
+        measured = [line for line in metrics if "held_out" in line]
+        for style, name in zip(("^-", "o-"), ("trained", "average"), strict=True):
+            if measured:
+                bits = np.array([line["held_out"][name] for line in measured])
+                at = [line["step"] for line in measured]
+                loss.plot(at, bits, f"k{style}", markersize=4, label=f"held-out, {name}")
         for i, (name, level) in enumerate(levels.items(), start=1):
             loss.axhline(level, color=f"C{i}", linestyle="--", label=f"{name} {level:.2f}")
         loss.set(ylabel="bits per byte", title=self.path.name)

@@ -136,7 +136,7 @@ class Optimizer(nnx.Optimizer[M]):
           >>> frozen, report = opt_core.freeze(optimizer.to_core(model), 'bias')
           >>> optimizer.load_core(model, frozen)
           >>> report.dropped
-          ('adam/count', ...)
+          ('0/mu/bias', '0/nu/bias')
         """
         return self._core(pure(state_of(model, self.wrt, self.graph)))
 
