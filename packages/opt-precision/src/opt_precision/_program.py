@@ -6,6 +6,7 @@ piece by piece; sums over leaves and everything else are evaluated whole, first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -163,18 +164,19 @@ def evaluate(eqn: JaxprEqn, values: Sequence[Any], shape: tuple[int, ...] | None
             found = evaluate(one, [_read(known, x) for x in one.invars], () if is_small else shape)
             known.update(zip(one.outvars, found, strict=True))
         return [_read(known, atom) for atom in inner.jaxpr.outvars]
-    return _bind(eqn, values)
+    return _bind(eqn, values, is_whole=False)
 
 
 def _read(values: Mapping[Any, Any], atom: Any) -> Any:
     return atom.val if isinstance(atom, Literal) else values[atom]
 
 
-def _bind(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
+def _bind(eqn: JaxprEqn, values: Sequence[Any], *, is_whole: bool = True) -> list[Any]:
     primitive: Any = eqn.primitive
     params = primitive.get_bind_params(eqn.params)
     functions, params = params if isinstance(params, tuple) else ((), params)  # until JAX 0.9
-    with eqn.ctx.manager:
+    # A piece is computed on each device by itself, where the mesh that was traced does not hold.
+    with eqn.ctx.manager if is_whole else contextlib.nullcontext():
         found = primitive.bind(*functions, *values, **params)
     return list(found) if primitive.multiple_results else [found]
 
