@@ -64,7 +64,8 @@ class Run:
         self.compile_seconds = time.process_time() - before
         number = leaves * side * side
         self.bytes = sum(x.nbytes for x in jax.tree.leaves((self.params, self.state))) / number
-        self.temporaries = self._step.memory_analysis().temp_size_in_bytes / number - 4
+        memory: Any = self._step.memory_analysis()
+        self.temporaries = memory.temp_size_in_bytes / number - 4
 
     def once(self) -> Any:
         """Makes a step."""
