@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import opt_partition as part
 import opt_precision as op
 import optax
 import pytest
@@ -91,22 +90,3 @@ def test_without_a_layout_an_auto_mesh_makes_the_same_codes() -> None:
     lies = {name: NamedSharding(mesh, spec) for name, spec in ALIGNED.items()}
     found, _ = run(wrapped(op.dynamic8()), params(), lies)
     assert_same(found, expected)
-
-
-def test_opt_partition_knows_codes_and_scales() -> None:
-    tx = wrapped(op.dynamic8())
-    shapes = jax.eval_shape(params)
-    axes = {"wide": P("embed", "mlp"), "tall": P("mlp", "embed"), "vector": P("mlp")}
-    found = part.explain(tx, shapes, axes, rules=op.partition_rules(), strict=True)
-    state: Any = found.state
-    adam = state.inner.inner[0]
-    assert adam.mu["wide"].codes == P("embed", "mlp")
-    assert adam.nu["wide"].scale == P("embed", "mlp")
-    assert adam.nu["vector"].scale == P("mlp")
-    mesh = mesh_of(8, AxisType.Auto)
-    rules = (("embed", "data"), ("mlp", "model"))
-    layout = part.logical_to_mesh(state, rules, mesh, jax.eval_shape(tx.init, shapes))
-    placed = part.init_sharded(tx, params(), layout)
-    spread = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(placed))
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(params())))
-    assert spread < whole / 3
