@@ -38,11 +38,14 @@ def wrapped(codec: Any, layout: Any = None) -> Any:
 
 def run(tx: Any, start: Any, lies: Any = None) -> tuple[Any, str]:
     """Three steps, and the text of the compiled step."""
-    put = (lambda tree: tree) if lies is None else (lambda tree: jax.device_put(tree, lies))
+
+    def put(tree: Any) -> Any:
+        return tree if lies is None else jax.device_put(tree, lies)
+
     held = put(start)
     state = tx.init(held)
     step = jax.jit(tx.apply)
-    text = step.lower(held, state, put(grads(0))).compile().as_text()
+    text = step.lower(held, state, put(grads(0))).compile().as_text() or ""
     for number in range(3):
         held, state = step(held, state, put(grads(number)))
     return jax.tree.map(np.asarray, jax.tree.leaves((held, state))), text

@@ -1,4 +1,4 @@
-"""The command line: every flag is a field of `Config`, checked before anything is written."""
+"""The command line: every flag is a field of `Config`, validated before anything is written."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from typing import Any, Never
 from lm.sizes import VOCAB, ModelConfig
 
 INT32_MAX = 2**31 - 1
-FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2**-23) * 2.0**127  # what is smaller may become zero
+# smaller values may be flushed to zero
+FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2**-23) * 2.0**127
 
 
 class UsageError(Exception):
-    """Something the user can put right; becomes one line on stderr and exit code 2."""
+    """An error the user can fix; reported as one line on stderr with exit code 2."""
 
 
 def flag(default: Any, text: str, **options: Any) -> Any:
-    """Returns a dataclass field that is a command-line flag, too."""
+    """Returns a dataclass field that is also a command-line flag."""
     return dataclasses.field(default=default, metadata={"help": text, **options})
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Everything that decides what a run computes; saved as `config.json`."""
+    """All settings that determine what a run computes; saved as `config.json`."""
 
     data: tuple[str, ...] = flag(
         (), "files or directories to learn from (default: Python's own library)", nargs="+"
@@ -88,7 +89,7 @@ class Config:
 
     @property
     def mesh_shape(self) -> tuple[int, int]:
-        """The number of devices along `data` and along `model`, once they are known."""
+        """The number of devices along `data` and along `model`, once `mesh` is set."""
         (data, data_size), (model, model_size) = sorted(
             part.split("=", 1) for part in self.mesh.split(",")
         )
@@ -157,14 +158,13 @@ class Config:
                     )
 
 
-# What may differ between a run and its continuation. Another mesh, ZeRO or other microbatches
-# change losses by rounding; another learning rate is an override at run time, which leaves the
-# schedule as it is.
+# Flags that may differ when a run is resumed. The mesh, ZeRO and microbatches change losses only
+# by rounding; a learning rate overrides the schedule at run time without replacing it.
 MAY_CHANGE = (
     *("learning_rate", "mesh", "zero", "microbatches", "skip_nonfinite", "guard"),
     *("checkpoint_every", "prompt", "sample_bytes"),
 )
-# Runs from before there were these flags are saved without them.
+# Defaults for runs saved before these flags existed.
 ADDED: Mapping[str, Any] = {
     "zero": False,
     "microbatches": 1,
@@ -176,7 +176,7 @@ ADDED: Mapping[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Who trains together: this process alone, or several, each started with the same flags."""
+    """The participating processes, each started with the same flags."""
 
     processes: int = flag(1, "processes that share the mesh; start each with the same flags")
     process_id: int | None = flag(None, "which of them this one is, from 0", type=int)
@@ -269,7 +269,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
 
 
 def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    """What argparse is told about a field."""
+    """Returns the argparse options of a field."""
     options = dict(field.metadata)
     if "action" in options:
         return options
@@ -282,7 +282,7 @@ def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def continue_config(saved: Mapping[str, Any], given: Mapping[str, Any], run: Path) -> Config:
-    """Returns the configuration of a run that goes on, its own learning rate included.
+    """Returns the configuration of a resumed run, including its own learning rate.
 
     Args:
       saved: what `config.json` says.

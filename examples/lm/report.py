@@ -1,4 +1,4 @@
-"""What a finished run says: a sample, and how well it predicts text it has not seen."""
+"""The report of a finished run: a sample, and its prediction of held-out text."""
 
 from __future__ import annotations
 

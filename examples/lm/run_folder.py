@@ -1,4 +1,4 @@
-"""A folder that holds a run: configuration, metrics, checkpoints, plot, results."""
+"""The folder of a run: configuration, metrics, checkpoints, plot, results."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RunFolder:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def forget_after(self, step: int) -> None:
-        """Drops the metrics of steps that come after the checkpoint and will be made again."""
+        """Drops the metrics of steps after the checkpoint, which will be repeated."""
         kept = [json.dumps(line) + "\n" for line in self.read_metrics() if line["step"] <= step]
         self._write("metrics.jsonl", "".join(kept).encode())
 
@@ -193,7 +193,7 @@ def numbers(metrics: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """The same with `None`, JSON's `null`, for numbers that JSON does not have."""
+    """Returns the data with `None` (`null`) for numbers that JSON cannot represent."""
     if isinstance(value, Mapping):
         return {name: _finite(item) for name, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -94,7 +94,7 @@ def averaged(config: Config, constructor: Callable[..., Any]) -> Callable[..., O
 def make_groups(config: Config) -> MultiOptimizer:
     """Returns AdamW for matrices, without decay for norms and biases, and Adafactor for the table.
 
-    Adafactor is told the learning rate with every step, as T5X does it.
+    Adafactor gets the learning rate with every step, as in T5X.
     """
     table: OptimizerDef = Adafactor(multiply_by_parameter_scale=False)
     adamw: Callable[..., OptimizerDef] = partial(opt.adamw, make_schedule(config), b2=0.98)
@@ -111,19 +111,19 @@ def make_groups(config: Config) -> MultiOptimizer:
 
 
 def init_params(job: Job) -> Any:
-    """Returns the initial parameters in Flax's boxes, which name their dimensions."""
+    """Returns the initial parameters in Flax boxes, which name their dimensions."""
     tokens = jnp.zeros((1, job.config.sequence_length), jnp.uint8)
     return job.model.init(jax.random.key(job.config.seed), tokens)["params"]
 
 
 def plan_optimizer(job: Job) -> Placement:
-    """Returns the optimizer as it will be, and where; nothing is allocated."""
+    """Returns the planned optimizer and its placement; allocates nothing."""
     params = jax.eval_shape(partial(init_params, job))
     return place(make_groups(job.config), params, job.mesh, zero=job.config.zero)
 
 
 def create_optimizer(job: Job, placement: Placement) -> Optimizer:
-    """Returns the optimizer, born sharded: no device ever holds more than its share."""
+    """Creates the sharded optimizer; no device ever holds more than its shards."""
 
     def create() -> Optimizer:
         return placement.optimizer.optimizer_def.create(nn.unbox(init_params(job)))
@@ -216,7 +216,7 @@ def train_step(
     overrides: Mapping[str, Any],
     guard_state: GuardState | None = None,
 ) -> tuple[Optimizer, dict[str, Any]]:
-    """Makes one update; none where `--guard`, or `--skip-nonfinite` with all of the batch, says so.
+    """Applies one update, or none if `--guard` or `--skip-nonfinite` drops the whole batch.
 
     Args:
       job: the run.
@@ -269,7 +269,7 @@ def train_step(
 def compile_step(
     job: Job, placement: Placement, overrides: Mapping[str, Any], *guard_state: GuardState
 ) -> jax.stages.Compiled:
-    """Returns the one program that makes all steps, before there is an optimizer."""
+    """Compiles the training step before the optimizer is created."""
     shape = (job.config.batch_size, job.config.sequence_length + 1)
     step = jax.jit(
         partial(train_step, job),
@@ -289,7 +289,7 @@ def train(
     overrides: Mapping[str, Any],
     *guard_state: GuardState,
 ) -> tuple[Optimizer, bool]:
-    """Makes the steps that are left, or those until a signal comes.
+    """Runs the remaining steps, or until a signal arrives.
 
     Args:
       job: the run.
@@ -362,13 +362,13 @@ def train(
 
 
 def start(arguments: Arguments) -> tuple[Job, RunFolder]:
-    """Begins a run, whose folder is to be created."""
+    """Starts a new run and creates its folder."""
     job = make_job(Config(**arguments.given).check(), arguments.cluster.processes)
     return job, RunFolder(arguments.out or Path("runs", time.strftime("%Y%m%d-%H%M%S")))
 
 
 def resume(path: Path, arguments: Arguments) -> tuple[Job, RunFolder]:
-    """Goes on with the run in a folder."""
+    """Resumes the run in a folder."""
     folder = RunFolder(path)
     saved = folder.read_config()
     config = continue_config(saved, arguments.given, path)
@@ -379,7 +379,7 @@ def resume(path: Path, arguments: Arguments) -> tuple[Job, RunFolder]:
 
 
 def plan_resume(placement: Placement, saved: SavedStep, path: Path) -> Plan[Optimizer]:
-    """Says where every leaf comes from, wherever the devices that wrote it had it."""
+    """Plans the restore of every leaf, independently of the mesh that it was saved from."""
     try:
         return plan_restore(saved, placement.optimizer).check()
     except PlanError as error:
@@ -390,7 +390,7 @@ def plan_resume(placement: Placement, saved: SavedStep, path: Path) -> Plan[Opti
 
 
 def run(arguments: Arguments) -> int:
-    """Trains together with the other processes; returns the exit code."""
+    """Trains with the other processes; returns the exit code."""
     try:
         with together(arguments.cluster):
             return train_and_report(arguments)
@@ -399,7 +399,7 @@ def run(arguments: Arguments) -> int:
 
 
 def train_and_report(arguments: Arguments) -> int:
-    """Does all that is asked for; returns the exit code."""
+    """Runs the program; returns the exit code."""
     overrides = {}
     with announced("Finding the text and the devices", is_shown=not arguments.cluster.process_id):
         if arguments.resume is None:

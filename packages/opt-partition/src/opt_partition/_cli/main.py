@@ -206,8 +206,8 @@ def _show_layout(arguments: argparse.Namespace, plan: MemoryPlan) -> None:
         data = json.loads(plan.explanation.to_json())
         rows = [row for row in plan.to_dict()["rows"] if row["kind"] == "state"]
         keys = ("spec", "shard_shape", "bytes_per_device", "notes", "actions")
-        for row, lies in zip(data["rows"], rows, strict=True):
-            row["layout"] = {key: lies[key] for key in keys}
+        for row, planned in zip(data["rows"], rows, strict=True):
+            row["layout"] = {key: planned[key] for key in keys}
         print_text(json.dumps({"mesh": dict(plan.mesh.shape), **data}, indent=1))
         return
     table = explanation_table(plan.explanation, plan.state, show_all=arguments.all)
