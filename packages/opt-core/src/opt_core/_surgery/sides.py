@@ -130,7 +130,7 @@ def is_recorded(leaf: LeafDescription, made: TransformationDescription) -> bool:
 def holds_parameters(leaf: LeafDescription) -> bool:
     """Whether a leaf holds what belongs to parameters by their order, as `optax.flatten` keeps."""
     is_array = leaf.parameter is None and bool(leaf.dimensions)
-    return is_array and leaf.role not in ("count", "schedule_count", "key", "statistic")
+    return is_array and leaf.role in TRAINED and leaf.role != "statistic"
 
 
 def counts_updates(leaf: LeafDescription, made: TransformationDescription) -> bool:
