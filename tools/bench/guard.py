@@ -1,29 +1,38 @@
-r"""What a step costs that a guard skips, and what an average adds to one that is made.
+"""What a step costs that a guard skips, and what an average adds to one that is made.
 
-    MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1099511627776 \
-        hatch run dev:python tools/bench/guard.py --leaves 12 --side 1024
+    hatch run dev:python tools/bench/guard.py --leaves 8 --side 1024
 
-The two variables keep the heap between calls, as an accelerator's allocator does. Every variant
-owns its parameters and state and donates them. A round times each once, in turn, in this process;
-printed are medians over rounds of ratios within a round. Bytes are those that XLA counts for the
-compiled program; of a skipped step without the loop that makes one.
+The heap is kept between calls, as an accelerator's allocator keeps it. Every variant owns its
+parameters and state and donates them. Bytes are those that the compiled program reads and writes;
+of a skipped step without the loop that makes one.
 """
 
 import argparse
 import re
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from _common import Figure, Row, counted, main, timed
 from opt_accumulate import guard, with_average
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 AVERAGED = with_average(INNER, 0.999)
 GUARDED = guard(AVERAGED)
+ENVIRONMENT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+NORM, ADAMW = "norm of the gradients", "adamw, clipped"
+FIGURES = {
+    "skipped, apply": Figure(NORM, 1.15),
+    "skipped, update": Figure(NORM),
+    "bytes of a skipped step, apply": Figure(NORM, 1.0, "B"),
+    "bytes of a skipped step, update": Figure(NORM, None, "B"),
+    "made": Figure(ADAMW, 1.3),
+    "average": Figure(ADAMW, 1.3),
+    "bytes of an average": Figure("8 a parameter", 1.5, "B"),
+}
 _LEAST = 1024  # bytes of an array that counts
 _MOVES_NOTHING = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "constant"}
 
@@ -61,9 +70,9 @@ def variants(params: Any) -> dict[str, tuple[Callable[..., Any], Any, float]]:
         "norm": (norm, (), 1.0),
         "adamw": (step_of(INNER), INNER.init(params), 1.0),
         "average": (applied(AVERAGED), AVERAGED.init(params), 1.0),
-        "guard, made": (applied(GUARDED), GUARDED.init(params), 1.0),
-        "guard, skipped": (applied(GUARDED), GUARDED.init(params), nan),
-        "guard by update, skipped": (step_of(GUARDED), GUARDED.init(params), nan),
+        "made": (applied(GUARDED), GUARDED.init(params), 1.0),
+        "skipped, apply": (applied(GUARDED), GUARDED.init(params), nan),
+        "skipped, update": (step_of(GUARDED), GUARDED.init(params), nan),
     }
 
 
@@ -103,10 +112,7 @@ class Runner:
         self.loss = jnp.float32(loss)
         jitted = jax.jit(step, donate_argnums=(0, 1))
         self.compiled = jitted.lower(*self.carried, params, self.loss).compile()
-        size = sum(leaf.size for leaf in jax.tree.leaves(params))
-        self.bytes = bytes_outside_of_loops(self.compiled.as_text() or "") / size
-        memory: Any = self.compiled.memory_analysis()
-        self.temporaries = memory.temp_size_in_bytes / size
+        self.bytes = bytes_outside_of_loops(self.compiled.as_text() or "")
 
     def seconds(self, grads: Any) -> float:
         """Returns how long one step takes."""
@@ -116,38 +122,37 @@ class Runner:
         return time.perf_counter() - start
 
 
-def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--leaves", type=int, default=12, help="parameters, square")
-    parser.add_argument("--side", type=int, default=1024)
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.add_argument("--leaves", type=int, default=8, help="parameters, square")
+    parser.add_argument("--side", type=int, help="1024, or 512 with --quick")
     parser.add_argument("--rounds", type=int, default=21)
-    options = parser.parse_args()
 
-    shape = options.side, options.side
-    params = {f"w{i}": jnp.full(shape, 0.5) for i in range(options.leaves)}
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Yields what is skipped, what is made, and what is read."""
+    side = options.side or (512 if options.quick else 1024)
+    params = {f"w{i}": jnp.full((side, side), 0.5) for i in range(options.leaves)}
     runners = {
         name: Runner(step, params, state, loss)
         for name, (step, state, loss) in variants(params).items()
     }
-    measured = [
+    rounds = [
         {name: runner.seconds(params) for name, runner in runners.items()}
         for _ in range(options.rounds + 1)
     ][1:]
-    print(f"{options.leaves} leaves of {shape}, {options.rounds} rounds,")
-    print(f"jax {jax.__version__}, optax {optax.__version__}, {jax.devices()[0].device_kind}")
-    print(f"{'':26}{'time /':>9}{'time /':>9}{'bytes /':>10}{'temporaries':>13}")
-    print(f"{'':26}{'norm':>9}{'adamw':>9}{'parameter':>10}{'/ parameter':>13}")
-    for name, runner in runners.items():
-        ratios = [
-            statistics.median(times[name] / times[other] for times in measured)
-            for other in ("norm", "adamw")
-        ]
-        print(
-            f"{name:26}{ratios[0]:9.2f}{ratios[1]:9.2f}{runner.bytes:10.2f}"
-            f"{runner.temporaries:13.2f}"
+    times = {name: [each[name] for each in rounds] for name in runners}
+    for how in ("apply", "update"):
+        skipped = f"skipped, {how}"
+        yield timed(skipped, times[skipped], times["norm"])
+        yield counted(
+            f"bytes of a skipped step, {how}", runners[skipped].bytes, runners["norm"].bytes
         )
+    for name in ("made", "average"):
+        yield timed(name, times[name], times["adamw"])
+    added = runners["average"].bytes - runners["adamw"].bytes
+    yield counted("bytes of an average", added, 8 * options.leaves * side * side)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, FIGURES, measure, arguments, environment=ENVIRONMENT)

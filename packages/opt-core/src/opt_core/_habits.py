@@ -30,7 +30,7 @@ _FOR_OPTIMIZERS = {
 }
 _TRANSFORMATION = (
     "`opt_optax_bridge.as_transformation(definition)` where an Optax transformation is wanted "
-    "(`optax.chain`, `TrainState.create(tx=...)`), `definition.create(params)` for an optimizer"
+    "(`optax.chain`, `TrainState`, `nnx.Optimizer`), `definition.create(params)` for an optimizer"
 )
 _FOR_DEFINITIONS = {
     **dict.fromkeys(("init", "update"), _TRANSFORMATION),

@@ -11,12 +11,10 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,8 +22,12 @@ import optax
 from opt_core import OptimizerDef
 from opt_core.errors import HyperParamError
 
+from opt_optax_bridge._fields import make_hyper_params
+
 _Path = tuple[str, ...]
 """The name of a hyper-parameter after those of the parts that it is in."""
+
+_PLAIN = (int, float)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,30 +108,17 @@ class Recipe:
         return {name: recipe for name, recipe in recipes.items() if recipe is not None}
 
     @functools.cached_property
-    def _values(self) -> Mapping[_Path, Any]:
-        """The values of all hyper-parameters, those of the parts included."""
+    def _values(self) -> Mapping[_Path, tuple[Any, Any]]:
+        """The values and defaults of all hyper-parameters, those of the parts included."""
         own = {
-            (name,): value
+            (name,): (value, parameter.default if parameter else None)
             for name, value in self.arguments.items()
-            if _is_hyper_param(value, self._parameters.get(name))
+            if _is_hyper_param(value, parameter := self._parameters.get(name))
         }
         return own | {
-            (part, *path): value
+            (part, *path): values
             for part, recipe in self._recipes.items()
-            for path, value in recipe._values.items()
-        }
-
-    @functools.cached_property
-    def _defaults(self) -> Mapping[_Path, Any]:
-        own = {
-            (name,): parameter.default
-            for name, parameter in self._parameters.items()
-            if (name,) in self._values and isinstance(parameter.default, int | float)
-        }
-        return own | {
-            (part, *path): value
-            for part, recipe in self._recipes.items()
-            for path, value in recipe._defaults.items()
+            for path, values in recipe._values.items()
         }
 
     @functools.cached_property
@@ -153,8 +142,9 @@ class Recipe:
 
         What two parts have is called `part.name`.
         """
-        values = {field: self._values[path] for field, path in self._fields.items()}
-        defaults = {f: self._defaults[p] for f, p in self._fields.items() if p in self._defaults}
+        found = {field: self._values[path] for field, path in self._fields.items()}
+        values = {field: value for field, (value, _) in found.items()}
+        defaults = {k: default for k, (_, default) in found.items() if isinstance(default, _PLAIN)}
         return make_hyper_params(f"{self.name}_hyper_params", values, defaults)
 
     def by_field(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -293,52 +283,6 @@ def _unique_names(parts: Iterable[tuple[str | None, OptimizerDef]]) -> list[str]
 def _addresses(path: _Path) -> Iterator[str]:
     """Yields the names that may stand for a path, the shortest first."""
     return (".".join(path[-n:]) for n in range(1, len(path) + 1))
-
-
-def make_hyper_params(
-    class_name: str, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
-) -> Any:
-    """Returns a frozen dataclass, a pytree; of `defaults` its constructor takes what is missing."""
-    cls = _hyper_params_class(class_name, tuple(values), tuple((defaults or {}).items()))
-    return cls(**values)
-
-
-@functools.cache
-def _hyper_params_class(
-    class_name: str, fields: tuple[str, ...], defaults: tuple[tuple[str, Any], ...]
-) -> type:
-    def reduce(self: Any) -> tuple[Any, ...]:
-        values = {name: getattr(self, name) for name in fields}
-        return make_hyper_params, (class_name, values, dict(defaults))
-
-    def init(self: Any, **values: Any) -> None:
-        if extra := values.keys() - set(fields):
-            raise TypeError(f"{class_name} has no {sorted(extra)}")
-        given = {**dict(defaults), **values}
-        if missing := [name for name in fields if name not in given]:
-            raise TypeError(f"{class_name} needs {missing}")
-        for name in fields:
-            object.__setattr__(self, name, given[name])
-
-    def items(self: Any) -> tuple[tuple[str, Any], ...]:
-        return tuple((name, getattr(self, name)) for name in fields)
-
-    # What `dataclasses` generates has the fields' names in its source, where none may have a dot.
-    body = {
-        **dict(defaults),
-        "__init__": init,
-        "__repr__": lambda self: f"{class_name}({', '.join(f'{k}={v!r}' for k, v in items(self))})",
-        "__eq__": lambda self, other: (
-            items(self) == items(other) if type(self) is type(other) else NotImplemented
-        ),
-        "__hash__": lambda self: hash(items(self)),
-        "__annotations__": dict.fromkeys(fields, Any),
-        "__doc__": "The arguments that can be overridden at run time.",
-        "__module__": __name__,
-        "__reduce__": reduce,
-    }
-    cls = types.new_class(class_name, (), {}, lambda ns: ns.update(body))
-    return flax.struct.dataclass(cls, kw_only=True, init=False, repr=False, eq=False)
 
 
 def _snapshot(value: Any) -> Any:
