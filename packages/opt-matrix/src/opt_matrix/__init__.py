@@ -1,0 +1,41 @@
+"""Muon and its kind on a sharded mesh: whole matrices, planned and checked.
+
+A *plan* says from shapes alone which device computes with which matrices, and what that moves. The
+computation follows it with explicit collectives: what is compiled is what was printed.
+"""
+
+from importlib.metadata import version as _version
+
+from optax.contrib import MuonState
+
+from opt_matrix import errors
+from opt_matrix._costs import Kind, Machine, Way
+from opt_matrix._distribute import Distributed, distribute
+from opt_matrix._layouts import LeafLayout
+from opt_matrix._matrices import DEFAULT_RULES, Dims, Matrices
+from opt_matrix._muon import muon, scale_by_muon
+from opt_matrix._newton_schulz import NewtonSchulz, newton_schulz
+from opt_matrix._plan import Group, MatrixPlan, plan_matrices
+
+__version__ = _version("opt-matrix")
+
+__all__ = [
+    "DEFAULT_RULES",
+    "Dims",
+    "Distributed",
+    "Group",
+    "Kind",
+    "LeafLayout",
+    "Machine",
+    "Matrices",
+    "MatrixPlan",
+    "MuonState",
+    "NewtonSchulz",
+    "Way",
+    "distribute",
+    "errors",
+    "muon",
+    "newton_schulz",
+    "plan_matrices",
+    "scale_by_muon",
+]
