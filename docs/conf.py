@@ -9,15 +9,23 @@ project = "opt"
 copyright = "2026, the authors"  # noqa: A001
 version = release = importlib.metadata.version("opt-core")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "opt"
+html_static_path = ["_static"]
 
 default_role = "literal"  # docstrings write `code`
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True  # not `opt_core._optimizer.Optimizer`
 autodoc_default_options = {"members": True, "show-inheritance": True}
 napoleon_use_rtype = False
 myst_heading_anchors = 3

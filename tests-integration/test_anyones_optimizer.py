@@ -86,7 +86,7 @@ def step_of_flax(state: Any) -> Any:
 
 def of_nnx() -> Any:
     model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
-    model.kernel.set_value(params()["kernel"])
+    model.kernel = nnx.Param(params()["kernel"])
     return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
 
 

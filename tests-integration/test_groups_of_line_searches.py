@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import opt_optax_bridge as opt
 import pytest
-from opt_core import FROZEN, MultiOptimizer, describe
+from opt_core import FROZEN, MultiOptimizer, OptimizerDef, describe
 from opt_core.errors import HyperParamError
 
 
@@ -29,7 +29,7 @@ def step(optimizer: Any, value_fn: Any) -> Any:
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_a_line_search_sees_the_loss_of_its_own_leaves(is_nested: bool) -> None:
     """The others stay where they are: as L-BFGS alone, on the loss with these fixed."""
-    lbfgs = opt.lbfgs()
+    lbfgs: OptimizerDef = opt.lbfgs()
     if is_nested:
         lbfgs = MultiOptimizer.from_rules([("k", lbfgs)])
     rules = [("b", "b", opt.sgd(0.0)), ("k", "k", lbfgs)]

@@ -88,18 +88,20 @@ def test_what_has_no_counterpart() -> None:
     momentum = Adafactor(0.1, beta1=0.9, **SMALL).create(PARAMS).state
     plain = Adafactor(0.1, **SMALL).create(PARAMS).state
     for tx in (ada.adafactor(0.1, **SMALL), optax.adafactor(0.1, **SMALL)):
-        with pytest.raises(StateConversionError, match="`state` has momentum, and `like` has no"):
+        with pytest.raises(StateConversionError, match="`state` has momentum, but `like` has no"):
             ada.to_optax_state(momentum, tx.init(PARAMS))
-    with pytest.raises(StateConversionError, match=r"`like` must hold .* found 0 in a"):
+    with pytest.raises(StateConversionError, match=r"`like` must contain exactly .* found 0 in a"):
         ada.to_optax_state(plain, optax.sgd(0.1).init(PARAMS))
     two = optax.chain(ada.adafactor(0.1), ada.adafactor(0.1)).init(PARAMS)
-    with pytest.raises(StateConversionError, match=r"`state` must hold .* found 2 in a tuple"):
+    with pytest.raises(
+        StateConversionError, match=r"`state` must contain exactly .* found 2 in a tuple"
+    ):
         ada.from_optax_state(two)
     with pytest.raises(
         StateConversionError, match=r"`v_row` of `w`: expected shape \(1,\).*found \(4,\)"
     ):
         ada.to_optax_state(plain, ada.adafactor(0.1).init(PARAMS))
-    with pytest.raises(StateConversionError, match="are not of the same parameters"):
+    with pytest.raises(StateConversionError, match="do not belong to the same parameters"):
         ada.to_optax_state(plain, ada.adafactor(0.1).init({"w": PARAMS["w"]}))
     with pytest.raises(StateConversionError, match=r"`m` of `b`: expected shape \(3,\)"):
         ada.to_optax_state(plain, ada.adafactor(0.1, beta1=0.9, **SMALL).init(PARAMS))
@@ -132,7 +134,7 @@ def test_momentum_of_single_numbers_is_not_dropped() -> None:
     params = {"b": jnp.ones((1,))}
     optimizer = Adafactor(0.1, beta1=0.9).create(params).apply_gradient(params)
     for tx in (ada.adafactor(0.1), optax.adafactor(0.1)):
-        with pytest.raises(StateConversionError, match="`state` has momentum, and `like` has no"):
+        with pytest.raises(StateConversionError, match="`state` has momentum, but `like` has no"):
             ada.to_optax_state(optimizer.state, tx.init(params))
 
 

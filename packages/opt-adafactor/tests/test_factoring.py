@@ -140,7 +140,7 @@ def test_rules_given_but_axes_forgotten() -> None:
 
 def test_a_rule_must_fit() -> None:
     with pytest.raises(
-        FactorRuleError, match=r"`w` has 2 dimensions, \(ROW, COLUMN\), and its shape \(2, 3, 4\)"
+        FactorRuleError, match=r"`w` has 2 dimensions, \(ROW, COLUMN\), but its shape \(2, 3, 4\)"
     ):
         shapes((2, 3, 4), "rc")
     with pytest.raises(FactorRuleError, match=r"of `w` must be `None`, `HEURISTIC_RULE` or"):

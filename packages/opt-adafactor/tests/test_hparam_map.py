@@ -37,5 +37,5 @@ def test_a_missing_rule_names_parameter_and_patterns() -> None:
     with pytest.raises(UnknownNameError, match=r"`c/d`; the patterns are `a`, `b`") as caught:
         HParamMap([("a", 1), ("b", 2)])["c/d"]
     assert isinstance(caught.value, KeyError)
-    with pytest.raises(ValueError, match=r"`rules`: `\(` is no regular expression"):
+    with pytest.raises(ValueError, match=r"`rules`: `\(` is not a valid regular expression"):
         HParamMap([("(", 1)])

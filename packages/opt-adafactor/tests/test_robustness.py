@@ -65,7 +65,9 @@ def test_definitions_with_logical_rules_are_values() -> None:
 
 
 def test_logical_rules_are_checked_when_they_are_given() -> None:
-    with pytest.raises(UnknownNameError, match=r"of the axis `embed`: no factor .* called `rows`"):
+    with pytest.raises(
+        UnknownNameError, match=r"of the axis `embed`: `rows` is not a factor dimension"
+    ):
         Adafactor(logical_factor_rules={"embed": "rows"})
     with pytest.raises(FactorRuleError, match=r"of the axis `embed` must be .*found 2"):
         Adafactor(logical_factor_rules={"embed": 2})
@@ -85,15 +87,15 @@ def test_empty_tensors_disturb_nothing(skip: Any) -> None:
 def test_a_state_that_does_not_fit() -> None:
     small, large = Adafactor(0.1, min_dim_size_to_factor=2), Adafactor(0.1)
     optimizer = small.create(W).replace(state=large.create(W).state)
-    with pytest.raises(TreeMismatchError, match=r"w: `v_row` of shape \(3,\) expected, found \(1,"):
+    with pytest.raises(TreeMismatchError, match=r"w: expected `v_row` of shape \(3,\), found \(1,"):
         optimizer.apply_gradient(W)
     momentum = Adafactor(0.1, beta1=0.9).create(W).replace(state=large.create(W).state)
-    with pytest.raises(TreeMismatchError, match=r"w: `m` of shape \(3, 4\) expected, found \(1,"):
+    with pytest.raises(TreeMismatchError, match=r"w: expected `m` of shape \(3, 4\), found \(1,"):
         momentum.apply_gradient(W)
     state = ada.adafactor(0.1).init(W)
-    with pytest.raises(TreeMismatchError, match=r"w: `v_row` of shape \(3,\) expected, found \(1,"):
+    with pytest.raises(TreeMismatchError, match=r"w: expected `v_row` of shape \(3,\), found \(1,"):
         ada.adafactor(0.1, min_dim_size_to_factor=2).update(W, state, W)
-    with pytest.raises(TreeMismatchError, match=r"w: `m` of shape \(3, 4\) expected, found none"):
+    with pytest.raises(TreeMismatchError, match=r"w: expected `m` of shape \(3, 4\), found none"):
         ada.adafactor(0.1, beta1=0.9).update(W, state, W)
 
 
@@ -131,7 +133,7 @@ def test_axes_in_the_boxes_of_flax() -> None:
     assert definition.with_param_axes(boxed) == plain
     metadata = {"w": partitioning.AxisMetadata(names=P(*names))}
     assert definition.with_param_axes(metadata) == plain
-    with pytest.raises(ParamAxesError, match=r"in Flax's boxes: .*`flax.linen.unbox`"):
+    with pytest.raises(ParamAxesError, match=r"in Flax boxes: .*`flax.linen.unbox`"):
         plain.create(boxed)
 
 
@@ -152,7 +154,7 @@ def test_numpy_numbers_are_numbers() -> None:
     assert np.allclose(powers.create(W).apply_gradient(W).target["w"], 0.5 - 2.0)
     for learning_rate, exponent in ((0.0, -1), (-0.1, 0.5)):
         optimizer = Adafactor(learning_rate, weight_decay_rate_lr_exponent=exponent).create(W)
-        with pytest.raises(HyperParamError, match="is no finite number"):
+        with pytest.raises(HyperParamError, match="is not finite"):
             optimizer.apply_gradient(W)
 
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
 from opt_checkpoint import Rename, errors, named_state, plan_restore
-from opt_checkpoint._planning.apply import fits
 from opt_core import Optimizer
+from opt_core.state_changes import all_survive
 from opt_optax_bridge import OptaxWrapper
 
 optax: Any = importlib.import_module("optax")  # much of it is no explicit export
@@ -145,7 +145,7 @@ def test_integers_fit_exactly_or_not_at_all(old: str, new: str, data: Any) -> No
     before = jnp.asarray(np.array(value, old))
     after = before.astype(new)
     kept = float(after.astype(jnp.float32)) if new in ("float16", "bfloat16") else after.item()
-    assert bool(fits(before, after)) == (kept == value)
+    assert bool(all_survive(before, after)) == (kept == value)
 
 
 @settings(deadline=None, max_examples=60)
@@ -154,4 +154,4 @@ def test_floats_fit_integers_exactly_or_not_at_all(value: float, new: str) -> No
     before = jnp.float32(value)
     low, high = (0, 1) if new == "bool" else (np.iinfo(new).min, np.iinfo(new).max)
     expected = np.isfinite(value) and value == int(value) and low <= int(value) <= high
-    assert bool(fits(before, before.astype(new))) == expected
+    assert bool(all_survive(before, before.astype(new))) == expected

@@ -208,7 +208,7 @@ def test_d11_no_save_is_left_out_in_silence(tmp_path: Path) -> None:
         checkpointer.save(30, small_state())
     with (
         Checkpointer(tmp_path, read_only=True) as reader,
-        pytest.raises(SaveError, match="is open for reading"),
+        pytest.raises(SaveError, match="is open for reading: make a `Checkpointer` without"),
     ):
         reader.save(30, small_state())
     assert checkpointer.steps() == [3, 20]

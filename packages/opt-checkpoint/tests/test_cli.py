@@ -447,6 +447,10 @@ def test_foreign_checkpoints_become_our_own(cli: Cli, theirs: Path, tmp_path: Pa
     out = tmp_path / "converted"
     assert cli("convert", theirs / "12", out, "job:adam")[:2] == (0, f"{out / '2'}: 8 leaves\n")
     assert cli("verify", out)[:2] == (0, f"{out}@2: ok, 8 leaves\n")
+    by_number = tmp_path / "by_number"
+    assert cli("convert", f"{theirs}@12", by_number, "job:adam")[0] == 0
+    assert cli("convert", f"{theirs}@13", tmp_path / "x", "job:adam")[0] == 2
+    assert cli("diff", out, by_number)[:2] == (0, "")
     assert cli("diff", theirs, out, "--written-by", "job:adam")[:2] == (0, "")
     assert cli("convert", theirs / "12", tmp_path / "x", "job:sgd")[0] == 2
     assert cli("convert", theirs / "12", theirs, "job:adam", "--step", "99")[0] == 2

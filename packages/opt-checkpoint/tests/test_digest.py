@@ -156,7 +156,7 @@ def test_of_an_array_in_any_memory_order() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "complex128"])
-@pytest.mark.parametrize("way", ["small", "large", "large without XLA", "on device"])
+@pytest.mark.parametrize("way", ["small", "large", "chunks", "large without XLA", "on device"])
 def test_of_every_size_by_every_way(dtype: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small parts are summed together, large ones by a program, or block by block."""
     arrays = [random_bits(dtype, shape, seed) for seed, shape in enumerate([(3, 5), (257, 33)])]
@@ -166,6 +166,12 @@ def test_of_every_size_by_every_way(dtype: str, way: str, monkeypatch: pytest.Mo
     if way in ("large without XLA", "on device"):
         monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(_digest, "_BLOCK", 1000)
+    if way == "chunks":
+        monkeypatch.setattr(_digest, "_CHUNK", 1000)
+        if dtype not in WIDE:  # as parts of arrays on a mesh
+            mesh = jax.sharding.Mesh(jax.devices()[:1], ("x",))
+            place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+            assert digests([jax.device_put(array, place) for array in arrays]) == expected
     if way == "on device" and dtype not in WIDE:
         assert digests([jnp.asarray(array) for array in arrays]) == expected
     else:

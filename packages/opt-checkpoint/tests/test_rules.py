@@ -108,7 +108,12 @@ def test_a_word_admits_its_leaves_alone() -> None:
 @pytest.mark.parametrize(
     ("allow", "rules", "error", "told"),
     [
-        ("initialise", [], TypeError, "`allow` must be a set of words; found the string"),
+        (
+            "initialise",
+            [],
+            TypeError,
+            "`allow` must be a set of words; found the string 'initialise': give `{'initialise'}`",
+        ),
         ({"init"}, [], ValueError, "`allow`: expected words among"),
         ((), [("params/a", "forget")], ValueError, "`rules`: the action for 'params/a' must be"),
         ((), [("params/a", None)], TypeError, "NoneType is no action for 'params/a'"),

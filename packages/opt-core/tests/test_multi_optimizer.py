@@ -1,5 +1,6 @@
 """Updates, overrides and state dicts of several groups."""
 
+import dataclasses
 import inspect
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -678,3 +679,91 @@ def test_axes_of_other_paths_are_told() -> None:
         "  b/kernel: expected a `PartitionSpec`, found nothing\n"
         "Give one `PartitionSpec`, or `None`, for every parameter."
     )
+
+
+def two_groups(*definitions: OptimizerDef) -> Any:
+    pairs = [(name, definition) for name, definition in zip("ab", definitions, strict=True)]
+    names = ["first", "second"]
+    return MultiOptimizer(pairs, names=names).create({"a": jnp.ones(1), "b": jnp.ones(1)})
+
+
+class Rated(OptimizerDef):
+    """Has a learning rate and nothing else."""
+
+    def __init__(self, learning_rate: Any) -> None:
+        super().__init__(RateAlone(learning_rate))
+
+    def init_state(self, params: Any) -> OptimizerState:
+        return OptimizerState(jnp.zeros((), jnp.int32), ())
+
+    def apply_gradient(self, hyper_params: Any, params: Any, state: Any, grads: Any) -> Any:
+        rate = hyper_params.learning_rate
+        return jax.tree.map(lambda p, g: p - rate * g, params, grads), state
+
+
+@dataclasses.dataclass(frozen=True)
+class RateAlone:
+    learning_rate: Any
+
+
+def test_an_override_that_one_group_lacks() -> None:
+    optimizer = two_groups(Momentum(), Rated(0.5))
+    grads = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    with pytest.raises(HyperParamError, match="group `second`: no such hyper-parameter: `beta`"):
+        optimizer.apply_gradient(grads, beta=0.25)
+    stepped = optimizer.apply_gradient(grads, beta=0.25, learning_rate=0.25, missing="ignore")
+    assert stepped.target["b"] == 0.75
+    expected = two_groups(Momentum(0.25, 0.25), Rated(0.25)).apply_gradient(grads)
+    assert jax.tree.leaves(stepped) == jax.tree.leaves(expected)
+    with pytest.raises(HyperParamError) as caught:
+        optimizer.apply_gradient(grads, bata=0.25, missing="ignore")
+    assert str(caught.value) == (
+        "no group has a hyper-parameter `bata`; the groups have `learning_rate`, `beta`"
+    )
+    with pytest.raises(HyperParamError, match="no such hyper-parameter: `bata`"):
+        Momentum().create(grads).apply_gradient(grads, bata=0.25, missing="ignore")
+    with pytest.raises(HyperParamError, match="`missing` must be 'error' or 'ignore'; got 'no'"):
+        optimizer.apply_gradient(grads, missing="no")
+
+
+def test_an_override_by_group() -> None:
+    inner = MultiOptimizer((".*", Rated(0.5)), names=["inner"])
+    optimizer = two_groups(Rated(0.5), inner)
+    grads = {"a": jnp.ones(1), "b": jnp.ones(1)}
+    stepped = optimizer.apply_gradient(grads, learning_rate={"first": 0.25})
+    assert (stepped.target["a"], stepped.target["b"]) == (0.75, 0.5)
+    stepped = optimizer.apply_gradient(
+        grads, learning_rate={"first": 0.25, "second": {"inner": 1.0}}, missing="ignore"
+    )
+    assert (stepped.target["a"], stepped.target["b"]) == (0.75, 0.0)
+    with pytest.raises(HyperParamError) as caught:
+        optimizer.apply_gradient(grads, learning_rate={"first": 0.25, "frist": 0.1})
+    assert str(caught.value) == (
+        "`learning_rate` is given to `frist`; the groups that are updated are `first`, `second`"
+    )
+
+
+def test_resolved_by_group() -> None:
+    optimizer = two_groups(Momentum(), Rated(0.5))
+    definition = optimizer.optimizer_def
+    hyper_params = definition.update_hyper_params(learning_rate=0.25)
+    found = definition.resolve_hyper_params(hyper_params, optimizer.target, optimizer.state)
+    assert found == {"first": hyper_params[0], "second": RateAlone(0.25)}
+
+
+def test_updates_are_what_is_added() -> None:
+    params = {"a": jnp.ones(1), "b": jnp.ones(1), "c": jnp.ones(1)}
+    optimizer = MultiOptimizer(("a", Momentum()), ("b", Rated(0.5))).create(params)
+    definition = optimizer.optimizer_def
+    operands = (
+        definition.hyper_params,
+        params,
+        optimizer.state,
+        {"a": jnp.ones(1), "b": jnp.full(1, 2.0)},
+    )
+    updates, state = definition.compute_updates(*operands)
+    expected, expected_state = definition.apply_gradient(*operands)
+    assert jax.tree.leaves(state) == jax.tree.leaves(expected_state)
+    added = jax.tree.map(jnp.add, params, updates)
+    assert jax.tree.leaves(added) == jax.tree.leaves(expected)
+    assert updates["c"] == 0.0  # frozen

@@ -595,3 +595,39 @@ def test_protocols_are_recognised_by_their_methods() -> None:
         assert isinstance(Axes(), protocol)
         assert not isinstance(Momentum(), protocol)
     assert not isinstance(Axes(), protocols.TakesExtraArgs)
+
+
+def test_the_names_that_others_use() -> None:
+    optimizer = Momentum().create({"w": jnp.ones(2)})
+    assert optimizer.params is optimizer.target
+    assert optimizer.step is optimizer.state.step
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("update", "optimizer = optimizer.apply_gradient(grads)"),
+        ("learning_rate", "optimizer.apply_gradient(grads, learning_rate=...)"),
+        ("param_groups", "print(opt_core.describe(optimizer))"),
+        ("opt_state", "optimizer.state.param_states"),
+        ("init", "as_transformation(optimizer.optimizer_def)"),
+    ],
+)
+def test_a_habit_says_what_to_write(name: str, words: str) -> None:
+    optimizer = Momentum().create({"w": jnp.ones(2)})
+    with pytest.raises(AttributeError) as caught:
+        getattr(optimizer, name)
+    message = str(caught.value)
+    assert message.startswith(f"'Optimizer' object has no attribute '{name}'; write `")
+    assert words in message
+
+
+def test_a_definition_is_no_transformation() -> None:
+    for name in ("init", "update"):
+        with pytest.raises(AttributeError) as caught:
+            getattr(Momentum(), name)
+        assert "as_transformation(definition)" in str(caught.value)
+        assert "definition.create(params)" in str(caught.value)
+    with pytest.raises(AttributeError) as caught:
+        Momentum().colour  # type: ignore[attr-defined]  # noqa: B018
+    assert str(caught.value) == "'Momentum' object has no attribute 'colour'"

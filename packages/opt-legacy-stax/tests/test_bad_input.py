@@ -35,7 +35,7 @@ def test_states_of_optimizers_that_keep_more_or_less(maker: str, module: Any) ->
         if count == KEEPS[maker]:
             triple.params_fn(triple.update_fn(0, GRADS, state))
             continue
-        words = rf"`opt_state` is not one of `{name}`, which keeps .*: for parameter `b` found "
+        words = rf"`opt_state` is not a state of `{name}`, which keeps .*: for parameter `b` found "
         functions: list[Callable[[], Any]] = [
             functools.partial(triple.update_fn, 0, GRADS, state),
             functools.partial(triple.params_fn, state),
@@ -74,7 +74,7 @@ def test_a_state_of_a_triple_is_no_state_of_optax() -> None:
     triple = ours.from_optax(optax.adam(0.1))
     state = ours.adam(0.1).init_fn(PARAMS)
     for function in (triple.params_fn, triple.convert_state_back):
-        with pytest.raises(errors.LayoutError, match="must be a state of `from_optax`, one of"):
+        with pytest.raises(errors.LayoutError, match="must be a state of a `from_optax` triple"):
             function(state)
 
 
@@ -85,7 +85,8 @@ def test_a_state_that_a_triple_of_ones_own_does_not_make() -> None:
 
     state = ours.momentum(0.1, 0.9).init_fn(PARAMS)
     words = (
-        r"not one of the triple: for parameter `b` expected .* of shapes \[\(\), \(3,\)\], found"
+        r"not a state of the triple: for parameter `b` expected .* with shapes "
+        r"\[\(\), \(3,\)\], found"
     )
     for convert in (ours.to_optax, ours.to_optimizer_def):
         with pytest.raises(errors.LayoutError, match=words):
@@ -103,14 +104,14 @@ def test_what_jax_refuses_is_noted_with_its_parameter(name: str, grad: Any) -> N
     triple = triple_of(name)
     with pytest.raises((TypeError, ValueError)) as caught:
         triple.update_fn(0, {"w": grad, "b": jnp.ones(())}, triple.init_fn(PARAMS))
-    assert "This was the update of parameter `w`." in caught.value.__notes__
+    assert "While computing the update of parameter `w`." in caught.value.__notes__
 
 
 def test_parameters_that_are_no_arrays_are_named() -> None:
     for bad in ("text", np.array([None])):
         with pytest.raises(TypeError) as caught:
             ours.adam(0.1).init_fn({"layers": [1.0, bad]})
-        assert "This was the state of parameter `layers/1`." in caught.value.__notes__
+        assert "While computing the state of parameter `layers/1`." in caught.value.__notes__
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_what_is_no_triple(wrong: Any) -> None:
         with pytest.raises(TypeError, match="`triple` must be a triple") as caught:
             function(wrong)
         assert "name" not in str(caught.value).partition("; got")[0]
-    with pytest.raises(TypeError, match="`tx` must be a transformation of Optax"):
+    with pytest.raises(TypeError, match="`tx` must be an Optax gradient transformation"):
         ours.from_optax(wrong)
 
 
@@ -164,7 +165,5 @@ def test_no_file_and_no_parameters() -> None:
             TypeError, match="`path_or_file` must be a path or a file object opened"
         ):
             ours.load(wrong, like=state)  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match="`load` with an `optimizer` needs `params`, or a state `li"
-    ):
+    with pytest.raises(TypeError, match="`load` with an `optimizer` also needs `params`, or a st"):
         ours.load(io.BytesIO(), optimizer=triple)

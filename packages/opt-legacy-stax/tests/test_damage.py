@@ -227,12 +227,12 @@ def test_a_large_header_is_not_read() -> None:
     tracemalloc.start()
     messages = [refused(signed(body), errors.StateMismatchError) for body in bodies]
     for body in bodies:
-        assert "its checksum is that of other contents" in refused(body + bytes(32))
+        assert "its checksum does not match its contents" in refused(body + bytes(32))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     messages.append(refused(saved(keys, "sgd"), errors.StateMismatchError))  # a sound file
     for message in messages:
-        assert "one whose header has " in message
+        assert "a different state than expected: its header has " in message
     assert peak < 48 * 2**20  # what is hashed at a time, and the files' own bytes
     assert ours.load(io.BytesIO(saved(keys, "sgd")), like=keys, optimizer="sgd") is not None
 
@@ -274,7 +274,7 @@ def test_keys_of_a_node_are_different() -> None:
     header, about, leaves = parts()
     about["tree"][1].insert(0, ["w", ["None", []]])
     assert refused(built(header, about, leaves)) == (
-        "the metadata describe no state: two children of a node have one key."
+        "the metadata does not describe a state: two children of a node have the same key."
     )
 
 
@@ -289,31 +289,31 @@ def test_deep_trees_are_refused(depth: int) -> None:
         load(built(header, None, leaves))
 
 
-END = ". Take an older copy."
+END = ". Restore it from a backup."
 
 
 def test_words() -> None:
-    damaged = "the file is damaged, or not written by `save`: "
+    damaged = "the file is damaged, or was not written by `save`: "
     size = len(DATA)
-    assert refused(b"") == f"{damaged}it has 0 bytes, too few for any state{END}"
+    assert refused(b"") == f"{damaged}it has only 0 bytes{END}"
     assert refused(DATA[:60]).startswith(f"{damaged}it declares a header of ")
     declares = len(parts()[2]) + 32
     assert refused(DATA[:-1]) == (
-        f"{damaged}it declares {declares} bytes of data, and has {declares - 1}{END}"
+        f"{damaged}it declares {declares} bytes of data, but has {declares - 1}{END}"
     )
     flipped = DATA[:-40] + bytes([DATA[-40] ^ 1]) + DATA[-39:]
-    assert refused(flipped) == f"{damaged}its checksum is that of other contents{END}"
+    assert refused(flipped) == f"{damaged}its checksum does not match its contents{END}"
     assert refused(b"\x10" + bytes(7) + b" " * (size - 8)) == (
-        "the header of the file cannot be read: it is no JSON."
+        "the header of the file cannot be read: it is not valid JSON."
     )
     assert refused(built(b'{"a":1,"a":2}', None, b"")) == (
-        "the header of the file cannot be read: the key 'a' occurs twice."
+        "the header of the file cannot be read: duplicate key 'a'."
     )
     assert refused(built(b'{"a":NaN}         ', None, b"")) == (
-        "the header of the file cannot be read: NaN is no number of JSON."
+        "the header of the file cannot be read: NaN is not a JSON number."
     )
     assert refused(built(b"{}" + b" " * 40, None, b"")) == (
-        "the file has no entry `opt_legacy_stax` in its metadata: `save` did not write it."
+        "the metadata of the file has no entry `opt_legacy_stax`: it was not written by `save`."
     )
 
 
@@ -330,30 +330,30 @@ def path_like(name: str) -> Callable[[Any, Any], None]:
 
 def test_words_about_contents() -> None:
     assert refused(replaced(other_version), errors.FormatVersionError) == (
-        "the file is of version 2 of the format; expected 1. Load it with the version of "
-        "opt-legacy-stax that wrote it."
+        "the file has format version 2; expected 1. Load it with the version of opt-legacy-stax "
+        "that wrote it."
     )
     for name in ("../s", "/etc/passwd", "a//b", "a/./b", "a\\b", "a\0b"):
         assert refused(replaced(path_like(name))) == (
-            f"the name {name!r} of an array looks like a path; `save` writes none such."
+            f"the array name {name!r} looks like a file system path; `save` never writes such "
+            "names."
         )
     assert refused(replaced(path_like("t:0"))) == (
-        "the header contradicts its own metadata, first about `s:0`."
+        "the header contradicts its own metadata at `s:0`."
     )
 
     def swapped(header: Any, about: Any) -> None:
         a, b = header["w:2/0"], header["w:2/1"]
         a["data_offsets"], b["data_offsets"] = b["data_offsets"], a["data_offsets"]
 
-    assert refused(replaced(swapped)) == (
-        "the header contradicts its own metadata, first about `w:2/0`."
-    )
+    assert refused(replaced(swapped)) == ("the header contradicts its own metadata at `w:2/0`.")
 
     def number_as_float(header: Any, about: Any) -> None:
         about["leaves"][3] = ["int", "float32", [], ""]
 
     assert refused(replaced(number_as_float)) == (
-        "the metadata describe no state: a leaf of its kind has no such dtype or shape."
+        "the metadata does not describe a state: a leaf has a dtype or shape that its kind does "
+        "not allow."
     )
 
 
@@ -365,7 +365,7 @@ def test_words_about_contents() -> None:
 def test_an_optimizer_is_a_name_and_names(entry: Any) -> None:
     header, about, leaves = parts()
     about["optimizer"] = entry
-    words = "describe no state: the optimizer is not described by a name and those of what it keeps"
+    words = "not describe a state: `optimizer` must be a name and a list of the names of its"
     assert words in refused(built(header, about, leaves))
 
 

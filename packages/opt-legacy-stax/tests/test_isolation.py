@@ -43,6 +43,8 @@ def test_importing_needs_only_jax_and_no_device() -> None:
 
 
 def test_without_an_extra_the_functions_that_need_it_say_so() -> None:
-    words = "this needs `{}`. Install it with `pip install opt-legacy-stax[{}]`."
+    words = (
+        "this function needs the package `{}`. Install it with `pip install opt-legacy-stax[{}]`."
+    )
     optax, core = words.format("optax", "optax"), words.format("opt_core", "core")
     assert run(WITHOUT_EXTRAS) == [optax, optax, optax, core]

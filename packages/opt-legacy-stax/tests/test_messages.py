@@ -13,12 +13,12 @@ from opt_legacy_stax import errors
 
 PARAMS = {"mlp": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}, "scale": [jnp.ones(())]}
 DO = (
-    "\nDifferentiate with respect to `get_params(opt_state)`, or convert the gradients' containers "
-    "to those of the parameters."
+    "\nDifferentiate with respect to `get_params(opt_state)`, or convert the gradients to the "
+    "containers of the parameters."
 )
 HEAD = (
-    "`grad_tree` has another structure than the parameters that the optimizer was initialized "
-    "with:\n"
+    "`grad_tree` does not have the tree structure of the parameters that the optimizer was "
+    "initialized with:\n"
 )
 
 
@@ -63,8 +63,8 @@ def test_a_gradient_that_would_change_a_shape() -> None:
     with pytest.raises(errors.StateChangedError) as caught:
         update(grads)
     assert str(caught.value) == (
-        "the update changed parameter `mlp/bias` from shape (3,) to (4, 3): its gradient has shape "
-        "(4, 1). Pass gradients of the shapes of the parameters."
+        "the update changed parameter `mlp/bias` from shape (3,) to (4, 3): its gradient has "
+        "shape (4, 1). Pass gradients with the shapes of the parameters."
     )
 
 
@@ -73,35 +73,35 @@ def test_an_update_that_changes_containers() -> None:
     with pytest.raises(errors.StateChangedError) as caught:
         triple.update_fn(0, {"w": 1.0}, triple.init_fn({"w": jnp.ones(2)}))
     assert str(caught.value) == (
-        "the update of one array must return a state of the structure it was given; for parameter "
-        "`w`:\n  .: expected a tuple, found a list\nReturn the same containers as `init` does."
+        "the update changed the structure of the state of parameter `w`:\n  .: expected a tuple, "
+        "found a list\nReturn the same containers as `init` does."
     )
 
 
 AXES = (
-    "`i` must be one number; got an array of shape {}. Index it, or map the update over it with "
+    "`i` must be a scalar; got an array of shape {}. Index it, or map the update over it with "
     "`jax.vmap` or `jax.lax.scan`."
 )
-FIRST = "Call the update as `update(i, grads, state)`: the step comes first."
+FIRST = "Call `update(i, grads, state)`: the step comes first."
 
 
 @pytest.mark.parametrize(
     ("i", "words"),
     [
-        (jnp.sin, f"`i` must be the number of the step; got the function `sin`. {FIRST}"),
+        (jnp.sin, f"`i` must be the step number; got the function `sin`. {FIRST}"),
         (
             functools.partial(int),
-            f"`i` must be the number of the step; got the function `partial`. {FIRST}",
+            f"`i` must be the step number; got the function `partial`. {FIRST}",
         ),
         (jnp.arange(3), AXES.format("(3,)")),
         (np.ones((2, 2)), AXES.format("(2, 2)")),
         (
             PARAMS,
-            "`i` must be the number of the step, a Python, NumPy or JAX scalar; got dict. " + FIRST,
+            "`i` must be the step number, as a Python, NumPy or JAX scalar; got dict. " + FIRST,
         ),
         (
             "1",
-            f"`i` must be the number of the step, a Python, NumPy or JAX scalar; got str. {FIRST}",
+            f"`i` must be the step number, as a Python, NumPy or JAX scalar; got str. {FIRST}",
         ),
         (jnp.array(1j), "`i` must be an integer or a float; got an array of dtype complex64."),
     ],
@@ -126,8 +126,8 @@ def test_step_sizes_that_are_none(value: Any, found: str) -> None:
     with pytest.raises(errors.ScheduleError) as caught:
         ours.sgd(value)
     assert str(caught.value) == (
-        f"a step size must be a number or a function of the step; got {found}. For values by step "
-        "see `piecewise_constant`."
+        f"`step_size` must be a number or a function of the step; got {found}. For a list of "
+        "values use `piecewise_constant`."
     )
 
 
@@ -135,13 +135,14 @@ def test_boundaries() -> None:
     with pytest.raises(errors.BoundariesError) as caught:
         ours.piecewise_constant([[1, 2]], [1, 2, 3])
     assert str(caught.value) == (
-        "`boundaries` and `values` must be sequences of numbers; got shapes (1, 2) and (3,)."
+        "`boundaries` and `values` must be one-dimensional; got shapes (1, 2) and (3,). Pass two "
+        "sequences of numbers."
     )
     with pytest.raises(errors.BoundariesError) as caught:
         ours.piecewise_constant([1, 2], [1, 2])
     assert str(caught.value) == (
-        "`boundaries` must be one shorter than `values`; got 2 and 2. `values` has one step size "
-        "before each boundary and one after the last."
+        "`values` must have one entry more than `boundaries`; got 2 values and 2 boundaries. Pass "
+        "one step size up to each boundary and one for after the last."
     )
 
 
@@ -149,10 +150,9 @@ def test_trees_without_join_points() -> None:
     with pytest.raises(errors.JoinPointError) as caught:
         ours.pack_optimizer_state({"a": 1.0, "b": [ours.JoinPoint(1), "c"]})
     assert str(caught.value) == (
-        "`marked_pytree` must have a JoinPoint in place of every leaf:\n"
-        "  a: expected a JoinPoint, found float\n"
-        "  b/1: expected a JoinPoint, found str\n"
-        "Pass what `unpack_optimizer_state` returned."
+        "`marked_pytree` must have a JoinPoint in place of every leaf:\n  a: expected a "
+        "JoinPoint, found float\n  b/1: expected a JoinPoint, found str\nPass a tree returned by "
+        "`unpack_optimizer_state`."
     )
 
 

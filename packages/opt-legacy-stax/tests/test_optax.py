@@ -153,7 +153,9 @@ def test_the_parameters_of_optax_hold() -> None:
     updates, state = tx.update({"w": jnp.ones(2)}, state, moved)
     after: Any = optax.apply_updates(moved, updates)
     assert after["w"].tolist() == [10.5, 10.5]
-    with pytest.raises(ValueError, match="a triple updates parameters: pass `params`"):
+    with pytest.raises(
+        ValueError, match="a triple computes new parameters, not updates: pass `params`"
+    ):
         tx.update({"w": jnp.ones(2)}, state)
 
 
@@ -222,7 +224,7 @@ def test_there_and_back_again(triple: Any) -> None:
 
 
 NO = (
-    "Optax has no equivalent of this `{0}`: {1}. Use `to_optax({0}(...))`, which is the triple "
+    "Optax has no equivalent of this `{0}`: {1}. Use `to_optax({0}(...))`, which wraps the triple "
     "itself as a transformation."
 )
 
@@ -234,14 +236,14 @@ NO = (
             "adamax",
             {},
             (
-                "Optax adds `eps` to the gradient before the maximum, the triple to the maximum "
-                "after it; they agree for `eps=0` alone"
+                "Optax adds `eps` to the gradient inside the maximum, the triple adds it to the "
+                "result; they agree only for `eps=0`"
             ),
         ),
         (
             "adam",
             {"upstream_numerics": True},
-            "Optax rounds as the default does, not as JAX's module",
+            "Optax rounds like the default numerics, not like those of JAX's module",
         ),
     ],
 )
@@ -256,7 +258,9 @@ def test_no_equivalent_of_scalars_and_strangers() -> None:
     state = equivalent.triple.init_fn({"a": jnp.ones(2), "s": jnp.ones(())})
     with pytest.raises(errors.NoEquivalentError) as caught:
         equivalent.convert_state(state, 0)
-    assert str(caught.value) == NO.format("sm3", "`optax.sm3` has no scalars, and `s` is one")
+    assert str(caught.value) == NO.format(
+        "sm3", "`optax.sm3` does not support scalars, and parameter `s` is one"
+    )
     with pytest.raises(errors.NoEquivalentError) as caught:
         ours.optax_equivalent("adamw", step_size=0.1)
     assert str(caught.value).startswith("`name` must be one of sgd, momentum, nesterov, adagrad,")

@@ -130,7 +130,8 @@ def test_what_it_asks_for_is_said() -> None:
         load(pickle.dumps(Runs(os.getcwd)))
     asked = f"{os.getcwd.__module__}.getcwd"
     assert str(caught.value) == (
-        f"the pickle asks for `{asked}`, which is no array and no JoinPoint. It was not run."
+        f"the pickle refers to `{asked}`, which is not part of an array or a JoinPoint. It was not "
+        "executed."
     )
 
 
@@ -209,7 +210,7 @@ def test_small_pickles_of_large_arrays_are_refused() -> None:
     make = named("numpy.core.numeric", "_frombuffer") + b"(h\x0ah\x09J\0\0\1\0\x85X\1\0\0\0CtR"
     [array] = load(b"\x80\x03]" + dtype + b"0" + raw + b"0" + b"(" + make + b"e.")
     assert array.nbytes == 2**16
-    with pytest.raises(errors.UnsafePickleError, match="larger arrays than it holds"):
+    with pytest.raises(errors.UnsafePickleError, match="larger arrays than its size allows"):
         load(b"\x80\x03]" + dtype + b"0" + raw + b"0" + b"(" + make * 100 + b"e.")
 
 
@@ -294,8 +295,8 @@ def test_whether_it_is_sm3_must_be_said() -> None:
     with pytest.raises(errors.LayoutError) as caught:
         ours.convert_old_layout(mine)
     assert str(caught.value) == (
-        "what is kept for `w` looks like `(x, m, vs)` of sm3 up to jax 0.2.19. Say whether it is "
-        "that: `is_sm3=True` or `is_sm3=False`."
+        "the state of `w` looks like the `(x, m, vs)` of sm3 up to jax 0.2.19. Pass `is_sm3=True` "
+        "if it is, `is_sm3=False` if not."
     )
     state = ours.pack_optimizer_state(mine)
     assert same_structure(ours.convert_old_layout(mine, is_sm3=False), state)
@@ -307,6 +308,6 @@ def test_a_layout_that_does_not_fit_is_refused() -> None:
     with pytest.raises(errors.LayoutError) as caught:
         ours.convert_old_layout(bad, is_sm3=True)
     assert str(caught.value) == (
-        "what is kept for `w` looks like `(x, m, vs)` of sm3, but `x` has shape (2, 3) and `vs` "
-        "sizes (2,). Convert it by hand."
+        "the state of `w` looks like the `(x, m, vs)` of sm3, but `x` has shape (2, 3) and `vs` "
+        "has sizes (2,). Convert it by hand."
     )

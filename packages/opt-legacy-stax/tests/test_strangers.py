@@ -81,8 +81,8 @@ def test_a_state_of_another_optimizer_is_refused(
     with pytest.raises(errors.LayoutError) as caught:
         equivalent.convert_state(other.init_fn({"w": jnp.ones(2)}), 0)
     assert str(caught.value) == (
-        f"`state` is not one of `{name}`: for parameter `w` expected {expected}, found {found}. "
-        "Convert it with the equivalent of the optimizer that made it."
+        f"`state` is not a state of `{name}`: expected {expected} for parameter `w`, found "
+        f"{found}. Use the equivalent of the optimizer that created it."
     )
 
 
@@ -93,14 +93,14 @@ def test_a_state_of_another_transformation_is_refused() -> None:
         equivalent.convert_state_back(params, optax.adam(0.1).init(params))
     assert str(caught.value) == (
         "`opt_state` is not a state of the equivalent of `adam`: expected (ScaleByAdamState, "
-        "ScaleByScheduleState), found (ScaleByAdamState, EmptyState). Pass one that "
-        "`transformation` or `convert_state` made."
+        "ScaleByScheduleState), found (ScaleByAdamState, EmptyState). Pass a state returned by "
+        "`transformation` or `convert_state`."
     )
     for foreign in (None, optax.EmptyState(), {"w": 1}):
         with pytest.raises(errors.LayoutError, match="is not a state of the equivalent of `adam`"):
             equivalent.convert_state_back(params, foreign)
     for others in ({"v": jnp.ones(2)}, {"w": jnp.ones(3)}):
-        with pytest.raises(errors.LayoutError, match="`opt_state` is of other parameters"):
+        with pytest.raises(errors.LayoutError, match="`opt_state` does not belong to `params`"):
             equivalent.convert_state_back(params, equivalent.transformation.init(others))
 
 
@@ -109,7 +109,7 @@ def test_between_two_updates_there_is_no_switch() -> None:
     state = equivalent.triple.init_fn(jnp.ones(2))
     with pytest.raises(errors.StepError) as caught:
         equivalent.convert_state(state, 2.5)
-    assert str(caught.value) == "`i` must be a number of updates; got 2.5. Pass an integer."
+    assert str(caught.value) == "`i` must be a number of updates; got 2.5. Pass a whole number."
 
 
 def run_both(equivalent: Any, params: Any, dtype: Any) -> tuple[Any, Any]:

@@ -291,8 +291,11 @@ def _makes_transformation(value: Any) -> bool:
 
 def block(name: str) -> Any:
     """One of them, built by Optax."""
-    if name in BLOCKS:
-        return BLOCKS[name]()
+    return BLOCKS[name]() if name in BLOCKS else constructor_of(name)(**block_arguments(name))
+
+
+def block_arguments(name: str) -> dict[str, Any]:
+    """The arguments that its constructor cannot do without."""
     constructor = constructor_of(name)
     arguments = {}
     for parameter in inspect.signature(constructor).parameters.values():
@@ -303,4 +306,4 @@ def block(name: str) -> Any:
                     "of bridge_testing.py"
                 )
             arguments[parameter.name] = BLOCK_ARGUMENTS[parameter.name]
-    return constructor(**arguments)
+    return arguments

@@ -196,6 +196,18 @@ def test_with_a_run_time_learning_rate_too(name: str) -> None:
     assert_same_program(*wrapped_and_raw(twin(0.5, **arguments), rebuild, 1e-3))
 
 
+def test_a_chain_of_twins_is_the_chain_of_optax() -> None:
+    twins = opt_optax_bridge.chain(
+        opt_optax_bridge.clip_by_global_norm(1.0), opt_optax_bridge.adamw(0.5)
+    )
+
+    def rebuild(rate: Any = 0.5) -> Any:
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
+
+    assert_same_program(*wrapped_and_raw(twins, rebuild))
+    assert_same_program(*wrapped_and_raw(twins, rebuild, 1e-3))
+
+
 def program(tx: Any) -> list[str]:
     optimizer = OptaxWrapper(tx).create(make_params())
     return compiled(lambda o, g: o.apply_gradient(g), optimizer, make_params()).results()

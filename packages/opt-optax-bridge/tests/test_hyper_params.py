@@ -12,7 +12,7 @@ import opt_optax_bridge
 import optax
 import pytest
 from bridge_testing import Jitted, assert_close, avals, loss, make_params, through_bytes
-from opt_core import MultiOptimizer, Optimizer, OptimizerDef
+from opt_core import MultiOptimizer, Optimizer, OptimizerDef, describe
 from opt_core.errors import HyperParamError
 from opt_optax_bridge import (
     OptaxWrapper,
@@ -320,10 +320,6 @@ def test_the_face_of_t5x_tells_what_it_applies_not_what_it_is_told() -> None:
 
 @pytest.mark.parametrize("ask", [resolve_hyper_params, overridable_hyper_params])
 def test_only_wrappers_can_be_asked(ask: Callable[[Any], Any]) -> None:
-    class Own(OptimizerDef):
-        def init_state(self, params: Any) -> Any:
-            return OptaxWrapper(optax.sgd(0.1)).init_state(params)
-
     with pytest.raises(TypeError, match=r"must be one of an `OptaxWrapper`.* a Own"):
         ask(Own(None).create(make_params()))
 
@@ -341,10 +337,80 @@ def test_a_schedule_with_two_values_in_one_update_has_none() -> None:
     assert math.isnan(resolve_hyper_params(optimizer).rate)
 
 
-def test_of_groups_one_is_asked() -> None:
-    definition = MultiOptimizer(("w", opt_optax_bridge.sgd(0.5)), names=["matrices"])
-    optimizer = definition.create({"w": jnp.ones(2)})
+def grouped(**kwargs: Any) -> Any:
+    rules = {
+        "matrices": ("w", opt_optax_bridge.adamw(SCHEDULES["linear"])),
+        "vectors": ("b", opt_optax_bridge.sgd(0.5)),
+        "own": ("c", Own(None)),
+    }
+    rules |= kwargs
+    definition = MultiOptimizer(list(rules.values()), names=list(rules))
+    return definition.create({name: jnp.ones(2) for name in "wbc"})
+
+
+class Own(OptimizerDef):
+    def init_state(self, params: Any) -> Any:
+        return OptaxWrapper(optax.sgd(0.1)).init_state(params)
+
+    def apply_gradient(self, hyper_params: Any, params: Any, state: Any, grads: Any) -> Any:
+        return params, state
+
+
+def test_of_groups_it_is_a_dict() -> None:
+    optimizer = grouped()
+    used = resolve_hyper_params(optimizer)
+    assert list(used) == ["matrices", "vectors", "own"]
+    assert close(used["matrices"].learning_rate, 0.5)
+    assert close(used["vectors"].learning_rate, 0.5)
+    assert used["own"] is None
+    with pytest.raises(HyperParamError, match="group `vectors`"):
+        resolve_hyper_params(optimizer, weight_decay=0.25)
+    used = resolve_hyper_params(
+        optimizer, weight_decay=0.25, learning_rate={"vectors": 0.125}, missing="ignore"
+    )
+    assert close(used["matrices"].weight_decay, 0.25)
+    assert close(used["vectors"].learning_rate, 0.125)
     with pytest.raises(TypeError, match=r"one of its groups: `definition\.split\(optimizer\)"):
-        opt_optax_bridge.resolve_hyper_params(optimizer)
-    group = definition.split(optimizer)["matrices"]
-    assert float(opt_optax_bridge.resolve_hyper_params(group).learning_rate) == 0.5
+        overridable_hyper_params(optimizer)
+
+
+def test_an_ambiguous_name_is_not_missing() -> None:
+    sgd = opt_optax_bridge.sgd
+    optimizer = grouped(own=("c", chain(sgd(0.5), sgd(0.5))))
+    grads = {name: jnp.ones(2) for name in "wbc"}
+    with pytest.raises(HyperParamError, match=r"group `own`: .* of 2 parts: `sgd.learning_rate`"):
+        optimizer.apply_gradient(grads, learning_rate=0.1, missing="ignore")
+
+
+@pytest.mark.usefixtures("optax_promotion")
+def test_learning_rates_are_scaled() -> None:
+    optimizer, grads = grouped(), {name: jnp.ones(2) for name in "wbc"}
+
+    @jax.jit
+    def scaled(factor: Any) -> Any:
+        overrides = opt_optax_bridge.scale_learning_rate(optimizer, factor)
+        return resolve_hyper_params(optimizer, **overrides), optimizer.apply_gradient(
+            grads, **overrides
+        )
+
+    used, stepped = scaled(0.5)
+    assert close(used["matrices"].learning_rate, 0.25)
+    assert close(stepped.target["b"][0], 0.75)
+    some = opt_optax_bridge.scale_learning_rate(optimizer, {"vectors": 2.0})
+    assert close(some.pop("group_overrides")["vectors"]["learning_rate"], 1.0)
+    assert not some
+    two = chain(opt_optax_bridge.sgd(0.5), opt_optax_bridge.sgd(0.25)).create(grads)
+    assert {k: float(v) for k, v in opt_optax_bridge.scale_learning_rate(two, 2.0).items()} == {
+        "sgd.learning_rate": 1.0,
+        "sgd_1.learning_rate": 0.5,
+    }
+    with pytest.raises(HyperParamError, match="there is no `learning_rate` to scale"):
+        opt_optax_bridge.scale_learning_rate(OptaxWrapper(optax.sgd(0.1)).create(grads), 0.5)
+    with pytest.raises(HyperParamError, match=r"`factor` names \['vektors'\]; the groups"):
+        opt_optax_bridge.scale_learning_rate(optimizer, {"vektors": 2.0})
+
+
+def test_the_table_of_groups_shows_the_rate_of_the_next_step() -> None:
+    rows = describe(grouped()).rows
+    assert rows[0].hyper_params == "learning_rate=0.5 (polynomial_schedule)"
+    assert rows[1].hyper_params == "learning_rate=0.5"

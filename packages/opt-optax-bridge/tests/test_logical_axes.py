@@ -63,8 +63,9 @@ def test_a_schedule_counts_alone() -> None:
 @pytest.mark.parametrize("params", [make_params(), freeze(make_params())], ids=["dict", "Frozen"])
 @pytest.mark.parametrize("axes", [AXES, freeze(AXES)], ids=["dict", "Frozen"])
 def test_dicts_of_either_kind_stand_for_one_another(params: Any, axes: Any) -> None:
-    optimizer = opt_optax_bridge.adam(0.1).create(params)
-    derived = optimizer.optimizer_def.derive_logical_axes(optimizer, axes)
+    definition = opt_optax_bridge.adam(0.1)
+    optimizer = definition.create(params)
+    derived = definition.derive_logical_axes(optimizer, axes)
     for tree in (derived.target, derived.state.param_states[0].mu):
         assert isinstance(tree, FrozenDict) == isinstance(params, FrozenDict)
         assert dict(tree) == AXES

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 GRADS = {"w": jnp.ones(2)}
 ADAGRAD = opt_optax_bridge.adagrad(0.1).create(GRADS)
-SGD = opt_optax_bridge.sgd(0.1, momentum=0.9).create(GRADS)
+SGD: Any = opt_optax_bridge.sgd(0.1, momentum=0.9).create(GRADS)
 OPAQUE = OptaxWrapper(optax.sgd(0.1)).create(GRADS)
 CLOSED = OptaxWrapper(
     optax.GradientTransformation(lambda params: (), lambda u, s, params=None: (u, s))

@@ -269,7 +269,7 @@ def test_an_override_must_be_a_scalar(value: Any) -> None:
 
 
 def test_none_does_not_take_momentum_away() -> None:
-    optimizer = opt_optax_bridge.sgd(0.1, momentum=0.9).create({"w": jnp.ones(2)})
+    optimizer: Any = opt_optax_bridge.sgd(0.1, momentum=0.9).create({"w": jnp.ones(2)})
     with pytest.raises(HyperParamError, match="`momentum` must be a real number"):
         optimizer.apply_gradient({"w": jnp.ones(2)}, momentum=None)
 
@@ -358,8 +358,8 @@ def test_keywords_of_a_function_that_is_given_are_taken(extra: dict[str, Any]) -
     params = {"w": jnp.ones(2)}
     value, grads = jax.value_and_grad(lambda p: value_fn(p, **extra))(params)
     given = {"value": value, "grad": grads, "value_fn": value_fn, **extra}
-    optimizer = opt_optax_bridge.lbfgs().create(params)
-    raw = optimizer.optimizer_def.optax_optimizer
+    definition = opt_optax_bridge.lbfgs()
+    optimizer, raw = definition.create(params), definition.optax_optimizer
     updates, _ = raw.update(grads, optimizer.state.param_states, params, **given)
     after = optimizer.apply_gradient(grads, **given)
     expected: Any = optax.apply_updates(params, updates)

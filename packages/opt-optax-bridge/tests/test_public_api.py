@@ -52,7 +52,8 @@ def test_dir_lists_the_twins(module: Any) -> None:
 
 
 def test_types_are_shipped() -> None:
-    assert files("opt_optax_bridge").joinpath("py.typed").is_file()
+    for name in ("py.typed", "__init__.pyi"):
+        assert files("opt_optax_bridge").joinpath(name).is_file()
 
 
 def test_version_is_that_of_the_distribution() -> None:

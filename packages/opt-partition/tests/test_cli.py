@@ -361,7 +361,7 @@ def test_bad_input_is_one_line(
 # Other parts of the package write these words.
 PARTLY_OURS: list[tuple[list[str], list[str]]] = [
     (["explain", "broken:f"], ["`broken` cannot be imported: SyntaxError"]),
-    (["explain", "{m}:no_transformation"], ["`{m}:no_transformation`: ", "`tx_or_init`", "int"]),
+    (["explain", "{m}:no_transformation"], ["`{m}:no_transformation`: ", "`tx`", "int"]),
     (["explain", "{m}:wrong_axes"], ["`{m}:wrong_axes`: ", "layers_0/w", "layers_2/w"]),
     (["explain", "{m}:undecided", "--strict"], ["`{m}:undecided`: ", "table"]),
     (["plan", "{m}:undecided", *MESH, "--strict"], ["`{m}:undecided`: ", "table"]),

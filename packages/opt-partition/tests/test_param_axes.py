@@ -148,7 +148,10 @@ def test_all_that_does_not_fit_is_listed() -> None:
         "  d: axes must be a PartitionSpec or a tuple of names, found 'embed'",
         "  e: the name of a dimension must be a string or None, found 3",
         f"  f: axes must be a PartitionSpec or a tuple of names, found { {'w': P('embed')}!r}",
-        "  g: `params` must hold arrays or jax.ShapeDtypeStructs, found str",
+        (
+            "  g: `params` must hold arrays or jax.ShapeDtypeStructs, found str (of a module of "
+            "Equinox, give the arrays alone: `eqx.filter(model, eqx.is_array)`)"
+        ),
         f"  h: the name of a dimension must be a string or None, found {P.UNCONSTRAINED!r}",
     ]
 

@@ -24,6 +24,7 @@ class InnerUpdate:
                 f"{opt!r}. Give an optimizer, e.g. `optax.adamw(1e-3)`."
             )
         self.opt = _with_extra_args(opt)
+        self._apply = getattr(opt, "apply", None)
 
     def init(self, params: Any) -> Any:
         """Returns the optimizer's state, without weak types."""
@@ -67,6 +68,21 @@ class InnerUpdate:
         _check_state(state, new_state)
         return updates, cast_like(new_state, state)
 
+    def apply(
+        self, params: Any, state: Any, grads: Any, extra_args: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """Makes one step by the optimizer's own `apply`, if it has one.
+
+        Returns:
+          The new parameters and the new state, both in the dtypes of the old.
+        """
+        if self._apply is None:
+            updates, new_state = self(grads, grads, state, params, extra_args)
+            return cast_like(optax.apply_updates(params, updates), params), new_state
+        new_params, new_state = self._apply(params, state, grads, **extra_args)
+        _check_state(state, new_state)
+        return cast_like(new_params, params), cast_like(new_state, state)
+
     def updates_like(
         self, grads: Any, state: Any, params: Any, extra_args: Mapping[str, Any]
     ) -> Any:
@@ -81,6 +97,8 @@ def _dtypes(tree: Any) -> list[str]:
 def _with_extra_args(opt: Any) -> optax.GradientTransformationExtraArgs:
     if isinstance(opt, optax.GradientTransformationExtraArgs):
         return opt
+    if hasattr(opt, "gradient_transformation"):  # a `MultiSteps`, of ours or of Optax
+        return _with_extra_args(opt.gradient_transformation())
 
     def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         del extra_args

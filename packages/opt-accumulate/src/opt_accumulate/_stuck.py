@@ -1,4 +1,4 @@
-"""Stopping a run in which one mini-step after another is skipped."""
+"""Stopping a run in which one step after another is skipped."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from typing import Any
 
 import jax
 
+from opt_accumulate._guard.state import GuardState
 from opt_accumulate.errors import OptionError, StuckError
 
 _IN_A_ROW = "num_consecutive"
 
 
-def check_skips(state: Any, max_consecutive: int) -> None:
-    """Raises if too many mini-steps in a row have been skipped; nothing else has changed in them.
+def check_skips(state: Any, max_consecutive: int | None = None) -> None:
+    """Raises if too many steps in a row have been skipped; nothing else has changed in them.
 
     Waits for the state: call it where metrics are read anyway, not in a compiled step.
 
     Args:
-      state: the state of a `MultiSteps` whose skip function is `any_of`, `all_of` or
-        `skip_outliers`, which count them; or that of an optimizer around it.
-      max_consecutive: how many to bear.
+      state: the state of a `guard`, or of a `MultiSteps` whose skip function is `any_of`, `all_of`
+        or `skip_outliers`, which count them; or that of an optimizer around it.
+      max_consecutive: how many to bear; `None` for fewer than the guard's own `max_consecutive`.
 
     Raises:
       StuckError: there have been more.
-      OptionError: `max_consecutive` is negative, nothing in the state counts, or it is traced.
+      OptionError: `max_consecutive` is negative, or missing where no guard has one; nothing in the
+        state counts; or the state is traced.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -40,25 +42,36 @@ def check_skips(state: Any, max_consecutive: int) -> None:
       ...
       opt_accumulate.errors.StuckError: 3 mini-steps in a row were skipped, ...
     """
-    if max_consecutive < 0:
+    if max_consecutive is not None and max_consecutive < 0:
         raise OptionError(f"`max_consecutive` must not be negative, found {max_consecutive}.")
     counters = list(_counters(state))
     if not counters:
         raise OptionError(
-            "nothing in `state` counts the mini-steps that were skipped in a row. Give "
+            "nothing in `state` counts the steps that were skipped in a row. Use `guard`, or give "
             "`MultiSteps` a `should_skip_update_fn` that does, e.g. `any_of(skip_not_finite)`."
         )
-    if any(isinstance(counter, jax.core.Tracer) for counter in counters):
+    guards = [counter for counter in counters if isinstance(counter, GuardState)]
+    if max_consecutive is None and not guards:
+        raise OptionError(
+            "`max_consecutive` is missing: only a `guard` knows how many steps to bear. Give a "
+            "number."
+        )
+    numbers = [_number(counter) for counter in (guards if max_consecutive is None else counters)]
+    read = numbers, [guard.stuck for guard in guards]
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(read)):
         raise OptionError(
             "`state` is being traced: `check_skips` reads numbers. Call it outside of `jax.jit`, "
             "on the state that the step returned."
         )
-    number = max(map(int, jax.device_get(counters)))
-    if number > max_consecutive:
+    numbers, stuck = jax.device_get(read)
+    number = max(map(int, numbers))
+    if any(map(bool, stuck)) if max_consecutive is None else number > max_consecutive:
+        most = "that of the guard" if max_consecutive is None else max_consecutive
+        what = "steps" if guards else "mini-steps"
         raise StuckError(
-            f"{number} mini-steps in a row were skipped, more than `max_consecutive` = "
-            f"{max_consecutive}. Parameters and optimizer are as before them: go back to a "
-            "checkpoint, to other data or to a smaller learning rate."
+            f"{number} {what} in a row were skipped, and `max_consecutive` is {most}. Parameters "
+            "and optimizer are as before them: go back to a checkpoint, to other data or to a "
+            "smaller learning rate."
         )
 
 
@@ -66,8 +79,12 @@ def _counters(node: Any) -> Iterator[Any]:
     """Yields the outermost counters: those of a combination, not those of what it combines."""
     for found in jax.tree.leaves(node, is_leaf=_counts):
         if _counts(found):
-            yield found[_IN_A_ROW]
+            yield found
 
 
 def _counts(node: Any) -> bool:
-    return isinstance(node, Mapping) and _IN_A_ROW in node
+    return isinstance(node, GuardState) or (isinstance(node, Mapping) and _IN_A_ROW in node)
+
+
+def _number(counter: Any) -> Any:
+    return counter.consecutive if isinstance(counter, GuardState) else counter[_IN_A_ROW]

@@ -3,17 +3,28 @@
 ```
 AccumulationError
 ├── BatchError (ValueError)       a batch that cannot be cut into the microbatches asked for
+├── EvaluationError (ValueError)  no one answer to what the parameters to evaluate are
 ├── LossOutputError (TypeError)   a loss function that does not return what was announced
 ├── OptionError (ValueError)      arguments that do not fit together
-└── StuckError (RuntimeError)     too many mini-steps in a row were skipped
+├── RollbackError (RuntimeError)  no state to go back to
+└── StuckError (RuntimeError)     too many steps in a row were skipped
 ```
 
-All but the last, which `check_skips` raises, are raised while a program is traced or built.
+All but the last two, of `Rollback.restore` and `check_skips`, are raised while a program is traced
+or built.
 """
 
 from __future__ import annotations
 
-__all__ = ["AccumulationError", "BatchError", "LossOutputError", "OptionError", "StuckError"]
+__all__ = [
+    "AccumulationError",
+    "BatchError",
+    "EvaluationError",
+    "LossOutputError",
+    "OptionError",
+    "RollbackError",
+    "StuckError",
+]
 
 
 class AccumulationError(Exception):
@@ -24,6 +35,10 @@ class BatchError(AccumulationError, ValueError):
     """Leaves of a batch have no common number of rows, or it does not divide; lists every path."""
 
 
+class EvaluationError(AccumulationError, ValueError):
+    """Two averages in a state speak of one parameter, or one of a parameter that is not there."""
+
+
 class LossOutputError(AccumulationError, TypeError):
     """A loss function returned something else than the arguments announced."""
 
@@ -32,5 +47,9 @@ class OptionError(AccumulationError, ValueError):
     """An argument has no such value, or does not go with another."""
 
 
+class RollbackError(AccumulationError, RuntimeError):
+    """No good state is held to go back to."""
+
+
 class StuckError(AccumulationError, RuntimeError):
-    """More mini-steps in a row were skipped than a run should bear."""
+    """More steps in a row were skipped than a run should bear."""

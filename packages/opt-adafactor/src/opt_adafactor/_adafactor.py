@@ -1,4 +1,4 @@
-"""`Adafactor`, the optimizer definition: T5X's interface, state and checkpoint layout."""
+"""The optimizer definition `Adafactor`, with T5X's interface, state and checkpoint layout."""
 
 from __future__ import annotations
 
@@ -46,14 +46,26 @@ from opt_adafactor.errors import FactorRuleError
 
 
 class Adafactor(OptimizerDef):
-    """Adafactor as T5X has it: statistics factored over any dimensions of any parameter.
+    """T5X's generalized Adafactor: factored second moments for parameters of any rank.
 
-    Second moments of a parameter are kept as the means over its rows and over its columns; which
-    dimensions those are, a rule says. The learning rate is relative to the parameter's root mean
-    square, updates are clipped by theirs, and the decay of the second moments tends to 1.
+    The second moments of a parameter are stored as row and column means; a factor rule says which
+    dimensions are rows, columns or batch. With `beta2 = 1 - (step + 1)**-decay_rate`, an update of
+    a factored parameter `p` with gradient `g` is
 
-    Immutable: `with_param_axes` returns a new definition. Definitions built the same way are equal
-    and hash equal.
+    ```
+    q = g**2 + epsilon1
+    v_row <- beta2 * v_row + (1 - beta2) * mean(q, columns)
+    v_col <- beta2 * v_col + (1 - beta2) * mean(q, rows)
+    u = g / sqrt(v_row / mean(v_row, rows)) / sqrt(v_col)
+    u = u / max(1, rms(u) / clipping_threshold)
+    p <- p - learning_rate * max(rms(p), epsilon2) * u
+    ```
+
+    and with `v <- beta2 * v + (1 - beta2) * q` and `u = g / sqrt(v)` for a parameter that is not
+    factored.
+
+    Instances are immutable (`with_param_axes` returns a new one) except for `set_param_axes`.
+    Definitions with the same arguments compare and hash equal.
 
     Examples:
       >>> definition = Adafactor(learning_rate=0.1, min_dim_size_to_factor=2)
@@ -64,6 +76,11 @@ class Adafactor(OptimizerDef):
       >>> optimizer = step(optimizer, optimizer.target, 0.5)
       >>> optimizer.target['b'].tolist(), int(optimizer.state.step)
       ([0.5, 0.5, 0.5], 1)
+
+    References:
+      Shazeer and Stern, `Adafactor: Adaptive Learning Rates with Sublinear Memory Cost`, 2018,
+      https://arxiv.org/abs/1804.04235; generalized to factor rules in T5X
+      (https://github.com/google-research/t5x).
     """
 
     def __init__(
@@ -88,49 +105,52 @@ class Adafactor(OptimizerDef):
         skip_nan_updates: bool | str = False,
         respect_rank2_rules: bool = False,
     ) -> None:
-        """Takes the hyper-parameters; numbers among them may be overridden for one step.
+        """Creates a definition; numeric hyper-parameters can be overridden in each step.
 
         Args:
-          learning_rate: a number, or a function from the step to one; `None` to give one with
-            every step.
-          factored: whether to factor at all. If not, batch dimensions count for nothing either.
-          multiply_by_parameter_scale: whether the learning rate is relative to the root mean
-            square of a parameter; a map answers by path.
-          beta1: decay of a momentum of the scaled updates; `None` for none, and no memory for it.
-          decay_rate: the second moments decay by `1 - (step + 1)**-decay_rate`.
-          step_offset: the step that counts as 0 there: the one from which a run goes on with fresh
-            statistics. Up to it the decay is 0.
-          clipping_threshold: the largest root mean square of an update before it is scaled; `None`
-            turns clipping off.
-          weight_decay_rate: share of each parameter to take away in one step, not multiplied by
-            the learning rate; `None` for none.
-          min_dim_size_to_factor: without a rule, a matrix is factored if both of its dimensions
-            have this size.
+          learning_rate: a number or a function of the step; `None` to pass one with every step.
+          factored: whether to factor at all. If not, batch dimensions are ignored too.
+          multiply_by_parameter_scale: whether the learning rate is relative to the root mean square
+            of each parameter; an `HParamMap` decides by path.
+          beta1: decay rate of the momentum of the scaled updates; `None` for no momentum, which
+            saves its memory.
+          decay_rate: exponent of the decay of the second moments, `1 - (step + 1)**-decay_rate`.
+          step_offset: step that counts as 0 in this formula, e.g. when fine-tuning starts with
+            fresh statistics. Up to this step the decay is 0.
+          clipping_threshold: maximum root mean square of an update before scaling; `None` disables
+            clipping.
+          weight_decay_rate: fraction subtracted from each parameter per step, not multiplied by the
+            learning rate; `None` for no decay.
+          min_dim_size_to_factor: without a rule, a matrix is factored if both dimensions are at
+            least this large.
           epsilon1: added to squared gradients.
-          epsilon2: the least parameter scale.
-          dtype_momentum: what to keep the momentum in.
-          factor_map: a `FactorRule` for each parameter, by path.
+          epsilon2: minimum parameter scale.
+          dtype_momentum: dtype of the momentum.
+          factor_map: the `FactorRule` of each parameter, by path.
           logical_factor_rules: the `FactorDim` (or its name) of each logical axis name. They take
-            effect with `with_param_axes` or `set_param_axes`, and go before `factor_map`.
+            effect with `with_param_axes` or `set_param_axes`, and take precedence over
+            `factor_map`.
           weight_decay_rate_lr_exponent: if given, the weight decay is
-            `weight_decay_rate * learning_rate**exponent`, a rate of `None` counting as 1.
-          global_norm_clip_threshold: the largest norm of all gradients together; `None` or 0 turns
-            that off.
-          max_parameter_scale: the largest parameter scale; `None` for no limit.
-          skip_nan_updates: what to leave as it was where a step gives an inf or a NaN: nothing
-            (False), those entries (True, as T5X does with NaN), every tensor that has one
-            (`'tensor'`), or everything (`'global'`). The step counts in any case.
-          respect_rank2_rules: whether explicit rules for rank 2 and less without a batch dimension
-            hold. T5X ignores them, for one layout of checkpoints, and so does the default.
+            `weight_decay_rate * learning_rate**exponent`, where a rate of `None` counts as 1.
+          global_norm_clip_threshold: maximum global norm of the gradients; `None` or 0 disables
+            clipping by global norm.
+          max_parameter_scale: maximum parameter scale; `None` for no limit.
+          skip_nan_updates: what to leave unchanged if a step produces inf or NaN: nothing (False),
+            the affected entries (True, as T5X does for NaN), the affected tensors (`'tensor'`), or
+            all tensors (`'global'`). The step counter is incremented in any case.
+          respect_rank2_rules: whether to apply explicit rules to parameters of rank 2 and below
+            that have no batch dimension. T5X ignores them to keep a single checkpoint layout, and
+            so does the default.
 
         Raises:
-          ValueError: `factored` is false and there is a `factor_map`, or a value makes no sense.
-          TypeError: an argument has another type.
-          UnknownNameError: `logical_factor_rules` name no `FactorDim`; likewise `FactorRuleError`.
+          ValueError: `factored` is False but `factor_map` is given, or a value is out of range.
+          TypeError: an argument has the wrong type.
+          UnknownNameError: `logical_factor_rules` use an unknown `FactorDim` name.
+          FactorRuleError: a value of `logical_factor_rules` is not a `FactorDim`.
         """
         if not factored and factor_map is not None:
             raise ValueError(
-                "`factored` is False, but there is a `factor_map`: give one or the other"
+                "`factored` is False, but `factor_map` is given: pass only one of them"
             )
         if factor_map is not None and not isinstance(factor_map, HParamMap):
             raise TypeError(
@@ -164,21 +184,21 @@ class Adafactor(OptimizerDef):
         super().__init__(hyper_params)
         self.dtype_momentum = jax.dtypes.canonicalize_dtype(dtype_momentum)
         self._given_map = factor_map
-        self._told: tuple[FactorMap, ...] = ()
+        self._axis_rules: tuple[FactorMap, ...] = ()
         self._planner = self._new_planner()
 
     def with_param_axes(self, param_axes: Any) -> Self:
-        """Returns a definition whose factor rules follow from logical axes.
+        """Returns a definition whose factor rules are derived from logical axes.
 
         Args:
-          param_axes: a tree like the parameters with a `PartitionSpec` of logical names per leaf;
-            containers may be of another kind. A name may be `None` or a tuple of names, a leaf
-            `None`.
+          param_axes: a tree with the keys of the parameters and a `PartitionSpec` of logical axis
+            names, or `None`, per leaf; container types may differ. Each entry of a spec is a name,
+            a tuple of names or `None`.
 
         Raises:
-          HyperParamError: there are no `logical_factor_rules`.
-          UnknownNameError: they have no rule for a name.
-          FactorRuleError: the names of a parameter make no rule.
+          HyperParamError: the definition has no `logical_factor_rules`.
+          UnknownNameError: `logical_factor_rules` have no rule for an axis name.
+          FactorRuleError: the axis names of a parameter do not form a valid rule.
 
         Examples:
           >>> from jax.sharding import PartitionSpec as P
@@ -191,49 +211,51 @@ class Adafactor(OptimizerDef):
         """
         if self.hyper_params.logical_factor_rules is None:
             raise HyperParamError(
-                "`with_param_axes` needs `logical_factor_rules`: they say what each axis name is. "
-                "Give `standard_logical_factor_rules()` or your own."
+                "`with_param_axes` needs `logical_factor_rules`, which map axis names to factor "
+                "dimensions. Pass `standard_logical_factor_rules()` or your own to `Adafactor`."
             )
         definition = copy.copy(self)
-        definition._tell((self._rules_of(param_axes),))
+        definition._set_axis_rules((self._rules_of(param_axes),))
         return definition
 
     def set_param_axes(self, param_axes: Any) -> None:
-        """Tells this definition the logical axes of a model, as T5X's trainer does.
+        """Sets the logical axes of a model in place, as T5X's trainer does.
 
-        Prefer `with_param_axes`. Axes of several models may be told: those with the paths of the
-        parameters at hand count. Without `logical_factor_rules` nothing happens.
+        Prefer `with_param_axes`. Axes of several models can be set; the ones whose paths match the
+        parameters are used. Does nothing without `logical_factor_rules`.
 
         Args:
           param_axes: see `with_param_axes`.
 
         Raises:
-          HyperParamError: other axes were told for the same parameters.
-          UnknownNameError: as `with_param_axes` does; likewise `FactorRuleError`.
+          HyperParamError: different axes were set before for the same parameters.
+          UnknownNameError: see `with_param_axes`.
+          FactorRuleError: see `with_param_axes`.
         """
         if self.hyper_params.logical_factor_rules is None:
             return
         rules = self._rules_of(param_axes)
-        if rules in self._told:
-            if self._told[-1] != rules:
-                self._tell((*(told for told in self._told if told != rules), rules))
+        if rules in self._axis_rules:
+            if self._axis_rules[-1] != rules:
+                others = (known for known in self._axis_rules if known != rules)
+                self._set_axis_rules((*others, rules))
             return
-        for told in self._told:
-            if told.keys() == rules.keys():
-                path = next(path for path in rules if rules[path] != told[path])
+        for known in self._axis_rules:
+            if known.keys() == rules.keys():
+                path = next(path for path in rules if rules[path] != known[path])
                 raise HyperParamError(
-                    "`set_param_axes`: these parameters were given axes before that lead to other "
-                    f"rules: {told[path]} for `{path}`, now {rules[path]}. Use `with_param_axes`, "
-                    "which returns a definition for each model."
+                    "`set_param_axes` was called before with different axes for the same "
+                    f"parameters: the rule of `{path}` was {known[path]}, now {rules[path]}. Use "
+                    "`with_param_axes`, which returns a new definition for each model."
                 )
-        self._tell((*self._told, rules))
+        self._set_axis_rules((*self._axis_rules, rules))
 
     def init_state(self, params: Any) -> OptimizerState:
-        """Returns zeros for `params`; see `OptimizerDef.init_state`.
+        """Returns the initial state, all zeros; see `OptimizerDef.init_state`.
 
         Raises:
-          FactorRuleError: a parameter needs a rule and has none, or has one that does not fit.
-          ParamAxesError: the axes that were told do not fit the parameters.
+          FactorRuleError: a parameter has no rule but needs one, or its rule does not fit.
+          ParamAxesError: the axes passed to `with_param_axes` do not match the parameters.
         """
         plan = self._plan(params)
         leaves = plan.treedef.flatten_up_to(params)
@@ -245,23 +267,39 @@ class Adafactor(OptimizerDef):
         return OptimizerState(jnp.zeros([], jnp.int32), plan.treedef.unflatten(states))
 
     def update_hyper_params(self, **overrides: Any) -> Any:
-        """Returns hyper-parameters for one update; see `OptimizerDef.update_hyper_params`.
+        """Returns the hyper-parameters of one update; see `OptimizerDef.update_hyper_params`.
 
         Raises:
-          HyperParamError: a name is unknown, or cannot be overridden for one step.
+          HyperParamError: a name is unknown, or cannot be overridden in a step.
         """
         hyper_params = super().update_hyper_params(**overrides)
         self._check_overrides(hyper_params)
         return hyper_params
 
+    def resolve_hyper_params(
+        self, hyper_params: Any, params: Any, state: OptimizerState, **extra_args: Any
+    ) -> Any:
+        """Returns `hyper_params` with the learning rate of the next step, if it is a schedule.
+
+        Args:
+          hyper_params: a dataclass like `self.hyper_params`.
+          params: the parameters.
+          state: the state that belongs to them.
+          **extra_args: none are used.
+        """
+        del params, extra_args
+        if not callable(hyper_params.learning_rate):
+            return hyper_params
+        return hyper_params.replace(learning_rate=learning_rate_of(hyper_params, state.step))
+
     def apply_gradient(
         self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
     ) -> tuple[Any, OptimizerState]:
-        """Makes one update; see `OptimizerDef.apply_gradient`.
+        """Applies one update; see `OptimizerDef.apply_gradient`.
 
         Raises:
-          HyperParamError: there is no learning rate, or an override that cannot be honoured.
-          TreeMismatchError: gradients or states do not look like the parameters.
+          HyperParamError: no learning rate is given, or a hyper-parameter cannot be overridden.
+          TreeMismatchError: gradients or state do not match the parameters.
         """
         self._check_overrides(hyper_params)
         check_gradients(params, grads)
@@ -298,28 +336,28 @@ class Adafactor(OptimizerDef):
         )
 
     def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
-        """Returns an optimizer whose leaves are logical axes instead of arrays.
+        """Returns the optimizer with each leaf replaced by its logical axes.
 
-        `v_row` has the parameter's axes without those of the column dimensions, `v_col` without
-        those of the rows, `v` and `m` all of them. Unused slots and the step have `None`.
+        `v_row` gets the parameter's axes without those of column dimensions, `v_col` without those
+        of row dimensions, `v` and `m` all of them. Unused slots and the step get `None`.
 
         Args:
-          optimizer: an optimizer of this definition; only shapes are read.
-          param_axes: a tree like the parameters with a `PartitionSpec` of logical names per leaf;
-            containers may be of another kind.
+          optimizer: an optimizer of this definition; only shapes are used.
+          param_axes: a tree with the keys of the parameters and a `PartitionSpec` of logical axis
+            names per leaf; container types may differ.
 
         Raises:
-          ParamAxesError: `param_axes` do not fit the parameters; lists the paths.
+          ParamAxesError: `param_axes` do not match the parameters; the message lists the paths.
         """
         plan = self._plan(optimizer.target)
         has_momentum = self.hyper_params.beta1 is not None
         return derive_logical_axes(plan, optimizer, param_axes, has_momentum=has_momentum)
 
     def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
-        """Returns what every leaf of the state means.
+        """Returns a description of every leaf of the state.
 
-        `v_row` keeps all dimensions of its parameter but the column ones, `v_col` all but the row
-        ones, `v` and `m` all. Unused slots keep none.
+        `v_row` keeps all dimensions of its parameter except the columns, `v_col` all except the
+        rows, `v` and `m` all of them. Unused slots keep none.
 
         Args:
           params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
@@ -336,7 +374,7 @@ class Adafactor(OptimizerDef):
             self._plan(params), self.hyper_params, params, state.param_states, self.dtype_momentum
         )
 
-    # What T5X code calls besides, one parameter at a time.
+    # Per-parameter methods that T5X code and its tests call directly.
 
     @staticmethod
     def _decay_rate_pow(i: Any, exponent: Any = 0.8) -> jax.Array:
@@ -356,7 +394,7 @@ class Adafactor(OptimizerDef):
         return None if found is None else ((found[0],), (found[1],))
 
     def init_param_state(self, param: Any, path: str) -> _AdafactorParamState:
-        """Returns the state of one parameter, as `init_state` does of all.
+        """Returns the initial state of a single parameter; see `init_state`.
 
         Args:
           param: the parameter.
@@ -368,10 +406,10 @@ class Adafactor(OptimizerDef):
     def apply_param_gradient(
         self, step: Any, hyper_params: Any, param: Any, state: Any, grad: Any, path: str
     ) -> tuple[Any, _AdafactorParamState]:
-        """Updates one parameter, as `apply_gradient` does all.
+        """Updates a single parameter; see `apply_gradient`.
 
         Args:
-          step: updates made before.
+          step: number of updates made before.
           hyper_params: the hyper-parameters.
           param: the parameter.
           state: its state.
@@ -390,13 +428,14 @@ class Adafactor(OptimizerDef):
     def _rules_of(self, param_axes: Any) -> FactorMap:
         return factor_rules_from_axes(param_axes, self.hyper_params.logical_factor_rules)
 
-    def _tell(self, told: tuple[FactorMap, ...]) -> None:
-        self._told = told
-        self.hyper_params = self.hyper_params.replace(factor_map=self._shown_map(told[-1]))
+    def _set_axis_rules(self, axis_rules: tuple[FactorMap, ...]) -> None:
+        self._axis_rules = axis_rules
+        factor_map = self._public_factor_map(axis_rules[-1])
+        self.hyper_params = self.hyper_params.replace(factor_map=factor_map)
         self._planner = self._new_planner(self._planner.warned)
 
-    def _shown_map(self, rules: FactorMap) -> Mapping[str, Any]:
-        """What `hyper_params.factor_map` is after a telling; a facade may show another type."""
+    def _public_factor_map(self, rules: FactorMap) -> Mapping[str, Any]:
+        """Returns `hyper_params.factor_map` for rules derived from axes; overridden in `t5x`."""
         return rules
 
     def _new_planner(self, warned: set[tuple[str, ...]] | None = None) -> Planner:
@@ -404,7 +443,7 @@ class Adafactor(OptimizerDef):
         options = FactoringOptions(
             hyper.factored, hyper.min_dim_size_to_factor, hyper.respect_rank2_rules
         )
-        return Planner(options, hyper.factor_map, self._told, warned)
+        return Planner(options, hyper.factor_map, self._axis_rules, warned)
 
     def _plan(self, params: Any) -> Plan:
         try:
@@ -413,12 +452,13 @@ class Adafactor(OptimizerDef):
             raise missing_rule_hint(error, self.hyper_params) from None
 
     def _check_overrides(self, hyper_params: Any) -> None:
-        if hyper_params.factor_map in (self._given_map, *self._told):  # captured before a telling
+        # from before `set_param_axes`
+        if hyper_params.factor_map in (self._given_map, *self._axis_rules):
             hyper_params = hyper_params.replace(factor_map=self.hyper_params.factor_map)
         check_overrides(self.hyper_params, hyper_params)
 
     def _identity(self) -> Any:
-        return self.hyper_params, self.dtype_momentum, self._given_map, self._told
+        return self.hyper_params, self.dtype_momentum, self._given_map, self._axis_rules
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in super().__getstate__().items() if k != "_planner"}

@@ -1,4 +1,4 @@
-"""Logical axes of parameters, and the factor rules that follow from them."""
+"""Logical axes of parameters, and the factor rules derived from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from opt_adafactor.errors import FactorRuleError, ParamAxesError, UnknownNameErr
 
 
 class FactorMap(Mapping[str, FactorRule]):
-    """The factor rule of every parameter of one model by path; immutable and hashable."""
+    """The factor rules of a model by parameter path; immutable and hashable."""
 
     def __init__(self, rules: Mapping[str, FactorRule]) -> None:
         self._rules = dict(rules)
@@ -46,11 +46,11 @@ def flatten_axes(param_axes: Any) -> dict[str, PartitionSpec | None]:
     """Returns the axes of every parameter by path.
 
     Args:
-      param_axes: a tree like the parameters, its containers of any kind. A leaf is a
-        `PartitionSpec`, a tuple of names, `None` for no names at all, or one of Flax's boxes.
+      param_axes: a tree with the keys of the parameters, with any container types. A leaf is a
+        `PartitionSpec`, a tuple of names, `None` for no names, or a Flax box.
 
     Raises:
-      ParamAxesError: a leaf is something else, or two have the same path.
+      ParamAxesError: a leaf is anything else, or two leaves have the same path.
 
     Examples:
       >>> axes = flatten_axes({'mlp': [PartitionSpec('embed', 'mlp')], 'scale': None})
@@ -62,10 +62,10 @@ def flatten_axes(param_axes: Any) -> dict[str, PartitionSpec | None]:
 
 
 def axes_by_path(entries: Iterable[tuple[str, Any]]) -> dict[str, PartitionSpec | None]:
-    """Returns the axes of every parameter by path, of what is in a tree of axes at these paths.
+    """Returns the axes of every parameter by path, from pairs of path and axes.
 
     Raises:
-      ParamAxesError: one is something else than axes, or two have the same path.
+      ParamAxesError: a value is not axes, or two have the same path.
     """
     axes: dict[str, PartitionSpec | None] = {}
     for path, leaf in entries:
@@ -76,19 +76,20 @@ def axes_by_path(entries: Iterable[tuple[str, Any]]) -> dict[str, PartitionSpec 
 
 
 def factor_rules_from_axes(param_axes: Any, logical_factor_rules: Mapping[str, Any]) -> FactorMap:
-    """Returns the rule of every parameter.
+    """Returns the factor rule of every parameter.
 
-    A dimension without a name is `NONE`; several names on one dimension must agree. A parameter of
-    which one of `ROW` and `COLUMN` is absent has neither. One without axes has the heuristic.
+    A dimension without a name is `NONE`; several names on one dimension must agree. Parameters that
+    do not have both `ROW` and `COLUMN` dimensions are not factored. Parameters without axes use the
+    heuristic.
 
     Args:
       param_axes: see `flatten_axes`.
-      logical_factor_rules: the `FactorDim` of each name, or the name of that.
+      logical_factor_rules: the `FactorDim`, or its name, of each axis name.
 
     Raises:
-      UnknownNameError: no rule for an axis name.
-      FactorRuleError: `ROW`, `COLUMN` and `NONE` on one parameter, or names that disagree.
-      ParamAxesError: a leaf is no axes.
+      UnknownNameError: there is no rule for an axis name.
+      FactorRuleError: a parameter combines `ROW`, `COLUMN` and `NONE`, or names disagree.
+      ParamAxesError: a leaf is not axes.
     """
     dims = {name: factor_name_to_factordim(dim) for name, dim in logical_factor_rules.items()}
     return FactorMap(
@@ -97,46 +98,46 @@ def factor_rules_from_axes(param_axes: Any, logical_factor_rules: Mapping[str, A
 
 
 def check_covers(paths: Mapping[str, tuple[int, ...]], axes: Mapping[str, Any]) -> None:
-    """Raises unless `axes` has an entry of the right rank for every parameter, and no other.
+    """Checks that `axes` has exactly one entry of the right rank for every parameter.
 
     Args:
-      paths: the shape of every parameter by path.
-      axes: specs, or factor rules, by path.
+      paths: shapes of the parameters by path.
+      axes: specs or factor rules by path.
 
     Raises:
-      ParamAxesError: lists every path.
+      ParamAxesError: an entry is missing, superfluous or of the wrong rank; lists all paths.
     """
-    lines = [f"{path}: no axes are given" for path in paths if path not in axes]
-    lines += [f"{path}: there is no such parameter" for path in axes if path not in paths]
+    lines = [f"{path}: no axes given" for path in paths if path not in axes]
+    lines += [f"{path}: not a parameter" for path in axes if path not in paths]
     for path, shape in paths.items():
         spec = axes.get(path)
         if spec is not None and len(spec) != len(shape):
             lines.append(
-                f"{path}: {len(shape)} axes expected, one per dimension of {shape}, "
-                f"found {len(spec)}: {show_spec(spec)}"
+                f"{path}: expected {len(shape)} axes, one per dimension of {shape}, found "
+                f"{len(spec)}: {show_spec(spec)}"
             )
     if any(path.endswith("/value") and path.removesuffix("/value") in axes for path in paths):
-        lines.append("the parameters are in Flax's boxes: take them out (`flax.linen.unbox`)")
+        lines.append("the parameters are in Flax boxes: unbox them with `flax.linen.unbox`")
     if lines:
-        raise ParamAxesError("`param_axes` do not fit the parameters:\n  " + "\n  ".join(lines))
+        raise ParamAxesError("`param_axes` do not match the parameters:\n  " + "\n  ".join(lines))
 
 
 def show_spec(spec: Any) -> str:
-    """Returns axes as every version of JAX does not print them: `(embed, -, mlp)`."""
+    """Formats axes as `(embed, -, mlp)`, independently of the JAX version."""
     names = ("-" if axis is None else axis if isinstance(axis, str) else str(axis) for axis in spec)
     return f"({', '.join(names)})"
 
 
 def _is_axes(node: Any) -> bool:
-    """Whether a node is the axes of one parameter; a tuple of anything else is a container."""
+    """Whether a node is the axes of one parameter; tuples of other things are containers."""
     if node is None or isinstance(node, PartitionSpec | Partitioned) or _is_metadata(node):
         return True
     return type(node) is tuple and all(_is_axis(axis) for axis in node)
 
 
 def _is_metadata(node: Any) -> bool:
-    """Whether a node is what Flax keeps axes in, without leaves: JAX takes it for empty."""
-    from flax.linen import partitioning  # not at import: nothing else needs it
+    """Whether a node is Flax's `AxisMetadata`, which has no leaves and looks empty to JAX."""
+    from flax.linen import partitioning  # imported lazily, as only this function needs it
 
     return isinstance(node, partitioning.AxisMetadata)
 
@@ -157,8 +158,9 @@ def _spec(leaf: Any, path: str) -> PartitionSpec | None:
     if isinstance(leaf, tuple):
         return PartitionSpec(*leaf)
     raise ParamAxesError(
-        f"`param_axes` of `{path}` must be a `PartitionSpec`, a tuple of names or None, found "
-        f"a {type(leaf).__name__}. Unbox what Flax keeps (`flax.linen.get_partition_spec`)."
+        f"`param_axes` of `{path}` must be a `PartitionSpec`, a tuple of names or None, found a "
+        f"{type(leaf).__name__}. Extract the specs of Flax boxes with "
+        "`flax.linen.get_partition_spec`."
     )
 
 
@@ -169,8 +171,8 @@ def _rule(path: str, spec: PartitionSpec | None, dims: Mapping[str, FactorDim]) 
     if FactorDim.ROW in rule and FactorDim.COLUMN in rule:
         if FactorDim.NONE in rule:
             raise FactorRuleError(
-                f"`{path}` with axes {show_spec(spec)} would be {show(rule)}: next to ROW and "
-                "COLUMN, NONE has no meaning. Make those dimensions BATCH, ROW or COLUMN."
+                f"`{path}` with axes {show_spec(spec)} would be {show(rule)}: NONE cannot be "
+                "combined with ROW and COLUMN. Make those dimensions BATCH, ROW or COLUMN."
             )
         return rule
     return tuple(d if d is FactorDim.BATCH else FactorDim.NONE for d in rule)
@@ -183,13 +185,13 @@ def _dim(path: str, spec: PartitionSpec, axis: Any, dims: Mapping[str, FactorDim
             known = ", ".join(f"`{known}`" for known in dims)
             raise UnknownNameError(
                 f"`logical_factor_rules` have no rule for the axis `{name}` of `{path}`, whose "
-                f"axes are {show_spec(spec)}; they know {known}. Add it to them."
+                f"axes are {show_spec(spec)}; known axes are {known}. Add a rule for `{name}`."
             )
     roles = list(dict.fromkeys(dims[name] for name in names)) or [FactorDim.NONE]
     if len(roles) > 1:
         raise FactorRuleError(
-            f"the names {names} share one dimension of `{path}`, whose axes are "
-            f"{show_spec(spec)}, and "
-            f"`logical_factor_rules` make them {show(tuple(roles))}. Give them one role."
+            f"the names {names} share one dimension of `{path}`, whose axes are {show_spec(spec)}, "
+            f"but `logical_factor_rules` map them to {show(tuple(roles))}. Map them to the same "
+            "factor dimension."
         )
     return roles[0]

@@ -1,4 +1,4 @@
-"""States from the definition to Optax and back."""
+"""Conversion of states between the definition and Optax."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ _SLOTS = ("v_row", "v_col", "v")
 
 
 def to_optax_state(state: OptimizerState, like: Any) -> Any:
-    """Returns an Optax state that goes on where an `Adafactor` state is.
+    """Returns the Optax state that continues from an `Adafactor` state.
 
     Args:
       state: the state of an `Adafactor` optimizer.
-      like: what the transformation's `init` returns for the same parameters: of `adafactor`,
-        `scale_by_generalized_factored_rms` or `optax.adafactor`, alone or inside a chain.
+      like: a state returned by the `init` of the transformation for the same parameters: of
+        `adafactor`, `scale_by_generalized_factored_rms` or `optax.adafactor`, alone or inside a
+        chain.
 
     Returns:
-      `like` with the statistics, the momentum and the count of `state`, in the dtypes of `like`.
-      Schedules in one chain with Optax's statistics, and those of an `optax.inject_hyperparams`
-      around, get that count too; everything else is as it was.
+      `like` with the statistics, momentum and count of `state`, in the dtypes of `like`. The count
+      is also set in schedules in the same chain as Optax's statistics, and in an enclosing
+      `optax.inject_hyperparams`; everything else is unchanged.
 
     Raises:
       ImportError: Optax is not installed.
-      StateConversionError: `like` holds no Adafactor state or several, one without room for the
-        momentum, or one of other parameters.
+      StateConversionError: `like` does not contain exactly one Adafactor state, has no slot for the
+        momentum, or belongs to different parameters.
 
     Examples:
       >>> import optax
@@ -56,8 +57,8 @@ def to_optax_state(state: OptimizerState, like: Any) -> Any:
     ema = None if is_own else _momentum_of(like, owner, "like")
     if any(_is_momentum(s.m) for s in states) and (owner.m if is_own else ema) is None:
         raise StateConversionError(
-            "`state` has momentum, and `like` has no place for it: give the transformation that "
-            "`beta1` (Optax's `momentum`) too"
+            "`state` has momentum, but `like` has no slot for it: create the transformation with "
+            "the same `beta1` (`momentum` in Optax)"
         )
 
     def fill(node: Any) -> Any:
@@ -77,7 +78,7 @@ def to_optax_state(state: OptimizerState, like: Any) -> Any:
             return node
         children, structure = jax.tree.flatten(node, is_leaf=lambda child: child is not node)
         if not is_own and type(node) is tuple and any(child is owner for child in children):
-            children = [fill_beside(child) for child in children]  # of its own chain
+            children = [fill_beside(child) for child in children]  # siblings in its own chain
         children = [rebuild(child) for child in children]
         node = jax.tree.unflatten(structure, children)
         return _recount(node, state.step) if isinstance(node, _injected()) else node
@@ -86,20 +87,20 @@ def to_optax_state(state: OptimizerState, like: Any) -> Any:
 
 
 def from_optax_state(state: Any) -> OptimizerState:
-    """Returns the `Adafactor` state that goes on where an Optax state is.
+    """Returns the `Adafactor` state that continues from an Optax state.
 
     Args:
       state: the state of `adafactor`, `scale_by_generalized_factored_rms` or `optax.adafactor`,
         alone or inside a chain. An `optax.EmaState` that follows Optax's statistics in the same
-        chain is taken as momentum.
+        chain is interpreted as the momentum.
 
     Returns:
-      The state: statistics in float32, the momentum in its own dtype, placeholders as T5X has them.
+      The state, with statistics in float32, the momentum in its own dtype, and T5X's placeholders.
 
     Raises:
       ImportError: Optax is not installed.
-      StateConversionError: `state` holds no Adafactor state or several, or one followed by several
-        moving averages.
+      StateConversionError: `state` does not contain exactly one Adafactor state, or several moving
+        averages follow it.
 
     Examples:
       >>> import optax
@@ -129,7 +130,7 @@ def from_optax_state(state: Any) -> OptimizerState:
 
 
 def _momentum_of(state: Any, owner: Any, argument: str) -> Any:
-    """The moving average that follows the statistics in the same chain; `None` without one."""
+    """Returns the moving average that follows the statistics in the same chain, or `None`."""
     import optax
 
     chain = _chain_of(state, owner)
@@ -138,13 +139,13 @@ def _momentum_of(state: Any, owner: Any, argument: str) -> Any:
     if len(averages) > 1:
         raise StateConversionError(
             f"`{argument}`: {len(averages)} `optax.EmaState`s follow the statistics in one chain, "
-            "and one of them at most is the momentum. Nest the others in a chain of their own."
+            "but at most one can be the momentum. Nest the others in a chain of their own."
         )
     return averages[0] if averages else None
 
 
 def _chain_of(state: Any, owner: Any) -> tuple[Any, ...]:
-    """The states of the `optax.chain` that `owner` is in; of itself alone where it is in none."""
+    """Returns the states of the `optax.chain` that contains `owner`, or `owner` alone."""
     if type(state) is tuple and any(child is owner for child in state):
         return state
     children = jax.tree.leaves(state, is_leaf=lambda child: child is not state)
@@ -153,7 +154,7 @@ def _chain_of(state: Any, owner: Any) -> tuple[Any, ...]:
 
 
 def _is_momentum(m: Any) -> bool:
-    """Whether a slot is no placeholder; a parameter of shape (1,) shows it by its value alone."""
+    """Whether a slot is not a placeholder; for a parameter of shape (1,), only its value tells."""
     if np.shape(m) != (1,):
         return True
     if isinstance(m, jax.Array) and (isinstance(m, jax.core.Tracer) or not m.is_fully_addressable):
@@ -174,7 +175,7 @@ def _injected() -> tuple[type, ...]:
 
 
 def _recount(node: Any, step: Any) -> Any:
-    """The state of `optax.inject_hyperparams`, its schedules included, at a step."""
+    """Sets the step in a state of `optax.inject_hyperparams` and in its schedules."""
     import optax
 
     node = node._replace(count=_count(step))
@@ -203,7 +204,7 @@ def _find(state: Any, kinds: tuple[type, ...], argument: str) -> Any:
     found = _all(state, kinds)
     if len(found) != 1:
         raise StateConversionError(
-            f"`{argument}` must hold the state of one Adafactor, found {len(found)} in a "
+            f"`{argument}` must contain exactly one Adafactor state, found {len(found)} in a "
             f"{type(state).__name__}. Convert the states of several groups one by one."
         )
     return found[0]
@@ -216,8 +217,8 @@ def _param_states(param_states: Any, treedef: Any) -> list[_AdafactorParamState]
     states, found = jax.tree.flatten(param_states, is_leaf=is_state)
     if found != treedef or not all(map(is_state, states)):
         raise StateConversionError(
-            "`state` and `like` are not of the same parameters:\n"
-            f"  `state`: {found}\n  `like`: {treedef}"
+            f"`state` and `like` do not belong to the same parameters:\n  `state`: {found}\n  "
+            f"`like`: {treedef}"
         )
     return states
 
@@ -231,7 +232,7 @@ def _pour(reference: Any, tree: Any, slot: str) -> Any:
         if np.shape(old) != np.shape(new):
             raise StateConversionError(
                 f"`{slot}` of `{path_str(path_names(path))}`: expected shape {np.shape(old)}, as "
-                f"in `like`, found {np.shape(new)}. Both must factor alike: compare "
+                f"in `like`, found {np.shape(new)}. Both must use the same factoring: compare "
                 "`min_dim_size_to_factor` and the factor rules."
             )
         return jnp.array(new, old.dtype)

@@ -1,4 +1,4 @@
-"""The logical axes of the state, from those of the parameters."""
+"""Logical axes of the state, derived from those of the parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from opt_adafactor._state import _AdafactorParamState
 def derive_logical_axes(
     plan: Plan, optimizer: Optimizer, param_axes: Any, *, has_momentum: bool
 ) -> Optimizer:
-    """Returns an optimizer of axes; see `Adafactor.derive_logical_axes`."""
+    """Returns the optimizer with axes as leaves; see `Adafactor.derive_logical_axes`."""
     axes = _axes_by_path(plan, param_axes)
     leaves = plan.treedef.flatten_up_to(optimizer.target)
     check_covers({p: np.shape(x) for p, x in zip(plan.paths, leaves, strict=True)}, axes)
@@ -31,11 +31,11 @@ def derive_logical_axes(
 
 
 def _axes_by_path(plan: Plan, param_axes: Any) -> dict[str, PartitionSpec | None]:
-    """Axes by path; in the parameters' own containers `()` is an empty one, not a scalar's axes."""
+    """Returns axes by path; `()` is an empty container if the parameters have one there."""
     try:
         given = plan.treedef.flatten_up_to(param_axes)
     except (ValueError, TypeError, KeyError):
-        return flatten_axes(param_axes)  # other containers, or other parameters
+        return flatten_axes(param_axes)  # different container types, or different parameters
     return axes_by_path(zip(plan.paths, given, strict=True))
 
 

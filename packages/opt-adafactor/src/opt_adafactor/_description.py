@@ -1,4 +1,4 @@
-"""What the state of Adafactor means: which dimensions of a parameter each statistic keeps."""
+"""Description of the state: which dimensions of a parameter each statistic keeps."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ NAME: Final = "adafactor"
 def describe(
     plan: Plan, hyper_params: Any, params: Any, param_states: Any, dtype_momentum: Any
 ) -> StateDescription:
-    """Returns what every leaf of a state means; see `Adafactor.describe_state`.
+    """Returns a description of every leaf of a state; see `Adafactor.describe_state`.
 
     Args:
-      plan: how the statistics of each parameter are kept.
-      hyper_params: the definition's.
+      plan: how each parameter is factored.
+      hyper_params: the hyper-parameters of the definition.
       params: the parameters.
       param_states: an entry per parameter with the slots of `_AdafactorParamState`.
-      dtype_momentum: a setting of the definition.
+      dtype_momentum: the dtype of the momentum.
     """
     has_momentum = hyper_params.beta1 is not None
     keyed, _ = jax.tree_util.tree_flatten_with_path(params)
@@ -51,7 +51,7 @@ def describe(
         f.name: _setting(getattr(hyper_params, f.name)) for f in dataclasses.fields(hyper_params)
     }
     settings = json_settings({**settings, "dtype_momentum": dtype_momentum})
-    # The momentum is of updates that the parameter's scale has multiplied already.
+    # The momentum accumulates updates that are already multiplied by the parameter scale.
     bearing = {"multiply_by_parameter_scale": Bearing("refused")} if has_momentum else {}
     made = TransformationDescription(NAME, settings=settings, bearing=bearing, source="stated")
     return StateDescription(tuple(leaves), (made,))
@@ -72,7 +72,7 @@ def _entry(
     for names, leaf in flatten_with_paths(entry):
         if leaf is None:
             continue
-        # An unused slot follows nothing: a number of one entry.
+        # An unused slot is a placeholder of one entry, unrelated to the parameter.
         role, dims = used.get(names[-1], (None, (None,) * np.ndim(leaf)))
         yield LeafDescription(
             path=(*param, *names),
@@ -88,7 +88,7 @@ def _entry(
 
 
 def _setting(value: Any) -> Any:
-    """A map as its table, a rule as names; rules by path are in the dimensions of the leaves."""
+    """Returns a JSON form of a setting; rules derived from axes are implied by the leaves."""
     match value:
         case HParamMap():
             return [[pattern, _setting(found)] for pattern, found in value.rules]

@@ -1,4 +1,4 @@
-"""The vocabulary of factor rules: what each dimension of a parameter is to Adafactor."""
+"""Factor rules, which assign a role to each dimension of a parameter."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from opt_adafactor.errors import FactorRuleError, UnknownNameError
 
 
 class FactorDim(enum.Enum):
-    """What one dimension of a parameter is to the second-moment statistics.
+    """The role of one dimension of a parameter in the second-moment statistics.
 
     Attributes:
       NONE: not factored; averaged over for parameter scale and clipping.
-      BATCH: kept in everything: each index is a tensor of its own, as the layers of a scan are.
-      ROW: a row dimension: kept in `v_row`, averaged away in `v_col`.
-      COLUMN: a column dimension: kept in `v_col`, averaged away in `v_row`.
+      BATCH: never averaged over; each index is treated as a separate tensor, e.g. the layers of a
+        `scan`.
+      ROW: a row dimension; kept in `v_row`, averaged over in `v_col`.
+      COLUMN: a column dimension; kept in `v_col`, averaged over in `v_row`.
     """
 
     NONE = None
@@ -28,14 +29,14 @@ class FactorDim(enum.Enum):
 
 
 class HeuristicRule(enum.Enum):
-    """The type of `HEURISTIC_RULE`, which stands for "decide by the sizes"."""
+    """The type of `HEURISTIC_RULE`, the rule "decide by the sizes of the dimensions"."""
 
     token = 1
 
 
 HEURISTIC_RULE = HeuristicRule.token
 
-# A rule of one parameter: a role per dimension, the heuristic, or `None`: never factor.
+# The rule of a parameter: a role per dimension, the heuristic, or `None` (never factor).
 FactorRule = HeuristicRule | tuple[FactorDim, ...] | None
 
 _NAMES = {
@@ -58,28 +59,28 @@ _STANDARD = {
 
 
 def factor_name_to_factordim(name: Any) -> FactorDim:
-    """Returns the `FactorDim` of a name, in any case; what is no string is returned as it is.
+    """Returns the `FactorDim` with a name, ignoring case; non-strings are returned unchanged.
 
     Args:
       name: `'row'`, `'col'` or `'column'`, `'batch'`, `'none'` or `'unfactorized'`.
 
     Raises:
-      UnknownNameError: there is no such name; a `KeyError`.
+      UnknownNameError: the name is unknown; a `KeyError`.
 
     Examples:
       >>> factor_name_to_factordim('Column'), factor_name_to_factordim(FactorDim.ROW)
       (<FactorDim.COLUMN: 3>, <FactorDim.ROW: 2>)
     """
     if not isinstance(name, str):
-        return name  # type: ignore[no-any-return]  # T5X passes whatever it is
+        return name  # type: ignore[no-any-return]  # as in T5X
     if (dim := _NAMES.get(name.lower())) is None:
         known = ", ".join(f"`{n}`" for n in _NAMES)
-        raise UnknownNameError(f"no factor dimension is called `{name}`; write one of {known}")
+        raise UnknownNameError(f"`{name}` is not a factor dimension; use one of {known}")
     return dim
 
 
 def standard_logical_factor_rules() -> FrozenDict[str, FactorDim]:
-    """Returns the factor dimension of each logical axis name that T5X's models use.
+    """Returns the factor dimensions of the logical axis names used by T5X's models.
 
     Examples:
       >>> standard_logical_factor_rules()['embed'], standard_logical_factor_rules()['mlp']
@@ -89,10 +90,10 @@ def standard_logical_factor_rules() -> FrozenDict[str, FactorDim]:
 
 
 def convert_logical_rules(rules: Mapping[str, Any]) -> FrozenDict[str, FactorDim]:
-    """Returns the rules of logical axes, with `FactorDim`s for names.
+    """Returns the rules of logical axes, with names converted to `FactorDim`s.
 
     Raises:
-      UnknownNameError: no `FactorDim` has such a name.
+      UnknownNameError: a name is not that of a `FactorDim`.
       FactorRuleError: the rule of an axis is neither a `FactorDim` nor a name.
 
     Examples:
@@ -110,6 +111,6 @@ def _convert_logical_rule(axis: str, rule: Any) -> FactorDim:
     if not isinstance(dim, FactorDim):
         raise FactorRuleError(
             f"`logical_factor_rules` of the axis `{axis}` must be a `FactorDim` or its name, found "
-            f"{rule!r}. Where there is nothing to factor, write `FactorDim.NONE`."
+            f"{rule!r}. Use `FactorDim.NONE` for an axis that is not factored."
         )
     return dim

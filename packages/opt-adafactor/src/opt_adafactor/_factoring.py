@@ -1,4 +1,4 @@
-"""From the rule of one parameter to the dimensions that are averaged and factored."""
+"""Resolution of a parameter's factor rule to the dimensions that are averaged and factored."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from opt_adafactor.errors import FactorRuleError
 
 @dataclasses.dataclass(frozen=True)
 class Factoring:
-    """How the statistics of one parameter are kept; static.
+    """How one parameter is factored; static.
 
     Attributes:
-      rank: the rank of the parameter.
-      averaged: dimensions over which parameter scale and clipping average: all but the batch.
-      rows: row dimensions, averaged away in `v_col`.
-      cols: column dimensions, averaged away in `v_row`.
+      rank: rank of the parameter.
+      averaged: dimensions averaged over for parameter scale and clipping: all but batch ones.
+      rows: row dimensions, averaged over in `v_col`.
+      cols: column dimensions, averaged over in `v_row`.
     """
 
     rank: int
@@ -35,37 +35,38 @@ class Factoring:
 
     @property
     def is_factored(self) -> bool:
-        """Whether `v_row` and `v_col` are kept, in place of `v`."""
+        """Whether `v_row` and `v_col` are used instead of `v`."""
         return bool(self.rows or self.cols)
 
     def is_equivalent(self, other: Factoring) -> bool:
-        """Whether updates are the same: rows and columns of a matrix may change places."""
+        """Whether both give the same updates; rows and columns of a matrix may be swapped."""
         same_dims = {self.rows, self.cols} == {other.rows, other.cols}
         return same_dims and self.averaged == other.averaged
 
     @property
     def row_dims(self) -> tuple[int, ...]:
-        """The dimensions of the parameter that `v_row` has."""
+        """The dimensions of the parameter that are kept in `v_row`."""
         return tuple(dim for dim in range(self.rank) if dim not in self.cols)
 
     @property
     def col_dims(self) -> tuple[int, ...]:
-        """The dimensions of the parameter that `v_col` has."""
+        """The dimensions of the parameter that are kept in `v_col`."""
         return tuple(dim for dim in range(self.rank) if dim not in self.rows)
 
     @property
     def rows_of_v_row(self) -> tuple[int, ...]:
-        """Where the row dimensions are in `v_row`."""
+        """The positions of the row dimensions in `v_row`."""
         return tuple(i for i, dim in enumerate(self.row_dims) if dim in self.rows)
 
 
 class FactoringOptions(NamedTuple):
-    """What decides beside the rule.
+    """The options of `Adafactor` that affect factoring; see there.
 
     Attributes:
       factored: whether to factor at all.
-      min_dim_size_to_factor: the size that both dimensions must have for the heuristic.
-      respect_rank2_rules: whether explicit rules hold for rank 2 and less without batch dimensions.
+      min_dim_size_to_factor: minimum size of both dimensions for the heuristic to factor.
+      respect_rank2_rules: whether to apply explicit rules of rank 2 and below without batch
+        dimensions.
     """
 
     factored: bool
@@ -74,14 +75,14 @@ class FactoringOptions(NamedTuple):
 
 
 def heuristic_dims(shape: tuple[int, ...], options: FactoringOptions) -> tuple[int, int] | None:
-    """Returns the row and the column dimension that the sizes suggest.
+    """Returns the row and column dimension chosen by size.
 
     Args:
-      shape: of the parameter.
+      shape: shape of the parameter.
       options: see `FactoringOptions`.
 
     Returns:
-      The second largest dimension and the largest; `None` where the former is too small.
+      The second largest and the largest dimension, or `None` if the former is too small.
 
     Examples:
       >>> heuristic_dims((24, 16), FactoringOptions(True, 8, False))
@@ -97,17 +98,17 @@ def heuristic_dims(shape: tuple[int, ...], options: FactoringOptions) -> tuple[i
 def parse_rule(
     rule: Any, shape: tuple[int, ...], path: str, options: FactoringOptions
 ) -> Factoring:
-    """Returns how to keep the statistics of one parameter.
+    """Returns the factoring of one parameter.
 
     Args:
       rule: `None`, `HEURISTIC_RULE`, or a `FactorDim` (or its name) per dimension.
-      shape: of the parameter.
-      path: of the parameter, for messages.
+      shape: shape of the parameter.
+      path: path of the parameter, for error messages.
       options: see `FactoringOptions`.
 
     Raises:
-      FactorRuleError: the rule has another rank than the parameter, is none, or the heuristic is
-        asked about a rank above 2.
+      FactorRuleError: the rule is invalid or has the wrong rank, or the heuristic is applied to a
+        rank above 2.
 
     Examples:
       >>> scanned = (FactorDim.ROW, FactorDim.BATCH, FactorDim.COLUMN)
@@ -123,22 +124,22 @@ def parse_rule(
         return _by_heuristic(shape, path, options)
     where = {role: tuple(i for i, d in enumerate(dims) if d is role) for role in FactorDim}
     averaged = tuple(i for i in everything if i not in where[FactorDim.BATCH])
-    if 0 in shape:  # the mean of nothing is NaN
+    if 0 in shape:  # the mean of an empty array is NaN
         return Factoring(rank, averaged)
     return Factoring(rank, averaged, where[FactorDim.ROW], where[FactorDim.COLUMN])
 
 
 def convert_rule(rule: Any, shape: tuple[int, ...], path: str) -> FactorRule:
-    """Returns a rule with `FactorDim`s for names.
+    """Returns a rule with names converted to `FactorDim`s.
 
     Raises:
-      FactorRuleError: the rule has another rank than the parameter, or is none.
+      FactorRuleError: the rule is invalid, or has the wrong rank for the parameter.
     """
     return rule if rule is None or isinstance(rule, HeuristicRule) else _dims(rule, shape, path)
 
 
 def is_ignored(rule: FactorRule, options: FactoringOptions) -> bool:
-    """Whether T5X's custom of ignoring explicit rules of rank 2 and less applies to a rule."""
+    """Whether T5X ignores a rule: an explicit one of rank 2 or below without batch dimension."""
     if not isinstance(rule, tuple) or options.respect_rank2_rules:
         return False
     return len(rule) <= 2 and FactorDim.BATCH not in rule
@@ -148,10 +149,10 @@ def _by_heuristic(shape: tuple[int, ...], path: str, options: FactoringOptions) 
     rank = len(shape)
     if rank > 2:
         raise FactorRuleError(
-            f"a parameter of rank above 2 must have an explicit factor rule: `{path}` has shape "
-            f"{shape} and {HEURISTIC_RULE}. Name what each dimension is, in `factor_map` or by "
-            "`logical_factor_rules` and the parameters' axes (`with_param_axes`), or give it the "
-            "rule `None` not to factor it."
+            f"parameters of rank above 2 need an explicit factor rule: `{path}` has shape {shape} "
+            f"and {HEURISTIC_RULE}. Give a role to each dimension, in `factor_map` or with "
+            "`logical_factor_rules` and the logical axes of the parameters (`with_param_axes`), "
+            "or use the rule `None` not to factor it."
         )
     found = heuristic_dims(shape, options)
     if found is None:
@@ -169,12 +170,12 @@ def _dims(rule: Any, shape: tuple[int, ...], path: str) -> tuple[FactorDim, ...]
         )
     if len(dims) != len(shape):
         raise FactorRuleError(
-            f"the factor rule of `{path}` has {len(dims)} dimensions, {show(dims)}, and its shape "
+            f"the factor rule of `{path}` has {len(dims)} dimensions, {show(dims)}, but its shape "
             f"{shape} has {len(shape)}. Give one `FactorDim` per dimension."
         )
     return dims
 
 
 def show(dims: tuple[FactorDim, ...]) -> str:
-    """Returns a rule in words, `(ROW, COLUMN)`."""
+    """Formats a rule as `(ROW, COLUMN)`."""
     return f"({', '.join(dim.name for dim in dims)})"

@@ -1,4 +1,4 @@
-"""A value per parameter, chosen by the first regular expression that is found in its path."""
+"""Per-parameter values, chosen by the first regular expression that matches the path."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from opt_adafactor.errors import UnknownNameError
 
 
 class HParamMap:
-    """Maps the paths of parameters to values, by an ordered table of regular expressions.
+    """Maps parameter paths to values by an ordered table of regular expressions.
 
-    Immutable; two maps of the same table are equal and hash equal. A map is true even without
-    rules.
+    Immutable; maps with the same table compare and hash equal. A map without rules is still true.
 
     Attributes:
-      rules: the table, as pairs of a pattern and a value.
+      rules: the table, as pairs of pattern and value.
 
     Examples:
       >>> scaled = HParamMap([('norm', False), ('.*', True)])
@@ -38,11 +37,11 @@ class HParamMap:
         """Compiles the table.
 
         Args:
-          rules: pairs of a regular expression and a value. The first one found anywhere in a path
-            (`re.search`: anchor it with `^` and `$` where that matters) gives the value.
+          rules: pairs of a regular expression and a value. The first pattern found anywhere in a
+            path (`re.search`; anchor it with `^` and `$` if necessary) determines the value.
 
         Raises:
-          ValueError: a pattern is no regular expression.
+          ValueError: a pattern is not a valid regular expression.
         """
         table = tuple((pattern, _frozen(value)) for pattern, value in rules)
         object.__setattr__(self, "rules", table)
@@ -55,7 +54,7 @@ class HParamMap:
           path: its `/`-joined keys.
 
         Raises:
-          UnknownNameError: no pattern is found in it; a `KeyError`.
+          UnknownNameError: no pattern matches the path; a `KeyError`.
         """
         for pattern, (_, value) in zip(self._compiled, self.rules, strict=True):
             if pattern.search(path):
@@ -67,23 +66,24 @@ class HParamMap:
         )
 
     def __call__(self, params: Any) -> Any:
-        """Returns the tree of `params` with the value of each parameter as leaf.
+        """Returns a tree with the structure of `params` and the value of each parameter as leaf.
 
         Raises:
-          TypeError: `params` is a step number: the map is taken for a schedule.
+          TypeError: `params` is a step, i.e. the map is being called as a schedule.
         """
         if _is_step(params):
             raise TypeError(
-                "`HParamMap` maps trees of parameters, and is called with a number, as if it were "
-                "a schedule. `optax.inject_hyperparams` does that to what is callable: name the "
-                "argument in its `static_args` (`factor_map`, `multiply_by_parameter_scale`)."
+                "`HParamMap` maps trees of parameters, but was called with a number, like a "
+                "schedule. `optax.inject_hyperparams` does that with callable arguments: add the "
+                "name of the argument to its `static_args` (`factor_map`, "
+                "`multiply_by_parameter_scale`)."
             )
         return jax.tree_util.tree_map_with_path(
             lambda path, _: self[path_str(path_names(path))], params
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"`HParamMap` is immutable; make a new one to change `{name}`")
+        raise AttributeError(f"`HParamMap` is immutable; create a new one to change `{name}`")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, HParamMap):
@@ -114,4 +114,6 @@ def _compile(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"`rules`: `{pattern}` is no regular expression: {error}") from None
+        raise ValueError(
+            f"`rules`: `{pattern}` is not a valid regular expression: {error}"
+        ) from None

@@ -1,4 +1,4 @@
-"""The hyper-parameters of Adafactor, and which of them a step may override."""
+"""The hyper-parameters of Adafactor, and which of them can be overridden in a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opt_core.errors import HyperParamError
 
 from opt_adafactor._hparam_map import HParamMap
 
-# They decide the structure and shapes of the state, which cannot change from step to step.
+# These determine the structure and shapes of the state, which cannot change between steps.
 _FIXED = (
     *("factored", "min_dim_size_to_factor", "factor_map", "logical_factor_rules"),
     "respect_rank2_rules",
@@ -30,7 +30,7 @@ SKIP_MODES = (False, True, "tensor", "global")
 
 
 class _AdafactorHyperParams(flax.struct.PyTreeNode):
-    """The hyper-parameters, in T5X's order; see `Adafactor` for what they mean."""
+    """The hyper-parameters, in T5X's order; documented in `Adafactor`."""
 
     learning_rate: Any = None
     factored: Any = True
@@ -53,70 +53,71 @@ class _AdafactorHyperParams(flax.struct.PyTreeNode):
 
 
 def is_known(value: Any) -> bool:
-    """Whether a number is known while the step is traced, and may be tested in Python."""
+    """Whether a number is concrete at trace time, so that Python can branch on it."""
     return isinstance(value, bool | int | float | np.generic)
 
 
 def check_hyper_params(hyper_params: Any) -> None:
-    """Raises where a hyper-parameter has no such type or value.
+    """Checks the types and values of the hyper-parameters.
 
     Raises:
-      TypeError: a number, flag or map of another type.
-      ValueError: an array, a mode or a threshold that makes no sense.
+      TypeError: a hyper-parameter has the wrong type.
+      ValueError: a hyper-parameter is not a scalar, or is out of range.
     """
     for name in _NUMBERS:
         _check_number(name, getattr(hyper_params, name))
     scale = hyper_params.multiply_by_parameter_scale
     if not isinstance(scale, HParamMap) and not _is_flag(scale):
         raise TypeError(
-            "`multiply_by_parameter_scale` must be either bool or `HParamMap` type, found "
+            "`multiply_by_parameter_scale` must be a bool or an `HParamMap`, found "
             f"{type(scale).__name__}"
         )
     mode = hyper_params.skip_nan_updates
     if not any(mode is known or mode == known for known in SKIP_MODES if type(mode) is type(known)):
         raise ValueError(
-            "`skip_nan_updates` must be False, True (entry by entry, as T5X), 'tensor' or "
-            f"'global', found {_shown(mode)}"
+            "`skip_nan_updates` must be False, True (entrywise, as in T5X), 'tensor' or 'global', "
+            f"found {_shown(mode)}"
         )
     threshold = hyper_params.clipping_threshold
     if is_known(threshold) and not threshold > 0:
         raise ValueError(
-            f"`clipping_threshold` must be above 0, found {threshold}; `None` turns clipping off"
+            f"`clipping_threshold` must be positive, found {threshold}; use `None` to disable "
+            "clipping"
         )
     rate, exponent = hyper_params.weight_decay_rate, hyper_params.weight_decay_rate_lr_exponent
     if rate is None and is_known(exponent) and exponent == 0:
         raise ValueError(
-            "`weight_decay_rate_lr_exponent` 0 without a `weight_decay_rate` would decay by 1, and "
-            "leave nothing of the parameters. Give `weight_decay_rate` alone."
+            "`weight_decay_rate_lr_exponent` 0 without a `weight_decay_rate` is a weight decay of "
+            "1, which discards the parameters. Pass `weight_decay_rate` alone."
         )
 
 
 def check_static(
     factored: Any, min_dim_size_to_factor: Any, dtype_momentum: Any, respect: Any
 ) -> None:
-    """Raises where an argument that decides the state has another type.
+    """Checks the types of the arguments that determine the structure of the state.
 
     Raises:
-      TypeError: names the argument.
+      TypeError: an argument has the wrong type.
     """
     for name, flag in (("factored", factored), ("respect_rank2_rules", respect)):
         if not isinstance(flag, bool | np.bool_):
-            raise TypeError(f"`{name}` must be bool, found {type(flag).__name__}")
+            raise TypeError(f"`{name}` must be a bool, found {type(flag).__name__}")
     is_integer = isinstance(min_dim_size_to_factor, int | np.integer)
     if not is_integer or isinstance(min_dim_size_to_factor, bool):
         raise TypeError(
-            "`min_dim_size_to_factor` must be an integer that is known when the step is traced, "
-            f"found {type(min_dim_size_to_factor).__name__}"
+            "`min_dim_size_to_factor` must be a static integer, found "
+            f"{type(min_dim_size_to_factor).__name__}"
         )
     if not jnp.issubdtype(dtype_momentum, jnp.floating):
-        raise TypeError(f"`dtype_momentum` must be a floating dtype, found {dtype_momentum}")
+        raise TypeError(f"`dtype_momentum` must be a floating-point dtype, found {dtype_momentum}")
 
 
 def check_overrides(own: Any, given: Any) -> None:
-    """Raises where `given` differs from a definition's `own` in what a step cannot change.
+    """Checks that `given` does not override what a definition's `own` hyper-parameters fix.
 
     Raises:
-      HyperParamError: names what, and how to have it.
+      HyperParamError: a hyper-parameter cannot be overridden.
     """
     if own is given:
         return
@@ -124,16 +125,16 @@ def check_overrides(own: Any, given: Any) -> None:
         old, new = getattr(own, name), getattr(given, name)
         if old is not new and (isinstance(new, jax.Array) or old != new):
             raise HyperParamError(
-                f"`{name}` cannot be overridden for one step: the shapes of the state depend on "
-                "it. Make a new definition and convert the state."
+                f"`{name}` cannot be overridden for one step, since the shapes of the state depend "
+                "on it. Create a new definition and convert the state."
             )
     if (own.beta1 is None) != (given.beta1 is None):
         has, asked = ("no momentum", "on") if own.beta1 is None else ("momentum", "off")
         instead = "with `beta1=0.0`" if own.beta1 is None else "with `beta1=None`"
         advice = "" if own.beta1 is None else ", or override `beta1=0.0`"
         raise HyperParamError(
-            f"`beta1`: the definition has {has}, which one step cannot turn {asked}: the state has "
-            f"its slot or has not. Make a definition {instead}{advice}."
+            f"`beta1`: the definition has {has}, which cannot be turned {asked} for one step, "
+            f"since the state depends on it. Create a definition {instead}{advice}."
         )
     check_hyper_params(given)
 

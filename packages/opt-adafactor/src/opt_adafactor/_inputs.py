@@ -1,4 +1,4 @@
-"""What a step of the definition is given, checked and taken apart."""
+"""Validation and flattening of the inputs of an update."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def learning_rate(hyper_params: Any, step: Any) -> Any:
     """Returns the learning rate of a step.
 
     Raises:
-      HyperParamError: there is none.
+      HyperParamError: no learning rate is given.
     """
     rate = hyper_params.learning_rate
     if rate is None:
         raise HyperParamError(
-            "no `learning_rate`: give one to the definition, or with every step "
-            "(`apply_gradient(grads, learning_rate=...)`)"
+            "no `learning_rate`: pass one to the definition, or to every step as "
+            "`apply_gradient(grads, learning_rate=...)`"
         )
     return rate(step) if callable(rate) else rate
 
@@ -34,19 +34,19 @@ def flatten_states(plan: Plan, param_states: Any) -> list[_AdafactorParamState]:
     """Returns the state of every parameter, in the order of the plan.
 
     Raises:
-      TreeMismatchError: they do not look like the parameters.
+      TreeMismatchError: the states do not match the structure of the parameters.
     """
     try:
         states = plan.treedef.flatten_up_to(param_states)
     except ValueError as error:
         raise TreeMismatchError(
-            "`param_states` have other containers or keys than the parameters: "
-            f"{error}. Create the state of these parameters, or restore into that."
+            f"`param_states` do not have the tree structure of the parameters: {error}. Create the "
+            "state for these parameters, and restore into it."
         ) from None
     for path, state in zip(plan.paths, states, strict=True):
         if not isinstance(state, _AdafactorParamState):
             raise TreeMismatchError(
-                f"`param_states` of `{path}`: expected the state of one parameter, found a "
+                f"`param_states` of `{path}`: expected an Adafactor parameter state, found a "
                 f"{type(state).__name__}"
             )
     return [jax.tree.map(jnp.asarray, state) for state in states]
@@ -55,10 +55,10 @@ def flatten_states(plan: Plan, param_states: Any) -> list[_AdafactorParamState]:
 def check_slots(
     plan: Plan, params: Sequence[Any], slots: Sequence[Slots], *, has_momentum: bool
 ) -> None:
-    """Raises unless the statistics of every parameter have the shapes that its rule gives them.
+    """Checks that the statistics of every parameter have the shapes that its rule implies.
 
     Raises:
-      TreeMismatchError: lists every path.
+      TreeMismatchError: a shape differs; lists all paths.
     """
     lines = []
     for path, param, factoring, found in zip(
@@ -70,29 +70,31 @@ def check_slots(
                 continue
             if slot is None or np.shape(slot) != shape:
                 shown = "none" if slot is None else np.shape(slot)
-                lines.append(f"{path}: `{name}` of shape {shape} expected, found {shown}")
+                lines.append(f"{path}: expected `{name}` of shape {shape}, found {shown}")
     if lines:
         raise TreeMismatchError(
-            "the state does not fit the parameters:\n  " + "\n  ".join(lines) + "\nIt was made "
-            "for other shapes, factor rules, `min_dim_size_to_factor` or `beta1`: create it with "
-            "these, or restore one that was."
+            "the state does not match the parameters:\n  "
+            + "\n  ".join(lines)
+            + "\nIt was created with different shapes, factor rules, "
+            "`min_dim_size_to_factor` or `beta1`: use the settings it was created with, or create "
+            "a new state."
         )
 
 
 def put_slots(old: _AdafactorParamState, new: Slots) -> _AdafactorParamState:
-    """Returns a state with new slots; unused ones stay as they are."""
+    """Returns a state with new slots; unused ones are kept."""
     return old.replace(**{k: slot for k, slot in new._asdict().items() if slot is not None})
 
 
 def nest(path: str, leaf: Any) -> Any:
-    """Returns a tree with one leaf, at a `/`-joined path."""
+    """Returns a nested dict with a single leaf at a `/`-joined path."""
     for key in reversed(split_path(path)):
         leaf = {key: leaf}
     return leaf
 
 
 def at(tree: Any, path: str) -> Any:
-    """Returns what is at a `/`-joined path."""
+    """Returns the subtree at a `/`-joined path."""
     for key in split_path(path):
         tree = tree[key]
     return tree

@@ -1,4 +1,4 @@
-"""The static half of an update: for every parameter its path and how its statistics are kept."""
+"""The static part of an update: the path and factoring of every parameter."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _KEPT_PLANS = 32
 
 
 class Plan(NamedTuple):
-    """What is decided about a tree of parameters before anything is computed.
+    """The static information about a tree of parameters.
 
     Attributes:
-      treedef: the tree.
-      paths: of every parameter, in JAX's order.
-      factorings: how the statistics of each are kept.
+      treedef: the tree structure.
+      paths: path of every parameter, in JAX's order.
+      factorings: factoring of every parameter.
     """
 
     treedef: Any
@@ -45,34 +45,35 @@ class Plan(NamedTuple):
 
 
 class Planner:
-    """Makes the plan of a tree of parameters, once for each tree.
+    """Creates and caches the plans of trees of parameters.
 
-    Rules are looked up and checked when a tree is seen for the first time, not at every trace,
-    and the same ones are warned about once.
+    Rules are looked up and validated when a tree is first seen, not at every trace, and each
+    warning is logged once.
 
     Attributes:
       options: see `FactoringOptions`.
-      warned: what was warned about already.
+      warned: the warnings logged so far.
     """
 
     def __init__(
         self,
         options: FactoringOptions,
         factor_map: Any,
-        told: tuple[FactorMap, ...] = (),
+        axis_rules: tuple[FactorMap, ...] = (),
         warned: set[tuple[str, ...]] | None = None,
     ) -> None:
-        """Takes the rules.
+        """Creates a planner.
 
         Args:
           options: see `FactoringOptions`.
           factor_map: an `HParamMap` of rules, or `None`.
-          told: rules derived from logical axes, of one model each. They supersede `factor_map`.
-          warned: what an earlier planner of the same definition warned about.
+          axis_rules: rules derived from logical axes, one map per model; they take precedence over
+            `factor_map`.
+          warned: warnings logged by an earlier planner of the same definition.
         """
         self.options = options
         self._factor_map = factor_map
-        self._told = told
+        self._axis_rules = axis_rules
         self._plans: dict[Any, Plan] = {}
         self.warned: set[tuple[str, ...]] = set() if warned is None else warned
 
@@ -80,11 +81,11 @@ class Planner:
         """Returns the plan of a tree.
 
         Raises:
-          FactorRuleError: a rule does not fit its parameter, or one is needed.
-          ParamAxesError: the axes that were told are not those of these parameters.
-          UnknownNameError: no pattern of `factor_map` is found in a path.
+          FactorRuleError: a rule is missing, or does not fit its parameter.
+          ParamAxesError: the given axes do not match the parameters.
+          UnknownNameError: no pattern of `factor_map` matches a path.
           TreeMismatchError: two parameters have the same path.
-          TypeError: a parameter is no array of real floating-point numbers.
+          TypeError: a parameter is not a real floating-point array.
         """
         leaves, treedef = jax.tree.flatten(params)
         key = treedef, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
@@ -103,8 +104,8 @@ class Planner:
             if path in leaves:
                 raise TreeMismatchError(
                     f"`params`: two parameters have the path `{path}`, of shapes "
-                    f"{np.shape(leaves[path])} and {np.shape(leaf)}. Rules and axes go by path: "
-                    "rename one."
+                    f"{np.shape(leaves[path])} and {np.shape(leaf)}. Rules and axes are looked up "
+                    "by path: rename one of them."
                 )
             leaves[path] = leaf
         for path, leaf in leaves.items():
@@ -119,9 +120,9 @@ class Planner:
     def _rules(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, FactorRule]:
         if not self.options.factored:
             return dict.fromkeys(shapes, None)
-        if self._told:
-            rules = _chosen(self._told, shapes.keys())
-            _check_told(rules, shapes)
+        if self._axis_rules:
+            rules = _select(self._axis_rules, shapes.keys())
+            _check_axis_rules(rules, shapes)
             return rules
         if self._factor_map is not None:
             return {path: self._factor_map[path] for path in shapes}
@@ -145,8 +146,8 @@ class Planner:
             self.warned.add(tuple(lines))
             more = [f"... and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
             logger.warning(
-                "explicit factor rules of rank 2 and less are ignored, as in T5X; the sizes decide "
-                "otherwise for:\n%s\n`respect_rank2_rules=True` honours them.",
+                "explicit factor rules of rank 2 and below are ignored, as in T5X. The heuristic "
+                "decides differently for:\n%s\n`respect_rank2_rules=True` honours them.",
                 "\n".join(f"  {line}" for line in lines[:_LISTED] + more),
             )
 
@@ -155,27 +156,27 @@ def _show(rule: FactorRule) -> str:
     return show(rule) if isinstance(rule, tuple) else str(rule)
 
 
-def _chosen(told: tuple[FactorMap, ...], paths: Any) -> FactorMap:
-    """The rules of the model with exactly these parameters, or with these among others."""
+def _select(axis_rules: tuple[FactorMap, ...], paths: Any) -> FactorMap:
+    """Returns the rules of the model with exactly these parameters, else of one that has them."""
     tests: list[Callable[[FactorMap], bool]] = [
         lambda rules: rules.keys() == paths,
         lambda rules: rules.keys() >= paths,
     ]
     for fits in tests:
-        for rules in reversed(told):
+        for rules in reversed(axis_rules):
             if fits(rules):
                 return rules
-    return told[-1]
+    return axis_rules[-1]
 
 
-def _check_told(rules: FactorMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_axis_rules(rules: FactorMap, shapes: Mapping[str, tuple[int, ...]]) -> None:
     known = {p: rule for p, rule in rules.items() if p in shapes or f"{p}/value" in shapes}
     sized = {path: rule if isinstance(rule, tuple) else None for path, rule in known.items()}
     try:
         check_covers(shapes, sized)
     except ParamAxesError as error:
         raise ParamAxesError(
-            f"{error}\nThese are the axes that `with_param_axes` or `set_param_axes` was given."
+            f"{error}\nThese axes were passed to `with_param_axes` or `set_param_axes`."
         ) from None
 
 
@@ -186,16 +187,16 @@ def _check_dtype(path: str, leaf: Any) -> None:
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         found = f"a {type(leaf).__name__}" if dtype is None else str(dtype)
         raise TypeError(
-            f"`params`: Adafactor updates real floating-point arrays, and `{path}` is {found}. "
-            "Leave it to another optimizer, or out of the tree."
+            f"`params`: Adafactor updates real floating-point arrays only, but `{path}` is "
+            f"{found}. Assign it to another optimizer, or remove it from the tree."
         )
 
 
 def missing_rule_hint(error: FactorRuleError, hyper_params: Any) -> FactorRuleError:
-    """Returns the error, with what to do where logical rules were given but no axes."""
+    """Adds advice to the error if logical rules were given but no axes."""
     if hyper_params.logical_factor_rules is None or isinstance(hyper_params.factor_map, FactorMap):
         return error
     return FactorRuleError(
-        f"{error} `logical_factor_rules` are given, but no axes yet: call `with_param_axes` (or "
+        f"{error} `logical_factor_rules` were given, but no axes yet: call `with_param_axes` (or "
         "`set_param_axes`) before `create`."
     )

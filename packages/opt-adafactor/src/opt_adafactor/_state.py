@@ -1,4 +1,4 @@
-"""What Adafactor keeps for one parameter, in T5X's layout and without its placeholders."""
+"""The state of one parameter, in T5X's layout and without its placeholders."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 
 from opt_adafactor._factoring import Factoring
 
-# A dtype, not `jnp.float32`: that is callable, and `optax.inject_hyperparams` would call it.
+# Not `jnp.float32`, which is callable: `optax.inject_hyperparams` would take it for a schedule.
 FLOAT32 = np.dtype("float32")
 
 
 class _AdafactorParamState(flax.struct.PyTreeNode):
-    """The state of one parameter as T5X keeps it; unused slots are float32 zeros of shape (1,).
+    """The state of one parameter in T5X's layout; unused slots are float32 zeros of shape (1,).
 
     Attributes:
       v_row: float32; the parameter's shape without the column dimensions.
       v_col: float32; the parameter's shape without the row dimensions.
-      v: float32; the parameter's shape, where it is not factored.
+      v: float32; the parameter's shape; used if it is not factored.
       m: momentum; the parameter's shape.
     """
 
@@ -32,7 +32,7 @@ class _AdafactorParamState(flax.struct.PyTreeNode):
 
 
 class Slots(NamedTuple):
-    """The same with `None` for what is not used."""
+    """The state of one parameter with `None` for unused slots."""
 
     v_row: Any
     v_col: Any
@@ -41,12 +41,12 @@ class Slots(NamedTuple):
 
 
 def init_slots(param: Any, factoring: Factoring, momentum_dtype: Any) -> Slots:
-    """Returns zeros for one parameter, where the parameter is sharded as it is.
+    """Returns zero slots for one parameter, with its sharding in the dimensions that they keep.
 
     Args:
       param: array, tracer or `jax.ShapeDtypeStruct`.
-      factoring: how to keep its statistics.
-      momentum_dtype: the dtype of `m`; `None` for none.
+      factoring: the factoring of the parameter.
+      momentum_dtype: dtype of `m`; `None` for no momentum.
     """
     everything = tuple(range(factoring.rank))
     m = None if momentum_dtype is None else _zeros(param, everything, momentum_dtype)
@@ -58,7 +58,7 @@ def init_slots(param: Any, factoring: Factoring, momentum_dtype: Any) -> Slots:
 
 
 def used_slots(state: Any, factoring: Factoring, *, has_momentum: bool) -> Slots:
-    """Returns the slots of a T5X state that are no placeholders."""
+    """Returns the slots of a T5X state, with `None` for placeholders."""
     m = state.m if has_momentum else None
     if factoring.is_factored:
         return Slots(state.v_row, state.v_col, None, m)
@@ -66,7 +66,7 @@ def used_slots(state: Any, factoring: Factoring, *, has_momentum: bool) -> Slots
 
 
 def slot_shapes(shape: tuple[int, ...], factoring: Factoring) -> Slots:
-    """Returns the shapes of the slots; `m` as if there were momentum."""
+    """Returns the shapes of the slots, including that of `m`."""
     if not factoring.is_factored:
         return Slots(None, None, shape, shape)
     v_row = tuple(shape[dim] for dim in factoring.row_dims)
@@ -75,28 +75,28 @@ def slot_shapes(shape: tuple[int, ...], factoring: Factoring) -> Slots:
 
 
 def placeholder() -> jax.Array:
-    """Returns what fills an unused slot."""
+    """Returns the placeholder for an unused slot."""
     return jnp.zeros((1,), jnp.float32)
 
 
 def with_placeholders(slots: Slots) -> Slots:
-    """Returns the slots with every unused one filled."""
+    """Returns the slots with placeholders for unused ones."""
     return Slots(*(placeholder() if slot is None else slot for slot in slots))
 
 
 def _zeros(param: Any, dims: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Zeros over some dimensions of a parameter, sharded over mesh axes as those are."""
+    """Returns zeros over some dimensions of a parameter, sharded like those dimensions."""
     shape = np.shape(param)
     if len(dims) == len(shape):
         return jnp.zeros_like(param, dtype=dtype)
     if not _is_sharded_in_types(param):
         return jnp.zeros([shape[dim] for dim in dims], dtype)
     dropped = tuple(dim for dim in range(len(shape)) if dim not in dims)
-    # A sum has the sharding of what is left in every version of JAX; nothing is added up.
+    # A sum keeps the sharding of the remaining dimensions in every JAX version.
     return jnp.sum(jnp.zeros_like(param, dtype=dtype), axis=dropped)
 
 
 def _is_sharded_in_types(param: Any) -> bool:
-    """Whether a parameter's type says that it is sharded: its mesh has Explicit axes."""
+    """Whether a parameter's type carries a sharding, i.e. its mesh has Explicit axes."""
     sharding = jax.typeof(param).sharding if isinstance(param, jax.Array) else None
     return sharding is not None and any(axis is not None for axis in sharding.spec)

@@ -1,8 +1,9 @@
-"""The mathematics of Adafactor, one tensor at a time: pure functions, no trees, no options.
+"""The mathematics of Adafactor for a single tensor, as pure functions.
 
-Notation as in Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost"
-(2018, arXiv:1804.04235), generalized as in T5X: row and column may be several dimensions each,
-and batch dimensions are kept throughout, so that every layer of a stack is a tensor of its own.
+Notation follows Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost"
+(2018, https://arxiv.org/abs/1804.04235), generalized as in T5X: rows and columns may be several
+dimensions each, and batch dimensions are never averaged over, so that every layer of a stack is
+treated as a separate tensor.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from opt_adafactor._state import Slots
 
 
 class Scalars(NamedTuple):
-    """The numbers of one step, the same for every tensor. `None` turns a part off.
+    """The scalars of one step, shared by all tensors; `None` disables a feature.
 
-    Python numbers and weakly typed arrays take the precision of what they are multiplied with.
+    Python numbers and weakly typed arrays take the dtype of the array they are multiplied with.
 
     Attributes:
       learning_rate: the learning rate.
-      beta2: float32; the decay of the second moments.
-      complement2: float32; one minus that.
+      beta2: float32; decay rate of the second moments.
+      complement2: float32; `1 - beta2`.
       epsilon1: added to squared gradients.
-      epsilon2: the least parameter scale.
-      max_scale: the largest parameter scale.
-      clipping: the largest root mean square of an update.
-      beta1: the decay of the momentum.
-      complement1: one minus that.
+      epsilon2: minimum parameter scale.
+      max_scale: maximum parameter scale.
+      clipping: maximum root mean square of an update.
+      beta1: decay rate of the momentum.
+      complement1: `1 - beta1`.
     """
 
     learning_rate: Any
@@ -46,11 +47,11 @@ class Scalars(NamedTuple):
 
 
 def decay_rate_pow(step: Any, exponent: Any = 0.8) -> jax.Array:
-    """Returns `1 - (step + 1)^(-exponent)`, the decay of the second moments; 0 before step 0.
+    """Returns `1 - (step + 1)**-exponent`, the decay of the second moments; 0 before step 0.
 
     Args:
-      step: how many updates the statistics have seen; scalar.
-      exponent: the decay rate; scalar.
+      step: number of updates included in the statistics; scalar.
+      exponent: the `decay_rate`; scalar.
 
     Returns:
       A float32 scalar.
@@ -59,7 +60,7 @@ def decay_rate_pow(step: Any, exponent: Any = 0.8) -> jax.Array:
       >>> [round(float(decay_rate_pow(step)), 4) for step in (-3, 0, 1, 1000)]
       [0.0, 0.0, 0.4257, 0.996]
     """
-    # In float32 before the addition: a step that has come to 2^31 - 1 stays there.
+    # Cast before the addition: a step of 2^31 - 1 would overflow in int32.
     number = jnp.maximum(jnp.asarray(step).astype(jnp.float32), 0.0) + 1.0
     return 1.0 - number ** -jnp.asarray(exponent).astype(jnp.float32)
 
@@ -72,18 +73,18 @@ def scaled_update(
     scale_by_param: Any,
     factoring: Factoring,
 ) -> tuple[jax.Array, Slots]:
-    """Returns what is to be subtracted from a parameter, weight decay aside.
+    """Returns the update to subtract from a parameter, without weight decay.
 
     Args:
-      param: the parameter; read for its scale alone.
+      param: the parameter, used only for its scale.
       grad: its gradient.
       slots: its statistics.
-      scalars: the numbers of this step.
+      scalars: the scalars of this step.
       scale_by_param: whether the learning rate is relative to the parameter's root mean square.
-      factoring: static.
+      factoring: the factoring of the parameter; static.
 
     Returns:
-      The update, float32 at least, and the new statistics.
+      The update, in float32 or wider, and the new statistics.
     """
     grad = grad.astype(jnp.float32)
     squares = jnp.square(grad) + _like(scalars.epsilon1, grad)
@@ -120,7 +121,7 @@ def _step_size(
 ) -> Any:
     if scale_by_param is False:
         return scalars.learning_rate
-    # In the parameter's own precision, as T5X has it.
+    # In the parameter's dtype, as in T5X.
     scale = jnp.maximum(_rms(param, factoring), _like(scalars.epsilon2, param))
     if scalars.max_scale is not None:
         scale = jnp.minimum(scale, _like(scalars.max_scale, param))
@@ -138,13 +139,13 @@ def _like(number: Any, array: jax.Array) -> jax.Array:
 
 
 def times(a: Any, b: Any) -> Any:
-    """Returns the product in the dtype that JAX would give it, under strict promotion too."""
+    """Returns `a * b` with standard dtype promotion, even under strict promotion."""
     a, b = _promoted(a, b)
     return a * b
 
 
 def plus(a: Any, b: Any) -> Any:
-    """Returns the sum in the dtype that JAX would give it, under strict promotion too."""
+    """Returns `a + b` with standard dtype promotion, even under strict promotion."""
     a, b = _promoted(a, b)
     return a + b
 
@@ -154,7 +155,7 @@ def _promoted(a: Any, b: Any) -> tuple[Any, Any]:
         return (a, b) if _is_weak(b) else (_like(a, b), b)
     if _is_weak(b):
         return a, _like(b, a)
-    # NumPy's float64 is float32 to JAX, unless it is told otherwise.
+    # JAX treats NumPy's float64 as float32 unless `jax_enable_x64` is on.
     dtype = _promote_types(*map(jax.dtypes.canonicalize_dtype, (a.dtype, b.dtype)))
     return a.astype(dtype), b.astype(dtype)
 
@@ -169,7 +170,7 @@ def _is_weak(value: Any) -> bool:
     return type(value) in (bool, int, float) or getattr(value, "weak_type", False)
 
 
-# What a tensor's result is for: new parameters, or updates that Optax adds to them.
+# The two forms of the result: new parameters, or updates for Optax to add.
 
 
 def subtract(param: jax.Array, update: jax.Array, decay: Any) -> jax.Array:
@@ -180,18 +181,18 @@ def subtract(param: jax.Array, update: jax.Array, decay: Any) -> jax.Array:
 
 
 def negate(param: jax.Array, update: jax.Array, decay: Any) -> jax.Array:
-    """Returns what to add to the parameter: `-(update + decay * param)`."""
+    """Returns `-(update + decay * param)`, to be added to the parameter."""
     return -update if decay is None else -plus(update, times(decay, param))
 
 
 def is_finite(*arrays: jax.Array | None) -> jax.Array:
-    """Returns whether all entries of all arrays are finite: a boolean scalar."""
+    """Returns a boolean scalar: whether all entries of all arrays are finite."""
     flags = [jnp.all(jnp.isfinite(array)) for array in arrays if array is not None]
     return functools.reduce(jnp.logical_and, flags, jnp.array(True))
 
 
 def keep_finite(new: Any, old: Any) -> Any:
-    """Returns the finite entries of `new`, and those of `old` elsewhere; `None` stays `None`."""
+    """Returns `new` where it is finite, else `old`; `None` stays `None`."""
     return None if new is None else jnp.where(jnp.isfinite(new), new, old)
 
 

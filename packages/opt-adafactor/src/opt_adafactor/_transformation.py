@@ -1,4 +1,4 @@
-"""Adafactor as Optax transformations: the same plan and the same step as the definition's."""
+"""Adafactor as Optax transformations, with the plan and the update of the definition."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 class AdafactorState(NamedTuple):
-    """The state of `adafactor`: each field but the count is a tree like the parameters.
+    """The state of `adafactor`; all fields except `count` have the structure of the parameters.
 
     `v_row`, `v_col` and `v` are those of `optax.FactoredState`; unused leaves are float32 zeros of
     shape (1,).
 
     Attributes:
-      count: int32 scalar; updates made.
-      v_row: float32; means over the columns.
-      v_col: float32; means over the rows.
-      v: float32; second moments of what is not factored.
-      m: the momentum; `None` without.
+      count: int32 scalar; number of updates made.
+      v_row: float32; second moments averaged over the columns.
+      v_col: float32; second moments averaged over the rows.
+      v: float32; second moments of parameters that are not factored.
+      m: the momentum, or `None`.
     """
 
     count: Any
@@ -43,17 +43,16 @@ class AdafactorState(NamedTuple):
 
 
 def require_optax() -> None:
-    """Raises unless Optax can be imported.
+    """Checks that Optax can be imported.
 
     Raises:
-      ImportError: it is not installed; says how to.
+      ImportError: Optax is not installed.
     """
     try:
         import optax  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "this needs Optax, which opt-adafactor installs with an extra: "
-            '`pip install "opt-adafactor[optax]"`'
+            'this function needs Optax. Install it with `pip install "opt-adafactor[optax]"`'
         ) from error
 
 
@@ -81,42 +80,45 @@ def adafactor(
     param_axes: Any = None,
     weight_decay_mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns Adafactor as an Optax transformation: what `Adafactor` does, by updates.
+    """Returns `Adafactor` as an Optax gradient transformation.
 
-    The arguments are those of `Adafactor`, and two more. Updates are float32 at least, whatever the
-    gradients are, so that parameters in float32 come out as they do there. Equal to
-    `optax.adafactor` for parameters of rank 2 and less.
+    Takes the arguments of `Adafactor`, which documents the update rule, plus two more. Updates are
+    computed in float32 or wider, whatever the dtype of the gradients, so that float32 parameters
+    match those of the definition. Equivalent to `optax.adafactor` for parameters of rank 2 and
+    below.
 
     Args:
-      learning_rate: as for `Adafactor`; a schedule is called with the count. `None` counts as 1.
-      factored: see `Adafactor`; likewise those that follow.
+      learning_rate: see `Adafactor`; a schedule is called with the count. `None` counts as 1.
+      factored: see `Adafactor`.
       multiply_by_parameter_scale: see `Adafactor`.
-      beta1: see `Adafactor`; Optax's `momentum`.
+      beta1: see `Adafactor`; `momentum` in Optax.
       decay_rate: see `Adafactor`.
-      step_offset: see `Adafactor`; Optax's `decay_offset`.
+      step_offset: see `Adafactor`; `decay_offset` in Optax.
       clipping_threshold: see `Adafactor`.
       weight_decay_rate: see `Adafactor`.
       min_dim_size_to_factor: see `Adafactor`.
-      epsilon1: see `Adafactor`; Optax's `eps`.
+      epsilon1: see `Adafactor`; `eps` in Optax.
       epsilon2: see `Adafactor`.
       dtype_momentum: see `Adafactor`.
       factor_map: see `Adafactor`.
-      logical_factor_rules: see `Adafactor`; they need `param_axes`.
+      logical_factor_rules: see `Adafactor`; requires `param_axes`.
       weight_decay_rate_lr_exponent: see `Adafactor`.
       global_norm_clip_threshold: see `Adafactor`.
       max_parameter_scale: see `Adafactor`.
-      skip_nan_updates: see `Adafactor`; what is left as it was has an update of zero.
+      skip_nan_updates: see `Adafactor`; skipped entries get a zero update.
       respect_rank2_rules: see `Adafactor`.
       param_axes: the logical axes of the parameters; see `Adafactor.with_param_axes`.
-      weight_decay_mask: which parameters decay: a tree of flags like the parameters or a prefix of
-        it, or a function from the parameters to one. `None` for all.
+      weight_decay_mask: which parameters to decay: a tree of booleans with the structure of the
+        parameters or a prefix of it, or a function that returns one for the parameters. `None` for
+        all.
 
     Returns:
-      A transformation whose state is an `AdafactorState`. `update` needs the parameters.
+      A transformation whose state is an `AdafactorState`. `update` requires the parameters.
 
     Raises:
       ImportError: Optax is not installed.
-      TypeError: an argument has another type; likewise `ValueError`.
+      TypeError: an argument has the wrong type.
+      ValueError: an argument is out of range.
 
     Examples:
       >>> import optax
@@ -187,7 +189,7 @@ def adafactor(
         )
         return plan.treedef.unflatten(new), _to_state(plan, state, new_slots)
 
-    function: Any = update  # Optax's type of it lacks the extra arguments
+    function: Any = update  # Optax's type annotation lacks the extra arguments
     return optax.GradientTransformationExtraArgs(init, function)
 
 
@@ -204,29 +206,37 @@ def scale_by_generalized_factored_rms(
     param_axes: Any = None,
     respect_rank2_rules: bool = False,
 ) -> optax.GradientTransformation:
-    """Returns `optax.scale_by_factored_rms` with factor rules, for parameters of any rank.
+    """Like `optax.scale_by_factored_rms`, with factor rules for parameters of any rank.
+
+    ```
+    u = g / sqrt(v_row / mean(v_row, rows)) / sqrt(v_col)
+    u = u / max(1, rms(u) / clipping_threshold)
+    ```
+
+    `Adafactor` documents `v_row`, `v_col` and the decay.
 
     Args:
       factored: whether to factor at all.
-      decay_rate: the second moments decay by `1 - (count + 1)**-decay_rate`.
-      step_offset: the count that counts as 0 there. Up to it the decay is 0, not NaN.
-      min_dim_size_to_factor: without a rule, a matrix is factored if both of its dimensions have
-        this size.
+      decay_rate: exponent of the decay of the second moments, `1 - (count + 1)**-decay_rate`.
+      step_offset: count that counts as 0 in this formula. Up to it the decay is 0, not NaN.
+      min_dim_size_to_factor: without a rule, a matrix is factored if both dimensions are at least
+        this large.
       epsilon: added to squared gradients.
-      clipping_threshold: the largest root mean square of an update, for every index of the batch
-        dimensions by itself; `None` turns it off.
-      factor_map: a `FactorRule` for each parameter, by path.
-      logical_factor_rules: the `FactorDim` of each logical axis name; they need `param_axes`.
+      clipping_threshold: maximum root mean square of an update, per index of the batch dimensions;
+        `None` disables clipping.
+      factor_map: the `FactorRule` of each parameter, by path.
+      logical_factor_rules: the `FactorDim` of each logical axis name; requires `param_axes`.
       param_axes: the logical axes of the parameters; see `Adafactor.with_param_axes`.
-      respect_rank2_rules: whether explicit rules for rank 2 and less hold; see `Adafactor`.
+      respect_rank2_rules: whether to apply explicit rules of rank 2 and below; see `Adafactor`.
 
     Returns:
-      A transformation whose state is an `optax.FactoredState`, in float32 whatever the parameters
-      are. `update` needs the parameters, for their paths.
+      A transformation whose state is an `optax.FactoredState`, in float32 whatever the dtype of the
+      parameters. `update` requires the parameters, for their paths.
 
     Raises:
       ImportError: Optax is not installed.
-      TypeError: an argument has another type; likewise `ValueError`.
+      TypeError: an argument has the wrong type.
+      ValueError: an argument is out of range.
 
     Examples:
       >>> scanned = HParamMap([('wi', ('row', 'batch', 'column'))])
@@ -289,8 +299,8 @@ def _with_axes(definition: Adafactor, param_axes: Any) -> Adafactor:
         missing = "logical_factor_rules" if rules is None else "param_axes"
         given = "param_axes" if rules is None else "logical_factor_rules"
         raise ValueError(
-            f"`{given}` is given without `{missing}`: factor rules by axis need both, the rule of "
-            "each axis name and the names of each parameter"
+            f"`{given}` is given without `{missing}`: factor rules by logical axis need both. Pass "
+            f"`{missing}` too"
         )
     return definition if rules is None else definition.with_param_axes(param_axes)
 
@@ -307,14 +317,14 @@ def _init(definition: Adafactor, params: Any) -> AdafactorState:
 
 
 def _columns(plan: Plan, slots: Sequence[Slots], *, has_momentum: bool) -> list[Any]:
-    """One tree per slot, of the slots of each parameter."""
+    """Transposes a list of slots per parameter to one tree per slot."""
     unflatten = plan.treedef.unflatten
     trees = [unflatten([s[field] for s in slots]) for field in range(3)]
     return [*trees, unflatten([s.m for s in slots]) if has_momentum else None]
 
 
 def _rows(plan: Plan, state: AdafactorState) -> list[Slots]:
-    """The slots of each parameter, placeholders included."""
+    """Returns the slots of each parameter, including placeholders."""
     trees = [_arrays(plan, tree) for tree in (state.v_row, state.v_col, state.v)]
     m = [None] * len(plan.paths) if state.m is None else _arrays(plan, state.m)
     return [Slots(*slots) for slots in zip(*trees, m, strict=True)]
@@ -332,7 +342,7 @@ def _slots(
 
 
 def _to_state(plan: Plan, old: AdafactorState, new: Sequence[Slots]) -> AdafactorState:
-    """The state after a step: placeholders stay what they are."""
+    """Returns the state after a step; placeholders are kept."""
     rows = [
         Slots(*(a if b is None else b for a, b in zip(before, after, strict=True)))
         for before, after in zip(_rows(plan, old), new, strict=True)
@@ -346,7 +356,7 @@ def _arrays(plan: Plan, tree: Any) -> list[Any]:
 
 
 def _mask(plan: Plan, params: Any, mask: Any) -> list[bool]:
-    """The flag of every parameter, from a tree of them or a prefix of it."""
+    """Returns the flag of every parameter, from a tree of flags or a prefix of it."""
     if callable(mask):
         mask = mask(params)
     if mask is None:
@@ -361,6 +371,6 @@ def _mask(plan: Plan, params: Any, mask: Any) -> list[bool]:
 def _check_given(params: Any) -> None:
     if params is None:
         raise ValueError(
-            "`params` is None: Adafactor scales by the parameters and has rules by their paths; "
+            "`params` is None: Adafactor needs the parameters for their scale and their paths; "
             "call `update(grads, state, params)`"
         )

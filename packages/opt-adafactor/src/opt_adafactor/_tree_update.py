@@ -1,4 +1,4 @@
-"""One step of Adafactor on a tree: what both faces, the definition and the transformation, do."""
+"""One step of Adafactor on a tree, shared by the definition and the transformation."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Finish = Callable[[jax.Array, jax.Array, Any], jax.Array]
 
 
 def make_scalars(hyper_params: Any, step: Any, learning_rate: Any) -> Scalars:
-    """Returns the numbers of one step.
+    """Returns the scalars of one step.
 
     Args:
-      hyper_params: the hyper-parameters, overrides included.
-      step: updates made before; an integer scalar.
-      learning_rate: that of this step.
+      hyper_params: the hyper-parameters, including overrides.
+      step: number of updates made before; an integer scalar.
+      learning_rate: the learning rate of this step.
     """
     beta1 = hyper_params.beta1
     since = jnp.asarray(step) - jnp.asarray(hyper_params.step_offset).astype(jnp.int32)
@@ -49,9 +49,9 @@ def make_scalars(hyper_params: Any, step: Any, learning_rate: Any) -> Scalars:
 
 
 def weight_decay(hyper_params: Any, learning_rate: Any) -> Any:
-    """Returns the share of the parameters to take away in one step; `None` for no decay.
+    """Returns the fraction of the parameters to subtract in one step; `None` for no decay.
 
-    With an exponent it is `rate * learning_rate**exponent`, a rate of `None` counting as 1.
+    With an exponent, this is `rate * learning_rate**exponent`, where a rate of `None` counts as 1.
     """
     rate, exponent = hyper_params.weight_decay_rate, hyper_params.weight_decay_rate_lr_exponent
     if exponent is None:
@@ -70,28 +70,27 @@ def _power(base: Any, exponent: Any) -> Any:
     if isinstance(power, complex) or not math.isfinite(power):
         raise HyperParamError(
             f"`weight_decay_rate_lr_exponent`: `learning_rate` {base} to the power of {exponent} "
-            "is no finite number. Give an exponent of 0 or more, or a learning rate above 0."
+            "is not finite. Use a non-negative exponent, or a positive learning rate."
         )
     return power
 
 
 def _float32(number: Any) -> Any:
-    # NumPy first: `jnp.asarray` warns of what it makes narrower.
+    # Cast with NumPy first, as `jnp.asarray` warns when it truncates float64.
     if isinstance(number, np.ndarray | np.generic):
         number = number.astype(np.float32)
     return jnp.asarray(number).astype(jnp.float32)
 
 
 def clip_global_norm(grads: Sequence[Any], threshold: Any, *, spoils: bool) -> list[Any]:
-    """Returns gradients of at most this global norm; a threshold of `None` or 0 turns it off.
+    """Scales gradients down to a maximum global norm; `None` or 0 disables clipping.
 
-    The norm is that of float32, whatever the gradients are, and does not overflow where they are
-    finite.
+    The norm is computed in float32 and does not overflow for finite gradients.
 
     Args:
-      grads: gradients.
-      threshold: the largest norm.
-      spoils: whether an inf makes every gradient NaN, as a NaN does, for what is skipped then.
+      grads: the gradients.
+      threshold: the maximum norm.
+      spoils: whether an inf makes every gradient NaN, as a NaN does, so that the update is skipped.
         Otherwise it makes every finite gradient 0, as in T5X.
     """
     if threshold is None or (is_known(threshold) and threshold == 0):
@@ -125,26 +124,26 @@ def update_tree(
     skip: bool | str,
     finish: Finish,
 ) -> tuple[list[jax.Array], list[Slots]]:
-    """Makes one update of every tensor of a plan.
+    """Applies one update to every tensor of a plan.
 
     Args:
-      plan: the static half.
-      scalars: the numbers of this step.
-      params: parameters, in the order of the plan; likewise the rest.
+      plan: the static part of the update.
+      scalars: the scalars of this step.
+      params: parameters, in the order of the plan, like all other sequences.
       grads: gradients.
       slots: statistics.
       scale_by_param: a flag, or an `HParamMap` of flags.
-      decays: weight decay of each, or `None`.
-      skip: what to leave out where the result is not finite; see `Adafactor`.
-      finish: what to return for each.
+      decays: weight decay of each parameter, or `None`.
+      skip: what to skip if the result is not finite; see `skip_nan_updates` of `Adafactor`.
+      finish: computes the result for each parameter.
 
     Returns:
-      New parameters or updates, and new statistics.
+      The results of `finish`, and the new statistics.
     """
     scales = [_flag(scale_by_param, path) for path in plan.paths]
     rows = list(zip(params, grads, slots, scales, decays, plan.factorings, strict=True))
     if skip == "global":
-        return _update_together(rows, scalars, finish)
+        return _update_all_or_nothing(rows, scalars, finish)
     mode = skip if isinstance(skip, str) else "entries" if skip else None
     done = [
         _update_tensor(p, g, s, scalars, scale, decay, factoring=f, skip=mode, finish=finish)
@@ -182,10 +181,10 @@ def _update_tensor(
     return _guarded(_tensor.is_finite(update, result, *new), out, unchanged, new, slots)
 
 
-def _update_together(
+def _update_all_or_nothing(
     rows: Sequence[tuple[Any, ...]], scalars: Scalars, finish: Finish
 ) -> tuple[list[jax.Array], list[Slots]]:
-    """No tensor is updated unless every one of them is finite."""
+    """Updates all tensors if all results are finite, and none otherwise."""
     made = [_tensor.scaled_update(p, g, s, scalars, scale, f) for p, g, s, scale, _, f in rows]
     outs = [
         finish(param, update, decay)
@@ -213,7 +212,7 @@ def _guarded(
 def _result(
     finish: Finish, param: jax.Array, update: jax.Array, decay: Any, out: jax.Array
 ) -> jax.Array:
-    """The new parameter, whichever form the result has: it may overflow where no update does."""
+    """Returns the new parameter, which can overflow even if the update is finite."""
     return out if finish is _tensor.subtract else _tensor.subtract(param, update, decay)
 
 

@@ -2,13 +2,13 @@
 
 ```
 AdafactorError (opt_core.errors.OptimizerError)
-├── FactorRuleError (ValueError)       a factor rule that does not fit its parameter
-├── ParamAxesError (ValueError)        logical axes that do not fit the parameters
-├── StateConversionError (ValueError)  a state that has no counterpart in the other form
-└── UnknownNameError (KeyError)        an axis, parameter or `FactorDim` that no rule knows
+├── FactorRuleError (ValueError)       a missing or invalid factor rule
+├── ParamAxesError (ValueError)        logical axes that do not match the parameters
+├── StateConversionError (ValueError)  a state that cannot be converted
+└── UnknownNameError (KeyError)        an axis, parameter or `FactorDim` without a rule
 ```
 
-Overrides that cannot be honoured are `opt_core.errors.HyperParamError`s, as everywhere.
+Invalid overrides raise `opt_core.errors.HyperParamError`, as in all packages.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ __all__ = [
 
 
 class AdafactorError(OptimizerError):
-    """The base of every error that is this package's own."""
+    """Base class of the errors defined by this package."""
 
 
 class ParamAxesError(AdafactorError, ValueError):
-    """Logical axes are missing, are too many, or have another rank than their parameter."""
+    """Logical axes are missing, superfluous, or have the wrong rank for their parameter."""
 
 
 class FactorRuleError(AdafactorError, ValueError):
-    """A parameter needs a factor rule and has none, or has one that does not fit it."""
+    """A parameter has no factor rule but needs one, or its rule does not fit."""
 
 
 class StateConversionError(AdafactorError, ValueError):
-    """A state cannot be taken over: not one Adafactor in it, or other shapes than the other's."""
+    """A state cannot be converted: it lacks an Adafactor state, has several, or shapes differ."""
 
 
 class UnknownNameError(AdafactorError, KeyError):
-    """No rule knows the name of an axis or a parameter, or there is no such `FactorDim`."""
+    """There is no rule for an axis or a parameter, or no `FactorDim` with a name."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""  # a `KeyError` would print its repr

@@ -1,15 +1,15 @@
 """The names of `t5x.adafactor`, so that T5X code runs with only its import line changed.
 
-The arithmetic, the state and the checkpoint layout are those of `opt_adafactor`, which have always
-been T5X's. `Adafactor` here differs where T5X code relies on what T5X does, and only there:
+The arithmetic, the state and the checkpoint layout are those of `opt_adafactor`, which are T5X's
+already. `Adafactor` differs only where T5X code relies on T5X's behaviour:
 
-* `derive_logical_axes` gives the factored statistics no axes, so they are replicated;
+* `derive_logical_axes` assigns no axes to the factored statistics, so they are replicated;
 * after `set_param_axes`, `hyper_params.factor_map` is a plain dict;
-* `restore_state` takes parameters in another precision (T5X saves and restores them in bfloat16 on
-  request), and partition specs or `None` in the place of any leaf.
+* `restore_state` accepts parameters in a different precision (T5X can save and restore them in
+  bfloat16), and partition specs or `None` in place of any leaf.
 
-Where no T5X code stands between, prefer `opt_adafactor.Adafactor`: its factored statistics lie as
-the parameters do, and no partitioner has to add axes to them afterwards.
+Outside of T5X, prefer `opt_adafactor.Adafactor`: its factored statistics are sharded like the
+parameters, without a partitioner that adds axes afterwards.
 """
 
 from __future__ import annotations
@@ -51,10 +51,9 @@ __all__ = [
 
 
 class Adafactor(_adafactor.Adafactor):
-    """`opt_adafactor.Adafactor` with the axes, the `factor_map` and the leniencies of T5X.
+    """`opt_adafactor.Adafactor` with T5X's axes, `factor_map` and lenient `restore_state`.
 
-    It takes the same arguments and makes the same updates; a checkpoint of one restores into the
-    other.
+    Arguments and updates are the same, and a checkpoint of either class restores into the other.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -71,19 +70,18 @@ class Adafactor(_adafactor.Adafactor):
     """
 
     def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
-        """Returns an optimizer whose leaves are logical axes instead of arrays, as T5X has them.
+        """Returns the optimizer with each leaf replaced by its logical axes, as in T5X.
 
-        `v_row` and `v_col` have none. `v` has the parameter's axes unless its shape is `(1,)`,
-        which is that of an unused slot; `m` has them if `beta1` is neither `None` nor 0. The step
-        has none.
+        `v_row`, `v_col` and the step get `None`. `v` gets the parameter's axes unless its shape is
+        `(1,)`, the shape of an unused slot; `m` gets them if `beta1` is neither `None` nor 0.
 
         Args:
-          optimizer: an optimizer of this definition; only shapes are read.
-          param_axes: a tree like the parameters with a `PartitionSpec` of logical names per leaf;
-            containers may be of another kind.
+          optimizer: an optimizer of this definition; only shapes are used.
+          param_axes: a tree with the keys of the parameters and a `PartitionSpec` of logical axis
+            names per leaf; container types may differ.
 
         Raises:
-          ParamAxesError: `param_axes` do not fit the parameters; lists the paths.
+          ParamAxesError: `param_axes` do not match the parameters; the message lists the paths.
         """
         derived = super().derive_logical_axes(optimizer, param_axes)
         treedef = self._plan(optimizer.target).treedef
@@ -104,15 +102,15 @@ class Adafactor(_adafactor.Adafactor):
         ]
         return derived.replace(state=OptimizerState(None, treedef.unflatten(states)))
 
-    def _shown_map(self, rules: FactorMap) -> Mapping[str, Any]:
+    def _public_factor_map(self, rules: FactorMap) -> Mapping[str, Any]:
         return dict(rules)
 
     def _plan(self, params: Any) -> Plan:
-        if self._told and self.hyper_params.factor_map != self._told[-1]:
+        if self._axis_rules and self.hyper_params.factor_map != self._axis_rules[-1]:
             raise HyperParamError(
-                "`hyper_params.factor_map` was changed after `set_param_axes`, and the rules of "
-                "this definition were not. Change `logical_factor_rules` or the axes, or give a "
-                "`factor_map` to `Adafactor`."
+                "`hyper_params.factor_map` was changed after `set_param_axes`, which does not "
+                "change the rules of this definition. Change `logical_factor_rules` or the axes, "
+                "or pass a `factor_map` to `Adafactor`."
             )
         return super()._plan(params)
 

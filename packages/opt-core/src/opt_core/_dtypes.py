@@ -26,30 +26,44 @@ def held_dtype(array: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(array.dtype)
 
 
-def first_lost(before: np.ndarray, after: np.ndarray) -> Any:
-    """Returns the first value that did not survive a conversion within its kind, if any.
+def survives(before: Any, after: Any) -> Any:
+    """Returns which values a conversion has kept, of arrays of NumPy or JAX.
 
     Integers survive exactly. Floats are rounded; what is finite stays finite, and what is not 0
     does not become 0, unless it was subnormal already.
 
     Examples:
       >>> wide = np.array([1.0, 0.1, 1e300])
-      >>> float(first_lost(wide, np.array([1.0, 0.1, np.inf], np.float32)))
-      1e+300
+      >>> survives(wide, np.array([1.0, 0.1, np.inf], np.float32)).tolist()
+      [True, True, False]
     """
-    if not jnp.issubdtype(before.dtype, jnp.inexact):
-        survives = after.astype(before.dtype) == before
-    else:
-        is_tiny = np.abs(before) < jnp.finfo(before.dtype).tiny
-        survives = ~np.isfinite(before) | (np.isfinite(after) & ((after != 0) | is_tiny))
-    return None if np.all(survives) else np.extract(~survives, before)[0]
+    xp: Any = np if isinstance(before, np.ndarray | np.generic) else jnp
+    is_float, becomes_float = (jnp.issubdtype(x.dtype, jnp.inexact) for x in (before, after))
+    if is_float and becomes_float:
+        is_tiny = xp.abs(before) < jnp.finfo(before.dtype).tiny
+        return ~xp.isfinite(before) | (xp.isfinite(after) & ((after != 0) | is_tiny))
+    is_kept = after.astype(before.dtype) == before
+    if not (is_float or becomes_float):
+        return is_kept & ((after < 0) == (before < 0))
+    floats, integers = (before, after) if is_float else (after, before)
+    floats = floats.astype(np.float32) if floats.dtype.itemsize < 4 else floats
+    limits = None if integers.dtype == bool else jnp.iinfo(integers.dtype)
+    low, high = (0, 1) if limits is None else (limits.min, limits.max)
+    # The largest integer may round up to a float that is none.
+    return is_kept & xp.isfinite(floats) & (floats >= float(low)) & (floats < float(high) + 1)
+
+
+def all_survive(before: Any, after: Any) -> Any:
+    """Returns whether a conversion has kept every value; see `survives`."""
+    return np.bool_(True) if before.dtype == after.dtype else survives(before, after).all()
 
 
 def convert_held(array: np.ndarray, dtype: Any) -> tuple[np.ndarray, Any]:
-    """Returns an array in another dtype of its kind, and the first value that is lost or `None`."""
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+    """Returns an array in another dtype, and the first value that is lost or `None`."""
+    with np.errstate(all="ignore"):
         converted = array.astype(dtype)
-    return converted, first_lost(array, converted)
+        is_kept = survives(array, converted)
+    return converted, None if is_kept.all() else np.extract(~is_kept, array)[0]
 
 
 def strong_type(leaf: Any) -> Any:

@@ -46,6 +46,12 @@ def hyper_param_names(hyper_params: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(hyper_params))
 
 
+def check_missing(missing: str) -> None:
+    """Raises a `HyperParamError` for anything but `'error'` and `'ignore'`."""
+    if missing not in ("error", "ignore"):
+        raise HyperParamError(f"`missing` must be 'error' or 'ignore'; got {missing!r}")
+
+
 def unknown_names_message(unknown: Iterable[str], names: Iterable[str]) -> str:
     """Returns what to tell someone who overrides names that do not exist."""
     listed = ", ".join(f"`{name}`" for name in names)

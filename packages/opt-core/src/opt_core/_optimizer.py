@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import types
 from collections.abc import Hashable, Mapping
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self
 
 import flax.struct
 import jax
@@ -15,12 +16,23 @@ import numpy as np
 from opt_core._aliasing import unalias
 from opt_core._dtypes import strong_types
 from opt_core._fingerprint import fingerprint
-from opt_core._hyper_params import replace_hyper_params
+from opt_core._habits import of_definition, of_leaves, of_optimizer
+from opt_core._hyper_params import check_missing, hyper_param_names, replace_hyper_params
 from opt_core._paths import parts_at
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
 from opt_core._state_dict import restore_state_dict, to_state_dict
 from opt_core.errors import RestoreError
 from opt_core.protocols import TakesExtraArgs
+
+if TYPE_CHECKING:
+    from typing_extensions import ParamSpec, TypeVar  # with defaults; type checkers bring it along
+
+    Params = TypeVar("Params", default=Any)
+    Overrides = ParamSpec("Overrides", default=...)
+else:
+    from typing import ParamSpec, TypeVar
+
+    Params, Overrides = TypeVar("Params"), ParamSpec("Overrides")
 
 logger = logging.getLogger("opt_core")
 
@@ -101,10 +113,32 @@ class OptimizerDef:
         """
         raise NotImplementedError(f"`{type(self).__name__}` does not implement `apply_gradient`")
 
-    def update_hyper_params(self, **overrides: Any) -> Any:
+    def compute_updates(
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any, **extra_args: Any
+    ) -> tuple[Any, OptimizerState]:
+        """Returns what `apply_gradient` adds to the parameters, and the new state.
+
+        By default that is the difference of the new parameters and the old, which is exact but for
+        round-off.
+
+        Args:
+          hyper_params: see `apply_gradient`, as all of them.
+          params: pytree of parameters.
+          state: the state that belongs to them.
+          grads: pytree like `params`.
+          **extra_args: of `apply_gradient`, where the definition takes any.
+        """
+        apply: Any = self.apply_gradient
+        new, state = apply(hyper_params, params, state, grads, **extra_args)
+        return jax.tree.map(jnp.subtract, new, params), state
+
+    def update_hyper_params(
+        self, *, missing: Literal["error", "ignore"] = "error", **overrides: Any
+    ) -> Any:
         """Returns hyper-parameters for one update.
 
         Args:
+          missing: see `Optimizer.apply_gradient`; of one definition nothing may be missing.
           **overrides: new values by name; `hyper_params=` replaces the whole dataclass first.
 
         Returns:
@@ -113,10 +147,15 @@ class OptimizerDef:
         Raises:
           HyperParamError: a name is not a hyper-parameter.
         """
+        check_missing(missing)
         hyper_params = overrides.pop("hyper_params", self.hyper_params)
         return replace_hyper_params(hyper_params, **overrides)
 
-    def create(self, target: Any) -> Optimizer:
+    def has_hyper_param(self, name: str) -> bool:
+        """Returns whether `name` is a hyper-parameter, in a group if there are groups."""
+        return name in hyper_param_names(self.hyper_params)
+
+    def create(self, target: Params) -> Optimizer[Params]:
         """Returns an optimizer of `target` before its first step.
 
         No two arrays of the optimizer share a buffer, so that it can be donated. An array that
@@ -125,9 +164,18 @@ class OptimizerDef:
         Args:
           target: pytree of parameters. Weakly typed arrays become strong: an update would make them
             so, and everything would compile twice.
+
+        Raises:
+          TypeError: a leaf is no array, as the functions in a module of Equinox, and the definition
+            cannot do with it; lists them.
         """
         target = unalias(strong_types(target))
-        state = unalias(self.init_state(target), apart_from=target)
+        try:
+            state = unalias(self.init_state(target), apart_from=target)
+        except TypeError as error:
+            if message := of_leaves(target):
+                raise TypeError(message) from error
+            raise
         return Optimizer(optimizer_def=self, state=state, target=target)
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
@@ -207,6 +255,11 @@ class OptimizerDef:
             self.__dict__["_fingerprint_cache"] = cached
         return cached  # with its hash: a compiled function asks for it on every call
 
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(of_definition(type(self).__name__, name))
+
     def __setattr__(self, name: str, value: Any) -> None:
         self.__dict__.pop("_fingerprint_cache", None)
         super().__setattr__(name, value)
@@ -229,8 +282,11 @@ class OptimizerDef:
         return f"{type(self).__name__}({self.hyper_params})"
 
 
-class Optimizer(flax.struct.PyTreeNode):
+class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
     """Parameters with the optimizer that updates them.
+
+    For type checkers, `Optimizer[Params]` is generic in the parameters; `apply_gradient` takes any
+    keyword, but for what the twins of opt-optax-bridge have made.
 
     A pytree: the leaves are those of `state` and `target`, the definition is static. Immutable;
     every method returns a new optimizer.
@@ -255,35 +311,62 @@ class Optimizer(flax.struct.PyTreeNode):
 
     optimizer_def: OptimizerDef = flax.struct.field(pytree_node=False)
     state: OptimizerState
-    target: Any
+    target: Params
 
-    def apply_gradient(self, grads: Any, **hyper_param_overrides: Any) -> Self:
+    if not TYPE_CHECKING:
+
+        def __class_getitem__(cls, params: Any) -> types.GenericAlias:
+            return types.GenericAlias(cls, params)  # `Overrides` has a default for type checkers
+
+    def apply_gradient(
+        self, grads: Any, *args: Overrides.args, **overrides: Overrides.kwargs
+    ) -> Self:
         """Returns the optimizer after one update.
 
         Args:
           grads: pytree like `target`.
-          **hyper_param_overrides: hyper-parameters for this update alone, by name;
-            `hyper_params=` replaces all. A definition that takes extra arguments finds them here
-            too (`opt_core.protocols.TakesExtraArgs`).
+          *args: none; type checkers need it to know the names of `overrides`.
+          **overrides: hyper-parameters for this update alone, by name; `hyper_params=` replaces
+            all. A definition that takes extra arguments finds them here too
+            (`opt_core.protocols.TakesExtraArgs`). With `missing='ignore'` an override acts in those
+            groups of a `MultiOptimizer` that have it; a name that no group has is always an error.
 
         Raises:
           HyperParamError: an override names no hyper-parameter.
           TreeMismatchError: `grads` has other containers, keys or shapes than `target`, and the
             definition looks (`check_gradients`).
         """
-        definition, overrides = self.optimizer_def, hyper_param_overrides
+        if args:
+            raise TypeError("`apply_gradient` takes gradients; give all else by name")
+        definition = self.optimizer_def
+        given: dict[str, Any] = {**overrides}
         extra_args = {}
         if isinstance(definition, TakesExtraArgs):
-            names = definition.extra_arg_names(overrides)
-            extra_args = {name: overrides.pop(name) for name in names}
+            names = definition.extra_arg_names(given.keys() - {"missing"})
+            extra_args = {name: given.pop(name) for name in names}
         target, state = definition.apply_gradient(
-            definition.update_hyper_params(**overrides),
+            definition.update_hyper_params(**given),
             self.target,
             self.state,
             grads,
             **extra_args,
         )
         return self.replace(target=target, state=state)
+
+    @property
+    def params(self) -> Params:
+        """The parameters; the same as `target`."""
+        return self.target
+
+    @property
+    def step(self) -> Any:
+        """The number of updates made."""
+        return self.state.step
+
+    if not TYPE_CHECKING:  # see `OptimizerDef`
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(of_optimizer(name))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything but the definition as nested dicts; see `OptimizerDef.state_dict`."""

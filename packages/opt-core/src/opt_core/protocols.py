@@ -13,6 +13,7 @@ __all__ = [
     "DerivesLogicalAxes",
     "DescribesFields",
     "DescribesState",
+    "ResolvesHyperParams",
     "TakesArgsOfParams",
     "TakesExtraArgs",
     "TakesParamAxes",
@@ -77,6 +78,24 @@ class DescribesFields(Protocol):
           have captured.
         * `'bearing'`: for each setting that gives the state its meaning the arguments of a
           `Bearing`.
+        """
+        ...
+
+
+@runtime_checkable
+class ResolvesHyperParams(Protocol):
+    """A definition that knows which hyper-parameters an update uses, schedules as numbers."""
+
+    def resolve_hyper_params(
+        self, hyper_params: Any, params: Any, state: OptimizerState, **extra_args: Any
+    ) -> Any:
+        """Returns `hyper_params` as an update of this state would use them; traceable.
+
+        Args:
+          hyper_params: what `update_hyper_params` returned.
+          params: the parameters.
+          state: the state that belongs to them.
+          **extra_args: of the update, see `TakesExtraArgs`.
         """
         ...
 

@@ -6,6 +6,7 @@ from; of that `Move`, `refusals` are what nothing admits, and `switches` and `st
 `allow={'optimizer'}` does.
 """
 
+from opt_core._dtypes import all_survive, convert_held
 from opt_core._surgery.changes import (
     Action,
     Allowance,
@@ -16,6 +17,7 @@ from opt_core._surgery.changes import (
 from opt_core._surgery.hazards import Move, Refusal, bearing_of, refusals, statistics, switches
 from opt_core._surgery.likes import like_numbers, shared_settings, without_code
 from opt_core._surgery.pairing import STEP, Pair, Pairing, pair_leaves
+from opt_core._surgery.placement import init_leaves, placed
 from opt_core._surgery.sides import Made, Side, made_of
 
 __all__ = [
@@ -30,11 +32,15 @@ __all__ = [
     "Pairing",
     "Refusal",
     "Side",
+    "all_survive",
     "bearing_of",
     "check_allowances",
+    "convert_held",
+    "init_leaves",
     "like_numbers",
     "made_of",
     "pair_leaves",
+    "placed",
     "refusals",
     "shared_settings",
     "statistics",

@@ -1,7 +1,7 @@
-"""The classic (init, update, get_params) optimizers, and the way off them.
+"""The classic `(init, update, get_params)` optimizers, and a migration path away from them.
 
-Everything that `jax.example_libraries.optimizers` exports, under the same names; safe files for
-states; conversion to and from Optax, and to optimizer definitions of opt-core.
+Everything that `jax.example_libraries.optimizers` exports, under the same names; safe file I/O for
+states; conversion to and from Optax, and to opt-core optimizer definitions.
 """
 
 from importlib.metadata import version as _version

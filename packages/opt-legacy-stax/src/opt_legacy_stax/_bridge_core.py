@@ -1,4 +1,4 @@
-"""Triples as optimizer definitions of opt-core."""
+"""Triples as opt-core optimizer definitions."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from opt_legacy_stax._steps import whole_step
 
 @dataclasses.dataclass(frozen=True)
 class TripleHyperParams:
-    """A triple has no hyper-parameters: they are in its closures."""
+    """Empty: the hyper-parameters of a triple are captured in its closures."""
 
 
-_NONE = TripleHyperParams()  # one, so that definitions of equal triples are equal
+_NONE = TripleHyperParams()  # a singleton, so that definitions of equal triples compare equal
 
 
 class TripleDef(OptimizerDef):
-    """A triple as an optimizer definition.
+    """Wraps a triple as an `OptimizerDef`.
 
-    The target is the parameters; the state of each parameter is what the triple keeps beside it;
-    `state.step` is the triple's `i`. An update is the triple's own.
+    The target holds the parameters, each parameter state holds the triple's other arrays for that
+    parameter, and `state.step` is the triple's `i`. Updates are computed by the triple itself.
 
     Args:
-      triple: the optimizer.
+      triple: the triple to wrap.
 
     Attributes:
-      triple: the optimizer.
+      triple: the wrapped triple.
     """
 
     triple: Optimizer
@@ -58,10 +58,10 @@ class TripleDef(OptimizerDef):
     def apply_gradient(
         self, hyper_params: Any, params: Any, state: CoreState, grads: Any
     ) -> tuple[Any, CoreState]:
-        """Makes one update, the triple's.
+        """Applies one update of the triple.
 
         Raises:
-          TreeMismatchError: `grads` do not look like `params`.
+          TreeMismatchError: `grads` does not match the structure of `params`.
         """
         del hyper_params
         check_gradients(params, grads)
@@ -69,15 +69,15 @@ class TripleDef(OptimizerDef):
         return params, CoreState(increment_step(state.step), slots)
 
     def convert_state(self, state: OptimizerState, i: Any) -> CoreOptimizer:
-        """Returns an optimizer that goes on from a state of the triple.
+        """Returns an optimizer that continues from a state of the triple.
 
         Args:
-          state: the triple's.
-          i: number of updates made, the `i` of the next one.
+          state: a state of the triple.
+          i: number of updates already made, i.e. the `i` of the next update.
 
         Raises:
-          LayoutError: the state is not one that the triple makes.
-          StepError: `i` is no number of updates.
+          LayoutError: `state` does not have the layout that the triple creates.
+          StepError: `i` is not a non-negative integer.
         """
         check_made_by(self.triple, state)
         params, slots = split(self.triple, state)
@@ -85,23 +85,25 @@ class TripleDef(OptimizerDef):
         return CoreOptimizer(optimizer_def=self, state=core_state, target=params)
 
     def convert_state_back(self, optimizer: CoreOptimizer) -> tuple[OptimizerState, Any]:
-        """Returns the triple's state and the `i` of its next update."""
+        """Returns the state of the triple, and the `i` of its next update."""
         return join(optimizer.target, optimizer.state.param_states), optimizer.state.step
 
     def derive_logical_axes(self, optimizer: CoreOptimizer, param_axes: Any) -> CoreOptimizer:
-        """Returns the optimizer with the logical axes of every leaf in its place.
+        """Returns the optimizer with each leaf replaced by its logical axes.
 
-        What a triple keeps for a parameter depends on that parameter alone. So each dimension of it
-        follows the dimension of the parameter whose size it has, where all have different sizes.
-        Where two do, as those of an `(n, n)` matrix of a vector, the first has its axis.
+        The state of a parameter depends on that parameter alone, so its dimensions are matched to
+        those of the parameter by size, on a probe whose dimensions all have different sizes. If two
+        state dimensions match the same parameter dimension, as in an `(n, n)` matrix kept for a
+        vector of size `n`, only the first gets its axis.
 
         Args:
-          optimizer: an optimizer of this definition; arrays or `jax.ShapeDtypeStruct` leaves.
-          param_axes: a tree like the parameters with a `PartitionSpec`, or `None`, per leaf.
+          optimizer: an optimizer of this definition, with arrays or `jax.ShapeDtypeStruct` leaves.
+          param_axes: a tree with the structure of the parameters and a `PartitionSpec` or `None`
+            per leaf.
 
         Returns:
-          An `Optimizer`: the axes as its target, `None` as its step. A leaf that follows no
-          parameter has `None`.
+          An `Optimizer` with the axes as its target and `None` as its step. State leaves that share
+          no dimension with their parameter are `None`.
         """
         tree_def: Any
         leaves, tree_def = jax.tree.flatten(optimizer.target)
@@ -118,28 +120,28 @@ def to_optimizer_def(triple: Optimizer) -> TripleDef:
 
 
 def _axes_of(triple: Optimizer, param: Any, axes: Any, kept: Any) -> Any:
-    """Returns the axes of what is kept for one parameter."""
-    sizes = dict(zip(_unlike_sizes(), range(np.ndim(param)), strict=False))
+    """Returns the logical axes of the state of one parameter."""
+    sizes = dict(zip(_distinct_sizes(), range(np.ndim(param)), strict=False))
     probe = jax.ShapeDtypeStruct(tuple(sizes), jnp.result_type(param))
     found = jax.eval_shape(lambda p: init_split(triple, p), probe)
     names = [*(axes or ()), *[None] * np.ndim(param)]
     specs = []
     for leaf in jax.tree.leaves(found):
         followed = [sizes.get(dim) for dim in leaf.shape]
-        # The first dimension that follows one of the parameter has its axis; none has it twice.
+        # A mesh axis may occur only once in a spec: the first matching dimension gets it.
         spec = [
             None if n is None or n in followed[:k] else names[n] for k, n in enumerate(followed)
         ]
         specs.append(PartitionSpec(*spec) if any(name is not None for name in spec) else None)
     before: Any = jax.tree.structure(kept)
     after: Any = jax.tree.structure(found)
-    if before != after:  # `init` decides by sizes
+    if before != after:  # `init` depends on the sizes, so the probe says nothing
         specs = [None] * before.num_leaves
     return jax.tree.unflatten(before, specs)
 
 
-def _unlike_sizes() -> Iterator[int]:
-    """Yields sizes that no other dimension has: primes."""
+def _distinct_sizes() -> Iterator[int]:
+    """Yields distinct primes, as sizes that are unlikely to occur otherwise."""
     found: list[int] = []
     n = 1009
     while True:

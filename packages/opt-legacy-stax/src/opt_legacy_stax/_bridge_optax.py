@@ -1,4 +1,4 @@
-"""Triples as transformations of Optax, and transformations as triples."""
+"""Triples as Optax transformations, and Optax transformations as triples."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from opt_legacy_stax.errors import LayoutError
 
 
 class TripleState(NamedTuple):
-    """The state of a triple as a transformation.
+    """The state of a `TripleTransformation`.
 
     Attributes:
-      count: int32 scalar; number of updates made. Stops at 2**31 - 1.
-      slots: tree like the parameters, with what the triple keeps for each of them.
+      count: int32 scalar; number of updates made, saturating at 2**31 - 1.
+      slots: tree with the structure of the parameters; the triple's state for each of them, with a
+        placeholder for the parameter itself.
     """
 
     count: Any
@@ -31,20 +32,20 @@ class TripleState(NamedTuple):
 
 
 class TripleTransformation(optax.GradientTransformation):
-    """A triple as a transformation of Optax.
+    """A triple as an Optax gradient transformation.
 
-    `update` returns differences, which rounding may take up to a unit of the last place of the
-    larger number away from what the triple computes. `apply` returns what it computes: it is that
-    of `opt_core.protocols.UpdatesParams`, which `OptaxWrapper` uses.
+    `update` returns differences; adding them to the parameters may differ from the triple's result
+    by one unit in the last place of the larger operand. `apply` returns the triple's result
+    exactly; it implements `opt_core.protocols.UpdatesParams`, which `OptaxWrapper` uses.
 
     Attributes:
-      triple: the optimizer.
+      triple: the wrapped triple.
     """
 
     triple: Optimizer
 
     def __new__(cls, triple: Optimizer) -> Self:
-        """Returns the transformation of a triple."""
+        """Creates the transformation for a triple."""
 
         def init(params: Any) -> TripleState:
             return TripleState(jnp.zeros((), jnp.int32), init_split(triple, params))
@@ -52,7 +53,8 @@ class TripleTransformation(optax.GradientTransformation):
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, TripleState]:
             if params is None:
                 raise ValueError(
-                    "a triple updates parameters: pass `params` to `update(grads, state, params)`."
+                    "a triple computes new parameters, not updates: pass `params` to "
+                    "`update(grads, state, params)`."
                 )
             after, new_state = _apply(triple, params, state, updates)
             return jax.tree.map(_difference, after, params), new_state
@@ -62,32 +64,32 @@ class TripleTransformation(optax.GradientTransformation):
         return self
 
     def apply(self, params: Any, state: TripleState, grads: Any) -> tuple[Any, TripleState]:
-        """Returns the parameters and the state after an update, exactly as the triple's.
+        """Returns the parameters and state after one update, exactly as the triple computes them.
 
         Args:
           params: the parameters.
-          state: the state.
-          grads: the gradients, like the parameters.
+          state: the current state.
+          grads: gradients with the structure of `params`.
         """
         return _apply(self.triple, params, state, grads)
 
     def convert_state(self, state: OptimizerState, i: Any) -> tuple[Any, TripleState]:
-        """Returns parameters and state of Optax, to go on from a state of the triple.
+        """Returns the parameters and Optax state that continue from a state of the triple.
 
         Args:
-          state: the triple's.
-          i: number of updates made, the `i` of the next one.
+          state: a state of the triple.
+          i: number of updates already made, i.e. the `i` of the next update.
 
         Raises:
-          LayoutError: the state is not one that the triple makes.
-          StepError: `i` is no number of updates.
+          LayoutError: `state` does not have the layout that the triple creates.
+          StepError: `i` is not a non-negative integer.
         """
         check_made_by(self.triple, state)
         params, slots = split(self.triple, state)
         return params, TripleState(whole_step(i), slots)
 
     def convert_state_back(self, params: Any, state: TripleState) -> tuple[OptimizerState, Any]:
-        """Returns the triple's state and the `i` of its next update."""
+        """Returns the state of the triple, and the `i` of its next update."""
         return join(params, state.slots), state.count
 
 
@@ -97,17 +99,18 @@ def to_optax(triple: Optimizer) -> TripleTransformation:
 
 
 class OptaxTriple(Optimizer):
-    """A transformation of Optax as a triple.
+    """An Optax transformation as a triple.
 
-    Its state has two entries instead of one for each parameter: `opt_state` and `params`.
+    Its packed state has exactly two entries, `opt_state` and `params`, rather than one per
+    parameter.
     """
 
     def convert_state(self, params: Any, opt_state: Any) -> OptimizerState:
-        """Returns the triple's state, to go on from parameters and state of Optax."""
+        """Returns the triple state that continues from Optax parameters and state."""
         return _pack(params, opt_state)
 
     def convert_state_back(self, state: OptimizerState) -> tuple[Any, Any]:
-        """Returns parameters and state of Optax, to go on from a state of the triple."""
+        """Returns the parameters and Optax state that continue from a state of the triple."""
         return _unpack(state)
 
 
@@ -115,8 +118,8 @@ def from_optax(tx: optax.GradientTransformation) -> OptaxTriple:
     """See `opt_legacy_stax.from_optax`."""
     if not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
         raise TypeError(
-            f"`tx` must be a transformation of Optax, with `init` and `update`; got {tx!r}. Pass "
-            "one, e.g. `optax.adam(1e-3)`."
+            f"`tx` must be an Optax gradient transformation with `init` and `update`; got {tx!r}. "
+            "Pass one such as `optax.adam(1e-3)`."
         )
     takes_more = isinstance(tx, optax.GradientTransformationExtraArgs)
 
@@ -131,7 +134,8 @@ def from_optax(tx: optax.GradientTransformation) -> OptaxTriple:
         found: Any = jax.tree.structure(grads)
         if expected != found:
             raise different_trees(expected, found)
-        extra = extra_args if takes_more else {}  # as in Optax's own chains
+        # like `optax.chain`, drop what `tx` does not accept
+        extra = extra_args if takes_more else {}
         updates, inner = tx.update(grads, inner, params, **extra)
         new = _pack(optax.apply_updates(params, updates), inner)
         pairs = zip(opt_state.packed_state, new.packed_state, strict=True)
@@ -158,8 +162,8 @@ def _unpack(state: OptimizerState) -> tuple[Any, Any]:
     outer: Any = jax.tree.structure(_OUTER)
     if tree_def != outer:
         raise LayoutError(
-            f"`opt_state` must be a state of `from_optax`, one of {outer}; found {tree_def}. Pass "
-            "what this triple's functions or `convert_state` returned."
+            f"`opt_state` must be a state of a `from_optax` triple, with structure {outer}; got "
+            f"{tree_def}. Pass a state returned by this triple's functions or by `convert_state`."
         )
     opt_state, params = map(jax.tree.unflatten, subtree_defs, packed)
     return params, opt_state

@@ -1,7 +1,7 @@
-"""Structures of trees as plain JSON, and the names of their leaves.
+"""Tree structures as plain JSON, and the names of their leaves.
 
-A description is the string `"*"` for a leaf, else `[kind, [[key, description], ...]]`. Keys are
-texts or integers; kinds are `dict`, `list`, `tuple`, `None`, or the name of a class.
+A description is the string `"*"` for a leaf, otherwise `[kind, [[key, description], ...]]`. Keys
+are strings or integers; a kind is `dict`, `list`, `tuple`, `None`, or a class name.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def describe(tree: Any, path: tuple[Any, ...] = ()) -> Description:
     """Returns the description of a tree.
 
     Raises:
-      SaveError: a key is neither text nor an integer, two keys are the same text, or the tree is
-        deeper than `MAX_DEPTH`.
+      SaveError: a key is neither a string nor an integer, two keys have the same string form, or
+        the tree is deeper than `MAX_DEPTH`.
 
     Examples:
       >>> describe({'w': (1, None)})
@@ -43,12 +43,12 @@ def describe(tree: Any, path: tuple[Any, ...] = ()) -> Description:
     kind = "None" if tree is None else type(tree).__name__
     named = [(_key(key, where), child) for key, child in found]
     if len({str(key) for key, _ in named}) != len(named):
-        raise SaveError(f"two keys in `{where}` are the same as text. Rename one.")
+        raise SaveError(f"two keys in `{where}` have the same string form. Rename one of them.")
     return [kind, [[key, describe(child, (*path, key))] for key, child in named]]
 
 
 def leaves(description: Description, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yields the keys along the path of each leaf, in the order of the leaves.
+    """Yields the key path of each leaf, in leaf order.
 
     Examples:
       >>> list(leaves(describe({'w': [1, 2]})))
@@ -62,9 +62,9 @@ def leaves(description: Description, keys: tuple[Any, ...] = ()) -> Iterator[tup
 
 
 def name_of(outer: tuple[Any, ...], inner: tuple[Any, ...]) -> str:
-    """Returns the name of a leaf in a file: the path of its parameter, and its own within.
+    """Returns the name of a leaf in a file: its parameter's path, then its path within the state.
 
-    Whatever the keys are, the name is no path that leads anywhere.
+    Keys are escaped so that the name can never be used as a file system path.
 
     Examples:
       >>> name_of(('mlp', 'kernel'), (1,)), name_of((), ()), name_of(('../x', ''), (0,))
@@ -75,7 +75,7 @@ def name_of(outer: tuple[Any, ...], inner: tuple[Any, ...]) -> str:
 
 
 def check_description(description: Any, depth: int = 0) -> int:
-    """Returns how many leaves a description has; raises a `ValueError` if it is none."""
+    """Returns the number of leaves of a description; raises `ValueError` if it is malformed."""
     if description == LEAF:
         return 1
     if depth >= MAX_DEPTH:
@@ -89,12 +89,12 @@ def check_description(description: Any, depth: int = 0) -> int:
                         keys.add(str(key))
                         count += check_description(child, depth + 1)
                     case _:
-                        raise ValueError("a child of a node is no pair of key and node")
+                        raise ValueError("a child of a node is not a [key, node] pair")
             if len(keys) != len(entries):
-                raise ValueError("two children of a node have one key")
+                raise ValueError("two children of a node have the same key")
             return count
         case _:
-            raise ValueError("a node of the tree is neither a leaf nor a pair of kind and children")
+            raise ValueError("a node of the tree is neither a leaf nor a [kind, children] pair")
 
 
 def differences(
@@ -126,8 +126,8 @@ def differences(
     if ours != theirs and sorted(ours) == sorted(theirs):
         first = next(n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
         yield (
-            f"{path}: expected its keys in another order, `{shown(ours[first])}` where "
-            f"`{shown(theirs[first])}` is"
+            f"{path}: keys in a different order, expected `{shown(ours[first])}` where "
+            f"`{shown(theirs[first])}` was found"
         )
 
 
@@ -157,7 +157,7 @@ def _key(key: Any, where: str) -> str | int:
     if type(name) in (str, int):
         return name
     raise SaveError(
-        f"a state is saved with keys that are texts or integers; a key in `{where}` is a "
+        f"keys of a saved state must be strings or integers; a key in `{where}` is a "
         f"{type(name).__name__}. Rename it."
     )
 

@@ -1,4 +1,4 @@
-"""The dtypes of states: they are those of the start."""
+"""States keep the dtypes that they were initialized with."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 
 
 def strong_param(x: Any) -> Any:
-    """Returns a parameter whose dtype an update would not strengthen.
+    """Returns a parameter without weak type.
 
-    Weakly typed arrays and Python floats become strongly typed arrays: after the first update they
-    would be, and a compiled update would be compiled twice. Everything else is left as it is.
+    Weakly typed arrays and Python floats become strongly typed arrays. The first update would do
+    the same, and a jitted update would then compile a second time. Anything else is returned
+    unchanged.
 
     Examples:
       >>> strong_param(jnp.asarray(1.0)).weak_type, strong_param(1.0).dtype.name, strong_param(2)
@@ -28,11 +29,11 @@ def strong_param(x: Any) -> Any:
 
 
 def keep_dtypes(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
-    """Returns the leaves of `new`, rounded to the dtypes of `old`.
+    """Returns the leaves of `new`, cast to the dtypes of `old`.
 
-    Only within real, and within complex, floating-point dtypes: an update that makes a float of an
-    integer, or a complex number of a real one, cannot be rounded back. PRNG keys stay keys. Of
-    `old` dtypes suffice, so `jax.ShapeDtypeStruct` leaves will do.
+    Casts only from real to real and from complex to complex floating-point dtypes: a float that an
+    update made of an integer, or a complex number of a real one, cannot be rounded back. PRNG keys
+    are left alone. Only the dtypes of `old` are used, so `jax.ShapeDtypeStruct` leaves will do.
 
     Examples:
       >>> [leaf] = keep_dtypes([jnp.ones(2, jnp.bfloat16)], [jnp.ones(2, jnp.float32)])

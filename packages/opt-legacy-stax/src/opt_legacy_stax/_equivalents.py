@@ -1,4 +1,4 @@
-"""The transformations of Optax that do what the triples do, and their states."""
+"""The nine optimizers written as chains of Optax transformations."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from opt_legacy_stax._steps import whole_step
 from opt_legacy_stax._trees import leaf_paths
 from opt_legacy_stax.errors import LayoutError, NoEquivalentError, ScheduleError
 
-# What is kept beside the parameters: the triple's, by name, each a tree like the parameters.
-Kept = Mapping[str, Any]
-# Makes a transformation of the triple's arguments.
-_Maker = Callable[[Mapping[str, Any]], Any]
+# The triple's per-parameter arrays by name, each as a tree with the parameters' structure.
+Slots = Mapping[str, Any]
+# Builds a transformation from the arguments of the triple.
+_Builder = Callable[[Mapping[str, Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class OptaxEquivalent:
-    """One of the nine optimizers in Optax's own words.
+    """One of the nine optimizers as a chain of Optax transformations.
 
     Attributes:
-      name: of the optimizer.
-      triple: the optimizer.
-      transformation: the same mathematics, made of Optax's transformations.
-      is_exact: whether the operations are the same, so that a run in float32 (parameters, gradients
-        and step sizes; `jax_enable_x64` off) that switches continues bit for bit. Else the last
-        places differ: Optax multiplies by `rsqrt(x)` where the triple divides by `sqrt(x)`, or
-        scales by the step size at another place. For other dtypes see `is_exact_for`.
+      name: name of the optimizer.
+      triple: the triple.
+      transformation: the same update rule, built from Optax transformations.
+      is_exact: whether both perform the same operations, so that a float32 run (parameters,
+        gradients and step sizes; `jax_enable_x64` off) continues bit for bit after switching. If
+        not, results differ in the last digits: Optax multiplies by `rsqrt(x)` where the triple
+        divides by `sqrt(x)`, or scales by the step size at a different point. For other dtypes see
+        `is_exact_for`.
     """
 
     name: str
@@ -48,17 +49,16 @@ class OptaxEquivalent:
     _arguments: Mapping[str, Any] = dataclasses.field(repr=False)
 
     def is_exact_for(self, params: Any, grads: Any = None) -> bool:
-        """Whether a run over these parameters continues bit for bit, as far as dtypes tell.
+        """Whether a run with parameters and gradients of these dtypes continues bit for bit.
 
-        The triple computes in the highest dtype there is and rounds back; Optax rounds the step
-        size to the dtype of the gradient, and keeps its averages in the dtype of the gradient. So
-        only
-        what has one dtype is exact: float32 throughout without `jax_enable_x64`; or any dtype, that
-        of the gradients too, where all arguments are Python numbers.
+        The triple computes in the widest dtype involved and rounds the result back; Optax casts the
+        step size to the dtype of the gradient and keeps its averages in that dtype. Results are
+        therefore exact only for a single dtype: float32 throughout without `jax_enable_x64`, or any
+        dtype shared by parameters and gradients if all arguments are Python numbers.
 
         Args:
-          params: pytree of arrays, or of `jax.ShapeDtypeStruct` leaves.
-          grads: the gradients, if their dtypes are not those of the parameters.
+          params: pytree of arrays or `jax.ShapeDtypeStruct` leaves.
+          grads: the gradients, if their dtypes differ from those of `params`.
 
         Examples:
           >>> equivalent = optax_equivalent('sgd', step_size=np.float32(0.1))
@@ -76,17 +76,17 @@ class OptaxEquivalent:
         return all(dtype == jnp.float32 for dtype in before) and not _is_64_bit()
 
     def convert_state(self, state: OptimizerState, i: Any) -> tuple[Any, Any]:
-        """Returns parameters and state of Optax, to go on from a state of the triple.
+        """Returns the parameters and Optax state that continue from a state of the triple.
 
         Args:
-          state: the triple's, or that of JAX's optimizer of the same name.
-          i: number of updates made, the `i` of the next one.
+          state: a state of the triple, or of JAX's optimizer of the same name.
+          i: number of updates already made, i.e. the `i` of the next update.
 
         Raises:
-          NoEquivalentError: Optax cannot treat one of the parameters.
-          LayoutError: the state is of another optimizer. (Two that keep as many arrays look alike,
-            as Adam's and Adagrad's do, and cannot be told apart.)
-          StepError: `i` is no number of updates.
+          NoEquivalentError: Optax cannot handle one of the parameters.
+          LayoutError: `state` belongs to a different optimizer. (Optimizers that keep the same
+            number of arrays, such as Adam and Adagrad, cannot be distinguished.)
+          StepError: `i` is not a non-negative integer.
         """
         check_state(state)
         packed, tree_def, subtree_defs = state
@@ -99,14 +99,14 @@ class OptaxEquivalent:
         return params, _fill(template, whole_step(i), self._recipe.to_optax(trees))
 
     def convert_state_back(self, params: Any, opt_state: Any) -> tuple[OptimizerState, Any]:
-        """Returns the triple's state and the `i` of its next update.
+        """Returns the state of the triple, and the `i` of its next update.
 
         Args:
           params: the parameters.
-          opt_state: the state of `transformation`.
+          opt_state: a state of `transformation`.
 
         Raises:
-          LayoutError: `opt_state` is no state of `transformation`, or of other parameters.
+          LayoutError: `opt_state` is not a state of `transformation` for `params`.
         """
         tree_def: Any
         leaves, tree_def = jax.tree.flatten(params)
@@ -118,7 +118,7 @@ class OptaxEquivalent:
             for n, x in enumerate(leaves)
         ]
         state = pack(tree_def, kept)
-        # Optax keeps averages in the dtype of the gradients, the triple in that of the parameters.
+        # Optax keeps averages in the dtype of the gradients, the triple in the parameters' dtype.
         start = jax.eval_shape(self.triple.init_fn, params)
         pairs = zip(start.packed_state, state.packed_state, strict=True)
         return repacked(state, [keep_dtypes(*pair) for pair in pairs]), _count(opt_state)
@@ -126,15 +126,15 @@ class OptaxEquivalent:
 
 @dataclasses.dataclass(frozen=True)
 class _Recipe:
-    """How one optimizer is written in Optax.
+    """How one optimizer is expressed in Optax.
 
     Attributes:
-      build: the transformation, of the triple's arguments.
-      slots: names of what the triple keeps beside `x`, in order.
-      fields: the field of Optax's state for each of them. No two parts of a chain share one.
+      build: builds the transformation from the arguments of the triple.
+      slots: names of the arrays that the triple keeps after `x`, in order.
+      fields: the Optax state field for each slot, unique within the chain.
       is_exact: see `OptaxEquivalent`.
-      negated: a slot that Optax keeps with the other sign.
-      has_shape: whether the triple keeps the shape of the parameter too, at the end.
+      negated: a slot that Optax keeps with the opposite sign.
+      has_shape: whether the triple also keeps the parameter's shape, as the last entry.
     """
 
     build: Callable[[Mapping[str, Any]], optax.GradientTransformation]
@@ -153,32 +153,33 @@ class _Recipe:
         shape = (np.shape(x),) if self.has_shape else ()
         return (x, *(slots[name] for name in self.slots), *shape)
 
-    def to_optax(self, slots: Kept) -> dict[str, Any]:
+    def to_optax(self, slots: Slots) -> dict[str, Any]:
         return {
             field: self._signed(name, slots[name])
             for name, field in zip(self.slots, self.fields, strict=True)
         }
 
-    def from_optax(self, found: Kept) -> dict[str, Any]:
+    def from_optax(self, found: Slots) -> dict[str, Any]:
         return {
             name: self._signed(name, found[field])
             for name, field in zip(self.slots, self.fields, strict=True)
         }
 
     def check(self, optimizer: str, tree_def: Any, kept: list[Any]) -> None:
-        """Raises an error if what is kept for a parameter is not what the triple keeps."""
+        """Raises an error if a parameter's state does not have the triple's layout."""
         names = ("x", *self.slots, *(("shape",) if self.has_shape else ()))
         for path, subtree in zip(leaf_paths(tree_def), kept, strict=True):
             if not self._is_kept(subtree, len(names)):
                 expected = f"`({', '.join(names)})`" if self.slots else "an array"
                 found = _kind(subtree)
                 raise LayoutError(
-                    f"`state` is not one of `{optimizer}`: for parameter `{path}` expected "
-                    f"{expected}, found {found}. Convert it with the equivalent of the optimizer "
-                    "that made it."
+                    f"`state` is not a state of `{optimizer}`: expected {expected} for parameter "
+                    f"`{path}`, found {found}. Use the equivalent of the optimizer that created it."
                 )
             if self.has_shape and not subtree[-1]:
-                raise _no_equivalent("sm3", f"`optax.sm3` has no scalars, and `{path}` is one")
+                raise _no_equivalent(
+                    "sm3", f"`optax.sm3` does not support scalars, and parameter `{path}` is one"
+                )
 
     def _is_kept(self, subtree: Any, length: int) -> bool:
         if not self.slots:
@@ -200,15 +201,17 @@ def optax_equivalent(name: str, **kwargs: Any) -> OptaxEquivalent:
     recipe = _RECIPES.get(name)
     if recipe is None:
         raise NoEquivalentError(
-            f"`name` must be one of {', '.join(_RECIPES)}; got {name!r}. For a triple of your own "
-            "use `to_optax(triple)`."
+            f"`name` must be one of {', '.join(_RECIPES)}; got {name!r}. For a custom triple, use "
+            "`to_optax(triple)`."
         )
-    maker = getattr(_triples, name)
-    arguments = inspect.signature(maker).bind(**kwargs)
+    factory = getattr(_triples, name)
+    arguments = inspect.signature(factory).bind(**kwargs)
     arguments.apply_defaults()
     if arguments.arguments.pop("upstream_numerics"):
-        raise _no_equivalent(name, "Optax rounds as the default does, not as JAX's module")
-    triple = maker(**kwargs)  # complains about the step size
+        raise _no_equivalent(
+            name, "Optax rounds like the default numerics, not like those of JAX's module"
+        )
+    triple = factory(**kwargs)  # validates the step size
     given = dict(arguments.arguments)
     return OptaxEquivalent(name, triple, recipe.build(given), recipe.is_exact, recipe, given)
 
@@ -216,21 +219,21 @@ def optax_equivalent(name: str, **kwargs: Any) -> OptaxEquivalent:
 def _no_equivalent(name: str, reason: str) -> NoEquivalentError:
     return NoEquivalentError(
         f"Optax has no equivalent of this `{name}`: {reason}. Use `to_optax({name}(...))`, which "
-        "is the triple itself as a transformation."
+        "wraps the triple itself as a transformation."
     )
 
 
 def _rate(arguments: Mapping[str, Any]) -> optax.GradientTransformation:
-    """Returns the last step: `-step_size *`, which counts where the step size is a schedule."""
+    """Returns the last part of each chain, which multiplies by `-step_size`."""
     rate = arguments["step_size"]
     if not callable(rate) and np.ndim(rate) != 0:
-        raise ScheduleError("a step size must be a number or a function of the step.")
-    # A schedule of a number counts too: the triple needs to know `i` when the run goes back to it.
+        raise ScheduleError("`step_size` must be a number or a function of the step.")
+    # Even a constant goes through a schedule: its counter is the `i` to return to the triple with.
     schedule = rate if callable(rate) else optax.constant_schedule(rate)
     return optax.scale_by_schedule(lambda count: -1 * schedule(count))
 
 
-def _chain(*parts: _Maker) -> _Maker:
+def _chain(*parts: _Builder) -> _Builder:
     return lambda arguments: optax.chain(*(part(arguments) for part in parts))
 
 
@@ -238,8 +241,8 @@ def _adamax(arguments: Mapping[str, Any]) -> optax.GradientTransformation:
     if arguments["eps"] != 0:
         raise _no_equivalent(
             "adamax",
-            "Optax adds `eps` to the gradient before the maximum, the triple to the maximum after "
-            "it; they agree for `eps=0` alone",
+            "Optax adds `eps` to the gradient inside the maximum, the triple adds it to the "
+            "result; they agree only for `eps=0`",
         )
     return optax.scale_by_adamax(arguments["b1"], arguments["b2"], eps=0.0)
 
@@ -295,7 +298,7 @@ _RECIPES: dict[str, _Recipe] = {
 
 
 def _fill(template: Any, count: Any, fields: Mapping[str, Any]) -> Any:
-    """Returns a state of Optax with these fields, and every counter at `count`."""
+    """Returns an Optax state with these fields, and with every counter set to `count`."""
     filled = []
     for part in template:
         values = {
@@ -307,26 +310,26 @@ def _fill(template: Any, count: Any, fields: Mapping[str, Any]) -> Any:
 
 
 def _fields(opt_state: Any) -> dict[str, Any]:
-    """Returns the fields of the parts of a chain, by name; a parameter's own name is no field."""
+    """Returns the fields of all parts of a chain state, by name."""
     return {field: getattr(p, field) for p in opt_state for field in getattr(p, "_fields", ())}
 
 
 def _check_optax_state(optimizer: str, expected: Any, found: Any) -> None:
-    """Raises an error if `found` is no state of the transformation, or of other parameters."""
+    """Raises an error unless `found` is a state of the transformation for these parameters."""
     parts = found if isinstance(found, tuple) and not hasattr(found, "_fields") else (found,)
     kinds, given = ([type(part).__name__ for part in each] for each in (expected, parts))
     if kinds != given:
         raise LayoutError(
             f"`opt_state` is not a state of the equivalent of `{optimizer}`: expected "
-            f"({', '.join(kinds)}), found ({', '.join(given)}). Pass one that `transformation` or "
-            "`convert_state` made."
+            f"({', '.join(kinds)}), found ({', '.join(given)}). Pass a state returned by "
+            "`transformation` or `convert_state`."
         )
     structures: list[Any] = [jax.tree.structure(each) for each in (expected, found)]
     shapes = [list(map(jnp.shape, jax.tree.leaves(each))) for each in (expected, found)]
     if structures[0] != structures[1] or shapes[0] != shapes[1]:
         raise LayoutError(
-            "`opt_state` is of other parameters than `params`: their trees or shapes differ. Pass "
-            "the two that an update returned."
+            "`opt_state` does not belong to `params`: their tree structures or shapes differ. "
+            "Pass parameters and state from the same update."
         )
 
 
@@ -341,5 +344,5 @@ def _kind(subtree: Any) -> str:
 
 
 def _count(opt_state: Any) -> Any:
-    """Returns how many updates the step size has been scheduled for."""
+    """Returns the step counter of the learning-rate schedule."""
     return next(part.count for part in opt_state if isinstance(part, optax.ScaleByScheduleState))

@@ -1,4 +1,4 @@
-"""The way off: functions that need Optax or opt-core, which only extras install."""
+"""Migration functions, which need the extras `optax` or `core`."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ if TYPE_CHECKING:
 
 
 def to_optax(triple: Optimizer) -> TripleTransformation:
-    """Returns a triple as a transformation of Optax. Needs the extra `optax`.
+    """Wraps a triple as an Optax gradient transformation. Needs the extra `optax`.
 
-    The transformation's state is a counter, and what the triple keeps for each parameter; the
-    parameters are Optax's. `update` needs them. It returns differences, so that adding them may
-    round; `apply(params, state, grads)` returns new parameters and state exactly as the triple's.
+    The transformation's state holds a counter and the triple's per-parameter state without the
+    parameters themselves, so `update` needs `params`. `update` returns differences, which round
+    when they are added; `apply(params, state, grads)` returns new parameters and state exactly as
+    the triple computes them.
 
     Args:
-      triple: an optimizer of this module, or one that `optimizer` made, here or in JAX's module.
-        (JAX's own `sm3` cannot be traced; this module's goes on from its states.)
+      triple: one of the nine optimizers, or one made by the `optimizer` decorator, of this module
+        or of JAX's. (JAX's own `sm3` cannot be traced; this module's `sm3` accepts its states.)
 
     Returns:
-      An `optax.GradientTransformation` with `apply`, with `convert_state(state, i)`, which returns
-      parameters and state to go on from a state of the triple before its update `i`, and
-      `convert_state_back(params, state)`, which returns that state and `i`.
+      An `optax.GradientTransformation` with three more methods: `apply`; `convert_state(state, i)`,
+      which returns the parameters and Optax state that continue from a triple state before update
+      `i`; and `convert_state_back(params, state)`, its inverse.
 
     Raises:
       MissingExtraError: Optax is not installed.
@@ -50,18 +51,18 @@ def to_optax(triple: Optimizer) -> TripleTransformation:
 
 
 def from_optax(tx: optax.GradientTransformation) -> OptaxTriple:
-    """Returns a transformation of Optax as a triple. Needs the extra `optax`.
+    """Wraps an Optax gradient transformation as a triple. Needs the extra `optax`.
 
-    The number given to `update_fn` is not used: transformations count for themselves. Extra
-    arguments of the transformation are keywords of `update_fn`. States can be saved and packed as
-    those of other triples.
+    The step `i` passed to `update_fn` is ignored, since transformations keep their own counters.
+    `update_fn` forwards keyword arguments to transformations that take extra arguments. States can
+    be saved, packed and unpacked like those of any other triple.
 
     Args:
-      tx: a transformation of Optax.
+      tx: an Optax gradient transformation.
 
     Returns:
-      An `Optimizer` with `convert_state(params, opt_state)`, which returns a state to go on from
-      those of Optax, and `convert_state_back(state)`, which returns them.
+      An `Optimizer` with two more methods: `convert_state(params, opt_state)`, which returns the
+      triple state that continues from an Optax state, and `convert_state_back(state)`, its inverse.
 
     Raises:
       MissingExtraError: Optax is not installed.
@@ -77,23 +78,23 @@ def from_optax(tx: optax.GradientTransformation) -> OptaxTriple:
 
 
 def optax_equivalent(name: str, **kwargs: Any) -> OptaxEquivalent:
-    """Returns one of the nine optimizers written in Optax's transformations.
+    """Returns one of the nine optimizers as a chain of Optax transformations.
 
     Needs the extra `optax`.
 
     Args:
-      name: of the optimizer, such as `'adam'`.
-      **kwargs: its arguments, by name.
+      name: name of the optimizer, such as `'adam'`.
+      **kwargs: its arguments, by keyword.
 
     Returns:
-      An object with `transformation`, an `optax.GradientTransformation`; `triple`, the optimizer;
-      `is_exact`, whether both do the same operations in float32; `is_exact_for(params, grads)`,
-      whether for their dtypes too; `convert_state(state, i)`, which returns parameters and state of
-      Optax to go on from a state of the triple before its update `i`; and
-      `convert_state_back(params, opt_state)`, which returns that state and `i`.
+      An object with `transformation`, an `optax.GradientTransformation`; `triple`, the triple;
+      `is_exact`, whether both perform the same operations in float32;
+      `is_exact_for(params, grads)`, the same for other dtypes; `convert_state(state, i)`, which
+      returns the parameters and Optax state that continue from a triple state before update `i`;
+      and `convert_state_back(params, opt_state)`, its inverse.
 
     Raises:
-      NoEquivalentError: no transformation of Optax has the same mathematics.
+      NoEquivalentError: no Optax transformation implements the same update rule.
       MissingExtraError: Optax is not installed.
 
     Examples:
@@ -111,18 +112,19 @@ def optax_equivalent(name: str, **kwargs: Any) -> OptaxEquivalent:
 
 
 def to_optimizer_def(triple: Optimizer) -> TripleDef:
-    """Returns a triple as an optimizer definition of opt-core. Needs the extra `core`.
+    """Wraps a triple as an opt-core optimizer definition. Needs the extra `core`.
 
-    An update is the triple's own, bit for bit, with `state.step` as its `i`. The target is the
-    parameters, `state.param_states` what the triple keeps beside them.
+    Updates are the triple's own, bit for bit, with `state.step` as `i`. The target holds the
+    parameters, and `state.param_states` the rest of the triple's state.
 
     Args:
-      triple: an optimizer of this module, of JAX's, or one that `optimizer` made.
+      triple: one of the nine optimizers, or one made by the `optimizer` decorator, of this module
+        or of JAX's.
 
     Returns:
-      An `opt_core.OptimizerDef` with `derive_logical_axes`; with `convert_state(state, i)`, which
-      returns an `opt_core.Optimizer` to go on from a state of the triple before its update `i`;
-      and `convert_state_back(optimizer)`, which returns that state and `i`.
+      An `opt_core.OptimizerDef` with `derive_logical_axes` and two more methods:
+      `convert_state(state, i)`, which returns the `opt_core.Optimizer` that continues from a triple
+      state before update `i`, and `convert_state_back(optimizer)`, its inverse.
 
     Raises:
       MissingExtraError: opt-core is not installed.
@@ -140,7 +142,7 @@ def to_optimizer_def(triple: Optimizer) -> TripleDef:
 
 
 def _module(name: str, extra: str) -> ModuleType:
-    """Imports the module that needs an extra."""
+    """Imports a module that needs an extra."""
     try:
         if extra == "core":
             import opt_core  # noqa: F401
@@ -148,6 +150,7 @@ def _module(name: str, extra: str) -> ModuleType:
             import optax  # noqa: F401
     except ImportError as error:
         raise MissingExtraError(
-            f"this needs `{error.name}`. Install it with `pip install opt-legacy-stax[{extra}]`."
+            f"this function needs the package `{error.name}`. Install it with `pip install "
+            f"opt-legacy-stax[{extra}]`."
         ) from error
     return importlib.import_module(f"opt_legacy_stax.{name}")

@@ -1,6 +1,7 @@
-"""Whose state it is: what a file says so that another optimizer does not take it for its own.
+"""The identity of an optimizer, saved with its states.
 
-Several optimizers keep as many arrays of the same shapes: a state of `adam` fits `adamax`.
+Several optimizers keep the same number of arrays with the same shapes: without an identity, a state
+of `adam` would load into `adamax`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from opt_legacy_stax._trees import shown
 if TYPE_CHECKING:
     from opt_legacy_stax._optimizers import Optimizer
 
-# What each of the nine keeps for a parameter, in order.
+# The entries that each of the nine optimizers keeps for a parameter, in order.
 _KEEPS: Mapping[str, tuple[str, ...]] = {
     "sgd": ("x",),
     "momentum": ("x", "velocity"),
@@ -25,25 +26,25 @@ _KEEPS: Mapping[str, tuple[str, ...]] = {
     "adamax": ("x", "m", "u"),
     "sm3": ("x", "m", "vs", "shape"),
 }
-# JAX's own triples have no attribute that says so; their functions are those of these modules.
+# JAX's own triples carry no identity: they are recognised by the module of their functions.
 _MODULES = ("opt_legacy_stax._triples", "jax.example_libraries.optimizers")
 _ATTRIBUTE = "_opt_legacy_stax_identity"
 
 
 class HasTriple(Protocol):
-    """What `to_optax`, `to_optimizer_def` and `optax_equivalent` return."""
+    """An object that wraps a triple, as returned by `to_optax` or `to_optimizer_def`."""
 
     @property
     def triple(self) -> Optimizer:
-        """The triple it was made of."""
+        """The wrapped triple."""
 
 
 class Identity(NamedTuple):
-    """The name of an optimizer, and the meaning of what it keeps.
+    """The name of an optimizer and of the entries in its state.
 
     Attributes:
-      name: of the function that makes it.
-      keeps: the name of each entry kept for a parameter; empty where only the name is known.
+      name: name of the function that creates the optimizer.
+      keeps: name of each entry kept for a parameter; empty if only `name` is known.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Identity(NamedTuple):
 
 
 def made_by(opt_maker: Callable[..., Any]) -> Identity | None:
-    """Returns whose states an optimizer has that a function makes; `None` for a lambda.
+    """Returns the identity of the optimizers that a function creates; `None` for a lambda.
 
     Examples:
       >>> from opt_legacy_stax import _triples
@@ -70,21 +71,21 @@ def made_by(opt_maker: Callable[..., Any]) -> Identity | None:
 
 
 def mark(init_fn: Callable[..., Any], identity: Identity | None) -> None:
-    """Notes whose states a function makes; wrappers of it, as of `jax.jit`, have the note too."""
+    """Attaches an identity to an `init_fn`; wrappers such as `jax.jit` carry it along."""
     setattr(init_fn, _ATTRIBUTE, identity)
 
 
 def identity_of(optimizer: Any) -> Identity | None:
-    """Returns whose state is meant.
+    """Returns the identity of an optimizer.
 
     Args:
-      optimizer: a triple; something that has one as its `triple`; or a name.
+      optimizer: a triple, an object with a `triple` attribute, or a name.
 
     Returns:
-      `None` for a triple that does not say.
+      The identity, or `None` for a triple without one.
 
     Raises:
-      TypeError: it is none of these, or an empty name.
+      TypeError: `optimizer` is anything else, or an empty name.
 
     Examples:
       >>> from opt_legacy_stax import adam
@@ -102,21 +103,21 @@ def identity_of(optimizer: Any) -> Identity | None:
 
 
 def triple_of(optimizer: Any, argument: str = "optimizer") -> Any:
-    """Returns the triple that is meant.
+    """Returns a triple, unwrapped if necessary.
 
     Args:
-      optimizer: a triple, or something that has one as its `triple`.
-      argument: what the error calls it.
+      optimizer: a triple, or an object with a `triple` attribute.
+      argument: name of the argument in the error message.
 
     Raises:
-      TypeError: there is none.
+      TypeError: `optimizer` is neither.
     """
     triple = getattr(optimizer, "triple", optimizer)
     if isinstance(triple, tuple) and len(triple) == 3 and all(map(callable, triple)):
         return triple
-    or_name = ", or a name that is not empty" if argument == "optimizer" else ""
+    or_name = ", or a non-empty name" if argument == "optimizer" else ""
     raise TypeError(
-        f"`{argument}` must be a triple (init_fn, update_fn, params_fn), or what `to_optax`, "
-        f"`to_optimizer_def` or `optax_equivalent` made of one{or_name}; got "
+        f"`{argument}` must be a triple (init_fn, update_fn, params_fn), or a triple wrapped by "
+        f"`to_optax`, `to_optimizer_def` or `optax_equivalent`{or_name}; got "
         f"{shown(repr(optimizer), 60)}."
     )

@@ -1,4 +1,4 @@
-"""States as one tree, in which join points mark where what is kept for a parameter begins."""
+"""States as a single tree, with join points marking where each parameter's state begins."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from opt_legacy_stax.errors import JoinPointError
 
 
 class JoinPoint:
-    """Marks the place of a parameter in a tree; holds what is kept for it.
+    """Marks the place of a parameter in a tree, and holds its optimizer state.
 
-    For JAX it is a leaf.
+    JAX treats a join point as a leaf.
 
     Attributes:
-      subtree: what is kept for the parameter, a pytree.
+      subtree: the state of the parameter, a pytree.
     """
 
     subtree: Any
@@ -28,15 +28,15 @@ class JoinPoint:
         self.subtree = subtree
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the subtree: a leaf that is a container looks like one."""
+        """Yields the subtree, as the class in JAX's module does."""
         yield self.subtree
 
 
 def unpack_optimizer_state(opt_state: OptimizerState) -> Any:
-    """Returns a state as a tree like the parameters, with a `JoinPoint` for each of them.
+    """Returns a state as a tree with the structure of the parameters and a `JoinPoint` per leaf.
 
     Args:
-      opt_state: a state of this module's optimizers, or of JAX's.
+      opt_state: a state of an optimizer of this module or of JAX's.
 
     Examples:
       >>> from opt_legacy_stax import momentum
@@ -51,13 +51,13 @@ def unpack_optimizer_state(opt_state: OptimizerState) -> Any:
 
 
 def pack_optimizer_state(marked_pytree: Any) -> OptimizerState:
-    """Returns the state that `unpack_optimizer_state` made a tree of.
+    """Inverts `unpack_optimizer_state`.
 
     Args:
-      marked_pytree: a tree whose leaves are join points: this module's, or those of JAX's.
+      marked_pytree: a tree whose leaves are join points of this module or of JAX's.
 
     Raises:
-      JoinPointError: a leaf is none; names the first paths.
+      JoinPointError: a leaf is not a join point; the message lists the first paths.
     """
     keyed, tree_def = jax.tree_util.tree_flatten_with_path(marked_pytree)
     strangers = [
@@ -67,14 +67,14 @@ def pack_optimizer_state(marked_pytree: Any) -> OptimizerState:
     ]
     if strangers:
         raise JoinPointError(
-            f"`marked_pytree` must have a JoinPoint in place of every leaf:\n"
-            f"{first_lines(strangers)}\nPass what `unpack_optimizer_state` returned."
+            "`marked_pytree` must have a JoinPoint in place of every leaf:\n"
+            f"{first_lines(strangers)}\nPass a tree returned by `unpack_optimizer_state`."
         )
     return pack(tree_def, [join_point.subtree for _, join_point in keyed])
 
 
 def _is_join_point(leaf: Any) -> bool:
-    # JAX's own class is another one, wherever the running version of JAX has it.
+    # Matched by name: the module of JAX's own class depends on the version of JAX.
     return isinstance(leaf, JoinPoint) or (
         type(leaf).__name__ == "JoinPoint" and vars(leaf).keys() == {"subtree"}
     )

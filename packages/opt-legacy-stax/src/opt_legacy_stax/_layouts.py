@@ -1,4 +1,4 @@
-"""States of older versions of JAX, in today's layout."""
+"""Conversion of states from older versions of JAX to the current layout."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from opt_legacy_stax.errors import LayoutError
 
 
 def convert_old_layout(state: Any, *, is_sm3: bool | None = None) -> OptimizerState:
-    """Returns a state that an older JAX made, as this module's optimizers expect it.
+    """Converts a state created by an older version of JAX to the current layout.
 
-    What differs: the lists of leaves were tuples in jax 0.1, and up to jax 0.2.19 what `sm3` kept
-    for a parameter was `(x, m, vs)`, without its shape. States of today's layout come back as they
-    are. The arithmetic of adam and adamax up to jax 0.2.6, with a bias correction of Python
-    floats, needs no other layout.
+    Two things have changed: jax 0.1 stored leaves in tuples rather than lists, and up to jax 0.2.19
+    `sm3` kept `(x, m, vs)` for a parameter, without its shape. States in the current layout are
+    returned unchanged. The different bias correction of adam and adamax up to jax 0.2.6 does not
+    affect the layout.
 
     Args:
-      state: an `OptimizerState` of this module's or of JAX's; a plain tuple of its three fields; or
-        the tree of join points that `unpack_optimizer_state`, or `load_unpacked_pickle`, returned.
-      is_sm3: whether the state is of `sm3`. Another optimizer may keep an `(x, m, [v])` too, so
-        this must be said of states that look so.
+      state: an `OptimizerState` of this module or of JAX's; a plain tuple of its three fields; or a
+        tree of join points returned by `unpack_optimizer_state` or `load_unpacked_pickle`.
+      is_sm3: whether the state belongs to `sm3`. Required for states that look like `(x, m, [v])`,
+        since a custom optimizer may have that layout too.
 
     Raises:
-      LayoutError: what is kept for a parameter does not fit together, or looks like that of `sm3`
-        and `is_sm3` is not given.
+      LayoutError: the state of a parameter is inconsistent, or looks like that of `sm3` and
+        `is_sm3` is not given.
 
     Examples:
       >>> from opt_legacy_stax import JoinPoint, sm3
@@ -46,8 +46,8 @@ def convert_old_layout(state: Any, *, is_sm3: bool | None = None) -> OptimizerSt
         for path, kept in zip(leaf_paths(tree_def), states, strict=True):
             if _looks_like_sm3(kept):
                 raise LayoutError(
-                    f"what is kept for `{path}` looks like `(x, m, vs)` of sm3 up to jax 0.2.19. "
-                    "Say whether it is that: `is_sm3=True` or `is_sm3=False`."
+                    f"the state of `{path}` looks like the `(x, m, vs)` of sm3 up to jax 0.2.19. "
+                    "Pass `is_sm3=True` if it is, `is_sm3=False` if not."
                 )
     if is_sm3:
         named = zip(leaf_paths(tree_def), states, strict=True)
@@ -65,7 +65,7 @@ def _with_shape(path: str, kept: Any) -> Any:
     x, _, vs = kept
     if np.shape(x) != tuple(np.size(v) for v in vs):
         raise LayoutError(
-            f"what is kept for `{path}` looks like `(x, m, vs)` of sm3, but `x` has shape "
-            f"{np.shape(x)} and `vs` sizes {tuple(np.size(v) for v in vs)}. Convert it by hand."
+            f"the state of `{path}` looks like the `(x, m, vs)` of sm3, but `x` has shape "
+            f"{np.shape(x)} and `vs` has sizes {tuple(np.size(v) for v in vs)}. Convert it by hand."
         )
     return (*kept, np.shape(x))

@@ -1,6 +1,6 @@
-"""Single leaves of a state: what they are in a file, and what comes back.
+"""Conversion of single leaves of a state to and from their form in a file.
 
-A leaf keeps its kind: an array of JAX's, of NumPy's, a NumPy or Python scalar, a PRNG key.
+A leaf keeps its kind: JAX or NumPy array, NumPy or Python scalar, PRNG key.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PYTHON: dict[str, tuple[type, str]] = {
     "complex": (complex, "complex128"),
 }
 
-# The dtypes that safetensors has a name for. Others are stored as bytes.
+# Dtypes that safetensors has a name for. All others are stored as bytes.
 _STORED = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -52,13 +52,13 @@ _NAMES = frozenset({*_STORED, *_AS_BYTES})
 
 @dataclasses.dataclass(frozen=True)
 class LeafSpec:
-    """What a file says of a leaf.
+    """The description of a leaf in a file.
 
     Attributes:
-      kind: what it is outside the file.
-      dtype: of its entries, by NumPy's name; of a key's data.
-      shape: of the array; of a key's data.
-      impl: the implementation of a PRNG key, else empty.
+      kind: what the leaf is in memory.
+      dtype: NumPy name of its dtype; for a PRNG key, of the key data.
+      shape: shape of the array; for a PRNG key, of the key data.
+      impl: implementation of a PRNG key, otherwise empty.
     """
 
     kind: str
@@ -68,7 +68,7 @@ class LeafSpec:
 
     @property
     def stored_dtype(self) -> str:
-        """The name that safetensors has for the dtype in the file."""
+        """The safetensors name of the dtype in the file."""
         return _STORED.get(self.dtype, "U8")
 
     @property
@@ -78,7 +78,7 @@ class LeafSpec:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it takes."""
+        """Size of the leaf in bytes."""
         size = dtype_of(self.dtype).itemsize
         for dim in self.shape:
             size *= dim  # a Python integer: no overflow
@@ -104,36 +104,36 @@ def is_consistent(spec: LeafSpec) -> bool:
 
 
 def needs_64_bits(spec: LeafSpec) -> bool:
-    """Returns whether it is an array that JAX, as it is configured, would round or wrap."""
+    """Returns whether the leaf is a JAX array that needs `jax_enable_x64`, which is off."""
     dtype = dtype_of(spec.dtype)
     is_array = spec.kind in ("jax", "weak")
     return is_array and bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Returns the dtype of a name; those of `ml_dtypes` included.
+    """Returns the dtype with this name, including those of `ml_dtypes`.
 
     Examples:
       >>> dtype_of('bfloat16').itemsize, dtype_of('float32').itemsize
       (2, 4)
     """
-    return np.dtype(name)  # JAX has registered those of `ml_dtypes`
+    return np.dtype(name)  # importing JAX registers those of `ml_dtypes`
 
 
 def to_file(leaf: Any, name: str) -> tuple[LeafSpec, np.ndarray]:
-    """Returns what a leaf is, and its entries in the memory order of the file.
+    """Returns the spec of a leaf, and its values in the memory order of the file.
 
     Args:
       leaf: a leaf of a state.
-      name: what errors call it.
+      name: name of the leaf in error messages.
 
     Raises:
-      SaveError: it cannot be stored exactly, or has no entries to store.
+      SaveError: the leaf is abstract, or cannot be stored exactly.
     """
     if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
         raise SaveError(
-            f"`{name}` is abstract ({type(leaf).__name__}). Save outside of `jit`, `eval_shape` "
-            "and the like."
+            f"`{name}` is abstract ({type(leaf).__name__}). Call `save` outside of `jit`, "
+            "`eval_shape` and other transformations."
         )
     if isinstance(leaf, jax.Array):
         return _jax_to_file(leaf, name)
@@ -144,17 +144,20 @@ def to_file(leaf: Any, name: str) -> tuple[LeafSpec, np.ndarray]:
         kind = "numpy" if isinstance(leaf, np.ndarray) else "scalar"
         return _checked(LeafSpec(kind, leaf.dtype.name, leaf.shape), np.asarray(leaf), name)
     raise SaveError(
-        f"`{name}` is a {shown(type(leaf).__name__)}. A state is saved with leaves that are arrays "
-        "or numbers."
+        f"`{name}` is a {shown(type(leaf).__name__)}; leaves of a saved state must be arrays or "
+        "numbers."
     )
 
 
 def _jax_to_file(leaf: jax.Array, name: str) -> tuple[LeafSpec, np.ndarray]:
     if leaf.is_deleted():
-        raise SaveError(f"`{name}` is deleted: it was donated. Save the state that came back.")
+        raise SaveError(
+            f"the buffer of `{name}` has been donated or deleted. Save the state that the update "
+            "returned."
+        )
     if not leaf.is_fully_addressable:
         raise SaveError(
-            f"`{name}` is spread over processes. Gather it first "
+            f"`{name}` is not fully addressable by this process. Gather it first "
             "(`jax.experimental.multihost_utils.process_allgather`)."
         )
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -170,7 +173,7 @@ def _python_number(leaf: Any, dtype: str, name: str) -> np.ndarray:
     try:
         return np.asarray(leaf, dtype)
     except OverflowError:
-        raise SaveError(f"`{name}` is an integer of more than 64 bits.") from None
+        raise SaveError(f"`{name}` is an integer that does not fit in 64 bits.") from None
 
 
 def _checked(spec: LeafSpec, array: np.ndarray, name: str) -> tuple[LeafSpec, np.ndarray]:
@@ -179,17 +182,17 @@ def _checked(spec: LeafSpec, array: np.ndarray, name: str) -> tuple[LeafSpec, np
             f"`{name}` has dtype {array.dtype}, which the format cannot hold exactly. Convert it "
             "to a numeric dtype."
         )
-    # C order: the bytes of a transposed, strided or broadcast array are others than its entries.
+    # The raw buffer of a transposed, strided or broadcast array is not in C order.
     native = array.astype(dtype_of(spec.dtype), order="C", copy=False)
     return spec, np.ascontiguousarray(native).reshape(spec.shape)
 
 
 def from_file(spec: LeafSpec, array: np.ndarray) -> Any:
-    """Returns the leaf that was saved, of the entries that the file had.
+    """Returns the leaf that was saved.
 
     Args:
-      spec: what the file says of it.
-      array: its entries; owned by nobody else.
+      spec: the spec from the file.
+      array: the values from the file, in a buffer that is not shared.
     """
     match spec.kind:
         case "numpy":
@@ -200,7 +203,7 @@ def from_file(spec: LeafSpec, array: np.ndarray) -> Any:
             return jnp.asarray(array)
         case "weak":
             weak, strong = jnp.asarray(array.item()), jnp.asarray(array)
-            # JAX has no public way to make the others weak; a signalling NaN becomes another one.
+            # Only Python scalars become weak arrays, which loses other dtypes and signalling NaNs.
             is_same = weak.dtype == array.dtype and np.asarray(weak).tobytes() == array.tobytes()
             return weak if is_same else strong
         case "key":
@@ -210,9 +213,9 @@ def from_file(spec: LeafSpec, array: np.ndarray) -> Any:
 
 
 def spec_of(leaf: Any) -> LeafSpec:
-    """Returns what a leaf of a reference is; its entries are not looked at.
+    """Returns the spec of a leaf of a reference state, without reading its values.
 
-    A leaf without shape and dtype has the dtype `object`, which no file has.
+    A leaf without shape and dtype gets the dtype `object`, which never occurs in a file.
     """
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -240,10 +243,10 @@ def _impl_of(keys: Any) -> str:
 
 
 def fits(saved: LeafSpec, expected: LeafSpec) -> bool:
-    """Returns whether a saved leaf can stand for an expected one.
+    """Returns whether a saved leaf matches an expected one.
 
-    Shapes and dtypes are equal; but a number of Python's, or an array of NumPy's, may stand for
-    what JAX, as it is configured, makes of it, where that is all that is known.
+    Shapes and dtypes must be equal, with one exception: a Python number or NumPy array also matches
+    an abstract leaf of the dtype that JAX converts it to under the current `jax_enable_x64`.
     """
     if saved.kind == "key" or expected.kind == "key":
         return saved == expected
@@ -257,7 +260,7 @@ def fits(saved: LeafSpec, expected: LeafSpec) -> bool:
 
 
 def is_within(array: np.ndarray, dtype: str) -> bool:
-    """Returns whether all of the entries, if they are integers, are within those of the dtype.
+    """Returns whether all values of an integer array fit into a dtype; `True` for other arrays.
 
     Examples:
       >>> is_within(np.array(2**40), 'int32'), is_within(np.array(2**20), 'int32')

@@ -1,4 +1,4 @@
-"""Reading states from files: the state that was saved, or an error."""
+"""Reading states from files."""
 
 from __future__ import annotations
 
@@ -43,42 +43,45 @@ def load(
     optimizer: Optimizer | HasTriple | str | None = None,
     params: Any = None,
 ) -> OptimizerState:
-    """Returns the state that a file holds, if it is the state expected.
+    """Loads a state from a file, after checking that it is the expected one.
 
-    Either `like`, or `optimizer` and `params`, say what to expect. Whose state it is `like` does
-    not say: with `optimizer` beside it, as with `params`, the file must have been saved with an
-    `optimizer` of the same name. Where one of the two has no name, there is an
-    `UnnamedStateWarning`.
+    The expected state is given either by `like` or by `optimizer` and `params`. If `optimizer` is
+    given (with `params`, or in addition to `like`), the file must have been saved with an
+    `optimizer` of the same name. If either name is missing, an `UnnamedStateWarning` is issued.
 
-    Every leaf comes back as what it was: an array of JAX's or NumPy's, a Python number, a PRNG key.
-    Where an expected leaf is a `jax.Array` that is committed to devices, or has a sharding, the
-    loaded one goes there. The state is of the class that `like` is, or that `optimizer` makes: this
-    module's or JAX's.
+    Every leaf is restored as it was saved: JAX or NumPy array, Python number, PRNG key. If an
+    expected leaf is a `jax.Array` committed to devices, or has a sharding, the loaded leaf is
+    placed accordingly. The state has the class of `like`, or the class that `optimizer` creates:
+    this module's or JAX's.
 
-    Trees, keys and their order, shapes and dtypes must be equal. There is one exception. JAX makes
-    32 bits of Python's numbers, and of NumPy's arrays of 64 bits unless its 64-bit mode is on. So
-    where an expected leaf is abstract, as all are of `optimizer` and `params`, such a number or
-    array may stand for what JAX makes of it; integers must then fit into it.
+    Tree structure, keys and their order, shapes and dtypes must be equal, with one exception. JAX
+    converts Python numbers and 64-bit NumPy arrays to 32 bits unless `jax_enable_x64` is on. Where
+    the expected leaf is abstract, as all leaves described by `optimizer` and `params` are, such a
+    number or array matches the dtype that JAX would convert it to, provided that integers fit.
 
-    Nothing is loaded from a file that is damaged or of another state, and nothing is allocated
-    before the length of the file and the expected state agree to it.
+    A damaged or mismatching file is rejected as a whole, and no memory is allocated for arrays
+    before the header agrees with the length of the file and with the expected state.
 
     Args:
-      path_or_file: a path; or a seekable file object opened for reading bytes, read from where it
-        stands to its end.
-      like: a state of the expected structure, shapes and dtypes; leaves may be
+      path_or_file: a path, or a seekable file object opened for reading bytes, which is read from
+        its current position to its end.
+      like: a state with the expected structure, shapes and dtypes; leaves may be
         `jax.ShapeDtypeStruct`.
-      optimizer: whose state it is: the triple, what `to_optax`, `to_optimizer_def` or
-        `optax_equivalent` made of it, or, beside `like`, a name.
-      params: parameters of the expected structure, shapes and dtypes; arrays or
+      optimizer: the optimizer that the state belongs to: a triple, the result of `to_optax`,
+        `to_optimizer_def` or `optax_equivalent`, or, together with `like`, a name.
+      params: parameters with the expected structure, shapes and dtypes; arrays or
         `jax.ShapeDtypeStruct` leaves.
 
+    Returns:
+      The state that was saved.
+
     Raises:
-      DamagedFileError: the file is truncated, altered, or no such file.
-      FormatVersionError: the file is of another version of the format.
-      StateMismatchError: the file holds a state of another optimizer, tree, shape or dtype; names
-        the paths.
-      TypeError: neither `like` nor `optimizer` and `params` are given, or `like` and `params`.
+      DamagedFileError: the file is truncated, altered, or not in this format.
+      FormatVersionError: the file has an unsupported format version.
+      StateMismatchError: the file holds a state of a different optimizer, tree structure, shape or
+        dtype; the message lists the paths.
+      TypeError: neither `like` nor both `optimizer` and `params` are given, or both `like` and
+        `params` are.
     """
     reference = _reference(like, optimizer, params)
     expected = None if optimizer is None else identity_of(optimizer)
@@ -102,16 +105,16 @@ def load(
 def _reference(like: Any, optimizer: Any, params: Any) -> Any:
     if (like is None and optimizer is None) or (like is not None and params is not None):
         raise TypeError(
-            "`load` needs either `like`, a state to compare with, or `optimizer` and `params`."
+            "`load` needs either `like`, a state to compare with, or both `optimizer` and `params`."
         )
     if like is None:
         if isinstance(optimizer, str):
             raise TypeError(
-                f"`optimizer` is {shown(repr(optimizer), 60)}: a name alone does not say what to "
-                "expect. Pass the triple, or a state `like` the one expected beside the name."
+                f"`optimizer` is {shown(repr(optimizer), 60)}: a name alone does not determine the "
+                "expected structure. Pass the triple and `params`, or add a state as `like`."
             )
         if params is None:
-            raise TypeError("`load` with an `optimizer` needs `params`, or a state `like` it.")
+            raise TypeError("`load` with an `optimizer` also needs `params`, or a state as `like`.")
         return jax.eval_shape(triple_of(optimizer)[0], params)
     if not is_state(like):
         raise TypeError(
@@ -123,15 +126,16 @@ def _reference(like: Any, optimizer: Any, params: Any) -> Any:
 
 def _not_compared(found: Identity | None, expected: Identity | None) -> str:
     if found is None:
-        taken = f"a state of `{shown(expected.name)}`" if expected else "what is expected"
+        assumed = f"a state of `{shown(expected.name)}`" if expected else "the expected one"
         return (
-            f"the file does not say whose state it holds. It was taken for {taken}, as tree, "
-            "shapes and dtypes are equal; other optimizers may have the same. If that is right, "
-            "save it again with `save(..., optimizer=...)`."
+            f"the file does not name the optimizer of its state. It was loaded as {assumed}, as "
+            "tree structure, shapes and dtypes match; other optimizers may have the same. If that "
+            "is correct, save it again with `save(..., optimizer=...)`."
         )
     return (
-        f"the file holds a state of `{shown(found.name)}`, and nothing says whose is expected. "
-        "Pass `optimizer`, beside `like` too, or a name where the triple has none."
+        f"the file holds a state of `{shown(found.name)}`, which was not compared because the "
+        "expected optimizer is not known. Pass `optimizer` (in addition to `like`, if given), or a "
+        "name if the triple has none."
     )
 
 
@@ -155,7 +159,7 @@ def _load(
 
 
 class _Reader:
-    """Reads a file once, from the front, and hashes what it reads."""
+    """Reads a file sequentially and hashes what it reads."""
 
     def __init__(self, file: IO[bytes], size: int) -> None:
         self._file = file
@@ -167,7 +171,7 @@ class _Reader:
         if count > self.left:
             raise _truncated(self.size)
         parts, missing = [], count
-        while missing:  # an unbuffered file may give less than it is asked for
+        while missing:  # an unbuffered file may return fewer bytes than requested
             part = self._file.read(missing)
             if not part:
                 raise _truncated(self.size)
@@ -187,11 +191,11 @@ class _Reader:
             part = view[begin : begin + _CHUNK]
             part[:] = self.read(len(part))
         if spec.dtype == "bool" and raw.size and raw.max() > 1:
-            raise _damaged("an entry of a boolean array is neither 0 nor 1")
+            raise _damaged("a value of a boolean array is neither 0 nor 1")
         return raw.view(dtype_of(spec.dtype)).reshape(spec.shape)
 
     def skip_data(self) -> None:
-        """Reads all but the checksum, and keeps nothing."""
+        """Hashes everything up to the checksum without keeping it."""
         while self.left > _format.CHECKSUM_SIZE:
             self.read(min(_CHUNK, self.left - _format.CHECKSUM_SIZE))
 
@@ -200,7 +204,7 @@ class _Reader:
         if self.left != _format.CHECKSUM_SIZE:
             raise _damaged(f"{self.left} bytes follow the data, expected {_format.CHECKSUM_SIZE}")
         if self.read(_format.CHECKSUM_SIZE) != digest:
-            raise _damaged("its checksum is that of other contents")
+            raise _damaged("its checksum does not match its contents")
 
 
 def _expected_header(reference: Any, optimizer: Identity | None) -> Header:
@@ -212,33 +216,36 @@ def _expected_header(reference: Any, optimizer: Identity | None) -> Header:
 
 def _read_header(reader: _Reader, bound: int) -> Header:
     if reader.size < _SMALLEST:
-        raise _damaged(f"it has {reader.size} bytes, too few for any state")
+        raise _damaged(f"it has only {reader.size} bytes")
     length = int.from_bytes(reader.read(_format.LENGTH_SIZE), "little")
     if length > min(_format.MAX_HEADER, reader.left - _format.CHECKSUM_SIZE):
-        raise _damaged(f"it declares a header of {length} bytes, in {reader.size} altogether")
-    if length > _HEADER_SLACK + 2 * bound:  # it is not worth the memory to read it
+        raise _damaged(
+            f"it declares a header of {length} bytes, but has {reader.size} bytes in total"
+        )
+    # it cannot match: verify the checksum without parsing it
+    if length > _HEADER_SLACK + 2 * bound:
         reader.skip_data()
         reader.check_end()
         raise StateMismatchError(
-            f"the file holds another state than expected: one whose header has {length} bytes, "
-            f"expected at most {bound}. Load it for the optimizer and parameters that it "
-            "was saved with."
+            f"the file holds a different state than expected: its header has {length} bytes, "
+            f"expected at most {bound}. Load it with the optimizer and parameters it was saved "
+            "with."
         )
     header = _format.decode(reader.read(length))
     declared = header.data_size + _format.CHECKSUM_SIZE
     if declared != reader.left:
-        raise _damaged(f"it declares {declared} bytes of data, and has {reader.left}")
+        raise _damaged(f"it declares {declared} bytes of data, but has {reader.left}")
     return header
 
 
 def _check_structure(header: Header, expected: Header) -> None:
-    """Raises where the file holds another tree, or other leaves, than expected."""
+    """Raises unless the tree structure and the leaf specs are as expected."""
     lines = list(islice(differences(expected.tree, header.tree), 100))
     if not lines:
         pairs = zip(_params(header), expected.subtrees, header.subtrees, strict=True)
         for name, ours_kept, theirs_kept in pairs:
             found = islice(differences(ours_kept, theirs_kept), 100)
-            lines += [f"{shown(name)}, kept for it: {line}" for line in found]
+            lines += [f"{shown(name)}, in its state: {line}" for line in found]
     if not lines:
         specs = zip(header.names, header.specs, expected.specs, strict=True)
         for name, found_spec, spec in specs:
@@ -250,15 +257,15 @@ def _check_structure(header: Header, expected: Header) -> None:
     _raise_mismatch(lines)
     if any(map(needs_64_bits, header.specs)):
         raise StateMismatchError(
-            "the file holds arrays of 64 bits, and this process has JAX's 64-bit mode off. Turn it "
-            "on (`jax.config.update('jax_enable_x64', True)`)."
+            "the file holds 64-bit arrays, but JAX's 64-bit mode is off in this process. Turn it "
+            "on with `jax.config.update('jax_enable_x64', True)`."
         )
 
 
 def _check_values(header: Header, expected: Header, arrays: Sequence[np.ndarray]) -> None:
-    """Raises where an integer that stands for one of fewer bits does not fit into it."""
+    """Raises if an integer does not fit into the narrower dtype that is expected."""
     lines = [
-        f"{shown(name)}: expected {spec}, found an integer beyond it"
+        f"{shown(name)}: expected {spec}, found an integer out of its range"
         for name, array, spec in zip(header.names, arrays, expected.specs, strict=True)
         if spec.kind == "abstract" and not is_within(array, spec.dtype)
     ]
@@ -268,8 +275,8 @@ def _check_values(header: Header, expected: Header, arrays: Sequence[np.ndarray]
 def _raise_mismatch(lines: Sequence[str]) -> None:
     if lines:
         raise StateMismatchError(
-            f"the file holds another state than expected:\n{first_lines(lines)}\nLoad it for the "
-            "optimizer and parameters that it was saved with."
+            f"the file holds a different state than expected:\n{first_lines(lines)}\nLoad it with "
+            "the optimizer and parameters it was saved with."
         )
 
 
@@ -288,10 +295,10 @@ def _placed(leaf: Any, like: Any) -> Any:
 
 
 def _truncated(size: int) -> DamagedFileError:
-    return _damaged(f"it ends after {size} bytes, in the middle of what it declares")
+    return _damaged(f"it ends after {size} bytes, before the end of the data it declares")
 
 
 def _damaged(reason: str) -> DamagedFileError:
     return DamagedFileError(
-        f"the file is damaged, or not written by `save`: {reason}. Take an older copy."
+        f"the file is damaged, or was not written by `save`: {reason}. Restore it from a backup."
     )

@@ -1,4 +1,4 @@
-"""Norms of trees, and gradients of limited norm."""
+"""The global norm of a tree, and gradient clipping by it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opt_legacy_stax._dtypes import keep_dtypes
 
 
 def l2_norm(tree: Any) -> Any:
-    """Returns the square root of the sum of the squares of all leaves.
+    """Returns the global L2 norm of a tree: the root of the sum of squares of all leaves.
 
     Examples:
       >>> float(l2_norm({'a': jnp.array([3.0]), 'b': jnp.array([4.0])}))
@@ -21,18 +21,26 @@ def l2_norm(tree: Any) -> Any:
 
 
 def clip_grads(grad_tree: Any, max_norm: Any, *, upstream_numerics: bool = False) -> Any:
-    """Scales gradients down to a norm of `max_norm`, if theirs is larger.
+    """Scales gradients down so that their global norm is at most `max_norm`.
+
+    ```
+    g <- g * min(1, max_norm / l2_norm(grad_tree))
+    ```
 
     Args:
       grad_tree: pytree of arrays.
-      max_norm: the largest norm, a number. NaN makes everything NaN.
-      upstream_numerics: whether to compute exactly as JAX's module, where zeros clipped to 0 become
-        NaN, one NaN makes all gradients NaN, and leaves of low precision are promoted to the dtype
-        of the norm.
+      max_norm: the maximum norm. NaN makes all gradients NaN.
+      upstream_numerics: whether to compute exactly like JAX's module, where zeros clipped to 0
+        become NaN, a single NaN makes all gradients NaN, and leaves of low precision are promoted
+        to the dtype of the norm.
 
     Returns:
-      The gradients, in their dtypes. Where the norm is NaN they are as they were: what is NaN stays
-      where it is, for whoever skips or reports such steps.
+      The gradients, in their own dtypes. If the norm is NaN they are returned unchanged, so that a
+      wrapper can still see which gradients are NaN.
+
+    References:
+      Pascanu, Mikolov and Bengio, `On the difficulty of training Recurrent Neural Networks`, 2013,
+      https://arxiv.org/abs/1211.5063.
 
     Examples:
       >>> clip_grads([jnp.array([3.0, 4.0])], 1.0)[0].tolist()

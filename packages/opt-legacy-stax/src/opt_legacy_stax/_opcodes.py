@@ -1,4 +1,4 @@
-"""What the opcodes of a pickle may be, checked before any of them is run."""
+"""Validation of the opcodes of a pickle, before any of them is executed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from opt_legacy_stax.errors import UnsafePickleError
 
-# Opcodes that a pickle of plain containers, numbers, text, bytes and objects has.
+# The opcodes needed for plain containers, numbers, strings, bytes and objects.
 _NAMES = """
 PROTO FRAME STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG
 LONG1 LONG4 FLOAT BINFLOAT UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 STRING BINSTRING
@@ -22,24 +22,27 @@ _MARK = -1
 
 
 def check_opcodes(data: bytes) -> None:
-    """Raises unless a pickle is safe to be interpreted, by an unpickler that limits its names.
+    """Raises unless a pickle is safe for an unpickler that restricts `find_class`.
 
-    Every opcode is a known one and declares no more than the file holds, and no tuple is nested
-    too deep to be hashed: as the key of a dict it would overflow the stack of C.
+    Every opcode must be in the allowlist and must not declare more data than the file holds. Tuples
+    must not be nested too deeply: hashing one, as a dict key, would overflow the C stack.
 
     Raises:
-      UnsafePickleError: it is not.
-      ValueError: it is no pickle.
+      UnsafePickleError: the pickle is not safe.
+      ValueError: the data is not a pickle.
     """
     machine = _Machine()
     for count, (opcode, argument, position) in enumerate(pickletools.genops(data)):
         if opcode.name not in _OPCODES:
             raise UnsafePickleError(
-                f"the pickle has the opcode {opcode.name} at byte {position}, which no state needs."
+                f"the pickle has the opcode {opcode.name} at byte {position}, which a pickled "
+                "state never uses."
             )
-        # The memo is an array: an index far beyond what is in it would be allocated.
+        # CPython's memo is an array: a huge index would make it allocate up to that size.
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(str(argument)) > count:
-            raise UnsafePickleError(f"the pickle stores beyond its memo at byte {position}.")
+            raise UnsafePickleError(
+                f"the pickle writes past the end of its memo at byte {position}."
+            )
         if machine.run(opcode, argument) > _MAX_DEPTH:
             raise UnsafePickleError(
                 f"the pickle has tuples nested deeper than {_MAX_DEPTH} at byte {position}."
@@ -47,20 +50,20 @@ def check_opcodes(data: bytes) -> None:
 
 
 class _Machine:
-    """The stack machine of pickles, with the depth of tuples in place of values."""
+    """The pickle virtual machine, tracking the nesting depth of tuples instead of values."""
 
     def __init__(self) -> None:
         self._stack: list[int] = []
         self._memo: dict[int, int] = {}
 
     def run(self, opcode: pickletools.OpcodeInfo, argument: Any) -> int:
-        """Runs one opcode; returns the depth of what is on top of the stack then."""
+        """Executes one opcode; returns the depth of the value on top of the stack afterwards."""
         stack, name = self._stack, opcode.name
         match name:
             case "MARK":
                 stack.append(_MARK)
             case "POP":
-                stack.pop()  # a mark too
+                stack.pop()  # pops marks as well as values
             case "DUP":
                 stack.append(stack[-1])
             case "GET" | "BINGET" | "LONG_BINGET":
@@ -73,14 +76,14 @@ class _Machine:
                 popped = self._popped(opcode)
                 if name in _TUPLES:
                     stack.append(1 + max(popped, default=0))
-                elif name == "BUILD":  # leaves what it changes, which may be anything
+                elif name == "BUILD":  # leaves the object that it updates, of any depth
                     stack.append(popped[0])
                 elif opcode.stack_after:
-                    stack.append(0)  # hashing it goes no deeper
+                    stack.append(0)  # not a tuple, so hashing does not recurse
         return stack[-1] if stack else 0
 
     def _popped(self, opcode: pickletools.OpcodeInfo) -> list[int]:
-        """Removes what the opcode takes, and returns it in its order."""
+        """Pops the operands of an opcode, and returns them in stack order."""
         before = opcode.stack_before
         count = len(before)
         if pickletools.markobject in before:

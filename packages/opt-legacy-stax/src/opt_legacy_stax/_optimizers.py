@@ -1,7 +1,7 @@
-"""The state of an optimizer, and the decorator that takes functions of one array to trees.
+"""The optimizer state, and the decorator that lifts optimizers of one array to trees.
 
-The layout is that of `jax.example_libraries.optimizers`: what is kept for each parameter is
-flattened to a list, in the order of the parameters, beside the two levels of tree definitions.
+The layout is that of `jax.example_libraries.optimizers`: a list of leaves per parameter, in the
+order of the parameters, plus tree definitions for the parameters and for each list.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Array = Any
 Params = Any
 State = Any
 Updates = Params  # gradients have the structure of the parameters
-Step = Any  # a number: Python's, NumPy's, or an array without axes
+Step = Any  # a Python or NumPy number, or a scalar array
 
 
 class OptimizerState(NamedTuple):
-    """The state of an optimizer: a pytree whose leaves are those of `packed_state`.
+    """The state of an optimizer: a pytree with the leaves of `packed_state`.
 
     Attributes:
-      packed_state: for each parameter, in the order of the tree, the list of leaves kept for it.
-      tree_def: the structure of the parameters.
-      subtree_defs: for each parameter, the structure of what is kept for it.
+      packed_state: the list of state leaves of each parameter, in the order of the parameters.
+      tree_def: the tree structure of the parameters.
+      subtree_defs: the tree structure of the state of each parameter.
     """
 
     packed_state: Any
@@ -69,11 +69,11 @@ ParamsFn = Callable[[OptimizerState], Params]
 
 
 class Optimizer(NamedTuple):
-    """Three functions that are an optimizer.
+    """An optimizer: a triple of functions.
 
     Attributes:
       init_fn: `(params) -> state`.
-      update_fn: `(i, grads, state) -> state`, where `i` is the number of updates made before.
+      update_fn: `(i, grads, state) -> state`, where `i` counts the updates from 0.
       params_fn: `(state) -> params`.
     """
 
@@ -82,22 +82,22 @@ class Optimizer(NamedTuple):
     params_fn: ParamsFn
 
 
-# What the functions of one array look like.
+# `(init, update, get_params)` for a single array.
 LeafOptimizer = tuple[Callable[..., State], Callable[..., State], Callable[[State], Array]]
 
 
 def optimizer(opt_maker: Callable[..., Any]) -> Callable[..., Optimizer]:
-    """Makes an optimizer of arrays one of trees.
+    """Decorator that lifts an optimizer of a single array to pytrees.
 
-    The dtypes of what is kept for a parameter do not change over updates: an update may compute in
-    higher precision, as it does with float32 gradients of bfloat16 parameters, but is rounded back.
-    A maker called with `upstream_numerics=True` is left alone, as JAX's module leaves it. Files
-    know the optimizer by the name of the maker.
+    The dtypes of the state do not change over updates: an update may be computed in higher
+    precision, as with float32 gradients of bfloat16 parameters, but is cast back. If the decorated
+    function is called with `upstream_numerics=True`, nothing is cast, as in JAX's module. `save`
+    identifies the optimizer by the name of `opt_maker`.
 
     Args:
-      opt_maker: a function that returns `(init, update, get_params)` for one array: `init(x)` a
-        pytree of arrays, `update(i, g, state)` one of the same structure, `get_params(state)` the
-        parameter.
+      opt_maker: a function that returns `(init, update, get_params)` for one array: `init(x)`
+        returns a pytree of arrays, `update(i, g, state)` a pytree of the same structure, and
+        `get_params(state)` the parameter.
 
     Returns:
       A function with the arguments of `opt_maker` that returns an `Optimizer`.
@@ -127,18 +127,18 @@ def optimizer(opt_maker: Callable[..., Any]) -> Callable[..., Optimizer]:
 def lift(
     leaf_optimizer: LeafOptimizer, *, keeps_dtypes: bool, identity: Identity | None = None
 ) -> Optimizer:
-    """Returns the optimizer of trees that treats every array by itself.
+    """Returns the optimizer that applies a single-array optimizer to every leaf.
 
     Args:
-      leaf_optimizer: `(init, update, get_params)` of one array.
-      keeps_dtypes: whether updates are rounded to the dtypes of the state.
-      identity: whose states they are.
+      leaf_optimizer: `(init, update, get_params)` for one array.
+      keeps_dtypes: whether updates are cast to the dtypes of the state.
+      identity: identity of the optimizer.
 
-    Raises (the functions returned):
-      LayoutError: what should be a state is none, or of another optimizer.
-      TreeMismatchError: gradients have another tree than the parameters.
-      StateChangedError: the update of an array changed the structure of its state, or its shape.
-      StepError: the step is no number.
+    Raises (the returned functions):
+      LayoutError: `opt_state` is not a state, or belongs to a different optimizer.
+      TreeMismatchError: the gradients have a different tree structure than the parameters.
+      StateChangedError: an update changed the structure of its state, or a parameter's shape.
+      StepError: the step is not a number.
     """
     init, update, get_params = leaf_optimizer
 
@@ -161,7 +161,7 @@ def lift(
         if grads_def != tree_def:
             raise different_trees(tree_def, grads_def)
         step = check_step(i)
-        # Exactly as upstream, a NumPy integer stays one: schedules make NumPy floats of it.
+        # Upstream passes NumPy integers on, from which schedules compute NumPy floats.
         i = step if keeps_dtypes else i
         updated = []
         for n, (g, old, subtree_def) in enumerate(zip(grads, packed, subtree_defs, strict=True)):
@@ -190,16 +190,16 @@ def lift(
 
 @contextlib.contextmanager
 def _naming(what: str, tree_def: Any, n: int) -> Iterator[None]:
-    """Notes on an exception which parameter it was about: JAX's know nothing of trees."""
+    """Adds the path of the parameter to exceptions: those raised by JAX do not name it."""
     try:
         yield
     except Exception as error:
-        error.add_note(f"This was {what} of parameter `{leaf_paths(tree_def)[n]}`.")
+        error.add_note(f"While computing {what} of parameter `{leaf_paths(tree_def)[n]}`.")
         raise
 
 
 def pack(tree_def: Any, states: Sequence[State]) -> OptimizerState:
-    """Returns the packed form of one state for each leaf of `tree_def`."""
+    """Packs per-parameter states, one for each leaf of `tree_def`, into an `OptimizerState`."""
     flattened = [jax.tree.flatten(state) for state in states]
     return OptimizerState(
         tuple(leaves for leaves, _ in flattened), tree_def, tuple(d for _, d in flattened)
@@ -207,9 +207,9 @@ def pack(tree_def: Any, states: Sequence[State]) -> OptimizerState:
 
 
 def repacked(opt_state: Any, packed_state: Sequence[Any]) -> OptimizerState:
-    """Returns `opt_state` with other leaves, of the class that it has.
+    """Returns `opt_state` with new leaves.
 
-    A state of JAX's own module stays one, so that it can be the carry of a loop.
+    The class is kept, so that a state of JAX's module can be carried through a `scan`.
     """
     kind: type[OptimizerState] = type(opt_state)
     if kind is tuple:

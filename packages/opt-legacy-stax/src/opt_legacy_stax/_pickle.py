@@ -1,8 +1,7 @@
-"""Old pickles of unpacked states, read without running what they say.
+"""Reading old pickles of unpacked states without executing them.
 
-The unpickler knows a dozen names. Each stands for a class or function of this module that records
-its arguments; NumPy's and JAX's own code sees nothing of the file but bytes, dtypes and shapes that
-were checked.
+The unpickler resolves about a dozen names, each to an inert stand-in defined here that records its
+arguments. Only validated bytes, dtypes and shapes are passed on to NumPy and JAX.
 """
 
 from __future__ import annotations
@@ -26,24 +25,25 @@ from opt_legacy_stax.errors import UnsafePickleError
 
 
 def load_unpacked_pickle(path_or_file: str | bytes | os.PathLike[str] | IO[bytes]) -> Any:
-    """Returns the tree of a pickle that was made of `unpack_optimizer_state(state)`.
+    """Reads a pickle of `unpack_optimizer_state(state)` without executing it.
 
-    Pickles are programs: never load those of strangers with `pickle.load`. This reads the kind of
-    pickle that such a tree gives, and refuses everything else. Safer than `pickle.load` by far, it
-    is still for files of your own: convert them once, with `pack_optimizer_state` and `save`.
+    Pickles are programs: never use `pickle.load` on files from untrusted sources. This function
+    reads only pickles of such trees and rejects everything else. It is much safer than
+    `pickle.load`, but still meant for your own files: convert them once with `pack_optimizer_state`
+    and `save`.
 
     Args:
       path_or_file: a path, or a file object opened for reading bytes.
 
     Returns:
-      The tree, with this module's join points. Arrays of JAX's come back as such, on the default
-      device; as NumPy's where JAX, as it is configured, would round or wrap them. What occurs twice
-      in the pickle is one array in the tree. For `pack_optimizer_state`, or `convert_old_layout`
-      where the pickle is older than jax 0.2.20.
+      The tree, with join points of this module, for `pack_optimizer_state`, or for
+      `convert_old_layout` if the pickle is older than jax 0.2.20. JAX arrays are placed on the
+      default device; 64-bit ones become NumPy arrays unless `jax_enable_x64` is on. An array that
+      the pickle refers to twice is shared in the tree.
 
     Raises:
-      UnsafePickleError: the pickle holds anything but arrays, numbers, dicts, lists, tuples, `None`
-        and join points, or is damaged.
+      UnsafePickleError: the pickle contains anything other than arrays, numbers, dicts, lists,
+        tuples, `None` and join points, or is damaged.
     """
     if isinstance(path_or_file, str | bytes | os.PathLike):
         data = Path(os.fsdecode(path_or_file)).read_bytes()
@@ -55,17 +55,17 @@ def load_unpacked_pickle(path_or_file: str | bytes | os.PathLike[str] | IO[bytes
         return _Converter(limit=len(data)).convert(found)
     except UnsafePickleError:
         raise
-    except Exception as error:  # an unpickler raises whatever a damaged file makes it raise
+    except Exception as error:  # a damaged pickle can make the unpickler raise anything
         raise UnsafePickleError(
-            f"the pickle is damaged, or holds more than a state: {type(error).__name__}."
+            f"the pickle is damaged, or contains more than a state: {type(error).__name__}."
         ) from None
 
 
 class _Inert:
-    """What a pickle can name, and cannot change: `BUILD` would set the attributes of anything."""
+    """An object without settable state: the `BUILD` opcode would otherwise set any attribute."""
 
     def __setstate__(self, state: Any) -> None:
-        raise ValueError("attributes for what takes none")
+        raise ValueError("attributes for an object that has none")
 
 
 class _Dtype:
@@ -82,15 +82,17 @@ class _Dtype:
 
     def resolve(self) -> np.dtype[Any]:
         if not isinstance(self.name, str) or self.order not in ("<", ">", "=", "|"):
-            raise ValueError("no dtype")
+            raise ValueError("not a dtype")
         name = _SHORT.get(self.name, self.name)
         if not is_known(name):
-            raise UnsafePickleError(f"the pickle holds an array of dtype {shown(repr(self.name))}.")
+            raise UnsafePickleError(
+                f"the pickle contains an array of the unsupported dtype {shown(repr(self.name))}."
+            )
         dtype = dtype_of(name)
         return dtype.newbyteorder(">") if self.order == ">" else dtype.newbyteorder("<")
 
 
-# How NumPy writes its own dtypes.
+# The short names with which NumPy pickles its dtypes, e.g. `f4`.
 _SHORT = {
     f"{np.dtype(name).kind}{np.dtype(name).itemsize}": name
     for name in (
@@ -101,23 +103,23 @@ _SHORT = {
 
 
 class _Extension(_Inert):
-    """The type of a dtype that NumPy itself does not have."""
+    """The scalar type of an extension dtype (`ml_dtypes`)."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class _Latin1(_Inert):
-    """Bytes that were written as text; they are made where they are needed."""
+    """Bytes pickled as a Latin-1 string, as protocols before 3 do; encoded lazily."""
 
     def __init__(self, text: Any, encoding: Any) -> None:
         if type(text) is not str or encoding != "latin1":
-            raise ValueError("no bytes")
+            raise ValueError("not bytes")
         self.text = text
 
 
 class _Array:
-    """The contents of an array, as `ndarray.__setstate__` gets them."""
+    """An array, with the state that is passed to `ndarray.__setstate__`."""
 
     def __init__(self, is_jax: bool = False) -> None:
         self.is_jax = is_jax
@@ -138,7 +140,7 @@ class _Array:
 
 
 class _Buffer(_Inert):
-    """An array whose contents were arguments."""
+    """An array whose contents are passed as arguments (`_frombuffer`, protocol 5)."""
 
     def __init__(self, raw: Any, dtype: Any, shape: Any, order: Any, *_: Any) -> None:
         self.raw, self.dtype, self.shape, self.order = raw, dtype, shape, order
@@ -148,7 +150,7 @@ class _Buffer(_Inert):
 
 
 class _Scalar(_Buffer):
-    """A scalar of NumPy's."""
+    """A NumPy scalar."""
 
     def __init__(self, dtype: Any, raw: Any) -> None:
         super().__init__(raw, dtype, (), "C")
@@ -174,19 +176,19 @@ def _array(raw: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
     if isinstance(raw, str):
         raw = raw.encode("latin1")  # Python 2, and protocols before 3
     if type(dtype) is not _Dtype or type(raw) not in (bytes, bytearray) or order not in ("C", "F"):
-        raise ValueError("no array")
+        raise ValueError("not an array")
     if type(shape) is not tuple or not all(type(dim) is int and dim >= 0 for dim in shape):
-        raise ValueError("no shape")
+        raise ValueError("not a shape")
     resolved = dtype.resolve()
     array = np.frombuffer(raw, resolved).reshape(shape, order=order)
     return array.astype(resolved.newbyteorder("="), order="C")
 
 
 class _Global(_Inert):
-    """A function or class that a pickle names.
+    """A function or class that a pickle may name.
 
     Args:
-      make: called with what the pickle passes.
+      make: called with the arguments in the pickle; `None` if it must not be called.
     """
 
     def __init__(self, make: Callable[..., Any] | None = None) -> None:
@@ -194,7 +196,7 @@ class _Global(_Inert):
 
     def __call__(self, *arguments: Any) -> Any:
         if self._make is None:
-            raise ValueError("a call of what is not called")
+            raise ValueError("call of an object that is not callable")
         return self._make(*arguments)
 
 
@@ -204,14 +206,14 @@ _NDARRAY, _OBJECT = _Global(), _Global()
 @_Global
 def _reconstruct(subtype: Any, shape: Any, dtype: Any) -> _Array:
     if subtype is not _NDARRAY or shape != (0,):
-        raise ValueError("no array")
+        raise ValueError("not an array")
     return _Array()
 
 
 @_Global
 def _reconstruct_array(make: Any, arguments: Any, state: Any, *_: Any) -> _Array:
     if make is not _reconstruct or type(arguments) is not tuple:
-        raise ValueError("no array of JAX's")
+        raise ValueError("not a JAX array")
     _reconstruct(*arguments)
     array = _Array(is_jax=True)
     array.__setstate__(state)
@@ -220,9 +222,9 @@ def _reconstruct_array(make: Any, arguments: Any, state: Any, *_: Any) -> _Array
 
 @_Global
 def _new_object(kind: Any, base: Any, state: Any) -> Any:
-    """What protocols 0 and 1 make an object with."""
+    """How protocols 0 and 1 create objects."""
     if kind is not _Marker or base is not _OBJECT or state is not None:
-        raise ValueError("no join point")
+        raise ValueError("not a join point")
     return _Marker()
 
 
@@ -254,7 +256,7 @@ _EXTENSION_MODULES = ("ml_dtypes", "jaxlib.xla_extension", "jaxlib.xla_client")
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds the names of `_GLOBALS` and no others; nothing is imported."""
+    """Resolves only the names in `_GLOBALS`, without importing anything."""
 
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
         if module in _EXTENSION_MODULES and is_known(name):
@@ -263,20 +265,20 @@ class _Unpickler(pickle.Unpickler):
             found: Callable[..., Any] = _GLOBALS[module, name]
         except KeyError:
             raise UnsafePickleError(
-                f"the pickle asks for `{shown(module)}.{shown(name)}`, which is no array and no "
-                "JoinPoint. It was not run."
+                f"the pickle refers to `{shown(module)}.{shown(name)}`, which is not part of an "
+                "array or a JoinPoint. It was not executed."
             ) from None
         return found
 
     def persistent_load(self, pid: Any) -> Any:
-        raise UnsafePickleError("the pickle refers to objects outside of it.")
+        raise UnsafePickleError("the pickle refers to external objects by persistent id.")
 
 
 class _Converter:
-    """Makes the tree of what the unpickler recorded.
+    """Converts the recorded objects to a tree.
 
-    It has no more nodes than the file has bytes, and neither have its arrays: what the file holds
-    once may be named many times.
+    A pickle can refer to one object many times. The number of nodes and the total size of the
+    arrays are therefore limited to the size of the file.
     """
 
     def __init__(self, limit: int) -> None:
@@ -286,7 +288,7 @@ class _Converter:
     def convert(self, node: Any) -> Any:
         self._nodes -= 1
         if self._nodes < 0:
-            raise UnsafePickleError("the pickle describes more than it holds.")
+            raise UnsafePickleError("the pickle describes more objects than its size allows.")
         match node:
             case _Array() | _Buffer():
                 return self._array(node)
@@ -302,8 +304,8 @@ class _Converter:
                 return node
             case _:
                 raise UnsafePickleError(
-                    f"the pickle holds a {type(node).__name__.lstrip('_')}, which is no array and "
-                    "no JoinPoint."
+                    f"the pickle contains a {type(node).__name__.lstrip('_')}, which is neither an "
+                    "array nor a JoinPoint."
                 )
 
     def _array(self, node: _Array | _Buffer) -> Any:
@@ -311,11 +313,13 @@ class _Converter:
             raw = node.raw.text if isinstance(node.raw, _Latin1) else node.raw
             self._bytes -= len(raw)
             if self._bytes < 0:
-                raise UnsafePickleError("the pickle describes larger arrays than it holds.")
+                raise UnsafePickleError("the pickle describes larger arrays than its size allows.")
             self._arrays[id(node)] = node.resolve()
         return self._arrays[id(node)]
 
     def _key(self, key: Any) -> Any:
         if type(key) not in (str, int):
-            raise UnsafePickleError("the pickle holds a dict whose keys are no texts or integers.")
+            raise UnsafePickleError(
+                "the pickle contains a dict whose keys are neither strings nor integers."
+            )
         return key

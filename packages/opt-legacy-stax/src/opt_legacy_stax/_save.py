@@ -33,27 +33,26 @@ def save(
     *,
     optimizer: Optimizer | HasTriple | str | None = None,
 ) -> None:
-    """Writes a state to a file, exactly.
+    """Writes a state to a file, bit for bit.
 
-    A path is written atomically: to a temporary file beside it, which is flushed to the disk and
-    renamed. Whoever opens the path finds the old file or the new one, whole. A file that was there
-    passes on its permissions. A writer that is killed leaves its temporary file, `.NAME.*.tmp`:
-    delete it, as nothing else does. The format is that of safetensors, without pickle and with a
-    checksum: see `load`.
+    Paths are written atomically: to a temporary file in the same directory, which is synced to disk
+    and renamed, so that readers see either the old file or the complete new one. The permissions of
+    an existing file are kept. A process that is killed leaves its temporary file `.NAME.*.tmp`
+    behind, to be deleted by hand. The format is safetensors, without pickle and with a checksum.
 
     Args:
-      path_or_file: a path; or a file object opened for writing bytes, which is written from where
-        it stands.
-      state: an `OptimizerState`, of this module's optimizers or of JAX's.
-      optimizer: whose state it is, for `load` to compare: the triple; what `to_optax`,
-        `to_optimizer_def` or `optax_equivalent` made of it; or a name, for a triple that has none
-        because `optimizer` did not make it. A state does not say it by itself, and those of several
-        optimizers look alike.
+      path_or_file: a path, or a file object opened for writing bytes, which is written from its
+        current position.
+      state: an `OptimizerState` of this module or of JAX's.
+      optimizer: the optimizer that the state belongs to, for `load` to compare: a triple; the
+        result of `to_optax`, `to_optimizer_def` or `optax_equivalent`; or a name, for triples not
+        made by the `optimizer` decorator. A state does not record its optimizer, and the states of
+        several optimizers look alike.
 
     Raises:
-      SaveError: the state is traced, donated, spread over processes, or holds what the format
-        cannot; or `optimizer` has no name. Nothing is written.
-      TypeError: `optimizer` is neither of a triple nor a name, or `path_or_file` is no file.
+      SaveError: the state is traced, donated, distributed over processes, or contains something
+        that the format cannot represent; or `optimizer` has no name. Nothing is written.
+      TypeError: `optimizer` is neither a triple nor a name, or `path_or_file` is not a file.
       OSError: the file cannot be written.
 
     Examples:
@@ -85,8 +84,9 @@ def _identity(optimizer: Any) -> Identity | None:
     identity = identity_of(optimizer)
     if identity is None:
         raise SaveError(
-            "`optimizer` is a triple without a name: `opt_legacy_stax.optimizer` did not make it "
-            "of a named function. Pass a name instead, here and to `load`."
+            "`optimizer` is a triple without a name: it was not made by applying "
+            "`opt_legacy_stax.optimizer` to a named function. Pass a name instead, here and to "
+            "`load`."
         )
     return identity
 
@@ -94,8 +94,8 @@ def _identity(optimizer: Any) -> Identity | None:
 def _contents(state: Any, optimizer: Identity | None) -> tuple[bytes, list[np.ndarray]]:
     if not is_state(state):
         raise SaveError(
-            f"`state` must be an OptimizerState; got {type(state).__name__}. Save what `init_fn` "
-            "or `update_fn` returned."
+            f"`state` must be an OptimizerState; got {type(state).__name__}. Pass the state that "
+            "`init_fn` or `update_fn` returned."
         )
     packed, tree_def, subtree_defs = state
     paths = leaf_paths(tree_def)
@@ -111,34 +111,36 @@ def _contents(state: Any, optimizer: Identity | None) -> tuple[bytes, list[np.nd
     header = Header(tree, subtrees, [spec for spec, _ in found], optimizer)
     twice = [name for name, count in Counter(header.names).items() if count > 1]
     if twice:
-        raise SaveError(f"two leaves would have the name `{twice[0]}` in the file. Rename a key.")
+        raise SaveError(
+            f"two leaves would have the name `{twice[0]}` in the file. Rename one of their keys."
+        )
     encoded = encode(header)
     if len(encoded) > MAX_HEADER:
         raise SaveError(
-            f"the state has too many leaves, or too long keys: its header takes {len(encoded)} "
-            f"bytes of {MAX_HEADER}."
+            f"the state has too many leaves or too long keys: its header takes {len(encoded)} "
+            f"bytes, and the limit is {MAX_HEADER}."
         )
     return encoded, [array for _, array in found]
 
 
 def _check_kept(optimizer: Identity, paths: Sequence[str], subtree_defs: Sequence[Any]) -> None:
-    """Raises where a state cannot be that of one of the nine, whose entries are known."""
+    """Raises if a state does not have the entries of `optimizer`, if those are known."""
     count = len(optimizer.keeps)
     for path, subtree_def in zip(paths, subtree_defs, strict=True):
         found = kept_by(subtree_def)
         if count and found != count:
             raise SaveError(
-                f"`optimizer` is {optimizer}; but what the state keeps for `{path}` is "
-                f"{f'a tuple of {found}' if found > 1 else 'not a tuple'}: it is of another "
-                "optimizer, or of an older JAX (see `convert_old_layout`)."
+                f"`optimizer` is {optimizer}, but the state of `{path}` is "
+                f"{f'a tuple of {found}' if found > 1 else 'not a tuple'}: it belongs to a "
+                "different optimizer, or to an older JAX (see `convert_old_layout`)."
             )
 
 
 def _target(path: Path) -> Path:
-    """Returns the file that a path leads to: a link stays one."""
+    """Resolves symbolic links, so that the target is replaced and not the link."""
     try:
         target = path.resolve()
-    except RuntimeError:  # Python before 3.13
+    except RuntimeError:  # symlink loop, in Python before 3.13
         target = path
     if target.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
@@ -146,11 +148,12 @@ def _target(path: Path) -> Path:
 
 
 def _write_atomically(path: Path, header: bytes, arrays: list[np.ndarray]) -> None:
-    start = os.fsencode(path.name)[:100].decode(errors="ignore")  # file systems count bytes
+    # File systems limit names in bytes.
+    start = os.fsencode(path.name)[:100].decode(errors="ignore")
     temporary = path.with_name(f".{start}.{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
-            if path.exists():  # before anything is in it that others should not read
+            if path.exists():  # before it contains anything private
                 os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
             _write(file, header, arrays)
             file.flush()
@@ -163,7 +166,7 @@ def _write_atomically(path: Path, header: bytes, arrays: list[np.ndarray]) -> No
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes the rename last; where folders cannot be opened, as on Windows, there is no way to."""
+    """Makes the rename durable; not possible on Windows, which cannot open directories."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -186,10 +189,10 @@ def _write(file: IO[bytes], header: bytes, arrays: list[np.ndarray]) -> None:
 
 
 def _write_all(file: IO[bytes], data: bytes | memoryview) -> None:
-    """Writes to a file object that may be unbuffered, and then writes as much as it likes."""
+    """Writes all data, also to unbuffered files, which may write less than requested."""
     rest = memoryview(data)
     while rest:
         count = file.write(rest)
         if not count:
-            raise BlockingIOError(errno.EAGAIN, "the file object takes no more bytes for now")
+            raise BlockingIOError(errno.EAGAIN, "the file object is not accepting more bytes")
         rest = rest[count:]

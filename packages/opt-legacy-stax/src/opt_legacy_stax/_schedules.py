@@ -1,7 +1,7 @@
 """Step sizes as functions of the step.
 
-The step `i` is the number of updates made before: a Python or NumPy number, or an array without
-axes, traced or not.
+The step `i` counts updates from 0. It is a Python or NumPy number or a scalar array, and may be
+traced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Schedule = Callable[[Any], Any]
 
 
 def constant(step_size: Any) -> Schedule:
-    """Returns the schedule that is always `step_size`.
+    """Returns a schedule that is `step_size` at every step.
 
     Examples:
       >>> constant(0.1)(1000)
@@ -39,8 +39,8 @@ def exponential_decay(step_size: Any, decay_steps: Any, decay_rate: Any) -> Sche
 
     Args:
       step_size: the step size of the first update.
-      decay_steps: in how many steps it is multiplied by `decay_rate`.
-      decay_rate: the factor.
+      decay_steps: number of steps over which the step size is multiplied by `decay_rate`.
+      decay_rate: the decay factor.
 
     Examples:
       >>> exponential_decay(0.1, decay_steps=10, decay_rate=0.5)(20)
@@ -65,11 +65,11 @@ def inverse_time_decay(
 
     Args:
       step_size: the step size of the first update.
-      decay_steps: after how many steps the denominator has grown by `decay_rate`.
-      decay_rate: by how much.
+      decay_steps: number of steps over which the denominator grows by `decay_rate`.
+      decay_rate: growth of the denominator per `decay_steps`.
       staircase: whether `i / decay_steps` is rounded down.
-      upstream_numerics: whether to compute exactly as JAX's module, where the product of an integer
-        `decay_rate` and an integer array wraps around.
+      upstream_numerics: whether to compute exactly like JAX's module, where the product of an
+        integer `decay_rate` and an integer array overflows.
 
     Examples:
       >>> inverse_time_decay(0.1, decay_steps=10, decay_rate=1.0)(10)
@@ -100,17 +100,22 @@ def polynomial_decay(
     *,
     upstream_numerics: bool = False,
 ) -> Schedule:
-    """Returns `(1 - i / decay_steps) ** power`, scaled to go from `step_size` to `final_step_size`.
+    """Returns a polynomial decay from `step_size` to `final_step_size`.
+
+    ```
+    (step_size - final_step_size) * (1 - min(i, decay_steps) / decay_steps) ** power
+        + final_step_size
+    ```
 
     Args:
       step_size: the step size of the first update.
-      decay_steps: after how many steps it is `final_step_size`, and stays so.
-      final_step_size: the last step size.
-      power: of the polynomial.
-      upstream_numerics: whether to compute exactly as JAX's module. Compiled, that is wrong after
-        the end of the decay for many `decay_steps` and powers with a fraction: XLA multiplies by
-        the reciprocal, so that `1 - 7 * (1 / 7)` is below zero, of which the power is NaN, and
-        `1 - 25 * (1 / 25)` is above. A decay over 0 steps is NaN.
+      decay_steps: number of steps until `final_step_size` is reached, after which it is constant.
+      final_step_size: the final step size.
+      power: the exponent.
+      upstream_numerics: whether to compute exactly like JAX's module. Under `jit`, that is wrong
+        after the end of the decay for many values of `decay_steps` if `power` is fractional: XLA
+        multiplies by the reciprocal, so that `1 - 7 * (1 / 7)` is negative, and its power NaN,
+        while `1 - 25 * (1 / 25)` is positive. A decay over 0 steps is NaN.
 
     Examples:
       >>> schedule = polynomial_decay(0.1, decay_steps=10, final_step_size=0.02, power=0.5)
@@ -131,14 +136,15 @@ def polynomial_decay(
 
 
 def piecewise_constant(boundaries: Any, values: Any) -> Schedule:
-    """Returns `values[n]`, where `n` counts the boundaries that the step is beyond.
+    """Returns `values[n]`, where `n` is the number of boundaries less than `i`.
 
     Args:
-      boundaries: steps, increasing; `(n,)`.
-      values: step sizes, `(n + 1,)`. `values[0]` holds up to and including `boundaries[0]`.
+      boundaries: increasing steps, of shape `(n,)`.
+      values: step sizes, of shape `(n + 1,)`. `values[0]` applies up to and including step
+        `boundaries[0]`.
 
     Raises:
-      BoundariesError: they are no sequences, or not of these lengths.
+      BoundariesError: `boundaries` or `values` is not one-dimensional, or the lengths do not match.
 
     Examples:
       >>> schedule = piecewise_constant([3, 7], [0.1, 0.03, 0.01])
@@ -148,14 +154,14 @@ def piecewise_constant(boundaries: Any, values: Any) -> Schedule:
     boundaries, values = jnp.array(boundaries), jnp.array(values)
     if not boundaries.ndim == values.ndim == 1:
         raise BoundariesError(
-            "`boundaries` and `values` must be sequences of numbers; got shapes "
-            f"{boundaries.shape} and {values.shape}."
+            f"`boundaries` and `values` must be one-dimensional; got shapes {boundaries.shape} and "
+            f"{values.shape}. Pass two sequences of numbers."
         )
     if boundaries.shape[0] != values.shape[0] - 1:
         raise BoundariesError(
-            "`boundaries` must be one shorter than `values`; got "
-            f"{boundaries.shape[0]} and {values.shape[0]}. `values` has one step size before each "
-            "boundary and one after the last."
+            f"`values` must have one entry more than `boundaries`; got {values.shape[0]} values "
+            f"and {boundaries.shape[0]} boundaries. Pass one step size up to each boundary and one "
+            "for after the last."
         )
 
     def schedule(i: Any) -> Any:
@@ -165,14 +171,14 @@ def piecewise_constant(boundaries: Any, values: Any) -> Schedule:
 
 
 def make_schedule(scalar_or_schedule: Any) -> Schedule:
-    """Returns a schedule: the one given, or the constant one of a number.
+    """Returns a schedule for a step size: functions are returned as is, numbers become constants.
 
     Args:
-      scalar_or_schedule: a function of the step; or a number, `fractions.Fraction` too, or an array
-        without axes.
+      scalar_or_schedule: a function of the step, a number (including `fractions.Fraction`), or a
+        scalar array.
 
     Raises:
-      ScheduleError: it is neither.
+      ScheduleError: `scalar_or_schedule` is anything else.
 
     Examples:
       >>> make_schedule(0.1)(0)
@@ -188,10 +194,10 @@ def make_schedule(scalar_or_schedule: Any) -> Schedule:
     elif isinstance(scalar_or_schedule, int | float | complex | np.number | np.bool_):
         return constant(scalar_or_schedule)
     elif isinstance(scalar_or_schedule, numbers.Real):
-        return constant(float(scalar_or_schedule))  # arrays cannot be multiplied by a `Fraction`
+        return constant(float(scalar_or_schedule))  # a `Fraction` cannot be multiplied by an array
     else:
         found = f"{type(scalar_or_schedule).__name__}"
     raise ScheduleError(
-        f"a step size must be a number or a function of the step; got {found}. For values by step "
-        "see `piecewise_constant`."
+        f"`step_size` must be a number or a function of the step; got {found}. For a list of "
+        "values use `piecewise_constant`."
     )

@@ -1,8 +1,8 @@
-"""What is kept beside the parameters: a state, taken apart and put together again.
+"""Splitting the state of a triple into parameters and slots, and joining them again.
 
-Outside of this module parameters and optimizer state are two trees. What a triple keeps for a
-parameter mostly holds the parameter itself; there a `ParamSlot` takes its place, and the parameters
-exist once.
+A triple stores the parameters inside its state; Optax and opt-core keep two trees. A slot is the
+state of one parameter, in which a `ParamSlot` stands for the parameter itself, so that parameters
+are stored only once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from opt_legacy_stax.errors import LayoutError, StateChangedError
 
 
 class ParamSlot:
-    """A node without leaves, where the parameter goes."""
+    """A node without leaves that marks the position of the parameter in its slot."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ParamSlot)
@@ -37,16 +37,16 @@ jax.tree_util.register_pytree_node(ParamSlot, lambda _: ((), None), lambda *_: P
 
 
 def split(triple: Optimizer, state: OptimizerState) -> tuple[Any, Any]:
-    """Returns the parameters, and what is kept beside them.
+    """Splits a state into parameters and slots.
 
     Args:
-      triple: the optimizer.
-      state: its state.
+      triple: the triple.
+      state: a state of the triple.
 
     Returns:
-      The parameters; and a tree like them that has, for each, the subtree kept for it, with a
-      `ParamSlot` in place of the parameter itself. A subtree that holds its parameter in another
-      form, as `sm3` holds scalars, has none, and is complete.
+      The parameters, and a tree of the same structure with the slot of each. A slot that stores its
+      parameter in a different form, as `sm3` does for scalars, has no `ParamSlot` and keeps its own
+      copy.
     """
     packed, tree_def, subtree_defs = state
     positions = _positions(triple.params_fn, state)
@@ -61,12 +61,12 @@ def split(triple: Optimizer, state: OptimizerState) -> tuple[Any, Any]:
 
 
 def join(params: Any, slots: Any) -> OptimizerState:
-    """Returns the state that `split` took apart.
+    """Inverts `split`.
 
     Args:
-      params: the parameters, changed since or not. Where a subtree has no `ParamSlot`, its own
-        parameter holds.
-      slots: what is kept beside them.
+      params: the parameters, possibly updated. A slot without `ParamSlot` ignores them and uses its
+        own copy.
+      slots: the slots.
     """
     tree_def: Any
     leaves, tree_def = jax.tree.flatten(params)
@@ -79,10 +79,10 @@ def join(params: Any, slots: Any) -> OptimizerState:
 
 
 def check_made_by(triple: Optimizer, state: Any) -> None:
-    """Raises unless a state looks like one that `triple` makes for its parameters.
+    """Checks that a state has the layout that `triple` creates for its parameters.
 
     Raises:
-      LayoutError: it does not.
+      LayoutError: the layout differs.
     """
     check_state(state)
     try:
@@ -92,30 +92,30 @@ def check_made_by(triple: Optimizer, state: Any) -> None:
         raise
     except Exception as error:
         raise LayoutError(
-            "`state` is not one of the triple, whose functions do not take it "
-            f"({type(error).__name__}). Convert it with the triple that made it."
+            f"`state` is not a state of the triple, whose functions raise {type(error).__name__} "
+            "for it. Use the triple that created it."
         ) from error
     paths: list[str] = leaf_paths(state[1])
     for path, *kept in zip(paths, made[0], made[2], state[0], state[2], strict=True):
         shapes = [list(map(jnp.shape, leaves)) for leaves in (kept[0], kept[2])]
         if kept[1] != kept[3] or shapes[0] != shapes[1]:
             raise LayoutError(
-                f"`state` is not one of the triple: for parameter `{path}` expected {kept[1]} of "
-                f"shapes {shapes[0]}, found {kept[3]} of {shapes[1]}. Convert it with the triple "
-                "that made it."
+                f"`state` is not a state of the triple: for parameter `{path}` expected {kept[1]} "
+                f"with shapes {shapes[0]}, found {kept[3]} with shapes {shapes[1]}. Use the triple "
+                "that created it."
             )
 
 
 def init_split(triple: Optimizer, params: Any) -> Any:
-    """Returns what is kept beside `params` before the first update."""
+    """Returns the initial slots for `params`."""
     return split(triple, triple.init_fn(params))[1]
 
 
 def update_split(triple: Optimizer, i: Any, grads: Any, params: Any, slots: Any) -> tuple[Any, Any]:
-    """Returns the parameters and what is kept beside them after an update.
+    """Returns the parameters and slots after one update.
 
     Raises:
-      StateChangedError: the triple moved a parameter to another place of its state.
+      StateChangedError: the update changed the structure of a slot, e.g. moved the parameter.
     """
     state = triple.update_fn(i, grads, join(params, slots))
     new_params, new_slots = split(triple, state)
@@ -123,7 +123,7 @@ def update_split(triple: Optimizer, i: Any, grads: Any, params: Any, slots: Any)
     after: Any = jax.tree.structure(new_slots)
     if before != after:
         raise StateChangedError(
-            f"the update changed the structure of what is kept: expected {before}, found {after}. "
+            f"the update changed the structure of the state: expected {before}, found {after}. "
             "Return the same containers as `init` does."
         )
     return new_params, new_slots
@@ -138,9 +138,9 @@ def _is_slot(node: Any) -> bool:
 
 
 def _positions(params_fn: Callable[[Any], Any], state: OptimizerState) -> list[int | None]:
-    """Returns which leaf of each parameter's state `params_fn` returns, as it is, if any.
+    """Returns, per parameter, the index of the leaf that `params_fn` returns unchanged, or `None`.
 
-    `params_fn` is traced, not run: what comes out is compared with what went in.
+    `params_fn` is traced, and its outputs are compared with its inputs by identity.
     """
     found: list[int | None] = []
 

@@ -1,4 +1,4 @@
-"""What is a state, and whose it can be."""
+"""Validation of optimizer states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opt_legacy_stax.errors import LayoutError
 
 
 def is_state(value: Any) -> bool:
-    """Whether a value is a packed state, of this module's class, of JAX's, or a plain tuple.
+    """Whether a value is a packed state: of this module's class, of JAX's class, or a plain tuple.
 
     Examples:
       >>> from opt_legacy_stax import sgd
@@ -32,19 +32,19 @@ def is_state(value: Any) -> bool:
 
 
 def check_state(value: Any, optimizer: Identity | None = None) -> None:
-    """Raises unless a value is a packed state, and can be that of an optimizer.
+    """Checks that a value is a packed state, with the entries of an optimizer if they are known.
 
     Args:
-      value: what should be one.
-      optimizer: whose; only of the nine is it known what they keep.
+      value: the value to check.
+      optimizer: the expected optimizer; entries are known for the nine optimizers only.
 
     Raises:
-      LayoutError: it is not.
+      LayoutError: the check failed.
     """
     if not is_state(value):
         raise LayoutError(
-            f"`opt_state` must be an OptimizerState; got {shown(type(value).__name__)}. Pass what "
-            "`init_fn` or `update_fn` returned: `update_fn(i, grads, opt_state)`."
+            f"`opt_state` must be an OptimizerState; got {shown(type(value).__name__)}. Pass the "
+            "state that `init_fn` or `update_fn` returned, as in `update_fn(i, grads, opt_state)`."
         )
     if optimizer is None or not optimizer.keeps:
         return
@@ -53,14 +53,14 @@ def check_state(value: Any, optimizer: Identity | None = None) -> None:
         if found != len(optimizer.keeps):
             path = leaf_paths(value[1])[n]
             raise LayoutError(
-                f"`opt_state` is not one of {optimizer}: for parameter `{path}` found "
-                f"{f'a tuple of {found}' if found > 1 else 'no such tuple'}. Pass a state of this "
-                "optimizer; for those of older JAX see `convert_old_layout`."
+                f"`opt_state` is not a state of {optimizer}: for parameter `{path}` found "
+                f"{f'a tuple of {found}' if found > 1 else 'something else'}. Pass a state of this "
+                "optimizer; convert states of older JAX versions with `convert_old_layout`."
             )
 
 
 def kept_by(subtree_def: Any) -> int:
-    """Returns how many entries are kept for a parameter; 1 for an array, 0 for what none keeps.
+    """Returns the number of entries in a parameter's state: 1 for an array, 0 if not a tuple.
 
     Examples:
       >>> [kept_by(jax.tree.structure(kept)) for kept in (1.0, (1.0, [2.0, 3.0]), {'a': 1.0})]

@@ -1,4 +1,4 @@
-"""Steps: what counts as one, and how they grow."""
+"""Validation and arithmetic of steps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ INT32_MIN, INT32_MAX = (int(end) for end in (np.iinfo(np.int32).min, np.iinfo(np
 
 
 def check_step(i: Any) -> Any:
-    """Returns the step as updates and schedules take it.
+    """Returns a step in the form that updates and schedules expect.
 
-    Python and NumPy integers become Python integers within int32, the nearest where they are not,
-    and booleans are 0 and 1. Other JAX arrays, traced or not, and floats stay what they are.
+    Python and NumPy integers become Python integers, clamped to the range of int32, and booleans
+    become 0 and 1. Floats and other JAX arrays, traced or not, are returned unchanged.
 
     Args:
-      i: an integer, a float, or an array without axes of either.
+      i: an integer, a float, or a scalar array of either.
 
     Raises:
-      StepError: it is none of these.
+      StepError: `i` is anything else.
 
     Examples:
       >>> check_step(2**40), check_step(np.int64(7)), check_step(0.5)
@@ -32,8 +32,8 @@ def check_step(i: Any) -> Any:
     if callable(i):
         name = getattr(i, "__name__", type(i).__name__)
         raise StepError(
-            f"`i` must be the number of the step; got the function `{name}`. Call the update as "
-            "`update(i, grads, state)`: the step comes first."
+            f"`i` must be the step number; got the function `{name}`. Call `update(i, grads, "
+            "state)`: the step comes first."
         )
     if isinstance(i, int | np.integer | np.bool_):
         return max(INT32_MIN, min(int(i), INT32_MAX))
@@ -41,14 +41,13 @@ def check_step(i: Any) -> Any:
         return i
     if not isinstance(i, np.ndarray | jax.Array):
         raise StepError(
-            f"`i` must be the number of the step, a Python, NumPy or JAX scalar; got "
-            f"{type(i).__name__}. Call the update as `update(i, grads, state)`: the step comes "
-            "first."
+            "`i` must be the step number, as a Python, NumPy or JAX scalar; got "
+            f"{type(i).__name__}. Call `update(i, grads, state)`: the step comes first."
         )
     if i.ndim != 0:
         raise StepError(
-            f"`i` must be one number; got an array of shape {i.shape}. Index it, or map the "
-            "update over it with `jax.vmap` or `jax.lax.scan`."
+            f"`i` must be a scalar; got an array of shape {i.shape}. Index it, or map the update "
+            "over it with `jax.vmap` or `jax.lax.scan`."
         )
     if i.dtype == jnp.bool_:
         return check_step(i[()]) if isinstance(i, np.ndarray) else i.astype(jnp.int32)
@@ -58,10 +57,10 @@ def check_step(i: Any) -> Any:
 
 
 def whole_step(i: Any) -> Any:
-    """Returns the number of updates made, as an int32 scalar.
+    """Returns a number of updates as an int32 scalar.
 
     Raises:
-      StepError: it is no number, a float between two, or negative.
+      StepError: `i` is not a number, not a whole number, or negative.
 
     Examples:
       >>> whole_step(7).dtype.name, int(whole_step(7.0))
@@ -69,16 +68,16 @@ def whole_step(i: Any) -> Any:
     """
     step = check_step(i)
     if isinstance(step, float | np.floating) and not float(step).is_integer():
-        raise StepError(f"`i` must be a number of updates; got {float(step)}. Pass an integer.")
+        raise StepError(f"`i` must be a number of updates; got {float(step)}. Pass a whole number.")
     if not isinstance(step, jax.core.Tracer) and step < 0:
         raise StepError(f"`i` must be a number of updates; got {step}. Pass 0 or more.")
     return jnp.asarray(step, jnp.int32)
 
 
 def next_step(i: Any) -> Any:
-    """Returns `i + 1`, or `i` where an integer would overflow; no Python integer.
+    """Returns `i + 1`, or `i` if the integer would overflow; Python integers become arrays.
 
-    As an array it can be an exponent that is not compiled in.
+    An exponent that is an array is not a compile-time constant, so steps share one program.
 
     Examples:
       >>> next_step(2**31 - 1).tolist(), next_step(jnp.int32(2**31 - 1)).tolist(), next_step(0.5)

@@ -15,10 +15,10 @@ _SHOWN = 5
 
 
 def path_str(path: Sequence[Any]) -> str:
-    """Returns a JAX key path as `decoder/layers_0/kernel`; the root is `.`.
+    """Formats a JAX key path as `decoder/layers_0/kernel`; the root is `.`.
 
-    Inside of a key `~` is `~0` and `/` is `~1`, as in JSON Pointer (RFC 6901), so no two leaves of
-    a tree share a path.
+    As in JSON Pointer (RFC 6901), `~` in a key is written `~0` and `/` is written `~1`, so that
+    every leaf of a tree has a unique path.
 
     Examples:
       >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'mlp': {'a/b': [1.0]}})
@@ -43,7 +43,7 @@ def leaf_paths(tree_def: Any) -> list[str]:
 
 
 def first_lines(lines: Sequence[str]) -> str:
-    """Returns the first few lines, indented, and how many more there are.
+    """Returns the first few lines, indented, and the number of lines omitted.
 
     Examples:
       >>> print(first_lines(['a', 'b']))
@@ -56,7 +56,7 @@ def first_lines(lines: Sequence[str]) -> str:
 
 
 def shown(text: str, limit: int = 100) -> str:
-    r"""Returns a text that may come from a file as an error can show it: escaped, and short.
+    r"""Returns untrusted text, escaped and shortened for an error message.
 
     Examples:
       >>> shown('mlp/kernel'), shown('a' + chr(10)), shown('abcdef', limit=5)
@@ -68,26 +68,24 @@ def shown(text: str, limit: int = 100) -> str:
 
 
 def different_trees(tree_def: Any, grads_def: Any) -> TreeMismatchError:
-    """Returns the error for gradients of another structure than the parameters."""
+    """Returns the error for gradients whose structure differs from that of the parameters."""
     lines = _differences(_example(tree_def), _example(grads_def), ())
     if not lines:
         lines = [f"static data: expected {tree_def}, found {grads_def}"]
     return TreeMismatchError(
-        "`grad_tree` has another structure than the parameters that the optimizer was "
-        f"initialized with:\n{first_lines(lines)}\n"
-        "Differentiate with respect to `get_params(opt_state)`, or convert the gradients' "
-        "containers to those of the parameters."
+        "`grad_tree` does not have the tree structure of the parameters that the optimizer was "
+        f"initialized with:\n{first_lines(lines)}\nDifferentiate with respect to "
+        "`get_params(opt_state)`, or convert the gradients to the containers of the parameters."
     )
 
 
 def changed_structure(tree_def: Any, n: int, before: Any, after: Any) -> StateChangedError:
-    """Returns the error for a per-parameter update that changed the structure of its state."""
+    """Returns the error for an update that changed the structure of a parameter's state."""
     lines = _differences(_example(before), _example(after), ())
     lines = lines or [f"static data: expected {before}, found {after}"]
     return StateChangedError(
-        "the update of one array must return a state of the structure it was given; for "
-        f"parameter `{leaf_paths(tree_def)[n]}`:\n{first_lines(lines)}\n"
-        "Return the same containers as `init` does."
+        f"the update changed the structure of the state of parameter `{leaf_paths(tree_def)[n]}`:\n"
+        f"{first_lines(lines)}\nReturn the same containers as `init` does."
     )
 
 
@@ -100,9 +98,9 @@ def changed_shape(
     new: Sequence[Any],
     grad: Any,
 ) -> StateChangedError | None:
-    """Returns the error for an update that broadcast a parameter to another shape, if it did.
+    """Returns the error for an update that broadcast a parameter to a new shape, if it did.
 
-    What is kept beside a parameter may change its shape, as a growing history does.
+    Other state arrays may change shape, e.g. a growing history.
     """
     if all(np.shape(a) == np.shape(b) for a, b in zip(old, new, strict=True)):
         return None
@@ -110,16 +108,16 @@ def changed_shape(
     if before == after:
         return None
     return StateChangedError(
-        f"the update changed parameter `{leaf_paths(tree_def)[n]}` from shape {before} to "
-        f"{after}: its gradient has shape {np.shape(grad)}. Pass gradients of the shapes of the "
+        f"the update changed parameter `{leaf_paths(tree_def)[n]}` from shape {before} to {after}: "
+        f"its gradient has shape {np.shape(grad)}. Pass gradients with the shapes of the "
         "parameters."
     )
 
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:
-    """Returns key and subtree of each child of a pytree node, or `None` for a leaf.
+    """Returns the key and subtree of each child of a pytree node, or `None` for a leaf.
 
-    `None` is a node without children, as it is for JAX.
+    As in JAX, `None` is a node without children.
 
     Examples:
       >>> [(key.key, child) for key, child in children({'b': 1, 'a': (2, 3)})]
@@ -156,7 +154,7 @@ def _differences(expected: Any, found: Any, path: tuple[Any, ...]) -> list[str]:
     for key, child in others.values():
         lines.append(f"{path_str((*path, key))}: expected nothing, found {_kind(child)}")
     if not lines and [key for key, _ in ours] != [key for key, _ in theirs]:
-        lines.append(f"{path_str(path)}: the same keys in another order")
+        lines.append(f"{path_str(path)}: same keys in a different order")
     return lines
 
 

@@ -1,7 +1,8 @@
 """The nine optimizers.
 
-Each is written for one array `x` with gradient `g`; `optimizer` takes it to trees. The operations,
-and their order, are those of `jax.example_libraries.optimizers`, but for what the README lists.
+Each is written for a single array `x` with gradient `g`, and lifted to trees by `optimizer`.
+Operations and their order are those of `jax.example_libraries.optimizers`, except for the fixes
+listed in the README.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ from opt_legacy_stax._steps import next_step
 
 
 def get_params(state: Any) -> Any:
-    """Returns the parameter, which all but `sgd` and `sm3` keep as the first of a tuple."""
+    """Returns the parameter: the first entry of the state, except for `sgd` and `sm3`."""
     return state[0]
 
 
 @optimizer
 def sgd(step_size: Any, *, upstream_numerics: bool = False) -> LeafOptimizer:
-    """Gradient descent, `x - step_size * g`. Keeps `x`.
+    """Gradient descent. State per parameter: `x`.
+
+    ```
+    x <- x - step_size * g
+    ```
 
     Args:
       step_size: a number, or a function of the step.
-      upstream_numerics: whether dtypes are promoted as in JAX's module.
+      upstream_numerics: whether dtypes are promoted like in JAX's module.
 
     Returns:
       An `Optimizer`.
@@ -39,7 +44,7 @@ def sgd(step_size: Any, *, upstream_numerics: bool = False) -> LeafOptimizer:
       >>> get_params(opt_update(0, jnp.ones(2), opt_init(jnp.zeros(2)))).tolist()
       [-0.1, -0.1]
     """
-    del upstream_numerics  # `optimizer` sees to it
+    del upstream_numerics  # handled by the `optimizer` decorator
     rate = make_schedule(step_size)
 
     def init(x0: Any) -> Any:
@@ -56,14 +61,17 @@ def sgd(step_size: Any, *, upstream_numerics: bool = False) -> LeafOptimizer:
 
 @optimizer
 def momentum(step_size: Any, mass: float, *, upstream_numerics: bool = False) -> LeafOptimizer:
-    """Gradient descent with momentum. Keeps `(x, velocity)`.
+    """Gradient descent with momentum. State per parameter: `(x, velocity)`.
 
-    `velocity = mass * velocity + g`, `x - step_size * velocity`.
+    ```
+    velocity <- mass * velocity + g
+    x <- x - step_size * velocity
+    ```
 
     Args:
       step_size: a number, or a function of the step.
-      mass: the part of the velocity that is kept.
-      upstream_numerics: whether dtypes are promoted as in JAX's module.
+      mass: decay rate of the velocity.
+      upstream_numerics: whether dtypes are promoted like in JAX's module.
 
     Returns:
       An `Optimizer`.
@@ -90,17 +98,24 @@ def momentum(step_size: Any, mass: float, *, upstream_numerics: bool = False) ->
 
 @optimizer
 def nesterov(step_size: Any, mass: float, *, upstream_numerics: bool = False) -> LeafOptimizer:
-    """Gradient descent with Nesterov's momentum. Keeps `(x, velocity)`.
+    """Gradient descent with Nesterov momentum. State per parameter: `(x, velocity)`.
 
-    `velocity = mass * velocity + g`, `x - step_size * (mass * velocity + g)`.
+    ```
+    velocity <- mass * velocity + g
+    x <- x - step_size * (mass * velocity + g)
+    ```
 
     Args:
       step_size: a number, or a function of the step.
-      mass: the part of the velocity that is kept.
-      upstream_numerics: whether dtypes are promoted as in JAX's module.
+      mass: decay rate of the velocity.
+      upstream_numerics: whether dtypes are promoted like in JAX's module.
 
     Returns:
       An `Optimizer`.
+
+    References:
+      Sutskever et al., `On the importance of initialization and momentum in deep learning`, 2013,
+      https://proceedings.mlr.press/v28/sutskever13.html.
     """
     del upstream_numerics
     rate = make_schedule(step_size)
@@ -120,18 +135,28 @@ def nesterov(step_size: Any, mass: float, *, upstream_numerics: bool = False) ->
 def adagrad(
     step_size: Any, momentum: float = 0.9, *, upstream_numerics: bool = False
 ) -> LeafOptimizer:
-    """Adagrad with an average of its updates. Keeps `(x, g_sq, m)`.
+    """Adagrad with momentum. State per parameter: `(x, g_sq, m)`.
 
-    `g_sq` is the sum of squares, `m` the average of `g / sqrt(g_sq)`: Duchi, Hazan and Singer,
-    Adaptive Subgradient Methods, http://www.jmlr.org/papers/volume12/duchi11a/duchi11a.pdf.
+    ```
+    g_sq <- g_sq + g**2
+    m <- momentum * m + (1 - momentum) * g / sqrt(g_sq)
+    x <- x - step_size * m
+    ```
+
+    `g / sqrt(g_sq)` is 0 where `g_sq` is 0.
 
     Args:
       step_size: a number, or a function of the step.
-      momentum: the weight of the past in the average.
-      upstream_numerics: whether dtypes are promoted as in JAX's module.
+      momentum: decay rate of `m`.
+      upstream_numerics: whether dtypes are promoted like in JAX's module.
 
     Returns:
       An `Optimizer`.
+
+    References:
+      Duchi, Hazan and Singer,
+      `Adaptive Subgradient Methods for Online Learning and Stochastic Optimization`, 2011,
+      https://jmlr.org/papers/v12/duchi11a.html.
     """
     del upstream_numerics
     rate = make_schedule(step_size)
@@ -152,18 +177,25 @@ def adagrad(
 def rmsprop(
     step_size: Any, gamma: float = 0.9, eps: float = 1e-8, *, upstream_numerics: bool = False
 ) -> LeafOptimizer:
-    """RMSProp, `x - step_size * g / sqrt(avg_sq_grad + eps)`. Keeps `(x, avg_sq_grad)`.
+    """RMSProp. State per parameter: `(x, avg_sq_grad)`.
 
-    Tieleman and Hinton, lecture 6.5 of Neural Networks for Machine Learning, 2012.
+    ```
+    avg_sq_grad <- gamma * avg_sq_grad + (1 - gamma) * g**2
+    x <- x - step_size * g / sqrt(avg_sq_grad + eps)
+    ```
 
     Args:
       step_size: a number, or a function of the step.
-      gamma: the weight of the past in the average of squares.
-      eps: added to it, under the root.
-      upstream_numerics: whether dtypes are promoted as in JAX's module.
+      gamma: decay rate of `avg_sq_grad`.
+      eps: added to `avg_sq_grad` inside the square root.
+      upstream_numerics: whether dtypes are promoted like in JAX's module.
 
     Returns:
       An `Optimizer`.
+
+    References:
+      Tieleman and Hinton, `Neural Networks for Machine Learning`, lecture 6.5, 2012,
+      https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf.
     """
     del upstream_numerics
     rate = make_schedule(step_size)
@@ -188,16 +220,22 @@ def rmsprop_momentum(
     *,
     upstream_numerics: bool = False,
 ) -> LeafOptimizer:
-    """RMSProp whose updates have momentum. Keeps `(x, avg_sq_grad, mom)`.
+    """RMSProp with momentum. State per parameter: `(x, avg_sq_grad, mom)`.
 
-    `mom = momentum * mom + step_size * g / sqrt(avg_sq_grad + eps)`, `x - mom`.
+    ```
+    avg_sq_grad <- gamma * avg_sq_grad + (1 - gamma) * g**2
+    mom <- momentum * mom + step_size * g / sqrt(avg_sq_grad + eps)
+    x <- x - mom
+    ```
+
+    See `rmsprop` for the reference.
 
     Args:
       step_size: a number, or a function of the step.
-      gamma: the weight of the past in the average of squares.
-      eps: added to it, under the root.
-      momentum: the part of the last update that is kept.
-      upstream_numerics: whether dtypes are promoted as in JAX's module.
+      gamma: decay rate of `avg_sq_grad`.
+      eps: added to `avg_sq_grad` inside the square root.
+      momentum: decay rate of `mom`.
+      upstream_numerics: whether dtypes are promoted like in JAX's module.
 
     Returns:
       An `Optimizer`.
@@ -226,16 +264,22 @@ def adam(
     *,
     upstream_numerics: bool = False,
 ) -> LeafOptimizer:
-    """Adam. Keeps `(x, m, v)`, the averages of the gradient and of its square.
+    """Adam. State per parameter: `(x, m, v)`.
 
-    Kingma and Ba, Adam: A Method for Stochastic Optimization, https://arxiv.org/abs/1412.6980.
+    ```
+    m <- b1 * m + (1 - b1) * g
+    v <- b2 * v + (1 - b2) * g**2
+    m_hat = m / (1 - b1**(i + 1))
+    v_hat = v / (1 - b2**(i + 1))
+    x <- x - step_size * m_hat / (sqrt(v_hat) + eps)
+    ```
 
     Args:
       step_size: a number, or a function of the step.
-      b1: the weight of the past in `m`.
-      b2: the weight of the past in `v`.
-      eps: added to the root of the corrected `v`.
-      upstream_numerics: whether to compute exactly as JAX's module: dtypes are promoted, and in
+      b1: decay rate of `m`.
+      b2: decay rate of `v`.
+      eps: added to the square root of `v_hat`.
+      upstream_numerics: whether to compute exactly like JAX's module: dtypes are promoted, and in
         bfloat16 the default `b2` rounds to 1, so that parameters never move.
 
     Returns:
@@ -245,6 +289,10 @@ def adam(
       >>> opt_init, opt_update, get_params = adam(0.1)
       >>> get_params(opt_update(0, jnp.array([3.0, -0.1]), opt_init(jnp.zeros(2)))).tolist()
       [-0.1, 0.1]
+
+    References:
+      Kingma and Ba, `Adam: A Method for Stochastic Optimization`, 2014,
+      https://arxiv.org/abs/1412.6980.
     """
     rate = make_schedule(step_size)
 
@@ -271,19 +319,27 @@ def adamax(
     *,
     upstream_numerics: bool = False,
 ) -> LeafOptimizer:
-    """AdaMax, Adam with a maximum. Keeps `(x, m, u)`.
+    """AdaMax, the variant of Adam based on the infinity norm. State per parameter: `(x, m, u)`.
 
-    `u = max(b2 * u, |g|)`: section 7.1 of https://arxiv.org/abs/1412.6980.
+    ```
+    m <- b1 * m + (1 - b1) * g
+    u <- max(b2 * u, |g|)
+    x <- x - step_size / (1 - b1**(i + 1)) * m / (u + eps)
+    ```
 
     Args:
       step_size: a number, or a function of the step.
-      b1: the weight of the past in `m`, the average of the gradient.
-      b2: by which the maximum fades.
-      eps: added to the maximum.
-      upstream_numerics: whether to compute exactly as JAX's module; see `adam`.
+      b1: decay rate of `m`.
+      b2: decay rate of `u`.
+      eps: added to `u` in the denominator.
+      upstream_numerics: whether to compute exactly like JAX's module; see `adam`.
 
     Returns:
       An `Optimizer`.
+
+    References:
+      Kingma and Ba, `Adam: A Method for Stochastic Optimization`, 2014, section 7.1,
+      https://arxiv.org/abs/1412.6980.
     """
     rate = make_schedule(step_size)
 
@@ -302,16 +358,25 @@ def adamax(
 
 @optimizer
 def sm3(step_size: Any, momentum: float = 0.9, *, upstream_numerics: bool = False) -> LeafOptimizer:
-    """SM3, Adagrad with one accumulator for each row, column and so on. Keeps `(x, m, vs, shape)`.
+    """SM3, a memory-efficient Adagrad. State per parameter: `(x, m, vs, shape)`.
 
-    `vs[j]` has the size of axis `j`; an entry's accumulator is the least of those that cover it.
-    A scalar is kept as an array of one entry, and `shape` is `()`. Anil, Gupta, Koren and Singer,
-    Memory-Efficient Adaptive Optimization, https://arxiv.org/abs/1901.11150.
+    There is one accumulator per slice along each axis: `vs[j]` is a vector with the size of axis
+    `j`. For a matrix:
+
+    ```
+    accum[r, c] = min(vs[0][r], vs[1][c]) + g[r, c]**2
+    m <- momentum * m + (1 - momentum) * g / sqrt(accum)
+    vs[0][r] <- max over c of accum[r, c];  vs[1][c] <- max over r of accum[r, c]
+    x <- x - step_size * m
+    ```
+
+    `g / sqrt(accum)` is 0 where `accum` is 0. Scalars are stored as arrays of one entry, with the
+    shape `()`.
 
     Args:
       step_size: a number, or a function of the step.
-      momentum: the weight of the past in `m`, the average of the updates.
-      upstream_numerics: whether dtypes are promoted as in JAX's module.
+      momentum: decay rate of `m`.
+      upstream_numerics: whether dtypes are promoted like in JAX's module.
 
     Returns:
       An `Optimizer`.
@@ -321,6 +386,10 @@ def sm3(step_size: Any, momentum: float = 0.9, *, upstream_numerics: bool = Fals
       >>> state = jax.jit(opt_update)(0, jnp.ones((2, 3)), opt_init(jnp.zeros((2, 3))))
       >>> jax.jit(get_params)(state).shape
       (2, 3)
+
+    References:
+      Anil, Gupta, Koren and Singer, `Memory-Efficient Adaptive Optimization`, 2019,
+      https://arxiv.org/abs/1901.11150.
     """
     del upstream_numerics
     rate = make_schedule(step_size)
@@ -337,12 +406,12 @@ def sm3(step_size: Any, momentum: float = 0.9, *, upstream_numerics: bool = Fals
         accum = functools.reduce(jnp.minimum, covering) + jnp.square(g)
         m = (1.0 - momentum) * (g * _inverse_root(accum)) + momentum * m
         axes = range(x.ndim)
-        if accum.size:  # there is no maximum of nothing, and nothing to add to zeros
+        if accum.size:  # the maximum of an empty array is an error
             vs = [accum.max([k for k in axes if k != j]) for j in axes]
         return x - rate(i) * m, m, vs, x_shape
 
     def get_params(state: Any) -> Any:
-        # The numbers in the shape are leaves, traced under `jit`; how many there are is static.
+        # The entries of the shape are leaves, hence traced under `jit`; its length is static.
         x, _, _, x_shape = state
         return x if x_shape else x.reshape(())
 
@@ -354,7 +423,7 @@ def _inverse_root(x: Any) -> Any:
 
 
 def _correction(decay: Any, i: Any, dtype: Any, upstream_numerics: bool) -> Any:
-    """Returns `1 - decay ** (i + 1)` in `dtype`; the power is taken in 32 bits or more."""
+    """Returns `1 - decay ** (i + 1)` in `dtype`, with the power computed in at least float32."""
     if upstream_numerics:
         return 1 - jnp.asarray(decay, dtype) ** (i + 1)
     wide = jnp.promote_types(dtype, jnp.float32)
@@ -365,6 +434,6 @@ def _correction(decay: Any, i: Any, dtype: Any, upstream_numerics: bool) -> Any:
 
 
 def _along(v: Any, axis: int, ndim: int) -> Any:
-    """Returns a vector as an array of `ndim` axes whose axis `axis` it is."""
+    """Reshapes a vector to `ndim` axes, along axis `axis`."""
     index: Sequence[Any] = [slice(None) if k == axis else None for k in range(max(ndim, 1))]
     return v[tuple(index)]

@@ -2,26 +2,26 @@
 
 ```
 StaxError
-├── TreeMismatchError (TypeError)      gradients whose tree is not that of the parameters
-├── StateChangedError (TypeError)      an update that changes the structure of a state, or a shape
-├── StepError (TypeError)              a step that is no number
+├── TreeMismatchError (TypeError)      gradients with a different tree than the parameters
+├── StateChangedError (TypeError)      an update that changes a state's structure or a shape
+├── StepError (TypeError)              a step that is not a number
 ├── ScheduleError (TypeError)          a step size that is neither a number nor a schedule
-├── BoundariesError (ValueError)       boundaries and values that are no piecewise constant
-├── JoinPointError (AssertionError)    a tree to pack that is not marked with join points
-├── LayoutError (ValueError)           a state of no known layout, or of another optimizer
-├── NoEquivalentError (ValueError)     no transformation of Optax has the same mathematics
+├── BoundariesError (ValueError)       boundaries and values whose shapes do not match
+├── JoinPointError (AssertionError)    a tree to pack with leaves that are not join points
+├── LayoutError (ValueError)           an unknown layout, or a state of a different optimizer
+├── NoEquivalentError (ValueError)     no Optax transformation has the same update rule
 ├── MissingExtraError (ImportError)    Optax or opt-core is not installed
 ├── SaveError (TypeError)              a state that cannot be written exactly
-└── LoadError (ValueError)             a file that is not loaded; nothing of it is
-    ├── DamagedFileError               truncated, altered, or never such a file
-    ├── FormatVersionError             written by another version of the format
-    ├── StateMismatchError             a sound file with another state than expected
-    └── UnsafePickleError              a pickle that holds more than arrays and join points
+└── LoadError (ValueError)             a file that cannot be loaded
+    ├── DamagedFileError               truncated, altered, or in a different format
+    ├── FormatVersionError             written with a different format version
+    ├── StateMismatchError             an intact file with a different state than expected
+    └── UnsafePickleError              a pickle with more than arrays and join points
 
-UnnamedStateWarning (UserWarning)      a state that was loaded without knowing whose it is
+UnnamedStateWarning (UserWarning)      a loaded state whose optimizer was not checked
 ```
 
-Those that JAX's module raises too are the builtins that it raises.
+Where JAX's module raises an error too, ours is a subclass of the builtin exception it raises.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ __all__ = [
 
 
 class StaxError(Exception):
-    """The base of every error that this package raises on purpose."""
+    """Base class of all errors raised by this package."""
 
 
 class TreeMismatchError(StaxError, TypeError):
-    """The tree of the gradients is not that of the parameters; names the first paths."""
+    """The gradients do not have the tree structure of the parameters."""
 
 
 class StateChangedError(StaxError, TypeError):
-    """An update returned a state of another structure, or a parameter of another shape."""
+    """An update changed the tree structure of a state, or the shape of a parameter."""
 
 
 class StepError(StaxError, TypeError):
-    """The step given to an update is a function, an array with axes, or no number at all."""
+    """The step passed to an update is not a scalar number."""
 
 
 class ScheduleError(StaxError, TypeError):
@@ -68,48 +68,48 @@ class ScheduleError(StaxError, TypeError):
 
 
 class BoundariesError(StaxError, ValueError):
-    """`boundaries` and `values` do not describe a piecewise constant function."""
+    """`boundaries` and `values` do not describe a piecewise constant schedule."""
 
 
 class JoinPointError(StaxError, AssertionError):
-    """A tree to pack has leaves that are no `JoinPoint`."""
+    """A tree to pack has leaves that are not a `JoinPoint`."""
 
 
 class LayoutError(StaxError, ValueError):
-    """A state has no layout that this package, or an older JAX, ever wrote, or another's."""
+    """A state has an unknown layout, or that of a different optimizer."""
 
 
 class NoEquivalentError(StaxError, ValueError):
-    """Optax has no transformation with the same mathematics, or not for these arguments."""
+    """Optax has no transformation with the same update rule, or not for these arguments."""
 
 
 class MissingExtraError(StaxError, ImportError):
-    """A function needs a package that only an extra of this one installs."""
+    """A function needs a package that is installed by an extra."""
 
 
 class SaveError(StaxError, TypeError):
-    """A state holds what cannot be written and read back exactly. Nothing has been written."""
+    """A state cannot be saved and restored exactly. Nothing has been written."""
 
 
 class LoadError(StaxError, ValueError):
-    """A file is not loaded. Never raised for a file that does not exist or cannot be opened."""
+    """A file cannot be loaded. Not raised if it does not exist or cannot be opened (`OSError`)."""
 
 
 class DamagedFileError(LoadError):
-    """A file is truncated, altered, or was never written by `save`."""
+    """A file is truncated, altered, or was not written by `save`."""
 
 
 class FormatVersionError(LoadError):
-    """A file is of a version of the format that this version of the package does not read."""
+    """A file has a format version that this version of the package does not support."""
 
 
 class StateMismatchError(LoadError):
-    """A sound file holds a state of another optimizer, tree, shape or dtype than expected."""
+    """A file holds a state of a different optimizer, tree structure, shape or dtype."""
 
 
 class UnsafePickleError(LoadError):
-    """A pickle holds something else than arrays, plain containers and join points."""
+    """A pickle contains anything other than arrays, plain containers and join points."""
 
 
 class UnnamedStateWarning(UserWarning):
-    """A file was loaded, and whose state it holds was not compared: one of the two is not said."""
+    """A state was loaded without comparing optimizers, as one of the two names is missing."""

@@ -116,7 +116,9 @@ def ways(kind: Kind, mesh: Mapping[str, int], world: Axes, can_split: bool) -> I
         named = list(zip((*cut, *free), chosen, strict=True))
         # Axes that replicate come first: their parts are taken before anything is sent.
         named.sort(key=lambda pair: pair[0] in cut)
-        way = Way(*(tuple(a for a, w in named if w == word) for word in ("share", "gather", "split")))
+        way = Way(
+            *(tuple(a for a, w in named if w == word) for word in ("share", "gather", "split"))
+        )
         if _divides(kind, way, mesh):
             yield way
 

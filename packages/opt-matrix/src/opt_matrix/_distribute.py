@@ -141,7 +141,8 @@ class Distributed:
                     pieces[path].append(last[place : place + stop - start])
                     place += stop - start
         results = {
-            path: _unblocked(pieces[path], plan.layouts[path], leaf) for path, leaf in leaves.items()
+            path: _unblocked(pieces[path], plan.layouts[path], leaf)
+            for path, leaf in leaves.items()
         }
         return results, tuple(new_states) if states else ()
 

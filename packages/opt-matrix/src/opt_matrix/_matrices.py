@@ -294,4 +294,3 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise OptionError(f"{pattern!r} is not a valid regular expression: {error}") from None
-

@@ -78,7 +78,9 @@ def scale_by_muon(
     if plan is not None and orthogonalize is None:
         orthogonalize = plan.fn
     elif plan is not None and orthogonalize != plan.fn:
-        raise OptionError(f"`orthogonalize` is {orthogonalize}, and the plan was made for {plan.fn}")
+        raise OptionError(
+            f"`orthogonalize` is {orthogonalize}, and the plan was made for {plan.fn}"
+        )
     compute = newton_schulz() if orthogonalize is None else orthogonalize
     mu_dtype = None if mu_dtype is None else jnp.dtype(mu_dtype)
 
@@ -207,7 +209,6 @@ def scale_of(rule: Scale, fan_in: int, fan_out: int) -> float:
     if rule == "rms":
         return 0.2 * math.sqrt(max(fan_in, fan_out))
     return math.sqrt(fan_out / fan_in if rule == "spectral" else max(1.0, fan_out / fan_in))
-
 
 
 def _factor(rule: Scale, dims: Dims, shape: tuple[int, ...]) -> Any:

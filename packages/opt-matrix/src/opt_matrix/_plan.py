@@ -363,7 +363,7 @@ def _cut(counts: Sequence[tuple[str, int]], most: int) -> list[list[tuple[str, t
 
 def _shardings_by_path(params: Any, shardings: Any) -> dict[str, Any]:
     paths = leaves_by_path(params)
-    if shardings is None or not isinstance(shardings, Mapping | list) and _is_sharding(shardings):
+    if shardings is None or (not isinstance(shardings, Mapping | list) and _is_sharding(shardings)):
         return dict.fromkeys(paths, shardings)
     found = leaves_by_path(shardings, is_leaf=_is_sharding)
     if missing := [path for path in paths if path not in found]:

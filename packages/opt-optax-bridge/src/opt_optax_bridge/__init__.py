@@ -1,16 +1,26 @@
 """Any Optax optimizer as an `opt_core.OptimizerDef`.
 
 `OptaxWrapper(tx)` wraps a transformation; `opt_optax_bridge.adamw(...)` and a twin of every other
-optimizer that the installed Optax exports wrap the result of a constructor and remember its
-arguments, so that `apply_gradient(grads, learning_rate=lr)` acts at run time.
+constructor that the installed Optax exports wrap the result and remember its arguments, so that
+`apply_gradient(grads, learning_rate=lr)` acts at run time. `chain` joins twins to one definition.
 """
 
 from collections.abc import Callable
 from importlib.metadata import version as _version
 from typing import Any
 
-from opt_optax_bridge._hyper_params import overridable_hyper_params, resolve_hyper_params
-from opt_optax_bridge._twins import chain, optimizer_names, wrap_optax_optimizer
+from opt_optax_bridge._hyper_params import (
+    overridable_hyper_params,
+    resolve_hyper_params,
+    scale_learning_rate,
+)
+from opt_optax_bridge._transformation import as_transformation
+from opt_optax_bridge._twins import (
+    building_block_names,
+    chain,
+    optimizer_names,
+    wrap_optax_optimizer,
+)
 from opt_optax_bridge._twins import twin as _twin
 from opt_optax_bridge._wrapper import OptaxWrapper
 
@@ -18,18 +28,21 @@ __version__ = _version("opt-optax-bridge")
 
 __all__ = [
     "OptaxWrapper",
+    "as_transformation",
+    "building_block_names",
     "chain",
     "optimizer_names",
     "overridable_hyper_params",
     "resolve_hyper_params",
+    "scale_learning_rate",
     "wrap_optax_optimizer",
 ]
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """Finds `adamw` and every other optimizer in the installed Optax, when it is asked for."""
+    """Finds `adamw` and every other twin in the installed Optax, when it is asked for."""
     return _twin(name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *optimizer_names()})
+    return sorted({*globals(), *optimizer_names(), *building_block_names()})

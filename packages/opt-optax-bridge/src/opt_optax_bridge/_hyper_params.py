@@ -3,40 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+from jax.typing import ArrayLike
 from opt_core import MultiOptimizer, Optimizer
-from opt_core.errors import OptimizerError
+from opt_core.errors import HyperParamError
+from opt_core.protocols import ResolvesHyperParams, TakesExtraArgs
 
-from opt_optax_bridge._overrides import Update, changed_fields, field_values
+from opt_optax_bridge._overrides import Update, ask, field_values
 from opt_optax_bridge._wrapper import OptaxWrapper
 
-T = TypeVar("T")
 
-
-def resolve_hyper_params(optimizer: Optimizer, **overrides: Any) -> Any:
+def resolve_hyper_params(optimizer: Optimizer, *, missing: Any = "error", **overrides: Any) -> Any:
     """Returns the hyper-parameters that `optimizer.apply_gradient` would use now.
 
     Schedules are evaluated where the update evaluates them: at the count in the state. Traceable,
     so that a training step can log what it applies.
 
     Args:
-      optimizer: an optimizer whose definition is an `OptaxWrapper`.
+      optimizer: an optimizer whose definition is an `OptaxWrapper`, or a `MultiOptimizer`.
+      missing: see `Optimizer.apply_gradient`.
       **overrides: what `apply_gradient` gets besides the gradients, extra arguments included.
 
     Returns:
       A dataclass like `optimizer_def.hyper_params`, every field a float scalar; `None` for a
-      schedule that an update does not evaluate.
+      schedule that an update does not evaluate. Of a `MultiOptimizer` a dict of them by group; of
+      a definition there that is none of Optax, the dataclass that it uses.
 
     Raises:
       HyperParamError: `apply_gradient` would refuse the same overrides.
 
     Examples:
-      >>> import opt_optax_bridge, optax
+      >>> import jax.numpy as jnp, opt_optax_bridge, optax
       >>> schedule = optax.linear_schedule(0.0, 1.0, transition_steps=10)
       >>> optimizer = opt_optax_bridge.sgd(schedule).create({'w': jnp.ones(2)})
       >>> optimizer = optimizer.apply_gradient({'w': jnp.ones(2)})
@@ -45,17 +44,71 @@ def resolve_hyper_params(optimizer: Optimizer, **overrides: Any) -> Any:
       >>> print(resolve_hyper_params(optimizer, learning_rate=0.5).learning_rate)
       0.5
     """
-    definition = _definition(optimizer)
-    names = definition.extra_arg_names(overrides)
-    extra_args = {name: overrides.pop(name) for name in names}
-    hyper_params = definition.acting_hyper_params(**overrides)
-    changed = changed_fields(definition.acting_hyper_params(), hyper_params)
-    values, resolved = field_values(hyper_params), {}
-    schedules = {name: value for name, value in values.items() if callable(value)}
-    if schedules or changed or extra_args:
-        resolved = _ask(lambda u: u.schedule_values(changed, schedules), optimizer, extra_args)
-    numbers = {k: jnp.asarray(v, _float_dtype(v)) for k, v in values.items() if k not in schedules}
-    return dataclasses.replace(hyper_params, **numbers, **resolved)
+    definition: Any = optimizer.optimizer_def
+    if not isinstance(definition, ResolvesHyperParams):
+        definition = _wrapper_of(optimizer)  # raises
+    extra_args = {}
+    if isinstance(definition, TakesExtraArgs):
+        names = definition.extra_arg_names(overrides)
+        extra_args = {name: overrides.pop(name) for name in names}
+    if missing != "error":
+        overrides["missing"] = missing
+    hyper_params = definition.update_hyper_params(**overrides)
+    return definition.resolve_hyper_params(
+        hyper_params, optimizer.target, optimizer.state, **extra_args
+    )
+
+
+def scale_learning_rate(
+    optimizer: Optimizer,
+    factor: ArrayLike | Mapping[str, ArrayLike],
+    *,
+    name: str = "learning_rate",
+) -> dict[str, Any]:
+    """Returns overrides by which the next update has its learning rate times a factor.
+
+    A schedule goes on as it is: what is scaled is its value at this step.
+
+    Args:
+      optimizer: see `resolve_hyper_params`; groups without a learning rate keep what they have.
+      factor: a number or a scalar array; or a mapping from names of groups to factors.
+      name: what is scaled, if it is something else.
+
+    Raises:
+      HyperParamError: no group has it, or it has no value.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import opt_optax_bridge as opt
+      >>> optimizer = opt.sgd(0.5).create({'w': jnp.ones(1)})
+      >>> half = scale_learning_rate(optimizer, 0.5)
+      >>> optimizer.apply_gradient({'w': jnp.ones(1)}, **half).target['w'].tolist()
+      [0.75]
+    """
+    scaled = _scaled(resolve_hyper_params(optimizer), factor, name)
+    if not scaled:
+        raise HyperParamError(f"there is no `{name}` to scale")
+    return scaled
+
+
+def _scaled(used: Any, factor: Any, name: str) -> dict[str, Any]:
+    if isinstance(used, dict):
+        factors = factor if isinstance(factor, Mapping) else dict.fromkeys(used, factor)
+        if unknown := factors.keys() - used.keys():
+            raise HyperParamError(
+                f"`factor` names {sorted(unknown)}; the groups that are updated are {list(used)}"
+            )
+        by_group = {group: _scaled(used[group], own, name) for group, own in factors.items()}
+        by_group = {group: overrides for group, overrides in by_group.items() if overrides}
+        return {"group_overrides": by_group} if by_group else {}
+    values = {
+        field: value
+        for field, value in (field_values(used) if dataclasses.is_dataclass(used) else {}).items()
+        if field.rpartition(".")[2] == name  # of a part of a chain
+    }
+    if absent := [field for field, value in values.items() if value is None]:
+        raise HyperParamError(f"`{absent[0]}` has no value at this step, and cannot be scaled")
+    return {field: factor * value for field, value in values.items()}
 
 
 def overridable_hyper_params(optimizer: Optimizer, **extra_args: Any) -> tuple[str, ...]:
@@ -69,34 +122,18 @@ def overridable_hyper_params(optimizer: Optimizer, **extra_args: Any) -> tuple[s
       **extra_args: what the transformation's update needs besides gradients, such as `value`.
 
     Examples:
-      >>> import opt_optax_bridge
+      >>> import jax.numpy as jnp, opt_optax_bridge
       >>> optimizer = opt_optax_bridge.adagrad(0.1).create({'w': jnp.ones(2)})
       >>> overridable_hyper_params(optimizer)  # the initial accumulator acts at the start only
       ('learning_rate', 'eps')
     """
-    definition = _definition(optimizer)
-    if definition.hyper_params is not definition.acting_hyper_params():
-        return ()  # the face of T5X ignores overrides
-    return _ask(Update.overridable, optimizer, extra_args)
+    definition = _wrapper_of(optimizer)
+    if definition.hyper_params is not definition.built_with:  # T5X's facade ignores them
+        return ()
+    return ask(Update.overridable, definition, optimizer.target, optimizer.state, extra_args)
 
 
-def _ask(question: Callable[[Update], T], optimizer: Optimizer, extra_args: Mapping[str, Any]) -> T:
-    """Asks about an update with gradients of zero: no answer depends on them."""
-    definition, params = _definition(optimizer), optimizer.target
-    grads = jax.tree.map(jnp.zeros_like, params)
-    update = Update(definition, grads, optimizer.state.param_states, params, extra_args)
-    try:
-        return question(update)
-    except OptimizerError:
-        raise
-    except Exception:
-        examples = jax.tree.map(lambda g: g[None], grads)
-        if not definition.takes_per_example_grads(params, optimizer.state, examples):
-            raise
-        return question(dataclasses.replace(update, grads=examples))
-
-
-def _definition(optimizer: Optimizer) -> OptaxWrapper:
+def _wrapper_of(optimizer: Optimizer) -> OptaxWrapper:
     definition = optimizer.optimizer_def
     if isinstance(definition, OptaxWrapper):
         return definition
@@ -107,8 +144,3 @@ def _definition(optimizer: Optimizer) -> OptaxWrapper:
         "`optimizer` must be one of an `OptaxWrapper`; its definition is a "
         f"{type(definition).__name__}{hint}"
     )
-
-
-def _float_dtype(value: Any) -> Any:
-    dtype = jax.dtypes.canonicalize_dtype(getattr(value, "dtype", np.dtype(float)))
-    return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.result_type(float)

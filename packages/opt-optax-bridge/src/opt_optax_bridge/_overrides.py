@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from opt_core.errors import HyperParamError, UnusedArgumentError
+from opt_core import OptimizerState
+from opt_core.errors import HyperParamError, OptimizerError, UnusedArgumentError
 
 from opt_optax_bridge._program import Program, named, weakly_typed
 from opt_optax_bridge._recipe import is_number
@@ -24,6 +25,8 @@ from opt_optax_bridge._stable_state import check_shapes
 
 if TYPE_CHECKING:
     from opt_optax_bridge._wrapper import OptaxWrapper
+
+T = TypeVar("T")
 
 _STAND_IN = 1.0
 _IDLE = "it acts only when the state is created, not in an update"
@@ -113,7 +116,7 @@ class Update:
         Each is tried: with a traced value, the update must build, keep the structure of the state,
         and depend on the value.
         """
-        names = field_values(self.definition.hyper_params)
+        names = field_values(self.definition.built_with)
         self._trace({}, {}, self._static)  # raises what else is wrong, if anything is
         reasons = self._reasons(dict.fromkeys(names, _STAND_IN))
         return tuple(name for name in names if name not in reasons)
@@ -200,7 +203,7 @@ class Update:
 
     def _check_values(self, overrides: Mapping[str, Any]) -> None:
         for name, value in overrides.items():
-            own = getattr(self.definition.hyper_params, name)
+            own = getattr(self.definition.built_with, name)
             if is_number(value) or (callable(value) and callable(own)):
                 continue
             found = f"shape {np.shape(value)}" if hasattr(value, "shape") else repr(value)
@@ -226,6 +229,50 @@ class Update:
         )
 
 
+def resolve(
+    definition: OptaxWrapper,
+    hyper_params: Any,
+    params: Any,
+    state: OptimizerState,
+    extra_args: Mapping[str, Any],
+) -> Any:
+    """Returns hyper-parameters with schedules as numbers; see `resolve_hyper_params`."""
+    changed = changed_fields(definition.built_with, hyper_params)
+    values, resolved = field_values(hyper_params), {}
+    schedules = {name: value for name, value in values.items() if callable(value)}
+    if schedules or changed or extra_args:
+        resolved = ask(
+            lambda update: update.schedule_values(changed, schedules),
+            definition,
+            params,
+            state,
+            extra_args,
+        )
+    numbers = {k: jnp.asarray(v, _float_dtype(v)) for k, v in values.items() if k not in schedules}
+    return dataclasses.replace(hyper_params, **numbers, **resolved)
+
+
+def ask(
+    question: Callable[[Update], T],
+    definition: OptaxWrapper,
+    params: Any,
+    state: OptimizerState,
+    extra_args: Mapping[str, Any],
+) -> T:
+    """Asks about an update with gradients of zero: no answer depends on them."""
+    grads = jax.tree.map(jnp.zeros_like, params)
+    update = Update(definition, grads, state.param_states, params, extra_args)
+    try:
+        return question(update)
+    except OptimizerError:
+        raise
+    except Exception:
+        examples = jax.tree.map(lambda g: g[None], grads)
+        if not definition.takes_per_example_grads(params, state, examples):
+            raise
+        return question(dataclasses.replace(update, grads=examples))
+
+
 def overridable_in_general(definition: OptaxWrapper) -> tuple[str, ...]:
     """Returns what can be overridden for a matrix and a vector; all if that cannot be tried."""
     params = {"matrix": jnp.ones((4, 4)), "vector": jnp.ones(4)}
@@ -233,7 +280,7 @@ def overridable_in_general(definition: OptaxWrapper) -> tuple[str, ...]:
         state = jax.eval_shape(definition.init_state, params).param_states
         return Update(definition, params, state, params).overridable()
     except Exception:
-        return tuple(field_values(definition.hyper_params))
+        return tuple(field_values(definition.built_with))
 
 
 def listed(names: Iterable[str], none: str = "none") -> str:
@@ -249,6 +296,11 @@ def _is_traceable(value: Any) -> bool:
 def _numbers(overrides: Mapping[str, Any]) -> dict[str, jax.Array]:
     dtype = jnp.result_type(float)
     return {k: jnp.asarray(v, dtype) for k, v in overrides.items() if not callable(v)}
+
+
+def _float_dtype(value: Any) -> Any:
+    dtype = jax.dtypes.canonicalize_dtype(getattr(value, "dtype", np.dtype(float)))
+    return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.result_type(float)
 
 
 def _idle(program: Program, overrides: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,8 @@
-"""A constructor of Optax optimizers with its arguments, some of which can change at run time."""
+"""A constructor of Optax optimizers with its arguments, some of which can change at run time.
+
+An argument may be a definition that has a recipe itself, as the parts of a chain: its
+hyper-parameters are then those of the whole.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,33 @@ import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from opt_core import OptimizerDef
+from opt_core.errors import HyperParamError
+
+_Path = tuple[str, ...]
+"""The name of a hyper-parameter after those of the parts that it is in."""
+
+_PLAIN = (int, float)
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """How a transformation was built, and can be built again with other numbers.
+
+    Definitions among the arguments are parts: the constructor gets their transformations. A part
+    is called after the keyword that it is given by, otherwise after its constructor (`adam`;
+    repeated: `adam_1`).
 
     Attributes:
       constructor: the function that was called.
@@ -79,19 +95,92 @@ class Recipe:
         return named
 
     @functools.cached_property
-    def hyper_params(self) -> Any:
-        """A frozen dataclass of the arguments that are a float or a schedule."""
-        values = {
-            name: value
+    def parts(self) -> Mapping[str, OptimizerDef]:
+        """The definitions among the arguments."""
+        arguments = self._bound.arguments if self._bound else {}
+        found = [part for name, value in arguments.items() for part in _parts_in(value, name)]
+        names = _unique_names(found)
+        return {name: part for name, (_, part) in zip(names, found, strict=True)}
+
+    @functools.cached_property
+    def _recipes(self) -> Mapping[str, Recipe]:
+        recipes = {name: getattr(part, "recipe", None) for name, part in self.parts.items()}
+        return {name: recipe for name, recipe in recipes.items() if recipe is not None}
+
+    @functools.cached_property
+    def _values(self) -> Mapping[_Path, tuple[Any, Any]]:
+        """The values and defaults of all hyper-parameters, those of the parts included."""
+        own = {
+            (name,): (value, parameter.default if parameter else None)
             for name, value in self.arguments.items()
-            if _is_hyper_param(value, self._parameters.get(name))
+            if _is_hyper_param(value, parameter := self._parameters.get(name))
         }
-        defaults = {
-            name: parameter.default
-            for name, parameter in self._parameters.items()
-            if name in values and isinstance(parameter.default, int | float)
+        return own | {
+            (part, *path): values
+            for part, recipe in self._recipes.items()
+            for path, values in recipe._values.items()
         }
+
+    @functools.cached_property
+    def _fields(self) -> Mapping[str, _Path]:
+        """The hyper-parameters by the shortest address of each."""
+        return {
+            next(a for a in _addresses(path) if self._found(a) == [path]): path
+            for path in self._values
+        }
+
+    def _found(self, address: str) -> list[_Path]:
+        """The hyper-parameters that an address may mean: one's own before those of parts."""
+        names = tuple(address.split("."))
+        if names in self._values:
+            return [names]
+        return [path for path in self._values if path[-len(names) :] == names]
+
+    @functools.cached_property
+    def hyper_params(self) -> Any:
+        """A frozen dataclass of the arguments that are a float or a schedule.
+
+        What two parts have is called `part.name`.
+        """
+        found = {field: self._values[path] for field, path in self._fields.items()}
+        values = {field: value for field, (value, _) in found.items()}
+        defaults = {k: default for k, (_, default) in found.items() if isinstance(default, _PLAIN)}
         return make_hyper_params(f"{self.name}_hyper_params", values, defaults)
+
+    def by_field(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns overrides by the fields of `hyper_params`, whatever address they were given by.
+
+        Args:
+          overrides: values by address; names that are none stay as they are.
+
+        Raises:
+          HyperParamError: two parts have a name; or two addresses mean one hyper-parameter.
+        """
+        fields = {path: field for field, path in self._fields.items()}
+        given: dict[str, str] = {}
+        for name in overrides:
+            found = [fields[path] for path in self._found(name)]
+            if len(found) > 1:
+                raise HyperParamError(
+                    f"`{name}` is a hyper-parameter of {len(found)} parts: "
+                    f"{', '.join(f'`{field}`' for field in found)}. Say which: "
+                    f"`apply_gradient(grads, **{{{found[0]!r}: ...}})`."
+                )
+            field = found[0] if found else name
+            if field in given:
+                raise HyperParamError(f"`{given[field]}` and `{name}` are the same; give one")
+            given[field] = name
+        return {field: overrides[name] for field, name in given.items()}
+
+    def has_argument(self, name: str) -> bool:
+        """Whether a constructor of this recipe, or of its parts, takes it."""
+        return name in self.arguments or any(
+            recipe.has_argument(name) for recipe in self._recipes.values()
+        )
+
+    def has_hyper_param(self, name: str) -> bool:
+        """Whether `name` is a hyper-parameter, or one of several parts."""
+        return bool(self._found(name))
 
     @property
     def identity(self) -> Any:
@@ -103,18 +192,97 @@ class Recipe:
         """Calls the constructor, with some arguments replaced.
 
         Args:
-          **overrides: new values by argument name. A number in the place of a schedule becomes a
-            constant schedule, so that the state keeps its count.
+          **overrides: new values by field of `hyper_params`. A number in the place of a schedule
+            becomes a constant schedule, so that the state keeps its count.
         """
-        if not overrides or self._bound is None:
+        return self._build({self._fields.get(name, (name,)): v for name, v in overrides.items()})
+
+    def _build(self, overrides: Mapping[_Path, Any]) -> Any:
+        if self._bound is None or not (overrides or self.parts):
             return self.constructor(*self.args, **self.kwargs)
-        for name, value in overrides.items():
-            if callable(self.arguments[name]) and not callable(value):
-                overrides[name] = functools.partial(_constant_schedule, value)
+        own = {
+            path[0]: _in_place_of(self.arguments[path[0]], value)
+            for path, value in overrides.items()
+            if len(path) == 1
+        }
         bound = copy.copy(self._bound)
-        own = {name: overrides.pop(name) for name in self._parameters if name in overrides}
-        bound.arguments = type(bound.arguments)(bound.arguments, **own)
-        return self.constructor(*bound.args, **{**bound.kwargs, **overrides})
+        named = {name: own.pop(name) for name in self._parameters if name in own}
+        bound.arguments = type(bound.arguments)(bound.arguments, **named)
+        # In the order of `parts`: they are found and replaced by one walk over the arguments.
+        built = iter([self._build_part(name, overrides) for name in self.parts])
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = _replace_parts(value, built)
+        return self.constructor(*bound.args, **{**bound.kwargs, **own})
+
+    def _build_part(self, name: str, overrides: Mapping[_Path, Any]) -> Any:
+        recipe = self._recipes.get(name)
+        if recipe is None:
+            return as_optax(self.parts[name])
+        return as_optax(
+            recipe._build({path[1:]: v for path, v in overrides.items() if path[0] == name})
+        )
+
+
+def as_optax(transformation: Any) -> Any:
+    """Returns a definition, or anything with `init` and `update`, as Optax's functions take it."""
+    if isinstance(transformation, OptimizerDef) and not hasattr(transformation, "optax_optimizer"):
+        from opt_optax_bridge._transformation import as_transformation  # it stands on definitions
+
+        return as_transformation(transformation)
+    tx = getattr(transformation, "optax_optimizer", transformation)
+    if isinstance(tx, optax.GradientTransformation):
+        return tx
+    return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+
+
+def _in_place_of(own: Any, value: Any) -> Any:
+    if callable(own) and not callable(value):
+        return functools.partial(_constant_schedule, value)
+    return value
+
+
+def _parts_in(value: Any, name: str | None) -> Iterator[tuple[str | None, OptimizerDef]]:
+    """Yields the definitions in an argument, with the keywords that they are given by."""
+    if isinstance(value, OptimizerDef):
+        yield name, value
+    elif type(value) is dict:
+        for key, inner in value.items():
+            yield from _parts_in(inner, str(key))
+    elif type(value) in (list, tuple):
+        for inner in value:
+            yield from _parts_in(inner, None)
+
+
+def _replace_parts(value: Any, built: Iterator[Any]) -> Any:
+    """Returns an argument with the next of `built` in the place of each definition."""
+    if isinstance(value, OptimizerDef):
+        return next(built)
+    if type(value) is dict:
+        return {key: _replace_parts(inner, built) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replace_parts(inner, built) for inner in value)
+    return value
+
+
+def _unique_names(parts: Iterable[tuple[str | None, OptimizerDef]]) -> list[str]:
+    found = list(parts)
+    taken = {name for name, _ in found if name is not None}
+    names = []
+    for given, part in found:
+        name = given
+        if name is None:
+            recipe = getattr(part, "recipe", None)
+            own = recipe.name if recipe else type(part).__name__
+            repeated = (f"{own}_{n}" for n in itertools.count(1))
+            name = next(n for n in itertools.chain([own], repeated) if n not in taken)
+            taken.add(name)
+        names.append(name)
+    return names
+
+
+def _addresses(path: _Path) -> Iterator[str]:
+    """Yields the names that may stand for a path, the shortest first."""
+    return (".".join(path[-n:]) for n in range(1, len(path) + 1))
 
 
 def make_hyper_params(
@@ -129,19 +297,42 @@ def make_hyper_params(
 def _hyper_params_class(
     class_name: str, fields: tuple[str, ...], defaults: tuple[tuple[str, Any], ...]
 ) -> type:
-    def reduce(self: Any) -> tuple[Any, ...]:
-        values = {name: getattr(self, name) for name in fields}
-        return make_hyper_params, (class_name, values, dict(defaults))
-
     body = {
         **dict(defaults),
+        "_names": fields,
+        "_defaults": dict(defaults),
         "__annotations__": dict.fromkeys(fields, Any),
         "__doc__": "The arguments that can be overridden at run time.",
         "__module__": __name__,
-        "__reduce__": reduce,
     }
-    cls = types.new_class(class_name, (), {}, lambda ns: ns.update(body))
-    return flax.struct.dataclass(cls, kw_only=True)
+    cls = types.new_class(class_name, (_HyperParams,), {}, lambda ns: ns.update(body))
+    return flax.struct.dataclass(cls, kw_only=True, init=False, repr=False, eq=False)
+
+
+class _HyperParams:
+    """What `dataclasses` would write into source, where no name of a field may have a dot."""
+
+    _names: ClassVar[tuple[str, ...]]
+    _defaults: ClassVar[Mapping[str, Any]]
+
+    def __init__(self, **values: Any) -> None:
+        values = {**self._defaults, **values}
+        if values.keys() != set(self._names):
+            raise TypeError(f"{type(self).__name__} has the fields {self._names}; got {[*values]}")
+        vars(self).update({name: values[name] for name in self._names})
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({values})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).items()))
+
+    def __reduce__(self) -> Any:
+        return make_hyper_params, (type(self).__name__, dict(vars(self)), self._defaults)
 
 
 def _snapshot(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Wrapped constructors: a twin of each optimizer of the installed Optax, and of your own."""
+"""Wrapped constructors: twins of what the installed Optax exports, and of your own functions."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import optax
 import optax.contrib
+from opt_core import OptimizerDef
+from opt_core.protocols import Transformation
 
-from opt_optax_bridge._recipe import Recipe
+from opt_optax_bridge._recipe import Recipe, as_optax
 from opt_optax_bridge._wrapper import OptaxWrapper
 
 P = ParamSpec("P")
@@ -63,22 +65,66 @@ def wrap_into(
     return wrapped
 
 
+Part = OptimizerDef | Transformation
+
+
+def chain(*parts: Part | Sequence[Part], **named_parts: Part) -> OptaxWrapper:
+    """Chains definitions and transformations, applied in order.
+
+    The hyper-parameters of definitions made by twins are those of the whole. What two parts have is
+    called by part and name, as `adam.learning_rate`; a part is named after its constructor
+    (repeated: `adam_1`), or by the keyword that it is given by.
+
+    Args:
+      *parts: definitions (`opt_optax_bridge.adamw(...)`), Optax transformations, or one sequence of
+        them. A transformation has been built already, and nothing of it can be overridden.
+      **named_parts: more of them, applied after `parts`.
+
+    Returns:
+      The definition of `optax.chain` of their transformations: its state, its compiled step.
+
+    Raises:
+      TypeError: a part is neither.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> sgd, clip = twin('sgd'), twin('clip_by_global_norm')
+      >>> optimizer = chain(clip(1.0), sgd(0.5)).create({'w': jnp.zeros(1)})
+      >>> grads = {'w': jnp.full(1, 8.0)}
+      >>> optimizer.apply_gradient(grads, max_norm=2.0, learning_rate=0.25).target['w'].tolist()
+      [-0.5]
+      >>> optimizer = chain(sgd(0.5), late=sgd(1.0)).create({'w': jnp.zeros(1)})
+      >>> stepped = optimizer.apply_gradient(grads, **{'late.learning_rate': 0.25})
+      >>> stepped.target['w'].tolist()
+      [1.0]
+    """
+    if len(parts) == 1 and not isinstance(parts[0], Part) and isinstance(parts[0], Sequence):
+        parts = tuple(parts[0])
+    for part in (*parts, *named_parts.values()):
+        if not isinstance(part, Part):
+            raise TypeError(
+                "`chain` takes definitions and transformations; got a "
+                f"{type(part).__name__}. Call its constructor first."
+            )
+    return OptaxWrapper.from_recipe(Recipe(_chained, parts, named_parts))
+
+
+def _chained(*parts: Any, **named_parts: Any) -> optax.GradientTransformation:
+    return optax.chain(*map(as_optax, (*parts, *named_parts.values())))
+
+
+_chained.__name__ = "chain"  # what a part of a chain that is one is called
+
+
 def chain_sequence(
     transformations: Sequence[optax.GradientTransformation],
 ) -> optax.GradientTransformation:
-    """Chains transformations, given as one sequence.
+    """Chains transformations, given as one sequence, as T5X does.
 
     Args:
       transformations: Optax transformations, applied in order.
-
-    Returns:
-      A definition that applies all of them. To override hyper-parameters of its parts at run time,
-      write a constructor with those as arguments and wrap it with `wrap_optax_optimizer`.
     """
     return optax.chain(*transformations)
-
-
-chain = wrap_into(OptaxWrapper, chain_sequence, "chain")
 
 
 def optimizer_names() -> tuple[str, ...]:
@@ -88,7 +134,19 @@ def optimizer_names() -> tuple[str, ...]:
       >>> {'adamw', 'sgd', 'lion', 'muon'} <= set(optimizer_names())
       True
     """
-    return tuple(sorted(_constructors()))
+    return tuple(sorted(name for name, found in _constructors().items() if found.is_optimizer))
+
+
+def building_block_names() -> tuple[str, ...]:
+    """Returns the names of what else makes a transformation, attributes of this package too.
+
+    They are parts of a chain, or wrap others.
+
+    Examples:
+      >>> {'clip_by_global_norm', 'scale_by_adam', 'masked'} <= set(building_block_names())
+      True
+    """
+    return tuple(sorted(name for name, found in _constructors().items() if not found.is_optimizer))
 
 
 @functools.cache
@@ -97,43 +155,63 @@ def twin(name: str) -> Callable[..., OptaxWrapper]:
     return wrap_into(OptaxWrapper, constructor(name, "opt_optax_bridge"), name)
 
 
-def constructor(name: str, module: str) -> Callable[..., Any]:
+def constructor(name: str, module: str, *, is_optimizer: bool = False) -> Callable[..., Any]:
     """Returns Optax's constructor of that name, looked for as an attribute of `module`.
 
+    Args:
+      name: its name.
+      module: for the message.
+      is_optimizer: whether building blocks do not count.
+
     Raises:
-      AttributeError: the installed Optax has no such optimizer.
+      AttributeError: the installed Optax has none.
     """
-    if name not in (constructors := _constructors()):
+    found = _constructors().get(name)
+    if found is None or is_optimizer > found.is_optimizer:
         raise AttributeError(
             f"module {module!r} has no attribute {name!r}: optax {optax.__version__} exports no "
             "optimizer of that name (`opt_optax_bridge.optimizer_names()` lists them)"
         )
-    return constructors[name]
+    return found.function
+
+
+class _Constructor(NamedTuple):
+    function: Callable[..., Any]
+    is_optimizer: bool  # not a building block
 
 
 @functools.cache
-def _constructors() -> Mapping[str, Callable[..., Any]]:
+def _constructors() -> Mapping[str, _Constructor]:
+    """What `optax` and `optax.contrib` export that makes a transformation."""
     # What takes an optimizer is one itself in `contrib` (`mechanize`, `sam`); in `optax` it is a
     # building block (`selective_transform`).
     marks = {optax: ("learning_rate",), optax.contrib: ("learning_rate", "optimizer")}
-    return {
-        name: obj
+    exported = (
+        (name, _as_constructor(name, obj, words))
         for module, words in marks.items()
         for name, obj in vars(module).items()
-        if _is_optimizer(name, obj, words)
-    }
+        if not name.startswith("_") and name not in _NOT_HERE
+    )
+    return {name: found for name, found in exported if found is not None}
 
 
-def _is_optimizer(name: str, obj: Any, words: tuple[str, ...]) -> bool:
-    """Whether it makes a transformation out of an argument with one of these words in its name."""
-    if name.startswith(("_", "scale_by_")):
-        return False
+# `chain` is ours; the other returns what it is given.
+_NOT_HERE = {"chain", "with_extra_args_support"}
+
+
+def _as_constructor(name: str, obj: Any, words: tuple[str, ...]) -> _Constructor | None:
+    """Returns `obj` if it makes a transformation: an optimizer, if it has one of the arguments."""
     if not isinstance(obj, types.FunctionType | functools.partial):  # `nadam` is a partial
-        return False
+        return None
     try:
         signature = inspect.signature(obj)
     except (TypeError, ValueError):
-        return False
-    result = signature.return_annotation  # of `dog` it is missing
-    makes_one = result is signature.empty or "GradientTransformation" in str(result)
-    return makes_one and any(word in name for name in signature.parameters for word in words)
+        return None
+    result = signature.return_annotation
+    is_block = name.startswith("scale_by_")
+    is_optimizer = not is_block and any(w in name for name in signature.parameters for w in words)
+    if result is signature.empty:  # of `dog`, of `scale_by_factored_rms`
+        makes_one = is_block or is_optimizer
+    else:
+        makes_one = "GradientTransformation" in str(result) and "Callable" not in str(result)
+    return _Constructor(obj, is_optimizer) if makes_one else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from opt_optax_bridge._overrides import (
     field_values,
     listed,
     overridable_in_general,
+    resolve,
 )
 from opt_optax_bridge._recipe import Recipe, make_hyper_params
 from opt_optax_bridge._signatures import (
@@ -42,7 +43,7 @@ from opt_optax_bridge._signatures import (
 )
 from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leaves
 
-_FIXED = frozenset({"optax_optimizer", "recipe", "hyper_params"})
+_FIXED = frozenset({"optax_optimizer", "recipe", "hyper_params", "built_with"})
 _READ_ONLY = _FIXED | {"aliases"}
 _POSITIONAL = frozenset({"hyper_params", "updates", "state", "params", "grads"})
 # Of line searches, `sophia` and `sam`; functions of the parameters but for `grad`.
@@ -67,6 +68,7 @@ class OptaxWrapper(OptimizerDef):
       optax_optimizer: the transformation.
       recipe: how it was constructed, if known.
       hyper_params: a frozen dataclass of the arguments that can be overridden; empty if none.
+      built_with: the hyper-parameters that the transformation was built with.
 
     Examples:
       >>> optimizer = OptaxWrapper(optax.sgd(0.1)).create({'w': jnp.ones(2)})
@@ -76,8 +78,11 @@ class OptaxWrapper(OptimizerDef):
 
     whole_tree: ClassVar[bool] = True  # the state is one, and masks may have the parameters' keys
 
+    _ignored: ClassVar[Any] = None  # hyper-parameters that T5X accepts and ignores
+
     optax_optimizer: Any
     recipe: Recipe | None
+    built_with: Any
     aliases: tuple[tuple[str, str], ...]
     _built: Any
 
@@ -96,6 +101,10 @@ class OptaxWrapper(OptimizerDef):
         """Returns the definition of what `recipe` builds."""
         self = cls(recipe.build())
         self._define(self.optax_optimizer, recipe)
+        aliases = {
+            alias for part in recipe.parts.values() for alias in getattr(part, "aliases", ())
+        }
+        vars(self)["aliases"] = tuple(sorted(aliases))
         return self
 
     def with_aliases(self, aliases: Mapping[str, str]) -> Self:
@@ -116,17 +125,16 @@ class OptaxWrapper(OptimizerDef):
         return new
 
     def _define(self, optax_optimizer: Any, recipe: Recipe | None) -> None:
+        built_with = recipe.hyper_params if recipe else make_hyper_params("no_hyper_params", {})
         vars(self).update(
             optax_optimizer=optax_optimizer,
             recipe=recipe,
-            hyper_params=self._hyper_params_of(recipe),
+            hyper_params=self._ignored or built_with,
+            built_with=built_with,
             # Taken now: what the transformation captured, or a global, may change later.
             _built=fingerprint(optax_optimizer),
             _origin=fingerprint(recipe.identity) if recipe else None,
         )
-
-    def _hyper_params_of(self, recipe: Recipe | None) -> Any:
-        return recipe.hyper_params if recipe else make_hyper_params("no_hyper_params", {})
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _READ_ONLY:
@@ -175,25 +183,51 @@ class OptaxWrapper(OptimizerDef):
           StateChangedError: the transformation changed the structure or a shape of its state.
           TreeMismatchError: `grads` do not look like `params`.
         """
-        if not self.takes_per_example_grads(params, state, grads):
-            check_gradients(params, grads)
-        overrides = changed_fields(self.hyper_params, hyper_params)
+        tx = self.optax_optimizer
+        updates_params = isinstance(tx, UpdatesParams)
+        if updates_params and not extra_args and not self._changed(hyper_params):
+            self._check_gradients(params, state, grads)
+            with required_keywords_named(tx.update):
+                params, param_states = tx.apply(params, state.param_states, grads)
+            return params, _next_state(state, param_states)
+        updates, state = self.compute_updates(hyper_params, params, state, grads, **extra_args)
+        return optax.apply_updates(params, updates), state
+
+    def compute_updates(
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any, **extra_args: Any
+    ) -> tuple[Any, OptimizerState]:
+        """Returns what `apply_gradient` adds to the parameters, and the new state.
+
+        Args:
+          hyper_params: see `apply_gradient`.
+          params: pytree of parameters; `None` for a transformation that does not need them.
+          state: the state that belongs to them.
+          grads: see `apply_gradient`.
+          **extra_args: arguments of the transformation's `update`.
+        """
+        if params is not None:
+            self._check_gradients(params, state, grads)
+        overrides = self._changed(hyper_params)
         with required_keywords_named(self.optax_optimizer.update):
             if overrides or extra_args:
                 update = Update(self, grads, state.param_states, params, extra_args)
                 updates, param_states = update.run(overrides)
-                params = optax.apply_updates(params, updates)
-            elif isinstance(self.optax_optimizer, UpdatesParams):
-                params, param_states = self.optax_optimizer.apply(params, state.param_states, grads)
             else:
                 updates, param_states = self.optax_optimizer.update(
                     grads, state.param_states, params
                 )
-                params = optax.apply_updates(params, updates)
-        return params, OptimizerState(
-            step=increment_step(state.step),
-            param_states=keep_avals(state.param_states, param_states),
-        )
+        return updates, _next_state(state, param_states)
+
+    def _changed(self, hyper_params: Any) -> dict[str, Any]:
+        return changed_fields(self.built_with, self._acting(hyper_params))
+
+    def _acting(self, hyper_params: Any) -> Any:
+        """Those by which an update acts: of T5X's facade not all that are given."""
+        return hyper_params
+
+    def _check_gradients(self, params: Any, state: OptimizerState, grads: Any) -> None:
+        if not self.takes_per_example_grads(params, state, grads):
+            check_gradients(params, grads)
 
     def takes_per_example_grads(self, params: Any, state: OptimizerState, grads: Any) -> bool:
         """Returns whether every gradient has an axis of examples in front, and no update has."""
@@ -228,27 +262,47 @@ class OptaxWrapper(OptimizerDef):
             "constructor, and build the definition again."
         )
 
-    def update_hyper_params(self, **overrides: Any) -> Any:
+    def update_hyper_params(
+        self, *, missing: Literal["error", "ignore"] = "error", **overrides: Any
+    ) -> Any:
         """Returns hyper-parameters for one update; see `OptimizerDef.update_hyper_params`."""
-        hyper_params = overrides.pop("hyper_params", self.hyper_params)
+        hyper_params = super().update_hyper_params(
+            missing=missing, hyper_params=overrides.pop("hyper_params", self.hyper_params)
+        )
         if type(hyper_params) is not type(self.hyper_params):
             raise HyperParamError(
                 f"`hyper_params` must be a {type(self.hyper_params).__name__}; got "
                 f"{type(hyper_params).__name__}. Use `optimizer_def.hyper_params.replace(...)`."
             )
-        fixed = (
-            self.recipe.arguments.keys() - field_values(self.hyper_params) if self.recipe else ()
-        )
-        if structural := [name for name in overrides if name in fixed]:
+        overrides = self.recipe.by_field(overrides) if self.recipe else overrides
+        own = field_values(self.hyper_params)
+        if structural := [n for n in overrides if n not in own and self._has_argument(n)]:
             raise HyperParamError(
                 f"{listed(structural)} cannot be overridden at run time: only arguments that are "
                 f"a float or a schedule can. Of this optimizer these may be: {self._overridable()}"
             )
         return replace_hyper_params(hyper_params, **overrides)
 
-    def acting_hyper_params(self, **overrides: Any) -> Any:
-        """Returns the hyper-parameters by which an update with these overrides acts."""
-        return self.update_hyper_params(**overrides)
+    def _has_argument(self, name: str) -> bool:
+        return self.recipe is not None and self.recipe.has_argument(name)
+
+    def has_hyper_param(self, name: str) -> bool:
+        """Returns whether `name` is a hyper-parameter, or one of several parts of a chain."""
+        is_of_parts = self.recipe is not None and self.recipe.has_hyper_param(name)
+        return is_of_parts or super().has_hyper_param(name)
+
+    def resolve_hyper_params(
+        self, hyper_params: Any, params: Any, state: OptimizerState, **extra_args: Any
+    ) -> Any:
+        """Returns what an update uses; see `opt_optax_bridge.resolve_hyper_params`.
+
+        Args:
+          hyper_params: like `self.hyper_params`; fields that differ from it are overrides.
+          params: pytree of parameters.
+          state: the state that belongs to them.
+          **extra_args: arguments of the transformation's `update`.
+        """
+        return resolve(self, self._acting(hyper_params), params, state, extra_args)
 
     def _overridable(self) -> str:
         return listed(overridable_in_general(self))
@@ -256,8 +310,13 @@ class OptaxWrapper(OptimizerDef):
     def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
         """Returns those of `names` that the transformation's `update` takes."""
         update = self.optax_optimizer.update
-        own = {*field_values(self.hyper_params), *(self.recipe.arguments if self.recipe else ())}
-        asked = frozenset(names) - own - _POSITIONAL
+        own = field_values(self.hyper_params)
+        asked = frozenset(
+            name
+            for name in names
+            if name not in own and name.isidentifier() and not self._has_argument(name)
+        )
+        asked -= _POSITIONAL
         if not asked or takes_any_keyword(update):
             return asked
         return asked & named_arguments(update)
@@ -357,6 +416,13 @@ class OptaxWrapper(OptimizerDef):
     def __repr__(self) -> str:
         what = self.hyper_params if self.recipe else self.optax_optimizer
         return f"{type(self).__name__}({what})"
+
+
+def _next_state(state: OptimizerState, param_states: Any) -> OptimizerState:
+    return OptimizerState(
+        step=increment_step(state.step),
+        param_states=keep_avals(state.param_states, param_states),
+    )
 
 
 def _load(cls: type[OptaxWrapper], data: bytes) -> OptaxWrapper:

@@ -24,13 +24,18 @@ from typing import Any, ClassVar, ParamSpec
 import flax.struct
 import opt_core
 from flax.core import freeze, unfreeze
-from opt_core import Optimizer, OptimizerDef, OptimizerState, RestoreReport
+from opt_core import (
+    Optimizer,
+    OptimizerDef,
+    OptimizerState,
+    RestoreReport,
+    replace_hyper_params,
+)
 from opt_core.errors import HyperParamError
 from opt_core.t5x import lenient_references
 from opt_partition import OptaxStatePartitionRules
 
 from opt_optax_bridge import _twins, _wrapper
-from opt_optax_bridge._recipe import Recipe, make_hyper_params
 
 __all__ = [
     "Dtype",
@@ -64,11 +69,6 @@ class _OptaxWrapperHyperParams:
     learning_rate: float | None = None
 
 
-@flax.struct.dataclass
-class _ActingHyperParams(_OptaxWrapperHyperParams):
-    """Given to one group of a `MultiOptimizer`, and obeyed."""
-
-
 class OptaxWrapper(_wrapper.OptaxWrapper):
     """`opt_optax_bridge.OptaxWrapper` with T5X's leniencies.
 
@@ -76,37 +76,12 @@ class OptaxWrapper(_wrapper.OptaxWrapper):
       optax_optimizer: an Optax transformation.
     """
 
-    def _hyper_params_of(self, recipe: Recipe | None) -> Any:
-        return _OptaxWrapperHyperParams()
+    _ignored: ClassVar[Any] = _OptaxWrapperHyperParams()
 
-    def apply_gradient(
-        self,
-        hyper_params: Any,
-        params: Any,
-        state: OptimizerState,
-        grads: Any,
-        **extra_args: Any,
-    ) -> tuple[Any, OptimizerState]:
-        """Makes one update; `hyper_params` are ignored, but for those of a group."""
-        if isinstance(hyper_params, _ActingHyperParams):
-            rate, twin = hyper_params.learning_rate, self._twin()
-            acting = twin.update_hyper_params(learning_rate=rate)
-            return twin.apply_gradient(acting, params, state, grads, **extra_args)
-        return super().apply_gradient(self.hyper_params, params, state, grads, **extra_args)
-
-    def _twin(self) -> _wrapper.OptaxWrapper:
-        """The same transformation, of which the hyper-parameters act."""
-        if self.recipe is None:
-            raise HyperParamError(
-                "`learning_rate` cannot be given to a transformation that was wrapped as it is: "
-                "make it with a wrapped constructor (`wrap_optax_optimizer`)"
-            )
-        return _wrapper.OptaxWrapper.from_recipe(self.recipe)
-
-    def acting_hyper_params(self, **overrides: Any) -> Any:
-        """Returns the hyper-parameters that the transformation was built with."""
-        self.update_hyper_params(**overrides)  # refuses what is none
-        return self.recipe.hyper_params if self.recipe else make_hyper_params("no_hyper_params", {})
+    def _acting(self, hyper_params: Any) -> Any:
+        # What a group of a `MultiOptimizer` was given is of the recipe's own class.
+        is_ignored = isinstance(hyper_params, _OptaxWrapperHyperParams)
+        return self.built_with if is_ignored else hyper_params
 
     def _overridable(self) -> str:
         return "none (`learning_rate` is ignored; `opt_optax_bridge` has twins that override)"
@@ -155,7 +130,14 @@ class MultiOptimizer(opt_core.MultiOptimizer):
             return found
         own = getattr(given.get("hyper_params"), "learning_rate", None)
         rate = overrides.get("learning_rate", own)
-        return found if rate is None else _ActingHyperParams(rate)
+        if rate is None:
+            return found
+        if definition.recipe is None:
+            raise HyperParamError(
+                "`learning_rate` cannot be given to a transformation that was wrapped as it is: "
+                "make it with a wrapped constructor (`wrap_optax_optimizer`)"
+            )
+        return replace_hyper_params(definition.built_with, learning_rate=rate)
 
     def _match_rest(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
@@ -192,7 +174,9 @@ _ABSENT = {
 
 @functools.cache
 def _twin(name: str) -> Callable[..., OptaxWrapper]:
-    return _twins.wrap_into(OptaxWrapper, _twins.constructor(name, __name__), name)
+    return _twins.wrap_into(
+        OptaxWrapper, _twins.constructor(name, __name__, is_optimizer=True), name
+    )
 
 
 def __getattr__(name: str) -> Callable[..., OptaxWrapper]:

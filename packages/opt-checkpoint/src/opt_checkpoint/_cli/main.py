@@ -200,7 +200,9 @@ def _read_all(source: SavedStep | ForeignStep) -> None:
 def _convert(options: argparse.Namespace) -> int:
     path = Path(options.file)
     if not os.path.exists(options.file):
-        raise InputError(f"`{options.file:.200}` is no file")
+        if "@" not in options.file:
+            raise InputError(f"`{options.file:.200}` is no file")
+        path = find_checkpoints(options.file)[-1].path
     made = make_optimizer(options.function, allocate=True)
     try:
         if path.is_dir():

@@ -7,6 +7,8 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from opt_checkpoint._planning.plan import aligned
+
 
 def printable(text: str) -> str:
     r"""Returns text with what a terminal would act on, or cannot show, as Python's escapes.
@@ -40,12 +42,9 @@ def say_folded(line: str) -> None:
 
 
 def say_table(rows: Sequence[Sequence[str]], sides: str) -> None:
-    """Prints a table; `sides` aligns its columns: `<` to the left, `>` to the right."""
-    rows = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        columns = zip(row, sides, widths, strict=True)
-        say_folded("  ".join(f"{cell:{side}{width}}" for cell, side, width in columns).rstrip())
+    """Prints a table; see `aligned`."""
+    for line in aligned([[printable(cell) for cell in row] for row in rows], sides):
+        say_folded(line)
 
 
 def say_lines(text: str, names: Iterable[str]) -> None:

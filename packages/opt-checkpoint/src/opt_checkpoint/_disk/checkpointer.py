@@ -85,22 +85,22 @@ class Checkpointer:
                 f"`directory`: expected a path of the file system, found `{directory}`: mount the "
                 "bucket"
             )
-        _check_positive("max_to_keep", max_to_keep)
-        _check_positive("keep_period", keep_period)
-        _check_positive("save_interval_steps", save_interval_steps)
+        steps = {"max_to_keep": max_to_keep, "keep_period": keep_period}
+        for name, value in {**steps, "save_interval_steps": save_interval_steps}.items():
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"`{name}`: expected a positive integer, found {value!r}")
         self.directory = Path(directory).absolute()
         self.read_only = read_only
         self.restored_step: int | None = None
         self._interval = save_interval_steps
         self._alone = threading.RLock()  # Threads save one after the other.
         self._writer: Writer | None = None
-        self._state = "open for reading (`read_only=True`)"
+        self._state = "open for reading: make a `Checkpointer` without `read_only=True` to save"
         if not read_only and not self._is_foreign():
             self._writer = Writer(
                 self.directory,
                 async_save=async_save,
-                max_to_keep=max_to_keep,
-                keep_period=keep_period,
+                **steps,
             )
             at_exit(self._close_at_exit)
 
@@ -388,8 +388,3 @@ class Checkpointer:
         finally:
             self._state = "closed, because the main thread has ended: let it wait for this one"
         return True
-
-
-def _check_positive(name: str, value: int | None) -> None:
-    if value is not None and (type(value) is not int or value < 1):
-        raise ValueError(f"`{name}`: expected a positive integer, found {value!r}")

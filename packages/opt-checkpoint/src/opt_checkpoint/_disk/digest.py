@@ -38,6 +38,7 @@ _MULTIPLIERS = np.uint32(0x7FEB352D), np.uint32(0x846CA68B), np.uint32(0xC2B2AE3
 _15, _16 = np.uint32(15), np.uint32(16)
 _BLOCK = 1 << 15  # words that stay in the cache between the operations
 _LARGE = 1 << 18  # bytes that are worth a program of their own
+_CHUNK = 1 << 22  # bytes that a program is given at once on a CPU
 
 
 class Digests:
@@ -171,13 +172,18 @@ def _device_sums(parts: Sequence[jax.Array], places: Sequence[_Place]) -> Any:
 
 
 def _large_sums(words: Any, place: _Place) -> Any:
-    """The sums of one part, by a program on the CPU."""
-    if place is None:  # One program for all shapes of a size.
+    """The sums of one part, by a program on the CPU; JAX may copy what that is given."""
+    if place is None:  # One program for all shapes.
         words, place = words.reshape(-1, 1), [0, 1]
     # The words of an element are a dimension more, whose stride is 1.
-    given = np.array([[*(at * words.shape[-1] for at in place), 1]], np.uint64)
-    on_device = jax.device_put(words, jax.local_devices()[0])
-    return np.asarray(_sums(on_device, given.astype(np.uint32)))[0]
+    first, *strides = (at * words.shape[-1] for at in place)
+    total = np.zeros(2, np.uint32)
+    rows = max(_CHUNK * len(words) // words.nbytes, 1)
+    for start in range(0, len(words), rows):
+        given = np.array([[first + start * strides[0], *strides, 1]], np.uint64)
+        on_device = jax.device_put(words[start : start + rows], jax.local_devices()[0])
+        total += np.asarray(_sums(on_device, given.astype(np.uint32)))[0]
+    return total
 
 
 def _batches(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:

@@ -36,10 +36,15 @@ class DurablePath(atomicity.AtomicRenameTemporaryPath):
         return self._own_name
 
     async def create(self) -> Any:
-        """Creates the temporary directory."""
+        """Creates the temporary directory while training waits.
+
+        Orbax hands each call to another thread, which takes longer than the call.
+        """
         if self._is_step:
-            await asyncio.to_thread(shutil.rmtree, self._final_path, ignore_errors=True)
-        return await super().create()
+            shutil.rmtree(self._final_path, ignore_errors=True)
+            return await super().create()
+        Path(self._tmp_path).mkdir()
+        return self._tmp_path
 
     async def finalize(self) -> None:
         """Moves the step to its final name, durably; replaces nothing."""

@@ -23,8 +23,9 @@ from opt_checkpoint._disk.foreign_stores import Store, Stored, open_store
 from opt_checkpoint._disk.processes import together
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
 from opt_checkpoint._disk.storage import data_sharding, placed
+from opt_checkpoint._naming.names import update_counts
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema
-from opt_checkpoint._planning.functions import abstract
+from opt_checkpoint._planning.functions import abstract, key_kind
 from opt_checkpoint._targets.named import named_view
 from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import ForeignError, LoadError, MissingError
@@ -143,25 +144,25 @@ def _with_counts(opened: ForeignStep) -> ForeignStep:
     counts = {
         info.name: info
         for info in opened.schema.leaves
-        if info.kind == "state" and math.prod(info.shape) == 1 and _is_integer(info.dtype)
+        if info.kind == "state" and math.prod(info.shape) == 1
+        if not info.is_key and jnp.issubdtype(jnp.dtype(info.dtype), jnp.integer)
     }
     read = opened.read({name: abstract(info) for name, info in counts.items()})
     values = {name: int(np.asarray(leaf).reshape(())) for name, leaf in read.items()}
     leaves = [dataclasses.replace(x, value=values.get(x.name)) for x in opened.schema.leaves]
     made: dict[str, Any] = {}
-    steps = {values[x.name] for x in counts.values() if x.path[-1] == "count" and not x.shape}
-    are_mini = any(x.path[-1] in ("mini_step", "gradient_step") for x in counts.values())
-    if STEP not in counts and len(steps) == 1 and not are_mini:
-        (step,) = steps
+    steps, is_clear = update_counts(leaves)
+    if (
+        STEP not in counts
+        and steps
+        and is_clear
+        and (step := next(iter(steps.values()))) is not None
+    ):
         made[STEP] = np.int32(step)
         at = sum(leaf.kind == "params" for leaf in leaves)
         leaves.insert(at, LeafInfo(("state", "step"), (), "int32", "state", value=step))
     schema = dataclasses.replace(opened.schema, leaves=tuple(leaves))
     return dataclasses.replace(opened, schema=schema, made=made)
-
-
-def _is_integer(dtype: str) -> bool:
-    return not dtype.startswith("key<") and bool(jnp.issubdtype(jnp.dtype(dtype), jnp.integer))
 
 
 def _stores(folder: Path) -> dict[str, Store]:
@@ -199,14 +200,7 @@ def _leaf(info: LeafInfo, stored: Any, place: jax.ShapeDtypeStruct) -> Any:
     if info.is_key:
         if jnp.issubdtype(stored.dtype, jax.dtypes.prng_key):
             return stored
-        return jax.random.wrap_key_data(stored, impl=_impl(info.dtype))
+        return jax.random.wrap_key_data(stored, impl=key_kind(info.dtype)[0])
     if isinstance(stored, jax.Array) and str(stored.dtype) == info.dtype:
         return stored
     return placed(np.asarray(stored).astype(jnp.dtype(info.dtype)), place.sharding)
-
-
-def _impl(dtype: str) -> str:
-    for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
-        if str(jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype) == dtype:
-            return impl
-    raise LoadError(f"`{dtype}` is not a kind of PRNG keys that this JAX knows")

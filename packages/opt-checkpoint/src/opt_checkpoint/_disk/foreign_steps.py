@@ -53,15 +53,16 @@ def is_orbax(folder: Path) -> bool:
 
 def describe(root: Path, found: Sequence[str]) -> str:
     """Returns what is to be said of foreign steps."""
-    shown = ", ".join(f"`{name:.80}`" for name in found[:_LISTED])
-    more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
-    one = root if found[0] == "." else root / found[0]
+    one, what = root, "is a checkpoint that no `Checkpointer` wrote"
+    if found[0] != ".":
+        shown = ", ".join(f"`{name:.80}`" for name in found[:_LISTED])
+        more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+        one, what = root / found[0], f"has checkpoints that no `Checkpointer` wrote: {shown}{more}"
     who = "" if one.is_dir() and own_item(one) else ", written_by=..."
     return (
-        f"`{root}` has checkpoints that no `Checkpointer` wrote: {shown}{more}. It is not empty, "
-        f"and nothing in it is touched. Restore one by `plan_restore(open_foreign({str(one)!r}"
-        f"{who}), target).apply()`, or a msgpack file by `restore_legacy`, and save into another "
-        "folder"
+        f"`{root}` {what}. It is not empty, and nothing in it is touched. Restore one by "
+        f"`plan_restore(open_foreign({str(one)!r}{who}), target).apply()`, or a msgpack file by "
+        "`restore_legacy`, and save into another folder"
     )
 
 

@@ -20,12 +20,10 @@ from opt_core import flatten_with_paths
 from opt_checkpoint._disk.foreign_steps import INDEX, ITEM_MARK
 from opt_checkpoint._disk.orbax import restore_args, tried
 from opt_checkpoint._disk.storage import is_wide
+from opt_checkpoint._legacy.layouts import PLACEHOLDER, is_elsewhere
 from opt_checkpoint._legacy.read import read_legacy
 from opt_checkpoint._naming.schema import Names
 from opt_checkpoint.errors import LoadError
-
-_SPEC = {"driver", "kvstore", "metadata"}  # what TensorStore's specs have
-_PLACEHOLDER = "PLACEHOLDER://"
 
 
 class Stored(NamedTuple):
@@ -164,13 +162,13 @@ class IndexedArrays:
 
 def _flat(node: Any, at: Names) -> Iterator[tuple[Names, Any]]:
     """The leaves of an index: numbers, arrays, and names of folders."""
-    if isinstance(node, Mapping) and not node.keys() >= _SPEC:
+    if is_elsewhere(node):
+        yield at, _subfolder(node)
+    elif isinstance(node, Mapping):
         for key, child in node.items():
             yield from _flat(child, (*at, str(key)))
     elif isinstance(node, bool | int | float | np.ndarray | np.generic):
         yield at, node
-    elif isinstance(node, Mapping) or (isinstance(node, str) and node.startswith(_PLACEHOLDER)):
-        yield at, _subfolder(node)
 
 
 def _subfolder(leaf: Any) -> str:
@@ -179,7 +177,7 @@ def _subfolder(leaf: Any) -> str:
         kvstore = leaf["kvstore"]  # in buckets, the path was beside it
         path = leaf.get("path") or (kvstore.get("path") if isinstance(kvstore, Mapping) else None)
     else:
-        path = leaf.removeprefix(_PLACEHOLDER)
+        path = leaf.removeprefix(PLACEHOLDER)
     name = Path(str(path)).name
     if name in ("", ".."):
         raise LoadError(f"`{path!s:.80}` is not the folder of an array")

@@ -7,25 +7,23 @@ manifest as one more file in its folder.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Awaitable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
-from orbax.checkpoint.future import Future
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from opt_checkpoint._disk.orbax import ManifestHandler, ManifestSave
 from opt_checkpoint._disk.processes import is_first, together
 from opt_checkpoint._disk.saved_step import SavedStep
-from opt_checkpoint._disk.saving import Saving
+from opt_checkpoint._disk.saving import Saving, view_to_save
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._planning.match import plan_restore
 from opt_checkpoint._planning.rules import Rule
-from opt_checkpoint._targets.view import View, view_of
+from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import SaveError
-
-_log = logging.getLogger(__name__)
 
 
 class OptimizerHandler(ocp.AsyncCheckpointHandler):
@@ -60,7 +58,14 @@ class OptimizerHandler(ocp.AsyncCheckpointHandler):
 
     async def async_save(self, directory: Any, args: OptimizerSave) -> list[Future]:
         """Copies the arrays off the devices, and starts to write them and the manifest."""
-        saving = _prepare(directory, args.target)
+        try:
+            saving = _prepare(directory, args.target)
+        except Exception:
+            with suppress(Exception):
+                # The threads of other items wait for folders that Orbax makes in the background.
+                # If the program ended before they are there, the threads would hold the process.
+                CommitFutureAwaitingContractedSignals(_nothing(), timeout_secs=60).result()
+            raise
         tree = ocp.args.PyTreeSave(saving.tree())
         arrays = await self._arrays.async_save(directory, args=tree)
         return [*(arrays or []), *await self._manifest.async_save(directory, ManifestSave(saving))]
@@ -185,20 +190,14 @@ def _prepare(directory: Any, target: Any) -> Saving:
     with together():
         if "://" in str(directory):
             raise SaveError(f"`{directory}` is not in a file system: mount the bucket")
-        source = target if isinstance(target, NamedState) else _view(target)
+        source = target if isinstance(target, NamedState) else view_to_save(target, is_item=True)
         saving = Saving.prepare(None, source)
     saving.check_equal(f"`{directory}`")
     return saving
 
 
-def _view(target: Any) -> View:
-    view = view_of(target)
-    if view.unsaved:
-        _log.warning(
-            "%s: `%s` is not saved, because it belongs to no optimizer: save it as another item",
-            *(type(target).__name__, "`, `".join(view.unsaved)),
-        )
-    return view
+async def _nothing() -> None:
+    pass
 
 
 def _open(directory: Any) -> SavedStep:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
@@ -25,6 +24,7 @@ from opt_checkpoint._disk.processes import is_first, together
 from opt_checkpoint._disk.saving import EXTRA
 from opt_checkpoint._disk.storage import is_stored
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name
+from opt_checkpoint._planning.functions import abstract
 from opt_checkpoint.errors import (
     CheckpointError,
     DamagedError,
@@ -128,7 +128,7 @@ class SavedStep:
         """
         infos = {info.path: info for info in self.schema.leaves if info.kind == EXTRA}
         if like is None:
-            read = self.read({info.name: _place(info) for info in infos.values()})
+            read = self.read({info.name: abstract(info) for info in infos.values()})
             nested = _storage.nest({path: read[info.name] for path, info in infos.items()})
             return nested.get(EXTRA)
         flat = [((EXTRA, *path), leaf) for path, leaf in flatten_with_paths(like)]
@@ -286,11 +286,6 @@ def _check_sharding(info: LeafInfo, sharding: Sharding | None) -> None:
         ) from None
 
 
-def _place(info: LeafInfo) -> jax.ShapeDtypeStruct:
-    dtype = np.dtype("int32") if info.is_key or info.dtype == _storage.PYTHON else info.dtype
-    return jax.ShapeDtypeStruct(info.shape, jnp.dtype(dtype))
-
-
 def _like(info: LeafInfo, leaf: Any) -> jax.ShapeDtypeStruct:
     dtype = _storage.PYTHON if _storage.is_scalar(leaf) else str(leaf.dtype)
     if (tuple(np.shape(leaf)), dtype) != (info.shape, info.dtype):
@@ -298,6 +293,4 @@ def _like(info: LeafInfo, leaf: Any) -> jax.ShapeDtypeStruct:
             f"`{info.name}`: expected {dtype}{list(np.shape(leaf))} as in `like`, found "
             f"{info.dtype}{list(info.shape)} in the checkpoint"
         )
-    sharding = leaf.sharding if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) else None
-    place = _place(info)
-    return jax.ShapeDtypeStruct(place.shape, place.dtype, sharding=sharding)
+    return abstract(info, getattr(leaf, "sharding", None))

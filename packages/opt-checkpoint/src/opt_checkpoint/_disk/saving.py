@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -15,13 +15,13 @@ from opt_checkpoint._disk import digest as _digest
 from opt_checkpoint._disk import storage as _storage
 from opt_checkpoint._disk.manifest import check_size, encode, encode_schema, encode_step
 from opt_checkpoint._disk.processes import are_equal
-from opt_checkpoint._naming.names import NamedState
+from opt_checkpoint._naming.names import NamedState, count_of
 from opt_checkpoint._naming.schema import LeafInfo, Schema
 from opt_checkpoint._targets.named import named_view
 from opt_checkpoint._targets.view import View, view_of
 from opt_checkpoint.errors import LeafError
 
-EXTRA = "extra"
+EXTRA: Final = "extra"
 _log = logging.getLogger(__name__)
 
 
@@ -97,8 +97,8 @@ class Saving:
                 impls[info.name] = str(jax.random.key_impl(leaf))
             elif info.dtype == _storage.PYTHON:
                 kept[i] = leaf
-        named = {
-            layout.names[i]: leaf if _storage.is_scalar(leaf) else _count(leaf)
+        named: dict[str, Any] = {
+            layout.names[i]: leaf if _storage.is_scalar(leaf) else count_of(leaf)
             for i, leaf in kept.items()
         }
         number = int(named.get("state/step", 0)) if step is None else step
@@ -144,15 +144,16 @@ class Saving:
             )
 
 
-def view_to_save(target: Any, extras: Any) -> View:
+def view_to_save(target: Any, extras: Any = None, *, is_item: bool = False) -> View:
     """Returns what is to be saved of a target; warns of fields that are not."""
     view = view_of(target)
     given = extras if isinstance(extras, Mapping) else {}
     if missing := [name for name in view.unsaved if name not in given]:
         fields = ", ".join(f"{name!r}: state.{name}" for name in missing)
         _log.warning(
-            "%s: `%s` is not saved, because it belongs to no optimizer: give `extras={%s}`",
-            *(type(target).__name__, "`, `".join(missing), fields),
+            "%s: `%s` is not saved, because it belongs to no optimizer: %s",
+            *(type(target).__name__, "`, `".join(missing)),
+            "save it as another item" if is_item else f"give `extras={{{fields}}}`",
         )
     return view
 
@@ -211,12 +212,6 @@ def _extra_info(path: tuple[str, ...], leaf: Any) -> LeafInfo:
         f"`{'/'.join(path)}`: expected an array, a typed PRNG key or a Python scalar, found "
         f"{type(leaf).__name__}"
     )
-
-
-def _count(leaf: Any) -> int:
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        leaf = leaf.addressable_data(0)
-    return int(np.asarray(leaf).reshape(()))
 
 
 def _to_save(array: Any) -> Any:

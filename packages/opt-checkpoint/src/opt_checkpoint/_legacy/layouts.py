@@ -16,8 +16,7 @@ from opt_checkpoint.errors import LoadError, VersionError
 
 _T5X_VERSION = 3
 _NAMED_TUPLE = {"name", "fields", "values"}
-_TENSORSTORE = {"driver", "kvstore", "metadata"}
-_PLACEHOLDER = "PLACEHOLDER://"
+PLACEHOLDER = "PLACEHOLDER://"
 _DYNAMIC_SCALE = {"fin_steps", "scale"}
 
 
@@ -64,10 +63,16 @@ def _unknown(contents: Mapping[str, Any]) -> str:
     )
 
 
+def is_elsewhere(value: Any) -> bool:
+    """Whether an entry stands for an array in a folder beside the file, of TensorStore."""
+    if isinstance(value, Mapping):
+        return value.keys() >= {"driver", "kvstore", "metadata"}
+    return isinstance(value, str) and value.startswith(PLACEHOLDER)
+
+
 def _plain(value: Any, path: Names) -> Any:
     """Named tuples, as Flax 0.3.3 and 0.3.4 wrote them, as dicts by field."""
-    is_placeholder = isinstance(value, str) and value.startswith(_PLACEHOLDER)
-    if is_placeholder or (isinstance(value, Mapping) and set(value) >= _TENSORSTORE):
+    if is_elsewhere(value):
         raise LoadError(
             f"`{leaf_name(path)}`: the array is not in this file but in a folder beside it, in "
             "TensorStore's format, as T5X stores what is partitioned. Load it with T5X or Orbax, "

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import FrozenDict
 from jax.sharding import PartitionSpec
 from opt_core import Optimizer, describe_state, flatten_with_paths, leaf_groups
 from opt_core.protocols import DerivesLogicalAxes
 
 from opt_checkpoint._naming.schema import (
+    Kind,
     LeafInfo,
     Names,
     Schema,
@@ -69,14 +71,23 @@ def _placed(leaf: Any, sharding: Any) -> Any:
     return leaf if sharding is None else jax.device_put(leaf, sharding)
 
 
-def named_state(optimizer: Optimizer, *, param_axes: Any = None) -> NamedState:
-    """Returns the leaves of an optimizer by name: see `opt_checkpoint.named_state`."""
-    infos = leaf_infos(optimizer)
-    values = [*jax.tree.leaves(optimizer.target), *jax.tree.leaves(optimizer.state)]
+def named_state(
+    optimizer: Optimizer, others: Mapping[Names, Any] = FrozenDict(), param_axes: Any = None
+) -> NamedState:
+    """Returns the leaves by name: parameters, others of the model by path, then the state.
+
+    Raises:
+      LeafError: two leaves would have one name.
+    """
+    params = _paths(optimizer.target)
+    infos = [*_model_infos(params), *_state_infos(optimizer)]
     if param_axes is not None:
         infos = _with_axes(infos, optimizer, param_axes)
+    infos[len(params) : len(params)] = _model_infos(others.items())
+    _check_unique(infos)
+    values = [leaf for _, leaf in params] + [*others.values(), *jax.tree.leaves(optimizer.state)]
     infos = [
-        dataclasses.replace(info, value=_count(leaf))
+        dataclasses.replace(info, value=count_of(leaf))
         for info, leaf in zip(infos, values, strict=True)
     ]
     schema = Schema(
@@ -88,22 +99,13 @@ def named_state(optimizer: Optimizer, *, param_axes: Any = None) -> NamedState:
     return NamedState(dict(zip((i.name for i in infos), values, strict=True)), schema)
 
 
-def leaf_infos(optimizer: Optimizer) -> list[LeafInfo]:
-    """Returns what each leaf is: those of the parameters, the step, those of the state.
-
-    Raises:
-      LeafError: two leaves would have one name.
-    """
-    params = _paths(optimizer.target)
-    infos = [leaf_info(leaf, ("params", *path), "params", parameter=path) for path, leaf in params]
-    if jax.tree.leaves(optimizer.state.step):
-        infos.append(leaf_info(optimizer.state.step, ("state", "step"), "state"))
-    infos += list(_state_infos(optimizer))
-    _check_unique(infos)
-    return infos
+def _model_infos(leaves: Iterable[tuple[Names, Any]]) -> list[LeafInfo]:
+    return [leaf_info(x, ("params", *at), "params", parameter=at) for at, x in leaves]
 
 
 def _state_infos(optimizer: Optimizer) -> Iterator[LeafInfo]:
+    for step in jax.tree.leaves(optimizer.state.step):
+        yield leaf_info(step, ("state", "step"), "state")
     leaves = jax.tree.leaves(optimizer.state.param_states)
     for leaf, told in zip(leaves, describe_state(optimizer).leaves, strict=True):
         name = told.transformation if told.number == 1 else f"{told.transformation}#{told.number}"
@@ -121,7 +123,7 @@ def _state_infos(optimizer: Optimizer) -> Iterator[LeafInfo]:
         )
 
 
-def leaf_info(leaf: Any, path: Names, kind: str, *, parameter: Names | None = None) -> LeafInfo:
+def leaf_info(leaf: Any, path: Names, kind: Kind, *, parameter: Names | None = None) -> LeafInfo:
     """Returns what a leaf is that no transformation keeps."""
     return LeafInfo(path, tuple(np.shape(leaf)), _dtype(leaf), kind, parameter)
 
@@ -154,15 +156,28 @@ def _check_unique(infos: list[LeafInfo]) -> None:
         seen[info.name] = info
 
 
-def _count(leaf: Any) -> int | None:
-    """The value of a single integer."""
+def count_of(leaf: Any) -> int | None:
+    """Returns the value of a single integer; `None` of anything else."""
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer) or np.size(leaf) != 1:
         return None
     if not jnp.issubdtype(jnp.result_type(leaf), np.integer):
         return None
+    return int(local(leaf).reshape(()))
+
+
+def update_counts(leaves: Iterable[LeafInfo]) -> tuple[dict[str, int | None], bool]:
+    """Returns the counts of a state, and whether they say how many updates have been made."""
+    single = [leaf for leaf in leaves if leaf.kind == "state" and not leaf.shape]
+    counts = {leaf.name: leaf.value for leaf in single if leaf.path[-1] == "count"}
+    are_mini = any(leaf.path[-1] in ("mini_step", "gradient_step") for leaf in single)
+    return counts, len(set(counts.values())) <= 1 and not are_mini
+
+
+def local(leaf: Any) -> np.ndarray[Any, Any]:
+    """Returns what this process has of a leaf that is the same in all of them."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = leaf.addressable_data(0)
-    return int(np.asarray(leaf).reshape(()))
+    return np.asarray(leaf)
 
 
 def _with_axes(infos: list[LeafInfo], optimizer: Optimizer, param_axes: Any) -> list[LeafInfo]:
@@ -171,11 +186,7 @@ def _with_axes(infos: list[LeafInfo], optimizer: Optimizer, param_axes: Any) -> 
         return infos
     axes = definition.derive_logical_axes(optimizer, param_axes)
     is_axes = {"is_leaf": lambda x: x is None or isinstance(x, PartitionSpec)}
-    flat = [
-        *jax.tree.leaves(axes.target, **is_axes),
-        *jax.tree.leaves(axes.state.step, **is_axes),
-        *jax.tree.leaves(axes.state.param_states, **is_axes),
-    ]
+    flat = jax.tree.leaves((axes.target, axes.state.step, axes.state.param_states), **is_axes)
     return [
         dataclasses.replace(info, axes=None if spec is None else tuple(spec))
         for info, spec in zip(infos, flat, strict=True)

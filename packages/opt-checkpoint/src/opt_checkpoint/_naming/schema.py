@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from opt_core.json_records import read_record, record_data
 from opt_checkpoint.errors import LoadError
 
 Names = tuple[str, ...]
+Kind: TypeAlias = Literal["params", "state", "extra"]
 
 
 def leaf_name(path: Sequence[str]) -> str:
@@ -64,7 +65,7 @@ class LeafInfo:
     path: Names
     shape: tuple[int, ...]
     dtype: str
-    kind: str
+    kind: Kind
     parameter: Names | None = None
     group: Names = ()
     transformation: str = ""
@@ -174,9 +175,6 @@ class Schema:
         return schema
 
 
-_KINDS = ("params", "state", "extra")
-
-
 def _check_leaves(leaves: Sequence[LeafInfo]) -> None:
     seen: set[Names] = set()
     for i, leaf in enumerate(leaves):
@@ -185,8 +183,6 @@ def _check_leaves(leaves: Sequence[LeafInfo]) -> None:
             raise LoadError(f"`{where}/path`: expected a name, found nothing")
         if leaf.path in seen:
             raise LoadError(f"`{where}/path`: `{leaf.name}` is there twice")
-        if leaf.kind not in _KINDS:
-            raise LoadError(f"`{where}/kind`: expected one of {_KINDS}, found {leaf.kind!r:.40}")
         for k, size in enumerate(leaf.shape):
             if size < 0:
                 raise LoadError(f"`{where}/shape/{k}`: expected a non-negative size, found {size}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from opt_core import Optimizer, OptimizerState, strong_types, unalias
+from opt_core.state_changes import all_survive, convert_held, init_leaves, placed
 
 from opt_checkpoint._naming.schema import Names
 from opt_checkpoint._planning.functions import abstract, function_name
@@ -40,10 +41,10 @@ def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
     _raise_misfits(checks)
     n = len(own) + len(others)
     restored = jax.tree.unflatten(params, found[: len(own)])
-    if any(leaf is None for leaf in found[n:]):
-        fresh = _initialised(plan, restored, found[n:], places)
-        found[n:] = [new if old is None else old for old, new in zip(found[n:], fresh, strict=True)]
-    state: OptimizerState = jax.tree.unflatten(states, found[n:])
+    kept = found[n:]
+    if any(leaf is None for leaf in kept):
+        _initialise(target.replace(target=restored), kept, [*places.values()][n:])
+    state: OptimizerState = jax.tree.unflatten(states, kept)
     besides = dict(zip(others, found[len(own) : n], strict=True))
     result: tuple[Optimizer, dict[Names, Any]] = unalias(
         (target.replace(target=restored, state=state), besides),
@@ -106,7 +107,7 @@ def _leaf(
             "or give the target another dtype and admit `'cast'`."
         )
     if not row.how and not set(row.kinds) & {"cast", "reshape"}:
-        return _placed(given[0], sharding)
+        return placed(given[0], sharding)
     if isinstance(row.by, Map) and row.is_opaque:
         made, fits = _called(row, row.by, given, allow)
     else:
@@ -115,7 +116,7 @@ def _leaf(
             given = [_cast_on_host(row, x) for x in given]
         made, fits = _paced(_converter(row, sharding)(given))
     checks[row.leaf.name] = (fits, row)
-    return _placed(made, sharding)
+    return placed(made, sharding)
 
 
 def _called(row: Row, by: Map, given: list[Any], allow: frozenset[str]) -> tuple[Any, Any]:
@@ -141,11 +142,7 @@ def _called(row: Row, by: Map, given: list[Any], allow: frozenset[str]) -> tuple
         return found, True
     with np.errstate(all="ignore"):
         made = found.astype(jnp.dtype(leaf.dtype))
-    return jnp.asarray(made), fits(found, made, jnp if isinstance(found, jax.Array) else np)
-
-
-def _placed(array: Any, sharding: Any) -> Any:
-    return array if sharding is None else jax.device_put(array, sharding)
+        return jnp.asarray(made), all_survive(found, made)
 
 
 def _converter(row: Row, sharding: Any) -> Any:
@@ -169,7 +166,7 @@ def _compiled_converter(
     def convert(given: list[Any]) -> tuple[Any, Any]:
         made = jnp.reshape(_made(how, given, axis, detail, fn, shape), shape)
         cast = made if dtype.startswith("key<") else made.astype(dtype)
-        return cast, fits(made, cast)
+        return cast, all_survive(made, cast)
 
     return jax.jit(convert, out_shardings=None if sharding is None else (sharding, None))
 
@@ -196,36 +193,9 @@ def _made(
     return first
 
 
-def fits(before: Any, after: Any, np: Any = jnp) -> Any:
-    """Whether a cast kept every value, by `jax.numpy` or, for 64 bits, `numpy`.
-
-    Integers exactly, finite floats finite; one that is not 0 does not become 0, unless it was
-    subnormal already.
-    """
-    if before.dtype == after.dtype:
-        return np.bool_(True)
-    is_float, becomes_float = (jnp.issubdtype(x.dtype, jnp.inexact) for x in (before, after))
-    if is_float and becomes_float:
-        is_tiny = np.abs(before) < jnp.finfo(before.dtype).tiny
-        is_kept = (after != 0) | is_tiny
-        return np.all((np.isfinite(after) & is_kept) | ~np.isfinite(before))
-    if is_float or becomes_float:
-        floats, integers = (before, after) if is_float else (after, before)
-        floats = floats.astype(np.float32) if floats.dtype.itemsize < 4 else floats
-        limits = None if integers.dtype == bool else jnp.iinfo(integers.dtype)
-        low, high = (0, 1) if limits is None else (limits.min, limits.max)
-        # The largest integer may round up to a float that is none.
-        inside = np.isfinite(floats) & (floats >= float(low)) & (floats < float(high) + 1)
-        return np.all(inside & (after.astype(before.dtype) == before))
-    return np.all(after.astype(before.dtype) == before) & np.all((after < 0) == (before < 0))
-
-
 def _cast_on_host(row: Row, array: Any) -> np.ndarray[Any, Any]:
-    array = np.asarray(array)
-    with np.errstate(all="ignore"):
-        made: np.ndarray[Any, Any] = array.astype(jnp.dtype(row.leaf.dtype))
-        good = fits(array, made, np)
-    if not good:
+    made, lost = convert_held(np.asarray(array), jnp.dtype(row.leaf.dtype))
+    if lost is not None:
         raise _misfit(row)
     return made
 
@@ -244,24 +214,16 @@ def _misfit(row: Row) -> LeafError:
     )
 
 
-def _initialised(
-    plan: Plan[Any], params: Any, found: list[Any], places: Mapping[str, Any]
-) -> list[Any]:
-    """The leaves that are missing, as `init` makes them of the restored parameters."""
-    names = [row.leaf.name for row in plan.rows][-len(found) :]
-    needed = [i for i, leaf in enumerate(found) if leaf is None]
-
-    def init(params: Any) -> list[Any]:
-        leaves = jax.tree.leaves(plan.view.optimizer.optimizer_def.init_state(params))
-        return [leaves[i] for i in needed]
-
-    wanted = [places[names[i]] for i in needed]
-    outputs = [place if isinstance(place, NamedSharding) else None for place in wanted]
-    made = jax.jit(init, out_shardings=outputs)(params)
-    fresh = [None] * len(found)
-    for i, leaf in zip(needed, made, strict=True):
-        fresh[i] = _placed(leaf, places[names[i]])
-    return fresh
+def _initialise(optimizer: Optimizer, state: list[Any], places: Sequence[Any]) -> None:
+    """Makes what a state lacks as `init` does, of the restored parameters."""
+    first = len(jax.tree.leaves(optimizer.state.step))
+    if first and state[0] is None:
+        state[0] = jnp.zeros((), jnp.int32)
+    wanted = [i for i, leaf in enumerate(state[first:]) if leaf is None]
+    meshed = {i: x for i in wanted if isinstance(x := places[first + i], NamedSharding)}
+    for i, leaf in init_leaves(optimizer, wanted, meshed).items():
+        state[first + i] = leaf
+    state[:] = map(placed, state, places)
 
 
 def _sharding(value: Any) -> Any:

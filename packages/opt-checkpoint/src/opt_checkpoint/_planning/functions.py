@@ -62,16 +62,17 @@ def abstract(leaf: LeafInfo, sharding: Any = None) -> jax.ShapeDtypeStruct:
     """
     if leaf.dtype == "python":
         return jax.ShapeDtypeStruct((), jnp.int32)
-    dtype: Any = _key_dtype(leaf.dtype) if leaf.is_key else jnp.dtype(leaf.dtype)
+    dtype: Any = key_kind(leaf.dtype)[1] if leaf.is_key else jnp.dtype(leaf.dtype)
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 
 
-def _key_dtype(name: str) -> Any:
+def key_kind(name: str) -> tuple[str, Any]:
+    """Returns the implementation and the dtype of typed PRNG keys such as `'key<fry>'`."""
     for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
         found = jax.eval_shape(functools.partial(jax.random.key, impl=impl), 0).dtype
         if str(found) == name:
-            return found
-    raise LeafError(f"`{name}` is no kind of PRNG keys that this JAX knows")
+            return impl, found
+    raise LeafError(f"`{name}` is not a kind of PRNG keys that this JAX knows")
 
 
 def function_name(fn: Any) -> str:

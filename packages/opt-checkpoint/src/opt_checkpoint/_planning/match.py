@@ -132,8 +132,8 @@ class _Matcher:
         self.named, self.policy = named_view(view), policy
         schema = self.named.schema
         self.saved = {leaf.name: leaf for leaf in source.schema.leaves if leaf.kind != "extra"}
-        self._kept = KeptDimensions(source.schema, schema)
-        self.ruled = RuledRows(self.saved, schema.leaves, self._kept, policy)
+        self._had, self._kept = KeptDimensions(source.schema), KeptDimensions(schema)
+        self.ruled = RuledRows(self.saved, schema.leaves, self._had, self._kept, policy)
         self.origins = dict(self._origins())
         self._old = state_leaves(source.schema, schema.by_name)
         leaves = [leaf for leaf in schema.leaves if leaf.transformation]
@@ -263,7 +263,7 @@ class _Matcher:
             like = self._old[pair.lookalike]
             if like.shape != leaf.shape or isinstance(self._action(leaf.name), Pad):
                 return self._fitted(leaf, [like], (), "")
-            if self._kept.is_of_like_parameter(like, leaf):
+            if self._had.shapes.get(like.parameter) == self._kept.shapes.get(leaf.parameter):
                 name = leaf_name((*leaf.field, *(leaf.parameter or ())))
                 self.turned.append(f"`{name}` of `{leaf.base}`{inside(leaf.group)} {pair.note}")
             return self._let_go(leaf, self._left_behind(leaf, like) or pair.note)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar, get_args
 
 import jax.numpy as jnp
@@ -212,24 +212,12 @@ class Plan(Generic[_Target]):
 
     def table(self) -> str:
         """Returns a line for every leaf of the target, then for those that are dropped."""
-        head = ("leaf", "shape", "dtype", "action", "from", "note")
-        lines = [
-            (
-                row.leaf.name,
-                str(list(row.leaf.shape)),
-                row.leaf.dtype,
-                row.action if row.is_ok else f"{row.action} (refused)",
-                _sources(row),
-                row.problem or row.note,
-            )
-            for row in self._all
-        ]
-        widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
-        cells = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in (head, *lines)
-        ]
-        return "\n".join([*cells, self.summary()])
+        lines = [("leaf", "shape", "dtype", "action", "from", "note")]
+        for row in self._all:
+            done = row.action if row.is_ok else f"{row.action} (refused)"
+            leaf = row.leaf.name, str(list(row.leaf.shape)), row.leaf.dtype
+            lines.append((*leaf, done, _sources(row), row.problem or row.note))
+        return "\n".join([*aligned(lines, "<<<<<<"), self.summary()])
 
     def summary(self) -> str:
         """Returns one line: how many leaves, and bytes, become what."""
@@ -266,6 +254,14 @@ class Plan(Generic[_Target]):
         wrong = [f"!* {problem}" for problem in self.problems]
         asked = [f"?* {suggestion}" for suggestion in self.suggestions]
         return "\n".join([self.summary(), *wrong, *asked, *changed, *lines])
+
+
+def aligned(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
+    """Yields the lines of a table; `sides` aligns columns: `<` to the left, `>` to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        columns = zip(row, sides, widths, strict=True)
+        yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in columns).rstrip()
 
 
 def leaf_bytes(leaf: LeafInfo) -> int:

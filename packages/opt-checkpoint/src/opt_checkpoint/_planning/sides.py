@@ -9,13 +9,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from opt_core import StateDescription
 from opt_core.state_changes import Side
 
 from opt_checkpoint._disk.digest import bound
 from opt_checkpoint._disk.manifest import Manifest
-from opt_checkpoint._naming.names import NamedState
+from opt_checkpoint._naming.names import NamedState, local
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, Source, leaf_path
 
 # A raw PRNG key has up to four words, a typed one is a scalar.
@@ -134,12 +133,8 @@ def _value_bits(value: Any) -> bytes | None:
     if isinstance(value, jax.ShapeDtypeStruct | jax.core.Tracer):
         return None
     if isinstance(value, jax.Array):
-        if value.is_deleted():
+        if value.is_deleted() or not (value.is_fully_addressable or value.is_fully_replicated):
             return None
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             value = jax.random.key_data(value)
-        if not value.is_fully_addressable:
-            if not value.is_fully_replicated:
-                return None
-            value = value.addressable_data(0)
-    return np.asarray(value).tobytes()
+    return local(value).tobytes()

@@ -37,10 +37,12 @@ class RuledRows:
         self,
         saved: Mapping[str, LeafInfo],
         leaves: Sequence[LeafInfo],
+        had: KeptDimensions,
         kept: KeptDimensions,
         policy: Policy,
     ) -> None:
-        self._saved, self._leaves, self._kept, self._policy = saved, leaves, kept, policy
+        self._saved, self._leaves, self._policy = saved, leaves, policy
+        self._had, self._kept = had, kept
 
     def taken(self, leaf: LeafInfo, action: _Taking, match: re.Match[str]) -> Row:
         """Returns the row of a leaf that a rule takes from named leaves."""
@@ -77,7 +79,7 @@ class RuledRows:
         """What stands where a parameter is factored or is not: nothing is lost but zeros."""
         sources = self._given(row.sources)
         for source in sources:
-            if not self._kept.was_placeholder(source):
+            if not self._had.is_placeholder(source):
                 raise Refused(
                     f"is a placeholder, and `{source.name}` {list(source.shape)} is not: its "
                     "parameter was not factored as the target's is"
@@ -86,7 +88,7 @@ class RuledRows:
 
     def _stacked(self, row: Row, axis: int, is_following: bool) -> Row:
         leaf = row.leaf
-        kept = self._kept.of_target(leaf) if is_following else tuple(range(len(leaf.shape)))
+        kept = self._kept.of(leaf) if is_following else tuple(range(len(leaf.shape)))
         if is_following and (index := sm3_dimension(leaf)) is not None:
             return self._stacked_sm3(row, axis, index)
         if axis not in kept:
@@ -130,7 +132,7 @@ class RuledRows:
         if not -rank <= axis < rank:
             raise Refused(f"`{source.name}` {list(source.shape)} has no axis {axis} to unstack")
         axis = axis % rank
-        kept = self._kept.of_target(leaf) if is_following else tuple(range(len(leaf.shape)))
+        kept = self._kept.of(leaf) if is_following else tuple(range(len(leaf.shape)))
         before = tuple(i if i is None or i < axis else i + 1 for i in kept)
         at = next((n for n, i in enumerate(before) if i is not None and i > axis), len(before))
         note = ""
@@ -147,9 +149,9 @@ class RuledRows:
 
     def _keeping(self, sources: list[LeafInfo], kept: Kept) -> tuple[list[LeafInfo], str]:
         """The sources, or the other factors, with a note, where those have the dimensions."""
-        if all(self._kept.had(source, kept) for source in sources):
+        if all(self._had.keeps(source, kept) for source in sources):
             return sources, ""
-        others = [self._kept.sibling(source, kept) for source in sources]
+        others = [self._had.sibling(source, kept) for source in sources]
         found = [other for other in others if other is not None]
         if len(found) < len(sources):
             raise Refused(
@@ -162,9 +164,9 @@ class RuledRows:
     def _mapped(self, row: Row, action: Map) -> Row:
         leaf = row.leaf
         sources = self._given(row.sources)
-        kept = self._kept.of_target(leaf)
+        kept = self._kept.of(leaf)
         note = ""
-        if leaf.kind == "state" and leaf.parameter is not None and not self._kept.keeps_all(leaf):
+        if leaf.kind == "state" and leaf.parameter is not None and not self._kept.is_whole(leaf):
             if others := self._ruled_alike(leaf):
                 raise _refused_as(leaf, kept, f"is made by the rule for `{others[0]}`")
             note = f", which makes {told(kept)} of its parameter"
@@ -181,13 +183,13 @@ class RuledRows:
     def _ruled_alike(self, leaf: LeafInfo) -> list[str]:
         """Other leaves of the same parameter that the same rule makes, of other dimensions."""
         rule = self._policy.rule(leaf.name)
-        kept = self._kept.of_target(leaf)
+        kept = self._kept.of(leaf)
         return [
             other.name
             for other in self._leaves
             if other.parameter == leaf.parameter
             and not self._kept.is_placeholder(other)
-            and (self._kept.keeps_all(other) or self._kept.of_target(other) != kept)
+            and (self._kept.is_whole(other) or self._kept.of(other) != kept)
             and rule is not None
             and (found := self._policy.rule(other.name)) is not None
             and found[0] == rule[0]
@@ -232,7 +234,7 @@ class RuledRows:
             return plain
         try:
             axis = self._padded_axis(leaf.parameter, action)
-            kept = self._kept.of_target(leaf)
+            kept = self._kept.of(leaf)
             if all(i is None for i in kept):
                 return _as_it_was(plain, "it follows no dimension")
             (found,), swap = self._keeping([source], kept)
@@ -240,7 +242,7 @@ class RuledRows:
                 why = swap or f"it does not keep dimension {axis}"
                 plain = fitted(leaf, found, kinds, note, allow)
                 return _as_it_was(dataclasses.replace(plain, by=action), why)
-            if leaf.role == "params_copy" and self._kept.keeps_all(leaf):
+            if leaf.role == "params_copy" and self._kept.is_whole(leaf):
                 action, note = self._as_parameter(leaf.parameter, action), "as its parameter"
                 plain = dataclasses.replace(plain, by=action)
             return self._grown(plain, action, found, kept.index(axis), kinds, swap or note)

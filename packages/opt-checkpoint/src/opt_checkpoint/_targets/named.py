@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -10,7 +9,6 @@ from opt_checkpoint._naming import names as _names
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._naming.schema import Schema, leaf_path
 from opt_checkpoint._targets.view import View, view_of
-from opt_checkpoint.errors import LeafError
 
 _Target = TypeVar("_Target")
 
@@ -53,21 +51,7 @@ def named_state(target: Any, *, param_axes: Any = None) -> NamedState:
 
 def named_view(view: View, *, param_axes: Any = None) -> NamedState:
     """Returns the leaves of what the planner sees: parameters, then others, then the state."""
-    named = _names.named_state(view.optimizer, param_axes=param_axes)
-    if not view.others:
-        return named
-    leaves = named.schema.leaves
-    first = sum(leaf.kind == "params" for leaf in leaves)
-    others = [
-        _names.leaf_info(leaf, ("params", *path), "params", parameter=path)
-        for path, leaf in view.others.items()
-    ]
-    values = dict(zip((info.name for info in others), view.others.values(), strict=True))
-    if twice := values.keys() & named.keys():
-        raise LeafError(f"two leaves would have the name `{min(twice)}`: rename a variable")
-    values |= named.leaves
-    schema = dataclasses.replace(named.schema, leaves=(*leaves[:first], *others, *leaves[first:]))
-    return NamedState({leaf.name: values[leaf.name] for leaf in schema.leaves}, schema)
+    return _names.named_state(view.optimizer, view.others, param_axes)
 
 
 def restore_named(target: _Target, named: Mapping[str, Any]) -> _Target:

@@ -11,11 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from opt_core import Optimizer, OptimizerState, flatten_with_paths, path_str, strong_types
+from opt_core import (
+    Optimizer,
+    OptimizerDef,
+    OptimizerState,
+    flatten_with_paths,
+    path_str,
+    strong_types,
+)
 from opt_core.errors import TreeMismatchError
 from opt_optax_bridge import OptaxWrapper
 
-from opt_checkpoint._naming.names import named_state
+from opt_checkpoint._naming.names import local, named_state, update_counts
 
 
 @struct.dataclass
@@ -49,19 +56,20 @@ class TrainingState:
 def optimizer_of(tx: Any, params: Any, opt_state: Any, step: Any) -> Optimizer:
     """Returns the optimizer that the fields of a `TrainingState` make, as they are.
 
-    Nothing is copied, no value changes; Python numbers become arrays.
+    Nothing is copied, no value changes; Python numbers become arrays. `tx` may be a definition.
 
     Raises:
       TreeMismatchError: the state is not one of `tx` for these parameters; lists every path.
       TypeError: `tx` is not a transformation of Optax, or `step` not an integer.
       ValueError: `step` is `None`, and the state does not say it.
     """
-    if not isinstance(tx, optax.GradientTransformation | optax.MultiSteps):
+    # `opt_nnx.Optimizer`, say, has a definition in the place of a transformation.
+    if not isinstance(tx, optax.GradientTransformation | optax.MultiSteps | OptimizerDef):
         raise TypeError(
             f"`tx`: expected an `optax.GradientTransformation`, found {type(tx).__name__}"
         )
-    definition = OptaxWrapper(tx)
-    if problems := list(_differences(_expected(definition.optax_optimizer, params), opt_state)):
+    definition = tx if isinstance(tx, OptimizerDef) else OptaxWrapper(tx)
+    if problems := list(_differences(_expected(tx, params), opt_state)):
         raise TreeMismatchError(
             "`opt_state` is not a state of `tx` for these `params`:\n  "
             + "\n  ".join(problems)
@@ -76,7 +84,7 @@ def optimizer_of(tx: Any, params: Any, opt_state: Any, step: Any) -> Optimizer:
 def step_like(given: Any, step: Any) -> Any:
     """Returns a restored step as the target has its own: a Python number, or of its dtype."""
     if isinstance(given, int) and isinstance(step, jax.Array):
-        return int(step if step.is_fully_addressable else step.addressable_data(0))
+        return int(local(step))
     return step.astype(given.dtype) if hasattr(given, "dtype") else step
 
 
@@ -104,6 +112,8 @@ def _expected(tx: Any, params: Any) -> Any:
 @functools.lru_cache(maxsize=16)  # asked at every save of a run
 def _initial(tx: Any, structure: Any, kinds: tuple[Any, ...], has_64_bits: bool) -> Any:
     params = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*kind) for kind in kinds])
+    if isinstance(tx, OptimizerDef):
+        return jax.eval_shape(lambda p: tx.init_state(p).param_states, params)
     return jax.eval_shape(tx.init, params)
 
 
@@ -137,14 +147,13 @@ def _shown(leaf: Any) -> str:
 def _count(optimizer: Optimizer) -> Any:
     """The count that the state keeps."""
     named = named_state(optimizer)
-    leaves = [leaf for leaf in named.schema.leaves if not leaf.shape]
-    counts = {leaf.name: leaf.value for leaf in leaves if leaf.path[-1] == "count"}
-    mini = {leaf.name for leaf in leaves if leaf.path[-1] in ("mini_step", "gradient_step")}
+    counts, is_clear = update_counts(named.schema.leaves)
     if None in counts.values():
         return named[next(iter(counts))]  # abstract: it has no value to compare, only a place
-    if len(set(counts.values())) > 1 or mini:
+    if not is_clear:
         told = ", ".join(f"`{name}` {value}" for name, value in counts.items())
         raise ValueError(
-            f"`step`: say how many updates have been made; the state does not: {told or mini}"
+            "`step`: say how many updates have been made; the state does not: "
+            f"{told or 'it counts mini-steps'}"
         )
     return next(iter(counts.values()), 0)

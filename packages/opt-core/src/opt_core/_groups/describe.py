@@ -15,8 +15,10 @@ from opt_core._groups.multi_optimizer import MultiOptimizer
 from opt_core._groups.patterns import Rest, pattern_str
 from opt_core._groups.selection import Part, has_shape
 from opt_core._groups.table import Group
-from opt_core._optimizer import Optimizer, OptimizerDef
+from opt_core._optimizer import Optimizer
 from opt_core._paths import path_str
+from opt_core.errors import OptimizerError
+from opt_core.protocols import ResolvesHyperParams
 
 _WIDEST = 60
 _NUMBERS = (bool, int, float, complex)
@@ -33,7 +35,8 @@ class GroupRow:
       elements: how many numbers these have; none where a leaf is a function, or the like.
       state_bytes: what its definition keeps for them, 0 where it is frozen.
       definition: the class of the definition, or `frozen`.
-      hyper_params: by name, those at their defaults left out; all in words where they are no
+      hyper_params: by name, those at their defaults left out; of a schedule its name and, where
+        the state is known, the value that the next update uses. All in words where they are no
         dataclass.
     """
 
@@ -88,7 +91,7 @@ def describe(optimizer: Optimizer) -> GroupTable:
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from opt_core import FROZEN, OptimizerState
+      >>> from opt_core import FROZEN, OptimizerDef, OptimizerState
       >>> class Sgd(OptimizerDef):
       ...     def init_state(self, params):
       ...         return OptimizerState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, params))
@@ -121,12 +124,18 @@ def _rows(definition: MultiOptimizer, optimizer: Optimizer, outer: str = "") -> 
             paths = tuple(path_str(selection.paths[i]) for i in part.members)
             sizes = [_elements(leaves[i]) for i in part.members]
             state = 0 if own is None else _bytes(own.state.param_states)
-            rows.append(_row(part, outer, paths, sum(sizes), state))
+            hyper_params = "" if own is None else _hyper_params(own)
+            rows.append(_row(part, outer, paths, sum(sizes), state, hyper_params))
     return rows
 
 
 def _row(
-    part: Part, outer: str, paths: tuple[str, ...], elements: int, state_bytes: int
+    part: Part,
+    outer: str,
+    paths: tuple[str, ...],
+    elements: int,
+    state_bytes: int,
+    hyper_params: str,
 ) -> GroupRow:
     group: Group = part.group
     definition = "frozen" if group.is_frozen else type(group.definition).__name__
@@ -137,19 +146,40 @@ def _row(
         elements,
         state_bytes,
         definition,
-        _hyper_params(group.definition),
+        hyper_params,
     )
 
 
-def _hyper_params(definition: Any) -> str:
-    if not isinstance(definition, OptimizerDef) or definition.hyper_params is None:
+def _hyper_params(optimizer: Optimizer) -> str:
+    hyper_params = optimizer.optimizer_def.hyper_params
+    if hyper_params is None:
         return ""
-    hyper_params = definition.hyper_params
     if not dataclasses.is_dataclass(hyper_params):
         return str(hyper_params)
-    named = ((f, getattr(hyper_params, f.name)) for f in dataclasses.fields(hyper_params))
-    shown = [f"{f.name}={_value(value)}" for f, value in named if not _is_default(value, f)]
-    return ", ".join(shown)
+    named = [(f, getattr(hyper_params, f.name)) for f in dataclasses.fields(hyper_params)]
+    has_schedule = any(callable(value) for _, value in named)
+    used = _used(optimizer) if has_schedule else None
+    return ", ".join(
+        f"{field.name}={_value(value, getattr(used, field.name, None))}"
+        for field, value in named
+        if not _is_default(value, field)
+    )
+
+
+def _used(optimizer: Optimizer) -> Any:
+    """The hyper-parameters of the next update, if they can be known."""
+    definition = optimizer.optimizer_def
+    leaves = jax.tree.leaves(optimizer)
+    if not isinstance(definition, ResolvesHyperParams) or any(
+        isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer) for leaf in leaves
+    ):
+        return None
+    try:
+        return definition.resolve_hyper_params(
+            definition.hyper_params, optimizer.target, optimizer.state
+        )
+    except OptimizerError:  # the update needs more than gradients
+        return None
 
 
 def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
@@ -158,9 +188,12 @@ def _is_default(value: Any, field: dataclasses.Field[Any]) -> bool:
     return value is default or fingerprint(value) == fingerprint(default)
 
 
-def _value(value: Any) -> str:
+def _value(value: Any, used: Any) -> str:
     name = getattr(value, "__qualname__", None)
-    return name if callable(value) and isinstance(name, str) else str(value)
+    if not callable(value) or not isinstance(name, str):
+        return str(value)
+    name = name.partition(".<locals>")[0]  # what a factory made
+    return name if used is None or callable(used) else f"{float(used):.6g} ({name})"
 
 
 def _bytes(tree: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from opt_core._groups.states import join_states
 from opt_core._groups.updates import (
     args_of_params,
     extra_arg_names,
+    resolve_groups,
     takes_per_example_grads,
     update_groups,
 )
@@ -132,22 +133,58 @@ class MultiOptimizer(Grouped):
           HyperParamError: `hyper_params` has another length; or a definition's own.
           TreeMismatchError: `grads` have other containers or keys than `params`.
         """
+        return self._update("apply_gradient", hyper_params, params, state, grads, extra_args)
+
+    def compute_updates(
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any, **extra_args: Any
+    ) -> tuple[Any, OptimizerState]:
+        """Returns what `apply_gradient` adds to the parameters, and the new state.
+
+        Args:
+          hyper_params: see `apply_gradient`, as all of them.
+          params: pytree of parameters.
+          state: the state that belongs to them.
+          grads: pytree like `params`; frozen leaves may be `None` or missing.
+          **extra_args: go to the definitions that use them.
+
+        Returns:
+          A tree like the parameters, zeros where they are frozen; the new state.
+        """
+        return self._update("compute_updates", hyper_params, params, state, grads, extra_args)
+
+    def _update(
+        self,
+        method: Literal["apply_gradient", "compute_updates"],
+        hyper_params: Any,
+        params: Any,
+        state: OptimizerState,
+        grads: Any,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[Any, OptimizerState]:
         hypers.check_length(hyper_params, self.group_names)
         return update_groups(
             self.select(params),
             Optimizer(self, state, params),
             grads,
+            method=method,
             hyper_params=hyper_params,
             extra_args=extra_args,
         )
 
-    def update_hyper_params(self, **overrides: Any) -> tuple[Any, ...]:
+    def has_hyper_param(self, name: str) -> bool:
+        """Returns whether some group has a hyper-parameter of that name."""
+        return any(definition.has_hyper_param(name) for definition in self.sub_optimizers)
+
+    def update_hyper_params(
+        self, *, missing: Literal["error", "ignore"] = "error", **overrides: Any
+    ) -> tuple[Any, ...]:
         """Returns the hyper-parameters of every group for one update.
 
         Args:
+          missing: `'ignore'` for overrides that act in the groups that have them.
           **overrides: `hyper_params=` a sequence with one dataclass per group that is not frozen;
             `group_overrides=` a mapping from group names to overrides; any other name reaches every
-            group.
+            group, or with a mapping from names of groups as its value those groups.
 
         Raises:
           HyperParamError: a wrong length, an unknown group, or a name that a group does not have.
@@ -156,14 +193,16 @@ class MultiOptimizer(Grouped):
         by_group = hypers.by_group(overrides.pop("group_overrides", None), given, self.groups)
         if given is not None:
             hypers.check_length(given, self.group_names)
-        hypers.check_reach(overrides, self.group_names)
+        shared = hypers.of_groups(overrides, self.group_names, self.sub_optimizers, missing=missing)
         found = []
-        names = zip(self.group_names, self.sub_optimizers, strict=True)
-        for i, (name, definition) in enumerate(names):
-            own = {} if given is None else {"hyper_params": given[i]}
+        names = zip(self.group_names, self.sub_optimizers, shared, strict=True)
+        for i, (name, definition, broadcast) in enumerate(names):
+            own: dict[str, Any] = {} if given is None else {"hyper_params": given[i]}
+            if missing != "error" and isinstance(definition, MultiOptimizer):
+                own["missing"] = missing
             with hypers.named(name):
                 found.append(
-                    self._hyper_params_of(definition, own, overrides, by_group.get(name, {}))
+                    self._hyper_params_of(definition, own, broadcast, by_group.get(name, {}))
                 )
         return tuple(found)
 
@@ -176,6 +215,29 @@ class MultiOptimizer(Grouped):
     ) -> Any:
         """One group's: those given for it (or its own), with what all get, and what it alone."""
         return definition.update_hyper_params(**given, **{**broadcast, **overrides})
+
+    def resolve_hyper_params(
+        self, hyper_params: Any, params: Any, state: OptimizerState, **extra_args: Any
+    ) -> dict[str, Any]:
+        """Returns the hyper-parameters that an update uses, by group.
+
+        Schedules are numbers where a group's definition knows them
+        (`opt_core.protocols.ResolvesHyperParams`).
+
+        Args:
+          hyper_params: one dataclass per group that is not frozen, in order.
+          params: pytree of parameters.
+          state: the state that belongs to them.
+          **extra_args: go to the definitions that use them.
+        """
+        hypers.check_length(hyper_params, self.group_names)
+        return resolve_groups(
+            self.select(params),
+            list(self.split(Optimizer(self, state, params)).values()),
+            jax.tree.leaves(params),
+            hyper_params=hyper_params,
+            extra_args=extra_args,
+        )
 
     def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
         """Returns those of `names` that some definition takes in its update, and none overrides."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from opt_core._groups.table import Group
-from opt_core._hyper_params import hyper_param_names
+from opt_core._hyper_params import check_missing, hyper_param_names
 from opt_core.errors import HyperParamError, UnusedArgumentError
 
 if TYPE_CHECKING:
@@ -61,7 +61,50 @@ def by_group(overrides: Any, hyper_params: Any, groups: Sequence[Group]) -> Mapp
     return overrides
 
 
-def check_reach(overrides: Iterable[str], names: Sequence[str]) -> None:
+def of_groups(
+    overrides: Mapping[str, Any],
+    names: Sequence[str],
+    definitions: Sequence[OptimizerDef],
+    *,
+    missing: str,
+) -> list[dict[str, Any]]:
+    """Returns what each group gets of the overrides that are given for all.
+
+    Args:
+      overrides: values by name, for every group; or mappings from names of groups to values.
+      names: of the groups that are updated.
+      definitions: theirs.
+      missing: `'ignore'` to leave out the groups that do not have a name.
+
+    Raises:
+      HyperParamError: there is no group; no group has a name; or a mapping names some groups, and
+        something that is none.
+    """
+    check_missing(missing)
+    _check_reach(overrides, names)
+    found: list[dict[str, Any]] = [{} for _ in names]
+    for name, value in overrides.items():
+        is_by_group = isinstance(value, Mapping) and not value.keys().isdisjoint(names)
+        if is_by_group and (unknown := [group for group in value if group not in names]):
+            raise HyperParamError(
+                f"`{name}` is given to {listed(unknown)}; the groups that are updated are "
+                f"{listed(names)}"
+            )
+        has = [definition.has_hyper_param(name) for definition in definitions]
+        if missing == "ignore" and not any(has):
+            known = dict.fromkeys(n for d in definitions for n in _names(d.hyper_params))
+            raise HyperParamError(
+                f"no group has a hyper-parameter `{name}`; the groups have {listed(known)}"
+            )
+        for i, group in enumerate(names):
+            if is_by_group and group in value:
+                found[i][name] = value[group]
+            elif not is_by_group and (has[i] or missing == "error"):
+                found[i][name] = value
+    return found
+
+
+def _check_reach(overrides: Iterable[str], names: Sequence[str]) -> None:
     """Raises a `HyperParamError` where there are overrides for all groups, and no group."""
     if not names and (given := listed(overrides)) != "none":
         raise HyperParamError(
@@ -81,15 +124,11 @@ def _check_names(by_group: Mapping[str, Any], groups: Sequence[Group]) -> None:
             )
 
 
-def has_hyper_param(definition: OptimizerDef, name: str) -> bool:
-    """Whether it is the name of a hyper-parameter, of a nested definition's too."""
-    return _has_name(definition.hyper_params, name)
-
-
-def _has_name(hyper_params: Any, name: str) -> bool:
+def _names(hyper_params: Any) -> list[str]:
+    """The names of hyper-parameters, of nested groups' too."""
     if isinstance(hyper_params, tuple):
-        return any(_has_name(inner, name) for inner in hyper_params)
-    return name in hyper_param_names(hyper_params)
+        return [name for inner in hyper_params for name in _names(inner)]
+    return list(hyper_param_names(hyper_params))
 
 
 @contextlib.contextmanager

@@ -136,6 +136,11 @@ class Selection:
         """The parts that have a definition."""
         return tuple(part for part in self.parts if not part.group.is_frozen)
 
+    @property
+    def frozen(self) -> tuple[int, ...]:
+        """The positions of the leaves that have none."""
+        return tuple(i for part in self.parts if part.group.is_frozen for i in part.members)
+
     def cut_by_path(self, tree: Any, position: int, *, holes: bool = False) -> Any:
         """Returns the tree of one group out of one with these paths and anything as leaves."""
         owners = self.owners

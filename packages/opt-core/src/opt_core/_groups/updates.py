@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from opt_core._gradients import check_frozen_gradients, gradient_leaves
-from opt_core._groups.overrides import OWN, has_hyper_param, listed, named
+from opt_core._groups.overrides import OWN, listed, named
 from opt_core._groups.selection import Part, Selection
 from opt_core._groups.states import join_states, split_states
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
 from opt_core._paths import Names
 from opt_core.errors import UnusedArgumentError
-from opt_core.protocols import TakesArgsOfParams, TakesExtraArgs, TakesPerExampleGrads
+from opt_core.protocols import (
+    ResolvesHyperParams,
+    TakesArgsOfParams,
+    TakesExtraArgs,
+    TakesPerExampleGrads,
+)
+
+T = TypeVar("T")
 
 
 def update_groups(
@@ -23,21 +31,26 @@ def update_groups(
     optimizer: Optimizer,
     grads: Any,
     *,
+    method: Literal["apply_gradient", "compute_updates"],
     hyper_params: Sequence[Any],
     extra_args: Mapping[str, Any],
 ) -> tuple[Any, OptimizerState]:
-    """Returns the new parameters and the new state; see `MultiOptimizer.apply_gradient`.
+    """Returns the new parameters, or the updates, and the new state; see `MultiOptimizer`.
 
     Args:
       selection: how the parameters are divided.
       optimizer: of a `MultiOptimizer`, before the update.
       grads: pytree like the parameters; frozen leaves may be `None` or missing.
+      method: of each group's definition.
       hyper_params: one dataclass per group that is not frozen, in order.
       extra_args: go to the definitions that use them.
     """
     definition: Any = optimizer.optimizer_def
     before = jax.tree.leaves(optimizer.target)
-    leaves = list(before)
+    results = list(before)
+    if method == "compute_updates":
+        for i in selection.frozen:
+            results[i] = jnp.zeros_like(results[i])
     gradients = _checked_gradients(selection, optimizer, grads)
     states, used = [], frozenset[str]()
     rows = zip(
@@ -49,16 +62,52 @@ def update_groups(
     )
     for part, own, hyper, own_states in rows:
         own_state = OptimizerState(optimizer.state.step, own_states)
-        operands = (hyper, part.cut(leaves), own_state, part.cut(gradients))
+        operands = (hyper, part.cut(before), own_state, part.cut(gradients))
         taken = _of_group(own, _extra_args_of(own, extra_args), (selection, part, before))
         with named(part.group.name):
-            (new, new_state), acted = _apply_with(own, operands, taken)
+            update = functools.partial(getattr(own, method), *operands)
+            (new, own_state), acted = _call_with(update, taken)
         used |= acted
-        part.paste(new, leaves)
-        states.append(new_state.param_states)
+        part.paste(new, results)
+        states.append(own_state.param_states)
     _check_used(extra_args, used)
     step = increment_step(optimizer.state.step)
-    return selection.treedef.unflatten(leaves), OptimizerState(step, join_states(selection, states))
+    new_state = OptimizerState(step, join_states(selection, states))
+    return selection.treedef.unflatten(results), new_state
+
+
+def resolve_groups(
+    selection: Selection,
+    optimizers: Sequence[Optimizer],
+    leaves: Sequence[Any],
+    *,
+    hyper_params: Sequence[Any],
+    extra_args: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns the hyper-parameters of an update; see `MultiOptimizer.resolve_hyper_params`.
+
+    Args:
+      selection: how the parameters are divided.
+      optimizers: of the groups that are not frozen.
+      leaves: the parameters, in order.
+      hyper_params: one dataclass per group that is not frozen, in order.
+      extra_args: go to the definitions that use them.
+    """
+    found, used = {}, frozenset[str]()
+    for part, own, hyper in zip(selection.trained, optimizers, hyper_params, strict=True):
+        definition = own.optimizer_def
+        if not isinstance(definition, ResolvesHyperParams):
+            found[part.group.name] = hyper
+            continue
+        taken = _of_group(
+            definition, _extra_args_of(definition, extra_args), (selection, part, leaves)
+        )
+        resolve = functools.partial(definition.resolve_hyper_params, hyper, own.target, own.state)
+        with named(part.group.name):
+            found[part.group.name], acted = _call_with(resolve, taken)
+        used |= acted
+    _check_used(extra_args, used)
+    return found
 
 
 def takes_per_example_grads(selection: Selection, optimizer: Optimizer, grads: Any) -> bool:
@@ -88,9 +137,8 @@ def _needed(selection: Selection) -> set[Names]:
 def _checked_gradients(selection: Selection, optimizer: Optimizer, grads: Any) -> list[Any]:
     gradients = gradient_leaves(optimizer.target, grads, _needed(selection))
     leaves = jax.tree.leaves(optimizer.target)
-    frozen = (i for part in selection.parts if part.group.is_frozen for i in part.members)
     check_frozen_gradients(
-        ((selection.paths[i], leaves[i], gradients[i]) for i in frozen),
+        ((selection.paths[i], leaves[i], gradients[i]) for i in selection.frozen),
         is_per_example=lambda: takes_per_example_grads(selection, optimizer, grads),
     )
     return gradients
@@ -102,7 +150,7 @@ def extra_arg_names(definitions: Sequence[OptimizerDef], names: Iterable[str]) -
     taken = frozenset[str]().union(
         *(d.extra_arg_names(asked) for d in definitions if isinstance(d, TakesExtraArgs))
     )
-    return frozenset(n for n in taken if not any(has_hyper_param(d, n) for d in definitions))
+    return frozenset(n for n in taken if not any(d.has_hyper_param(n) for d in definitions))
 
 
 def args_of_params(definitions: Sequence[OptimizerDef], names: Iterable[str]) -> frozenset[str]:
@@ -158,26 +206,25 @@ def _of_group(
     }
 
 
-def _apply_with(
-    definition: Any, operands: tuple[Any, ...], extra_args: Mapping[str, Any]
-) -> tuple[tuple[Any, OptimizerState], frozenset[str]]:
-    """Updates one group.
+def _call_with(
+    function: Callable[..., T], extra_args: Mapping[str, Any]
+) -> tuple[T, frozenset[str]]:
+    """Calls a method of one group's definition.
 
     A transformation that takes any keyword says so only when it is traced that it has no use for
     one. Another group may have.
 
     Args:
-      definition: the group's.
-      operands: hyper-parameters, parameters, state and gradients.
-      extra_args: what it says it takes.
+      function: the method, to which only extra arguments are to be given.
+      extra_args: what the definition says it takes.
 
     Returns:
-      What `apply_gradient` returns, and the names of the arguments that were used.
+      What it returns, and the names of the arguments that were used.
     """
     taken = dict(extra_args)
     while True:
         try:
-            return definition.apply_gradient(*operands, **taken), frozenset(taken)
+            return function(**taken), frozenset(taken)
         except UnusedArgumentError as error:
             if not error.names & taken.keys():
                 raise

@@ -45,7 +45,9 @@ def check_allowances(allow: Iterable[str]) -> frozenset[str]:
       ['cast', 'drop']
     """
     if isinstance(allow, str):
-        raise TypeError(f"`allow` must be a set of words; found the string {allow!r}")
+        raise TypeError(
+            f"`allow` must be a set of words; found the string {allow!r}: give `{{{allow!r}}}`"
+        )
     known = frozenset(typing.get_args(Allowance))
     if unknown := sorted(frozenset(allow) - known):
         raise ValueError(f"`allow`: expected words among {sorted(known)}, found {unknown}")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from opt_core._description.values import LeafDescription
-from opt_core._dtypes import convert_held
+from opt_core._dtypes import all_survive, convert_held
 from opt_core._optimizer import Optimizer
 from opt_core._surgery.changes import Action, leaf_path
 from opt_core._surgery.hazards import Move
@@ -121,17 +121,9 @@ def _converted(leaf: Any, like: Any, told: LeafDescription) -> Any:
             raise GroupError(_does_not_fit(leaf, dtype, told, f" with {lost}"))
         return converted
     cast = leaf.astype(dtype)
-    if not is_tracer(leaf) and not bool(jax.jit(_survives)(leaf, cast)):
+    if not is_tracer(leaf) and not bool(jax.jit(all_survive)(leaf, cast)):
         raise GroupError(_does_not_fit(leaf, dtype, told, ""))
     return cast
-
-
-def _survives(before: Any, after: Any) -> Any:
-    """Integers exactly; floats are rounded, but not to infinity or 0."""
-    if not jnp.issubdtype(before.dtype, jnp.inexact):
-        return jnp.all(after.astype(before.dtype) == before)
-    is_tiny = jnp.abs(before) < jnp.finfo(before.dtype).tiny
-    return jnp.all(~jnp.isfinite(before) | (jnp.isfinite(after) & ((after != 0) | is_tiny)))
 
 
 def _does_not_fit(leaf: Any, dtype: Any, told: LeafDescription, value: str) -> str:

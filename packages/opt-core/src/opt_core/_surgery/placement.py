@@ -79,9 +79,7 @@ def placed(leaf: Any, sharding: Sharding | None) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     if is_tracer(leaf):
         return jax.lax.with_sharding_constraint(leaf, sharding)
-    at = getattr(leaf, "sharding", None)
-    is_there = at is not None and at.is_equivalent_to(sharding, np.ndim(leaf))
-    return leaf if is_there else jax.device_put(leaf, sharding)
+    return leaf if getattr(leaf, "sharding", None) == sharding else jax.device_put(leaf, sharding)
 
 
 class Places:

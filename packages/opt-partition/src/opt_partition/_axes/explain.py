@@ -7,8 +7,8 @@ import dataclasses
 import gc
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -17,17 +17,10 @@ from opt_partition._axes.attribution import SOURCES, Attribution, Attributions, 
 from opt_partition._axes.param_axes import Axis, parameters
 from opt_partition._axes.rules import DEFAULT_RULES, Rules
 from opt_partition._display import format_table
+from opt_partition._init import StateMaker, init_of, params_of
 from opt_partition._mesh.specs import itemsize
 from opt_partition._trees import path_str
 from opt_partition.errors import UndecidedError
-
-
-@runtime_checkable
-class HasInit(Protocol):
-    """An Optax transformation, or anything else with its `init`."""
-
-    def init(self, params: Any) -> Any:
-        """Returns the state for `params`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +132,7 @@ class Explanation:
 
 
 def explain(
-    tx_or_init: HasInit | Callable[[Any], Any],
+    tx: StateMaker,
     params: Any,
     param_axes: Any,
     *,
@@ -151,8 +144,9 @@ def explain(
     Nothing is allocated and no device is used.
 
     Args:
-      tx_or_init: an Optax transformation, or its `init`.
-      params: arrays or `jax.ShapeDtypeStruct`s.
+      tx: an Optax transformation or its `init`; an `opt_core.OptimizerDef`, whose state has a step
+        besides; or an `opt_core.Optimizer`.
+      params: arrays or `jax.ShapeDtypeStruct`s. `None` for those of an optimizer.
       param_axes: logical axes of each parameter, in a tree with the same keys: `PartitionSpec`s,
         tuples of names, boxes of Flax, or `None`.
       rules: rules for types of state whose dimensions cannot be found out.
@@ -173,12 +167,7 @@ def explain(
       >>> [(row.path, row.axes) for row in adafactor.rows if row.shape == (256,)]
       [('0/v_row/w', ('embed',))]
     """
-    init = tx_or_init.init if isinstance(tx_or_init, HasInit) else tx_or_init
-    if not callable(init):
-        raise TypeError(
-            "`tx_or_init` must be an Optax transformation or its `init`; got "
-            f"{type(tx_or_init).__name__}. Call the constructor first."
-        )
+    init, params = init_of(tx), params_of(tx, params)
     if not isinstance(rules, Rules):
         raise TypeError(
             f"`rules` must be `Rules`; got {type(rules).__name__}. Use `DEFAULT_RULES.extend(...)`."
@@ -197,7 +186,7 @@ def explain(
 
 
 def derive_logical_axes(
-    tx_or_init: HasInit | Callable[[Any], Any],
+    tx: StateMaker,
     params: Any,
     param_axes: Any,
     *,
@@ -217,7 +206,7 @@ def derive_logical_axes(
       >>> tuple(axes[0].count), tuple(axes[0].mu['w'])
       ((), ('embed', 'mlp'))
     """
-    return explain(tx_or_init, params, param_axes, rules=rules, strict=strict).axes
+    return explain(tx, params, param_axes, rules=rules, strict=strict).axes
 
 
 def to_explanation(found: Attributions) -> Explanation:

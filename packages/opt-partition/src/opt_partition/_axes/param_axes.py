@@ -114,7 +114,8 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
         ):
             problems.append(
                 f"{path_str(path)}: `params` must hold arrays or jax.ShapeDtypeStructs, "
-                f"found {type(leaf).__name__}"
+                f"found {type(leaf).__name__} (of a module of Equinox, give the arrays alone: "
+                "`eqx.filter(model, eqx.is_array)`)"
             )
             continue
         shape = tuple(np.shape(leaf))

@@ -13,6 +13,7 @@ import numpy as np
 from opt_partition._axes.explain import explain
 from opt_partition._axes.param_axes import normalise_param_axes
 from opt_partition._axes.rules import DEFAULT_RULES, Rules
+from opt_partition._init import StateMaker, params_of
 from opt_partition._memory.plan import Kind, MemoryPlan
 from opt_partition._memory.rows import RowMaker
 from opt_partition._memory.state_fields import state_fields
@@ -25,7 +26,7 @@ from opt_partition.errors import AxesError
 
 
 def memory_plan(
-    tx: Any,
+    tx: StateMaker,
     params: Any,
     param_axes: Any,
     rules: LogicalAxisRules,
@@ -51,8 +52,8 @@ def memory_plan(
     some accelerators add, nor what the compiler needs besides.
 
     Args:
-      tx: the transformation, or its `init`.
-      params: arrays or `jax.ShapeDtypeStruct`s.
+      tx: the transformation, its `init`, a definition or an optimizer, as for `explain`.
+      params: arrays or `jax.ShapeDtypeStruct`s. `None` for those of an optimizer.
       param_axes: the logical axes of each, as for `derive_logical_axes`.
       rules: which mesh axes logical names lie over, as for `logical_to_mesh`.
       mesh: the mesh.
@@ -111,6 +112,7 @@ def memory_plan(
         )
     # They are read for parameters, state and reasons, which an iterator would serve only once.
     rules = rules if isinstance(rules, Mapping) else list(rules)
+    params = params_of(tx, params)
     explanation = explain(tx, params, param_axes, rules=derivation_rules, strict=strict)
     lay = functools.partial(
         logical_to_mesh,

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
+from opt_partition._init import Init, StateMaker, init_of, params_of
 from opt_partition._mesh.align import align, brief
 from opt_partition._mesh.layout import Layout
 from opt_partition._mesh.specs import shape_and_dtype
 from opt_partition._trees import leaves_with_paths
 from opt_partition.errors import AxesError
 
-Init = Callable[[Any], Any]
 
-
-def init_sharded(
-    tx_or_init: optax.GradientTransformation | Init, params: Any, state_shardings: Any
-) -> Any:
+def init_sharded(tx: StateMaker, params: Any, state_shardings: Any) -> Any:
     """Makes an optimizer's state in place: each device makes its own shards, and only those.
 
     The whole of `init` is one compiled program whose outputs have the shardings asked for, so that
     zeros are made where they stay. `jax.jit(tx.init)` alone makes them on the first device.
 
     Args:
-      tx_or_init: the transformation, or its `init`.
-      params: the parameters. Arrays that `init` reads only the shapes of are not moved.
+      tx: the transformation, its `init`, a definition or an optimizer, as for `explain`.
+      params: the parameters; `None` for those of an optimizer. Arrays that `init` reads only the
+        shapes of are not moved.
       state_shardings: a `NamedSharding` per leaf of the state, or a `Layout` of it, as
         `logical_to_mesh` and `extend_over` return. The mesh may be Auto or Explicit.
 
@@ -41,6 +37,7 @@ def init_sharded(
         devices; lists every path.
 
     Examples:
+      >>> import optax
       >>> mesh = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Auto,))
       >>> params = {'w': jax.numpy.ones((4, 2))}
       >>> tx = optax.trace(0.9)
@@ -49,7 +46,7 @@ def init_sharded(
       >>> state.trace['w'].sharding == sharding
       True
     """
-    init: Init = tx_or_init if callable(tx_or_init) else tx_or_init.init
+    init, params = init_of(tx), params_of(tx, params)
     layout = _layout(init, params, state_shardings)
     return jit_init(init, params, layout)(params)
 

@@ -1,0 +1,1 @@
+"""Averages of parameters over the steps, and the parameters to evaluate."""

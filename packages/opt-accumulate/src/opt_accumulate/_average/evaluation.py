@@ -1,0 +1,143 @@
+"""The parameters to evaluate, wherever in a state they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import tree_leaves_with_path
+
+from opt_accumulate._trees import path_str
+from opt_accumulate._walk import Path, walk
+from opt_accumulate.errors import EvaluationError
+
+
+@runtime_checkable
+class HoldsMasterParams(Protocol):
+    """A state that has the parameters in more precision than the model is given.
+
+    Nothing need be imported for it: a method of this name on the class of a state is enough.
+    """
+
+    def master_params(self, params: Any) -> Any:
+        """Returns a tree like `params`, of float32 or wider where it has more precision.
+
+        Args:
+          params: the parameters that belong to the state.
+        """
+
+
+@runtime_checkable
+class HoldsEvalParams(Protocol):
+    """A state that has the parameters to evaluate, as that of `with_average` does.
+
+    Nothing need be imported for it: a method of this name on the class of a state is enough.
+    """
+
+    def eval_params(self, params: Any) -> Any:
+        """Returns a tree like `params`, with nodes without leaves in place of what it has not.
+
+        Args:
+          params: the parameters that belong to the state.
+        """
+
+
+_SCHEDULE_FREE = {"b1", "weight_sum", "z"}  # fields of a state that Optax does not export
+
+
+class _Provider(NamedTuple):
+    name: str
+    leaves: dict[Path, Any]
+
+
+def eval_params(state: Any, params: Any) -> Any:
+    """Returns the parameters to evaluate: an average of them, if an optimizer keeps one.
+
+    Found in any nesting are the average of `with_average` (or of any `HoldsEvalParams`), the one
+    that `optax.contrib.schedule_free` implies, and the slow parameters of `optax.lookahead`; where
+    there is none of them, a master copy (`HoldsMasterParams`); otherwise it is the parameters
+    themselves. In `optax.partition`, and in groups, each part may have its own, or none. Traceable.
+
+    Args:
+      state: the state of an optimizer, or anything that holds it.
+      params: the parameters that belong to it; with `optax.lookahead` its `LookaheadParams`.
+
+    Returns:
+      A tree like `params`, in their dtypes; with `optax.lookahead` like the slow ones.
+
+    Raises:
+      EvaluationError: two of them speak of one parameter, or one of a parameter that is not there.
+
+    Examples:
+      >>> from opt_accumulate import with_average
+      >>> tx = optax.chain(optax.clip(1.0), with_average(optax.sgd(1.0), 0.9))
+      >>> params = jnp.zeros(2, jnp.bfloat16)
+      >>> state = tx.init(params)
+      >>> updates, state = tx.update(-jnp.ones(2), state, params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> found = eval_params(state, params)
+      >>> str(found.dtype), [round(float(x), 2) for x in found]
+      ('bfloat16', [0.1, 0.1])
+    """
+    providers = list(_providers(state, params))
+    if isinstance(params, optax.LookaheadParams):
+        providers.append(_Provider("the slow parameters", {}))
+        if len(providers) > 1:
+            raise _conflict(providers[0], providers[1], "")
+        params = params.slow
+    structure = jax.tree.structure(params)
+    leaves: dict[Path, Any] = dict(tree_leaves_with_path(params))
+    owners: dict[Path, _Provider] = {}
+    for provider in providers:
+        for path in provider.leaves:
+            if path not in leaves:
+                raise EvaluationError(
+                    f"{provider.name} of `state` has `{path_str(path)}`, and `params` have not. "
+                    "Pass the parameters that the state belongs to."
+                )
+            if path in owners:
+                raise _conflict(owners[path], provider, path_str(path))
+            owners[path] = provider
+    if providers:
+        found = [owners[path].leaves[path] if path in owners else leaves[path] for path in leaves]
+    else:
+        found = jax.tree.leaves(master_params(state, params))
+    cast = [_cast(new, old) for new, old in zip(found, leaves.values(), strict=True)]
+    return jax.tree.unflatten(structure, cast)
+
+
+def master_params(state: Any, params: Any) -> Any:
+    """Returns the parameters as precisely as a state has them."""
+    for _, node in walk(state):
+        if callable(getattr(type(node), "master_params", None)):
+            params = node.master_params(params)
+    return params
+
+
+def _providers(state: Any, params: Any) -> Iterator[_Provider]:
+    own: dict[Path, Any] = dict(tree_leaves_with_path(params))
+    for path, node in walk(state):
+        name = f"the `{type(node).__name__}` at `{path_str(path)}`"
+        if callable(getattr(type(node), "eval_params", None)):
+            yield _Provider(name, dict(tree_leaves_with_path(node.eval_params(params))))
+        elif set(getattr(node, "_fields", ())) >= _SCHEDULE_FREE:
+            # Optax's own function wants all of the parameters, which a part of a partition has not.
+            z, b1 = tree_leaves_with_path(node.z), jnp.asarray(node.b1)
+            leaves = {at: (own[at] - (1 - b1) * leaf) / b1 for at, leaf in z if at in own}
+            yield _Provider(name, leaves)
+
+
+def _conflict(one: _Provider, other: _Provider, path: str) -> EvaluationError:
+    of = f" of `{path}`" if path else ""
+    return EvaluationError(
+        f"{one.name} and {other.name} both have parameters to evaluate{of}. Keep one of them: an "
+        "average of what is averaged already is neither."
+    )
+
+
+def _cast(new: Any, old: Any) -> Any:
+    dtype = jnp.result_type(old)
+    return new if jnp.result_type(new) == dtype else jax.lax.convert_element_type(new, dtype)

@@ -1,0 +1,271 @@
+"""`guard`: a step that a spike would spoil is not made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from opt_accumulate._accumulator import cast_like, check_numbers
+from opt_accumulate._buffers import own_buffers, zeros_of
+from opt_accumulate._checks import check_integer
+from opt_accumulate._emission import emit_if
+from opt_accumulate._guard.spike import Spike, Window
+from opt_accumulate._guard.state import GuardState, Reason
+from opt_accumulate._inner import InnerUpdate
+from opt_accumulate._skip import squared_norm
+from opt_accumulate._skip_state import count_if
+from opt_accumulate._transformation import ParamsTransformation
+from opt_accumulate.errors import OptionError
+
+NonFinite = Literal["skip", "apply"]
+
+_DEFAULT = Spike()
+
+
+def guard(
+    tx: Any,
+    *,
+    loss: Spike | None = _DEFAULT,
+    grad_norm: Spike | None = _DEFAULT,
+    update_norm: Spike | None = None,
+    nonfinite: NonFinite = "skip",
+    max_consecutive: int | None = None,
+) -> ParamsTransformation:
+    """Skips steps whose loss, gradients or updates are spikes or not finite.
+
+    A skipped step leaves the parameters and the state of `tx` bit for bit as they were. What the
+    decision needs are scalars, found before any work: of a skipped step, `apply` costs the norm of
+    the gradients. Nothing of it enters the windows that later steps are compared with, so a NaN
+    skips one step.
+
+    The norm of the updates, which leads spikes of the loss, has to be computed to be judged: with
+    `update_norm` a step that is skipped for it costs what a step costs, and each step the memory of
+    a second state.
+
+    Args:
+      tx: the optimizer; a gradient transformation, or a `MultiSteps`.
+      loss: when the loss is a spike, which is then the argument `loss=` of `update` and `apply`;
+        `None` not to look at it.
+      grad_norm: when the global norm of the gradients is; `None` not to judge it.
+      update_norm: when the global norm of the updates is; `None` not to judge it.
+      nonfinite: `'skip'` a step with a loss, or a norm of gradients or updates, that is an inf or
+        NaN; or `'apply'` it, e.g. where `tx` scales losses.
+      max_consecutive: after so many skipped steps in a row `report(state).stuck` is true, and
+        `check_skips(state)` raises; `None` for never.
+
+    Returns:
+      A transformation with `init`, `update` and `apply`, whose state is a `GuardState`.
+
+    Raises:
+      OptionError: an argument is out of its range.
+
+    Examples:
+      >>> tx = guard(optax.sgd(1.0), loss=Spike(warmup=2))
+      >>> params = jnp.zeros(())
+      >>> state = tx.init(params)
+      >>> for loss in (1.0, 1.1, 50.0, jnp.nan, 1.0):
+      ...     params, state = tx.apply(params, state, jnp.ones(()), loss=loss)
+      ...     print(float(params), bool(state.was_skipped))
+      -1.0 False
+      -2.0 False
+      -2.0 True
+      -2.0 True
+      -3.0 False
+    """
+    for name, spike in (("loss", loss), ("grad_norm", grad_norm), ("update_norm", update_norm)):
+        if spike is not None and not isinstance(spike, Spike):
+            raise OptionError(f"`{name}` must be a `Spike` or None, found {spike!r}.")
+    if nonfinite not in get_args(NonFinite):
+        raise OptionError(f"`nonfinite` must be 'skip' or 'apply', found {nonfinite!r}.")
+    if max_consecutive is not None:
+        check_integer("max_consecutive", max_consecutive, 1)
+    judge = _Judge(loss, grad_norm, update_norm, nonfinite == "skip", max_consecutive)
+    inner = InnerUpdate(tx)
+
+    def init(params: Any) -> GuardState:
+        check_numbers(params, "params")
+        owned: GuardState = own_buffers(judge.init(inner.init(params)), apart_from=params)
+        return owned
+
+    def update(
+        grads: Any, state: GuardState, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, GuardState]:
+        def step(carry: Any, operands: Any) -> Any:
+            params, grads, extra_args = operands
+            updates, new = inner(grads, grads, carry[1], params, extra_args)
+            return (cast_like(updates, carry[0]), new), lambda: updates
+
+        like = inner.updates_like(grads, state.inner, params, extra_args)
+        carry = zeros_of(like), state.inner
+        operands = params, grads, extra_args
+        (updates, new), state = judge.make(step, carry, operands, state, grads, extra_args)
+        return updates, dataclasses.replace(state, inner=new)
+
+    def apply(
+        params: Any, state: GuardState, grads: Any, **extra_args: Any
+    ) -> tuple[Any, GuardState]:
+        def step(carry: Any, operands: Any) -> Any:
+            grads, extra_args = operands
+            params, new = inner.apply(carry[0], carry[1], grads, extra_args)
+            return (params, new), lambda: _difference(params, carry[0])
+
+        carry = cast_like(params, params), state.inner
+        (params, new), state = judge.make(
+            step, carry, (grads, extra_args), state, grads, extra_args
+        )
+        return params, dataclasses.replace(state, inner=new)
+
+    return ParamsTransformation(init, update, apply)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Judge:
+    """Which steps are made, and what is remembered of them."""
+
+    loss: Spike | None
+    grad_norm: Spike | None
+    update_norm: Spike | None
+    skips_nonfinite: bool
+    max_consecutive: int | None
+
+    def init(self, inner: Any) -> GuardState:
+        """Returns the state before the first step."""
+        spikes = {name: getattr(self, name) for name in ("loss", "grad_norm", "update_norm")}
+        windows = {
+            name: None if spike is None else Window.empty(spike) for name, spike in spikes.items()
+        }
+        zeros = {name: jnp.zeros([], jnp.int32) for name in ("count", "skipped", "consecutive")}
+        flags = {name: jnp.array(False) for name in ("was_skipped", "stuck")}
+        reason, never = jnp.zeros([], jnp.int32), jnp.full([], -1, jnp.int32)
+        return GuardState(
+            **zeros, **flags, reason=reason, last_skipped=never, **windows, inner=inner
+        )
+
+    def make(
+        self,
+        step: Any,
+        carry: Any,
+        operands: Any,
+        state: GuardState,
+        grads: Any,
+        extra_args: Mapping[str, Any],
+    ) -> tuple[Any, GuardState]:
+        """Makes a step, or does not.
+
+        Args:
+          step: from what a step replaces and what it only reads to the first and, by a function,
+            the updates.
+          carry: what a step replaces.
+          operands: what a step only reads.
+          state: before the step.
+          grads: the gradients.
+          extra_args: among them the loss.
+
+        Returns:
+          What is carried; and the state, but for that of the optimizer.
+        """
+        inner = cast_like(state.inner, state.inner)
+        state = dataclasses.replace(state, inner=inner)
+        values = {}
+        if self.grad_norm is not None or self.skips_nonfinite:
+            values["grad_norm"] = _norm(grads)
+        if self.loss is not None:
+            values["loss"] = _loss(extra_args)
+        reason = self._reason(values, state)
+        judges_update = self.update_norm is not None
+
+        def body(carried: Any, operands: Any) -> Any:
+            old = carried[0]
+            new, updates = step(old, operands)
+            if not judges_update:
+                return (new,)
+            norm = _norm(updates())
+            why = self._reason({"update_norm": norm}, state)
+            kept = jax.tree.map(lambda new, old: jnp.where(why == 0, new, old), new, old)
+            return kept, norm, why
+
+        # An update that is not computed tells nothing: 0 is below any threshold.
+        carried = (carry, jnp.zeros([], jnp.float32), reason) if judges_update else (carry,)
+        _, carried = emit_if(reason == 0, body, carried, operands, "loop")
+        if judges_update:
+            judged = reason == 0
+            _, norm, reason = carried
+        accepted = reason == 0
+        windows = {
+            name: getattr(state, name).judged(getattr(self, name), value, accepted)
+            for name, value in values.items()
+            if getattr(self, name) is not None
+        }
+        if judges_update:
+            window = state.update_norm.judged(self.update_norm, norm, accepted)
+            windows["update_norm"] = jax.tree.map(
+                lambda new, old: jnp.where(judged, new, old), window, state.update_norm
+            )
+        return carried[0], self._counted(dataclasses.replace(state, **windows), reason)
+
+    def _reason(self, values: Mapping[str, jax.Array], state: GuardState) -> jax.Array:
+        """Returns the `Reason` that these values are, 0 for none."""
+        reason = jnp.zeros([], jnp.int32)
+        for name, value in values.items():
+            spike, finite = getattr(self, name), jnp.isfinite(value)
+            if spike is not None:
+                is_spike = finite & (value > getattr(state, name).threshold(spike))
+                reason |= jnp.where(is_spike, Reason[name.upper()].value, 0)
+            if self.skips_nonfinite:
+                reason |= jnp.where(finite, 0, Reason.NONFINITE.value)
+        return reason
+
+    def _counted(self, state: GuardState, reason: jax.Array) -> GuardState:
+        """Returns the state with one more step counted."""
+        skip = reason != 0
+        count = jnp.asarray(state.count)
+        consecutive = jnp.where(skip, count_if(skip, state.consecutive), 0)
+        most = self.max_consecutive
+        return dataclasses.replace(
+            state,
+            count=optax.safe_increment(count),
+            skipped=count_if(skip, state.skipped),
+            consecutive=consecutive,
+            was_skipped=skip,
+            stuck=jnp.zeros_like(skip) if most is None else consecutive >= most,
+            reason=jnp.where(skip, reason, state.reason),
+            last_skipped=jnp.where(skip, count, state.last_skipped),
+        )
+
+
+def _norm(tree: Any) -> jax.Array:
+    return jnp.sqrt(squared_norm(tree)).astype(jnp.float32)
+
+
+def _difference(new: Any, old: Any) -> Any:
+    """The update that was made, in float32 at least: differences of bfloat16 are coarse enough."""
+
+    def leaf(new: Any, old: Any) -> Any:
+        dtype = jnp.result_type(new)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            return jnp.zeros([], jnp.float32)
+        wide = jnp.promote_types(dtype, jnp.float32)
+        return jnp.asarray(new, wide) - jnp.asarray(old, wide)
+
+    return jax.tree.map(leaf, new, old)
+
+
+def _loss(extra_args: Mapping[str, Any]) -> jax.Array:
+    if "loss" not in extra_args:
+        raise TypeError(
+            "`update` needs the argument `loss`: the guard judges it. Pass `loss=...` on every "
+            "step, or build `guard(tx, loss=None)`."
+        )
+    loss = extra_args["loss"]
+    if np.shape(loss) or jnp.iscomplexobj(loss):
+        raise ValueError(
+            "`loss` must be a real scalar; found an array of shape "
+            f"{np.shape(loss)} and dtype {jnp.result_type(loss)}."
+        )
+    return jnp.asarray(loss, jnp.float32)

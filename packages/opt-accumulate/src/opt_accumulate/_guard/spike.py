@@ -1,0 +1,113 @@
+"""What a spike is: a value far above those that were accepted before it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from opt_accumulate._checks import check_integer
+from opt_accumulate.errors import OptionError
+
+
+@dataclasses.dataclass(frozen=True)
+class Spike:
+    """When a value is a spike: above the mean of a window by many of its standard deviations.
+
+    The window has the last values of steps that were made, and finite ones alone: what was
+    rejected is never part of what the next value is compared with. A value below the mean is no
+    spike.
+
+    Attributes:
+      window: how many values to compare with, at most.
+      sigma: how many standard deviations above the mean are too much.
+      min_deviation: the least to take for a standard deviation, as a share of the mean: a window of
+        nearly equal values says little about the next one.
+      warmup: values to accept before judging any; at most `window`.
+      patience: after so many finite values in a row that were judged to be spikes, there is a new
+        level: the window is emptied, and begins again with the next step that is made.
+
+    Raises:
+      OptionError: a number is out of its range.
+    """
+
+    window: int = 128
+    sigma: float = 6.0
+    min_deviation: float = 0.01
+    warmup: int = 32
+    patience: int = 16
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        for name, least in (("window", 2), ("warmup", 2), ("patience", 1)):
+            check_integer(name, getattr(self, name), least)
+        if self.warmup > self.window:
+            raise OptionError(
+                f"`warmup` must be at most `window`, {self.window}, found {self.warmup}: there "
+                "would never be a decision."
+            )
+        if not self.sigma > 0:
+            raise OptionError(f"`sigma` must be positive, found {self.sigma!r}.")
+        if not self.min_deviation >= 0:
+            raise OptionError(
+                f"`min_deviation` must not be negative, found {self.min_deviation!r}."
+            )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """The values that the next one is compared with.
+
+    Attributes:
+      values: float32 `[window]`; a ring of which the first `count` are filled.
+      count: int32 scalar; values accepted since the window began.
+      rejected: int32 scalar; finite values in a row that were spikes.
+    """
+
+    values: Any
+    count: Any
+    rejected: Any
+
+    @classmethod
+    def empty(cls, spike: Spike) -> Window:
+        """Returns the window before the first step."""
+        zeros = jnp.zeros([spike.window], jnp.float32)
+        return cls(zeros, jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32))
+
+    def threshold(self, spike: Spike) -> jax.Array:
+        """Returns the value above which one is a spike; infinity where there is no decision."""
+        filled = jnp.minimum(self.count, spike.window)
+        is_filled = jnp.arange(spike.window) < filled
+        # Scaled: the square of a value above 1e19 is no float32.
+        unit = jnp.maximum(jnp.max(jnp.abs(self.values), where=is_filled, initial=0), 1e-30)
+        scaled = jnp.where(is_filled, self.values / unit, 0)
+        mean = scaled.sum() / jnp.maximum(filled, 1)
+        squares = jnp.where(is_filled, jnp.square(scaled - mean), 0)
+        deviation = jnp.sqrt(squares.sum() / jnp.maximum(filled - 1, 1))
+        deviation = jnp.maximum(deviation, spike.min_deviation * jnp.abs(mean))
+        limit = unit * (mean + spike.sigma * deviation)
+        return jnp.where(self.count < spike.warmup, jnp.inf, limit)
+
+    def judged(self, spike: Spike, value: jax.Array, accepted: jax.Array) -> Window:
+        """Returns the window after a step.
+
+        Args:
+          spike: what it is compared by.
+          value: of this step.
+          accepted: whether the step was made.
+        """
+        is_finite = jnp.isfinite(value)
+        enters = accepted & is_finite
+        is_next = jnp.arange(spike.window) == self.count % spike.window
+        values = jnp.where(enters & is_next, value, self.values)
+        count = jnp.where(enters, optax.safe_increment(self.count), self.count)
+        in_a_row = jnp.where(value > self.threshold(spike), self.rejected + 1, 0)
+        rejected = jnp.where(is_finite, in_a_row, self.rejected)
+        is_new_level = rejected >= spike.patience
+        return Window(
+            values, jnp.where(is_new_level, 0, count), jnp.where(is_new_level, 0, rejected)
+        )

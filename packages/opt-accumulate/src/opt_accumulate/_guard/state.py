@@ -1,0 +1,134 @@
+"""What a guard keeps, and what it reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from opt_accumulate._trees import path_str
+from opt_accumulate._walk import walk
+from opt_accumulate.errors import OptionError
+
+
+class Reason(enum.IntFlag):
+    """Why a step was skipped; several may hold at once.
+
+    Examples:
+      >>> Reason(6)
+      <Reason.LOSS|GRAD_NORM: 6>
+    """
+
+    NONFINITE = 1
+    LOSS = 2
+    GRAD_NORM = 4
+    UPDATE_NORM = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GuardState:
+    """The state of `guard`.
+
+    Attributes:
+      count: int32 scalar; steps, skipped ones included.
+      skipped: int32 scalar; steps that were skipped.
+      consecutive: int32 scalar; the last ones of them in a row.
+      was_skipped: bool scalar; whether the last step was skipped.
+      stuck: bool scalar; whether there were `max_consecutive` in a row.
+      reason: int32 scalar; a `Reason` of the last step that was skipped, 0 before.
+      last_skipped: int32 scalar; its number, from 0, or -1.
+      loss: the `Window` of losses, or `None`.
+      grad_norm: the `Window` of the gradients' norms, or `None`.
+      update_norm: the `Window` of the updates' norms, or `None`.
+      inner: the state of the optimizer.
+    """
+
+    count: Any
+    skipped: Any
+    consecutive: Any
+    was_skipped: Any
+    stuck: Any
+    reason: Any
+    last_skipped: Any
+    loss: Any
+    grad_norm: Any
+    update_norm: Any
+    inner: Any
+
+    @staticmethod
+    def describe_fields() -> dict[str, Any]:
+        """Returns what the fields mean, as `opt_core.protocols.DescribesFields` asks."""
+        counts = ("count", "skipped", "consecutive", "last_skipped")
+        flags = ("was_skipped", "stuck", "reason", "loss")
+        # Norms are over all parameters: with some of them gone, they are another number.
+        norms = ("grad_norm", "update_norm")
+        return {
+            "roles": {
+                **dict.fromkeys(counts, "count"),
+                **dict.fromkeys(flags, "other"),
+                **dict.fromkeys(norms, "statistic"),
+            }
+        }
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GuardReport:
+    """What a guard has done, for logs; scalars.
+
+    Attributes:
+      skipped: int32; steps skipped since `init`.
+      consecutive: int32; the last ones of them in a row.
+      was_skipped: bool; whether the last step was skipped.
+      stuck: bool; whether `max_consecutive` in a row were.
+      reason: int32; a `Reason` of the last step that was skipped, 0 if none was.
+      last_skipped: int32; its number, counted from 0, or -1.
+    """
+
+    skipped: Any
+    consecutive: Any
+    was_skipped: Any
+    stuck: Any
+    reason: Any
+    last_skipped: Any
+
+
+def guard_states(state: Any) -> list[tuple[str, GuardState]]:
+    """Returns the guards in a state with their paths, the outer ones first."""
+    found = ((path_str(path), node) for path, node in walk(state))
+    return [(path, node) for path, node in found if isinstance(node, GuardState)]
+
+
+def report(state: Any) -> GuardReport:
+    """Returns what the guard in a state has done; traceable.
+
+    Args:
+      state: the state of `guard`, or of an optimizer around it.
+
+    Raises:
+      OptionError: there is no guard in `state`, or there are several.
+
+    Examples:
+      >>> import optax
+      >>> from opt_accumulate import guard
+      >>> tx = guard(optax.sgd(0.1), loss=None)
+      >>> params = jnp.ones(2)
+      >>> _, state = tx.apply(params, tx.init(params), jnp.array([1.0, jnp.nan]))
+      >>> found = report(state)
+      >>> int(found.skipped), Reason(int(found.reason))
+      (1, <Reason.NONFINITE: 1>)
+    """
+    states = guard_states(state)
+    if len(states) != 1:
+        paths = ", ".join(f"`{path}`" for path, _ in states)
+        raise OptionError(
+            f"`state` must hold one guard, found {len(states)}{': ' + paths if paths else ''}. "
+            "Pass the state of the guard that is meant."
+        )
+    ((_, found),) = states
+    names = (field.name for field in dataclasses.fields(GuardReport))
+    return GuardReport(**{name: jnp.asarray(getattr(found, name)) for name in names})

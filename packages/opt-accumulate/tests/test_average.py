@@ -1,0 +1,354 @@
+"""`with_average`: its numbers, and the steps that leave it alone."""
+
+import pickle
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from opt_accumulate import AverageState, MultiSteps, Spike, guard, skip_not_finite, with_average
+from opt_accumulate.errors import OptionError
+
+PARAMS: Any = {"w": jnp.array([[1.0, -2.0, 0.5], [3.0, 0.25, -1.0]]), "b": jnp.array([0.5, -0.5])}
+STEPS = 40
+
+
+def gradient(step: int) -> Any:
+    return jax.tree.map(lambda p: jnp.cos(3 * p + step), PARAMS)
+
+
+def trajectory(tx: Any, steps: int = STEPS, params: Any = PARAMS) -> tuple[list[Any], Any]:
+    """The parameters after each update, as float64, and the last state."""
+    state, found = tx.init(params), []
+    apply = jax.jit(tx.apply)
+    for step in range(steps):
+        params, state = apply(params, state, gradient(step))
+        found.append(jax.tree.map(lambda p: np.asarray(p, np.float64), params))
+    return found, state
+
+
+def axlearn(params: list[Any], decay: Any) -> Any:
+    """`param_ema` of AXLearn, which counts from 1; it starts from zeros, this from a copy."""
+    average = jax.tree.map(lambda p: np.asarray(p, np.float64), PARAMS)
+    for step, new in enumerate(params):
+        d = decay(step)
+        average = jax.tree.map(lambda a, p, d=d: (1 - d) * p + d * a, average, new)
+    return average
+
+
+def tensorflow(params: list[Any], decay: float) -> Any:
+    """`tf.train.ExponentialMovingAverage` with `num_updates`."""
+    average = jax.tree.map(lambda p: np.asarray(p, np.float64), PARAMS)
+    for step, new in enumerate(params):
+        d = min(decay, (1 + step) / (10 + step))
+        average = jax.tree.map(lambda a, p, d=d: a - (1 - d) * (a - p), average, new)
+    return average
+
+
+def assert_close(found: Any, expected: Any, tolerance: float = 1e-7) -> None:
+    """Relative to the largest value: rounding of float32 is 6e-8 of each."""
+    chex.assert_trees_all_equal_structs(found, expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        largest = np.abs(b).max()
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=0, atol=tolerance * largest)
+
+
+def fading(t: Any) -> Any:
+    return 1 - 1 / (t + 2)
+
+
+ADAM = optax.adam(0.05)
+
+
+@pytest.fixture
+def x64() -> Any:
+    with jax.enable_x64(True):
+        yield
+
+
+def test_float32_is_axlearns_formula_to_1e7() -> None:
+    params, state = trajectory(with_average(ADAM, 0.9))
+    assert_close(state.average, axlearn(params, lambda step: 0.9))
+    assert int(state.count) == STEPS
+
+
+@pytest.mark.parametrize("decay", [0.999, 0.5, 0.0])
+def test_warm_up_is_tensorflows_formula(decay: float) -> None:
+    params, state = trajectory(with_average(ADAM, decay, warmup=True))
+    assert_close(state.average, tensorflow(params, decay))
+    if decay == 0.999:  # without it, the first parameters still weigh most
+        plain = trajectory(with_average(ADAM, decay))[1].average
+        with pytest.raises(AssertionError):
+            assert_close(plain, tensorflow(params, decay), 1e-2)
+
+
+def test_a_schedule_is_asked_for_the_number_of_the_average() -> None:
+    params, state = trajectory(with_average(ADAM, fading))
+    assert_close(state.average, axlearn(params, fading), 2e-7)
+
+
+def test_polyak_is_the_plain_mean_without_the_initial_parameters() -> None:
+    params, state = trajectory(with_average(ADAM, form="polyak"))
+    expected = jax.tree.map(lambda *values: np.mean(values, axis=0), *params)
+    assert_close(state.average, expected, 3e-7)
+
+
+@pytest.mark.parametrize("form", ["ema", "polyak"])
+@pytest.mark.parametrize(("start", "every"), [(0, 3), (7, 1), (7, 3), (100, 4)])
+def test_start_and_every(form: Any, start: int, every: int) -> None:
+    decay = 0.8 if form == "ema" else None
+    params, state = trajectory(with_average(ADAM, decay, start=start, every=every, form=form))
+    counted = [p for n, p in enumerate(params) if n >= start and (n - start) % every == 0]
+    before = params[start - 1] if 0 < start <= STEPS else params[-1] if start else PARAMS
+    average = jax.tree.map(lambda p: np.asarray(p, np.float64), before)
+    for t, new in enumerate(counted):
+        d = 0.8 if form == "ema" else t / (t + 1)
+        average = jax.tree.map(lambda a, p, d=d: d * a + (1 - d) * p, average, new)
+    assert_close(state.average, average, 3e-7)
+    if start > STEPS:
+        chex.assert_trees_all_equal(state.average, jax.tree.map(np.float32, params[-1]))
+
+
+def test_update_is_apply() -> None:
+    tx = with_average(ADAM, 0.9)
+    params, state, update = PARAMS, tx.init(PARAMS), jax.jit(tx.update)
+    for step in range(STEPS):
+        updates, state = update(gradient(step), state, params)
+        params = optax.apply_updates(params, updates)
+    chex.assert_trees_all_close(state.average, trajectory(tx)[1].average, rtol=1e-6, atol=1e-7)
+    with pytest.raises(ValueError, match="needs the parameters"):
+        tx.update(gradient(0), state)
+
+
+def test_bfloat16_parameters_are_averaged_as_they_are_rounded() -> None:
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    tx = with_average(optax.sgd(1e-2), 0.999)
+    found, state = trajectory(tx, 100, params)
+    average = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+    narrow = params
+    for new in found:
+        average = jax.tree.map(lambda a, p: 0.999 * a + 0.001 * p, average, new)
+        narrow = jax.tree.map(
+            lambda a, p: a + jnp.bfloat16(0.001) * (p.astype(jnp.bfloat16) - a), narrow, new
+        )
+    assert_close(state.average, average, 1e-3 * 1e-2)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.average)} == {jnp.dtype(jnp.float32)}
+    # In bfloat16 it does not move: a step is below half of a digit.
+    chex.assert_trees_all_equal(narrow, params)
+
+
+def test_wide_and_complex_parameters_stay_wide(x64: Any) -> None:
+    params = {"a": jnp.ones(2, jnp.float64), "b": jnp.ones(2, jnp.complex64)}
+    tx = with_average(optax.sgd(0.1), 0.5, warmup=True)
+    _, state = tx.apply(params, tx.init(params), params)
+    assert [str(leaf.dtype) for leaf in jax.tree.leaves(state.average)] == ["float64", "complex64"]
+    wide = with_average(optax.sgd(0.1), 0.5, dtype=jnp.float64).init(PARAMS)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(wide.average)} == {"float64"}
+
+
+@pytest.mark.parametrize("select", [{"w": True, "b": False}, lambda p: {"w": True, "b": False}])
+def test_what_is_not_selected_takes_no_memory(select: Any) -> None:
+    params, state = trajectory(with_average(ADAM, 0.9, select=select))
+    assert isinstance(state.average["b"], optax.MaskedNode)
+    assert_close(state.average["w"], axlearn(params, lambda step: 0.9)["w"])
+
+
+def test_integers_are_not_averaged() -> None:
+    tx = with_average(optax.identity(), 0.9)
+    params = {"w": jnp.ones(2), "steps": jnp.int32(3)}
+    state = tx.init(params)
+    assert isinstance(state.average["steps"], optax.MaskedNode)
+    updates = {"w": jnp.ones(2), "steps": jnp.int32(1)}
+    params, state = tx.apply(params, state, updates)
+    assert params["steps"] == 4
+    np.testing.assert_allclose(state.average["w"], 1.1, rtol=1e-6)
+
+
+# Steps that are none
+
+
+@pytest.mark.parametrize("steps", [MultiSteps, optax.MultiSteps])
+@pytest.mark.parametrize("chained", [False, True])
+def test_only_emitting_mini_steps_count(steps: Any, chained: bool) -> None:
+    windows: Any = steps(ADAM, 2)
+    if chained:
+        windows = optax.chain(optax.identity(), windows.gradient_transformation())
+    tx = with_average(windows, 0.5)
+    params, state = trajectory(tx, 6)
+    assert int(state.count) == 3
+    assert_close(state.average, axlearn(params[1::2], lambda step: 0.5), 2e-7)
+
+
+def test_a_skipped_mini_step_does_not_count() -> None:
+    tx = with_average(MultiSteps(ADAM, 1, should_skip_update_fn=skip_not_finite), 0.5)
+    params, state = tx.apply(PARAMS, tx.init(PARAMS), gradient(0))
+    bad = jax.tree.map(lambda g: g * jnp.nan, gradient(1))
+    after, skipped = tx.apply(params, state, bad)
+    chex.assert_trees_all_equal(
+        (after, skipped.average, skipped.count), (params, state.average, state.count)
+    )
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_guard_leaves_it_alone(outside: bool) -> None:
+    options: Any = {"loss": Spike(warmup=2), "grad_norm": None}
+    if outside:
+        tx = guard(with_average(ADAM, 0.5), **options)
+    else:
+        tx = with_average(guard(ADAM, **options), 0.5)
+    params, state = PARAMS, tx.init(PARAMS)
+    apply = jax.jit(tx.apply)
+    seen = []
+    for step, loss in enumerate([1.0, 1.0, 9.0, jnp.nan, 1.0]):
+        params, state = apply(params, state, gradient(step), loss=loss)
+        average = state.inner if outside else state
+        assert isinstance(average, AverageState)
+        seen.append((params, average.average, average.count))
+    chex.assert_trees_all_equal(seen[1], seen[2], seen[3])
+    assert int(seen[4][2]) == 3
+
+
+def test_inside_of_a_window_it_sees_emissions_alone() -> None:
+    inside = MultiSteps(with_average(ADAM, 0.5), 2)
+    outside = with_average(MultiSteps(ADAM, 2), 0.5)
+    one, other = trajectory(inside, 6)[1], trajectory(outside, 6)[1]
+    chex.assert_trees_all_close(one.inner_opt_state.average, other.average, rtol=1e-6)
+
+
+def test_groups_have_windows_of_their_own() -> None:
+    tx = optax.partition(
+        {"w": with_average(MultiSteps(ADAM, 2), 0.5), "b": with_average(ADAM, 0.5)},
+        {"w": "w", "b": "b"},
+    )
+    state: Any = tx.init(PARAMS)
+    params: Any = PARAMS
+    for step in range(4):
+        updates, state = tx.update(gradient(step), state, params)
+        params = optax.apply_updates(params, updates)
+    counts = {k: int(s.inner_state.count) for k, s in state.inner_states.items()}
+    assert counts == {"w": 2, "b": 4}
+
+
+# What a state promises
+
+
+class Master:
+    """A transformation that keeps float32 parameters beside bfloat16 ones."""
+
+    def init(self, params: Any) -> Any:
+        return MasterState(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+
+    def update(self, grads: Any, state: Any, params: Any = None) -> Any:
+        master = jax.tree.map(lambda m, g: m - 1e-3 * g, state.master, grads)
+        updates = jax.tree.map(
+            lambda m, p: m.astype(p.dtype).astype(jnp.float32) - p.astype(jnp.float32),
+            master,
+            params,
+        )
+        return updates, MasterState(master)
+
+
+@jax.tree_util.register_pytree_node_class
+class MasterState:
+    def __init__(self, master: Any) -> None:
+        self.master = master
+
+    def master_params(self, params: Any) -> Any:
+        return self.master
+
+    def tree_flatten(self) -> Any:
+        return (self.master,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, children: Any) -> Any:
+        return cls(*children)
+
+
+def test_of_a_master_it_averages_the_master() -> None:
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    tx = with_average(Master(), 0.5)
+    state = tx.init(params)
+    for _ in range(2):
+        params, state = tx.apply(params, state, {"w": jnp.ones(3)})
+    expected = (1 * 0.5 + 0.999 * 0.5) * 0.5 + 0.998 * 0.5
+    np.testing.assert_allclose(state.average["w"], expected, rtol=1e-7)
+
+
+def test_it_shares_no_buffer_and_can_be_donated() -> None:
+    tx = with_average(ADAM, 0.9)
+    params = jax.tree.map(jnp.copy, PARAMS)
+    for state in (tx.init(params), jax.jit(tx.init)(params)):
+        pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state))]
+        assert len(set(pointers)) == len(pointers)
+    step = jax.jit(tx.apply, donate_argnums=(0, 1))
+    for index in range(3):
+        params, state = step(params, state, gradient(index))
+    chex.assert_tree_all_finite((params, state))
+
+
+def test_one_program_and_one_type_for_every_step() -> None:
+    tx = with_average(MultiSteps(ADAM, 2), fading, start=2, every=2, warmup=True)
+    step = jax.jit(chex.assert_max_traces(tx.apply, 1))
+    params, state = PARAMS, tx.init(PARAMS)
+    before = state
+    for index in range(5):
+        params, state = step(params, state, gradient(index))
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, before)
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
+
+
+def test_scan_and_vmap() -> None:
+    tx = with_average(ADAM, 0.9, every=2)
+
+    def run(scale: Any) -> Any:
+        def one(carry: Any, step: Any) -> Any:
+            grads = jax.tree.map(lambda p: scale * jnp.cos(3 * p + step), PARAMS)
+            return tx.apply(*carry, grads), ()
+
+        return jax.lax.scan(one, (PARAMS, tx.init(PARAMS)), jnp.arange(5.0))[0][1].average
+
+    both = jax.jit(jax.vmap(run))(jnp.array([1.0, 2.0]))
+    alone = [run(1.0), run(2.0)]
+    chex.assert_trees_all_close(
+        both, jax.tree.map(lambda *x: jnp.stack(x), *alone), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_it_is_a_transformation_of_optax() -> None:
+    tx = with_average(ADAM, 0.9)
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    chained = optax.chain(optax.clip(1.0), tx)
+    state: Any = chained.update(gradient(0), chained.init(PARAMS), PARAMS)[1]
+    assert isinstance(state[1], AverageState)
+
+
+def test_transformations_can_be_copied() -> None:
+    tx = with_average(optax.identity(), 0.9)
+    again = type(tx)(*pickle.loads(pickle.dumps((len, max, min))))
+    assert again.__getnewargs__() == (len, max, min)
+    assert pickle.loads(pickle.dumps(again)).apply is min
+
+
+MASK: Any = {"other": True}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, "`decay` is missing"),
+    ({"decay": 1.0}, "`decay` must be at least 0 and less than 1, found 1.0"),
+    ({"decay": 0.9, "form": "mean"}, "`form` must be one of ema, polyak, found 'mean'"),
+    ({"decay": 0.9, "form": "polyak"}, "takes neither `decay` nor `warmup`"),
+    ({"form": "polyak", "warmup": True}, "takes neither `decay` nor `warmup`"),
+    ({"decay": 0.9, "start": -1}, "`start` must be an integer of at least 0, found -1"),
+    ({"decay": 0.9, "every": 0}, "`every` must be an integer of at least 1, found 0"),
+    ({"decay": 0.9, "every": True}, "`every` must be an integer"),
+    ({"decay": 0.9, "dtype": jnp.bfloat16}, "`dtype` must be float32 or float64"),
+    ({"decay": 0.9, "dtype": "text"}, "`dtype` must be float32 or float64"),
+    ({"decay": 0.9, "select": MASK}, "`select` must be one value for all, or a tree like b, w"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        with_average(ADAM, **options).init(PARAMS)

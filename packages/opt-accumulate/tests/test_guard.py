@@ -1,0 +1,373 @@
+"""`guard`: which steps are made, and what is left of those that are not."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from opt_accumulate import (
+    GuardState,
+    MultiSteps,
+    Reason,
+    Spike,
+    check_skips,
+    guard,
+    report,
+    with_average,
+)
+from opt_accumulate.errors import OptionError, StuckError
+
+PARAMS = {"w": jnp.linspace(-1.0, 1.0, 6).reshape(2, 3), "b": jnp.ones(2)}
+START: Any = PARAMS
+INNER = optax.sgd(0.05, momentum=0.9)
+QUICK = Spike(window=16, warmup=4, patience=3)
+NAN, INF = float("nan"), float("inf")
+NORM = float(optax.tree.norm(PARAMS))
+
+
+def grads_of(norm: float) -> Any:
+    return jax.tree.map(lambda p: p * (norm / NORM), PARAMS)
+
+
+@functools.cache
+def compiled(tx: Any) -> Any:
+    return jax.jit(lambda p, s, g, loss: tx.apply(p, s, g, loss=loss))
+
+
+DEFAULT = guard(INNER)
+
+
+def steps_of(tx: Any, losses: list[float], norms: list[float] | None = None) -> list[Any]:
+    """Parameters and state before the first step and after each."""
+    carried = [(PARAMS, tx.init(PARAMS))]
+    apply = compiled(tx)
+    for loss, norm in zip(losses, norms or [1.0] * len(losses), strict=True):
+        carried.append(apply(*carried[-1], grads_of(norm), jnp.float32(loss)))
+    return carried
+
+
+def skips(tx: Any, losses: list[float], norms: list[float] | None = None) -> list[bool]:
+    return [bool(report(state).was_skipped) for _, state in steps_of(tx, losses, norms)[1:]]
+
+
+def assert_bit_equal(one: Any, other: Any) -> None:
+    chex.assert_trees_all_equal_structs(one, other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+# What is skipped
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_what_is_not_finite_is_skipped_once(bad: float, where: str) -> None:
+    losses, norms = [1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0]
+    (losses if where == "loss" else norms)[1] = bad
+    carried = steps_of(DEFAULT, losses, norms)
+    assert [bool(s.was_skipped) for _, s in carried[1:]] == [False, True, False, False]
+    chex.assert_tree_all_finite(carried[-1])
+    found = report(carried[-1][1])
+    assert (int(found.skipped), int(found.last_skipped), int(found.consecutive)) == (1, 1, 0)
+    assert Reason(int(found.reason)) == Reason.NONFINITE
+    assert not found.was_skipped
+
+
+def test_a_skipped_step_is_bit_equal() -> None:
+    tx = guard(with_average(INNER, 0.9), loss=QUICK)
+    carried = steps_of(tx, [1.0, 1.1, 0.9, 1.0, 50.0, 1.0])
+    (params, before), (after, skipped) = carried[4:6]
+    assert bool(skipped.was_skipped)
+    assert Reason(int(skipped.reason)) == Reason.LOSS
+    assert_bit_equal((after, skipped.inner), (params, before.inner))
+    assert_bit_equal(
+        (skipped.loss.values, skipped.loss.count, skipped.grad_norm),
+        (before.loss.values, before.loss.count, before.grad_norm),
+    )
+    clean = steps_of(tx, [1.0, 1.1, 0.9, 1.0, 1.0])[-1]
+    assert_bit_equal((carried[-1][0], carried[-1][1].inner), (clean[0], clean[1].inner))
+
+
+def test_update_skips_what_apply_skips() -> None:
+    tx = guard(INNER, loss=QUICK)
+    losses = [1.0, 1.1, 0.9, 1.0, 50.0, NAN, 1.0]
+    params, state = START, tx.init(PARAMS)
+    update = jax.jit(lambda g, s, p, loss: tx.update(g, s, p, loss=loss))
+    for loss in losses:
+        updates, state = update(grads_of(1.0), state, params, loss)
+        if bool(state.was_skipped):
+            assert not any(leaf.any() for leaf in jax.tree.leaves(updates))
+        params = optax.apply_updates(params, updates)
+    chex.assert_trees_all_close((params, state), steps_of(tx, losses)[-1], rtol=1e-6)
+    assert int(state.skipped) == 2
+
+
+def test_there_is_no_decision_before_32_values() -> None:
+    tx = guard(INNER, grad_norm=None)
+    losses = [1.0] * 31 + [100.0] + [1.0] * 3
+    assert not any(skips(tx, losses))
+    assert skips(tx, [1.0] * 32 + [100.0])[-1]
+
+
+def test_low_values_and_small_changes_are_no_spikes() -> None:
+    tx = guard(INNER, loss=QUICK, grad_norm=QUICK)
+    losses = [2.0] * 5 + [0.1, 2.05, 2.0]
+    assert not any(skips(tx, losses))
+    assert skips(
+        guard(INNER, loss=dataclasses.replace(QUICK, min_deviation=0)), [2.0] * 5 + [2.05]
+    )[-1]
+
+
+def test_the_threshold_is_mean_and_deviation_of_the_last_accepted() -> None:
+    rng = np.random.default_rng(0)
+    losses = [float(x) for x in rng.normal(3.0, 0.1, 40).astype(np.float32)]
+    losses[20], losses[30] = 9.0, NAN
+    spike = dataclasses.replace(QUICK, sigma=4.0, min_deviation=0.0)
+    carried = steps_of(guard(INNER, loss=spike, grad_norm=None), losses)
+    accepted: list[float] = []
+    for loss, (_, before), (_, after) in zip(losses, carried, carried[1:], strict=False):
+        last = np.array(accepted[-spike.window :], np.float64)
+        limit = last.mean() + 4 * last.std(ddof=1) if len(last) >= spike.warmup else INF
+        if np.isfinite(limit):
+            np.testing.assert_allclose(before.loss.threshold(spike), limit, rtol=1e-5)
+        assert bool(after.was_skipped) == (not loss <= limit)
+        if loss <= limit:
+            accepted.append(loss)
+    assert len(accepted) == 38
+
+
+def test_squares_that_are_no_float32_are_judged() -> None:
+    tx = guard(INNER, loss=QUICK, grad_norm=None)
+    assert skips(tx, [1e30, 1.1e30, 1e30, 1e30, 1.2e30, 9e30, 1e30])[-3:] == [False, True, False]
+
+
+def test_a_level_that_has_come_to_stay_is_accepted() -> None:
+    tx = guard(INNER, loss=Spike(), grad_norm=None)
+    losses = [1.0] * 40 + [5.0] * 60
+    found = skips(tx, losses)
+    assert found == [False] * 40 + [True] * 16 + [False] * 44
+    _, state = steps_of(tx, losses)[-1]
+    assert int(state.loss.count) == 44
+    assert float(state.loss.threshold(Spike())) == pytest.approx(5.0 * 1.06)
+
+
+def test_spikes_apart_are_no_new_level() -> None:
+    tx = guard(INNER, loss=QUICK, grad_norm=None)  # patience of 3
+    losses = [1.0] * 6 + [9.0, 9.0, 1.0, 9.0, NAN, 9.0, 1.0, 9.0]
+    assert skips(tx, losses)[6:] == [True, True, False, True, True, True, False, True]
+    # A NaN between two spikes neither counts nor ends the row.
+    assert skips(tx, [1.0] * 6 + [9.0, 9.0, NAN, 9.0, 9.0])[6:] == [True] * 4 + [False]
+
+
+def test_all_reasons_are_told() -> None:
+    tx = guard(INNER, loss=QUICK, grad_norm=QUICK)
+    _, state = steps_of(tx, [1.0] * 5 + [9.0], [1.0] * 5 + [20.0])[-1]
+    assert Reason(int(report(state).reason)) == Reason.LOSS | Reason.GRAD_NORM
+
+
+# Norms of updates
+
+
+class Jumping:
+    """Whose update is the gradient times what the extra argument says."""
+
+    def init(self, params: Any) -> Any:
+        return jnp.zeros([], jnp.int32)
+
+    def update(self, grads: Any, state: Any, params: Any = None, *, jump: Any) -> Any:
+        return jax.tree.map(lambda g: -g * jump, grads), state + 1
+
+
+@pytest.mark.parametrize("form", ["apply", "update"])
+def test_spikes_of_the_update_norm(form: str) -> None:
+    jumping: Any = Jumping()
+    inner = optax.GradientTransformationExtraArgs(jumping.init, jumping.update)
+    tx = guard(inner, loss=None, grad_norm=None, update_norm=QUICK)
+    params, state = START, tx.init(PARAMS)
+    seen = []
+    for jump in [1e-2] * 5 + [1.0, NAN, 1e-2]:
+        before = params, state.inner
+        if form == "apply":
+            params, state = tx.apply(params, state, grads_of(1.0), jump=jump)
+        else:
+            updates, state = tx.update(grads_of(1.0), state, params, jump=jump)
+            params = optax.apply_updates(params, updates)
+        if state.was_skipped:
+            assert_bit_equal((params, state.inner), before)
+        seen.append(Reason(int(state.reason)) if state.was_skipped else None)
+    assert seen == [None] * 5 + [Reason.UPDATE_NORM, Reason.NONFINITE, None]
+    assert (int(state.inner), int(state.update_norm.count)) == (6, 6)
+    np.testing.assert_allclose(state.update_norm.values[:6], 1e-2, rtol=1e-5)
+
+
+def test_an_update_that_was_not_computed_is_not_judged() -> None:
+    tx = guard(INNER, loss=QUICK, update_norm=QUICK)
+    carried = steps_of(tx, [1.0] * 5 + [9.0, 1.0])
+    assert_bit_equal(carried[6][1].update_norm, carried[5][1].update_norm)
+    assert int(carried[7][1].update_norm.count) == 6
+
+
+# When nothing helps
+
+
+def test_max_consecutive() -> None:
+    tx = guard(INNER, max_consecutive=3)
+    carried = steps_of(tx, [1.0, NAN, NAN, 1.0, NAN, NAN, NAN, NAN, 1.0])
+    assert [bool(report(s).stuck) for _, s in carried] == [False] * 7 + [True, True, False]
+    check_skips(carried[6][1])
+    with pytest.raises(StuckError, match="3 steps in a row were skipped"):
+        check_skips(carried[7][1])
+    with pytest.raises(StuckError, match="4 steps in a row"):
+        check_skips((carried[8][1],), 3)
+    check_skips(carried[8][1], 4)
+    with pytest.raises(OptionError, match="is being traced"):
+        jax.jit(lambda s: check_skips(s))(carried[0][1])
+
+
+def test_a_guard_without_a_limit_is_never_stuck() -> None:
+    _, state = steps_of(DEFAULT, [NAN] * 5)[-1]
+    assert not report(state).stuck
+    assert int(report(state).consecutive) == 5
+
+
+def test_nonfinite_apply_makes_the_step_and_remembers_nothing_of_it() -> None:
+    tx = guard(INNER, nonfinite="apply", loss=QUICK)
+    carried = steps_of(tx, [1.0, NAN, 1.0])
+    assert not any(bool(s.was_skipped) for _, s in carried)
+    assert int(carried[-1][1].loss.count) == 2
+
+
+# With others
+
+
+def test_in_a_window_it_judges_what_is_emitted() -> None:
+    tx = MultiSteps(guard(INNER, loss=QUICK), 2, window_means=("loss",))
+    params, state = START, tx.init(PARAMS)
+    apply = jax.jit(lambda p, s, g, loss: tx.apply(p, s, g, loss=loss))
+    for loss in [1.0] * 8 + [1.0, 30.0] + [1.0] * 2:
+        params, state = apply(params, state, grads_of(1.0), loss)
+    found = report(state)
+    assert (int(found.skipped), int(found.last_skipped)) == (1, 4)
+
+
+def test_around_a_window_it_judges_mini_steps() -> None:
+    tx = guard(MultiSteps(INNER, 2), loss=QUICK)
+    carried = steps_of(tx, [1.0] * 5 + [30.0, 1.0])
+    assert int(carried[-1][1].inner.gradient_step) == 3
+    assert int(carried[-1][1].skipped) == 1
+
+
+def test_two_guards_have_two_reports() -> None:
+    tx = guard(guard(INNER))
+    _, state = steps_of(tx, [1.0])[-1]
+    with pytest.raises(OptionError, match=r"must hold one guard, found 2: `\.`, `inner`"):
+        report(state)
+    assert int(report(state.inner).skipped) == 0
+    with pytest.raises(OptionError, match="must hold one guard, found 0"):
+        report(INNER.init(PARAMS))
+
+
+def test_one_program_and_one_type_for_every_step() -> None:
+    tx = guard(INNER, loss=QUICK, update_norm=QUICK, max_consecutive=2)
+    step = jax.jit(chex.assert_max_traces(lambda p, s, g, x: tx.apply(p, s, g, loss=x), 1))
+    params, before = PARAMS, tx.init(PARAMS)
+    state = before
+    for loss in (1.0, NAN, 3.0):
+        params, state = step(params, state, grads_of(1.0), jnp.float32(loss))
+    assert isinstance(state, GuardState)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, before)
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(state))
+
+
+def test_vmapped_runs_are_judged_each_by_itself() -> None:
+    tx = guard(optax.sgd(0.1), loss=None, grad_norm=None)
+    params, grads = jnp.ones((2, 3)), jnp.array([[1.0] * 3, [1.0, NAN, 1.0]])
+    state = jax.vmap(tx.init)(params)
+    after, state = jax.jit(jax.vmap(tx.apply))(params, state, grads)
+    assert state.was_skipped.tolist() == [False, True]
+    np.testing.assert_allclose(after, [[0.9] * 3, [1.0] * 3])
+
+
+def test_bfloat16_gradients_are_summed_in_float32() -> None:
+    tx = guard(optax.sgd(0.0), loss=None)
+    params = jnp.ones(1000, jnp.bfloat16)
+    _, state = tx.apply(params, tx.init(params), params)
+    assert float(state.grad_norm.values[0]) == pytest.approx(1000**0.5)
+
+
+def test_init_shares_no_buffer() -> None:
+    params = jax.tree.map(jnp.copy, PARAMS)
+    state = guard(optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, s))).init(
+        params
+    )
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((params, state))]
+    assert len(set(pointers)) == len(pointers)
+
+
+# What it costs: see also `tools/bench/guard.py`
+
+
+def test_a_skipped_step_reads_the_gradients_and_nothing_else() -> None:
+    """All that is large in the entry computation is what a bare norm of the gradients has."""
+    params = {f"w{i}": jnp.full((256, 256), 0.5) for i in range(3)}
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    tx = guard(with_average(inner, 0.99))
+    lowered = jax.jit(lambda p, s, g, x: tx.apply(p, s, g, loss=x), donate_argnums=(0, 1)).lower(
+        params, tx.init(params), params, jnp.float32(1)
+    )
+    text = lowered.compile().as_text() or ""
+    body = text[text.index("\nENTRY ") :]
+    body = body[: body.index("\n}")]
+    moves_nothing = {"parameter", "tuple", "get-tuple-element", "bitcast", "while"}
+    large = [
+        line
+        for line in body.splitlines()
+        if "[256,256]" in line.partition(" = ")[2].partition("(")[0]
+        and line.partition(" = ")[2].partition("(")[0].split()[-1] not in moves_nothing
+    ]
+    assert large == []
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"loss": 6.0}, "`loss` must be a `Spike` or None, found 6.0"),
+    ({"update_norm": True}, "`update_norm` must be a `Spike` or None, found True"),
+    ({"nonfinite": "raise"}, "`nonfinite` must be 'skip' or 'apply', found 'raise'"),
+    ({"max_consecutive": 0}, "`max_consecutive` must be an integer of at least 1, found 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        guard(INNER, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 1}, "`window` must be an integer of at least 2, found 1"),
+        ({"warmup": 1}, "`warmup` must be an integer of at least 2"),
+        ({"window": 16}, "`warmup` must be at most `window`, 16, found 32"),
+        ({"patience": 0}, "`patience` must be an integer of at least 1"),
+        ({"sigma": 0.0}, "`sigma` must be positive, found 0.0"),
+        ({"sigma": NAN}, "`sigma` must be positive, found nan"),
+        ({"min_deviation": -1.0}, "`min_deviation` must not be negative"),
+    ],
+)
+def test_wrong_spikes_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Spike(**options)
+
+
+def test_the_loss_has_to_be_given_and_a_scalar() -> None:
+    tx = DEFAULT
+    state = tx.init(PARAMS)
+    with pytest.raises(TypeError, match="`update` needs the argument `loss`"):
+        tx.update(PARAMS, state, PARAMS)
+    with pytest.raises(ValueError, match=r"must be a real scalar; found an array of shape \(2,\)"):
+        tx.apply(PARAMS, state, PARAMS, loss=jnp.ones(2))

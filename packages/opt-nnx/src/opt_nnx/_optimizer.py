@@ -1,0 +1,259 @@
+"""The optimizer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import opt_core
+import optax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+from opt_core import OptimizerDef, OptimizerState
+from opt_core.errors import TreeMismatchError
+from opt_core.protocols import UpdatesParams
+from opt_optax_bridge import OptaxWrapper, resolve_hyper_params
+
+from opt_nnx._create import Request, in_variables, make_state, plan_state, shape_of
+from opt_nnx._placement import untyped
+from opt_nnx._variables import Filter, as_rules, assign, has_variables, pure, state_of
+
+M = TypeVar("M")
+
+
+class Optimizer(nnx.Optimizer[M]):
+    """A `flax.nnx.Optimizer` with any definition, whose state is placed and typed right.
+
+    Args:
+      model: a module of Flax NNX, or any graph node.
+      tx: an Optax transformation or an `opt_core.OptimizerDef`.
+      wrt: a filter of the variables to train.
+      mesh: where the state lies; by default on the mesh of the parameters' arrays, of their
+        metadata, or of `jax.set_mesh`. Without any, it lies where `init` puts it.
+      rules: pairs of a name of dimensions and mesh axes, as T5X and Flax have them. They come
+        before `nnx.logical_axis_rules` and the variables' own.
+      zero: a mesh axis, or several, to shard the state over besides, as
+        `opt_partition.extend_over` does.
+      graph: whether to use graph mode, see `nnx.state`.
+
+    Attributes:
+      step: an `nnx.OptState` with the number of updates, a uint32 scalar.
+      tx: what was given.
+      opt_state: the state, with an `nnx.OptState` in the place of every leaf.
+      wrt: the filter.
+
+    Raises:
+      AxesError: names of the parameters' dimensions mean nothing on the mesh, or there is no mesh
+        for `zero`.
+
+    Examples:
+      >>> import opt_optax_bridge as opt
+      >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+      >>> optimizer = Optimizer(model, opt.adamw(1e-3))
+      >>> grads = nnx.grad(lambda model: model(jnp.ones((1, 2))).sum())(model)
+      >>> updates = optimizer.update(model, grads, learning_rate=0.5)
+      >>> optimizer.step[...].item(), updates['bias'].tolist()
+      (1, [-0.5, -0.5, -0.5])
+    """
+
+    tx: Any
+
+    def __init__(
+        self,
+        model: M,
+        tx: Any,
+        *,
+        wrt: Filter = nnx.Param,
+        mesh: Mesh | AbstractMesh | None = None,
+        rules: Sequence[tuple[str, Any]] | Mapping[str, Any] | None = None,
+        zero: str | Sequence[str] | None = None,
+        graph: bool | None = None,
+    ) -> None:
+        axes = (zero,) if isinstance(zero, str) else tuple(zero or ())
+        self._request = Request(mesh, as_rules(rules), axes)
+        self.graph = graph
+        self.tx = tx
+        self.wrt = wrt
+        params = state_of(model, wrt, graph)
+        plan = plan_state(self.definition, params, self._request)
+        self._placement = plan.placement
+        self.opt_state = nnx.data(make_state(self.definition, pure(params), plan))
+        step = jnp.array(0, dtype=jnp.uint32)
+        is_abstract = any(
+            isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(pure(params))
+        )
+        self.step = nnx.OptState(self._scalar(shape_of(step) if is_abstract else step))
+
+    @property
+    def definition(self) -> OptimizerDef:
+        """The definition: `tx` itself, or what `opt_optax_bridge` makes of a transformation."""
+        return self.tx if isinstance(self.tx, OptimizerDef) else _wrapped(self.tx)
+
+    def update(self, model: M, grads: Any, /, **kwargs: Any) -> Any:
+        """Updates the model and the state in place.
+
+        Args:
+          model: the model.
+          grads: what `nnx.grad` returns; variables that are not trained are left out.
+          **kwargs: hyper-parameters of a definition for this update alone, such as `learning_rate`,
+            and arguments of the transformation's `update`, such as `value`.
+
+        Returns:
+          What was added to the parameters, in a tree like them. Where the definition does not say,
+          that is the difference.
+
+        Raises:
+          HyperParamError: nothing takes one of `kwargs`; lists what may be given.
+          TreeMismatchError: the gradients do not look like the parameters.
+        """
+        before = self._core(pure(state_of(model, self.wrt, self.graph)))
+        if has_variables(grads):
+            grads = state_of(grads, self.wrt, self.graph)
+        updates, params, state = untyped(_step)(before, pure(grads), pure(kwargs))
+        if self._placement is not None:
+            params, state = self._placement.keep(params, state)
+        nnx.update(model, params)
+        assign(self.opt_state, state)
+        self.step[...] += 1
+        return updates
+
+    def to_core(self, model: M) -> opt_core.Optimizer:
+        """Returns parameters, state and definition as one `opt_core.Optimizer`.
+
+        It is what the functions of the other packages take: `opt_core.describe`, `group_metrics`,
+        `regroup`, `opt_optax_bridge.overridable_hyper_params`, ... The arrays are shared.
+
+        Args:
+          model: the model.
+
+        Examples:
+          >>> import opt_core, optax
+          >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+          >>> optimizer = Optimizer(model, optax.adam(1e-3))
+          >>> frozen, report = opt_core.freeze(optimizer.to_core(model), 'bias')
+          >>> optimizer.load_core(model, frozen)
+          >>> report.dropped
+          ('adam/count', ...)
+        """
+        return self._core(pure(state_of(model, self.wrt, self.graph)))
+
+    def load_core(self, model: M, core: opt_core.Optimizer) -> None:
+        """Takes parameters, state and definition over, in place; the inverse of `to_core`.
+
+        Args:
+          model: the model; its trained variables get the parameters.
+          core: an optimizer of such parameters. Where its definition is another one, `tx` and
+            `opt_state` become new.
+
+        Raises:
+          TreeMismatchError: its parameters are not those of the model.
+        """
+        params = state_of(model, self.wrt, self.graph)
+        expected: Any = jax.tree.structure(pure(params))
+        found: Any = jax.tree.structure(core.target)
+        if found != expected:
+            raise TreeMismatchError(
+                "`core`: its target is not a tree of the model's trained variables: expected "
+                f"{expected}, found {found}"
+            )
+        state = core.state.param_states
+        if core.optimizer_def == self.definition:
+            if self._placement is not None:
+                state = self._placement.put_state(state)
+            assign(self.opt_state, state)
+        else:
+            plan = plan_state(core.optimizer_def, params, self._request)
+            self.tx, self._placement = core.optimizer_def, plan.placement
+            self.opt_state = nnx.data(in_variables(state, plan))
+        nnx.update(model, core.target)
+        nnx.update(self.step, self._scalar(jnp.asarray(core.state.step, jnp.uint32)))
+
+    def resolve_hyper_params(self, model: M, **overrides: Any) -> Any:
+        """Returns the hyper-parameters that `update` would use now; traceable.
+
+        Args:
+          model: the model.
+          **overrides: what `update` gets besides the gradients.
+
+        Returns:
+          What `opt_optax_bridge.resolve_hyper_params` returns.
+
+        Examples:
+          >>> import opt_optax_bridge as opt, optax
+          >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+          >>> optimizer = Optimizer(model, opt.adamw(optax.linear_schedule(0.5, 0.0, 10)))
+          >>> print(optimizer.resolve_hyper_params(model).learning_rate)
+          0.5
+        """
+        return resolve_hyper_params(self.to_core(model), **pure(overrides))
+
+    def state_dict(self, model: M) -> dict[str, Any]:
+        """Returns parameters, step and state as nested dicts, in the layout of Flax and T5X.
+
+        Args:
+          model: the model.
+        """
+        return self.to_core(model).state_dict()
+
+    def restore_state(
+        self, model: M, state_dict: Mapping[str, Any], *, strict: bool = True
+    ) -> None:
+        """Puts what `state_dict` returned into the model and the optimizer.
+
+        Args:
+          model: the model.
+          state_dict: nested dicts, e.g. out of a checkpoint.
+          strict: whether a deviation is an error, see `opt_core.Optimizer.restore_state`.
+
+        Raises:
+          RestoreError: the dict does not fit; lists every path, nothing is restored.
+        """
+        self.load_core(model, self.to_core(model).restore_state(state_dict, strict=strict))
+
+    def _core(self, params: Any) -> opt_core.Optimizer:
+        step = pure(self.step)
+        if isinstance(step, jax.ShapeDtypeStruct):
+            step = jax.ShapeDtypeStruct(step.shape, jnp.int32, sharding=step.sharding)
+        else:
+            step = step.astype(jnp.int32)
+        return opt_core.Optimizer(
+            self.definition, OptimizerState(step, pure(self.opt_state)), params
+        )
+
+    def _scalar(self, value: Any) -> Any:
+        return value if self._placement is None else self._placement.put_scalar(value)
+
+
+def _step(
+    before: opt_core.Optimizer, grads: Any, overrides: dict[str, Any]
+) -> tuple[Any, Any, Any]:
+    """Returns updates, new parameters and new `param_states`."""
+    definition = before.optimizer_def
+    if type(definition) is OptaxWrapper and not isinstance(
+        definition.optax_optimizer, UpdatesParams
+    ):
+        names = definition.extra_arg_names(overrides)
+        extra_args = {name: overrides.pop(name) for name in names}
+        hyper_params = definition.update_hyper_params(**overrides)
+        updates, state = definition.compute_updates(
+            hyper_params, before.target, before.state, grads, **extra_args
+        )
+        return updates, optax.apply_updates(before.target, updates), state.param_states
+    after = before.apply_gradient(grads, **overrides)
+    updates = jax.tree.map(jnp.subtract, after.target, before.target)
+    return updates, after.target, after.state.param_states
+
+
+def _wrapped(tx: Any) -> OptaxWrapper:
+    try:
+        return _cached_wrapper(tx)
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        return OptaxWrapper(tx)
+
+
+_cached_wrapper = functools.lru_cache(maxsize=64)(OptaxWrapper)  # its fingerprint takes time

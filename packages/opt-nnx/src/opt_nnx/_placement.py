@@ -1,0 +1,139 @@
+"""Where an optimizer's state lies: made there, and kept there."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from opt_core import Optimizer
+
+from opt_nnx._axes import AnyMesh, sharding_of
+from opt_nnx._variables import names_in
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placement:
+    """Where parameters and state lie; static in the graph of an optimizer.
+
+    Attributes:
+      mesh: the mesh.
+      params: a spec of mesh axes for each parameter, `None` where it is left alone.
+      state: a spec for each leaf of the state.
+    """
+
+    mesh: AnyMesh
+    params: tuple[PartitionSpec | None, ...]
+    state: tuple[PartitionSpec, ...]
+
+    @functools.cached_property
+    def _identity(self) -> tuple[Any, int]:
+        value = (self.mesh, self.params, self.state)
+        return value, hash(value)  # compiled functions ask for it on every call
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, Placement):
+            return self is other
+        return self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return self._identity[1]
+
+    def keep(self, params: Any, state: Any) -> tuple[Any, Any]:
+        """Returns both where they lie; XLA would decide by what they are computed from.
+
+        Args:
+          params: pytree of parameters.
+          state: the state.
+        """
+        if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+            return params, state  # the shards of them, inside `shard_map`
+        return self._put(params, self.params), self.put_state(state)
+
+    def put_state(self, state: Any) -> Any:
+        """Returns the state where it lies."""
+        return self._put(state, self.state)
+
+    def put_scalar(self, scalar: Any) -> Any:
+        """Returns a scalar on every device."""
+        return put(scalar, NamedSharding(self.mesh, PartitionSpec()))
+
+    def _put(self, tree: Any, specs: Sequence[PartitionSpec | None]) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        placed = [
+            leaf if spec is None else put(leaf, NamedSharding(self.mesh, spec))
+            for leaf, spec in zip(leaves, specs, strict=True)
+        ]
+        return jax.tree.unflatten(structure, placed)
+
+
+def put(leaf: Any, sharding: NamedSharding) -> Any:
+    """Returns an array where a sharding says, traced or not; a shape with the sharding."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    if not isinstance(leaf, jax.core.Tracer):
+        is_there = isinstance(leaf, jax.Array) and leaf.sharding == sharding
+        return leaf if is_there else jax.device_put(leaf, sharding)
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        return jax.sharding.reshard(leaf, sharding)
+    return jax.lax.with_sharding_constraint(leaf, sharding)
+
+
+def find_mesh(values: Sequence[Any], metadata: Sequence[Mapping[str, Any]]) -> AnyMesh | None:
+    """Returns the mesh of the arrays, of the metadata, or of `jax.set_mesh`.
+
+    Args:
+      values: the parameters.
+      metadata: of their variables.
+    """
+    shardings = [*map(sharding_of, values), *map(names_in, metadata)]
+    meshes: list[Any] = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
+    meshes += [found.get("mesh") for found in metadata]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    found = next((mesh for mesh in meshes if mesh is not None and not mesh.empty), None)
+    if found is None or AxisType.Manual in found.axis_types:
+        return None
+    return _with_devices(found)
+
+
+def _with_devices(mesh: AnyMesh) -> AnyMesh:
+    """The mesh that `jax.set_mesh` was given, unless something is being traced."""
+    if isinstance(mesh, AbstractMesh) and mesh == jax.sharding.get_abstract_mesh():
+        array = _replicated()
+        if not isinstance(array, jax.core.Tracer) and isinstance(array.sharding, NamedSharding):
+            return array.sharding.mesh
+    return mesh
+
+
+@functools.partial(jax.jit, out_shardings=PartitionSpec())
+def _replicated() -> jax.Array:
+    return jnp.zeros(())
+
+
+Step = Callable[[Optimizer, Any, dict[str, Any]], tuple[Any, Any, Any]]
+
+
+def untyped(step: Step) -> Step:
+    """Returns an update whose arrays have no shardings in their types, where the mesh is Explicit.
+
+    Many transformations have operations that such types forbid, as sums of what lies differently:
+    of state that ZeRO has sharded and gradients, for one.
+    """
+
+    def step_on_auto_axes(
+        before: Optimizer, grads: Any, overrides: dict[str, Any]
+    ) -> tuple[Any, Any, Any]:
+        is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+        if not is_explicit or any(map(callable, jax.tree.leaves(overrides))):
+            return step(before, grads, overrides)  # a function may itself have types in mind
+        params, state = jax.tree.map(
+            lambda leaf: jax.typeof(leaf).sharding.spec, (before.target, before.state.param_states)
+        )
+        on_auto_axes: Step = jax.sharding.auto_axes(step, out_sharding=(params, params, state))
+        return on_auto_axes(before, grads, overrides)
+
+    return step_on_auto_axes

@@ -1,0 +1,309 @@
+"""What `flax.nnx.Optimizer` does, done by both."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import opt_nnx
+import optax
+import pytest
+from flax import nnx
+from nnx_testing import (
+    TRANSFORMATIONS,
+    assert_same,
+    bare,
+    flat,
+    gradients,
+    loss,
+    make_model,
+    train_step,
+)
+
+CLASSES: list[Any] = [nnx.Optimizer, opt_nnx.Optimizer]
+KINDS = [
+    pytest.param(nnx.Optimizer, id="flax", marks=pytest.mark.slow),
+    pytest.param(opt_nnx.Optimizer, id="ours"),
+]
+has_modes = pytest.mark.skipif(
+    not hasattr(nnx, "as_pure"), reason="Flax 0.12.0 has graph mode alone, and returns no updates"
+)
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_paths_values_and_updates_are_those_of_flax(name: str) -> None:
+    found = []
+    for kind in CLASSES:
+        model: Any = make_model()
+        optimizer = kind(model, TRANSFORMATIONS[name](), wrt=nnx.Param)
+        returned = [train_step(model, optimizer) for _ in range(3)]
+        found.append((nnx.state(model), optimizer, returned[-1]))
+    (model, theirs, updates), (our_model, ours, our_updates) = found
+    assert_same(model, our_model)
+    if updates is not None:  # Flax 0.12.0 returns none
+        assert_same(updates, our_updates)
+    expected, state = flat(theirs), flat(ours)
+    assert state.keys() == expected.keys()
+    for path, variable in expected.items():
+        assert isinstance(state[path], nnx.OptState)
+        assert_same(bare(state[path]), bare(variable))
+
+
+def test_classes_of_variables_are_those_of_flax() -> None:
+    theirs, ours = (flat(kind(make_model(), optax.adamw(0.1), wrt=nnx.Param)) for kind in CLASSES)
+    assert {path: type(leaf) for path, leaf in theirs.items()} == {
+        path: type(leaf) for path, leaf in ours.items()
+    }
+
+
+@pytest.mark.contract
+def test_attributes() -> None:
+    tx = optax.adam(0.1)
+    optimizer = opt_nnx.Optimizer(make_model(), tx)
+    assert isinstance(optimizer, nnx.Optimizer)
+    assert optimizer.tx is tx
+    assert optimizer.wrt is nnx.Param
+    assert optimizer.graph is None
+    assert type(optimizer.step) is nnx.OptState
+    assert optimizer.step[...].dtype == jnp.uint32
+    assert optimizer.opt_state[0].mu.inner.kernel.shape == (4, 6)
+    with pytest.raises(AttributeError, match="model"):
+        _ = getattr(optimizer, "model")  # noqa: B009
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_split_and_merge(kind: Any) -> None:
+    model = make_model()
+    optimizer = kind(model, optax.adam(0.1), wrt=nnx.Param)
+    optimizer.update(model, gradients(model))
+    merged = nnx.clone(optimizer)  # splits and merges
+    assert type(merged) is kind
+    assert_same(nnx.state(merged), nnx.state(optimizer))
+    copy = nnx.clone(model)
+    merged.update(copy, gradients(copy))
+    optimizer.update(model, gradients(model))
+    assert_same(nnx.state(copy, nnx.Param), nnx.state(model, nnx.Param))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_a_step_of_nnx(kind: Any, jit: Callable[[Any], Any]) -> None:
+    model = make_model()
+    optimizer = kind(model, optax.adam(0.05), wrt=nnx.Param)
+
+    @jit
+    def step(model: Any, optimizer: Any) -> Any:
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    values = [float(step(model, optimizer)) for _ in range(5)]
+    assert values == sorted(values, reverse=True)
+    assert optimizer.step[...] == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_jax(kind: Any) -> None:
+    model = make_model()
+    graphdef, state = nnx.split((model, kind(model, optax.adam(0.05), wrt=nnx.Param)))
+
+    @jax.jit
+    def step(state: Any) -> Any:
+        model, optimizer = nnx.merge(graphdef, state)
+        optimizer.update(model, nnx.grad(loss)(model))
+        return nnx.state((model, optimizer))
+
+    before = float(loss(model))
+    for _ in range(5):
+        state = step(state)
+    model, optimizer = nnx.merge(graphdef, state)
+    assert loss(model) < before
+    assert optimizer.step[...] == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_line_search(kind: Any) -> None:
+    model = make_model()
+    optimizer = kind(model, optax.lbfgs(), wrt=nnx.Param)
+    parts: Any = nnx.split(model, nnx.Param, ...)
+    graphdef, _, others = parts
+
+    def loss_of_params(params: Any) -> jax.Array:
+        return loss(nnx.merge(graphdef, params, others))
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> Any:
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads, grad=grads, value=value, value_fn=loss_of_params)
+        return value
+
+    values = [float(step(model, optimizer)) for _ in range(4)]
+    assert values == sorted(values, reverse=True)
+    assert values[-1] < values[0]
+
+
+LORA = [nnx.Param, nnx.LoRAParam, (nnx.Param, nnx.LoRAParam)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrt", LORA, ids=["Param", "LoRAParam", "both"])
+def test_only_what_is_trained_changes(kind: Any, wrt: Any) -> None:
+    model = nnx.LoRA(4, 2, 3, base_module=make_model(), rngs=nnx.Rngs(1))
+    optimizer = kind(model, optax.adam(0.1), wrt=wrt)
+    before = jax.tree.map(jnp.copy, nnx.state(model, wrt, ...))
+    for _ in range(2):  # the factor that starts at zero hides the gradient of the other
+        optimizer.update(model, gradients(model, wrt))
+    after = nnx.state(model, wrt, ...)
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), before, after)
+    assert not any(jax.tree.leaves(same[0]))
+    assert all(jax.tree.leaves(same[1]))
+
+
+@has_modes
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_more_than_is_trained(kind: Any) -> None:
+    model = nnx.LoRA(4, 2, 3, base_module=make_model(), rngs=nnx.Rngs(1))
+    optimizer = kind(model, optax.adam(0.1), wrt=nnx.LoRAParam)
+    kernel = model.base_module.inner.kernel[...]  # type: ignore[union-attr]
+    optimizer.update(model, nnx.grad(loss)(model))
+    assert (model.base_module.inner.kernel[...] == kernel).all()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_filter_by_path(kind: Any) -> None:
+    model = make_model()
+    wrt = nnx.All(nnx.Param, nnx.PathContains("outer"))
+    optimizer = kind(model, optax.adam(0.1), wrt=wrt)
+    before = model.inner.kernel[...]
+    optimizer.update(model, gradients(model, wrt))
+    assert (model.inner.kernel[...] == before).all()
+    assert "inner" not in optimizer.opt_state[0].mu
+
+
+class Tied(nnx.Module):
+    def __init__(self) -> None:
+        self.embed = nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
+        self.unembed = self.embed
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.unembed(jnp.tanh(self.embed(x)))[:, :3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_variables_have_one_state(kind: Any) -> None:
+    model = Tied()
+    optimizer = kind(model, optax.adam(0.1), wrt=nnx.Param)
+    assert len(jax.tree.leaves(nnx.state(optimizer, nnx.OptVariable))) == 2
+    optimizer.update(model, gradients(model))
+    assert model.embed is model.unembed
+
+
+@has_modes
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mode_without_a_graph(kind: Any) -> None:
+    model = make_model()
+    optimizer = kind(model, optax.adam(0.05), wrt=nnx.Param, graph=False)
+    assert optimizer.graph is False
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> Any:
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    values = [float(step(model, optimizer)) for _ in range(3)]
+    assert values == sorted(values, reverse=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_branches_and_loops(kind: Any) -> None:
+    model = make_model()
+    optimizer = kind(model, optax.adam(0.05), wrt=nnx.Param)
+
+    def step(model: Any, optimizer: Any) -> None:
+        optimizer.update(model, nnx.grad(loss)(model))
+
+    @nnx.jit
+    def maybe(model: Any, optimizer: Any, flag: jax.Array) -> None:
+        nnx.cond(flag, step, lambda *_: None, model, optimizer)
+
+    for flag in (True, False, True):
+        maybe(model, optimizer, jnp.array(flag))
+    assert optimizer.step[...] == 2
+
+    @nnx.jit
+    def three(model: Any, optimizer: Any) -> None:
+        def body(carry: Any) -> Any:
+            step(*carry)
+            return carry
+
+        nnx.scan(body, length=3, in_axes=nnx.Carry, out_axes=nnx.Carry)((model, optimizer))
+
+    before = float(loss(model))
+    three(model, optimizer)
+    assert optimizer.step[...] == 5
+    assert loss(model) < before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_ensemble(kind: Any) -> None:
+    @nnx.vmap
+    def create(seed: jax.Array) -> Any:
+        model = nnx.Linear(4, 3, rngs=nnx.Rngs(jax.random.key(seed)))
+        return model, kind(model, optax.adam(0.1), wrt=nnx.Param)
+
+    @nnx.vmap
+    def step(model: Any, optimizer: Any) -> Any:
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    model, optimizer = create(jnp.arange(3))
+    assert optimizer.step[...].shape == (3,)
+    first = step(model, optimizer)
+    assert (step(model, optimizer) < first).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_subclass_with_metrics(kind: Any) -> None:
+    class TrainState(kind):  # type: ignore[misc]
+        def __init__(self, model: Any, tx: Any) -> None:
+            self.metrics = nnx.metrics.Average()
+            super().__init__(model, tx, wrt=nnx.Param)
+
+        def update(self, model: Any, grads: Any, value: Any) -> None:
+            self.metrics.update(values=value)
+            super().update(model, grads)
+
+    model = make_model()
+    state = TrainState(model, optax.adam(0.1))
+
+    @nnx.jit
+    def step(model: Any, state: Any) -> None:
+        value, grads = nnx.value_and_grad(loss)(model)
+        state.update(model, grads, value)
+
+    step(model, state)
+    before = state.metrics.compute()
+    step(model, state)
+    assert state.metrics.compute() < before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_needed(kind: Any) -> None:
+    model = make_model()
+    with pytest.raises(TypeError, match="grads"):
+        kind(model, optax.adam(0.1), wrt=nnx.Param).update(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mesh_of_one_device(kind: Any) -> None:
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    with jax.set_mesh(jax.make_mesh((1, 1), ("a", "b"), axis_types=auto)):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("a", "b"))
+        model = nnx.Linear(4, 3, kernel_init=init, use_bias=False, rngs=nnx.Rngs(0))
+        optimizer = kind(model, optax.adamw(0.1), wrt=nnx.Param)
+        specs = nnx.get_partition_spec(nnx.state(optimizer))
+        spec = bare(specs)["opt_state"][0]["mu"]["kernel"]
+    assert spec == jax.sharding.PartitionSpec("a", "b")

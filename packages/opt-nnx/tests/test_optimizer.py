@@ -1,0 +1,334 @@
+"""What `opt_nnx.Optimizer` does besides what Flax's does."""
+
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_core
+import opt_nnx
+import opt_optax_bridge as opt
+import optax
+import pytest
+from flax import nnx
+from nnx_testing import assert_same, bare, copied, gradients, loss, make_model, train_step
+from opt_core import FROZEN, MultiOptimizer, OptimizerDef, OptimizerState, increment_step
+from opt_core.errors import (
+    HyperParamError,
+    RestoreError,
+    TreeMismatchError,
+    UnusedArgumentError,
+)
+
+
+def trained(tx: Any, steps: int = 2) -> tuple[Any, opt_nnx.Optimizer[Any]]:
+    model = make_model()
+    optimizer = opt_nnx.Optimizer(model, tx)
+    for _ in range(steps):
+        train_step(model, optimizer)
+    return model, optimizer
+
+
+def grouped() -> MultiOptimizer:
+    rules: Any = [("kernels", r".*/kernel", opt.adam(0.1)), ("inner", "inner/bias", opt.sgd(0.1))]
+    return MultiOptimizer.from_rules(rules, rest=FROZEN)
+
+
+# Definitions and their hyper-parameters.
+
+
+def test_a_twin_is_the_transformation() -> None:
+    (model, twin), (other, plain) = trained(opt.adamw(0.1)), trained(optax.adamw(0.1))
+    assert_same(nnx.state(model), nnx.state(other))
+    assert_same(nnx.state(twin), nnx.state(plain))
+    assert_same(train_step(model, twin), train_step(other, plain))
+
+
+def test_hyper_parameters_at_run_time_are_compiled_once() -> None:
+    model, optimizer = trained(opt.adamw(0.1), steps=0)
+    traces: list[None] = []
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, rate: Any, decay: Any) -> Any:
+        traces.append(None)
+        grads = nnx.grad(loss)(model)
+        return optimizer.update(model, grads, learning_rate=rate, weight_decay=decay)
+
+    for rate, decay in ((0.1, 0.0), (0.05, 0.5), (0.0, 0.0)):
+        params, state = bare(nnx.state(model, nnx.Param)), bare(optimizer.opt_state)
+        built = jax.jit(optax.adamw(rate, weight_decay=decay).update)
+        expected, _ = built(bare(gradients(model)), state, params)
+        updates = step(model, optimizer, rate, decay)
+        for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4)
+    assert len(traces) == 1
+
+
+def test_what_a_step_uses() -> None:
+    schedule = optax.linear_schedule(1.0, 0.0, 10)
+    model, optimizer = trained(opt.adam(schedule))
+    assert optimizer.resolve_hyper_params(model).learning_rate == schedule(2)
+    assert optimizer.resolve_hyper_params(model, learning_rate=0.5).learning_rate == 0.5
+
+    @nnx.jit
+    def in_a_step(model: Any, optimizer: Any) -> Any:
+        return optimizer.resolve_hyper_params(model).learning_rate
+
+    assert in_a_step(model, optimizer) == schedule(2)
+
+
+def test_a_keyword_that_nothing_takes_is_an_error() -> None:
+    model, optimizer = trained(opt.adam(0.1), steps=0)
+    grads = gradients(model)
+    before = copied((model, optimizer))
+    with pytest.raises(HyperParamError, match=r"learning_rat.*`learning_rate`"):
+        optimizer.update(model, grads, learning_rat=0.1)
+    plain = opt_nnx.Optimizer(model, optax.adam(0.1))  # would ignore it
+    with pytest.raises(UnusedArgumentError, match="learning_rate"):
+        plain.update(model, grads, learning_rate=0.1)
+    strict = opt_nnx.Optimizer(model, optax.GradientTransformation(optax.sgd(0.1).init, _update))
+    with pytest.raises(HyperParamError, match="value"):
+        strict.update(model, grads, value=0.1)
+    assert_same(nnx.state((model, optimizer)), before)
+
+
+def _update(updates: Any, state: Any, params: Any = None) -> Any:
+    return updates, state
+
+
+def times(updates: Any, state: Any, params: Any = None, *, value: Any) -> Any:
+    return jax.tree.map(lambda u: u * value, updates), state
+
+
+def test_keywords_may_be_variables() -> None:
+    update: Any = times
+    scaled = optax.GradientTransformationExtraArgs(lambda _: (), update)
+    model, optimizer = trained(scaled, steps=0)
+    updates = optimizer.update(model, _ones(model), value=nnx.Variable(jnp.float32(2.0)))
+    assert (updates["inner"]["bias"] == 2.0).all()
+
+
+class Counting(OptimizerDef):
+    """Plain gradient descent at a rate that the step decides; no axes are derived."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def init_state(self, params: Any) -> OptimizerState:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return OptimizerState(jnp.zeros((), jnp.int32), {"last": zeros})
+
+    def update_hyper_params(self, **overrides: Any) -> Any:
+        assert not overrides
+
+    def apply_gradient(
+        self, hyper_params: Any, params: Any, state: OptimizerState, grads: Any
+    ) -> tuple[Any, OptimizerState]:
+        rate = 1.0 / (1 + state.step)
+        params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
+        return params, OptimizerState(increment_step(state.step), {"last": grads})
+
+
+def test_any_definition_will_do() -> None:
+    model = make_model()
+    optimizer = opt_nnx.Optimizer(model, Counting())
+    first, second = (optimizer.update(model, _ones(model)) for _ in range(2))
+    assert float(first["inner"]["bias"][0]) == -1.0
+    assert float(second["inner"]["bias"][0]) == -0.5
+    assert type(optimizer.opt_state["last"]["inner"]["kernel"]) is nnx.OptVariable
+
+
+def _ones(model: Any) -> Any:
+    return jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+
+
+def test_gradients_without_variables() -> None:
+    model, optimizer = trained(optax.sgd(0.5), steps=0)
+    before = model.inner.bias[...]
+    optimizer.update(model, bare(_ones(model)))
+    assert (model.inner.bias[...] == before - 0.5).all()
+
+
+def test_gradients_must_look_like_the_parameters() -> None:
+    model, optimizer = trained(optax.adam(0.1), steps=0)
+    grads = gradients(model)
+    del grads["inner"]["bias"]
+    with pytest.raises(TreeMismatchError, match=r"inner/bias: expected .* found nothing"):
+        optimizer.update(model, grads)
+
+
+def test_groups() -> None:
+    model, optimizer = trained(grouped(), steps=0)
+    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+    optimizer.update(model, gradients(model), group_overrides={"inner": {"learning_rate": 0.0}})
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), before, nnx.state(model, nnx.Param))
+    found = {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(same)}
+    assert [path for path, is_same in found.items() if not is_same] == [
+        "['inner']['kernel'].value",
+        "['outer']['kernel'].value",
+    ]
+    assert len(jax.tree.leaves(optimizer.opt_state)) == 5  # a count, two moments of two
+    with pytest.raises(HyperParamError, match="no_such"):
+        optimizer.update(model, gradients(model), group_overrides={"no_such": {}})
+
+
+class Halving(NamedTuple):
+    """Takes the parameters themselves, as `opt_accumulate.MultiSteps` does."""
+
+    def init(self, params: Any) -> Any:
+        return ()
+
+    def update(self, updates: Any, state: Any, params: Any = None) -> Any:
+        raise AssertionError("`apply` is asked")
+
+    def apply(self, params: Any, state: Any, grads: Any, **extra_args: Any) -> Any:
+        return jax.tree.map(lambda p: p / 2, params), state
+
+
+def test_a_transformation_that_updates_the_parameters() -> None:
+    model = make_model()
+    optimizer = opt_nnx.Optimizer(model, Halving())
+    before = model.inner.kernel[...]
+    updates = optimizer.update(model, gradients(model))
+    assert (model.inner.kernel[...] == before / 2).all()
+    assert (updates["inner"]["kernel"] == -before / 2).all()
+
+
+# Types.
+
+
+def grow(dtype: Any) -> optax.GradientTransformation:
+    """Its state comes back in another dtype than `init` makes."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, jax.tree.map(lambda s, u: s + u.astype(dtype), state, updates)
+
+    return optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update)
+
+
+def test_dtypes_are_stable() -> None:
+    model = make_model()
+    nnx.update(model, jax.tree.map(lambda p: p.astype(jnp.bfloat16), nnx.state(model, nnx.Param)))
+    optimizer = opt_nnx.Optimizer(model, grow(jnp.float32))
+    before = [leaf.dtype for leaf in jax.tree.leaves(nnx.state(optimizer))]
+    train_step(model, optimizer)
+    assert [leaf.dtype for leaf in jax.tree.leaves(nnx.state(optimizer))] == before
+
+
+def test_equal_definitions_are_one_program() -> None:
+    first, second = (opt_nnx.Optimizer(make_model(), opt.adam(0.1)) for _ in range(2))
+    assert nnx.graphdef(first) == nnx.graphdef(second)
+    assert hash(nnx.graphdef(first)) == hash(nnx.graphdef(second))
+    assert nnx.graphdef(first) != nnx.graphdef(opt_nnx.Optimizer(make_model(), opt.adam(0.2)))
+
+
+# Names of dimensions, without a mesh.
+
+
+def named_model(**metadata: Any) -> Any:
+    init = nnx.with_partitioning(
+        nnx.initializers.lecun_normal(), ("embed", "mlp"), eager_sharding=False, **metadata
+    )
+    return nnx.Linear(4, 3, kernel_init=init, rngs=nnx.Rngs(0))
+
+
+def names(variable: Any) -> Any:
+    metadata = variable.get_metadata()
+    return metadata.get("out_sharding", metadata.get("sharding_names"))
+
+
+def test_names_of_the_state_are_those_of_what_it_follows() -> None:
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=2, momentum=0.9)
+    optimizer = opt_nnx.Optimizer(named_model(tag="kept"), tx)
+    factored, momentum = optimizer.opt_state[0], optimizer.opt_state[4]
+    assert names(factored.v_row["kernel"]) == ("mlp",)
+    assert names(factored.v_col["kernel"]) == ("embed",)
+    assert names(momentum.ema["kernel"]) == ("embed", "mlp")
+    assert momentum.ema["kernel"].get_metadata()["tag"] == "kept"
+    assert names(factored.v["bias"]) is None
+
+
+def test_hooks_are_not_those_of_the_state() -> None:
+    model = named_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Flax: they are deprecated
+        hooked = nnx.Param(jnp.ones(2), on_set_value=lambda variable, value: value * 2)
+    model.extra = hooked
+    optimizer = opt_nnx.Optimizer(model, optax.adam(0.1))
+    assert "on_set_value" not in optimizer.opt_state[0].mu["extra"].get_metadata()
+
+
+class Nested(nnx.Module):
+    def __init__(self) -> None:
+        self.pair = nnx.Param({"a": jnp.ones((2, 3)), "b": jnp.ones(3)})
+
+
+def test_a_variable_may_hold_a_tree() -> None:
+    model = Nested()
+    optimizer = opt_nnx.Optimizer(model, optax.adam(0.1))
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    values: Any = bare(nnx.state(model))
+    assert float(values["pair"]["a"][0, 0]) < 1.0
+
+
+def test_abstract_models_make_abstract_optimizers() -> None:
+    model = nnx.eval_shape(make_model)
+    optimizer = opt_nnx.Optimizer(model, opt.adam(0.1))
+    leaves = jax.tree.leaves(nnx.state(optimizer))
+    assert leaves
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    assert optimizer.to_core(model).state.step == jax.ShapeDtypeStruct((), jnp.int32)
+
+
+# There and back.
+
+
+def test_to_core_and_back() -> None:
+    model, optimizer = trained(opt.adam(0.1))
+    core = optimizer.to_core(model)
+    assert core.optimizer_def is optimizer.tx
+    assert (core.state.step.dtype, int(core.state.step)) == (jnp.int32, 2)
+    step = jax.jit(lambda core, grads: core.apply_gradient(grads))
+    after = step(core, bare(gradients(model)))
+    other = make_model()
+    again = opt_nnx.Optimizer(other, opt.adam(0.1))
+    again.load_core(other, after)
+    train_step(model, optimizer)
+    assert int(again.step[...]) == 3
+    assert again.step[...].dtype == jnp.uint32
+    for a, b in zip(
+        jax.tree.leaves(nnx.state(again)), jax.tree.leaves(nnx.state(optimizer)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_surgery() -> None:
+    model, optimizer = trained(opt.adam(0.1))
+    frozen, report = opt_core.freeze(optimizer.to_core(model), "inner/.*")
+    assert report.kept
+    optimizer.load_core(model, frozen)
+    assert isinstance(optimizer.tx, MultiOptimizer)
+    before = model.inner.kernel[...]
+    train_step(model, optimizer)
+    assert (model.inner.kernel[...] == before).all()
+    assert optimizer.step[...] == 3
+    with pytest.raises(TreeMismatchError, match="`core`"):
+        optimizer.load_core(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), frozen)
+
+
+@pytest.mark.parametrize("tx", [opt.adamw(0.1), optax.adamw(0.1), grouped()], ids=repr)
+def test_state_dicts(tx: Any) -> None:
+    model, optimizer = trained(tx)
+    saved = optimizer.state_dict(model)
+    assert set(saved) == {"target", "state"}
+    other = make_model()
+    again = opt_nnx.Optimizer(other, tx)
+    again.restore_state(other, jax.tree.map(np.asarray, saved))
+    assert_same(nnx.state(again), nnx.state(optimizer))
+    assert_same(nnx.state(other, nnx.Param), nnx.state(model, nnx.Param))
+    del saved["target"]["inner"]["bias"]
+    before = copied((other, again))
+    with pytest.raises(RestoreError, match="target/inner/bias: missing"):
+        again.restore_state(other, saved)
+    assert_same(nnx.state((other, again)), before)

@@ -1,0 +1,27 @@
+"""The README runs."""
+
+import importlib.metadata
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.contract
+
+BESIDE = Path(__file__).parents[1] / "README.md"
+
+
+def readme() -> str:
+    """The checkout's, or where the tests were copied alone, the installed distribution's."""
+    if BESIDE.is_file() and (text := BESIDE.read_text()).startswith("# opt-nnx\n"):
+        return text
+    return str(importlib.metadata.metadata("opt-nnx").get_payload())  # type: ignore[attr-defined]
+
+
+def test_the_examples_run() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", readme(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 5
+    namespace: dict[str, Any] = {"__name__": "readme"}
+    for number, block in enumerate(blocks, start=1):
+        exec(compile(block, f"README.md, block {number}", "exec"), namespace)

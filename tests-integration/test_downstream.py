@@ -1,0 +1,84 @@
+"""Frameworks that depend on two of the packages: from wheels, in empty environments."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FRAMEWORKS = Path(__file__).parent / "downstream"
+UV = Path(sys.executable).parent / "uv"
+# What each may bring of the packages: the two that it names, and what these declare.
+BROUGHT = {
+    "shardlab": {"opt-accumulate", "opt-partition"},
+    "grouplab": {"opt-adafactor", "opt-core"},
+    "savelab": {"opt-checkpoint", "opt-core", "opt-optax-bridge", "opt-partition"},
+}
+PROGRAM = """
+import importlib, importlib.metadata, json, pathlib, sys
+name, folder, until = sys.argv[1:]
+trainer = importlib.import_module(name).Trainer(pathlib.Path(folder))
+began, first = trainer.steps, trainer.loss()
+trainer.run(int(until))
+import jax, numpy as np
+ours = {d.name for d in importlib.metadata.distributions() if d.name.startswith("opt-")}
+print(json.dumps({
+    "began": began, "steps": trainer.steps, "first": first, "loss": trainer.loss(),
+    "ours": sorted(ours), "as_promised": trainer.is_as_promised(),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheels")
+    for name in sorted(set().union(*BROUGHT.values())):
+        run(UV, "build", "--quiet", "--wheel", "--out-dir", out, ROOT / "packages" / name)
+    return out
+
+
+def run(*command: object) -> str:
+    unwanted = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    env = {name: value for name, value in os.environ.items() if name not in unwanted}
+    env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run(
+        list(map(str, command)), env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", sorted(BROUGHT))
+def test_a_framework_trains_and_resumes(name: str, wheels: Path, tmp_path: Path) -> None:
+    python = tmp_path / "venv" / "bin" / "python"
+    run(UV, "venv", "--quiet", "--python", sys.executable, tmp_path / "venv")
+    run(UV, "pip", "install", "--python", python, "--find-links", wheels, FRAMEWORKS / name)
+
+    def train(folder: str, until: int) -> dict[str, Any]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        printed = run(python, "-I", "-c", PROGRAM, name, tmp_path / folder, until)
+        result: dict[str, Any] = json.loads(printed.splitlines()[-1])
+        return result
+
+    straight = train("straight", 8)
+    assert straight["began"] == 0
+    assert straight["loss"] < straight["first"]
+    train("interrupted", 4)
+    resumed = train("interrupted", 8)
+    assert (resumed["began"], resumed["steps"]) == (4, 8)
+    assert resumed["loss"] == straight["loss"]
+    assert set(resumed["ours"]) == BROUGHT[name]
+    assert resumed["as_promised"]
+
+
+@pytest.mark.parametrize("name", sorted(BROUGHT))
+def test_a_framework_names_two_packages(name: str) -> None:
+    project = tomllib.loads((FRAMEWORKS / name / "pyproject.toml").read_text())["project"]
+    assert len(project["dependencies"]) == 2
+    assert set(project["dependencies"]) <= BROUGHT[name]

@@ -1,0 +1,443 @@
+"""`opt_nnx.Optimizer` on eight devices: every state lies right, and a step compiles once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_nnx
+import opt_optax_bridge as opt
+import optax
+import optax.contrib
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from opt_adafactor import Adafactor
+from opt_core import FROZEN, MultiOptimizer
+from opt_partition.errors import AxesError
+
+P = PartitionSpec
+MESHES: dict[str, Callable[[], Any]] = {
+    "auto": lambda: jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2),
+    "explicit": lambda: jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2),
+}
+RULES = (("embed", "fsdp"), ("mlp", "tp"))
+
+
+class Model(nnx.Module):
+    """Two matrices with named dimensions, and biases."""
+
+    def __init__(self, *, names: bool = True, dtype: Any = jnp.float32, **metadata: Any) -> None:
+        def init(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
+            return 0.1 * jax.random.normal(key, shape, dtype)
+
+        def layer(shape: tuple[int, int], axes: tuple[str, str]) -> nnx.Linear:
+            def named(axes: tuple[str, ...]) -> Any:
+                return nnx.with_partitioning(init, axes, **metadata) if names else init
+
+            return nnx.Linear(
+                *shape,
+                kernel_init=named(axes),
+                bias_init=named(axes[1:]),
+                param_dtype=dtype,
+                rngs=nnx.Rngs(0),
+            )
+
+        self.wi: Any = layer((16, 32), ("embed", "mlp"))
+        self.wo: Any = layer((32, 16), ("mlp", "embed"))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        hidden = jnp.tanh(_dot(x, self.wi.kernel[...]) + self.wi.bias[...])
+        out: jax.Array = _dot(hidden, self.wo.kernel[...]) + self.wo.bias[...]
+        return out
+
+
+def _dot(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    if AxisType.Explicit in jax.typeof(kernel).sharding.mesh.axis_types:
+        return jnp.einsum("ab,bc->ac", x, kernel, out_sharding=P())
+    return x @ kernel
+
+
+X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+
+
+def loss(model: Any) -> jax.Array:
+    return jnp.mean((model(jnp.asarray(X)) - 1.0) ** 2)
+
+
+def make_step() -> tuple[Any, list[None]]:
+    """A compiled step, and a list with an entry for each time that it was traced."""
+    traces: list[None] = []
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, **overrides: Any) -> Any:
+        traces.append(None)
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads, **overrides)
+        return value
+
+    return step, traces
+
+
+def shardings(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(tree))
+    return {jax.tree_util.keystr(path): leaf.sharding for path, leaf in leaves}
+
+
+def specs(tree: Any) -> dict[str, tuple[Any, ...]]:
+    return {path: _trimmed(found.spec) for path, found in shardings(tree).items()}
+
+
+def _trimmed(spec: Any) -> tuple[Any, ...]:
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return tuple(entries)
+
+
+def single(path: str, found: dict[str, Any]) -> Any:
+    (value,) = (value for name, value in found.items() if path in name)
+    return value
+
+
+COMPILED: list[str] = []  # an entry for each program
+
+
+def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    if "backend_compile" in event:
+        COMPILED.append(event)
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+CONTRIB: Any = optax.contrib
+TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
+    "adam": lambda: optax.adam(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9),
+    "muon": lambda: CONTRIB.muon(1e-2),
+    "sm3": lambda: optax.sm3(1e-2),
+    "galore": lambda: CONTRIB.galore(1e-2, rank=4),
+    "adamw_of_ours": lambda: opt.adamw(1e-2),
+    "adafactor_of_ours": lambda: Adafactor(1e-2, min_dim_size_to_factor=8, beta1=0.9),
+    "groups": lambda: MultiOptimizer.from_rules(
+        [("matrices", r".*/kernel", opt.adafactor(1e-2, min_dim_size_to_factor=8))],
+        rest=opt.adam(1e-2),
+    ),
+    "frozen": lambda: MultiOptimizer.from_rules([("wi", r"wi/.*", opt.lion(1e-2))], rest=FROZEN),
+    "clip": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2, momentum=0.9)),
+}
+
+
+@pytest.mark.parametrize("zero", [None, "fsdp"])
+@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize(
+    "name", [name for name in TRANSFORMATIONS if hasattr(optax.contrib, name) or name != "galore"]
+)
+def test_state_stays_where_it_is_made_and_a_step_compiles_once(
+    name: str, kind: str, zero: str | None
+) -> None:
+    with jax.set_mesh(MESHES[kind]()), nnx.logical_axis_rules(RULES):
+        model = Model()
+        optimizer = opt_nnx.Optimizer(model, TRANSFORMATIONS[name](), zero=zero)
+        before = shardings((model, optimizer))
+        assert all(isinstance(s, NamedSharding) for s in before.values())
+        step, traces = make_step()
+        values = [float(step(model, optimizer)) for _ in range(3)]
+        after = shardings((model, optimizer))
+    assert values == sorted(values, reverse=True)
+    assert len(traces) == 1
+    assert {path: (s.mesh, _trimmed(s.spec)) for path, s in after.items()} == {
+        path: (s.mesh, _trimmed(s.spec)) for path, s in before.items()
+    }
+    assert step.jitted_fn._cache_size() == 1  # nor compiled again
+
+
+EXPECTED: dict[str, dict[str, Any]] = {
+    # Adafactor averages the larger dimension away for the rows, and the smaller for the columns.
+    "adafactor": {
+        "['v_row']['wi']['kernel']": ("fsdp",),
+        "['v_col']['wi']['kernel']": ("tp",),
+        "['v_row']['wo']['kernel']": ("fsdp",),
+        "['v_col']['wo']['kernel']": ("tp",),
+        "['v']['wi']['kernel']": (),
+        "['ema']['wo']['kernel']": ("tp", "fsdp"),
+        "['step']": (),
+    },
+    "adafactor_of_ours": {
+        "['wi']['kernel']['v_row']": ("fsdp",),
+        "['wi']['kernel']['v_col']": ("tp",),
+        "['wi']['kernel']['m']": ("fsdp", "tp"),
+    },
+    "muon": {
+        "['muon']['inner_state'][0]['mu']['wi']['kernel']": ("fsdp", "tp"),
+        "['adam']['inner_state'][0]['nu']['wo']['bias']": ("fsdp",),
+    },
+    "sm3": {
+        "['mu']['wi']['kernel'].value[0]": ("fsdp",),
+        "['mu']['wi']['kernel'].value[1]": ("tp",),
+    },
+    "groups": {
+        "['matrices'][0]['v_row']['wo']['kernel']": ("fsdp",),
+        "['rest'][0]['mu']['wo']['bias']": ("fsdp",),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_dimension_lies_as_the_one_that_it_follows(name: str, kind: str) -> None:
+    with jax.set_mesh(MESHES[kind]()), nnx.logical_axis_rules(RULES):
+        optimizer = opt_nnx.Optimizer(Model(), TRANSFORMATIONS[name]())
+    found = specs(optimizer)
+    assert {path: single(path, found) for path in EXPECTED[name]} == EXPECTED[name]
+
+
+@pytest.mark.parametrize("zero", [None, "fsdp", ("tp", "fsdp")], ids=str)
+@pytest.mark.parametrize("name", ["adam", "adafactor", "groups", "muon"])
+def test_metadata_say_where_a_leaf_lies(name: str, zero: Any) -> None:
+    with jax.set_mesh(MESHES["auto"]()), nnx.logical_axis_rules(RULES):
+        optimizer = opt_nnx.Optimizer(Model(), TRANSFORMATIONS[name](), zero=zero)
+        state = nnx.state(optimizer)
+        read = nnx.get_partition_spec(state)
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    said = jax.tree.leaves(read, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    for leaf, spec in zip(leaves, said, strict=True):
+        if isinstance(leaf[...] if jax.tree.leaves(leaf) else None, jax.Array):
+            assert _trimmed(leaf[...].sharding.spec) == _trimmed(spec.get_value())
+
+
+def test_zero_divides_the_state_by_the_free_axis() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        model = Model(sharding_rules=[("embed", None), ("mlp", "tp")])
+        whole, shared = (opt_nnx.Optimizer(model, optax.adam(0.1), zero=z) for z in (None, "data"))
+
+    def held(optimizer: Any) -> int:
+        leaves = jax.tree.leaves(nnx.state(optimizer, nnx.OptVariable))
+        return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+
+    assert held(whole) == 4 * held(shared)
+    assert specs(whole)["['opt_state'][0]['mu']['wi']['kernel'].value"] == (None, "tp")
+    assert specs(shared)["['opt_state'][0]['mu']['wi']['kernel'].value"] == ("data", "tp")
+    assert _trimmed(model.wi.kernel[...].sharding.spec) == (None, "tp")
+
+
+@pytest.mark.parametrize("zero", [None, "fsdp"])
+@pytest.mark.parametrize("name", ["adam", "muon", "clip"])
+def test_numbers_are_those_of_flax(name: str, zero: str | None) -> None:
+    found = []
+    makers: list[Callable[[Any], Any]] = [
+        lambda model: nnx.Optimizer(model, TRANSFORMATIONS[name](), wrt=nnx.Param),
+        lambda model: opt_nnx.Optimizer(model, TRANSFORMATIONS[name](), zero=zero),
+    ]
+    for make in makers:
+        with jax.set_mesh(MESHES["auto"]()), nnx.logical_axis_rules(RULES):
+            # Flax cannot make the states of `muon` where variables have names.
+            model = Model(names=name != "muon")
+            optimizer = make(model)
+            step, _ = make_step()
+            values = [step(model, optimizer) for _ in range(4)]
+            found.append((values, nnx.state(model), nnx.state(optimizer)))
+    for theirs, ours in zip(*(jax.tree.leaves(tree) for tree in found), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-7)
+
+
+# Where the mesh and the rules come from.
+
+
+def test_the_mesh_of_the_arrays_is_found() -> None:
+    with jax.set_mesh(MESHES["auto"]()):
+        model = Model(sharding_rules=RULES)
+    optimizer = opt_nnx.Optimizer(model, optax.adam(0.1))  # without a context
+    assert specs(optimizer)["['opt_state'][0]['nu']['wo']['kernel'].value"] == ("tp", "fsdp")
+    assert shardings(optimizer)["['step'].value"] == NamedSharding(
+        model.wi.kernel[...].sharding.mesh, P()
+    )
+
+
+def test_the_mesh_of_the_metadata_is_found() -> None:
+    mesh = MESHES["auto"]()
+    model = Model(eager_sharding=False, mesh=mesh, sharding_rules=RULES)
+    assert not isinstance(model.wi.kernel[...].sharding, NamedSharding)
+    optimizer = opt_nnx.Optimizer(model, optax.adam(0.1))
+    assert specs(optimizer)["['opt_state'][0]['nu']['wo']['kernel'].value"] == ("tp", "fsdp")
+
+
+def test_a_mesh_and_rules_of_the_constructor_go_first() -> None:
+    other = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    model = Model(eager_sharding=False, sharding_rules=RULES)
+    with nnx.logical_axis_rules(RULES):
+        optimizer = opt_nnx.Optimizer(
+            model, optax.adam(0.1), mesh=other, rules={"mlp": "x", "embed": None}
+        )
+    found = specs(optimizer)
+    assert found["['opt_state'][0]['nu']['wo']['kernel'].value"] == ("x",)
+    assert found["['opt_state'][0]['nu']['wi']['kernel'].value"] == (None, "x")
+    assert found["['opt_state'][0]['count'].value"] == ()
+
+
+def test_arrays_without_names_are_followed() -> None:
+    mesh = MESHES["auto"]()
+    model = Model(names=False)
+    model.wi.kernel.set_value(jax.device_put(model.wi.kernel[...], NamedSharding(mesh, P("tp"))))
+    optimizer = opt_nnx.Optimizer(model, TRANSFORMATIONS["adafactor"]())
+    assert single("['v_row']['wi']['kernel']", specs(optimizer)) == ("tp",)
+    assert single("['v_col']['wi']['kernel']", specs(optimizer)) == ()
+
+
+def test_names_that_mean_nothing_are_an_error() -> None:
+    model = Model(eager_sharding=False)
+    with pytest.raises(AxesError) as caught:
+        opt_nnx.Optimizer(model, optax.adam(0.1), mesh=MESHES["auto"](), rules=[("mlp", None)])
+    assert str(caught.value).splitlines() == [
+        "these names of dimensions have no rule, and `mesh` has no such axis: it has fsdp=4, tp=2",
+        "  wi/kernel: 'embed'",
+        "  wo/bias: 'embed'",
+        "  wo/kernel: 'embed'",
+        "Give `rules=[('embed', None), ...]`, or use `nnx.logical_axis_rules`.",
+    ]
+    with pytest.raises(AxesError, match="`zero` needs a mesh"):
+        opt_nnx.Optimizer(Model(names=False), optax.adam(0.1), zero="data")
+
+
+def test_names_of_another_program_give_way_to_where_the_arrays_lie() -> None:
+    with jax.set_mesh(MESHES["auto"]()), nnx.logical_axis_rules(RULES):
+        model = Model()
+    optimizer = opt_nnx.Optimizer(model, optax.adam(0.1))  # the rules are gone
+    assert specs(optimizer)["['opt_state'][0]['nu']['wo']['kernel'].value"] == ("tp", "fsdp")
+
+
+def test_names_for_the_optimizer_alone() -> None:
+    with jax.set_mesh(MESHES["auto"]()):
+        model = Model(sharding_rules=RULES, optimizer_sharding=("fsdp",))
+        optimizer = opt_nnx.Optimizer(model, TRANSFORMATIONS["adam"]())
+        before = specs((model, optimizer))
+        step, _ = make_step()
+        step(model, optimizer)
+    assert before["[1]['opt_state'][0]['nu']['wo']['kernel'].value"] == ("fsdp",)
+    assert before["[0]['wo']['kernel'].value"] == ("tp", "fsdp")
+    assert specs((model, optimizer)) == before
+
+
+@pytest.mark.parametrize("kind", MESHES)
+def test_an_optimizer_made_in_a_compiled_function(kind: str) -> None:
+    @nnx.jit
+    def create() -> Any:
+        model = Model()
+        return model, opt_nnx.Optimizer(model, TRANSFORMATIONS["adafactor"](), zero="fsdp")
+
+    with jax.set_mesh(MESHES[kind]()), nnx.logical_axis_rules(RULES):
+        model, optimizer = create()
+        before = specs((model, optimizer))
+        step, traces = make_step()
+        for _ in range(2):
+            step(model, optimizer)
+    assert single("['v_row']['wi']['kernel']", before) == ("fsdp",)
+    assert specs((model, optimizer)) == before
+    assert len(traces) == 1
+
+
+def test_an_abstract_model_has_an_abstract_optimizer() -> None:
+    mesh = MESHES["auto"]()
+    model = nnx.eval_shape(lambda: Model(eager_sharding=False, sharding_rules=RULES))
+    optimizer = opt_nnx.Optimizer(model, opt.adam(0.1), mesh=mesh, zero="tp")
+    leaves = jax.tree.leaves(nnx.state(optimizer))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    assert all(leaf.sharding.mesh == mesh for leaf in leaves)
+    assert specs(optimizer)["['opt_state'][0]['nu']['wo']['kernel'].value"] == ("tp", "fsdp")
+
+
+def test_inside_shard_map_an_update_is_of_shards() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    model = Model(names=False)
+    optimizer = opt_nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), mesh=mesh)
+    graphdef, state = nnx.split((model, optimizer))
+
+    @jax.jit
+    def step(state: Any) -> Any:
+        def local(state: Any, x: jax.Array) -> Any:
+            model, optimizer = nnx.merge(graphdef, state)
+            grads = nnx.grad(lambda model: jnp.mean((model(x) - 1.0) ** 2))(model)
+            optimizer.update(model, jax.tree.map(lambda g: jax.lax.pmean(g, "data"), grads))
+            return nnx.state((model, optimizer))
+
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+        )(state, jnp.asarray(X))
+
+    for _ in range(2):
+        state = step(state)
+    assert int(nnx.merge(graphdef, state)[1].step[...]) == 2
+
+
+class LowRank(nnx.Module):
+    """A frozen base with trained factors beside it, as Tunix has them."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.base = Model(dtype=dtype)
+        metadata: dict[str, Any] = {
+            "out_sharding" if hasattr(nnx.Variable, "sharding_names") else "sharding_names": (
+                "fsdp",
+                None,
+            )
+        }
+        keys = jax.random.split(jax.random.key(1))
+        self.a: Any = nnx.LoRAParam(0.1 * jax.random.normal(keys[0], (16, 4), dtype), **metadata)
+        self.b = nnx.LoRAParam(jnp.zeros((4, 16), dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        low: jax.Array = x.astype(self.a[...].dtype) @ self.a[...] @ self.b[...]
+        return self.base(x) + low
+
+
+INJECTED: dict[str, Callable[[], Any]] = {
+    # In bfloat16 Optax would round `b2` to 1, and divide by zero.
+    "inject_hyperparams": lambda: optax.inject_hyperparams(
+        optax.adamw, static_args=("b1", "b2", "eps", "eps_root", "weight_decay")
+    )(learning_rate=1e-2),
+    "twin": lambda: opt.adamw(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", INJECTED)
+def test_a_loop_as_that_of_tunix_needs_no_help(name: str) -> None:
+    """LoRA in bfloat16, updates in a branch: nothing is placed or cast from outside."""
+    with jax.set_mesh(MESHES["auto"]()), nnx.logical_axis_rules(RULES):
+        create: Any = nnx.jit(lambda: LowRank(jnp.bfloat16))
+        model = create()
+        # As in Tunix: all of the model lies on the mesh, by `get_partition_spec`.
+        state = nnx.state(model)
+        mesh = model.a[...].sharding.mesh
+        nnx.update(model, jax.device_put(state, nnx.get_named_sharding(state, mesh)))
+        optimizer = opt_nnx.Optimizer(model, INJECTED[name](), wrt=nnx.LoRAParam)
+        avals = jax.tree.map(lambda leaf: (leaf.dtype, leaf.weak_type), nnx.state(optimizer))
+        base = jax.tree.map(jnp.copy, nnx.state(model.base))
+        traces: list[None] = []
+
+        @nnx.jit
+        def step(model: Any, optimizer: Any, is_update: jax.Array) -> Any:
+            traces.append(None)
+            grad = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))
+            value, grads = grad(model)
+
+            def update(model: Any, optimizer: Any) -> None:
+                optimizer.update(model, grads)
+
+            nnx.cond(is_update, update, lambda *_: None, model, optimizer)
+            return value
+
+        flags = [jnp.array(i % 2 == 1) for i in range(12)]
+        values = [float(step(model, optimizer, flags[0]))]
+        before = len(COMPILED)
+        values += [float(step(model, optimizer, flag)) for flag in flags[1:]]
+    assert values[-1] < values[0]
+    assert len(traces) == 1
+    assert len(COMPILED) == before
+    assert optimizer.step[...] == 6
+    after = jax.tree.map(lambda leaf: (leaf.dtype, leaf.weak_type), nnx.state(optimizer))
+    assert after == avals
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, base, nnx.state(model.base)))
+    mu = single("['mu']['a']", shardings(optimizer))
+    assert _trimmed(mu.spec) == ("fsdp",)
