@@ -118,7 +118,7 @@ def test_matrices_side_by_side() -> None:
     ],
 )
 def test_names_that_decide_nothing_are_errors(axes: Any, shape: tuple[int, ...]) -> None:
-    with pytest.raises(UndecidedError, match="w: .* is decided by no rule"):
+    with pytest.raises(UndecidedError, match=r"w: .* is decided by no rule"):
         by_axes(axes, shape)
 
 

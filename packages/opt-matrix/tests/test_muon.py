@@ -141,7 +141,7 @@ def test_bad_arguments() -> None:
         scale_by_muon(scale="rows")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="`matrices` must say"):
         muon(0.1, matrices="kernel")  # type: ignore[arg-type]
-    with pytest.raises(UndecidedError, match="these hold none.*\n  b"):
+    with pytest.raises(UndecidedError, match=r"these hold none.*\n  b"):
         scale_by_muon().init(PARAMS)
     with pytest.raises(UndecidedError, match="w: "):
         muon(0.1, matrices=Matrices.by_rank2()).init({"w": jnp.ones((2, 3, 4))})

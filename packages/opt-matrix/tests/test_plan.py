@@ -114,12 +114,12 @@ def test_groups_are_bounded_and_even() -> None:
 
 
 def test_numbers_do_not_depend_on_the_mesh() -> None:
-    params = {"a": leaf(4, 2, 8, 8), "b": leaf(2, 4, 8, 8)}
+    params = {"a": leaf(4, 2, 8, 8), "b": leaf(4, 4, 8, 8)}
     plan = planned(params, P("x", "y"), matrices=Matrices.by_path({".*": (-2, -1)}))
-    assert len(plan.groups) == 2 or plan.groups[0].kind.batch_axes == ("x", "y")
+    assert [group.kind.batch_axes for group in plan.groups] == [("x", "y")]
     alone = planned(params, None, AbstractMesh((1,), ("x",)), Matrices.by_path({".*": (-2, -1)}))
     found = sorted(n for group in plan.groups for n in plan.numbers(group) if n >= 0)
-    assert found == sorted(alone.numbers(alone.groups[0])) == list(range(16))
+    assert found == sorted(alone.numbers(alone.groups[0])) == list(range(24))
 
 
 def test_a_plan_says_all_of_it() -> None:
@@ -154,11 +154,11 @@ def decoder(layers: int, d: int, ff: int, heads: int, kv: int, size: int) -> tup
 
 def test_a_decoder_of_70_billion_parameters_on_4096_devices() -> None:
     params, specs, axes = decoder(80, 8192, 28672, 64, 8, 128)
-    start = time.perf_counter()
+    start = time.process_time()
     plan = planned(
         params, specs, AbstractMesh((512, 8), ("fsdp", "tp")), Matrices.by_logical_axes(axes)
     )
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert len(plan.layouts) == 560
     assert all(group.flops_per_device < 25 * group.ideal_flops for group in plan.groups)
     assert str(plan).count("layer_") >= len(plan.groups)

@@ -6,7 +6,7 @@ computation follows it with explicit collectives: what is compiled is what was p
 
 from importlib.metadata import version as _version
 
-from optax.contrib import MuonState
+from optax.contrib._muon import MuonState
 
 from opt_matrix import errors
 from opt_matrix._costs import Kind, Machine, Way

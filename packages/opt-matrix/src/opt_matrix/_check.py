@@ -41,7 +41,7 @@ def check(plan: MatrixPlan, compiled: Any, *, exclusive: bool) -> None:
             others.append(f"{row.name}: {row.kind} {row.dtype}{list(row.shape)} {row.op_name}")
             continue
         counts[int(found[1])] += row.count
-        moved[int(found[1])] += row.count * math.prod(row.shape) * _itemsize(row.dtype)
+        moved[int(found[1])] += round(row.count * math.prod(row.shape) * _itemsize(row.dtype))
     problems = [
         f"group {number} ({group.leaves[0]}, {group.choice}): planned {group.collectives} "
         f"collectives and {group.bytes_per_device:,} bytes, found {count} and {size:,}"

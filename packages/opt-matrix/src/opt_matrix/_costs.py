@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -116,11 +116,13 @@ def ways(kind: Kind, mesh: Mapping[str, int], world: Axes, can_split: bool) -> I
         named = list(zip((*cut, *free), chosen, strict=True))
         # Axes that replicate come first: their parts are taken before anything is sent.
         named.sort(key=lambda pair: pair[0] in cut)
-        way = Way(
-            *(tuple(a for a, w in named if w == word) for word in ("share", "gather", "split"))
-        )
+        way = Way(*(_chosen(named, word) for word in ("share", "gather", "split")))
         if _divides(kind, way, mesh):
             yield way
+
+
+def _chosen(named: Sequence[tuple[str, str]], word: str) -> Axes:
+    return tuple(axis for axis, chosen in named if chosen == word)
 
 
 def _divides(kind: Kind, way: Way, mesh: Mapping[str, int]) -> bool:

@@ -50,8 +50,7 @@ class Distributed:
                 for group, own in zip(plan.groups, numbers, strict=True)
             )
 
-        shapes = jax.eval_shape(body, numbers)
-        out_specs = self._state_specs(shapes)
+        out_specs = self._state_specs(jax.eval_shape(body, numbers))
         mapped = _shard_map(body, plan.mesh, (specs,), out_specs)
         states: tuple[Any, ...] = mapped(numbers)
         return states
@@ -60,12 +59,12 @@ class Distributed:
         """Returns where each leaf of the state lies; for `jax.jit` and checkpoints."""
         if self.init_fn is None:
             return ()
-        specs = self._state_specs(jax.eval_shape(self.init))
-        return jax.tree.map(
+        shardings: tuple[Any, ...] = jax.tree.map(
             lambda spec: NamedSharding(self.plan.mesh, spec),
-            specs,
+            self._state_specs(jax.eval_shape(self.init)),
             is_leaf=lambda node: isinstance(node, PartitionSpec),
         )
+        return shardings
 
     def apply(self, tree: Any, state: Sequence[Any] = ()) -> tuple[Any, tuple[Any, ...]]:
         """Returns what the function makes of the matrices of a tree, and the new state.
@@ -82,8 +81,8 @@ class Distributed:
         _check_tree(plan, leaves)
         if len(state) != (len(plan.groups) if self.init_fn else 0):
             raise PlanError(
-                f"`state` is of {len(state)} groups, and the plan has {len(plan.groups)}: it is one "
-                "of another plan; `restack` converts it"
+                f"`state` is of {len(state)} groups, and the plan has {len(plan.groups)}: it was "
+                "made for another one"
             )
         specs = {path: layout.partition_spec for path, layout in plan.layouts.items()}
         state_specs = self._state_specs(tuple(state))
@@ -97,9 +96,10 @@ class Distributed:
         return jax.tree_util.tree_map_with_path(result, tree), tuple(state)
 
     def _state_specs(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        specs = [PartitionSpec(group.stack_axes or None) for group in self.plan.groups]
         return tuple(
-            jax.tree.map(lambda _, g=group: PartitionSpec(g.stack_axes or None), own)
-            for group, own in zip(self.plan.groups, state, strict=False)
+            jax.tree.map(lambda _, spec=spec: spec, own)
+            for spec, own in zip(specs, state, strict=False)
         )
 
     def _init_group(self, group: Group, numbers: jax.Array) -> Any:

@@ -82,7 +82,7 @@ class LeafLayout:
 
     def batch_numbers(self, mesh_shape: Mapping[str, int]) -> np.ndarray:
         """Returns which matrices of the leaf each part of `batch_axes` holds, one row a part."""
-        sizes, places = [], []
+        sizes, places = list[int](), list[int]()
         for dim in self.batch_dims:
             parts = math.prod(mesh_shape[axis] for axis in self.spec[dim])
             places.append(len(sizes))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
-from optax import contrib
+from optax.contrib._muon import MuonDimensionNumbers
 
 from opt_matrix._paths import leaves_by_path
 from opt_matrix.errors import OptionError, UndecidedError
@@ -220,7 +220,7 @@ def as_dims(given: Any) -> Dims | None:
     """
     if given is None or isinstance(given, Dims):
         return given
-    if isinstance(given, contrib.MuonDimensionNumbers):
+    if isinstance(given, MuonDimensionNumbers):
         given = (given.reduction_axis, given.output_axis)
     if isinstance(given, tuple | list) and len(given) == 2:
         sides = [(side,) if isinstance(side, int) else side for side in given]
@@ -283,10 +283,10 @@ def _is_axes(node: Any) -> bool:
 def _names(path: str, axes: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
     if hasattr(axes, "get_partition_spec"):
         axes = axes.get_partition_spec()
-    axes = tuple(getattr(axes, "names", axes))
-    if len(axes) > len(shape):
-        raise OptionError(f"{path}: {axes} are more names than {shape} has dimensions")
-    return axes + (None,) * (len(shape) - len(axes))
+    names = tuple(getattr(axes, "names", axes))
+    if len(names) > len(shape):
+        raise OptionError(f"{path}: {names} are more names than {shape} has dimensions")
+    return names + (None,) * (len(shape) - len(names))
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

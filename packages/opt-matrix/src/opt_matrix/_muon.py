@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from optax.contrib import MuonState
+from optax.contrib._muon import MuonState
 
 from opt_matrix._distribute import Distributed
 from opt_matrix._layouts import leaf_layout
@@ -63,8 +63,8 @@ def scale_by_muon(
       OptionError: an argument has no such value, or contradicts the plan.
 
     References:
-      Jordan et al., `Muon <https://kellerjordan.github.io/posts/muon/>`_, 2024; Liu et al., `Muon is
-      Scalable for LLM Training <https://arxiv.org/abs/2502.16982>`_, 2025.
+      Jordan et al., `Muon <https://kellerjordan.github.io/posts/muon/>`_, 2024
+      Liu et al., `Muon is Scalable for LLM Training <https://arxiv.org/abs/2502.16982>`_, 2025
 
     Examples:
       >>> tx = scale_by_muon(orthogonalize=newton_schulz(dtype=None))

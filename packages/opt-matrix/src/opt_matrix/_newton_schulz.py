@@ -154,8 +154,8 @@ def newton_schulz(
 
     Args:
       steps: number of steps; of an array of coefficients, the last ones.
-      coefficients: `'keller'` (Optax's default), `'dion'` (5 steps), `'polar_express'` (any number),
-        or an array `[n, 3]`.
+      coefficients: `'keller'` (Optax's default), `'dion'` (5 steps), `'polar_express'` (any
+        number), or an array `[n, 3]`.
       dtype: what the matrices are sent and computed in. `None` is their own, as in Optax.
       eps: added to the norm that a matrix is divided by, so that zeros stay zeros.
       gram: iterate on `XXᵀ` in float32 and multiply `X` once: fewer operations where one side is
@@ -169,9 +169,8 @@ def newton_schulz(
       >>> newton_schulz(8, 'polar_express', jnp.float32)(x).round(2).tolist()
       [[1.0, 0.0], [0.0, 1.0]]
     """
-    if isinstance(steps, bool) or not isinstance(steps, int | np.integer) or steps < 1:
+    if not _is_positive_integer(steps):
         raise OptionError(f"`steps` must be a positive integer; got {steps!r}")
-    steps = int(steps)
     chosen = _NAMED.get(coefficients) if isinstance(coefficients, str) else _rows(coefficients)
     if chosen is None:
         raise OptionError(
@@ -198,6 +197,10 @@ _NAMED: dict[Any, Coefficients] = {
 }
 
 
+def _is_positive_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def _rows(coefficients: Any) -> Coefficients:
     array = np.asarray(coefficients, np.float64)
     if array.ndim != 2 or array.shape[1] != 3 or not len(array):
@@ -210,7 +213,8 @@ def _gram(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     if not axes:
         return x @ jnp.swapaxes(x, -1, -2)
     partial = jnp.einsum("...ik,...jk->...ij", x, x, preferred_element_type=_wide_dtype(x))
-    return lax.psum(partial, axes)
+    total: jax.Array = lax.psum(partial, axes)
+    return total
 
 
 def _by_gram(x: jax.Array, a: jax.Array, coefficients: Coefficients) -> jax.Array:

@@ -134,14 +134,14 @@ class MatrixPlan:
         """Holds a compiled program against the plan; needs the extra `opt-matrix[partition]`.
 
         Args:
-          compiled: what `jax.jit(f).lower(...).compile()` returns, of any `f` that updates with this
-            plan.
-          exclusive: whether no other collective may be in the program, as in an update alone; those
-            of a training step are passed over otherwise.
+          compiled: what `jax.jit(f).lower(...).compile()` returns, of any `f` that updates with
+            this plan.
+          exclusive: whether no other collective may be in the program, as in an update alone;
+            those of a training step are passed over otherwise.
 
         Raises:
-          PlanMismatchError: a group has more collectives than planned or moves more bytes, or none of
-            the planned collectives is there.
+          PlanMismatchError: a group has more collectives than planned or moves more bytes, or
+            none of the planned collectives is there.
         """
         _check.check(self, compiled, exclusive=exclusive)
 
@@ -179,17 +179,18 @@ class MatrixPlan:
             for row in rows
         ]
         ideal = sum(group.ideal_flops for group in self.groups) or 1.0
-        return "\n".join(
-            [
-                f"matrices on a mesh of {mesh or 'one device'}: {len(self.layouts)} leaves, "
-                f"{len(self.groups)} groups, {len(self.rest)} leaves are rest",
-                *lines,
-                f"each device: {_bytes(self.bytes_per_device)} in "
-                f"{sum(group.collectives for group in self.groups)} collectives, "
-                f"{self.flops_per_device:.3g} FLOP ({self.flops_per_device / ideal:.2f} of the ideal), "
-                f"{_bytes(self.temp_bytes)} of temporaries at most",
-            ]
+        above = (
+            f"matrices on a mesh of {mesh}: {len(self.layouts)} leaves, {len(self.groups)} groups, "
+            f"{len(self.rest)} leaves are rest"
         )
+        below = (
+            f"each device: {_bytes(self.bytes_per_device)} in "
+            f"{sum(group.collectives for group in self.groups)} collectives, "
+            f"{self.flops_per_device:.3g} FLOP "
+            f"({self.flops_per_device / ideal:.2f} of the ideal), "
+            f"{_bytes(self.temp_bytes)} of temporaries at most"
+        )
+        return "\n".join([above, *lines, below])
 
     def numbers(self, group: Group) -> np.ndarray:
         """Returns the number of each matrix in a group's stack; -1 is padding.
@@ -235,15 +236,15 @@ def plan_matrices(
 
     Args:
       params: arrays or `jax.ShapeDtypeStruct`s.
-      shardings: for each leaf a `NamedSharding`, a `PartitionSpec`, or `None` for replicated; a tree
-        with the same keys, or one for all.
+      shardings: for each leaf a `NamedSharding`, a `PartitionSpec`, or `None` for replicated; a
+        tree with the same keys, or one for all.
       mesh: may be an `AbstractMesh`.
       matrices: which leaves hold matrices.
       fn: what is computed with stacks of matrices; `newton_schulz()` by default.
       max_group_bytes: bounds the temporaries of a group on a device. One matrix for each device is
         the least: where that is more, the plan says so in `temp_bytes`.
-      world_axes: the mesh axes that whole matrices may be handed out over, all by default; leave out
-        those between slow networks.
+      world_axes: the mesh axes that whole matrices may be handed out over, all by default; leave
+        out those between slow networks.
       machine: the speeds that ways are compared by.
 
     Raises:
@@ -261,7 +262,7 @@ def plan_matrices(
     """
     fn = newton_schulz() if fn is None else fn
     machine = machine or Machine()
-    if not isinstance(max_group_bytes, int) or max_group_bytes < 1:
+    if max_group_bytes < 1:
         raise OptionError(f"`max_group_bytes` must be a positive integer; got {max_group_bytes!r}")
     sizes = dict(mesh.shape)
     world = tuple(sizes) if world_axes is None else tuple(world_axes)
@@ -379,9 +380,9 @@ _FIGURES = (
     *("padding", "collectives", "bytes_per_device", "flops_per_device", "ideal_flops"),
     "temp_bytes",
 )
-_HEAD = ("leaves", "matrices", "choice", "axes", "padding", "collectives", "bytes", "FLOP") + (
-    "of ideal",
-    "temporaries",
+_HEAD = (
+    *("leaves", "matrices", "choice", "axes", "padding", "collectives", "bytes", "FLOP"),
+    *("of ideal", "temporaries"),
 )
 
 
