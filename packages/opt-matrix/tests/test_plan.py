@@ -161,7 +161,7 @@ def test_a_decoder_of_70_billion_parameters_on_4096_devices() -> None:
     assert time.process_time() - start < 5
     assert len(plan.layouts) == 560
     assert all(group.flops_per_device < 25 * group.ideal_flops for group in plan.groups)
-    assert str(plan).count("layer_") >= len(plan.groups)
+    assert len(str(plan).splitlines()) < 20
 
 
 @pytest.mark.parametrize(

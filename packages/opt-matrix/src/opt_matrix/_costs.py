@@ -213,8 +213,7 @@ def cheapest(
     def rank(way: Way) -> tuple[Any, ...]:
         found = cost(kind, way, count, mesh, fn, machine)
         least = cost(kind, way, min(count, size(mesh, way.share)), mesh, fn, machine)
-        over = max(0, least.temp_bytes - max_bytes)
-        return over, found.seconds, found.collectives, len(way.share)
+        return least.temp_bytes > max_bytes, found.seconds, found.collectives, len(way.share)
 
     return min(ways(kind, mesh, world, isinstance(fn, SplitFunction)), key=rank)
 

@@ -172,7 +172,7 @@ class MatrixPlan:
 
     def __str__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
-        rows = [_HEAD, *(_row(group) for group in self.groups)]
+        rows = [_HEAD, *_rows(self.groups)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -381,19 +381,40 @@ _FIGURES = (
     "temp_bytes",
 )
 _HEAD = (
-    *("leaves", "matrices", "choice", "axes", "padding", "collectives", "bytes", "FLOP"),
+    *(
+        "leaves",
+        "groups",
+        "each of matrices",
+        "choice",
+        "axes",
+        "padding",
+        "collectives",
+        "bytes",
+        "FLOP",
+    ),
     *("of ideal", "temporaries"),
 )
 
 
-def _row(group: Group) -> tuple[str, ...]:
-    more = f" and {len(group.leaves) - 1} more" if len(group.leaves) > 1 else ""
+def _rows(groups: Sequence[Group]) -> list[tuple[str, ...]]:
+    """A row for each group; one for all that differ in nothing but the leaves."""
+    alike: dict[tuple[str, ...], list[Group]] = {}
+    for group in groups:
+        alike.setdefault(_figures(group), []).append(group)
+    rows = []
+    for figures, found in alike.items():
+        paths = list(dict.fromkeys(path for group in found for path in group.leaves))
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        rows.append((f"{paths[0]}{more}", str(len(found)), *figures))
+    return rows
+
+
+def _figures(group: Group) -> tuple[str, ...]:
     rows, columns = group.shape
     held = f"{group.count} x [{rows}, {columns}] {group.kind.dtype}"
     if group.kind.batch_axes:
         held += f" on each of {','.join(group.kind.batch_axes)}"
     return (
-        f"{group.leaves[0]}{more}",
         held,
         group.choice,
         ",".join(group.axes) or "-",
