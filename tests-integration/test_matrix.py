@@ -20,6 +20,8 @@ from opt_matrix import (
     newton_schulz,
     plan_matrices,
     scale_by_muon,
+    scale_by_normuon,
+    scale_by_soap,
 )
 from opt_matrix.errors import PlanMismatchError
 from optax import contrib
@@ -257,3 +259,62 @@ def test_accumulation_orthogonalizes_only_when_it_emits() -> None:
     updates, _ = tx.update(params, tx.init(params), params)
     close(found, optax.apply_updates(params, updates))
     plan.check(apply.lower(params, state, params).compile())
+
+
+def normuon_reference(grads: list[Any], fn: Any) -> Any:
+    """The paper's lines, one matrix at a time."""
+    found = {}
+    for name in grads[0]:
+        mu = nu = 0.0
+        for own in grads:
+            g = own[name]
+            mu = 0.9 * mu + 0.1 * g
+            y = np.asarray(fn(jnp.asarray(0.9 * mu + 0.1 * g)))
+            nu = 0.8 * nu + 0.2 * np.mean(y * y, axis=0)
+            y = y / (np.sqrt(nu) + 1e-8)
+            found[name] = 0.2 * np.sqrt(y.size) / np.linalg.norm(y) * y
+    return found
+
+
+def soap_reference(grads: list[Any], every: int) -> Any:
+    found = {}
+    for number, name in enumerate(grads[0]):
+        rows, columns = grads[0][name].shape
+        left, right = np.zeros((rows, rows)), np.zeros((columns, columns))
+        q, p = np.eye(rows), np.eye(columns)
+        mu = nu = 0.0
+        for step, own in enumerate(grads, start=1):
+            g = own[name].astype(np.float64)
+            mu = 0.9 * mu + 0.1 * g
+            nu = 0.8 * nu + 0.2 * (q.T @ g @ p) ** 2
+            direction = q.T @ mu @ p / (1 - 0.9**step)
+            found[name] = q @ (direction / (np.sqrt(nu / (1 - 0.8**step)) + 1e-8)) @ p.T
+            left, right = 0.7 * left + 0.3 * g @ g.T, 0.7 * right + 0.3 * g.T @ g
+            if (step + number) % every == 0:
+                by_row = np.argsort(-np.diag(q.T @ left @ q))
+                by_column = np.argsort(-np.diag(p.T @ right @ p))
+                q = np.linalg.qr(left @ q[:, by_row])[0]
+                p = np.linalg.qr(right @ p[:, by_column])[0]
+                nu = nu[by_row][:, by_column]
+    return found
+
+
+@pytest.mark.parametrize("name", ["normuon", "soap"])
+@pytest.mark.parametrize(("shape", "spec"), [((1,), P()), ((4, 2), P("x", "y"))])
+def test_normuon_and_soap_equal_plain_references(name: str, shape: Any, spec: Any) -> None:
+    mesh = mesh_of(shape)
+    sharding = NamedSharding(mesh, spec)
+    rng = np.random.default_rng(5)
+    grads = [
+        {f"w{n}": rng.normal(size=(8, 12)).astype(np.float32) for n in range(5)} for _ in range(6)
+    ]
+    if name == "normuon":
+        tx = scale_by_normuon(grads[0], sharding, mesh, momentum=0.9, beta2=0.8, orthogonalize=F32)
+        wanted = normuon_reference(grads, F32)
+    else:
+        tx = scale_by_soap(grads[0], sharding, mesh, b1=0.9, b2=0.8, average=0.7, refresh_every=3)
+        wanted = soap_reference(grads, 3)
+    state, update = tx.init(jax.device_put(grads[0], sharding)), jax.jit(tx.update)
+    for own in grads:
+        found, state = update(jax.device_put(own, sharding), state)
+    close(found, wanted, 1e-3)

@@ -15,7 +15,9 @@ from opt_matrix._layouts import LeafLayout
 from opt_matrix._matrices import DEFAULT_RULES, Dims, Matrices
 from opt_matrix._muon import muon, scale_by_muon
 from opt_matrix._newton_schulz import NewtonSchulz, newton_schulz
+from opt_matrix._normuon import NorMuonState, scale_by_normuon
 from opt_matrix._plan import Group, MatrixPlan, plan_matrices
+from opt_matrix._soap import scale_by_soap
 
 __version__ = _version("opt-matrix")
 
@@ -31,6 +33,7 @@ __all__ = [
     "MatrixPlan",
     "MuonState",
     "NewtonSchulz",
+    "NorMuonState",
     "Way",
     "distribute",
     "errors",
@@ -38,4 +41,6 @@ __all__ = [
     "newton_schulz",
     "plan_matrices",
     "scale_by_muon",
+    "scale_by_normuon",
+    "scale_by_soap",
 ]

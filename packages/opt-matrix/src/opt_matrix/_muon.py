@@ -71,7 +71,7 @@ def scale_by_muon(
       >>> params = {'w': jnp.eye(2)}
       >>> updates, _ = tx.update({'w': jnp.diag(jnp.array([4.0, 4.0]))}, tx.init(params))
       >>> updates['w'].round(1).tolist()
-      [[0.7, 0.0], [0.0, 0.7]]
+      [[1.1, 0.0], [0.0, 1.1]]
     """
     if scale not in get_args(Scale):
         raise OptionError(f"`scale` must be one of {list(get_args(Scale))}; got {scale!r}")
@@ -185,7 +185,7 @@ def muon(
         scaled,
         optax.identity(),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
-        optax.scale_by_learning_rate(learning_rate),
+        _scale_by_learning_rate(learning_rate),
     )
 
     def labels(params: Any) -> Any:
@@ -197,6 +197,12 @@ def muon(
         return jax.tree_util.tree_map_with_path(label, params)
 
     return optax.partition({"muon": chained, "adam": rest}, labels)
+
+
+def _scale_by_learning_rate(rate: Any) -> optax.GradientTransformation:
+    if callable(rate):
+        return optax.scale_by_schedule(lambda count: -rate(count))
+    return optax.scale(-rate)
 
 
 def scale_of(rule: Scale, fan_in: int, fan_out: int) -> float:

@@ -136,9 +136,12 @@ class NewtonSchulz:
         if self.gram:
             return _by_gram(x, a, self.coefficients)
         for number, (c0, c1, c2) in enumerate(self.coefficients):
-            a = (a if number == 0 else _gram(x, axes)).astype(x.dtype)
-            b = c1 * a + (c2 * a) @ a
-            x = c0 * x + b @ x
+            # Products are summed in float32 and rounded once: noise along small singular values
+            # is what every step makes larger.
+            a = a if number == 0 else _gram(x, axes)
+            narrow = a.astype(x.dtype)
+            b = (c1 * a + c2 * _product(narrow, narrow)).astype(x.dtype)
+            x = (c0 * x + _product(b, x)).astype(x.dtype)
         return x
 
 
@@ -210,11 +213,12 @@ def _rows(coefficients: Any) -> Coefficients:
 
 def _gram(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """`XXᵀ`, summed over devices in float32: partial sums of bfloat16 would lose half of them."""
-    if not axes:
-        return x @ jnp.swapaxes(x, -1, -2)
-    partial = jnp.einsum("...ik,...jk->...ij", x, x, preferred_element_type=_wide_dtype(x))
-    total: jax.Array = lax.psum(partial, axes)
-    return total
+    partial = _product(x, jnp.swapaxes(x, -1, -2))
+    return lax.psum(partial, axes) if axes else partial
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, preferred_element_type=_wide_dtype(a))
 
 
 def _by_gram(x: jax.Array, a: jax.Array, coefficients: Coefficients) -> jax.Array:
