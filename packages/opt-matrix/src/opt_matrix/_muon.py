@@ -94,7 +94,7 @@ def scale_by_muon(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
         dims = _dims_of(updates, plan, matrices)
-        mu = optax.tree.update_moment(updates, state.mu, momentum, 1)
+        mu = averaged(updates, state.mu, momentum)
         count = optax.safe_increment(state.count)
         if nesterov:
             ahead = optax.tree.bias_correction(mu, momentum, optax.safe_increment(count))
@@ -203,6 +203,11 @@ def _scale_by_learning_rate(rate: Any) -> optax.GradientTransformation:
     if callable(rate):
         return optax.scale_by_schedule(lambda count: -rate(count))
     return optax.scale(-rate)
+
+
+def averaged(updates: Any, average: Any, decay: Any) -> Any:
+    """Returns the running average with one more value in it, as Optax computes it."""
+    return jax.tree.map(lambda g, m: (1 - decay) * g + decay * m, updates, average)
 
 
 def scale_of(rule: Scale, fan_in: int, fan_out: int) -> float:

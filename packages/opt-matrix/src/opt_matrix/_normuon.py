@@ -11,6 +11,7 @@ import optax
 
 from opt_matrix._distribute import Distributed, distribute
 from opt_matrix._matrices import Matrices
+from opt_matrix._muon import averaged
 from opt_matrix._newton_schulz import NewtonSchulz, newton_schulz
 
 
@@ -106,8 +107,8 @@ def scale_by_normuon(
         return NorMuonState(optax.tree.zeros_like(params), shared.init())
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, NorMuonState]:
-        mu = optax.tree.update_moment(updates, state.mu, momentum, 1)
-        ahead = optax.tree.update_moment(updates, mu, momentum, 1) if nesterov else mu
+        mu = averaged(updates, state.mu, momentum)
+        ahead = averaged(updates, mu, momentum) if nesterov else mu
         new, nu = shared.apply(ahead, state.nu)
         return new, NorMuonState(mu, nu)
 

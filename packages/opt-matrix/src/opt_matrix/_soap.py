@@ -114,7 +114,8 @@ def scale_by_soap(
 
     Gradients travel to the device that computes with their matrix, and updates back; all state
     stays there. Bases start as the identity and are refreshed by one step of power iteration
-    and a QR decomposition, for one in `refresh_every` matrices at each step: steps take the same time.
+    and a QR decomposition, for one in `refresh_every` matrices at each step: steps take the same
+    time.
 
     Args:
       params: arrays or `jax.ShapeDtypeStruct`s, all of which hold matrices.
