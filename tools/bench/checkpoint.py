@@ -1,43 +1,42 @@
 """What a checkpoint costs: saving and restoring with digests against raw Orbax, without.
 
     hatch run dev:python tools/bench/checkpoint.py --megabytes 1024
-    hatch run dev:python tools/bench/checkpoint.py --stall --leaves 10000 --shape 16 8
-    hatch run dev:python tools/bench/checkpoint.py --stall --leaves 48 --shape 2048 2560
+    hatch run dev:python tools/bench/checkpoint.py --leaves 48 --shape 2048 2560
 
 Both save and restore the same arrays in this process, in turn, on the same disk; what was written
 is still in the page cache when it is read, and is deleted before the other writes, because the
-second gigabyte in a cache costs more than the first. Rows are medians over the rounds in seconds,
-their ratio, that of the fastest rounds and of the processor's time, and the most memory that a call
-took beyond what was there before it: the copies that Orbax makes are in it, and for a restore the
-arrays themselves. On a virtual machine equal calls differ by a factor of three, by which pages of
-memory they get from its host; hence the many rounds, and the fastest.
+second gigabyte in a cache costs more than the first. `memory` is the most that a call took beyond
+what was there before it: the copies that Orbax makes are in it, and for a restore the arrays
+themselves. On a virtual machine equal calls differ by a factor of three, by which pages of memory
+they get from its host; hence the many rounds, and the fastest.
 
-`--stall` measures how long training waits: one optimizer (Adam), two managers that stay open as in
-a run, a save of each in turn. "call" is the processor's time of the calling thread and of the one
-that it waits for; "until" that of the whole process until `save` returns, which includes what has
-begun in the background; "all" that until the step is on the disk. Times of the processor hold on a
-busy machine, where those of the clock do not.
+`stall` is how long training waits: one optimizer (Adam), two managers that stay open as in a run, a
+save of each in turn. `call` is the processor's time of the calling thread and of the one that it
+waits for; `until` that of the whole process until `save` returns, which includes what has begun in
+the background; `all` that until the step is on the disk. Times of the processor hold on a busy
+machine, where those of the clock do not.
 """
 
 import argparse
+import functools
 import gc
 import os
 import resource
 import shutil
-import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import opt_optax_bridge
 import orbax.checkpoint as ocp
+from _common import Figure, Row, counted, interleave, main, timed
 from opt_checkpoint import LeafInfo, NamedState, Schema
 from opt_checkpoint._disk.checkpointer import Checkpointer
 from opt_checkpoint._disk.digest import digests
@@ -45,6 +44,15 @@ from opt_checkpoint._disk.digest import digests
 SHAPE = (2048, 2048)
 MEGABYTES = 16
 STALL = ("call", "until", "all", "memory")
+DTYPES = ("float32", "bfloat16", "int8")
+RAW = "raw Orbax"
+FIGURES = {
+    **{name: Figure(RAW) for name in ("save", "restore")},
+    **{f"{name}, processor": Figure(RAW) for name in ("save", "restore")},
+    **{f"{name}, memory": Figure(RAW, None, "B") for name in ("save", "restore")},
+    **{f"digests, {dtype}": Figure("NumPy's sum of the same bytes") for dtype in DTYPES},
+    **{f"stall, {what}": Figure(RAW, None, "B" if what == "memory" else "s") for what in STALL},
+}
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ def calls(named: NamedState, root: Path) -> tuple[dict[str, Callable[[], Any]], 
 def cost(call: Callable[[], Any]) -> Cost:
     """Returns what a call costs."""
     os.sync()
-    Path("/proc/self/clear_refs").write_text("5")  # The high-water mark starts anew.
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = memory("VmRSS")
     cpu, wall = processor(), time.perf_counter()
     result = jax.block_until_ready(call())
@@ -118,22 +126,19 @@ def processor() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def throughput() -> Mapping[str, float]:
-    """Returns how fast digests are computed, in GiB/s, by dtype."""
-    found = {}
-    for dtype in ("float32", "bfloat16", "int8"):
-        x = jax.random.bits(jax.random.key(0), (8192, 8192), f"uint{8 * jnp.dtype(dtype).itemsize}")
+def throughput() -> Iterator[Row]:
+    """Yields what digests cost, held against reading the same bytes once."""
+    for dtype in DTYPES:
+        x = jax.random.bits(jax.random.key(0), (4096, 8192), f"uint{8 * jnp.dtype(dtype).itemsize}")
         x = jax.block_until_ready(jax.lax.bitcast_convert_type(x, dtype))
-        times = []
-        for _ in range(6):
-            start = time.perf_counter()
-            digests([x])
-            times.append(time.perf_counter() - start)
-        found[dtype] = x.nbytes / 2**30 / min(times)
-    return found
+        words = np.asarray(x).view(np.uint8).reshape(-1).view(np.uint64)
+        times = interleave({"sum": words.sum, "digests": functools.partial(digests, [x])}, 6)
+        yield timed(f"digests, {dtype}", times["digests"], times["sum"])
 
 
-def measure(named: NamedState, rounds: int, folder: str | None) -> dict[str, list[list[Cost]]]:
+def save_and_restore(
+    named: NamedState, rounds: int, folder: str | None
+) -> dict[str, list[list[Cost]]]:
     """Returns the costs of (raw, ours) of every round after the first, by what was done."""
     found: dict[str, list[list[Cost]]] = {"save": [], "restore": []}
     for i in range(rounds + 1):
@@ -205,7 +210,7 @@ def measure_stalls(
             for i in range(rounds + 2):
                 for side in ("raw", "ours") if i % 2 else ("ours", "raw"):
                     save, wait = sides[side]
-                    cost = stall(partial(save, i), wait)
+                    cost = stall(functools.partial(save, i), wait)
                     if i > 1:
                         found[side].append(cost)
     finally:
@@ -213,55 +218,35 @@ def measure_stalls(
     return found
 
 
-def print_stalls(found: dict[str, list[Stall]]) -> None:
-    """Prints medians, and the ratios of ours to raw Orbax."""
-    medians = {
-        side: [statistics.median(getattr(cost, name) for cost in costs) for name in STALL]
-        for side, costs in found.items()
-    }
-    print(f"{'':6} {'call s':>8} {'until s':>8} {'all s':>8} {'memory MB':>10}")
-    for side, (call, until, whole, size) in medians.items():
-        print(f"{side:6} {call:8.3f} {until:8.3f} {whole:8.3f} {size / 2**20:10.1f}")
-    ratios = [ours / max(raw, 1e-9) for raw, ours in zip(*medians.values(), strict=True)]
-    print("ratio  " + " ".join(f"{r:{w}.2f}" for r, w in zip(ratios, (8, 8, 8, 10), strict=True)))
-
-
-def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--megabytes", type=int, default=1024)
-    parser.add_argument("--stall", action="store_true", help="how long training waits")
-    parser.add_argument("--leaves", type=int, default=2000)
-    parser.add_argument("--shape", type=int, nargs="*", default=(16, 8))
-    parser.add_argument("--rounds", type=int, default=20)
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.add_argument("--megabytes", type=int, help="512, or 64 with --quick")
+    parser.add_argument("--leaves", type=int, help="of a stall: 2000, or 200 with --quick")
+    parser.add_argument("--shape", type=int, nargs="*", default=(16, 8), help="of those")
+    parser.add_argument("--rounds", type=int, help="20, or 5 with --quick")
     parser.add_argument("--folder", help="on the disk to be measured")
-    options = parser.parse_args()
-    if options.stall:
-        print(f"{options.leaves} leaves of {list(options.shape)}, jax {jax.__version__}")
-        shape = tuple(options.shape)
-        print_stalls(measure_stalls(options.leaves, shape, options.rounds, options.folder))
-        return
 
-    named = make_state(options.megabytes // MEGABYTES)
-    found = measure(named, options.rounds, options.folder)
-    print(f"{options.megabytes} MB in leaves of {MEGABYTES} MB, jax {jax.__version__}")
-    speeds = ", ".join(f"{dtype} {speed:.1f}" for dtype, speed in throughput().items())
-    print(f"digests, GiB/s: {speeds}")
-    print(
-        f"{'':8} {'raw s':>7} {'ours s':>7} {'ratio':>6} {'fastest':>8} {'cpu':>6} "
-        f"{'raw MB':>8} {'ours MB':>8}"
-    )
-    for name, pairs in found.items():
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Yields the rows of whole saves and restores, of digests, and of stalls."""
+    quick = options.quick
+    rounds = options.rounds or (5 if quick else 20)
+    named = make_state((options.megabytes or (64 if quick else 512)) // MEGABYTES)
+    for name, pairs in save_and_restore(named, rounds, options.folder).items():
         raw, ours = zip(*pairs, strict=True)
-        walls = [statistics.median(c.wall for c in side) for side in (raw, ours)]
-        fastest = [min(c.wall for c in side) for side in (raw, ours)]
-        cpu = [statistics.median(c.cpu for c in side) for side in (raw, ours)]
-        peaks = [max(c.memory for c in side) / 2**20 for side in (raw, ours)]
-        print(
-            f"{name:8} {walls[0]:7.2f} {walls[1]:7.2f} {walls[1] / walls[0]:6.2f} "
-            f"{fastest[1] / fastest[0]:8.2f} {cpu[1] / cpu[0]:6.2f} {peaks[0]:8.0f} {peaks[1]:8.0f}"
-        )
+        yield timed(name, [c.wall for c in ours], [c.wall for c in raw])
+        yield timed(f"{name}, processor", [c.cpu for c in ours], [c.cpu for c in raw])
+        peaks = [max(c.memory for c in side) for side in (ours, raw)]
+        yield counted(f"{name}, memory", *peaks)
+    yield from throughput()
+
+    leaves = options.leaves or (200 if quick else 2000)
+    stalls = measure_stalls(leaves, tuple(options.shape), rounds, options.folder)
+    for what in STALL:
+        times = {side: [getattr(cost, what) for cost in costs] for side, costs in stalls.items()}
+        theirs = [max(x, 1e-9) for x in times["raw"]]
+        yield timed(f"stall, {what}", times["ours"], theirs, size=leaves)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, FIGURES, measure, arguments)

@@ -2,21 +2,18 @@
 
     hatch run dev:python tools/bench/derivation.py --leaves 100 10000
 
-Rows are ratios to `jax.eval_shape(tx.init, params)`, the median over rounds in which both run in
-turn in this process, with the seconds of both (processor time, which a busy machine changes least)
-and the number of evaluations beside.
+The notes say how often `init` was evaluated.
 """
 
 import argparse
 import functools
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from _common import Figure, Row, main, seconds, timed
 from opt_partition import explain
 
 # A layer of eight: matrices, one of them square, stacked ones, vectors and a scalar.
@@ -75,39 +72,39 @@ def make_job(leaves: int) -> tuple[Any, Any]:
     return params, {f"layer_{i}": {n: axes for n, (_, axes) in LAYER.items()} for i in layers}
 
 
-def seconds(function: Callable[[], Any]) -> float:
-    """Seconds of processor time that one call takes."""
-    start = time.process_time()
-    function()
-    return time.process_time() - start
+FIGURES = {name: Figure("eval_shape(init)") for name in TRANSFORMATIONS}
 
 
-def measure(make: Callable[[], Any], leaves: int, rounds: int) -> str:
-    """One row: the median ratio, the median seconds of both, and the number of evaluations."""
-    params, axes = make_job(leaves)
-    pairs, evaluations = [], 0
-    for _ in range(rounds):
-        tx = make()  # a new one: JAX remembers what it evaluated
-        theirs = seconds(functools.partial(jax.eval_shape, lambda p, tx=tx: tx.init(p), params))
-        start = time.process_time()
-        evaluations = explain(tx, params, axes).evaluations
-        pairs.append((time.process_time() - start, theirs))
-    ratio = statistics.median(ours / theirs for ours, theirs in pairs)
-    ours, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-    return f"{leaves:8,}{ratio:8.2f}{ours:11.2f}{theirs:9.2f}{evaluations:13}"
-
-
-def main() -> None:
-    """Prints one row per transformation and size."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--leaves", type=int, nargs="+", default=[100, 10_000])
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.add_argument("--leaves", type=int, nargs="+")
     parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    print(f"{'':12}{'leaves':>8}{'ratio':>8}{'explain s':>11}{'init s':>9}{'evaluations':>13}")
-    for leaves in arguments.leaves:
+
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Yields one row per transformation and size."""
+    for leaves in options.leaves or ([100] if options.quick else [100, 1_000, 10_000]):
         for name, make in TRANSFORMATIONS.items():
-            print(f"{name:12}{measure(make, leaves, arguments.rounds)}", flush=True)
+            yield measure_one(name, make, leaves, options.rounds)
+
+
+def measure_one(name: str, make: Callable[[], Any], leaves: int, rounds: int) -> Row:
+    """Returns one row. Each round has a new transformation: JAX remembers what it evaluated."""
+    params, axes = make_job(leaves)
+    evaluations = set()
+
+    def init(tx: Any) -> None:
+        jax.eval_shape(lambda p: tx.init(p), params)
+
+    def derive(tx: Any) -> None:
+        evaluations.add(explain(tx, params, axes).evaluations)
+
+    ours, theirs = [], []
+    for tx in [make() for _ in range(rounds)]:
+        theirs.append(seconds(functools.partial(init, tx)))
+        ours.append(seconds(functools.partial(derive, tx)))
+    return timed(name, ours, theirs, size=leaves, note=f"evaluations: {max(evaluations)}")
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, FIGURES, measure, arguments)

@@ -2,25 +2,41 @@
 
     hatch run dev:python tools/bench/multi_optimizer.py --leaves 2000 --groups 4
 
-Rows are ratios to `optax.partition`, the median over rounds in which every variant runs once, in
-turn, in this process: tracing the step (processor time), tracing it the first time (when the
-patterns are matched against the paths), calling it compiled, and bytes accessed as XLA counts them.
+Tracing the step, tracing it the first time (when the patterns are matched against the paths),
+calling it compiled, and bytes accessed as XLA counts them.
 """
 
 import argparse
 import functools
-import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import opt_optax_bridge as opt
 import optax
+from _common import (
+    Figure,
+    Row,
+    Variant,
+    counted,
+    counts,
+    interleave,
+    main,
+    optax_step,
+    timed,
+    trace,
+)
 from opt_core import MultiOptimizer
 
-Step = Callable[..., Any]
+OPTAX = "optax.partition"
+FIGURES = {
+    "trace": Figure(OPTAX, 1.0),
+    "trace, first": Figure(OPTAX),
+    "call": Figure(OPTAX, 1.02),
+    "bytes accessed": Figure(OPTAX, 1.001, "B"),
+}
 
 
 def make_params(leaves: int, groups: int) -> Any:
@@ -44,15 +60,10 @@ def make_partition(params: Any, groups: int) -> Any:
     return optax.partition(txs, labels)
 
 
-def variants(leaves: int, groups: int) -> dict[str, tuple[Step, tuple[Any, ...]]]:
-    """Returns function and operands of every variant; the first is what the others are held to."""
+def variants(leaves: int, groups: int) -> dict[str, Variant]:
+    """Returns function and operands of every variant."""
     params = make_params(leaves, groups)
     partition = make_partition(params, groups)
-
-    def partition_step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = partition.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     optimizer = make_definition(groups).create(params)
 
     def first_step(grads: Any) -> Any:
@@ -60,68 +71,38 @@ def variants(leaves: int, groups: int) -> dict[str, tuple[Step, tuple[Any, ...]]
         return new.apply_gradient(grads)
 
     return {
-        "optax.partition": (partition_step, (params, partition.init(params), params)),
-        "MultiOptimizer": (lambda o, g: o.apply_gradient(g), (optimizer, params)),
-        "MultiOptimizer, built anew": (first_step, (params,)),
+        OPTAX: (optax_step(partition), (params, partition.init(params), params)),
+        "trace": (lambda o, g: o.apply_gradient(g), (optimizer, params)),
+        "trace, first": (first_step, (params,)),
     }
 
 
-def seconds(function: Callable[[], Any], clock: Callable[[], float]) -> float:
-    """Returns how long one call takes."""
-    start = clock()
-    jax.block_until_ready(function())
-    return clock() - start
-
-
-def trace(step: Step, operands: tuple[Any, ...]) -> None:
-    """Traces a step anew: a function that `jit` knows would not be."""
-    jax.jit(lambda *args: step(*args)).trace(*operands)
-
-
-def compare(
-    calls: Mapping[str, Callable[[], Any]], rounds: int, clock: Callable[[], float]
-) -> dict[str, float]:
-    """Returns the median ratio of each call's time to the first one's."""
-    for call in calls.values():
-        call()
-    times = [{name: seconds(call, clock) for name, call in calls.items()} for _ in range(rounds)]
-    first = next(iter(calls))
-    return {name: statistics.median(t[name] / t[first] for t in times) for name in calls}
-
-
-def bytes_accessed(step: Step, operands: tuple[Any, ...]) -> float:
-    """Returns XLA's count for the compiled step."""
-    cost: Any = jax.jit(step).lower(*operands).compile().cost_analysis()
-    cost = cost[0] if isinstance(cost, list) else cost
-    return float(cost["bytes accessed"])
-
-
-def main() -> None:
-    """Prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--leaves", type=int, default=2000, help="parameters, of 8 x 8 floats each")
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.add_argument("--leaves", type=int, nargs="+", help="parameters, of 8 x 8 floats each")
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--no-compile", action="store_true", help="only trace")
-    options = parser.parse_args()
 
-    table = variants(options.leaves, options.groups)
-    print(f"{options.leaves} leaves, {options.groups} groups, jax {jax.__version__}")
-    traces = {name: functools.partial(trace, *variant) for name, variant in table.items()}
-    for name, ratio in compare(traces, options.rounds, time.process_time).items():
-        print(f"trace   {name:28} {ratio:6.2f}")
-    if options.no_compile:
-        return
-    calls = {
-        name: functools.partial(jax.jit(table[name][0]), *table[name][1])
-        for name in list(table)[:2]
-    }
-    for name, ratio in compare(calls, 10 * options.rounds, time.perf_counter).items():
-        print(f"call    {name:28} {ratio:6.2f}")
-    costs = {name: bytes_accessed(*table[name]) for name in calls}
-    for name, cost in costs.items():
-        print(f"bytes   {name:28} {cost / costs['optax.partition']:6.2f}")
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Yields the rows of every size."""
+    rounds = 3 if options.quick else options.rounds
+    for leaves in options.leaves or ([100] if options.quick else [100, 1_000]):
+        table = variants(leaves, options.groups)
+        traces = {name: functools.partial(trace, *variant) for name, variant in table.items()}
+        traced = interleave(traces, rounds)
+        for name in ("trace", "trace, first"):
+            yield timed(name, traced[name], traced[OPTAX], size=leaves)
+        steps = {OPTAX: table[OPTAX], "call": table["trace"]}
+        calls = {name: functools.partial(jax.jit(f), *args) for name, (f, args) in steps.items()}
+        called = interleave(calls, 15 * rounds, clock=time.thread_time)
+        yield timed("call", called["call"], called[OPTAX], size=leaves)
+        found = {
+            name: counts(jax.jit(f).lower(*args).compile()) for name, (f, args) in steps.items()
+        }
+        ours, theirs = (found[name].bytes_accessed for name in ("call", OPTAX))
+        yield counted("bytes accessed", ours, theirs, size=leaves, note=found["call"].misleading)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, FIGURES, measure, arguments)

@@ -1,29 +1,43 @@
-r"""What accumulating with `MultiSteps` costs, beside Optax's and beside the least it could cost.
+"""Cost of accumulation with `MultiSteps`, compared with Optax's and with a lower bound.
 
-    MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1099511627776 \
-        hatch run dev:python tools/bench/multi_steps.py --leaves 8 --side 1024
+    hatch run dev:python tools/bench/multi_steps.py --leaves 8 --side 1024
 
-The two variables keep the heap between calls, as an accelerator's allocator does: without them a
-large temporary costs page faults, and the times are those of the kernel. Every variant owns its
-parameters and state and donates them. A round times each once, in turn, in this process; printed
-are medians over rounds of ratios within a round.
+The heap is kept between calls, as an accelerator's allocator keeps it: otherwise a large temporary
+costs page faults, and the times are those of the kernel. Every variant owns its parameters and
+state and donates them.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from opt_accumulate._multi_steps import MultiSteps
+from _common import Figure, Row, counted, counts, main, optax_step, timed
+from opt_accumulate import MultiSteps
 
 K = 4
 INNER = optax.adamw(1e-3)
+ENVIRONMENT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 Times = dict[str, tuple[float, float]]
+BARE, LEAST = "bare accumulation", "4 accumulations, 1 adamw"
+# Of each form: the limits of a mini-step that does not emit, of a window, of temporaries.
+FORMS: dict[str, tuple[float | None, float | None, float | None]] = {
+    "apply": (1.1, 1.1, 0.01),
+    "apply, cond": (None, None, None),
+    "apply, select": (None, None, None),
+    "update": (5.0, 3.0, 1.01),
+    "optax": (None, None, None),
+}
+FIGURES = {
+    **{f"mini-step, {form}": Figure(BARE, limits[0]) for form, limits in FORMS.items()},
+    **{f"window, {form}": Figure(LEAST, limits[1]) for form, limits in FORMS.items()},
+    **{f"temporaries, {form}": Figure("params", limits[2], "B") for form, limits in FORMS.items()},
+}
 
 
 def accumulate(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
@@ -33,35 +47,19 @@ def accumulate(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
     return params, (acc, (count + 1) % K)
 
 
-def adamw(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
-    """One step of the inner optimizer."""
-    updates, state = INNER.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-
-def applied(update: Callable[..., Any]) -> Step:
-    """A step of Optax's protocol: updates, zeros or not, are added to the parameters."""
-
-    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
-        updates, state = update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
 def variants(params: Any) -> dict[str, tuple[Step, Any]]:
-    """Returns step and first state of each variant; the first two are the yardsticks."""
+    """Returns step and first state of each variant; the first two are the peers."""
     theirs = optax.MultiSteps(INNER, K)
     loop, cond, select = (MultiSteps(INNER, K, form=f) for f in ("loop", "cond", "select"))
     zeros = jax.tree.map(jnp.zeros_like, params)
     return {
         "accumulate": (accumulate, (zeros, jnp.int32(0))),
-        "adamw": (adamw, INNER.init(params)),
+        "adamw": (optax_step(INNER), INNER.init(params)),
         "apply": (loop.apply, loop.init(params)),
         "apply, cond": (cond.apply, cond.init(params)),
         "apply, select": (select.apply, select.init(params)),
-        "update": (applied(loop.update), loop.init(params)),
-        "optax": (applied(theirs.update), theirs.init(params)),
+        "update": (optax_step(loop), loop.init(params)),
+        "optax": (optax_step(theirs), theirs.init(params)),
     }
 
 
@@ -72,9 +70,7 @@ class Runner:
         self.carried = jax.tree.map(jnp.copy, (params, state))
         jitted = jax.jit(step, donate_argnums=(0, 1))
         self.compiled = jitted.lower(*self.carried, params).compile()
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        memory: Any = self.compiled.memory_analysis()
-        self.temporaries = memory.temp_size_in_bytes / size
+        self.counts = counts(self.compiled)
 
     def seconds(self, grads: Any) -> float:
         """Returns how long one step takes."""
@@ -93,30 +89,33 @@ def rounds(runners: dict[str, Runner], grads: Any, number: int) -> Iterator[Time
         yield times
 
 
-def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
     parser.add_argument("--leaves", type=int, default=8, help="parameters, square")
-    parser.add_argument("--side", type=int, default=1024)
+    parser.add_argument("--side", type=int, help="1024, or 256 with --quick")
     parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
 
-    shape = options.side, options.side
-    params = {f"w{i}": jnp.full(shape, 0.5) for i in range(options.leaves)}
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Yields three rows of each form."""
+    side = options.side or (256 if options.quick else 1024)
+    params = {f"w{i}": jnp.full((side, side), 0.5) for i in range(options.leaves)}
+    size = sum(leaf.nbytes for leaf in params.values())
     runners = {
         name: Runner(step, params, state) for name, (step, state) in variants(params).items()
     }
     measured = list(rounds(runners, params, options.rounds + 1))[1:]
-    print(f"{options.leaves} leaves of {shape}, window of {K}, {options.rounds} rounds,")
-    print(f"jax {jax.__version__}, optax {optax.__version__}, {jax.devices()[0].device_kind}")
-    print(f"{'':16} {'mini-step /':>14} {'window / (4':>16} {'temporaries':>12}")
-    print(f"{'':16} {'accumulation':>14} {'acc. + 1 adamw)':>16} {'/ params':>12}")
-    for name, runner in runners.items():
-        step = statistics.median(t[name][0] / t["accumulate"][0] for t in measured)
-        least = [t["accumulate"][1] + t["adamw"][1] / K for t in measured]
-        window = statistics.median(t[name][1] / a for t, a in zip(measured, least, strict=True))
-        print(f"{name:16} {step:14.2f} {window:16.2f} {runner.temporaries:12.2f}")
+
+    def series(name: str, what: int) -> Sequence[float]:
+        return [times[name][what] for times in measured]
+
+    least = [a + b / K for a, b in zip(series("accumulate", 1), series("adamw", 1), strict=True)]
+    for form in FORMS:
+        yield timed(f"mini-step, {form}", series(form, 0), series("accumulate", 0))
+        yield timed(f"window, {form}", series(form, 1), least)
+        found = runners[form].counts
+        yield counted(f"temporaries, {form}", found.temporaries, size, note=found.misleading)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, FIGURES, measure, arguments, environment=ENVIRONMENT)

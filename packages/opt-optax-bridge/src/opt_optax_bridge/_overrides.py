@@ -18,6 +18,7 @@ import numpy as np
 from opt_core import OptimizerState
 from opt_core.errors import HyperParamError, OptimizerError, UnusedArgumentError
 
+from opt_optax_bridge._fields import changed_fields, field_values
 from opt_optax_bridge._program import Program, named, weakly_typed
 from opt_optax_bridge._recipe import is_number
 from opt_optax_bridge._signatures import named_arguments, takes_any_keyword
@@ -33,24 +34,6 @@ _IDLE = "it acts only when the state is created, not in an update"
 _STRUCTURAL = "it decides a Python branch, shapes or structure"
 
 
-def changed_fields(own: Any, given: Any) -> dict[str, Any]:
-    """Returns the fields of `given` that are not those of `own`."""
-    return {
-        name: value
-        for name, value in field_values(given).items()
-        if not _is_same(getattr(own, name), value)
-    }
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    return a is b or (isinstance(a, float) and isinstance(b, float) and a == b)
-
-
-def field_values(record: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass by name."""
-    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-
-
 @dataclasses.dataclass(frozen=True)
 class Update:
     """One update of a definition, of which hyper-parameters may be overridden.
@@ -61,6 +44,7 @@ class Update:
       state: the transformation's state.
       params: parameters.
       extra_args: keyword arguments: pytrees of arrays, functions, or anything static.
+      applies: whether the transformation's `apply` is called, which returns parameters.
     """
 
     definition: OptaxWrapper
@@ -68,9 +52,10 @@ class Update:
     state: Any
     params: Any
     extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    applies: bool = False
 
     def run(self, overrides: Mapping[str, Any]) -> Any:
-        """Returns the updates and the state that the transformation returns.
+        """Returns the updates, or with `applies` the parameters, and the state.
 
         Args:
           overrides: numbers or scalar arrays by hyper-parameter; a schedule in the place of one.
@@ -170,6 +155,8 @@ class Update:
             naming = {name: _naming(name, schedule) for name, schedule in schedules.items()}
             weak = {name: weakly_typed(number) for name, number in numbers.items()}
             tx = self.definition.build({**static, **naming, **weak})
+            if self.applies:
+                return tx.apply(params, state, grads, **arrays, **static_args)
             return tx.update(grads, state, params, **arrays, **static_args)
 
         return Program.trace(update, *self._operands(overrides))

@@ -1,0 +1,58 @@
+"""What importing each package takes beyond the libraries that it stands on.
+
+    hatch run dev:python tools/bench/imports.py
+
+Each import runs in a new interpreter. The peer has imported jax, Flax (linen and nnx) and Optax
+(contrib) before; ours imports one package after them, whatever else that brings.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from _common import Figure, Row, main, timed
+
+LIBRARIES = "import jax, flax.linen, flax.nnx, optax, optax.contrib"
+ALLOWED = 0.2  # seconds
+MODULES = (
+    "opt_accumulate",
+    "opt_adafactor",
+    "opt_checkpoint",
+    "opt_core",
+    "opt_legacy_stax",
+    "opt_optax_bridge",
+    "opt_partition",
+)
+FIGURES = {
+    **{module: Figure(f"{ALLOWED} s", 1.0) for module in MODULES if module != "opt_checkpoint"},
+    "opt_checkpoint": Figure("orbax.checkpoint after the libraries"),
+}
+
+
+def import_seconds(statement: str, before: str = LIBRARIES) -> float:
+    """Returns the processor's seconds of one import after others."""
+    clock = "import time; t = time.process_time()"
+    code = f"{before}\n{clock}\n{statement}\nprint(time.process_time() - t)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    return float(done.stdout)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.add_argument("--rounds", type=int, default=3)
+
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Yields a row per package."""
+    rounds = 1 if options.quick else options.rounds
+    for module in MODULES:
+        spent = [import_seconds(f"import {module}") for _ in range(rounds)]
+        peer = [ALLOWED] * rounds
+        if module == "opt_checkpoint":  # Orbax alone takes longer than is allowed
+            peer = [import_seconds("import orbax.checkpoint") for _ in range(rounds)]
+        yield timed(module, spent, peer)
+
+
+if __name__ == "__main__":
+    main(__doc__, FIGURES, measure, arguments)

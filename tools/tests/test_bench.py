@@ -1,0 +1,134 @@
+"""The common module of the benchmarks, and what is written about a run."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import _common
+import _report
+import jax
+import jax.numpy as jnp
+import pytest
+from _common import Figure, Row, as_record, counted, counts, interleave, timed
+
+
+def record(ratio: float, half_spread: float, *, limit: float | None = 1.1) -> dict[str, Any]:
+    row = Row("call", ratio, 1.0, ratio, ratio - half_spread, ratio + half_spread, ratio, 10)
+    return {"benchmark": "step", **as_record(row, Figure("raw", limit))}
+
+
+def test_calls_take_turns_and_the_first_round_is_thrown_away() -> None:
+    order: list[str] = []
+    ticks = iter(range(100))
+    calls = {name: lambda name=name: order.append(name) for name in "abc"}
+    found = interleave(calls, 2, clock=lambda: float(next(ticks)))
+    assert "".join(order) == "cab" + "abc" + "bca"
+    assert found == {name: [1.0, 1.0] for name in "abc"}
+
+
+def test_the_ratio_is_the_median_of_ratios_within_a_round() -> None:
+    row = timed("call", [2.0, 30.0, 4.0], [1.0, 10.0, 4.0])
+    assert (row.ratio, row.ours, row.theirs, row.least) == (2.0, 4.0, 4.0, 2.0)
+    assert (row.low, row.high) == (1.0, 3.0)
+
+
+def test_a_count_of_nothing_has_no_ratio() -> None:
+    assert counted("x", 0, 0).ratio == 1.0
+    assert counted("x", 1, 0).ratio == float("inf")
+
+
+def test_counts_of_a_program() -> None:
+    def step(params: Any, grads: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+    found = counts(jax.jit(step, donate_argnums=0).lower(params, params).compile())
+    assert found.aliases == 2
+    assert found.bytes_accessed >= 3 * 4 * (64 * 64 + 64)
+    assert found.collectives == {}
+    assert not found.misleading
+    assert found.instructions > 4
+
+
+def test_a_loop_counts_once_and_is_noted() -> None:
+    def bytes_of(trips: int) -> _common.Counts:
+        def run(x: Any, n: Any) -> Any:
+            return jax.lax.fori_loop(0, n * trips, lambda i, x: jnp.sin(x) * i, x)
+
+        return counts(jax.jit(run).lower(jnp.ones(1000), 3).compile())
+
+    once, often = bytes_of(1), bytes_of(1000)
+    assert often.bytes_accessed == pytest.approx(once.bytes_accessed, rel=0.01)
+    assert "counted once" in often.misleading
+
+
+def test_of_a_cond_the_dearest_branch_is_counted() -> None:
+    def bytes_of(branches: int) -> _common.Counts:
+        def run(x: Any, y: Any, flag: Any) -> Any:
+            other = (lambda x, y: x @ y) if branches == 2 else (lambda x, y: x)
+            return jax.lax.cond(flag, lambda x, y: x @ y, other, x, y)
+
+        x = jnp.ones((256, 256))
+        return counts(jax.jit(run).lower(x, x, True).compile())
+
+    one, two = bytes_of(1), bytes_of(2)
+    assert two.flops == pytest.approx(one.flops, rel=0.01)
+    assert "dearest" in one.misleading
+
+
+@pytest.mark.parametrize(
+    ("ratio", "half_spread", "verdict"),
+    [(1.05, 0.2, "ok"), (1.15, 0.1, "?"), (1.25, 0.1, "OVER")],
+)
+def test_verdicts(ratio: float, half_spread: float, verdict: str) -> None:
+    assert _common.verdict(record(ratio, half_spread)) == verdict
+    assert _common.verdict(record(ratio, half_spread, limit=None)) == ""
+
+
+def test_a_change_is_more_than_both_spreads() -> None:
+    assert _report.changes([record(1.05, 0.1)], [record(1.0, 0.1)]) == []
+    assert _report.changes([record(1.09, 0.001)], [record(1.0, 0.02)]) == [
+        "step: call (10): 1.00 -> 1.09 of raw"
+    ]
+    assert _report.changes([record(1.3, 0.1)], [record(1.05, 0.1)]) == [
+        "step: call (10): 1.05 -> 1.30 of raw",
+        "step: call (10): ok -> OVER",
+    ]
+    assert _report.changes([], [record(1.0, 0.1)]) == ["gone: step: call (10)"]
+    assert _report.changes([record(1.0, 0.1)], []) == ["new: step: call (10)"]
+
+
+def test_pictures_are_drawn_where_there_is_something_to_draw(tmp_path: Path) -> None:
+    larger = {**record(1.2, 0.1), "size": 100}
+    size = {**record(1.0, 0.0), "figure": "size", "unit": "B"}
+    assert _report.draw([record(1.0, 0.1)], tmp_path) == [tmp_path / "ratios.png"]
+    drawn = _report.draw([record(1.0, 0.1), larger, size], tmp_path)
+    assert [path.stem for path in drawn] == ["ratios", "sizes", "bytes"]
+    assert all(path.stat().st_size > 1000 for path in drawn)
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, file: Path, rows: list[Row]) -> None:
+    def measure(options: argparse.Namespace) -> Iterator[Row]:
+        yield from rows
+
+    monkeypatch.setattr(sys, "argv", ["step.py", "--json", str(file)])
+    _common.main("A doc.", {"call": Figure("raw", 1.1)}, measure)
+
+
+def test_a_benchmark_writes_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    run_main(monkeypatch, file, [counted("call", 2, 1, size=10)])
+    written = json.loads(file.read_text())
+    assert written["machine"]["jax"] == jax.__version__
+    [row] = written["rows"]
+    assert (row["benchmark"], row["ratio"], row["limit"]) == ("step", 2.0, 1.1)
+
+
+def test_a_figure_without_a_row_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match="not measured: call"):
+        run_main(monkeypatch, tmp_path / "rows.json", [])
