@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,8 +25,8 @@ from opt_matrix import (
     scale_by_soap,
 )
 from opt_matrix.errors import PlanMismatchError
-from optax import contrib
 
+contrib: Any = optax.contrib
 RNG = np.random.default_rng(0)
 F32 = newton_schulz(dtype=None)
 RANK2 = Matrices.by_rank2()
@@ -214,10 +215,14 @@ def _two(params: Any) -> Any:
 def test_bfloat16_travels_as_bfloat16() -> None:
     mesh = mesh_of((4, 2))
     sharding = NamedSharding(mesh, P("x", "y"))
-    plan = plan_matrices(PARAMS, sharding, mesh, RANK2)
-    found = orthogonal(plan, PARAMS, sharding)
-    alone = scale_by_muon(orthogonalize=F32)
-    close(found, alone.update(PARAMS, alone.init(PARAMS))[0], 6e-2)
+    params = many(8, 32, 256)
+    # Steps that converge: Keller's make what bfloat16 rounds away larger.
+    narrow, wide = (newton_schulz(8, "polar_express", dtype) for dtype in (jnp.bfloat16, None))
+    plan = plan_matrices(params, sharding, mesh, RANK2, fn=narrow)
+    found = orthogonal(plan, params, sharding)
+    alone: Any = scale_by_muon(orthogonalize=wide)
+    for name, wanted in alone.update(params, alone.init(params))[0].items():
+        assert np.linalg.norm(found[name] - wanted) <= 3e-2 * np.linalg.norm(wanted)
 
 
 def test_state_stays_with_its_matrices() -> None:
@@ -244,7 +249,7 @@ def test_state_stays_with_its_matrices() -> None:
         numbers = np.concatenate([np.asarray(own["number"]) for own in state])
         assert sorted(numbers[numbers >= 0]) == list(range(16))
         results.append(jax.device_get(found))
-    close(*results, 1e-4)
+    close(results[0], results[1], 1e-4)
     close(results[0]["b"], np.linalg.pinv(2 * params["b"]).swapaxes(1, 2), 1e-3)
 
 
@@ -255,12 +260,12 @@ def test_accumulation_orthogonalizes_only_when_it_emits() -> None:
     tx = muon(0.1, matrices=RANK2, plan=plan)
     steps = MultiSteps(tx, 2)
     params = jax.device_put(PARAMS, sharding)
-    state = steps.init(params)
+    state = jax.jit(steps.init)(params)
     apply = jax.jit(steps.apply)
     same, state = apply(params, state, params)
     close(same, PARAMS, 0.0)
     found, state = apply(same, state, params)
-    updates, _ = tx.update(params, tx.init(params), params)
+    updates, _ = jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)
     close(found, optax.apply_updates(params, updates))
     plan.check(apply.lower(params, state, params).compile())
 
@@ -310,7 +315,7 @@ def test_normuon_and_soap_equal_plain_references(name: str, shape: Any, spec: An
     sharding = NamedSharding(mesh, spec)
     rng = np.random.default_rng(5)
     grads = [
-        # Square: of rank-deficient covariances a decomposition is free to choose the rest of a basis.
+        # Square: of a rank-deficient covariance the rest of a basis is arbitrary.
         {f"w{n}": rng.normal(size=(8, 8)).astype(np.float32) for n in range(5)}
         for _ in range(6)
     ]

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from opt_matrix import DEFAULT_RULES, Dims, Matrices
 from opt_matrix.errors import OptionError, UndecidedError
-from optax.contrib import MuonDimensionNumbers
+from optax.contrib._muon import MuonDimensionNumbers
 
 
 def leaf(*shape: int) -> Any:

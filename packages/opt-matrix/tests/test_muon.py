@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from jax.sharding import PartitionSpec as P
 from opt_matrix import Dims, Matrices, muon, newton_schulz, plan_matrices, scale_by_muon
 from opt_matrix.errors import OptionError, UndecidedError
-from optax import contrib
 
+contrib: Any = optax.contrib
 RNG = np.random.default_rng(1)
 F32 = newton_schulz(dtype=None)
 
@@ -79,8 +80,9 @@ def test_schedules_and_another_optimizer_for_the_rest() -> None:
 def one(dims: Any, x: jax.Array, **options: Any) -> jax.Array:
     options = {"orthogonalize": F32, "matrices": Matrices.by_path({"w": dims}), **options}
     tx = scale_by_muon(**options)
-    updates, _ = tx.update({"w": x}, tx.init({"w": x}))
-    return updates["w"]
+    updates: Any = tx.update({"w": x}, tx.init({"w": x}))[0]
+    found: jax.Array = updates["w"]
+    return found
 
 
 def of_matrix(x: jax.Array, scale: Any = "width") -> jax.Array:
@@ -109,7 +111,7 @@ def test_stacks_heads_and_fused_matrices_equal_their_parts(scale: Any) -> None:
 
 
 def test_any_function_of_matrices() -> None:
-    tx = muon(
+    tx: Any = muon(
         1.0, matrices=Matrices.by_rank2(), orthogonalize=jnp.sign, momentum=0.0, nesterov=False
     )
     updates, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
@@ -129,7 +131,7 @@ def test_a_plan_for_one_device_changes_nothing() -> None:
 def test_hyper_parameters_at_run_time() -> None:
     injected = optax.inject_hyperparams(muon, static_args=("orthogonalize", "nesterov"))
     tx = injected(learning_rate=0.1, matrices=Matrices.by_rank2(), orthogonalize=F32)
-    state = tx.init(PARAMS)
+    state: Any = tx.init(PARAMS)
     updates, _ = tx.update(GRADS[0], state, PARAMS)
     state.hyperparams["learning_rate"] = 0.2
     doubled, _ = tx.update(GRADS[0], state, PARAMS)

@@ -28,4 +28,4 @@ def test_the_examples_run_and_print_what_is_shown(capsys: pytest.CaptureFixture[
         printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
         assert printed == output.splitlines(), f"block {number}"
         shown += bool(output)
-    assert shown == 3
+    assert shown == 2

@@ -60,6 +60,10 @@ class _Undecided:
     """No rule says what a leaf is."""
 
 
+def _nothing_unused(paths: Sequence[str]) -> list[str]:
+    return []
+
+
 _Decision = Dims | None | _Undecided
 _UNDECIDED = _Undecided()
 
@@ -95,7 +99,7 @@ class Matrices:
     """
 
     _decide: Callable[[str, tuple[int, ...]], _Decision]
-    _unused: Callable[[Sequence[str]], list[str]] = lambda paths: []
+    _unused: Callable[[Sequence[str]], list[str]] = _nothing_unused
 
     @classmethod
     def by_rank2(cls) -> Matrices:

@@ -103,10 +103,10 @@ def scale_by_normuon(
         fn, params, shardings, mesh, matrices=matrices, init=init_group, **options
     )
 
-    def init(params: Any) -> NorMuonState:
+    def init(params: Any) -> Any:
         return NorMuonState(optax.tree.zeros_like(params), shared.init())
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, NorMuonState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         mu = averaged(updates, state.mu, momentum)
         ahead = averaged(updates, mu, momentum) if nesterov else mu
         new, nu = shared.apply(ahead, state.nu)
