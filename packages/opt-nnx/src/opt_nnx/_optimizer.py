@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -127,6 +128,47 @@ class Optimizer(nnx.Optimizer[M]):
         assign(self.opt_state, state)
         self.step[...] += 1
         return updates
+
+    @contextlib.contextmanager
+    def evaluating(self, model: M) -> Iterator[M]:
+        """Gives the model the parameters to evaluate, for the length of a `with` block.
+
+        They are the average that the state keeps, as `opt_core.Optimizer.evaluating` finds it;
+        without one they are the parameters themselves. Afterwards, also after an exception, the
+        model has the trained parameters again. Traceable. Do not update inside the block: what an
+        update does to the model is undone with the rest.
+
+        Args:
+          model: the model, changed in place.
+
+        Yields:
+          The model.
+
+        Raises:
+          EvaluationError: there are two averages of one parameter; names both.
+
+        Examples:
+          >>> import optax.contrib
+          >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+          >>> optimizer = Optimizer(model, optax.contrib.schedule_free_sgd(1.0))
+          >>> grads = nnx.grad(lambda model: model(jnp.ones((1, 2))).sum())(model)
+          >>> _ = optimizer.update(model, grads)
+          >>> _ = optimizer.update(model, grads)
+          >>> with optimizer.evaluating(model):
+          ...     print(model.bias[...].tolist())
+          [-1.5, -1.5, -1.5]
+          >>> model.bias[...].round(2).tolist()
+          [-1.55, -1.55, -1.55]
+        """
+        trained = pure(state_of(model, self.wrt, self.graph))
+        params = self._core(trained).evaluating().target
+        if self._placement is not None:
+            params = self._placement.put_params(params)
+        nnx.update(model, params)
+        try:
+            yield model
+        finally:
+            nnx.update(model, trained)
 
     def to_core(self, model: M) -> opt_core.Optimizer:
         """Returns parameters, state and definition as one `opt_core.Optimizer`.
