@@ -17,6 +17,7 @@ from opt_accumulate._buffers import own_buffers
 from opt_accumulate._checks import check_integer
 from opt_accumulate._emission import emit_if
 from opt_accumulate._inner import InnerUpdate
+from opt_accumulate._memory import on_device, put_beside
 from opt_accumulate._precision import accumulator_dtype_of
 from opt_accumulate._transformation import ParamsTransformation
 from opt_accumulate._trees import broadcast_prefix
@@ -175,6 +176,9 @@ class _Rate:
         def leaf(old: Any, param: Any) -> Any:
             if isinstance(old, optax.MaskedNode):
                 return old
+            return put_beside(between(on_device(old), param), old)
+
+        def between(old: Any, param: Any) -> Any:
             new = jax.lax.convert_element_type(param, old.dtype)
             if isinstance(rate, float):
                 return old + rate * (new - old)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from opt_accumulate._guard.state import GuardState
+from opt_accumulate._memory import on_device
 from opt_accumulate._walk import children
 
 
@@ -32,7 +33,7 @@ class AverageState:
     def eval_params(self, params: Any) -> Any:
         """Returns the average; see `HoldsEvalParams`."""
         del params
-        return self.average
+        return jax.tree.map(on_device, self.average)
 
     @staticmethod
     def describe_fields() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -18,6 +19,7 @@ from opt_accumulate._emission import emit_if
 from opt_accumulate._guard.spike import Spike, Window
 from opt_accumulate._guard.state import GuardState, Reason
 from opt_accumulate._inner import InnerUpdate
+from opt_accumulate._memory import on_device, put_beside
 from opt_accumulate._skip import squared_norm
 from opt_accumulate._skip_state import count_if
 from opt_accumulate._transformation import ParamsTransformation
@@ -188,7 +190,7 @@ class _Judge:
                 return (new,)
             norm = _norm(updates())
             why = self._reason({"update_norm": norm}, state)
-            kept = jax.tree.map(lambda new, old: jnp.where(why == 0, new, old), new, old)
+            kept = jax.tree.map(functools.partial(_chosen, why == 0), new, old)
             return kept, norm, why
 
         # An update that is not computed tells nothing: 0 is below any threshold.
@@ -238,6 +240,10 @@ class _Judge:
             reason=jnp.where(skip, reason, state.reason),
             last_skipped=jnp.where(skip, count, state.last_skipped),
         )
+
+
+def _chosen(condition: jax.Array, new: Any, old: Any) -> Any:
+    return put_beside(jnp.where(condition, on_device(new), on_device(old)), old)
 
 
 def _norm(tree: Any) -> jax.Array:
