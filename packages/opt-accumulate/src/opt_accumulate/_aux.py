@@ -168,7 +168,7 @@ def add_sums(
 
 
 def select(keep: jax.Array | None, value: jax.Array) -> jax.Array:
-    """Returns `value`, or zeros where it is not kept: chosen, since `0 * inf` is no zero."""
+    """Returns `value`, or zeros where it is not kept: selected, since `0 * inf` is NaN."""
     return value if keep is None else jnp.where(keep, value, jnp.zeros_like(value))
 
 

@@ -8,7 +8,7 @@ from opt_accumulate.errors import OptionError
 
 
 def check_integer(name: str, value: Any, least: int) -> None:
-    """Raises an `OptionError` unless `value` is an integer from `least` on.
+    """Raises an `OptionError` unless `value` is an integer of at least `least`.
 
     Examples:
       >>> check_integer('keep', 0, 1)

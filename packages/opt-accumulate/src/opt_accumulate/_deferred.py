@@ -142,7 +142,7 @@ def accumulate_deferred(
         out_specs=(over_devices, over_devices, PartitionSpec()),
         axis_names=set(data_axes),
         # Loss functions have loops that begin with constants; as types these would have to be
-        # told to vary over the devices, in each of them.
+        # marked as varying over the devices, in each of them.
         check_vma=False,
     )
     index = jnp.arange(devices, dtype=jnp.int32)

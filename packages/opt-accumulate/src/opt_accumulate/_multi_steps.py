@@ -50,9 +50,9 @@ class MultiSteps:
     * it accumulates in float32 and hands that on, not a copy rounded to the gradients' dtype;
     * `flush` emits a window that is not full.
 
-    A window that holds k mini-steps or more emits with its next one: so does a state that was
-    restored with a smaller k. The value of a schedule is asked for at the number of steps made, is
-    converted to int32, and is taken as 1 if it is less.
+    A window that already holds k mini-steps or more, as after a restore with a smaller k, emits
+    with its next one. A schedule is evaluated at the number of steps made; its value is
+    converted to int32 and is at least 1.
 
     Donate parameters and state to the compiled step (`jax.jit(..., donate_argnums=(0, 1))`), else
     XLA copies what the step could have left in place.
@@ -79,28 +79,27 @@ class MultiSteps:
         window_means: Sequence[str] = (),
         form: Form = "loop",
     ) -> None:
-        """Describes the accumulation; nothing is allocated.
+        """Configures the accumulation; allocates nothing.
 
         Args:
           opt: the inner optimizer, a gradient transformation.
           every_k_schedule: how many mini-steps make a step: a positive integer, or a function from
             the number of steps made to one.
-          use_grad_mean: hand on the mean of the gradients; otherwise their sum.
-          should_skip_update_fn: called as `f(updates, gradient_step, params)`, says which
-            mini-steps are left out, and what is written to `skip_state`; may be a
-            `StatefulSkipFunction`.
-          accumulator_dtype: what to accumulate in. float32 does not truncate float64; complex
-            gradients get the complex dtype that holds it. `None`: each parameter's own dtype.
+          use_grad_mean: whether the inner optimizer gets the mean of the gradients, or their sum.
+          should_skip_update_fn: `f(updates, gradient_step, params)` returns whether to skip the
+            mini-step, and the new `skip_state`; or a `StatefulSkipFunction`.
+          accumulator_dtype: of the accumulator. float32 does not truncate float64; complex
+            gradients get the complex dtype of that precision. `None`: each parameter's own dtype.
           window_means: names of scalar extra arguments of which the inner optimizer gets the mean
             over the mini-steps of the window, not the value on the last one.
-          form: how a mini-step decides: `"loop"`, the fastest; `"cond"`, which can be
-            differentiated in reverse; or `"select"`, without control flow.
+          form: how a mini-step branches: `"loop"`, the fastest; `"cond"`, which has a reverse-mode
+            derivative; or `"select"`, without control flow.
 
         Raises:
-          TypeError: `every_k_schedule` is no integer or function; `should_skip_update_fn` is no
-            function; `window_means` are no names.
-          ValueError: `every_k_schedule` is not positive or no scalar; `accumulator_dtype` cannot
-            hold gradients; an unknown `form`.
+          TypeError: `every_k_schedule` is neither an integer nor a function;
+            `should_skip_update_fn` is not a function; `window_means` are not names.
+          ValueError: `every_k_schedule` is not positive, or not a scalar; `accumulator_dtype`
+            cannot hold gradients; `form` is unknown.
         """
         check_form(form)
         check_accumulator_dtype(accumulator_dtype)

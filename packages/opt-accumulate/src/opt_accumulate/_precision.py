@@ -46,7 +46,7 @@ def check_accumulator_dtype(wanted: Any) -> None:
     """Raises unless gradients can be summed in a dtype.
 
     Raises:
-      OptionError: it is no dtype of real floating-point numbers of 16 bits or more.
+      OptionError: it is not a dtype of real floating-point numbers of 16 bits or more.
     """
     if wanted is None:
         return

@@ -90,7 +90,7 @@ def broadcast_prefix(
       is_leaf: which nodes of `prefix` are leaves.
 
     Raises:
-      OptionError: `prefix` is no prefix of `tree`.
+      OptionError: `prefix` is not a prefix of `tree`.
 
     Examples:
       >>> broadcast_prefix({'a': 'sum', 'b': 'mean'}, {'a': [1, 2], 'b': 3}, 'aux')
