@@ -317,7 +317,9 @@ def test_surgery() -> None:
         optimizer.load_core(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), frozen)
 
 
-@pytest.mark.parametrize("tx", [opt.adamw(0.1), optax.adamw(0.1), grouped()], ids=repr)
+@pytest.mark.parametrize(
+    "tx", [opt.adamw(0.1), optax.adamw(0.1), grouped()], ids=["twin", "optax", "groups"]
+)
 def test_state_dicts(tx: Any) -> None:
     model, optimizer = trained(tx)
     saved = optimizer.state_dict(model)

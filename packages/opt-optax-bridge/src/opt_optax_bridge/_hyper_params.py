@@ -11,7 +11,8 @@ from opt_core import MultiOptimizer, Optimizer
 from opt_core.errors import HyperParamError
 from opt_core.protocols import ResolvesHyperParams, TakesExtraArgs
 
-from opt_optax_bridge._overrides import Update, ask, field_values
+from opt_optax_bridge._fields import field_values
+from opt_optax_bridge._overrides import Update, ask
 from opt_optax_bridge._wrapper import OptaxWrapper
 
 
@@ -64,6 +65,7 @@ def scale_learning_rate(
     factor: ArrayLike | Mapping[str, ArrayLike],
     *,
     name: str = "learning_rate",
+    **extra_args: Any,
 ) -> dict[str, Any]:
     """Returns overrides by which the next update has its learning rate times a factor.
 
@@ -73,6 +75,7 @@ def scale_learning_rate(
       optimizer: see `resolve_hyper_params`; groups without a learning rate keep what they have.
       factor: a number or a scalar array; or a mapping from names of groups to factors.
       name: what is scaled, if it is something else.
+      **extra_args: what the update needs besides gradients, such as `value`.
 
     Raises:
       HyperParamError: no group has it, or it has no value.
@@ -85,7 +88,7 @@ def scale_learning_rate(
       >>> optimizer.apply_gradient({'w': jnp.ones(1)}, **half).target['w'].tolist()
       [0.75]
     """
-    scaled = _scaled(resolve_hyper_params(optimizer), factor, name)
+    scaled = _scaled(resolve_hyper_params(optimizer, **extra_args), factor, name)
     if not scaled:
         raise HyperParamError(f"there is no `{name}` to scale")
     return scaled

@@ -18,6 +18,7 @@ import numpy as np
 from opt_core import OptimizerState
 from opt_core.errors import HyperParamError, OptimizerError, UnusedArgumentError
 
+from opt_optax_bridge._fields import changed_fields, field_values
 from opt_optax_bridge._program import Program, named, weakly_typed
 from opt_optax_bridge._recipe import is_number
 from opt_optax_bridge._signatures import named_arguments, takes_any_keyword
@@ -31,24 +32,6 @@ T = TypeVar("T")
 _STAND_IN = 1.0
 _IDLE = "it acts only when the state is created, not in an update"
 _STRUCTURAL = "it decides a Python branch, shapes or structure"
-
-
-def changed_fields(own: Any, given: Any) -> dict[str, Any]:
-    """Returns the fields of `given` that are not those of `own`."""
-    return {
-        name: value
-        for name, value in field_values(given).items()
-        if not _is_same(getattr(own, name), value)
-    }
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    return a is b or (isinstance(a, float) and isinstance(b, float) and a == b)
-
-
-def field_values(record: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass by name."""
-    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,18 +11,18 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from opt_core import OptimizerDef
 from opt_core.errors import HyperParamError
+
+from opt_optax_bridge._fields import make_hyper_params
 
 _Path = tuple[str, ...]
 """The name of a hyper-parameter after those of the parts that it is in."""
@@ -283,56 +283,6 @@ def _unique_names(parts: Iterable[tuple[str | None, OptimizerDef]]) -> list[str]
 def _addresses(path: _Path) -> Iterator[str]:
     """Yields the names that may stand for a path, the shortest first."""
     return (".".join(path[-n:]) for n in range(1, len(path) + 1))
-
-
-def make_hyper_params(
-    class_name: str, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
-) -> Any:
-    """Returns a frozen dataclass, a pytree; of `defaults` its constructor takes what is missing."""
-    cls = _hyper_params_class(class_name, tuple(values), tuple((defaults or {}).items()))
-    return cls(**values)
-
-
-@functools.cache
-def _hyper_params_class(
-    class_name: str, fields: tuple[str, ...], defaults: tuple[tuple[str, Any], ...]
-) -> type:
-    body = {
-        **dict(defaults),
-        "_names": fields,
-        "_defaults": dict(defaults),
-        "__annotations__": dict.fromkeys(fields, Any),
-        "__doc__": "The arguments that can be overridden at run time.",
-        "__module__": __name__,
-    }
-    cls = types.new_class(class_name, (_HyperParams,), {}, lambda ns: ns.update(body))
-    return flax.struct.dataclass(cls, kw_only=True, init=False, repr=False, eq=False)
-
-
-class _HyperParams:
-    """What `dataclasses` would write into source, where no name of a field may have a dot."""
-
-    _names: ClassVar[tuple[str, ...]]
-    _defaults: ClassVar[Mapping[str, Any]]
-
-    def __init__(self, **values: Any) -> None:
-        values = {**self._defaults, **values}
-        if values.keys() != set(self._names):
-            raise TypeError(f"{type(self).__name__} has the fields {self._names}; got {[*values]}")
-        vars(self).update({name: values[name] for name in self._names})
-
-    def __repr__(self) -> str:
-        values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__name__}({values})"
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(vars(self).items()))
-
-    def __reduce__(self) -> Any:
-        return make_hyper_params, (type(self).__name__, dict(vars(self)), self._defaults)
 
 
 def _snapshot(value: Any) -> Any:

@@ -26,15 +26,14 @@ from opt_core.protocols import Transformation, UpdatesParams
 
 from opt_optax_bridge import _pickling
 from opt_optax_bridge._description.describe import describe_optax
+from opt_optax_bridge._fields import changed_fields, field_values, make_hyper_params
 from opt_optax_bridge._overrides import (
     Update,
-    changed_fields,
-    field_values,
     listed,
     overridable_in_general,
     resolve,
 )
-from opt_optax_bridge._recipe import Recipe, make_hyper_params
+from opt_optax_bridge._recipe import Recipe
 from opt_optax_bridge._signatures import (
     captured_arrays,
     named_arguments,

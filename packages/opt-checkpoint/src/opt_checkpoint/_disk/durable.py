@@ -43,8 +43,8 @@ class DurablePath(atomicity.AtomicRenameTemporaryPath):
         if self._is_step:
             shutil.rmtree(self._final_path, ignore_errors=True)
             return await super().create()
-        Path(self._tmp_path).mkdir()
-        return self._tmp_path
+        Path(self.get()).mkdir()
+        return self.get()
 
     async def finalize(self) -> None:
         """Moves the step to its final name, durably; replaces nothing."""
