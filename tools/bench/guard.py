@@ -1,35 +1,47 @@
-r"""What a step costs that a guard skips, and what an average adds to one that is made.
+"""What a step costs that a guard skips, and what an average adds to one that is made.
 
-    MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1099511627776 \
-        hatch run dev:python tools/bench/guard.py --leaves 12 --side 1024
+    hatch run dev:python tools/bench/guard.py --leaves 12 --side 1024
 
-The two variables keep the heap between calls, as an accelerator's allocator does. Every variant
-owns its parameters and state and donates them. A round times each once, in turn, in this process;
-printed are medians over rounds of ratios within a round. Bytes are those that XLA counts for the
-compiled program; of a skipped step without the loop that makes one.
+The heap is kept between calls, as an accelerator's allocator keeps it. Every variant owns its
+parameters and state and donates them. Bytes are those of the compiled program's instructions; of a
+skipped step without the loop that makes one.
 """
 
 import argparse
 import re
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from _common import Figure, Row, counted, counts, main, timed
 from opt_accumulate import guard, with_average
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 AVERAGED = with_average(INNER, 0.999)
 GUARDED = guard(AVERAGED)
+ENVIRONMENT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+NORM, ADAMW = "a read of the gradients' norm", "adamw"
+# What each variant is held against.
+PEERS = {
+    "average": ADAMW,
+    "guard, made": ADAMW,
+    "guard, skipped": NORM,
+    "guard by update, skipped": NORM,
+}
+FIGURES = {
+    **{f"time, {name}": Figure(peer) for name, peer in PEERS.items()},
+    **{f"bytes, {name}": Figure("the parameters", None, "B") for name in (NORM, ADAMW, *PEERS)},
+    **{f"temporaries, {name}": Figure("the parameters", None, "B") for name in (ADAMW, *PEERS)},
+}
 _LEAST = 1024  # bytes of an array that counts
 _MOVES_NOTHING = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "constant"}
 
 
 def norm(params: Any, state: Any, grads: Any, loss: Any) -> Any:
-    """The yardstick: a bare read of the gradients' norms."""
+    """The least that a guard has to do: a bare read of the gradients' norms."""
     del loss
     return params, state, optax.tree.norm(grads)
 
@@ -58,8 +70,8 @@ def variants(params: Any) -> dict[str, tuple[Callable[..., Any], Any, float]]:
     """Returns step, first state and loss of each variant; a loss that is not finite is skipped."""
     nan = float("nan")
     return {
-        "norm": (norm, (), 1.0),
-        "adamw": (step_of(INNER), INNER.init(params), 1.0),
+        NORM: (norm, (), 1.0),
+        ADAMW: (step_of(INNER), INNER.init(params), 1.0),
         "average": (applied(AVERAGED), AVERAGED.init(params), 1.0),
         "guard, made": (applied(GUARDED), GUARDED.init(params), 1.0),
         "guard, skipped": (applied(GUARDED), GUARDED.init(params), nan),
@@ -103,10 +115,8 @@ class Runner:
         self.loss = jnp.float32(loss)
         jitted = jax.jit(step, donate_argnums=(0, 1))
         self.compiled = jitted.lower(*self.carried, params, self.loss).compile()
-        size = sum(leaf.size for leaf in jax.tree.leaves(params))
-        self.bytes = bytes_outside_of_loops(self.compiled.as_text() or "") / size
-        memory: Any = self.compiled.memory_analysis()
-        self.temporaries = memory.temp_size_in_bytes / size
+        self.bytes = bytes_outside_of_loops(self.compiled.as_text() or "")
+        self.temporaries = counts(self.compiled).temporaries
 
     def seconds(self, grads: Any) -> float:
         """Returns how long one step takes."""
@@ -116,16 +126,18 @@ class Runner:
         return time.perf_counter() - start
 
 
-def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
     parser.add_argument("--leaves", type=int, default=12, help="parameters, square")
-    parser.add_argument("--side", type=int, default=1024)
+    parser.add_argument("--side", type=int, help="1024, or 256 with --quick")
     parser.add_argument("--rounds", type=int, default=21)
-    options = parser.parse_args()
 
-    shape = options.side, options.side
-    params = {f"w{i}": jnp.full(shape, 0.5) for i in range(options.leaves)}
+
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Yields the rows of every variant."""
+    side = options.side or (256 if options.quick else 1024)
+    params = {f"w{i}": jnp.full((side, side), 0.5) for i in range(options.leaves)}
+    size = sum(leaf.nbytes for leaf in params.values())
     runners = {
         name: Runner(step, params, state, loss)
         for name, (step, state, loss) in variants(params).items()
@@ -134,20 +146,13 @@ def main() -> None:
         {name: runner.seconds(params) for name, runner in runners.items()}
         for _ in range(options.rounds + 1)
     ][1:]
-    print(f"{options.leaves} leaves of {shape}, {options.rounds} rounds,")
-    print(f"jax {jax.__version__}, optax {optax.__version__}, {jax.devices()[0].device_kind}")
-    print(f"{'':26}{'time /':>9}{'time /':>9}{'bytes /':>10}{'temporaries':>13}")
-    print(f"{'':26}{'norm':>9}{'adamw':>9}{'parameter':>10}{'/ parameter':>13}")
+    for name, peer in PEERS.items():
+        yield timed(f"time, {name}", [t[name] for t in measured], [t[peer] for t in measured])
     for name, runner in runners.items():
-        ratios = [
-            statistics.median(times[name] / times[other] for times in measured)
-            for other in ("norm", "adamw")
-        ]
-        print(
-            f"{name:26}{ratios[0]:9.2f}{ratios[1]:9.2f}{runner.bytes:10.2f}"
-            f"{runner.temporaries:13.2f}"
-        )
+        yield counted(f"bytes, {name}", runner.bytes, size)
+        if name != NORM:
+            yield counted(f"temporaries, {name}", runner.temporaries, size)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, FIGURES, measure, arguments, environment=ENVIRONMENT)
