@@ -1,4 +1,4 @@
-"""A published 70B decoder as shapes and logical axes: what to plan before there is a machine.
+"""A published 70B decoder as shapes and logical axes, for planning before you have a machine.
 
 The weights are those of Llama 2 and Llama 3 70B, one entry per matrix, without their values:
 
@@ -6,8 +6,8 @@ The weights are those of Llama 2 and Llama 3 70B, one entry per matrix, without 
     python -m opt_partition plan decoder_70b:adamw \
         --mesh data=64,fsdp=8,model=8 --rules decoder_70b.toml --zero data
 
-`adamw`, `adafactor` and `lion` return what the command line asks of a function: the
-transformation, the parameters and their logical axes.
+`adamw`, `adafactor` and `lion` return what the command line expects: the transformation, the
+parameters and their logical axes.
 """
 
 from __future__ import annotations

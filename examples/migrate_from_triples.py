@@ -1,13 +1,13 @@
-"""One small training loop, four times: from the classic triples to what came after them.
+"""One small training loop in four versions: from the classic triples to Optax and opt-core.
 
     python examples/migrate_from_triples.py
 
-1. As it was written: `opt_init, opt_update, get_params`.
-2. Saved after some steps, to a file without pickle, and resumed from it.
-3. Switched in the middle to the same optimizer in Optax's own words.
-4. As an `OptimizerDef` of opt-core, its state sharded like the parameters over all devices.
+1. The original: `opt_init, opt_update, get_params`.
+2. Saved to a file without pickle after some steps, and resumed from it.
+3. Switched to the equivalent Optax optimizer in mid-run.
+4. As an opt-core `OptimizerDef`, with the state sharded like the parameters over all devices.
 
-The losses of all four are printed beside each other, and checked.
+Prints the losses of all four side by side, and checks them.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     hatch run dev:train --resume runs/texts --zero --learning-rate 1e-4
     hatch run dev:train --out runs/two --processes 2 --process-id 0 --coordinator localhost:1234
 
-`lm/training.py` is what to look at. It is imported last: flags are refused, and something is said,
-before the seconds that JAX takes.
+The training code is in `lm/training.py`. It is imported last, so that flags are validated and a
+message is shown before JAX is imported, which takes seconds.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import jax
 import pytest
 from opt_partition import MemoryPlan, memory_plan
 from opt_partition._cli.inputs import read_rules
-from opt_partition._display import both, human_bytes
+from opt_partition._display import byte_cells, human_bytes
 
 ROOT = pathlib.Path(__file__).parents[1]
 JOBS = ("adamw", "adafactor", "lion")
@@ -94,7 +94,7 @@ def _summary(decoder_70b: Any) -> str:
             human_bytes(plan.param_bytes_per_device),
             human_bytes(plan.grad_bytes_per_device),
             human_bytes(plan.state_bytes_per_device),
-            *both(plan.total_bytes_per_device),
+            *byte_cells(plan.total_bytes_per_device),
         ]
         for name, level in itertools.product(JOBS, LEVELS)
         for plan in [planned(decoder_70b, name, level)]

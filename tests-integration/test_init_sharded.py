@@ -226,13 +226,13 @@ def test_errors_say_where_and_what_to_do(mesh: Mesh) -> None:
         return str(caught.value)
 
     assert message(optax.TraceState({"w": whole, "v": whole})) == (
-        "`state_shardings` has another structure than the leaves it is for:\n"
+        "`state_shardings` does not have the tree structure of its leaves:\n"
         "  trace/b: missing\n"
         "  trace/v: unexpected"
     )
     assert message(optax.TraceState({"w": whole, "b": NamedSharding(mesh, P(None, "data"))})) == (
-        "`state_shardings` do not fit the leaves and the mesh:\n"
-        "  trace/b: P(None, 'data') has more entries than (256,) has dimensions"
+        "`state_shardings` do not match the leaves and the mesh:\n  trace/b: P(None, 'data') has "
+        "more entries than (256,) has dimensions"
     )
     assert message(optax.TraceState({"w": P(), "b": whole})) == (
         "`state_shardings` must be a NamedSharding per leaf or a Layout; found a PartitionSpec at "
@@ -240,11 +240,11 @@ def test_errors_say_where_and_what_to_do(mesh: Mesh) -> None:
     )
     other = jax.make_mesh((4, 2), ("data", "model"), devices=jax.devices()[::-1])
     assert message(optax.TraceState({"w": NamedSharding(other, P()), "b": rows})) == (
-        "`state_shardings` do not fit the leaves and the mesh:\n"
-        "  trace/w: the mesh has other devices or axis types than expected"
+        "`state_shardings` do not match the leaves and the mesh:\n  trace/w: the mesh has "
+        "different devices or axis types than expected"
     )
     assert message(plan(tx.init, AbstractMesh((4, 2), ("data", "model")))) == (
-        "`state_shardings` is on an AbstractMesh, which has no devices: lay it out on a Mesh"
+        "`state_shardings` is on an AbstractMesh, which has no devices: use a Mesh"
     )
     with pytest.raises(ValueError, match="no good"):
         init_sharded(_fails, params, optax.TraceState({"w": whole, "b": whole}))

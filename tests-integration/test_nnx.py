@@ -154,6 +154,24 @@ def test_state_stays_where_it_is_made_and_a_step_compiles_once(
     assert step.jitted_fn._cache_size() == 1  # nor compiled again
 
 
+@pytest.mark.parametrize("name", ["adam", "muon"])
+def test_parameters_without_names_stay_too(name: str) -> None:
+    """XLA would divide a replicated bias as the activations, and the next step is another one."""
+    mesh = MESHES["auto"]()
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+        model = Model()
+        for layer in (model.wi, model.wo):
+            bias = jax.device_put(jnp.zeros(layer.out_features), NamedSharding(mesh, P()))
+            layer.bias = nnx.Param(bias)
+        optimizer = opt_nnx.Optimizer(model, TRANSFORMATIONS[name]())
+        before = specs((model, optimizer))
+        step, _ = make_step()
+        for _ in range(2):
+            step(model, optimizer)
+        assert specs((model, optimizer)) == before
+    assert step.jitted_fn._cache_size() == 1
+
+
 EXPECTED: dict[str, dict[str, Any]] = {
     # Adafactor averages the larger dimension away for the rows, and the smaller for the columns.
     "adafactor": {

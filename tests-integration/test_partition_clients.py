@@ -73,7 +73,7 @@ def test_metadata_of_nnx(name: str) -> None:
             found = {row.path: row.axes for row in rows}
             assert {axes for path, axes in found.items() if "kernel" in path} == {("embed", "mlp")}
             assert {axes for path, axes in found.items() if "bias" in path} == {(None,)}
-        with pytest.raises(AxesError, match=r"arrays and no names.* nnx.get_partition_spec"):
+        with pytest.raises(AxesError, match=r"arrays but no axis names.* nnx.get_partition_spec"):
             explain(optax.scale_by_adam(), params, pure)
 
 

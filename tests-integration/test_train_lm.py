@@ -189,7 +189,7 @@ def test_a_run_leaves_all_its_files(whole: Path, text: Path) -> None:
     assert not list(whole.glob(".*"))
     placement = (whole / "placement.txt").read_text()
     assert placement.startswith("mesh data=4, model=2: 8 devices\n")
-    assert "compiled step on 8 cpu devices: as asked\n" in placement
+    assert "compiled step on 8 cpu devices: as expected\n" in placement
 
 
 def test_what_it_prints(whole: Path) -> None:
@@ -684,7 +684,7 @@ def save(*args, original=training.Checkpointer.save, **kwargs):
     original(*args, **kwargs)
     del compiled[before:]  # of digests, once
 training.Checkpointer.save = save
-training.report = lambda *_: None  # it compiles programs of its own
+training.write_report = lambda *_: None  # it compiles programs of its own
 code = train_lm.main(sys.argv[2:])
 print(json.dumps(seen))
 sys.exit(code)
@@ -803,6 +803,7 @@ def accumulated(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         "8 zero": ([*curve, "--microbatches=8", "--zero"], {}, []),
         "skip": ([*skipping, "--microbatches=2", "--skip-nonfinite"], PLANTS, [5, 6]),
         "skip 1": ([*skipping, "--skip-nonfinite"], PLANTS, []),
+        "guard": ([*skipping, "--guard", "--average=0.9"], PLANTS, []),
         "nothing": ([*skipping, "--microbatches=2", "--skip-nonfinite"], {}, []),
         "stop": ([*skipping, "--microbatches=2"], PLANTS, []),
     }
@@ -908,6 +909,22 @@ def test_a_step_without_anything_finite_changes_nothing_but_the_count(
     assert rates == all_rates[: LAST - 1]  # the schedule waits for the update that was not made
 
 
+def test_guarded_steps_are_not_made_and_the_average_is_evaluated(
+    accumulated: dict[str, Any],
+) -> None:
+    result = accumulated["guard"]
+    assert result["code"] == 0, result["stderr"]
+    assert result["untouched"] == [3, 5, 6]  # parameters, average and all states
+    lines = {int(line["step"]): line for line in result["metrics"]}
+    for step in (3, 5, 6):
+        told = {name: lines[step][name] for name in ("skipped", "reason")}
+        assert told == {"skipped": LAST, "reason": "nonfinite"}
+        assert "loss" not in lines[step]
+    assert all(math.isfinite(lines[8][f"held_out/{of}"]) for of in ("average", "trained"))
+    assert all(math.isfinite(line["loss"]) for line in lines.values() if "loss" in line)
+    assert "  not averaged" in result["stdout"]
+
+
 def test_without_skipping_the_run_stops_and_can_go_on_with_it(
     accumulated: dict[str, Any],
 ) -> None:
@@ -940,7 +957,7 @@ def test_a_run_of_which_everything_is_skipped_stops(
     monkeypatch.setattr(training, "numbers", lambda metrics: metrics | {"grad_norm": math.inf})
     folder = training.RunFolder(tmp_path)
     with pytest.raises(
-        training.UsageError, match=r"20 batches in a row, up to step 25: take a lower --le"
+        training.UsageError, match=r"20 batches in a row .*up to step 25: take a lower --le"
     ):
         training.train(job, folder, step, start, iter(range(1, 100)), {})
     assert made == list(range(1, 26))
@@ -969,7 +986,7 @@ def test_a_process_that_waits_alone_says_so_and_ends() -> None:
         command = [sys.executable, "-c", MEETING, *map(str, (EXAMPLES, *arguments))]
         return subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
 
-    with start(0, 1, ours) as first, start(1, 90, "nowhere.invalid:1234") as second:
+    with start(0, 1, ours) as first, start(1, 90, "192.0.2.1:1234") as second:
         assert second.stderr
         assert next(second.stderr) == "Waiting for the other processes, at most 90 s ...\n"
         second.send_signal(signal.SIGINT)
@@ -1048,7 +1065,7 @@ def test_notes_of_a_plan_are_shown_and_counted(monkeypatch: pytest.MonkeyPatch) 
     # Parameters, gradients and momenta, five each; three are shown.
     *notes, more = describe(monkeypatch, rows=7, data=4, zero=None)
     assert notes == [
-        f"  note: params w{i}: dimension 0 ('mlp', 7) does not divide by model=2" for i in range(3)
+        f"  note: params w{i}: dimension 0 ('mlp', 7) is not divisible by model=2" for i in range(3)
     ]
     assert more == "  12 more notes"
     # Where nothing divides, ZeRO is not to be had either.

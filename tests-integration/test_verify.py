@@ -179,7 +179,7 @@ class TestRightSteps:
         sums = [row for row in report.collectives if row.kind == "all-reduce" and row.shape]
         assert {(row.count, row.per_iteration) for row in sums} == {(5, False)}
         assert sum(row.total_bytes for row in sums) >= 5 * 2 * (64 * 32 + 32) * 4 * 7 // 8
-        assert ", 5 times a step" in str(report.findings[-1])
+        assert ", 5 times per step" in str(report.findings[-1])
 
     def test_several_steps_in_one_program(self) -> None:
         def step(params: Tree, state: Tree, batches: jax.Array) -> tuple[Tree, Tree]:
@@ -259,13 +259,13 @@ class TestPlantedFaults:
         wrong = [path for kind, path in errors(report) if kind == "sharding"]
         assert wrong == [f"1/0/{name}/{leaf}" for name in ("mu", "nu") for leaf in ("b", "w")]
         assert (
-            "output 1/0/mu/w float32[64, 32]: asked P('data', None), 1,024 bytes a device; found "
-            "P(), 8,192 bytes a device"
+            "output 1/0/mu/w float32[64, 32]: expected P('data', None), 1,024 bytes per device; "
+            "found P(), 8,192 bytes per device"
         ) in str(caught.value)
-        assert "give `jax.jit` the shardings asked for" in str(caught.value)
+        assert "pass the expected shardings to `jax.jit`" in str(caught.value)
         lost = [f.path for f in report.findings if f.kind == "donation"]
         assert lost == wrong
-        assert "donated, but no result takes over its 1,024 bytes" in str(caught.value)
+        assert "donated, but its 1,024 bytes are not reused" in str(caught.value)
 
     @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
     def test_state_goes_in_replicated(self) -> None:
@@ -292,15 +292,16 @@ class TestPlantedFaults:
             whole = jax.lax.optimization_barrier(whole)
             return (state[0]._replace(mu=whole), *state[1:])
 
-        with pytest.raises(ShardingMismatchError, match="moves too often") as caught:
+        with pytest.raises(ShardingMismatchError, match="are communicated too often") as caught:
             verify(zero1(amid=amid), EXPECTED)
         assert errors(caught.value.report) == [
             ("state gather", "1/0/mu/b"),
             ("state gather", "1/0/mu/w"),
         ]
         assert (
-            "what is made of 1/0/mu/w, 1/0/nu/w moves too often: a device gets 4,096 elements a "
-            "step, where 2,048 would do, of the new parameter or of its update, by `all-gather"
+            "values derived from 1/0/mu/w, 1/0/nu/w are communicated too often: a device receives "
+            "4,096 elements per step, where 2,048 of the new parameter or its update would "
+            "suffice, by `all-gather"
         ) in str(caught.value)
         assert "`state_gathers='any'`" in str(caught.value)
         assert verify(zero1(amid=amid), EXPECTED, state_gathers="any").ok
@@ -316,14 +317,15 @@ class TestPlantedFaults:
         tx = optax.GradientTransformation(ADAMW.init, update)
         step = train(tx, params=WHOLE, state=ZERO1, batch=on(DATA, "data"))
         with pytest.raises(
-            ShardingMismatchError, match="1/0/mu/w moves by itself: a device gets 2,048"
+            ShardingMismatchError,
+            match="1/0/mu/w is communicated by itself: a device receives 2,048",
         ) as caught:
             verify(step, EXPECTED)
         assert ("state gather", "1/0/mu/w") in errors(caught.value.report)
-        assert "a step of a leaf of 2,048, of which it holds 256, by `all-" in str(caught.value)
+        assert "per step of a leaf of 2,048, of which it holds 256, by `all-" in str(caught.value)
         assert all(
-            "; `state_gathers='any'` allows it, for optimizers that need whole matrices, as Muon "
-            "and GaLore do" in finding.message
+            "; pass `state_gathers='any'` for optimizers that need whole matrices, such as Muon "
+            "and GaLore" in finding.message
             for finding in caught.value.report.errors
         )
 
@@ -366,7 +368,9 @@ class TestPlantedFaults:
             return (state[0]._replace(mu=jax.tree.map(again, state[0].mu)), *state[1:])
 
         step = by_hand(scatter=True, before=amid)
-        with pytest.raises(ShardingMismatchError, match="a device gets 2,048 elements") as caught:
+        with pytest.raises(
+            ShardingMismatchError, match="a device receives 2,048 elements"
+        ) as caught:
             verify(step, EXPECTED, gradients="reduce-scatter")
         assert errors(caught.value.report) == [
             ("state gather", "1/0/mu/b"),
@@ -400,7 +404,7 @@ class TestPlantedFaults:
             verify(by_hand(scatter=False), EXPECTED, gradients="reduce-scatter")
         assert {kind for kind, _ in errors(e.value.report)} == {"gradient all-reduce"}
         assert {path for _, path in errors(e.value.report)} == {"1/0/mu/b", "1/0/mu/w"}
-        assert "of which 1/0/mu/w takes 1/8" in str(e.value)
+        assert "of which 1/0/mu/w uses only 1/8" in str(e.value)
 
     def test_scattered_gradients_pass(self) -> None:
         report = verify(by_hand(scatter=True), EXPECTED, gradients="reduce-scatter")
@@ -484,7 +488,9 @@ class TestExpected:
         abstract = jax.tree.map(lambda s: NamedSharding(DATA.abstract_mesh, s.spec), (WHOLE, ZERO1))
         assert verify(zero1(), Expected(abstract, abstract)).ok
         other = NamedSharding(GRID.abstract_mesh, P("data"))
-        with pytest.raises(AxesError, match="make the layout with the mesh that the step runs on"):
+        with pytest.raises(
+            AxesError, match="create the layout with the mesh that the step runs on"
+        ):
             verify(zero1(), Expected((other, None), None))
 
     def test_the_report_can_be_kept(self, correct: Report) -> None:

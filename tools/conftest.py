@@ -1,4 +1,4 @@
-"""What the tests of the tools share: the tools themselves, and workspaces made of nothing."""
+"""Fixtures for the tests of the tools: importable tools, and generated workspaces."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# The tests import the tools as the tools import each other.
+# Make the tools importable as they import each other.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "bench")]
 
 _PYPROJECT = """\

@@ -1,9 +1,9 @@
-"""One package's wheel, alone in an empty environment, against its own tests.
+"""Tests the wheel of a single package in an empty environment.
 
-Twice: with nothing but what it declares, where it must import; then with its `test` extra, where
-a copy of its tests outside the checkout must pass: all of them, or those marked `contract`, which
-is what another environment can break (imports, public API, the programs of the README, a few
-steps of everything). The packages of this repository come from a local index of freshly built
+Twice: with only its declared dependencies, where it must be importable; then with its `test` extra,
+  where a copy of its tests outside the checkout must pass: all of them, or those marked `contract`,
+  which cover what another environment can break (imports, public API, the programs of the README, a
+  few steps of everything). The packages of this repository come from a local index of freshly built
 wheels, everything else from PyPI.
 """
 
@@ -24,13 +24,13 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from workspace import Package, closure, names
 
-# What would let the checkout, or the caller's habits, into the environment.
+# Variables that would leak the checkout or the caller's configuration into the environment.
 _UNWANTED = {
     *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTEST_ADDOPTS", "UV_RESOLUTION"),
-    # JAX does not write its files atomically, and packages are tried at the same time.
+    # JAX does not write cache files atomically, and packages are tested concurrently.
     "JAX_COMPILATION_CACHE_DIR",
 }
-# The root's pytest options that hold anywhere.
+# The pytest options of the root that apply everywhere.
 _PYTEST_OPTIONS = ("addopts", "doctest_optionflags", "filterwarnings", "markers", "xfail_strict")
 _REPORTED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex")
 
@@ -49,7 +49,7 @@ print(json.dumps({
 
 
 class CheckError(Exception):
-    """Something that forbids a release: what, expected, found, what to do."""
+    """An obstacle to a release; the message says what was expected, found, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class Uv:
 
     @classmethod
     def find(cls) -> "Uv":
-        """Looks beside the running Python, then where Hatch says, then on the path.
+        """Looks next to the running Python, then in `HATCH_UV`, then on the path.
 
         Raises:
-            CheckError: There is none.
+            CheckError: `uv` was not found.
         """
-        beside = shutil.which("uv", path=str(Path(sys.executable).parent))
-        program = beside or os.environ.get("HATCH_UV") or shutil.which("uv")
+        sibling = shutil.which("uv", path=str(Path(sys.executable).parent))
+        program = sibling or os.environ.get("HATCH_UV") or shutil.which("uv")
         if not program:
             raise CheckError(
                 "no `uv` found: `python -m pip install uv`, or run this by `hatch run`"
@@ -74,7 +74,7 @@ class Uv:
         return cls(program)
 
     def __call__(self, *arguments: str | Path) -> str:
-        """Runs it; gives what it printed.
+        """Runs it; returns its output.
 
         Raises:
             CheckError: It failed.
@@ -84,7 +84,7 @@ class Uv:
 
 @dataclass(frozen=True)
 class Trial:
-    """In which environment a package is tried.
+    """The environment in which a package is tested.
 
     Attributes:
         python: A version or an interpreter, as `uv venv --python` takes it.
@@ -129,7 +129,7 @@ def try_package(package: Package, trial: Trial, *, uv: Uv, wheels: Path, work: P
 
 
 def make_venv(uv: Uv, python: str, folder: Path) -> Path:
-    """Makes an empty virtual environment; gives its interpreter."""
+    """Creates an empty virtual environment; returns its interpreter."""
     uv("venv", "--quiet", "--no-project", "--python", python, folder)
     return folder / ("Scripts" if os.name == "nt" else "bin") / "python"
 
@@ -137,8 +137,8 @@ def make_venv(uv: Uv, python: str, folder: Path) -> Path:
 def write_index(wheels: Path, folder: Path) -> Path:
     """Writes a package index of `wheels`.
 
-    An index that comes before PyPI hides what PyPI has under the same names; a mere folder of
-    wheels (`--find-links`) would compete with it.
+    An index before PyPI hides packages of the same names on PyPI; a folder of wheels
+    (`--find-links`) would compete with them.
     """
     for wheel in sorted(wheels.glob("*.whl")):
         page = folder / canonicalize_name(wheel.name.partition("-")[0]) / "index.html"
@@ -159,9 +159,9 @@ def install(
 ) -> None:
     """Installs `package` with `extras`.
 
-    For uv only what the command line names is a direct requirement: naming the package's own
-    claims in `also` is what makes `lowest-direct` pick the oldest versions of those, while what
-    the `test` extra brings remains the newest that goes with them.
+    uv treats only requirements on the command line as direct: naming the package's own requirements
+    in `also` makes `lowest-direct` pick their oldest versions, while those of the `test` extra stay
+    at the newest compatible ones.
     """
     target = f"{package.name}[{','.join(sorted(extras))}]=={package.version}"
     refresh = [f"--refresh-package={page.name}" for page in index.iterdir()]
@@ -215,7 +215,7 @@ def check_floors(
 
 
 def probe(package: Package, python: Path) -> str:
-    """Imports the package in its environment; gives the interpreter's version.
+    """Imports the package in its environment; returns the version of the interpreter.
 
     Raises:
         CheckError: It does not import, comes from elsewhere, or exports what it does not have.
@@ -248,7 +248,7 @@ def installed_versions(uv: Uv, python: Path) -> dict[str, str]:
 
 
 def run_tests(package: Package, python: Path, work: Path, trial: Trial) -> str:
-    """Runs a copy of the package's tests in `work`; gives pytest's closing line.
+    """Runs a copy of the package's tests in `work`; returns the last line of pytest's output.
 
     Warnings are errors with the newest versions, as in the checkout. Old releases of other
     people's packages warn about each other, and nothing here can mend that.
@@ -285,14 +285,16 @@ def pytest_ini(pyproject: Path, *, strict: bool) -> str:
         if name in options:
             value = options[name]
             values = value if isinstance(value, list) else [str(value).lower()]
-            if name == "addopts":  # a line of a shell; and there are no modules beside the tests
+            if (
+                name == "addopts"
+            ):  # a single shell line, and without doctests, as only the tests are copied
                 values = [shlex.quote(v) for v in values if v != "--doctest-modules"]
             lines += [f"{name} =", *(f"    {v}" for v in values)]
     return "\n".join(lines) + "\n"
 
 
 def run(command: Sequence[str], *, cwd: Path | None = None) -> str:
-    """Runs `command` in a clean environment; gives what it printed.
+    """Runs `command` in a clean environment; returns its output.
 
     Raises:
         CheckError: It failed.

@@ -7,8 +7,8 @@
     python tools/release.py build opt-core --out dist
     python tools/release.py version opt-core
 
-`check` holds the version against the changelog (and the tag), builds the wheel from the sdist,
-and tries it alone: see `isolation.py`.
+`check` compares the version with the changelog (and the tag), builds the wheel from the sdist, and
+tests it in isolation: see `isolation.py`.
 """
 
 import argparse
@@ -34,10 +34,10 @@ _CONTRACT = "contract and not slow"
 
 
 def check_changelog(package: Package) -> str:
-    """Checks that the changelog's top heading is the version's; gives when it was released.
+    """Checks that the top heading of the changelog has the version; returns the release date.
 
     Raises:
-        CheckError: There is no such heading, or it says neither a date nor `unreleased`.
+        CheckError: The heading differs, or has neither a date nor `unreleased`.
     """
     path = package.folder / "CHANGELOG.md"
     top = re.search(r"^## .*$", path.read_text(), re.MULTILINE)
@@ -52,7 +52,7 @@ def check_changelog(package: Package) -> str:
 
 
 def check_tag(package: Package, tag: str) -> None:
-    """Checks that `tag` names the package's version, and that its changelog gives the day.
+    """Checks that `tag` has the package's version, and that the changelog has a release date.
 
     Raises:
         CheckError: It does not.
@@ -71,7 +71,7 @@ def check_tag(package: Package, tag: str) -> None:
 
 
 def changed(packages: Mapping[str, Package], base: str) -> Set[str]:
-    """The packages whose code, tests or declarations differ from `base`; prose does not count.
+    """Returns the packages whose code, tests or metadata differ from `base`, ignoring Markdown.
 
     Args:
         packages: The workspace.
@@ -85,7 +85,7 @@ def changed(packages: Mapping[str, Package], base: str) -> Set[str]:
     fork = _git(root, "merge-base", base, "HEAD")
     if fork == _git(root, "rev-parse", "HEAD"):
         fork = _git(root, "rev-parse", "HEAD^1")
-    # A moved file counts at both ends.
+    # A moved file counts for both packages.
     files = _git(root, "diff", "--name-only", "--no-renames", "-z", fork).split("\0")
     code = [Path(file) for file in files if file and not file.endswith(".md")]
     return {name for name in packages if any(Path("packages", name) in f.parents for f in code)}

@@ -1,4 +1,4 @@
-"""What a model has to beat: byte frequencies, byte pairs, and gzip.
+"""Baselines for the model: byte frequencies, byte pairs, and gzip.
 
 All are in bits per byte of the same held-out text, whose first byte nothing is asked about.
 """
@@ -44,7 +44,7 @@ def bigram_bits(train: Bytes, held_out: Bytes) -> float:
 
 
 def gzip_bits(held_out: Bytes) -> float:
-    """Bits per held-out byte in a gzip file, for orientation: it learns from the text itself."""
+    """Bits per held-out byte in a gzip file, for comparison: it adapts to the text itself."""
     return 8 * len(gzip.compress(held_out.tobytes(), mtime=0)) / len(held_out)
 
 

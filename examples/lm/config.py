@@ -1,4 +1,4 @@
-"""The command line: every flag is a field of `Config`, checked before anything is written."""
+"""The command line: every flag is a field of `Config`, validated before anything is written."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from typing import Any, Never
 from lm.sizes import VOCAB, ModelConfig
 
 INT32_MAX = 2**31 - 1
-FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2**-23) * 2.0**127  # what is smaller may become zero
+# smaller values may be flushed to zero
+FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2**-23) * 2.0**127
 
 
 class UsageError(Exception):
-    """Something the user can put right; becomes one line on stderr and exit code 2."""
+    """An error the user can fix; reported as one line on stderr with exit code 2."""
 
 
 def flag(default: Any, text: str, **options: Any) -> Any:
-    """Returns a dataclass field that is a command-line flag, too."""
+    """Returns a dataclass field that is also a command-line flag."""
     return dataclasses.field(default=default, metadata={"help": text, **options})
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Everything that decides what a run computes; saved as `config.json`."""
+    """All settings that determine what a run computes; saved as `config.json`."""
 
     data: tuple[str, ...] = flag(
         (), "files or directories to learn from (default: Python's own library)", nargs="+"
@@ -67,6 +68,16 @@ class Config:
         "shown and logged (without, the run stops)",
         action=argparse.BooleanOptionalAction,
     )
+    average: float = flag(
+        0.0,
+        "decay of an average of the parameters, such as 0.999, which is what is evaluated and "
+        "samples from; 0 for none",
+    )
+    guard: bool = flag(
+        False,
+        "skip steps whose loss or gradient is not finite, or far above those of the last 128",
+        action=argparse.BooleanOptionalAction,
+    )
     checkpoint_every: int = flag(200, "steps between checkpoints")
     prompt: str = flag("def ", "what the sample begins with")
     sample_bytes: int = flag(400, "length of the sample")
@@ -78,7 +89,7 @@ class Config:
 
     @property
     def mesh_shape(self) -> tuple[int, int]:
-        """The number of devices along `data` and along `model`, once they are known."""
+        """The number of devices along `data` and along `model`, once `mesh` is set."""
         (data, data_size), (model, model_size) = sorted(
             part.split("=", 1) for part in self.mesh.split(",")
         )
@@ -93,6 +104,8 @@ class Config:
           UsageError: it makes no sense; says which flag, and why.
         """
         self._check_ranges()
+        if self.average >= 1:
+            raise UsageError(f"--average must be less than 1; got {self.average}")
         if self.d_model % (2 * self.heads):
             raise UsageError(
                 f"--d-model {self.d_model} must be a multiple of twice --heads {self.heads}"
@@ -130,7 +143,7 @@ class Config:
                 )
 
     def _check_ranges(self) -> None:
-        least = {"seed": 0, "weight_decay": 0, "sample_bytes": 0}
+        least = {"seed": 0, "weight_decay": 0, "average": 0, "sample_bytes": 0}
         most = {"seed": 2**32 - 1, "sample_bytes": 1_000_000}
         for field in dataclasses.fields(self):
             value, low = getattr(self, field.name), least.get(field.name, 1)
@@ -145,20 +158,25 @@ class Config:
                     )
 
 
-# What may differ between a run and its continuation. Another mesh, ZeRO or other microbatches
-# change losses by rounding; another learning rate is an override at run time, which leaves the
-# schedule as it is.
+# Flags that may differ when a run is resumed. The mesh, ZeRO and microbatches change losses only
+# by rounding; a learning rate overrides the schedule at run time without replacing it.
 MAY_CHANGE = (
-    *("learning_rate", "mesh", "zero", "microbatches", "skip_nonfinite"),
+    *("learning_rate", "mesh", "zero", "microbatches", "skip_nonfinite", "guard"),
     *("checkpoint_every", "prompt", "sample_bytes"),
 )
-# Runs from before there were these flags are saved without them.
-ADDED: Mapping[str, Any] = {"zero": False, "microbatches": 1, "skip_nonfinite": False}
+# Defaults for runs saved before these flags existed.
+ADDED: Mapping[str, Any] = {
+    "zero": False,
+    "microbatches": 1,
+    "skip_nonfinite": False,
+    "average": 0.0,
+    "guard": False,
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Who trains together: this process alone, or several, each started with the same flags."""
+    """The participating processes, each started with the same flags."""
 
     processes: int = flag(1, "processes that share the mesh; start each with the same flags")
     process_id: int | None = flag(None, "which of them this one is, from 0", type=int)
@@ -251,7 +269,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
 
 
 def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    """What argparse is told about a field."""
+    """Returns the argparse options of a field."""
     options = dict(field.metadata)
     if "action" in options:
         return options
@@ -264,7 +282,7 @@ def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def continue_config(saved: Mapping[str, Any], given: Mapping[str, Any], run: Path) -> Config:
-    """Returns the configuration of a run that goes on, its own learning rate included.
+    """Returns the configuration of a resumed run, including its own learning rate.
 
     Args:
       saved: what `config.json` says.

@@ -1,4 +1,4 @@
-"""Text as bytes: which files, what is held out, and the batches."""
+"""Text as bytes: the files, the held-out split, and the batches."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NOT_OURS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """What there is to read.
+    """The training and evaluation text.
 
     Attributes:
-      train: the bytes to learn from.
-      held_out: the bytes to be judged by.
-      source: where they come from, in words.
+      train: bytes to train on.
+      held_out: bytes to evaluate on.
+      source: description of where they come from.
     """
 
     train: Bytes
@@ -37,14 +37,14 @@ class Text:
 
     @property
     def sha256(self) -> str:
-        """Identifies the text."""
+        """A digest that identifies the text."""
         digest = hashlib.sha256(self.train.tobytes())
         digest.update(hashlib.sha256(self.held_out.tobytes()).digest())
         return digest.hexdigest()
 
 
 def load_text(paths: Sequence[str], window: int) -> Text:
-    """Reads all files, in an order that depends on their names alone.
+    """Reads all files, in an order that depends only on their names.
 
     Args:
       paths: files or directories; none for the source of Python's standard library.
@@ -91,10 +91,10 @@ def split(files: Sequence[bytes]) -> tuple[bytes, bytes]:
 
 
 class Batches:
-    """Random pieces of a text, batch after batch, that can be continued elsewhere.
+    """A resumable iterator over batches of random windows of a text.
 
-    What comes next depends on the text and on `state()` alone: a run that was interrupted goes on
-    with the very batches it would have had, however many processes it has now.
+    The next batch depends only on the text and on `state()`: an interrupted run continues with
+    exactly the batches it would have had, regardless of the number of processes.
 
     Args:
       text: the bytes.
@@ -120,11 +120,11 @@ class Batches:
         return windows
 
     def state(self) -> dict[str, int]:
-        """Returns where it is: what a checkpoint keeps."""
+        """Returns the position, to be saved in a checkpoint."""
         return {"key": self._key, "position": self._position}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Goes to where another iterator over the same text was."""
+        """Restores the position of another iterator over the same text."""
         self._key, self._position = int(state["key"]), int(state["position"])
 
 
@@ -147,7 +147,7 @@ def batches_in_order(
 
 
 def _files(path: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """All files under `path`, sorted; hidden ones are left out."""
+    """Yields all files under `path`, sorted, without hidden ones."""
     if not path.is_dir():
         yield path
         return

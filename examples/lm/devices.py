@@ -1,4 +1,4 @@
-"""Which devices a run takes: those that there are, as a mesh that divides its batch and model."""
+"""Choice of devices for a run: a mesh that divides its batch and model evenly."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from jax.sharding import AxisType, Mesh
 from lm.config import Config, UsageError
 from lm.sizes import VOCAB
 
-VIRTUAL_DEVICES = 8  # where there is nothing but a CPU
+VIRTUAL_DEVICES = 8  # used if there is only a CPU
 _settings: Any = jax.config
 
 
 def take_devices(config: Config, processes: int) -> tuple[Config, Mesh]:
-    """Returns the configuration, `mesh` filled in if it was left open, and the mesh.
+    """Returns the configuration, with `mesh` filled in if it was not given, and the mesh.
 
     Raises:
-      UsageError: there are no devices, or the mesh does not fit them.
+      UsageError: no devices were found, or the mesh does not match them.
     """
     _make_virtual(virtual_devices(config, processes))
     try:
         devices = jax.devices()
-    except (AssertionError, RuntimeError) as error:  # a platform that is not installed
+    except (AssertionError, RuntimeError) as error:  # the platform is not installed
         said = " ".join(["", *str(error).split()])
         platform = _settings.jax_platforms or "any"
         raise UsageError(f"JAX finds no device of the platform {platform!r}{said}") from error
@@ -39,7 +39,7 @@ def take_devices(config: Config, processes: int) -> tuple[Config, Mesh]:
 
 
 def virtual_devices(config: Config, processes: int) -> int:
-    """Returns how many devices a process has to make of its CPU, if it has nothing else.
+    """Returns the number of virtual devices per process if there is only a CPU.
 
     Raises:
       UsageError: the processes cannot have equal shares of `--mesh`.
@@ -92,7 +92,7 @@ def choose_devices(config: Config, devices: Sequence[Any]) -> tuple[Config, list
 
 
 def best_mesh(config: Config, devices: int, processes: int) -> str | None:
-    """Returns the mesh that takes most of the devices; of several, about twice as much data.
+    """Returns the mesh that uses most devices; among several, with data about twice model.
 
     Examples:
       >>> [best_mesh(Config(), n, 1) for n in (1, 2, 4, 6, 8)]  # doctest: +NORMALIZE_WHITESPACE
@@ -118,7 +118,7 @@ def _named(devices: Sequence[Any]) -> str:
 
 
 def _make_virtual(count: int) -> None:
-    """Splits the CPU, which JAX uses where it has nothing better, unless that is settled."""
+    """Splits the CPU into virtual devices, unless the number is already configured."""
     is_settled = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not is_settled and _settings.jax_num_cpu_devices == -1:
         jax.config.update("jax_num_cpu_devices", count)

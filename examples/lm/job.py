@@ -1,4 +1,4 @@
-"""What a run works with: its flags, its text, its network, its devices."""
+"""The parts of a run: flags, text, model and devices."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lm.model import Transformer
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a run works with.
+    """The parts of a run.
 
     Attributes:
-      config: the flags, the mesh filled in.
-      text: what is read.
-      model: the network.
-      mesh: the devices.
+      config: the flags, with the mesh filled in.
+      text: the training and evaluation text.
+      model: the model.
+      mesh: the device mesh.
     """
 
     config: Config
@@ -33,22 +33,22 @@ class Job:
 
     @property
     def rows(self) -> NamedSharding:
-        """How batches are placed: some sequences on every row of the mesh."""
+        """The sharding of batches: sequences are split over `data`."""
         return NamedSharding(self.mesh, PartitionSpec("data"))
 
     def shard(self, batch: npt.NDArray[Any]) -> jax.Array:
-        """Returns a batch on the mesh; each process gives the sequences of its own devices."""
+        """Places a batch on the mesh; each process provides the sequences of its own devices."""
         return jax.make_array_from_callback(batch.shape, self.rows, batch.__getitem__)
 
     def batches(self) -> Batches:
-        """Returns the batches to learn from, from the first on."""
+        """Returns the training batches, starting with the first."""
         config = self.config
         window = config.sequence_length + 1
         return Batches(self.text.train, config.seed, batch_size=config.batch_size, window=window)
 
 
 def make_job(config: Config, processes: int = 1) -> Job:
-    """Returns what a configuration describes, over that many processes; writes nothing."""
+    """Creates the job for a configuration and a number of processes; writes nothing."""
     text = load_text(config.data, window=config.sequence_length + 1)
     config, mesh = take_devices(config, processes)
     return Job(config, text, Transformer(config.model), mesh)

@@ -1,4 +1,4 @@
-"""Whether a run fits the memory that there is, asked before anything is created."""
+"""Checks that a run fits into memory before anything is created."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lm.sizes import VOCAB
 
 
 def check_memory(job: Job, plan: MemoryPlan) -> None:
-    """Compares what the devices of this process will hold with what they can.
+    """Compares the memory needed by the devices of this process with what is available.
 
-    Where it is too much, the system would begin to swap, or end the program without a word.
+    Otherwise the system would swap, or kill the program without a message.
 
     Raises:
-      UsageError: it is too much; says which flags to lower.
+      UsageError: memory is insufficient; the message says which flags to lower.
     """
     held = plan.total_bytes_per_device
     for needed, flags in (
@@ -37,7 +37,7 @@ def check_memory(job: Job, plan: MemoryPlan) -> None:
 
 
 def _least_activations(job: Job) -> int:
-    """What a device keeps of a microbatch in any case: attention of one layer, and logits."""
+    """Returns a lower bound on activations: the attention of one layer, and the logits."""
     config = job.config
     data, model = config.mesh_shape
     sequences = config.batch_size // (data * config.microbatches)
@@ -48,7 +48,7 @@ def _least_activations(job: Job) -> int:
 def _limits(job: Job, needed: int) -> list[tuple[int, int, str]]:
     """What is needed of each memory, what there is, and where; of which nothing is known, none."""
     devices = job.mesh.local_devices
-    if devices[0].platform == "cpu":  # all of them share it
+    if devices[0].platform == "cpu":  # all devices share it
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return [(needed * len(devices), there, "this computer has")]
     stats = [(device, device.memory_stats() or {}) for device in devices]

@@ -25,7 +25,7 @@ SHOWN_NOTES = 3
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """An optimizer that is yet to be made.
+    """The planned optimizer, before it is created.
 
     Attributes:
       plan: how every parameter and every leaf of the state lies, and what that takes.
@@ -37,7 +37,7 @@ class Placement:
 
     @property
     def shardings(self) -> Any:
-        """The optimizer, a sharding in the place of every leaf."""
+        """The optimizer with a sharding in place of every leaf."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.optimizer)
 
 
@@ -89,7 +89,7 @@ def describe_plan(plan: MemoryPlan) -> str:
 
 
 def _notes(plan: MemoryPlan) -> list[str]:
-    """What was asked for and is not to be had."""
+    """Returns notes on requests that could not be satisfied."""
     notes = [*plan.notes]
     if "data" in plan.zero and plan.mesh.shape["data"] == 1:
         notes.insert(0, "--zero changes nothing: data=1 leaves one device for all of the state")
@@ -131,7 +131,7 @@ def describe_report(report: Report) -> str:
 
 
 def amount(count: int) -> str:
-    """Returns a number of bytes for people."""
+    """Formats a number of bytes."""
     if count < 1024:
         return f"{count} B"
     units = ("KiB", "MiB", "GiB", "TiB")

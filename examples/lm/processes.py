@@ -1,4 +1,4 @@
-"""Several processes that train together: how they meet, agree, stop at one step, and part."""
+"""Training with several processes: how they connect, agree, stop at one step, and shut down."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARTING_SECONDS = 60
 
 
 def is_first() -> bool:
-    """Whether this process writes the files and speaks for all."""
+    """Whether this process writes the files and prints messages."""
     return jax.process_index() == 0
 
 
@@ -35,7 +35,7 @@ def say(*lines: object) -> None:
 
 @contextlib.contextmanager
 def together(cluster: Cluster) -> Iterator[None]:
-    """Meets the other processes, and parts from them however this one ends.
+    """Connects to the other processes, and disconnects from them however this one ends.
 
     Who leaves without a word may hang while the interpreter ends, and so may the others.
 
@@ -80,7 +80,7 @@ def _meet(cluster: Cluster) -> None:
         except Exception as error:  # whatever a scheduler's environment has
             failures.append(error)
 
-    # It waits deaf to signals, therefore in a thread.
+    # It blocks signals while waiting, so run it in a thread.
     thread = threading.Thread(target=connect, daemon=True)
     what = f"Waiting for the other processes, at most {MEETING_SECONDS} s"
     try:
@@ -118,7 +118,7 @@ def _leave(last_words: str, code: int) -> Never:
 
 
 def first_of_all(act: Callable[[], object]) -> None:
-    """Lets the first process do something, and the others wait for it.
+    """Runs something in the first process while the others wait for it.
 
     Raises:
       UsageError: it fails; then it does so for all.
@@ -135,7 +135,7 @@ def first_of_all(act: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[Callable[[int], bool]]:
-    """Turns Ctrl-C and SIGTERM into a question that the loop asks once after every step.
+    """Turns Ctrl-C and SIGTERM into a flag that the loop checks after every step.
 
     A second signal acts as it always does. Among several processes, JAX's preemption service has
     SIGTERM and makes them agree about the step, without communication between devices; Ctrl-C is

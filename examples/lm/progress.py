@@ -1,4 +1,4 @@
-"""What the user sees of what goes on: no silence, and nothing that is cut off at the margin."""
+"""Progress output: frequent enough, and folded to the width of the terminal."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Progress:
 
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Shows that something else than a step goes on; without a terminal, where it lasts."""
+        """Shows an activity other than a step; without a terminal, only if it takes long."""
         if not self._is_shown:
             yield
             return
@@ -124,7 +124,7 @@ class Progress:
 
 @contextlib.contextmanager
 def announced(what: str, *, is_shown: bool) -> Iterator[Callable[[float], None]]:
-    """Says on stderr what the program is busy with, and goes on saying so.
+    """Shows on stderr what the program is doing, with regular updates.
 
     On a terminal this is one line, which disappears at the end.
 

@@ -1,7 +1,8 @@
-"""What a finished run says: a sample, and how well it predicts text it has not seen."""
+"""The report of a finished run: a sample, and its prediction of held-out text."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from opt_core import Optimizer
 
 from lm import baselines
 from lm.data import batches_in_order
@@ -19,29 +21,49 @@ from lm.progress import announced, folded
 from lm.run_folder import RunFolder
 from lm.sample import generate
 
+SHORT = 4
+"""Batches of the held-out text that are evaluated while training goes on."""
 
-def evaluate(job: Job, params: Any, shown: Callable[[float], None] = lambda share: None) -> float:
-    """Returns bits per byte of the held-out text; calls `shown` with the share that is done."""
+
+def evaluator(job: Job) -> Callable[..., float]:
+    """Returns a function from parameters to bits per byte of the held-out text.
+
+    Its further arguments are how many batches to evaluate, by default all, and what to call with
+    the share that is done.
+    """
 
     @jax.jit
     def nats(params: Any, windows: jax.Array, counts: jax.Array) -> jax.Array:
         return jnp.sum(next_byte_loss(job.model, params, windows), where=counts)
 
-    batches = batches_in_order(
-        job.text.held_out, batch_size=job.config.batch_size, window=job.config.sequence_length + 1
-    )
-    predictions, done, total = len(job.text.held_out) - 1, 0, 0.0
-    for windows, counts in batches:
-        # Waits for each: on virtual devices, XLA does not run more than 32 programs ahead.
-        total += float(nats(params, job.shard(windows), job.shard(counts)))
-        done += int(counts.sum())
-        shown(done / predictions)
-    return total / math.log(2) / predictions
+    def evaluate(
+        params: Any,
+        most: int | None = None,
+        shown: Callable[[float], None] = lambda share: None,
+    ) -> float:
+        batches = batches_in_order(
+            job.text.held_out,
+            batch_size=job.config.batch_size,
+            window=job.config.sequence_length + 1,
+        )
+        predictions, done, total = len(job.text.held_out) - 1, 0, 0.0
+        for windows, counts in itertools.islice(batches, most):
+            # Waits for each: on virtual devices, XLA does not run more than 32 programs ahead.
+            total += float(nats(params, job.shard(windows), job.shard(counts)))
+            done += int(counts.sum())
+            shown(done / predictions)
+        return total / math.log(2) / done
+
+    return evaluate
 
 
-def report(job: Job, folder: RunFolder, params: Any) -> None:
-    """Writes a sample, measures the model against simpler ones, and draws the plot."""
+def write_report(job: Job, folder: RunFolder, optimizer: Optimizer) -> None:
+    """Writes a sample, measures the model against simpler ones, and draws the plot.
+
+    Sampled and evaluated is the average of the parameters, where there is one.
+    """
     config, text = job.config, job.text
+    params = optimizer.evaluating().target
     busy = partial(announced, is_shown=is_first())
     with busy("Writing a sample"):
         sample = generate(
@@ -53,7 +75,10 @@ def report(job: Job, folder: RunFolder, params: Any) -> None:
             seed=config.seed,
         )
     with busy("Evaluating on held-out text") as shown:
-        bits = {"transformer": evaluate(job, params, shown)}
+        evaluate = evaluator(job)
+        bits = {"transformer": evaluate(params, None, shown)}
+        if config.average:
+            bits["not averaged"] = evaluate(optimizer.target)
     with busy("Evaluating simpler models, and drawing"):
         bits["bigram"] = baselines.bigram_bits(text.train, text.held_out)
         bits["unigram"] = baselines.unigram_bits(text.train, text.held_out)

@@ -1,4 +1,4 @@
-"""A folder that holds a run: configuration, metrics, checkpoints, plot, results."""
+"""The folder of a run: configuration, metrics, checkpoints, plot, results."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RunFolder:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def forget_after(self, step: int) -> None:
-        """Drops the metrics of steps that come after the checkpoint and will be made again."""
+        """Drops the metrics of steps after the checkpoint, which will be repeated."""
         kept = [json.dumps(line) + "\n" for line in self.read_metrics() if line["step"] <= step]
         self._write("metrics.jsonl", "".join(kept).encode())
 
@@ -154,6 +154,12 @@ class RunFolder:
         bits = np.array([line["bits_per_byte"] for line in metrics])
         loss.plot(steps, bits, color="C0", alpha=0.3, linewidth=0.8)
         loss.plot(steps, _smooth(bits), color="C0", label="training")
+        measured = [line for line in metrics if "held_out" in line]
+        for style, name in zip(("^-", "o-"), ("trained", "average"), strict=True):
+            if measured:
+                bits = np.array([line["held_out"][name] for line in measured])
+                at = [line["step"] for line in measured]
+                loss.plot(at, bits, f"k{style}", markersize=4, label=f"held-out, {name}")
         for i, (name, level) in enumerate(levels.items(), start=1):
             loss.axhline(level, color=f"C{i}", linestyle="--", label=f"{name} {level:.2f}")
         loss.set(ylabel="bits per byte", title=self.path.name)
@@ -187,7 +193,7 @@ def numbers(metrics: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """The same with `None`, JSON's `null`, for numbers that JSON does not have."""
+    """Returns the data with `None` (`null`) for numbers that JSON cannot represent."""
     if isinstance(value, Mapping):
         return {name: _finite(item) for name, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Writing text with a trained model."""
+"""Generation of text with a trained model."""
 
 from __future__ import annotations
 

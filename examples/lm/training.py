@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import shlex
 import time
@@ -27,11 +28,27 @@ import jax.numpy as jnp
 import numpy as np
 import opt_optax_bridge as opt
 import optax
-from opt_accumulate import accumulate_gradients
-from opt_adafactor import Adafactor
+from jax.sharding import NamedSharding, PartitionSpec
+from opt_accumulate import (
+    GuardState,
+    ParamsTransformation,
+    Reason,
+    accumulate_gradients,
+    guard,
+    report,
+    with_average,
+)
+from opt_adafactor import Adafactor, adafactor
 from opt_checkpoint import Checkpointer, Plan, SavedStep, plan_restore
 from opt_checkpoint.errors import CheckpointError, PlanError
-from opt_core import MultiOptimizer, Optimizer, describe, group_metrics
+from opt_core import (
+    MultiOptimizer,
+    Optimizer,
+    OptimizerDef,
+    describe,
+    group_metrics,
+    increment_step,
+)
 from opt_optax_bridge import resolve_hyper_params
 
 from lm.config import Arguments, Config, UsageError, continue_config, repeated_flags
@@ -42,7 +59,7 @@ from lm.model import next_byte_loss
 from lm.placement import Placement, check_step, describe_plan, describe_report, place
 from lm.processes import first_of_all, is_first, say, stop_requests, together
 from lm.progress import Progress, announced, folded
-from lm.report import report
+from lm.report import SHORT, evaluator, write_report
 from lm.run_folder import RunFolder, numbers
 
 KEPT = 3  # checkpoints: the latest ones
@@ -60,15 +77,33 @@ def make_schedule(config: Config) -> optax.Schedule:
     )
 
 
+def averaged(config: Config, constructor: Callable[..., Any]) -> Callable[..., OptimizerDef]:
+    """Returns a constructor of definitions that average the parameters that they update.
+
+    Hyper-parameters are those of `constructor`, and can be given at run time as before.
+    """
+
+    @functools.wraps(constructor)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return with_average(constructor(*args, **kwargs), config.average, warmup=True)
+
+    made: Callable[..., OptimizerDef] = opt.wrap_optax_optimizer(make)
+    return made
+
+
 def make_groups(config: Config) -> MultiOptimizer:
     """Returns AdamW for matrices, without decay for norms and biases, and Adafactor for the table.
 
-    Adafactor is told the learning rate with every step, as T5X does it.
+    Adafactor gets the learning rate with every step, as in T5X.
     """
-    adamw = partial(opt.adamw, make_schedule(config), b2=0.98)
+    table: OptimizerDef = Adafactor(multiply_by_parameter_scale=False)
+    adamw: Callable[..., OptimizerDef] = partial(opt.adamw, make_schedule(config), b2=0.98)
+    if config.average:
+        table = averaged(config, adafactor)(config.learning_rate, multiply_by_parameter_scale=False)
+        adamw = partial(averaged(config, optax.adamw), make_schedule(config), b2=0.98)
     return MultiOptimizer.from_rules(
         [
-            ("embedding", "embedding", Adafactor(multiply_by_parameter_scale=False)),
+            ("embedding", "embedding", table),
             ("vectors", ".*/(scale|bias)", adamw(weight_decay=0.0)),
             ("matrices", "head|.*/(qkv|in|out)", adamw(weight_decay=config.weight_decay)),
         ]
@@ -76,19 +111,19 @@ def make_groups(config: Config) -> MultiOptimizer:
 
 
 def init_params(job: Job) -> Any:
-    """Returns the initial parameters in Flax's boxes, which name their dimensions."""
+    """Returns the initial parameters in Flax boxes, which name their dimensions."""
     tokens = jnp.zeros((1, job.config.sequence_length), jnp.uint8)
     return job.model.init(jax.random.key(job.config.seed), tokens)["params"]
 
 
 def plan_optimizer(job: Job) -> Placement:
-    """Returns the optimizer as it will be, and where; nothing is allocated."""
+    """Returns the planned optimizer and its placement; allocates nothing."""
     params = jax.eval_shape(partial(init_params, job))
     return place(make_groups(job.config), params, job.mesh, zero=job.config.zero)
 
 
 def create_optimizer(job: Job, placement: Placement) -> Optimizer:
-    """Returns the optimizer, born sharded: no device ever holds more than its share."""
+    """Creates the sharded optimizer; no device ever holds more than its shards."""
 
     def create() -> Optimizer:
         return placement.optimizer.optimizer_def.create(nn.unbox(init_params(job)))
@@ -126,10 +161,62 @@ def loss_and_gradients(
     return loss, grads, metrics.weight
 
 
+class WholeStep:
+    """What `guard` guards: a step of all groups at once, by `apply` on the whole optimizer.
+
+    Args:
+      update: from an optimizer and gradients to the optimizer after the step.
+    """
+
+    def __init__(self, update: Callable[[Optimizer, Any], Optimizer]) -> None:
+        self._update = update
+
+    def init(self, optimizer: Optimizer) -> tuple[()]:
+        """Returns nothing: all state is in the optimizer."""
+        del optimizer
+        return ()
+
+    def apply(self, optimizer: Optimizer, state: Any, grads: Any, **_: Any) -> Any:
+        """Makes the step."""
+        return self._update(optimizer, grads), state
+
+
+def guarded(update: Callable[[Optimizer, Any], Optimizer]) -> ParamsTransformation:
+    """Returns a step that is not made where the loss or the gradient is a spike or not finite."""
+    return guard(WholeStep(update), max_consecutive=MOST_SKIPPED)
+
+
+def new_guard(job: Job, placement: Placement) -> tuple[GuardState, ...]:
+    """Returns what the guard knows before the first step, which is nothing; `()` without one."""
+    if not job.config.guard:
+        return ()
+    state = guarded(lambda optimizer, _: optimizer).init(placement.optimizer)
+    return (jax.device_put(state, everywhere(job)),)
+
+
+def restore_guard(
+    guard_state: tuple[GuardState, ...], saved: Mapping[str, Any]
+) -> tuple[GuardState, ...]:
+    """Returns what the guard knew when the run was saved; `()` where it goes on without one."""
+    leaves, structure = jax.tree.flatten(guard_state)
+    placed = [jax.device_put(saved[str(i)], leaf.sharding) for i, leaf in enumerate(leaves)]
+    restored: tuple[GuardState, ...] = jax.tree.unflatten(structure, placed)
+    return restored
+
+
+def everywhere(job: Job) -> NamedSharding:
+    """Returns where scalars lie: on every device."""
+    return NamedSharding(job.mesh, PartitionSpec())
+
+
 def train_step(
-    job: Job, optimizer: Optimizer, windows: jax.Array, overrides: Mapping[str, Any]
-) -> tuple[Optimizer, dict[str, jax.Array]]:
-    """Makes one update, or none where `--skip-nonfinite` leaves nothing of the batch.
+    job: Job,
+    optimizer: Optimizer,
+    windows: jax.Array,
+    overrides: Mapping[str, Any],
+    guard_state: GuardState | None = None,
+) -> tuple[Optimizer, dict[str, Any]]:
+    """Applies one update, or none if `--guard` or `--skip-nonfinite` drops the whole batch.
 
     Args:
       job: the run.
@@ -137,20 +224,34 @@ def train_step(
       windows: `[batch, n]` bytes.
       overrides: hyper-parameters for this step, such as `learning_rate`; traced, so that one
         compiled step serves all their values.
+      guard_state: what the guard knows, with `--guard`.
 
     Returns:
-      The new optimizer, and what happened: the learning rate is the one that was applied, and
-      `groups` has the norms of each group.
+      The new optimizer, and what happened: the learning rate is the one that was applied,
+      `groups` has the norms of each group, and `guard` is what the guard knows now.
     """
     loss, grads, kept = loss_and_gradients(job, optimizer.target, windows)
     matrices = make_groups(job.config).split(optimizer)["matrices"]
     clip = optax.clip_by_global_norm(job.config.clip)  # over all groups
-    clipped, _ = clip.update(grads, optax.EmptyState())
     rate = resolve_hyper_params(matrices, **overrides).learning_rate
-    updated = optimizer.apply_gradient(
-        clipped, **overrides, group_overrides={"embedding": {"learning_rate": rate}}
-    )
-    metrics = {
+
+    def update(optimizer: Optimizer, grads: Any) -> Optimizer:
+        clipped, _ = clip.update(grads, optax.EmptyState())
+        return optimizer.apply_gradient(
+            clipped, **overrides, group_overrides={"embedding": {"learning_rate": rate}}
+        )
+
+    metrics: dict[str, Any] = {}
+    if guard_state is None:
+        updated = update(optimizer, grads)
+    else:
+        known = jnp.where(kept > 0, loss, jnp.nan)  # of a batch that was dropped there is none
+        updated, guard_state = guarded(update).apply(optimizer, guard_state, grads, loss=known)
+        guard_state = jax.lax.with_sharding_constraint(guard_state, everywhere(job))
+        step = increment_step(optimizer.state.step)  # counts batches: the next one is another
+        updated = updated.replace(state=updated.state.replace(step=step))
+        metrics = {"guard": guard_state}
+    metrics |= {
         "loss": loss,
         "bits_per_byte": loss / math.log(2),
         "learning_rate": rate,
@@ -166,9 +267,9 @@ def train_step(
 
 
 def compile_step(
-    job: Job, placement: Placement, overrides: Mapping[str, Any]
+    job: Job, placement: Placement, overrides: Mapping[str, Any], *guard_state: GuardState
 ) -> jax.stages.Compiled:
-    """Returns the one program that makes all steps, before there is an optimizer."""
+    """Compiles the training step before the optimizer is created."""
     shape = (job.config.batch_size, job.config.sequence_length + 1)
     step = jax.jit(
         partial(train_step, job),
@@ -176,7 +277,7 @@ def compile_step(
         out_shardings=(placement.shardings, None),
     )
     windows = jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=job.rows)
-    return step.lower(placement.optimizer, windows, overrides).compile()
+    return step.lower(placement.optimizer, windows, overrides, *guard_state).compile()
 
 
 def train(
@@ -186,8 +287,9 @@ def train(
     optimizer: Optimizer,
     batches: Batches,
     overrides: Mapping[str, Any],
+    *guard_state: GuardState,
 ) -> tuple[Optimizer, bool]:
-    """Makes the steps that are left, or those until a signal comes.
+    """Runs the remaining steps, or until a signal arrives.
 
     Args:
       job: the run.
@@ -196,6 +298,7 @@ def train(
       optimizer: where to start; donated.
       batches: what to learn from.
       overrides: hyper-parameters to use instead of those of the definition.
+      *guard_state: what the guard knows, with `--guard`.
 
     Returns:
       The optimizer, and whether all steps are made.
@@ -210,29 +313,47 @@ def train(
         checkpoints.discard_after(done)  # they are damaged, and will be made again,
         folder.forget_after(done)  # as will be what was logged since
         is_stopped, skipped = False, 0
+        measure = evaluator(job)
         for step in range(done + 1, config.steps + 1):
-            optimizer, metrics = step_function(optimizer, job.shard(next(batches)), overrides)
+            optimizer, metrics = step_function(
+                optimizer, job.shard(next(batches)), overrides, *guard_state
+            )
+            guard_state = (metrics.pop("guard"),) if guard_state else ()
             line = {"step": step, **numbers(jax.device_get(metrics))}
+            for found in jax.device_get([report(state) for state in guard_state]):
+                if found.was_skipped:
+                    reason = (Reason(int(found.reason)).name or "").lower()
+                    line |= {"skipped": config.batch_size, "reason": reason}
             skipped = skipped + 1 if line.get("skipped") == config.batch_size else 0
             if skipped == MOST_SKIPPED:
+                why = "skipped by --guard" if guard_state else "without anything finite"
                 raise UsageError(
-                    f"nothing was finite in {skipped} batches in a row, up to step {step}: take a "
-                    "lower --learning-rate"
+                    f"{skipped} batches in a row were {why}, up to step {step}: take a lower "
+                    "--learning-rate"
                 )
-            if skipped:
-                line = {"step": step, "skipped": line["skipped"]}  # nothing else to be told
+            if skipped:  # there is nothing else to tell
+                told = ("step", "skipped", "reason")
+                line = {name: line[name] for name in told if name in line}
             elif not math.isfinite(line["loss"]):
                 raise UsageError(
                     f"the loss is {line['loss']} at step {step}: take a lower --learning-rate, or "
                     "leave out what is not finite by --skip-nonfinite"
                 )
             line["tokens_per_s"] = progress.speed()
+            is_saved = step % config.checkpoint_every == 0 or step == config.steps
+            if config.average and is_saved:
+                with progress.during("evaluating"):
+                    line["held_out"] = {
+                        "trained": measure(optimizer.target, SHORT),
+                        "average": measure(optimizer.evaluating().target, SHORT),
+                    }
             folder.log(line)
             progress.show(step, line)
             is_stopped = must_stop(step)
-            if is_stopped or step % config.checkpoint_every == 0 or step == config.steps:
+            if is_stopped or is_saved:
+                extras = {"batches": batches.state(), "guard": jax.tree.leaves(guard_state)}
                 with progress.during("saving"):
-                    checkpoints.save(step, optimizer, extras={"batches": batches.state()})
+                    checkpoints.save(step, optimizer, extras=extras)
             if is_stopped:
                 break
         with progress.during("saving"):
@@ -241,13 +362,13 @@ def train(
 
 
 def start(arguments: Arguments) -> tuple[Job, RunFolder]:
-    """Begins a run, whose folder is to be created."""
+    """Starts a new run and creates its folder."""
     job = make_job(Config(**arguments.given).check(), arguments.cluster.processes)
     return job, RunFolder(arguments.out or Path("runs", time.strftime("%Y%m%d-%H%M%S")))
 
 
 def resume(path: Path, arguments: Arguments) -> tuple[Job, RunFolder]:
-    """Goes on with the run in a folder."""
+    """Resumes the run in a folder."""
     folder = RunFolder(path)
     saved = folder.read_config()
     config = continue_config(saved, arguments.given, path)
@@ -258,7 +379,7 @@ def resume(path: Path, arguments: Arguments) -> tuple[Job, RunFolder]:
 
 
 def plan_resume(placement: Placement, saved: SavedStep, path: Path) -> Plan[Optimizer]:
-    """Says where every leaf comes from, wherever the devices that wrote it had it."""
+    """Plans the restore of every leaf, independently of the mesh that it was saved from."""
     try:
         return plan_restore(saved, placement.optimizer).check()
     except PlanError as error:
@@ -269,7 +390,7 @@ def plan_resume(placement: Placement, saved: SavedStep, path: Path) -> Plan[Opti
 
 
 def run(arguments: Arguments) -> int:
-    """Trains together with the other processes; returns the exit code."""
+    """Trains with the other processes; returns the exit code."""
     try:
         with together(arguments.cluster):
             return train_and_report(arguments)
@@ -278,7 +399,7 @@ def run(arguments: Arguments) -> int:
 
 
 def train_and_report(arguments: Arguments) -> int:
-    """Does all that is asked for; returns the exit code."""
+    """Runs the program; returns the exit code."""
     overrides = {}
     with announced("Finding the text and the devices", is_shown=not arguments.cluster.process_id):
         if arguments.resume is None:
@@ -311,7 +432,8 @@ def train_and_report(arguments: Arguments) -> int:
         folded(describe_plan(placement.plan)),
     )
     with busy("Compiling the training step"):
-        step_function = compile_step(job, placement, overrides)
+        guard_state = new_guard(job, placement)
+        step_function = compile_step(job, placement, overrides, *guard_state)
         checked = check_step(step_function, placement)
     say(folded(describe_report(checked)))
     folder.save_placement(f"{placement.plan}\n\n{checked}\n")
@@ -320,12 +442,16 @@ def train_and_report(arguments: Arguments) -> int:
         if saved:
             optimizer, extras = folder.restore(placement.optimizer, saved.step)
             batches.restore(extras["batches"])
+            if saved_guard := extras.get("guard"):
+                guard_state = restore_guard(guard_state, saved_guard)
         else:
             optimizer = create_optimizer(job, placement)
         jax.block_until_ready(optimizer)
-    optimizer, is_finished = train(job, folder, step_function, optimizer, batches, overrides)
+    optimizer, is_finished = train(
+        job, folder, step_function, optimizer, batches, overrides, *guard_state
+    )
     if is_finished:
-        report(job, folder, optimizer.target)
+        write_report(job, folder, optimizer)
         return 0
     folder.plot({})
     again = ["hatch", "run", "dev:train", "--resume", str(folder.path)]

@@ -165,7 +165,7 @@ Variant = tuple[Step, tuple[Any, ...]]  # a function and its operands
 
 
 def trace(step: Step, operands: Sequence[Any]) -> Any:
-    """Traces a step anew: a function that `jit` knows would not be."""
+    """Traces a step without hitting the cache of `jit`, which is keyed by the function."""
     return jax.jit(lambda *args: step(*args)).trace(*operands)
 
 

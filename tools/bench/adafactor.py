@@ -1,4 +1,4 @@
-"""What Adafactor costs beside `optax.adafactor`: tracing, compiling and one call of a step.
+"""Cost of Adafactor compared with `optax.adafactor`: tracing, compiling and running a step.
 
     hatch run dev:python tools/bench/adafactor.py --leaves 300
 

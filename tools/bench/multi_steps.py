@@ -1,4 +1,4 @@
-"""What accumulating with `MultiSteps` costs, beside Optax's and beside the least it could cost.
+"""Cost of accumulation with `MultiSteps`, compared with Optax's and with a lower bound.
 
     hatch run dev:python tools/bench/multi_steps.py --leaves 8 --side 1024
 

@@ -23,7 +23,7 @@ SIZES = {"wi": (64, 256), "wo": (256, 64), "query": (64, 64), "scale": (64,)}
 
 
 def lower(layers: int) -> tuple[Callable[[], Any], Expected]:
-    """Returns how to lower a step anew, and what is asked of it."""
+    """Returns a function that lowers the step, and its expected sharding."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     whole, divided = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
     tx = optax.adamw(1e-3)

@@ -300,7 +300,9 @@ def test_states_that_are_of_something_else() -> None:
     with pytest.raises(ValueError, match="containers: expected"):
         named(optax.scale_by_adam(), optax.scale_by_belief().init(tree))
     with pytest.raises(TypeError, match="`tx`: expected an `optax"):
-        named(opt.adam(0.1), ())
+        named(optax.adam, ())
+    with pytest.raises(ValueError, match="`0/nu/w`: expected"):
+        named(opt.adam(0.1), ())  # a definition may stand for its transformation
 
 
 def test_a_transformation_without_a_hash_is_taken() -> None:

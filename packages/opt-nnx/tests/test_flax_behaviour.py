@@ -291,6 +291,14 @@ def test_a_subclass_with_metrics(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_arguments_may_be_named(kind: Any) -> None:
+    model = make_model()
+    optimizer = kind(model, optax.adam(0.1), wrt=nnx.Param)
+    optimizer.update(model=model, grads=gradients(model))
+    assert optimizer.step[...] == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_needed(kind: Any) -> None:
     model = make_model()
     with pytest.raises(TypeError, match="grads"):

@@ -158,6 +158,13 @@ def test_gradients_must_look_like_the_parameters() -> None:
         optimizer.update(model, grads)
 
 
+def test_another_model_is_an_error() -> None:
+    _, optimizer = trained(optax.adam(0.1), steps=0)
+    other = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(TreeMismatchError, match=r"`model` is not the one(.|\n)*0/mu/bias: the"):
+        optimizer.update(other, gradients(other))
+
+
 def test_groups() -> None:
     model, optimizer = trained(grouped(), steps=0)
     before = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))

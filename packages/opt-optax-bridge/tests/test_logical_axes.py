@@ -203,14 +203,14 @@ def test_every_building_block_has_axes(name: str) -> None:
 @pytest.mark.parametrize(
     ("axes", "lines"),
     [
-        ({"w": AXES["w"]}, ["b: no axes are given"]),
-        ({**AXES, "c": P("x")}, ["c: axes are given, but there is no such parameter"]),
+        ({"w": AXES["w"]}, ["b: no axes given"]),
+        ({**AXES, "c": P("x")}, ["c: axes given, but not a parameter"]),
         (
             {"kernel": P()},
             [
-                "b: no axes are given",
-                "w: no axes are given",
-                "kernel: axes are given, but there is no such parameter",
+                "b: no axes given",
+                "w: no axes given",
+                "kernel: axes given, but not a parameter",
             ],
         ),
         (
@@ -224,6 +224,6 @@ def test_axes_that_do_not_fit_are_listed(axes: Any, lines: list[str]) -> None:
     with pytest.raises(AxesError) as caught:
         derive(optax.adam(0.1), axes=axes)
     assert str(caught.value).splitlines() == [
-        "`param_axes` do not fit `params`:",
+        "`param_axes` do not match `params`:",
         *(f"  {line}" for line in lines),
     ]

@@ -125,9 +125,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: SGD.optimizer_def.derive_logical_axes(SGD, {"v": P()}),
         AxesError,
         (
-            "`param_axes` do not fit `params`:\n"
-            "  w: no axes are given\n"
-            "  v: axes are given, but there is no such parameter"
+            "`param_axes` do not match `params`:\n"
+            "  w: no axes given\n"
+            "  v: axes given, but not a parameter"
         ),
     ),
     "a state that changes": (

@@ -281,7 +281,7 @@ BAD: list[tuple[list[str], str]] = [
     ),
     (
         ["explain", "{m}:adam", "--mesh", "data=4"],
-        "`--mesh` and `--rules` go together: give both or neither",
+        "`--mesh` and `--rules` must be given together",
     ),
     (["explain", "{m}:adam", "--zero", "data"], "`--zero` needs `--mesh` and `--rules`"),
     (
@@ -292,15 +292,15 @@ BAD: list[tuple[list[str], str]] = [
         (
             ["plan", "{m}:adam", *MESH, "--zero", zero],
             (
-                "`--zero` must be axes of `--mesh`, each once, such as data; found "
-                f"`{zero}`, and the mesh has data, model"
+                "`--zero` must be distinct axes of `--mesh`, e.g. data; found "
+                f"`{zero}`, but the mesh has data, model"
             ),
         )
         for zero in ("date", "", "data,data", "data,")
     ),
     (
         ["plan", "{m}:adam", *MESH, "--zero-level", "2"],
-        "`--zero-level 2` needs `--zero`, such as `--zero data`",
+        "`--zero-level 2` needs `--zero`, e.g. `--zero data`",
     ),
     (
         ["plan", "{m}:adam", *MESH, "--zero-level", "3"],
@@ -309,13 +309,13 @@ BAD: list[tuple[list[str], str]] = [
     (
         ["plan", "{m}:adam", "--mesh", "data=4,model=two", "--rules", "rules.toml"],
         (
-            "`--mesh` must be axes with sizes, such as data=8,model=4; found `model=two` in "
+            "`--mesh` must be axes with sizes, e.g. data=8,model=4; found `model=two` in "
             "`data=4,model=two`"
         ),
     ),
     (
         ["plan", "{m}:adam", "--mesh", "data=4,data=2", "--rules", "rules.toml"],
-        "`--mesh` has the axis `data` twice: `data=4,data=2`",
+        "`--mesh` contains the axis `data` twice: `data=4,data=2`",
     ),
     (
         ["plan", "{m}:adam", "--mesh", "data=4", "--rules", "nowhere.json"],
@@ -337,7 +337,7 @@ BAD: list[tuple[list[str], str]] = [
     *(
         (
             ["plan", "{m}:adam", *MESH, flag, dtype],
-            f"`{flag}` must be a floating or complex dtype, such as bfloat16; found `{dtype}`",
+            f"`{flag}` must be a floating-point or complex dtype, e.g. bfloat16; found `{dtype}`",
         )
         for flag, dtype in (
             ("--grad-dtype", "float33"),
@@ -415,12 +415,12 @@ def test_rules_in_files(tmp_path: pathlib.Path, name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.json", "[", "is no JSON"),
-        ("a.json", "[" * 100_000, "is no JSON"),
-        ("a.toml", "rules = ", "is no TOML"),
-        ("a.json", "3", "must hold a list of pairs"),
-        ("a.toml", "rule = []", "must hold a list of pairs"),
-        ("a.json", '{"mlp": "model"}', "must hold a list of pairs"),
+        ("a.json", "[", "is not valid JSON"),
+        ("a.json", "[" * 100_000, "is not valid JSON"),
+        ("a.toml", "rules = ", "is not valid TOML"),
+        ("a.json", "3", "must contain a list of pairs"),
+        ("a.toml", "rule = []", "must contain a list of pairs"),
+        ("a.json", '{"mlp": "model"}', "must contain a list of pairs"),
         ("a.json", '[["mlp"]]', 'found ["mlp"]'),
         ("a.json", '["mlp"]', 'found "mlp"'),
         ("a.json", '[["mlp", 3]]', 'found ["mlp", 3]'),

@@ -53,7 +53,7 @@ def test_both_dimensions_of_a_gram_matrix_follow_one() -> None:
 def test_merged_dimensions_follow_none() -> None:
     [(verdict,)] = verdicts(each(lambda s: (s[0] * s[1],)), (4, 7))
     assert (verdict.dim, verdict.is_known) == (None, True)
-    assert verdict.note == "made of the parameter dimensions 0, 1"
+    assert verdict.note == "computed from the parameter dimensions 0, 1"
     [(verdict,)] = verdicts(each(lambda s: (3 * s[0],)), (4, 7))
     assert verdict.note == "grows 3 times as much as parameter dimension 0"
 
@@ -94,7 +94,7 @@ def test_the_order_of_sizes_is_not_crossed(shape: tuple[int, ...]) -> None:
 def test_a_tie_that_only_the_order_decides_is_not_guessed() -> None:
     [(verdict,)] = verdicts(each(lambda s: (max(s),)), (8, 8))
     assert not verdict.is_known
-    assert verdict.note == "changes of parameter dimension 0 do not agree"
+    assert verdict.note == "changes of parameter dimension 0 give inconsistent results"
 
 
 def test_an_init_that_takes_no_other_sizes() -> None:

@@ -74,10 +74,10 @@ def test_strict_lists_what_nothing_decided() -> None:
     with pytest.raises(UndecidedError) as caught:
         derive_logical_axes(largest, params, axes, strict=True)
     assert str(caught.value).splitlines() == [
-        "the axes of these leaves of the state could not be decided:",
-        "  side/cube (4,): changes of parameter dimension 0 do not agree",
-        "  side/square (8,): changes of parameter dimension 0 do not agree",
-        "Give a rule for their type: `rules=DEFAULT_RULES.extend({MyState: rule})`.",
+        "the axes of these state leaves could not be determined:",
+        "  side/cube (4,): changes of parameter dimension 0 give inconsistent results",
+        "  side/square (8,): changes of parameter dimension 0 give inconsistent results",
+        "Pass a rule for their type: `rules=DEFAULT_RULES.extend({MyState: rule})`.",
     ]
 
 
@@ -149,7 +149,7 @@ def test_a_stack_of_parameters() -> None:
     same, other = ("embed", "heads"), ("embed", "kv")
     axes = derive_logical_axes(stack, params, {"q": same, "k": same}, strict=True)
     assert axes == {"mu": P(None, "embed", "heads")}
-    with pytest.raises(UndecidedError, match="the parameter that it follows cannot be told"):
+    with pytest.raises(UndecidedError, match="the parameter that it follows cannot be identified"):
         derive_logical_axes(stack, params, {"q": same, "k": other}, strict=True)
 
 
@@ -176,7 +176,7 @@ def test_sizes_that_must_divide() -> None:
 def test_what_init_cannot_do_is_said() -> None:
     with pytest.raises(TypeError) as caught:
         explain(optax.adam, PARAMS, AXES)
-    assert "a constructor that is yet to be called" in caught.value.__notes__[-1]
+    assert "not a constructor that has not been called" in caught.value.__notes__[-1]
     with pytest.raises(TypeError, match="`rules` must be `Rules`; got dict"):
         explain(optax.adam(0.1), PARAMS, AXES, rules={})  # type: ignore[arg-type]
 
@@ -211,9 +211,9 @@ def test_sizes_that_changes_do_not_bear_out_are_undecided() -> None:
     [row] = explanation.rows
     assert row.source == "alignment"
     assert row.is_doubted
-    assert "changes of parameter dimension 1 do not agree" in row.note
+    assert "changes of parameter dimension 1 give inconsistent results" in row.note
     assert explanation.undecided == [row]
-    with pytest.raises(UndecidedError, match=r"router .1024, 64.: .* do not agree"):
+    with pytest.raises(UndecidedError, match=r"router .1024, 64.: .* give inconsistent results"):
         explain(init, params, axes, strict=True)
 
 
@@ -225,7 +225,7 @@ def test_an_init_that_no_explicit_mesh_takes() -> None:
     mu = next(row for row in explanation.rows if row.path == "0/mu")
     assert mu.axes == (None,)
     assert mu.source == "differencing"
-    assert mu.note.startswith("made of the parameter dimensions 0, 1")
+    assert mu.note.startswith("computed from the parameter dimensions 0, 1")
 
 
 def test_halves_of_the_parameters_that_differ_in_names() -> None:

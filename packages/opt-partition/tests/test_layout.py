@@ -69,13 +69,13 @@ def test_an_empty_layout() -> None:
             P(None, None, "data"),
             "P(None, None, 'data') has more entries than (8, 7) has dimensions",
         ),
-        (P("tensor"), "P('tensor') has 'tensor', and `mesh` only data=4, model=2"),
-        (P("data", "data"), "P('data', 'data') has a mesh axis twice"),
-        (P(None, "model"), "dimension 1 of (8, 7) does not divide by model=2"),
-        (P(None, ("data", "model")), "dimension 1 of (8, 7) does not divide by data=4, model=2"),
+        (P("tensor"), "P('tensor') uses 'tensor', but `mesh` only has data=4, model=2"),
+        (P("data", "data"), "P('data', 'data') uses a mesh axis twice"),
+        (P(None, "model"), "dimension 1 of (8, 7) is not divisible by model=2"),
+        (P(None, ("data", "model")), "dimension 1 of (8, 7) is not divisible by data=4, model=2"),
         (
             P(P.UNCONSTRAINED),
-            "P(UNCONSTRAINED) leaves dimensions open; say which mesh axes they have",
+            "P(UNCONSTRAINED) has unconstrained dimensions; specify their mesh axes",
         ),
         (P(unreduced={"data"}), "P() is unreduced over ['data']: reduce first"),
         (
@@ -91,7 +91,7 @@ def test_an_empty_layout() -> None:
 def test_specs_are_checked(spec: Any, problem: str) -> None:
     with pytest.raises(AxesError) as caught:
         Layout.from_specs({"w": spec, "b": P()}, {"w": leaf(8, 7), "b": leaf(3)}, MESH)
-    assert str(caught.value) == f"`specs` do not fit the leaves and the mesh:\n  w: {problem}"
+    assert str(caught.value) == f"`specs` do not match the leaves and the mesh:\n  w: {problem}"
 
 
 def test_layouts_are_checked() -> None:
@@ -101,7 +101,7 @@ def test_layouts_are_checked() -> None:
     with pytest.raises(AxesError, match="`specs`: expected the mesh x=2; found data=4, model=2"):
         Layout.from_specs(layout, leaf(8), AbstractMesh((2,), ("x",)))
     manual = AbstractMesh((4,), ("data",), axis_types=(AxisType.Manual,))
-    with pytest.raises(AxesError, match="has a Manual axis"):
+    with pytest.raises(AxesError, match="uses a Manual axis"):
         Layout.from_specs(P("data"), leaf(8), manual)
 
 
@@ -143,7 +143,7 @@ def test_align_walks_where_jax_would_not() -> None:
     with pytest.raises(AxesError) as caught:
         align({"a": ["x"], "b": "y", "c": ()}, like, "axes")
     assert str(caught.value) == (
-        "`axes` has another structure than the leaves it is for:\n"
+        "`axes` does not have the tree structure of its leaves:\n"
         "  a/1: missing\n"
         "  b: expected nothing, found a str"
     )

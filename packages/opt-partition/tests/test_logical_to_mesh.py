@@ -72,7 +72,7 @@ def test_rules_are_read_as_flax_reads_them(
             P(None, "mlp"),
             {"mlp": "data"},
             (3, 7),
-            ("dimension 1 ('mlp', 7) does not divide by data=4",),
+            ("dimension 1 ('mlp', 7) is not divisible by data=4",),
         ),
         (
             P("mlp"),
@@ -80,8 +80,8 @@ def test_rules_are_read_as_flax_reads_them(
             (4,),
             (
                 (
-                    "dimension 0 ('mlp', 4) does not divide by data=4, model=2 and "
-                    "does not divide by fsdp=3"
+                    "dimension 0 ('mlp', 4) is not divisible by data=4, model=2 and "
+                    "is not divisible by fsdp=3"
                 ),
             ),
         ),
@@ -89,20 +89,20 @@ def test_rules_are_read_as_flax_reads_them(
             P("embed", "embed"),
             {"embed": "data"},
             (8, 8),
-            ("dimension 1 ('embed', 8) cannot use data: dimension 0 has it",),
+            ("dimension 1 ('embed', 8) cannot use data: dimension 0 uses it",),
         ),
         (
             P(("a", "b")),
             [("a", "data"), ("b", "model")],
             (4,),
-            ("dimension 0 ('b', 4) does not divide by data=4, model=2",),
+            ("dimension 0 ('b', 4) is not divisible by data=4, model=2",),
         ),
         # A rule with `None` settles it, and the note stays.
         (
             P("a"),
             [("a", "data"), ("a", None)],
             (6,),
-            ("dimension 0 ('a', 6) does not divide by data=4",),
+            ("dimension 0 ('a', 6) is not divisible by data=4",),
         ),
         # A fallback is as good; nobody asked for more.
         (P("a"), [("a", "data"), ("a", "model")], (6,), ()),
@@ -199,8 +199,8 @@ ERRORS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         {"a": None, "b": None},
         {},
         (
-            "`axes` does not fit `shapes` and `rules`:\n"
-            "  b: expected at most 1 entries, one a dimension; found P('a', 'b')"
+            "`axes` do not match `shapes` and `rules`:\n  b: expected at most 1 entries, one per "
+            "dimension; found P('a', 'b')"
         ),
     ),
     "not a spec": (
@@ -208,24 +208,24 @@ ERRORS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         {"a": None, "b": None},
         {},
         (
-            "`axes` does not fit `shapes` and `rules`:\n"
-            "  b: expected names, tuples of names or None, found P(3)\n"
-            "  w: expected a PartitionSpec of logical names or None, found a tuple"
+            "`axes` do not match `shapes` and `rules`:\n  b: expected names, tuples of names or "
+            "None, found P(3)\n  w: expected a PartitionSpec of logical names or None, found a "
+            "tuple"
         ),
     ),
     "other structure": (
         {"w": {"x": P()}, "c": P()},
         {},
         {},
-        "`axes` has another structure than the leaves it is for:\n  b: missing\n  c: unexpected",
+        "`axes` does not have the tree structure of its leaves:\n  b: missing\n  c: unexpected",
     ),
     "a leaf for a container": (
         P(),
         {},
         {},
         (
-            "`axes` has another structure than the leaves it is for:\n"
-            "  .: expected keys b, w; found a PartitionSpec"
+            "`axes` does not have the tree structure of its leaves:\n  .: expected keys b, w; "
+            "found a PartitionSpec"
         ),
     ),
     "unknown names": (
@@ -233,9 +233,8 @@ ERRORS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         {"a": None},
         {},
         (
-            "`axes` does not fit `shapes` and `rules`:\n"
-            "  'b', of b, w: no rule\n"
-            "  Add `(name, None)` to `rules` or pass `on_unknown='replicate'`"
+            "`axes` do not match `shapes` and `rules`:\n  'b', of b, w: no rule\n  Add `(name, "
+            "None)` to `rules` or pass `on_unknown='replicate'`"
         ),
     ),
     "absent mesh axis": (
@@ -243,15 +242,15 @@ ERRORS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         {"a": "tensor", "b": None},
         {},
         (
-            "`rules` give 'a' the mesh axes 'tensor', which `mesh` has not: it has data=4, "
-            "model=2, fsdp=3. Rename the axes, or leave the rule out on this mesh."
+            "`rules` map 'a' to the mesh axes 'tensor', which are not in `mesh`: it has data=4, "
+            "model=2, fsdp=3. Rename the axes, or omit the rule for this mesh."
         ),
     ),
     "mesh axis twice": (
         FITTING,
         {"a": ("data", "data")},
         {},
-        "`rules` give 'a' one mesh axis twice: ('data', 'data')",
+        "`rules` map 'a' to the same mesh axis twice: ('data', 'data')",
     ),
     "not a rule": (
         FITTING,
@@ -272,7 +271,7 @@ ERRORS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
         FITTING,
         {"a": None, "b": None},
         {"memory_kinds": {"w": None}},
-        "`memory_kinds` has another structure than the leaves it is for:\n  b: missing",
+        "`memory_kinds` does not have the tree structure of its leaves:\n  b: missing",
     ),
 }
 
@@ -292,7 +291,7 @@ def test_leaves_that_jax_cannot_hold() -> None:
 
 def test_choices_are_checked() -> None:
     with pytest.raises(
-        ValueError, match="`on_unknown` must be one of 'error', 'replicate': 'drop'"
+        ValueError, match="`on_unknown` must be one of 'error', 'replicate'; got 'drop'"
     ):
         logical_to_mesh(P(), {}, MESH, leaf(), on_unknown="drop")  # type: ignore[arg-type]
 
@@ -311,10 +310,10 @@ def test_indivisible_dimensions_may_be_errors() -> None:
     with pytest.raises(IndivisibleError) as caught:
         logical_to_mesh(axes, rules, MESH, shapes, on_indivisible="error")
     assert str(caught.value) == (
-        "Dimensions do not divide by the mesh axes that `rules` give them:\n"
-        "  w: dimension 0 ('a', 6) does not divide by data=4\n"
-        "  w: dimension 1 ('b', 7) does not divide by model=2\n"
-        "  Add a rule that divides or `(name, None)`, or pass `on_indivisible='replicate'`"
+        "dimensions are not divisible by the mesh axes that `rules` assign to them:\n  w: "
+        "dimension 0 ('a', 6) is not divisible by data=4\n  w: dimension 1 ('b', 7) is not "
+        "divisible by model=2\n  Add another rule or `(name, None)`, or pass "
+        "`on_indivisible='replicate'`"
     )
 
 

@@ -190,7 +190,7 @@ def test_gradients_of_integers_have_no_bytes_and_complex_ones_no_real_dtype() ->
     assert plan.grad_bytes == 3 * 8 + 0 + 4 * 4
     plan = plan_of(optax.identity(), params, axes, grad_dtype=jnp.bfloat16)
     assert plan.grad_bytes == 3 * 8 + 0 + 4 * 2
-    assert plan.notes == ("grads c: the gradient stays complex64: bfloat16 is real",)
+    assert plan.notes == ("grads c: the gradient keeps complex64, as bfloat16 is real",)
     dtypes = [row.leaf.dtype for row in plan.rows if row.kind == "grads"]
     assert dtypes[1] == jax.dtypes.float0
     expected = jax.eval_shape(
@@ -224,12 +224,12 @@ def test_why_leaves_are_not_sharded_further() -> None:
     )
     assert reasons["params", "temperature"] == "not over data=4, fsdp=2, model=2: a scalar"
     assert reasons["grads", "odd"] == (
-        "not over data=4, fsdp=2, model=2: dimension 0 ('mlp', 7) does not divide by model=2; "
+        "not over data=4, fsdp=2, model=2: dimension 0 ('mlp', 7) is not divisible by model=2; "
         "no rule uses 'data'"
     )
     assert reasons["state", "trace/odd"] == (
-        "not over data=4, fsdp=2, model=2: dimension 0 ('mlp', 7) does not divide by model=2; "
-        "ZeRO: stays replicated over data=4: no dimension of (7,) divides"
+        "not over data=4, fsdp=2, model=2: dimension 0 ('mlp', 7) is not divisible by model=2; "
+        "ZeRO: stays replicated over data=4: no dimension of (7,) is divisible"
     )
     assert reasons["state", "trace/scale"] == (
         "not over data=4, fsdp=2, model=2: no dimension has a logical name; "
@@ -299,7 +299,7 @@ group          groups    params     grads  accumulators  state     total  bytes
 -------------  ------  --------  --------  ------------  -----  --------  -----
 layers_{0..2}       3  2.00 KiB  2.00 KiB      2.00 KiB  512 B  6.50 KiB  6,656
 
-replicated: 13.50 KiB (13,824 bytes) of each device beyond an equal share
+replicated: 13.50 KiB (13,824 bytes) per device beyond an equal share
 leaf                          leaves  shape  spec            waste  bytes  reason
 ----------------------------  ------  -----  -----------  --------  -----  ------------------------------------
 params layers_{0..2}/w             3  64x32  fsdp, model  4.50 KiB  4,608  not over data=4: no rule uses 'data'
@@ -354,7 +354,7 @@ def test_zero_over_axes_that_are_not_there(zero: Any) -> None:
     with pytest.raises(AxesError) as caught:
         plan_of(zero=zero)
     assert str(caught.value) == (
-        f"`zero` must be mesh axes, each once: the mesh has data=4, fsdp=2, model=2; found {zero!r}"
+        f"`zero` must be distinct mesh axes: the mesh has data=4, fsdp=2, model=2; found {zero!r}"
     )
 
 
@@ -409,8 +409,7 @@ def test_gradients_are_no_integers(argument: str, dtype: Any) -> None:
         plan_of(**{argument: dtype})
     name = "[('float0', 'V')]" if dtype is jax.dtypes.float0 else jnp.dtype(dtype).name
     assert str(caught.value) == (
-        f"`{argument}` must be a floating or complex dtype, such as 'bfloat16': the gradient of a "
-        f"float is no {name}"
+        f"`{argument}` must be a floating-point or complex dtype, e.g. 'bfloat16'; found {name}"
     )
 
 
@@ -418,15 +417,15 @@ def test_gradients_of_reals_are_not_complex() -> None:
     params = {"c": leaf(3, dtype="complex128"), "w": leaf(4)}
     plan = plan_of(optax.identity(), params, dict.fromkeys(params), grad_dtype="complex64")
     assert plan.grad_bytes == 3 * 8 + 4 * 4
-    assert plan.notes == ("grads w: the gradient stays float32: complex64 is complex",)
+    assert plan.notes == ("grads w: the gradient keeps float32, as complex64 is complex",)
 
 
 def test_groups_are_strings() -> None:
     with pytest.raises(TypeError) as caught:
         plan_of(group_by=len)
     assert str(caught.value) == (
-        "`group_by` must return the name of a group, a string, for the path of every parameter; "
-        "for 'dec/wo' it returned 6, a int"
+        "`group_by` must return a string, the name of a group, for every parameter path; for "
+        "'dec/wo' it returned 6, a int"
     )
 
 
@@ -435,8 +434,8 @@ def test_derivation_rules_are_rules() -> None:
     with pytest.raises(TypeError) as caught:
         plan_of(derivation_rules=rules)
     assert str(caught.value) == (
-        "`derivation_rules` must be `Rules`, such as `DEFAULT_RULES.extend({MyState: rule})`; "
-        "found a dict"
+        "`derivation_rules` must be `Rules`, e.g. `DEFAULT_RULES.extend({MyState: rule})`; found "
+        "a dict"
     )
 
 

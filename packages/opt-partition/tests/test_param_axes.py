@@ -82,11 +82,11 @@ def test_metadata_of_variables_name_their_values(name: str) -> None:
 
 def test_only_arrays_are_no_axes() -> None:
     for axes in (PARAMS, jax.tree.map(np.asarray, {**PARAMS, "scale": 1.0})):
-        with pytest.raises(AxesError, match=r"arrays and no names.* nnx.get_partition_spec"):
+        with pytest.raises(AxesError, match=r"arrays but no axis names.* nnx.get_partition_spec"):
             normalise_param_axes(PARAMS, axes)
     variables = {"w": Variable(jnp.ones(3))}
     for params in (variables, {"w": jnp.ones(3)}):
-        with pytest.raises(AxesError, match="arrays and no names"):
+        with pytest.raises(AxesError, match="arrays but no axis names"):
             normalise_param_axes(params, variables)
     assert normalise_param_axes({}, {}) == {}
 
@@ -140,22 +140,22 @@ def test_all_that_does_not_fit_is_listed() -> None:
     with pytest.raises(AxesError) as caught:
         normalise_param_axes(params, axes)
     assert str(caught.value).splitlines() == [
-        "`param_axes` do not fit `params`:",
-        "  a/b: no axes are given",
-        "  a/x: axes are given, but there is no such parameter",
-        "  g: no axes are given",
+        "`param_axes` do not match `params`:",
+        "  a/b: no axes given",
+        "  a/x: axes given, but not a parameter",
+        "  g: no axes given",
         "  c: expected at most 1 axes, one per dimension of (2,), found ('embed', 'mlp')",
         "  d: axes must be a PartitionSpec or a tuple of names, found 'embed'",
         "  e: the name of a dimension must be a string or None, found 3",
         f"  f: axes must be a PartitionSpec or a tuple of names, found { {'w': P('embed')}!r}",
         (
-            "  g: `params` must hold arrays or jax.ShapeDtypeStructs, found str (of a module of "
-            "Equinox, give the arrays alone: `eqx.filter(model, eqx.is_array)`)"
+            "  g: `params` must contain arrays or jax.ShapeDtypeStructs, found str (for an Equinox "
+            "module, pass only its arrays: `eqx.filter(model, eqx.is_array)`)"
         ),
         f"  h: the name of a dimension must be a string or None, found {P.UNCONSTRAINED!r}",
     ]
 
 
 def test_boxed_parameters() -> None:
-    with pytest.raises(AxesError, match="w: `params` holds a Boxed; unbox the parameters"):
+    with pytest.raises(AxesError, match="w: `params` contains a Boxed; unbox the parameters"):
         normalise_param_axes({"w": Boxed()}, {"w": Boxed()})

@@ -72,13 +72,15 @@ def test_what_a_rule_is_told() -> None:
     assert leaf.parameter is not None
     assert (leaf.parameter.path, leaf.parameter.shape) == ("w", (5, 3))
     assert leaf.parameter.axes == ("embed", "mlp")
-    beside = leaf.beside("gram")
-    assert beside is not None
-    assert beside.shape == (5, 5)
+    sibling = leaf.sibling("gram")
+    assert sibling is not None
+    assert sibling.shape == (5, 5)
 
 
 def test_an_answer_of_the_wrong_length() -> None:
-    with pytest.raises(ValueError, match=r"the rule for Gram/gram/w of shape \(5, 5\) gave \(0,\)"):
+    with pytest.raises(
+        ValueError, match=r"the rule for Gram/gram/w of shape \(5, 5\) returned \(0,\)"
+    ):
         explain(gram_init, PARAMS, AXES, rules=Rules({Gram: lambda leaf: (0,)}))
 
 

@@ -49,7 +49,7 @@ def test_factored_states_need_the_parameters() -> None:
     with pytest.raises(AxesError) as caught:
         derive(state, AXES)
     assert str(caught.value).splitlines() == [
-        "what these leaves of the state follow cannot be told from their shapes:",
+        "the axes of these state leaves cannot be inferred from their shapes:",
         "  v_row/mlp/wi (6,)",
         "  v_row/mlp/wo (6,)",
         "  v_col/mlp/wi (8,)",
@@ -77,5 +77,5 @@ def test_masked_parameters() -> None:
     masked = {"mlp": optax.MaskedNode(), "scale": 0}
     assert derive_params(masked, AXES) == {"mlp": optax.MaskedNode(), "scale": P("embed")}
     assert derive_params(PARAMS, AXES) == AXES
-    with pytest.raises(AxesError, match="bias: no axes are given"):
+    with pytest.raises(AxesError, match="bias: no axes given"):
         derive_params({"bias": 0}, AXES)

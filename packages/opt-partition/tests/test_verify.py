@@ -56,7 +56,7 @@ def test_one_sharding_stands_for_all_leaves_below(compiled: jax.stages.Compiled)
 
 def test_memory_kinds_are_compared(compiled: jax.stages.Compiled) -> None:
     host = WHOLE.with_memory_kind("pinned_host")
-    with pytest.raises(ShardingMismatchError, match=r"asked P\(\) in pinned_host, 128 bytes"):
+    with pytest.raises(ShardingMismatchError, match=r"expected P\(\) in pinned_host, 128 bytes"):
         verify(compiled, Expected((None, {"mu": host, "count": None}), None))
 
 
@@ -65,19 +65,22 @@ def test_memory_kinds_are_compared(compiled: jax.stages.Compiled) -> None:
     [
         (
             Expected((None, {"mu": None}), None),
-            r"`inputs/1`: not a prefix of the step's tree of .* missing \['count'\]",
+            r"`inputs/1`: not a prefix of the step's tree with keys .* missing \['count'\]",
         ),
         (
             Expected((None, None, None, WHOLE), None),
             r"`inputs`: not a prefix .* unknown \['3'\]",
         ),
         (Expected((P(), None), None), "`inputs/0`: expected a `Layout`, a sharding, an array or"),
-        (Expected(None, ({"w": {"v": WHOLE}},)), "`outputs/0/w`: the step has one leaf there"),
-        (Expected(None, None, state="1/nu"), r"`state`: no argument .* 1 has \['count', 'mu'\]"),
-        (Expected(None, None, params="9"), "`params`: no argument of the step is at '9'; the top"),
+        (Expected(None, ({"w": {"v": WHOLE}},)), "`outputs/0/w`: the step has a single leaf there"),
+        (
+            Expected(None, None, state="1/nu"),
+            r"`state`: the step has no argument .* 1 has \['count', 'mu'\]",
+        ),
+        (Expected(None, None, params="9"), "`params`: the step has no argument at '9'; the top"),
         (
             Expected((None, NamedSharding(MESH, P("data"))), None),
-            r"input 1/count has shape \(\); .* of more dimensions",
+            r"input 1/count has shape \(\), but .* has more dimensions",
         ),
     ],
 )
@@ -108,9 +111,11 @@ def test_other_arguments(compiled: jax.stages.Compiled) -> None:
         verify(compiled, nothing, state_gathers="none")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`expected` must be an `Expected`.*; got tuple"):
         verify(compiled, (None, None))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"`state` must be a path .*, as '0' or '0/params'; got 1"):
+    with pytest.raises(
+        TypeError, match=r"`state` must be a path .*, e.g. '0' or '0/params'; got 1"
+    ):
         verify(compiled, Expected(None, None, state=1))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"`step` must be what `jax.jit\(f\).lower"):
+    with pytest.raises(TypeError, match=r"`step` must be the result of `jax.jit\(f\).lower"):
         verify(jax.jit(step), nothing)  # type: ignore[arg-type]
 
 
@@ -161,9 +166,7 @@ class TestKeywordArguments:
             ("keyword argument", "note", "batch"),
             ("keyword argument", "note", "state"),
         ]
-        assert "state: 2 arrays of which nothing was asked; give `Expected(..., keywords={" in str(
-            report
-        )
+        assert "state: 2 arrays not checked; pass `Expected(..., keywords={" in str(report)
 
     def test_unknown_names(self, by_keyword: jax.stages.Compiled) -> None:
         with pytest.raises(AxesError, match=r"`keywords`: not a prefix .* unknown \['key'\]"):
@@ -172,7 +175,9 @@ class TestKeywordArguments:
             verify(by_keyword, Expected(None, None, state="state", keywords=WHOLE))  # type: ignore[arg-type]
 
     def test_their_names_are_said(self, by_keyword: jax.stages.Compiled) -> None:
-        said = r"`state`: no argument of the step is at '1'; the top has \['0', 'batch', 'state'\]"
+        said = (
+            r"`state`: the step has no argument at '1'; the top level has \['0', 'batch', 'state'\]"
+        )
         with pytest.raises(AxesError, match=said):
             verify(by_keyword, Expected(None, None))
 
@@ -203,9 +208,10 @@ class TestPathsOfParametersAndState:
         with pytest.raises(AxesError) as caught:
             verify(self.one_tree(), Expected(None, None))
         assert str(caught.value).startswith(
-            "`state`: at '1' there is float32[2, 8]; nothing in the result has the same paths and "
-            "shapes, as the new state would; give the paths of the parameters and of the optimizer "
-            "state in the arguments, e.g. `Expected(..., params='0/params', state='0/opt_state')`"
+            "`state`: found float32[2, 8] at '1', but nothing with the same paths and shapes in "
+            "the result, which should contain the new state; pass the paths of the parameters and "
+            "of the optimizer state in the arguments, e.g. `Expected(..., params='0/params', "
+            "state='0/opt_state')`"
         )
         assert verify(self.one_tree(), Expected(None, None, "0/params", "0/opt")).findings == ()
 
@@ -223,7 +229,7 @@ class TestPathsOfParametersAndState:
         lowered = self.lowered(fun, {"params": PARAMS, "opt": STATE}, self.BATCH)
         [warning] = verify(lowered, Expected(None, None)).findings
         assert (warning.kind, warning.severity) == ("ownership", "warning")
-        assert "`state`: at '1' there is float32[2, 8], none of which belongs" in warning.message
+        assert "`state`: found float32[2, 8] at '1', which does not belong" in warning.message
 
     def test_they_are_swapped(self) -> None:
         def fun(state: Any, params: Any, batch: jax.Array) -> Any:
@@ -233,21 +239,21 @@ class TestPathsOfParametersAndState:
         with pytest.raises(AxesError) as caught:
             verify(lowered, Expected(None, None))
         assert str(caught.value).startswith(
-            "`params` and `state` are swapped: at '1' there is w float32[8, 4], none of which "
-            "belongs to a parameter at '0', count int32[], mu/w float32[8, 4]; give the paths"
+            "`params` and `state` are swapped: found w float32[8, 4] at '1', which does not "
+            "belong to the parameters at '0', count int32[], mu/w float32[8, 4]; pass the paths"
         )
         assert verify(lowered, Expected(None, None, "1", "0")).findings == ()
 
     def test_no_new_parameters(self) -> None:
         lowered = self.lowered(lambda *a: step(*a)[1]["count"], PARAMS, STATE, self.BATCH)
         with pytest.raises(
-            AxesError, match=r"`params`: at '0' there is w float32\[8, 4\]; nothing"
+            AxesError, match=r"`params`: found w float32\[8, 4\] at '0', but nothing"
         ):
             verify(lowered, Expected(None, None))
 
     def test_no_parameters_at_all(self) -> None:
         lowered = self.lowered(lambda _, *a: step(*a), (), PARAMS, STATE, self.BATCH)
-        with pytest.raises(AxesError, match="`params`: there are no arrays at '0'; give the paths"):
+        with pytest.raises(AxesError, match="`params`: found no arrays at '0'; pass the paths"):
             verify(lowered, Expected(None, None))
 
     @pytest.mark.parametrize(
@@ -297,15 +303,15 @@ class TestDtypes:
         [error] = report.errors
         assert (error.kind, error.path) == ("dtype", "1/mu/w")
         assert error.message.startswith(
-            "output 1/mu/w bfloat16[8, 4]: went in as float32 at 1/mu/w; the step is compiled again"
+            "output 1/mu/w bfloat16[8, 4]: was float32 as input 1/mu/w; the step is recompiled"
         )
-        assert "cast what `update` returns back" in str(report)
+        assert "cast the state returned by `update` back" in str(report)
 
     def test_parameters_that_change(self) -> None:
         def widen(new: Any) -> Any:
             return {"w": new[0]["w"].astype(jnp.float16)}, new[1]
 
-        with pytest.raises(ShardingMismatchError, match=r"output 0/w float16.* in as float32"):
+        with pytest.raises(ShardingMismatchError, match=r"output 0/w float16.* was float32"):
             verify(by_hand(1, result=widen), Expected(None, None))
 
     @pytest.mark.parametrize("kept", [jnp.float32, jnp.bfloat16])
@@ -347,7 +353,8 @@ class TestDtypes:
             return
         assert [(error.kind, error.path) for error in report.errors] == [("dtype", "1/mu/w")] * 2
         assert (
-            report.errors[0].message == "input 1/mu/w float32[8, 4]: asked bfloat16; found float32"
+            report.errors[0].message
+            == "input 1/mu/w float32[8, 4]: expected bfloat16; found float32"
         )
         leaf = next(leaf for leaf in report.leaves if leaf.path == "1/mu/w")
         assert (leaf.ok, leaf.dtype_asked, leaf.bytes_asked) == (False, "bfloat16", None)
@@ -368,10 +375,12 @@ class TestDtypes:
 
     def test_arrays_of_another_shape(self) -> None:
         state = {"mu": {"w": jnp.ones((4, 8))}, "count": None}
-        said = r"`inputs/1/mu/w`: expected what .*, float32\[8, 4\]; got float32\[4, 8\]"
+        said = r"`inputs/1/mu/w`: expected float32\[8, 4\], as in the step; got float32\[4, 8\]"
         with pytest.raises(AxesError, match=said):
             verify(by_hand(0, 1), Expected((None, state), None))
-        with pytest.raises(AxesError, match=r"there, a tree of 2 arrays; got float32\[3\]"):
+        with pytest.raises(
+            AxesError, match=r"expected a tree of 2 arrays, as in the step; got float32\[3\]"
+        ):
             verify(by_hand(0, 1), Expected((None, jnp.ones(3)), None))
 
 
@@ -381,10 +390,10 @@ class TestDonation:
         [
             (
                 (),
-                "260 bytes a device .*: 128 of the params and 132 of the state; .*nums=\\(0, 1\\)",
+                r"260 bytes per device .*: 128 of the params and 132 of the state; .*\(0, 1\)",
             ),
-            ((0,), "132 bytes a device .*: 132 of the state; .*donate_argnums=\\(1,\\)"),
-            ((1,), "128 bytes a device are held twice, .*: 128 of the params; .*nums=\\(0,\\)"),
+            ((0,), "132 bytes per device .*: 132 of the state; .*donate_argnums=\\(1,\\)"),
+            ((1,), "128 bytes per device are held twice, .*: 128 of the params; .*nums=\\(0,\\)"),
         ],
     )
     def test_what_was_forgotten(self, donated: tuple[int, ...], said: str) -> None:

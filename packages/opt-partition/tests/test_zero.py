@@ -30,7 +30,7 @@ def leaf(*shape: int) -> jax.ShapeDtypeStruct:
         (P(), (8, 6), "data", ("data", None)),  # the one that divides
         (P("fsdp"), (32, 4), "data", ("fsdp", "data")),  # rather a whole dimension
         (P("fsdp"), (16, 3), "data", (("fsdp", "data"), None)),  # behind what is there
-        (P("fsdp"), (4, 3), "data", ("fsdp", None)),  # 4 does not divide by both
+        (P("fsdp"), (4, 3), "data", ("fsdp", None)),  # 4 is not divisible by both
         (P("data"), (16, 16), "data", ("data", None)),  # there already
         (P(), (8, 64), ("data", "fsdp"), (None, ("data", "fsdp"))),  # together on one
         (P(), (8, 64), ("fsdp", "data"), (None, ("fsdp", "data"))),  # in the order given
@@ -59,7 +59,7 @@ def test_where_it_goes(
             (7, 3),
             "data",
             (),
-            ("ZeRO: stays replicated over data=4: no dimension of (7, 3) divides",),
+            ("ZeRO: stays replicated over data=4: no dimension of (7, 3) is divisible",),
         ),
         (
             P("fsdp"),
@@ -67,19 +67,19 @@ def test_where_it_goes(
             ("data", "model"),
             (),
             (
-                "ZeRO: stays replicated over data=4: no dimension of its shard (2,) divides",
-                "ZeRO: stays replicated over model=3: no dimension of its shard (2,) divides",
+                "ZeRO: stays replicated over data=4: no dimension of its shard (2,) is divisible",
+                "ZeRO: stays replicated over model=3: no dimension of its shard (2,) is divisible",
             ),
         ),
         (
             P("data"),
             (16,),
             ("data", "fsdp"),
-            ("ZeRO: dimension 0 was over data=4 before", "ZeRO: dimension 0 over fsdp=2"),
+            ("ZeRO: dimension 0 was already over data=4", "ZeRO: dimension 0 over fsdp=2"),
             (),
         ),
-        (P(), (), "data", ("ZeRO: a scalar stays whole",), ()),
-        (P(), (0,), "data", ("ZeRO: an empty leaf stays whole",), ()),
+        (P(), (), "data", ("ZeRO: a scalar is not sharded",), ()),
+        (P(), (0,), "data", ("ZeRO: an empty leaf is not sharded",), ()),
         (P(), (16,), "data", ("ZeRO: 64 bytes are below min_bytes=65",), ()),
     ],
 )
@@ -142,9 +142,9 @@ def test_notes_before_are_kept_once() -> None:
     first = logical_to_mesh(P("a", "b"), {"a": "data", "b": "fsdp"}, MESH, leaf(6, 3))
     second = extend_over(first, leaf(6, 3), MESH, "data")
     assert second.rows[0].notes == (
-        "dimension 0 ('a', 6) does not divide by data=4",
-        "dimension 1 ('b', 3) does not divide by fsdp=2",
-        "ZeRO: stays replicated over data=4: no dimension of (6, 3) divides",
+        "dimension 0 ('a', 6) is not divisible by data=4",
+        "dimension 1 ('b', 3) is not divisible by fsdp=2",
+        "ZeRO: stays replicated over data=4: no dimension of (6, 3) is divisible",
     )
     assert extend_over(second, leaf(6, 3), MESH, "data").rows == second.rows
 
@@ -154,10 +154,10 @@ def test_notes_before_are_kept_once() -> None:
     [
         (
             "x",
-            "`axes` has 'x', which `mesh` has not: it has data=4, fsdp=2, model=3, one=1",
+            "`axes` contains 'x', which is not in `mesh`: it has data=4, fsdp=2, model=3, one=1",
         ),
-        ((), "`axes` must be one or more mesh axes, each once: ()"),
-        (("data", "data"), "`axes` must be one or more mesh axes, each once: ('data', 'data')"),
+        ((), "`axes` must be one or more distinct mesh axes; got ()"),
+        (("data", "data"), "`axes` must be one or more distinct mesh axes; got ('data', 'data')"),
     ],
 )
 def test_axes_are_checked(axes: Any, message: str) -> None:
@@ -167,7 +167,7 @@ def test_axes_are_checked(axes: Any, message: str) -> None:
 
 
 def test_min_bytes_is_checked() -> None:
-    with pytest.raises(ValueError, match="`min_bytes` must not be negative: -1"):
+    with pytest.raises(ValueError, match="`min_bytes` must be non-negative; got -1"):
         extend_over(P(), leaf(8), MESH, "data", min_bytes=-1)
 
 
@@ -218,7 +218,7 @@ def test_layouts_are_valid_and_never_larger(
     assert extend_over(after, leaf(*shape), MESH, axes).specs == after.specs
     # Every axis is accounted for, one way or another.
     said = " ".join((*row.actions, *row.notes))
-    assert all(f"{axis}={MESH.shape[axis]}" in said for axis in axes) or "whole" in said
+    assert all(f"{axis}={MESH.shape[axis]}" in said for axis in axes) or "not sharded" in said
 
 
 @given(leaves(), AXES)

@@ -17,8 +17,9 @@ from opt_accumulate._trees import differences
 class InnerUpdate:
     """An optimizer whose state never changes structure, shapes, dtypes or weak types."""
 
-    def __init__(self, opt: Any) -> None:
-        if not (hasattr(opt, "init") and hasattr(opt, "update")):
+    def __init__(self, opt: Any, *, takes_apply: bool = False) -> None:
+        acts = hasattr(opt, "update") or (takes_apply and hasattr(opt, "apply"))
+        if not (hasattr(opt, "init") and acts):
             raise TypeError(
                 "`opt` must be a gradient transformation, with `init` and `update`, found "
                 f"{opt!r}. Give an optimizer, e.g. `optax.adamw(1e-3)`."
@@ -97,6 +98,8 @@ def _dtypes(tree: Any) -> list[str]:
 def _with_extra_args(opt: Any) -> optax.GradientTransformationExtraArgs:
     if isinstance(opt, optax.GradientTransformationExtraArgs):
         return opt
+    if not hasattr(opt, "update"):
+        return optax.GradientTransformationExtraArgs(opt.init, _no_update)
     if hasattr(opt, "gradient_transformation"):  # a `MultiSteps`, of ours or of Optax
         return _with_extra_args(opt.gradient_transformation())
 
@@ -106,6 +109,10 @@ def _with_extra_args(opt: Any) -> optax.GradientTransformationExtraArgs:
 
     init_and_update: Any = opt.init, update  # Optax's type of `update` lacks the extra arguments
     return optax.GradientTransformationExtraArgs(*init_and_update)
+
+
+def _no_update(*_: Any, **__: Any) -> Any:
+    raise TypeError("the optimizer has `apply` alone: call `apply(params, state, grads)`, too.")
 
 
 def _check_state(old: Any, new: Any) -> None:

@@ -65,7 +65,7 @@ def to_optax_state(state: OptimizerState, like: Any) -> Any:
         new = node._replace(count=_count(state.step), **_poured(node, trees))
         return new._replace(m=_pour(node.m, m, "m")) if is_own and node.m is not None else new
 
-    def fill_beside(node: Any) -> Any:
+    def fill_sibling(node: Any) -> Any:
         if ema is not None and node is ema:
             return node._replace(count=_count(state.step), ema=_pour(node.ema, m, "m"))
         is_schedule = isinstance(node, optax.ScaleByScheduleState)
@@ -78,7 +78,7 @@ def to_optax_state(state: OptimizerState, like: Any) -> Any:
             return node
         children, structure = jax.tree.flatten(node, is_leaf=lambda child: child is not node)
         if not is_own and type(node) is tuple and any(child is owner for child in children):
-            children = [fill_beside(child) for child in children]  # siblings in its own chain
+            children = [fill_sibling(child) for child in children]  # siblings in its own chain
         children = [rebuild(child) for child in children]
         node = jax.tree.unflatten(structure, children)
         return _recount(node, state.step) if isinstance(node, _injected()) else node

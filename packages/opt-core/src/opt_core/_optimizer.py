@@ -15,6 +15,7 @@ import numpy as np
 
 from opt_core._aliasing import unalias
 from opt_core._dtypes import strong_types
+from opt_core._evaluation import evaluation_params
 from opt_core._fingerprint import fingerprint
 from opt_core._habits import of_definition, of_leaves, of_optimizer
 from opt_core._hyper_params import check_missing, hyper_param_names, replace_hyper_params
@@ -352,6 +353,29 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
             **extra_args,
         )
         return self.replace(target=target, state=state)
+
+    def evaluating(self) -> Self:
+        """Returns the optimizer with the parameters to evaluate in place of those that it trains.
+
+        They are the average that the state keeps (`opt_core.protocols.HoldsEvalParams`, such as
+        `opt_accumulate.with_average`; Optax's `schedule_free` and `lookahead`), in the dtypes of
+        the parameters; those of a group without one, and of an optimizer without any, stay.
+        Traceable. This optimizer is as it was: it is the one to train on.
+
+        Raises:
+          EvaluationError: two averages are of one parameter; names both.
+
+        Examples:
+          >>> class Averaged(flax.struct.PyTreeNode):
+          ...     average: dict
+          ...     def eval_params(self, params):
+          ...         return self.average
+          >>> state = OptimizerState(jnp.int32(3), Averaged({'w': jnp.zeros(2)}))
+          >>> optimizer = Optimizer(OptimizerDef(None), state, {'w': jnp.ones(2), 'b': 1.0})
+          >>> optimizer.evaluating().target['w'].tolist(), optimizer.target['w'].tolist()
+          ([0.0, 0.0], [1.0, 1.0])
+        """
+        return self.replace(target=evaluation_params(self.target, self.state))
 
     @property
     def params(self) -> Params:

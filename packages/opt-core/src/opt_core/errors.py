@@ -3,6 +3,7 @@
 ```
 OptimizerError
 ├── DescriptionError (ValueError)   data that describe no state, or a state that is another's
+├── EvaluationError (ValueError)    two averages of one parameter, or one of none
 ├── GroupError (ValueError)         groups that do not divide the parameters, or a group unknown
 │   └── SurgeryError                trained state that would be lost, or read as something else
 ├── HyperParamError (TypeError)     a hyper-parameter that does not exist or cannot be overridden
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DescriptionError",
+    "EvaluationError",
     "GroupError",
     "HyperParamError",
     "OptimizerError",
@@ -44,6 +46,10 @@ class OptimizerError(Exception):
 
 class DescriptionError(OptimizerError, ValueError):
     """A description that cannot be: of data that describe no state, or of another's state."""
+
+
+class EvaluationError(OptimizerError, ValueError):
+    """Two averages in a state speak of one parameter, or one of a parameter that is not there."""
 
 
 class GroupError(OptimizerError, ValueError):

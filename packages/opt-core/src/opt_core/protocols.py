@@ -13,6 +13,7 @@ __all__ = [
     "DerivesLogicalAxes",
     "DescribesFields",
     "DescribesState",
+    "HoldsEvalParams",
     "ResolvesHyperParams",
     "TakesArgsOfParams",
     "TakesExtraArgs",
@@ -96,6 +97,23 @@ class ResolvesHyperParams(Protocol):
           params: the parameters.
           state: the state that belongs to them.
           **extra_args: of the update, see `TakesExtraArgs`.
+        """
+        ...
+
+
+@runtime_checkable
+class HoldsEvalParams(Protocol):
+    """A part of a state that has the parameters to evaluate, such as an average of them.
+
+    The class of a state has it as a method, for which nothing need be imported:
+    `opt_accumulate.AverageState` is one. `Optimizer.evaluating` asks.
+    """
+
+    def eval_params(self, params: Any) -> Any:
+        """Returns a tree like `params`, with nodes without leaves in place of what it has not.
+
+        Args:
+          params: the parameters.
         """
         ...
 

@@ -45,7 +45,7 @@ class ParameterAxes:
     Attributes:
       names: for its state, as Flax has them.
       spec: the mesh axes for its state.
-      place: the mesh axes where it lies itself; `None` where that is not known.
+      place: the mesh axes where it lies itself, or is to lie; `None` where that is not known.
     """
 
     names: tuple[Entry, ...]
@@ -74,7 +74,9 @@ def read_axes(
         place = spec = None
         if mesh is not None:
             read = _Reader(param, rules, mesh)
-            place, spec = read.spec(names_in(param.metadata)), read.spec(names)
+            lies = array_spec(param.value, mesh)
+            place = read.spec(names_in(param.metadata)) if lies is None else lies
+            spec = read.spec(names)
             if read.unknown:
                 unknown[path_str(param.path)] = list(dict.fromkeys(read.unknown))
         found.append(ParameterAxes(padded(names, rank), padded(spec, rank), place))

@@ -16,7 +16,7 @@ from opt_optax_bridge import OptaxWrapper
 from opt_partition import Layout, extend_over, init_sharded, logical_to_mesh
 from opt_partition.errors import AxesError
 
-from opt_nnx._axes import AnyMesh, Entry, Parameter, padded, read_axes, state_axes
+from opt_nnx._axes import AnyMesh, Entry, Parameter, read_axes, state_axes
 from opt_nnx._placement import Placement, find_mesh
 from opt_nnx._variables import (
     Rules,
@@ -96,8 +96,7 @@ def plan_state(definition: OptimizerDef, params: Any, request: Request) -> Plan:
     layout = logical_to_mesh(axes_of_state, [(axis, axis) for axis in mesh.axis_names], mesh, state)
     if request.zero:
         layout = extend_over(layout, state, mesh, request.zero)
-    differs = any(a.place is not None and a.spec != padded(a.place, len(a.spec)) for a in axes)
-    places = tuple(a.place if request.zero or differs else None for a in axes)
+    places = tuple(found.place for found in axes)
     # As compiled functions return them: a spec of another length is another argument to them.
     is_explicit = AxisType.Explicit in mesh.axis_types
     specs = (

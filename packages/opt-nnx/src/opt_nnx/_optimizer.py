@@ -12,7 +12,7 @@ import opt_core
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
-from opt_core import OptimizerDef, OptimizerState
+from opt_core import OptimizerDef, OptimizerState, flatten_with_paths, path_str
 from opt_core.errors import TreeMismatchError
 from opt_core.protocols import UpdatesParams
 from opt_optax_bridge import OptaxWrapper, resolve_hyper_params
@@ -92,7 +92,10 @@ class Optimizer(nnx.Optimizer[M]):
         """The definition: `tx` itself, or what `opt_optax_bridge` makes of a transformation."""
         return self.tx if isinstance(self.tx, OptimizerDef) else _wrapped(self.tx)
 
-    def update(self, model: M, grads: Any, /, **kwargs: Any) -> Any:
+    # The arguments may be named, as what Flax wraps its own in lets them.
+    def update(  # type: ignore[override]
+        self, model: M, grads: Any, **kwargs: Any
+    ) -> Any:
         """Updates the model and the state in place.
 
         Args:
@@ -107,12 +110,17 @@ class Optimizer(nnx.Optimizer[M]):
 
         Raises:
           HyperParamError: nothing takes one of `kwargs`; lists what may be given.
-          TreeMismatchError: the gradients do not look like the parameters.
+          TreeMismatchError: the gradients do not look like the parameters, or the state is of other
+            parameters than the model has.
         """
         before = self._core(pure(state_of(model, self.wrt, self.graph)))
         if has_variables(grads):
             grads = state_of(grads, self.wrt, self.graph)
-        updates, params, state = untyped(_step)(before, pure(grads), pure(kwargs))
+        try:
+            updates, params, state = untyped(_step)(before, pure(grads), pure(kwargs))
+        except (TypeError, ValueError) as error:
+            _check_state(before, error)
+            raise
         if self._placement is not None:
             params, state = self._placement.keep(params, state)
         nnx.update(model, params)
@@ -136,7 +144,7 @@ class Optimizer(nnx.Optimizer[M]):
           >>> frozen, report = opt_core.freeze(optimizer.to_core(model), 'bias')
           >>> optimizer.load_core(model, frozen)
           >>> report.dropped
-          ('adam/count', ...)
+          ('0/mu/bias', '0/nu/bias')
         """
         return self._core(pure(state_of(model, self.wrt, self.graph)))
 
@@ -245,6 +253,28 @@ def _step(
     after = before.apply_gradient(grads, **overrides)
     updates = jax.tree.map(jnp.subtract, after.target, before.target)
     return updates, after.target, after.state.param_states
+
+
+def _check_state(before: opt_core.Optimizer, cause: Exception) -> None:
+    """Raises an error that says so where an update failed because the model is another one."""
+    try:
+        made: Any = jax.eval_shape(before.optimizer_def.init_state, before.target).param_states
+    except Exception:
+        return
+    expected, found = map(_shapes, (made, before.state.param_states))
+    if lines := [
+        f"  {path}: the model needs {expected.get(path)}, the state has {found.get(path)}"
+        for path in {**expected, **found}
+        if expected.get(path) != found.get(path)
+    ]:
+        raise TreeMismatchError(
+            "`model` is not the one that the optimizer was made for: its trained variables have "
+            "another state.\n" + "\n".join(lines)
+        ) from cause
+
+
+def _shapes(state: Any) -> dict[str, tuple[int, ...]]:
+    return {path_str(path): jnp.shape(leaf) for path, leaf in flatten_with_paths(state)}
 
 
 def _wrapped(tx: Any) -> OptaxWrapper:

@@ -44,6 +44,7 @@ class Update:
       state: the transformation's state.
       params: parameters.
       extra_args: keyword arguments: pytrees of arrays, functions, or anything static.
+      applies: whether the transformation's `apply` is called, which returns parameters.
     """
 
     definition: OptaxWrapper
@@ -51,9 +52,10 @@ class Update:
     state: Any
     params: Any
     extra_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    applies: bool = False
 
     def run(self, overrides: Mapping[str, Any]) -> Any:
-        """Returns the updates and the state that the transformation returns.
+        """Returns the updates, or with `applies` the parameters, and the state.
 
         Args:
           overrides: numbers or scalar arrays by hyper-parameter; a schedule in the place of one.
@@ -153,6 +155,8 @@ class Update:
             naming = {name: _naming(name, schedule) for name, schedule in schedules.items()}
             weak = {name: weakly_typed(number) for name, number in numbers.items()}
             tx = self.definition.build({**static, **naming, **weak})
+            if self.applies:
+                return tx.apply(params, state, grads, **arrays, **static_args)
             return tx.update(grads, state, params, **arrays, **static_args)
 
         return Program.trace(update, *self._operands(overrides))

@@ -44,7 +44,7 @@ from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leave
 
 _FIXED = frozenset({"optax_optimizer", "recipe", "hyper_params", "built_with"})
 _READ_ONLY = _FIXED | {"aliases"}
-_POSITIONAL = frozenset({"hyper_params", "updates", "state", "params", "grads"})
+_RESERVED = frozenset({"hyper_params", "missing", "updates", "state", "params", "grads"})
 # Of line searches, `sophia` and `sam`; functions of the parameters but for `grad`.
 _OF_PARAMS = frozenset({"value_fn", "grad", "obj_fn", "grad_fn"})
 
@@ -182,12 +182,16 @@ class OptaxWrapper(OptimizerDef):
           StateChangedError: the transformation changed the structure or a shape of its state.
           TreeMismatchError: `grads` do not look like `params`.
         """
-        tx = self.optax_optimizer
-        updates_params = isinstance(tx, UpdatesParams)
-        if updates_params and not extra_args and not self._changed(hyper_params):
+        tx: Any = self.optax_optimizer
+        if isinstance(tx, UpdatesParams):
             self._check_gradients(params, state, grads)
-            with required_keywords_named(tx.update):
-                params, param_states = tx.apply(params, state.param_states, grads)
+            overrides = self._changed(hyper_params)
+            with required_keywords_named(self.optax_optimizer.update):
+                if overrides or extra_args:
+                    update = Update(self, grads, state.param_states, params, extra_args, True)
+                    params, param_states = update.run(overrides)
+                else:
+                    params, param_states = tx.apply(params, state.param_states, grads)
             return params, _next_state(state, param_states)
         updates, state = self.compute_updates(hyper_params, params, state, grads, **extra_args)
         return optax.apply_updates(params, updates), state
@@ -315,7 +319,7 @@ class OptaxWrapper(OptimizerDef):
             for name in names
             if name not in own and name.isidentifier() and not self._has_argument(name)
         )
-        asked -= _POSITIONAL
+        asked -= _RESERVED
         if not asked or takes_any_keyword(update):
             return asked
         return asked & named_arguments(update)

@@ -1,7 +1,8 @@
-"""Sharding of any optimizer state, derived from the parameters' logical axes.
+"""Sharding of any optimizer state, derived from the logical axes of the parameters.
 
-*Logical axes* name the dimensions of a parameter. *Rules* map the names to mesh axes. *Specs* are
-`PartitionSpec`s of mesh axes, a *layout* says for every leaf of a tree where it lies on a mesh.
+*Logical axes* name the dimensions of a parameter. *Rules* map these names to mesh axes. *Specs* are
+`PartitionSpec`s of mesh axes, and a *layout* describes how every leaf of a tree is sharded over a
+mesh.
 """
 
 from importlib.metadata import version as _version

@@ -1,4 +1,4 @@
-"""What people read: tables as data, bytes and shapes as text, repeated leaves in one row."""
+"""Formatting for people: tables, bytes and shapes as text, repeated leaves in one row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _NUMBER = re.compile(r"(?<!~)\d+")  # a path escapes `~` and `/` in keys as `~0` and `~1`
-_BREAKS = ("; ", ", ", " ", "/", "")  # what a line may be broken after, the best first
+_BREAKS = ("; ", ", ", " ", "/", "")  # where a line may be broken, best first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Table:
     """A table of text.
 
     Attributes:
-      title: what it shows.
-      columns: the heads of the columns.
-      rows: as many cells each as there are columns.
-      right: the columns that are aligned to the right, as numbers are.
+      title: title of the table.
+      columns: column headers.
+      rows: cells of each row.
+      right: the columns that are right-aligned, e.g. numbers.
     """
 
     title: str
@@ -38,9 +38,9 @@ class Table:
         return self.folded(None)
 
     def folded(self, width: int | None) -> str:
-        """Returns lines of at most `width` characters; `None` is no limit.
+        """Returns the table in lines of at most `width` characters; `None` for no limit.
 
-        The columns that do not fit side by side go on below their row, each with its head.
+        Columns that do not fit are continued below their row, each with its header.
         """
         widths = [max(map(len, cells)) for cells in zip(self.columns, *self.rows, strict=True)]
         ends = [end - 2 for end in itertools.accumulate(size + 2 for size in widths)]
@@ -63,7 +63,7 @@ class Table:
 
 
 def _broken(text: str, width: int | None, indent: str = "") -> list[str]:
-    """The lines of a text, each indented; words stay whole where they fit at all."""
+    """Breaks a text into indented lines, at spaces if possible."""
     if width is None or len(indent + text) <= width:
         return [indent + text]
     lines = [""]
@@ -75,7 +75,7 @@ def _broken(text: str, width: int | None, indent: str = "") -> list[str]:
 
 
 def _pieces(text: str, room: int, breaks: Sequence[str]) -> list[str]:
-    """The text in pieces that have room in a line, as few as possible."""
+    """Splits a text into as few pieces as possible that fit into a line."""
     if len(text.rstrip()) <= room:
         return [text]
     first, *rest = breaks
@@ -84,7 +84,7 @@ def _pieces(text: str, room: int, breaks: Sequence[str]) -> list[str]:
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns aligned columns under a head, without trailing blanks.
+    """Returns aligned columns below a header, without trailing spaces.
 
     Examples:
       >>> print(format_table(['leaf', 'bytes'], [['mu/kernel', '64'], ['nu', '8']]))
@@ -101,7 +101,7 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def human_bytes(count: int) -> str:
-    """Returns `count` bytes in the largest unit that leaves a number from 1.
+    """Returns a number of bytes in the largest unit in which it is at least 1.
 
     Examples:
       >>> human_bytes(1023), human_bytes(1536), human_bytes(13_421_772_800)
@@ -111,11 +111,11 @@ def human_bytes(count: int) -> str:
     return f"{count:,} B" if not size else f"{count / 1024**size:,.2f} {_UNITS[size]}"
 
 
-def both(count: int) -> tuple[str, str]:
-    """Returns bytes in human units and the exact number, for two cells side by side.
+def byte_cells(count: int) -> tuple[str, str]:
+    """Returns two table cells: bytes in human-readable units, and the exact number.
 
     Examples:
-      >>> both(1536)
+      >>> byte_cells(1536)
       ('1.50 KiB', '1,536')
     """
     return human_bytes(count), f"{count:,}"
@@ -166,15 +166,15 @@ def join_entries(entries: Iterable[Any]) -> str:
 def collapse(
     leaves: Iterable[_T], path: Callable[[_T], str], same: Callable[[_T], Hashable]
 ) -> Iterator[tuple[str, list[_T]]]:
-    """Puts leaves together that differ in nothing but the numbers in their paths.
+    """Groups leaves whose paths differ only in numbers.
 
     Args:
-      leaves: anything with a path.
-      path: returns the path of one.
-      same: returns what leaves must have in common.
+      leaves: any objects with a path.
+      path: returns the path of a leaf.
+      same: returns a key that leaves of a group must share.
 
     Yields:
-      A pattern that stands for the paths, and the leaves, in the order of the first of each.
+      A pattern for the paths of each group, and its leaves, in order of first occurrence.
 
     Examples:
       >>> paths = ["0/mu/layers_0/w", "0/mu/layers_1/w", "0/mu/layers_2/w", "0/mu/out"]
@@ -189,7 +189,7 @@ def collapse(
 
 
 def words(path: str) -> tuple[str, ...]:
-    """Returns what stands between the numbers of a path.
+    """Returns the parts of a path between its numbers.
 
     Examples:
       >>> words("0/mu/layers_17/w")
@@ -199,24 +199,24 @@ def words(path: str) -> tuple[str, ...]:
 
 
 def pattern(paths: Sequence[str]) -> str:
-    """Returns one text for paths that have the same `words`.
+    """Returns a pattern for paths with the same `words`.
 
     Examples:
       >>> pattern(["layers_0/w", "layers_1/w"])
       'layers_{0..1}/w'
     """
     places = list(zip(*map(_NUMBER.findall, paths), strict=True))
-    # `a_{0..1}/b_{0..1}` says that there are four; where there are fewer, it would mislead.
+    # `a_{0..1}/b_{0..1}` means four paths, and would be misleading for fewer.
     is_product = math.prod(len(set(values)) for values in places) == len(set(paths))
     spans = [_span(set(values), is_product) for values in places]
     return "".join(itertools.chain(*itertools.zip_longest(words(paths[0]), spans, fillvalue="")))
 
 
 def _span(values: set[str], is_product: bool) -> str:
-    """Text for the numbers that stand in one place."""
+    """Returns the text for the numbers in one position."""
     if len(values) == 1:
         return next(iter(values))
     ordered = sorted(map(int, values))
-    # Zeros in front, as in `layer_007`, would be lost.
+    # Leading zeros, as in `layer_007`, would be lost.
     plain = values == {str(number) for number in range(ordered[0], ordered[-1] + 1)}
     return f"{{{ordered[0]}..{ordered[-1]}}}" if plain and is_product else "{*}"

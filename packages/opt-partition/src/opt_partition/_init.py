@@ -1,6 +1,7 @@
-"""What makes a state: a transformation, its `init`, or a definition or optimizer of opt-core.
+"""The accepted sources of a state: a transformation, its `init`, or an opt-core optimizer.
 
-Definitions and optimizers are known by their methods: this package does not depend on opt-core.
+Definitions and optimizers are recognised by their methods, as this package does not depend on
+opt-core.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ Init: TypeAlias = Callable[[Any], Any]
 
 @runtime_checkable
 class HasInit(Protocol):
-    """An Optax transformation, or anything else with its `init`."""
+    """An Optax transformation, or any other object with an `init` method."""
 
     def init(self, params: Any) -> Any:
         """Returns the state for `params`."""
@@ -50,7 +51,7 @@ def init_of(maker: StateMaker) -> Init:
       maker: the argument `tx` of a public function.
 
     Raises:
-      TypeError: it is none of what may be given.
+      TypeError: `maker` is none of these.
     """
     match maker:
         case HasDefinition():
@@ -68,5 +69,5 @@ def init_of(maker: StateMaker) -> Init:
 
 
 def params_of(maker: StateMaker, params: Any) -> Any:
-    """Returns the parameters: those of an optimizer where `params` is `None`."""
+    """Returns `params`, or those of an optimizer if `params` is `None`."""
     return maker.target if params is None and isinstance(maker, HasDefinition) else params

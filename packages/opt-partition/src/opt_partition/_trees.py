@@ -1,4 +1,4 @@
-"""Paths of leaves, and one level of a pytree at a time."""
+"""Paths of leaves, and traversal of pytrees one level at a time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ KeyPath = tuple[Any, ...]
 
 
 def path_str(path: Sequence[Any]) -> str:
-    """Returns a JAX key path as `decoder/layers_0/kernel`; the root is `.`.
+    """Formats a JAX key path as `decoder/layers_0/kernel`; the root is `.`.
 
-    Inside of a key `~` is `~0` and `/` is `~1`, as in JSON Pointer (RFC 6901), so no two leaves of
-    a tree share a path.
+    As in JSON Pointer (RFC 6901), `~` in a key is written `~0` and `/` is written `~1`, so that
+    every leaf of a tree has a unique path.
 
     Examples:
       >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'mlp': {'a/b': [1.0]}})
@@ -28,12 +28,12 @@ def path_str(path: Sequence[Any]) -> str:
 
 
 def escaped(name: str) -> str:
-    """Returns the name of a key as it stands in a path."""
+    """Returns the name of a key, escaped for use in a path."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def split_path(path: str) -> tuple[str, ...]:
-    """Returns the names of the keys in what `path_str` made.
+    """Inverts `path_str`: returns the names of the keys in a path.
 
     Examples:
       >>> split_path('mlp/a~1b/0')
@@ -50,7 +50,7 @@ def key_name(key: Any) -> str:
 
 
 def is_index(key: Any) -> bool:
-    """Whether a key may be the position of something in a list, and not its name."""
+    """Whether a key may be a position in a list rather than a name."""
     match key:
         case SequenceKey() | FlattenedIndexKey():
             return True
@@ -62,7 +62,7 @@ def is_index(key: Any) -> bool:
 
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:
-    """Returns key and subtree of each child; `None` for a leaf, which `None` itself is here.
+    """Returns the key and subtree of each child, or `None` for a leaf; here `None` is a leaf.
 
     Examples:
       >>> [(key_name(key), child) for key, child in children({'b': 1, 'a': (2, 3)})]
@@ -79,7 +79,7 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
 
 
 def descend(tree: Any, path: Sequence[Any]) -> Any:
-    """Returns what `tree` holds at a key path; `None` if it has no such path.
+    """Returns the subtree of `tree` at a key path, or `None` if the path does not exist.
 
     Examples:
       >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'mlp': [1.0]})
@@ -94,7 +94,7 @@ def descend(tree: Any, path: Sequence[Any]) -> Any:
                 is_long = isinstance(tree, list | tuple) and index < len(tree)
                 tree = tree[index] if is_long else None
             case _ if isinstance(tree, dict | list):
-                return None  # without opening it: it may be large
+                return None  # avoid flattening a large container
             case _:
                 node = children(tree)
                 tree = dict(node).get(key) if node else None
@@ -102,10 +102,10 @@ def descend(tree: Any, path: Sequence[Any]) -> Any:
 
 
 def flatten_with_paths(tree: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """Yields key path and leaf of every leaf, in JAX's order.
+    """Yields the key path and value of every leaf, in JAX's order.
 
-    One child at a time: the key paths of a large tree, held together, set off full garbage
-    collections, and the time would grow faster than the tree.
+    Flattens one child at a time: holding all key paths of a large tree at once triggers full
+    garbage collections, so that the time would grow faster than the tree.
     """
     for key, child in children(tree) or [(None, tree)]:
         start = () if key is None else (key,)
@@ -114,5 +114,5 @@ def flatten_with_paths(tree: Any) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def leaves_with_paths(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yields path, as text, and leaf of every leaf, in JAX's order."""
+    """Yields the path, as a string, and the value of every leaf, in JAX's order."""
     return ((path_str(path), leaf) for path, leaf in flatten_with_paths(tree))

@@ -2,10 +2,10 @@
 
 ```
 PartitionError
-├── AxesError (ValueError)         logical axes, rules, meshes and shapes that do not fit together
-├── UndecidedError (ValueError)    `strict=True`, and some leaf's axes could not be decided
-├── IndivisibleError (ValueError)  `on_indivisible="error"`, and a dimension does not divide
-└── ShardingMismatchError (ValueError)  a compiled step that is not sharded as asked; has the report
+├── AxesError (ValueError)              logical axes, rules, meshes and shapes that do not match
+├── UndecidedError (ValueError)         `strict=True`, and axes could not be determined
+├── IndivisibleError (ValueError)       `on_indivisible="error"`, and a dimension is not divisible
+└── ShardingMismatchError (ValueError)  a compiled step that is not sharded as expected
 ```
 """
 
@@ -26,26 +26,26 @@ __all__ = [
 
 
 class PartitionError(Exception):
-    """The base of every error that this package raises on purpose."""
+    """Base class of all errors raised by this package."""
 
 
 class AxesError(PartitionError, ValueError):
-    """Logical axes, rules, a mesh and shapes do not fit together; lists every path."""
+    """Logical axes, rules, a mesh and shapes do not match; the message lists all paths."""
 
 
 class UndecidedError(PartitionError, ValueError):
-    """Axes of some leaves could not be decided, or two sources disagree; lists every path."""
+    """The axes of some leaves could not be determined, or two sources disagree; lists all paths."""
 
 
 class IndivisibleError(PartitionError, ValueError):
-    """A dimension does not divide by the mesh axes that it should lie over; lists every path."""
+    """A dimension is not divisible by the mesh axes assigned to it; lists all paths."""
 
 
 class ShardingMismatchError(PartitionError, ValueError):
-    """A compiled step does not do what was asked of it.
+    """A compiled step is not sharded as expected.
 
     Attributes:
-      report: every finding.
+      report: the report with all findings.
     """
 
     def __init__(self, report: Report) -> None:

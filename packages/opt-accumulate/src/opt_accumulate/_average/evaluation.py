@@ -11,7 +11,7 @@ import optax
 from jax.tree_util import tree_leaves_with_path
 
 from opt_accumulate._trees import path_str
-from opt_accumulate._walk import Path, walk
+from opt_accumulate._walk import walk
 from opt_accumulate.errors import EvaluationError
 
 
@@ -50,7 +50,7 @@ _SCHEDULE_FREE = {"b1", "weight_sum", "z"}  # fields of a state that Optax does 
 
 class _Provider(NamedTuple):
     name: str
-    leaves: dict[Path, Any]
+    leaves: dict[str, Any]
 
 
 def eval_params(state: Any, params: Any) -> Any:
@@ -89,17 +89,17 @@ def eval_params(state: Any, params: Any) -> Any:
             raise _conflict(providers[0], providers[1], "")
         params = params.slow
     structure = jax.tree.structure(params)
-    leaves: dict[Path, Any] = dict(tree_leaves_with_path(params))
-    owners: dict[Path, _Provider] = {}
+    leaves = _by_path(params)
+    owners: dict[str, _Provider] = {}
     for provider in providers:
         for path in provider.leaves:
             if path not in leaves:
                 raise EvaluationError(
-                    f"{provider.name} of `state` has `{path_str(path)}`, and `params` have not. "
+                    f"{provider.name} of `state` has `{path}`, and `params` have not. "
                     "Pass the parameters that the state belongs to."
                 )
             if path in owners:
-                raise _conflict(owners[path], provider, path_str(path))
+                raise _conflict(owners[path], provider, path)
             owners[path] = provider
     if providers:
         found = [owners[path].leaves[path] if path in owners else leaves[path] for path in leaves]
@@ -118,16 +118,21 @@ def master_params(state: Any, params: Any) -> Any:
 
 
 def _providers(state: Any, params: Any) -> Iterator[_Provider]:
-    own: dict[Path, Any] = dict(tree_leaves_with_path(params))
+    own = _by_path(params)
     for path, node in walk(state):
         name = f"the `{type(node).__name__}` at `{path_str(path)}`"
         if callable(getattr(type(node), "eval_params", None)):
-            yield _Provider(name, dict(tree_leaves_with_path(node.eval_params(params))))
+            yield _Provider(name, _by_path(node.eval_params(params)))
         elif set(getattr(node, "_fields", ())) >= _SCHEDULE_FREE:
             # Optax's own function wants all of the parameters, which a part of a partition has not.
-            z, b1 = tree_leaves_with_path(node.z), jnp.asarray(node.b1)
-            leaves = {at: (own[at] - (1 - b1) * leaf) / b1 for at, leaf in z if at in own}
+            z, b1 = _by_path(node.z), jnp.asarray(node.b1)
+            leaves = {at: (own[at] - (1 - b1) * leaf) / b1 for at, leaf in z.items() if at in own}
             yield _Provider(name, leaves)
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    # By name: a group may see a dict where the parameters are a `FrozenDict`.
+    return {path_str(path): leaf for path, leaf in tree_leaves_with_path(tree)}
 
 
 def _conflict(one: _Provider, other: _Provider, path: str) -> EvaluationError:

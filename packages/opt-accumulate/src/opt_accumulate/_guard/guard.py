@@ -49,7 +49,8 @@ def guard(
     a second state.
 
     Args:
-      tx: the optimizer; a gradient transformation, or a `MultiSteps`.
+      tx: the optimizer; a gradient transformation, a `MultiSteps`, or anything with `init` and
+        `apply`, whose `params` may then be whatever a step replaces.
       loss: when the loss is a spike, which is then the argument `loss=` of `update` and `apply`;
         `None` not to look at it.
       grad_norm: when the global norm of the gradients is; `None` not to judge it.
@@ -86,7 +87,7 @@ def guard(
     if max_consecutive is not None:
         check_integer("max_consecutive", max_consecutive, 1)
     judge = _Judge(loss, grad_norm, update_norm, nonfinite == "skip", max_consecutive)
-    inner = InnerUpdate(tx)
+    inner = InnerUpdate(tx, takes_apply=True)
 
     def init(params: Any) -> GuardState:
         check_numbers(params, "params")

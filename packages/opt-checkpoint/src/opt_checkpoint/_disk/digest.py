@@ -141,9 +141,11 @@ def bound(name: str, digest: str) -> str:
 
 def _distinct_parts(array: jax.Array) -> tuple[list[Any], list[_Place]]:
     """The parts of an array that this process answers for, and their places."""
-    strides = _strides(array.shape)
     # Of all devices that hold the same part, in whatever process, one has the replica 0.
     shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+    if not array.shape:  # a copy of a scalar is all of it
+        return [shard.data for shard in shards], _WHOLE[: len(shards)]
+    strides = _strides(array.shape)
     places: list[_Place] = [_place(shard.index, array.shape, strides) for shard in shards]
     return [shard.data for shard in shards], places
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import jax
 import numpy as np
@@ -334,6 +334,13 @@ class _Matcher:
         return Row(leaf, "initialised", by="keep", note=note, problem=problem)
 
 
+_EVALUATED: Final = {
+    "schedule_free": "the parameters to evaluate are made of it, those that are kept are not them; "
+    "a `Map` of `params`, `z` and `b1` takes them",
+    "with_average": "the average; a `Rename` of `params` to it takes it as the parameters",
+}
+
+
 def _is_abstract(leaf: Any) -> bool:
     return not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex)
 
@@ -380,7 +387,10 @@ def _dropped(
             by_rule = policy.rule(leaf.name, drop=True) is not None
             why = f"{left[leaf.name]}, or drop it by a rule" if leaf.name in left else ""
             admitted = by_rule or "drop" in policy.allow or leaf.name in anew
-            yield Row(leaf, "dropped", kinds=("drop",), problem=why, is_admitted=admitted)
+            note = _EVALUATED.get(leaf.base, "") if leaf.role == "params_copy" else ""
+            yield Row(
+                leaf, "dropped", kinds=("drop",), note=note, problem=why, is_admitted=admitted
+            )
     taken: dict[tuple[str, int], set[int | None]] = {}
     whole = {name for row in rows if row.how != "slice" for name in row.sources}
     for row in rows:

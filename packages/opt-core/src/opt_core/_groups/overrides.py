@@ -13,7 +13,7 @@ from opt_core.errors import HyperParamError, UnusedArgumentError
 if TYPE_CHECKING:
     from opt_core._optimizer import OptimizerDef
 
-OWN = frozenset({"hyper_params", "group_overrides"})
+OWN = frozenset({"hyper_params", "group_overrides", "missing"})
 
 
 def check_length(hyper_params: Any, names: Sequence[str]) -> None:

@@ -1,1 +1,1 @@
-"""Logical axes of an optimizer's state."""
+"""Derivation of the logical axes of an optimizer state."""

@@ -1,4 +1,4 @@
-"""Which parameter dimension a state dimension looks like, by sizes alone."""
+"""Matching of state dimensions to parameter dimensions by their sizes alone."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 
 
 def align_shape(shape: Sequence[int], parameter: Sequence[int]) -> tuple[int | None, ...] | None:
-    """The only way to find as many sizes of the parameter in `shape`, in their order.
+    """Returns the unique largest order-preserving match of sizes between two shapes.
 
     Returns:
-      For each dimension of `shape` that of the parameter, or `None`; `None` if there are two ways.
+      For each dimension of `shape` the matching parameter dimension or `None`; `None` if the match
+      is ambiguous.
 
     Examples:
       >>> align_shape((10, 256, 384), (256, 384)), align_shape((256,), (256, 256)) is None

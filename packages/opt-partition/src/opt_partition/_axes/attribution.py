@@ -1,8 +1,9 @@
-"""For every dimension of a state: the parameter dimension that it indexes, and who says so.
+"""Attribution of every state dimension to the parameter dimension that it indexes.
 
-The sources are asked in turn, and the first that knows decides: a rule for the type of the state,
-the provenance that JAX's sharding-in-types tells, the effect of changed sizes, and an alignment of
-shapes. What none of them knows falls back to "indexes nothing", which replicates it.
+Sources are consulted in order, and the first one with an answer decides: a rule for the type of the
+state, the provenance reported by JAX's sharding-in-types, the effect of changed sizes, and an
+alignment of shapes. If none has an answer, the dimension is taken to index nothing, and is
+replicated.
 """
 
 from __future__ import annotations
@@ -15,31 +16,31 @@ import jax
 from jax.sharding import PartitionSpec
 
 from opt_partition._axes.alignment import align_shape
-from opt_partition._axes.ask_rules import ask_rules
+from opt_partition._axes.apply_rules import apply_rules
 from opt_partition._axes.cases import Case, open_cases
 from opt_partition._axes.differencing import difference
-from opt_partition._axes.owners import Tracer, find_owners, identify_owners
+from opt_partition._axes.owners import ProvenanceEvaluator, find_owners, identify_owners
 from opt_partition._axes.param_axes import Axis, Parameter
 from opt_partition._axes.probing import Prober
 from opt_partition._axes.rules import ASK, Rules
 from opt_partition._axes.verdicts import Wanted
 from opt_partition._trees import KeyPath, is_index
 
-# From the most to the least trusted.
+# From most to least trusted.
 SOURCES = ("scalar", "rule", "provenance", "differencing", "alignment", "fallback")
 
 
 @dataclasses.dataclass(frozen=True)
 class Dimension:
-    """The decision on one dimension of a state leaf.
+    """The attribution of one dimension of a state leaf.
 
     Attributes:
       dim: the parameter dimension that it indexes, or `None`.
       axis: its logical name.
-      source: one of `SOURCES`.
-      note: what there is to say about it.
-      is_disputed: whether another source says otherwise.
-      is_doubted: whether its sizes alone decided, and changes of them do not bear that out.
+      source: the source that decided, one of `SOURCES`.
+      note: additional explanation.
+      is_disputed: whether another source contradicts it.
+      is_doubted: whether it was decided by size alone, and changing sizes does not confirm it.
     """
 
     dim: int | None
@@ -52,13 +53,13 @@ class Dimension:
 
 @dataclasses.dataclass(frozen=True)
 class Attribution:
-    """The decisions on one state leaf.
+    """The attribution of one state leaf.
 
     Attributes:
       key_path: its key path.
       leaf: its shape and dtype.
-      parameter: the parameter that it follows, or `None`.
-      dimensions: one decision per dimension.
+      parameter: the parameter that it belongs to, or `None`.
+      dimensions: the attribution of each dimension.
     """
 
     key_path: KeyPath
@@ -69,13 +70,13 @@ class Attribution:
 
 @dataclasses.dataclass(frozen=True)
 class Attributions:
-    """The decisions on a whole state.
+    """The attribution of a whole state.
 
     Attributes:
       state: the state, as `jax.ShapeDtypeStruct`s.
-      leaves: the decisions, in JAX's order.
-      evaluations: how often `init` was evaluated for its shapes.
-      notes: what holds for all leaves.
+      leaves: the attribution of each leaf, in JAX's order.
+      evaluations: number of abstract evaluations of `init`.
+      notes: notes on the state as a whole.
     """
 
     state: Any
@@ -87,59 +88,59 @@ class Attributions:
 def attribute(
     init: Callable[[Any], Any], params: Any, table: Sequence[Parameter], rules: Rules
 ) -> Attributions:
-    """Decides on every dimension of the state that `init` makes of `params`.
+    """Attributes every dimension of the state that `init` creates for `params`.
 
     Args:
-      init: makes a state of parameters; only ever evaluated for its shapes.
+      init: creates a state for parameters; only evaluated abstractly.
       params: arrays or `jax.ShapeDtypeStruct`s.
-      table: the same with their axes, in JAX's order.
+      table: the parameters with their axes, in JAX's order.
       rules: rules by type.
     """
     treedef = jax.tree.structure(params)
     prober = Prober(init, treedef, table)
-    tracer = Tracer(init, treedef, table)
-    state, tags = tracer.first()
+    evaluator = ProvenanceEvaluator(init, treedef, table)
+    state, tags = evaluator.first()
     cases = open_cases(params, state, table, tags)
-    find_owners(cases, table, tracer)
+    find_owners(cases, table, evaluator)
     identify_owners(cases, prober, table, state)
-    ask_rules(cases, state, table, rules)
+    apply_rules(cases, state, table, rules)
     wanted = list(_unsettled(cases, table))
     verdicts = difference(prober, table, wanted, state) if wanted else {}
     for case in cases:
         case.verdicts = verdicts.get(case.key_path, ())
     leaves = [_decide(case, table) for case in cases]
-    return Attributions(state, leaves, tracer.evaluations + prober.evaluations, tracer.notes)
+    return Attributions(state, leaves, evaluator.evaluations + prober.evaluations, evaluator.notes)
 
 
 def attribute_by_structure(
     params: Any, state: Any, table: Sequence[Parameter], rules: Rules
 ) -> Attributions:
-    """Decides by rules and alignment alone, where there is a state but nothing that makes it."""
+    """Attributes dimensions by rules and alignment alone, for a state without its `init`."""
     cases = open_cases(params, state, table, None)
     for case in cases:
         case.owners = tuple(match.parameter for match in case.matches[:1])
-    ask_rules(cases, state, table, rules)
+    apply_rules(cases, state, table, rules)
     return Attributions(state, [_decide(case, table) for case in cases], 0, ())
 
 
 def _unsettled(cases: Sequence[Case], table: Sequence[Parameter]) -> Iterator[Wanted]:
-    """The leaves with a dimension that neither a rule nor provenance settles."""
+    """Yields the leaves with a dimension that neither a rule nor provenance determines."""
     for case in cases:
         if all(_settled(case, axis, table) for axis in range(case.rank)):
             continue
         shape, place = tuple(case.leaf.shape), _place(case)
         if place is not None or any(case.tags):
             yield Wanted(case.key_path, shape, case.owner, place)
-        else:  # one of several candidates is not for certain the parameter
+        else:  # the parameter is only one of several candidates
             yield Wanted(case.key_path, shape, None, None, case.owners)
 
 
 def _place(case: Case) -> tuple[int, int] | None:
-    """Where the path of its parameter is in that of a leaf, if it can only be that."""
+    """Returns the position of the parameter's path in that of a leaf, if it is unambiguous."""
     if len(case.matches) != 1 or case.matches[0].parameter != case.owner:
         return None
     start, stop = case.matches[0].start, case.matches[0].stop
-    # Numbers alone may count anything, in any order.
+    # Numeric keys alone may count anything, in any order.
     is_named = start == stop or not all(map(is_index, case.key_path[start:stop]))
     return (start, stop) if is_named else None
 
@@ -153,7 +154,7 @@ def _settled(case: Case, axis: int, table: Sequence[Parameter]) -> bool:
 
 
 def _decide(case: Case, table: Sequence[Parameter]) -> Attribution:
-    # Changing sizes tells the parameter where the place does not, or misleads.
+    # Changing sizes identifies the parameter where the path does not, or is misleading.
     owner = next((v.parameter for v in case.verdicts if v.parameter is not None), case.owner)
     parameter = table[owner] if owner is not None else None
     dimensions = tuple(_decide_dimension(case, axis, parameter, table) for axis in range(case.rank))
@@ -169,7 +170,7 @@ def _decide_dimension(
         return Dimension(None, case.answer[axis], "rule", "named by the rule")
     said = list(_statements(case, axis, parameter, table))
     if not said:
-        reason = case.verdicts[axis].note if case.verdicts else "nothing is known of it"
+        reason = case.verdicts[axis].note if case.verdicts else "nothing is known about it"
         return Dimension(None, None, "fallback", reason)
     source, dim, note = said[0]
     disputes = [
@@ -183,16 +184,16 @@ def _decide_dimension(
 
 def _disputes(first: tuple[str, int | None, str], source: str, dim: int | None) -> bool:
     """Whether a source contradicts the first one."""
-    if dim == first[1] or source == "alignment":  # which only looks at sizes
+    if dim == first[1] or source == "alignment":  # which is based on sizes only
         return False
-    # A rule knows what indexes nothing though its size changes; that is what it is for.
+    # Rules exist for dimensions that index nothing although their sizes change.
     return not (first[0] == "rule" and first[1] is None and source == "differencing")
 
 
 def _statements(
     case: Case, axis: int, parameter: Parameter | None, table: Sequence[Parameter]
 ) -> Iterator[tuple[str, int | None, str]]:
-    """What the sources say, best first: the source, the parameter dimension, and a note."""
+    """Yields the statements of the sources, most trusted first: source, dimension, note."""
     if case.answer is not None and case.answer[axis] != ASK:
         yield "rule", case.answer[axis], ""  # type: ignore[misc]  # `ASK` is the only string
     if (tagged := _from_tags(case, axis, table)) is not None:
@@ -206,28 +207,28 @@ def _statements(
             note = f"grows with parameter dimension {verdict.dim}, but is not its size"
             yield "differencing", None, note
     elif parameter is not None and case.answer is None:
-        # Of two equal sizes either may be meant; without `init` a mirror is taken for one.
+        # With two equal sizes either may be meant; without `init`, equal shapes count as a match.
         is_clear = len({*parameter.shape}) == len(parameter.shape) or not case.verdicts
         aligned = align_shape(case.leaf.shape, parameter.shape) if is_clear else None
         doubt = case.verdicts[axis].note if case.verdicts else ""
-        # That a size is found nowhere does not outweigh the doubt.
+        # A size without a match does not outweigh the doubt.
         if aligned is not None and (aligned[axis] is not None or not doubt):
             yield "alignment", aligned[axis], doubt
 
 
 def _from_tags(case: Case, axis: int, table: Sequence[Parameter]) -> tuple[int | None, str] | None:
-    """The parameter dimension that provenance tells, and a note; `None` if it tells nothing."""
+    """Returns the parameter dimension known from provenance and a note, or `None`."""
     tags = case.tags[axis]
     if not tags:
         return None
     if case.owner is None:
-        return None, "made of several parameters"
+        return None, "computed from several parameters"
     if len(tags) > 1:
         dims = ", ".join(str(tag.dim) for tag in tags)
-        return None, f"made of the parameter dimensions {dims}"
+        return None, f"computed from the parameter dimensions {dims}"
     dim, shape = tags[0].dim, table[case.owner].shape
     if tags[0].colour != case.colour:
-        return None, "follows another parameter than the other dimensions"
+        return None, "follows a different parameter than the other dimensions"
     if dim >= len(shape) or shape[dim] != case.leaf.shape[axis]:
         return None, f"a part of parameter dimension {dim}"
     return dim, ""

@@ -1,4 +1,4 @@
-"""What is known of the leaves of a state while they are looked at."""
+"""The facts collected about each state leaf during attribution."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from opt_partition._trees import KeyPath, flatten_with_paths
 
 @dataclasses.dataclass
 class Case:
-    """What is known of one state leaf so far.
+    """The facts collected about one state leaf so far.
 
     Attributes:
       key_path: its key path.
       leaf: its shape and dtype.
-      matches: the parameters that it may belong to by its place.
-      tags: what provenance says of its dimensions.
-      owners: the parameters that it may belong to; one, once that is settled.
+      matches: the parameters that it may belong to according to its path.
+      tags: the provenance of its dimensions.
+      owners: the parameters that it may belong to; a single one once determined.
       colour: the colour of its owner.
-      answer: what a rule says of it.
-      verdicts: what changing sizes says of its dimensions.
+      answer: the answer of a rule.
+      verdicts: the results of changing sizes.
     """
 
     key_path: KeyPath
@@ -54,7 +54,7 @@ class Case:
 def open_cases(
     params: Any, state: Any, table: Sequence[Parameter], tags: list[Tags] | None
 ) -> list[Case]:
-    """Returns what structure and provenance say of every leaf, in JAX's order."""
+    """Returns a case per leaf with its structural matches and provenance, in JAX's order."""
     matches = match_leaves(params, state, table)
     cases = []
     for index, (path, leaf) in enumerate(flatten_with_paths(state)):

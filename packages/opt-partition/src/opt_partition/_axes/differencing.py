@@ -1,9 +1,9 @@
-"""Which parameter dimension a state dimension depends on, found by changing sizes.
+"""Determines the parameter dimension that a state dimension depends on by changing sizes.
 
-`init` is evaluated for its shapes with one dimension of the parameters a little larger or smaller;
-see `growth`. For leaves whose path has that of a parameter, only one parameter of each kind is
-looked at, and an empty node stands for the others. That may move what is in lists, so only leaves
-that stay where they are count there; `flat_order` looks at the others.
+`init` is evaluated abstractly with one dimension of the parameters slightly larger or smaller; see
+`growth`. For leaves whose path contains that of a parameter, only one parameter of each kind is
+probed, and the others are replaced by empty nodes. This may shift entries of lists, so only leaves
+that keep their position are judged here; `flat_order` handles the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from opt_partition._axes.sources import CAREFUL, find_sources, kind_of
 from opt_partition._axes.verdicts import Verdict, Wanted
 from opt_partition._trees import KeyPath, children, descend, is_index
 
-_AMOUNTS = 17  # by which sizes are changed to tell parameters apart; small, for thresholds
+_AMOUNTS = 17  # number of distinct size changes; small, to avoid crossing thresholds
 
 _Verdicts = dict[KeyPath, tuple[Verdict, ...]]
 
@@ -33,7 +33,7 @@ def difference(
     Args:
       prober: evaluates `init`.
       table: the parameters.
-      wanted: the leaves to look at.
+      wanted: the leaves to judge.
       state: the state of all parameters, as `jax.ShapeDtypeStruct`s.
     """
     found: _Verdicts = {}
@@ -50,7 +50,7 @@ def difference(
 
 
 def _representatives(table: Sequence[Parameter], wanted: Sequence[Wanted]) -> dict[int, int]:
-    """By parameter, the one of the same shape, dtype and kinds of leaves that is looked at."""
+    """Returns, per parameter, a representative with the same shape, dtype and kinds of leaves."""
     kinds: dict[int, list[Any]] = {index: [] for index in range(len(table))}
     is_complete = all(leaf.place is not None for leaf in wanted)
     for leaf in wanted:
@@ -71,11 +71,11 @@ def _difference_among_few(
     wanted: Sequence[Wanted],
     state: Any,
 ) -> _Verdicts:
-    """The verdicts on those leaves that can be recognised where only some parameters are kept."""
+    """Judges the leaves that can be recognised when only some parameters are kept."""
     kept = {index: number for number, index in enumerate(sorted({*stands_for.values()}))}
     try:
         small = prober.state(kept)
-    except Exception:  # it is a user's function: anything can happen
+    except Exception:  # `init` is user code and may raise anything
         return {}
     shapes, lists = shapes_of(small), _Lists(state, small)
     there = [
@@ -84,11 +84,11 @@ def _difference_among_few(
     growths = Growths(prober, table, [*kept])
     verdicts = {leaf.path: judge(leaf, growths) for leaf in there}
     for leaf in there:
-        # What moves without a parameter of its own follows something that is not known here.
+        # A leaf that changes without a parameter of its own follows an unknown parameter.
         if leaf.place is None and verdicts[leaf.path] != (Verdict(),) * len(leaf.shape):
             del verdicts[leaf.path]
     there = [leaf for leaf in there if leaf.path in verdicts]
-    # What the kept parameters say holds for the others of their kind.
+    # The verdicts on the kept parameters apply to the others of their kind.
     said = {
         (leaf.around, leaf.shape, kind_of(table[leaf.parameter])): leaf.path
         for leaf in there
@@ -107,21 +107,21 @@ def _difference_among_few(
     misled = _confirm(prober, table, numbers, looked_at, verdicts)
     for leaf in looked_at:
         speaker = speakers.get(leaf.path, leaf.path)
-        # Its place misleads; or its parameter is not treated like the one that speaks for it.
+        # The path is misleading, or the parameter is treated differently than its representative.
         if misled.get(speaker) is not None or (leaf.path in misled and speaker not in misled):
             del verdicts[leaf.path]
     return verdicts
 
 
 class _Lists:
-    """Whether leaving parameters out leaves the lists of a state as long as they are."""
+    """Checks whether lists of a state keep their lengths when parameters are left out."""
 
     def __init__(self, state: Any, small: Any) -> None:
         self._state, self._small = state, small
         self._is_whole: dict[KeyPath, bool] = {}
 
     def are_whole(self, leaf: Wanted) -> bool:
-        """Whether `leaf` is still where it was: all lists around its parameter's path are whole."""
+        """Whether `leaf` kept its position: all lists outside its parameter's path are complete."""
         start, stop = leaf.place or (0, 0)
         return all(
             self._check(leaf.path[:at])
@@ -149,7 +149,7 @@ def _difference_among_all(
     verdicts = {leaf.path: judge(leaf, growths) for leaf in wanted}
     verdicts = _identify(prober, table, baseline, wanted, verdicts)
     for leaf in wanted:
-        if leaf.parameter is not None:  # it may have been found by the order of the state
+        if leaf.parameter is not None:  # possibly identified by the order of the state
             verdicts[leaf.path] = _with_parameter(verdicts[leaf.path], leaf.parameter)
     numbers = {index: index for index in kept}
     for path, source in _confirm(prober, table, numbers, wanted, verdicts).items():
@@ -172,7 +172,7 @@ def _identify(
     wanted: Sequence[Wanted],
     verdicts: _Verdicts,
 ) -> _Verdicts:
-    """Finds the parameter of leaves that follow one, where their path does not tell which."""
+    """Identifies the parameter of leaves whose path does not determine it."""
     result = dict(verdicts)
     nameless = [
         leaf
@@ -191,7 +191,9 @@ def _identify(
         if owner is not None:
             result[leaf.path] = _with_parameter(verdicts[leaf.path], owner)
         else:
-            unknown = Verdict(is_known=False, note="the parameter that it follows cannot be told")
+            unknown = Verdict(
+                is_known=False, note="the parameter that it follows cannot be identified"
+            )
             result[leaf.path] = tuple(
                 verdict if verdict.dim is None else unknown for verdict in verdicts[leaf.path]
             )
@@ -199,14 +201,14 @@ def _identify(
 
 
 def _any_owner(table: Sequence[Parameter], leaf: Wanted, verdicts: Sequence[Verdict]) -> int | None:
-    """The first of all parameters that a leaf may follow, if they have the same names."""
+    """Returns the first parameter that a leaf may follow, if all candidates have equal axes."""
     candidates = leaf.candidates or range(len(table))
     able = [index for index in candidates if _fits(table[index], leaf, verdicts)]
     return able[0] if able and len({table[index].axes for index in able}) == 1 else None
 
 
 def _fits(parameter: Parameter, leaf: Wanted, verdicts: Sequence[Verdict]) -> bool:
-    """Whether the dimensions that `leaf` follows are there and have its sizes."""
+    """Whether the parameter has the dimensions that `leaf` follows, with the same sizes."""
     return all(
         verdict.dim is None or parameter.shape[verdict.dim :][:1] == (size,)
         for verdict, size in zip(verdicts, leaf.shape, strict=True)
@@ -220,17 +222,18 @@ def _confirm(
     wanted: Sequence[Wanted],
     verdicts: _Verdicts,
 ) -> dict[KeyPath, int | None]:
-    """Changes every dimension by another amount: whether a leaf follows the parameter in its place.
+    """Confirms, by distinct changes of all dimensions, that leaves follow their parameters.
 
     Args:
       prober: evaluates `init`.
       table: the parameters.
-      numbers: tells them apart; those that stand for one another have the same.
-      wanted: the leaves to look at.
-      verdicts: on these.
+      numbers: a number per parameter; the same for parameters represented by one another.
+      wanted: the leaves to check.
+      verdicts: the verdicts on these leaves.
 
     Returns:
-      The leaves that do not; for one that grows exactly as another parameter, and only that: which.
+      The leaves that do not follow their parameter, with the only parameter that they do follow, or
+      `None`.
     """
     placed = [leaf for leaf in wanted if leaf.parameter is not None]
     followers = [leaf for leaf in placed if any(v.dim is not None for v in verdicts[leaf.path])]
@@ -244,7 +247,7 @@ def _confirm(
 
     try:
         grown = prober.shapes(range(len(table)), change)
-    except Exception:  # it is a user's function: anything can happen
+    except Exception:  # `init` is user code and may raise anything
         return {}
     changed = {index: change(index, table[index].shape) for index in numbers}
     others = {number: index for index, number in reversed([*numbers.items()])}.values()
@@ -253,7 +256,7 @@ def _confirm(
         dims = [verdict.dim for verdict in verdicts[leaf.path]]
 
         def explains(index: int, leaf: Wanted = leaf, dims: Sequence[int | None] = dims) -> bool:
-            """Whether `leaf` has grown as it would if it followed that parameter."""
+            """Whether the growth of `leaf` is consistent with following that parameter."""
             new = grown.get(leaf.path, ())
             return (
                 _fits(table[index], leaf, verdicts[leaf.path])

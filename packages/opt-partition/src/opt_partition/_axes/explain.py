@@ -1,4 +1,4 @@
-"""The logical axes of any optimizer state, and why they are what they are."""
+"""The logical axes of any optimizer state, with an explanation of how they were derived."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from opt_partition.errors import UndecidedError
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Why one state leaf has the axes that it has.
+    """The axes of one state leaf, and how they were derived.
 
     Attributes:
       path: `/`-joined keys of the leaf.
       shape: its shape.
       dtype: its dtype.
       bytes: its size in bytes.
-      parameter: path of the parameter that it belongs to; `None` if there is none.
-      parameter_shape: the shape of that.
-      parameter_axes: the axes of that, as they were given.
+      parameter: path of the parameter that it belongs to, or `None`.
+      parameter_shape: shape of that parameter.
+      parameter_axes: axes of that parameter, as given.
       dims: for each dimension the parameter dimension that it indexes, or `None`.
-      axes: for each dimension the logical name, or `None`.
-      dropped: the names of the parameter that no dimension of the leaf has.
+      axes: for each dimension its logical name, or `None`.
+      dropped: names of parameter dimensions that the leaf does not have.
       sources: for each dimension the source that decided.
-      source: the least trusted of those: `'rule'`, `'provenance'`, `'differencing'`,
-        `'alignment'` or `'fallback'`; `'scalar'` for a leaf without dimensions.
-      note: what else there is to say.
+      source: the least trusted of these: `'rule'`, `'provenance'`, `'differencing'`, `'alignment'`
+        or `'fallback'`; `'scalar'` for a leaf without dimensions.
+      note: additional explanation.
       is_disputed: whether two sources disagree; the more trusted one decided.
-      is_doubted: whether equal sizes alone decided on a dimension whose behaviour under changed
-        sizes does not bear that out; `note` says what was seen.
+      is_doubted: whether a dimension was decided by equal sizes alone although changing sizes did
+        not confirm it; `note` says what was observed.
     """
 
     path: str
@@ -65,12 +65,12 @@ class Row:
 
     @property
     def is_mirror(self) -> bool:
-        """Whether the leaf has all dimensions of its parameter, in their order, and no other."""
+        """Whether the leaf has exactly the dimensions of its parameter, in order."""
         return self.shape == self.parameter_shape and self.dims == tuple(range(len(self.shape)))
 
     @property
     def spec(self) -> PartitionSpec:
-        """The axes as a spec: `P()` where no dimension follows anything."""
+        """The axes as a spec; `P()` if no dimension follows a parameter dimension."""
         if all(dim is None for dim in self.dims) and not any(self.axes):
             return PartitionSpec()
         return PartitionSpec(*self.axes)
@@ -78,13 +78,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The logical axes of a state, and why they are what they are; prints as a table.
+    """The logical axes of a state, and how they were derived; prints as a table.
 
     Attributes:
       state: the state, as `jax.ShapeDtypeStruct`s.
-      rows: one per leaf, in JAX's order.
-      evaluations: how often `init` was evaluated for its shapes; nothing else is done with it.
-      notes: what holds for the whole state.
+      rows: one row per leaf, in JAX's order.
+      evaluations: number of abstract evaluations of `init`, which is never executed.
+      notes: notes on the state as a whole.
     """
 
     state: Any
@@ -94,12 +94,12 @@ class Explanation:
 
     @property
     def axes(self) -> Any:
-        """A `PartitionSpec` of logical names per leaf, in the tree of the state."""
+        """A `PartitionSpec` of logical names per leaf, in the structure of the state."""
         return jax.tree.unflatten(jax.tree.structure(self.state), [row.spec for row in self.rows])
 
     @property
     def undecided(self) -> list[Row]:
-        """The rows that `strict=True` raises on."""
+        """The rows for which `strict=True` raises an error."""
         return [
             row
             for row in self.rows
@@ -107,7 +107,7 @@ class Explanation:
         ]
 
     def to_json(self, indent: int | None = 2) -> str:
-        """Returns everything but the trees as JSON."""
+        """Returns everything except the trees as JSON."""
         rows = [_to_data(row) for row in self.rows]
         data = {"rows": rows, "evaluations": self.evaluations, "notes": self.notes}
         return json.dumps(data, indent=indent)
@@ -139,26 +139,26 @@ def explain(
     rules: Rules = DEFAULT_RULES,
     strict: bool = False,
 ) -> Explanation:
-    """Finds the logical axes of an optimizer's state, and says for each leaf how.
+    """Derives the logical axes of an optimizer state, with an explanation for each leaf.
 
-    Nothing is allocated and no device is used.
+    Allocates nothing and uses no device.
 
     Args:
       tx: an Optax transformation or its `init`; an `opt_core.OptimizerDef`, whose state has a step
         besides; or an `opt_core.Optimizer`.
       params: arrays or `jax.ShapeDtypeStruct`s. `None` for those of an optimizer.
       param_axes: logical axes of each parameter, in a tree with the same keys: `PartitionSpec`s,
-        tuples of names, boxes of Flax, or `None`.
-      rules: rules for types of state whose dimensions cannot be found out.
-      strict: whether to raise where the axes of a leaf could not be decided.
+        tuples of names, Flax boxes, or `None`.
+      rules: rules for types of state whose dimensions cannot be derived.
+      strict: whether to raise an error if the axes of a leaf could not be determined.
 
     Returns:
-      An `Explanation`: rows, the axes, and how often `init` was evaluated.
+      An `Explanation` with the axes, a row per leaf, and the number of evaluations of `init`.
 
     Raises:
-      AxesError: `param_axes` do not fit `params`.
-      UndecidedError: under `strict`, the leaves that nothing but the fallback decided, those on
-        which two sources disagree, and those that equal sizes alone decided against the evidence.
+      AxesError: `param_axes` do not match `params`.
+      UndecidedError: with `strict`, some leaves were decided by the fallback only, by sources that
+        disagree, or by equal sizes alone against the evidence.
 
     Examples:
       >>> import optax
@@ -178,9 +178,9 @@ def explain(
     if strict and explanation.undecided:
         lines = [f"  {row.path} {row.shape}: {row.note}" for row in explanation.undecided]
         raise UndecidedError(
-            "the axes of these leaves of the state could not be decided:\n"
+            "the axes of these state leaves could not be determined:\n"
             + "\n".join(lines)
-            + "\nGive a rule for their type: `rules=DEFAULT_RULES.extend({MyState: rule})`."
+            + "\nPass a rule for their type: `rules=DEFAULT_RULES.extend({MyState: rule})`."
         )
     return explanation
 
@@ -193,11 +193,12 @@ def derive_logical_axes(
     rules: Rules = DEFAULT_RULES,
     strict: bool = False,
 ) -> Any:
-    """Returns the logical axes of every leaf of an optimizer's state; see `explain`.
+    """Returns the logical axes of every leaf of an optimizer state; see `explain`.
 
     Returns:
-      The tree of the state, with a `PartitionSpec` of logical names per leaf: `None` for a
-      dimension that follows no dimension of a parameter, `P()` for a leaf that follows none.
+      A tree with the structure of the state and a `PartitionSpec` of logical names per leaf: `None`
+      for a dimension that follows no parameter dimension, `P()` for a leaf that follows no
+      parameter.
 
     Examples:
       >>> import optax
@@ -210,16 +211,16 @@ def derive_logical_axes(
 
 
 def to_explanation(found: Attributions) -> Explanation:
-    """Returns what was found as rows."""
+    """Converts attributions to an `Explanation`."""
     rows = [_row(attribution) for attribution in found.leaves]
     return Explanation(found.state, rows, found.evaluations, found.notes)
 
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Without garbage collection: tracing makes many objects that live to the end.
+    """Pauses garbage collection, as tracing creates many long-lived objects.
 
-    To look for garbage among them, again and again, takes a third of the time for 10,000 leaves.
+    Scanning them repeatedly takes a third of the time for 10,000 leaves.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -231,7 +232,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _to_data(row: Row) -> dict[str, Any]:
-    """A row as JSON has it."""
+    """Returns a row as JSON data."""
     data = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
     axes = row.parameter_axes
     return data | {"dtype": str(row.dtype), "parameter_axes": None if axes is None else [*axes]}

@@ -1,9 +1,10 @@
-"""The leaves of a state whose path does not tell the parameter, as in a list in parameter order.
+"""Judges leaves whose path does not identify the parameter, as in a list in parameter order.
 
-Nothing can be left out of the parameters for them: what comes after it would move up. So `init` is
-evaluated with all of them, and few times: every dimension of a parameter changes by an amount of
-its own, up and down, which tells the dimension that a leaf follows, and `find_sources` the
-parameter. What does not fit exactly is left to the slower probes.
+No parameter can be left out for these leaves, since later entries would move up. `init` is
+therefore evaluated with all parameters, and only a few times: every dimension of a parameter
+changes by a distinct amount, up and down, which identifies the dimension that a leaf follows, and
+`find_sources` identifies the parameter. Leaves that do not match exactly are left to the slower
+probes.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from opt_partition._trees import KeyPath
 
 
 class _Probe(NamedTuple):
-    """How sizes are changed: in which direction, and how many times the least amount."""
+    """How sizes are changed: the direction, and the multiple of the smallest amount."""
 
     sign: int
     times: int
 
     def by(self, size: int, dim: int, rank: int) -> int:
-        """The change of a dimension.
+        """Returns the change of a dimension.
 
-        The order of two equal sizes is the one upwards and the other downwards. A size that is too
-        small to shrink grows there, too, and the later its dimension the less.
+        The probes up and down order two equal sizes in opposite ways. A size that is too small to
+        shrink grows in the probe down as well, by less for later dimensions.
         """
         if self.sign > 0:
             return self.times * (dim + 1)
@@ -39,7 +40,7 @@ class _Probe(NamedTuple):
 
 
 _Pair = tuple[_Probe, _Probe]
-# Both ways; where a threshold is in the way, twice to the other side.
+# Up and down; if a threshold is crossed, twice in the other direction.
 _PAIRS: tuple[_Pair, ...] = (
     (_Probe(1, 1), _Probe(-1, 1)),
     (_Probe(-1, 1), _Probe(-1, 2)),
@@ -48,7 +49,7 @@ _PAIRS: tuple[_Pair, ...] = (
 
 
 def _dims(shape: Shape, pair: _Pair) -> dict[tuple[int, ...], int]:
-    """The dimension of a parameter by its size, as it is and in each of the probes."""
+    """Maps the sizes of a dimension, unchanged and in each probe, to the dimension."""
     return {
         (size, *(size + probe.by(size, dim, len(shape)) for probe in pair)): dim
         for dim, size in enumerate(shape)
@@ -56,7 +57,7 @@ def _dims(shape: Shape, pair: _Pair) -> dict[tuple[int, ...], int]:
 
 
 class _Probes:
-    """The shapes of the state of all parameters, with their sizes changed; probed as needed."""
+    """The shapes of the state of all parameters with changed sizes; evaluated lazily."""
 
     def __init__(
         self, prober: Prober, table: Sequence[Parameter], baseline: Mapping[KeyPath, Shape]
@@ -66,7 +67,7 @@ class _Probes:
         self._moves: dict[_Pair, Collection[tuple[int, ...]]] = {}
 
     def first_pair(self, leaf: Wanted) -> tuple[_Pair, list[Shape]] | None:
-        """The first pair of probes that leave the rank of `leaf` as it is, and its shapes there."""
+        """Returns the first pair of probes that keep the rank of `leaf`, and its shapes there."""
         for pair in _PAIRS:
             shapes = [self._probe(probe).get(leaf.path, ()) for probe in pair]
             if all(len(shape) == len(leaf.shape) for shape in shapes):
@@ -74,7 +75,7 @@ class _Probes:
         return None
 
     def moves(self, pair: _Pair) -> Collection[tuple[int, ...]]:
-        """How the dimensions of all parameters move."""
+        """Returns how the dimensions of all parameters change."""
         if pair not in self._moves:
             shapes = {parameter.shape for parameter in self._table}
             self._moves[pair] = {sizes for shape in shapes for sizes in _dims(shape, pair)}
@@ -90,7 +91,7 @@ class _Probes:
                 shapes = self._prober.shapes(range(len(self._table)), change)
             except Exception:  # it is a user's function: anything can happen
                 shapes = {}
-            # A leaf that comes or goes may move others up or down.
+            # A leaf that appears or disappears may shift others.
             self._shapes[probe] = shapes if len(shapes) == len(self._baseline) else {}
         return self._shapes[probe]
 
@@ -101,17 +102,17 @@ def difference_in_order(
     wanted: Sequence[Wanted],
     baseline: Mapping[KeyPath, Shape],
 ) -> tuple[dict[KeyPath, tuple[Verdict, ...]], list[Wanted]]:
-    """Looks at the state of all parameters.
+    """Judges leaves with the state of all parameters.
 
     Args:
       prober: evaluates `init`.
       table: the parameters.
-      wanted: the leaves to look at.
+      wanted: the leaves to judge.
       baseline: the shapes of the state.
 
     Returns:
-      The verdicts on the leaves that are clear; the others, with their parameter where it was
-      found.
+      The verdicts on the leaves with a clear result, and the other leaves, with their parameter if
+      it was identified.
     """
     probes = _Probes(prober, table, baseline)
     found: dict[KeyPath, tuple[Verdict, ...]] = {}
@@ -142,7 +143,7 @@ def _of(leaf: Wanted, parameter: int) -> Wanted:
 
 
 def _may_follow(leaf: Wanted, probes: _Probes, table: Sequence[Parameter]) -> bool:
-    """Whether a dimension of `leaf` moves like one of some parameter."""
+    """Whether a dimension of `leaf` changes like a dimension of some parameter."""
     found = probes.first_pair(leaf)
     if found is None:
         return False
@@ -154,7 +155,7 @@ def _may_follow(leaf: Wanted, probes: _Probes, table: Sequence[Parameter]) -> bo
 def _judge(
     leaf: Wanted, source: Source, probes: _Probes, table: Sequence[Parameter]
 ) -> tuple[Verdict, ...] | None:
-    """The verdicts on a leaf whose dimensions move like some of its parameter, or not at all."""
+    """Judges a leaf whose dimensions change like some of its parameter's, or not at all."""
     found = probes.first_pair(leaf)
     if found is None:
         return None
@@ -177,9 +178,9 @@ def _blocks(
     wanted: Sequence[Wanted],
     found: Mapping[KeyPath, tuple[Verdict, ...]],
 ) -> dict[KeyPath, int]:
-    """The parameters of leaves with a dimension that small changes do not move, but doubling does.
+    """Returns the parameters of leaves with a dimension that changes only when sizes double.
 
-    It counts blocks of something, and does not index nothing.
+    Such a dimension counts blocks, so it must not be taken to index nothing.
     """
     owners = {
         leaf.path: next((v.parameter for v in found[leaf.path] if v.parameter is not None), None)

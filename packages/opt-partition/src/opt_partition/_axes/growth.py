@@ -1,11 +1,11 @@
-"""How state leaves grow with each dimension of the parameters, and what that tells.
+"""Measures how state leaves grow with each dimension of the parameters.
 
-A state dimension that grows exactly as much as one of a parameter indexes that; one that grows in
-proportion is made of it and others; one that never changes indexes nothing. A probe that crosses a
-threshold (a size from which on an optimizer factors, the order of two sizes) shows as a change of
-rank, or as growth that other probes do not confirm, and is not believed. One that doubles with a
-dimension and yet does not grow with it counts blocks of that; whether it may be sharded likewise is
-not known.
+A state dimension that grows by exactly the same amount as a parameter dimension indexes it; one
+that grows proportionally is computed from it and others; one that never changes indexes nothing. A
+probe that crosses a threshold (the size at which an optimizer factors, or the order of two sizes)
+shows as a change of rank, or as growth that other probes do not confirm, and is discarded. A
+dimension that doubles with a parameter dimension without growing by small amounts counts blocks of
+it; whether it can be sharded in the same way is unknown.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from opt_partition._axes.probing import Prober, Shape, first_line
 from opt_partition._axes.verdicts import Verdict, Wanted
 from opt_partition._trees import KeyPath
 
-# How much each dimension of a leaf grew per unit of change; `None` where its rank changed.
+# Growth of each dimension of a leaf per unit of change; `None` if the rank changed.
 _Growth = tuple[Fraction, ...] | None
 _DOUBLE, _TREBLE = 4, 5
 
 
 class Growths:
-    """How the wanted leaves grow with each dimension of the parameters; probed as needed."""
+    """The growth of leaves with each dimension of the parameters; evaluated lazily."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Growths:
         self.rank = max((len(table[index].shape) for index in kept), default=0)
 
     def along(self, leaf: Wanted, dim: int) -> tuple[list[_Growth], Exception | None]:
-        """The growth of `leaf` in the probes of parameter dimension `dim` that count."""
+        """Returns the growth of `leaf` in the successful probes of parameter dimension `dim`."""
         if leaf.parameter is not None and dim >= len(self._table[leaf.parameter].shape):
             return [(Fraction(0),) * len(leaf.shape)], None
         first = [self._growth(leaf, dim, number) for number in (0, 1)]
@@ -47,12 +47,12 @@ class Growths:
             return growths, None
         more = [*first, *(self._growth(leaf, dim, number) for number in (2, 3))]
         errors = [g for g in more if isinstance(g, Exception)]
-        if len(errors) == len(more):  # sizes that must divide by something
+        if len(errors) == len(more):  # sizes may have to be multiples of something
             more = [self._growth(leaf, dim, number) for number in (_DOUBLE, _TREBLE)]
         return [g for g in more if not isinstance(g, Exception)], errors[0] if errors else None
 
     def doubles(self, leaf: Wanted, axis: int) -> list[int]:
-        """The parameter dimensions that an axis of `leaf` doubles with."""
+        """Returns the parameter dimensions whose doubling doubles an axis of `leaf`."""
         if leaf.parameter is None:
             return []
         shape = self._table[leaf.parameter].shape
@@ -62,7 +62,7 @@ class Growths:
             growth = self._growth(leaf, dim, _DOUBLE)
             if isinstance(growth, tuple) and growth[axis] > 0:
                 grown = growth[axis] * shape[dim]
-                if abs(grown - leaf.shape[axis]) <= 1:  # the last block may be a part of one
+                if abs(grown - leaf.shape[axis]) <= 1:  # the last block may be partial
                     found.append(dim)
         return found
 
@@ -74,7 +74,7 @@ class Growths:
         if shape is None or len(shape) != len(leaf.shape):
             return None
         if leaf.parameter is None:
-            # A dimension that follows one has its size.
+            # A dimension that follows a parameter dimension has the same size.
             changes = [_change(size, number) for size in leaf.shape]
         else:
             changes = [_change(self._table[leaf.parameter].shape[dim], number)] * len(shape)
@@ -99,9 +99,9 @@ class Growths:
 
 
 def _change(size: int, number: int) -> int:
-    """The change of probe 0 to 3: as small as can be, to both sides, and never to nothing.
+    """Returns the change of probe 0 to 3: minimal, in both directions, and never to size 0.
 
-    Probe 4 doubles and probe 5 trebles, where that is no small change.
+    Probe 4 doubles and probe 5 triples, unless the size is small.
 
     Examples:
       >>> [_change(8, number) for number in range(4)], [_change(1, number) for number in range(4)]
@@ -122,7 +122,7 @@ def judge(leaf: Wanted, growth: Growths) -> tuple[Verdict, ...]:
         elif error is not None:
             doubts.append(f"sizes cannot be changed: {first_line(error)}")
         else:
-            doubts.append(f"changes of parameter dimension {dim} do not agree")
+            doubts.append(f"changes of parameter dimension {dim} give inconsistent results")
     if doubts:
         return (Verdict(is_known=False, note=doubts[0]),) * len(leaf.shape)
     verdicts = [
@@ -147,4 +147,4 @@ def _judge_dimension(growth: Mapping[int, Fraction]) -> Verdict:
             return Verdict(note=f"grows {ratio} times as much as parameter dimension {dim}")
         case several:
             dims = ", ".join(str(dim) for dim, _ in several)
-            return Verdict(note=f"made of the parameter dimensions {dims}")
+            return Verdict(note=f"computed from the parameter dimensions {dims}")

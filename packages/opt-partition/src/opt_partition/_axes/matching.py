@@ -1,4 +1,4 @@
-"""Which parameter a leaf of the state belongs to, read from the structure of the state."""
+"""Matching of state leaves to parameters by the structure of the state."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _EMPTY_STATE = jax.tree.structure(optax.EmptyState())
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """The place of a parameter in the path of a state leaf.
+    """The position of a parameter's path in the path of a state leaf.
 
     Attributes:
-      parameter: its index.
-      start: where its path begins in the leaf's.
-      stop: where it ends there.
+      parameter: index of the parameter.
+      start: where its path starts in that of the leaf.
+      stop: where its path stops.
     """
 
     parameter: int
@@ -32,12 +32,12 @@ class Match:
 
 
 def match_leaves(params: Any, state: Any, table: Sequence[Parameter]) -> list[tuple[Match, ...]]:
-    """Returns for every leaf of the state the parameters that it may belong to.
+    """Returns the parameters that each state leaf may belong to.
 
-    A subtree with the containers and keys of the parameters belongs to them leaf by leaf; empty
-    nodes may stand for parameters that are masked, and what is a leaf there may be a subtree here.
-    Where there is none, the longest run of keys that ends the path of a parameter decides, and it
-    may end that of several.
+    A subtree with the containers and keys of the parameters is matched leaf by leaf; masked
+    parameters may be empty nodes, and the state of a parameter may be a subtree. Outside of such
+    subtrees, the longest run of keys that is a suffix of a parameter path decides; it may match
+    several parameters.
 
     Args:
       params: the parameters.
@@ -57,11 +57,11 @@ def match_leaves(params: Any, state: Any, table: Sequence[Parameter]) -> list[tu
 
 
 class _Params:
-    """A tree of parameters, opened once: what a tree definition is asked costs its size.
+    """A tree of parameters, expanded once, as each query of a tree definition takes linear time.
 
     Attributes:
       treedef: the tree definition.
-      kind: type and keys of its root; `None` if that is a leaf.
+      kind: type and keys of the root node; `None` for a leaf.
       children: its subtrees.
     """
 
@@ -77,7 +77,7 @@ class _Params:
 
 
 def _match_mirrors(params: Any, state: Any, lengths: Sequence[int]) -> list[Match | None]:
-    """For each leaf of the tree definition `state`, its place in the outermost mirror."""
+    """Returns, for each leaf of the tree definition `state`, its match in the outermost mirror."""
     root = _Params(params)
     matches: list[Match | None] = []
 
@@ -96,7 +96,7 @@ def _match_mirrors(params: Any, state: Any, lengths: Sequence[int]) -> list[Matc
 
 
 def _mirror(root: _Params, node: Any) -> list[int] | None:
-    """The parameter of each leaf of `node` where that mirrors the parameters; else `None`."""
+    """Returns the parameter of each leaf of `node` if it mirrors the parameters, else `None`."""
     if node.num_leaves == 0:
         return None
     if node == root.treedef:
@@ -107,9 +107,9 @@ def _mirror(root: _Params, node: Any) -> list[int] | None:
 
 def _follow(params: _Params, node: Any, first: int, found: list[int], root: _Params) -> bool:
     if node.num_leaves == 0:
-        return bool(node != _EMPTY_STATE)  # a state that holds nothing masks nothing
+        return bool(node != _EMPTY_STATE)  # an empty state is not a mask
     if params.is_leaf:
-        # A chain of two states is no tree of two parameters: what is below mirrors them all.
+        # A tuple of states is not a tuple of parameters if an entry mirrors all of them.
         if not root.is_leaf and _holds_mirror(node, root):
             return False
         found.extend([first] * node.num_leaves)
@@ -125,7 +125,7 @@ def _follow(params: _Params, node: Any, first: int, found: list[int], root: _Par
 
 
 def _holds_mirror(node: Any, root: _Params) -> bool:
-    """Whether a subtree of `node` mirrors all parameters, which are no single leaf."""
+    """Whether a subtree of `node` mirrors all parameters, which are not a single leaf."""
     return any(
         _mirror(root, child) is not None or _holds_mirror(child, root)
         for child in node.children()
@@ -134,7 +134,7 @@ def _holds_mirror(node: Any, root: _Params) -> bool:
 
 
 def _suffixes(table: Sequence[Parameter]) -> Mapping[KeyPath, list[tuple[int, int]]]:
-    """The parameters, and where it begins in their paths, of every end of a path."""
+    """Maps every suffix of a parameter path to the parameters and where it starts."""
     suffixes: dict[KeyPath, list[tuple[int, int]]] = defaultdict(list)
     for index, parameter in enumerate(table):
         path = parameter.key_path
@@ -147,7 +147,7 @@ def _match_suffix(
     path: KeyPath, suffixes: Mapping[KeyPath, list[tuple[int, int]]]
 ) -> tuple[Match, ...]:
     for start, stop in _windows(len(path)):
-        # A number alone says nothing: chains, lists of parameters and lists of theirs have it.
+        # Numeric keys alone are ambiguous: they occur in chains as well as in lists of parameters.
         is_named = not all(map(is_index, path[start:stop]))
         if is_named and (found := suffixes.get(path[start:stop])):
             return tuple(Match(index, start, stop) for index, _ in found)
@@ -155,7 +155,7 @@ def _match_suffix(
 
 
 def _windows(length: int) -> Iterator[tuple[int, int]]:
-    """Longest first; of one length, the last first."""
+    """Yields all windows, longest first, and of equal length the last first."""
     for size in range(length, 0, -1):
         for start in range(length - size, -1, -1):
             yield start, start + size

@@ -1,4 +1,4 @@
-"""The parameter that each leaf of a state belongs to."""
+"""Identification of the parameter that each state leaf belongs to."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from opt_partition._axes.provenance import COLOURS, Tags, trace_provenance
 from opt_partition._axes.sources import CAREFUL, FAST, find_sources
 
 
-class Tracer:
-    """Evaluates `init` for provenance, as often as it takes to tell the parameters apart."""
+class ProvenanceEvaluator:
+    """Evaluates `init` for provenance, as often as needed to distinguish the parameters."""
 
     def __init__(
         self, init: Callable[[Any], Any], treedef: Any, table: Sequence[Parameter]
@@ -26,7 +26,7 @@ class Tracer:
         self.digits = 0
 
     def first(self) -> tuple[Any, list[Tags] | None]:
-        """The state, and its tags where `init` works on a mesh of `Explicit` axes."""
+        """Returns the state, and its tags if `init` works on a mesh of `Explicit` axes."""
         try:
             return self._trace()
         except Exception as error:  # it is a user's function: anything can happen
@@ -38,17 +38,17 @@ class Tracer:
             return jax.eval_shape(self._init, self._treedef.unflatten(leaves)), None
         except Exception as error:
             error.add_note(
-                "`init` must work under `jax.eval_shape`, on shapes without values. Is it the "
-                "`init` of a transformation, and not a constructor that is yet to be called?"
+                "`init` must work under `jax.eval_shape`, on shapes without values. Make sure to "
+                "pass a transformation or its `init`, not a constructor that has not been called."
             )
             raise
 
     def colours(self, digit: int) -> list[int]:
-        """The colour of every parameter in evaluation `digit`."""
+        """Returns the colour of every parameter in evaluation `digit`."""
         return [number // COLOURS**digit % COLOURS for number in range(len(self._table))]
 
     def next_tags(self) -> list[Tags] | None:
-        """The tags by further colours; `None` if there are none that tell any more apart."""
+        """Returns tags with the next colours, or `None` if the parameters are all distinguished."""
         if len(self._table) <= COLOURS**self.digits:
             return None
         return self._trace()[1]
@@ -60,10 +60,12 @@ class Tracer:
         return trace_provenance(self._init, self._treedef, self._table, colours)
 
 
-def find_owners(cases: Sequence[Case], table: Sequence[Parameter], tracer: Tracer) -> None:
-    """Finds the parameter of every leaf: by its place, held against the colours that it shows."""
+def find_owners(
+    cases: Sequence[Case], table: Sequence[Parameter], evaluator: ProvenanceEvaluator
+) -> None:
+    """Finds the parameter of every leaf by its path, checked against the colours in its tags."""
     numbered: dict[tuple[Tags, Shape], tuple[int, ...]] = {}
-    colours = tracer.colours(0)
+    colours = evaluator.colours(0)
     open_cases = []
     for number, case in enumerate(cases):
         placed = tuple(match.parameter for match in case.matches)
@@ -79,7 +81,7 @@ def find_owners(cases: Sequence[Case], table: Sequence[Parameter], tracer: Trace
             open_cases.append((number, case))
         elif len({table[p].axes for p in case.owners}) > 1:
             open_cases.append((number, case))
-    _tell_apart(open_cases, tracer)
+    _tell_apart(open_cases, evaluator)
     for case in cases:
         if case.owner is not None and any(case.tags):
             case.colour = colours[case.owner]
@@ -88,7 +90,7 @@ def find_owners(cases: Sequence[Case], table: Sequence[Parameter], tracer: Trace
 def identify_owners(
     cases: Sequence[Case], prober: Prober, table: Sequence[Parameter], state: Any
 ) -> None:
-    """Finds the parameter of leaves that show no colours and whose place leaves several."""
+    """Finds the parameter of leaves without tags whose path matches several."""
     unclear = [c for c in cases if not c.owners and len(c.matches) > 1 and c.rank]
     if not unclear:
         return
@@ -99,13 +101,13 @@ def identify_owners(
             case.owners = (sources[case.key_path].parameter,)
 
 
-def _tell_apart(open_cases: Sequence[tuple[int, Case]], tracer: Tracer) -> None:
-    """Looks at further colours until every leaf has one owner."""
+def _tell_apart(open_cases: Sequence[tuple[int, Case]], evaluator: ProvenanceEvaluator) -> None:
+    """Evaluates with further colours until every leaf has a single owner."""
     while any(len(case.owners) > 1 for _, case in open_cases):
-        tags = tracer.next_tags()
+        tags = evaluator.next_tags()
         if tags is None:
             break
-        colours = tracer.colours(tracer.digits - 1)
+        colours = evaluator.colours(evaluator.digits - 1)
         for number, case in open_cases:
             shown = {tag.colour for each in tags[number] for tag in each}
             case.owners = tuple(p for p in case.owners if colours[p] in shown)
@@ -114,7 +116,7 @@ def _tell_apart(open_cases: Sequence[tuple[int, Case]], tracer: Tracer) -> None:
 def _owners(
     case: Case, candidates: Iterable[int], table: Sequence[Parameter], colours: Sequence[int]
 ) -> tuple[int, ...]:
-    """Those of the candidates whose tags a leaf may show; a leaf may have a part of a parameter."""
+    """Returns the candidates consistent with the tags of a leaf, preferring equal sizes."""
     weak = [p for p in candidates if _may_own(case, table[p], colours[p], any_size=True)]
     return tuple(p for p in weak if _may_own(case, table[p], colours[p], any_size=False)) or (
         *weak,

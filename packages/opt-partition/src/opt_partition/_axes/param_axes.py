@@ -1,4 +1,4 @@
-"""The parameters of a tree with the logical axes of each, in whatever form those are given."""
+"""The parameters of a tree and their logical axes, read from all supported forms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Axis = str | tuple[str, ...] | None
 
 @runtime_checkable
 class HasPartitionSpec(Protocol):
-    """A box of Flax that knows its own spec, such as `nn.LogicallyPartitioned`."""
+    """A Flax box that knows its own spec, such as `nn.LogicallyPartitioned`."""
 
     def get_partition_spec(self) -> PartitionSpec | None:
         """Returns the logical axes."""
@@ -26,20 +26,20 @@ class HasPartitionSpec(Protocol):
 
 @runtime_checkable
 class HasNames(Protocol):
-    """Metadata of Flax that carries names, such as `flax.linen.partitioning.AxisMetadata`."""
+    """Flax metadata with axis names, such as `flax.linen.partitioning.AxisMetadata`."""
 
     names: Any
 
 
 @runtime_checkable
 class HasMetadata(Protocol):
-    """A `Variable` of Flax NNX: a pytree node around its value, with metadata beside that."""
+    """A Flax NNX `Variable`: a pytree node that holds a value and metadata."""
 
     def get_metadata(self) -> Mapping[str, Any]:
-        """Returns the metadata; the names of the dimensions are under one of `_NAMES`."""
+        """Returns the metadata, with the axis names under one of `_NAMES`."""
 
 
-# The newest first; Flax 0.12.0 has the second, which later versions rename.
+# Newest first; Flax 0.12.0 uses the second one, which later versions renamed.
 _NAMES = ("out_sharding", "sharding_names", "sharding")
 
 
@@ -51,8 +51,8 @@ class Parameter:
       key_path: JAX's key path.
       shape: its shape.
       dtype: its dtype.
-      axes: the logical name, several names, or `None`, of each dimension.
-      given: the axes as they were given.
+      axes: for each dimension the logical name, a tuple of names, or `None`.
+      given: the axes as given.
     """
 
     key_path: KeyPath
@@ -68,23 +68,23 @@ class Parameter:
 
 
 def normalise_param_axes(params: Any, param_axes: Any, *, pad: bool = True) -> Any:
-    """Returns the logical axes of every parameter as a `PartitionSpec`, in the tree of `params`.
+    """Returns logical axes as `PartitionSpec`s in the structure of `params`.
 
     Args:
       params: arrays or `jax.ShapeDtypeStruct`s.
-      param_axes: a tree with the same keys, whose containers may be of another kind. A leaf is a
-        `PartitionSpec`, a sequence of names, a box of Flax, a `Variable` of NNX whose metadata
-        has names, or `None` for no names at all. An array among boxes or variables is a parameter
-        that has none.
-      pad: whether to make the specs as long as the parameters' rank. If not they are as given, and
-        `None` stays `None`.
+      param_axes: a tree with the same keys; container types may differ. A leaf is a
+        `PartitionSpec`, a sequence of names, a Flax box, an NNX `Variable` with names in its
+        metadata, or `None` for no names. An array among boxes or variables is a parameter without
+        names.
+      pad: whether to pad the specs to the rank of the parameters. If not, they are returned as
+        given, and `None` stays `None`.
 
     Returns:
-      Specs in the containers of `params`.
+      A tree of specs with the containers of `params`.
 
     Raises:
-      AxesError: a parameter has no axes or too many, axes name no parameter or are no names, or
-        there are only arrays where axes should be.
+      AxesError: a parameter has no axes or too many, axes belong to no parameter or are not names,
+        or `param_axes` contains only arrays.
 
     Examples:
       >>> tuple(normalise_param_axes({'w': np.ones((2, 3))}, {'w': ('embed',)})['w'])
@@ -102,10 +102,10 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
     problems = list(_collect(params, param_axes, (), found))
     if found and all(map(_is_array, found.values())):
         raise AxesError(
-            "`param_axes` hold arrays and no names of dimensions. Give a PartitionSpec or a tuple "
-            "of names for each parameter, boxes of Flax, or an nnx.State whose Variables have "
-            "`out_sharding` metadata; nnx.to_pure_dict drops those, so take it of "
-            "nnx.get_partition_spec(state). `None` stands for a parameter without names."
+            "`param_axes` contain arrays but no axis names. Pass a PartitionSpec or a tuple of "
+            "names for each parameter, Flax boxes, or an nnx.State whose Variables have "
+            "`out_sharding` metadata; nnx.to_pure_dict drops that metadata, so apply it to "
+            "nnx.get_partition_spec(state). `None` means a parameter without names."
         )
     table = []
     for path, leaf in leaves:
@@ -113,8 +113,8 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
             leaf, int | float | complex
         ):
             problems.append(
-                f"{path_str(path)}: `params` must hold arrays or jax.ShapeDtypeStructs, "
-                f"found {type(leaf).__name__} (of a module of Equinox, give the arrays alone: "
+                f"{path_str(path)}: `params` must contain arrays or jax.ShapeDtypeStructs, found "
+                f"{type(leaf).__name__} (for an Equinox module, pass only its arrays: "
                 "`eqx.filter(model, eqx.is_array)`)"
             )
             continue
@@ -134,14 +134,14 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
         axes += (None,) * (len(shape) - len(axes))
         table.append(Parameter(path, shape, jax.dtypes.result_type(leaf), axes, given))
     if problems:
-        raise AxesError("`param_axes` do not fit `params`:\n  " + "\n  ".join(problems))
+        raise AxesError("`param_axes` do not match `params`:\n  " + "\n  ".join(problems))
     return table
 
 
 def _collect(params: Any, axes: Any, path: KeyPath, found: dict[KeyPath, Any]) -> Iterator[str]:
-    """Puts what `axes` hold for each parameter into `found`; yields what does not fit."""
+    """Stores the axes of each parameter in `found`; yields mismatches."""
     if isinstance(params, HasPartitionSpec) and not isinstance(params, PartitionSpec):
-        yield f"{path_str(path)}: `params` holds a {type(params).__name__}; unbox the parameters"
+        yield f"{path_str(path)}: `params` contains a {type(params).__name__}; unbox the parameters"
         return
     axes = _names_of_variable(axes)
     node = children(params)
@@ -152,7 +152,7 @@ def _collect(params: Any, axes: Any, path: KeyPath, found: dict[KeyPath, Any]) -
     given = children(axes) if not is_axes(axes) else None
     by_name = {key_name(key): child for key, child in given} if given else {}
     if isinstance(params, HasMetadata) and not {key_name(key) for key, _ in node} & {*by_name}:
-        # The names of a variable are those of its value.
+        # The names of a variable apply to its value.
         found |= {(*path, *below): axes for below, _ in flatten_with_paths(params)}
         return
     for key, child in node:
@@ -161,21 +161,21 @@ def _collect(params: Any, axes: Any, path: KeyPath, found: dict[KeyPath, Any]) -
             yield from _collect(child, by_name.pop(name), (*path, key), found)
         else:
             for below, _ in flatten_with_paths(child):
-                yield f"{path_str((*path, key, *below))}: no axes are given"
+                yield f"{path_str((*path, key, *below))}: no axes given"
     for name, extra in by_name.items():
         if is_axes(extra) or jax.tree.leaves(extra):
             where = path_str(path) + "/" if path else ""
-            yield f"{where}{name}: axes are given, but there is no such parameter"
+            yield f"{where}{name}: axes given, but not a parameter"
 
 
 def _names_of_variable(node: Any) -> Any:
-    """What a variable says of its dimensions, or its value; any other node as it is."""
+    """Returns the axis names of a variable, else its value; other nodes are returned unchanged."""
     if not isinstance(node, HasMetadata):
         return node
     value = next((child for _, child in children(node) or ()), None)
     metadata = node.get_metadata()
     names = next((metadata[name] for name in _NAMES if metadata.get(name) is not None), None)
-    if names is None or is_axes(value):  # of `nnx.get_partition_spec`, specs are the values
+    if names is None or is_axes(value):  # `nnx.get_partition_spec` puts specs in the values
         return value
     return names.spec if isinstance(names, NamedSharding) else PartitionSpec(*names)
 
@@ -185,15 +185,15 @@ def _is_array(node: Any) -> bool:
 
 
 def is_axes(node: Any) -> bool:
-    """Whether a node is the axes of one parameter for certain; a tuple may be a container."""
+    """Whether a node certainly is the axes of one parameter; tuples may be containers."""
     return isinstance(node, PartitionSpec | HasPartitionSpec | HasNames)
 
 
 def read_axes(given: Any) -> tuple[Axis, ...]:
-    """Returns the names of one parameter's dimensions, as far as they are given.
+    """Returns the names given for the dimensions of one parameter.
 
     Raises:
-      AxesError: they are no names.
+      AxesError: `given` is not axes.
 
     Examples:
       >>> read_axes(PartitionSpec('embed', None)), read_axes(None)

@@ -1,4 +1,4 @@
-"""The shapes that an `init` makes of changed parameters."""
+"""Abstract evaluation of `init` for parameters of changed shapes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from opt_partition._axes.param_axes import Parameter
 from opt_partition._trees import KeyPath, flatten_with_paths
 
 Shape = tuple[int, ...]
-# From index and shape of a parameter to the shape that it is given instead.
+# Maps the index and shape of a parameter to its changed shape.
 Change = Callable[[int, Shape], Shape]
 
 
 class Prober:
-    """Evaluates `init` for the shapes it makes of changed parameters.
+    """Evaluates `init` abstractly for parameters of changed shapes.
 
     Attributes:
-      evaluations: how often it did.
+      evaluations: number of evaluations so far.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class Prober:
         """Returns the state, as `jax.ShapeDtypeStruct`s.
 
         Args:
-          kept: the parameters to keep; an empty node takes the place of the others.
-          change: how their shapes are changed.
+          kept: the parameters to keep; the others are replaced by empty nodes.
+          change: returns the changed shape of a parameter.
         """
         self.evaluations += 1
         kept = {*kept}
@@ -46,7 +46,7 @@ class Prober:
             else optax.MaskedNode()
             for index, parameter in enumerate(self._table)
         ]
-        # A new function each time: JAX remembers what it evaluated by the function.
+        # A new lambda each time, as JAX caches evaluations by function identity.
         return jax.eval_shape(lambda params: self._init(params), self._treedef.unflatten(leaves))
 
     def shapes(
@@ -62,7 +62,7 @@ def shapes_of(state: Any) -> dict[KeyPath, Shape]:
 
 
 def first_line(error: Exception) -> str:
-    """Returns type and message of an error, on one line that is not too long.
+    """Returns the type and message of an error, shortened to one line.
 
     Examples:
       >>> first_line(KeyError('w'))

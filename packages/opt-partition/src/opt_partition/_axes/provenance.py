@@ -1,12 +1,13 @@
-"""Which parameter dimension a state dimension came from, as JAX's sharding-in-types tells it.
+"""Provenance of state dimensions, determined by JAX's sharding-in-types.
 
-Every dimension of every parameter is tagged with a mesh axis of size 1 that nothing else carries.
-No device is needed: the mesh is abstract, and `init` is only evaluated for its types. What comes
-out carries the tags of what it was made from. That is exact for square matrices, too.
+Every dimension of every parameter is tagged with its own mesh axis of size 1. No device is needed,
+since the mesh is abstract and `init` is only evaluated for its types. Each output carries the tags
+of the dimensions it was computed from, which is exact even for square matrices.
 
-A tag holds a *colour* and a dimension. There are few colours, so that the equal parameters of
-repeated layers have few different types and JAX's caches stay warm; the colours of one evaluation
-are the last digit of each parameter's number, those of the next one the digit before.
+A tag consists of a *colour* and a dimension. There are few colours, so that equal parameters of
+repeated layers have few distinct types and JAX's caches remain effective. The colours of one
+evaluation are the last digit of each parameter's number, those of the next evaluation the digit
+before it.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ COLOURS = 32
 
 
 class Tag(NamedTuple):
-    """Where a dimension came from: dimension `dim` of a parameter of that colour."""
+    """The origin of a dimension: dimension `dim` of a parameter with that colour."""
 
     colour: int
     dim: int
 
 
-# The tags of each dimension of a leaf; several where dimensions were merged.
+# The tags of each dimension of a leaf; several if dimensions were merged.
 Tags = tuple[tuple[Tag, ...], ...]
 
 
@@ -40,16 +41,16 @@ def trace_provenance(
     """Evaluates `init` for its types, with every parameter dimension tagged.
 
     Args:
-      init: makes a state of parameters.
-      treedef: the tree of the parameters.
+      init: creates a state for parameters.
+      treedef: tree structure of the parameters.
       table: the parameters.
       colours: one per parameter, less than `COLOURS`.
 
     Returns:
-      The state, as `jax.ShapeDtypeStruct`s, and the tags of every leaf of it.
+      The state, as `jax.ShapeDtypeStruct`s, and the tags of each of its leaves.
 
     Raises:
-      Exception: whatever `init` raises where it cannot work on such a mesh.
+      Exception: any error that `init` raises if it does not work on an Explicit mesh.
     """
     rank = max((len(parameter.shape) for parameter in table), default=0)
     names = [_axis_name(Tag(c, d)) for c in sorted({*colours}) for d in range(rank)]

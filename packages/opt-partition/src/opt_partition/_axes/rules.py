@@ -1,4 +1,4 @@
-"""Rules for the types of state whose dimensions nothing else can tell apart."""
+"""Rules for types of state whose dimensions cannot be derived otherwise."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from opt_partition._trees import descend, key_name
 
 @dataclasses.dataclass(frozen=True)
 class StateLeaf:
-    """What a rule is asked about.
+    """The argument of a rule: a leaf inside a state of a registered type.
 
     Attributes:
-      state: the state of the registered type, its leaves `jax.ShapeDtypeStruct`s.
+      state: the state of the registered type, with `jax.ShapeDtypeStruct` leaves.
       key_path: JAX's key path of the leaf in `state`.
-      shape: the shape of the leaf.
+      shape: shape of the leaf.
       dtype: its dtype.
-      parameter: the parameter that it belongs to by its place; `None` if there is none.
+      parameter: the parameter that it belongs to according to its path, or `None`.
     """
 
     state: Any
@@ -36,8 +36,8 @@ class StateLeaf:
     dtype: Any
     parameter: Parameter | None
 
-    def beside(self, field: str) -> jax.ShapeDtypeStruct | None:
-        """The leaf that another field of the state has for the same parameter, if there is one."""
+    def sibling(self, field: str) -> jax.ShapeDtypeStruct | None:
+        """Returns the leaf of another field of the state for the same parameter, or `None`."""
         for path in (self.parameter.key_path if self.parameter else (), self.key_path[1:]):
             for start in range(len(path) + 1):
                 found = descend(getattr(self.state, field), path[start:])
@@ -47,13 +47,13 @@ class StateLeaf:
 
     @property
     def field(self) -> str:
-        """The field of the state that the leaf is in."""
+        """The name of the state field that contains the leaf."""
         return key_name(self.key_path[0])
 
 
-# For each dimension of the leaf the parameter dimension that it indexes, `None` for none, and
-# `ASK` for one that the rule leaves to the other sources; or the names themselves; or `None` to
-# leave the whole leaf to them.
+# For each dimension of the leaf, the parameter dimension that it indexes, `None` for none, or `ASK`
+# to leave it to the other sources; or a spec of names; or `None` to leave the whole leaf to the
+# other sources.
 ASK = "ask"
 Answer = Sequence[int | str | None] | PartitionSpec | None
 Rule = Callable[[StateLeaf], Answer]
@@ -63,13 +63,13 @@ Rule = Callable[[StateLeaf], Answer]
 class Rules:
     """Rules by the exact type of a state; immutable.
 
-    A rule is asked before anything else is looked at, so it is the place to say what cannot be
-    found out. It gets a `StateLeaf` and returns, for each dimension of the leaf, the parameter
-    dimension that it indexes, or `None` where it indexes none; or a `PartitionSpec` of names; or
-    `None`, to leave the leaf to the other sources.
+    A rule takes precedence over all other sources, and provides what they cannot derive. It is
+    called with a `StateLeaf` and returns one of: for each dimension of the leaf, the parameter
+    dimension that it indexes, `None` if it indexes none, or `ASK` to leave it to the other sources;
+    a `PartitionSpec` of names; or `None`, to leave the leaf to the other sources.
 
     Args:
-      by_type: the rules.
+      by_type: a rule for each type.
 
     Examples:
       >>> from typing import NamedTuple
@@ -89,21 +89,21 @@ class Rules:
         return type(self), (dict(self.by_type),)
 
     def extend(self, by_type: Mapping[type, Rule]) -> Self:
-        """Returns these rules and more; a type that has one gets the new one."""
+        """Returns a copy with additional rules, which replace existing ones for the same types."""
         return type(self)({**self.by_type, **by_type})
 
 
 def factored_dimensions(leaf: StateLeaf) -> Answer:
-    """Adafactor's rows and columns: the parameter without its largest dimension, or the second.
+    """The rule for Adafactor: rows and columns lack the largest or second largest dimension.
 
-    The order of two equal sizes decides between rows and columns. Sizes that are changed are not
-    equal any more, so only the types that JAX >= 0.10.2 infers could tell otherwise.
+    If these two sizes are equal, their order decides. Changing sizes makes them unequal, so only
+    the types inferred by JAX >= 0.10.2 could distinguish them without this rule.
     """
     parameter = leaf.parameter
     if parameter is None or leaf.field not in ("v_row", "v_col", "v"):
         return None
     shape = parameter.shape
-    full = leaf.beside("v")
+    full = leaf.sibling("v")
     if leaf.field == "v":
         return tuple(range(len(shape))) if leaf.shape == shape else _placeholder(leaf)
     if len(shape) < 2 or full is None or tuple(full.shape) == shape:
@@ -121,21 +121,21 @@ def _placeholder(leaf: StateLeaf) -> Answer:
 
 
 def projected_dimensions(leaf: StateLeaf) -> Answer:
-    """GaLore's projector `[side, rank]` and the moments in the space that it projects to.
+    """The rule for GaLore: the projector `[side, rank]` and the moments in the projected space.
 
-    The rank indexes nothing, even where a small matrix caps it and its size is that of a dimension.
+    The rank indexes nothing, even if a small matrix caps it so that it equals a dimension.
     """
     parameter = leaf.parameter
-    projector = leaf.beside("projector")
+    projector = leaf.sibling("projector")
     if parameter is None or projector is None or len(projector.shape) != 2:
         return None
-    if 0 in projector.shape:  # this parameter is not projected
+    if 0 in projector.shape:  # the parameter is not projected
         same = leaf.shape == parameter.shape and leaf.field != "projector"
         return tuple(range(len(leaf.shape))) if same else (None,) * len(leaf.shape)
     side, rank = projector.shape
-    other = math.prod(parameter.shape) // side  # never the longer of the two
+    other = math.prod(parameter.shape) // side  # the shorter of the two
     long: int | str = ASK
-    short: int | str = ASK  # unless it is a matrix, several dimensions may lie in one
+    short: int | str = ASK  # for rank 3 and above, several dimensions may be merged
     if len(parameter.shape) == 2:
         long, short = (0, 1) if parameter.shape[0] >= parameter.shape[1] else (1, 0)
     if leaf.field == "projector":
@@ -144,18 +144,18 @@ def projected_dimensions(leaf: StateLeaf) -> Answer:
         return None, short
     if leaf.shape == (other, rank) != (rank, other):
         return short, None
-    if leaf.shape == (rank, other):  # the rank is capped: rows are projected if there are more
+    if leaf.shape == (rank, other):  # the rank is capped: the rows are projected if they are longer
         return (short, None) if long == 1 else (None, short)
     return None
 
 
 def _default_rules() -> Rules:
     rules: dict[type, Rule] = {
-        # Which of two equal sizes is the largest is told by the order of an argsort alone.
+        # For equal sizes, only the order of the argsort determines which one is the largest.
         optax.FactoredState: factored_dimensions,
     }
     if (galore_state := vars(contrib).get("GaLoreState")) is not None:  # Optax >= 0.2.7
-        # A rank that a matrix caps has, but does not index, the size of a dimension.
+        # A capped rank has the size of a dimension without indexing it.
         rules[galore_state] = projected_dimensions
     return Rules(rules)
 

@@ -1,13 +1,12 @@
-"""The parameter whose sizes a state leaf follows, read off how much it grows.
+"""Identification of the parameter that a state leaf follows, from how much the leaf grows.
 
-Every parameter has a code, and all its dimensions grow by one digit of that at a time: in one
-evaluation by the digit, in another by what is left of the base. A dimension that grew by a digit,
-and by its complement, follows one parameter and not several: the sum of two sizes grows by twice
-the base.
+Every parameter has a code, and all its dimensions grow by one digit of the code at a time: by the
+digit in one evaluation, by its complement in another. A dimension that grows by a digit and then by
+its complement follows a single parameter: a sum of two sizes would grow by twice the base.
 
-Codes first tell apart what differs in shape or names, which takes few digits however many layers
-there are; the parameters of one kind follow by their order, as far as the digits bear that out, and
-by further digits where they do not.
+The first digits distinguish parameters that differ in shape or names, which takes few digits
+regardless of the number of layers. Parameters of the same kind are distinguished by their order
+where the digits confirm it, and by further digits where they do not.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ _NUMBER = re.compile(r"\d+")
 
 
 class Step(NamedTuple):
-    """By how much sizes are changed: at most `base`, upwards or downwards."""
+    """How much sizes change: by at most `base`, up or down."""
 
     base: int
     sign: int
 
 
-# Two evaluations tell 32 parameters apart; where up crosses a threshold, down may not.
+# Two evaluations distinguish 32 parameters; if going up crosses a threshold, going down may not.
 FAST = (Step(32, 1), Step(32, -1))
-# For sizes that are close to one: a pair of evaluations for every bit.
+# For sizes close to a threshold: a pair of evaluations for every bit.
 CAREFUL = (Step(2, 1), Step(2, -1))
 
 
 def kind_of(parameter: Parameter) -> Any:
-    """What parameters have in common that `init` may be taken to treat alike.
+    """Returns a key for parameters that `init` is assumed to treat alike.
 
-    The same layer of a stack has the same name but for numbers.
+    Repeated layers have the same path except for numbers.
     """
     return parameter.shape, parameter.dtype, _NUMBER.sub("#", parameter.path)
 
@@ -53,7 +52,7 @@ class Source:
 
     Attributes:
       parameter: its index.
-      axes: the dimensions of the leaf that grow as much as that does.
+      axes: the dimensions of the leaf that grow by as much as the parameter.
     """
 
     parameter: int
@@ -65,9 +64,9 @@ class _Codes:
     """A code for each parameter.
 
     Attributes:
-      by_parameter: the code of each.
-      digits: how many digits they have.
-      step: how a digit is shown.
+      by_parameter: the code of each parameter.
+      digits: number of digits of the codes.
+      step: how a digit changes sizes.
     """
 
     by_parameter: Sequence[int]
@@ -76,7 +75,7 @@ class _Codes:
 
 
 class _Reading(NamedTuple):
-    """The code that a leaf shows, and the dimensions that show it."""
+    """The code read from a leaf, and the dimensions that carry it."""
 
     code: int
     axes: frozenset[int]
@@ -89,14 +88,14 @@ def find_sources(
     paths: Sequence[KeyPath],
     steps: Sequence[Step],
 ) -> dict[KeyPath, Source]:
-    """Returns the one parameter that each of these leaves follows, if any, by its path.
+    """Returns the single parameter that each of these leaves follows, if any, by path.
 
     Args:
       prober: evaluates `init`.
       table: the parameters.
       baseline: the shapes of the state.
-      paths: the leaves to look at, in the order of the state.
-      steps: how sizes may be changed; the later ones for what the earlier ones leave.
+      paths: the leaves to identify, in the order of the state.
+      steps: how to change sizes; later ones are tried for leaves not identified by earlier ones.
     """
     kinds: dict[Any, list[int]] = defaultdict(list)
     for index, parameter in enumerate(table):
@@ -119,12 +118,12 @@ def _find(
     step: Step,
     still: set[KeyPath],
 ) -> dict[KeyPath, Source]:
-    """The sources that one step shows; adds what it does not move at all to `still`."""
+    """Returns the sources found with one step; adds leaves that do not change to `still`."""
     codes, room = _codes_of_kinds(kinds, number, step)
     read = _read(prober, codes, baseline, paths, still)
     found, unclear = _by_order(read, codes, kinds)
     if unclear:
-        # The digits that remain: which of those with the same code.
+        # Further digits, to distinguish parameters with the same code.
         ordinals = [0] * number
         for indices in kinds:
             for ordinal, index in enumerate(indices):
@@ -139,7 +138,7 @@ def _find(
 
 
 def _length(number: int, base: int) -> int:
-    """How many digits tell so many things apart."""
+    """Returns the number of digits needed for `number` distinct codes."""
     digits = 1
     while base**digits < number:
         digits += 1
@@ -147,14 +146,14 @@ def _length(number: int, base: int) -> int:
 
 
 def _codes_of_kinds(kinds: Sequence[Sequence[int]], number: int, step: Step) -> tuple[_Codes, int]:
-    """Codes that tell kinds apart, and of one kind as many as there is room for."""
+    """Returns codes that distinguish kinds, and parameters of a kind as far as there is room."""
     is_single = all(len(indices) == 1 for indices in kinds)
     digits = _length(len(kinds) if is_single else 2 * len(kinds), step.base)
     room = step.base**digits // len(kinds)
     codes = [0] * number
     for kind, indices in enumerate(kinds):
         for ordinal, index in enumerate(indices):
-            # The last has the last: else the codes may read backwards as they do forwards.
+            # The last parameter gets the last code, so that codes never read the same backwards.
             shown = room - 1 if ordinal == len(indices) - 1 >= room else ordinal % room
             codes[index] = kind + len(kinds) * shown
     return _Codes(codes, digits, step), room
@@ -167,7 +166,7 @@ def _read(
     paths: Sequence[KeyPath],
     still: set[KeyPath],
 ) -> dict[KeyPath, _Reading]:
-    """What these leaves show, where they show a code."""
+    """Reads the codes of the leaves that carry one."""
     found = {path: _Reading(0, frozenset(range(len(baseline[path])))) for path in paths}
     step, everything = codes.step, range(len(codes.by_parameter))
     for place in range(codes.digits):
@@ -181,7 +180,7 @@ def _read(
         except Exception:  # it is a user's function: anything can happen
             return {}
         if not len(one) == len(other) == len(baseline):
-            return {}  # a leaf that comes or goes may move others up or down
+            return {}  # a leaf that appears or disappears may shift others
         still |= {path for path in found if one.get(path) == other.get(path) == baseline[path]}
         for path, (code, axes) in list(found.items()):
             shown = _digits(baseline[path], one.get(path, ()), other.get(path, ()), step)
@@ -195,17 +194,17 @@ def _read(
 
 
 def _changing(by: Sequence[int], step: Step) -> Change:
-    """Changes every dimension of a parameter by its number."""
+    """Returns the change of every dimension of a parameter by its number."""
     return lambda index, shape: tuple(size + _sign(size, step) * by[index] for size in shape)
 
 
 def _sign(size: int, step: Step) -> int:
-    """The direction in which a size is changed; one that is too small to shrink grows."""
+    """Returns the direction in which a size changes; sizes too small to shrink grow."""
     return step.sign if size > step.base else 1
 
 
 def _digits(before: Shape, one: Shape, other: Shape, step: Step) -> dict[int, int]:
-    """The digits of the dimensions that changed by one digit, and by its complement."""
+    """Returns the digits of dimensions that changed by a digit and then by its complement."""
     if not len(before) == len(one) == len(other):
         return {}
     digits = {}
@@ -219,7 +218,7 @@ def _digits(before: Shape, one: Shape, other: Shape, step: Step) -> dict[int, in
 def _by_order(
     read: Mapping[KeyPath, _Reading], codes: _Codes, kinds: Sequence[Sequence[int]]
 ) -> tuple[dict[KeyPath, int], list[KeyPath]]:
-    """The parameters of the leaves as far as code and order tell them, and the other leaves."""
+    """Identifies the parameters of leaves by code and order; returns them and the other leaves."""
     by_code: dict[int, list[int]] = defaultdict(list)
     alike: dict[int, Sequence[int]] = {}
     for indices in kinds:
@@ -236,7 +235,7 @@ def _by_order(
     unclear = []
     for paths in groups.values():
         forwards = [*alike[read[paths[0]].code]]
-        times = len(paths) // len(forwards)  # more than once in one list after the other
+        times = len(paths) // len(forwards)  # several times in consecutive lists
         seen = [read[path].code for path in paths]
         for order in (forwards * times, forwards[::-1] * times):
             if seen == [codes.by_parameter[index] for index in order]:
@@ -248,9 +247,9 @@ def _by_order(
 
 
 def _lists(paths: Sequence[KeyPath]) -> dict[Any, list[KeyPath]]:
-    """The paths list by list, in the order of their numbers.
+    """Groups paths into lists, each in the order of its indices.
 
-    A list is what has the same keys but for one number: the one that most others vary.
+    A list consists of paths that differ in one index only, the one that varies most.
     """
     sizes: dict[Any, int] = defaultdict(int)
     for path in paths:

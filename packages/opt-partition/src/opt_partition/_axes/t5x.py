@@ -1,4 +1,4 @@
-"""The face of T5X's rule table for Optax states."""
+"""T5X's interface for the logical axes of Optax states."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from opt_partition._axes.rules import DEFAULT_RULES
 from opt_partition._trees import KeyPath, children, flatten_with_paths, key_name, path_str
 from opt_partition.errors import AxesError
 
-_UNKNOWN = -1  # a size
+_UNKNOWN = -1  # stands for an unknown size
 
 
 class OptaxStatePartitionRules:
-    """T5X's two class methods, for states that are there already.
+    """T5X's two class methods, for existing states.
 
-    They see a state and nothing that makes it, so they know less than `derive_logical_axes`, which
-    is to be preferred where there is a transformation. There is no table of rules to maintain: the
-    structure of the state tells which leaf follows which parameter.
+    They see only the state and not its `init`, and therefore derive less than
+    `derive_logical_axes`, which is preferable if the transformation is available. Unlike T5X's,
+    this class needs no table of rules: the structure of the state determines which leaf follows
+    which parameter.
     """
 
     @classmethod
@@ -37,17 +38,17 @@ class OptaxStatePartitionRules:
 
         Args:
           optax_state: the state; arrays or `jax.ShapeDtypeStruct`s.
-          params_axes: the parameters' logical axes, `PartitionSpec`s as a rule.
-          params: the parameters, for their shapes. Not in T5X; needed for states of which no leaf
-            has the shape of the parameter that it follows, such as Adafactor's.
+          params_axes: the logical axes of the parameters, usually `PartitionSpec`s.
+          params: the parameters, for their shapes. Not in T5X; required for states without any leaf
+            of the parameter's shape, such as Adafactor's.
 
         Returns:
-          The tree of the state with a `PartitionSpec` per leaf that follows a parameter, and `None`
-          for any other, as T5X has it.
+          A tree with the structure of the state, with a `PartitionSpec` for each leaf that follows
+          a parameter and `None` for all others, as in T5X.
 
         Raises:
-          AxesError: the shape of a parameter is needed and cannot be told from the state; lists
-            the leaves.
+          AxesError: the shape of a parameter is needed but cannot be inferred from the state; the
+            message lists the leaves.
 
         Examples:
           >>> import optax
@@ -67,7 +68,7 @@ class OptaxStatePartitionRules:
         unknown = [f"  {row.path} {row.shape}" for row in rows if _is_unknown(row)]
         if unknown:
             raise AxesError(
-                "what these leaves of the state follow cannot be told from their shapes:\n"
+                "the axes of these state leaves cannot be inferred from their shapes:\n"
                 + "\n".join(unknown)
                 + ("\nPass `params`, or use" if is_inferred else "\nUse")
                 + " `derive_logical_axes` with the transformation."
@@ -77,15 +78,15 @@ class OptaxStatePartitionRules:
 
     @classmethod
     def derive_params_axes(cls, optax_params: Any, params_axes: Any) -> Any:
-        """Returns the parameters' axes in a tree like them, in which some may be masked.
+        """Returns the axes of parameters, some of which may be masked.
 
         Args:
-          optax_params: a tree like the parameters; an `optax.MaskedNode` may stand for a leaf or
-            for a whole subtree.
-          params_axes: the parameters' logical axes.
+          optax_params: a tree with the structure of the parameters, in which an `optax.MaskedNode`
+            may replace a leaf or a subtree.
+          params_axes: the logical axes of the parameters.
 
         Returns:
-          The tree of `optax_params`, masked nodes included, with the axes of each leaf.
+          The tree of `optax_params`, including masked nodes, with the axes of each leaf.
 
         Raises:
           AxesError: a leaf has no axes.
@@ -95,21 +96,21 @@ class OptaxStatePartitionRules:
             is_there, axes = _at(params_axes, path)
             found.append(axes)
             if not is_there:
-                missing.append(f"  {path_str(path)}: no axes are given")
+                missing.append(f"  {path_str(path)}: no axes given")
         if missing:
-            raise AxesError("`params_axes` do not fit `optax_params`:\n" + "\n".join(missing))
+            raise AxesError("`params_axes` do not match `optax_params`:\n" + "\n".join(missing))
         return jax.tree.unflatten(jax.tree.structure(optax_params), found)
 
 
 def _is_unknown(row: Row) -> bool:
-    """Whether a leaf belongs to a parameter, and nothing tells how."""
+    """Whether a leaf belongs to a parameter in an unknown way."""
     if row.parameter_shape is None or math.prod(row.shape) <= 1:
         return False
     return row.source == "fallback" or _UNKNOWN in row.parameter_shape
 
 
 def _at(axes: Any, path: KeyPath) -> tuple[bool, Any]:
-    """Whether there are axes at a path, and which."""
+    """Returns whether there are axes at a path, and the axes."""
     for key in path:
         node = None if is_axes(axes) else children(axes)
         below = {key_name(k): child for k, child in node} if node else {}
@@ -120,7 +121,7 @@ def _at(axes: Any, path: KeyPath) -> tuple[bool, Any]:
 
 
 def _parameters_of_state(state: Any, params_axes: Any) -> tuple[Any, list[Parameter]]:
-    """A tree of the parameters and their table; shapes are those of the leaves like them."""
+    """Returns a tree and table of the parameters, with shapes inferred from matching leaves."""
     given = jax.tree_util.tree_leaves_with_path(params_axes, is_leaf=_is_leaf)
     ranks = [read_axes(axes) for _, axes in given]
     params = jax.tree.unflatten(
@@ -142,7 +143,7 @@ def _parameters_of_state(state: Any, params_axes: Any) -> tuple[Any, list[Parame
 
 
 def _shape(shapes: Sequence[tuple[int, ...]], rank: int) -> tuple[int, ...]:
-    """The largest of the shapes with that rank; placeholders of size 1 are smaller."""
+    """Returns the largest shape of that rank, which is never a placeholder of size 1."""
     return max((shape for shape in shapes if len(shape) == rank), default=(_UNKNOWN,) * rank)
 
 

@@ -1,4 +1,4 @@
-"""What is asked of changed sizes, and what they answer."""
+"""The questions and results of changing sizes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from opt_partition._trees import KeyPath
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What changing sizes tells of one state dimension.
+    """The result of changing sizes for one state dimension.
 
     Attributes:
-      dim: the parameter dimension that it indexes; `None` if it indexes none.
-      parameter: the index of the parameter, where it had to be found.
+      dim: the parameter dimension that it indexes, or `None`.
+      parameter: index of the parameter, if it had to be identified.
       is_known: whether the probes agree.
-      note: why it indexes none, or why they do not agree.
+      note: why it indexes no dimension, or why the probes disagree.
     """
 
     dim: int | None = None
@@ -27,14 +27,14 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A state leaf to look at.
+    """A state leaf to be judged.
 
     Attributes:
       path: its key path.
       shape: its shape.
-      parameter: the index of the parameter that it belongs to, if that is known.
-      place: where the path of that begins and ends in its own; `None` if it is not there.
-      candidates: the parameters that it may belong to by its place, where that leaves several.
+      parameter: index of the parameter that it belongs to, if known.
+      place: start and stop of the parameter's path in its own; `None` if it does not occur.
+      candidates: the parameters that it may belong to according to its path, if several.
     """
 
     path: KeyPath
@@ -45,7 +45,7 @@ class Wanted:
 
     @property
     def around(self) -> KeyPath:
-        """The keys that do not tell the parameter."""
+        """The keys outside of the parameter's path."""
         if self.place is None:
             return self.path
         start, stop = self.place

@@ -1,4 +1,4 @@
-"""One self-contained page: tables, and pictures of how everything lies over the mesh."""
+"""A self-contained HTML page with tables, and pictures of how arrays are sharded."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def page(
     *,
     has_mesh: bool = True,
 ) -> str:
-    """Returns a page of HTML that refers to nothing outside itself.
+    """Returns a self-contained HTML page.
 
     Args:
-      title: its title.
-      subtitle: one line on what is shown.
-      tables: what comes first.
-      families: what is drawn below.
-      has_mesh: whether it is drawn on a mesh, or only its dimensions.
+      title: title of the page.
+      subtitle: one line of description.
+      tables: the tables at the top.
+      families: the pictures below.
+      has_mesh: whether pictures show shards on a mesh, or only dimensions.
     """
     pictures = [_MESH_HEAD, _LEGEND] if has_mesh else [_NAMES_HEAD]
     parts = [
@@ -77,8 +77,8 @@ def page(
     return "\n".join(parts)
 
 
-_MESH_HEAD = "<h2>How every parameter and its state lie over the mesh</h2>"
-_NAMES_HEAD = "<h2>The dimensions of the state of every parameter</h2>"
+_MESH_HEAD = "<h2>How parameters and their state are sharded over the mesh</h2>"
+_NAMES_HEAD = "<h2>Dimensions of the state of every parameter</h2>"
 
 
 def _swatch(kind: str) -> str:
@@ -86,8 +86,8 @@ def _swatch(kind: str) -> str:
 
 
 _LEGEND = (
-    f'<p class="legend">{_swatch("mine")}what one device holds{_swatch("rest")}on other devices'
-    f"{_swatch('copy')}copies: the same on several devices</p>"
+    f'<p class="legend">{_swatch("mine")}held by one device{_swatch("rest")}on other devices'
+    f"{_swatch('copy')}replicated on several devices</p>"
 )
 
 

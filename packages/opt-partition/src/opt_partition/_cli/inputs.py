@@ -1,4 +1,4 @@
-"""What the command line is given: a function, a mesh, a table of rules."""
+"""Inputs of the command line: a function, a mesh, a table of rules."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ Rule = tuple[str, str | tuple[str, ...] | None]
 
 
 class InputError(Exception):
-    """What is wrong with the input, in one line."""
+    """Invalid input; the message is a single line."""
 
 
 def load_job(target: str) -> tuple[Any, Any, Any]:
     """Calls `MODULE:FUNCTION` and returns its transformation, parameters and logical axes.
 
-    Whatever the module prints goes to standard error: standard output is for results.
+    Output of the module is redirected to standard error, as standard output is for results.
 
     Raises:
-      InputError: there is no such function, it raises, or it returns something else.
+      InputError: the function does not exist, raises, or returns something else.
     """
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
         raise InputError(f"expected MODULE:FUNCTION, found `{target}`")
-    # As for `python -m`; an installed script would not find modules beside the caller.
+    # As for `python -m`: an installed script would not find modules in the current directory.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
     with foreign_code(f"`{module_name}` cannot be imported"):
@@ -63,7 +63,7 @@ def load_job(target: str) -> tuple[Any, Any, Any]:
 
 @contextlib.contextmanager
 def foreign_code(what: str) -> Iterator[None]:
-    """Runs code that is not ours: any exception is an `InputError` that begins with `what`."""
+    """Runs user code; converts any exception to an `InputError` that starts with `what`."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -76,10 +76,10 @@ def foreign_code(what: str) -> Iterator[None]:
 
 
 def parse_mesh(text: str) -> AbstractMesh:
-    """Reads `data=8,model=4`.
+    """Parses `data=8,model=4`.
 
     Raises:
-      InputError: it is not of that form.
+      InputError: `text` does not have that form.
 
     Examples:
       >>> dict(parse_mesh("data=8,model=4").shape)
@@ -90,55 +90,55 @@ def parse_mesh(text: str) -> AbstractMesh:
         name, _, size = (piece.strip() for piece in part.partition("="))
         if not name or not (size.isascii() and size.isdigit()) or int(size) < 1:
             raise InputError(
-                f"`--mesh` must be axes with sizes, such as data=8,model=4; found `{part}` "
-                f"in `{text}`"
+                f"`--mesh` must be axes with sizes, e.g. data=8,model=4; found `{part}` in `{text}`"
             )
         if name in sizes:
-            raise InputError(f"`--mesh` has the axis `{name}` twice: `{text}`")
+            raise InputError(f"`--mesh` contains the axis `{name}` twice: `{text}`")
         sizes[name] = int(size)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
 def parse_axes(text: str, mesh: AbstractMesh) -> tuple[str, ...]:
-    """Reads `data` or `data,fsdp`, the value of `--zero`.
+    """Parses `data` or `data,fsdp`, the value of `--zero`.
 
     Raises:
-      InputError: these are not axes of the mesh, or one is there twice.
+      InputError: an axis is not in the mesh, or occurs twice.
     """
     axes = tuple(part.strip() for part in text.split(","))
     names = mesh.axis_names
     if not {*axes} <= {*names} or len({*axes}) < len(axes):
         raise InputError(
-            f"`--zero` must be axes of `--mesh`, each once, such as {names[0]}; found `{text}`, "
-            f"and the mesh has {', '.join(names)}"
+            f"`--zero` must be distinct axes of `--mesh`, e.g. {names[0]}; found `{text}`, but the "
+            f"mesh has {', '.join(names)}"
         )
     return axes
 
 
 def parse_dtype(flag: str, text: str) -> Any:
-    """Reads a dtype that gradients can have.
+    """Parses a dtype that gradients can have.
 
     Raises:
-      InputError: there is no such dtype, or it is one of integers.
+      InputError: the dtype is unknown, or not inexact.
     """
-    # What is no dtype at all is a `TypeError` of NumPy's.
+    # NumPy raises a `TypeError` for an unknown dtype.
     with contextlib.suppress(TypeError):
         dtype = jnp.dtype(text)
         if jnp.issubdtype(dtype, jnp.inexact):
             return dtype
     raise InputError(
-        f"`{flag}` must be a floating or complex dtype, such as bfloat16; found `{text}`"
+        f"`{flag}` must be a floating-point or complex dtype, e.g. bfloat16; found `{text}`"
     )
 
 
 def read_rules(path: str) -> list[Rule]:
     """Reads an ordered list of pairs from a JSON or TOML file.
 
-    In TOML it is the value of `rules`; in JSON it may be. The second of a pair is a mesh axis, a
-    list of mesh axes, or for none `""`, `[]` or `null`.
+    The list is the value of `rules` in TOML, and the value of `rules` or the whole document in
+    JSON. The second item of a pair is a mesh axis, a list of mesh axes, or `""`, `[]` or `null` for
+    none.
 
     Raises:
-      InputError: the file cannot be read or holds something else.
+      InputError: the file cannot be read, or its contents are invalid.
     """
     file = Path(path)
     if file.suffix not in {".json", ".toml"}:
@@ -150,18 +150,20 @@ def read_rules(path: str) -> list[Rule]:
     try:
         data = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"`--rules`: `{path}` is no {file.suffix[1:].upper()}: {error}") from error
+        raise InputError(
+            f"`--rules`: `{path}` is not valid {file.suffix[1:].upper()}: {error}"
+        ) from error
     pairs = data.get("rules") if isinstance(data, dict) else data
     if not isinstance(pairs, list):
         raise InputError(
-            f'`--rules`: `{path}` must hold a list of pairs, such as [["mlp", "model"], '
+            f'`--rules`: `{path}` must contain a list of pairs, e.g. [["mlp", "model"], '
             '["embed", "fsdp"]], in TOML as `rules = [...]`'
         )
     return [_rule(pair, path) for pair in pairs]
 
 
 def reason(error: Exception) -> str:
-    """Why a file could not be read or written, without its name."""
+    """Returns why a file could not be read or written, without its name."""
     return getattr(error, "strerror", None) or _one_line(str(error))
 
 
@@ -175,12 +177,12 @@ def _rule(pair: Any, path: str) -> Rule:
             return name, tuple(axes)
     raise InputError(
         f"`--rules`: in `{path}`, expected a pair of a logical name and a mesh axis, a list of "
-        f"mesh axes or nothing; found {json.dumps(pair, default=str)}"
+        f"mesh axes or null; found {json.dumps(pair, default=str)}"
     )
 
 
 def _one_line(text: str) -> str:
-    """The lines of a message as one."""
+    """Joins the lines of a message."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     joined = ""
     for line in lines:
@@ -190,7 +192,7 @@ def _one_line(text: str) -> str:
 
 
 def _where(error: BaseException) -> str:
-    """The file and line that raised, if it is not in an installed package."""
+    """Returns the file and line that raised, unless it is in an installed package."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -36,23 +36,23 @@ from opt_partition._memory.tables import plan_tables
 
 _EXAMPLES = """\
 MODULE:FUNCTION is called without arguments and returns (transformation, parameters, logical axes);
-the parameters may be jax.ShapeDtypeStructs. Modules of the current directory can be imported.
-No device of the mesh has to exist, and nothing is allocated on one.
+the parameters may be jax.ShapeDtypeStructs. Modules in the current directory can be imported.
+The devices of the mesh need not exist, and nothing is allocated on them.
 
 examples:
   python -m opt_partition explain train:optimizer
   python -m opt_partition plan train:optimizer --mesh data=8,model=4 --rules rules.toml --zero data
 
-rules.toml, in order of priority, with "" for no mesh axis:
+rules.toml, in order of precedence, with "" for no mesh axis:
   rules = [["mlp", "model"], ["embed", ["data", "fsdp"]], ["layers", ""]]
 """
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one line."""
+    """A parser whose errors are a single line."""
 
     def print_help(self, file: Any = None) -> None:
-        # That of argparse hides errors.
+        # argparse's own method ignores errors on writing.
         with standard_output():
             print(self.format_help(), end="", file=file)
 
@@ -67,11 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; by default those of the process.
 
     Returns:
-      0, or 2 after one line on standard error where the input is bad or standard output cannot be
-      written.
+      0, or 2 after printing one line to standard error if the input is invalid or standard output
+      cannot be written.
     """
     if hasattr(sys.stdout, "reconfigure"):
-        # A path may hold what the terminal's encoding has no letter for.
+        # A path may contain characters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         arguments = _parser().parse_args(argv)
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m opt_partition",
-        description="The sharding of an optimizer's state, explained and planned.",
+        description="Explain and plan the sharding of an optimizer state.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -97,10 +97,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_explain(commands: Any) -> None:
-    text = "Show which dimension of a parameter every dimension of the state follows, and why."
+    text = "Show which parameter dimension each dimension of the state follows, and why."
     command = _add_command(commands, "explain", text, needs_mesh=False)
     command.add_argument(
-        "--all", action="store_true", help="a row for every leaf, repeated layers included"
+        "--all", action="store_true", help="show a row for every leaf, including repeated layers"
     )
 
 
@@ -127,7 +127,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_command(commands: Any, name: str, text: str, *, needs_mesh: bool) -> Any:
-    """Adds a command with what both have in common."""
+    """Adds a command with the options common to both."""
     command = commands.add_parser(
         name,
         help=text,
@@ -136,7 +136,7 @@ def _add_command(commands: Any, name: str, text: str, *, needs_mesh: bool) -> An
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    command.add_argument("target", metavar="MODULE:FUNCTION", help="what to look at")
+    command.add_argument("target", metavar="MODULE:FUNCTION", help="function that returns the job")
     command.add_argument(
         "--mesh", metavar="AXIS=SIZE,...", required=needs_mesh, help="the mesh, e.g. data=8,model=4"
     )
@@ -144,26 +144,26 @@ def _add_command(commands: Any, name: str, text: str, *, needs_mesh: bool) -> An
         "--rules",
         metavar="FILE",
         required=needs_mesh,
-        help="JSON or TOML file of pairs of a logical name and a mesh axis",
+        help="JSON or TOML file with pairs of a logical name and a mesh axis",
     )
     command.add_argument(
-        "--zero", metavar="AXIS,...", help="mesh axes to extend the state over, e.g. data"
+        "--zero", metavar="AXIS,...", help="mesh axes to shard the state over (ZeRO), e.g. data"
     )
     command.add_argument(
-        "--strict", action="store_true", help="fail where the axes of a leaf were not decided"
+        "--strict", action="store_true", help="fail if the axes of a leaf could not be determined"
     )
     output = command.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON")
-    output.add_argument("--html", metavar="FILE", help="write one self-contained page")
+    output.add_argument("--html", metavar="FILE", help="write a self-contained HTML page")
     return command
 
 
 def _run(arguments: argparse.Namespace) -> None:
     if (arguments.mesh is None) != (arguments.rules is None):
-        raise InputError("`--mesh` and `--rules` go together: give both or neither")
+        raise InputError("`--mesh` and `--rules` must be given together")
     if arguments.zero is not None and arguments.mesh is None:
         raise InputError("`--zero` needs `--mesh` and `--rules`")
-    # What is cheap to check comes before what imports the caller's program.
+    # Validate cheap inputs before importing the user's program.
     mesh = None if arguments.mesh is None else parse_mesh(arguments.mesh)
     rules = None if arguments.rules is None else read_rules(arguments.rules)
     zero = None if mesh is None or arguments.zero is None else parse_axes(arguments.zero, mesh)
@@ -181,9 +181,9 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _plan_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `plan` is asked for and `explain` is not."""
+    """Returns the options that only `plan` has."""
     if arguments.zero_level == 2 and arguments.zero is None:
-        raise InputError("`--zero-level 2` needs `--zero`, such as `--zero data`")
+        raise InputError("`--zero-level 2` needs `--zero`, e.g. `--zero data`")
     dtypes = {"grad_dtype": arguments.grad_dtype, "accumulate": arguments.accumulate}
     for name, value in dtypes.items():
         if isinstance(value, str):
@@ -192,7 +192,7 @@ def _plan_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _show_explanation(arguments: argparse.Namespace, explanation: Explanation, params: Any) -> None:
-    """Shows a state whose mesh is not known."""
+    """Shows a state without a mesh."""
     if arguments.json:
         print_text(explanation.to_json())
         return
@@ -201,13 +201,13 @@ def _show_explanation(arguments: argparse.Namespace, explanation: Explanation, p
 
 
 def _show_layout(arguments: argparse.Namespace, plan: MemoryPlan) -> None:
-    """Shows a state and how it lies."""
+    """Shows a state and how it is sharded."""
     if arguments.json:
         data = json.loads(plan.explanation.to_json())
         rows = [row for row in plan.to_dict()["rows"] if row["kind"] == "state"]
         keys = ("spec", "shard_shape", "bytes_per_device", "notes", "actions")
-        for row, lies in zip(data["rows"], rows, strict=True):
-            row["layout"] = {key: lies[key] for key in keys}
+        for row, planned in zip(data["rows"], rows, strict=True):
+            row["layout"] = {key: planned[key] for key in keys}
         print_text(json.dumps({"mesh": dict(plan.mesh.shape), **data}, indent=1))
         return
     table = explanation_table(plan.explanation, plan.state, show_all=arguments.all)
@@ -223,7 +223,7 @@ def _show_plan(arguments: argparse.Namespace, plan: MemoryPlan) -> None:
 
 
 def _show(arguments: argparse.Namespace, tables: list[Table], items: list[Item]) -> None:
-    """Prints tables, or writes them with pictures."""
+    """Prints tables, or writes them to an HTML page with pictures."""
     if arguments.html is None:
         print_tables(tables)
         return

@@ -1,4 +1,4 @@
-"""What the command line gives back: tables on a terminal, text in a file."""
+"""Outputs of the command line: tables on a terminal, text in a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opt_partition._axes.explain import Explanation, Row
 from opt_partition._cli.inputs import InputError, reason
 from opt_partition._display import (
     Table,
-    both,
+    byte_cells,
     collapse,
     dtype_name,
     human_bytes,
@@ -31,12 +31,12 @@ _WIDE = sys.maxsize
 def explanation_table(
     explanation: Explanation, layout: Layout | None = None, *, show_all: bool = False
 ) -> Table:
-    """The rows of an explanation, leaves that differ in numbers of their paths together.
+    """Returns the table of an explanation, with repeated leaves collapsed.
 
     Args:
       explanation: the explanation.
-      layout: where the state lies, if it is known.
-      show_all: whether every leaf has a row of its own.
+      layout: the layout of the state, if known.
+      show_all: whether every leaf gets its own row.
     """
     columns = ["state", "leaves", "shape", "dtype", "parameter", "axes", "source"]
     columns += ["spec", "per device", "bytes per device"] if layout else []
@@ -56,7 +56,7 @@ def explanation_table(
         cells = [name, f"{len(group):,}", shape, dtype, parameter, axes, row.source]
         if leaf:
             per_device = sum(member.bytes_per_device for _, member in group if member)
-            cells += [join_entries(leaf.spec), *both(per_device)]
+            cells += [join_entries(leaf.spec), *byte_cells(per_device)]
         rows.append((*cells, "; ".join(_notes(row, leaf))))
     size = sum(row.bytes for row in explanation.rows)
     return Table(
@@ -70,12 +70,12 @@ def explanation_table(
 
 @contextlib.contextmanager
 def standard_output() -> Iterator[None]:
-    """Writes to standard output to the end, which whoever reads it may put early.
+    """Context in which to write to standard output; ignores a pipe closed by its reader.
 
     Raises:
-      InputError: it cannot be written, as on a full disk.
+      InputError: standard output cannot be written, e.g. on a full disk.
     """
-    # None where the process was started with it closed.
+    # None if the process was started with standard output closed.
     if (stream := sys.stdout) is None:
         raise InputError("standard output cannot be written: it is closed")
     try:
@@ -84,9 +84,9 @@ def standard_output() -> Iterator[None]:
         finally:
             stream.flush()
     except OSError as error:
-        # What the stream still holds would fail once more, with a traceback, when Python ends.
+        # Flushing the rest when Python exits would fail again, with a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        if not isinstance(error, BrokenPipeError):  # who reads a pipe may have seen enough
+        if not isinstance(error, BrokenPipeError):  # the reader may close a pipe early
             raise InputError(f"standard output cannot be written: {reason(error)}") from error
 
 
@@ -97,23 +97,23 @@ def print_text(text: str) -> None:
 
 
 def print_tables(tables: Sequence[Table]) -> None:
-    """Prints tables to standard output, as wide as a terminal or `COLUMNS` lets them be."""
-    # Lines in a file or a pipe are for programs, too: there, a row is a line.
+    """Prints tables to standard output, folded to the width of the terminal or `COLUMNS`."""
+    # In a file or a pipe, a row stays one line, for programs to process.
     width = shutil.get_terminal_size(fallback=(_WIDE, 0)).columns
     print_text("\n\n".join(table.folded(width) for table in tables))
 
 
 def write_text(path: str, text: str) -> None:
-    """Writes a file whole or not at all.
+    """Writes a file atomically.
 
     Raises:
-      InputError: it cannot be written.
+      InputError: the file cannot be written.
     """
     target = Path(path)
     try:
         if target.is_dir():
             raise IsADirectoryError(None, "Is a directory")
-        target = target.resolve()  # a link stays one
+        target = target.resolve()  # replace the target of a link, not the link
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(handle, "w", encoding="utf-8", errors="xmlcharrefreplace") as file:
@@ -129,7 +129,7 @@ def write_text(path: str, text: str) -> None:
 
 
 def _alike(row: Row, leaf: LeafLayout | None) -> tuple[object, ...]:
-    """What leaves of one row of the table have in common."""
+    """Returns the key of leaves that share a row of the table."""
     spec = leaf and (leaf.spec, leaf.memory_kind)
     owner = words(row.parameter or "")
     return row.shape, dtype_name(row.dtype), row.axes, row.source, owner, spec, _notes(row, leaf)
@@ -141,7 +141,7 @@ def _notes(row: Row, leaf: LeafLayout | None) -> tuple[str, ...]:
 
 
 def _umask() -> int:
-    """The mask of new files, which can only be read by setting it."""
+    """Returns the umask, which can only be read by setting it."""
     mask = os.umask(0o022)
     os.umask(mask)
     return mask

@@ -1,4 +1,4 @@
-"""How each parameter and its state lie over the mesh: what there is to draw, grouped."""
+"""Data for the pictures of parameters and their state on the mesh, grouped."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from opt_partition._mesh.specs import AnyMesh, manual_axes, mesh_axes_of, named_
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One leaf as it is drawn.
+    """One leaf to be drawn.
 
     Attributes:
       path: its path.
-      parameter: path of the parameter that it is, or follows.
-      field: what it is: `params`, `grads`, `ScaleByAdamState.mu`.
+      parameter: path of the parameter that it is or belongs to.
+      field: its field, e.g. `params`, `grads`, `ScaleByAdamState.mu`.
       shape: its shape.
-      dtype: the name of its dtype.
-      names: the logical name of each dimension, as text.
-      over: the mesh axes that each dimension is cut over, as text; empty where it is whole.
-      ways: how many shards each dimension is cut into.
-      copies: what holds the same shard: mesh axes as text, and how many devices.
-      remarks: memory, notes and the like.
+      dtype: name of its dtype.
+      names: logical name of each dimension, as text.
+      over: mesh axes that each dimension is sharded over, as text; empty if not sharded.
+      ways: number of shards of each dimension.
+      copies: mesh axes over which a shard is replicated, as text, and the number of copies.
+      remarks: memory kind, notes and actions.
     """
 
     path: str
@@ -44,13 +44,13 @@ class Item:
     remarks: tuple[str, ...]
 
     @property
-    def lies(self) -> Hashable:
-        """What makes one picture."""
+    def appearance(self) -> Hashable:
+        """The key of items with the same picture."""
         return self.shape, self.names, self.over, self.ways, self.copies, self.remarks
 
     @property
     def dimensions(self) -> list[str]:
-        """One line per dimension: its name, its size, and what becomes of it."""
+        """One line per dimension: its name, size and sharding."""
         lines = []
         for dim, (name, size) in enumerate(zip(self.names, self.shape, strict=True)):
             end = f" / {self.over[dim]} = {size // self.ways[dim]:,}" if self.over[dim] else ""
@@ -63,7 +63,7 @@ class Item:
             Side(dim, size, self.ways[dim], self.over[dim]) for dim, size in enumerate(self.shape)
         ]
         over = [f"dimension {side.dimension} over {side.over}" for side in sides if side.over]
-        where = "; ".join(over) or "whole on every device"
+        where = "; ".join(over) or "replicated on every device"
         return picture(sides, self.copies[1], f"{self.field} {join_ints(self.shape)}: {where}")
 
 
@@ -72,8 +72,8 @@ class Card:
     """One picture.
 
     Attributes:
-      item: a leaf that lies like this.
-      fields: what lies like this: fields and their dtypes.
+      item: a leaf with this picture.
+      fields: fields and dtypes of all leaves with this picture.
     """
 
     item: Item
@@ -82,12 +82,12 @@ class Card:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Parameters that lie alike, whose states do as well.
+    """Parameters that are sharded alike, together with their states.
 
     Attributes:
-      paths: patterns of their paths; of the leaves themselves where they follow no parameter.
-      count: how many they are.
-      cards: how the parameter and everything that follows it lies.
+      paths: patterns of their paths, or of the paths of leaves without a parameter.
+      count: number of parameters.
+      cards: pictures of the parameter and its state.
     """
 
     paths: tuple[str, ...]
@@ -96,7 +96,7 @@ class Family:
 
 
 def plan_items(plan: MemoryPlan) -> list[Item]:
-    """The leaves of a plan."""
+    """Returns the leaves of a plan as items."""
     manual = manual_axes(plan.mesh)
     items = []
     for row in plan.rows:
@@ -126,7 +126,7 @@ def plan_items(plan: MemoryPlan) -> list[Item]:
 
 
 def explanation_items(explanation: Explanation, params: Any) -> list[Item]:
-    """The leaves of a state whose mesh is not known."""
+    """Returns the leaves of a state without a mesh as items."""
     fields = state_fields(explanation.state, params)
     return [
         Item(
@@ -146,15 +146,15 @@ def explanation_items(explanation: Explanation, params: Any) -> list[Item]:
 
 
 def families(items: Iterable[Item]) -> list[Family]:
-    """Groups leaves by parameter, and parameters that lie alike; the leaves of none are last."""
+    """Groups leaves by parameter, and equal parameters; leaves without a parameter are last."""
     by_parameter: dict[tuple[str | None, str], list[Item]] = {}
     for item in items:
-        # Leaves that follow no parameter do not belong together.
+        # Leaves without a parameter are not grouped.
         alone = item.path if item.parameter is None else ""
         by_parameter.setdefault((item.parameter, alone), []).append(item)
     alike: dict[Hashable, list[tuple[str, list[Item]]]] = {}
     for (parameter, alone), group in sorted(by_parameter.items(), key=lambda i: i[0][0] is None):
-        key = tuple((item.field, item.dtype, item.lies) for item in group)
+        key = tuple((item.field, item.dtype, item.appearance) for item in group)
         alike.setdefault((parameter is None, key), []).append((parameter or alone, group))
     return [_family(members) for members in alike.values()]
 
@@ -166,7 +166,7 @@ def _product(mesh: AnyMesh, axes: Iterable[str]) -> str:
 def _family(members: Sequence[tuple[str, list[Item]]]) -> Family:
     by_picture: dict[Hashable, list[Item]] = {}
     for item in members[0][1]:
-        by_picture.setdefault(item.lies, []).append(item)
+        by_picture.setdefault(item.appearance, []).append(item)
     cards = (
         Card(items[0], tuple(dict.fromkeys(f"{item.field} {item.dtype}" for item in items)))
         for items in by_picture.values()

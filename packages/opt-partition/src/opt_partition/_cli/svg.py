@@ -1,4 +1,4 @@
-"""A picture of one leaf: its dimensions, cut into the shards that lie on a mesh."""
+"""A picture of one leaf, with its dimensions divided into shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GAP = 16
 _MOST_CELLS = 16
 _CELLS_BEFORE_GAP = 6
 
-# Every picture of a page refers to this one pattern.
+# Shared by all pictures of a page.
 HATCH = (
     '<svg width="0" height="0" style="position:absolute" aria-hidden="true"><defs>'
     '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
@@ -31,10 +31,10 @@ class Side:
     """One dimension of a leaf.
 
     Attributes:
-      dimension: which.
-      size: how long it is.
-      ways: into how many shards it is cut.
-      over: the mesh axes it is cut over, as text; empty where it is whole.
+      dimension: its index.
+      size: its size.
+      ways: its number of shards.
+      over: mesh axes that it is sharded over, as text; empty if not sharded.
     """
 
     dimension: int
@@ -44,22 +44,22 @@ class Side:
 
     @property
     def tag(self) -> str:
-        """What is written beside it."""
+        """The label of the side."""
         return f"dim {self.dimension}" + (f": {self.over}" if self.over else "")
 
 
 def picture(sides: Sequence[Side], copies: int, label: str) -> str:
     """Draws a leaf as inline SVG.
 
-    Two dimensions are the face, cut into shards; of more, those that are sharded, or else the
-    longest, are, and every other is a strip below. The first shard stands out, being what one
-    device holds. Copies of a shard on other devices are hatched: sheets behind the face, or the
-    face itself where nothing is sharded.
+    Two dimensions are drawn as a rectangle divided into shards: sharded ones first, then the
+    longest. All others are strips below it. The first shard, held by one device, is highlighted.
+    Copies on other devices are hatched, as sheets behind the rectangle, or as the rectangle itself
+    if nothing is sharded.
 
     Args:
       sides: the dimensions.
-      copies: how many devices hold the same shard.
-      label: what the picture shows, for those who cannot see it.
+      copies: number of devices that hold the same shard.
+      label: alternative text for screen readers.
 
     Returns:
       An `svg` element, which needs the styles of the page and `HATCH`.
@@ -89,7 +89,7 @@ def picture(sides: Sequence[Side], copies: int, label: str) -> str:
         body.append(_text(_LEFT, y + 10, strip.tag))
         body += _grid(_LEFT, y + 14, _LONGEST, _STRIP, (1, strip.ways), is_copied)
         y += _STRIP_PITCH
-    # A tag that stands upright may be longer than the face is high.
+    # A vertical label may be longer than the rectangle is high.
     upright = _TOP + 6 * len(rows.tag) if rows else 0
     return (
         f'<svg role="img" width="{_WIDTH}" height="{max(y, upright):g}">'
@@ -98,13 +98,13 @@ def picture(sides: Sequence[Side], copies: int, label: str) -> str:
 
 
 def _face(sides: Sequence[Side]) -> list[Side]:
-    """The two dimensions that are drawn as a rectangle, in order; fewer if there are no two."""
+    """Returns the (up to two) dimensions that are drawn as a rectangle, in order."""
     ranked = sorted(sides, key=lambda side: (-side.ways, -side.size, side.dimension))
     return sorted(ranked[:2], key=lambda side: side.dimension)
 
 
 def _face_size(rows: Side | None, columns: Side | None) -> tuple[float, float]:
-    """Width and height; long and thin leaves are drawn less so."""
+    """Returns width and height, with the aspect ratio compressed."""
     if columns is None:
         return _BAR, _BAR
     if rows is None:
@@ -118,7 +118,7 @@ def _face_size(rows: Side | None, columns: Side | None) -> tuple[float, float]:
 def _grid(
     x: float, y: float, width: float, height: float, ways: tuple[int, int], is_copied: bool
 ) -> Iterator[str]:
-    """Yields the shards of a rectangle that is cut into `ways` rows and columns."""
+    """Yields the shards of a rectangle with `ways` rows and columns."""
     for top, high, row in _cells(height, ways[0]):
         for left, wide, column in _cells(width, ways[1]):
             if row is None or column is None:
@@ -136,7 +136,7 @@ def _grid(
 
 
 def _cells(length: float, ways: int) -> Iterator[tuple[float, float, int | None]]:
-    """Yields start, length and number of each shard; the number is `None` for many left out."""
+    """Yields the start, length and number of each shard; `None` stands for omitted ones."""
     if ways <= _MOST_CELLS:
         size = length / ways
         yield from ((n * size, size, n) for n in range(ways))
@@ -149,7 +149,7 @@ def _cells(length: float, ways: int) -> Iterator[tuple[float, float, int | None]
 
 
 def _dots(x: float, y: float, width: float, height: float) -> Iterator[str]:
-    """Yields dots along the longer side of a gap's place."""
+    """Yields dots along the longer side of a gap."""
     across, down = (width / 4, 0.0) if width > height else (0.0, height / 4)
     for n in (-1, 0, 1):
         yield (

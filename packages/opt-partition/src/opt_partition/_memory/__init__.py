@@ -1,1 +1,1 @@
-"""What a training step holds on every device."""
+"""Memory of a training step per device."""

@@ -1,4 +1,4 @@
-"""What a training step holds on every device, before anything is allocated."""
+"""Planning of the memory per device of a training step, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -46,43 +46,43 @@ def memory_plan(
 ) -> MemoryPlan:
     """Plans the memory of a training step: parameters, gradients, accumulators, optimizer state.
 
-    Nothing is allocated and no device is asked: `params` may be `jax.ShapeDtypeStruct`s and the
-    mesh a `jax.sharding.AbstractMesh` of any size. The plan counts the arrays that a step takes
-    or makes, to the byte. It does not count activations, nor the padding that the layouts of
-    some accelerators add, nor what the compiler needs besides.
+    Allocates nothing and uses no device: `params` may be `jax.ShapeDtypeStruct`s, and the mesh a
+    `jax.sharding.AbstractMesh` of any size. The plan counts, to the byte, the arrays that a step
+    takes and returns. It does not include activations, padding added by the layouts of some
+    accelerators, or temporary buffers of the compiler.
 
     Args:
-      tx: the transformation, its `init`, a definition or an optimizer, as for `explain`.
-      params: arrays or `jax.ShapeDtypeStruct`s. `None` for those of an optimizer.
-      param_axes: the logical axes of each, as for `derive_logical_axes`.
-      rules: which mesh axes logical names lie over, as for `logical_to_mesh`.
+      tx: the transformation, its `init`, a definition or an optimizer; see `explain`.
+      params: arrays or `jax.ShapeDtypeStruct`s; `None` for those of an optimizer.
+      param_axes: logical axes of each parameter; see `derive_logical_axes`.
+      rules: rules from logical names to mesh axes; see `logical_to_mesh`.
       mesh: the mesh.
-      zero: mesh axes to extend the optimizer state over, as `extend_over` does.
-      zero_level: 1 for the state; 2 for gradients and accumulators too.
-      zero_min_bytes: leaves smaller than this are not extended.
-      grad_dtype: the dtype of the gradients; by default, each parameter's. Complex parameters
-        keep theirs, with a note, where it is real, and real ones where it is complex; integers
-        have gradients of no bytes (float0).
-      accumulate: the dtype of accumulators that lie like the gradients, beside any in `tx`
-        itself, such as those of `optax.MultiSteps`; `True` for float32 or the gradient's dtype
-        where that is wider.
-      group_by: returns the group of a parameter from its path; by default, the first key.
-      memory_kinds: the memory of the state's leaves, as for `logical_to_mesh`.
+      zero: mesh axes to shard the optimizer state over; see `extend_over`.
+      zero_level: 1 for the state only; 2 for gradients and accumulators too.
+      zero_min_bytes: minimum size of the leaves to which `zero` applies.
+      grad_dtype: dtype of the gradients; by default, that of each parameter. A real dtype is not
+        applied to complex parameters, nor vice versa; a note says so. Gradients of integers take no
+        memory (float0).
+      accumulate: dtype of additional gradient accumulators, sharded like the gradients, besides any
+        in `tx` itself, such as those of `optax.MultiSteps`; `True` for float32, or the gradient's
+        dtype if wider.
+      group_by: returns the group of a parameter for its path; by default, the first key.
+      memory_kinds: memory kinds of the state leaves; see `logical_to_mesh`.
       derivation_rules: `rules` of `explain`.
-      strict: as for `explain`.
-      on_indivisible: as for `logical_to_mesh`.
-      on_unknown: as for `logical_to_mesh`.
+      strict: see `explain`.
+      on_indivisible: see `logical_to_mesh`.
+      on_unknown: see `logical_to_mesh`.
 
     Returns:
       The plan.
 
     Raises:
-      AxesError: the axes, rules and mesh do not fit together.
+      AxesError: axes, rules and mesh do not match.
       IndivisibleError: see `logical_to_mesh`.
       UndecidedError: see `explain`.
-      TypeError: `derivation_rules` are not `Rules`, or `group_by` returns no string.
-      ValueError: `zero_level` is neither 1 nor 2, or it is 2 without `zero`; or `grad_dtype` or
-        `accumulate` is a dtype that no gradient has.
+      TypeError: `derivation_rules` is not a `Rules`, or `group_by` does not return a string.
+      ValueError: `zero_level` is neither 1 nor 2, or is 2 without `zero`; or `grad_dtype` or
+        `accumulate` is not a valid dtype for gradients.
 
     Examples:
       >>> import optax
@@ -106,11 +106,10 @@ def memory_plan(
     _check_dtype("accumulate", None if isinstance(accumulate, bool) else accumulate)
     if not isinstance(derivation_rules, Rules):
         raise TypeError(
-            "`derivation_rules` must be `Rules`, such as "
-            "`DEFAULT_RULES.extend({MyState: rule})`; found a "
-            f"{type(derivation_rules).__name__}"
+            "`derivation_rules` must be `Rules`, e.g. `DEFAULT_RULES.extend({MyState: rule})`; "
+            f"found a {type(derivation_rules).__name__}"
         )
-    # They are read for parameters, state and reasons, which an iterator would serve only once.
+    # Read several times (parameters, state, reasons), so an iterator would be exhausted.
     rules = rules if isinstance(rules, Mapping) else list(rules)
     params = params_of(tx, params)
     explanation = explain(tx, params, param_axes, rules=derivation_rules, strict=strict)
@@ -168,7 +167,7 @@ def _check_zero(zero: str | Sequence[str] | None, level: int, mesh: AnyMesh) -> 
     absent = [axis for axis in axes if axis not in mesh.shape]
     if absent or len(set(axes)) < len(axes):
         raise AxesError(
-            "`zero` must be mesh axes, each once: the mesh has "
+            "`zero` must be distinct mesh axes: the mesh has "
             f"{named_sizes(mesh, mesh.axis_names)}; found {zero!r}"
         )
     if level not in (1, 2) or (level == 2 and not axes):
@@ -180,16 +179,16 @@ def _check_zero(zero: str | Sequence[str] | None, level: int, mesh: AnyMesh) -> 
 
 
 def _check_dtype(argument: str, asked: Any) -> None:
-    """Raises `ValueError` where gradients cannot be of a dtype."""
+    """Raises `ValueError` if gradients cannot have a dtype."""
     if asked is not None and not jax.numpy.issubdtype(asked, np.inexact):
         raise ValueError(
-            f"`{argument}` must be a floating or complex dtype, such as 'bfloat16': the gradient "
-            f"of a float is no {jax.numpy.dtype(asked)}"
+            f"`{argument}` must be a floating-point or complex dtype, e.g. 'bfloat16'; found "
+            f"{jax.numpy.dtype(asked)}"
         )
 
 
 def _extend(layout: Layout, axes: tuple[str, ...], min_bytes: int) -> Layout:
-    """The same layout, extended over `axes` if there are any."""
+    """Returns the layout extended over `axes`, if any."""
     if not axes:
         return layout
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), layout.leaves)
@@ -201,7 +200,7 @@ def _first_key(path: str) -> str:
 
 
 def _with_dtypes(layout: Layout, choose: Callable[[Any], tuple[Any, str | None]]) -> Layout:
-    """The same layout for other dtypes, with notes why a dtype is not what was asked for."""
+    """Returns the layout with other dtypes, and notes where a requested dtype is not used."""
 
     def change(leaf: LeafLayout) -> LeafLayout:
         dtype, note = choose(leaf.dtype)
@@ -212,7 +211,7 @@ def _with_dtypes(layout: Layout, choose: Callable[[Any], tuple[Any, str | None]]
 
 
 def _grad_dtype(dtype: Any, asked: Any) -> tuple[Any, str | None]:
-    """The dtype of the gradient of a parameter of `dtype`."""
+    """Returns the gradient dtype of a parameter of `dtype`, and a note."""
     if not jax.numpy.issubdtype(dtype, np.inexact):
         return jax.dtypes.float0, None
     if asked is None:
@@ -223,12 +222,12 @@ def _grad_dtype(dtype: Any, asked: Any) -> tuple[Any, str | None]:
     )
     if is_complex != to_complex:
         found = "complex" if to_complex else "real"
-        return dtype, f"the gradient stays {dtype}: {asked} is {found}"
+        return dtype, f"the gradient keeps {dtype}, as {asked} is {found}"
     return asked, None
 
 
 def _accumulator_dtype(dtype: Any, asked: Any) -> tuple[Any, str | None]:
-    """The dtype of the accumulator of a gradient of `dtype`."""
+    """Returns the accumulator dtype of a gradient of `dtype`, and a note."""
     if asked is True and dtype != jax.dtypes.float0:
         with jax.numpy_dtype_promotion("standard"):
             return jax.numpy.promote_types(dtype, jax.numpy.float32), None

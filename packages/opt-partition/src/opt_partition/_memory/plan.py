@@ -1,4 +1,4 @@
-"""A plan of the memory of a training step, as data."""
+"""The data of a memory plan."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class PlanRow:
     """One leaf of a plan.
 
     Attributes:
-      kind: what it is a leaf of.
-      leaf: where it lies.
-      axes: the logical name of each dimension.
-      parameter: path of the parameter that it is, or follows; `None` for counters and the like.
-      group: the group of that parameter.
-      field: the field of the optimizer state, e.g. `ScaleByAdamState.mu`; otherwise the kind.
-      waste: bytes that every device holds beyond an equal share of the leaf.
-      reason: why it holds them; empty where there is no waste.
+      kind: the tree that it belongs to.
+      leaf: its layout.
+      axes: logical name of each dimension.
+      parameter: path of the parameter that it is or belongs to; `None` for counters etc.
+      group: group of that parameter.
+      field: field of the optimizer state, e.g. `ScaleByAdamState.mu`; otherwise the kind.
+      waste: bytes that each device holds beyond an equal share of the leaf.
+      reason: why it is replicated; empty if there is no waste.
     """
 
     kind: Kind
@@ -51,10 +51,10 @@ class GroupBytes:
     """Bytes per device of one group of parameters.
 
     Attributes:
-      params: of the parameters themselves.
-      grads: of their gradients.
-      accumulators: of their gradient accumulators.
-      state: of the optimizer state that follows them.
+      params: bytes of the parameters themselves.
+      grads: bytes of their gradients.
+      accumulators: bytes of their gradient accumulators.
+      state: bytes of their optimizer state.
     """
 
     params: int = 0
@@ -64,27 +64,27 @@ class GroupBytes:
 
     @property
     def total(self) -> int:
-        """All four together."""
+        """Sum of the four."""
         return self.params + self.grads + self.accumulators + self.state
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan(OnMesh):
-    """What lies where, and how many bytes it takes; `print` shows it as tables.
+    """The layout and memory of a training step; prints as tables.
 
-    All numbers of bytes are exact and plain integers. Copies share the mesh; a pickle has an
-    `AbstractMesh` of the same axes in its place, in the layouts too.
+    Byte counts are exact integers. Copies share the mesh; a pickle has an `AbstractMesh` with the
+    same axes instead, also in the layouts.
 
     Attributes:
       mesh: the mesh.
-      params: layout of the parameters; `plan.params.shardings` goes into `jax.jit` as it is.
+      params: layout of the parameters; pass `plan.params.shardings` to `jax.jit`.
       grads: layout of the gradients.
-      accumulators: layout of the gradient accumulators; `None` where there are none.
+      accumulators: layout of the gradient accumulators, or `None`.
       state: layout of the optimizer state.
-      rows: every leaf, in the order parameters, gradients, accumulators, state.
+      rows: a row per leaf, in the order parameters, gradients, accumulators, state.
       explanation: how the logical axes of the state were derived.
-      zero: the mesh axes that the state is extended over.
-      zero_level: 1 where only the state is, 2 where gradients and accumulators are as well.
+      zero: mesh axes that the state is sharded over in addition.
+      zero_level: 1 if this applies to the state only, 2 for gradients and accumulators too.
     """
 
     mesh: AnyMesh
@@ -99,57 +99,57 @@ class MemoryPlan(OnMesh):
 
     @property
     def param_bytes(self) -> int:
-        """Bytes of the parameters, each once."""
+        """Global bytes of the parameters."""
         return self.params.bytes
 
     @property
     def param_bytes_per_device(self) -> int:
-        """Bytes of the parameters on one device."""
+        """Bytes of the parameters per device."""
         return self.params.bytes_per_device
 
     @property
     def grad_bytes(self) -> int:
-        """Bytes of the gradients, each once."""
+        """Global bytes of the gradients."""
         return self.grads.bytes
 
     @property
     def grad_bytes_per_device(self) -> int:
-        """Bytes of the gradients on one device."""
+        """Bytes of the gradients per device."""
         return self.grads.bytes_per_device
 
     @property
     def accumulator_bytes(self) -> int:
-        """Bytes of the gradient accumulators, each once."""
+        """Global bytes of the gradient accumulators."""
         return self.accumulators.bytes if self.accumulators else 0
 
     @property
     def accumulator_bytes_per_device(self) -> int:
-        """Bytes of the gradient accumulators on one device."""
+        """Bytes of the gradient accumulators per device."""
         return self.accumulators.bytes_per_device if self.accumulators else 0
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the optimizer state, each leaf once."""
+        """Global bytes of the optimizer state."""
         return self.state.bytes
 
     @property
     def state_bytes_per_device(self) -> int:
-        """Bytes of the optimizer state on one device."""
+        """Bytes of the optimizer state per device."""
         return self.state.bytes_per_device
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of everything, each leaf once."""
+        """Global bytes of all leaves."""
         return sum(row.leaf.bytes for row in self.rows)
 
     @property
     def total_bytes_per_device(self) -> int:
-        """Bytes of everything on one device, in whatever memory."""
+        """Bytes of all leaves per device, in all memory kinds."""
         return sum(row.leaf.bytes_per_device for row in self.rows)
 
     @property
     def bytes_per_device_by_memory(self) -> dict[str, int]:
-        """Bytes on one device by the memory they lie in, `'device'` being its default."""
+        """Bytes per device by memory kind; `'device'` is the default memory."""
         return _sums((row.leaf.memory_kind or "device", row) for row in self.rows)
 
     @property
@@ -171,23 +171,23 @@ class MemoryPlan(OnMesh):
 
     @functools.cached_property
     def replicated(self) -> tuple[PlanRow, ...]:
-        """The leaves of which devices hold more than an equal share, the worst first."""
+        """The leaves of which devices hold more than an equal share, largest waste first."""
         wasteful = (row for row in self.rows if row.waste)
         return tuple(sorted(wasteful, key=lambda row: -row.waste))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Every request that could not be honoured, as `kind path: what and why`."""
+        """Every request that could not be satisfied, as `kind path: reason`."""
         return tuple(
             f"{row.kind} {row.leaf.path}: {note}" for row in self.rows for note in row.leaf.notes
         )
 
     def to_json(self) -> str:
-        """Returns everything as JSON."""
+        """Returns the plan as JSON."""
         return json.dumps(self.to_dict(), indent=1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as dicts, lists, strings and numbers."""
+        """Returns the plan as dicts, lists, strings and numbers."""
         kinds = {"params": "param", "grads": "grad", "accumulators": "accumulator"}
         prefixes = [*(kinds.get(kind, kind) for kind in KINDS), "total"]
         names = [f"{name}_bytes{end}" for name in prefixes for end in ("", "_per_device")]
@@ -211,7 +211,7 @@ class MemoryPlan(OnMesh):
 
 
 def _sums(named: Iterable[tuple[str, PlanRow]]) -> dict[str, int]:
-    """Bytes per device under each name, in the order of the names."""
+    """Returns the sum of bytes per device for each name, in order of first occurrence."""
     sums: Counter[str] = Counter()
     for name, row in named:
         sums[name] += row.leaf.bytes_per_device

@@ -1,4 +1,4 @@
-"""The rows of a memory plan: what every leaf costs, and why it is not sharded further."""
+"""The rows of a memory plan: the cost of every leaf, and why it is not sharded further."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from opt_partition._mesh.specs import AnyMesh, manual_axes, mesh_axes_of, named_
 
 
 class RowMaker:
-    """Makes the rows of a plan.
+    """Creates the rows of a plan.
 
     Args:
-      rules: which mesh axes logical names lie over.
+      rules: rules from logical names to mesh axes.
       mesh: the mesh.
-      zero: the mesh axes that the leaves of a kind were extended over.
-      group_by: returns the group of a parameter from its path.
+      zero: for each kind, the mesh axes that its leaves were extended over.
+      group_by: returns the group of a parameter for its path.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RowMaker:
         self._group_by = group_by
 
     def of_params(self, kind: Kind, layout: Layout, axes: Any) -> Iterator[PlanRow]:
-        """Yields the rows of a tree like the parameters, whose logical axes are `axes`."""
+        """Yields the rows of a tree with the structure and logical axes of the parameters."""
         names = [tuple(spec) for spec in jax.tree.leaves(axes)]
         paths = [leaf.path for leaf in layout.rows]
         return self._rows(kind, layout, names, paths, [kind] * len(paths))
@@ -53,7 +53,7 @@ class RowMaker:
     def of_state(
         self, layout: Layout, explanation: Explanation, fields: Sequence[str]
     ) -> Iterator[PlanRow]:
-        """Yields the rows of an optimizer state, whose leaves belong to `fields`."""
+        """Yields the rows of an optimizer state, given the field of each leaf."""
         names = [row.axes for row in explanation.rows]
         parameters = [row.parameter for row in explanation.rows]
         return self._rows("state", layout, names, parameters, fields)
@@ -85,13 +85,13 @@ class RowMaker:
         group: object = self._group_by(parameter)
         if not isinstance(group, str):
             raise TypeError(
-                f"`group_by` must return the name of a group, a string, for the path of every "
-                f"parameter; for {parameter!r} it returned {group!r}, a {type(group).__name__}"
+                "`group_by` must return a string, the name of a group, for every parameter path; "
+                f"for {parameter!r} it returned {group!r}, a {type(group).__name__}"
             )
         return group
 
     def _reason(self, kind: Kind, leaf: LeafLayout, names: tuple[Any, ...]) -> str:
-        """Which mesh axes a leaf does not lie over, and why."""
+        """Returns the mesh axes that a leaf is not sharded over, and why."""
         used = {axis for entry in leaf.spec for axis in mesh_axes_of(entry)}
         free = [axis for axis in self._sizes if axis not in used]
         where = f"not over {named_sizes(self._mesh, free)}"

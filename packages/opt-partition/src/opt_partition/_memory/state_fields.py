@@ -1,4 +1,4 @@
-"""The field of the optimizer state that each of its leaves belongs to."""
+"""Names of the optimizer state field that each leaf belongs to."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _FIELD_KEYS = (GetAttrKey, FlattenedIndexKey)
 
 
 def state_fields(state: Any, params: Any) -> list[str]:
-    """Names the field of every leaf of an optimizer state, e.g. `ScaleByAdamState.mu`.
+    """Returns the field name of every leaf of an optimizer state, e.g. `ScaleByAdamState.mu`.
 
-    That is the innermost field whose container is none of the kinds that the parameters are made
-    of, so that `mu` of an Equinox model is one field. Leaves of a state without such containers
-    go by the first string among their keys.
+    This is the innermost field whose container type does not occur in the parameters, so that `mu`
+    of an Equinox model is a single field. Leaves outside of such containers are named after the
+    first string among their keys.
 
     Args:
       state: the optimizer state, or its shapes.
-      params: the parameters that it is for.
+      params: the parameters of the state.
 
     Returns:
       A name per leaf, in JAX's order.
@@ -42,10 +42,10 @@ def state_fields(state: Any, params: Any) -> list[str]:
 def _walk(
     node: Any, field: str | None, key: str | None, of_params: frozenset[type]
 ) -> Iterator[str]:
-    """Yields the names below `node`, which lies in `field`, or else under the string `key`."""
+    """Yields the names of leaves below `node`, which is inside `field` or the string `key`."""
     opened = children(node)
     if opened is None:
-        # None and other nodes without children are no leaves to JAX.
+        # JAX does not treat None and other nodes without children as leaves.
         yield from [field or key or type(node).__name__] * len(jax.tree.leaves(node))
         return
     container = type(node)

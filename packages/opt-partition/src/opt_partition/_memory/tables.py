@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from opt_partition._display import (
     Table,
-    both,
+    byte_cells,
     collapse,
     dtype_name,
     human_bytes,
@@ -23,7 +23,7 @@ _MOST_WASTEFUL = 12
 
 
 def plan_tables(plan: MemoryPlan) -> list[Table]:
-    """The tables that show a plan: totals, memories, fields, groups, replicated leaves."""
+    """Returns the tables of a plan: totals, memory kinds, fields, groups, replicated leaves."""
     tables = [_totals(plan)]
     if len(plan.bytes_per_device_by_memory) > 1:
         tables.append(_memories(plan))
@@ -34,9 +34,9 @@ def plan_tables(plan: MemoryPlan) -> list[Table]:
 
 
 def plan_title(plan: MemoryPlan) -> str:
-    """One line on what is planned.
+    """Returns the title of a plan.
 
-    The mesh with its size, and what is extended over which axes.
+    Contains the mesh with its size, and what is sharded further over which axes.
     """
     title = f"mesh {named_sizes(plan.mesh, plan.mesh.axis_names)}: {plan.mesh.size:,} devices"
     if plan.zero:
@@ -58,7 +58,10 @@ def _totals(plan: MemoryPlan) -> Table:
     return Table(
         plan_title(plan),
         ("", "per device", "bytes per device", "whole", "bytes"),
-        tuple((name, *both(device), *both(whole)) for name, (device, whole) in parts.items()),
+        tuple(
+            (name, *byte_cells(device), *byte_cells(whole))
+            for name, (device, whole) in parts.items()
+        ),
         frozenset({"per device", "bytes per device", "whole", "bytes"}),
     )
 
@@ -67,7 +70,9 @@ def _memories(plan: MemoryPlan) -> Table:
     return Table(
         "by memory",
         ("memory", "per device", "bytes per device"),
-        tuple((kind, *both(count)) for kind, count in plan.bytes_per_device_by_memory.items()),
+        tuple(
+            (kind, *byte_cells(count)) for kind, count in plan.bytes_per_device_by_memory.items()
+        ),
         frozenset({"per device", "bytes per device"}),
     )
 
@@ -78,7 +83,7 @@ def _fields(plan: MemoryPlan) -> Table:
         leaves = [row.leaf for row in plan.rows if row.kind == "state" and row.field == field]
         dtypes = ", ".join(dict.fromkeys(dtype_name(leaf.dtype) for leaf in leaves))
         whole = human_bytes(sum(leaf.bytes for leaf in leaves))
-        rows.append((field, f"{len(leaves):,}", dtypes, *both(device), whole))
+        rows.append((field, f"{len(leaves):,}", dtypes, *byte_cells(device), whole))
     return Table(
         "optimizer state by field",
         ("field", "leaves", "dtype", "per device", "bytes per device", "whole"),
@@ -96,7 +101,7 @@ def _groups(plan: MemoryPlan) -> Table:
     for pattern, items in alike:
         _, group = items[0]
         cells = [human_bytes(getattr(group, kind)) for kind in kinds]
-        rows.append((pattern, f"{len(items):,}", *cells, *both(group.total)))
+        rows.append((pattern, f"{len(items):,}", *cells, *byte_cells(group.total)))
     return Table(
         "bytes per device of each group of parameters",
         ("group", "groups", *kinds, "total", "bytes"),
@@ -113,11 +118,11 @@ def _replicated(plan: MemoryPlan) -> Table:
     shown = list(_wasteful(ranked[:_MOST_WASTEFUL]))
     rest = [row for _, rows in ranked[_MOST_WASTEFUL:] for row in rows]
     if rest:
-        device, count = both(sum(row.waste for row in rest))
+        device, count = byte_cells(sum(row.waste for row in rest))
         shown.append((f"{len(rest):,} more leaves", "", "", "", device, count, ""))
     total = sum(row.waste for row in plan.replicated)
     return Table(
-        f"replicated: {human_bytes(total)} ({total:,} bytes) of each device beyond an equal share",
+        f"replicated: {human_bytes(total)} ({total:,} bytes) per device beyond an equal share",
         ("leaf", "leaves", "shape", "spec", "waste", "bytes", "reason"),
         tuple(shown),
         frozenset({"leaves", "waste", "bytes"}),
@@ -127,7 +132,7 @@ def _replicated(plan: MemoryPlan) -> Table:
 def _wasteful(ranked: Iterable[tuple[str, list[PlanRow]]]) -> Iterator[tuple[str, ...]]:
     for pattern, rows in ranked:
         leaf = rows[0].leaf
-        waste = both(sum(row.waste for row in rows))
+        waste = byte_cells(sum(row.waste for row in rows))
         shape, spec = join_ints(leaf.shape), join_entries(leaf.spec)
         yield (pattern, f"{len(rows):,}", shape, spec, *waste, rows[0].reason)
 

@@ -1,1 +1,1 @@
-"""From logical axes to devices."""
+"""Layouts of trees on a mesh, from their logical axes."""

@@ -1,4 +1,4 @@
-"""Trees that go with another tree, leaf by leaf."""
+"""Alignment of a tree with the leaves of another."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from opt_partition.errors import AxesError
 
 
 def align(tree: Any, like: Any, argument: str, *, prefix: bool = False) -> list[Any]:
-    """What `tree` holds in the place of each leaf of `like`, in JAX's order.
+    """Returns the entry of `tree` for each leaf of `like`, in JAX's order.
 
-    Containers may differ in type as long as their keys agree, so that a dict stands for a
-    FrozenDict; and `None` may be held, though JAX takes it for an empty container.
+    Container types may differ as long as the keys agree, e.g. a dict for a FrozenDict, and entries
+    may be `None`, although JAX treats it as an empty container.
 
     Args:
       tree: any pytree.
-      like: the tree whose leaves count.
-      argument: the caller's name of `tree`, for the message.
-      prefix: whether a leaf of `tree` may stand for a whole subtree of `like`.
+      like: the tree that determines the leaves.
+      argument: the caller's name for `tree`, for the error message.
+      prefix: whether a leaf of `tree` may apply to a whole subtree of `like`.
 
     Raises:
-      AxesError: `tree` has not the structure of `like`; lists every path.
+      AxesError: `tree` does not have the structure of `like`; the message lists all paths.
 
     Examples:
       >>> align({'w': 'x', 'b': None}, {'w': 1, 'b': 2}, 'axes')
@@ -38,20 +38,20 @@ def align(tree: Any, like: Any, argument: str, *, prefix: bool = False) -> list[
         try:
             return list(treedef.flatten_up_to(tree))
         except ValueError:
-            pass  # containers of other types, or a difference: the walk tells
+            pass  # different container types, or a mismatch, which `_walk` reports
     problems: list[str] = []
     entries = list(_walk(tree, like, (), prefix, problems))
     if problems:
         raise AxesError(
             "\n  ".join(
-                [f"`{argument}` has another structure than the leaves it is for:", *problems]
+                [f"`{argument}` does not have the tree structure of its leaves:", *problems]
             )
         )
     return entries
 
 
 def _walk(tree: Any, like: Any, path: KeyPath, prefix: bool, problems: list[str]) -> Iterator[Any]:
-    """Yields the entries of `align`; adds to `problems`."""
+    """Yields the entries of `align`; appends mismatches to `problems`."""
     node, given = children(like), children(tree)
     if node is None:
         if like is not None:
@@ -84,7 +84,7 @@ def _walk(tree: Any, like: Any, path: KeyPath, prefix: bool, problems: list[str]
 
 
 def brief(value: Any) -> str:
-    """A few words for what stands where something else should."""
+    """Describes an unexpected value in a few words."""
     if isinstance(value, PartitionSpec):
-        return "a PartitionSpec"  # the class has another name in newer versions of JAX
+        return "a PartitionSpec"  # the name of the class depends on the JAX version
     return "None" if value is None else f"a {type(value).__name__}"

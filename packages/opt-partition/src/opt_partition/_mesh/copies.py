@@ -1,4 +1,4 @@
-"""Copies and pickles of what lies on a mesh: devices belong to a process and are never copied."""
+"""Copying and pickling of objects with a mesh, whose devices belong to a process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from opt_partition._mesh.specs import AnyMesh
 
 
 class OnMesh:
-    """A base of frozen dataclasses with the field `mesh`.
+    """Base class of frozen dataclasses with the field `mesh`.
 
-    Copies share the mesh. Pickles have an `AbstractMesh` of the same axes in its place, since
-    devices cannot be pickled and another process has others.
+    Copies share the mesh. Pickles contain an `AbstractMesh` with the same axes instead, since
+    devices cannot be pickled and differ between processes.
     """
 
     mesh: AnyMesh
@@ -34,10 +34,10 @@ class OnMesh:
 
 
 def _values(instance: Any) -> list[Any]:
-    """The values of all fields of a dataclass, in their order."""
+    """Returns the values of all fields of a dataclass, in order."""
     return [getattr(instance, field.name) for field in dataclasses.fields(instance)]
 
 
 def _abstract(mesh: AnyMesh) -> AbstractMesh:
-    """The axes of a mesh without its devices."""
+    """Returns an abstract mesh with the axes of `mesh`."""
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)

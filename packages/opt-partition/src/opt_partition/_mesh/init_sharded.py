@@ -1,4 +1,4 @@
-"""Optimizer state that is born sharded."""
+"""Creation of sharded optimizer states."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from opt_partition.errors import AxesError
 
 
 def init_sharded(tx: StateMaker, params: Any, state_shardings: Any) -> Any:
-    """Makes an optimizer's state in place: each device makes its own shards, and only those.
+    """Creates an optimizer state in which each device allocates only its own shards.
 
-    The whole of `init` is one compiled program whose outputs have the shardings asked for, so that
-    zeros are made where they stay. `jax.jit(tx.init)` alone makes them on the first device.
+    `init` is compiled to a single program whose outputs have the given shardings, so that each
+    shard is created in place. With `jax.jit(tx.init)` alone, everything is created on the first
+    device.
 
     Args:
-      tx: the transformation, its `init`, a definition or an optimizer, as for `explain`.
-      params: the parameters; `None` for those of an optimizer. Arrays that `init` reads only the
-        shapes of are not moved.
-      state_shardings: a `NamedSharding` per leaf of the state, or a `Layout` of it, as
-        `logical_to_mesh` and `extend_over` return. The mesh may be Auto or Explicit.
+      tx: the transformation, its `init`, a definition or an optimizer; see `explain`.
+      params: the parameters; `None` for those of an optimizer. Arrays of which `init` uses only the
+        shape are not moved.
+      state_shardings: a `NamedSharding` per leaf of the state, or a `Layout` as returned by
+        `logical_to_mesh` or `extend_over`. The mesh may be Auto or Explicit.
 
     Returns:
-      The state, sharded as asked. No leaf shares a buffer with a parameter or with another leaf,
-      so that both can be donated.
+      The sharded state. No leaf shares a buffer with a parameter or with another leaf, so that
+      parameters and state can be donated.
 
     Raises:
-      AxesError: `state_shardings` has not the structure of the state, does not divide it or has no
-        devices; lists every path.
+      AxesError: `state_shardings` does not have the structure of the state, does not divide its
+        dimensions evenly, or has no devices; the message lists all paths.
 
     Examples:
       >>> import optax
@@ -52,28 +53,28 @@ def init_sharded(tx: StateMaker, params: Any, state_shardings: Any) -> Any:
 
 
 def jit_init(init: Init, params: Any, layout: Layout | None) -> jax.stages.Wrapped:
-    """The compiled program of `init_sharded`."""
+    """Returns the jitted program of `init_sharded`."""
     if layout is None:
         return jax.jit(init)
     shardings = layout.shardings
     program = jax.jit(init, out_shardings=shardings)
     if AxisType.Explicit not in layout.mesh.axis_types:
         return program
-    # Types with shardings forbid some operations, as the concatenation of `optax.flatten`; and what
-    # `init` makes is then typed like the parameters, and is resharded from there: a second share.
+    # Explicit shardings forbid some operations, e.g. the concatenation in `optax.flatten`; and the
+    # state would first be sharded like the parameters and then resharded, which takes extra memory.
     specs = jax.tree.map(lambda sharding: sharding.with_memory_kind(None), shardings)
     untyped: Any = jax.sharding.auto_axes(init, out_sharding=specs)
     untyped_program = jax.jit(untyped, out_shardings=shardings)
     try:
         untyped_program.trace(params)
-    except Exception:  # anything; the program as it stands decides whether it is right
+    except Exception:  # whatever it is, the plain program will raise it if it is a real error
         return program
     return untyped_program
 
 
 def _layout(init: Init, params: Any, state_shardings: Any) -> Layout | None:
-    """The layout of the state; `None` where it has no leaves."""
-    # Without the parameters' shardings, which `init` may not be able to work with.
+    """Returns the layout of the state, or `None` if it has no leaves."""
+    # Drop the shardings of the parameters, which `init` may not support.
     shapes = jax.eval_shape(
         init, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(*shape_and_dtype(leaf)), params)
     )
@@ -91,7 +92,5 @@ def _layout(init: Init, params: Any, state_shardings: Any) -> Layout | None:
                 )
         mesh = entries[0].mesh
     if isinstance(mesh, AbstractMesh):
-        raise AxesError(
-            "`state_shardings` is on an AbstractMesh, which has no devices: lay it out on a Mesh"
-        )
+        raise AxesError("`state_shardings` is on an AbstractMesh, which has no devices: use a Mesh")
     return Layout.from_specs(state_shardings, shapes, mesh, argument="state_shardings")

@@ -1,4 +1,4 @@
-"""Where every leaf of a tree lies on a mesh."""
+"""The layout of every leaf of a tree on a mesh."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from opt_partition.errors import AxesError
 
 @dataclasses.dataclass(frozen=True)
 class LeafLayout:
-    """Where one leaf lies.
+    """The layout of one leaf.
 
     Attributes:
       path: `/`-joined keys of the leaf.
       shape: its global shape.
       dtype: its dtype.
-      spec: the mesh axes of each dimension; as long as `shape`.
-      shard_shape: the shape of what one device holds.
-      memory_kind: the memory it lies in, e.g. `'pinned_host'`; `None` is the device's default.
-      notes: what was asked for and could not be had, and why.
-      actions: what `extend_over` did to it, or why it had no reason to.
+      spec: mesh axes of each dimension; as long as `shape`.
+      shard_shape: shape of the shard on one device.
+      memory_kind: its memory kind, e.g. `'pinned_host'`; `None` for the device's default.
+      notes: requests that could not be satisfied, and why.
+      actions: what `extend_over` did, or why nothing was necessary.
     """
 
     path: str
@@ -51,7 +51,7 @@ class LeafLayout:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole leaf."""
+        """Global bytes of the leaf."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
     @property
@@ -62,14 +62,14 @@ class LeafLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Layout(OnMesh):
-    """Where every leaf of a tree lies on a mesh; `print` shows it as a table.
+    """The layout of every leaf of a tree on a mesh; prints as a table.
 
-    Copies share the mesh. A pickle has an `AbstractMesh` of the same axes in its place, as devices
-    belong to one process; `Layout(mesh, layout.leaves)` is the layout on a mesh with devices again.
+    Copies share the mesh. A pickle has an `AbstractMesh` with the same axes instead, as devices
+    belong to a process; restore a concrete mesh with `Layout(mesh, layout.leaves)`.
 
     Attributes:
-      mesh: the mesh, with devices or abstract.
-      leaves: a `LeafLayout` in the place of every leaf.
+      mesh: the mesh, concrete or abstract.
+      leaves: a tree with a `LeafLayout` per leaf.
     """
 
     mesh: AnyMesh
@@ -79,18 +79,18 @@ class Layout(OnMesh):
     def from_specs(
         cls, specs: Any, shapes: Any, mesh: AnyMesh, *, argument: str = "specs"
     ) -> Layout:
-        """The layout that specs of mesh axes describe.
+        """Creates a layout from specs of mesh axes.
 
         Args:
           specs: per leaf a `PartitionSpec`, a `NamedSharding`, whose memory kind is kept, or `None`
-            for a whole leaf; or a `Layout`, which is checked.
-          shapes: arrays or `jax.ShapeDtypeStruct`s in a tree like `specs`.
-          mesh: the mesh; that of shardings and of a layout must be the same, or have the same axes
-            and sizes where either is abstract.
-          argument: the caller's name of `specs`, for messages.
+            for a replicated leaf; or a `Layout`, which is validated.
+          shapes: a tree with the structure of `specs`, of arrays or `jax.ShapeDtypeStruct`s.
+          mesh: the mesh; meshes of shardings and layouts must be equal to it, or have the same axes
+            and sizes if one of the two is abstract.
+          argument: the caller's name for `specs`, for error messages.
 
         Raises:
-          AxesError: `specs`, `shapes` and `mesh` do not fit together; lists every path.
+          AxesError: `specs`, `shapes` and `mesh` do not match; the message lists all paths.
         """
         entries = align(specs.leaves if isinstance(specs, Layout) else specs, shapes, argument)
         if isinstance(specs, Layout):
@@ -103,13 +103,13 @@ class Layout(OnMesh):
             except (TypeError, AxesError) as error:
                 problems.append(f"{path}: {error}")
         if problems:
-            head = f"`{argument}` do not fit the leaves and the mesh:"
+            head = f"`{argument}` do not match the leaves and the mesh:"
             raise AxesError("\n  ".join([head, *problems]))
         return cls(mesh, jax.tree.unflatten(jax.tree.structure(shapes), leaves))
 
     @property
     def rows(self) -> list[LeafLayout]:
-        """The leaves in a list, in JAX's order."""
+        """The leaf layouts as a list, in JAX's order."""
         return jax.tree.leaves(self.leaves)
 
     @property
@@ -119,7 +119,7 @@ class Layout(OnMesh):
 
     @property
     def shardings(self) -> Any:
-        """A `NamedSharding` per leaf; memory kinds included."""
+        """A `NamedSharding` per leaf, including memory kinds."""
         return jax.tree.map(
             lambda leaf: NamedSharding(self.mesh, leaf.spec, memory_kind=leaf.memory_kind),
             self.leaves,
@@ -136,22 +136,22 @@ class Layout(OnMesh):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole tree."""
+        """Global bytes of the tree."""
         return sum(leaf.bytes for leaf in self.rows)
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes that one device holds, in whatever memory."""
+        """Bytes per device, in all memory kinds."""
         return sum(leaf.bytes_per_device for leaf in self.rows)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Every request that could not be honoured, as `path: what and why`."""
+        """Every request that could not be satisfied, as `path: reason`."""
         return tuple(f"{leaf.path}: {note}" for leaf in self.rows for note in leaf.notes)
 
     @property
     def actions(self) -> tuple[str, ...]:
-        """Everything that `extend_over` did or had no reason to do, as `path: what`."""
+        """Everything that `extend_over` did, or why nothing was necessary, as `path: action`."""
         return tuple(f"{leaf.path}: {action}" for leaf in self.rows for action in leaf.actions)
 
     def __str__(self) -> str:
@@ -183,7 +183,7 @@ class Layout(OnMesh):
 
 
 def _leaf_layout(path: str, leaf: Any, entry: Any, mesh: AnyMesh) -> LeafLayout:
-    """One leaf of `Layout.from_specs`."""
+    """Returns the layout of one leaf; see `Layout.from_specs`."""
     shape, dtype = shape_and_dtype(leaf)
     memory_kind = None
     match entry:
@@ -210,9 +210,9 @@ def _leaf_layout(path: str, leaf: Any, entry: Any, mesh: AnyMesh) -> LeafLayout:
 
 
 def _check_mesh(found: AnyMesh, mesh: AnyMesh, where: str = "") -> None:
-    """Raises `AxesError` where a layout on `found` is none on `mesh`."""
+    """Raises `AxesError` if a layout on `found` is not valid on `mesh`."""
     if dict(found.shape) != dict(mesh.shape):
         expected, other = (named_sizes(m, m.axis_names) for m in (mesh, found))
         raise AxesError(f"{where}expected the mesh {expected}; found {other}")
     if isinstance(found, Mesh) and isinstance(mesh, Mesh) and found != mesh:
-        raise AxesError(f"{where}the mesh has other devices or axis types than expected")
+        raise AxesError(f"{where}the mesh has different devices or axis types than expected")

@@ -1,8 +1,8 @@
-"""Logical axes to mesh axes, by a table of rules.
+"""Conversion of logical axes to mesh axes by a table of rules.
 
-The tables are those of T5X and Flax, and so is their reading: rules have priority over
-dimensions. Beyond it, a rule that would not divide a dimension is passed over, and whatever
-stays unsharded against the table's wish carries a note.
+Tables have the form and semantics of those of T5X and Flax: rules take precedence over dimensions.
+In addition, a rule that does not divide a dimension evenly is skipped, and every dimension that
+stays unsharded although it has rules gets a note.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from opt_partition._mesh.specs import AnyMesh, shape_and_dtype, spec_str
 from opt_partition._trees import leaves_with_paths
 from opt_partition.errors import AxesError, IndivisibleError
 
-# `None`, a memory kind, a prefix tree of both, or a function of a leaf's path and the leaf.
+# `None`, a memory kind, a prefix tree of both, or a function of the path and the leaf.
 MemoryKinds = Any
 
 
@@ -35,34 +35,35 @@ def logical_to_mesh(
     on_unknown: Literal["error", "replicate"] = "error",
     memory_kinds: MemoryKinds = None,
 ) -> Layout:
-    """Lays leaves with logical axes over a mesh.
+    """Lays out leaves with logical axes on a mesh.
 
-    The rules are gone through in order. A rule is used where its name stands at a dimension that
-    no earlier rule decided, none of its mesh axes lies over another dimension of the leaf, and
-    the dimension divides by all of them together; otherwise a later rule of the same name may
-    serve. A rule of several mesh axes is used whole or not at all. A name that a leaf has twice,
-    as Shampoo's factors do, is served from the first dimension on.
+    Rules are applied in order. A rule applies to a dimension with its name if no earlier rule has
+    decided the dimension, none of its mesh axes is used by another dimension of the leaf, and the
+    product of their sizes divides the dimension; otherwise a later rule for the same name may
+    apply. A rule with several mesh axes applies as a whole or not at all. If a name occurs twice in
+    a leaf, as in the factors of Shampoo, the first dimension takes precedence.
 
     Args:
-      axes: a `PartitionSpec` of logical names per leaf. An entry is a name, `None`, or a tuple of
-        names where a dimension is several of them merged, which may each bring mesh axes. A
-        short spec leaves the other dimensions whole; `None` in its place leaves all.
-      rules: pairs of a logical name and a mesh axis, several mesh axes, or `None`, which decides
-        for leaving the dimension whole. A mapping will do where each name has one rule.
-      mesh: a `Mesh` or `AbstractMesh`; rules with a `Manual` axis are not used.
-      shapes: arrays or `jax.ShapeDtypeStruct`s in a tree like `axes`.
-      on_indivisible: `'error'` raises where a dimension stays whole because it does not divide,
-        unless a rule with `None` settled it.
-      on_unknown: `'replicate'` leaves dimensions whole whose name no rule has, with a note.
-      memory_kinds: the memory of all leaves, a tree like `shapes` or a prefix of it, or a function
-        of a leaf's path and the leaf; `None` is the device's default.
+      axes: a `PartitionSpec` of logical names per leaf. An entry is a name, `None`, or, for a
+        merged dimension, a tuple of names, each of which may contribute mesh axes. Dimensions
+        beyond the end of a spec are not sharded; `None` instead of a spec replicates the leaf.
+      rules: pairs of a logical name and a mesh axis, several mesh axes, or `None`, which leaves the
+        dimension unsharded. Can be a mapping if there is one rule per name.
+      mesh: a `Mesh` or `AbstractMesh`; rules with a `Manual` axis do not apply.
+      shapes: a tree with the structure of `axes`, of arrays or `jax.ShapeDtypeStruct`s.
+      on_indivisible: `'error'` raises an error if a dimension stays unsharded because it is not
+        divisible, unless a rule with `None` applies to it.
+      on_unknown: `'replicate'` leaves dimensions without any rule for their name unsharded, with a
+        note.
+      memory_kinds: a memory kind for all leaves, a tree of them with the structure of `shapes` or a
+        prefix of it, or a function of the path and the leaf; `None` for the device's default.
 
     Returns:
-      The layout. Leaves' `notes` name every dimension that has rules with mesh axes and yet
-      stays whole, and why.
+      The layout. The `notes` of a leaf list every dimension that stays unsharded although it has
+      rules with mesh axes, and why.
 
     Raises:
-      AxesError: `axes`, `rules`, `mesh` and `shapes` do not fit together.
+      AxesError: `axes`, `rules`, `mesh` and `shapes` do not match.
       IndivisibleError: see `on_indivisible`.
 
     Examples:
@@ -77,7 +78,7 @@ def logical_to_mesh(
       >>> [(leaf.path, tuple(leaf.spec), leaf.shard_shape) for leaf in layout.rows]
       [('bias', (None,), (7,)), ('wi', ('data', 'model'), (2, 3))]
       >>> layout.notes
-      ("bias: dimension 0 ('mlp', 7) does not divide by model=2",)
+      ("bias: dimension 0 ('mlp', 7) is not divisible by model=2",)
     """
     _check_choice("on_indivisible", on_indivisible, ("replicate", "error"))
     _check_choice("on_unknown", on_unknown, ("error", "replicate"))
@@ -118,12 +119,12 @@ def logical_to_mesh(
 
 @dataclasses.dataclass
 class _Faults:
-    """What is wrong with a tree, gathered so that one error can list it all.
+    """The problems of a tree, collected so that one error can list them all.
 
     Attributes:
-      misfits: leaves whose entry cannot be read.
-      unknown: names that no rule has, and the paths that have them.
-      indivisible: dimensions that stay whole for not dividing.
+      misfits: leaves whose entry is invalid.
+      unknown: names without a rule, and the paths that use them.
+      indivisible: dimensions that stay unsharded because they are not divisible.
     """
 
     misfits: list[str] = dataclasses.field(default_factory=list)
@@ -131,7 +132,7 @@ class _Faults:
     indivisible: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, path: str, placement: Placement) -> None:
-        """Takes up what the rules said about a leaf."""
+        """Adds the problems of a leaf."""
         for name in placement.unknown:
             self.unknown.setdefault(name, []).append(path)
         self.indivisible += [f"{path}: {note}" for note in placement.indivisible]
@@ -142,12 +143,12 @@ class _Faults:
             lines += [f"{name!r}, of {', '.join(at)}: no rule" for name, at in self.unknown.items()]
             lines.append("Add `(name, None)` to `rules` or pass `on_unknown='replicate'`")
         if lines:
-            raise AxesError("\n  ".join(["`axes` does not fit `shapes` and `rules`:", *lines]))
+            raise AxesError("\n  ".join(["`axes` do not match `shapes` and `rules`:", *lines]))
 
     def check_divisible(self) -> None:
         if self.indivisible:
-            head = "Dimensions do not divide by the mesh axes that `rules` give them:"
-            tail = "Add a rule that divides or `(name, None)`, or pass `on_indivisible='replicate'`"
+            head = "dimensions are not divisible by the mesh axes that `rules` assign to them:"
+            tail = "Add another rule or `(name, None)`, or pass `on_indivisible='replicate'`"
             raise IndivisibleError("\n  ".join([head, *self.indivisible, tail]))
 
 
@@ -166,7 +167,7 @@ def _parse_axes(entry: Any, rank: int) -> tuple[tuple[str, ...], ...]:
         dims.append(several)
     if len(dims) > rank:
         raise AxesError(
-            f"expected at most {rank} entries, one a dimension; found {spec_str(entry)}"
+            f"expected at most {rank} entries, one per dimension; found {spec_str(entry)}"
         )
     return (*dims, *[()] * (rank - len(dims)))
 
@@ -190,4 +191,6 @@ def _memory_kinds(memory_kinds: MemoryKinds, shapes: Any) -> list[str | None]:
 
 def _check_choice(argument: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(f"`{argument}` must be one of {', '.join(map(repr, choices))}: {value!r}")
+        raise ValueError(
+            f"`{argument}` must be one of {', '.join(map(repr, choices))}; got {value!r}"
+        )

@@ -1,4 +1,4 @@
-"""The best of all ways to shard a leaf further."""
+"""Search for the best way to shard a leaf further."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-# Touched dimensions, those of them sharded before, and the shortest shard, negated.
+# Number of touched dimensions, of those sharded before, and the shortest shard, negated.
 _Lengths = tuple[int, int, int]
 # The first two, and the dimension of every mesh axis.
 _Places = tuple[int, int, tuple[int, ...]]
@@ -16,20 +16,19 @@ _Value = TypeVar("_Value", _Lengths, _Places)
 def best_placement(
     sizes: Sequence[int], shard: Sequence[int], before: Sequence[bool]
 ) -> tuple[int | None, ...]:
-    """Returns the dimension of each mesh axis, in the order that `extend_over` describes.
+    """Returns the best dimension for each mesh axis, by the criteria of `extend_over`.
 
-    Dimensions take sets of mesh axes one after the other. Of all ways to have placed a set, the
-    best stays the best whatever the later dimensions take, so that one way per set is enough: the
-    time grows with 3 to the number of axes, not with the dimensions to that power. Sets are
-    integers with a bit for each axis.
+    Dynamic programming over dimensions: each takes a set of mesh axes. The best way to place a set
+    remains the best whatever later dimensions take, so one way per set is kept, and the time grows
+    with 3 to the power of the number of axes. Sets are integers with a bit per axis.
 
     Args:
-      sizes: the sizes of the mesh axes.
-      shard: the shape of what a device holds so far; no dimension of it is empty.
-      before: whether each dimension is sharded already.
+      sizes: sizes of the mesh axes.
+      shard: the current shard shape, without empty dimensions.
+      before: whether each dimension is already sharded.
 
     Returns:
-      A dimension per mesh axis; `None` where it has no place.
+      A dimension per mesh axis; `None` if it cannot be placed.
 
     Examples:
       >>> best_placement([4, 2], [6, 4], [False, False])
@@ -45,14 +44,14 @@ def best_placement(
         return touched + 1, again + before[dim], max(shortest, -(shard[dim] // ways[axes]))
 
     lengths = _fill(fitting, (0, 0, -max(shard)), lengthen)
-    # An axis of size 1 saves nothing, and is placed all the same.
+    # An axis of size 1 saves nothing, but is placed nevertheless.
     saved = {axes: (ways[axes], axes.bit_count()) for axes in lengths}
     highest = max(saved.values())
     most = [axes for axes in lengths if saved[axes] == highest]
     shortest = -min(lengths[axes] for axes in most)[2]
 
-    # One dimension's shortest shard hides which of two others is longer. So places are compared
-    # in a second pass, where no shard may be shorter than the shortest has to be.
+    # The shortest shard says nothing about the other dimensions. So places are compared in a second
+    # pass, in which no shard may be shorter than the shortest one has to be.
     def place(value: _Places, dim: int, axes: int) -> _Places:
         touched, again, places = value
         after = (dim if axes >> bit & 1 else old for bit, old in enumerate(places))
@@ -71,12 +70,12 @@ def best_placement(
 def _fill(
     fitting: Sequence[Sequence[int]], start: _Value, add: Callable[[_Value, int, int], _Value]
 ) -> dict[int, _Value]:
-    """Returns the least value of every set of mesh axes that the dimensions can take.
+    """Returns the minimum value of every set of mesh axes that the dimensions can take.
 
     Args:
-      fitting: the sets that each dimension could take.
+      fitting: the sets that each dimension can take.
       start: the value of the empty set.
-      add: returns a value from the one before, a dimension and the set that it takes.
+      add: returns the new value, given the old one, a dimension and the set that it takes.
     """
     best = {0: start}
     for dim, sets in enumerate(fitting):
@@ -89,5 +88,5 @@ def _fill(
 
 
 def _product_of(axes: int, sizes: Sequence[int]) -> int:
-    """The product of the sizes in a set."""
+    """Returns the product of the sizes in a set."""
     return math.prod(size for bit, size in enumerate(sizes) if axes >> bit & 1)

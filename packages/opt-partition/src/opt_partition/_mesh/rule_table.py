@@ -1,4 +1,4 @@
-"""A table of rules, applied to one leaf."""
+"""A table of rules, and its application to a leaf."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ LogicalAxisRules = Sequence[tuple[str, MeshAxes]] | Mapping[str, MeshAxes]
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What the rules say about one shape with one tuple of names.
+    """The result of applying the rules to a shape with logical names.
 
     Attributes:
-      spec: the mesh axes of each dimension.
-      shard_shape: the shape of what one device holds.
-      notes: the dimensions that stay whole against the wish of some rule, or have none.
-      indivisible: those of the notes that tell of a dimension that does not divide, and that no
-        rule with `None` settled.
-      unknown: the names that no rule has.
+      spec: mesh axes of each dimension.
+      shard_shape: shape of the shard on one device.
+      notes: dimensions that stay unsharded despite a rule, or have no rule.
+      indivisible: the notes on indivisible dimensions without an applicable `None` rule.
+      unknown: names without a rule.
     """
 
     spec: PartitionSpec
@@ -36,10 +35,10 @@ class Placement:
 
 
 class RuleTable:
-    """Rules from logical names to the axes of one mesh.
+    """Rules from logical names to the axes of a mesh.
 
     Raises:
-      AxesError: a rule is none, or has a mesh axis twice or one that the mesh has not.
+      AxesError: a rule is malformed, or has a duplicate or unknown mesh axis.
     """
 
     def __init__(self, rules: LogicalAxisRules, mesh: AnyMesh) -> None:
@@ -49,10 +48,10 @@ class RuleTable:
         self._manual = manual_axes(mesh)
 
     def place(self, dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...]) -> Placement:
-        """Applies the rules to one shape; `dims` holds the names of each dimension."""
+        """Applies the rules to a shape; `dims` contains the names of each dimension."""
         slots = [_Slot(dim, name) for dim, names in enumerate(dims) for name in names]
         present = {slot.name for slot in slots}
-        used: dict[str, int] = {}  # mesh axis: dimension; in order of decision
+        used: dict[str, int] = {}  # mesh axis to dimension, in order of assignment
         for name, axes in self._rules:
             if name not in present:
                 continue
@@ -82,17 +81,17 @@ class RuleTable:
         )
 
     def _try(self, axes: tuple[str, ...], slot: _Slot, size: int, used: dict[str, int]) -> None:
-        """Gives `axes` to the slot, or writes down why not."""
+        """Assigns `axes` to the slot, or records why not."""
         manual = [axis for axis in axes if axis in self._manual]
         taken = [axis for axis in axes if axis in used]
-        # A merged dimension has the mesh axes of all its names.
+        # A merged dimension gets the mesh axes of all its names.
         together = [axis for axis, dim in used.items() if dim == slot.dimension] + list(axes)
         if manual:
             slot.refusals.append(f"cannot use {manual[0]}: it is Manual")
         elif taken:
-            slot.refusals.append(f"cannot use {taken[0]}: dimension {used[taken[0]]} has it")
+            slot.refusals.append(f"cannot use {taken[0]}: dimension {used[taken[0]]} uses it")
         elif axes and size % math.prod(self._mesh.shape[axis] for axis in together):
-            slot.refusals.append(f"does not divide by {named_sizes(self._mesh, together)}")
+            slot.refusals.append(f"is not divisible by {named_sizes(self._mesh, together)}")
             slot.divides = False
         else:
             slot.axes = axes
@@ -101,14 +100,14 @@ class RuleTable:
 
 @dataclasses.dataclass
 class _Slot:
-    """One logical name at one dimension.
+    """A logical name of a dimension.
 
     Attributes:
       dimension: the dimension.
       name: the name.
-      axes: the mesh axes of the rule that decided; `None` before.
-      refusals: why rules before that one were not used.
-      divides: whether none of them was refused because the dimension does not divide.
+      axes: mesh axes assigned by a rule; `None` before.
+      refusals: why earlier rules did not apply.
+      divides: `False` if a rule did not apply because the dimension is not divisible.
     """
 
     dimension: int
@@ -124,7 +123,7 @@ def _note(slot: _Slot, shape: tuple[int, ...]) -> str:
 
 
 def _parse_rules(rules: LogicalAxisRules, mesh: AnyMesh) -> list[tuple[str, tuple[str, ...]]]:
-    """Returns pairs of a name and mesh axes that `mesh` has; `()` for `None`."""
+    """Returns pairs of a name and mesh axes in `mesh`; `()` for `None`."""
     pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
     parsed: list[tuple[str, tuple[str, ...]]] = []
     for pair in pairs:
@@ -144,10 +143,10 @@ def _parse_rules(rules: LogicalAxisRules, mesh: AnyMesh) -> list[tuple[str, tupl
         absent = [axis for axis in axes if axis not in mesh.shape]
         if absent:
             raise AxesError(
-                f"`rules` give {name!r} the mesh axes {', '.join(map(repr, absent))}, which `mesh` "
-                f"has not: it has {named_sizes(mesh, mesh.axis_names)}. Rename the axes, or leave "
-                "the rule out on this mesh."
+                f"`rules` map {name!r} to the mesh axes {', '.join(map(repr, absent))}, which are "
+                f"not in `mesh`: it has {named_sizes(mesh, mesh.axis_names)}. Rename the axes, or "
+                "omit the rule for this mesh."
             )
         if len(set(axes)) < len(axes):
-            raise AxesError(f"`rules` give {name!r} one mesh axis twice: {axes!r}")
+            raise AxesError(f"`rules` map {name!r} to the same mesh axis twice: {axes!r}")
     return parsed

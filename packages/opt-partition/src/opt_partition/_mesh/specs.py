@@ -1,4 +1,4 @@
-"""Specs of mesh axes, leaf by leaf."""
+"""Functions of single specs of mesh axes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AnyMesh = Mesh | AbstractMesh
 
 
 def itemsize(dtype: Any) -> int:
-    """Bytes of one element; of a typed PRNG key, bytes of its data.
+    """Returns the bytes of one element; for a typed PRNG key, of its data.
 
     Examples:
       >>> itemsize('bfloat16'), itemsize(jax.random.key(0).dtype)
@@ -28,10 +28,10 @@ def itemsize(dtype: Any) -> int:
 
 
 def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of an array, of a `jax.ShapeDtypeStruct` or of a Python number.
+    """Returns the shape and dtype of an array, a `jax.ShapeDtypeStruct` or a Python number.
 
     Raises:
-      TypeError: `leaf` is nothing that JAX can hold.
+      TypeError: `leaf` is not a valid JAX type.
     """
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         leaf = jax.typeof(leaf)
@@ -39,7 +39,7 @@ def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
 
 
 def mesh_axes_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes in one entry of a `PartitionSpec`.
+    """Returns the mesh axes in one entry of a `PartitionSpec`.
 
     Examples:
       >>> mesh_axes_of(None), mesh_axes_of('data'), mesh_axes_of(('data', 'model'))
@@ -51,9 +51,9 @@ def mesh_axes_of(entry: Any) -> tuple[str, ...]:
 
 
 def shard_shape(shape: Sequence[int], spec: PartitionSpec, mesh: AnyMesh) -> tuple[int, ...]:
-    """The shape of what one device holds; every dimension must divide.
+    """Returns the shape of the shard on one device; every dimension must be divisible.
 
-    `NamedSharding.shard_shape` does the same, but not on meshes with `Manual` axes.
+    Like `NamedSharding.shard_shape`, but also for meshes with `Manual` axes.
 
     Examples:
       >>> mesh = AbstractMesh((4, 2), ('data', 'model'))
@@ -66,13 +66,13 @@ def shard_shape(shape: Sequence[int], spec: PartitionSpec, mesh: AnyMesh) -> tup
 
 
 def manual_axes(mesh: AnyMesh) -> frozenset[str]:
-    """The mesh axes of type `Manual`: a leaf is already local to them, no spec may name them."""
+    """Returns the `Manual` mesh axes: leaves are local to them, so specs cannot use them."""
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return frozenset(axis for axis, kind in types if kind == AxisType.Manual)
 
 
 def named_sizes(mesh: AnyMesh, axes: Iterable[str]) -> str:
-    """Mesh axes and their sizes, for people.
+    """Formats mesh axes with their sizes.
 
     Examples:
       >>> named_sizes(AbstractMesh((4, 2), ('data', 'model')), ('model', 'data'))
@@ -82,7 +82,7 @@ def named_sizes(mesh: AnyMesh, axes: Iterable[str]) -> str:
 
 
 def spec_of(axes: Iterable[Sequence[str]]) -> PartitionSpec:
-    """The `PartitionSpec` that lays each dimension over the given mesh axes.
+    """Returns the `PartitionSpec` with the given mesh axes for each dimension.
 
     Examples:
       >>> tuple(spec_of([('data',), (), ('fsdp', 'model')]))
@@ -94,7 +94,7 @@ def spec_of(axes: Iterable[Sequence[str]]) -> PartitionSpec:
 
 
 def spec_str(spec: PartitionSpec) -> str:
-    """A spec as people write it, in every version of JAX.
+    """Formats a spec independently of the JAX version.
 
     Examples:
       >>> spec_str(PartitionSpec('data', None))
@@ -104,7 +104,7 @@ def spec_str(spec: PartitionSpec) -> str:
 
 
 def checked_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
-    """Returns `spec` as long as `shape`; raises `AxesError` where it cannot lay it over `mesh`."""
+    """Pads `spec` to the length of `shape`; raises `AxesError` if it is not valid on `mesh`."""
     if getattr(spec, "unreduced", None):
         raise AxesError(
             f"{spec_str(spec)} is unreduced over {sorted(spec.unreduced)}: reduce first"
@@ -113,22 +113,22 @@ def checked_spec(spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh) -> 
     if len(entries) > len(shape):
         raise AxesError(f"{spec_str(spec)} has more entries than {shape} has dimensions")
     if PartitionSpec.UNCONSTRAINED in entries:
-        raise AxesError(f"{spec_str(spec)} leaves dimensions open; say which mesh axes they have")
+        raise AxesError(f"{spec_str(spec)} has unconstrained dimensions; specify their mesh axes")
     names = [mesh_axes_of(entry) for entry in (*entries, *[None] * (len(shape) - len(entries)))]
     flat = [axis for axes in names for axis in axes]
     absent = [axis for axis in flat if axis not in mesh.shape]
     if absent:
         raise AxesError(
-            f"{spec_str(spec)} has {', '.join(map(repr, absent))}, and `mesh` only "
+            f"{spec_str(spec)} uses {', '.join(map(repr, absent))}, but `mesh` only has "
             f"{named_sizes(mesh, mesh.axis_names)}"
         )
     if not manual_axes(mesh).isdisjoint(flat):
-        raise AxesError(f"{spec_str(spec)} has a Manual axis: inside shard_map leaves are local")
+        raise AxesError(f"{spec_str(spec)} uses a Manual axis: inside shard_map leaves are local")
     if len(set(flat)) < len(flat):
-        raise AxesError(f"{spec_str(spec)} has a mesh axis twice")
+        raise AxesError(f"{spec_str(spec)} uses a mesh axis twice")
     for dim, (size, axes) in enumerate(zip(shape, names, strict=True)):
         if size % math.prod(mesh.shape[axis] for axis in axes):
             raise AxesError(
-                f"dimension {dim} of {shape} does not divide by {named_sizes(mesh, axes)}"
+                f"dimension {dim} of {shape} is not divisible by {named_sizes(mesh, axes)}"
             )
     return spec_of(names)

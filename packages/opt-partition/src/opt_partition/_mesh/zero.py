@@ -1,4 +1,4 @@
-"""ZeRO: state sharded further, over mesh axes that its parameters leave free."""
+"""ZeRO: sharding of states over mesh axes that their parameters do not use."""
 
 from __future__ import annotations
 
@@ -30,35 +30,40 @@ def extend_over(
     *,
     min_bytes: int = 0,
 ) -> Layout:
-    """Shards every leaf further over the given mesh axes, as far as it divides.
+    """Shards every leaf further over the given mesh axes, as far as it is divisible.
 
-    On state, with gradients left as they are, this is ZeRO-1; with gradients constrained to the
-    same specs, ZeRO-2. Each leaf gets whichever of all possible placements comes first by
+    Applied to the state only, this is ZeRO-1; if gradients are constrained to the same specs,
+    ZeRO-2. Of all possible placements, each leaf gets the first one by these criteria:
 
-    1. fewest bytes on a device;
-    2. fewest dimensions touched, so that one collective gathers the leaf back;
-    3. fewest of them sharded before, so that shards do not become slivers;
-    4. longest shards: the shortest touched dimension is as long as can be afterwards;
-    5. earliest dimensions, where shards are contiguous.
+    1. fewest bytes per device;
+    2. fewest dimensions touched, so that one collective gathers the leaf;
+    3. fewest of these sharded before, so that shards do not become too thin;
+    4. longest shards: the shortest touched dimension is as long as possible;
+    5. earliest dimensions, for which shards are contiguous.
 
-    New mesh axes come behind (minor to) those that a dimension has: gathering over them gives back
-    exactly the shards of `specs`, which is what the parameters beside the state have.
+    New mesh axes are added after (minor to) the existing ones of a dimension, so that gathering
+    over them restores exactly the shards of `specs`, i.e. those of the parameters.
 
     Args:
       specs: per leaf a `PartitionSpec` of mesh axes, a `NamedSharding`, whose memory kind is kept,
-        or `None` for a whole leaf; or a `Layout`, whose notes and memory kinds are kept.
-      shapes: arrays or `jax.ShapeDtypeStruct`s in a tree like `specs`.
+        or `None` for a replicated leaf; or a `Layout`, whose notes and memory kinds are kept.
+      shapes: a tree with the structure of `specs`, of arrays or `jax.ShapeDtypeStruct`s.
       mesh: a `Mesh` or `AbstractMesh`.
-      axes: a mesh axis or several; those that a leaf has already and `Manual` ones are not used.
-      min_bytes: a leaf of fewer bytes, counted whole, stays as it is.
+      axes: one or more mesh axes; those already used by a leaf and `Manual` ones are skipped.
+      min_bytes: leaves with fewer global bytes are not changed.
 
     Returns:
-      The layout. Leaves' `actions` name the dimensions sharded, and why a leaf needed nothing: the
-      axis was there already, it is a scalar, empty or below `min_bytes`. Their `notes` name the
-      mesh axes over which they stay replicated, and why.
+      The layout. The `actions` of a leaf list the dimensions sharded, or why nothing was necessary:
+      the axis was already used, or the leaf is a scalar, empty or below `min_bytes`. Its `notes`
+      list the mesh axes over which it stays replicated, and why.
 
     Raises:
-      AxesError: `specs`, `shapes`, `mesh` and `axes` do not fit together.
+      AxesError: `specs`, `shapes`, `mesh` and `axes` do not match.
+
+    References:
+      Rajbhandari, Rasley, Ruwase and He,
+      `ZeRO: Memory Optimizations Toward Training Trillion Parameter Models`, 2020,
+      https://arxiv.org/abs/1910.02054.
 
     Examples:
       >>> from jax.sharding import AbstractMesh, PartitionSpec as P
@@ -71,15 +76,15 @@ def extend_over(
       ...     'data',
       ... )
       >>> [(leaf.path, tuple(leaf.spec), leaf.actions) for leaf in layout.rows]
-      [('count', (), ('ZeRO: a scalar stays whole',)),
+      [('count', (), ('ZeRO: a scalar is not sharded',)),
        ('mu', ('data', 'model'), ('ZeRO: dimension 0 over data=8',)),
        ('odd', (None, None), ())]
       >>> layout.notes
-      ('odd: ZeRO: stays replicated over data=8: no dimension of (7, 3) divides',)
+      ('odd: ZeRO: stays replicated over data=8: no dimension of (7, 3) is divisible',)
     """
     names = _parse_axes(axes, mesh)
     if min_bytes < 0:
-        raise ValueError(f"`min_bytes` must not be negative: {min_bytes}")
+        raise ValueError(f"`min_bytes` must be non-negative; got {min_bytes}")
     base = Layout.from_specs(specs, shapes, mesh)
     extended: dict[Any, _Extension] = {}
 
@@ -104,7 +109,7 @@ def extend_over(
 
 @dataclasses.dataclass(frozen=True)
 class _Extension:
-    """What became of one shape with one spec."""
+    """The extension of one shape with one spec."""
 
     spec: PartitionSpec
     shard_shape: tuple[int, ...]
@@ -113,21 +118,21 @@ class _Extension:
 
 
 def _parse_axes(axes: str | Sequence[str], mesh: AnyMesh) -> tuple[str, ...]:
-    """Returns the mesh axes to shard over, each once and known to `mesh`."""
+    """Returns the mesh axes to shard over; checks that they are distinct axes of `mesh`."""
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     absent = [axis for axis in names if axis not in mesh.shape]
     if absent:
         raise AxesError(
-            f"`axes` has {', '.join(map(repr, absent))}, which `mesh` has not: it has "
+            f"`axes` contains {', '.join(map(repr, absent))}, which is not in `mesh`: it has "
             f"{named_sizes(mesh, mesh.axis_names)}"
         )
     if not names or len(set(names)) < len(names):
-        raise AxesError(f"`axes` must be one or more mesh axes, each once: {axes!r}")
+        raise AxesError(f"`axes` must be one or more distinct mesh axes; got {axes!r}")
     return names
 
 
 def _below(leaf: LeafLayout, min_bytes: int) -> _Extension:
-    """Leaves a small leaf alone."""
+    """Returns a small leaf unchanged, with an action that says why."""
     action = f"ZeRO: {leaf.bytes:,} bytes are below min_bytes={min_bytes:,}"
     return _Extension(leaf.spec, leaf.shard_shape, (action,))
 
@@ -139,7 +144,7 @@ def _extend(
     shard = shard_shape(shape, spec, mesh)
     if not shape or 0 in shape:
         what = "an empty leaf" if shape else "a scalar"
-        return _Extension(spec, shard, (f"ZeRO: {what} stays whole",))
+        return _Extension(spec, shard, (f"ZeRO: {what} is not sharded",))
     before = [mesh_axes_of(entry) for entry in spec]
     held = {axis: dim for dim, names in enumerate(before) for axis in names}
     manual = manual_axes(mesh)
@@ -155,7 +160,7 @@ def _extend(
     left = [axis for axis, dim in zip(free, placed, strict=True) if dim is None]
     what = str(shape) if result == shape else f"its shard {result}"
     actions = [
-        f"ZeRO: dimension {held[axis]} was over {named_sizes(mesh, [axis])} before"
+        f"ZeRO: dimension {held[axis]} was already over {named_sizes(mesh, [axis])}"
         for axis in axes
         if axis in held
     ]
@@ -165,7 +170,8 @@ def _extend(
         if new
     ]
     notes = [
-        f"ZeRO: stays replicated over {named_sizes(mesh, [axis])}: no dimension of {what} divides"
+        f"ZeRO: stays replicated over {named_sizes(mesh, [axis])}: no dimension of {what} is "
+        "divisible"
         for axis in left
     ]
     notes += [

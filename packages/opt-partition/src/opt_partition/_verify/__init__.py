@@ -1,1 +1,1 @@
-"""What a compiled step does, held against what was asked."""
+"""Verification of the sharding of a compiled training step."""

@@ -1,4 +1,4 @@
-"""The collectives of a compiled program: which, over which devices, how often, how many bytes."""
+"""The collectives of a compiled program, with their devices, counts and bytes."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ KINDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One array that one collective of a compiled program moves.
+    """One array communicated by a collective of a compiled program.
 
     Attributes:
-      name: the instruction's; with its place where the instruction moves several arrays.
-      kind: one of `KINDS`; asynchronous ones and the fusions that TPUs make go by what they do.
-      dtype: HLO's name, e.g. `'bf16'`.
-      operand_shape: the shape that one device puts in.
-      shape: the shape that one device gets.
-      group_size: number of devices that take part together.
-      axes: the mesh axes that it runs over; `None` where these are not whole axes of the mesh.
-      count: how often it runs in a step, loops multiplied out.
-      per_iteration: it is in a loop whose length is not known; `count` is for one iteration.
-      conditional: it is in a branch that may not be taken.
-      bytes: what one device sends each time, by a ring (an all-reduce's is twice a
-        reduce-scatter's); `0` where a group is one device.
-      op_name: what JAX noted as its origin.
-      sources: what the moved values depend on: state leaves by path, `'params'`, `'inputs'`.
+      name: name of the instruction, with an index if it communicates several arrays.
+      kind: one of `KINDS`, also for asynchronous collectives and TPU fusions.
+      dtype: HLO name of the dtype, e.g. `'bf16'`.
+      operand_shape: shape of the operand on one device.
+      shape: shape of the result on one device.
+      group_size: number of participating devices per group.
+      axes: mesh axes that it runs over; `None` if the groups do not correspond to mesh axes.
+      count: number of executions per step, including loops.
+      per_iteration: whether it is in a loop of unknown length; `count` is then per iteration.
+      conditional: whether it is in a conditional branch.
+      bytes: bytes sent by one device per execution, assuming a ring algorithm (for an all-reduce
+        twice those of a reduce-scatter); `0` for groups of one device.
+      op_name: its origin in the JAX program, from the HLO metadata.
+      sources: what the values depend on: paths of state leaves, `'params'`, `'inputs'`.
     """
 
     name: str
@@ -58,23 +58,23 @@ class Collective:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that one device sends for it in a step."""
+        """Bytes sent by one device per step."""
         return self.bytes * self.count
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Site:
-    """A place of a program where a collective runs.
+    """An occurrence of a collective in a program.
 
     Attributes:
-      computation: the one that it is in.
-      instruction: the collective itself.
-      kind: as of `Collective`.
-      parts: operand and result of each array that it moves.
-      count: how often the place is reached in a step.
-      per_iteration: as of `Collective`.
-      loops: the `while`s that it is in, outermost first, and how often each runs.
-      branches: the `conditional`s that it is in, outermost first, and which branch of each.
+      computation: the computation that contains it.
+      instruction: the collective.
+      kind: see `Collective`.
+      parts: operand and result of each array that it communicates.
+      count: number of executions per step.
+      per_iteration: see `Collective`.
+      loops: the enclosing `while` loops, outermost first, with their trip counts.
+      branches: the enclosing `conditional`s, outermost first, with the index of the branch.
     """
 
     computation: Computation
@@ -88,13 +88,13 @@ class Site:
 
     @property
     def groups(self) -> Groups | None:
-        """Partition ids of the devices that take part together; `None` for all."""
+        """Partition ids of the devices in each group; `None` for a single group of all devices."""
         pairs = self.instruction.attribute("source_target_pairs")
         return parse_groups(self.instruction.attributes) if pairs is None else None
 
 
 def sites(module: Module) -> list[Site]:
-    """Every collective that a run of `module` reaches, in program order."""
+    """Returns every collective reachable from the entry of `module`, in program order."""
     found: list[Site] = []
     seen: set[tuple[str, str]] = set()
 
@@ -126,7 +126,7 @@ def sites(module: Module) -> list[Site]:
 
 @dataclasses.dataclass(frozen=True)
 class Inside:
-    """The loops and branches around a computation; fields as of `Site`."""
+    """The loops and branches that enclose a computation; see `Site` for the fields."""
 
     per_iteration: bool = False
     loops: tuple[tuple[str, int], ...] = ()
@@ -135,7 +135,7 @@ class Inside:
     def entering(
         self, module: Module, computation: Computation, instruction: Instruction, number: int
     ) -> Inside:
-        """What is around the computation `number` that an instruction runs."""
+        """Returns the context of the computation `number` called by an instruction."""
         name = instruction.name
         if instruction.opcode == "conditional":
             return dataclasses.replace(self, branches=(*self.branches, (name, number)))
@@ -148,17 +148,17 @@ class Inside:
 
 
 def collectives(module: Module, mesh_shape: Mapping[str, int] | None = None) -> list[Collective]:
-    """Every array that a collective of `module` moves.
+    """Returns every array communicated by a collective of `module`.
 
     Args:
       module: a compiled program.
-      mesh_shape: size of each mesh axis, in the mesh's order; to name the axes.
+      mesh_shape: sizes of the mesh axes, in order; used to name the axes of collectives.
     """
     return [row for site in sites(module) for row in rows(site, module, mesh_shape)]
 
 
 def rows(site: Site, module: Module, mesh_shape: Mapping[str, int] | None) -> list[Collective]:
-    """The `Collective`s of one place."""
+    """Returns the `Collective`s of one site."""
     groups = site.groups or (tuple(range(module.num_partitions)),)
     size = len(groups[0])
     permutes = site.kind == "collective-permute"
@@ -184,7 +184,7 @@ def rows(site: Site, module: Module, mesh_shape: Mapping[str, int] | None) -> li
 
 
 def bytes_sent(kind: str, operand: int, result: int, group_size: int) -> int:
-    """Bytes that one of `group_size` devices sends, by a ring.
+    """Returns the bytes that one of `group_size` devices sends in a ring algorithm.
 
     Examples:
       >>> bytes_sent('all-gather', 10, 80, 8), bytes_sent('reduce-scatter', 80, 10, 8)
@@ -199,13 +199,13 @@ def bytes_sent(kind: str, operand: int, result: int, group_size: int) -> int:
 
 
 def collective_kind(instruction: Instruction) -> str | None:
-    """The kind of collective that an instruction is or starts; `None` for anything else."""
+    """Returns the kind of collective that an instruction executes or starts, or `None`."""
     opcode = instruction.opcode.removesuffix("-start")
     return opcode if opcode in KINDS else None
 
 
 def callees(instruction: Instruction) -> tuple[str, ...]:
-    """The computations that an instruction runs; not those that it applies to elements."""
+    """Returns the computations that an instruction calls, except those applied to elements."""
     keys = _CALLEES.get(instruction.opcode)
     return tuple(name for key in keys for name in instruction.called(key)) if keys else ()
 
@@ -213,7 +213,7 @@ def callees(instruction: Instruction) -> tuple[str, ...]:
 def _parts(
     computation: Computation, instruction: Instruction, kind: str
 ) -> tuple[str, tuple[tuple[Array, Array], ...]]:
-    """The kind, and operand and result of each array moved."""
+    """Returns the kind, and the operand and result of each array communicated."""
     done = _done(computation, instruction) if instruction.opcode != kind else instruction
     results = list(flat_types(done.type))
     operands = [
@@ -225,7 +225,7 @@ def _parts(
     if kind == "all-reduce" and _is_scatter_fusion(computation, instruction):
         return "reduce-scatter", tuple(zip(operands, flat_types(root.type), strict=True))
     if kind == "all-to-all" and len(operands) > 1:
-        # One array, cut into a part per device.
+        # A single array, split into a part per device.
         whole = Array(operands[0].dtype, (len(operands), *operands[0].shape))
         return kind, ((whole, whole),)
     if len(operands) < len(results):
@@ -234,7 +234,7 @@ def _parts(
 
 
 def _is_scatter_fusion(computation: Computation, instruction: Instruction) -> bool:
-    """Whether a computation is the reduce-scatter of TPUs: an all-reduce and a slice by device."""
+    """Whether a computation is a TPU reduce-scatter: an all-reduce followed by a slice."""
     root = computation.instructions[computation.root]
     return (
         computation.name.startswith("all-reduce-scatter")
@@ -244,19 +244,21 @@ def _is_scatter_fusion(computation: Computation, instruction: Instruction) -> bo
 
 
 def _done(computation: Computation, start: Instruction) -> Instruction:
-    """The instruction that waits for the asynchronous `start`."""
+    """Returns the `-done` instruction of an asynchronous `start`."""
     found: Instruction | None = start
     while found is not None and not found.opcode.endswith("-done"):
         found = computation.async_users.get(found.name)
     if found is None:
-        raise ValueError(f"`{start.name}` is started and never waited for in the compiled program")
+        raise ValueError(
+            f"`{start.name}` has no matching `-done` instruction in the compiled program"
+        )
     return found
 
 
 def _first_of_async_fusion(instruction: Instruction, kind: str, seen: set[tuple[str, str]]) -> bool:
-    """Whether an instruction is not yet counted.
+    """Whether an instruction has not been counted yet.
 
-    TPUs repeat a collective in each of the fusions that it is spread over; its channel is the same.
+    On TPUs, a collective is repeated with the same channel in each fusion it is overlapped with.
     """
     if "async_collective_fusion_config" not in instruction.attributes:
         return True

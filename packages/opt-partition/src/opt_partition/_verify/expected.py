@@ -1,4 +1,4 @@
-"""What is asked of a compiled step, leaf by leaf."""
+"""The expected sharding of a compiled step, per leaf."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from opt_partition.errors import AxesError
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What is asked of a compiled step.
+    """The expected sharding of a compiled step.
 
-    `inputs` and `outputs` are trees like the step's arguments and its result, or prefixes of them:
-    in the place of a tree a `Layout`, a tree of shardings or of arrays, abstract or not, one
-    sharding for all leaves below it, or `None` where anything goes. Layouts and arrays ask for
-    dtypes too. Arguments and results at the end may be left out. Static arguments are none of the
-    compiled step and are not counted.
+    `inputs` and `outputs` have the structure of the step's arguments and result, or are prefixes of
+    it. In place of a tree they contain a `Layout`, a tree of shardings, a tree of (abstract)
+    arrays, a single sharding for all leaves, or `None` for any sharding. Layouts and arrays also
+    specify dtypes. Trailing arguments and results can be omitted. Static arguments are not part of
+    a compiled step and are not counted.
 
     Attributes:
-      inputs: of the positional arguments, e.g. `(params_layout, state_layout)`.
-      outputs: of the result, e.g. `(params_layout, state_layout)`.
-      params: path of the parameters in the arguments; of `f(optimizer, batch)` it would be
-        `'0/target'`, of `f(*, params, state)` `'params'`.
+      inputs: expected positional arguments, e.g. `(params_layout, state_layout)`.
+      outputs: expected result, e.g. `(params_layout, state_layout)`.
+      params: path of the parameters in the arguments, e.g. `'0/target'` for `f(optimizer, batch)`,
+        or `'params'` for `f(*, params, state)`.
       state: path of the optimizer state in the arguments, e.g. `'0/state'`.
-      keywords: of the keyword arguments, by name, e.g. `{'state': state_layout}`; what is left out
-        is not checked, and noted.
+      keywords: expected keyword arguments by name, e.g. `{'state': state_layout}`; omitted ones are
+        not checked, which is noted in the report.
     """
 
     inputs: Any
@@ -43,14 +43,14 @@ class Expected:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What is asked of one leaf; `None` where anything goes."""
+    """The expectation for one leaf; `None` means any sharding or dtype."""
 
     sharding: Sharding | None = None
     dtype: Any = None
 
 
 def broadcast(prefix: Any, tree: Any, where: str) -> list[Asked]:
-    """What `prefix` asks of each leaf of `tree`."""
+    """Returns the expectation of `prefix` for each leaf of `tree`."""
     if isinstance(prefix, Layout):
         prefix = prefix.shapes
     if prefix is None or isinstance(prefix, Sharding):
@@ -60,11 +60,13 @@ def broadcast(prefix: Any, tree: Any, where: str) -> list[Asked]:
         return [_like(prefix, tree, where)]
     if asked is None:
         raise AxesError(
-            f"`{where}`: expected a `Layout`, a sharding, an array or `None` in each place; got "
+            f"`{where}`: expected a `Layout`, a sharding, an array or `None`; got "
             f"{type(prefix).__name__} ({prefix!r})"
         )
     if given is None:
-        raise AxesError(f"`{where}`: the step has one leaf there; got {type(prefix).__name__}")
+        raise AxesError(
+            f"`{where}`: the step has a single leaf there; got a {type(prefix).__name__}"
+        )
     wanted = {key_name(key): child for key, child in asked}
     names = [key_name(key) for key, _ in given]
     may_be_short = where in ("inputs", "outputs") and isinstance(tree, tuple)
@@ -72,8 +74,8 @@ def broadcast(prefix: Any, tree: Any, where: str) -> list[Asked]:
     extra = [name for name in wanted if name not in names]
     if missing or extra:
         raise AxesError(
-            f"`{where}`: not a prefix of the step's tree of {names}: missing {missing}, "
-            f"unknown {extra}; `None` stands for anything"
+            f"`{where}`: not a prefix of the step's tree with keys {names}: missing {missing}, "
+            f"unknown {extra}; use `None` for keys that are not checked"
         )
     return [
         leaf
@@ -83,21 +85,21 @@ def broadcast(prefix: Any, tree: Any, where: str) -> list[Asked]:
 
 
 def keywords(asked: Mapping[str, Any], kwargs: Mapping[str, Any]) -> list[Asked]:
-    """What `asked` asks of each leaf of the keyword arguments, in JAX's order."""
+    """Returns the expectation for each leaf of the keyword arguments, in JAX's order."""
     if not isinstance(asked, Mapping):
         raise AxesError(
-            "`keywords`: expected a mapping from names of keyword arguments; got "
+            "`keywords`: expected a mapping from names of keyword arguments to expectations; got "
             f"{type(asked).__name__}"
         )
     return broadcast({name: asked.get(name) for name in kwargs} | dict(asked), kwargs, "keywords")
 
 
 def _like(array: Any, tree: Any, where: str) -> Asked:
-    """What an array in the place of a leaf asks: its dtype, and its sharding if it is on a mesh."""
+    """Returns the expectation given by an array: its dtype, and its sharding if it has a mesh."""
     shape, found = tuple(array.shape), getattr(tree, "shape", None)
     if children(tree) is not None or found is None or shape != tuple(found):
         raise AxesError(
-            f"`{where}`: expected what the step has there, {_described(tree)}; got "
+            f"`{where}`: expected {_described(tree)}, as in the step; got "
             f"{array.dtype}{list(shape)}"
         )
     sharding = getattr(array, "sharding", None)

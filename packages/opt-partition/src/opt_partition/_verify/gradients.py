@@ -1,4 +1,4 @@
-"""Gradients that are summed on every device, though each uses a part of the sum."""
+"""Detection of gradients that are all-reduced although each device uses only a part."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from opt_partition._verify.leaves import Leaf
 from opt_partition._verify.moved import Moved
 from opt_partition._verify.report import Finding, Severity
 
-# XLA for TPUs sums less than this whole, whatever the program says: it takes fewer rounds. Measured
-# for v5e with libtpu 0.0.42; 16 KiB were summed whole, 64 KiB were not.
+# XLA for TPUs all-reduces anything smaller, whatever the program says, since it takes fewer rounds.
+# Measured on v5e with libtpu 0.0.42: 16 KiB were all-reduced, 64 KiB were not.
 SMALL = 64 * 1024
 
 
@@ -21,13 +21,13 @@ def gradient_all_reduces(
     severity: Severity,
     of_small: Severity,
 ) -> Iterator[Finding]:
-    """The all-reduces of gradients of which a device then uses its part.
+    """Yields the all-reduces of gradients of which each device uses only a part.
 
     Args:
-      moved: what the collectives move.
+      moved: the arrays communicated by collectives.
       mesh: size of each mesh axis.
-      severity: of a matrix.
-      of_small: of a vector, or of less than `SMALL` bytes.
+      severity: severity for matrices.
+      of_small: severity for vectors, or less than `SMALL` bytes.
     """
     for reduce in moved:
         if reduce.row.kind != "all-reduce" or reduce.size == 1 or not reduce.from_inputs:
@@ -43,15 +43,15 @@ def gradient_all_reduces(
                     "gradient all-reduce",
                     of_small if reduce.is_vector or bytes_summed < SMALL else severity,
                     leaf.path,
-                    f"{reduce} sums a gradient on every device, of which {leaf.path} takes "
-                    f"1/{ways}: a reduce-scatter would send half the bytes, now "
-                    f"{reduce.row.bytes * reduce.count:,} a device and step",
+                    f"{reduce} all-reduces a gradient of which {leaf.path} uses only 1/{ways} per "
+                    "device: a reduce-scatter would send half of these "
+                    f"{reduce.row.bytes * reduce.count:,} bytes per device and step",
                 )
                 break
 
 
 def _ways(reduce: Moved, leaf: Leaf, mesh: Mapping[str, int]) -> int:
-    """Over how many devices of a group `leaf` is divided."""
+    """Returns the number of devices of a group that `leaf` is sharded over."""
     if reduce.row.axes is None or leaf.mesh_axes is None:
         return reduce.row.group_size
     divided = {axis for axes in leaf.mesh_axes for axis in axes}

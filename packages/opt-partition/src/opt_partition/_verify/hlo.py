@@ -1,7 +1,7 @@
-"""The text of a compiled XLA program, read into computations and instructions.
+"""Parser for the text of compiled XLA programs (HLO).
 
-Only what a look at collectives needs: names, shapes, operands, called computations and a handful of
-attributes. Written against what jax 0.8 to 0.12 print for CPU, GPU and TPU.
+Reads only what the analysis of collectives needs: names, shapes, operands, called computations and
+a few attributes. Written for the output of jax 0.8 to 0.12 for CPU, GPU and TPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """Type of an array in a compiled program; the shape is what one device holds."""
+    """The type of an array in a compiled program, with its per-device shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Bytes without padding; of tokens and opaque values 0."""
+        """Bytes without padding; 0 for tokens and opaque values."""
         return math.ceil(self.size * _bits(self.dtype) / 8)
 
     def __str__(self) -> str:
@@ -42,11 +42,11 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-      name: unique in the program, without `%`.
+      name: unique name in the program, without `%`.
       type: an `Array`, or a tuple of types.
       opcode: e.g. `'all-gather-start'`.
-      operands: names of instructions of the same computation.
-      literal: what stands in the brackets, as of `parameter(0)` and `constant(8)`.
+      operands: names of instructions in the same computation.
+      literal: text in the parentheses, e.g. of `parameter(0)` or `constant(8)`.
       attributes: the rest of the line.
     """
 
@@ -58,29 +58,29 @@ class Instruction:
     attributes: str
 
     def attribute(self, key: str) -> str | None:
-        """An attribute's value as printed, with its brackets; `None` where there is none."""
+        """Returns the value of an attribute as printed, including brackets, or `None`."""
         found = re.search(rf"(?:^|, ){re.escape(key)}=", self.attributes)
         return _value(self.attributes, found.end()) if found else None
 
     def called(self, key: str) -> tuple[str, ...]:
-        """Names of the computations in an attribute like `calls` or `branch_computations`."""
+        """Returns the computations in an attribute such as `calls` or `branch_computations`."""
         return tuple(_NAME.findall(self.attribute(key) or ""))
 
     @property
     def op_name(self) -> str:
-        """Where it comes from in the traced program; of a parameter, the argument."""
+        """The origin in the traced program; for a parameter, the argument."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
-    """Instructions in the order printed: operands before their users.
+    """A computation: instructions in printed order, operands before their users.
 
     Attributes:
-      name: unique in the program, without `%`.
-      instructions: by name.
-      root: name of the instruction that is the result.
+      name: unique name in the program, without `%`.
+      instructions: instructions by name.
+      root: name of the instruction that computes the result.
     """
 
     name: str
@@ -89,13 +89,13 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> tuple[Instruction, ...]:
-        """The parameters by number."""
+        """The parameters in order of their numbers."""
         found = [i for i in self.instructions.values() if i.opcode == "parameter"]
         return tuple(sorted(found, key=lambda i: int(i.literal)))
 
     @functools.cached_property
     def async_users(self) -> dict[str, Instruction]:
-        """What goes on with or ends an asynchronous operation, by the name of its operand."""
+        """The `-update` and `-done` instructions of asynchronous operations, by operand."""
         ends = ("-update", "-done")
         found = (i for i in self.instructions.values() if i.opcode.endswith(ends))
         return {name: instruction for instruction in found for name in instruction.operands}
@@ -107,8 +107,8 @@ class Module:
 
     Attributes:
       header: its first line.
-      computations: by name.
-      entry: name of the one that runs.
+      computations: computations by name.
+      entry: name of the entry computation.
     """
 
     header: str
@@ -117,23 +117,23 @@ class Module:
 
     @property
     def aliased_parameters(self) -> frozenset[int]:
-        """Numbers of the entry's parameters whose memory some output takes over."""
+        """Numbers of the entry parameters whose buffers are aliased by an output."""
         found = re.search(r"\binput_output_alias=", self.header)
         table = _value(self.header, found.end()) if found else ""
         return frozenset(int(n) for n in re.findall(r"\((\d+), \{", table))
 
     @property
     def num_partitions(self) -> int:
-        """Number of devices that run it together."""
+        """Number of devices that run the program."""
         found = re.search(r"\b(?:num_partitions|replica_count)=(\d+)", self.header)
         return int(found[1]) if found else 1
 
 
 def parse(text: str) -> Module:
-    """Reads what `compiled.as_text()` returns.
+    """Parses the text returned by `compiled.as_text()`.
 
     Raises:
-      ValueError: it is no HLO text, or none that we can read; says which line.
+      ValueError: the text is not HLO, or cannot be parsed.
 
     Examples:
       >>> module = parse('''HloModule jit_f
@@ -161,12 +161,14 @@ def parse(text: str) -> Module:
             body[head["name"]] = _instruction(head["name"], line, head.end())
             root = head["name"] if head["root"] else root
     if not header or entry not in computations:
-        raise ValueError("not the text of a compiled XLA program: no `HloModule` with an `ENTRY`")
+        raise ValueError(
+            "not the text of a compiled XLA program: it lacks an `HloModule` with an `ENTRY`"
+        )
     return Module(header, computations, entry)
 
 
 def flat_types(type_: Type) -> Iterator[Array]:
-    """Yields the arrays of a type in order.
+    """Yields the arrays in a type, in order.
 
     Examples:
       >>> [str(array) for array in flat_types((Array('f32', ()), (Array('s8', (2, 3)),)))]
@@ -181,7 +183,7 @@ def flat_types(type_: Type) -> Iterator[Array]:
 
 @functools.lru_cache(maxsize=4096)  # a program of 10,000 instructions has few types
 def parse_type(text: str) -> Type:
-    """Reads a type.
+    """Parses a type.
 
     Examples:
       >>> parse_type('(f32[8,<=2]{1,0:T(8,128)}, (bf16[], token[]))')
@@ -202,7 +204,7 @@ def parse_type(text: str) -> Type:
 
 
 def _instruction(name: str, line: str, start: int) -> Instruction:
-    """Reads the part of a line that follows `=`."""
+    """Parses the part of a line after `=`."""
     end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
     opening = line.index("(", end)
     closing = _closing(line, opening)
@@ -213,7 +215,7 @@ def _instruction(name: str, line: str, start: int) -> Instruction:
 
 
 def _value(text: str, start: int) -> str:
-    """What stands at `start` up to the next comma or space outside brackets and quotes."""
+    """Returns the text from `start` to the next comma or space outside brackets and quotes."""
     at = start
     while at < len(text) and text[at] not in ", ":
         at = _closing(text, at) if text[at] in "([{\"'" else at + 1
@@ -221,18 +223,18 @@ def _value(text: str, start: int) -> str:
 
 
 def _closing(text: str, start: int) -> int:
-    """The place behind the bracket or quote that closes the one at `start`."""
+    """Returns the position after the bracket or quote that closes the one at `start`."""
     depth = 0
     for found in _BRACKET_OR_QUOTED.finditer(text, start):
         depth += (found[0] in "([{") - (found[0] in ")]}")
         if depth == 0:
             return found.end()
-    raise ValueError(f"a bracket is never closed in a line of the compiled program: {text[:200]}")
+    raise ValueError(f"unclosed bracket in a line of the compiled program: {text[:200]}")
 
 
 @functools.cache
 def _bits(dtype: str) -> int:
-    """Bits of one element: the number in the dtype's name.
+    """Returns the bits per element: the number in the name of the dtype.
 
     Examples:
       >>> [_bits(dtype) for dtype in ('pred', 'bf16', 'f8e4m3fn', 's4', 'c64', 'token')]

@@ -1,4 +1,4 @@
-"""What every value of a compiled program depends on."""
+"""Dataflow analysis: what every value of a compiled program depends on."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from opt_partition._verify.hlo_loops import rewritten_places
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Deps:
-    """What a value depends on, as bits of three integers.
+    """The dependencies of a value, as bit sets.
 
     Attributes:
-      any: everything that it depends on.
-      direct: of these, what it is computed from element by element: by arithmetic, casts,
-        transposes, slices and collectives, but by no product, reduction or broadcast on the way.
-      placed: what has elements in it that were put somewhere in a larger array, or picked by
-        index or mask. A sum over devices of such values gathers them.
+      any: all dependencies.
+      direct: dependencies from which it is computed elementwise: by arithmetic, casts, transposes,
+        slices and collectives, but not through a product, reduction or broadcast.
+      placed: dependencies whose elements were written into a larger array, or selected by index or
+        mask. Summing such values over devices gathers them.
     """
 
     any: int = 0
@@ -32,24 +32,24 @@ class Deps:
 
     @staticmethod
     def of(bit: int) -> Deps:
-        """What the source of a bit depends on: itself."""
+        """Returns the dependencies of the source with that bit: itself."""
         return Deps(1 << bit, 1 << bit)
 
 
-# One `Deps` stands for a tuple, too, if all its elements are alike.
+# A single `Deps` may stand for a tuple whose elements are all alike.
 Value = Deps | tuple["Value", ...]
 Part = tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """What the values of a program depend on.
+    """The dependencies of the values of a program.
 
     Attributes:
-      outputs: each array of the result.
-      moved: each array that a collective moves, before it does; by instruction and place.
-      step_loops: names of the `while` instructions that carry inputs through whole training steps:
-        each iteration makes parameters and state new.
+      outputs: dependencies of each array of the result.
+      moved: dependencies of each operand of a collective, by instruction and index.
+      step_loops: names of the `while` instructions whose iterations are whole training steps, in
+        which all parameters and state are updated.
     """
 
     outputs: tuple[Deps, ...]
@@ -63,20 +63,21 @@ def trace(
     tags: Mapping[Part, int],
     stepped: tuple[int, ...] = (),
 ) -> Flow:
-    """Follows the inputs through a program.
+    """Propagates the dependencies on inputs through a program.
 
-    A loop's carry that starts as one of the inputs, and nothing else, stays that input in the eyes
-    of the loop's body: parameters carried through several steps remain parameters.
+    A loop carry that is initialised with a single input counts as that input throughout the loop:
+    parameters carried through several steps remain parameters.
 
     Args:
       module: the program.
-      inputs: what each parameter of its entry stands for.
-      tags: a bit for each array that a collective moves, which its result gets besides.
-      stepped: bits of the inputs that a training step makes new, some of each: the parameters
-        and the state. A loop over layers may make one of them new, masked, in each iteration.
+      inputs: dependencies of each parameter of the entry computation.
+      tags: a bit for each array that a collective communicates, added to its result.
+      stepped: bit sets of the inputs that a training step updates, i.e. of the parameters and of
+        the state; an iteration must update some of each to count as a step. (A loop over layers may
+        update only one of them, masked, in each iteration.)
 
     Returns:
-      What the results depend on, and what the collectives move.
+      The dependencies of the results and of the operands of collectives.
 
     Examples:
       >>> from opt_partition._verify.hlo import parse
@@ -93,15 +94,15 @@ def trace(
       >>> [bin(output.any) for output in flow.outputs], flow.moved
       (['0b101', '0b11'], {('g', 0): Deps(any=1, direct=1, placed=0)})
     """
-    tracer = _Tracer(module, tags, stepped)
+    interpreter = _Interpreter(module, tags, stepped)
     entry = module.computations[module.entry]
-    result = tracer.run(entry, list(inputs))
+    result = interpreter.run(entry, list(inputs))
     outputs = tuple(_flatten(result, entry.instructions[entry.root].type))
-    return Flow(outputs, tracer.moved, frozenset(tracer.step_loops))
+    return Flow(outputs, interpreter.moved, frozenset(interpreter.step_loops))
 
 
-class _Tracer:
-    """Runs computations on `Value`s; keeps what collectives move."""
+class _Interpreter:
+    """Interprets computations on `Value`s, and records the operands of collectives."""
 
     def __init__(self, module: Module, tags: Mapping[Part, int], stepped: tuple[int, ...]) -> None:
         self.module = module
@@ -115,7 +116,7 @@ class _Tracer:
         for instruction in computation.instructions.values():
             if instruction.opcode == "parameter":
                 number = int(instruction.literal)
-                # XLA may pass less to a computation than it declares, e.g. to dead branches.
+                # XLA may pass fewer arguments than a computation declares, e.g. to dead branches.
                 value = arguments[number] if number < len(arguments) else Deps()
             else:
                 operands = [values[name] for name in instruction.operands]
@@ -164,7 +165,7 @@ class _Tracer:
             carry = settled
 
     def carries_steps(self, body: str, start: Value) -> bool:
-        """Whether a loop makes some of all `stepped` inputs new in each iteration."""
+        """Whether each iteration of a loop updates some of each set of `stepped` inputs."""
         if not self.stepped or not isinstance(start, tuple):
             return False
         carried = 0
@@ -185,7 +186,7 @@ class _Tracer:
 
 
 def _elementwise(instruction: Instruction, operands: list[Deps]) -> Deps:
-    """What an instruction without computations of its own makes of its operands."""
+    """Returns the dependencies of an instruction that calls no computation."""
     opcode = instruction.opcode.removesuffix("-start")
     whole = _merge(tuple(operands))
     if opcode == "custom-call":
@@ -194,7 +195,8 @@ def _elementwise(instruction: Instruction, operands: list[Deps]) -> Deps:
         kept, put = (_merge(tuple(operands[part])) for part in _PLACES[opcode])
         return Deps(whole.any, kept.direct | put.direct, kept.placed | put.direct | put.placed)
     if opcode == "scatter":
-        # Of equal numbers: targets, indices, updates. Updates may be added up: not direct.
+        # Operands are targets, indices and updates. Updates may be accumulated, so they are not
+        # direct.
         count = (len(operands) - 1) // 2
         kept, put = _merge(tuple(operands[:count])), _merge(tuple(operands[count + 1 :]))
         return Deps(whole.any, kept.direct, kept.placed | put.direct | put.placed)
@@ -207,7 +209,7 @@ def _elementwise(instruction: Instruction, operands: list[Deps]) -> Deps:
 
 
 def _is_reshape(computation: Computation, instruction: Instruction) -> bool:
-    """Whether an instruction only adds or takes away dimensions of size 1, as TPUs do by sums."""
+    """Whether an instruction only adds or removes dimensions of size 1, as TPUs do with sums."""
     if instruction.opcode not in ("broadcast", "reduce"):
         return False
     source, result = computation.instructions[instruction.operands[0]].type, instruction.type
@@ -215,7 +217,7 @@ def _is_reshape(computation: Computation, instruction: Instruction) -> bool:
 
 
 def _join(*values: Value) -> Value:
-    """What one of several values depends on."""
+    """Returns the elementwise union of the dependencies of several values."""
     tuples = [value for value in values if isinstance(value, tuple)]
     if not tuples:
         return _merge(tuple(values))
@@ -226,7 +228,7 @@ def _join(*values: Value) -> Value:
 
 
 def _merge(value: Value) -> Deps:
-    """What a value depends on with all its elements."""
+    """Returns the union of the dependencies of all elements of a value."""
     if isinstance(value, Deps):
         return value
     anything = direct = placed = 0  # numbers: the innermost loop of all
@@ -238,19 +240,19 @@ def _merge(value: Value) -> Deps:
 
 
 def _keep_inputs(start: Value, value: Value) -> Value:
-    """`value`, but as at the start where that is one input, element by element."""
+    """Returns `value`, with elements that started as a single input reset to it."""
     if isinstance(start, tuple) and isinstance(value, tuple):
         return tuple(map(_keep_inputs, start, value))
     return start if _is_input(start) else value
 
 
 def _is_input(value: Value) -> bool:
-    """Whether a value is one input, or made of nothing else."""
+    """Whether a value depends on a single input only, and directly."""
     return isinstance(value, Deps) and value.any == value.direct and value.any.bit_count() == 1
 
 
 def _flatten(value: Value, type_: Type) -> list[Deps]:
-    """What each array of a value of `type_` depends on."""
+    """Returns the dependencies of each array of a value of `type_`."""
     if not isinstance(type_, tuple):
         return [_merge(value)]
     elements = value if isinstance(value, tuple) else (value,) * len(type_)
@@ -276,17 +278,17 @@ _MIXES = frozenset(
         "triangular-solve",
     }
 )
-# Their elements are those of an operand, in another place or several times.
+# Their elements are elements of an operand, at other positions or repeated.
 _PICKS = frozenset({"broadcast", "gather", "sort"})
-# The operands that stay where they are, and those that are put among them.
+# The operands whose elements keep their positions, and those that are written among them.
 _PLACES = {
     "dynamic-update-slice": (slice(0, 1), slice(1, 2)),
     "pad": (slice(1, 2), slice(0, 1)),
     "select": (slice(0, 0), slice(1, 3)),
 }
-# The operands that hold elements of the result; the others say where they start.
+# The operands that provide elements of the result; the others are start indices.
 _CARRYING = {"dynamic-slice": (0, 1)}
-# Calls by which TPUs and GPUs move values as they are.
+# Custom calls on TPUs and GPUs that move values unchanged.
 _MOVES = re.compile(
     r'custom_call_target="(ConcatBitcast|AsyncCollectiveStart|AsyncCollectiveDone|MoveTo\w+)"'
 )

@@ -1,4 +1,4 @@
-"""How often a loop of a compiled program runs."""
+"""Trip counts of the loops of a compiled program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from opt_partition._verify.hlo import Computation, Instruction, Module
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """How often a `while` runs its body: as XLA noted, else a counter against a constant."""
+    """Returns the trip count of a `while`: as annotated by XLA, else from counter and limit."""
     noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if noted:
         return int(noted[1])
@@ -32,10 +32,10 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def rewritten_places(module: Module, body: str) -> list[int]:
-    """Places of a loop's carry that an iteration makes new as a whole.
+    """Returns the indices of a loop carry that each iteration replaces as a whole.
 
-    Neither those that it leaves alone, as what a scan runs over, nor those that it writes slice by
-    slice, as what a scan stacks.
+    Excludes those that are unchanged, like the inputs of a scan, and those that are written slice
+    by slice, like the stacked outputs of a scan.
     """
     computation = module.computations[body]
     root = computation.instructions[computation.root]
@@ -47,7 +47,7 @@ def rewritten_places(module: Module, body: str) -> list[int]:
 
 
 def _origin(module: Module, computation: Computation, name: str) -> Instruction:
-    """The instruction that computes `name`, in fusions and calls if need be."""
+    """Returns the instruction that computes `name`, looking into fusions and calls."""
     while True:
         instruction = _source(computation, name)
         place = 0
@@ -66,13 +66,13 @@ def _origin(module: Module, computation: Computation, name: str) -> Instruction:
 
 
 def _element(computation: Computation, tuple_name: str, place: int) -> str:
-    """Name of an element of a tuple, if the tuple is made in sight; else of the tuple."""
+    """Returns the name of a tuple element if the tuple is constructed here, else of the tuple."""
     instruction = computation.instructions[tuple_name]
     return instruction.operands[place] if instruction.opcode == "tuple" else tuple_name
 
 
 def _source(computation: Computation, name: str) -> Instruction:
-    """The instruction whose value `name` has, behind copies."""
+    """Returns the instruction that computes `name`, skipping copies."""
     instruction = computation.instructions[name]
     while instruction.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
         instruction = computation.instructions[instruction.operands[0]]
@@ -80,14 +80,14 @@ def _source(computation: Computation, name: str) -> Instruction:
 
 
 def _constant(computation: Computation, name: str) -> int | None:
-    """The integer that `name` is; `None` if it is none."""
+    """Returns the value of `name` if it is an integer constant, else `None`."""
     instruction = _source(computation, name)
     digits = re.fullmatch(r"-?\d+", instruction.literal.strip())
     return int(digits[0]) if digits and instruction.opcode == "constant" else None
 
 
 def _step(computation: Computation, name: str, place: str) -> int | None:
-    """What a loop adds to element `place` of its carry each time; `None` if not plain to see."""
+    """Returns the constant that a loop adds to carry element `place`, or `None` if unknown."""
     add = _source(computation, name)
     if add.opcode != "add":
         return None

@@ -1,4 +1,4 @@
-"""Whether arguments and results lie as asked, keep their dtype and give their memory on."""
+"""Findings on single leaves: sharding, dtype and donation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opt_partition._verify.roles import Keys
 
 
 def leaf_reports(leaves: Sequence[Leaf], module: Module) -> list[LeafReport]:
-    """What the report says of each leaf."""
+    """Returns the report of each leaf."""
     used = [leaf for leaf in leaves if leaf.side == "input" and leaf.found is not None]
     aliased = {id(used[n]) for n in module.aliased_parameters if n < len(used)}
     return [
@@ -43,25 +43,25 @@ def _in_words(sharding: Sharding | None, leaf: Leaf) -> str | None:
 
 
 def sharding_findings(leaves: Sequence[Leaf]) -> Iterator[Finding]:
-    """An error for each leaf that does not lie as asked."""
+    """Yields an error for each leaf that is not sharded as expected."""
     for leaf in leaves:
         if not leaf.ok:
             asked, found = _in_words(leaf.asked.sharding, leaf), _in_words(leaf.found, leaf)
-            elsewhere = ", on other devices or in another order" * (asked == found)
+            elsewhere = ", on other devices or in a different order" * (asked == found)
             yield Finding(
                 "sharding",
                 "error",
                 leaf.path,
-                f"{leaf}: asked {asked}, {leaf.bytes_asked:,} bytes a device; found "
-                f"{found}, {leaf.bytes_found:,} bytes a device{elsewhere}",
+                f"{leaf}: expected {asked}, {leaf.bytes_asked:,} bytes per device; found {found}, "
+                f"{leaf.bytes_found:,} bytes per device{elsewhere}",
             )
 
 
 def dtype_findings(inputs: Sequence[Leaf], outputs: Sequence[Leaf]) -> Iterator[Finding]:
-    """An error for each leaf of another dtype than asked for, or that changes it in the step."""
+    """Yields an error for each leaf with an unexpected dtype, or whose dtype the step changes."""
     for leaf in (*inputs, *outputs):
         if not leaf.dtype_ok:
-            said = f"{leaf}: asked {leaf.asked.dtype}; found {leaf.dtype}"
+            said = f"{leaf}: expected {leaf.asked.dtype}; found {leaf.dtype}"
             yield Finding("dtype", "error", leaf.path, said)
     before: dict[tuple[Role, Keys], Leaf] = {
         (leaf.role, leaf.name): leaf for leaf in inputs if leaf.role != "other"
@@ -73,13 +73,13 @@ def dtype_findings(inputs: Sequence[Leaf], outputs: Sequence[Leaf]) -> Iterator[
                 "dtype",
                 "error",
                 leaf.path,
-                f"{leaf}: went in as {old.dtype} at {old.path}; the step is compiled again for "
-                "its own result, and donated memory cannot be taken over",
+                f"{leaf}: was {old.dtype} as input {old.path}; the step is recompiled for its own "
+                "result, and donated memory cannot be reused",
             )
 
 
 def keyword_findings(compiled: jax.stages.Compiled, expected: Expected) -> Iterator[Finding]:
-    """A note for each keyword argument of which nothing was asked."""
+    """Yields a note for each keyword argument without an expectation."""
     for name, argument in compiled.args_info[1].items():
         count = len(jax.tree.leaves(argument))
         if count and name not in expected.keywords:
@@ -87,30 +87,30 @@ def keyword_findings(compiled: jax.stages.Compiled, expected: Expected) -> Itera
                 "keyword argument",
                 "note",
                 name,
-                f"{name}: {count} array{'s' * (count > 1)} of which nothing was asked; give "
-                f"`Expected(..., keywords={{{name!r}: ...}})`, or `None` there for anything",
+                f"{name}: {count} array{'s' * (count > 1)} not checked; pass `Expected(..., "
+                f"keywords={{{name!r}: ...}})`, with `None` to accept any sharding",
             )
 
 
 def donation_findings(reports: Sequence[LeafReport]) -> Iterator[Finding]:
-    """A warning for each leaf given away whose memory nothing takes over."""
+    """Yields a warning for each donated leaf whose memory is not reused."""
     for leaf in reports:
         if leaf.donated and not leaf.aliased and leaf.found and leaf.role != "other":
             yield Finding(
                 "donation",
                 "warning",
                 leaf.path,
-                f"{leaf}: donated, but no result takes over its {leaf.bytes_found:,} bytes: none "
-                "has its shape, dtype, sharding and memory",
+                f"{leaf}: donated, but its {leaf.bytes_found:,} bytes are not reused: no result "
+                "has its shape, dtype, sharding and memory kind",
             )
 
 
 def undonated_findings(inputs: Sequence[Leaf], aliased: Collection[int]) -> Iterator[Finding]:
-    """A warning where the old parameters or the old state lie in memory beside the new ones.
+    """Yields a warning if old and new parameters or state are in memory at the same time.
 
     Args:
       inputs: the arguments.
-      aliased: numbers of those, among the used ones, whose memory some result takes over.
+      aliased: numbers, among the used arguments, of those whose memory is reused.
     """
     used = [leaf for leaf in inputs if leaf.found is not None]
     kept = [leaf for n, leaf in enumerate(used) if not leaf.donated and n not in aliased]
@@ -128,6 +128,6 @@ def undonated_findings(inputs: Sequence[Leaf], aliased: Collection[int]) -> Iter
             "donation",
             "warning",
             next(leaf.path for leaves in held.values() for leaf in leaves),
-            f"{total:,} bytes a device are held twice, before and after the step: {each}; give "
+            f"{total:,} bytes per device are held twice, before and after the step: {each}; pass "
             f"`jax.jit(..., {', '.join(remedy)})`",
         )

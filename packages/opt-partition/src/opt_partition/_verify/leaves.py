@@ -1,4 +1,4 @@
-"""The arguments and results of a compiled step: how they lie, and how they should."""
+"""The arguments and results of a compiled step, with found and expected shardings."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Leaf:
     """An argument or result of a compiled step.
 
     Attributes:
-      side: whether it goes in or comes out.
+      side: `'input'` or `'output'`.
       path: `/`-joined keys.
-      role: what it is.
-      name: of a parameter or a leaf of the state, its keys from there.
-      shape: the global shape.
+      role: parameter, state or other.
+      name: its keys relative to the parameters or the state.
+      shape: global shape.
       dtype: its dtype.
-      asked: what was asked of it.
-      found: the sharding compiled in; `None` for an argument that the step does not use.
-      donated: it is an argument given away.
+      asked: the expectation.
+      found: the compiled sharding; `None` for an argument that the step does not use.
+      donated: whether it is a donated argument.
     """
 
     side: Side
@@ -52,8 +52,8 @@ class Leaf:
         asked = self.asked.sharding
         if isinstance(asked, NamedSharding) and len(asked.spec) > len(self.shape):
             raise AxesError(
-                f"{self.side} {self.path} has shape {self.shape}; {asked.spec} was asked for, "
-                "of more dimensions"
+                f"{self.side} {self.path} has shape {self.shape}, but the expected {asked.spec} "
+                "has more dimensions"
             )
 
     def __str__(self) -> str:
@@ -61,27 +61,27 @@ class Leaf:
 
     @property
     def argument(self) -> str:
-        """Number or name of the argument, or place of the result, that it is part of."""
+        """Number or name of the argument, or index of the result, that contains it."""
         return self.path.split("/", 1)[0]
 
     @property
     def size(self) -> int:
-        """Number of elements of the whole."""
+        """Global number of elements."""
         return math.prod(self.shape)
 
     @property
     def shard_size(self) -> int:
-        """Number of elements that one device holds."""
+        """Number of elements per device."""
         return math.prod(_shard_shape(self.found, self.shape)) if self.found is not None else 0
 
     @property
     def bytes_found(self) -> int:
-        """Bytes that one device holds."""
+        """Bytes per device."""
         return self.shard_size * itemsize(self.dtype)
 
     @property
     def bytes_asked(self) -> int | None:
-        """Bytes that one device should hold."""
+        """Expected bytes per device."""
         if self.asked.sharding is None:
             return None
         shape = _shard_shape(self.asked.sharding, self.shape)
@@ -89,7 +89,7 @@ class Leaf:
 
     @property
     def ok(self) -> bool:
-        """Whether it lies as asked, in the memory asked for."""
+        """Whether it has the expected sharding and memory kind."""
         if self.asked.sharding is None or self.found is None:
             return True
         return _on_devices_of(self.asked.sharding, self.found, self.path).is_equivalent_to(
@@ -98,13 +98,13 @@ class Leaf:
 
     @property
     def dtype_ok(self) -> bool:
-        """Whether it has the dtype asked for, as far as JAX's settings know that dtype."""
+        """Whether it has the expected dtype, canonicalized as by JAX."""
         asked = self.asked.dtype
         return asked is None or _canonical(asked) == self.dtype
 
     @property
     def mesh_axes(self) -> tuple[tuple[str, ...], ...] | None:
-        """The mesh axes of each dimension; `None` where the sharding has no mesh."""
+        """The mesh axes of each dimension; `None` if the sharding has no mesh."""
         if not isinstance(self.found, NamedSharding):
             return None
         entries = [*self.found.spec, *[None] * (len(self.shape) - len(self.found.spec))]
@@ -112,7 +112,7 @@ class Leaf:
 
 
 def input_leaves(compiled: jax.stages.Compiled, expected: Expected) -> list[Leaf]:
-    """The flat arguments, in JAX's order."""
+    """Returns the flattened arguments, in JAX's order."""
     args, kwargs = compiled.args_info
     asked = [
         *broadcast(expected.inputs, args, "inputs"),
@@ -140,10 +140,10 @@ def input_leaves(compiled: jax.stages.Compiled, expected: Expected) -> list[Leaf
 def output_leaves(
     compiled: jax.stages.Compiled, expected: Expected, inputs: Sequence[Leaf], module: Module
 ) -> list[Leaf]:
-    """The flat results, in JAX's order; those like the parameters and the state are named so.
+    """Returns the flattened results, in JAX's order, with parameters and state identified.
 
-    Of several that are like the parameters, gradients and updates, say, the new ones are those that
-    are made of most: of parameters, element by element, of state and of the batch.
+    If several results have the structure of the parameters, e.g. gradients and updates, the new
+    parameters are those with the most dependencies: on parameters (elementwise), state and batch.
     """
     out = compiled.out_info
     asked = broadcast(expected.outputs, out, "outputs")
@@ -177,7 +177,7 @@ def output_leaves(
 
 
 def _made_of(inputs: Sequence[Leaf], module: Module) -> Sequence[Deps]:
-    """What each result is made of, by roles; nothing where the program's parameters are unknown."""
+    """Returns the roles each result depends on; empty if program and arguments do not match."""
     used = [leaf for leaf in inputs if leaf.found is not None]
     if len(used) != len(module.computations[module.entry].parameters):
         return []
@@ -188,7 +188,7 @@ _BITS: Mapping[Role, int] = {"params": 1, "state": 2, "other": 4}
 
 
 def mesh_shape(leaves: Sequence[Leaf]) -> Mapping[str, int]:
-    """The mesh that the step runs on; empty where no sharding has one."""
+    """Returns the shape of the mesh of the step; empty if no sharding has a mesh."""
     meshes = [leaf.found.mesh for leaf in leaves if isinstance(leaf.found, NamedSharding)]
     return max(
         (mesh.shape for mesh in meshes), key=lambda shape: math.prod(shape.values()), default={}
@@ -196,7 +196,7 @@ def mesh_shape(leaves: Sequence[Leaf]) -> Mapping[str, int]:
 
 
 def platform(leaves: Sequence[Leaf]) -> str:
-    """The platform of the devices that the step was compiled for."""
+    """Returns the platform of the devices that the step was compiled for."""
     for leaf in leaves:
         if leaf.found is not None:
             device: Any = next(iter(leaf.found.device_set))
@@ -205,7 +205,7 @@ def platform(leaves: Sequence[Leaf]) -> str:
 
 
 def sharding_str(sharding: Sharding, ndim: int) -> str:
-    """A sharding in words.
+    """Formats a sharding.
 
     Examples:
       >>> mesh = AbstractMesh((8,), ('data',))
@@ -220,19 +220,19 @@ def sharding_str(sharding: Sharding, ndim: int) -> str:
 
 
 def _leaves_like(treedef: Any, tree: Any) -> list[Sharding | None]:
-    """The leaves of `tree`, where arguments that the step does not use have `None`."""
+    """Returns the leaves of `tree`, with `None` for arguments that the step does not use."""
     leaves: list[Sharding | None] = treedef.flatten_up_to(tree)
     return leaves
 
 
 def _on_devices_of(asked: Sharding, found: Sharding, path: str) -> Sharding:
-    """`asked`, on `found`'s devices if its own mesh is abstract."""
+    """Returns `asked`, on the devices of `found` if its own mesh is abstract."""
     if not isinstance(asked, NamedSharding) or not isinstance(asked.mesh, AbstractMesh):
         return asked
     if not isinstance(found, NamedSharding) or dict(found.mesh.shape) != dict(asked.mesh.shape):
         raise AxesError(
-            f"{path}: asked for on an abstract mesh of {dict(asked.mesh.shape)}, but compiled "
-            f"with {found}: make the layout with the mesh that the step runs on"
+            f"{path}: expected on an abstract mesh of {dict(asked.mesh.shape)}, but compiled with "
+            f"{found}: create the layout with the mesh that the step runs on"
         )
     assert isinstance(found.mesh, Mesh)
     return NamedSharding(found.mesh, asked.spec, memory_kind=asked.memory_kind)
@@ -245,5 +245,5 @@ def _shard_shape(sharding: Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _canonical(dtype: Any) -> Any:
-    """The dtype that JAX makes of one: without x64, float64 is float32."""
+    """Returns the canonical dtype: without x64, float64 becomes float32."""
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)

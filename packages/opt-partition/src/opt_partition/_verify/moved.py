@@ -1,4 +1,4 @@
-"""The arrays that the collectives of a step move: how often, where from, where to."""
+"""The arrays that the collectives of a step communicate: counts, sources and destinations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from opt_partition._verify.hlo import Module
 from opt_partition._verify.hlo_flow import Deps, trace
 from opt_partition._verify.leaves import Leaf
 
-# What these bring to a device is as it was, elsewhere. Others add something up.
+# These bring values to a device unchanged. The others reduce.
 MOVES = frozenset(
     {
         "all-gather",
@@ -29,24 +29,24 @@ MOVES = frozenset(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Moved:
-    """An array that a collective moves, where it comes from and where it goes.
+    """An array that a collective communicates, with its sources and destinations.
 
     Attributes:
-      row: the collective as it is reported.
-      site: where it runs.
-      number: its place among all of them.
-      size: number of elements that a device has afterwards.
-      count: how often it runs for one training step; a program may have several in a loop.
-      step_loops: the loops of whole training steps that it is in.
-      state: the sharded leaves of the state that it depends on; if it is computed from some of
-        them element by element, these.
-      directly: whether it is computed from `state` element by element.
-      placed: whether elements of `state` were put at places of their own in it, so that a sum
+      row: the collective as reported.
+      site: where it occurs.
+      number: its index among all such arrays.
+      size: number of elements on a device afterwards.
+      count: executions per training step; a program may run several steps in a loop.
+      step_loops: the enclosing loops over whole training steps.
+      state: the sharded state leaves that it depends on; only those with an elementwise dependency
+        if there are any.
+      directly: whether it is computed from `state` elementwise.
+      placed: whether elements of `state` were written to distinct positions in it, so that a sum
         over devices gathers them.
-      from_params: it depends on parameters.
-      from_inputs: it depends on arguments that are neither parameters nor state.
-      follows: numbers of those whose result it is computed from element by element.
-      reaches: the results that are computed from it element by element.
+      from_params: whether it depends on parameters.
+      from_inputs: whether it depends on arguments that are neither parameters nor state.
+      follows: numbers of the arrays from whose result it is computed elementwise.
+      reaches: the results of the step that are computed from it elementwise.
     """
 
     row: Collective
@@ -65,37 +65,37 @@ class Moved:
 
     @property
     def counts(self) -> frozenset[int]:
-        """How often it runs in none, one, ... and all of the loops around it, innermost first.
+        """Number of executions within none, one, ... and all enclosing loops, innermost first.
 
-        The layers of a stack are an inner loop; microbatches and whole steps are outer ones.
+        Layers of a stack are inner loops; microbatches and whole steps are outer ones.
         """
         trips = [times for _, times in reversed(self.site.loops)]
         return frozenset(itertools.accumulate(trips, operator.mul, initial=1))
 
     @property
     def elements(self) -> int:
-        """Number of elements that a device gets in a training step."""
+        """Number of elements that a device receives per training step."""
         return self.size * self.count
 
     @property
     def operand_elements(self) -> int:
-        """Number of elements that a device puts in during a training step, zeros left out."""
+        """Number of elements that a device contributes per training step, without zeros."""
         size = math.prod(self.row.operand_shape) * self.count
         return size if self.row.kind in MOVES else size // self.row.group_size
 
     @property
     def alone(self) -> bool:
-        """Whether it depends on state and nothing else."""
+        """Whether it depends on state only."""
         return not self.from_params and not self.from_inputs
 
     @property
     def is_vector(self) -> bool:
-        """Whether it has no more than one dimension worth the name."""
+        """Whether at most one dimension has a size above 1."""
         return sum(size > 1 for size in self.row.shape) < 2
 
     def __str__(self) -> str:
         over = f" over {'+'.join(self.row.axes)}" if self.row.axes else ""
-        times = f", {self.row.count} times a step" if self.row.count > 1 else ""
+        times = f", {self.row.count} times per step" if self.row.count > 1 else ""
         times = ", in each iteration of a loop" if self.row.per_iteration else times
         shape = ",".join(map(str, self.row.shape))
         return f"`{self.row.name}` to {self.row.dtype}[{shape}]{over}{times}"
@@ -104,7 +104,7 @@ class Moved:
 def moved_arrays(
     module: Module, inputs: Sequence[Leaf], outputs: Sequence[Leaf], mesh: Mapping[str, int]
 ) -> list[Moved] | None:
-    """Every array that a collective moves; `None` if arguments and program do not match."""
+    """Returns every array communicated; `None` if arguments and program do not match."""
     used = [leaf for leaf in inputs if leaf.found is not None]
     if len(used) != len(module.computations[module.entry].parameters):
         return None
@@ -154,7 +154,7 @@ def moved_arrays(
 
 
 def most_at_once(moved: Iterable[Moved], size: Callable[[Moved], int]) -> int:
-    """The largest sum of sizes that one run can reach: of each `conditional` one branch."""
+    """Returns the maximum sum of sizes in one run, taking one branch of each `conditional`."""
     return _most([(m.site.branches, size(m)) for m in moved])
 
 
@@ -172,12 +172,12 @@ def _most(sizes: Sequence[tuple[tuple[tuple[str, int], ...], int]]) -> int:
 
 
 def names(leaves: Iterable[Leaf], most: int = 4) -> str:
-    """Paths of leaves in words."""
+    """Formats the paths of leaves."""
     return listed(list(dict.fromkeys(leaf.path for leaf in leaves)), most)
 
 
 def listed(things: Sequence[object], most: int = 4) -> str:
-    """The first few of some things in words."""
+    """Formats the first few items of a list."""
     more = f" and {len(things) - most} more" * (len(things) > most)
     return ", ".join(map(str, things[:most])) + more
 
@@ -189,7 +189,7 @@ def _sources(depends: tuple[Leaf, ...], deps: Deps) -> tuple[str, ...]:
 
 
 def _bits(number: int) -> Iterator[int]:
-    """Yields the places of the ones of a number."""
+    """Yields the positions of the set bits of a number."""
     while number:
         low = number & -number
         yield low.bit_length() - 1

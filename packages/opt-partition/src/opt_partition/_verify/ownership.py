@@ -1,4 +1,4 @@
-"""Which parameter a leaf of the state belongs to, and whether the two were told apart at all."""
+"""Assignment of state leaves to parameters, and validation of `Expected.params` and `.state`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from opt_partition.errors import AxesError
 
 
 class Owners:
-    """The parameter that a leaf of the state belongs to: the one whose path is part of its own.
+    """Finds the parameter of a state leaf: the one whose path is contained in its own.
 
-    Mostly the end of it; `sm3` keeps a tuple for each parameter, so that numbers follow.
+    Usually it is a suffix, but `sm3` keeps a tuple per parameter, so that indices follow.
     """
 
     def __init__(self, params: Sequence[Leaf]) -> None:
@@ -31,17 +31,17 @@ class Owners:
 def check_roles(
     inputs: Sequence[Leaf], outputs: Sequence[Leaf], expected: Expected
 ) -> Iterator[Finding]:
-    """Whether `Expected.params` and `Expected.state` point at parameters and state.
+    """Checks that `Expected.params` and `Expected.state` are the paths of parameters and state.
 
     Yields:
-      A warning where that could not be told.
+      A warning if this could not be determined.
 
     Raises:
-      AxesError: they do not.
+      AxesError: they are not.
     """
     params, state = (_leaves(inputs, role) for role in ("params", "state"))
     if not params:
-        raise AxesError(f"`params`: there are no arrays at {expected.params!r}; {_REMEDY}")
+        raise AxesError(f"`params`: found no arrays at {expected.params!r}; {_REMEDY}")
     named: tuple[tuple[Role, str, Sequence[Leaf]], ...] = (
         ("params", expected.params, params),
         ("state", expected.state, state),
@@ -49,13 +49,14 @@ def check_roles(
     for role, path, leaves in named:
         if leaves and not _leaves(outputs, role):
             raise AxesError(
-                f"`{role}`: at {path!r} there is {_described(leaves)}; nothing in the result has "
-                f"the same paths and shapes, as the new {_WORDS[role]} would; {_REMEDY}"
+                f"`{role}`: found {_described(leaves)} at {path!r}, but nothing with the same "
+                f"paths and shapes in the result, which should contain the new {_WORDS[role]}; "
+                f"{_REMEDY}"
             )
     if not state or _belongs(params, state):
         return
     both = (
-        f"at {expected.state!r} there is {_described(state)}, none of which belongs to a parameter "
+        f"found {_described(state)} at {expected.state!r}, which does not belong to the parameters "
         f"at {expected.params!r}, {_described(params)}"
     )
     if _swapped(params, state):
@@ -64,8 +65,8 @@ def check_roles(
         "ownership",
         "warning",
         None,
-        f"`state`: {both}, by its path: state is judged only where it is gathered as it is; if "
-        f"these are not the optimizer state and the parameters, {_REMEDY}",
+        f"`state`: {both}, according to its paths: state is checked only where it is gathered by "
+        f"itself; if these are not the optimizer state and the parameters, {_REMEDY}",
     )
 
 
@@ -74,10 +75,10 @@ def _leaves(leaves: Sequence[Leaf], role: str) -> list[Leaf]:
 
 
 def _belongs(params: Sequence[Leaf], state: Sequence[Leaf]) -> bool:
-    """Whether the state is that of the parameters, as far as it shows.
+    """Whether the state may belong to the parameters.
 
-    Counters show nothing, unless one stands for all of the state, which no optimizer's does.
-    `optax.flatten` makes one vector of all parameters.
+    Counters say nothing, unless a scalar is the whole state, which no optimizer has.
+    `optax.flatten` creates a single vector of all parameters.
     """
     telling = [leaf for leaf in state if leaf.shape or not leaf.name]
     total = (sum(leaf.size for leaf in params),)
@@ -86,7 +87,7 @@ def _belongs(params: Sequence[Leaf], state: Sequence[Leaf]) -> bool:
 
 
 def _swapped(params: Sequence[Leaf], state: Sequence[Leaf]) -> bool:
-    """Whether the parameters are state of the state."""
+    """Whether the parameters look like state of the state."""
     owners = Owners([leaf for leaf in state if leaf.name])
     owned = [(leaf, owners.of(leaf)) for leaf in params if leaf.shape]
     alike = {owner.name for leaf, owner in owned if owner and owner.shape == leaf.shape}
@@ -95,7 +96,7 @@ def _swapped(params: Sequence[Leaf], state: Sequence[Leaf]) -> bool:
 
 
 def _described(leaves: Sequence[Leaf], most: int = 4) -> str:
-    """Leaves in words.
+    """Formats leaves with dtype and shape.
 
     Examples:
       >>> from opt_partition._verify.expected import Asked
@@ -112,6 +113,7 @@ def _described(leaves: Sequence[Leaf], most: int = 4) -> str:
 
 _WORDS: dict[Role, str] = {"params": "parameters", "state": "state"}
 _REMEDY = (
-    "give the paths of the parameters and of the optimizer state in the arguments, e.g. "
-    "`Expected(..., params='0/params', state='0/opt_state')`, or `state='state'` for a keyword"
+    "pass the paths of the parameters and of the optimizer state in the arguments, e.g. "
+    "`Expected(..., params='0/params', state='0/opt_state')`, or `state='state'` for a keyword "
+    "argument"
 )

@@ -1,4 +1,4 @@
-"""Which devices take part in a collective together, and which mesh axes that is."""
+"""The device groups of collectives, and the corresponding mesh axes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 @functools.lru_cache(maxsize=1024)
 def parse_groups(attributes: str) -> Groups | None:
-    """The groups in an instruction's `replica_groups`; `None` where it gives none.
+    """Parses the `replica_groups` of an instruction; `None` if there are none.
 
     Examples:
       >>> parse_groups('replica_groups={{0,1},{2,3}}')
@@ -39,7 +39,7 @@ def parse_groups(attributes: str) -> Groups | None:
 
 
 def axes_of(groups: Groups, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The mesh axes along which a group's devices differ; `None` if that is no whole axes.
+    """Returns the mesh axes along which a group extends; `None` if it does not span whole axes.
 
     Examples:
       >>> axes_of(((0, 2, 4, 6), (1, 3, 5, 7)), {'data': 4, 'model': 2})
@@ -59,7 +59,7 @@ def axes_of(groups: Groups, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | 
 
 
 def _mesh_groups(sizes: str, ids: str, axes: str) -> Groups:
-    """Groups of a mesh of named axes, over some of them."""
+    """Returns the groups over some axes of a mesh with named axes."""
     shape = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
     total = math.prod(shape.values())
     over = [list(shape).index(name) for name in re.findall(r"'([^']+)'", axes)]
@@ -77,7 +77,7 @@ def _mesh_groups(sizes: str, ids: str, axes: str) -> Groups:
 
 
 def _iota(dims: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """`0, 1, ...` as an array of `dims`, transposed by `order`, in a row."""
+    """Returns `arange` reshaped to `dims`, transposed by `order` and flattened."""
     strides = [math.prod(dims[n + 1 :]) for n in range(len(dims))]
     ids = [0]
     for n in order:
@@ -86,7 +86,7 @@ def _iota(dims: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _unravel(index: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The place of element `index` of an array of `sizes`."""
+    """Returns the multi-index of element `index` of an array of shape `sizes`."""
     place = []
     for size in reversed(sizes):
         index, at = divmod(index, size)
@@ -95,7 +95,7 @@ def _unravel(index: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _ints(text: str) -> tuple[int, ...]:
-    """The integers in a text."""
+    """Returns the integers in a text."""
     return tuple(map(int, re.findall(r"\d+", text)))
 
 

@@ -1,4 +1,4 @@
-"""What a look at a compiled step found."""
+"""The report of `verify`."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclasses.dataclass(frozen=True)
 class LeafReport:
-    """How one argument or result of the step lies, and how it should.
+    """The found and expected sharding of one argument or result of the step.
 
     Attributes:
-      side: whether it goes in or comes out.
-      path: `/`-joined keys from the arguments or the result.
-      role: what `Expected` says it is.
-      shape: the global shape.
-      dtype: the dtype's name.
-      asked: the sharding asked for, in words; `None` where anything goes.
-      found: the sharding compiled in, in words; `None` for an argument that the step does not use.
-      bytes_asked: bytes that one device should hold; `None` where anything goes.
-      bytes_found: bytes that one device holds; `0` for an argument that is not used.
-      ok: whether what was found is what was asked.
-      donated: it is an argument given away.
-      aliased: some result takes over its memory.
-      dtype_asked: the dtype asked for; `None` where anything goes.
+      side: `'input'` or `'output'`.
+      path: `/`-joined keys in the arguments or the result.
+      role: its role according to `Expected`.
+      shape: global shape.
+      dtype: name of the dtype.
+      asked: the expected sharding, as text; `None` for any.
+      found: the compiled sharding, as text; `None` for an argument that the step does not use.
+      bytes_asked: expected bytes per device; `None` for any sharding.
+      bytes_found: bytes per device; `0` for an argument that is not used.
+      ok: whether the expectation is met.
+      donated: whether it is a donated argument.
+      aliased: whether a result reuses its memory.
+      dtype_asked: the expected dtype; `None` for any.
     """
 
     side: Side
@@ -57,14 +57,14 @@ class LeafReport:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that is not as it should be, or could not be told.
+    """A problem, or something that could not be checked.
 
     Attributes:
       kind: `'sharding'`, `'dtype'`, `'state gather'`, `'gradient all-reduce'`, `'donation'`,
         `'ownership'`, `'keyword argument'` or `'not traced'`.
-      severity: an `'error'` makes `verify` raise.
-      path: the leaf that it is about, if it is about one.
-      message: what, expected, found.
+      severity: `verify` raises for an `'error'`.
+      path: path of the leaf concerned, if any.
+      message: the leaf, what was expected, and what was found.
     """
 
     kind: str
@@ -78,11 +78,11 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Unjudged:
-    """A collective that moves something made of state, and that no rule could be held against.
+    """A collective that communicates values derived from state and could not be judged.
 
     Attributes:
-      collective: which.
-      reason: why.
+      collective: the collective.
+      reason: why it could not be judged.
     """
 
     collective: Collective
@@ -95,14 +95,14 @@ class Unjudged:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What XLA says that one device needs, in bytes; padding included.
+    """Memory per device in bytes as reported by XLA, including padding.
 
     Attributes:
-      arguments: of all arguments.
-      outputs: of all results, those that take over an argument's memory included.
-      aliased: of the results that take over an argument's memory.
-      temporaries: of what lives only during the step.
-      host: of all of these that lie in the host's memory.
+      arguments: bytes of all arguments.
+      outputs: bytes of all results, including aliased ones.
+      aliased: bytes of the results that reuse the memory of an argument.
+      temporaries: bytes of temporary buffers.
+      host: bytes of all of these in host memory.
     """
 
     arguments: int
@@ -114,17 +114,17 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a compiled step does with its state; `str` prints it.
+    """The result of `verify`; prints as tables.
 
     Attributes:
-      platform: what it was compiled for, e.g. `'cpu'`.
-      num_devices: how many devices run it together.
+      platform: platform that the step was compiled for, e.g. `'cpu'`.
+      num_devices: number of devices that run the step.
       leaves: every argument and result.
-      collectives: every array that a collective moves.
-      findings: what is wrong; errors first.
-      memory: XLA's own account; `None` where the platform keeps none.
-      unjudged: the collectives that move state, or what is made of it, and of which `verify`
-        cannot say whether they should.
+      collectives: every array communicated by a collective.
+      findings: the problems found; errors first.
+      memory: memory as reported by XLA; `None` if the platform does not report it.
+      unjudged: the collectives that communicate state, or values derived from it, and that `verify`
+        could not judge.
     """
 
     platform: str
@@ -137,27 +137,27 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing found is an error."""
+        """Whether there are no errors."""
         return not self.errors
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """The findings that make `verify` raise."""
+        """The findings for which `verify` raises."""
         return tuple(f for f in self.findings if f.severity == "error")
 
     def bytes_per_device(self, role: Role, side: Side = "input") -> int:
-        """Bytes that one device holds of the parameters, the state or the rest."""
+        """Returns the bytes per device of the parameters, the state or the rest."""
         return sum(
             leaf.bytes_found for leaf in self.leaves if (leaf.side, leaf.role) == (side, role)
         )
 
     @property
     def collective_bytes(self) -> int:
-        """Bytes that one device sends in a step, as far as loops' lengths are known."""
+        """Bytes sent by one device per step; loops of unknown length count once."""
         return sum(row.total_bytes for row in self.collectives)
 
     def to_json(self, indent: int | None = None) -> str:
-        """The report as a JSON object, field by field."""
+        """Returns all fields of the report as JSON."""
         data = {"ok": self.ok, **dataclasses.asdict(self)}
         return json.dumps(data, indent=indent, default=str)
 
@@ -166,7 +166,7 @@ class Report:
         said = ", ".join(f"{n} {kind}{'s' * (n > 1)}" for kind, n in counts.items())
         checked = sum(leaf.asked is not None for leaf in self.leaves)
         lines = [
-            f"compiled step on {self.num_devices} {self.platform} devices: {said or 'as asked'}",
+            f"compiled step on {self.num_devices} {self.platform} devices: {said or 'as expected'}",
             f"  {checked} of {len(self.leaves)} leaves checked",
             *(f"  {line}" for line in _said(self.findings)),
         ]
@@ -184,7 +184,7 @@ class Report:
 
 
 def _said(findings: Sequence[Finding], most: int = 20) -> list[str]:
-    """The findings in words, of each kind and severity the first few."""
+    """Returns lines for the first few findings of each kind and severity."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.severity, finding.kind), []).append(finding)
@@ -197,21 +197,21 @@ def _said(findings: Sequence[Finding], most: int = 20) -> list[str]:
 
 
 def _first(unjudged: Sequence[Unjudged], most: int = 10) -> list[str]:
-    """The first few of what was not judged."""
+    """Returns lines for the first few unjudged collectives."""
     more = [f"{len(unjudged) - most} more, in `unjudged`"] * (len(unjudged) > most)
     return [*map(str, unjudged[:most]), *more]
 
 
 _ADVICE = {
-    "sharding": "give `jax.jit` the shardings asked for, as `in_shardings` and as `out_shardings`",
+    "sharding": "pass the expected shardings to `jax.jit` as `in_shardings` and `out_shardings`",
     "state gather": (
-        "keep everything between state and update sharded like the state, e.g. by "
+        "keep everything between state and update sharded like the state, e.g. with "
         "`with_sharding_constraint` on gradients and updates"
     ),
-    "dtype": "cast what `update` returns back to the dtype of the state that it was given",
+    "dtype": "cast the state returned by `update` back to its original dtype",
     "gradient all-reduce": (
-        "constrain the gradients to the state's sharding by `with_sharding_constraint` before "
-        "anything else uses them, or reduce them by `jax.lax.psum_scatter` under `jax.shard_map`"
+        "constrain the gradients to the sharding of the state with `with_sharding_constraint` "
+        "before any other use, or reduce them with `jax.lax.psum_scatter` under `jax.shard_map`"
     ),
 }
 
@@ -222,7 +222,7 @@ def _advice(errors: Sequence[Finding]) -> str:
 
 
 def _memory_rows(report: Report) -> list[list[str]]:
-    rows = [["", "asked", "input", "output"]]
+    rows = [["", "expected", "input", "output"]]
     for role in ("params", "state", "other"):
         asked = [
             leaf.bytes_asked
@@ -239,7 +239,7 @@ def _memory_rows(report: Report) -> list[list[str]]:
 
 
 def _collective_rows(collectives: Sequence[Collective]) -> list[list[str]]:
-    """One row for all that differ in nothing but name and origin."""
+    """Returns table rows, one for all collectives that differ only in name and origin."""
     if not collectives:
         return [["none"]]
     same: dict[tuple[Any, ...], list[Collective]] = {}

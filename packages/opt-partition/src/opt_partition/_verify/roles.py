@@ -1,4 +1,4 @@
-"""Where in the arguments and the result of a step its parameters and its state are."""
+"""Location of the parameters and the state in the arguments and the result of a step."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from opt_partition._trees import children, flatten_with_paths, key_name, split_p
 from opt_partition._verify.report import Role
 from opt_partition.errors import AxesError
 
-# Of strings, one for each key: keys may contain the `/` that joins them in messages.
+# One string per key, as keys may contain the `/` that joins them in messages.
 Keys = tuple[str, ...]
 Places = Mapping[Role, Keys]
 
 
 def key_names(path: Sequence[Any]) -> Keys:
-    """The names of the keys of a JAX key path."""
+    """Returns the names of the keys of a JAX key path."""
     return tuple(map(key_name, path))
 
 
 def find_arguments(arguments: Any, params: str, state: str) -> dict[Role, Keys]:
-    """Where `Expected.params` and `Expected.state` point to.
+    """Resolves `Expected.params` and `Expected.state`.
 
     Args:
-      arguments: a tree whose first keys are places and keywords.
+      arguments: a dict of the arguments by position or keyword.
       params: path of the parameters.
       state: path of the state.
 
     Raises:
-      AxesError: a path leads nowhere, or one into the other.
+      AxesError: a path does not exist, or one contains the other.
 
     Examples:
       >>> find_arguments({'0': 1.0, 'state': {'mu': 2.0}}, '0', 'state/mu')
@@ -43,8 +43,8 @@ def find_arguments(arguments: Any, params: str, state: str) -> dict[Role, Keys]:
     shared = min(map(len, places.values()))
     if places["params"][:shared] == places["state"][:shared]:
         raise AxesError(
-            f"`params` and `state`: {params!r} and {state!r} overlap; give the path of the "
-            "parameters alone as `params` and that of the optimizer state alone as `state`"
+            f"`params` and `state`: {params!r} and {state!r} overlap; pass the path of only the "
+            "parameters as `params`, and of only the optimizer state as `state`"
         )
     return places
 
@@ -54,15 +54,16 @@ def find_results(
     like: Mapping[Role, Mapping[Keys, tuple[int, ...]]],
     rank: Callable[[Role, Keys], Any],
 ) -> dict[Role, Keys]:
-    """Where in the result there are trees of the same paths and shapes as arguments.
+    """Finds the trees in the result with the same paths and shapes as parameters and state.
 
-    The state first: it often holds trees like the parameters, but not the other way round.
+    The state is searched first, as it often contains trees with the structure of the parameters,
+    but not vice versa.
 
     Args:
-      out: the step's result.
-      like: the shapes of the parameters and of the state, by path.
-      rank: of several such trees, as gradients are returned beside parameters, the first of the
-        highest rank is taken.
+      out: the result of the step.
+      like: shapes of the parameters and of the state, by path.
+      rank: ranks several matching trees, e.g. gradients returned along with parameters; the first
+        one with the highest rank is chosen.
     """
     places: dict[Role, Keys] = {}
     roles: tuple[Role, ...] = ("state", "params")
@@ -81,7 +82,7 @@ def find_results(
 
 
 def role_of(path: Sequence[Any], places: Places) -> tuple[Role, Keys]:
-    """What the leaf at `path` is, and its path from there."""
+    """Returns the role of the leaf at `path`, and its path relative to that."""
     names = key_names(path)
     for role, place in places.items():
         if names[: len(place)] == place:
@@ -90,10 +91,11 @@ def role_of(path: Sequence[Any], places: Places) -> tuple[Role, Keys]:
 
 
 def _keys(arguments: Any, path: str, field: str) -> Keys:
-    """The keys of a path that there is."""
+    """Returns the keys of a path; checks that it exists."""
     if not isinstance(path, str):
         raise TypeError(
-            f"`{field}` must be a path in the step's arguments, as '0' or '0/params'; got {path!r}"
+            f"`{field}` must be a path in the step's arguments, e.g. '0' or '0/params'; got "
+            f"{path!r}"
         )
     keys = split_path(path)
     tree = arguments
@@ -102,8 +104,8 @@ def _keys(arguments: Any, path: str, field: str) -> Keys:
         named = {key_name(k): child for k, child in node} if node else {}
         if key not in named:
             raise AxesError(
-                f"`{field}`: no argument of the step is at {path!r}; "
-                f"{'/'.join(keys[:depth]) or 'the top'} has {list(named)}"
+                f"`{field}`: the step has no argument at {path!r}; "
+                f"{'/'.join(keys[:depth]) or 'the top level'} has {list(named)}"
             )
         tree = named[key]
     return keys

@@ -1,4 +1,4 @@
-"""What moves of the state, and of what is made of it: summed per leaf and per parameter."""
+"""Communication of state and of values derived from it, summed per leaf and per parameter."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from opt_partition._verify.report import Finding, Severity, Unjudged
 
 
 class StateMoves:
-    """The movements of state in a step, each with the leaves or parameters that it is held against.
+    """The communication of state in a step, assigned to leaves or parameters.
 
     Attributes:
-      of_leaves: what depends on state alone, with the elements of each leaf that move.
-      of_params: what depends on state and on parameters or gradients, by what it is made of: the
-        parameters whose budget it shares.
-      unjudged: what depends on state and fits neither.
+      of_leaves: per leaf, the arrays that depend on state only, with the number of its elements
+        that they communicate.
+      of_params: the arrays that depend on state and on parameters or gradients, with the parameters
+        whose budget they share.
+      unjudged: the arrays that depend on state and belong to neither.
     """
 
     def __init__(self, moved: Sequence[Moved], inputs: Sequence[Leaf]) -> None:
@@ -34,14 +35,14 @@ class StateMoves:
                 self._sort(array)
 
     def is_factor(self, leaf: Leaf) -> bool:
-        """Whether a leaf is smaller than its parameter, as the rows of a second moment."""
+        """Whether a leaf is smaller than its parameter, e.g. the rows of a factored moment."""
         owner = self.owner(leaf)
         return owner is not None and leaf.size < owner.size
 
     def _sort(self, array: Moved) -> None:
         if array.row.kind not in MOVES and not self._gathers(array):
             if array.alone and array.directly:
-                self._pass(array, "a sum over devices of state alone")
+                self._pass(array, "a sum over devices that depends on state only")
             return
         if array.directly:
             factors = [leaf for leaf in array.state if self.is_factor(leaf)]
@@ -57,12 +58,12 @@ class StateMoves:
             self._pass(array, _NO_OWNER if array.directly else _NO_SIZE)
 
     def _owners_of(self, leaves: tuple[Leaf, ...], whole: bool) -> tuple[Leaf, ...]:
-        """The parameters that leaves belong to; `whole`: those not smaller than these."""
+        """Returns the parameters of leaves; if `whole`, only of leaves that are not factors."""
         kept = (leaf for leaf in leaves if not (whole and self.is_factor(leaf)))
         return tuple(dict.fromkeys(p for p in map(self.owner, kept) if p is not None))
 
     def _count(self, array: Moved) -> None:
-        """Adds an array to the sums of the leaves in it, as many elements as it has of each."""
+        """Adds an array to the sums of its leaves, with the number of elements of each."""
         shards = [leaf.shard_size for leaf in array.state]
         together = array.operand_elements > max(shards)
         for leaf, shard in zip(array.state, shards, strict=True):
@@ -73,7 +74,7 @@ class StateMoves:
         self.unjudged.append(Unjudged(array.row, reason))
 
     def _gathers(self, reduce: Moved) -> bool:
-        """Whether a sum over devices is a gather: of shards, each at its place in zeros."""
+        """Whether a sum over devices is a gather of shards, each padded with zeros."""
         if not reduce.directly:
             return False
         limits = [self._most(leaf) for leaf in reduce.state]
@@ -82,13 +83,13 @@ class StateMoves:
         return reduce.placed or (whole and reduce.elements in (*limits, sum(limits)))
 
     def _most(self, leaf: Leaf) -> int:
-        """The elements of a leaf of the state that no device should see at once."""
+        """Returns the number of elements of a state leaf that a gather would bring to a device."""
         owner = self.owner(leaf)
         return leaf.size if owner is None else min(leaf.size, owner.shard_size)
 
 
 def state_gathers(moves: StateMoves, severity: Severity) -> Iterator[Finding]:
-    """The state, or what is made of it, that is brought to a device once too often."""
+    """Yields findings on state, or values derived from it, that is communicated too often."""
     for leaf, shares in moves.of_leaves.items():
         yield from _own_moves(leaf, shares, moves, severity)
     for arrays, params in _components(moves.of_params):
@@ -98,7 +99,10 @@ def state_gathers(moves: StateMoves, severity: Severity) -> Iterator[Finding]:
 def _own_moves(
     leaf: Leaf, shares: Mapping[Moved, int], moves: StateMoves, severity: Severity
 ) -> Iterator[Finding]:
-    """Of a leaf that moves by itself: wrong from the size of its shard, of a factor's parameter."""
+    """Judges a leaf that is communicated by itself.
+
+    It is an error from the size of its shard; for a factor, above the size of its parameter.
+    """
     total = most_at_once(shares, shares.__getitem__)
     owner = moves.owner(leaf)
     factor = owner is not None and moves.is_factor(leaf)
@@ -112,15 +116,16 @@ def _own_moves(
     yield _finding(
         "note" if excused else severity,
         leaf,
-        f"{leaf.path} moves by itself: a device gets {total:,} elements a step of a leaf of "
-        f"{leaf.size:,}, of which it holds {leaf.shard_size:,}, by {listed(list(shares))}",
+        f"{leaf.path} is communicated by itself: a device receives {total:,} elements per step of "
+        f"a leaf of {leaf.size:,}, of which it holds {leaf.shard_size:,}, by "
+        f"{listed(list(shares))}",
     )
 
 
 def _update_moves(
     arrays: Sequence[Moved], params: Sequence[Leaf], moves: StateMoves, severity: Severity
 ) -> Iterator[Finding]:
-    """Of what is made of the state of `params` and of gradients: the update may move, once."""
+    """Judges values derived from the state of `params`: only the update may be moved, and once."""
     kept = _without_stages(arrays)
     regions: defaultdict[tuple[str, ...], list[Moved]] = defaultdict(list)
     for moved in kept:
@@ -141,14 +146,14 @@ def _update_moves(
     yield _finding(
         severity if excess >= enough else "note",
         (leaves or list(arrays[0].state))[0],
-        f"what is made of {names(leaves or arrays[0].state)} moves too often: a device gets "
-        f"{total:,} elements a step, where {budget:,} would do, of the new parameter or of its "
-        f"update, by {listed(kept)}",
+        f"values derived from {names(leaves or arrays[0].state)} are communicated too often: a "
+        f"device receives {total:,} elements per step, where {budget:,} of the new parameter or "
+        f"its update would suffice, by {listed(kept)}",
     )
 
 
 def _budget(param: Leaf, arrays: Sequence[Moved], leaves: Sequence[Leaf], moves: StateMoves) -> int:
-    """The elements of an update that a device must get: none where state lies as its parameter."""
+    """Returns the elements of an update that a device needs: 0 if sharded like its parameter."""
     alike = all(
         leaf.shape == param.shape and leaf.mesh_axes == param.mesh_axes
         for leaf in leaves
@@ -158,10 +163,10 @@ def _budget(param: Leaf, arrays: Sequence[Moved], leaves: Sequence[Leaf], moves:
 
 
 def _without_stages(arrays: Sequence[Moved]) -> list[Moved]:
-    """Of the stages by which an update gets to its parameter, the largest alone.
+    """Keeps only the largest of several stages that bring an update to its parameter.
 
-    XLA gathers over one mesh axis after the other, and may put the parts in order before or after.
-    What goes back to the state is not on that way, nor is what was gathered and sliced again.
+    XLA gathers over one mesh axis after another, and may permute the parts before or after. Values
+    that go back to the state are not such stages, nor are those gathered and sliced again.
     """
     by_number = {array.number: array for array in arrays}
     dropped: set[Moved] = set()
@@ -177,7 +182,7 @@ def _without_stages(arrays: Sequence[Moved]) -> list[Moved]:
 def _components(
     of_params: Mapping[Moved, tuple[Leaf, ...]],
 ) -> Iterator[tuple[list[Moved], list[Leaf]]]:
-    """Groups the arrays that have parameters in common, with all parameters of the group."""
+    """Groups arrays with common parameters; yields each group with all its parameters."""
     parent: dict[Leaf, Leaf] = {}
 
     def find(leaf: Leaf) -> Leaf:
@@ -200,11 +205,11 @@ def _components(
 
 
 def _finding(severity: Severity, leaf: Leaf, said: str) -> Finding:
-    remedy = "; `state_gathers='any'` allows it, for optimizers that need whole matrices, as Muon "
-    remedy = (remedy + "and GaLore do") * (severity == "error")
+    remedy = "; pass `state_gathers='any'` for optimizers that need whole matrices, such as Muon "
+    remedy = (remedy + "and GaLore") * (severity == "error")
     return Finding("state gather", severity, leaf.path, said + remedy)
 
 
-_NO_OWNER = "the state that it is made of belongs to no parameter by its path"
-_NO_SIZE = "made of state, but not element by element, and not as large as a parameter"
-_NO_COUNT = "in a loop whose length is not known"
+_NO_OWNER = "the state that it is derived from belongs to no parameter according to its path"
+_NO_SIZE = "derived from state, but not elementwise, and not of the size of a parameter"
+_NO_COUNT = "in a loop of unknown length"

@@ -1,4 +1,4 @@
-"""Whether a compiled training step does what was asked of its sharding."""
+"""Verification of the sharding of a compiled training step."""
 
 from __future__ import annotations
 
@@ -31,58 +31,62 @@ def verify(
     state_gathers: StateGathers = "error",
     raises: bool = True,
 ) -> Report:
-    """Compares what a compiled step does with what was asked of its sharding.
+    """Checks that a compiled step is sharded as expected, and communicates no more than needed.
 
-    Four things are errors.
+    There are four kinds of errors.
 
-    1. *A leaf does not lie as asked*, going in or coming out, or lies in another memory. Arguments
-       that the step does not use lie nowhere and are passed over.
-    2. *A dtype is not as asked*, or a parameter or a leaf of the state has another one coming out
-       than going in. Dtypes are asked for by a `Layout` or by arrays, abstract ones or others.
-    3. *State moves.* Every value of the compiled program is traced to the arguments that it depends
-       on, and all that moves is summed, loops multiplied out: gathers, all-to-alls, permutes, and
-       sums over devices of shards that each device put at a place of its own. Of what depends on
-       state alone, nothing should move: an error as soon as a device gets as many elements of a
-       leaf as it holds, in whatever pieces; less is noted. What depends on state *and* on
-       parameters or gradients may move once for each parameter, up to the part of it that a
-       device holds, as ZeRO-1 gathers the new parameter or its update; and not at all where state
-       and parameter lie alike. More means that moments were moved, or sliced and gathered again.
-       What FSDP moves of parameters and tensor parallelism of activations depends on no state and
-       is not judged here. Leaves smaller than their parameter, as the rows and columns of a
-       factored second moment, may move up to the parameter's size; that is noted. Of a `lax.cond`,
-       the branch that moves most counts. Where a loop makes parameters and state anew, each
-       iteration is a step. A state leaf belongs to the parameter whose path is part of its own;
-       one that belongs to none, as `optax.flatten` keeps, is judged only where it moves by itself.
-       `Report.unjudged` lists what moves and could not be judged, and why: made of such state,
-       by products or reductions, or in a loop whose length is not known.
-    4. *Gradients are all-reduced* of which each device then uses its part: the sum, taken over mesh
-       axes that the new parameter or a leaf of the new state is divided over, is as large as if it
-       were not, and ends up there element by element. Parameters with nothing but factored
-       state, replicated themselves, are not judged.
+    1. *The sharding or memory kind of an argument or result differs* from the expected one.
+       Arguments that the step does not use are skipped.
+    2. *A dtype differs* from the expected one, or the dtype of a parameter or state leaf changes in
+       the step. Expected dtypes are given by a `Layout` or by (abstract) arrays.
+    3. *State is communicated.* Every value of the compiled program is traced to the arguments it
+       depends on, and all communication is summed, including loops: gathers, all-to-alls, permutes,
+       and sums over devices of shards that each device wrote to its own position.
 
-    Parameters and state that were not donated are a warning that says how many bytes are held
-    twice; so is donated memory that no result takes over.
+       - Values that depend on state only should not be communicated: it is an error if a device
+         receives as many elements of a leaf as it holds, in any number of pieces; fewer are noted.
+       - Values that depend on state *and* on parameters or gradients may be communicated once per
+         parameter, up to the part of it that a device holds, as ZeRO-1 gathers the new parameter or
+         its update; and not at all if state and parameter are sharded alike. More means that
+         moments were communicated, or sliced and gathered again.
+       - Leaves smaller than their parameter, e.g. the rows and columns of a factored second moment,
+         may be communicated up to the size of the parameter, which is noted.
+
+       Communication of parameters (FSDP) and activations (tensor parallelism) does not depend on
+       state and is not judged. For a `lax.cond`, the branch that communicates most counts. In a
+       loop that updates all parameters and state, each iteration is a step. A state leaf belongs to
+       the parameter whose path is contained in its own; one that belongs to none, as in
+       `optax.flatten`, is judged only if communicated by itself. `Report.unjudged` lists what could
+       not be judged, and why: derived from such state, through products or reductions, or in a loop
+       of unknown length.
+    4. *Gradients are all-reduced* although each device uses only a part: the sum over mesh axes
+       that shard the new parameter or a leaf of the new state has the size of the unsharded
+       gradient, and ends up there elementwise. Replicated parameters with only factored state are
+       not judged.
+
+    Parameters and state that are not donated cause a warning with the bytes held twice, and so does
+    donated memory that is not reused.
 
     Args:
-      step: `jax.jit(f, ...).lower(...)`, compiled or not yet.
-      expected: what was asked.
-      gradients: `'auto'` makes an all-reduced gradient an error where XLA would have made a
-        reduce-scatter of it by itself: of matrices on GPUs and TPUs. Vectors and what has less
-        than 64 KiB it leaves be, and on CPUs it leaves all be; these are warnings.
-        `'reduce-scatter'` makes them errors everywhere, for steps that say `psum_scatter`
-        themselves, but for those small ones on TPUs, where XLA sums them whole all the same;
-        `'any'` makes all of them notes.
-      state_gathers: `'any'` makes moves of state notes, for optimizers that need whole matrices.
-      raises: `False` returns the report whatever it says.
+      step: the result of `jax.jit(f, ...).lower(...)`, compiled or not.
+      expected: the expected sharding.
+      gradients: `'auto'` makes an all-reduced gradient an error if XLA would have created a
+        reduce-scatter by itself, i.e. for matrices on GPUs and TPUs; vectors, arrays below 64 KiB
+        and anything on CPUs are warnings. `'reduce-scatter'` makes all of them errors, for steps
+        that call `psum_scatter` themselves, except for the small ones on TPUs, which XLA
+        all-reduces in any case. `'any'` makes all of them notes.
+      state_gathers: `'any'` makes communication of state a note, for optimizers that need whole
+        matrices.
+      raises: `False` returns the report even if there are errors.
 
     Returns:
-      The report: every leaf, every collective with what it depends on, bytes, findings, and what
-      was not judged. Its `str` is a table, `to_json` all of it.
+      The report: every leaf, every collective with its dependencies and bytes, the findings, and
+      the collectives that were not judged. It prints as tables; `to_json` returns everything.
 
     Raises:
-      ShardingMismatchError: the step is not as asked; its `report` says why.
-      AxesError: `expected` does not fit the step's arguments or result: its `params` and `state`
-        must be returned as they came, with the same paths and shapes.
+      ShardingMismatchError: there are errors; see its `report`.
+      AxesError: `expected` does not match the arguments or the result of the step, which must
+        return parameters and state with the same paths and shapes.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -107,12 +111,12 @@ def verify(
     compiled = step.compile() if isinstance(step, jax.stages.Lowered) else step
     if not isinstance(compiled, jax.stages.Compiled):
         raise TypeError(
-            "`step` must be what `jax.jit(f).lower(...)` returns, compiled or not; got "
+            "`step` must be the result of `jax.jit(f).lower(...)`, compiled or not; got "
             f"{type(step).__name__}"
         )
     if not isinstance(expected, Expected):
         raise TypeError(
-            "`expected` must be an `Expected`, as `Expected(inputs=..., outputs=...)`; got "
+            "`expected` must be an `Expected`, e.g. `Expected(inputs=..., outputs=...)`; got "
             f"{type(expected).__name__}"
         )
     inputs = leaves_.input_leaves(compiled, expected)
@@ -149,7 +153,7 @@ def verify(
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """The collectives of a step, and what is to be said of them; fields as of `Report`."""
+    """The judged collectives of a step; see `Report` for the fields."""
 
     collectives: tuple[Collective, ...]
     findings: tuple[Finding, ...]
@@ -165,12 +169,12 @@ def judge_collectives(
     gradients: Gradients = "auto",
     state_gathers: StateGathers = "error",
 ) -> Judged:
-    """Holds what the collectives of a compiled step move against what they should."""
+    """Judges the collectives of a compiled step."""
     mesh = leaves_.mesh_shape([*inputs, *outputs])
     moved = moved_.moved_arrays(module, inputs, outputs, mesh)
     if moved is None:
         found = tuple(collectives(module, mesh))
-        unjudged = tuple(Unjudged(row, "where it comes from is not known") for row in found)
+        unjudged = tuple(Unjudged(row, "its origin is unknown") for row in found)
         return Judged(found, (_UNTRACED,), unjudged)
     moves = state_moves.StateMoves(moved, inputs)
     findings = (
@@ -185,13 +189,13 @@ _UNTRACED = Finding(
     "not traced",
     "warning",
     None,
-    "the parameters of the compiled program are not the arguments that the step uses: where its "
-    "collectives come from is not known, and gathers and all-reduces are not judged",
+    "the parameters of the compiled program do not match the arguments of the step: the origin "
+    "of its collectives is unknown, and gathers and all-reduces are not checked",
 )
 
 
 def _gradient_severities(gradients: Gradients, platform: str) -> tuple[Severity, Severity]:
-    """How bad an all-reduce is, of a matrix and of a vector or of little."""
+    """Returns the severities of an all-reduce of a matrix, and of a vector or a small array."""
     if gradients != "auto":
         severity: Severity = "note" if gradients == "any" else "error"
         return severity, "warning" if platform == "tpu" and severity == "error" else severity
@@ -199,7 +203,7 @@ def _gradient_severities(gradients: Gradients, platform: str) -> tuple[Severity,
 
 
 def _memory(compiled: jax.stages.Compiled) -> Memory | None:
-    """XLA's account of the memory, where there is one."""
+    """Returns the memory reported by XLA, if any."""
     try:
         stats: Any = compiled.memory_analysis()
     except NotImplementedError:

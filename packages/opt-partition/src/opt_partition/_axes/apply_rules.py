@@ -1,4 +1,4 @@
-"""What the rules say of the leaves of a state."""
+"""Application of rules by type to the leaves of a state."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from opt_partition._axes.rules import ASK, Rules, StateLeaf
 from opt_partition._trees import KeyPath, path_str
 
 
-def ask_rules(cases: Sequence[Case], state: Any, table: Sequence[Parameter], rules: Rules) -> None:
-    """Asks the rules of the types around each leaf, outermost first."""
+def apply_rules(
+    cases: Sequence[Case], state: Any, table: Sequence[Parameter], rules: Rules
+) -> None:
+    """Calls the rules of the types that enclose each leaf, outermost first."""
     for case, (enclosing, path) in zip(cases, _typed_leaves(state, rules, ()), strict=True):
         owner = table[case.owner] if case.owner is not None else None
         for node, depth in enclosing:
@@ -28,7 +30,7 @@ def ask_rules(cases: Sequence[Case], state: Any, table: Sequence[Parameter], rul
 
 
 def _check_answer(answer: Sequence[Any] | PartitionSpec, leaf: StateLeaf) -> None:
-    """Raises a `ValueError` where a rule says what cannot be."""
+    """Raises a `ValueError` if the answer of a rule is invalid."""
     wrong = None
     parameter = leaf.parameter.shape if leaf.parameter else None
     if not isinstance(answer, PartitionSpec | tuple | list):
@@ -45,13 +47,13 @@ def _check_answer(answer: Sequence[Any] | PartitionSpec, leaf: StateLeaf) -> Non
                 wrong = f"no dimension of size {size} is parameter dimension {dim!r}: {of}"
     if wrong:
         where = f"{type(leaf.state).__name__}/{path_str(leaf.key_path)}"
-        raise ValueError(f"the rule for {where} of shape {leaf.shape} gave {answer!r}: {wrong}")
+        raise ValueError(f"the rule for {where} of shape {leaf.shape} returned {answer!r}: {wrong}")
 
 
 def _typed_leaves(
     tree: Any, rules: Rules, enclosing: tuple[tuple[Any, int], ...], path: KeyPath = ()
 ) -> Iterator[tuple[tuple[tuple[Any, int], ...], KeyPath]]:
-    """Yields, for every leaf, the nodes of registered types around it, and its path."""
+    """Yields, for every leaf, the enclosing nodes of registered types, and its path."""
     inside = enclosing[-1][0] if enclosing else None
 
     def is_registered(node: Any) -> bool:

@@ -1,0 +1,336 @@
+"""`with_average` and `guard` with the other packages: on a mesh, in groups, from checkpoints."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge as opt
+import opt_partition as part
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from opt_accumulate import (
+    MultiSteps,
+    Spike,
+    accumulate_gradients,
+    eval_params,
+    guard,
+    report,
+    with_average,
+)
+from opt_adafactor import Adafactor
+from opt_checkpoint import Checkpointer, Map, Rename, named_state, plan_restore
+from opt_core import MultiOptimizer, Optimizer, OptimizerDef, describe_state
+from opt_core.errors import EvaluationError
+
+contrib: Any = importlib.import_module("optax.contrib")  # much of it is no explicit export
+SHAPES = {"w": (16, 8), "b": (8,)}
+AXES = {"w": P("embed", "mlp"), "b": P("mlp")}
+RULES = [("embed", "data"), ("mlp", "model")]
+ADAMW = optax.adamw(1e-2)
+NAN = float("nan")
+
+
+def make_params() -> Any:
+    return {
+        name: jnp.linspace(-1.0, 1.0, int(np.prod(shape))).reshape(shape)
+        for name, shape in SHAPES.items()
+    }
+
+
+def gradients(step: int = 0) -> Any:
+    return jax.tree.map(lambda p: jnp.cos(3 * p + step), make_params())
+
+
+def wrapped(tx: Any) -> OptimizerDef:
+    return opt.OptaxWrapper(tx)
+
+
+def trained(definition: OptimizerDef, steps: int = 3, **extra: Any) -> Optimizer:
+    optimizer = definition.create(make_params())
+    for step in range(steps):
+        optimizer = optimizer.apply_gradient(gradients(step), **extra)
+    return optimizer
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    chex.assert_trees_all_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+# On a mesh
+
+
+@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def mesh(request: pytest.FixtureRequest) -> Mesh:
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(request.param,) * 2)
+
+
+def compiled(tx: Any, mesh: Mesh) -> tuple[Any, Any]:
+    """The state, born sharded, and the compiled step of a transformation on a mesh."""
+    abstract = jax.eval_shape(make_params)
+    axes = part.explain(tx, abstract, AXES, strict=False).axes
+    placed = part.logical_to_mesh(AXES, RULES, mesh, abstract)
+    layout = part.logical_to_mesh(axes, RULES, mesh, jax.eval_shape(tx.init, abstract))
+    params = jax.device_put(make_params(), placed.shardings)
+    with jax.set_mesh(mesh):
+        state = part.init_sharded(tx, params, layout)
+
+        def step(params: Any, state: Any, grads: Any) -> Any:
+            if hasattr(tx, "apply"):
+                return tx.apply(params, state, grads)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        out = placed.shardings, layout.shardings
+        jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
+        lowered = jitted.lower(params, state, params)
+        asked = placed, layout
+        found = part.verify(lowered, part.Expected(inputs=asked, outputs=asked))
+        assert found.ok, str(found)
+    return state, found
+
+
+def test_an_average_lies_where_its_parameter_does_and_adds_no_collective(mesh: Mesh) -> None:
+    bare = compiled(ADAMW, mesh)[1]
+    state, found = compiled(with_average(ADAMW, 0.99), mesh)
+    assert len(found.collectives) == len(bare.collectives) == 0
+    for name, spec in (("w", P("data", "model")), ("b", P("model"))):
+        assert state.average[name].sharding.spec == spec
+
+
+def test_a_guard_adds_the_sum_of_the_norm(mesh: Mesh) -> None:
+    state, found = compiled(guard(with_average(ADAMW, 0.99), loss=None), mesh)
+    assert state.inner.average["w"].sharding.spec == P("data", "model")
+    assert found.collectives
+    assert all(c.kind == "all-reduce" and np.prod(c.shape) <= 2 for c in found.collectives)
+
+
+def test_the_memory_of_an_average_is_four_bytes_a_parameter() -> None:
+    bytes_of = [
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(tx.init, s)))
+        for s in [jax.eval_shape(make_params)]
+        for tx in (ADAMW, with_average(ADAMW, 0.9))
+    ]
+    assert bytes_of[1] - bytes_of[0] == 4 * (16 * 8 + 8) + 4
+
+
+def test_what_an_average_adds_is_elementwise() -> None:
+    """Of the program before optimisation: what is new works on each element by itself."""
+    params = make_params()
+    texts = [
+        jax.jit(tx.update).lower(params, tx.init(params), params).as_text()
+        for tx in (ADAMW, with_average(ADAMW, 0.9))
+    ]
+    bare, averaged = (
+        {word for word in text.split() if word.startswith("stablehlo.")} for text in texts
+    )
+    assert averaged <= bare
+
+
+# With definitions
+
+
+def make_guarded(learning_rate: Any) -> Any:
+    return guard(with_average(optax.adamw(learning_rate), 0.9), loss=Spike(warmup=2))
+
+
+def test_hyper_parameters_of_a_guarded_optimizer_act_at_run_time() -> None:
+    guarded = opt.wrap_optax_optimizer(make_guarded)
+    step = jax.jit(
+        chex.assert_max_traces(
+            lambda o, grads, loss, rate: o.apply_gradient(grads, loss=loss, learning_rate=rate), 1
+        )
+    )
+    optimizer = guarded(1e-2).create(make_params())
+    for loss, rate in ((1.0, 0.5), (NAN, 0.5), (1.0, 0.25)):
+        optimizer = step(optimizer, gradients(), loss, rate)
+    expected = opt.adamw(1e-2).create(make_params())
+    for rate in (0.5, 0.25):
+        expected = expected.apply_gradient(gradients(), learning_rate=rate)
+    assert_same(optimizer.target, expected.target)
+    assert int(report(optimizer.state).skipped) == 1
+    assert int(optimizer.state.step) == 3  # counts calls
+
+
+def test_apply_is_what_a_definition_calls() -> None:
+    tx = guard(ADAMW)
+    text = jax.make_jaxpr(lambda o, g: o.apply_gradient(g, loss=1.0))(
+        wrapped(tx).create(make_params()), gradients()
+    )
+    # `update` would return zeros of the parameters' shapes, and add them.
+    adds = [eqn for eqn in text.jaxpr.eqns if eqn.primitive.name == "add"]
+    assert not [eqn for eqn in adds if eqn.outvars[0].aval.shape == (16, 8)]
+
+
+def averaging_groups() -> MultiOptimizer:
+    matrices = with_average(opt.as_transformation(Adafactor(1e-2)), 0.9)
+    vectors = with_average(ADAMW, 0.5)
+    return MultiOptimizer.from_rules(
+        [("matrices", "w", wrapped(matrices)), ("vectors", "b", wrapped(vectors))]
+    )
+
+
+def test_each_group_has_its_average_and_evaluating_finds_them_all() -> None:
+    optimizer = trained(averaging_groups())
+    found = jax.jit(lambda optimizer: optimizer.evaluating().target)(optimizer)
+    assert_same(found, eval_params(optimizer.state, optimizer.target))
+    alone = trained(wrapped(with_average(ADAMW, 0.5)))
+    assert_same(found["b"], alone.state.param_states.average["b"])
+    assert not np.allclose(found["w"], optimizer.target["w"])
+
+
+def test_a_group_without_an_average_keeps_its_parameters() -> None:
+    groups = MultiOptimizer(
+        ("w", wrapped(with_average(ADAMW, 0.5))), ("b", wrapped(ADAMW)), names=["w", "b"]
+    )
+    optimizer = trained(groups)
+    found = optimizer.evaluating()
+    chex.assert_trees_all_equal(found.target["b"], optimizer.target["b"])
+    assert not np.allclose(found.target["w"], optimizer.target["w"])
+    assert found.state is optimizer.state
+
+
+def test_evaluating_knows_the_averages_of_optax() -> None:
+    optimizer = trained(wrapped(contrib.schedule_free(optax.sgd(0.1), 0.1)))
+    expected = contrib.schedule_free_eval_params(optimizer.state.param_states, optimizer.target)
+    assert_same(optimizer.evaluating().target, expected)
+    assert_same(eval_params(optimizer.state, optimizer.target), expected)
+    plain = trained(wrapped(ADAMW))
+    chex.assert_trees_all_equal(plain.evaluating().target, plain.target)
+
+
+def test_two_averages_are_an_error_that_names_both() -> None:
+    optimizer = trained(wrapped(with_average(with_average(ADAMW, 0.9), 0.5)))
+    with pytest.raises(
+        EvaluationError, match=r"`param_states` \(AverageState\) and `param_states/i"
+    ):
+        optimizer.evaluating()
+
+
+def test_slow_parameters_are_those_to_evaluate() -> None:
+    tx = optax.lookahead(optax.sgd(0.1), sync_period=5, slow_step_size=0.5)
+    params = optax.LookaheadParams.init_synced(make_params())
+    optimizer: Any = wrapped(tx).create(params)
+    assert_same(optimizer.evaluating().target, make_params())
+    averaged: Any = wrapped(with_average(tx, 0.5)).create(params)
+    with pytest.raises(EvaluationError, match="and the slow parameters"):
+        averaged.evaluating()
+
+
+def test_in_a_window_of_accumulated_gradients() -> None:
+    tx = MultiSteps(
+        guard(with_average(ADAMW, 0.5), loss=Spike(warmup=2)), 2, window_means=("loss",)
+    )
+
+    def mean_loss(params: Any, rows: Any) -> Any:
+        return jnp.mean((rows @ params["w"] + params["b"]) ** 2)
+
+    value_and_grad = accumulate_gradients(mean_loss, num_microbatches=2, weights="examples")
+
+    @jax.jit
+    def step(optimizer: Any, rows: Any) -> Any:
+        loss, grads = value_and_grad(optimizer.target, rows)
+        return optimizer.apply_gradient(grads, loss=loss)
+
+    optimizer = wrapped(tx).create(make_params())
+    for scale in (1.0, 1.0, 1.0, 1.0, 1.0, 100.0, 1.0, 1.0):
+        rows = scale * jnp.sin(jnp.arange(64.0).reshape(4, 16))
+        optimizer = step(optimizer, rows)
+    found = report(optimizer.state)
+    assert (int(found.skipped), int(found.last_skipped)) == (1, 2)
+    assert int(optimizer.state.param_states.inner_opt_state.inner.count) == 3
+
+
+# From checkpoints
+
+
+@pytest.fixture(params=["memory", "disk"])
+def through(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    if request.param == "memory":
+        return named_state
+
+    def on_disk(optimizer: Optimizer) -> Any:
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(3, optimizer)
+            checkpointer.wait()
+            return checkpointer.at(3)
+
+    return on_disk
+
+
+def test_what_the_state_means_is_stated() -> None:
+    described = describe_state(wrapped(guard(with_average(ADAMW, 0.9))).create(make_params()))
+    roles = {(leaf.transformation, leaf.field[0]): leaf.role for leaf in described.leaves}
+    assert roles["with_average", "average"] == "params_copy"
+    assert roles["with_average", "count"] == "count"
+    assert roles["guard", "loss"] == "other"
+    assert roles["guard", "grad_norm"] == "statistic"
+    assert roles["adam", "mu"] == "moment"
+    assert {leaf.source for leaf in described.leaves} == {"stated"}
+
+
+def test_it_goes_on_bit_for_bit(through: Any) -> None:
+    definition = wrapped(guard(with_average(ADAMW, 0.9)))
+    optimizer = trained(definition, loss=1.0)
+    restored = plan_restore(through(optimizer), definition.create(make_params())).apply()
+    chex.assert_trees_all_equal(restored, optimizer)
+
+
+def test_an_average_that_is_added_starts_from_the_restored_parameters(through: Any) -> None:
+    saved = trained(wrapped(ADAMW))
+    target = wrapped(with_average(ADAMW, 0.9)).create(make_params())
+    source = through(saved)
+    plan = plan_restore(source, target)
+    assert plan.missing_kinds == {"initialise", "optimizer"}
+    restored = plan_restore(source, target, allow=plan.missing_kinds).apply()
+    state = restored.state.param_states
+    chex.assert_trees_all_equal(state.average, saved.target)
+    chex.assert_trees_all_equal(state.inner, saved.state.param_states)
+    assert int(state.count) == 0
+
+
+def test_a_guard_that_is_added_starts_with_empty_windows(through: Any) -> None:
+    saved = trained(wrapped(ADAMW))
+    target = wrapped(guard(ADAMW, loss=None)).create(make_params())
+    restored = plan_restore(through(saved), target, allow={"initialise", "optimizer"}).apply()
+    assert int(restored.state.param_states.grad_norm.count) == 0
+    chex.assert_trees_all_equal(restored.state.param_states.inner, saved.state.param_states)
+
+
+def test_the_average_is_loaded_as_the_parameters_by_one_rule(through: Any) -> None:
+    saved = trained(wrapped(with_average(ADAMW, 0.9)))
+    rule = (r"params/(.*)", Rename(r"state/with_average/average/\1"))
+    target = wrapped(ADAMW).create(make_params())
+    source, allow = through(saved), {"drop", "optimizer"}
+    assert "the average" in str(plan_restore(source, target, allow=allow))
+    # Moments belong to the parameters that were trained: they start anew.
+    allow = {*allow, "initialise"}
+    restored = plan_restore(source, target, allow=allow, rules=[rule]).apply()
+    chex.assert_trees_all_equal(restored.target, saved.state.param_states.average)
+    assert not jax.tree.leaves(restored.state.param_states[0].mu)[0].any()
+
+
+def test_dropping_schedule_free_says_which_parameters_are_kept(through: Any) -> None:
+    free = contrib.schedule_free(optax.sgd(0.1), 0.1)
+    saved = trained(wrapped(free))
+    target = wrapped(optax.sgd(0.1)).create(make_params())
+    source, allow = through(saved), {"drop", "optimizer"}
+    kept = plan_restore(source, target, allow=allow)
+    assert "the parameters to evaluate are made of it" in str(kept)
+    state = "state/schedule_free"
+    rule = (
+        r"params/(.*)",
+        Map(
+            (r"params/\1", rf"{state}/z/\1", f"{state}/b1"),
+            lambda y, z, b1: (y - (1 - b1) * z) / b1,
+        ),
+    )
+    taken = plan_restore(source, target, allow=allow, rules=[rule])
+    assert "the parameters to evaluate" not in str(taken)
+    expected = contrib.schedule_free_eval_params(saved.state.param_states, saved.target)
+    assert_same(taken.apply().target, expected)
