@@ -262,4 +262,4 @@ def test_nnx_keeps_everything_on_the_device() -> None:
             leaves = jax.tree.leaves((nnx.state(model), nnx.state(optimizer)))
             assert {leaf.device for leaf in leaves} == {device}
             kernels.append(jax.device_get(model.kernel.get_value()))
-    np.testing.assert_allclose(*kernels, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(kernels[0], kernels[1], rtol=1e-4, atol=1e-5)
