@@ -112,6 +112,7 @@ def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
 # Values and collectives.
 
 
+@pytest.mark.sample(2)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("out", [None, ZERO2], ids=["whole", "zero2"])
 @pytest.mark.parametrize("reduce", ["auto", "deferred"])
@@ -141,6 +142,7 @@ def test_values_shardings_and_metrics(reduce: Reduce, out: Tree, mesh: jax.shard
     assert (int(metrics.weight), int(metrics.num_skipped)) == (int(batch["mask"].sum()), 0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [16, 24])
 def test_microbatches_of_a_size_with_the_mesh_in_use(size: int, mesh: jax.sharding.Mesh) -> None:
     set_mesh: Any = jax.set_mesh
@@ -358,6 +360,7 @@ def test_keys_of_rows_give_the_same_result_deferred_or_not(mesh: jax.sharding.Me
         assert_equal(jax.jit(deferred)(*args, rng=key), whole)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reduce", ["auto", "deferred"])
 def test_what_is_not_finite_is_dropped_with_its_part(
     reduce: Reduce, mesh: jax.sharding.Mesh
@@ -470,6 +473,7 @@ def test_nnx_by_its_state() -> None:
     _assert_close((loss, grads), jax.value_and_grad(whole)(state))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reduce", ["auto", "deferred"])
 def test_wrapped_optimizer_with_a_layout(reduce: Reduce, mesh: jax.sharding.Mesh) -> None:
     # On Explicit meshes the types of parameters, state and gradients must be the same.

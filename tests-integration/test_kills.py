@@ -146,6 +146,7 @@ def test_d1_killed_at_every_file_event_of_a_save(
     assert not [path.name for path in folder.iterdir() if "tmp" in path.name]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_d2_killed_at_random(
     workers: Workers,
@@ -191,6 +192,7 @@ def until_begun(worker: Worker, events: Path, step: int) -> None:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("term", ["die", "leave", "finish"])
 def test_d6_sigterm_while_a_save_is_in_flight(
     workers: Workers,

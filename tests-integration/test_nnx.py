@@ -130,6 +130,7 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("zero", [None, "fsdp"])
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize(

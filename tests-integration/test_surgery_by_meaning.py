@@ -316,6 +316,60 @@ def test_what_passes_updates_on_comes_and_goes(before: Any) -> None:
     assert back.optimizer_def == _momentum()
 
 
+def doubled(factor: float) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda leaf: factor * leaf, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (doubled(2.0), doubled(3.0), "`factor` of `doubled`, which acts before `trace`, was 2.0"),
+        (optax.identity(), doubled(3.0), "`doubled`, which acts before `trace`, is new"),
+        (
+            optax.stateless(lambda g, p: jax.tree.map(lambda leaf: 2 * leaf, g)),
+            optax.stateless(lambda g, p: jax.tree.map(lambda leaf: 3 * leaf, g)),
+            "`f` of `stateless`, which acts before `trace`, was <lambda>",
+        ),
+    ],
+)
+def test_what_a_users_function_does_before_moments(before: Any, after: Any, told: str) -> None:
+    """Carried over in silence, momentum would be wrong by a third, or by two."""
+    ones, others = (wrapped(optax.chain(tx, optax.trace(0.9))) for tx in (before, after))
+    with pytest.raises(SurgeryError, match=told):
+        regroup(trained(ones), others)
+    plan = plan_restore(named_state(trained(ones)), others.create(make_params()))
+    assert plan.missing_kinds == {"optimizer"}
+    last = (wrapped(optax.chain(optax.trace(0.9), tx)) for tx in (doubled(2.0), doubled(3.0)))
+    assert not regroup(trained(next(last)), next(last))[1].dropped
+
+
+def flat(*steps: int) -> OptimizerDef:
+    tx: Any = optax.flatten(optax.trace(0.9))
+    for every_k in steps:
+        tx = optax.MultiSteps(tx, every_k).gradient_transformation()
+    return wrapped(tx)
+
+
+def test_an_open_window_inside_of_another_stays_there() -> None:
+    with pytest.raises(SurgeryError, match="is open, which is `multi_steps#2` now"):
+        regroup(trained(flat(2, 3), 4), flat(3, 2))
+    assert not regroup(trained(flat(2, 3), 4), flat(2, 3))[1].dropped
+
+
+def test_parameters_one_after_the_other_stay_so() -> None:
+    """`flatten` keeps one vector for all: the names of its parameters are not in it."""
+    whole = {"w": FROZEN, "b": flat()}
+    rules = [(name, name, definition) for name, definition in whole.items()]
+    swapped = [("w", "b", FROZEN), ("b", "w", flat())]
+    old = MultiOptimizer.from_rules(rules).create({"w": jnp.ones(8), "b": jnp.ones(8)})
+    with pytest.raises(SurgeryError, match="trained state would be dropped"):
+        regroup(old, MultiOptimizer.from_rules(swapped))
+    assert not regroup(old, MultiOptimizer.from_rules(rules))[1].dropped
+
+
 def test_settings_that_give_the_state_its_meaning() -> None:
     optimizer = trained(wrapped(contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.9)))
     other = wrapped(contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.8))

@@ -305,8 +305,9 @@ def test_scan_and_vmap() -> None:
 
     def run(scale: Any) -> Any:
         def one(carry: Any, step: Any) -> Any:
+            params, state = carry
             grads = jax.tree.map(lambda p: scale * jnp.cos(3 * p + step), PARAMS)
-            return tx.apply(*carry, grads), ()
+            return tx.apply(params, state, grads), ()
 
         return jax.lax.scan(one, (PARAMS, tx.init(PARAMS)), jnp.arange(5.0))[0][1].average
 

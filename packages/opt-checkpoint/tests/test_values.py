@@ -715,3 +715,25 @@ def test_stacking_and_unstacking_is_the_identity(data: st.DataObject) -> None:
     apart: list[Rule] = [(r"(.*)/layers_(\d+)/(.*)", Unstack(r"\1/layers/\3", r"\2", axis))]
     again = planned(together, DEFINITIONS[name]().create(one), apart).apply()
     assert_same(leaves(again), leaves(saved))
+
+
+@pytest.mark.parametrize(
+    ("names", "rules"),
+    [
+        ("ab", [("params/a", Rename("params/b")), ("params/b", Rename("params/a"))]),
+        ("bz", [("params/z", Rename("params/a"))]),
+        ("ab", [("params/a", Map("params/a", jnp.flip))]),
+        ("ab", [("params/a", Pad(0, 4))]),
+    ],
+)
+def test_moments_of_parameters_one_after_the_other(names: str, rules: Any) -> None:
+    """`flatten` keeps one vector, in the order of the names: no rule for a parameter moves that."""
+    wrap = OptaxWrapper(optax.flatten(optax.trace(0.9)))
+    saved = named_state(wrap.create({name: jnp.ones(4) for name in "ab"}))
+    target = wrap.create({name: jnp.ones(4) for name in names})
+    plan = plan_restore(saved, target, rules=rules)
+    assert plan.missing_kinds == {"initialise", "drop"}
+    assert "one after the other" in str(plan)
+    same = [("params/c", Rename("params/b"))]
+    renamed = wrap.create({"a": jnp.ones(4), "c": jnp.ones(4)})
+    assert plan_restore(saved, renamed, rules=same).is_ok

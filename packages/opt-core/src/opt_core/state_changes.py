@@ -14,11 +14,19 @@ from opt_core._surgery.changes import (
     LeafChange,
     check_allowances,
 )
-from opt_core._surgery.hazards import Move, Refusal, bearing_of, refusals, statistics, switches
+from opt_core._surgery.hazards import (
+    Move,
+    Refusal,
+    bearing_of,
+    earlier_changes,
+    refusals,
+    statistics,
+    switches,
+)
 from opt_core._surgery.likes import like_numbers, shared_settings, without_code
 from opt_core._surgery.pairing import STEP, Pair, Pairing, pair_leaves
 from opt_core._surgery.placement import init_leaves, placed
-from opt_core._surgery.sides import Made, Side, made_of
+from opt_core._surgery.sides import Made, Side, holds_parameters, made_of
 
 __all__ = [
     "STEP",
@@ -36,6 +44,8 @@ __all__ = [
     "bearing_of",
     "check_allowances",
     "convert_held",
+    "earlier_changes",
+    "holds_parameters",
     "init_leaves",
     "like_numbers",
     "made_of",

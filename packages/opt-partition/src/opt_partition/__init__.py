@@ -20,6 +20,7 @@ from opt_partition._mesh.logical_to_mesh import logical_to_mesh
 from opt_partition._mesh.zero import extend_over
 from opt_partition._verify.collectives import Collective
 from opt_partition._verify.expected import Expected
+from opt_partition._verify.read import read_collectives
 from opt_partition._verify.report import Finding, LeafReport, Report, Unjudged
 from opt_partition._verify.verify import verify
 
@@ -53,5 +54,6 @@ __all__ = [
     "logical_to_mesh",
     "memory_plan",
     "normalise_param_axes",
+    "read_collectives",
     "verify",
 ]

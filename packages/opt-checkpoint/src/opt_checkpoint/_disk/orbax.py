@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-import inspect
-import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -174,34 +169,7 @@ def tried(folder: Path, read: Callable[[], _T]) -> _T:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         if "RESOURCE_EXHAUSTED" in text:
             raise
-        _let_go(error)
         raise damaged(folder, f"cannot be read: {text}") from error
-
-
-def _let_go(error: Exception) -> None:
-    """Waits for the reads that Orbax has left half done beside one that failed.
-
-    Orbax closes its event loop over them (`run_sync`, 0.12): whenever TensorStore comes to its end
-    with one, and whenever its coroutine is collected, a trace would go to stderr.
-    """
-    hook = sys.unraisablehook
-
-    def pass_on(found: Any) -> None:
-        if not inspect.iscoroutine(found.object) and "loop is closed" not in str(found.exc_value):
-            hook(found)
-
-    sys.unraisablehook = pass_on
-    try:
-        traceback.clear_frames(error.__traceback__)
-        for _ in range(10):
-            gc.collect()
-            left = [x for x in gc.get_objects() if inspect.iscoroutine(x) and x.cr_frame]
-            if not any("orbax" in coroutine.cr_code.co_filename for coroutine in left):
-                break
-            del left
-            time.sleep(0.02)
-    finally:
-        sys.unraisablehook = hook
 
 
 def damaged(folder: Path, what: str) -> CheckpointError:

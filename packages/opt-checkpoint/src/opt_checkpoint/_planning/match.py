@@ -9,7 +9,16 @@ from typing import Any, Final, TypeVar
 import jax
 import numpy as np
 from opt_core import describe_state
-from opt_core.state_changes import STEP, Move, Pair, pair_leaves, refusals, statistics
+from opt_core.state_changes import (
+    STEP,
+    Move,
+    Pair,
+    earlier_changes,
+    holds_parameters,
+    pair_leaves,
+    refusals,
+    statistics,
+)
 
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, Source, leaf_name, leaf_path
 from opt_checkpoint._planning.compare import INJECTING, changes, inside, nth
@@ -103,7 +112,7 @@ def plan_restore(
     left = {matcher.old.names[r.old]: r.text for r in refused if r.old is not None}
     schema = matcher.named.schema
     changed = changes(checkpoint.schema, schema, matcher.pairs(rows))
-    changed += matcher.turned + list(statistics(move, matcher.origins))
+    changed += [*matcher.turned, *earlier_changes(move), *statistics(move, matcher.origins)]
     return Plan(
         rows=tuple(rows),
         dropped=tuple(_dropped(checkpoint.schema, rows, left, policy)),
@@ -311,6 +320,12 @@ class _Matcher:
 
         A moment that still fits its parameter's shape, fits not its values.
         """
+        if leaf.transformation and holds_parameters(leaf.description):
+            for param in self.named.schema.leaves:
+                action = self._action(param.name) if param.kind == "params" else None
+                if isinstance(action, Stack | Unstack | Map | Pad):
+                    what = f"a `{type(action).__name__}` makes `{param.name}`"
+                    return f"{what}, and this holds parameters one after the other"
         if leaf.kind != "state" or leaf.parameter is None:
             return ""
         name = leaf_name(("params", *leaf.parameter))

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from opt_core._description.values import Bearing, LeafDescription, TransformationDescription
 from opt_core._paths import Names, path_str
-from opt_core._surgery.likes import UPDATE, without_code
+from opt_core._surgery.likes import UPDATE, shared_settings, without_code
 from opt_core._surgery.pairing import Pair, Pairs, continued
 from opt_core._surgery.sides import (
     TRAINED,
@@ -107,6 +107,41 @@ def refusals(move: Move) -> Iterator[Refusal]:
             factors |= dict.fromkeys(_factors(move, before, after))
     yield from map(Refusal, factors)
     yield from _windows(move, together)
+
+
+def earlier_changes(move: Move) -> Iterator[str]:
+    """Yields what a user's function does otherwise to what moments are made of.
+
+    What bears on moments in Optax's own transformations is in a table: see `refusals`.
+    """
+    for (before, after), pairs in continued(move.old, move.new, move.pairs).items():
+        if not any(move.new.told[j].role in _IN_UNITS and j not in move.ruled for _, j in pairs):
+            continue
+        ones, others = (
+            [
+                made
+                for made in side.line(which[0])[: _at(side, which)]
+                if _learns_nothing(side, made)
+            ]
+            for side, which in ((move.old, before), (move.new, after))
+        )
+        if [made.name for made in ones] != [made.name for made in others]:
+            continue
+        for old, new in zip(ones, others, strict=True):
+            for name in shared_settings(old, new):
+                was, now = old.settings[name], new.settings[name]
+                is_code = any(isinstance(x, Mapping) and "function" in x for x in (was, now))
+                is_known = bearing_of(name, old, new).effect != "nothing" or old.passes_on
+                if was != now and (is_code or new.source == "types") and not is_known:
+                    yield (
+                        f"`{name}` of `{new.name}`, which acts before `{shown(after)}`, was "
+                        f"{_text(was)}, is {_text(now)}"
+                    )
+
+
+def _learns_nothing(side: Side, made: TransformationDescription) -> bool:
+    own = side.leaves_of((made.group, made.name, made.number))
+    return all(side.told[i].role in ("count", "schedule_count") for i in own)
 
 
 def bearing_of(
@@ -272,9 +307,12 @@ def switches(move: Move, origins: Mapping[Names, Sequence[Names]] | None = None)
             was, now = one.settings[name], other.settings[name]
             if was != now and isinstance(was, bool) and isinstance(now, bool):
                 seen[f"`{name}` of `{shown(before)}` was {was}, is {now}"] = None
+        is_open = any(_is_count(one, move.old.told[i]) and move.old.value(i) for i, _ in pairs)
+        if is_open and before[1:] != after[1:]:
+            seen[f"a window of `{shown(before)}` is open, which is `{shown(after)}` now"] = None
         if not has_window(one):
             seen |= dict.fromkeys(_order(move, before, after))
-    yield from seen
+    yield from dict.fromkeys((*seen, *earlier_changes(move)))
     yield from statistics(move, origins)
 
 
@@ -305,6 +343,11 @@ def statistics(move: Move, origins: Mapping[Names, Sequence[Names]] | None = Non
 
 def _is_sum(leaf: LeafDescription) -> bool:
     return leaf.role == "statistic" and leaf.parameter is None
+
+
+def _is_count(made: TransformationDescription, leaf: LeafDescription) -> bool:
+    """Whether a leaf says how far a window is."""
+    return any(b.effect == "window" and b.count == leaf.field for b in made.bearing.values())
 
 
 def _order(move: Move, before: Made, after: Made) -> Iterator[str]:

@@ -19,6 +19,7 @@ from opt_core._surgery.sides import (
     Side,
     counts_updates,
     has_window,
+    holds_parameters,
     is_recorded,
     made_of,
     shown,
@@ -145,6 +146,8 @@ class _Walk:
             return Pair(note=why) if why else Pair(tuple(shared))
         if not is_free and (why := anew.get(made_of(leaf), "")):
             return Pair(note=why)
+        if own is None and shared and self._holds_others(leaf, self.old.told[shared[0]]):
+            return Pair(note="it holds parameters one after the other, and these are not the same")
         return Pair(tuple(shared)) if own is None else own
 
     def _own(self, leaf: LeafDescription) -> Pair:
@@ -217,6 +220,13 @@ class _Walk:
             is_whole = bool(known) and all(leaf.group in groups for groups in known)
             found = {leaf.group} if is_whole else set().union(*known)
         return [group for group in having if group in found]
+
+    def _holds_others(self, leaf: LeafDescription, source: LeafDescription) -> bool:
+        """Whether a leaf holds what belongs to other parameters, or to these in another order."""
+        if not holds_parameters(leaf):
+            return False
+        now = [list(self._of(param)) for param in _params(self.new, leaf.group)]
+        return now != [[param] for param in _params(self.old, source.group)]
 
     def _of(self, param: Names) -> Sequence[Names]:
         return self.origins.get(param, (param,))

@@ -127,6 +127,12 @@ def is_recorded(leaf: LeafDescription, made: TransformationDescription) -> bool:
     return leaf.parameter is None and leaf.role == "other" and leaf.field[-1] in made.settings
 
 
+def holds_parameters(leaf: LeafDescription) -> bool:
+    """Whether a leaf holds what belongs to parameters by their order, as `optax.flatten` keeps."""
+    is_array = leaf.parameter is None and bool(leaf.dimensions)
+    return is_array and leaf.role in TRAINED and leaf.role != "statistic"
+
+
 def counts_updates(leaf: LeafDescription, made: TransformationDescription) -> bool:
     """Whether a leaf counts the updates that a window of mini-steps has let through."""
     windows = {bearing.count for bearing in made.bearing.values() if bearing.effect == "window"}

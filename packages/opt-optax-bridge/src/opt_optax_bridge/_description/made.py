@@ -49,6 +49,8 @@ def make(root: Node, params: Any) -> Made:
         return state
 
     jax.eval_shape(run, params)
+    for found in returned:
+        found.node.is_stateless = not jax.tree.leaves(found.value)
     nodes = [found.node for found in returned]
     _sort(root, {id(node): turn for turn, node in reversed(list(enumerate(nodes)))})
     return Made(nodes, places)

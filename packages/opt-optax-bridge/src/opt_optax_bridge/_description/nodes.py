@@ -60,6 +60,7 @@ class Node:
       shares_init: whether its `init` is that of its only child.
       shares_update: whether its update function is that of a child.
       told: what it, or the class of its states, says: see `opt_core.protocols.DescribesFields`.
+      is_stateless: whether `init` has returned no leaf.
     """
 
     tx: Any
@@ -74,6 +75,7 @@ class Node:
     shares_init: bool = False
     shares_update: bool = False
     told: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_stateless: bool = False
 
     @property
     def held(self) -> dict[str, Any]:
@@ -105,7 +107,7 @@ class Node:
             return str(self.told["name"])
         if not self.shares_init and self.maker:
             return transformation_name(self.maker)
-        is_stateful = not self.shares_init and not _is_empty(self.tx.init)
+        is_stateful = not (self.shares_init or self.is_stateless or _is_empty(self.tx.init))
         return "" if is_stateful else transformation_name(self.factory)
 
     def walk(self) -> Iterator[Node]:

@@ -1,0 +1,283 @@
+"""Any computation with whole matrices, shared out over a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from opt_matrix import _check
+from opt_matrix._costs import Machine
+from opt_matrix._layouts import LeafLayout
+from opt_matrix._matrices import Matrices
+from opt_matrix._paths import leaves_by_path, path_str
+from opt_matrix._plan import MAX_GROUP_BYTES, Group, MatrixPlan, plan_matrices
+from opt_matrix._transfer import Transfer
+from opt_matrix.errors import OptionError, PlanError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Distributed:
+    """A function of matrices, applied to the leaves of a tree as planned; made by `distribute`.
+
+    Attributes:
+      plan: who computes with what.
+      fn: of `[matrices, rows, columns]`, or of that and its state.
+      init_fn: makes the state; `None` where there is none.
+    """
+
+    plan: MatrixPlan
+    fn: Callable[..., Any]
+    init_fn: Callable[..., Any] | None = None
+
+    def init(self) -> tuple[Any, ...]:
+        """Returns the state of each group, made on the devices that hold it."""
+        if self.init_fn is None:
+            return ()
+        plan = self.plan
+        numbers = [plan.numbers(group) for group in plan.groups]
+        specs = [PartitionSpec(group.stack_axes or None) for group in plan.groups]
+
+        def body(numbers: list[jax.Array]) -> tuple[Any, ...]:
+            return tuple(
+                self._init_group(group, own)
+                for group, own in zip(plan.groups, numbers, strict=True)
+            )
+
+        out_specs = self._state_specs(jax.eval_shape(body, numbers))
+        mapped = _shard_map(body, plan.mesh, (specs,), out_specs)
+        states: tuple[Any, ...] = mapped(numbers)
+        return states
+
+    def state_shardings(self) -> tuple[Any, ...]:
+        """Returns where each leaf of the state lies; for `jax.jit` and checkpoints."""
+        if self.init_fn is None:
+            return ()
+        shardings: tuple[Any, ...] = jax.tree.map(
+            lambda spec: NamedSharding(self.plan.mesh, spec),
+            self._state_specs(jax.eval_shape(self.init)),
+            is_leaf=lambda node: isinstance(node, PartitionSpec),
+        )
+        return shardings
+
+    def apply(self, tree: Any, state: Sequence[Any] = ()) -> tuple[Any, tuple[Any, ...]]:
+        """Returns what the function makes of the matrices of a tree, and the new state.
+
+        Args:
+          tree: like the parameters that were planned for. Leaves that hold no matrices may be left
+            out, and come back as they are.
+          state: what `init` or the last call returned; `()` where there is none.
+
+        Raises:
+          PlanError: the tree is not the one that was planned for.
+        """
+        plan, leaves = self.plan, leaves_by_path(tree)
+        _check_tree(plan, leaves)
+        if len(state) != (len(plan.groups) if self.init_fn else 0):
+            raise PlanError(
+                f"`state` is of {len(state)} groups, and the plan has {len(plan.groups)}: it was "
+                "made for another one"
+            )
+        specs = {path: layout.partition_spec for path, layout in plan.layouts.items()}
+        state_specs = self._state_specs(tuple(state))
+        mapped = _shard_map(self._body, plan.mesh, (specs, state_specs), (specs, state_specs))
+        given = {path: _placed(leaves[path], plan, specs[path]) for path in plan.layouts}
+        results, state = mapped(given, tuple(state))
+
+        def result(path: Any, leaf: Any) -> Any:
+            return results.get(path_str(path), leaf)
+
+        return jax.tree_util.tree_map_with_path(result, tree), tuple(state)
+
+    def _state_specs(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        specs = [PartitionSpec(group.stack_axes or None) for group in self.plan.groups]
+        return tuple(
+            jax.tree.map(lambda _, spec=spec: spec, own)
+            for spec, own in zip(specs, state, strict=False)
+        )
+
+    def _init_group(self, group: Group, numbers: jax.Array) -> Any:
+        assert self.init_fn is not None
+        rows, columns = group.shape
+        states = [
+            self.init_fn(
+                jax.ShapeDtypeStruct((len(numbers), rows, width), group.kind.dtype), numbers
+            )
+            for width in group.kind.split or (columns,)
+        ]
+        return tuple(states) if group.kind.split else states[0]
+
+    def _body(
+        self, leaves: dict[str, jax.Array], states: tuple[Any, ...]
+    ) -> tuple[dict[str, jax.Array], tuple[Any, ...]]:
+        """What each device does, one group after the other: that bounds what is alive at a time."""
+        plan = self.plan
+        pieces: dict[str, list[jax.Array]] = {path: [] for path in leaves}
+        new_states = []
+        last: jax.Array | None = None
+        for number, group in enumerate(plan.groups):
+            own = [leaves[path] for path in group.leaves]
+            if last is not None:
+                own, _ = lax.optimization_barrier((own, last))
+            with jax.named_scope(_check.scope(number)):
+                blocks = [
+                    _blocks(leaf, plan.layouts[path])[start:stop].astype(group.kind.dtype)
+                    for leaf, path, (start, stop) in zip(
+                        own, group.leaves, group.parts, strict=True
+                    )
+                ]
+                transfer = Transfer(group, plan.mesh_shape)
+                run = self._group_function(transfer, states[number] if states else None)
+                last, state = transfer.run(run, jnp.concatenate(blocks))
+                new_states.append(state)
+                place = 0
+                for path, (start, stop) in zip(group.leaves, group.parts, strict=True):
+                    pieces[path].append(last[place : place + stop - start])
+                    place += stop - start
+        results = {
+            path: _unblocked(pieces[path], plan.layouts[path], leaf)
+            for path, leaf in leaves.items()
+        }
+        return results, tuple(new_states) if states else ()
+
+    def _group_function(self, transfer: Transfer, state: Any) -> Callable[[jax.Array], Any]:
+        kind = transfer.group.kind
+
+        def run(x: jax.Array) -> tuple[jax.Array, Any]:
+            if transfer.group.way.split:
+                return transfer.split(self.fn, x).astype(kind.dtype), None
+            if not kind.split:
+                y, new = self._call(x, state)
+                return y.astype(kind.dtype), new
+            parts = jnp.split(x, list(itertools.accumulate(kind.split))[:-1], axis=-1)
+            found = [
+                self._call(part, state[n] if state is not None else None)
+                for n, part in enumerate(parts)
+            ]
+            y = jnp.concatenate([y for y, _ in found], axis=-1)
+            return y.astype(kind.dtype), tuple(new for _, new in found)
+
+        return run
+
+    def _call(self, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        if self.init_fn is None:
+            return self.fn(x), None
+        y, new = self.fn(x, state)
+        return y, new
+
+
+def distribute(
+    fn: Callable[..., Any],
+    params: Any,
+    shardings: Any,
+    mesh: Mesh | AbstractMesh,
+    *,
+    matrices: Matrices | None = None,
+    init: Callable[..., Any] | None = None,
+    max_group_bytes: int = MAX_GROUP_BYTES,
+    world_axes: Sequence[str] | None = None,
+    machine: Machine | None = None,
+) -> Distributed:
+    """Shares out a computation with whole matrices over a mesh.
+
+    Args:
+      fn: maps stacks `[matrices, rows, columns]` to the same shape, each matrix for itself. With
+        `init`, maps a stack and its state to a stack and the new state. `fn.dtype`, where there is
+        one, is what matrices are sent in, and `fn.flops(rows, columns)` what one costs.
+      params: arrays or `jax.ShapeDtypeStruct`s; see `plan_matrices` for this and what follows.
+      shardings: where each leaf lies.
+      mesh: an `AbstractMesh` is enough for a plan; to compute, set the mesh with `jax.set_mesh`.
+      matrices: which leaves hold matrices, those of two dimensions by default.
+      init: makes the state of some matrices from a `jax.ShapeDtypeStruct` of their stack and their
+        numbers `[matrices]`, which do not depend on the mesh (padding has -1). Each leaf of the
+        state has a row for each matrix. It stays on the device that computes with the matrix.
+      max_group_bytes: bounds the temporaries.
+      world_axes: the mesh axes that whole matrices may be handed out over.
+      machine: the speeds that ways are compared by.
+
+    Raises:
+      UndecidedError: `matrices` does not decide a leaf.
+      PlanError: parameters, shardings and mesh do not fit together.
+
+    Examples:
+      >>> mesh = jax.make_mesh((1,), ('x',))
+      >>> params = {'w': jnp.array([[0.0, 2.0], [1.0, 0.0]])}
+      >>> def inverse(x):
+      ...     return jnp.linalg.inv(x)
+      >>> inverses, _ = distribute(inverse, params, None, mesh).apply(params)
+      >>> inverses['w'].tolist()
+      [[0.0, 1.0], [0.5, 0.0]]
+    """
+    if not callable(fn):
+        raise OptionError(f"`fn` must be a function of a stack of matrices; got {fn!r}")
+    plan = plan_matrices(
+        params,
+        shardings,
+        mesh,
+        Matrices.by_rank2() if matrices is None else matrices,
+        fn=fn,
+        max_group_bytes=max_group_bytes,
+        world_axes=world_axes,
+        machine=machine,
+    )
+    return Distributed(plan, fn, init)
+
+
+def _blocks(leaf: jax.Array, layout: LeafLayout) -> jax.Array:
+    """This device's part of each matrix of a leaf: `[matrices, *dimensions of one]`."""
+    moved = leaf.transpose(layout.order)
+    return moved.reshape(-1, *moved.shape[len(layout.batch_dims) :])
+
+
+def _unblocked(pieces: list[jax.Array], layout: LeafLayout, like: jax.Array) -> jax.Array:
+    whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+    order = layout.order
+    shape = tuple(like.shape[dim] for dim in order)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return whole.reshape(shape).transpose(back).astype(like.dtype)
+
+
+def _check_tree(plan: MatrixPlan, leaves: Mapping[str, Any]) -> None:
+    problems = [f"{path}: planned, and not there" for path in plan.layouts if path not in leaves]
+    known = {*plan.layouts, *plan.rest}
+    problems += [f"{path}: there, and not planned" for path in leaves if path not in known]
+    problems += [
+        f"{path}: planned with the shape {layout.shape}, and is {tuple(leaves[path].shape)}"
+        for path, layout in plan.layouts.items()
+        if path in leaves and tuple(leaves[path].shape) != layout.shape
+    ]
+    if problems:
+        raise PlanError("the tree is not the one that was planned for:\n  " + "\n  ".join(problems))
+
+
+def _placed(leaf: Any, plan: MatrixPlan, spec: PartitionSpec) -> Any:
+    """The leaf as planned, where types say that it lies otherwise."""
+    found = jax.typeof(leaf).sharding
+    if found.mesh.empty or not found.mesh.are_all_axes_explicit:
+        return leaf
+    asked = NamedSharding(found.mesh, spec)
+    return leaf if found == asked else jax.sharding.reshard(leaf, asked)
+
+
+def _shard_map(
+    body: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    if isinstance(mesh, AbstractMesh):
+        current = jax.sharding.get_abstract_mesh()
+        if not current.empty and dict(current.shape) != dict(mesh.shape):
+            raise PlanError(
+                f"the plan is for an abstract mesh of {dict(mesh.shape)}: compute under "
+                f"`jax.set_mesh` of such a mesh; set is {dict(current.shape)}"
+            )
+        mesh = mesh if current.empty else current
+    # Without the check of varying axes: it does not know that what is gathered is the same.
+    mapped: Callable[..., Any] = jax.shard_map(
+        body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+    return mapped

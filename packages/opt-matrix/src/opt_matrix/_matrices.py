@@ -1,0 +1,300 @@
+"""Which leaves hold matrices, and which of their dimensions those are."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+from optax.contrib._muon import MuonDimensionNumbers
+
+from opt_matrix._paths import leaves_by_path
+from opt_matrix.errors import OptionError, UndecidedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Dims:
+    """The dimensions of a leaf that make a matrix; all others count matrices.
+
+    Attributes:
+      reduction: those that a layer sums over, the rows of `x @ W`.
+      output: those that it returns, the columns.
+      split: sizes of matrices that lie side by side along `output`, as of fused queries, keys and
+        values; each is a matrix of its own. `()` for one matrix.
+    """
+
+    reduction: tuple[int, ...]
+    output: tuple[int, ...]
+    split: tuple[int, ...] = ()
+
+    def resolve(self, path: str, shape: Sequence[int]) -> Dims:
+        """Returns the same with dimensions counted from 0.
+
+        Raises:
+          OptionError: the leaf has no such dimensions, or `split` does not add up.
+        """
+        rank = len(shape)
+        dims = [*self.reduction, *self.output]
+        if not self.reduction or not self.output or any(not -rank <= d < rank for d in dims):
+            raise OptionError(f"{path}: {self} are not dimensions of {tuple(shape)}")
+        found = Dims(
+            tuple(d % rank for d in self.reduction),
+            tuple(d % rank for d in self.output),
+            self.split,
+        )
+        if len({*found.reduction, *found.output}) < len(dims):
+            raise OptionError(f"{path}: {self} name a dimension of {tuple(shape)} more than once")
+        width = math.prod(shape[d] for d in found.output)
+        if self.split and (sum(self.split) != width or min(self.split) < 1):
+            raise OptionError(
+                f"{path}: `split` must be positive sizes that add up to the output dimensions' "
+                f"{width}; got {self.split}"
+            )
+        return found
+
+
+class _Undecided:
+    """No rule says what a leaf is."""
+
+
+def _nothing_unused(paths: Sequence[str]) -> list[str]:
+    return []
+
+
+_Decision = Dims | None | _Undecided
+_UNDECIDED = _Undecided()
+
+DEFAULT_RULES: Mapping[str, str] = {
+    "layers": "batch",
+    "layer": "batch",
+    "stack": "batch",
+    "scan": "batch",
+    "stages": "batch",
+    "expert": "batch",
+    "experts": "batch",
+    "qkv": "batch",
+    "vocab": "rest",
+    "position": "rest",
+    "length": "rest",
+    "relpos_buckets": "rest",
+    "embed": "embed",
+    "mlp": "inner",
+    "heads": "inner",
+    "kv_heads": "inner",
+    "kv": "inner",
+    "head_dim": "inner",
+    "joined_kv": "inner",
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Matrices:
+    """Which leaves of a tree hold matrices; made by one of the methods `by_...`.
+
+    A leaf is *matrices*, with `Dims`, or *rest*, for another optimizer. One that no rule decides is
+    an error: what is orthogonalized by mistake trains badly and says nothing.
+    """
+
+    _decide: Callable[[str, tuple[int, ...]], _Decision]
+    _unused: Callable[[Sequence[str]], list[str]] = _nothing_unused
+
+    @classmethod
+    def by_rank2(cls) -> Matrices:
+        """Leaves of two dimensions are matrices, those of fewer are rest.
+
+        A leaf of more dimensions is an error: it may be a stack of matrices or of biases.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> Matrices.by_rank2().resolve({'b': jnp.ones(3), 'w': jnp.ones((2, 3))})
+          {'b': None, 'w': Dims(reduction=(0,), output=(1,), split=())}
+        """
+        return cls(_by_rank2)
+
+    @classmethod
+    def by_path(cls, patterns: Mapping[str, Any]) -> Matrices:
+        """The regular expression that matches a leaf's whole path says what it is.
+
+        Args:
+          patterns: for each, `(reduction, output)` as dimensions or tuples of dimensions, `Dims`,
+            Optax's `MuonDimensionNumbers`, or `None` for rest. Every leaf must be matched by one
+            alone, and every pattern must match.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> rules = Matrices.by_path({'.*/kernel': (-2, -1), '.*/bias': None})
+          >>> rules.resolve({'mlp': {'bias': jnp.ones(3), 'kernel': jnp.ones((4, 2, 3))}})
+          {'mlp/bias': None, 'mlp/kernel': Dims(reduction=(1,), output=(2,), split=())}
+        """
+        table = [(_compiled(pattern), as_dims(dims)) for pattern, dims in patterns.items()]
+
+        def decide(path: str, shape: tuple[int, ...]) -> _Decision:
+            found = [(p.pattern, dims) for p, dims in table if p.fullmatch(path)]
+            if len(found) > 1:
+                raise UndecidedError(f"{path}: matched by {[pattern for pattern, _ in found]}")
+            return found[0][1] if found else _UNDECIDED
+
+        def unused(paths: Sequence[str]) -> list[str]:
+            return [p.pattern for p, _ in table if not any(map(p.fullmatch, paths))]
+
+        return cls(decide, unused)
+
+    @classmethod
+    def by_logical_axes(
+        cls,
+        param_axes: Any,
+        rules: Mapping[str, str] = DEFAULT_RULES,
+        *,
+        split: Mapping[str, Sequence[int]] | None = None,
+    ) -> Matrices:
+        """The names of a leaf's dimensions say what it is.
+
+        Args:
+          param_axes: a tree with the keys of the parameters; each leaf a `PartitionSpec` or a tuple
+            of names, or a box of Flax that has `names` or `get_partition_spec()`.
+          rules: what each name is. `'batch'`: counts matrices. `'rest'`: no leaf with this name
+            holds matrices. Any other word is a side: neighbours with the same word are multiplied
+            together, and two sides make a matrix, the first one its rows. Two dimensions are a
+            matrix whatever their words. Fewer than two are rest. To make matrices of single heads,
+            give `{**DEFAULT_RULES, 'heads': 'batch'}`.
+          split: sizes of the matrices side by side along the dimension of a name, e.g.
+            `{'joined_qkv': (512, 128, 128)}`; it must be the output by itself.
+
+        Examples:
+          >>> import jax.numpy as jnp
+          >>> axes = {'q': ('layers', 'embed', 'heads', 'kv'), 'norm': ('layers', 'embed')}
+          >>> shapes = {'q': jnp.ones((2, 4, 3, 5)), 'norm': jnp.ones((2, 4))}
+          >>> Matrices.by_logical_axes(axes).resolve(shapes)
+          {'norm': None, 'q': Dims(reduction=(1,), output=(2, 3), split=())}
+        """
+        blocks = {name: tuple(sizes) for name, sizes in (split or {}).items()}
+        words = {**dict.fromkeys(blocks, "inner"), **rules}
+        named = leaves_by_path(param_axes, is_leaf=_is_axes)
+
+        def decide(path: str, shape: tuple[int, ...]) -> _Decision:
+            if path not in named:
+                return _UNDECIDED
+            return _by_names(path, shape, _names(path, named[path], shape), words, blocks)
+
+        return cls(decide)
+
+    def resolve(self, params: Any, *, all_used: bool = True) -> dict[str, Dims | None]:
+        """Returns the `Dims` of every leaf by path, or `None` for rest.
+
+        Args:
+          params: arrays or `jax.ShapeDtypeStruct`s.
+          all_used: whether a pattern that matches nothing is an error.
+
+        Raises:
+          UndecidedError: a leaf is decided by no rule or by two, or a pattern matches nothing.
+          OptionError: a rule does not fit a leaf's shape.
+        """
+        found: dict[str, Dims | None] = {}
+        problems: list[str] = []
+        leaves = leaves_by_path(params)
+        for path, leaf in leaves.items():
+            shape = tuple(leaf.shape)
+            try:
+                decision = self._decide(path, shape)
+            except UndecidedError as error:
+                problems.append(str(error))
+                continue
+            if isinstance(decision, _Undecided):
+                problems.append(f"{path}: {shape} is decided by no rule")
+            else:
+                found[path] = decision and decision.resolve(path, shape)
+        if all_used:
+            problems += [f"{p!r} matches no leaf" for p in self._unused(list(leaves))]
+        if problems:
+            raise UndecidedError(
+                "`matrices` must say of every leaf which dimensions make a matrix, or that it is "
+                "rest:\n  " + "\n  ".join(problems)
+            )
+        return found
+
+
+def as_dims(given: Any) -> Dims | None:
+    """Returns what a user gave for one leaf as `Dims`.
+
+    Raises:
+      OptionError: it is no pair of dimensions.
+    """
+    if given is None or isinstance(given, Dims):
+        return given
+    if isinstance(given, MuonDimensionNumbers):
+        given = (given.reduction_axis, given.output_axis)
+    if isinstance(given, tuple | list) and len(given) == 2:
+        sides = [(side,) if isinstance(side, int) else side for side in given]
+        if all(
+            isinstance(side, tuple | list) and side and all(isinstance(d, int) for d in side)
+            for side in sides
+        ):
+            return Dims(tuple(sides[0]), tuple(sides[1]))
+    raise OptionError(
+        f"dimensions must be `(reduction, output)`, `Dims` or `None` for rest; got {given!r}"
+    )
+
+
+def _by_rank2(path: str, shape: tuple[int, ...]) -> _Decision:
+    if len(shape) > 2:
+        return _UNDECIDED
+    return Dims((0,), (1,)) if len(shape) == 2 else None
+
+
+def _by_names(
+    path: str,
+    shape: tuple[int, ...],
+    names: tuple[Any, ...],
+    words: Mapping[str, str],
+    blocks: Mapping[str, tuple[int, ...]],
+) -> _Decision:
+    found = [words.get(name) if isinstance(name, str) else None for name in names]
+    if "rest" in found:
+        return None
+    kept = [d for d, word in enumerate(found) if word != "batch"]
+    if len(kept) < 2:
+        return None
+    if any(found[d] is None for d in kept):
+        return _UNDECIDED
+    starts = [i for i in range(1, len(kept)) if found[kept[i]] != found[kept[i - 1]]]
+    if len(kept) == 2:
+        starts = [1]
+    if len(starts) != 1:
+        return _UNDECIDED
+    rows, columns = tuple(kept[: starts[0]]), tuple(kept[starts[0] :])
+    sizes = {names[d]: blocks[names[d]] for d in kept if names[d] in blocks}
+    if not sizes:
+        return Dims(rows, columns)
+    if len(columns) > 1 or names[columns[0]] not in sizes:
+        raise UndecidedError(
+            f"{path}: `split` along {sorted(sizes)} must be along the output by itself, which is "
+            f"{[names[d] for d in columns]}"
+        )
+    return Dims(rows, columns, sizes[names[columns[0]]])
+
+
+def _is_axes(node: Any) -> bool:
+    if hasattr(node, "get_partition_spec") or hasattr(node, "names"):
+        return True
+    if isinstance(node, PartitionSpec):
+        return True
+    return isinstance(node, tuple) and all(name is None or isinstance(name, str) for name in node)
+
+
+def _names(path: str, axes: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    if hasattr(axes, "get_partition_spec"):
+        axes = axes.get_partition_spec()
+    names = tuple(getattr(axes, "names", axes))
+    if len(names) > len(shape):
+        raise OptionError(f"{path}: {names} are more names than {shape} has dimensions")
+    return names + (None,) * (len(shape) - len(names))
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise OptionError(f"{pattern!r} is not a valid regular expression: {error}") from None

@@ -1,0 +1,286 @@
+"""Muon: momentum, orthogonalized as whole matrices; the state is Optax's."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax.contrib._muon import MuonState
+
+from opt_matrix._distribute import Distributed
+from opt_matrix._layouts import leaf_layout
+from opt_matrix._matrices import Dims, Matrices
+from opt_matrix._newton_schulz import NewtonSchulz, newton_schulz
+from opt_matrix._paths import leaves_by_path, path_str
+from opt_matrix._plan import MAX_GROUP_BYTES, MatrixPlan, plan_matrices
+from opt_matrix.errors import OptionError, UndecidedError
+
+Scale = Literal["width", "rms", "spectral"]
+Orthogonalize = Callable[[jax.Array], jax.Array]
+
+
+def scale_by_muon(
+    *,
+    momentum: Any = 0.95,
+    nesterov: bool = True,
+    orthogonalize: Orthogonalize | None = None,
+    scale: Scale = "width",
+    matrices: Matrices | None = None,
+    mu_dtype: Any = None,
+    plan: MatrixPlan | None = None,
+    max_group_bytes: int = MAX_GROUP_BYTES,
+) -> optax.GradientTransformation:
+    r"""Rescales updates as Muon does: their momentum, with singular values near one.
+
+    The momentum is updated where the parameters lie. What is orthogonalized then travels as `plan`
+    says, in the dtype of the iteration. Without a plan, parameters on an Explicit mesh are planned
+    for by their types; any others are computed with leaf by leaf, and the compiler decides.
+
+    Args:
+      momentum: decay of the average of gradients.
+      nesterov: whether to look a step ahead.
+      orthogonalize: maps stacks `[matrices, rows, columns]` to the same; the plan's, or
+        `newton_schulz()`, by default. `newton_schulz(dtype=None)` computes as Optax does.
+      scale: what updates are multiplied by: `'width'`, `sqrt(max(1, fan_out / fan_in))` as Optax;
+        `'rms'`, `0.2 sqrt(max(fan_in, fan_out))` for the learning rates of AdamW; `'spectral'`,
+        `sqrt(fan_out / fan_in)`.
+      matrices: which dimensions make a matrix; the plan's, or those of two-dimensional leaves. All
+        leaves must hold matrices: `muon` sends others elsewhere.
+      mu_dtype: of the momentum; that of the parameters by default.
+      plan: made by `plan_matrices` with the same parameters.
+      max_group_bytes: for the plan that is made where none is given.
+
+    Returns:
+      A transformation whose state is an `optax.contrib.MuonState`.
+
+    Raises:
+      OptionError: an argument has no such value, or contradicts the plan.
+
+    References:
+      Jordan et al., `Muon <https://kellerjordan.github.io/posts/muon/>`_, 2024
+      Liu et al., `Muon is Scalable for LLM Training <https://arxiv.org/abs/2502.16982>`_, 2025
+
+    Examples:
+      >>> tx = scale_by_muon(orthogonalize=newton_schulz(dtype=None))
+      >>> params = {'w': jnp.eye(2)}
+      >>> updates, _ = tx.update({'w': jnp.diag(jnp.array([4.0, 4.0]))}, tx.init(params))
+      >>> updates['w'].round(1).tolist()
+      [[1.1, 0.0], [0.0, 1.1]]
+    """
+    if scale not in get_args(Scale):
+        raise OptionError(f"`scale` must be one of {list(get_args(Scale))}; got {scale!r}")
+    if plan is not None and orthogonalize is None:
+        orthogonalize = plan.fn
+    elif plan is not None and orthogonalize != plan.fn:
+        raise OptionError(
+            f"`orthogonalize` is {orthogonalize}, and the plan was made for {plan.fn}"
+        )
+    compute = newton_schulz() if orthogonalize is None else orthogonalize
+    mu_dtype = None if mu_dtype is None else jnp.dtype(mu_dtype)
+
+    def init(params: Any) -> MuonState:
+        _dims_of(params, plan, matrices)  # what cannot be updated is better said now
+        return MuonState(
+            count=jnp.zeros([], jnp.int32),
+            mu=optax.tree.zeros_like(params, dtype=mu_dtype),
+            ns_coeffs=_state_coefficients(compute),
+        )
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
+        dims = _dims_of(updates, plan, matrices)
+        mu = averaged(updates, state.mu, momentum)
+        count = optax.safe_increment(state.count)
+        if nesterov:
+            ahead = optax.tree.bias_correction(mu, momentum, optax.safe_increment(count))
+            now = optax.tree.bias_correction(updates, momentum, count)
+            directions = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, ahead, now)
+        else:
+            directions = optax.tree.bias_correction(mu, momentum, count)
+        used = plan or _plan_by_types(directions, dims, compute, max_group_bytes)
+        if used is None:
+            orthogonal = _leaf_by_leaf(compute, directions, dims)
+        else:
+            orthogonal, _ = Distributed(used, compute).apply(directions)
+
+        def scaled(path: Any, x: Any) -> Any:
+            return jnp.asarray(_factor(scale, dims[path_str(path)], x.shape), x.dtype) * x
+
+        new = jax.tree_util.tree_map_with_path(scaled, orthogonal)
+        mu = optax.tree.cast(mu, mu_dtype)
+        return new, MuonState(count=count, mu=mu, ns_coeffs=state.ns_coeffs)
+
+    return optax.GradientTransformation(init, update)
+
+
+def muon(
+    learning_rate: Any,
+    *,
+    matrices: Matrices,
+    rest: optax.GradientTransformation | None = None,
+    weight_decay: Any = 0.0,
+    weight_decay_mask: Any = None,
+    momentum: Any = 0.95,
+    nesterov: bool = True,
+    orthogonalize: Orthogonalize | None = None,
+    scale: Scale = "width",
+    mu_dtype: Any = None,
+    plan: MatrixPlan | None = None,
+    max_group_bytes: int = MAX_GROUP_BYTES,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon for the matrices, another optimizer for the rest.
+
+    The state has the structure of `optax.contrib.muon`'s where `rest` is an AdamW with as many
+    parts: checkpoints of the one go on with the other.
+
+    Args:
+      learning_rate: a number or a schedule; of the rest, too, where `rest` is not given.
+      matrices: which leaves hold matrices. One that no rule decides is an error.
+      rest: for all others; by default AdamW without decay, as in Optax.
+      weight_decay: decoupled, of the matrices.
+      weight_decay_mask: as of `optax.add_decayed_weights`.
+      momentum: see `scale_by_muon`, as for all that follow.
+      nesterov: whether to look a step ahead, in the default of `rest`, too.
+      orthogonalize: what is computed with stacks of matrices.
+      scale: what updates are multiplied by.
+      mu_dtype: of the momentum.
+      plan: made by `plan_matrices` with the same `matrices`.
+      max_group_bytes: for the plan that is made where none is given.
+
+    Raises:
+      UndecidedError: when it meets parameters: `matrices` does not decide a leaf.
+      OptionError: an argument has no such value, or contradicts the plan.
+
+    Examples:
+      >>> params = {'b': jnp.ones(3), 'w': jnp.ones((2, 3))}
+      >>> tx = muon(0.1, matrices=Matrices.by_rank2())
+      >>> updates, state = tx.update(params, tx.init(params), params)
+      >>> sorted(state.inner_states)
+      ['adam', 'muon']
+    """
+    if not isinstance(matrices, Matrices):
+        raise OptionError(
+            "`matrices` must say which leaves hold matrices, e.g. `Matrices.by_rank2()`; got "
+            f"{type(matrices).__name__}"
+        )
+    if rest is None:
+        rest = optax.adamw(learning_rate, weight_decay=0.0, mu_dtype=mu_dtype, nesterov=nesterov)
+    scaled = scale_by_muon(
+        momentum=momentum,
+        nesterov=nesterov,
+        orthogonalize=orthogonalize,
+        scale=scale,
+        matrices=matrices,
+        mu_dtype=mu_dtype,
+        plan=plan,
+        max_group_bytes=max_group_bytes,
+    )
+    # Optax scales by shape in a transformation of its own; the empty state keeps its place.
+    chained = optax.chain(
+        scaled,
+        optax.identity(),
+        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        _scale_by_learning_rate(learning_rate),
+    )
+
+    def labels(params: Any) -> Any:
+        decided = matrices.resolve(params)
+
+        def label(path: Any, _: Any) -> str:
+            return "adam" if decided[path_str(path)] is None else "muon"
+
+        return jax.tree_util.tree_map_with_path(label, params)
+
+    return optax.partition({"muon": chained, "adam": rest}, labels)
+
+
+def _scale_by_learning_rate(rate: Any) -> optax.GradientTransformation:
+    if callable(rate):
+        return optax.scale_by_schedule(lambda count: -rate(count))
+    return optax.scale(-rate)
+
+
+def averaged(updates: Any, average: Any, decay: Any) -> Any:
+    """Returns the running average with one more value in it, as Optax computes it."""
+    return jax.tree.map(lambda g, m: (1 - decay) * g + decay * m, updates, average)
+
+
+def scale_of(rule: Scale, fan_in: int, fan_out: int) -> float:
+    """Returns what the updates of a matrix are multiplied by.
+
+    Examples:
+      >>> scale_of('width', 4, 16), scale_of('width', 16, 4), scale_of('spectral', 16, 4)
+      (2.0, 1.0, 0.5)
+    """
+    if rule == "rms":
+        return 0.2 * math.sqrt(max(fan_in, fan_out))
+    return math.sqrt(fan_out / fan_in if rule == "spectral" else max(1.0, fan_out / fan_in))
+
+
+def _factor(rule: Scale, dims: Dims, shape: tuple[int, ...]) -> Any:
+    """What a leaf is multiplied by; an array where matrices of several widths lie side by side."""
+    rows, columns = (math.prod(shape[d] for d in side) for side in (dims.reduction, dims.output))
+    if not dims.split:
+        return scale_of(rule, rows, columns)
+    each = np.repeat([scale_of(rule, rows, width) for width in dims.split], dims.split)
+    order = sorted(range(len(dims.output)), key=dims.output.__getitem__)
+    by_dim = each.reshape([shape[d] for d in dims.output]).transpose(order)
+    return by_dim.reshape([size if d in dims.output else 1 for d, size in enumerate(shape)])
+
+
+def _dims_of(tree: Any, plan: MatrixPlan | None, matrices: Matrices | None) -> dict[str, Dims]:
+    """The dimensions of every leaf's matrices; all leaves must have them."""
+    if plan is not None:
+        paths = leaves_by_path(tree)
+        found = {path: plan.layouts[path].dims for path in paths if path in plan.layouts}
+        others = [path for path in paths if path not in found]
+    else:
+        rules = Matrices.by_rank2() if matrices is None else matrices
+        # What is masked here may be all that a pattern is for.
+        decided = rules.resolve(tree, all_used=False)
+        found = {path: dims for path, dims in decided.items() if dims is not None}
+        others = [path for path, dims in decided.items() if dims is None]
+    if others:
+        raise UndecidedError(
+            "`scale_by_muon` updates matrices alone, and these hold none; `muon` sends them to "
+            "another optimizer:\n  " + "\n  ".join(others)
+        )
+    return found
+
+
+def _plan_by_types(
+    tree: Any, dims: dict[str, Dims], fn: Orthogonalize, max_group_bytes: int
+) -> MatrixPlan | None:
+    """A plan for leaves whose types say how they lie; `None` where they do not."""
+    shardings = [jax.typeof(leaf).sharding for leaf in jax.tree.leaves(tree)]
+    meshes = [found.mesh for found in shardings if not found.mesh.empty]
+    if not meshes or not meshes[0].are_all_axes_explicit:
+        return None
+    specs = jax.tree.unflatten(jax.tree.structure(tree), [found.spec for found in shardings])
+    decided = Matrices(lambda path, shape: dims[path])
+    return plan_matrices(tree, specs, meshes[0], decided, fn=fn, max_group_bytes=max_group_bytes)
+
+
+def _leaf_by_leaf(fn: Orthogonalize, tree: Any, dims: dict[str, Dims]) -> Any:
+    def apply(path: Any, leaf: jax.Array) -> jax.Array:
+        layout = leaf_layout(path_str(path), leaf.shape, leaf.dtype, dims[path_str(path)], None, {})
+        moved = leaf.transpose(layout.order)
+        stack = moved.reshape(layout.count, layout.fan_in, layout.fan_out)
+        ends = list(itertools.accumulate(layout.dims.split))[:-1]
+        parts = [fn(part) for part in jnp.split(stack, ends, axis=-1)]
+        back = sorted(range(leaf.ndim), key=layout.order.__getitem__)
+        whole = jnp.concatenate(parts, axis=-1) if ends else parts[0]
+        return whole.reshape(moved.shape).transpose(back).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(apply, tree)
+
+
+def _state_coefficients(fn: Orthogonalize) -> jax.Array:
+    if isinstance(fn, NewtonSchulz):
+        return fn.state_coefficients()
+    return jnp.zeros((0, 3), jnp.float32)

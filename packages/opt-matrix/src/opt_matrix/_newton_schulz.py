@@ -1,0 +1,239 @@
+"""Newton-Schulz iterations: a matrix's singular values are driven to one by products alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from opt_matrix.errors import OptionError
+
+Coefficients = tuple[tuple[float, float, float], ...]
+
+KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),)
+DION: Coefficients = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+# Amsel et al., arXiv 2505.16932, for singular values from 1e-3 to 1. The polynomials are the best
+# ones in exact arithmetic; the paper divides their arguments by 1.01 against rounding, but for the
+# last, which is the fixed point and is repeated for as long as asked.
+_POLAR: Coefficients = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+)
+POLAR_EXPRESS: Coefficients = (
+    *((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in _POLAR),
+    (1.875, -1.25, 0.375),
+)
+
+
+@runtime_checkable
+class PlannedFunction(Protocol):
+    """What a function of matrices may say of itself, for better plans.
+
+    Attributes:
+      dtype: what matrices are sent and computed in; `None` for that of the leaves.
+    """
+
+    dtype: Any
+
+    def flops(self, fan_in: int, fan_out: int, parts: int = 1) -> float:
+        """Returns floating-point operations for one matrix, whose larger side is cut in parts."""
+
+
+@runtime_checkable
+class SplitFunction(PlannedFunction, Protocol):
+    """A function that can work on matrices whose larger side lies over devices."""
+
+    def split(self, x: jax.Array, axes: tuple[str, ...], fan_in: int, fan_out: int) -> jax.Array:
+        """Returns this device's part of the result; `x` is its part of each matrix."""
+
+    def split_bytes(self, fan_in: int, fan_out: int) -> tuple[int, int]:
+        """Returns the all-reduces that `split` makes, and their bytes for one matrix."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NewtonSchulz:
+    """A Newton-Schulz iteration over stacks of matrices; made by `newton_schulz`.
+
+    Attributes:
+      coefficients: `(a, b, c)` of each step, `f(X) = aX + b(XXᵀ)X + c(XXᵀ)²X`.
+      is_constant: all steps have the same; Optax's state then keeps one triple and not one a step.
+      dtype: what the matrices are sent and computed in; `None` for their own.
+      eps: added to the norm that a matrix is divided by.
+      gram: whether to iterate on `XXᵀ` alone.
+    """
+
+    coefficients: Coefficients
+    is_constant: bool
+    dtype: Any
+    eps: float
+    gram: bool
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns stacks `[..., m, n]` with singular values near one, in the iteration's dtype."""
+        return self._iterate(x, ())
+
+    def split(self, x: jax.Array, axes: tuple[str, ...], fan_in: int, fan_out: int) -> jax.Array:
+        """Returns this device's part, where the larger side of each matrix lies over `axes`."""
+        return self._iterate(x, axes, tall=fan_in > fan_out)
+
+    def flops(self, fan_in: int, fan_out: int, parts: int = 1) -> float:
+        """Returns floating-point operations for one matrix, whose larger side is cut in parts.
+
+        Examples:
+          >>> newton_schulz(1).flops(2, 3), newton_schulz(1).flops(2, 8, parts=4)
+          (64.0, 48.0)
+        """
+        m, n = sorted((fan_in, fan_out))
+        product = 2.0 * m * m * n / parts
+        steps = len(self.coefficients)
+        if self.gram:
+            return 2 * product + 2.0 * m**3 * (4 * steps - 3)
+        return steps * (2 * product + 2.0 * m**3)
+
+    def split_bytes(self, fan_in: int, fan_out: int) -> tuple[int, int]:
+        """Returns the all-reduces that `split` makes, and their bytes for one matrix."""
+        count = 1 if self.gram else len(self.coefficients)
+        return count, count * 4 * min(fan_in, fan_out) ** 2
+
+    def state_coefficients(self) -> jax.Array:
+        """Returns the coefficients as Optax's `MuonState` keeps them: `(3,)`, or one row a step."""
+        kept = self.coefficients[0] if self.is_constant else self.coefficients
+        return jnp.asarray(kept, jnp.float32)
+
+    def _iterate(self, x: jax.Array, axes: tuple[str, ...], tall: bool | None = None) -> jax.Array:
+        x = x if self.dtype is None else x.astype(self.dtype)
+        # The Gram matrix of the smaller side is the cheaper one; f(Xᵀ) = f(X)ᵀ.
+        if x.shape[-2] > x.shape[-1] if tall is None else tall:
+            return jnp.swapaxes(self._wide(jnp.swapaxes(x, -1, -2), axes), -1, -2)
+        return self._wide(x, axes)
+
+    def _wide(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        if axes:
+            # One sum over devices serves both the norm and the first product.
+            a = _gram(x, axes)
+            norm = jnp.sqrt(jnp.trace(a, axis1=-2, axis2=-1))[..., None, None] + self.eps
+            x, a = (x / norm).astype(x.dtype), a / norm**2
+        else:
+            squares = jnp.sum(jnp.square(x.astype(_wide_dtype(x))), (-2, -1), keepdims=True)
+            x = (x / (jnp.sqrt(squares) + self.eps)).astype(x.dtype)
+            a = _gram(x, axes)
+        if self.gram:
+            return _by_gram(x, a, self.coefficients)
+        for number, (c0, c1, c2) in enumerate(self.coefficients):
+            # Products are summed in float32 and rounded once: noise along small singular values
+            # is what every step makes larger.
+            a = a if number == 0 else _gram(x, axes)
+            narrow = a.astype(x.dtype)
+            b = (c1 * a + c2 * _product(narrow, narrow)).astype(x.dtype)
+            x = (c0 * x + _product(b, x)).astype(x.dtype)
+        return x
+
+
+def newton_schulz(
+    steps: int = 5,
+    coefficients: str | Sequence[Sequence[float]] | np.ndarray = "keller",
+    dtype: Any = jnp.bfloat16,
+    *,
+    eps: float = 1e-8,
+    gram: bool = False,
+) -> NewtonSchulz:
+    """Returns an iteration that orthogonalizes stacks of matrices.
+
+    Args:
+      steps: number of steps; of an array of coefficients, the last ones.
+      coefficients: `'keller'` (Optax's default), `'dion'` (5 steps), `'polar_express'` (any
+        number), or an array `[n, 3]`.
+      dtype: what the matrices are sent and computed in. `None` is their own, as in Optax.
+      eps: added to the norm that a matrix is divided by, so that zeros stay zeros.
+      gram: iterate on `XXᵀ` in float32 and multiply `X` once: fewer operations where one side is
+        more than about 1.5 times the other, and one sum over devices where a matrix is split.
+
+    Raises:
+      OptionError: there are not so many coefficients, or `steps` is not positive.
+
+    Examples:
+      >>> x = jnp.array([[3.0, 0.0], [0.0, 1.0]])
+      >>> newton_schulz(8, 'polar_express', jnp.float32)(x).round(2).tolist()
+      [[1.0, 0.0], [0.0, 1.0]]
+    """
+    if not _is_positive_integer(steps):
+        raise OptionError(f"`steps` must be a positive integer; got {steps!r}")
+    chosen = _NAMED.get(coefficients) if isinstance(coefficients, str) else _rows(coefficients)
+    if chosen is None:
+        raise OptionError(
+            f"`coefficients` must be one of {sorted(_NAMED)} or an array [n, 3]; got "
+            f"{coefficients!r}"
+        )
+    is_constant = chosen is KELLER
+    if is_constant:
+        chosen *= steps
+    elif chosen is POLAR_EXPRESS:
+        chosen = chosen[:steps] + chosen[-1:] * (steps - len(chosen))
+    elif len(chosen) < steps:
+        raise OptionError(
+            f"`coefficients`: {len(chosen)} steps are given, and `steps` asks for {steps}"
+        )
+    dtype = None if dtype is None else jnp.dtype(dtype)
+    return NewtonSchulz(chosen[-steps:], is_constant, dtype, float(eps), bool(gram))
+
+
+_NAMED: dict[Any, Coefficients] = {
+    "keller": KELLER,
+    "dion": DION,
+    "polar_express": POLAR_EXPRESS,
+}
+
+
+def _is_positive_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _rows(coefficients: Any) -> Coefficients:
+    array = np.asarray(coefficients, np.float64)
+    if array.ndim != 2 or array.shape[1] != 3 or not len(array):
+        raise OptionError(f"`coefficients` must be an array [n, 3]; got the shape {array.shape}")
+    return tuple((float(a), float(b), float(c)) for a, b, c in array)
+
+
+def _gram(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`XXᵀ`, summed over devices in float32: partial sums of bfloat16 would lose half of them."""
+    partial = _product(x, jnp.swapaxes(x, -1, -2))
+    return lax.psum(partial, axes) if axes else partial
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, preferred_element_type=_wide_dtype(a))
+
+
+def _by_gram(x: jax.Array, a: jax.Array, coefficients: Coefficients) -> jax.Array:
+    """The product of all steps' polynomials of `A`, applied to `X` once."""
+    a = a.astype(_wide_dtype(x))
+    identity = jnp.eye(a.shape[-1], dtype=a.dtype)
+    product: jax.Array | None = None
+    for number, (c0, c1, c2) in enumerate(coefficients):
+        b = c0 * identity + c1 * a + (c2 * a) @ a
+        product = b if product is None else b @ product
+        if number + 1 < len(coefficients):
+            a = b @ a @ b
+    assert product is not None
+    return product.astype(x.dtype) @ x
+
+
+def _wide_dtype(x: jax.Array) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)

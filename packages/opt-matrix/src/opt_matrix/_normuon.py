@@ -1,0 +1,115 @@
+"""NorMuon: Muon with a second moment for each output, as whole matrices."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from opt_matrix._distribute import Distributed, distribute
+from opt_matrix._matrices import Matrices
+from opt_matrix._muon import averaged
+from opt_matrix._newton_schulz import NewtonSchulz, newton_schulz
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NorMuonState:
+    """The state of `scale_by_normuon`.
+
+    Attributes:
+      mu: the momentum, like the updates.
+      nu: of each group of the plan, the mean square of each column: `[matrices, columns]`, float32.
+    """
+
+    mu: Any
+    nu: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Normalized:
+    """What is computed with stacks of matrices: orthogonal ones, each column over its moment."""
+
+    orthogonalize: NewtonSchulz
+    beta2: float
+    eps: float
+
+    @property
+    def dtype(self) -> Any:
+        return self.orthogonalize.dtype
+
+    def flops(self, fan_in: int, fan_out: int, parts: int = 1) -> float:
+        return self.orthogonalize.flops(fan_in, fan_out, parts)
+
+    def __call__(self, x: jax.Array, nu: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = self.orthogonalize(x).astype(jnp.float32)
+        nu = self.beta2 * nu + (1 - self.beta2) * jnp.mean(y * y, axis=-2)
+        y = y / (jnp.sqrt(nu)[:, None] + self.eps)
+        norm = jnp.sqrt(jnp.sum(y * y, axis=(-2, -1), keepdims=True))
+        # A matrix of zeros, as padding is, has no norm and stays zero.
+        root = (x.shape[-2] * x.shape[-1]) ** 0.5
+        return y * (0.2 * root / jnp.maximum(norm, 1e-30)), nu
+
+
+def scale_by_normuon(
+    params: Any,
+    shardings: Any,
+    mesh: Any,
+    *,
+    matrices: Matrices | None = None,
+    momentum: float = 0.95,
+    beta2: float = 0.95,
+    eps: float = 1e-8,
+    nesterov: bool = True,
+    orthogonalize: NewtonSchulz | None = None,
+    **options: Any,
+) -> optax.GradientTransformation:
+    """Rescales updates as NorMuon does: every output of a matrix moves about as much.
+
+    The root mean square of each update is 0.2, as of AdamW's. The momentum lies as the parameters;
+    the second moments lie with the device that computes with the matrix.
+
+    Args:
+      params: arrays or `jax.ShapeDtypeStruct`s, all of which hold matrices.
+      shardings: where each leaf lies; see `plan_matrices`.
+      mesh: of the shardings.
+      matrices: which dimensions make a matrix, those of two-dimensional leaves by default.
+      momentum: decay of the average of gradients.
+      beta2: decay of the mean squares.
+      eps: added to their roots.
+      nesterov: whether to look a step ahead.
+      orthogonalize: `newton_schulz()` by default.
+      **options: of `distribute`: `max_group_bytes`, `world_axes`, `machine`.
+
+    References:
+      Li et al., `NorMuon <https://arxiv.org/abs/2510.05491>`_, 2025
+
+    Examples:
+      >>> params = {'w': jnp.ones((4, 8))}
+      >>> tx = scale_by_normuon(params, None, jax.make_mesh((1,), ('x',)))
+      >>> updates, state = tx.update(params, tx.init(params))
+      >>> jnp.sqrt(jnp.mean(updates['w'] ** 2)).round(2).item(), state.nu[0].shape
+      (0.2, (1, 8))
+    """
+    fn = _Normalized(orthogonalize or newton_schulz(), beta2, eps)
+
+    def init_group(stack: Any, numbers: jax.Array) -> jax.Array:
+        return jnp.zeros((stack.shape[0], stack.shape[2]), jnp.float32)
+
+    shared: Distributed = distribute(
+        fn, params, shardings, mesh, matrices=matrices, init=init_group, **options
+    )
+
+    def init(params: Any) -> Any:
+        return NorMuonState(optax.tree.zeros_like(params), shared.init())
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        mu = averaged(updates, state.mu, momentum)
+        ahead = averaged(updates, mu, momentum) if nesterov else mu
+        new, nu = shared.apply(ahead, state.nu)
+        return new, NorMuonState(mu, nu)
+
+    return optax.GradientTransformation(init, update)

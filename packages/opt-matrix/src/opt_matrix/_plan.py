@@ -1,0 +1,435 @@
+"""Which devices compute with which matrices, and what it costs: from shapes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from opt_matrix import _check, _costs
+from opt_matrix._costs import Kind, Machine, Way
+from opt_matrix._layouts import Axes, LeafLayout, leaf_layout
+from opt_matrix._matrices import Matrices
+from opt_matrix._newton_schulz import newton_schulz
+from opt_matrix._paths import leaves_by_path
+from opt_matrix.errors import OptionError, PlanError
+
+Choice = Literal["local", "all_to_all", "gather", "split"]
+MAX_GROUP_BYTES = 256 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Matrices of one shape that are computed with together, and what that costs each device.
+
+    Attributes:
+      leaves: paths of the leaves that they are in.
+      parts: of each leaf, the first and the last but one of the matrices, counted on a device.
+      kind: what they have in common.
+      way: what becomes of each mesh axis.
+      count: how many matrices there are on each part of the axes that whole ones lie over.
+      padding: how many zero matrices are added.
+      collectives: how many run.
+      bytes_per_device: bytes of their results.
+      flops_per_device: floating-point operations.
+      ideal_flops: what they would be, were all devices busy with nothing done twice.
+      temp_bytes: an upper bound of the memory in use for it, stacks and buffers included.
+    """
+
+    leaves: tuple[str, ...]
+    parts: tuple[tuple[int, int], ...]
+    kind: Kind
+    way: Way
+    count: int
+    padding: int
+    collectives: int
+    bytes_per_device: int
+    flops_per_device: float
+    ideal_flops: float
+    temp_bytes: int
+
+    @property
+    def choice(self) -> Choice:
+        """How the matrices come together, in a word.
+
+        `'local'`: they lie whole where they are computed with, and nothing is sent. `'all_to_all'`:
+        they are handed out, each to one device. `'gather'`: every device computes all of them.
+        `'split'`: their larger side stays cut, and products are summed over devices.
+        """
+        if self.way.split:
+            return "split"
+        if self.way.share:
+            return "all_to_all"
+        return "gather" if self.way.gather else "local"
+
+    @property
+    def axes(self) -> Axes:
+        """The mesh axes that `choice` is about."""
+        by_choice = {"split": self.way.split, "gather": self.way.gather, "local": ()}
+        return by_choice.get(self.choice, self.way.share)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of one matrix."""
+        return self.kind.fan_in, self.kind.fan_out
+
+    @property
+    def stack_axes(self) -> Axes:
+        """The mesh axes that the stack of whole matrices lies over."""
+        return self.kind.batch_axes + self.way.share
+
+    def stack_size(self, mesh: Mapping[str, int]) -> int:
+        """Number of matrices in the stack, over all devices and with padding."""
+        return (self.count + self.padding) * _costs.size(mesh, self.kind.batch_axes)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MatrixPlan:
+    """Who computes with which matrices; made by `plan_matrices`.
+
+    Attributes:
+      groups: in the order in which they run.
+      layouts: how each leaf with matrices lies, by path.
+      rest: paths of the other leaves.
+      mesh: the mesh, with devices or without.
+      fn: what is computed.
+      max_group_bytes: what bounds the temporaries of a group.
+    """
+
+    groups: tuple[Group, ...]
+    layouts: Mapping[str, LeafLayout]
+    rest: tuple[str, ...]
+    mesh: Mesh | AbstractMesh
+    fn: Any
+    max_group_bytes: int
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """Size of each axis of the mesh."""
+        return dict(self.mesh.shape)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of the results of all collectives."""
+        return sum(group.bytes_per_device for group in self.groups)
+
+    @property
+    def flops_per_device(self) -> float:
+        """Floating-point operations of all groups."""
+        return sum(group.flops_per_device for group in self.groups)
+
+    @property
+    def temp_bytes(self) -> int:
+        """The largest of the groups' temporaries: they run one after the other."""
+        return max((group.temp_bytes for group in self.groups), default=0)
+
+    def check(self, compiled: Any, *, exclusive: bool = False) -> None:
+        """Holds a compiled program against the plan; needs the extra `opt-matrix[partition]`.
+
+        Args:
+          compiled: what `jax.jit(f).lower(...).compile()` returns, of any `f` that updates with
+            this plan.
+          exclusive: whether no other collective may be in the program, as in an update alone;
+            those of a training step are passed over otherwise.
+
+        Raises:
+          PlanMismatchError: a group has more collectives than planned or moves more bytes, or
+            none of the planned collectives is there.
+        """
+        _check.check(self, compiled, exclusive=exclusive)
+
+    def to_json(self) -> str:
+        """Returns all figures as JSON."""
+        groups = [
+            {
+                "leaves": list(group.leaves),
+                "parts": [list(part) for part in group.parts],
+                "shape": list(group.shape),
+                "count": group.count,
+                "dtype": group.kind.dtype,
+                "choice": group.choice,
+                **{name: list(axes) for name, axes in dataclasses.asdict(group.way).items()},
+                **{name: getattr(group, name) for name in _FIGURES},
+            }
+            for group in self.groups
+        ]
+        return json.dumps(
+            {
+                "mesh": self.mesh_shape,
+                "max_group_bytes": self.max_group_bytes,
+                "groups": groups,
+                "rest": list(self.rest),
+            },
+            indent=2,
+        )
+
+    def __str__(self) -> str:
+        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
+        rows = [_HEAD, *_rows(self.groups)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        ideal = sum(group.ideal_flops for group in self.groups) or 1.0
+        above = (
+            f"matrices on a mesh of {mesh}: {len(self.layouts)} leaves, {len(self.groups)} groups, "
+            f"{len(self.rest)} leaves are rest"
+        )
+        below = (
+            f"each device: {_bytes(self.bytes_per_device)} in "
+            f"{sum(group.collectives for group in self.groups)} collectives, "
+            f"{self.flops_per_device:.3g} FLOP "
+            f"({self.flops_per_device / ideal:.2f} of the ideal), "
+            f"{_bytes(self.temp_bytes)} of temporaries at most"
+        )
+        return "\n".join([above, *lines, below])
+
+    def numbers(self, group: Group) -> np.ndarray:
+        """Returns the number of each matrix in a group's stack; -1 is padding.
+
+        Numbers go through the leaves whose matrices have one shape, in the order of the tree. They
+        do not depend on the mesh.
+        """
+        offsets = self._offsets()
+        rows = [
+            offsets[path] + self.layouts[path].batch_numbers(self.mesh_shape)[:, start:stop]
+            for path, (start, stop) in zip(group.leaves, group.parts, strict=True)
+        ]
+        whole = np.concatenate(rows, axis=1)
+        padded = np.pad(whole, ((0, 0), (0, group.padding)), constant_values=-1)
+        return padded.reshape(-1).astype(np.int32)
+
+    def _offsets(self) -> dict[str, int]:
+        offsets, ends = {}, dict[Any, int]()
+        for path, layout in self.layouts.items():
+            family = family_of(layout)
+            offsets[path] = ends.get(family, 0)
+            ends[family] = offsets[path] + layout.count
+        return offsets
+
+
+def family_of(layout: LeafLayout) -> tuple[int, int, tuple[int, ...]]:
+    """Returns what leaves have in common whose matrices are numbered together."""
+    return layout.fan_in, layout.fan_out, layout.dims.split
+
+
+def plan_matrices(
+    params: Any,
+    shardings: Any,
+    mesh: Mesh | AbstractMesh,
+    matrices: Matrices,
+    *,
+    fn: Any = None,
+    max_group_bytes: int = MAX_GROUP_BYTES,
+    world_axes: Sequence[str] | None = None,
+    machine: Machine | None = None,
+) -> MatrixPlan:
+    """Plans who computes with which matrices; nothing is allocated.
+
+    Args:
+      params: arrays or `jax.ShapeDtypeStruct`s.
+      shardings: for each leaf a `NamedSharding`, a `PartitionSpec`, or `None` for replicated; a
+        tree with the same keys, or one for all.
+      mesh: may be an `AbstractMesh`.
+      matrices: which leaves hold matrices.
+      fn: what is computed with stacks of matrices; `newton_schulz()` by default.
+      max_group_bytes: bounds the temporaries of a group on a device. One matrix for each device is
+        the least: where that is more, the plan says so in `temp_bytes`.
+      world_axes: the mesh axes that whole matrices may be handed out over, all by default; leave
+        out those between slow networks.
+      machine: the speeds that ways are compared by.
+
+    Raises:
+      UndecidedError: `matrices` does not decide a leaf.
+      PlanError: parameters, shardings and mesh do not fit together.
+      OptionError: an argument has no such value.
+
+    Examples:
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = AbstractMesh((8,), ('x',))
+      >>> params = {f'w{n}': jax.ShapeDtypeStruct((256, 512), 'float32') for n in range(16)}
+      >>> plan = plan_matrices(params, P('x', None), mesh, Matrices.by_rank2())
+      >>> [(group.choice, group.collectives, group.bytes_per_device) for group in plan.groups]
+      [('all_to_all', 2, 1048576)]
+    """
+    fn = newton_schulz() if fn is None else fn
+    machine = machine or Machine()
+    if max_group_bytes < 1:
+        raise OptionError(f"`max_group_bytes` must be a positive integer; got {max_group_bytes!r}")
+    sizes = dict(mesh.shape)
+    world = tuple(sizes) if world_axes is None else tuple(world_axes)
+    if unknown := [axis for axis in world if axis not in sizes]:
+        raise OptionError(f"`world_axes`: {unknown} are no axes of the mesh, which has {[*sizes]}")
+    decided = matrices.resolve(params)
+    given = _shardings_by_path(params, shardings)
+    layouts = {
+        path: leaf_layout(path, leaf.shape, leaf.dtype, dims, given[path], sizes)
+        for path, leaf in leaves_by_path(params).items()
+        if (dims := decided[path]) is not None
+    }
+    by_kind: dict[Kind, list[LeafLayout]] = {}
+    for layout in layouts.values():
+        by_kind.setdefault(_kind(layout, fn), []).append(layout)
+    groups = [
+        group
+        for kind, members in by_kind.items()
+        for group in _groups(kind, members, sizes, world, fn, machine, max_group_bytes)
+    ]
+    rest = tuple(path for path, dims in decided.items() if dims is None)
+    return MatrixPlan(tuple(groups), layouts, rest, mesh, fn, max_group_bytes)
+
+
+def _kind(layout: LeafLayout, fn: Any) -> Kind:
+    sent = getattr(fn, "dtype", None)
+    return Kind(
+        tuple(layout.shape[d] for d in layout.matrix_dims),
+        len(layout.dims.reduction),
+        tuple(layout.spec[d] for d in layout.matrix_dims),
+        layout.batch_axes,
+        layout.dims.split,
+        layout.dtype if sent is None else str(jnp.dtype(sent)),
+    )
+
+
+def _groups(
+    kind: Kind,
+    members: Sequence[LeafLayout],
+    mesh: dict[str, int],
+    world: Axes,
+    fn: Any,
+    machine: Machine,
+    max_bytes: int,
+) -> list[Group]:
+    """Groups of one kind, cut so that each fits."""
+    parts = _costs.size(mesh, kind.batch_axes)
+    total = sum(layout.count for layout in members) // parts
+    way = _costs.cheapest(kind, total, mesh, world, fn, machine, max_bytes)
+    workers = _costs.size(mesh, way.share)
+    round_bytes = _costs.cost(kind, way, workers, mesh, fn, machine).temp_bytes
+    rounds = -(-total // workers)
+    number = -(-rounds // max(1, max_bytes // round_bytes))
+    # As even as possible: the last group would be mostly padding otherwise.
+    most = workers * -(-rounds // number)
+    groups = []
+    for pieces in _cut([(m.path, m.count // parts) for m in members], most):
+        count = sum(stop - start for _, (start, stop) in pieces)
+        found = _costs.cost(kind, way, count, mesh, fn, machine)
+        groups.append(
+            Group(
+                leaves=tuple(path for path, _ in pieces),
+                parts=tuple(part for _, part in pieces),
+                kind=kind,
+                way=way,
+                count=count,
+                padding=found.padding,
+                collectives=found.collectives,
+                bytes_per_device=found.bytes_per_device,
+                flops_per_device=found.flops_per_device,
+                ideal_flops=count * parts * _costs.flops_of(fn, kind) / math.prod(mesh.values()),
+                temp_bytes=found.temp_bytes,
+            )
+        )
+    return groups
+
+
+def _cut(counts: Sequence[tuple[str, int]], most: int) -> list[list[tuple[str, tuple[int, int]]]]:
+    """Cuts a sequence of leaves into pieces of at most `most` matrices.
+
+    Examples:
+      >>> _cut([('a', 3), ('b', 2)], 4)
+      [[('a', (0, 3)), ('b', (0, 1))], [('b', (1, 2))]]
+    """
+    groups: list[list[tuple[str, tuple[int, int]]]] = [[]]
+    room = most
+    for path, count in counts:
+        start = 0
+        while start < count:
+            if not room:
+                groups.append([])
+                room = most
+            stop = min(count, start + room)
+            groups[-1].append((path, (start, stop)))
+            room -= stop - start
+            start = stop
+    return groups
+
+
+def _shardings_by_path(params: Any, shardings: Any) -> dict[str, Any]:
+    paths = leaves_by_path(params)
+    if shardings is None or (not isinstance(shardings, Mapping | list) and _is_sharding(shardings)):
+        return dict.fromkeys(paths, shardings)
+    found = leaves_by_path(shardings, is_leaf=_is_sharding)
+    if missing := [path for path in paths if path not in found]:
+        raise PlanError(f"`shardings`: nothing is given for {missing}; `None` is replicated")
+    return {path: found[path] for path in paths}
+
+
+def _is_sharding(node: Any) -> bool:
+    return node is None or isinstance(node, jax.sharding.Sharding | jax.sharding.PartitionSpec)
+
+
+_FIGURES = (
+    *("padding", "collectives", "bytes_per_device", "flops_per_device", "ideal_flops"),
+    "temp_bytes",
+)
+_HEAD = (
+    *(
+        "leaves",
+        "groups",
+        "each of matrices",
+        "choice",
+        "axes",
+        "padding",
+        "collectives",
+        "bytes",
+        "FLOP",
+    ),
+    *("of ideal", "temporaries"),
+)
+
+
+def _rows(groups: Sequence[Group]) -> list[tuple[str, ...]]:
+    """A row for each group; one for all that differ in nothing but the leaves."""
+    alike: dict[tuple[str, ...], list[Group]] = {}
+    for group in groups:
+        alike.setdefault(_figures(group), []).append(group)
+    rows = []
+    for figures, found in alike.items():
+        paths = list(dict.fromkeys(path for group in found for path in group.leaves))
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        rows.append((f"{paths[0]}{more}", str(len(found)), *figures))
+    return rows
+
+
+def _figures(group: Group) -> tuple[str, ...]:
+    rows, columns = group.shape
+    held = f"{group.count} x [{rows}, {columns}] {group.kind.dtype}"
+    if group.kind.batch_axes:
+        held += f" on each of {','.join(group.kind.batch_axes)}"
+    return (
+        held,
+        group.choice,
+        ",".join(group.axes) or "-",
+        f"{group.padding / (group.count + group.padding):.0%}",
+        str(group.collectives),
+        _bytes(group.bytes_per_device),
+        f"{group.flops_per_device:.3g}",
+        f"{group.flops_per_device / group.ideal_flops:.2f}",
+        _bytes(group.temp_bytes),
+    )
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"

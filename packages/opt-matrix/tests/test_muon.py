@@ -1,0 +1,153 @@
+"""On one device Muon is Optax's: updates, state, and dimensions of every kind."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from jax.sharding import PartitionSpec as P
+from opt_matrix import Dims, Matrices, muon, newton_schulz, plan_matrices, scale_by_muon
+from opt_matrix.errors import OptionError, UndecidedError
+
+contrib: Any = optax.contrib
+RNG = np.random.default_rng(1)
+F32 = newton_schulz(dtype=None)
+
+
+def array(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+PARAMS = {"b": array(6), "wi": array(8, 6), "wo": array(6, 8), "sq": array(7, 7)}
+GRADS = [jax.tree.map(lambda x: array(*x.shape), PARAMS) for _ in range(10)]
+
+
+def run(tx: Any, params: Any, grads: Any, state: Any = None) -> tuple[Any, Any]:
+    state = tx.init(params) if state is None else state
+    update = jax.jit(tx.update)
+    for own in grads:
+        updates, state = update(own, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, {}),
+        ({"scale": "rms"}, {"consistent_rms": 0.2}),
+        ({"nesterov": False, "momentum": 0.8}, {"nesterov": False, "beta": 0.8}),
+        ({"orthogonalize": newton_schulz(5, "dion", None)}, {"ns_coeffs": "dion"}),
+        (
+            {"weight_decay": 0.1, "mu_dtype": "bfloat16"},
+            {"weight_decay": 0.1, "mu_dtype": "bfloat16"},
+        ),
+    ],
+)
+def test_ten_steps_equal_optax(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    mine = muon(0.1, matrices=Matrices.by_rank2(), **{"orthogonalize": F32} | ours)
+    found, state = run(mine, PARAMS, GRADS)
+    expected, their_state = run(contrib.muon(0.1, **theirs), PARAMS, GRADS)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, their_state)
+    chex.assert_trees_all_close(state, their_state, rtol=1e-5, atol=1e-5)
+
+
+def test_states_go_over_to_optax_and_back_in_the_middle() -> None:
+    mine = muon(0.1, matrices=Matrices.by_rank2(), orthogonalize=F32)
+    theirs = contrib.muon(0.1)
+    expected, _ = run(theirs, PARAMS, GRADS[:6])
+    params, state = run(mine, PARAMS, GRADS[:2])
+    params, state = run(theirs, params, GRADS[2:4], state)
+    params, state = run(mine, params, GRADS[4:6], state)
+    chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_schedules_and_another_optimizer_for_the_rest() -> None:
+    schedule = optax.linear_schedule(0.1, 0.0, 10)
+    tx = muon(schedule, matrices=Matrices.by_rank2(), rest=optax.sgd(0.5), orthogonalize=F32)
+    found, _ = run(tx, PARAMS, GRADS)
+    expected, _ = run(contrib.muon(schedule), PARAMS, GRADS)
+    chex.assert_trees_all_close(found["wi"], expected["wi"], rtol=1e-5, atol=1e-5)
+    total = sum(own["b"] for own in GRADS)
+    np.testing.assert_allclose(found["b"], PARAMS["b"] - 0.5 * total, atol=1e-5)
+
+
+def one(dims: Any, x: jax.Array, **options: Any) -> jax.Array:
+    options = {"orthogonalize": F32, "matrices": Matrices.by_path({"w": dims}), **options}
+    tx = scale_by_muon(**options)
+    updates: Any = tx.update({"w": x}, tx.init({"w": x}))[0]
+    found: jax.Array = updates["w"]
+    return found
+
+
+def of_matrix(x: jax.Array, scale: Any = "width") -> jax.Array:
+    return one((0, 1), x, scale=scale)
+
+
+@pytest.mark.parametrize("scale", ["width", "rms", "spectral"])
+def test_stacks_heads_and_fused_matrices_equal_their_parts(scale: Any) -> None:
+    stack = array(2, 3, 6, 9)
+    each = [[of_matrix(stack[i, j], scale) for j in range(3)] for i in range(2)]
+    np.testing.assert_allclose(one((-2, -1), stack, scale=scale), each, atol=2e-5)
+
+    heads = array(6, 4, 3)  # embed, heads, features
+    joined = of_matrix(heads.reshape(6, 12), scale).reshape(6, 4, 3)
+    np.testing.assert_allclose(one((0, (1, 2)), heads, scale=scale), joined, atol=2e-5)
+    per_head = jnp.stack([of_matrix(heads[:, h], scale) for h in range(4)], axis=1)
+    np.testing.assert_allclose(one((0, 2), heads, scale=scale), per_head, atol=2e-5)
+
+    qkv = array(2, 6, 12)
+    blocks = [
+        jnp.concatenate([of_matrix(p, scale) for p in jnp.split(q, [8, 10], axis=1)], axis=1)
+        for q in qkv
+    ]
+    fused = one(Dims((1,), (2,), split=(8, 2, 2)), qkv, scale=scale)
+    np.testing.assert_allclose(fused, blocks, atol=2e-5)
+
+
+def test_any_function_of_matrices() -> None:
+    tx: Any = muon(
+        1.0, matrices=Matrices.by_rank2(), orthogonalize=jnp.sign, momentum=0.0, nesterov=False
+    )
+    updates, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    np.testing.assert_allclose(updates["sq"], -jnp.sign(PARAMS["sq"]))
+    assert state.inner_states["muon"].inner_state[0].ns_coeffs.shape == (0, 3)
+
+
+def test_a_plan_for_one_device_changes_nothing() -> None:
+    mesh = jax.make_mesh((1,), ("x",))
+    plan = plan_matrices(PARAMS, P(), mesh, Matrices.by_rank2(), fn=F32)
+    planned, state = run(muon(0.1, matrices=Matrices.by_rank2(), plan=plan), PARAMS, GRADS[:3])
+    plain, same = run(muon(0.1, matrices=Matrices.by_rank2(), orthogonalize=F32), PARAMS, GRADS[:3])
+    chex.assert_trees_all_close(planned, plain, rtol=1e-5, atol=1e-5)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, same)
+
+
+def test_hyper_parameters_at_run_time() -> None:
+    injected = optax.inject_hyperparams(muon, static_args=("orthogonalize", "nesterov"))
+    tx = injected(learning_rate=0.1, matrices=Matrices.by_rank2(), orthogonalize=F32)
+    state: Any = tx.init(PARAMS)
+    updates, _ = tx.update(GRADS[0], state, PARAMS)
+    state.hyperparams["learning_rate"] = 0.2
+    doubled, _ = tx.update(GRADS[0], state, PARAMS)
+    chex.assert_trees_all_close(doubled, jax.tree.map(lambda x: 2 * x, updates), rtol=1e-4)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(OptionError, match="`scale` must be one of"):
+        scale_by_muon(scale="rows")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="`matrices` must say"):
+        muon(0.1, matrices="kernel")  # type: ignore[arg-type]
+    with pytest.raises(UndecidedError, match=r"these hold none.*\n  b"):
+        scale_by_muon().init(PARAMS)
+    with pytest.raises(UndecidedError, match="w: "):
+        muon(0.1, matrices=Matrices.by_rank2()).init({"w": jnp.ones((2, 3, 4))})
+    mesh = jax.make_mesh((1,), ("x",))
+    plan = plan_matrices(PARAMS, P(), mesh, Matrices.by_rank2())
+    with pytest.raises(OptionError, match="the plan was made for"):
+        scale_by_muon(plan=plan, orthogonalize=F32)

@@ -1,0 +1,192 @@
+"""Plans are made of shapes: choices, bytes and operations, on meshes of any size."""
+
+import json
+import time
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+from opt_matrix import Dims, Machine, Matrices, MatrixPlan, newton_schulz, plan_matrices
+from opt_matrix.errors import OptionError, PlanError, UndecidedError
+
+X8 = AbstractMesh((8,), ("x",))
+XY = AbstractMesh((4, 2), ("x", "y"))
+
+
+def leaf(*shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def planned(params: Any, spec: Any, mesh: Any = XY, matrices: Any = None, **options: Any) -> Any:
+    return plan_matrices(params, spec, mesh, matrices or Matrices.by_rank2(), **options)
+
+
+def many(count: int, *shape: int) -> dict[str, Any]:
+    return {f"w{n:02}": leaf(*shape) for n in range(count)}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "spec"),
+    [(X8, P("x")), (X8, P(None, "x")), (XY, P("x", "y")), (XY, P(("y", "x"))), (XY, P("y", "x"))],
+)
+def test_what_is_cut_over_all_axes_is_handed_out_in_two_collectives(mesh: Any, spec: Any) -> None:
+    (group,) = planned(many(16, 256, 512), spec, mesh, fn=newton_schulz(dtype=None)).groups
+    assert group.choice == "all_to_all"
+    assert sorted(group.axes) == sorted(mesh.axis_names)
+    assert group.collectives == 2
+    assert group.bytes_per_device == 2 * 16 * 256 * 512 * 4 // 8
+    assert group.flops_per_device == group.ideal_flops == 1_677_721_600
+    assert group.padding == 0
+    assert len(group.leaves) == 16
+
+
+def test_bfloat16_halves_what_is_sent() -> None:
+    wide, narrow = (
+        planned(many(8, 64, 64), P("x", "y"), fn=newton_schulz(dtype=dtype)).bytes_per_device
+        for dtype in (None, "bfloat16")
+    )
+    assert wide == 2 * narrow
+
+
+def test_an_axis_that_replicates_takes_part_and_is_gathered_once() -> None:
+    (group,) = planned(many(16, 256, 512), P("x")).groups
+    assert (group.choice, group.collectives) == ("all_to_all", 3)
+    assert group.axes == ("y", "x")
+    assert group.flops_per_device == group.ideal_flops
+
+
+def test_replicated_matrices_are_gathered_once() -> None:
+    (group,) = planned(many(16, 256, 512), P()).groups
+    assert group.collectives == 1
+    assert group.flops_per_device == group.ideal_flops
+
+
+def test_padding_is_counted() -> None:
+    (group,) = planned(many(12, 256, 512), P("x"), X8).groups
+    assert (group.count, group.padding) == (12, 4)
+    assert group.flops_per_device / group.ideal_flops == pytest.approx(16 / 12)
+
+
+def test_whole_matrices_stay_where_they_are() -> None:
+    experts = Matrices.by_path({"wi": (-2, -1)})
+    (group,) = planned({"wi": leaf(8, 4, 32, 64)}, P("x", "y"), matrices=experts).groups
+    assert (group.choice, group.collectives, group.count) == ("local", 0, 4)
+    assert group.flops_per_device == group.ideal_flops
+
+
+def test_one_small_matrix_is_gathered_and_one_large_one_is_split() -> None:
+    (small,) = planned({"w": leaf(64, 64)}, P("x"), X8).groups
+    assert (small.choice, small.axes, small.collectives) == ("gather", ("x",), 1)
+    fast = Machine(bandwidth=1e12, flops=1e13)
+    (large,) = planned({"w": leaf(1024, 65536)}, P(None, "x"), X8, machine=fast).groups
+    assert (large.choice, large.axes, large.collectives) == ("split", ("x",), 5)
+    assert large.bytes_per_device == 5 * 1024 * 1024 * 4
+    assert large.flops_per_device < 1.1 * large.ideal_flops
+    fn = newton_schulz(gram=True)
+    (gram,) = planned({"w": leaf(1024, 65536)}, P(None, "x"), X8, fn=fn, machine=fast).groups
+    assert (gram.choice, gram.collectives) == ("split", 1)
+
+
+def test_axes_between_slow_networks_are_not_handed_out_over() -> None:
+    mesh = AbstractMesh((2, 4), ("dcn", "ici"))
+    plan = planned(many(8, 256, 512), P("ici"), mesh, world_axes=("ici",))
+    assert plan.groups[0].axes == ("ici",)
+    assert plan.groups[0].flops_per_device == 2 * plan.groups[0].ideal_flops
+
+
+def test_groups_are_bounded_and_even() -> None:
+    params = {"stack": leaf(20, 64, 64), "w": leaf(12, 64, 64)}
+    matrices = Matrices.by_path({".*": (-2, -1)})
+    whole = planned(params, P(None, "x", "y"), matrices=matrices)
+    assert len(whole.groups) == 1
+    plan = planned(
+        params, P(None, "x", "y"), matrices=matrices, max_group_bytes=whole.temp_bytes // 2
+    )
+    assert [group.count for group in plan.groups] == [16, 16]
+    assert [group.leaves for group in plan.groups] == [("stack",), ("stack", "w")]
+    assert [group.parts for group in plan.groups] == [((0, 16),), ((16, 20), (0, 12))]
+    assert plan.temp_bytes <= whole.temp_bytes // 2
+    assert plan.bytes_per_device == whole.bytes_per_device
+    numbers = [number for group in plan.groups for number in plan.numbers(group)]
+    assert sorted(numbers) == list(range(32))
+
+
+def test_numbers_do_not_depend_on_the_mesh() -> None:
+    params = {"a": leaf(4, 2, 8, 8), "b": leaf(4, 4, 8, 8)}
+    plan = planned(params, P("x", "y"), matrices=Matrices.by_path({".*": (-2, -1)}))
+    assert [group.kind.batch_axes for group in plan.groups] == [("x", "y")]
+    alone = planned(params, None, AbstractMesh((1,), ("x",)), Matrices.by_path({".*": (-2, -1)}))
+    found = sorted(n for group in plan.groups for n in plan.numbers(group) if n >= 0)
+    assert found == sorted(alone.numbers(alone.groups[0])) == list(range(24))
+
+
+def test_a_plan_says_all_of_it() -> None:
+    plan = planned(
+        {**many(16, 256, 512), "b": leaf(3)}, {**dict.fromkeys(many(16), P("x", "y")), "b": None}
+    )
+    text = str(plan)
+    assert "16 leaves, 1 groups, 1 leaves are rest" in text
+    assert "w00 and 15 more" in text
+    data = json.loads(plan.to_json())
+    assert data["rest"] == ["b"]
+    assert data["groups"][0]["choice"] == "all_to_all"
+    assert data["groups"][0]["bytes_per_device"] == plan.groups[0].bytes_per_device
+
+
+def decoder(layers: int, d: int, ff: int, heads: int, kv: int, size: int) -> tuple[Any, Any, Any]:
+    shapes = {
+        "q": ((d, heads, size), ("embed", "heads", "kv")),
+        "k": ((d, kv, size), ("embed", "kv_heads", "kv")),
+        "v": ((d, kv, size), ("embed", "kv_heads", "kv")),
+        "o": ((heads, size, d), ("heads", "kv", "embed")),
+        "gate": ((d, ff), ("embed", "mlp")),
+        "up": ((d, ff), ("embed", "mlp")),
+        "down": ((ff, d), ("mlp", "embed")),
+    }
+    names = {"embed": "fsdp", "heads": "tp", "kv_heads": "tp", "mlp": "tp"}
+    layer = {name: leaf(*shape) for name, (shape, _) in shapes.items()}
+    specs = {name: P(*map(names.get, axes)) for name, (_, axes) in shapes.items()}
+    axes = {name: P(*axes) for name, (_, axes) in shapes.items()}
+    return tuple({f"layer_{n}": tree for n in range(layers)} for tree in (layer, specs, axes))  # type: ignore[return-value]
+
+
+def test_a_decoder_of_70_billion_parameters_on_4096_devices() -> None:
+    params, specs, axes = decoder(80, 8192, 28672, 64, 8, 128)
+    start = time.process_time()
+    plan = planned(
+        params, specs, AbstractMesh((512, 8), ("fsdp", "tp")), Matrices.by_logical_axes(axes)
+    )
+    assert time.process_time() - start < 5
+    assert len(plan.layouts) == 560
+    assert all(group.flops_per_device < 25 * group.ideal_flops for group in plan.groups)
+    assert len(str(plan).splitlines()) < 20
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (P("z"), r"axes \['z'\], and the mesh has \['x', 'y'\]"),
+        (P("x", None, "y"), "more entries than"),
+        (P(None, "x"), "does not divide 6"),
+        ("x", "expected a `NamedSharding`"),
+    ],
+)
+def test_shardings_must_fit(spec: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        planned({"w": leaf(8, 6)}, {"w": spec})
+
+
+def test_arguments_must_fit() -> None:
+    params = {"w": leaf(8, 8)}
+    with pytest.raises(PlanError, match=r"nothing is given for \['w'\]"):
+        planned(params, {})
+    with pytest.raises(OptionError, match="`world_axes`"):
+        planned(params, P(), world_axes=("z",))
+    with pytest.raises(OptionError, match="`max_group_bytes`"):
+        planned(params, P(), max_group_bytes=0)
+    with pytest.raises(UndecidedError, match="decided by no rule"):
+        planned({"w": leaf(2, 8, 8)}, P())
+    assert isinstance(planned(params, P()), MatrixPlan)
+    assert planned(params, P(), matrices=Matrices.by_path({"w": Dims((1,), (0,))})).groups

@@ -1,0 +1,139 @@
+"""Values as stored: rounding by integer bits, so that no compiler may take it for a no-op.
+
+XLA on GPUs may delete `x.astype(bfloat16).astype(float32)` (openxla/xla#41605). Nothing here
+converts to a narrower dtype: a bfloat16 is the upper half of the bits of a float32.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_UPPER = np.uint32(0xFFFF0000)
+_EXPONENT = np.uint32(0x7F800000)
+_LARGEST = np.uint32(0x7F7F0000)
+_SIGN = np.uint32(0x80000000)
+_QUIET = np.uint32(0x00400000)
+_GOLDEN = np.uint32(0x9E3779B9)
+
+
+def bits_of(x: jax.Array) -> jax.Array:
+    """The bits of a float32, as uint32."""
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def float_of(bits: jax.Array) -> jax.Array:
+    """The float32 with these bits."""
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def narrow(x: jax.Array) -> jax.Array:
+    """A float32 that a bfloat16 can hold, as that bfloat16; other values are cut off."""
+    return lax.bitcast_convert_type((bits_of(x) >> 16).astype(jnp.uint16), jnp.bfloat16)
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """A float of 16 bits or less as the float32 of the same value; anything else as it is."""
+    if x.dtype == jnp.bfloat16:
+        upper = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+        return float_of(upper << 16)
+    if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32:
+        return x.astype(jnp.float32)
+    return x
+
+
+def round_nearest(x: jax.Array) -> jax.Array:
+    """The nearest bfloat16, ties to even, as a float32."""
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def round_stochastic(x: jax.Array, noise: jax.Array) -> jax.Array:
+    """One of the two neighbouring bfloat16s, as a float32; its mean is `x`.
+
+    Args:
+      x: float32.
+      noise: uint32 of the same shape, of which the upper half is used.
+    """
+    bits = bits_of(x)
+    rounded = (bits + (noise >> 16)) & _UPPER
+    # A finite value stays finite; a NaN stays one even if its payload is in the lower half.
+    clamped = jnp.where((rounded & _EXPONENT) == _EXPONENT, (bits & _SIGN) | _LARGEST, rounded)
+    special = jnp.where(jnp.isnan(x), bits | _QUIET, bits) & _UPPER
+    return float_of(jnp.where((bits & _EXPONENT) == _EXPONENT, special, clamped))
+
+
+def split(master: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A float32 as the bfloat16 nearest to it, ties away from zero, and the 16 bits that remain."""
+    bits = bits_of(master)
+    low = bits & np.uint32(0xFFFF)
+    visible = ((bits >> 16) + (low >> 15)).astype(jnp.uint16)
+    return (
+        lax.bitcast_convert_type(visible, jnp.bfloat16),
+        lax.bitcast_convert_type(low.astype(jnp.uint16), jnp.int16),
+    )
+
+
+def join(visible: jax.Array, low: jax.Array) -> jax.Array:
+    """The float32 that was split, bit by bit."""
+    rest = lax.bitcast_convert_type(low, jnp.uint16).astype(jnp.uint32)
+    upper = lax.bitcast_convert_type(visible, jnp.uint16).astype(jnp.uint32) - (rest >> 15)
+    return float_of((upper << 16) | rest)
+
+
+def _mix(h: jax.Array) -> jax.Array:
+    """The finaliser of MurmurHash3: every bit of the input moves every bit of the output."""
+    h = (h ^ (h >> 16)) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * np.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)
+
+
+def step_seed(seed: int, step: jax.Array) -> jax.Array:
+    """What tells the noise of one step from that of others; a scalar."""
+    salted = _mix(jnp.uint32(seed % 2**32) + _GOLDEN)
+    return _mix(salted ^ jnp.asarray(step).astype(jnp.uint32) * _GOLDEN)
+
+
+def leaf_seed(seed: jax.Array, name: str, zero: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What tells the noise of one leaf from that of others in the same step.
+
+    Args:
+      seed: of the step.
+      name: the path of the leaf, and what of it is rounded.
+      zero: an int32 that is 0, which the compiler must not know: the digest of the name is then
+        data, and programs of leaves that differ in nothing else are compiled once.
+
+    Returns:
+      Two scalars.
+    """
+    digest = zlib.crc32(name.encode())
+    return seed, jnp.asarray([digest, digest ^ 1], jnp.uint32).at[zero].get(
+        mode="promise_in_bounds"
+    )
+
+
+def noise_at(seed: tuple[jax.Array, jax.Array], index: jax.Array) -> jax.Array:
+    """32 random bits for each element, by its index in the whole array and by nothing else."""
+    return _mix((index * _GOLDEN) ^ _mix(seed[0] ^ seed[1]))
+
+
+def global_index(
+    shape: tuple[int, ...], origin: Sequence[Any], strides: Sequence[int]
+) -> jax.Array:
+    """The index of each element of a part in the whole array, modulo 2**32.
+
+    Args:
+      shape: of the part.
+      origin: where it begins, per dimension; scalars.
+      strides: of the whole array, in elements.
+    """
+    index = jnp.zeros(shape, jnp.uint32)
+    for dim, (start, stride) in enumerate(zip(origin, strides, strict=True)):
+        along = lax.broadcasted_iota(jnp.uint32, shape, dim)
+        index = index + (along + jnp.asarray(start).astype(jnp.uint32)) * np.uint32(stride % 2**32)
+    return index

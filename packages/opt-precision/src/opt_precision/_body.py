@@ -1,0 +1,165 @@
+"""The computation of one leaf, or of a piece of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+from jax.extend.core import JaxprEqn, Literal
+
+from opt_precision import _bits
+from opt_precision._formats import Format, decode, encode
+from opt_precision._program import evaluate
+from opt_precision._stream import Shape
+from opt_precision._weights import Weights
+
+Seed: TypeAlias = tuple[jax.Array, jax.Array]
+GRADIENT = -1
+PARAMETER = -2
+
+
+class Noise(NamedTuple):
+    """Seeds, one per array that is rounded.
+
+    Attributes:
+      weights: for the parameter.
+      fields: for each leaf of the state that mirrors it.
+    """
+
+    weights: Seed
+    fields: list[Seed]
+
+
+class Part(NamedTuple):
+    """What of a leaf this device has.
+
+    Attributes:
+      numbers: scalars that the equations use.
+      origin: where the device's part begins.
+      shape: of the part; `None` where it is the whole leaf, on one device.
+      noise: the seeds.
+    """
+
+    numbers: Sequence[Any]
+    origin: Sequence[Any]
+    shape: Shape | None
+    noise: Noise
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Body:
+    """How the pieces of a leaf become those of its results.
+
+    Attributes:
+      equations: of the update, that treat each element by itself.
+      outs: the update, and each leaf of the state that mirrors the parameter.
+      arguments: which variable is the gradient, the parameter, or which leaf of the state.
+      arrays: variables of arrays that were computed whole.
+      names: variables of scalars.
+      formats: how each leaf of the state is stored; `None` as it is.
+      weights: how parameters are rounded.
+      has_params: whether there are parameters, or gradients alone.
+      has_extra: whether something is kept besides the parameter.
+      is_in_place: whether the new parameter is wanted, and not the update.
+      shape: of the whole leaf.
+    """
+
+    equations: Sequence[JaxprEqn]
+    outs: Sequence[Any]
+    arguments: Mapping[Any, int]
+    arrays: Sequence[Any]
+    names: Sequence[Any]
+    formats: Sequence[Format | None]
+    weights: Weights
+    has_params: bool
+    has_extra: bool
+    is_in_place: bool
+    shape: Shape
+
+    def __call__(
+        self, part: Part, shape: Shape | None, origin: Sequence[Any], values: Any
+    ) -> list[jax.Array]:
+        """Computes a piece.
+
+        Args:
+          part: the device's part of the leaf.
+          shape: of the piece; `None` for all of the part.
+          origin: where it begins in the part.
+          values: the pieces of the operands, in the order of `Step`.
+        """
+        read = iter(values)
+        buffer = next(read)
+        param = buffer if self.is_in_place else next(read) if self.has_params else None
+        extra = next(read) if self.has_extra else None
+        known: dict[Any, Any] = dict(zip(self.names, part.numbers, strict=True))
+        places = {place: var for var, place in self.arguments.items()}
+        if GRADIENT in places:
+            known[places[GRADIENT]] = _bits.widen(next(read))
+        if PARAMETER in places and param is not None:
+            known[places[PARAMETER]] = self.weights.value(param, extra)
+        dtypes = []
+        for place, form in enumerate(self.formats):
+            codes = next(read)
+            dtypes.append(codes.dtype)
+            if form is not None:
+                codes = decode(form, codes, next(read) if form.block else None)
+            known[places[place]] = codes
+        known |= zip(self.arrays, read, strict=True)
+        for eqn in self.equations:
+            made = evaluate(eqn, [_look(known, atom) for atom in eqn.invars], shape or part.shape)
+            known.update(zip(eqn.outvars, made, strict=True))
+        update, *states = (_look(known, out) for out in self.outs)
+        begin = tuple(first + more for first, more in zip(part.origin, origin, strict=True))
+        index = functools.cache(lambda: self._index(buffer.shape, begin))
+
+        def noise(seed: Seed) -> Callable[[], jax.Array]:
+            return lambda: _bits.noise_at(seed, index())
+
+        results = self._placed(param, extra, update, noise(part.noise.weights), buffer)
+        rows = zip(self.formats, dtypes, states, part.noise.fields, strict=True)
+        for form, dtype, new, seed in rows:
+            results += _stored(form, dtype, new, noise(seed))
+        return results
+
+    def _index(self, shape: Shape, origin: tuple[Any, ...]) -> jax.Array:
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        return _bits.global_index(shape, origin, strides)
+
+    def _placed(
+        self,
+        param: jax.Array | None,
+        extra: jax.Array | None,
+        update: jax.Array,
+        noise: Callable[[], jax.Array],
+        buffer: jax.Array,
+    ) -> list[jax.Array]:
+        """The new parameter, or the update that makes it, and what is kept besides it."""
+        weights = self.weights
+        if param is None or (not self.is_in_place and weights.method == "nearest"):
+            return [update.astype(buffer.dtype)]
+        is_met = weights.is_met_by(param.dtype)
+        is_random = is_met and weights.method == "stochastic"
+        new, kept = weights.place(param, extra, update, noise() if is_random else None)
+        if not self.is_in_place:
+            if is_met:
+                update = _bits.widen(new) - _bits.widen(param)
+            new = update.astype(buffer.dtype)
+        return [new] if kept is None else [new, kept]
+
+
+def _stored(
+    form: Format | None, dtype: Any, new: jax.Array, noise: Callable[[], jax.Array]
+) -> list[jax.Array]:
+    """A leaf of the state as it is stored."""
+    if form is None:
+        return [new.astype(dtype)]
+    codes, scale = encode(form, new, noise() if form.stochastic else None)
+    return [codes] if scale is None else [codes, scale]
+
+
+def _look(known: Mapping[Any, Any], atom: Any) -> Any:
+    return atom.val if isinstance(atom, Literal) else known[atom]

@@ -1,0 +1,198 @@
+"""What becomes of each leaf of a state, and why: before anything is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from opt_precision._formats import Encoded, is_encoded
+from opt_precision._mirrors import path_str
+from opt_precision._states import EXTRA_FIELD
+from opt_precision._step import Arguments, Options, Step
+from opt_precision._wrappers import Quantized, Rounded, opened
+from opt_precision.errors import PrecisionError
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionRow:
+    """One leaf of the state of the inner transformation, or what is kept besides a parameter.
+
+    Attributes:
+      path: of the leaf, as in Optax's state.
+      shape: of it.
+      role: `'moment'`, `'slow_moment'`, `'second_moment'`, `'parameter'`, or empty.
+      stored: how: the codec and the block, or the dtype.
+      rounding: `'stochastic'`, `'nearest'`, or empty where nothing is rounded.
+      bytes: what it takes, scales included.
+      reason: why it stays as it is.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    role: str
+    stored: str
+    rounding: str
+    bytes: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionReport:
+    """What becomes of each leaf; `print` shows it as a table.
+
+    Attributes:
+      rows: one per leaf of the state, and one per parameter that something is kept for.
+      whole: the paths of the parameters whose updates are computed for whole leaves, since they
+        need more than the same element of other arrays; all others go piece by piece.
+      parameters: the number of elements of the parameters.
+    """
+
+    rows: tuple[PrecisionRow, ...]
+    whole: tuple[str, ...]
+    parameters: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the state."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The paths of the leaves that look like moments, but that no list knows."""
+        return tuple(row.path for row in self.rows if row.reason.startswith("in no list"))
+
+    def __str__(self) -> str:
+        head = ("leaf", "shape", "role", "stored", "rounding", "bytes", "as it is since")
+        cells = [head, *(_cells(row) for row in self.rows)]
+        widths = [max(len(row[k]) for row in cells) for k in range(len(head))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        ]
+        each = self.bytes / max(1, self.parameters)
+        lines.append(f"{self.bytes:,} bytes of state, {each:.2f} per parameter")
+        if self.whole:
+            lines.append(f"computed for whole leaves: {', '.join(self.whole)}")
+        return "\n".join(lines)
+
+
+def _cells(row: PrecisionRow) -> tuple[str, ...]:
+    shape = "x".join(map(str, row.shape)) or "-"
+    return row.path, shape, row.role, row.stored, row.rounding, f"{row.bytes:,}", row.reason
+
+
+def explain_precision(tx: Any, params: Any) -> PrecisionReport:
+    """Returns what becomes of each leaf of a state, and why; nothing is allocated.
+
+    Args:
+      tx: a transformation of this package.
+      params: the parameters; arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      PrecisionError: `tx` is not a transformation of this package.
+
+    Examples:
+      >>> import opt_precision
+      >>> import optax
+      >>> tx = opt_precision.quantize_state(optax.adam(1e-3), opt_precision.dynamic8())
+      >>> print(explain_precision(tx, {'w': jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)}))
+      leaf     shape   role           stored        rounding    bytes   as it is since
+      0/count  -                      int32                     4       mirrors no parameter
+      0/mu/w   64x256  moment         dynamic8/256  nearest     16,640
+      0/nu/w   64x256  second_moment  dynamic8/256  stochastic  16,640
+      33,284 bytes of state, 2.03 per parameter
+    """
+    wrapper = opened(tx)
+    if wrapper is None:
+        raise PrecisionError(
+            "`tx` must be what `quantize_state`, `stochastic_weights` or `master_weights` "
+            f"returned; found {type(tx).__name__}"
+        )
+    weights = wrapper if isinstance(wrapper, Rounded) else None
+    inside = opened(wrapper.tx) if weights is not None else wrapper
+    found: list[PrecisionRow] = []
+    whole: list[str] = []
+
+    def look(params: Any) -> Any:
+        state = tx.init(params)
+        rows, inner = _state_rows(inside, state, params, weights is not None)
+        found[:] = [*rows, *_weight_rows(weights, params)]
+        options = inside.options() if isinstance(inside, Quantized) else Options(wrapper.tx)
+        whole[:] = _whole(options, inner, params)
+        return 0
+
+    jax.eval_shape(look, params)
+    number = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params))
+    return PrecisionReport(tuple(found), tuple(whole), number)
+
+
+def _state_rows(
+    inside: Any, state: Any, params: Any, is_rounded: bool
+) -> tuple[list[PrecisionRow], Any]:
+    state = state.inner if is_rounded else state
+    if not isinstance(inside, Quantized):
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        return [_plain_row(path_str(path), leaf, "", "") for path, leaf in leaves], state
+    plan = inside.first(params)[1]
+    stored: list[Any] = jax.tree.leaves(state.inner, is_leaf=is_encoded)
+    rows = []
+    for planned, leaf in zip(plan, stored, strict=True):
+        path, role = path_str(planned.path), planned.choice.role or ""
+        if is_encoded(leaf):
+            rows.append(_encoded_row(path, leaf, role))
+        else:
+            rows.append(_plain_row(path, leaf, role, planned.choice.reason))
+    return rows, state.inner
+
+
+def _encoded_row(path: str, leaf: Encoded, role: str) -> PrecisionRow:
+    form = leaf.format
+    stored = f"{form.kind}/{form.block}" if form.block else form.kind
+    size = sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(leaf))
+    return PrecisionRow(path, leaf.shape, role, stored, form.rounding, size, "")
+
+
+def _plain_row(path: str, leaf: Any, role: str, reason: str) -> PrecisionRow:
+    size = leaf.size * leaf.dtype.itemsize
+    return PrecisionRow(path, tuple(leaf.shape), role, leaf.dtype.name, "", size, reason)
+
+
+def _weight_rows(weights: Rounded | None, params: Any) -> list[PrecisionRow]:
+    if weights is None:
+        return []
+    method = weights.weights.method
+    rows = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not weights.weights.is_met_by(leaf.dtype):
+            continue
+        shape = tuple(leaf.shape)
+        if method == "stochastic":
+            rows.append(PrecisionRow(path_str(path), shape, "parameter", "bfloat16", method, 0, ""))
+            continue
+        extra = jax.eval_shape(weights.weights.first_extra, leaf)
+        name = f"{EXTRA_FIELD[method]}/{path_str(path)}"
+        size = extra.size * extra.dtype.itemsize
+        rows.append(PrecisionRow(name, shape, "parameter", extra.dtype.name, "", size, ""))
+    return rows
+
+
+def _whole(options: Options, state: Any, params: Any) -> Sequence[str]:
+    """The parameters whose updates need whole leaves."""
+    given = Arguments(
+        jax.tree.map(functools.partial(jnp.zeros_like, dtype=jnp.float32), params),
+        state,
+        params,
+        [None] * len(jax.tree.leaves(params)),
+        {},
+        (jnp.int32(0), jnp.int32(0)),
+    )
+    try:
+        return Step(options, given, is_in_place=True).whole_leaves()
+    except TypeError:  # an update that has to be given more than gradients
+        return ()

@@ -1,0 +1,216 @@
+"""How one leaf is stored: what its codes mean, and the way there and back.
+
+`version` is part of a format, so a file that was written by another version of a map is not read as
+this one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Final, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from opt_precision import _bits, _blocks, _maps
+
+Kind: TypeAlias = Literal["bfloat16", "float8", "dynamic8", "log8"]
+VERSION: Final = 1
+
+_ZERO: Final = 127  # the code of zero in the signed dynamic map
+_LOG_STEP: Final = _maps.LOG_DECADES * math.log2(10) / _maps.LOG_STEPS
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How the elements of one leaf are stored; static, and equal where codes mean the same.
+
+    Attributes:
+      kind: the name of the codec.
+      squared: whether values are non-negative, and stored by their square roots.
+      stochastic: whether encoding rounds at random, so that the mean is kept.
+      axis: the axis along which blocks lie.
+      block: the elements that share a scale; 0 where there are no scales.
+      dtype: the dtype that they are decoded to.
+      version: of the meaning of the codes.
+    """
+
+    kind: Kind
+    squared: bool
+    stochastic: bool
+    axis: int = 0
+    block: int = 0
+    dtype: str = "float32"
+    version: int = VERSION
+
+    @property
+    def codes_dtype(self) -> Any:
+        """The dtype of the codes."""
+        return {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn}.get(self.kind, jnp.uint8)
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape of the scales of an array; `None` where there are none."""
+        return _blocks.scale_shape(shape, self.axis, self.block) if self.block else None
+
+    @property
+    def rounding(self) -> str:
+        """`'stochastic'` or `'nearest'`."""
+        return "stochastic" if self.stochastic else "nearest"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """A leaf of a state, stored in fewer bits; in the place of the leaf.
+
+    Attributes:
+      codes: of the leaf's shape; uint8, float8_e4m3fn or bfloat16.
+      scale: the largest magnitude of each block (of the square roots, for second moments), float32
+        of shape `[..., ceil(n / block), ...]`; `None` for bfloat16.
+      format: what codes and scale mean.
+    """
+
+    codes: jax.Array
+    scale: jax.Array | None
+    format: Format = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the leaf."""
+        return tuple(self.codes.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the leaf when decoded."""
+        return np.dtype(self.format.dtype)
+
+
+def is_encoded(node: Any) -> bool:
+    """Whether a node of a tree is an encoded leaf."""
+    return isinstance(node, Encoded)
+
+
+def encode(
+    form: Format, x: jax.Array, noise: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the codes and scales of an array, or of whole blocks of one.
+
+    Args:
+      form: the format.
+      x: what to encode; float32.
+      noise: 32 random bits per element; `None` rounds to nearest.
+    """
+    x = _bits.widen(x)
+    if form.kind == "bfloat16":
+        rounded = _bits.round_nearest(x) if noise is None else _bits.round_stochastic(x, noise)
+        return _bits.narrow(rounded), None
+    magnitude = lax.sqrt(x) if form.squared else lax.abs(x)
+    scale = _blocks.block_max(magnitude, form.axis, form.block)
+    # A block of zeros has no scale to divide by.
+    divisor = jnp.where(scale == 0, jnp.ones_like(scale), scale)
+    each = _blocks.spread(divisor, form.axis, form.block, x.shape[form.axis])
+    y = magnitude / each
+    if form.kind == "log8":
+        return _encode_log(y, noise), scale
+    if form.kind == "float8":
+        rank = _rank_in(_maps.e4m3_roots if form.squared else _maps.e4m3, form, y, noise)
+        sign = jnp.where(x < 0, np.uint8(128), np.uint8(0))
+        return lax.bitcast_convert_type(rank | sign, jnp.float8_e4m3fn), scale
+    if form.squared:
+        return _rank_in(_maps.dynamic_roots, form, y, noise), scale
+    rank = _rank_in(_maps.dynamic_magnitudes, form, y, noise)
+    return jnp.where(x < 0, np.uint8(_ZERO) - rank, np.uint8(_ZERO) + rank), scale
+
+
+def decode(form: Format, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Returns the values of codes, in the dtype of the format."""
+    if scale is None:
+        return _bits.widen(codes).astype(form.dtype)
+    each = _blocks.spread(scale, form.axis, form.block, codes.shape[form.axis])
+    if form.kind == "float8":
+        codes = lax.bitcast_convert_type(codes, jnp.uint8)
+    if form.kind == "log8":
+        value = lax.exp2((codes.astype(jnp.float32) - _maps.LOG_STEPS) * np.float32(_LOG_STEP))
+    else:
+        value = _look_up(_by_code(form), codes)
+    value = value * each
+    return (value * value if form.squared else value).astype(form.dtype)
+
+
+@functools.cache
+def constant_codes(form: Format, value: float) -> tuple[int, float]:
+    """The code and the scale of an array of which every element is `value`."""
+    one_block = dataclasses.replace(form, block=min(form.block, 1))
+    with jax.ensure_compile_time_eval():
+        codes, scale = encode(one_block, jnp.full([1] * (form.axis + 1), value, jnp.float32), None)
+        width = jnp.uint16 if codes.dtype.itemsize == 2 else jnp.uint8
+        code = int(lax.bitcast_convert_type(codes, width).reshape(()))
+        return code, 0.0 if scale is None else float(scale.reshape(()))
+
+
+def _by_code(form: Format) -> _maps.Table:
+    """The value of each code."""
+    if form.kind == "dynamic8" and form.squared:
+        return _maps.dynamic_roots()
+    if form.kind == "dynamic8":
+        magnitudes = _maps.dynamic_magnitudes()
+        return np.concatenate([-magnitudes[:0:-1], magnitudes, magnitudes[-1:]])
+    table = _maps.e4m3_roots() if form.squared else _maps.e4m3()
+    return np.concatenate([table, table[-1:], -table, -table[-1:]])
+
+
+def _look_up(table: Any, index: jax.Array) -> jax.Array:
+    return jnp.asarray(table).at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def _rank(ranks: _maps.Ranks, y: jax.Array) -> jax.Array:
+    """How many edges are at most each number."""
+    cell = (_bits.bits_of(y) >> 16).astype(jnp.int32) - _maps.FIRST_CELL
+    below = _look_up(ranks.below, jnp.clip(cell, 0, _maps.CELLS - 1))
+    return below + (_look_up(ranks.edges, below) <= y).astype(jnp.uint8)
+
+
+def _rank_in(
+    table: Callable[[], _maps.Table], form: Format, y: jax.Array, noise: jax.Array | None
+) -> jax.Array:
+    """The index of numbers between 0 and 1 in a table."""
+    if noise is None:
+        # Of two neighbours the mean of what is stored decides.
+        return _rank(_maps.nearests(table, squared=form.squared), y)
+    below = jnp.minimum(_rank(_maps.floors(table), y), np.uint8(len(table()) - 2))
+    low, high = _look_up(table(), below), _look_up(table(), below + np.uint8(1))
+    return _step_up(below, y, low, high, noise, squared=form.squared)
+
+
+def _step_up(
+    below: jax.Array,
+    y: jax.Array,
+    low: jax.Array,
+    high: jax.Array,
+    noise: jax.Array,
+    *,
+    squared: bool,
+) -> jax.Array:
+    """The upper neighbour with the probability that keeps the mean of what is stored."""
+    if squared:
+        y, low, high = y * y, low * low, high * high
+    chance = (y - low) / (high - low)
+    uniform = (noise >> 8).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-24)
+    return below + (uniform < chance).astype(jnp.uint8)
+
+
+def _encode_log(y: jax.Array, noise: jax.Array | None) -> jax.Array:
+    """The codes of values between 0 and 1 in the logarithmic map, without a table."""
+    log2 = lax.log(jnp.maximum(y, np.float32(_maps.LOG_LEAST))) * np.float32(1 / math.log(2))
+    position = log2 * np.float32(1 / _LOG_STEP) + _maps.LOG_STEPS
+    if noise is None:
+        return jnp.clip(lax.round(position), 0, _maps.LOG_STEPS).astype(jnp.uint8)
+    below = jnp.clip(lax.floor(position), 0, _maps.LOG_STEPS - 1)
+    low = lax.exp2((below - _maps.LOG_STEPS) * np.float32(_LOG_STEP))
+    high = low * np.float32(2.0**_LOG_STEP)
+    return _step_up(below.astype(jnp.uint8), y, low, high, noise, squared=True)

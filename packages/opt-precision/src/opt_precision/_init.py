@@ -1,0 +1,229 @@
+"""The first state: zeros are made as codes of zeros, never encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from opt_precision._codecs import Codec, Role
+from opt_precision._formats import Encoded, Format, constant_codes, encode
+from opt_precision._mirrors import KeyPath, Mirror, find_mirrors, path_str
+from opt_precision._placement import aligned, without
+from opt_precision._program import Kind, Program, Whole
+from opt_precision._select import Candidate, Choice, Select
+from opt_precision._states import OUR_STATES, WEIGHT_STATES
+from opt_precision._step import wide
+from opt_precision.errors import OrderError
+
+Codecs: TypeAlias = Codec | Mapping[Role, Codec]
+
+_WINDOWS: Final = (optax.MultiStepsState, optax.ApplyIfFiniteState)
+_NAMES: Final = {
+    "QuantizedState": "quantize_state",
+    "StochasticState": "stochastic_weights",
+    "MasterState": "master_weights",
+    "RemainderState": "master_weights(storage='remainder')",
+    "KahanState": "master_weights(storage='kahan')",
+    "MultiStepsState": "MultiSteps",
+    "ApplyIfFiniteState": "apply_if_finite",
+}
+
+
+class Planned(NamedTuple):
+    """What is to become of one leaf of a state.
+
+    Attributes:
+      path: of the leaf, in the state of the inner transformation.
+      shape: of it.
+      dtype: of it.
+      mirror: the parameter that it mirrors, if it does.
+      choice: its role, or the reason to leave it as it is.
+      format: how it is stored; `None` as it is.
+    """
+
+    path: KeyPath
+    shape: tuple[int, ...]
+    dtype: Any
+    mirror: Mirror | None
+    choice: Choice
+    format: Format | None
+
+
+class First:
+    """The traced `init` of a transformation.
+
+    Args:
+      tx: the transformation.
+      params: the parameters; it sees them in float32.
+    """
+
+    def __init__(self, tx: Any, params: Any) -> None:
+        keyed, self._tree = jax.tree_util.tree_flatten_with_path(params)
+        self.params = [
+            leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for _, leaf in keyed
+        ]
+        self.paths: list[KeyPath] = [path for path, _ in keyed]
+        made: list[Any] = []
+
+        def init(*flat: Any) -> list[Any]:
+            state = tx.init(jax.tree.unflatten(self._tree, flat))
+            keyed, tree = jax.tree_util.tree_flatten_with_path(state)
+            made[:] = [[path for path, _ in keyed], tree]
+            return [leaf for _, leaf in keyed]
+
+        closed = jax.make_jaxpr(init)(*map(wide, self.params))
+        self.state_paths: list[KeyPath] = made[0]
+        self.state_tree = made[1]
+        self.program = Program(closed, [Kind(i) for i in range(len(self.params))])
+        self.skeleton = jax.tree.unflatten(self.state_tree, [0] * len(self.state_paths))
+
+    @property
+    def avals(self) -> list[Any]:
+        """The types of the leaves of the state."""
+        return [atom.aval for atom in self.program.jaxpr.outvars]
+
+    def plan(self, codecs: Codecs, select: Select) -> list[Planned]:
+        """What is to become of every leaf."""
+        shapes = [(path, tuple(p.shape)) for path, p in zip(self.paths, self.params, strict=True)]
+        state = [
+            (path, tuple(aval.shape))
+            for path, aval in zip(self.state_paths, self.avals, strict=True)
+        ]
+        mirrors = find_mirrors(shapes, self.skeleton, state)
+        places = [
+            i
+            for i, (mirror, aval) in enumerate(zip(mirrors, self.avals, strict=True))
+            if mirror is not None and jnp.issubdtype(aval.dtype, jnp.floating)
+        ]
+        candidates = []
+        for i in places:
+            mirror = mirrors[i]
+            assert mirror is not None
+            parameter = path_str(self.paths[mirror.param])
+            path = path_str(self.state_paths[i])
+            candidates.append(Candidate(path, parameter, mirror.field, mirror.owner))
+        chosen = dict(zip(places, select(candidates), strict=True))
+        return [self._planned(i, mirrors[i], chosen.get(i), codecs) for i in range(len(self.avals))]
+
+    def _planned(
+        self, i: int, mirror: Mirror | None, choice: Choice | None, codecs: Codecs
+    ) -> Planned:
+        aval = self.avals[i]
+        shape, dtype = tuple(aval.shape), aval.dtype
+        form = None
+        if choice is None:
+            choice = Choice(None, "mirrors no parameter" if mirror is None else "not of floats")
+        elif choice.role is not None:
+            codec = codecs if isinstance(codecs, Codec) else codecs.get(choice.role)
+            found = (
+                "no codec for its role" if codec is None else codec.form(choice.role, shape, dtype)
+            )
+            if isinstance(found, Format):
+                form = found
+            else:
+                choice = choice._replace(reason=found)
+        return Planned(self.state_paths[i], shape, dtype, mirror, choice, form)
+
+    def state(self, plan: Sequence[Planned] | None = None) -> Any:
+        """The state; its encoded leaves are made without the leaves themselves where they can."""
+        whole = Whole(self.program, [_wide_of(param) for param in self.params])
+        leaves = []
+        for i, atom in enumerate(self.program.jaxpr.outvars):
+            planned = None if plan is None else plan[i]
+            if planned is None or planned.format is None or planned.mirror is None:
+                leaves.append(_strong(whole(atom)))
+                continue
+            constant = self.program.constant(atom)
+            param = self.params[planned.mirror.param]
+            if constant is not None:
+                leaves.append(_constant(planned.format, param, constant))
+            else:
+                codes, scale = encode(planned.format, whole(atom), None)
+                leaves.append(Encoded(codes, scale, planned.format))
+        return jax.tree.unflatten(self.state_tree, leaves)
+
+    def check_order(self, name: str) -> None:
+        """Raises if the state holds that of a wrapper which belongs outside of this one.
+
+        Args:
+          name: the wrapper around it.
+        """
+        wrong: tuple[type, ...] = (*OUR_STATES, *_WINDOWS)
+        if name != "quantize_state":
+            wrong = WEIGHT_STATES
+        for node in _nodes(self.skeleton):
+            if isinstance(node, wrong):
+                raise OrderError(order_message(name, _NAMES[type(node).__name__]))
+
+
+def order_message(outer: str, inner: str) -> str:
+    """Why one wrapper cannot be around another, and what to write instead."""
+    if outer == inner:
+        return f"`{outer}` is there twice: keep one of them."
+    if inner in ("MultiSteps", "apply_if_finite"):
+        return (
+            f"`{outer}` is around `{inner}`: it would encode the moments anew in steps that do not "
+            f"update them, and an accumulator is no moment. Write `{inner}({outer}(...))`."
+        )
+    if outer == "quantize_state":
+        return (
+            f"`{outer}` is around `{inner}`: updates must be computed from decoded state before "
+            f"parameters are rounded. Write `{inner}({outer}(...))`."
+        )
+    return f"`{outer}` is around `{inner}`: parameters can be rounded once only. Keep one of them."
+
+
+def _nodes(tree: Any) -> Iterator[Any]:
+    yield tree
+    children = jax.tree_util.tree_flatten(tree, is_leaf=lambda x: x is not tree)[0]
+    for child in children:
+        if child is not tree:
+            yield from _nodes(child)
+
+
+def _wide_of(param: jax.Array) -> Any:
+    return lambda: param.astype(wide(param).dtype)
+
+
+def _strong(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and not getattr(jax.typeof(leaf), "weak_type", False):
+        return leaf
+    return jnp.asarray(leaf, jnp.result_type(leaf))
+
+
+def _constant(form: Format, param: jax.Array, value: float) -> Encoded:
+    """The codes of an array of one number, where the parameter lies."""
+    code, scale = constant_codes(form, value)
+    if form.kind == "dynamic8" or code:
+        width = jnp.uint16 if form.kind == "bfloat16" else jnp.uint8
+        codes = jnp.full_like(param, code, dtype=width)
+        if width != form.codes_dtype:
+            codes = lax.bitcast_convert_type(codes, form.codes_dtype)
+    else:
+        codes = jnp.zeros_like(param, dtype=form.codes_dtype)
+    shape = form.scale_shape(tuple(param.shape))
+    if shape is None:
+        return Encoded(codes, None, form)
+    return Encoded(
+        codes, jnp.full(shape, scale, jnp.float32, device=_scale_sharding(form, param)), form
+    )
+
+
+def _scale_sharding(form: Format, param: jax.Array) -> NamedSharding | None:
+    """Where scales lie, where it is known where the parameter does."""
+    is_concrete = not isinstance(param, jax.core.Tracer)
+    sharding: Any = param.sharding if is_concrete else jax.typeof(param).sharding
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return None
+    if not is_concrete and not sharding.mesh.explicit_axes:
+        return None
+    spec = PartitionSpec(*sharding.spec, *[None] * (param.ndim - len(sharding.spec)))
+    if not aligned(sharding.mesh, spec, param.shape, form.axis, form.block):
+        spec = without(spec, form.axis)
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

@@ -1,0 +1,121 @@
+"""The values that eight bits stand for, in ascending order; each relative to its block's largest.
+
+Second moments are stored by their square roots, in maps without a zero: an element whose `v` is 0
+while its `m` is not would make an update of `m / eps`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+LEAST: Final = 3e-7
+"""What stands in the place of zero in the dynamic map of `sqrt(v)`.
+
+Just below the smallest value, which is 3.25e-7: the smallest first moment that is not zero is
+5.5e-7.
+"""
+
+COARSE: Final = 3e-5
+LOG_STEPS: Final = 255
+LOG_DECADES: Final = 7
+LOG_LEAST: Final = 1e-7
+
+Table = NDArray[np.float32]
+
+
+@functools.cache
+def dynamic_roots() -> Table:
+    """The unsigned dynamic map of bitsandbytes, with `LEAST` in the place of its zero.
+
+    Seven decades, each with twice as many values as the one below.
+    """
+    return np.asarray([LEAST, *_decades(2), 1.0], np.float32)
+
+
+@functools.cache
+def dynamic_magnitudes() -> Table:
+    """The magnitudes of the signed dynamic map: zero, 126 values, and 1, for either sign.
+
+    The map of bitsandbytes has 1 but no -1: a block whose largest element is negative would shrink
+    whenever it is encoded. Here 1 is in the place of the largest value below it.
+    """
+    return np.asarray([0.0, *list(_decades(1))[:-1], 1.0], np.float32)
+
+
+def _decades(first: int) -> Iterator[float]:
+    for decade in range(7):
+        edges = np.linspace(0.1, 1.0, first * 2**decade + 1)
+        yield from (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)
+
+
+@functools.cache
+def e4m3() -> Table:
+    """The 127 finite magnitudes of float8_e4m3fn, relative to the largest, which is 448."""
+    codes = np.arange(127, dtype=np.uint8)
+    values: Table = codes.view(np.dtype(jnp.float8_e4m3fn)).astype(np.float32) / np.float32(448)
+    return values
+
+
+@functools.cache
+def e4m3_roots() -> Table:
+    """The same, with what is just below the smallest in the place of zero."""
+    values = e4m3().copy()
+    values[0] = 0.9 * values[1]
+    return values
+
+
+class Ranks(NamedTuple):
+    """How many edges are at most a number between 0 and 1, found with two look-ups.
+
+    The upper half of a float32's bits names a cell that is so narrow that it holds one edge at
+    most. Neither arithmetic nor a search decides, so the answer is the same in every program.
+
+    Attributes:
+      edges: in ascending order, and an infinity.
+      below: for each cell, how many edges are at most its lower end.
+    """
+
+    edges: Table
+    below: NDArray[np.uint8]
+
+
+FIRST_CELL: Final = int(np.float32(2.0**-24).view(np.uint32) >> 16)
+CELLS: Final = int(np.float32(1).view(np.uint32) >> 16) - FIRST_CELL + 1
+
+
+@functools.cache
+def floors(table: Callable[[], Table]) -> Ranks:
+    """Ranks that are the index of the largest value that is at most a number."""
+    return _ranks(table()[1:])
+
+
+@functools.cache
+def nearests(table: Callable[[], Table], *, squared: bool) -> Ranks:
+    """Ranks that are the index of the nearest value, or of the one with the nearest square.
+
+    Below `COARSE` numbers are cut off in the signed dynamic map instead. There a tenth, by which a
+    first moment decays, is less than half a step of the code: to nearest it would not decay.
+    """
+    power = 2 if squared else 1
+    values = table().astype(np.float64) ** power
+    edges = ((values[:-1] + values[1:]) / 2) ** (1 / power)
+    if table is dynamic_magnitudes:
+        edges = np.where(values[1:] < COARSE, values[1:], edges)
+    return _ranks(edges.astype(np.float32))
+
+
+def _ranks(edges: Table) -> Ranks:
+    cells = np.arange(FIRST_CELL, FIRST_CELL + CELLS + 1, dtype=np.uint32) << np.uint32(16)
+    ends = cells.view(np.float32)
+    below = np.searchsorted(edges, ends, side="right")
+    inside = np.searchsorted(edges, ends[1:], side="left") - below[:-1]
+    assert inside.max() <= 1, "a cell holds two edges"
+    assert ends[0] <= edges[0], "an edge is below all cells"
+    padded = np.append(edges, np.float32(np.inf))
+    return Ranks(padded, below[:-1].astype(np.uint8))

@@ -1,0 +1,107 @@
+"""Where a leaf lies, as far as that can be known while a step is traced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from opt_precision.errors import StateError
+
+
+class Place(NamedTuple):
+    """Where the leaves of a tree of parameters lie.
+
+    Attributes:
+      mesh: the mesh; `None` for one device, or where it cannot be known.
+      specs: per leaf the mesh axes of each dimension; empty without a mesh.
+      is_hidden: whether leaves lie over devices in a way that tracing does not show.
+    """
+
+    mesh: Any = None
+    specs: tuple[PartitionSpec, ...] = ()
+    is_hidden: bool = False
+
+
+def find_place(layout: Any, leaves: Sequence[Any]) -> Place:
+    """Returns where parameters lie: as a layout says, or as their types do.
+
+    Args:
+      layout: a tree like the parameters of `NamedSharding`s, or an object with such a tree as its
+        `shardings`; or `None`.
+      leaves: the parameters, or their gradients.
+
+    Raises:
+      StateError: the layout does not have a sharding for each parameter, or several meshes.
+    """
+    if layout is not None:
+        return _from_layout(layout, leaves)
+    shardings = [jax.typeof(leaf).sharding for leaf in leaves]
+    meshes = {sharding.mesh for sharding in shardings if not sharding.mesh.empty}
+    if not meshes:
+        return Place()
+    explicit = {mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types}
+    if len(meshes) > 1 or not explicit or AxisType.Auto in meshes.copy().pop().axis_types:
+        is_single = all(mesh.size == 1 for mesh in meshes)
+        return Place(is_hidden=not is_single)
+    if AxisType.Manual in meshes.copy().pop().axis_types:
+        return Place()
+    specs = tuple(_padded(s.spec, leaf.ndim) for s, leaf in zip(shardings, leaves, strict=True))
+    return Place(meshes.pop(), specs)
+
+
+def _from_layout(layout: Any, leaves: Sequence[Any]) -> Place:
+    found = jax.tree.leaves(getattr(layout, "shardings", layout))
+    if len(found) != len(leaves) or not all(isinstance(s, NamedSharding) for s in found):
+        raise StateError(
+            f"`layout` must have a NamedSharding for each of the {len(leaves)} parameters; found "
+            f"{len(found)} leaves of {sorted({type(s).__name__ for s in found})}"
+        )
+    meshes = {sharding.mesh for sharding in found}
+    if len(meshes) > 1:
+        raise StateError(f"`layout` must be on one mesh; found {len(meshes)}")
+    mesh = meshes.pop() if meshes else None
+    if mesh is None or mesh.size == 1:
+        return Place()
+    return Place(mesh, tuple(_padded(s.spec, x.ndim) for s, x in zip(found, leaves, strict=True)))
+
+
+def _padded(spec: PartitionSpec, rank: int) -> PartitionSpec:
+    return PartitionSpec(*spec, *[None] * (rank - len(spec)))
+
+
+def axis_names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a spec."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def shards(mesh: Any, entry: Any) -> int:
+    """How many parts a dimension is cut into."""
+    return math.prod(mesh.shape[name] for name in axis_names(entry))
+
+
+def aligned(mesh: Any, spec: PartitionSpec, shape: Sequence[int], axis: int, block: int) -> bool:
+    """Whether no block along an axis lies on two devices."""
+    number = shards(mesh, spec[axis])
+    return number == 1 or shape[axis] % (number * block) == 0
+
+
+def without(spec: PartitionSpec, axis: int) -> PartitionSpec:
+    """A spec with one dimension whole on every device."""
+    return PartitionSpec(*(None if dim == axis else entry for dim, entry in enumerate(spec)))
+
+
+def local_origin(mesh: Any, spec: PartitionSpec, local: Sequence[int]) -> tuple[Any, ...]:
+    """Where this device's part begins; inside of `shard_map`."""
+    origin: list[Any] = []
+    for entry, size in zip(spec, local, strict=True):
+        index: Any = 0
+        for name in axis_names(entry):
+            index = index * mesh.shape[name] + jax.lax.axis_index(name)
+        origin.append(index * size)
+    return tuple(origin)

@@ -1,0 +1,267 @@
+"""Which leaves of a state are moments, and may be stored in fewer bits.
+
+By the class that has the field, never by its name alone: `nu` is a second moment in Adam's state
+and a signed one in that of SM3. A class of states of another library says what its fields are by
+the static method `describe_fields`, which `opt_core.protocols.DescribesFields` describes; where
+nothing says it a leaf stays as it is, and `explain_precision` lists it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from opt_precision._codecs import Role
+from opt_precision.errors import SelectionError
+
+_FIRST: Final = {
+    "DAdaptAdamWState": "exp_avg",
+    "EmaState": "ema",
+    "MomoAdamState": "exp_avg",
+    "MomoState": "exp_avg",
+    "MuonState": "mu",
+    "ProdigyState": "exp_avg",
+    "ScaleByAdamState": "mu",
+    "ScaleByAdanState": "m v",
+    "ScaleByAdemamixState": "m1",
+    "ScaleByAmsgradState": "mu",
+    "ScaleByBeliefState": "mu",
+    "ScaleByLionState": "mu",
+    "ScaleByNovogradState": "mu",
+    "ScaleBySM3State": "nu",
+    "SophiaState": "mu",
+    "TraceState": "trace",
+}
+# Averages over thousands of steps, and sums: rounded to nearest they would stand still.
+_SLOW: Final = {
+    "ScaleByAdemamixState": "m2",
+    "ScaleBySimplifiedAdEMAMixState": "m",
+}
+_SECOND: Final = {
+    "DAdaptAdamWState": "exp_avg_sq",
+    "FactoredState": "v",
+    "MadgradState": "grad_sum_sq",
+    "MomoAdamState": "exp_avg_sq",
+    "ProdigyState": "exp_avg_sq",
+    "ScaleByAdaDeltaState": "e_g e_x",
+    "ScaleByAdamState": "nu",
+    "ScaleByAdanState": "n",
+    "ScaleByAdemamixState": "nu",
+    "ScaleByAmsgradState": "nu",
+    "ScaleByBeliefState": "nu",
+    "ScaleByRmsState": "nu",
+    "ScaleByRmsWithCountState": "nu",
+    "ScaleByRssState": "sum_of_squares",
+    "ScaleBySimplifiedAdEMAMixState": "n",
+}
+# What mirrors parameters and has to keep its bits, with the reason.
+_KEPT: Final = {
+    "a copy of parameters": {
+        "COCOBState": "init_particles",
+        "DoGState": "init_params",
+        "DoWGState": "init_params",
+        "MadgradState": "x0",
+        "MechanicState": "x0",
+        "ProdigyState": "params0",
+        "SAMState": "cache",
+        "ScaleByDistanceOverGradientsState": "init_params",
+        "ScaleByLBFGSState": "params",
+        "ScheduleFreeState": "z",
+    },
+    "an accumulator": {
+        "AccumulateAvgUpdatesState": "avg_grad",
+        "ApplyEvery": "grad_acc",
+        "MultiStepsState": "acc_grads",
+        "PerElementMeanAndSumSqDiffGradsState": "mean_grads sum_sq_diff_grads",
+    },
+    "a maximum, which rounding could only raise": {"ScaleByAmsgradState": "nu_max"},
+    "a sum of signed terms, which rounding biases": {
+        "COCOBState": "cumulative_gradients",
+        "DAdaptAdamWState": "grad_sum",
+        "MadgradState": "s",
+        "ProdigyState": "grad_sum",
+    },
+    "subtracted from another moment, so errors would not stay small": {
+        "ScaleByRStdDevState": "mu nu",
+        "ScaleByRStdDevWithCountState": "mu nu",
+        "PerElementMeanAndVarianceEMAState": "mean_grads_ema variance_grads_ema",
+    },
+    "not a moment": {
+        "COCOBState": "scale subgradients reward",
+        "ScaleByAdanState": "g",
+        "ScaleByLBFGSState": "updates",
+        "ScaleByOptimisticGradientState": "previous_gradient",
+        "ScaleByRpropState": "step_sizes prev_updates",
+        "SnapshotState": "measurement",
+        "SophiaState": "nu",  # of a Hessian: may be negative
+    },
+}
+
+UNKNOWN: Final = "in no list: `select=by_field(...)` if it is a moment"
+
+
+def _table() -> dict[tuple[str, str], tuple[Role | None, str]]:
+    roles: list[tuple[Mapping[str, str], Role | None, str]] = [
+        (_FIRST, "moment", ""),
+        (_SLOW, "slow_moment", ""),
+        (_SECOND, "second_moment", ""),
+        *((fields, None, reason) for reason, fields in _KEPT.items()),
+    ]
+    return {
+        (owner, field): (role, reason)
+        for fields, role, reason in roles
+        for owner, names in fields.items()
+        for field in names.split()
+    }
+
+
+KNOWN: Final[Mapping[tuple[str, str], tuple[Role | None, str]]] = MappingProxyType(_table())
+_ROLES: Final = frozenset({"moment", "slow_moment", "second_moment"})
+
+
+class Candidate(NamedTuple):
+    """A leaf of floats that mirrors a parameter.
+
+    Attributes:
+      path: of the leaf in the state.
+      parameter: the path of the parameter.
+      field: of the state that it is in.
+      owner: the class that has the field.
+    """
+
+    path: str
+    parameter: str
+    field: str
+    owner: type
+
+
+class Choice(NamedTuple):
+    """What is to become of a leaf: its role, or the reason to leave it as it is."""
+
+    role: Role | None
+    reason: str = ""
+
+
+Select: TypeAlias = Callable[[Sequence[Candidate]], Sequence[Choice]]
+
+
+def meaning(leaf: Candidate) -> Choice:
+    """What a leaf is, by the class of its state."""
+    if leaf.owner.__module__.partition(".")[0] == "optax":
+        found = KNOWN.get((leaf.owner.__name__, leaf.field))
+        return Choice(*found) if found is not None else Choice(None, UNKNOWN)
+    describe = getattr(leaf.owner, "describe_fields", None)
+    said = dict(describe()).get("roles", {}).get(leaf.field) if callable(describe) else None
+    if said in _ROLES:
+        return Choice(said)
+    return Choice(None, UNKNOWN if said is None else str(said).replace("_", " "))
+
+
+def moments(*, keep: Sequence[str] = ()) -> Select:
+    """Selects first and second moments, by what the fields of Optax's states are.
+
+    Args:
+      keep: regular expressions; moments of parameters whose whole path matches one stay as they
+        are, such as `'token_embedder/.*'`.
+
+    Raises:
+      SelectionError: a pattern is not valid, or (from `init`) matches no parameter.
+    """
+    patterns = [_compiled(pattern, "keep") for pattern in keep]
+
+    def select(leaves: Sequence[Candidate]) -> list[Choice]:
+        _check_matches(patterns, [leaf.parameter for leaf in leaves], "keep", "parameter")
+        return [
+            Choice(None, "kept by `keep`")
+            if any(pattern.fullmatch(leaf.parameter) for pattern in patterns)
+            else meaning(leaf)
+            for leaf in leaves
+        ]
+
+    return select
+
+
+def by_field(roles: Mapping[str, Role]) -> Select:
+    """Selects the fields that are named, of whatever class, and nothing else.
+
+    Args:
+      roles: for each field `'moment'`, `'slow_moment'` (an average over thousands of steps, or a
+        sum) or `'second_moment'` (never negative).
+
+    Raises:
+      SelectionError: a role is not one of these, or (from `init`) there is no such field.
+    """
+    for field, role in roles.items():
+        if role not in _ROLES:
+            raise SelectionError(
+                f"`by_field`: the role of {field!r} must be one of {sorted(_ROLES)}, found {role!r}"
+            )
+
+    def select(leaves: Sequence[Candidate]) -> list[Choice]:
+        found = {leaf.field for leaf in leaves}
+        if missing := sorted(roles.keys() - found):
+            raise SelectionError(
+                f"`by_field`: no leaf that mirrors a parameter is in a field {missing}; the fields "
+                f"are {sorted(found)}"
+            )
+        return [Choice(roles.get(leaf.field), "not named by `by_field`") for leaf in leaves]
+
+    return select
+
+
+def by_path(pattern: str) -> Select:
+    """Selects moments whose path in the state, without wrappers, matches a regular expression.
+
+    Args:
+      pattern: searched for in paths such as `0/mu/decoder/layers_0/kernel`.
+
+    Raises:
+      SelectionError: the pattern is not valid, or (from `init`) no moment matches.
+    """
+    compiled = _compiled(pattern, "by_path")
+
+    def select(leaves: Sequence[Candidate]) -> list[Choice]:
+        known = [meaning(leaf) for leaf in leaves]
+        paths = [leaf.path for leaf, choice in zip(leaves, known, strict=True) if choice.role]
+        if not any(compiled.search(path) for path in paths):
+            raise SelectionError(
+                f"`by_path`: {pattern!r} matches none of the moments {paths[:8]}"
+                + (" and more" if len(paths) > 8 else "")
+            )
+        return [
+            choice if compiled.search(leaf.path) else Choice(None, "not matched by `by_path`")
+            for leaf, choice in zip(leaves, known, strict=True)
+        ]
+
+    return select
+
+
+def _compiled(pattern: str, argument: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise SelectionError(
+            f"`{argument}`: {pattern!r} is not a valid regular expression: {error}"
+        ) from None
+
+
+def _check_matches(
+    patterns: Sequence[re.Pattern[str]], paths: Sequence[str], argument: str, what: str
+) -> None:
+    for pattern in patterns:
+        if not any(pattern.fullmatch(path) for path in paths):
+            raise SelectionError(
+                f"`{argument}`: {pattern.pattern!r} matches no {what}; there are {paths[:8]}"
+            )
+
+
+def checked(select: Any) -> Select:
+    """Returns a selection, or raises a `TypeError` for what cannot be one."""
+    if not callable(select):
+        raise TypeError(
+            f"`select` must be `moments()`, `by_field(...)` or `by_path(...)`, found {select!r}"
+        )
+    made: Select = select
+    return made

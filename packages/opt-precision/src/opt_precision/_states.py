@@ -1,0 +1,148 @@
+"""What the wrappers keep; the state of the inner transformation is in `inner`, under its paths."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from opt_precision import _bits
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedState:
+    """The state of `quantize_state`.
+
+    Attributes:
+      step: how often it was updated, for the noise; int32, a scalar.
+      inner: the state of the transformation, with an `Encoded` in the place of each encoded leaf.
+    """
+
+    step: jax.Array
+    inner: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StochasticState:
+    """The state of `stochastic_weights`.
+
+    Attributes:
+      step: how often it was updated, for the noise; int32, a scalar.
+      inner: the state of the transformation.
+    """
+
+    step: jax.Array
+    inner: Any
+
+    def master_params(self, params: Any) -> Any:
+        """Returns the parameters in float32, as exactly as they are known.
+
+        Args:
+          params: the parameters that belong to the state.
+        """
+        return jax.tree.map(wide_param, params)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MasterState:
+    """The state of `master_weights(storage='f32')`.
+
+    Attributes:
+      master: the parameters in float32; `optax.MaskedNode()` for those that are not bfloat16.
+      inner: the state of the transformation.
+    """
+
+    master: Any
+    inner: Any
+
+    def master_params(self, params: Any) -> Any:
+        """Returns the parameters in float32, as exactly as they are known.
+
+        Args:
+          params: the parameters that belong to the state.
+        """
+
+        def of(param: Any, master: Any) -> Any:
+            return wide_param(param) if is_masked(master) else master
+
+        return jax.tree.map(of, params, self.master, is_leaf=is_masked)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RemainderState:
+    """The state of `master_weights(storage='remainder')`.
+
+    Attributes:
+      low: the lower halves of the bits of the master, int16; the parameters are the upper halves,
+        rounded.
+      inner: the state of the transformation.
+    """
+
+    low: Any
+    inner: Any
+
+    def master_params(self, params: Any) -> Any:
+        """Returns the parameters in float32, as exactly as they are known.
+
+        Args:
+          params: the parameters that belong to the state.
+        """
+
+        def of(param: Any, low: Any) -> Any:
+            return wide_param(param) if is_masked(low) else _bits.join(param, low)
+
+        return jax.tree.map(of, params, self.low, is_leaf=is_masked)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KahanState:
+    """The state of `master_weights(storage='kahan')`.
+
+    Attributes:
+      compensation: what rounding took from the last updates, bfloat16.
+      inner: the state of the transformation.
+    """
+
+    compensation: Any
+    inner: Any
+
+    def master_params(self, params: Any) -> Any:
+        """Returns the parameters in float32, as exactly as they are known.
+
+        Args:
+          params: the parameters that belong to the state.
+        """
+
+        def of(param: Any, left: Any) -> Any:
+            wide = wide_param(param)
+            return wide if is_masked(left) else wide + _bits.widen(left)
+
+        return jax.tree.map(of, params, self.compensation, is_leaf=is_masked)
+
+
+def wide_param(param: Any) -> jax.Array:
+    """A parameter in float32."""
+    return _bits.widen(jnp.asarray(param))
+
+
+def is_masked(node: Any) -> bool:
+    """Whether nothing is kept besides a parameter."""
+    return isinstance(node, optax.MaskedNode)
+
+
+EXTRA_FIELD = {"f32": "master", "remainder": "low", "kahan": "compensation"}
+EXTRA_CLASS: dict[str, Any] = {
+    "f32": MasterState,
+    "remainder": RemainderState,
+    "kahan": KahanState,
+}
+WEIGHT_STATES = (StochasticState, MasterState, RemainderState, KahanState)
+OUR_STATES = (QuantizedState, *WEIGHT_STATES)

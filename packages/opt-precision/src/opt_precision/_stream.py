@@ -1,0 +1,255 @@
+"""One leaf piece by piece, in place: the temporaries of a step are those of one piece."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+from jax import lax
+
+Origin: TypeAlias = tuple[Any, ...]
+Shape: TypeAlias = tuple[int, ...]
+
+
+class Blocks(NamedTuple):
+    """What an array has one element for: blocks along an axis of the leaf.
+
+    Attributes:
+      axis: of the leaf.
+      size: of a block.
+    """
+
+    axis: int
+    size: int
+
+
+class Operand(NamedTuple):
+    """An array that goes with a leaf.
+
+    Attributes:
+      value: the array; of the leaf's shape, or with an element per block.
+      blocks: `None` for one of the leaf's shape.
+      is_result: whether the piece that was computed takes the place of the one that was read.
+    """
+
+    value: jax.Array
+    blocks: Blocks | None = None
+    is_result: bool = False
+
+
+Compute: TypeAlias = Callable[[Shape | None, Origin, Sequence[jax.Array]], Sequence[jax.Array]]
+
+
+class Work(NamedTuple):
+    """What is to be computed for one leaf.
+
+    Attributes:
+      shape: of the leaf, as far as this device has it.
+      operands: its arrays; those that are results are replaced.
+      compute: from the shape of a piece (`None` for the whole leaf), where it begins and the
+        pieces of all operands to those of the results, in order.
+      units: per axis what may not be cut apart; 1 for the others.
+      is_cut: whether it may be cut into pieces.
+    """
+
+    shape: Shape
+    operands: Sequence[Operand]
+    compute: Compute
+    units: Mapping[int, int]
+    is_cut: bool
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def results(self) -> list[jax.Array]:
+        """What the results replace."""
+        return [operand.value for operand in self.operands if operand.is_result]
+
+
+class Grid(NamedTuple):
+    """Pieces of one shape, side by side.
+
+    Attributes:
+      origin: where the first begins.
+      counts: how many there are along each axis.
+      piece: the shape of each.
+    """
+
+    origin: Shape
+    counts: Shape
+    piece: Shape
+
+    @property
+    def number(self) -> int:
+        """How many pieces there are."""
+        return math.prod(self.counts)
+
+
+def pieces(shape: Shape, limit: int, units: Mapping[int, int]) -> list[Grid]:
+    """Cuts an array into pieces of at most `limit` elements, as far as whole units allow.
+
+    Rows are cut off the leading axis; where one row is too large, each row along the next.
+
+    Args:
+      shape: of the array.
+      limit: the elements of one piece.
+      units: per axis what may not be cut apart; 1 for the others.
+
+    Examples:
+      >>> pieces((1000, 512), 100_000, {1: 256})
+      [Grid(origin=(0, 0), counts=(8, 1), piece=(125, 512))]
+      >>> [grid.piece for grid in pieces((1009, 512), 100_000, {1: 256})]
+      [(195, 512), (34, 512)]
+      >>> pieces((4, 1024), 300, {1: 256})
+      [Grid(origin=(0, 0), counts=(4, 4), piece=(1, 256))]
+    """
+    if math.prod(shape) <= limit or 0 in shape:
+        return [Grid((0,) * len(shape), (1,) * len(shape), shape)]
+    piece = list(shape)
+    for axis, size in enumerate(shape):
+        unit = units.get(axis, 1)
+        rest = math.prod(piece[:axis]) * math.prod(shape[axis + 1 :])
+        fits = limit // rest // unit * unit
+        if fits >= unit:
+            piece[axis] = _even(size, fits, unit)
+            return _grids(shape, tuple(piece), axis)
+        if size % unit == 0:
+            piece[axis] = unit
+    return _grids(shape, tuple(piece), len(shape) - 1)
+
+
+def _even(size: int, fits: int, unit: int) -> int:
+    """A divisor of an axis that is not much less than what fits, or else what fits."""
+    for count in range(-(-size // fits), 2 * -(-size // fits) + 1):
+        if size % count == 0 and (size // count) % unit == 0:
+            return size // count
+    return fits
+
+
+def _grids(shape: Shape, piece: Shape, axis: int) -> list[Grid]:
+    counts = tuple(size // part for size, part in zip(shape, piece, strict=True))
+    grids = [Grid((0,) * len(shape), counts, piece)]
+    if tail := shape[axis] % piece[axis]:
+        origin = tuple(shape[axis] - tail if dim == axis else 0 for dim in range(len(shape)))
+        one = tuple(1 if dim == axis else count for dim, count in enumerate(counts))
+        rest = tuple(tail if dim == axis else part for dim, part in enumerate(piece))
+        grids.append(Grid(origin, one, rest))
+    return grids
+
+
+def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.Array]]:
+    """Computes leaves one after the other, piece by piece, each result in place of its source.
+
+    Args:
+      works: the leaves.
+      limit: the elements of one piece, which may be several small leaves.
+      zero: an int32 that is 0, which the compiler must not know: without it the loops would not be
+        loops, or run side by side.
+
+    Returns:
+      The results of each leaf.
+    """
+    found: dict[int, list[jax.Array]] = {}
+    small: list[int] = []
+    jobs: list[tuple[list[int], Grid | None]] = []
+    for k, work in enumerate(works):
+        if not work.is_cut:
+            values = [operand.value for operand in work.operands]
+            found[k] = list(work.compute(None, (0,) * len(work.shape), values))
+            continue
+        if work.size > limit:
+            jobs += [([k], grid) for grid in pieces(work.shape, limit, work.units)]
+            continue
+        if sum(works[other].size for other in small) + work.size > limit:
+            jobs.append((small, None))
+            small = []
+        small.append(k)
+    jobs += [(small, None)] if small else []
+    found |= {k: work.results for k, work in enumerate(works) if k not in found}
+    is_single = len(jobs) == 1
+    for members, grid in jobs:
+        held = [found[k] for k in members]
+        body = functools.partial(_body, [works[k] for k in members], grid)
+        if is_single and grid is None:
+            made = body(0, held)
+        else:
+            number = 1 if grid is None else grid.number
+            end, made = _loop(body, zero, number, held)
+            zero = end - number
+        found |= zip(members, made, strict=True)
+    return [found[k] for k in range(len(works))]
+
+
+def _loop(
+    body: Callable[[Any, Any], Any], first: jax.Array, number: int, carry: Any
+) -> tuple[jax.Array, Any]:
+    def step(state: Any) -> Any:
+        index, carry = state
+        return index + 1, body(index, carry)
+
+    made: tuple[jax.Array, Any] = lax.while_loop(
+        lambda state: state[0] < first + number, step, (first, carry)
+    )
+    return made
+
+
+def _body(
+    works: Sequence[Work], grid: Grid | None, index: Any, carry: list[list[jax.Array]]
+) -> list[list[jax.Array]]:
+    return [
+        _whole(work, held)
+        if grid is None or grid.piece == work.shape
+        else _piece(work, grid, index, held)
+        for work, held in zip(works, carry, strict=True)
+    ]
+
+
+def _whole(work: Work, held: Sequence[jax.Array]) -> list[jax.Array]:
+    left = iter(held)
+    values = [next(left) if operand.is_result else operand.value for operand in work.operands]
+    return list(work.compute(None, (0,) * len(work.shape), values))
+
+
+def _piece(work: Work, grid: Grid, index: Any, held: Sequence[jax.Array]) -> list[jax.Array]:
+    origin, left = _origin(grid, index), iter(held)
+    values = [
+        _cut(next(left) if operand.is_result else operand.value, operand.blocks, grid, origin)
+        for operand in work.operands
+    ]
+    slots = [operand for operand in work.operands if operand.is_result]
+    return [
+        lax.dynamic_update_slice(old, new, _starts(operand.blocks, origin))
+        for old, new, operand in zip(
+            held, work.compute(grid.piece, origin, values), slots, strict=True
+        )
+    ]
+
+
+def _origin(grid: Grid, index: Any) -> Origin:
+    """Where a piece begins, by its number."""
+    starts: list[Any] = []
+    for first, count, size in zip(
+        reversed(grid.origin), reversed(grid.counts), reversed(grid.piece), strict=True
+    ):
+        starts.append(first + (index % count) * size if count > 1 else first)
+        index = index // count if count > 1 else index
+    return tuple(reversed(starts))
+
+
+def _starts(blocks: Blocks | None, origin: Origin) -> list[Any]:
+    if blocks is None:
+        return list(origin)
+    return [at // blocks.size if dim == blocks.axis else at for dim, at in enumerate(origin)]
+
+
+def _cut(whole: jax.Array, blocks: Blocks | None, grid: Grid, origin: Origin) -> jax.Array:
+    sizes = list(grid.piece)
+    if blocks is not None:
+        sizes[blocks.axis] = math.ceil(sizes[blocks.axis] / blocks.size)
+    return lax.dynamic_slice(whole, _starts(blocks, origin), sizes)

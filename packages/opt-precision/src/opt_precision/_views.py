@@ -1,0 +1,153 @@
+"""States and parameters as float32: for evaluation, logs, averages and other programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from opt_precision._extra_args import with_extra_args
+from opt_precision._formats import decode as decode_codes
+from opt_precision._formats import is_encoded
+from opt_precision._states import (
+    KahanState,
+    MasterState,
+    RemainderState,
+    StochasticState,
+    is_masked,
+    wide_param,
+)
+from opt_precision._weights import Weights
+from opt_precision.errors import StateError
+
+
+def apply(tx: Any, params: Any, state: Any, grads: Any, **extra_args: Any) -> tuple[Any, Any]:
+    """Makes one step in place: returns the new parameters and state.
+
+    Under `jit` with parameters and state donated, the temporaries are those of one piece of a leaf.
+
+    Args:
+      tx: a transformation of this package, or any that has such an `apply`, or only Optax's
+        `update`.
+      params: the parameters.
+      state: the state that belongs to them.
+      grads: the gradients.
+      **extra_args: for the transformation.
+
+    Examples:
+      >>> import opt_precision, optax
+      >>> tx = opt_precision.quantize_state(optax.adam(0.1), opt_precision.bfloat16())
+      >>> params = {'w': jnp.ones(3)}
+      >>> params, state = apply(tx, params, tx.init(params), {'w': jnp.ones(3)})
+      >>> params['w'].tolist()
+      [0.9, 0.9, 0.9]
+    """
+    if hasattr(tx, "apply"):
+        made: tuple[Any, Any] = tx.apply(params, state, grads, **extra_args)
+        return made
+    update = with_extra_args(tx).update
+    updates, state = update(grads, state, params, **extra_args)
+    return apply_updates(params, updates), state
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """Adds updates to parameters in float32, and rounds once, by bits.
+
+    What `optax.apply_updates` does, also where a compiler would take the rounding for a no-op.
+
+    Args:
+      params: the parameters.
+      updates: what `update` returned; `None` leaves a parameter as it is.
+    """
+    nearest = Weights("nearest")
+
+    def add(param: Any, update: Any) -> Any:
+        if param is None or update is None:
+            return param
+        return nearest.place(jnp.asarray(param), None, jnp.asarray(update), None)[0]
+
+    return jax.tree.map(add, params, updates, is_leaf=lambda x: x is None)
+
+
+def decode(state: Any) -> Any:
+    """Returns a state with float32 arrays in the place of encoded leaves.
+
+    Args:
+      state: a state of this package, or one that holds such states.
+
+    Examples:
+      >>> import opt_precision, optax
+      >>> tx = opt_precision.quantize_state(optax.adam(0.1), opt_precision.dynamic8())
+      >>> state = tx.init({'w': jnp.ones((16, 256))})
+      >>> type(state.inner[0].mu['w']).__name__, decode(state).inner[0].mu['w'].dtype.name
+      ('Encoded', 'float32')
+    """
+    return jax.tree.map(
+        lambda leaf: (
+            decode_codes(leaf.format, leaf.codes, leaf.scale) if is_encoded(leaf) else leaf
+        ),
+        state,
+        is_leaf=is_encoded,
+    )
+
+
+def master_of(state: Any, params: Any) -> Any:
+    """Returns the parameters in float32, as exactly as the state knows them.
+
+    Args:
+      state: of `master_weights` or `stochastic_weights`, or of a transformation around or inside
+        of which there is none: then the parameters are all that is known.
+      params: the parameters.
+    """
+    found = _weight_state(state)
+    if found is None:
+        return jax.tree.map(wide_param, params)
+    return found.master_params(params)
+
+
+def set_params(state: Any, params: Any) -> Any:
+    """Returns the state for parameters that were set from outside: loaded, averaged, edited.
+
+    What was kept besides the old parameters is reset: the master is the new parameters.
+
+    Args:
+      state: of `master_weights`, or one that holds such a state.
+      params: the new parameters.
+
+    Examples:
+      >>> import opt_precision, optax
+      >>> tx = opt_precision.master_weights(optax.sgd(0.1), storage='remainder')
+      >>> params = {'w': jnp.ones(2, jnp.bfloat16)}
+      >>> _, state = tx.apply(params, tx.init(params), {'w': jnp.full(2, 0.003)})
+      >>> set_params(state, params).low['w'].tolist()
+      [0, 0]
+    """
+
+    def reset(node: Any) -> Any:
+        if isinstance(node, MasterState):
+            master = jax.tree.map(
+                lambda p, m: m if is_masked(m) else wide_param(p),
+                params,
+                node.master,
+                is_leaf=is_masked,
+            )
+            return MasterState(master, node.inner)
+        if isinstance(node, RemainderState):
+            return RemainderState(jax.tree.map(jnp.zeros_like, node.low), node.inner)
+        if isinstance(node, KahanState):
+            return KahanState(jax.tree.map(jnp.zeros_like, node.compensation), node.inner)
+        return node
+
+    return jax.tree.map(reset, state, is_leaf=_is_weight_state)
+
+
+def _is_weight_state(node: Any) -> bool:
+    return isinstance(node, MasterState | RemainderState | KahanState | StochasticState)
+
+
+def _weight_state(state: Any) -> Any:
+    found = [x for x in jax.tree.leaves(state, is_leaf=_is_weight_state) if _is_weight_state(x)]
+    if len(found) > 1:
+        raise StateError(f"`state` holds {len(found)} states of weights; give one of them")
+    return found[0] if found else None

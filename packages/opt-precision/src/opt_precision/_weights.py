@@ -1,0 +1,81 @@
+"""How parameters of 16 bits take updates that are smaller than what they can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from opt_precision import _bits
+
+Storage: TypeAlias = Literal["f32", "remainder", "kahan"]
+Method: TypeAlias = Literal["nearest", "stochastic", "f32", "remainder", "kahan"]
+
+EXTRA_DTYPE: Final = {"f32": jnp.float32, "remainder": jnp.int16, "kahan": jnp.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """How parameters are rounded.
+
+    Attributes:
+      method: nearest, stochastic, or with what is kept besides them.
+      seed: of the noise.
+    """
+
+    method: Method
+    seed: int = 0
+
+    def is_met_by(self, dtype: object) -> bool:
+        """Whether parameters of this dtype need it: others are not rounded, or not here."""
+        return self.method != "nearest" and dtype == jnp.bfloat16
+
+    def first_extra(self, param: jax.Array) -> jax.Array:
+        """What is kept besides a parameter at first; the master is the parameter itself."""
+        if self.method == "f32":
+            return _bits.widen(param)
+        return jnp.zeros_like(param, dtype=EXTRA_DTYPE[self.method])
+
+    def value(self, param: jax.Array, extra: jax.Array | None) -> jax.Array:
+        """The parameter in float32, as the transformation is to see it."""
+        if self.method == "f32" and extra is not None:
+            return extra
+        if self.method == "remainder" and extra is not None:
+            return _bits.join(param, extra)
+        return _bits.widen(param)
+
+    def place(
+        self,
+        param: jax.Array,
+        extra: jax.Array | None,
+        update: jax.Array,
+        noise: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the parameter with an update added to it, and what is kept besides it."""
+        if self.method == "kahan" and extra is not None:
+            return _with_compensation(param, extra, update)
+        if extra is not None:
+            master = self.value(param, extra) + update.astype(jnp.float32)
+            visible, low = _bits.split(master)
+            return visible, low if self.method == "remainder" else master
+        total = _bits.widen(param) + update
+        if param.dtype != jnp.bfloat16:
+            return total.astype(param.dtype), None
+        total = total.astype(jnp.float32)
+        rounded = (
+            _bits.round_nearest(total) if noise is None else _bits.round_stochastic(total, noise)
+        )
+        return _bits.narrow(rounded), None
+
+
+def _with_compensation(
+    param: jax.Array, compensation: jax.Array, update: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Kahan's: what rounding took from one update is added to the next. The order is essential."""
+    wide = _bits.widen(param)
+    wanted = update.astype(jnp.float32) + _bits.widen(compensation)
+    rounded = _bits.round_nearest(wide + wanted)
+    left = _bits.round_nearest(wanted - (rounded - wide))
+    return _bits.narrow(rounded), _bits.narrow(left)

@@ -1,0 +1,178 @@
+"""What codes mean: the ratchet, the hazard, and the way there and back."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_precision as op
+import optax
+import pytest
+from opt_precision import _bits, _maps
+from opt_precision._codecs import Role
+from opt_precision._formats import _rank, decode, encode
+from precision_testing import CODECS, EIGHT_BITS, quantize_state
+
+QUIET = {0.95: 1000, 0.99: 2000, 0.999: 6000}
+
+
+def second(codec: op.Codec, b2: float) -> float:
+    """Mean of `v` after gradients of 0.5 for 2,000 steps and of 0.005 for a quiet phase."""
+    form = codec.form("second_moment", (16, 256), jnp.float32)
+    index = _bits.global_index((2, 256), (0, 0), (256, 1))
+    assert isinstance(form, op.Format)
+
+    def body(step: Any, stored: Any) -> Any:
+        v = decode(form, *stored)
+        g = jnp.where(step < 2000, 0.5, 0.005)
+        g = jnp.where(index % 256 == 0, 10.0, g)  # the block's largest element
+        seed = _bits.leaf_seed(_bits.step_seed(0, step), "v", jnp.zeros((), jnp.int32))
+        noise = _bits.noise_at(seed, index) if form.stochastic else None
+        return encode(form, b2 * v + (1 - b2) * g * g, noise)
+
+    def run() -> Any:
+        first = encode(form, jnp.zeros((2, 256)), None)
+        return decode(form, *jax.lax.fori_loop(0, 2000 + QUIET[b2], body, first))
+
+    return float(jax.jit(run)()[:, 1:].mean())
+
+
+def exact(b2: float) -> float:
+    quiet = QUIET[b2]
+    high = 0.25 * (1 - b2**2000)
+    return high * b2**quiet + 0.005**2 * (1 - b2**quiet)
+
+
+@pytest.mark.parametrize("b2", [0.95, 0.99, 0.999])
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_second_moments_come_down_again(codec: op.Codec, b2: float) -> None:
+    assert second(codec, b2) == pytest.approx(exact(b2), rel=0.05)
+
+
+@pytest.mark.parametrize("codec", [op.bfloat16(v="nearest"), op.dynamic8(v="nearest")])
+def test_rounded_to_nearest_they_do_not(codec: op.Codec) -> None:
+    assert second(codec, 0.999) > 100 * exact(0.999)
+
+
+def largest_ratios(codec: op.Codec, decades: float) -> tuple[float, float, float]:
+    """Largest update over the exact largest, ratio of rms and cosine, after 200 steps of Adam."""
+    rng = np.random.default_rng(0)
+    sizes = jnp.asarray(10.0 ** (-decades * rng.uniform(size=(32, 256))), jnp.float32)
+    keys = jax.random.split(jax.random.key(1), 200)
+
+    def last(tx: optax.GradientTransformation) -> np.ndarray:
+        def step(carry: Any, key: Any) -> Any:
+            g = sizes * jax.random.normal(key, sizes.shape)
+            updates, state = tx.update(g, carry[1], sizes)
+            return (updates, state), None
+
+        first = (jnp.zeros_like(sizes), tx.init(sizes))
+        made = jax.jit(lambda: jax.lax.scan(step, first, keys)[0][0])()
+        return np.asarray(made, np.float64).ravel()
+
+    raw = last(optax.adam(1.0, eps=1e-30))
+    ours = last(quantize_state(optax.adam(1.0, eps=1e-30), codec))
+    cosine = raw @ ours / np.sqrt((raw @ raw) * (ours @ ours))
+    rms = np.sqrt(np.mean(ours**2) / np.mean(raw**2))
+    return np.abs(ours).max() / np.abs(raw).max(), rms, cosine
+
+
+@pytest.mark.parametrize("codec", EIGHT_BITS.values(), ids=EIGHT_BITS)
+def test_updates_do_not_explode_over_seven_decades(codec: op.Codec) -> None:
+    assert largest_ratios(codec, 7)[0] <= 2.5
+
+
+def test_updates_are_right_over_four_decades() -> None:
+    largest, rms, cosine = largest_ratios(op.dynamic8(), 4)
+    assert largest <= 2
+    assert 0.95 <= rms <= 1.06
+    assert cosine >= 0.97
+
+
+ROLES: tuple[Role, ...] = ("moment", "slow_moment", "second_moment")
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("shape", [(4, 256), (4, 1000), (4, 100)])
+def test_decoded_codes_are_encoded_to_themselves(codec: op.Codec, shape: tuple[int, int]) -> None:
+    normal = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+
+    def twice(x: Any) -> Any:
+        found = []
+        for role in ROLES:
+            form = codec.form(role, (4096, shape[1]), jnp.float32)
+            assert isinstance(form, op.Format)
+            once = decode(form, *encode(form, x * x if form.squared else x, None))
+            found.append((once, decode(form, *encode(form, once, None))))
+        return found
+
+    for once, again in jax.jit(twice)(normal):
+        # The root of a square may be another number in its last digit.
+        np.testing.assert_allclose(once, again, rtol=3e-7)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_zeros_are_zeros(codec: op.Codec) -> None:
+    def made(noise: Any) -> Any:
+        forms = [codec.form(role, (64, 256), jnp.float32) for role in ROLES]
+        return [
+            decode(form, *encode(form, jnp.zeros((2, 256)), bits))
+            for form in forms
+            if isinstance(form, op.Format)
+            for bits in (noise, None)
+        ]
+
+    for zeros in jax.jit(made)(jnp.full((2, 256), 2**32 - 1, jnp.uint32)):
+        assert not np.asarray(zeros).view(np.uint32).any()
+
+
+def test_a_second_moment_beside_others_has_no_zero() -> None:
+    for codec in EIGHT_BITS.values():
+        form = codec.form("second_moment", (64, 256), jnp.float32)
+        assert isinstance(form, op.Format)
+        v = jnp.zeros((64, 256)).at[:, 0].set(1.0)
+        assert (np.asarray(decode(form, *encode(form, v, None))) > 0).all()
+
+
+def test_stochastic_codes_keep_the_mean() -> None:
+    v = jnp.asarray(np.random.default_rng(0).uniform(size=(16, 256)) ** 2, jnp.float32)
+    index = _bits.global_index(v.shape, (0, 0), (256, 1))
+    for codec in CODECS.values():
+        form = codec.form("second_moment", v.shape, v.dtype)
+        assert isinstance(form, op.Format)
+
+        def once(step: jax.Array, form: op.Format = form) -> jax.Array:
+            seed = _bits.leaf_seed(_bits.step_seed(0, step), "v", jnp.zeros((), jnp.int32))
+            return decode(form, *encode(form, v, _bits.noise_at(seed, index))).mean()
+
+        means = jax.lax.map(once, jnp.arange(200))
+        assert float(means.mean()) == pytest.approx(float(v.mean()), rel=2e-3)
+
+
+@pytest.mark.parametrize("table", [_maps.dynamic_roots, _maps.dynamic_magnitudes, _maps.e4m3])
+def test_ranks_are_those_of_a_search(table: Any) -> None:
+    values = table()
+    y = np.random.default_rng(0).uniform(size=100_000).astype(np.float32) ** 4
+    y = np.concatenate([y, values, np.nextafter(values, 2), np.nextafter(values, -2)]).clip(0, 1)
+    floors = np.asarray(_rank(_maps.floors(table), jnp.asarray(y)))
+    expected = np.searchsorted(values, y, side="right") - 1
+    np.testing.assert_array_equal(floors, expected.clip(0))
+    nearest = np.asarray(_rank(_maps.nearests(table, squared=False), jnp.asarray(y)))
+    y, nearest = y[y > _maps.COARSE][::97], nearest[y > _maps.COARSE][::97]
+    chosen = np.abs(values[nearest].astype(np.float64) - y)
+    best = np.abs(values[:, None].astype(np.float64) - y).min(0)
+    np.testing.assert_allclose(chosen, best, rtol=1e-6, atol=1e-12)
+
+
+def test_the_maps_are_those_of_bitsandbytes() -> None:
+    assert len(_maps.dynamic_roots()) == 256
+    assert _maps.dynamic_roots()[1] == pytest.approx(3.25e-7)
+    assert len(_maps.dynamic_magnitudes()) == 128
+    assert _maps.dynamic_magnitudes()[1] == pytest.approx(5.5e-7)
+
+
+def test_bytes_per_parameter() -> None:
+    params = jnp.zeros((1024, 512))
+    state = quantize_state(optax.adam(1e-3), op.dynamic8()).init(params)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert size / params.size == pytest.approx(2 + 8 / 256, abs=1e-4)

@@ -1,0 +1,272 @@
+"""The wrapper: what is stored how, in pieces, and around what."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_precision as op
+import optax
+import optax.contrib
+import pytest
+from opt_precision.errors import OrderError, PrecisionError, SelectionError, StateError
+from precision_testing import (
+    CODECS,
+    bits,
+    by_field,
+    grads,
+    master_weights,
+    params,
+    quantize_state,
+    stochastic_weights,
+    structure,
+)
+
+contrib: Any = optax.contrib
+TXS: dict[str, Any] = {
+    "adamw": optax.adamw(1e-3),
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    "lamb": optax.lamb(1e-3),
+    "lion": optax.lion(1e-4),
+    "muon": contrib.muon(1e-3),
+    "rmsprop": optax.rmsprop(1e-3, initial_scale=0.1, momentum=0.9),
+    "masked": optax.masked(optax.adam(1e-3), {"bias": True, "kernel": True, "scale": False}),
+}
+
+
+def run(tx: Any, start: Any, steps: int = 3) -> tuple[Any, Any]:
+    state, apply = tx.init(start), jax.jit(lambda *args: op.apply(tx, *args))
+    for step in range(steps):
+        start, state = apply(start, state, grads(step, start))
+    return start, state
+
+
+@pytest.mark.parametrize("name", TXS)
+def test_the_identity_changes_nothing(name: str) -> None:
+    tx = TXS[name]
+    ours = quantize_state(tx, op.identity())
+    start = params()
+    state, raw = ours.init(start), tx.init(start)
+    assert structure(state.inner) == structure(raw)
+    for step in range(2):
+        g = grads(step, start)
+        updates, state = jax.jit(ours.update)(g, state, start)
+        expected, raw = jax.jit(tx.update)(g, raw, start)
+        assert bits(updates) == bits(expected)
+        assert bits(state.inner) == bits(raw)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("name", ["adamw", "clipped"])
+def test_pieces_change_nothing(name: str, codec: op.Codec) -> None:
+    start = params(jnp.bfloat16)
+    whole, small = (
+        run(stochastic_weights(quantize_state(TXS[name], codec, chunk_bytes=size)), start)
+        for size in (1 << 26, 20_000)
+    )
+    same = [a == b for a, b in zip(bits(whole), bits(small), strict=True)]
+    assert all(same)
+
+
+@pytest.mark.parametrize("name", TXS)
+def test_eight_bits_stay_close(name: str) -> None:
+    start = params()
+    raw, _ = run(TXS[name], start)
+    ours, state = run(quantize_state(TXS[name], op.dynamic8(), chunk_bytes=20_000), start)
+    for one, other, first in zip(*map(jax.tree.leaves, (ours, raw, start)), strict=True):
+        moved = np.linalg.norm(np.asarray(other - first))
+        assert np.linalg.norm(np.asarray(one - other)) <= 0.2 * moved
+    assert any(leaf.dtype == jnp.uint8 for leaf in jax.tree.leaves(state))
+
+
+def temporaries(tx: Any, shapes: Any) -> tuple[float, int]:
+    """Bytes per parameter besides gradients, of the donated step, and its parameters."""
+    number = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        g = jax.tree.map(lambda p: jnp.sin(p.astype(jnp.float32)) * x, params)
+        return op.apply(tx, params, state, jax.lax.optimization_barrier(g))
+
+    state = jax.eval_shape(tx.init, shapes)
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, state, 1.0)
+    memory: Any = lowered.compile().memory_analysis()
+    return memory.temp_size_in_bytes / number - 4, number
+
+
+@pytest.mark.parametrize("name", ["adamw", "clipped"])
+def test_temporaries_are_those_of_a_piece(name: str) -> None:
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16) for i in range(4)}
+    number = 4 * 1024 * 512
+    chunk = number * 4 // 64
+    tx = stochastic_weights(quantize_state(TXS[name], op.dynamic8(), chunk_bytes=chunk))
+    found, _ = temporaries(tx, shapes)
+    assert found <= 1.5 + 2 * chunk / number
+    whole = stochastic_weights(quantize_state(TXS[name], op.dynamic8()))
+    assert temporaries(whole, shapes)[0] > 2 * found
+
+
+def test_no_value_is_rounded_by_a_pair_of_casts() -> None:
+    tx = stochastic_weights(quantize_state(optax.adamw(1e-3), op.bfloat16()))
+    start = {"w": jnp.ones((64, 256), jnp.bfloat16)}
+    for wrapped in (tx, master_weights(optax.adamw(1e-3), storage="kahan")):
+        args = (start, wrapped.init(start), grads(0, start))
+        text = jax.jit(wrapped.apply).lower(*args).as_text()
+        narrowing = [
+            line
+            for line in text.splitlines()
+            if "stablehlo.convert" in line and "f32>) -> tensor" in line and "bf16>" in line
+        ]
+        assert not narrowing
+        assert "stablehlo.bitcast_convert" in text
+
+
+def test_only_moments_are_encoded() -> None:
+    tx = optax.chain(optax.scale_by_amsgrad(), contrib.schedule_free_adamw(1e-3))
+    state = quantize_state(tx, op.dynamic8()).init(params()).inner
+    found = {
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            state, is_leaf=lambda x: isinstance(x, op.Encoded)
+        )
+        if isinstance(leaf, op.Encoded)
+    }
+    assert {path.rpartition("[")[0].rpartition(".")[2] for path in found} == {"mu", "nu"}
+    assert not any("scale" in path or "nu_max" in path or ".z" in path for path in found)
+
+
+def test_paths_contain_those_of_optax() -> None:
+    tx = quantize_state(optax.adamw(1e-3), op.dynamic8())
+    raw = jax.tree_util.tree_leaves_with_path(optax.adamw(1e-3).init(params()))
+    ours = jax.tree_util.tree_leaves_with_path(tx.init(params()))
+    for path, _ in raw:
+        assert any(jax.tree_util.keystr(path) in jax.tree_util.keystr(own) for own, _ in ours)
+
+
+def test_decode_gives_the_fields_in_float32() -> None:
+    tx = quantize_state(optax.adamw(1e-3), op.float8())
+    _, state = run(tx, params())
+    _, raw = run(optax.adamw(1e-3), params())
+    decoded = op.decode(state)
+    assert structure(decoded.inner) == structure(raw)
+    for one, other in zip(jax.tree.leaves(decoded.inner), jax.tree.leaves(raw), strict=True):
+        assert one.dtype == other.dtype
+        assert np.abs(np.asarray(one - other)).max() <= 0.2 * np.abs(np.asarray(other)).max()
+
+
+def test_one_codec_for_each_role() -> None:
+    codec = {"moment": op.bfloat16(), "second_moment": op.dynamic8()}
+    state = quantize_state(optax.adamw(1e-3), codec).init(params()).inner[0]
+    assert state.mu["kernel"].codes.dtype == jnp.bfloat16
+    assert state.nu["kernel"].codes.dtype == jnp.uint8
+    assert state.nu["scale"].dtype == jnp.float32
+
+
+class Mine(NamedTuple):
+    momentum: Any
+    other: Any
+
+
+def mine() -> Any:
+    def init(params: Any) -> Mine:
+        return Mine(optax.tree.zeros_like(params), optax.tree.zeros_like(params))
+
+    def update(updates: Any, state: Mine, params: Any = None) -> tuple[Any, Mine]:
+        new = jax.tree.map(lambda m, g: 0.9 * m + g, state.momentum, updates)
+        return new, Mine(new, state.other)
+
+    functions: Any = init, update
+    return optax.GradientTransformation(*functions)
+
+
+def test_what_is_in_no_list_is_left_alone() -> None:
+    state = quantize_state(mine(), op.dynamic8()).init(params())
+    assert not any(leaf.dtype == jnp.uint8 for leaf in jax.tree.leaves(state))
+    chosen = quantize_state(mine(), op.dynamic8(), by_field({"momentum": "moment"}))
+    state = chosen.init(params())
+    assert isinstance(state.inner.momentum["kernel"], op.Encoded)
+    assert not isinstance(state.inner.other["kernel"], op.Encoded)
+
+
+def test_selections_that_match_nothing_are_errors() -> None:
+    adam = optax.adam(1e-3)
+    for select, words in [
+        (by_field({"nv": "second_moment"}), r"\['nv'\]; the fields are \['mu', 'nu'\]"),
+        (op.by_path("decoder"), "'decoder' matches none of the moments"),
+        (op.moments(keep=["embed.*"]), "'embed.*' matches no parameter"),
+    ]:
+        with pytest.raises(SelectionError, match=words):
+            quantize_state(adam, op.dynamic8(), select).init(params())
+    with pytest.raises(SelectionError, match="is not a valid regular expression"):
+        op.by_path("(")
+    with pytest.raises(SelectionError, match="must be one of"):
+        by_field({"mu": "mean"})
+
+
+def test_selections() -> None:
+    adam = optax.adam(1e-3)
+
+    def encoded(select: Any) -> list[str]:
+        state = quantize_state(adam, op.dynamic8(), select).init(params())
+        leaves = jax.tree_util.tree_leaves_with_path(
+            state.inner[0], is_leaf=lambda x: isinstance(x, op.Encoded)
+        )
+        return [jax.tree_util.keystr(path) for path, leaf in leaves if isinstance(leaf, op.Encoded)]
+
+    assert encoded(op.moments(keep=["bias"])) == [".mu['kernel']", ".nu['kernel']"]
+    assert encoded(op.by_path("nu/kernel")) == [".nu['kernel']"]
+    assert encoded(by_field({"mu": "moment"})) == [".mu['bias']", ".mu['kernel']"]
+
+
+def test_windows_belong_outside() -> None:
+    inner = optax.MultiSteps(optax.adam(1e-3), 2)
+    with pytest.raises(OrderError, match=r"`quantize_state` is around `MultiSteps`"):
+        quantize_state(inner, op.dynamic8())
+    with pytest.raises(OrderError, match=r"Write `MultiSteps\(quantize_state\(...\)\)`"):
+        quantize_state(inner.gradient_transformation(), op.dynamic8()).init(params())
+    skipping = optax.apply_if_finite(optax.adam(1e-3), 3)
+    with pytest.raises(OrderError, match=r"`quantize_state` is around `apply_if_finite`"):
+        quantize_state(skipping, op.dynamic8()).init(params())
+    rounded = stochastic_weights(optax.adam(1e-3))
+    with pytest.raises(OrderError, match=r"`quantize_state` is around `stochastic_weights`"):
+        quantize_state(rounded, op.dynamic8())
+    with pytest.raises(OrderError, match="twice"):
+        quantize_state(quantize_state(optax.adam(1e-3), op.log8()), op.dynamic8())
+
+
+def test_under_optax_multi_steps() -> None:
+    start = params(jnp.bfloat16)
+    tx = stochastic_weights(quantize_state(optax.adamw(1e-3), op.dynamic8()))
+    steps = optax.MultiSteps(tx, 2)
+    state = steps.init(start)
+    update = jax.jit(steps.update)
+    new: Any = start
+    for step in range(2):
+        updates, state = update(grads(step, start), state, new)
+        new = optax.apply_updates(new, updates)
+        assert (bits(new) == bits(start)) == (step == 0)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(TypeError, match="`codec` must be a codec"):
+        quantize_state(optax.adam(1e-3), "dynamic8")
+    with pytest.raises(PrecisionError, match="the roles are"):
+        quantize_state(optax.adam(1e-3), {"mu": op.dynamic8()})
+    with pytest.raises(TypeError, match="`tx` must be a gradient transformation"):
+        quantize_state(optax.adam, op.dynamic8())
+    with pytest.raises(PrecisionError, match="`storage` must be one of"):
+        master_weights(optax.adam(1e-3), storage="f16")
+    tx = quantize_state(optax.adam(1e-3), op.dynamic8())
+    with pytest.raises(StateError, match="`state` must be a `QuantizedState`, found tuple"):
+        tx.update(params(), optax.adam(1e-3).init(params()), params())
+    with pytest.raises(StateError, match="must have one structure"):
+        tx.update(params(), tx.init(params()), {"kernel": params()["kernel"]})
+
+
+def test_init_is_abstract_where_parameters_are() -> None:
+    shapes = {"w": jax.ShapeDtypeStruct((1 << 14, 1 << 14), jnp.bfloat16)}
+    tx = quantize_state(optax.rmsprop(1e-3, initial_scale=0.5), op.dynamic8())
+    state: Any = jax.eval_shape(tx.init, shapes)
+    assert [leaf.dtype for leaf in jax.tree.leaves(state)][-2:] == [jnp.uint8, jnp.float32]
+    small = tx.init({"w": jnp.zeros((64, 256))})
+    nu = op.decode(small).inner[0].nu["w"]
+    np.testing.assert_allclose(np.asarray(nu), 0.5, rtol=1e-6)

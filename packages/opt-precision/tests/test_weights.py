@@ -1,0 +1,206 @@
+"""Parameters in bfloat16: every way to take updates that are smaller than a step of theirs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_precision as op
+import optax
+import pytest
+from opt_precision import _bits
+from opt_precision.errors import OrderError, StateError
+from precision_testing import (
+    bits,
+    grads,
+    master_weights,
+    params,
+    quantize_state,
+    stochastic_weights,
+    structure,
+)
+
+
+def random_bits(number: int) -> Any:
+    return np.random.default_rng(0).integers(0, 2**32, number, dtype=np.uint64).astype(np.uint32)
+
+
+def test_what_is_split_is_joined_bit_by_bit() -> None:
+    edges = [0, 1, 0x7FFF, 0x8000, 0xFFFF, 0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0x80000000]
+    patterns = np.concatenate([random_bits(1 << 20), np.asarray(edges, np.uint32)])
+    visible, low = _bits.split(jnp.asarray(patterns).view(jnp.float32))
+    assert (visible.dtype, low.dtype) == (jnp.bfloat16, jnp.int16)
+    np.testing.assert_array_equal(np.asarray(_bits.join(visible, low)).view(np.uint32), patterns)
+
+
+def test_visible_is_the_nearest() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=1 << 16), jnp.float32)
+    visible = np.asarray(_bits.split(x)[0].astype(jnp.float32))
+    nearest = np.asarray(_bits.round_nearest(x))
+    away = np.abs(visible - x) - np.abs(nearest - x)
+    assert not away.any()
+
+
+def test_stochastic_rounding_is_unbiased_and_stays_finite() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=1 << 20), jnp.float32)
+    index = _bits.global_index(x.shape, (0,), (1,))
+    noise = _bits.noise_at((jnp.uint32(1), jnp.uint32(2)), index)
+    rounded = np.asarray(_bits.round_stochastic(x, noise), np.float64)
+    ulp = 2.0 ** (np.floor(np.log2(np.abs(x))) - 7)
+    error = (rounded - x) / ulp
+    assert np.abs(error).max() < 1
+    assert abs(error.mean()) < 4 * error.std() / np.sqrt(error.size)
+    most = jnp.full(4, 0xFFFF0000, jnp.uint32)
+    special = jnp.asarray([3.395e38, -3.395e38, jnp.inf, jnp.nan], jnp.float32)
+    kept = np.asarray(_bits.round_stochastic(special, most))
+    assert np.isfinite(kept[:2]).all()
+    assert np.isposinf(kept[2])
+    assert np.isnan(kept[3])
+    payload = jnp.asarray([0x7F800001], jnp.uint32).view(jnp.float32)
+    assert np.isnan(np.asarray(_bits.round_stochastic(payload, most[:1]))).all()
+
+
+def test_noise_differs_by_step_leaf_field_and_seed() -> None:
+    index = _bits.global_index((64, 64), (0, 0), (64, 1))
+    zero = jnp.zeros((), jnp.int32)
+    found = [
+        _bits.noise_at(_bits.leaf_seed(_bits.step_seed(seed, jnp.int32(step)), name, zero), index)
+        for seed, step, name in [(0, 0, "mu/w"), (0, 1, "mu/w"), (0, 0, "nu/w"), (1, 0, "mu/w")]
+    ]
+    for a, one in enumerate(found):
+        assert abs(np.mean(np.asarray(one) / 2**32) - 0.5) < 0.02
+        for other in found[:a]:
+            r = np.corrcoef(np.ravel(one).astype(float), np.ravel(other).astype(float))[0, 1]
+            assert abs(r) < 0.06
+
+
+def run(tx: Any, start: Any, steps: int, *, plain: bool = False) -> tuple[Any, Any]:
+    state = tx.init(start)
+
+    def step(carry: Any, g: Any) -> Any:
+        params, state = carry
+        g = jax.tree.map(lambda p, g: g + p.astype(jnp.float32), params, g)
+        if plain:
+            updates, state = tx.update(g, state, params)
+            return (optax.apply_updates(params, updates), state), None
+        return op.apply(tx, params, state, g), None
+
+    def all_steps(start: Any, state: Any) -> Any:
+        rows = [
+            jax.random.normal(jax.random.key(i), (steps, *x.shape))
+            for i, x in enumerate(jax.tree.leaves(start))
+        ]
+        gs = jax.tree.unflatten(structure(start), rows)
+        return jax.lax.scan(step, (start, state), gs)[0]
+
+    made: tuple[Any, Any] = jax.jit(all_steps)(start, state)
+    return made
+
+
+def test_remainder_is_a_float32_master_bit_by_bit() -> None:
+    start = {"w": jax.random.normal(jax.random.key(9), (16, 32)).astype(jnp.bfloat16)}
+    tx = optax.adamw(1e-3)
+    whole, master = run(master_weights(tx, storage="f32"), start, 1000)
+    visible, rest = run(master_weights(tx, storage="remainder"), start, 1000)
+    assert bits(whole) == bits(visible)
+    assert bits(master.master) == bits(op.master_of(rest, visible))
+    assert bits(master.inner) == bits(rest.inner)
+
+
+METHODS = {
+    "stochastic": stochastic_weights,
+    "f32": lambda tx: master_weights(tx),
+    "remainder": lambda tx: master_weights(tx, storage="remainder"),
+    "kahan": lambda tx: master_weights(tx, storage="kahan"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_plain_optax_gives_the_same_parameters(name: str) -> None:
+    start = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params())
+    tx = METHODS[name](quantize_state(optax.adamw(1e-3), op.dynamic8()))
+    ours, theirs = (run(tx, start, 5, plain=plain) for plain in (False, True))
+    assert bits(ours) == bits(theirs)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_states_never_change_their_types(name: str) -> None:
+    start = {**params(jnp.bfloat16), "f32": jnp.ones(3)}
+    tx = METHODS[name](quantize_state(optax.adamw(optax.linear_schedule(1e-3, 0, 9)), op.log8()))
+    state = tx.init(start)
+    new_params, new_state = jax.eval_shape(tx.apply, start, state, grads(0, start))
+    assert structure(new_state) == structure(state)
+    types = [jax.tree.map(jax.typeof, tree) for tree in ((start, state), (new_params, new_state))]
+    assert types[0] == types[1]
+    updates, _ = jax.eval_shape(tx.update, grads(0, start), state, start)
+    assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
+
+
+def displacement(tx: Any, rate: float, steps: int = 1000) -> tuple[Any, Any]:
+    """How far parameters went that all drift, and what they would have gone in float32."""
+    start = (0.02 * jax.random.normal(jax.random.key(0), (64, 64))).astype(jnp.bfloat16)
+    drift = jnp.sign(jax.random.normal(jax.random.key(1), start.shape))
+
+    def step(carry: Any, key: Any) -> Any:
+        p, s, exact = carry
+        g = -(0.3 * drift + 0.9 * jax.random.normal(key, start.shape))
+        p, s = op.apply(tx, p, s, g)
+        return (p, s, exact - rate * g), None
+
+    keys = jax.random.split(jax.random.key(2), steps)
+    first = (start, tx.init(start), start.astype(jnp.float32))
+    p, _, exact = jax.jit(lambda: jax.lax.scan(step, first, keys)[0])()
+    wide = start.astype(jnp.float32)
+    return np.asarray(p.astype(jnp.float32) - wide, float), np.asarray(exact - wide, float)
+
+
+def relative(error: Any, of: Any) -> float:
+    return float(np.linalg.norm(error) / np.linalg.norm(of))
+
+
+@pytest.mark.parametrize("storage", ["kahan", "remainder"])
+def test_small_rates_move_as_far_as_bfloat16_can_say(storage: Any) -> None:
+    made, exact = displacement(master_weights(optax.sgd(1e-6), storage=storage), 1e-6)
+    start = (0.02 * jax.random.normal(jax.random.key(0), (64, 64))).astype(jnp.bfloat16)
+    wide = np.asarray(start.astype(jnp.float32), np.float32)
+    best = np.asarray(_bits.round_nearest(jnp.asarray(wide + exact, jnp.float32)), float) - wide
+    assert relative(made - exact, exact) <= 1.02 * relative(best - exact, exact)
+
+
+def test_stochastic_weights_are_unbiased_at_small_rates() -> None:
+    made, exact = displacement(stochastic_weights(optax.sgd(1e-6)), 1e-6)
+    cosine = (made * exact).sum() / np.linalg.norm(made) / np.linalg.norm(exact)
+    assert cosine >= 0.7
+    error = made - exact
+    assert abs(error.mean()) < 3 * error.std() / np.sqrt(error.size)
+
+
+def test_naive_weights_stand_still() -> None:
+    made, exact = displacement(quantize_state(optax.sgd(1e-6), op.identity()), 1e-6)
+    assert (made == 0).mean() > 0.9
+    assert relative(made - exact, exact) > 0.9
+
+
+def test_setting_parameters_resets_what_is_kept_besides_them() -> None:
+    start = params(jnp.bfloat16)
+    for name in ("f32", "remainder", "kahan"):
+        tx = METHODS[name](optax.sgd(1e-3))
+        new, state = tx.apply(start, tx.init(start), grads(0, start))
+        known = op.master_of(state, new)
+        assert bits(known) != bits(op.master_of(state.inner, new))
+        reset = op.set_params(state, new)
+        assert bits(op.master_of(reset, new)) == bits(op.master_of(state.inner, new))
+        assert structure(reset) == structure(state)
+
+
+def test_parameters_in_float16_are_refused() -> None:
+    with pytest.raises(StateError, match=r"`stochastic_weights`: \['w'\] is float16"):
+        stochastic_weights(optax.sgd(0.1)).init({"w": jnp.ones(2, jnp.float16)})
+
+
+def test_parameters_are_rounded_once() -> None:
+    inner = stochastic_weights(optax.sgd(0.1))
+    with pytest.raises(OrderError, match="`master_weights` is around `stochastic_weights`"):
+        master_weights(inner)
+    with pytest.raises(OrderError, match="`stochastic_weights` is there twice"):
+        stochastic_weights(optax.chain(optax.clip(1.0), inner)).init(jnp.ones(2, jnp.bfloat16))

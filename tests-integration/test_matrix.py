@@ -1,0 +1,331 @@
+"""Muon on eight devices: the planned collectives and no other, the numbers of one device."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from opt_accumulate import MultiSteps
+from opt_matrix import (
+    Dims,
+    Machine,
+    Matrices,
+    MatrixPlan,
+    distribute,
+    muon,
+    newton_schulz,
+    plan_matrices,
+    scale_by_muon,
+    scale_by_normuon,
+    scale_by_soap,
+)
+from opt_matrix.errors import PlanMismatchError
+
+contrib: Any = optax.contrib
+RNG = np.random.default_rng(0)
+F32 = newton_schulz(dtype=None)
+RANK2 = Matrices.by_rank2()
+STACKS = Matrices.by_path({".*": (-2, -1)})
+
+
+def mesh_of(shape: tuple[int, ...], kind: AxisType = AxisType.Auto) -> Any:
+    names = ("x", "y")[: len(shape)]
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
+
+
+def normal(*shape: int) -> Any:
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def many(count: int, *shape: int) -> dict[str, Any]:
+    return {f"w{n:02}": normal(*shape) for n in range(count)}
+
+
+def compiled(tx: Any, params: Any, shardings: Any) -> Any:
+    """The program of an update that is given gradients and state away, as a step does."""
+    placed = jax.device_put(params, shardings)
+    state = jax.jit(tx.init)(placed)
+    return jax.jit(tx.update, donate_argnums=(0, 1)).lower(placed, state).compile()
+
+
+def close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(np.asarray(a) - np.asarray(b)).max() <= tolerance * np.abs(b).max()
+
+
+def ten_steps(tx: Any, params: Any, place: Any = lambda tree: tree) -> Any:
+    params, update = place(params), jax.jit(tx.update)
+    state, rng = tx.init(params), np.random.default_rng(3)
+    for _ in range(10):
+        grads = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), params)
+        updates, state = update(place(grads), state, params)
+        params = optax.apply_updates(params, updates)
+    return jax.device_get(params)
+
+
+PARAMS = many(16, 32, 64)
+EXPECTED: list[Any] = []
+
+
+def expected() -> Any:
+    """Ten steps of Optax on one device, made once."""
+    if not EXPECTED:
+        EXPECTED.append(ten_steps(contrib.muon(0.1), PARAMS))
+    return EXPECTED[0]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [((8,), P("x", None)), ((8,), P(None, "x")), ((4, 2), P("x", "y"))],
+)
+def test_two_collectives_and_optax_numbers(
+    shape: tuple[int, ...], spec: Any, kind: AxisType
+) -> None:
+    mesh = mesh_of(shape, kind)
+    sharding = NamedSharding(mesh, spec)
+    plan = plan_matrices(PARAMS, sharding, mesh, RANK2, fn=F32)
+    (group,) = plan.groups
+    assert group.collectives == 2
+    assert group.bytes_per_device == 2 * 16 * 32 * 64 * 4 // 8
+    with jax.set_mesh(mesh):
+        program = compiled(scale_by_muon(plan=plan), PARAMS, sharding)
+        plan.check(program, exclusive=True)
+        analysis = program.cost_analysis()
+        # On matrices this small the elementwise part counts: 8 % of the operations.
+        assert analysis["flops"] <= 1.1 * group.ideal_flops
+        given = plan if kind == AxisType.Auto else None  # types are enough on an Explicit mesh
+        tx = muon(0.1, matrices=RANK2, plan=given, orthogonalize=F32)
+        found = ten_steps(tx, PARAMS, lambda tree: jax.device_put(tree, sharding))
+    close(found, expected())
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("spec", [P("x"), P(None, "y"), P(("y", "x")), P("y", "x"), P()])
+def test_other_layouts(spec: Any) -> None:
+    mesh = mesh_of((4, 2))
+    sharding = NamedSharding(mesh, spec)
+    params = many(5, 32, 64)  # padded: results stay the same
+    plan = plan_matrices(params, sharding, mesh, RANK2, fn=F32)
+    tx = scale_by_muon(plan=plan)
+    program = compiled(tx, params, sharding)
+    plan.check(program, exclusive=True)
+    placed = jax.device_put(params, sharding)
+    found, _ = jax.jit(tx.update)(placed, jax.jit(tx.init)(placed))
+    alone = scale_by_muon(orthogonalize=F32)
+    close(found, alone.update(params, alone.init(params))[0])
+
+
+def orthogonal(plan: MatrixPlan, params: Any, sharding: Any) -> Any:
+    tx = scale_by_muon(plan=plan)
+    placed = jax.device_put(params, sharding)
+    plan.check(compiled(tx, params, sharding), exclusive=True)
+    return jax.device_get(jax.jit(tx.update)(placed, jax.jit(tx.init)(placed))[0])
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("shape", [(16, 64), (64, 16)])
+@pytest.mark.parametrize("spec", [P("x", "y"), P(None, ("x", "y")), P(("x", "y"))])
+@pytest.mark.parametrize("gram", [False, True])
+def test_split_matrices(shape: tuple[int, int], spec: Any, gram: bool) -> None:
+    mesh = mesh_of((4, 2))
+    params = {"w": normal(*shape)}
+    fn = newton_schulz(dtype=None, gram=gram)
+    # So fast a network that nothing but operations counts.
+    machine = Machine(bandwidth=1e18, flops=1e9)
+    plan = plan_matrices(params, spec, mesh, RANK2, fn=fn, machine=machine)
+    assert plan.groups[0].choice == "split"
+    found = orthogonal(plan, params, NamedSharding(mesh, spec))
+    alone = scale_by_muon(orthogonalize=newton_schulz(dtype=None))
+    close(found, alone.update(params, alone.init(params))[0], 1e-3 if gram else 1e-4)
+
+
+def test_stacks_experts_heads_and_fused_matrices() -> None:
+    mesh = mesh_of((4, 2))
+    params = {
+        "experts": normal(2, 8, 16, 32),
+        "fused": normal(2, 16, 24),
+        "heads": normal(16, 4, 8),
+        "per_head": normal(16, 4, 8),
+        "scanned": normal(6, 16, 32),
+    }
+    specs = {
+        "experts": P(None, "x", None, "y"),
+        "fused": P(None, "x", "y"),
+        "heads": P("x", "y"),
+        "per_head": P("x", "y"),
+        "scanned": P(None, "y", "x"),
+    }
+    matrices = Matrices.by_path(
+        {
+            "experts|scanned": (-2, -1),
+            "fused": Dims((1,), (2,), split=(16, 4, 4)),
+            "heads": (0, (1, 2)),
+            "per_head": (0, 2),
+        }
+    )
+    shardings = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
+    plan = plan_matrices(params, shardings, mesh, matrices, fn=F32)
+    found = orthogonal(plan, params, shardings)
+    alone = scale_by_muon(orthogonalize=F32, matrices=matrices)
+    close(found, alone.update(params, alone.init(params))[0])
+
+
+def test_groups_bound_the_temporaries() -> None:
+    mesh = mesh_of((8,))
+    sharding = NamedSharding(mesh, P("x"))
+    params = many(48, 64, 128)
+    whole = plan_matrices(params, sharding, mesh, RANK2, fn=F32)
+    bound = whole.temp_bytes // 3
+    plan = plan_matrices(params, sharding, mesh, RANK2, fn=F32, max_group_bytes=bound)
+    assert len(plan.groups) == 3
+    tx = scale_by_muon(plan=plan)
+    program = compiled(tx, params, sharding)
+    plan.check(program, exclusive=True)
+    # What is orthogonalized and what came of it lie with the parameters, for all groups.
+    beside = 2 * 48 * 64 * 128 * 4 // 8
+    assert program.memory_analysis().temp_size_in_bytes <= 1.1 * bound + beside
+
+
+def test_check_fails_where_more_moves_than_planned() -> None:
+    mesh = mesh_of((8,))
+    sharding = NamedSharding(mesh, P("x"))
+    plan = plan_matrices(PARAMS, sharding, mesh, RANK2, fn=F32)
+    leaf_by_leaf = compiled(
+        contrib.scale_by_muon(weight_dimension_numbers=_two(PARAMS)), PARAMS, sharding
+    )
+    with pytest.raises(PlanMismatchError, match="none of the planned collectives"):
+        plan.check(leaf_by_leaf)
+    wide = plan_matrices(PARAMS, sharding, mesh, RANK2, fn=F32)
+    narrow = plan_matrices(PARAMS, sharding, mesh, RANK2)
+    program = compiled(scale_by_muon(plan=wide), PARAMS, sharding)
+    with pytest.raises(PlanMismatchError, match="planned 2 collectives and 16,384 bytes, found 2"):
+        narrow.check(program)
+
+
+def _two(params: Any) -> Any:
+    return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), params)
+
+
+def test_bfloat16_travels_as_bfloat16() -> None:
+    mesh = mesh_of((4, 2))
+    sharding = NamedSharding(mesh, P("x", "y"))
+    params = many(8, 32, 256)
+    # Steps that converge: Keller's make what bfloat16 rounds away larger.
+    narrow, wide = (newton_schulz(8, "polar_express", dtype) for dtype in (jnp.bfloat16, None))
+    plan = plan_matrices(params, sharding, mesh, RANK2, fn=narrow)
+    found = orthogonal(plan, params, sharding)
+    alone: Any = scale_by_muon(orthogonalize=wide)
+    for name, wanted in alone.update(params, alone.init(params))[0].items():
+        assert np.linalg.norm(found[name] - wanted) <= 3e-2 * np.linalg.norm(wanted)
+
+
+def test_state_stays_with_its_matrices() -> None:
+    def accumulate(x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        total = state["sum"] + x
+        return jnp.linalg.pinv(jnp.swapaxes(total, 1, 2)), {**state, "sum": total}
+
+    def init(stack: Any, numbers: jax.Array) -> Any:
+        return {"sum": jnp.zeros(stack.shape, stack.dtype), "number": numbers}
+
+    params = {"a": normal(3, 4, 8, 16), "b": normal(4, 8, 16)}
+    results = []
+    for shape, spec in (((8,), P("x")), ((4, 2), P(None, "x", "y"))):
+        mesh = mesh_of(shape)
+        specs = {"a": P(None, *spec) if len(spec) > 1 else P(), "b": P()}
+        shared = distribute(accumulate, params, specs, mesh, matrices=STACKS, init=init)
+        placed = jax.tree.map(
+            lambda x, s, m=mesh: jax.device_put(x, NamedSharding(m, s)), params, specs
+        )
+        state = jax.jit(shared.init, out_shardings=shared.state_shardings())()
+        step = jax.jit(shared.apply)
+        for _ in range(2):
+            found, state = step(placed, state)
+        numbers = np.concatenate([np.asarray(own["number"]) for own in state])
+        assert sorted(numbers[numbers >= 0]) == list(range(16))
+        results.append(jax.device_get(found))
+    close(results[0], results[1], 1e-4)
+    close(results[0]["b"], np.linalg.pinv(2 * params["b"]).swapaxes(1, 2), 1e-3)
+
+
+def test_accumulation_orthogonalizes_only_when_it_emits() -> None:
+    mesh = mesh_of((8,))
+    sharding = NamedSharding(mesh, P("x"))
+    plan = plan_matrices(PARAMS, sharding, mesh, RANK2, fn=F32)
+    tx = muon(0.1, matrices=RANK2, plan=plan)
+    steps = MultiSteps(tx, 2)
+    params = jax.device_put(PARAMS, sharding)
+    state = jax.jit(steps.init)(params)
+    apply = jax.jit(steps.apply)
+    same, state = apply(params, state, params)
+    close(same, PARAMS, 0.0)
+    found, state = apply(same, state, params)
+    updates, _ = jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)
+    close(found, optax.apply_updates(params, updates))
+    plan.check(apply.lower(params, state, params).compile())
+
+
+def normuon_reference(grads: list[Any], fn: Any) -> Any:
+    """The paper's lines, one matrix at a time."""
+    found = {}
+    for name in grads[0]:
+        mu = nu = 0.0
+        for own in grads:
+            g = own[name]
+            mu = 0.9 * mu + 0.1 * g
+            y = np.asarray(fn(jnp.asarray(0.9 * mu + 0.1 * g)))
+            nu = 0.8 * nu + 0.2 * np.mean(y * y, axis=0)
+            y = y / (np.sqrt(nu) + 1e-8)
+            found[name] = 0.2 * np.sqrt(y.size) / np.linalg.norm(y) * y
+    return found
+
+
+def soap_reference(grads: list[Any], every: int) -> Any:
+    found = {}
+    for number, name in enumerate(grads[0]):
+        rows, columns = grads[0][name].shape
+        left, right = np.zeros((rows, rows)), np.zeros((columns, columns))
+        q, p = np.eye(rows), np.eye(columns)
+        mu = nu = 0.0
+        for step, own in enumerate(grads, start=1):
+            g = own[name].astype(np.float64)
+            mu = 0.9 * mu + 0.1 * g
+            nu = 0.8 * nu + 0.2 * (q.T @ g @ p) ** 2
+            direction = q.T @ mu @ p / (1 - 0.9**step)
+            found[name] = q @ (direction / (np.sqrt(nu / (1 - 0.8**step)) + 1e-8)) @ p.T
+            left, right = 0.7 * left + 0.3 * g @ g.T, 0.7 * right + 0.3 * g.T @ g
+            if (step + number) % every == 0:
+                by_row = np.argsort(-np.diag(q.T @ left @ q))
+                by_column = np.argsort(-np.diag(p.T @ right @ p))
+                q = np.linalg.qr(left @ q[:, by_row])[0]
+                p = np.linalg.qr(right @ p[:, by_column])[0]
+                nu = nu[by_row][:, by_column]
+    return found
+
+
+@pytest.mark.parametrize("name", ["normuon", "soap"])
+@pytest.mark.parametrize(("shape", "spec"), [((1,), P()), ((4, 2), P("x", "y"))])
+def test_normuon_and_soap_equal_plain_references(name: str, shape: Any, spec: Any) -> None:
+    mesh = mesh_of(shape)
+    sharding = NamedSharding(mesh, spec)
+    rng = np.random.default_rng(5)
+    grads = [
+        # Square: of a rank-deficient covariance the rest of a basis is arbitrary.
+        {f"w{n}": rng.normal(size=(8, 8)).astype(np.float32) for n in range(5)}
+        for _ in range(6)
+    ]
+    if name == "normuon":
+        tx = scale_by_normuon(grads[0], sharding, mesh, momentum=0.9, beta2=0.8, orthogonalize=F32)
+        wanted = normuon_reference(grads, F32)
+    else:
+        tx = scale_by_soap(grads[0], sharding, mesh, b1=0.9, b2=0.8, average=0.7, refresh_every=3)
+        wanted = soap_reference(grads, 3)
+    state, update = tx.init(jax.device_put(grads[0], sharding)), jax.jit(tx.update)
+    for own in grads:
+        found, state = update(jax.device_put(own, sharding), state)
+    close(found, wanted, 1e-3)

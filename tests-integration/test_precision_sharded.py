@@ -1,0 +1,95 @@
+"""opt-precision on meshes: the same codes and parameters everywhere, and nothing is sent."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_precision as op
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+P = PartitionSpec
+_COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|collective-permute)(-start)?\(")
+SHAPES = {"wide": (64, 1024), "tall": (512, 64), "vector": (8192,)}
+ALIGNED = {"wide": P("data", "model"), "tall": P(("data", "model"), None), "vector": P("model")}
+CROSSED = {"wide": P(None, ("data", "model")), "tall": P("data", "model"), "vector": P("data")}
+
+
+def params() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {
+        name: jnp.asarray(0.02 * rng.normal(size=shape), jnp.bfloat16)
+        for name, shape in SHAPES.items()
+    }
+
+
+def grads(step: int) -> dict[str, Any]:
+    rng = np.random.default_rng(step)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def wrapped(codec: Any, layout: Any = None) -> Any:
+    inner: Any = op.quantize_state(optax.adamw(1e-3), codec, chunk_bytes=40_000, layout=layout)
+    return op.stochastic_weights(inner)
+
+
+def run(tx: Any, start: Any, lies: Any = None) -> tuple[Any, str]:
+    """Three steps, and the text of the compiled step."""
+
+    def put(tree: Any) -> Any:
+        return tree if lies is None else jax.device_put(tree, lies)
+
+    held = put(start)
+    state = tx.init(held)
+    step = jax.jit(tx.apply)
+    text = step.lower(held, state, put(grads(0))).compile().as_text() or ""
+    for number in range(3):
+        held, state = step(held, state, put(grads(number)))
+    return jax.tree.map(np.asarray, jax.tree.leaves((held, state))), text
+
+
+def mesh_of(number: int, kind: Any) -> Any:
+    shape = {1: (1, 1), 2: (2, 1), 8: (4, 2)}[number]
+    devices = jax.devices()[:number]
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2, devices=devices)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("codec", [op.dynamic8(), op.log8()], ids=["dynamic8", "log8"])
+def test_every_mesh_makes_the_same_codes(codec: Any, kind: Any) -> None:
+    expected, _ = run(wrapped(codec), params())
+    for number in (2, 8):
+        mesh = mesh_of(number, kind)
+        lies = {name: NamedSharding(mesh, spec) for name, spec in ALIGNED.items()}
+        with jax.set_mesh(mesh):
+            layout = lies if kind == AxisType.Auto else None
+            found, text = run(wrapped(codec, layout), params(), lies)
+        assert_same(found, expected)
+        assert not _COLLECTIVE.findall(text)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_blocks_that_cross_devices_make_the_same_codes(kind: Any) -> None:
+    expected, _ = run(wrapped(op.dynamic8()), params())
+    mesh = mesh_of(8, kind)
+    lies = {name: NamedSharding(mesh, spec) for name, spec in CROSSED.items()}
+    with jax.set_mesh(mesh):
+        layout = lies if kind == AxisType.Auto else None
+        found, _ = run(wrapped(op.dynamic8(), layout), params(), lies)
+    assert_same(found, expected)
+
+
+def test_without_a_layout_an_auto_mesh_makes_the_same_codes() -> None:
+    expected, _ = run(wrapped(op.dynamic8()), params())
+    mesh = mesh_of(8, AxisType.Auto)
+    lies = {name: NamedSharding(mesh, spec) for name, spec in ALIGNED.items()}
+    found, _ = run(wrapped(op.dynamic8()), params(), lies)
+    assert_same(found, expected)
