@@ -3,7 +3,6 @@
 Before 1.0 a new minor version may break what the last one promised, afterwards a new major one.
 """
 
-import os
 import shutil
 import subprocess
 import sys
@@ -62,7 +61,7 @@ def _griffe(root: Path, package: Package, tag: str) -> list[str]:
     griffe = shutil.which("griffe", path=str(Path(sys.executable).parent)) or "griffe"
     source = str(package.source.parent.relative_to(root))
     command = [griffe, "check", package.import_name, "--search", source, "--against", tag]
-    done = _run([*command, "--style", "oneline"], root)
+    done = _run([*command, "--no-color", "--format", "oneline"], root)
     found = [line for line in (done.stdout + done.stderr).splitlines() if line]
     if done.returncode not in (0, 1) or bool(done.returncode) != bool(found):
         raise CheckError(f"{' '.join(command)}\nended with code {done.returncode}:\n{found}")
@@ -70,11 +69,8 @@ def _griffe(root: Path, package: Package, tag: str) -> list[str]:
 
 
 def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "NO_COLOR": "1"}
     try:
-        return subprocess.run(
-            command, cwd=folder, env=env, check=False, capture_output=True, text=True
-        )
+        return subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
     except FileNotFoundError as error:
         raise CheckError(
             f"no `{command[0]}` found: `python -m pip install griffe`, or run this by `hatch run`"
