@@ -456,6 +456,7 @@ PARTIAL: dict[str, Callable[[str], Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", PARTIAL)
 @pytest.mark.parametrize("after", ["scale_by_adam", "flatten"])
 def test_another_mask_before_moments_goes_wrong(how: str, after: str) -> None:
