@@ -86,7 +86,7 @@ def train_step(state: FlaxOptimTrainState) -> tuple[FlaxOptimTrainState, jax.Arr
 def main() -> None:
     """Trains, saves and resumes."""
     mesh = make_mesh()
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 2e-2, warmup_steps=5, decay_steps=200)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-3, warmup_steps=5, decay_steps=200)
     optimizer_def = optimizers.adamw(schedule)
 
     def create() -> FlaxOptimTrainState:

@@ -43,9 +43,9 @@ def shard_optimizer_state(
 ) -> ZeroLayouts:
     """Lays out parameters and optimizer state for ZeRO-1, with any optimizer.
 
-    Between steps, parameters and state are sharded over `zero_axes` too, so that the update needs
-    no communication. Constrain the parameters to `compute` at the start of the step: they are
-    gathered once, and their gradients are reduced.
+    Between steps, parameters and state are sharded over `zero_axes` too, so that an elementwise
+    update needs no communication. Constrain the parameters to `compute` at the start of the step:
+    they are gathered once, and their gradients are reduced.
 
     Args:
       tx: the transformation, its `init`, a definition or an optimizer; see `explain`.
