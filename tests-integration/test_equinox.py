@@ -35,6 +35,7 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "init_sharded": lambda: part.init_sharded(TX, MODEL, PLAN.state),
     "named_state": lambda: named_state(STATE),
     "plan_restore": lambda: plan_restore(named_state(opt.adam(1e-3).create(ARRAYS)), STATE),
+    "as_transformation": lambda: opt.as_transformation(opt.adam(1e-3)).init(MODEL),
     "create": lambda: opt.adam(1e-3).create(MODEL),
 }
 
