@@ -57,12 +57,12 @@ def init_params() -> Any:
     return Model().init(jax.random.key(0), TOKENS)["params"]
 
 
-def train_step(state: TrainState) -> tuple[TrainState, jax.Array]:
+def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
     """Makes one update."""
 
     def loss_fn(params: Any) -> jax.Array:
-        logits = state.apply_fn({"params": params}, TOKENS)
-        targets = (TOKENS * 5 + 1) % 32
+        logits = state.apply_fn({"params": params}, tokens)
+        targets = (tokens * 5 + 1) % 32
         return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
     loss, grads = jax.value_and_grad(loss_fn)(state.params)
@@ -98,9 +98,10 @@ def main() -> None:
     state = jax.jit(create, out_shardings=shardings)()
 
     step: Any = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+    tokens = jax.device_put(TOKENS, jax.NamedSharding(mesh, jax.P("data")))
     losses = []
     for _ in range(60):
-        state, loss = step(state)
+        state, loss = step(state, tokens)
         losses.append(float(loss))
     assert losses[-1] < 0.5 * losses[0]
     print(f"loss {losses[0]:.4f} to {losses[-1]:.4f} in {int(state.step)} steps")
@@ -114,7 +115,7 @@ def main() -> None:
             shardings,
         )
         state = checkpointer.restore_latest(placed)
-    state, loss = step(state)
+    state, loss = step(state, tokens)
     assert loss < losses[0]
     assert step._cache_size() == 1  # restored arrays are sharded as before
     assert jax.tree.map(lambda leaf: leaf.sharding, state.opt_state) == plan.state.shardings

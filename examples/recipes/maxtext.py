@@ -150,16 +150,16 @@ def main() -> None:
     layouts = part.shard_optimizer_state(tx, boxed, RULES, mesh, zero_axes=("data",))
     stored = (layouts.params.shardings, layouts.opt_state.shardings)
 
-    def loss_fn(params: Any) -> jax.Array:
+    def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
         logits: Any = model.apply(params, tokens)
         targets = tokens[:, 1:]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], targets)
         return losses.mean()
 
-    def train_step(params: Any, opt_state: Any) -> tuple[Any, Any, jax.Array]:
+    def train_step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         # Parameters are gathered over `data` once a step; the update works on shards.
         compute = jax.lax.with_sharding_constraint(params, layouts.compute.shardings)
-        loss, grads = jax.value_and_grad(loss_fn)(compute)
+        loss, grads = jax.value_and_grad(loss_fn)(compute, tokens)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -169,9 +169,10 @@ def main() -> None:
     params = jax.jit(init_params, out_shardings=layouts.params.shardings)()
     opt_state = part.init_sharded(tx, params, layouts.opt_state)
     step: Any = jax.jit(train_step, donate_argnums=(0, 1), out_shardings=(*stored, None))
+    batch = jax.device_put(tokens, jax.NamedSharding(mesh, jax.P("data")))
     losses = []
     for _ in range(40):
-        params, opt_state, loss = step(params, opt_state)
+        params, opt_state, loss = step(params, opt_state, batch)
         losses.append(float(loss))
     assert losses[-1] < 0.5 * losses[0]
     print(f"small decoder: loss {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps")
@@ -181,7 +182,7 @@ def main() -> None:
         checkpointer.wait()
         target = TrainingState(tx, layouts.params.shapes, layouts.opt_state.shapes)
         restored = checkpointer.restore_latest(target)
-    params, opt_state, loss = step(restored.params, restored.opt_state)
+    params, opt_state, loss = step(restored.params, restored.opt_state, batch)
     assert loss < losses[0]
     assert step._cache_size() == 1  # restored arrays are sharded as before
     assert jax.tree.map(lambda leaf: leaf.sharding, opt_state) == layouts.opt_state.shardings
