@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from opt_checkpoint import TrainingState, named_state, plan_restore
 
-MODEL = eqx.nn.MLP(2, 2, 4, depth=1, key=jax.random.key(0))
+MODEL: Any = eqx.nn.MLP(2, 2, 4, depth=1, key=jax.random.key(0))
 ARRAYS = eqx.filter(MODEL, eqx.is_array)
 AXES = jax.tree.map(lambda leaf: ("out", "in")[: leaf.ndim], ARRAYS)
 RULES = [("out", "data"), ("in", None)]
