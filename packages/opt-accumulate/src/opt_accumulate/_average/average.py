@@ -10,15 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from opt_accumulate._accumulator import check_numbers
 from opt_accumulate._average.evaluation import master_params
 from opt_accumulate._average.state import AverageState, has_updated
-from opt_accumulate._buffers import own_buffers
-from opt_accumulate._checks import check_integer
+from opt_accumulate._buffers import on_device, own_buffers, put_beside
+from opt_accumulate._checks import check_integer, check_numbers
+from opt_accumulate._dtypes import accumulator_dtype_of
 from opt_accumulate._emission import emit_if
 from opt_accumulate._inner import InnerUpdate
-from opt_accumulate._memory import on_device, put_beside
-from opt_accumulate._precision import accumulator_dtype_of
 from opt_accumulate._transformation import ParamsTransformation
 from opt_accumulate._trees import broadcast_prefix
 from opt_accumulate.errors import OptionError

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_leaves_with_path
 
-from opt_accumulate._trees import path_str
-from opt_accumulate._walk import walk
+from opt_accumulate._trees import path_str, walk
 from opt_accumulate.errors import EvaluationError
 
 

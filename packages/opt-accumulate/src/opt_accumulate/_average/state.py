@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from opt_accumulate._buffers import on_device
 from opt_accumulate._guard.state import GuardState
-from opt_accumulate._memory import on_device
-from opt_accumulate._walk import children
+from opt_accumulate._trees import children
 
 
 @jax.tree_util.register_dataclass

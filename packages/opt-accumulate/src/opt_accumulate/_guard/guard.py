@@ -12,16 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from opt_accumulate._accumulator import cast_like, check_numbers
-from opt_accumulate._buffers import own_buffers, zeros_of
-from opt_accumulate._checks import check_integer
+from opt_accumulate._buffers import on_device, own_buffers, put_beside, zeros_of
+from opt_accumulate._checks import check_integer, check_numbers
+from opt_accumulate._dtypes import cast_like
 from opt_accumulate._emission import emit_if
 from opt_accumulate._guard.spike import Spike, Window
 from opt_accumulate._guard.state import GuardState, Reason
 from opt_accumulate._inner import InnerUpdate
-from opt_accumulate._memory import on_device, put_beside
-from opt_accumulate._skip import squared_norm
-from opt_accumulate._skip_state import count_if
+from opt_accumulate._skip.functions import squared_norm
+from opt_accumulate._skip.state import count_if
 from opt_accumulate._transformation import ParamsTransformation
 from opt_accumulate.errors import OptionError
 

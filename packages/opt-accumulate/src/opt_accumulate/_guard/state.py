@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from opt_accumulate._trees import path_str
-from opt_accumulate._walk import walk
+from opt_accumulate._trees import path_str, walk
 from opt_accumulate.errors import OptionError
 
 

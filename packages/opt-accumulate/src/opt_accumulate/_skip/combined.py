@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from opt_accumulate._skip_state import StatefulSkipFunction, ask, count_if, init_skip_state
+from opt_accumulate._skip.state import StatefulSkipFunction, ask, count_if, init_skip_state
 
 
 def any_of(*functions: Callable[..., Any]) -> CombinedSkip:
@@ -29,7 +29,7 @@ def any_of(*functions: Callable[..., Any]) -> CombinedSkip:
       A stateful function keeps its old state on a mini-step that was decided against it.
 
     Examples:
-      >>> from opt_accumulate._skip import skip_not_finite
+      >>> from opt_accumulate._skip.functions import skip_not_finite
       >>> counted = any_of(skip_not_finite)
       >>> state = counted.init(jnp.zeros(1))
       >>> for value in (1.0, jnp.nan, jnp.inf):

@@ -14,17 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from opt_accumulate._aux import check_reductions, divide, finish_aux
-from opt_accumulate._call import Further, check_keywords
-from opt_accumulate._deferred import accumulate_deferred, check_axes, find_mesh
-from opt_accumulate._microbatches import Sizes, batch_rows, check_devices
-from opt_accumulate._placement import leaf_shardings, like_params, place
-from opt_accumulate._precision import check_accumulator_dtype
-from opt_accumulate._scan import Loop, Rng, Share, accumulate
-from opt_accumulate._skipping import SkipFunction, check_skip_function
+from opt_accumulate._dtypes import check_accumulator_dtype
+from opt_accumulate._microbatches.auxiliary import check_reductions, divide, finish_aux
+from opt_accumulate._microbatches.batch import Sizes, batch_rows, check_devices
+from opt_accumulate._microbatches.call import Further, check_keywords
+from opt_accumulate._microbatches.deferred import accumulate_deferred, check_axes, find_mesh
+from opt_accumulate._microbatches.placement import leaf_shardings, like_params, place
+from opt_accumulate._microbatches.scan import Loop, Rng, Share, accumulate
+from opt_accumulate._microbatches.skipping import SkipFunction, check_skip_function
+from opt_accumulate._microbatches.varying import sum_as_like
+from opt_accumulate._microbatches.weighted import Weights, check_weights
 from opt_accumulate._trees import not_numbers, path_str
-from opt_accumulate._varying import sum_as_like
-from opt_accumulate._weighted import Weights, check_weights
 from opt_accumulate.errors import OptionError
 
 

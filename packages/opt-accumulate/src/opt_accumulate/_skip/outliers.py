@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from opt_accumulate._skip import squared_norm
-from opt_accumulate._skip_state import count_if
+from opt_accumulate._skip.functions import squared_norm
+from opt_accumulate._skip.state import count_if
 
 
 def skip_outliers(
