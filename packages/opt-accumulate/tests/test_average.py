@@ -299,8 +299,10 @@ def test_what_it_reads_and_writes() -> None:
         return optax.apply_updates(params, updates), state
 
     def bytes_of(step: Any, state: Any) -> float:
-        compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params).compile()
-        return float(compiled.cost_analysis()["bytes accessed"])
+        jitted: Any = jax.jit(step, donate_argnums=(0, 1))
+        return float(
+            jitted.lower(params, state, params).compile().cost_analysis()["bytes accessed"]
+        )
 
     added = bytes_of(tx.apply, tx.init(params)) - bytes_of(bare, ADAM.init(params))
     assert 8 * size <= added <= 12 * size + 256
