@@ -23,7 +23,7 @@ from opt_checkpoint._disk import background, durable
 from opt_checkpoint._disk.checkpointer import Checkpointer
 from opt_checkpoint._disk.durable import DurablePath, temporary_paths
 from opt_checkpoint._disk.saved_step import open_step
-from opt_checkpoint._disk.storage import DTYPES
+from opt_checkpoint._naming.schema import DTYPES
 from opt_checkpoint.errors import (
     DamagedError,
     LeafError,
@@ -107,7 +107,7 @@ def test_b8_names_that_would_collide(tmp_path: Path) -> None:
         checkpointer.wait()
         saved = checkpointer.at(0)
         assert same(saved.read(everything(saved.schema)), leaves)
-        with pytest.raises(LeafError, match="another leaf's name is the beginning of its name"):
+        with pytest.raises(LeafError, match="its name is the beginning of this one"):
             checkpointer.save(1, state({"state/a": jnp.ones(1), "state/a/b": jnp.ones(1)}))
 
 
@@ -155,9 +155,9 @@ def test_e5_what_is_no_step(tmp_path: Path) -> None:
         assert checkpointer.latest_valid() is None
         for step in (1, 2, 3):
             checkpointer.save(step, small_state(step))
-        with pytest.raises(SaveError, match="is in the way, and no checkpoint"):
+        with pytest.raises(SaveError, match="exists and is not a checkpoint"):
             checkpointer.save(9, small_state())
-        with pytest.raises(SaveError, match="is in the way, and no checkpoint"):
+        with pytest.raises(SaveError, match="exists and is not a checkpoint"):
             checkpointer.save(10, small_state())
         with pytest.raises(MissingError, match="has no step 9"):
             checkpointer.at(9)
@@ -381,9 +381,9 @@ def _nested(depth: int) -> Any:
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
-        ({1: "a", "1": "b"}, "keys are texts, found 1"),
+        ({1: "a", "1": "b"}, "expected strings as keys, found 1"),
         (_nested(250), "nested more than 200 deep"),
-        ({"n": [10**5000]}, "an integer of so many digits"),
+        ({"n": [10**5000]}, "Python could not read so many digits"),
         ("x" * (256 * 2**20), "more than 268,435,456 bytes, the limit of a manifest"),
     ],
     ids=["keys", "nested", "digits", "large"],
@@ -405,7 +405,7 @@ def test_metadata_that_could_not_be_read(metadata: Any, words: str, tmp_path: Pa
     [
         ({1: 1, "1": 2}, "`extras`: expected a pytree of named leaves"),
         ({"x": np.ma.MaskedArray([1.0, 2.0], [True, False])}, "`extra/x`: a masked array"),
-        ({"x": 10**5000}, "`extra/x`: an integer of so many digits"),
+        ({"x": 10**5000}, "`extra/x`: Python could not read so many digits"),
     ],
 )
 def test_extras_that_would_not_come_back(extras: Any, words: str, tmp_path: Path) -> None:

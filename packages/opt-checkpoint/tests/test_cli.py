@@ -276,8 +276,11 @@ def test_convert_leaves_nothing_where_it_fails(
             (adam_file, "out", "job:more", "--written-by", "Adam"),
             "state/param_states/new: has no state",
         ),
-        ((adam_file, "plain", "job:adam", "--written-by", "Adam"), "is in the way"),
-        ((adam_file, "junk", "job:adam", "--written-by", "Adam"), "`junk` is no folder"),
+        (
+            (adam_file, "plain", "job:adam", "--written-by", "Adam"),
+            "exists and is not a checkpoint",
+        ),
+        ((adam_file, "junk", "job:adam", "--written-by", "Adam"), "junk` cannot be made"),
         (("junk", "out", "job:adam"), "damaged: the file is cut short"),
     ):
         code, out, err = cli("convert", *given)

@@ -289,7 +289,7 @@ def test_parameters_are_checked_like_any() -> None:
         ("Adagrad", {"eps": 1e-3}, r"sqrt\(G\) \+ eps"),
         ("Adafactor", {"epsilon2": 1e-2}, "`epsilon2`"),
         ("WeightNorm", {}, "no weight normalisation"),
-        ("DynamicScale", {}, "it is no optimizer"),
+        ("DynamicScale", {}, "it is not an optimizer"),
         ("MultiOptimizer", {}, r"`opt_core\.MultiOptimizer`"),
         ("Adamax", {}, "`flax.optim` has no `Adamax`"),
         ("Adam", {"b1": 0.8}, r"`flax\.optim\.Adam` has no `b1`; it has `learning_rate`, `beta1`"),

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from opt_checkpoint._disk.checkpointer import Checkpointer
 from opt_checkpoint._disk.foreign import ForeignStep, open_foreign, open_tree
-from opt_checkpoint._disk.foreign_steps import foreign_steps, is_orbax, own_item
-from opt_checkpoint._disk.orbax import list_steps
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
+from opt_checkpoint._disk.steps import foreign_steps, is_orbax, list_steps, own_item
 from opt_checkpoint._planning.rules import Pad, Rename, Rule, Stack, Unstack
 from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import ForeignError, LoadError
@@ -86,22 +84,6 @@ def find_steps(text: str) -> dict[str, Place]:
             number = str(int(digits[0]))
             places.setdefault(number, Place(f"{text}@{number}", root / name))
     return {number: places[number] for number in sorted(places, key=int)}
-
-
-def check_new_step(root: str, step: int) -> None:
-    """Checks that a step can be saved in a folder, before anything is touched there."""
-    folder = Path(root)
-    if not folder.is_dir():
-        if os.path.lexists(folder):
-            raise InputError(f"`{root}` is no folder")
-        return
-    steps = Checkpointer(folder, read_only=True).steps()
-    if steps and step <= steps[-1]:
-        raise InputError(
-            f"`{root}` has step {steps[-1]}, and steps only rise: {step} cannot be saved"
-        )
-    if os.path.lexists(folder / str(step)):
-        raise InputError(f"`{folder / str(step)}` is in the way, and no checkpoint")
 
 
 def parse_step(text: str) -> int:

@@ -17,7 +17,6 @@ from opt_core.errors import OptimizerError
 from opt_checkpoint._cli.inputs import (
     ACTIONS,
     InputError,
-    check_new_step,
     find_checkpoints,
     find_steps,
     make_optimizer,
@@ -29,6 +28,7 @@ from opt_checkpoint._cli.text import amount, one_line, say, say_folded, say_line
 from opt_checkpoint._disk.checkpointer import Checkpointer
 from opt_checkpoint._disk.foreign import ForeignStep, open_foreign
 from opt_checkpoint._disk.saved_step import SavedStep
+from opt_checkpoint._disk.steps import check_new
 from opt_checkpoint._disk.storage import Record
 from opt_checkpoint._legacy.restore import restore_legacy
 from opt_checkpoint._naming.schema import LeafInfo
@@ -214,7 +214,7 @@ def _convert(options: argparse.Namespace) -> int:
             target = view.put_back(optimizer, view.others)
         restored = view_of(target).optimizer
         step = int(restored.state.step) if options.step is None else options.step
-        check_new_step(options.root, step)
+        check_new(Path(options.root), step)  # before anything is touched there
         with Checkpointer(options.root) as checkpointer:
             checkpointer.save(step, target, metadata={"converted_from": path.name})
     except OptimizerError as error:

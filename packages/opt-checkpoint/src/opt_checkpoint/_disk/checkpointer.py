@@ -6,15 +6,13 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from opt_checkpoint._disk.background import at_exit, not_at_exit
-from opt_checkpoint._disk.foreign_steps import check_own, foreign_steps
-from opt_checkpoint._disk.newest import check_equal, list_own, newest
 from opt_checkpoint._disk.processes import together
 from opt_checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
 from opt_checkpoint._disk.saving import view_to_save
+from opt_checkpoint._disk.steps import check_equal, check_own, foreign_steps, list_own, newest
 from opt_checkpoint._disk.writer import Writer
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._planning.match import plan_restore
@@ -97,21 +95,10 @@ class Checkpointer:
         self._writer: Writer | None = None
         self._state = "open for reading: make a `Checkpointer` without `read_only=True` to save"
         if not read_only and not self._is_foreign():
-            self._writer = Writer(
-                self.directory,
-                async_save=async_save,
-                **steps,
-            )
+            self._writer = Writer(self.directory, async_save=async_save, **steps)
             at_exit(self._close_at_exit)
 
-    def save(
-        self,
-        step: int,
-        target: Any,
-        *,
-        metadata: Any = None,
-        extras: Any = None,
-    ) -> None:
+    def save(self, step: int, target: Any, *, metadata: Any = None, extras: Any = None) -> None:
         """Saves a step. It is saved, or there is an error: none is left out in silence.
 
         Args:
@@ -133,7 +120,7 @@ class Checkpointer:
             writer = self._open_writer()
             writer.wait()
             state = target if isinstance(target, NamedState) else view_to_save(target, extras)
-            writer.save(step, state, extras, metadata, self.latest_step())
+            writer.save(step, state, extras, metadata)
 
     def should_save(self, step: int) -> bool:
         """Whether a step is due: a multiple of `save_interval_steps`, or a preemption is near."""
@@ -169,12 +156,7 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except SaveError as failed:

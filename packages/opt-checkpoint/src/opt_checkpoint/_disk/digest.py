@@ -98,11 +98,12 @@ class Digests:
                 total[i] += _large_sums(words, place)
                 continue
             flat = words.reshape(-1)
-            index = None if place is None else _host_index(words.shape, place)
+            index = None if place is None else _index(np, words.shape, _of_words(place, words))
             for start in range(0, flat.size, _BLOCK):
                 block = flat[start : start + _BLOCK]
                 stop = start + block.size
-                yield i, block, np.arange(start, stop) if index is None else index[start:stop]
+                at = np.arange(start, stop) if index is None else index.reshape(-1)[start:stop]
+                yield i, block, at
 
 
 def digests(arrays: Sequence[Any]) -> list[str]:
@@ -143,8 +144,6 @@ def _distinct_parts(array: jax.Array) -> tuple[list[Any], list[_Place]]:
     """The parts of an array that this process answers for, and their places."""
     # Of all devices that hold the same part, in whatever process, one has the replica 0.
     shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-    if not array.shape:  # a copy of a scalar is all of it
-        return [shard.data for shard in shards], _WHOLE[: len(shards)]
     strides = _strides(array.shape)
     places: list[_Place] = [_place(shard.index, array.shape, strides) for shard in shards]
     return [shard.data for shard in shards], places
@@ -177,14 +176,13 @@ def _large_sums(words: Any, place: _Place) -> Any:
     """The sums of one part, by a program on the CPU; JAX may copy what that is given."""
     if place is None:  # One program for all shapes.
         words, place = words.reshape(-1, 1), [0, 1]
-    # The words of an element are a dimension more, whose stride is 1.
-    first, *strides = (at * words.shape[-1] for at in place)
+    place = _of_words(place, words)
     total = np.zeros(2, np.uint32)
     rows = max(_CHUNK * len(words) // words.nbytes, 1)
     for start in range(0, len(words), rows):
-        given = np.array([[first + start * strides[0], *strides, 1]], np.uint64)
+        first = (place[0] + start * place[1]) % 2**32
         on_device = jax.device_put(words[start : start + rows], jax.local_devices()[0])
-        total += np.asarray(_sums(on_device, given.astype(np.uint32)))[0]
+        total += np.asarray(_sums(on_device, np.array([[first, *place[1:]]], np.uint32)))[0]
     return total
 
 
@@ -222,13 +220,9 @@ def _place(index: Sequence[slice], shape: tuple[int, ...], strides: list[int]) -
     return [first % 2**32, *strides]
 
 
-def _host_index(shape: tuple[int, ...], place: list[int]) -> Any:
-    """The index in the whole array of every word of a part, uint64; flat."""
-    *sizes, k = shape
-    index = np.full((), place[0], np.uint64)
-    for size, stride in zip(sizes, place[1:], strict=True):
-        index = index[..., None] + np.arange(size, dtype=np.uint64) * np.uint64(stride)
-    return (index[..., None] * np.uint64(k) + np.arange(k, dtype=np.uint64)).reshape(-1)
+def _of_words(place: list[int], words: np.ndarray[Any, Any]) -> list[int]:
+    """A place in words: those of an element are one more dimension, whose stride is 1."""
+    return [*(at * words.shape[-1] % 2**32 for at in place), 1]
 
 
 def _shard_sums(shard: jax.Array, place: jax.Array) -> jax.Array:
@@ -238,7 +232,7 @@ def _shard_sums(shard: jax.Array, place: jax.Array) -> jax.Array:
     belong.
     """
     words = _words(shard)
-    index = _index(words[0].shape, place[0]) * np.uint32(len(words))
+    index = _index(jnp, words[0].shape, place[0]) * np.uint32(len(words))
     first = second = None
     for j, word in enumerate(words):
         at = index + np.uint32(j)
@@ -280,11 +274,11 @@ def _mixed(word: Any, index: Any) -> tuple[Any, Any]:
     return word, other ^ (other >> _15)
 
 
-def _index(shape: tuple[int, ...], place: jax.Array) -> jax.Array:
-    """The index in the whole array of every element of a part, modulo 2**32."""
-    index = jnp.broadcast_to(place[0], shape)
-    for dim in range(len(shape)):
-        index = index + lax.broadcasted_iota(jnp.uint32, shape, dim) * place[1 + dim]
+def _index(xp: Any, shape: tuple[int, ...], place: Any) -> Any:
+    """The index in the whole array of every element of a part, modulo 2**32; of NumPy or JAX."""
+    index = xp.full((), place[0], xp.uint32)
+    for dim, size in enumerate(shape):
+        index = index[..., None] + xp.arange(size, dtype=xp.uint32) * xp.uint32(place[1 + dim])
     return index
 
 

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from opt_checkpoint._disk.foreign_layout import STEP, Found, find
-from opt_checkpoint._disk.foreign_steps import foreign_steps, is_orbax, own_item
 from opt_checkpoint._disk.foreign_stores import Store, Stored, open_store
 from opt_checkpoint._disk.processes import together
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
+from opt_checkpoint._disk.steps import foreign_steps, is_orbax, own_item
 from opt_checkpoint._disk.storage import data_sharding, placed
 from opt_checkpoint._naming.names import update_counts
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema
@@ -152,12 +152,8 @@ def _with_counts(opened: ForeignStep) -> ForeignStep:
     leaves = [dataclasses.replace(x, value=values.get(x.name)) for x in opened.schema.leaves]
     made: dict[str, Any] = {}
     steps, is_clear = update_counts(leaves)
-    if (
-        STEP not in counts
-        and steps
-        and is_clear
-        and (step := next(iter(steps.values()))) is not None
-    ):
+    step = next(iter(steps.values()), None) if is_clear else None
+    if step is not None and STEP not in counts:
         made[STEP] = np.int32(step)
         at = sum(leaf.kind == "params" for leaf in leaves)
         leaves.insert(at, LeafInfo(("state", "step"), (), "int32", "state", value=step))

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from opt_core import Optimizer, children, flatten_with_paths, path_str
+from opt_core import Optimizer, children, path_str
 
-from opt_checkpoint._naming.names import NamedState
+from opt_checkpoint._naming.names import NamedState, named_leaves
 from opt_checkpoint._naming.schema import LeafInfo, Names
 from opt_checkpoint._targets.view import View
 from opt_checkpoint.errors import ForeignError
@@ -31,14 +31,6 @@ class Found:
     rest: tuple[Names, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """A subtree at a place."""
-
-    prefix: Names
-    keys: Mapping[Names, Names]  # by the path in it
-
-
 def find(
     folder: Path, view: View, named: NamedState, shapes: Mapping[Names, tuple[int, ...]]
 ) -> Found:
@@ -51,15 +43,15 @@ def find(
     found: dict[str, Names] = {}
     state = [info.name for info in infos if info.kind == "state" and info.name != STEP]
     spellings = list(_state_paths(view.optimizer))
-    at = _only(folder, "state", spellings, left)
-    found |= zip(state, at.keys.values(), strict=True)
-    trained = [path for path, x in flatten_with_paths(view.optimizer.target) if x is not None]
+    at, keys = _only(folder, "state", spellings, left)
+    found |= zip(state, keys.values(), strict=True)
+    trained = [path for path, _ in named_leaves(view.optimizer.target)]
     names = {info.path[1:]: info.name for info in infos if info.kind == "params"}
     left -= set(found.values())
-    place = _only(folder, "parameters", [[*trained, *view.others], trained], left, at.prefix)
-    found |= {names[path]: key for path, key in place.keys.items()}
+    _, keys = _only(folder, "parameters", [[*trained, *view.others], trained], left, at)
+    found |= {names[path]: key for path, key in keys.items()}
     left -= set(found.values())
-    steps = _nearest([key for key in left if shapes[key] == () and _is_step(key)], at.prefix)
+    steps = _nearest([key for key in left if shapes[key] == () and _is_step(key)], at)
     if len(steps) > 1:
         shown = ", ".join(f"`{path_str(key)}`" for key in sorted(steps))
         raise ForeignError(f"`{folder}`: several leaves may be the step: {shown}")
@@ -73,14 +65,14 @@ def find(
 def _state_paths(optimizer: Optimizer) -> Iterator[list[Names]]:
     """The paths of the leaves of a state: by fields, by positions, and as in a state dict."""
     state = optimizer.state.param_states
-    yield [names for names, leaf in flatten_with_paths(state) if leaf is not None]
+    yield [names for names, _ in named_leaves(state)]
     yield list(_indexed(state, ()))
     # In a state dict, groups share one tree by parameter. Objects without values mark the leaves.
     leaves, structure = jax.tree.flatten(optimizer.state)
     marks = [jax.ShapeDtypeStruct(np.shape(leaf), np.float32) for leaf in leaves]
     marked = optimizer.replace(state=jax.tree.unflatten(structure, marks))
     saved = marked.state_dict()["state"].get("param_states", {})
-    places = {id(leaf): names for names, leaf in flatten_with_paths(saved)}
+    places = {id(leaf): names for names, leaf in named_leaves(saved)}
     own = jax.tree.leaves(marked.state.param_states)
     if all(id(mark) in places for mark in own):
         yield [places[id(mark)] for mark in own]
@@ -98,27 +90,22 @@ def _indexed(node: Any, at: Names) -> Iterator[Names]:
 
 
 def _only(
-    folder: Path,
-    what: str,
-    choices: Sequence[Sequence[Names]],
-    left: set[Names],
-    near: Names = (),
-) -> _Part:
-    """The first choice of leaves that is there, at the place that is nearest to another."""
+    folder: Path, what: str, choices: Sequence[Sequence[Names]], left: set[Names], near: Names = ()
+) -> tuple[Names, Mapping[Names, Names]]:
+    """The first choice of leaves that is there: the place nearest to another, and keys by path."""
     if not choices[0]:
-        return _Part((), {})
+        return (), {}
     for paths in choices:
         parts = _parts(paths, left)
-        nearest = _nearest([part.prefix for part in parts], near)
-        parts = [part for part in parts if part.prefix in nearest]
-        for name in _PARAMS if len(parts) > 1 else ():
-            if preferred := [part for part in parts if part.prefix[-1:] == (name,)]:
-                parts = preferred
+        places = _nearest(list(parts), near)
+        for name in _PARAMS if len(places) > 1 else ():
+            if preferred := [place for place in places if place[-1:] == (name,)]:
+                places = preferred
                 break
-        if len(parts) == 1:
-            return parts[0]
-        if parts:
-            shown = ", ".join(f"`{path_str(part.prefix)}`" for part in parts)
+        if len(places) == 1:
+            return places[0], parts[places[0]]
+        if places:
+            shown = ", ".join(f"`{path_str(place)}`" for place in places)
             raise ForeignError(
                 f"`{folder}`: the {what} of `written_by` may be any of {shown}: open the folder of "
                 "one item, if they are several"
@@ -129,15 +116,15 @@ def _only(
     )
 
 
-def _parts(paths: Sequence[Names], left: set[Names]) -> list[_Part]:
-    """The places that hold these leaves and no others."""
+def _parts(paths: Sequence[Names], left: set[Names]) -> dict[Names, dict[Names, Names]]:
+    """The places that hold these leaves and no others, with the keys by path."""
     by_path = {key[:-1]: key for key in left if key[-1:] == _VALUE} | {key: key for key in left}
-    parts = []
+    parts = {}
     for prefix in sorted(_prefixes(paths[0], by_path)):
         keys = {path: by_path[at] for path in paths if (at := (*prefix, *path)) in by_path}
         inside = sum(key[: len(prefix)] == prefix for key in left)
         if len(keys) == len(paths) == inside:
-            parts.append(_Part(prefix, keys))
+            parts[prefix] = keys
     return parts
 
 

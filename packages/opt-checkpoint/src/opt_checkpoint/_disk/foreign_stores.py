@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
@@ -15,13 +15,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from jax.sharding import Sharding, SingleDeviceSharding
-from opt_core import flatten_with_paths
 
-from opt_checkpoint._disk.foreign_steps import INDEX, ITEM_MARK
 from opt_checkpoint._disk.orbax import restore_args, tried
-from opt_checkpoint._disk.storage import is_wide
+from opt_checkpoint._disk.steps import INDEX, ITEM_MARK
 from opt_checkpoint._legacy.layouts import PLACEHOLDER, is_elsewhere
 from opt_checkpoint._legacy.read import read_legacy
+from opt_checkpoint._naming.names import is_wide, named_leaves
 from opt_checkpoint._naming.schema import Names
 from opt_checkpoint.errors import LoadError
 
@@ -69,14 +68,14 @@ class OrbaxTree:
         kinds = ocp.metadata.ArrayMetadata, ocp.metadata.ScalarMetadata
         return {
             names: Stored(tuple(m.shape), str(m.dtype), isinstance(m, kinds[1]))
-            for names, m in flatten_with_paths(self._tree)
+            for names, m in named_leaves(self._tree)
             if isinstance(m, kinds)
         }
 
     def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
         """Reads with Orbax: each device its share."""
         metas, structure = jax.tree.flatten(self._tree)
-        paths = [names for names, meta in flatten_with_paths(self._tree) if meta is not None]
+        paths = [names for names, _ in named_leaves(self._tree)]
         items = [
             jax.ShapeDtypeStruct(tuple(m.shape), m.dtype) if names in wanted else ocp.PLACEHOLDER
             for names, m in zip(paths, metas, strict=True)
@@ -112,8 +111,8 @@ class IndexedArrays:
     folder: Path
 
     @cached_property
-    def _entries(self) -> Mapping[Names, tuple[Stored, Callable[[Any], Any]]]:
-        """What each leaf is, and what reads a part of it."""
+    def _found(self) -> Mapping[Names, Any]:
+        """Numbers and arrays in the file, and open stores of those next to it."""
         found = dict(_flat(read_legacy(self.folder / INDEX), ()))
         opened = {
             names: ts.open(
@@ -124,26 +123,24 @@ class IndexedArrays:
             for names, leaf in found.items()
             if isinstance(leaf, str)
         }
-        for names, future in opened.items():
-            found[names] = tried(self.folder, future.result)
-        return {names: self._entry(names, leaf) for names, leaf in found.items()}
-
-    def _entry(self, names: Names, leaf: Any) -> tuple[Stored, Callable[[Any], Any]]:
-        if not isinstance(leaf, ts.TensorStore):
-            array = np.asarray(leaf)
-            stored = Stored(array.shape, str(array.dtype), isinstance(leaf, int | float))
-            return stored, array.__getitem__
-        if leaf.dtype.name == "uint16":
-            raise LoadError(
-                f"`{self.folder}`: `{'/'.join(names)}` is uint16: before version 3, T5X wrote "
-                "bfloat16 so. Convert it with T5X"
-            )
-        return Stored(leaf.shape, leaf.dtype.name), lambda index: leaf[index].read().result()
+        return found | {n: tried(self.folder, future.result) for n, future in opened.items()}
 
     @cached_property
     def leaves(self) -> Mapping[Names, Stored]:
-        """Arrays in the file and beside it."""
-        return {names: stored for names, (stored, _) in self._entries.items()}
+        """Arrays in the file and next to it."""
+        return {names: self._stored(names, leaf) for names, leaf in self._found.items()}
+
+    def _stored(self, names: Names, leaf: Any) -> Stored:
+        if not isinstance(leaf, ts.TensorStore):
+            return Stored(
+                np.shape(leaf), str(np.asarray(leaf).dtype), isinstance(leaf, int | float)
+            )
+        if leaf.dtype.name == "uint16":
+            raise LoadError(
+                f"`{self.folder}`: `{'/'.join(names)}` is uint16, which is how T5X stored bfloat16 "
+                "before version 3. Convert it with T5X"
+            )
+        return Stored(leaf.shape, leaf.dtype.name)
 
     def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
         """Reads with TensorStore: each device its share."""
@@ -153,7 +150,12 @@ class IndexedArrays:
         )
 
     def _read(self, names: Names, sharding: Sharding | None) -> Any:
-        stored, part = self._entries[names]
+        stored, leaf = self.leaves[names], self._found[names]
+
+        def part(index: Any) -> Any:
+            is_store = isinstance(leaf, ts.TensorStore)
+            return leaf[index].read().result() if is_store else np.asarray(leaf)[index]
+
         if stored.is_number or is_wide(jnp.dtype(stored.dtype)):
             return part(...)
         place = sharding or SingleDeviceSharding(jax.local_devices()[0])

@@ -11,24 +11,16 @@ from typing import Any
 
 from opt_checkpoint._disk.storage import PYTHON, Record, check, is_readable
 from opt_checkpoint._naming.schema import LeafInfo, Schema
-from opt_checkpoint.errors import (
-    DamagedError,
-    LeafError,
-    LoadError,
-    MissingError,
-    VersionError,
-)
+from opt_checkpoint.errors import DamagedError, LeafError, LoadError, MissingError, VersionError
 
 FORMAT_VERSION = 1
 FILE_NAME = "manifest.json"
-# The first release that reads `FORMAT_VERSION`.
-NEEDS = "0.1.0"
-# What a manifest may hold; more is an error before memory is taken for it.
+NEEDS = "0.1.0"  # the first release that reads `FORMAT_VERSION`
+# What a manifest may hold; more is an error before memory is allocated for it.
 MAX_BYTES, MAX_ITEMS = 256 * 2**20, 16_000_000
-# Of metadata: well below what any stack of calls leaves room for.
-_MAX_DEPTH = 200
-# Of a digest, with quotes and a comma, and of all that is in every manifest.
-_DIGEST_BYTES, _FIXED_BYTES = 19, 200
+_MAX_DEPTH = 200  # of metadata: leaves room on any call stack
+_DIGEST_BYTES = 19  # with quotes and a comma
+_FIXED_BYTES = 200  # what every manifest holds besides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +88,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
     whole = _parse(data, where)
     version = whole.get("format_version")
     if type(version) is not int or version < 1:
-        raise LoadError(f"`{where}`: expected `format_version`, found none: it is no manifest")
+        raise LoadError(f"`{where}` is not a manifest: expected `format_version`")
     if version > FORMAT_VERSION:
         raise VersionError(
             f"`{where}`: written in format {version}, which needs opt-checkpoint >= "
@@ -104,7 +96,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
         )
     body = whole.get("manifest")
     if hashlib.sha256(_canonical(body)).hexdigest() != whole.get("sha256"):
-        raise DamagedError(f"`{where}`: its SHA-256 is not the one written in it: damaged")
+        raise DamagedError(f"`{where}` is damaged: its SHA-256 is not the one written in it")
     try:
         return _from_data(body)
     except LoadError as error:
@@ -116,8 +108,8 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
       DamagedError: it is not what was written, or is missing.
-      LoadError: it is no manifest, or too large a one.
-      MissingError: there is no such folder.
+      LoadError: it is not a manifest, or too large.
+      MissingError: the folder does not exist.
       VersionError: a newer format.
     """
     beside = folder / FILE_NAME
@@ -139,21 +131,19 @@ def _from_data(body: Any) -> Manifest:
     )
     number, digests, values = step["number"], body["digests"], step["values"]
     if type(number) is not int or number < 0:
-        raise LoadError(f"expected a step from 0 on, found {number!r:.40}")
+        raise LoadError(f"expected a non-negative step, found {number!r:.40}")
     schema = Schema.from_data(body["schema"])
     if len(digests) != len(schema.leaves):
-        raise LoadError(
-            f"expected {len(schema.leaves)} digests, as many as leaves, found {len(digests)}"
-        )
+        raise LoadError(f"{len(digests)} digests of {len(schema.leaves)} leaves")
     leaves, records = [], {}
     for leaf, digest in zip(schema.leaves, digests, strict=True):
         name, value = leaf.name, values.get(leaf.name)
         is_count = value is not None and leaf.dtype != PYTHON
         record = Record(digest, step["impls"].get(name), None if is_count else value)
         if not isinstance(digest or "", str) or not isinstance(record.impl or "", str):
-            raise LoadError(f"`{name:.200}`: its record is malformed")
+            raise LoadError(f"`{name:.200}`: malformed record")
         if is_count and type(value) is not int:
-            raise LoadError(f"`{name:.200}`: expected an integer as its value")
+            raise LoadError(f"`{name:.200}`: expected an integer, found {value!r:.40}")
         check(leaf, record)
         records[name] = record
         leaves.append(dataclasses.replace(leaf, value=value) if is_count else leaf)
@@ -186,7 +176,7 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
     except RecursionError:
         raise LoadError(f"`{where}`: nested too deeply for a manifest") from None
     except ValueError as error:
-        raise DamagedError(f"`{where}`: no JSON: {error!s:.200}") from None
+        raise DamagedError(f"`{where}` is not JSON: {error!s:.200}") from None
     if not isinstance(whole, dict):
         raise LoadError(f"`{where}`: expected a mapping, found {type(whole).__name__}")
     return whole
@@ -207,10 +197,10 @@ def _check_json(data: Any, depth: int) -> None:
     if depth > _MAX_DEPTH:
         raise ValueError(f"nested more than {_MAX_DEPTH} deep")
     if isinstance(data, int) and not is_readable(data):
-        raise ValueError("an integer of so many digits is not read again")
+        raise ValueError("Python could not read so many digits again")
     if isinstance(data, dict):
         if odd := [key for key in data if not isinstance(key, str)]:
-            raise TypeError(f"keys are texts, found {odd[0]!r:.80}")
+            raise TypeError(f"expected strings as keys, found {odd[0]!r:.80}")
         data = data.values()
     elif not isinstance(data, list | tuple):
         return
@@ -221,5 +211,5 @@ def _check_json(data: Any, depth: int) -> None:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key occurs twice")
     return found

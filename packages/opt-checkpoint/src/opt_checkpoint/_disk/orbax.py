@@ -1,4 +1,4 @@
-"""What Orbax is told: how a manifest is written beside the arrays, and which files are steps."""
+"""Orbax's handlers and options: a manifest next to the arrays, and which folders are steps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from orbax.checkpoint.path import step as step_lib
 from opt_checkpoint._disk.durable import DurablePath
 from opt_checkpoint._disk.manifest import FILE_NAME
 from opt_checkpoint._disk.saving import Saving
-from opt_checkpoint._disk.storage import is_wide
+from opt_checkpoint._disk.steps import LEAVES, MANIFEST, list_steps
+from opt_checkpoint._naming.names import is_wide
 from opt_checkpoint.errors import CheckpointError, DamagedError, MissingError
 
-LEAVES, MANIFEST, TRASH = "leaves", "manifest", "trash"
+TRASH = "trash"
 _SUMS = "sums.{}"
 _T = TypeVar("_T")
 
@@ -78,7 +79,7 @@ class ManifestSave(ocp.args.CheckpointArgs):
 
 
 class StepNames(step_lib.NameFormat[step_lib.Metadata]):
-    """Steps are folders named by a number that hold a manifest; all else in the root is ignored."""
+    """Steps are the folders named by a number that hold a manifest."""
 
     def build_name(self, step: int) -> str:
         """Returns the name of a step's folder."""
@@ -90,27 +91,10 @@ class StepNames(step_lib.NameFormat[step_lib.Metadata]):
             yield step_lib.Metadata(step=step, path=base_path / str(step))
 
     def find_step(self, base_path: Any, step: int) -> step_lib.Metadata:
-        """Returns where a step is; Orbax expects a `ValueError` where there is none."""
+        """Returns where a step is; Orbax expects a `ValueError` if it does not exist."""
         if step not in list_steps(Path(base_path)):
             raise ValueError(f"no step {step} in `{base_path}`")
         return step_lib.Metadata(step=step, path=base_path / str(step))
-
-
-def list_steps(root: Path) -> list[int]:
-    """Returns the steps in a folder, the oldest first; follows no link."""
-    if not root.is_dir():
-        return []
-    steps = (_step(path) for path in root.iterdir())
-    return sorted(step for step in steps if step is not None)
-
-
-def _step(path: Path) -> int | None:
-    name = path.name
-    if not (name.isascii() and name.isdecimal() and str(int(name)) == name):
-        return None
-    if path.is_symlink() or not (path / MANIFEST).is_dir():
-        return None
-    return int(name)
 
 
 def open_manager(

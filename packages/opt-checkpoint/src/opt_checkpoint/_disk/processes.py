@@ -1,4 +1,4 @@
-"""Errors that every process of a run learns of, so that none waits for one that has given up."""
+"""Errors that all processes of a run raise together, so that none waits for one that failed."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ def agree(error: CheckpointError | None) -> None:
     if jax.process_count() > 1:
         mine = f"{type(error).__name__} {error}".encode() if error is not None else b""
         padded = np.frombuffer(mine[:_BYTES].ljust(_BYTES, b"\0"), np.uint8)
-        told = np.asarray(multihost_utils.process_allgather(padded))
-        for process, message in enumerate(told if error is None else ()):
+        every = np.asarray(multihost_utils.process_allgather(padded))
+        for process, message in enumerate(every if error is None else ()):
             kind, _, text = message.tobytes().rstrip(b"\0").decode(errors="replace").partition(" ")
             if kind:
-                raise _kind(kind)(f"process {process}: {text}")
+                own = kind != "PlanError"  # that one carries a plan
+                found = getattr(errors, kind, CheckpointError) if own else CheckpointError
+                raise found(f"process {process}: {text}")
     if error is not None:
         raise error
 
@@ -53,10 +55,3 @@ def are_equal(data: bytes) -> bool:
     mine = np.frombuffer(hashlib.sha256(data).digest(), np.uint8)
     all_ = np.asarray(multihost_utils.process_allgather(mine))
     return bool((all_ == all_[0]).all())
-
-
-def _kind(name: str) -> type[CheckpointError]:
-    if name in errors.__all__ and name != "PlanError":  # That one carries a plan.
-        found: type[CheckpointError] = getattr(errors, name)
-        return found
-    return CheckpointError

@@ -13,16 +13,16 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
-from opt_core import flatten_with_paths
 
 from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk import storage as _storage
 from opt_checkpoint._disk.digest import bound, digests
-from opt_checkpoint._disk.foreign_steps import describe, is_orbax, own_item
 from opt_checkpoint._disk.manifest import Manifest, read_manifest
 from opt_checkpoint._disk.processes import is_first, together
 from opt_checkpoint._disk.saving import EXTRA
+from opt_checkpoint._disk.steps import describe, is_orbax, own_item
 from opt_checkpoint._disk.storage import is_stored
+from opt_checkpoint._naming.names import named_leaves
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name
 from opt_checkpoint._planning.functions import abstract
 from opt_checkpoint.errors import (
@@ -131,17 +131,12 @@ class SavedStep:
             read = self.read({info.name: abstract(info) for info in infos.values()})
             nested = _storage.nest({path: read[info.name] for path, info in infos.items()})
             return nested.get(EXTRA)
-        flat = [((EXTRA, *path), leaf) for path, leaf in flatten_with_paths(like)]
-        wanted = {}
-        for path, leaf in flat:
-            if leaf is None:
-                continue
-            if path not in infos:
-                raise MissingError(f"`{self.path}`: no `{leaf_name(path)}` was saved")
-            wanted[leaf_name(path)] = _like(infos[path], leaf)
-        read = self.read(wanted)
-        leaves = [None if leaf is None else read[leaf_name(path)] for path, leaf in flat]
-        return jax.tree.unflatten(jax.tree.structure(like, is_leaf=lambda x: x is None), leaves)
+        flat = [((EXTRA, *path), leaf) for path, leaf in named_leaves(like)]
+        if gone := [leaf_name(path) for path, _ in flat if path not in infos]:
+            raise MissingError(f"`{self.path}`: no `{gone[0]}` was saved")
+        read = self.read({leaf_name(path): _like(infos[path], leaf) for path, leaf in flat})
+        leaves = [read[leaf_name(path)] for path, _ in flat]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def validate(self, *, level: Level = "digests") -> StepReport:
         """Checks the step; see `Checkpointer.validate`."""

@@ -9,13 +9,13 @@ from typing import Any, Final
 
 import jax
 import numpy as np
-from opt_core import describe_state, flatten_with_paths
+from opt_core import describe_state
 
 from opt_checkpoint._disk import digest as _digest
 from opt_checkpoint._disk import storage as _storage
 from opt_checkpoint._disk.manifest import check_size, encode, encode_schema, encode_step
 from opt_checkpoint._disk.processes import are_equal
-from opt_checkpoint._naming.names import NamedState, count_of
+from opt_checkpoint._naming.names import NamedState, count_of, named_leaves
 from opt_checkpoint._naming.schema import LeafInfo, Schema
 from opt_checkpoint._targets.named import named_view
 from opt_checkpoint._targets.view import View, view_of
@@ -161,7 +161,7 @@ def view_to_save(target: Any, extras: Any = None, *, is_item: bool = False) -> V
 def extra_leaves(extras: Any) -> tuple[list[LeafInfo], list[Any]]:
     """Returns what each leaf of a pytree is, under `extra/`, and the leaves."""
     try:
-        flat = [(path, leaf) for path, leaf in flatten_with_paths(extras) if leaf is not None]
+        flat = named_leaves(extras)
     except (TypeError, ValueError) as error:
         text = " ".join(str(error).split())[:200]
         raise LeafError(f"`extras`: expected a pytree of named leaves: {text}") from error

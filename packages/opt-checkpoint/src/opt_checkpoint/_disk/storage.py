@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from opt_checkpoint._naming.schema import LeafInfo, Names
+from opt_checkpoint._naming.names import is_wide
+from opt_checkpoint._naming.schema import DTYPES, LeafInfo, Names
 from opt_checkpoint.errors import CheckpointError, LeafError, LoadError
 
 PYTHON = "python"
@@ -23,16 +24,6 @@ _INT64_MAX = 2**63 - 1
 _WALKED = 2**31  # On CPU, JAX walks through the other sizes of an empty array.
 # The data of a PRNG key in whole words, as of the largest of JAX's implementations.
 _KEY_DATA, _KEY_DTYPE = (4,), "uint32"
-
-# What TensorStore's zarr driver writes and reads back bit for bit.
-DTYPES = frozenset(
-    {
-        *("bool", "int2", "int4", "int8", "int16", "int32", "int64"),
-        *("uint8", "uint16", "uint32", "uint64", "bfloat16", "float16", "float32", "float64"),
-        *("complex64", "complex128", "float4_e2m1fn", "float8_e4m3b11fnuz", "float8_e4m3fn"),
-        *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,26 +69,23 @@ def to_store(info: LeafInfo, leaf: Any) -> Any:
     """
     if info.dtype == PYTHON:
         if type(leaf) is int and not is_readable(leaf):
-            raise LeafError(f"`{info.name}`: an integer of so many digits is not read again")
+            raise LeafError(f"`{info.name}`: Python could not read so many digits again")
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer):
-        raise LeafError(f"`{info.name}`: expected an array, found `{leaf}`: it has no value")
+        raise LeafError(f"`{info.name}`: expected an array, found `{leaf}`, which has no value")
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
         raise LeafError(
             f"`{info.name}`: the array has been donated or deleted: save it before the step that "
             "donates it"
         )
     if isinstance(leaf, np.ma.MaskedArray):
-        raise LeafError(
-            f"`{info.name}`: a masked array cannot be saved: its mask would be lost. Save `.data` "
-            "and `.mask`, or `.filled()`"
-        )
+        raise LeafError(f"`{info.name}`: the mask would be lost. Save `.data` and `.mask`")
     if info.is_key:
         _check_shape(info, LeafError)
         if not isinstance(jax.random.key_impl(leaf), str):
             raise LeafError(
-                f"`{info.name}`: a PRNG key of an implementation without a name cannot be saved; "
-                "register it, or keep `jax.random.key_data` of it"
+                f"`{info.name}`: this type of PRNG keys has no name: register it, or save "
+                "`jax.random.key_data`"
             )
         return jax.random.key_data(leaf)
     if not isinstance(leaf, jax.Array | np.ndarray):
@@ -144,30 +132,25 @@ def placed(array: np.ndarray[Any, Any], sharding: Sharding | None) -> Any:
     return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
 
 
-def is_wide(dtype: Any) -> bool:
-    """Whether JAX cannot hold it, as 64 bits by default."""
-    return bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
-
-
 def _key(impl: str | None) -> jax.Array:
     try:
         return jax.random.key(0, impl=impl)
     except ValueError as error:
-        raise LoadError(f"no PRNG keys of `{impl!s:.40}` here: {error!s:.200}") from None
+        raise LoadError(f"this JAX has no PRNG keys of `{impl!s:.40}`: {error!s:.200}") from None
 
 
 def check(info: LeafInfo, record: Record) -> None:
     """Raises a `LoadError` unless a record that was read can be that of the leaf."""
     where = f"`{info.name:.200}`"
-    if not (info.is_key or info.dtype in DTYPES or info.dtype == PYTHON):
-        raise LoadError(f"{where}: `{info.dtype:.40}` is no dtype of a checkpoint")
     _check_shape(info, LoadError)
     if (info.dtype == PYTHON) != is_scalar(record.scalar):
         raise LoadError(f"{where}: {info.dtype:.40} with a value of {type(record.scalar).__name__}")
     if info.is_key != (record.impl is not None):
-        raise LoadError(f"{where}: {info.dtype:.40} is of no implementation `{record.impl!s:.40}`")
+        raise LoadError(f"{where}: {info.dtype:.40} with the key type `{record.impl!s:.40}`")
     if is_stored(info) != (record.digest is not None):
-        raise LoadError(f"{where}: {list(info.shape)!s:.80}: expected a digest where it has bits")
+        raise LoadError(
+            f"{where}: expected a digest if and only if {list(info.shape)!s:.80} has bits"
+        )
 
 
 def _check_shape(info: LeafInfo, error: type[CheckpointError]) -> None:
@@ -178,7 +161,7 @@ def _check_shape(info: LeafInfo, error: type[CheckpointError]) -> None:
     sizes, dtype = info.shape, info.dtype
     if info.dtype == PYTHON:
         if sizes:
-            raise error(f"`{info.name:.200}`: a Python scalar has no sizes, found {len(sizes)}")
+            raise error(f"`{info.name:.200}`: expected a Python scalar, found {len(sizes)} sizes")
         return
     if info.is_key:
         sizes, dtype = (*sizes, *_KEY_DATA), _KEY_DTYPE
@@ -195,7 +178,7 @@ def _check_shape(info: LeafInfo, error: type[CheckpointError]) -> None:
         if nbytes > most:
             raise error(
                 f"`{info.name:.200}`: {info.dtype:.40}{list(info.shape)!s:.80} is larger than any "
-                f"memory: at most {most:,} bytes, not counting sizes of 0"
+                f"memory: expected at most {most:,} bytes, not counting sizes of 0"
             )
 
 
@@ -218,8 +201,8 @@ def nest(flat: Mapping[Names, Any]) -> dict[str, Any]:
             inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
         if not isinstance(inner, dict) or path[-1] in inner:
             raise LeafError(
-                f"`{'/'.join(path)}`: another leaf's name is the beginning of its name, or the "
-                "same: rename one of them"
+                f"`{'/'.join(path)}`: another leaf has the same name, or its name is the beginning "
+                "of this one: rename one of them"
             )
         inner[path[-1]] = value
     return tree

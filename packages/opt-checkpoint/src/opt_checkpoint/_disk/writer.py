@@ -19,6 +19,7 @@ from opt_checkpoint._disk.durable import sync, temporary_paths
 from opt_checkpoint._disk.lock import WriterLock
 from opt_checkpoint._disk.processes import agree, is_first, together
 from opt_checkpoint._disk.saving import Layout, Saving
+from opt_checkpoint._disk.steps import LEAVES, MANIFEST, check_new, list_steps
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._targets.view import View
 from opt_checkpoint.errors import CheckpointError, LockError, MissingError, SaveError
@@ -56,19 +57,17 @@ class Writer:
             self._release()
             raise
 
-    def save(
-        self, step: int, target: View | NamedState, extras: Any, metadata: Any, latest: int | None
-    ) -> None:
-        """Saves a step, above the latest that is there; see `Checkpointer.save`."""
+    def save(self, step: int, target: View | NamedState, extras: Any, metadata: Any) -> None:
+        """Saves a step; see `Checkpointer.save`."""
         with together():
-            self._check(step, latest)
+            self._check(step)
             saving = Saving.prepare(step, target, extras, metadata, self._layout)
             tree = saving.tree()
         saving.check_equal(f"step {step} is not saved")
         if self._failed:
             self._clean()
-        args: dict[str, Any] = {_orbax.LEAVES: ocp.args.PyTreeSave(tree)} if tree else {}
-        args |= {_orbax.MANIFEST: _orbax.ManifestSave(saving)}
+        args: dict[str, Any] = {LEAVES: ocp.args.PyTreeSave(tree)} if tree else {}
+        args |= {MANIFEST: _orbax.ManifestSave(saving)}
         self._saving = step
         where = f"step {step} in `{self._directory}`"
         with self._failing(f"{where}: not saved", step):
@@ -130,27 +129,20 @@ class Writer:
         self.passed.discard(step)
         self._clean()
 
-    def _check(self, step: int, latest: int | None) -> None:
+    def _check(self, step: int) -> None:
         if self._lock is not None:
             self._lock.check()
         if type(step) is not int or step < 0:
             raise SaveError(f"`step`: expected a non-negative integer, found {step!r:.80}")
-        if latest is not None and step <= latest:
-            raise SaveError(
-                f"step {step} is not saved: `{self._directory}` has step {latest}. Steps only "
-                f"rise; after a fall back to an earlier step, call `discard_after` first"
-            )
-        if passed := sorted(self.passed.intersection(_orbax.list_steps(self._directory))):
+        check_new(self._directory, step)
+        if passed := sorted(self.passed.intersection(list_steps(self._directory))):
             raise SaveError(
                 f"step {step} is not saved: `latest_valid` has passed over {passed}, which would "
                 f"be kept in place of good ones: call `discard_after({passed[0] - 1})` first"
             )
-        path = self._directory / str(step)
-        if path.exists() or path.is_symlink():
-            raise SaveError(f"step {step} is not saved: `{path}` is in the way, and no checkpoint")
 
     def _has(self, step: int) -> bool:
-        return step in _orbax.list_steps(self._directory)
+        return step in list_steps(self._directory)
 
     @contextmanager
     def _failing(self, what: str, step: int | None = None) -> Iterator[None]:

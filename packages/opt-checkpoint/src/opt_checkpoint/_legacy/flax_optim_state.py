@@ -11,6 +11,7 @@ from opt_core import Optimizer, describe_state, flatten_with_paths, to_state_dic
 from opt_optax_bridge import OptaxWrapper
 
 from opt_checkpoint._legacy.flax_optim import EQUALS, Equal, equal_of
+from opt_checkpoint._naming.names import named_leaves
 from opt_checkpoint._naming.schema import Names, leaf_name
 from opt_checkpoint.errors import EquivalenceError, LoadError
 
@@ -40,8 +41,7 @@ def is_per_parameter(target: Any, param_states: Any) -> bool:
 
 def entries_of(optimizer: Optimizer, param_states: Any) -> dict[Names, Any]:
     """Returns the dict that a state dict has for each parameter of an optimizer, or `None`."""
-    paths = [path for path, leaf in flatten_with_paths(optimizer.target) if leaf is not None]
-    found = {path: get_at(param_states, path) for path in paths}
+    found = {path: get_at(param_states, path) for path, _ in named_leaves(optimizer.target)}
     return {path: entry if isinstance(entry, Mapping) else None for path, entry in found.items()}
 
 

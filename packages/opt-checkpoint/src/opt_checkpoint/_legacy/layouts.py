@@ -17,7 +17,10 @@ from opt_checkpoint.errors import LoadError, VersionError
 _T5X_VERSION = 3
 _NAMED_TUPLE = {"name", "fields", "values"}
 PLACEHOLDER = "PLACEHOLDER://"
-_DYNAMIC_SCALE = {"fin_steps", "scale"}
+DYNAMIC_SCALE = (
+    "it is not an optimizer. It lives on as `flax.training.dynamic_scale.DynamicScale`, which "
+    "takes its file: `flax.serialization.from_state_dict(DynamicScale(), read_legacy(file))`"
+)
 
 
 def optimizer_part(contents: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,12 +52,8 @@ def optimizer_part(contents: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unknown(contents: Mapping[str, Any]) -> str:
-    if set(contents) == _DYNAMIC_SCALE:
-        return (
-            "this is a `flax.optim.DynamicScale`, no optimizer. It lives on as "
-            "`flax.training.dynamic_scale.DynamicScale`, which takes it: "
-            "`flax.serialization.from_state_dict(DynamicScale(), read_legacy(file))`."
-        )
+    if set(contents) == {"fin_steps", "scale"}:
+        return f"this is a `flax.optim.DynamicScale`: {DYNAMIC_SCALE}."
     found = ", ".join(sorted(contents)[:10]) or "nothing"
     return (
         "this is no optimizer's checkpoint: expected the keys `target` and `state` (`flax.optim`), "

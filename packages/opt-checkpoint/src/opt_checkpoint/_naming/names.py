@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -22,6 +22,8 @@ from opt_checkpoint._naming.schema import (
     Names,
     Schema,
     leaf_name,
+    numbered,
+    state_path,
 )
 from opt_checkpoint.errors import LeafError
 
@@ -61,14 +63,15 @@ def _placed(leaf: Any, sharding: Any) -> Any:
     """A copy: what is restored can be donated, and what was saved stays."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise LeafError(f"found {leaf} where a value is needed: the named state is abstract")
-    if not isinstance(leaf, jax.Array):
-        leaf = np.array(leaf)
-        if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-            return leaf
-        leaf = jnp.array(leaf)
-    else:
-        leaf = jnp.copy(leaf)
+    if not isinstance(leaf, jax.Array) and is_wide((leaf := np.array(leaf)).dtype):
+        return leaf
+    leaf = jnp.array(leaf)
     return leaf if sharding is None else jax.device_put(leaf, sharding)
+
+
+def is_wide(dtype: Any) -> bool:
+    """Whether JAX cannot hold a dtype, as 64 bits by default."""
+    return bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
 
 
 def named_state(
@@ -79,7 +82,7 @@ def named_state(
     Raises:
       LeafError: two leaves would have one name.
     """
-    params = _paths(optimizer.target)
+    params = named_leaves(optimizer.target)
     infos = [*_model_infos(params), *_state_infos(optimizer)]
     if param_axes is not None:
         infos = _with_axes(infos, optimizer, param_axes)
@@ -108,10 +111,9 @@ def _state_infos(optimizer: Optimizer) -> Iterator[LeafInfo]:
         yield leaf_info(step, ("state", "step"), "state")
     leaves = jax.tree.leaves(optimizer.state.param_states)
     for leaf, told in zip(leaves, describe_state(optimizer).leaves, strict=True):
-        name = told.transformation if told.number == 1 else f"{told.transformation}#{told.number}"
-        prefix = [part for label in told.group for part in ("groups", label)]
+        name = numbered(told.transformation, told.number)
         yield LeafInfo(
-            path=("state", *prefix, name, *told.field, *(told.parameter or ())),
+            path=(*state_path(told.group, name), *told.field, *(told.parameter or ())),
             shape=tuple(np.shape(leaf)),
             dtype=_dtype(leaf),
             kind="state",
@@ -132,15 +134,8 @@ def _dtype(leaf: Any) -> str:
     return str(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
 
 
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
-
-
-def _paths(tree: Any) -> list[tuple[Names, Any]]:
-    """The leaves of a tree with their paths, in the order of JAX."""
+def named_leaves(tree: Any) -> list[tuple[Names, Any]]:
+    """Returns the leaves of a tree with their paths, in the order of JAX."""
     return [(names, leaf) for names, leaf in flatten_with_paths(tree) if leaf is not None]
 
 
@@ -195,25 +190,19 @@ def _with_axes(infos: list[LeafInfo], optimizer: Optimizer, param_axes: Any) -> 
 
 def _groups(optimizer: Optimizer) -> dict[str, tuple[Names, ...]]:
     """The parameters of each group; those of none are frozen."""
-    found: dict[str, tuple[Names, ...]] = {}
-    target = jax.tree.map(_abstract, optimizer.target)
-    params = {id(leaf): path for path, leaf in _paths(target)}
-    for group, part in leaf_groups(optimizer.replace(target=target)):
-        if group:
-            own = [params.pop(id(leaf)) for leaf in jax.tree.leaves(part.target)]
-            found[leaf_name(group)] = tuple(own)
-    if found and params:
+    found = {
+        leaf_name(group): tuple(path for path, _ in named_leaves(part.target))
+        for group, part in leaf_groups(optimizer)
+        if group
+    }
+    trained = {path for paths in found.values() for path in paths}
+    frozen = [path for path, _ in named_leaves(optimizer.target) if path not in trained]
+    if found and frozen:
         # No group is called so: `~` is escaped in the names of groups.
-        found["frozen" if "frozen" not in found else "~frozen"] = tuple(params.values())
+        found["frozen" if "frozen" not in found else "~frozen"] = tuple(frozen)
     return found
 
 
 @functools.cache  # the metadata of a distribution take milliseconds to parse
 def _versions() -> Mapping[str, str]:
-    found = {}
-    for library in _LIBRARIES:
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {library: version(library) for library in _LIBRARIES}

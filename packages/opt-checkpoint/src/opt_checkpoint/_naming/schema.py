@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 from opt_core import LeafDescription, TransformationDescription
 from opt_core.json_records import read_record, record_data
 
@@ -16,6 +15,16 @@ from opt_checkpoint.errors import LoadError
 
 Names = tuple[str, ...]
 Kind: TypeAlias = Literal["params", "state", "extra"]
+
+# What TensorStore's zarr driver writes and reads back bit for bit.
+DTYPES = frozenset(
+    {
+        *("bool", "int2", "int4", "int8", "int16", "int32", "int64"),
+        *("uint8", "uint16", "uint32", "uint64", "bfloat16", "float16", "float32", "float64"),
+        *("complex64", "complex128", "float4_e2m1fn", "float8_e4m3b11fnuz", "float8_e4m3fn"),
+        *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    }
+)
 
 
 def leaf_name(path: Sequence[str]) -> str:
@@ -113,14 +122,14 @@ class LeafInfo:
         )
 
 
-def numbered(made: TransformationDescription) -> str:
-    """Returns what the leaves of a transformation are called: `'adam#2'` of the second of its like.
+def numbered(name: str, number: int) -> str:
+    """Returns what names of leaves have for a transformation: `'adam#2'` for the second `adam`."""
+    return name if number == 1 else f"{name}#{number}"
 
-    Examples:
-      >>> [numbered(TransformationDescription('adam', number)) for number in (1, 2)]
-      ['adam', 'adam#2']
-    """
-    return made.name if made.number == 1 else f"{made.name}#{made.number}"
+
+def state_path(group: Names, transformation: str) -> Names:
+    """Returns the beginning of the paths of what a transformation in a group keeps."""
+    return ("state", *(part for label in group for part in ("groups", label)), transformation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +149,7 @@ class Schema:
     groups: Mapping[str, tuple[Names, ...]] = dataclasses.field(default_factory=dict)
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def by_name(self) -> dict[str, LeafInfo]:
         """The leaves by name."""
         return {leaf.name: leaf for leaf in self.leaves}
@@ -149,14 +158,6 @@ class Schema:
     def transformations(self) -> tuple[TransformationDescription, ...]:
         """Those that are known."""
         return self.optimizer or ()
-
-    def transformation_of(self, leaf: LeafInfo) -> TransformationDescription | None:
-        """Returns the transformation that keeps a leaf, `None` where there is none."""
-        return self._by_leaf_name.get((leaf.group, leaf.transformation))
-
-    @functools.cached_property
-    def _by_leaf_name(self) -> Mapping[tuple[Names, str], TransformationDescription]:
-        return {(made.group, numbered(made)): made for made in self.transformations}
 
     def to_data(self) -> dict[str, Any]:
         """Returns it as JSON has data: `Schema.from_data` is the inverse."""
@@ -187,16 +188,9 @@ def _check_leaves(leaves: Sequence[LeafInfo]) -> None:
             if size < 0:
                 raise LoadError(f"`{where}/shape/{k}`: expected a non-negative size, found {size}")
         is_scalar = (leaf.kind, leaf.dtype) == ("extra", "python")
-        if not leaf.is_key and not is_scalar and not _is_dtype(leaf.dtype):
-            raise LoadError(f"`{where}/dtype`: `{leaf.dtype:.40}` is no dtype of a checkpoint")
+        if not leaf.is_key and not is_scalar and leaf.dtype not in DTYPES:
+            raise LoadError(f"`{where}/dtype`: `{leaf.dtype:.40}` is not a dtype of checkpoints")
         seen.add(leaf.path)
-
-
-def _is_dtype(name: str) -> bool:
-    try:
-        return bool(jnp.dtype(name).name == name)
-    except Exception:  # NumPy parses the text: a syntax error, an unknown name, a bad character
-        return False
 
 
 @runtime_checkable

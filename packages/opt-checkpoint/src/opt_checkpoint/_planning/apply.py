@@ -17,7 +17,7 @@ from opt_core.state_changes import all_survive, convert_held, init_leaves, place
 from opt_checkpoint._naming.schema import Names
 from opt_checkpoint._planning.functions import abstract, function_name
 from opt_checkpoint._planning.plan import Plan, Row
-from opt_checkpoint._planning.rules import Map, Pad
+from opt_checkpoint._planning.rules import Map
 from opt_checkpoint.errors import LeafError
 
 
@@ -128,16 +128,13 @@ def _called(row: Row, by: Map, given: list[Any], allow: frozenset[str]) -> tuple
         raise LeafError(
             f"`{leaf.name}`: `{name}` raises {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(found, jax.Array | np.ndarray | np.generic):
-        raise LeafError(
-            f"`{leaf.name}`: `{name}` returns {type(found).__name__}, expected one array"
-        )
-    result = f"{found.dtype}{list(found.shape)}"
-    is_cast = str(found.dtype) != leaf.dtype
-    if found.shape != leaf.shape or (is_cast and ("cast" not in allow or leaf.is_key)):
-        raise LeafError(
-            f"`{leaf.name}`: `{name}` returns {result}, expected {leaf.dtype}{list(leaf.shape)}"
-        )
+    is_array = isinstance(found, jax.Array | np.ndarray | np.generic)
+    result = f"{found.dtype}{list(found.shape)}" if is_array else type(found).__name__
+    may_cast = "cast" in allow and not leaf.is_key
+    is_right = is_array and found.shape == leaf.shape
+    if not is_right or (str(found.dtype) != leaf.dtype and not may_cast):
+        expected = f"one array {leaf.dtype}{list(leaf.shape)}"
+        raise LeafError(f"`{leaf.name}`: `{name}` returns {result}, expected {expected}")
     if leaf.is_key:
         return found, True
     with np.errstate(all="ignore"):
@@ -147,33 +144,25 @@ def _called(row: Row, by: Map, given: list[Any], allow: frozenset[str]) -> tuple
 
 def _converter(row: Row, sharding: Any) -> Any:
     out = sharding if isinstance(sharding, NamedSharding) else None
-    fn = row.by.fn if isinstance(row.by, Map) and row.how == "map" else None
-    detail = row.by.value if isinstance(row.by, Pad) else row.index or 0
-    key = row.how, row.axis, detail, fn, row.leaf.shape, row.leaf.dtype, out
-    return _compiled_converter(*key)
+    by: Any = row.by
+    detail = {"map": "fn", "pad": "value"}.get(row.how, "")
+    given = getattr(by, detail) if detail else row.index
+    return _compiled_converter(row.how, row.axis, given, row.leaf.shape, row.leaf.dtype, out)
 
 
 @functools.lru_cache(maxsize=1024)
 def _compiled_converter(
-    how: str,
-    axis: int,
-    detail: Any,
-    fn: Any,
-    shape: tuple[int, ...],
-    dtype: str,
-    sharding: Any,
+    how: str, axis: int, detail: Any, shape: tuple[int, ...], dtype: str, sharding: Any
 ) -> Any:
     def convert(given: list[Any]) -> tuple[Any, Any]:
-        made = jnp.reshape(_made(how, given, axis, detail, fn, shape), shape)
+        made = jnp.reshape(_made(how, given, axis, detail, shape), shape)
         cast = made if dtype.startswith("key<") else made.astype(dtype)
         return cast, all_survive(made, cast)
 
     return jax.jit(convert, out_shardings=None if sharding is None else (sharding, None))
 
 
-def _made(
-    how: str, given: list[Any], axis: int, detail: Any, fn: Any, shape: tuple[int, ...]
-) -> Any:
+def _made(how: str, given: list[Any], axis: int, detail: Any, shape: tuple[int, ...]) -> Any:
     first = given[0]
     match how:
         case "stack":
@@ -185,7 +174,7 @@ def _made(
             new = [*first.shape[:axis], size, *first.shape[axis + 1 :]]
             return jnp.concatenate([first, jnp.full(new, detail, first.dtype)], axis)
         case "map":
-            return fn(*given)
+            return detail(*given)
         case "maximum":
             return functools.reduce(jnp.maximum, given)
         case "maxima":

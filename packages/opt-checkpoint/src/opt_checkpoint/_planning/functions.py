@@ -9,6 +9,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
+from opt_checkpoint._naming.names import is_wide
 from opt_checkpoint._naming.schema import LeafInfo
 from opt_checkpoint.errors import LeafError
 
@@ -28,7 +29,7 @@ def result_of(fn: Callable[..., Any], sources: Sequence[LeafInfo]) -> jax.ShapeD
     """Returns the shape and dtype that a function returns, `None` where that needs values."""
     given = [abstract(source) for source in sources]
     for source, leaf in zip(sources, given, strict=True):
-        if not source.is_key and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+        if not source.is_key and is_wide(leaf.dtype):
             raise Refused(
                 f"JAX cannot hold {source.dtype} of `{source.name}` here: set `jax_enable_x64`"
             )
@@ -38,16 +39,13 @@ def result_of(fn: Callable[..., Any], sources: Sequence[LeafInfo]) -> jax.ShapeD
     except _NEED_VALUES:
         return None
     except Exception as error:  # whatever a user's function raises
-        raise Refused(f"`{name}` of {listed(sources)} raises {_error(error)}") from error
+        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise Refused(f"`{name}` of {listed(sources)} raises {text}") from error
     if not isinstance(result, jax.ShapeDtypeStruct):
         raise Refused(
             f"`{name}` of {listed(sources)} returns {type(result).__name__}, not one array"
         )
     return result
-
-
-def _error(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def listed(sources: Sequence[LeafInfo]) -> str:

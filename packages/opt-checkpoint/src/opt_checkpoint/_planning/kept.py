@@ -6,9 +6,6 @@ two factors of a square matrix look the same.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name, leaf_path
 
 Kept = tuple[int | None, ...]
@@ -69,12 +66,10 @@ class KeptDimensions:
             return None
         other = _MEANS[1 - _MEANS.index(leaf.field[-1])]
         depth = len(leaf.path) - len(leaf.parameter or ())
-        found = self._by_name.get(leaf_name((*leaf.path[: depth - 1], other, *leaf.path[depth:])))
+        found = self._schema.by_name.get(
+            leaf_name((*leaf.path[: depth - 1], other, *leaf.path[depth:]))
+        )
         return found if found is not None and self.keeps(found, kept) else None
-
-    @functools.cached_property
-    def _by_name(self) -> Mapping[str, LeafInfo]:
-        return self._schema.by_name
 
 
 def sm3_dimension(leaf: LeafInfo) -> int | None:

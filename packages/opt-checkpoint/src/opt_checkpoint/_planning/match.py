@@ -20,11 +20,18 @@ from opt_core.state_changes import (
     statistics,
 )
 
-from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, Source, leaf_name, leaf_path
-from opt_checkpoint._planning.compare import INJECTING, changes, inside, nth
+from opt_checkpoint._naming.schema import (
+    LeafInfo,
+    Names,
+    Schema,
+    Source,
+    leaf_name,
+    leaf_path,
+    numbered,
+)
+from opt_checkpoint._planning.compare import INJECTING, changes, inside, suggested_renames
 from opt_checkpoint._planning.kept import KeptDimensions
 from opt_checkpoint._planning.plan import Plan, Row
-from opt_checkpoint._planning.renames import suggested_renames
 from opt_checkpoint._planning.rules import (
     Action,
     Map,
@@ -93,7 +100,11 @@ def plan_restore(
       !- state/adam/mu/w float32[2]
       !- state/adam/nu/w float32[2]
     """
-    _check_source(checkpoint)
+    if not isinstance(checkpoint, Source):
+        raise TypeError(
+            "`checkpoint` must be a step (`Checkpointer.at`, `latest_valid`, `open_step`) or a "
+            f"`NamedState`; found {type(checkpoint).__name__}"
+        )
     policy = Policy.make(allow, rules)
     view = view_of(target)
     matcher = _Matcher(checkpoint, view, policy)
@@ -101,17 +112,18 @@ def plan_restore(
     _check_rules(policy, rows, checkpoint)
     move = matcher.move(rows)
     refused = list(refusals(move))
-    joined = {r.new: r.text for r in refused if r.new is not None}
     names = {
-        matcher.new.names[j]: f"{text}, or initialise it by a rule" for j, text in joined.items()
+        matcher.new.names[r.new]: f"{r.text}, or initialise it by a rule"
+        for r in refused
+        if r.new is not None
     }
     rows = [
         row if row.problem else dataclasses.replace(row, problem=names.get(row.leaf.name, ""))
         for row in rows
     ]
     left = {matcher.old.names[r.old]: r.text for r in refused if r.old is not None}
-    schema = matcher.named.schema
-    changed = changes(checkpoint.schema, schema, matcher.pairs(rows))
+    # If a checkpoint says nothing of its optimizer, nothing is compared.
+    changed = [] if checkpoint.schema.optimizer is None else [*changes(move)]
     changed += [*matcher.turned, *earlier_changes(move), *statistics(move, matcher.origins)]
     return Plan(
         rows=tuple(rows),
@@ -124,14 +136,6 @@ def plan_restore(
         target=target,
         view=view,
     )
-
-
-def _check_source(checkpoint: Any) -> None:
-    if not isinstance(checkpoint, Source):
-        raise TypeError(
-            "`checkpoint` must be a step (`Checkpointer.at`, `latest_valid`, `open_step`) or a "
-            f"`NamedState`; found {type(checkpoint).__name__}"
-        )
 
 
 class _Matcher:
@@ -183,10 +187,6 @@ class _Matcher:
             found.append(row)
         return list(_with_notes(self._with_counts(found)))
 
-    def pairs(self, rows: Iterable[Row]) -> list[tuple[LeafInfo, LeafInfo]]:
-        """The leaves of the checkpoint with those of the target that they become."""
-        return [(self.saved[name], row.leaf) for row in rows for name in row.sources]
-
     def move(self, rows: Sequence[Row]) -> Move:
         """The same as surgery has it."""
         of_state = [row for row in rows if row.leaf.transformation]
@@ -224,7 +224,7 @@ class _Matcher:
     def _with_counts(self, rows: Sequence[Row]) -> Iterator[Row]:
         """Refuses a count that would start anew beside moments that rules keep."""
         ruled: dict[tuple[Names, str], str] = {}
-        anew = {(made[0], nth(*made[1:])) for made in self.pairing.anew}
+        anew = {(made[0], numbered(*made[1:])) for made in self.pairing.anew}
         for row in rows:
             if row.leaf.parameter is not None and row.by is not None:
                 ruled.setdefault((row.leaf.group, row.leaf.transformation), row.leaf.name)
@@ -275,7 +275,7 @@ class _Matcher:
             if self._had.shapes.get(like.parameter) == self._kept.shapes.get(leaf.parameter):
                 name = leaf_name((*leaf.field, *(leaf.parameter or ())))
                 self.turned.append(f"`{name}` of `{leaf.base}`{inside(leaf.group)} {pair.note}")
-            return self._let_go(leaf, self._left_behind(leaf, like) or pair.note)
+            return self._initialised(leaf, self._left_behind(leaf, like) or pair.note, "drop")
         if not sources:
             return self._initialised(leaf, pair.note)
         is_numbered = sources[0].group == leaf.group and sources[0].name != leaf.name
@@ -296,7 +296,7 @@ class _Matcher:
         if isinstance(action, Pad):
             row = self.ruled.padded(leaf, action, sources[0], kinds, note)
         elif why := self._left_behind(leaf, sources[0]):
-            return self._let_go(leaf, why)
+            return self._initialised(leaf, why, "drop")
         else:
             admitted = self.policy.allow | ({action} if isinstance(action, str) else set())
             row = fitted(leaf, sources[0], kinds, note, admitted)
@@ -304,16 +304,14 @@ class _Matcher:
         names = tuple(source.name for source in sources)
         return dataclasses.replace(row, sources=names) if is_own else row
 
-    def _initialised(self, leaf: LeafInfo, note: str, *, is_ruled: bool = False) -> Row:
-        admitted = is_ruled or "initialise" in self.policy.allow
-        row = Row(leaf, "initialised", kinds=("initialise",), note=note, is_admitted=admitted)
-        if leaf.kind != "params" or not _is_abstract(self.named[leaf.name]):
-            return row
-        problem = (
-            "the checkpoint does not have it, and the target gives no value: create the optimizer "
-            "with arrays for new parameters"
+    def _initialised(self, leaf: LeafInfo, note: str, *more: str, is_ruled: bool = False) -> Row:
+        kinds = ("initialise", *more)
+        admitted = is_ruled or {*kinds} <= self.policy.allow
+        is_missing = leaf.kind == "params" and _is_abstract(self.named[leaf.name])
+        problem = "the checkpoint lacks it: give arrays for new parameters" if is_missing else ""
+        return Row(
+            leaf, "initialised", kinds=kinds, note=note, problem=problem, is_admitted=admitted
         )
-        return dataclasses.replace(row, problem=problem)
 
     def _left_behind(self, leaf: LeafInfo, source: LeafInfo) -> str:
         """Why a leaf whose parameter a rule makes is not its namesake; empty if it is.
@@ -337,11 +335,6 @@ class _Matcher:
         if isinstance(action, Rename) and self.origins.get(leaf.parameter) == [source.parameter]:
             return ""
         return f"a `{type(action).__name__}` makes `{name}`, and no rule says what this becomes"
-
-    def _let_go(self, leaf: LeafInfo, why: str) -> Row:
-        row = self._initialised(leaf, why)
-        admitted = {"initialise", "drop"} <= self.policy.allow
-        return dataclasses.replace(row, kinds=("initialise", "drop"), is_admitted=admitted)
 
     def _own_value(self, leaf: LeafInfo) -> Row:
         problem = "the target gives no value to keep" if _is_abstract(self.named[leaf.name]) else ""

@@ -1,4 +1,4 @@
-"""What a caller says about leaves: take this from there, start that anew, let go of those."""
+"""What a caller says about single leaves: which to take from where, to initialise, to drop."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ Action: TypeAlias = (
 
 `'keep'` leaves the target's own value. The others are as in `allow=`, for these leaves alone;
 `'drop'` speaks of names in the checkpoint, all others of names in the target. What is dropped is
-what nothing takes: to start a leaf anew that the checkpoint has, say `'initialise'` of its name.
+what nothing takes: to reinitialise a leaf that the checkpoint has, say `'initialise'`.
 """
 
 Rule: TypeAlias = tuple[str, Action]
@@ -154,7 +154,7 @@ class Policy:
         """Checks and compiles.
 
         Raises:
-          TypeError: `allow` is one string, or an action is none.
+          TypeError: `allow` is one string, or something is not an action.
           ValueError: a kind, a word or a regular expression is wrong.
         """
         allow = check_allowances(allow)
@@ -173,54 +173,43 @@ def _compiled(rule: Any) -> tuple[re.Pattern[str], Any]:
     if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
         raise TypeError(f"`rules`: expected pairs of a pattern and an action, found {rule!r}")
     pattern, action = rule
-    if isinstance(action, str) and action not in _WORDS:
-        raise ValueError(
-            f"`rules`: the action for {pattern!r} must be one of {sorted(_WORDS)}, a `Rename`, "
-            f"`Stack`, `Unstack`, `Map` or `Pad`; found {action!r}"
-        )
-    if not isinstance(action, str | Rename | Stack | Unstack | Map | Pad):
-        raise TypeError(f"`rules`: {type(action).__name__} is no action for {pattern!r}")
-    if isinstance(action, Map):
-        _check_map(action, pattern)
-    if isinstance(action, Pad):
-        _check_pad(action, pattern)
-    if isinstance(action, Stack) and "{i}" not in action.source:
-        raise ValueError(
-            f"`rules`: the source of a `Stack` must have `{{i}}`, the position along its axis; "
-            f"found {action.source!r} for {pattern!r}"
-        )
+    if wrong := _wrong(action):
+        kind = ValueError if isinstance(action, str | Stack) else TypeError
+        raise kind(f"`rules`: {wrong}; found {action!r} for {pattern!r}")
     try:
         return re.compile(pattern, re.DOTALL), action
     except re.error as error:
-        raise ValueError(f"`rules`: {pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"`rules`: {pattern!r} is not a regular expression: {error}") from None
 
 
-def _check_map(action: Map, pattern: str) -> None:
-    found = f"found {action!r} for {pattern!r}"
-    if not action.sources or not all(isinstance(source, str) for source in action.sources):
-        raise TypeError(
-            f"`rules`: the source of a `Map` must be a name or a tuple of names; {found}"
-        )
-    if not callable(action.fn):
-        raise TypeError(f"`rules`: the `fn` of a `Map` must be a function; {found}")
-    try:
-        hash(action.fn)
-    except TypeError:
-        raise TypeError(
-            "`rules`: the `fn` of a `Map` must be hashable, as functions are that JAX compiles; "
-            f"{found}"
-        ) from None
+def _wrong(action: Any) -> str:
+    """What is wrong with an action; empty if nothing is."""
+    given = action  # as of any type: what fields hold is not known yet
+    match action:
+        case Stack() if "{i}" not in given.source:
+            return "the source of a `Stack` must have `{i}`, the position along its axis"
+        case Map():
+            if not given.sources or not all(isinstance(x, str) for x in given.sources):
+                return "the source of a `Map` must be a name or a tuple of names"
+            if not callable(given.fn):
+                return "the `fn` of a `Map` must be a function"
+            try:
+                hash(given.fn)
+            except TypeError:
+                return "the `fn` of a `Map` must be hashable, as for `jax.jit`"
+        case Pad():
+            if not (_is_integer(given.axis) and _is_integer(given.to) and given.to >= 0):
+                return "`axis` of a `Pad` must be an integer and `to` a non-negative one"
+            if not isinstance(given.value, bool | int | float | complex):
+                return "`value` of a `Pad` must be a number"
+        case str() if given not in _WORDS:
+            return f"expected one of {sorted(_WORDS)}, or a `Rename`, `Stack`, `Map`, ..."
+    is_action = isinstance(given, str | Rename | Stack | Unstack | Map | Pad)
+    return "" if is_action else f"{type(given).__name__} is not an action"
 
 
-def _check_pad(action: Pad, pattern: str) -> None:
-    found = f"found {action!r} for {pattern!r}"
-    sizes = action.axis, action.to
-    if any(isinstance(x, bool) or not isinstance(x, int) for x in sizes) or action.to < 0:
-        raise TypeError(
-            f"`rules`: `axis` of a `Pad` must be an integer and `to` a non-negative one; {found}"
-        )
-    if not isinstance(action.value, bool | int | float | complex):
-        raise TypeError(f"`rules`: `value` of a `Pad` must be a number; {found}")
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def sources_of(

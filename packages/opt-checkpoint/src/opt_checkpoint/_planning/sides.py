@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,6 @@ from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, Source, leaf_
 
 # A raw PRNG key has up to four words, a typed one is a scalar.
 _FEW = 4
-
-
-@runtime_checkable
-class _Recorded(Protocol):
-    """A step on disk: its manifest has a digest of every leaf."""
-
-    @property
-    def manifest(self) -> Manifest: ...
 
 
 def state_leaves(schema: Schema, like: Mapping[str, LeafInfo]) -> list[LeafInfo]:
@@ -123,10 +115,9 @@ def _bits(leaf: LeafInfo, source: Source) -> Hashable:
     """Something that is equal for equal bits of one shape and dtype, and for no others."""
     if isinstance(source, NamedState):
         return _value_bits(source.leaves[leaf.name])
-    if isinstance(source, _Recorded) and isinstance(source.manifest, Manifest):
-        digest = source.manifest.records[leaf.name].digest
-        return None if digest is None else bound(leaf.name, digest)
-    return None
+    manifest = getattr(source, "manifest", None)
+    digest = manifest.records[leaf.name].digest if isinstance(manifest, Manifest) else None
+    return None if digest is None else bound(leaf.name, digest)
 
 
 def _value_bits(value: Any) -> bytes | None:

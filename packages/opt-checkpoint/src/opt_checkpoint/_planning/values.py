@@ -305,16 +305,15 @@ class RuledRows:
         """Why new entries cannot have the value; empty if they can."""
         if leaf.is_key:
             return "is a PRNG key, which has no value to pad with"
-        dtype = jnp.dtype(leaf.dtype)
-        if jnp.issubdtype(dtype, jnp.inexact):
-            is_lost = isinstance(value, complex) and not jnp.issubdtype(dtype, jnp.complexfloating)
-            return f"{leaf.dtype} cannot hold {value}" if is_lost else ""
-        parameter = self._dtypes[leaf.parameter or ()]
-        if jnp.issubdtype(jnp.dtype(parameter), jnp.inexact):
+        dtype, parameter = jnp.dtype(leaf.dtype), self._dtypes[leaf.parameter or ()]
+        is_float = jnp.issubdtype(dtype, jnp.inexact)
+        if not is_float and jnp.issubdtype(jnp.dtype(parameter), jnp.inexact):
             return f"{leaf.dtype} for a parameter of {parameter} is a code, not a value to pad with"
-        with np.errstate(all="ignore"):
-            is_same = not isinstance(value, complex) and np.array(value).astype(dtype) == value
-        return "" if is_same else f"{leaf.dtype} cannot hold {value}"
+        fits = not isinstance(value, complex) or jnp.issubdtype(dtype, jnp.complexfloating)
+        if fits and not is_float:
+            with np.errstate(all="ignore"):
+                fits = bool(np.array(value).astype(dtype) == value)
+        return "" if fits else f"{leaf.dtype} cannot hold {value}"
 
     @functools.cached_property
     def _dtypes(self) -> dict[Names, str]:

@@ -13,6 +13,7 @@ import jax
 from flax import nnx
 from opt_core import Optimizer, children, flatten_with_paths
 
+from opt_checkpoint._naming.names import named_leaves
 from opt_checkpoint._naming.schema import Names
 from opt_checkpoint._targets.training_state import optimizer_of, step_like
 from opt_checkpoint._targets.view import View
@@ -29,7 +30,7 @@ def view_of_pair(model: Any, optimizer: Any) -> View:
     # The state as it is in the graph: `nnx.Optimizer` updates its variables there.
     view = optimizer_of(optimizer.tx, params, bare(optimizer.opt_state), step)
     trained = {names for names, _ in flatten_with_paths(params)}
-    flat = [(names, leaf) for names, leaf in flatten_with_paths(bare(state)) if leaf is not None]
+    flat = named_leaves(bare(state))
     others = {
         names[1:]: leaf for names, leaf in flat if names[:1] == _MODEL and names[1:] not in trained
     }

@@ -11,18 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from opt_core import (
-    Optimizer,
-    OptimizerDef,
-    OptimizerState,
-    flatten_with_paths,
-    path_str,
-    strong_types,
-)
+from opt_core import Optimizer, OptimizerDef, OptimizerState, path_str, strong_types
 from opt_core.errors import TreeMismatchError
 from opt_optax_bridge import OptaxWrapper
 
-from opt_checkpoint._naming.names import local, named_state, update_counts
+from opt_checkpoint._naming.names import local, named_leaves, named_state, update_counts
 
 
 @struct.dataclass
@@ -69,7 +62,7 @@ def optimizer_of(tx: Any, params: Any, opt_state: Any, step: Any) -> Optimizer:
             f"`tx`: expected an `optax.GradientTransformation`, found {type(tx).__name__}"
         )
     definition = tx if isinstance(tx, OptimizerDef) else OptaxWrapper(tx)
-    if problems := list(_differences(_expected(tx, params), opt_state)):
+    if problems := list(_differences(_expected(definition, params), opt_state)):
         raise TreeMismatchError(
             "`opt_state` is not a state of `tx` for these `params`:\n  "
             + "\n  ".join(problems)
@@ -97,24 +90,18 @@ def _step(step: Any) -> Any:
     return strong_types(jnp.asarray(step, jnp.int32))
 
 
-def _expected(tx: Any, params: Any) -> Any:
+def _expected(definition: OptimizerDef, params: Any) -> Any:
     leaves, structure = jax.tree.flatten(params)
     kinds = tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-    given = tx, structure, kinds, bool(jax.config.read("jax_enable_x64"))
-    try:
-        return _initial(*given)
-    except TypeError as error:
-        if "unhashable" not in str(error):
-            raise
-        return _initial.__wrapped__(*given)
+    return _initial(definition, structure, kinds, bool(jax.config.read("jax_enable_x64")))
 
 
 @functools.lru_cache(maxsize=16)  # asked at every save of a run
-def _initial(tx: Any, structure: Any, kinds: tuple[Any, ...], has_64_bits: bool) -> Any:
+def _initial(
+    definition: OptimizerDef, structure: Any, kinds: tuple[Any, ...], has_64_bits: bool
+) -> Any:
     params = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*kind) for kind in kinds])
-    if isinstance(tx, OptimizerDef):
-        return jax.eval_shape(lambda p: tx.init_state(p).param_states, params)
-    return jax.eval_shape(tx.init, params)
+    return jax.eval_shape(definition.init_state, params).param_states
 
 
 def _array(leaf: Any) -> Any:
@@ -123,11 +110,7 @@ def _array(leaf: Any) -> Any:
 
 def _differences(expected: Any, found: Any) -> Iterator[str]:
     wanted, given = (
-        {
-            path_str(names): _shown(leaf)
-            for names, leaf in flatten_with_paths(tree)
-            if leaf is not None
-        }
+        {path_str(names): _shown(leaf) for names, leaf in named_leaves(tree)}
         for tree in (expected, found)
     )
     for path in {**wanted, **given}:
