@@ -183,7 +183,7 @@ def test_a_link_in_place_of_the_trash(tmp_path: Path) -> None:
 
 
 def test_opening_what_is_no_step(tmp_path: Path) -> None:
-    with pytest.raises(MissingError, match="is no folder"):
+    with pytest.raises(MissingError, match="is not a folder"):
         open_step(tmp_path / "missing")
     with pytest.raises(DamagedError, match=r"manifest\.json` cannot be read: No such file"):
         open_step(tmp_path)
@@ -332,7 +332,7 @@ def test_a_reader_beside_a_writer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"directory": "gs://bucket/x"}, "`directory`: expected a path of the file system"),
+        ({"directory": "gs://bucket/x"}, "`directory` must be a local path"),
         ({"max_to_keep": 0}, "`max_to_keep`: expected a positive integer, found 0"),
         ({"keep_period": -1}, "`keep_period`: expected a positive integer, found -1"),
         ({"save_interval_steps": True}, "`save_interval_steps`: expected a positive integer"),

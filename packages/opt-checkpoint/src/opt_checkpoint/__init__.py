@@ -1,7 +1,7 @@
 """Checkpoints that survive a change of optimizer, of mesh, of library version, and a kill.
 
-Importing this is cheap: what stands on Orbax, plans, and readers of legacy files are imported when
-they are first asked for.
+Importing this is cheap: what needs Orbax, plans, and readers of legacy files are imported on first
+use.
 """
 
 import importlib

@@ -43,8 +43,8 @@ class Place(NamedTuple):
         """Opens it, whoever wrote it.
 
         Args:
-          written_by: the function that makes the optimizer that wrote it; without, what has no
-            manifest is leaves by path, of no known meaning.
+          written_by: the function that makes the optimizer that wrote it; without it, a checkpoint
+            without manifest is leaves by path.
         """
         path = self.path.absolute()  # as Orbax wants it
         try:
@@ -76,7 +76,7 @@ def find_checkpoints(text: str) -> list[Place]:
 def find_steps(text: str) -> dict[str, Place]:
     """Finds the steps of a run, whoever wrote them, by their numbers, the oldest first."""
     if not os.path.isdir(text or "."):
-        raise InputError(f"`{text:.200}` is no folder")
+        raise InputError(f"`{text:.200}` is not a folder")
     root = Path(text)
     places = {str(n): Place(f"{text}@{n}", root / str(n), n) for n in list_steps(root)}
     for name in foreign_steps(root):
@@ -89,7 +89,7 @@ def find_steps(text: str) -> dict[str, Place]:
 def parse_step(text: str) -> int:
     """Reads `--step`."""
     if not (re.fullmatch(_INTEGER, text) and int(text) >= 0):
-        raise InputError(f"`--step` must be an integer from 0 on, found `{text:.40}`")
+        raise InputError(f"`--step` must be a non-negative integer, found `{text:.40}`")
     return int(text)
 
 
@@ -193,7 +193,6 @@ def parse_writers(texts: Sequence[str]) -> str | dict[str, str] | None:
     if len(pairs) == 1 and not pairs[0][1]:
         return pairs[0][2]
     if not all(group and name for group, _, name in pairs):
-        raise InputError(
-            f"`--written-by` must be a NAME, or GROUP=NAME for each; found `{' '.join(texts)}`"
-        )
+        found = " ".join(texts)
+        raise InputError(f"`--written-by` must be a NAME, or GROUP=NAME for each; found `{found}`")
     return {group: name for group, _, name in pairs} or None

@@ -16,7 +16,7 @@ from opt_checkpoint._naming.schema import LeafInfo, Names
 from opt_checkpoint._targets.view import View
 from opt_checkpoint.errors import ForeignError
 
-# What a program calls the parameters that it trains, where it has a copy of them besides.
+# keys of the trained parameters, where there is a copy of them too
 _PARAMS = ("params", "model", "target", "0")
 _VALUE = ("value",)
 STEP = "state/step"
@@ -25,7 +25,7 @@ _LISTED = 6
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Where the leaves are: the key of each that is there, by name, and the keys of the rest."""
+    """Where the leaves are: their keys by name, and the keys of all others."""
 
     keys: Mapping[str, Names]
     rest: tuple[Names, ...]
@@ -34,9 +34,9 @@ class Found:
 def find(
     folder: Path, view: View, named: NamedState, shapes: Mapping[Names, tuple[int, ...]]
 ) -> Found:
-    """Looks for everything that an optimizer has, in a checkpoint of these shapes by key.
+    """Searches a checkpoint, given by shapes and keys, for the leaves of an optimizer.
 
-    A `ForeignError` lists what is not there, or there twice.
+    A `ForeignError` lists what is missing, or found twice.
     """
     left = set(shapes)
     infos = named.schema.leaves
@@ -67,7 +67,7 @@ def _state_paths(optimizer: Optimizer) -> Iterator[list[Names]]:
     state = optimizer.state.param_states
     yield [names for names, _ in named_leaves(state)]
     yield list(_indexed(state, ()))
-    # In a state dict, groups share one tree by parameter. Objects without values mark the leaves.
+    # In a state dict, groups share one tree by parameter: trace where each leaf goes.
     leaves, structure = jax.tree.flatten(optimizer.state)
     marks = [jax.ShapeDtypeStruct(np.shape(leaf), np.float32) for leaf in leaves]
     marked = optimizer.replace(state=jax.tree.unflatten(structure, marks))
@@ -92,7 +92,7 @@ def _indexed(node: Any, at: Names) -> Iterator[Names]:
 def _only(
     folder: Path, what: str, choices: Sequence[Sequence[Names]], left: set[Names], near: Names = ()
 ) -> tuple[Names, Mapping[Names, Names]]:
-    """The first choice of leaves that is there: the place nearest to another, and keys by path."""
+    """The first choice of leaves that is found, nearest to another place: its place and keys."""
     if not choices[0]:
         return (), {}
     for paths in choices:
@@ -117,7 +117,7 @@ def _only(
 
 
 def _parts(paths: Sequence[Names], left: set[Names]) -> dict[Names, dict[Names, Names]]:
-    """The places that hold these leaves and no others, with the keys by path."""
+    """The places that hold exactly these leaves, with the keys by path."""
     by_path = {key[:-1]: key for key in left if key[-1:] == _VALUE} | {key: key for key in left}
     parts = {}
     for prefix in sorted(_prefixes(paths[0], by_path)):
@@ -129,20 +129,20 @@ def _parts(paths: Sequence[Names], left: set[Names]) -> dict[Names, dict[Names, 
 
 
 def _prefixes(path: Names, keys: Iterable[Names]) -> set[Names]:
-    """What stands before a path, in the keys that end with it."""
+    """What precedes a path in the keys that end with it."""
     ends = {key: len(key) - len(path) for key in keys}
     return {key[:end] for key, end in ends.items() if end >= 0 and key[end:] == path}
 
 
 def _nearest(keys: Sequence[Names], near: Names) -> list[Names]:
-    """Those that share most of their beginning with another place."""
+    """Those that share the longest prefix with another place."""
     lengths = range(len(near) + 1)
     shared = {key: max(n for n in lengths if key[:n] == near[:n]) for key in keys}
     return [key for key in keys if shared[key] == max(shared.values())]
 
 
 def _nearly(paths: Sequence[Names], left: set[Names]) -> str:
-    """What is missing, and what is too much, at the place that has most of them."""
+    """What is missing and what is extra at the place that has most of them."""
     bare = {key[:-1] if key[-1:] == _VALUE else key for key in left}
     wanted = {
         place: {(*place, *path) for path in paths}
@@ -162,7 +162,7 @@ def _listed(paths: Sequence[Names]) -> str:
 
 
 def _is_step(key: Names) -> bool:
-    """Whether a number may be the step: it is called so, or a tuple's."""
+    """Whether a number may be the step: it has that name, or a position in a tuple."""
     last = key[-2] if key[-1:] == _VALUE and len(key) > 1 else key[-1]
     return last == "step" or last.isdecimal()
 

@@ -26,7 +26,7 @@ from opt_checkpoint.errors import LoadError
 
 
 class Stored(NamedTuple):
-    """Shape and dtype of a leaf, and whether it was a Python number, whose dtype says nothing."""
+    """Shape and dtype of a leaf, and whether it was a Python number, whose dtype is arbitrary."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -38,14 +38,14 @@ class Store(Protocol):
 
     @property
     def leaves(self) -> Mapping[Names, Stored]:
-        """What is there, by path."""
+        """The leaves by path."""
 
     def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
-        """Reads leaves into where they are wanted; what JAX cannot hold, as NumPy arrays."""
+        """Reads leaves into the given shardings; what JAX cannot hold, as NumPy arrays."""
 
 
 def open_store(folder: Path) -> Store | None:
-    """Opens the folder of an item; `None` where there is none that is known."""
+    """Opens the folder of an item; `None` if it is not in a known format."""
     if (folder / ITEM_MARK).is_file():
         return OrbaxTree(folder)
     return IndexedArrays(folder) if (folder / INDEX).is_file() else None
@@ -103,9 +103,9 @@ class OrbaxTree:
 
 @dataclasses.dataclass(frozen=True)
 class IndexedArrays:
-    """A file of msgpack, and beside it a folder of TensorStore for each array: T5X's own layout.
+    """A msgpack file, and next to it a TensorStore folder for each array: T5X's own layout.
 
-    Orbax before it described its trees (0.1.x) had the same, with other words for the folders.
+    Orbax 0.1, which did not describe its trees yet, wrote the same with other folder names.
     """
 
     folder: Path
@@ -174,9 +174,9 @@ def _flat(node: Any, at: Names) -> Iterator[tuple[Names, Any]]:
 
 
 def _subfolder(leaf: Any) -> str:
-    """The folder that an entry names, beside the file, whatever it says about where that was."""
+    """The folder next to the file that an entry names, whatever path it recorded."""
     if isinstance(leaf, Mapping):
-        kvstore = leaf["kvstore"]  # in buckets, the path was beside it
+        kvstore = leaf["kvstore"]  # in buckets, the path was outside of it
         path = leaf.get("path") or (kvstore.get("path") if isinstance(kvstore, Mapping) else None)
     else:
         path = leaf.removeprefix(PLACEHOLDER)

@@ -17,12 +17,12 @@ _BYTES = 1024  # of an error's text
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes what is written once."""
+    """Whether this is the process that writes what only one may write."""
     return jax.process_index() == 0
 
 
 def agree(error: CheckpointError | None) -> None:
-    """Raises in every process the error that one of them has; all processes must call it."""
+    """Raises the error of one process in all; all processes must call it."""
     if jax.process_count() > 1:
         mine = f"{type(error).__name__} {error}".encode() if error is not None else b""
         padded = np.frombuffer(mine[:_BYTES].ljust(_BYTES, b"\0"), np.uint8)
@@ -39,7 +39,7 @@ def agree(error: CheckpointError | None) -> None:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """A block whose error is raised in every process; all processes must come to its end."""
+    """A block whose error is raised in all processes; all must reach its end."""
     error = None
     try:
         yield

@@ -11,16 +11,10 @@ from typing import TypeVar
 
 from opt_checkpoint._disk.manifest import FILE_NAME
 from opt_checkpoint._disk.processes import are_equal, together
-from opt_checkpoint.errors import (
-    DamagedError,
-    ForeignError,
-    LoadError,
-    MissingError,
-    SaveError,
-)
+from opt_checkpoint.errors import DamagedError, ForeignError, LoadError, MissingError, SaveError
 
 LEAVES, MANIFEST = "leaves", "manifest"  # the items of a step
-# Orbax's marks of a checkpoint, and of an item of one.
+# Orbax's markers of a checkpoint, and of an item in one
 CHECKPOINT_MARK, ITEM_MARK = "_CHECKPOINT_METADATA", "_METADATA"
 INDEX = "checkpoint"  # of T5X's own layout, and of Orbax 0.1
 _STEP = re.compile(r"(?:.*[_.-])?\d+", re.DOTALL)
@@ -65,7 +59,7 @@ def check_new(directory: Path, step: int) -> None:
 
 
 def check_equal(directory: Path, found: Sequence[object]) -> None:
-    """Raises a `DamagedError` unless all processes have found the same."""
+    """Raises a `DamagedError` unless all processes found the same."""
     if not are_equal(repr(found).encode()):
         raise DamagedError(f"`{directory}`: the processes do not see the same steps")
 
@@ -88,7 +82,7 @@ def newest(
         try:
             return use(left[-1])
         except MissingError:
-            # A writer may retire a step while it is looked at, and have saved others.
+            # A writer may have deleted the step meanwhile, and saved others.
             with together():
                 if left[-1] in list_own(directory):
                     raise
@@ -155,7 +149,7 @@ def _is_own(folder: Path) -> bool:
 
 
 def _is_item(folder: Path) -> bool:
-    """Whether `OptimizerHandler` wrote it: its manifest lies beside Orbax's description."""
+    """Whether `OptimizerHandler` wrote it: its manifest is next to Orbax's description."""
     return (folder / FILE_NAME).is_file() and (folder / ITEM_MARK).is_file()
 
 

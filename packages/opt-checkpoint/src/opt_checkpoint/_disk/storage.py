@@ -1,4 +1,4 @@
-"""How a leaf is stored: as an array, as the data of a PRNG key, or in the manifest alone."""
+"""How a leaf is stored: as an array, as the data of a PRNG key, or in the manifest only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from opt_checkpoint._naming.names import is_wide
-from opt_checkpoint._naming.schema import DTYPES, LeafInfo, Names
+from opt_checkpoint._naming.schema import DTYPES, LeafInfo, Names, shown
 from opt_checkpoint.errors import CheckpointError, LeafError, LoadError
 
 PYTHON = "python"
@@ -21,7 +21,7 @@ _SCALARS = (bool, int, float, str)
 _MAX_BITS = 14_284  # of 4,300 digits
 _MAX_DIMS = 64  # NumPy's
 _INT64_MAX = 2**63 - 1
-_WALKED = 2**31  # On CPU, JAX walks through the other sizes of an empty array.
+_WALKED = 2**31  # on CPU, JAX iterates over the other sizes of an empty array
 # The data of a PRNG key in whole words, as of the largest of JAX's implementations.
 _KEY_DATA, _KEY_DTYPE = (4,), "uint32"
 
@@ -31,7 +31,7 @@ class Record:
     """What the manifest says about one leaf beside the schema.
 
     Attributes:
-      digest: 16 hexadecimal digits over its bits and its name; none where nothing is in the store.
+      digest: 16 hexadecimal digits over its bits and its name; `None` if it is not in the store.
       impl: of a PRNG key.
       scalar: of a Python scalar.
     """
@@ -63,9 +63,9 @@ def store_key(path: Names) -> Names:
 
 
 def to_store(info: LeafInfo, leaf: Any) -> Any:
-    """Returns the array to store of a leaf; of one that is not stored, whatever.
+    """Returns the array to store for a leaf; the result is not used for one that is not stored.
 
-    A `LeafError` says that it cannot be saved, or is not what the schema says.
+    A `LeafError` says that it cannot be saved, or does not match the schema.
     """
     if info.dtype == PYTHON:
         if type(leaf) is int and not is_readable(leaf):
@@ -79,7 +79,7 @@ def to_store(info: LeafInfo, leaf: Any) -> Any:
             "donates it"
         )
     if isinstance(leaf, np.ma.MaskedArray):
-        raise LeafError(f"`{info.name}`: the mask would be lost. Save `.data` and `.mask`")
+        raise LeafError(f"`{info.name}`: a masked array loses its mask. Save `.data` and `.mask`")
     if info.is_key:
         _check_shape(info, LeafError)
         if not isinstance(jax.random.key_impl(leaf), str):
@@ -98,16 +98,15 @@ def to_store(info: LeafInfo, leaf: Any) -> Any:
         )
     if (tuple(leaf.shape), dtype) != (info.shape, info.dtype):
         raise LeafError(
-            f"`{info.name}`: expected {info.dtype}{list(info.shape)} as the schema says, found "
-            f"{dtype}{list(leaf.shape)}"
+            f"`{info.name}`: expected {shown(info)} as the schema says, found {shown(leaf)}"
         )
     _check_shape(info, LeafError)
-    # Saved as it is now, whatever becomes of it.
+    # a copy: the caller may write to it later
     return np.array(leaf, order="C") if isinstance(leaf, np.ndarray) else leaf
 
 
 def stored_shape(info: LeafInfo, record: Record) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of what is in the store."""
+    """Returns shape and dtype in the store."""
     if info.is_key:
         data = jax.eval_shape(lambda: jax.random.key_data(_key(record.impl)))
         return jax.ShapeDtypeStruct((*info.shape, *data.shape), data.dtype)
@@ -140,7 +139,7 @@ def _key(impl: str | None) -> jax.Array:
 
 
 def check(info: LeafInfo, record: Record) -> None:
-    """Raises a `LoadError` unless a record that was read can be that of the leaf."""
+    """Raises a `LoadError` unless a record matches its leaf."""
     where = f"`{info.name:.200}`"
     _check_shape(info, LoadError)
     if (info.dtype == PYTHON) != is_scalar(record.scalar):
@@ -154,9 +153,9 @@ def check(info: LeafInfo, record: Record) -> None:
 
 
 def _check_shape(info: LeafInfo, error: type[CheckpointError]) -> None:
-    """Raises an `error` unless NumPy can have an array of the shape and dtype.
+    """Raises an `error` unless NumPy can hold an array of the shape and dtype.
 
-    NumPy counts bytes as if no size were 0, so an empty array has limits too.
+    NumPy counts bytes as if no size were 0, so empty arrays have limits too.
     """
     sizes, dtype = info.shape, info.dtype
     if info.dtype == PYTHON:
@@ -173,7 +172,7 @@ def _check_shape(info: LeafInfo, error: type[CheckpointError]) -> None:
     nbytes = jnp.dtype(dtype).itemsize
     is_walked = 0 in info.shape and sum(size > 0 for size in info.shape) > 1
     most = _WALKED if is_walked else _INT64_MAX
-    for size in sizes:  # one at a time: the product of many large ones is slow
+    for size in sizes:  # one at a time: the product of many large integers is slow
         nbytes *= max(size, 1)
         if nbytes > most:
             raise error(
@@ -183,7 +182,7 @@ def _check_shape(info: LeafInfo, error: type[CheckpointError]) -> None:
 
 
 def is_scalar(leaf: Any) -> bool:
-    """Whether it is a Python scalar, which the manifest keeps."""
+    """Whether it is a Python scalar, which the manifest holds."""
     return type(leaf) in _SCALARS
 
 
@@ -193,7 +192,7 @@ def is_readable(number: int) -> bool:
 
 
 def nest(flat: Mapping[Names, Any]) -> dict[str, Any]:
-    """Returns a nested dictionary; a `LeafError` where one key is the beginning of another."""
+    """Returns a nested dictionary; raises a `LeafError` if one key is the beginning of another."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         inner: Any = tree
@@ -209,7 +208,7 @@ def nest(flat: Mapping[Names, Any]) -> dict[str, Any]:
 
 
 def data_sharding(sharding: Sharding | None, rank: int) -> Sharding | None:
-    """The sharding of a key's data, from that of the keys: the words of a key stay together."""
+    """Returns the sharding of the data of PRNG keys: the words of a key are not split."""
     if isinstance(sharding, NamedSharding):
         spec = PartitionSpec(*sharding.spec, *(None,) * (rank - len(sharding.spec)))
         return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

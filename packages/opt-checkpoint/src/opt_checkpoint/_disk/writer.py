@@ -30,11 +30,11 @@ _log = logging.getLogger(__name__)
 class Writer:
     """Saves and deletes the steps of a folder; every process of a run has one.
 
-    The first process has the lock, and removes what is left over.
+    The first process holds the lock and removes leftovers.
 
     Attributes:
-      passed: the steps that a restore has passed over, because they are damaged.
-      is_closed: whether `close` came to its end.
+      passed: the damaged steps that a restore has skipped.
+      is_closed: whether `close` has finished.
     """
 
     def __init__(self, directory: Path, *, async_save: bool, **options: Any) -> None:
@@ -72,10 +72,10 @@ class Writer:
         where = f"step {step} in `{self._directory}`"
         with self._failing(f"{where}: not saved", step):
             if self._is_stale:
-                # After a save that failed, Orbax no longer knows the step to be retired.
+                # After a failed save, Orbax no longer knows which step to delete.
                 self._calls.call(self._manager.reload)
                 self._is_stale = False
-            # Orbax's own policy leaves steps out; `should_save` is asked before.
+            # Orbax's own policy would skip steps; callers ask `should_save`.
             save = partial(self._manager.save, step, args=ocp.args.Composite(**args), force=True)
             saved = self._calls.call(save)
         if not saved:
@@ -86,11 +86,11 @@ class Writer:
             self.wait()
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether this process is to be ended soon."""
+        """Whether this process is about to be preempted."""
         return self._manager.reached_preemption(step)
 
     def wait(self) -> None:
-        """Waits until what is being saved is on the disk; that it was not is raised once."""
+        """Waits until the step being saved is on the disk; a failure is raised once."""
         if self._calls.is_elsewhere:
             return
         step = self._saving
@@ -103,13 +103,13 @@ class Writer:
             raise SaveError(f"{where} is not there: was it removed?")
 
     def close(self) -> None:
-        """Waits, empties the trash, gives the folder back; cut short, another call does it all."""
+        """Waits, empties the trash, releases the folder; if interrupted, another call does."""
         try:
             self.wait()
         finally:
-            with suppress(Exception):  # It would say once more what has just been raised.
+            with suppress(Exception):  # it would repeat what was just raised
                 self._calls.call(self._manager.close)
-            step = self._saving  # still, if Ctrl-C has cut the waiting short
+            step = self._saving  # still set if Ctrl-C has interrupted the waiting
             if step is not None and is_first() and not self._has(step):
                 _log.error("step %d in `%s`: not saved", step, self._directory)
             self._clean()
@@ -118,7 +118,7 @@ class Writer:
             self.is_closed = True
 
     def delete(self, step: int, steps: list[int]) -> None:
-        """Deletes one of the steps that are there."""
+        """Deletes one of the existing steps."""
         missing = None
         if step not in steps:
             missing = MissingError(f"`{self._directory}` has no step {step}; it has {steps}")
@@ -146,7 +146,7 @@ class Writer:
 
     @contextmanager
     def _failing(self, what: str, step: int | None = None) -> Iterator[None]:
-        """Nothing raw leaves Orbax; of a step that is saved here, the error says if it is there."""
+        """Makes errors of Orbax typed, and says whether the step being saved exists."""
         try:
             yield
         except CheckpointError:
@@ -161,7 +161,7 @@ class Writer:
             raise SaveError(f"{what}: {text}") from error
 
     def _take(self) -> CheckpointError | None:
-        """Makes the folder and takes its lock; returns why it cannot."""
+        """Creates the folder and takes its lock; returns the error if it cannot."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             trash = self._directory / _orbax.TRASH
@@ -176,20 +176,20 @@ class Writer:
         return None
 
     def _clean(self) -> None:
-        """Removes what was deleted by a rename, and what steps left that could not be saved."""
+        """Removes deleted steps from the trash, and leftovers of failed saves."""
         if self._lock is None:
             return
         try:
             self._lock.check()
         except LockError:
-            return  # It may be another's now.
+            return  # another process may hold it now
         failed, self._failed = self._failed, set()
         for step in failed:
             for path in temporary_paths(self._directory / str(step)):
                 shutil.rmtree(path, ignore_errors=True)
         trash = self._directory / _orbax.TRASH
         if deleted := list(trash.iterdir()) if trash.is_dir() else []:
-            sync(self._directory)  # The renames are on the disk before anything in them goes.
+            sync(self._directory)  # the renames are on the disk before anything is deleted
             for path in deleted:
                 shutil.rmtree(path, ignore_errors=True)
 

@@ -24,7 +24,7 @@ class Equal:
       name: its class's.
       constructor: makes Optax's equal from the hyper-parameters, which have `flax.optim`'s names.
       slots: for each `transformation/field` of Optax, as `opt_core.describe_state` calls them, the
-        field of `flax.optim`'s state of a parameter that is the same.
+        corresponding field of `flax.optim`'s state of a parameter.
       sign: what the values are multiplied by.
     """
 
@@ -39,8 +39,8 @@ class Equal:
         return frozenset(self.slots.values())
 
 
-# Their equals, with the names and defaults of `flax.optim`. They are public to pickles and to
-# fingerprints only.
+# Their equals, with the names and defaults of `flax.optim`. Without underscores only for pickles
+# and fingerprints.
 
 
 def gradient_descent(learning_rate: _Rate) -> optax.GradientTransformation:
@@ -76,7 +76,7 @@ def lamb(
     weight_decay: float = 0.0,
     eps: float = 1e-6,
 ) -> optax.GradientTransformation:
-    """`flax.optim.LAMB`; where its update is all zero that made NaN, and this keeps the leaf."""
+    """`flax.optim.LAMB`, but an all-zero update keeps the leaf instead of making it NaN."""
     return optax.lamb(learning_rate, beta1, beta2, eps, weight_decay=weight_decay)
 
 
@@ -98,7 +98,7 @@ def lars(
 
 
 def adagrad(learning_rate: _Rate) -> optax.GradientTransformation:
-    """`flax.optim.Adagrad` with an `eps` that only keeps from dividing by zero."""
+    """`flax.optim.Adagrad` with an `eps` that only prevents a division by zero."""
     return optax.adagrad(learning_rate, initial_accumulator_value=0.0, eps=0.0)
 
 
@@ -225,11 +225,11 @@ def flax_optim_equivalent(name: str, **hyper_params: Any) -> OptaxWrapper:
         `learning_rate` may be a schedule, and can be overridden at every step, as it was there.
 
     Returns:
-      A definition that remembers which optimizer it stands for: `restore_legacy` puts the states
-      that `flax.optim` saved where they belong.
+      A definition that knows which optimizer it stands for: `restore_legacy` puts the states that
+      `flax.optim` saved where they belong.
 
     Raises:
-      EquivalenceError: there is none, or not for these hyper-parameters; says why.
+      EquivalenceError: Optax has no equal, or not for these hyper-parameters; says why.
 
     Examples:
       >>> flax_optim_equivalent('Adam', learning_rate=0.1, beta2=0.98).hyper_params.beta2

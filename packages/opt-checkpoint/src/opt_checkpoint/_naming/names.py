@@ -23,6 +23,7 @@ from opt_checkpoint._naming.schema import (
     Schema,
     leaf_name,
     numbered,
+    shown,
     state_path,
 )
 from opt_checkpoint.errors import LeafError
@@ -55,7 +56,7 @@ class NamedState(Mapping[str, Any]):
         return len(self.leaves)
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-        """Returns leaves where they are wanted; see `Source.read`."""
+        """Returns leaves in the given shardings; see `Source.read`."""
         return {name: _placed(self.leaves[name], place.sharding) for name, place in wanted.items()}
 
 
@@ -80,7 +81,7 @@ def named_state(
     """Returns the leaves by name: parameters, others of the model by path, then the state.
 
     Raises:
-      LeafError: two leaves would have one name.
+      LeafError: two leaves would have the same name.
     """
     params = named_leaves(optimizer.target)
     infos = [*_model_infos(params), *_state_infos(optimizer)]
@@ -110,23 +111,23 @@ def _state_infos(optimizer: Optimizer) -> Iterator[LeafInfo]:
     for step in jax.tree.leaves(optimizer.state.step):
         yield leaf_info(step, ("state", "step"), "state")
     leaves = jax.tree.leaves(optimizer.state.param_states)
-    for leaf, told in zip(leaves, describe_state(optimizer).leaves, strict=True):
-        name = numbered(told.transformation, told.number)
+    for leaf, known in zip(leaves, describe_state(optimizer).leaves, strict=True):
+        name = numbered(known.transformation, known.number)
         yield LeafInfo(
-            path=(*state_path(told.group, name), *told.field, *(told.parameter or ())),
+            path=(*state_path(known.group, name), *known.field, *(known.parameter or ())),
             shape=tuple(np.shape(leaf)),
             dtype=_dtype(leaf),
             kind="state",
-            parameter=told.parameter,
-            group=told.group,
+            parameter=known.parameter,
+            group=known.group,
             transformation=name,
-            role=told.role,
-            dimensions=told.dimensions,
+            role=known.role,
+            dimensions=known.dimensions,
         )
 
 
 def leaf_info(leaf: Any, path: Names, kind: Kind, *, parameter: Names | None = None) -> LeafInfo:
-    """Returns what a leaf is that no transformation keeps."""
+    """Returns what a leaf is that does not belong to a transformation."""
     return LeafInfo(path, tuple(np.shape(leaf)), _dtype(leaf), kind, parameter)
 
 
@@ -144,15 +145,14 @@ def _check_unique(infos: list[LeafInfo]) -> None:
     for info in infos:
         if info.name in seen:
             raise LeafError(
-                f"two leaves would have the name `{info.name}`: found {info.dtype}"
-                f"{list(info.shape)} and {seen[info.name].dtype}{list(seen[info.name].shape)}. "
-                "Rename a key of the parameters or a field of the state."
+                f"two leaves would have the name `{info.name}`: {shown(info)} and "
+                f"{shown(seen[info.name])}. Rename a key of the parameters or a field of the state."
             )
         seen[info.name] = info
 
 
 def count_of(leaf: Any) -> int | None:
-    """Returns the value of a single integer; `None` of anything else."""
+    """Returns the value of a single integer; `None` for anything else."""
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer) or np.size(leaf) != 1:
         return None
     if not jnp.issubdtype(jnp.result_type(leaf), np.integer):
@@ -169,7 +169,7 @@ def update_counts(leaves: Iterable[LeafInfo]) -> tuple[dict[str, int | None], bo
 
 
 def local(leaf: Any) -> np.ndarray[Any, Any]:
-    """Returns what this process has of a leaf that is the same in all of them."""
+    """Returns the local value of a leaf that is the same in all processes."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = leaf.addressable_data(0)
     return np.asarray(leaf)
@@ -189,7 +189,7 @@ def _with_axes(infos: list[LeafInfo], optimizer: Optimizer, param_axes: Any) -> 
 
 
 def _groups(optimizer: Optimizer) -> dict[str, tuple[Names, ...]]:
-    """The parameters of each group; those of none are frozen."""
+    """The parameters of each group; those without one are frozen."""
     found = {
         leaf_name(group): tuple(path for path, _ in named_leaves(part.target))
         for group, part in leaf_groups(optimizer)
@@ -198,7 +198,7 @@ def _groups(optimizer: Optimizer) -> dict[str, tuple[Names, ...]]:
     trained = {path for paths in found.values() for path in paths}
     frozen = [path for path, _ in named_leaves(optimizer.target) if path not in trained]
     if found and frozen:
-        # No group is called so: `~` is escaped in the names of groups.
+        # no group can have this name: `~` is escaped in the names of groups
         found["frozen" if "frozen" not in found else "~frozen"] = tuple(frozen)
     return found
 

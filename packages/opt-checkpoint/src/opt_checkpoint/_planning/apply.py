@@ -1,4 +1,4 @@
-"""Carrying out a plan: read what is used, convert it, make the rest anew."""
+"""Carrying out a plan: read the leaves that are used, convert them, initialise the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from opt_core import Optimizer, OptimizerState, strong_types, unalias
 from opt_core.state_changes import all_survive, convert_held, init_leaves, placed
 
-from opt_checkpoint._naming.schema import Names
+from opt_checkpoint._naming.schema import Names, shown
 from opt_checkpoint._planning.functions import abstract, function_name
 from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.rules import Map
@@ -66,7 +66,7 @@ def _wanted(plan: Plan[Any], places: Mapping[str, Any]) -> dict[str, jax.ShapeDt
 
 
 def _source_sharding(row: Row, shape: tuple[int, ...], sharding: Any) -> Any:
-    """Where a leaf of the checkpoint lies best for the leaf that is made of it."""
+    """Where to read a leaf of the checkpoint for the leaf of the target that it becomes."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     if row.how in ("maxima", "first") or (row.leaf.shape and "reshape" in row.kinds):
@@ -94,7 +94,7 @@ def _leaf(
     checks: dict[str, Any],
     allow: frozenset[str],
 ) -> Any:
-    """The leaf of the target, `None` where the state has to be made anew."""
+    """The leaf of the target, `None` where it is to be initialised."""
     if row.by == "keep" or (row.action == "initialised" and row.leaf.kind == "params"):
         return strong_types(value) if isinstance(value, jax.Array) else jnp.asarray(value)
     if row.action == "initialised":
@@ -103,8 +103,8 @@ def _leaf(
     is_wide = any(isinstance(x, np.ndarray) for x in given)
     if is_wide and "cast" not in row.kinds:
         raise LeafError(
-            f"`{row.leaf.name}`: JAX cannot hold {row.leaf.dtype} here. Set `jax_enable_x64`, "
-            "or give the target another dtype and admit `'cast'`."
+            f"`{row.leaf.name}`: {row.leaf.dtype} needs `jax_enable_x64`: set it, or give the "
+            "target another dtype and admit `'cast'`."
         )
     if not row.how and not set(row.kinds) & {"cast", "reshape"}:
         return placed(given[0], sharding)
@@ -129,11 +129,11 @@ def _called(row: Row, by: Map, given: list[Any], allow: frozenset[str]) -> tuple
             f"`{leaf.name}`: `{name}` raises {type(error).__name__}: {error}"
         ) from error
     is_array = isinstance(found, jax.Array | np.ndarray | np.generic)
-    result = f"{found.dtype}{list(found.shape)}" if is_array else type(found).__name__
+    result = shown(found) if is_array else type(found).__name__
     may_cast = "cast" in allow and not leaf.is_key
     is_right = is_array and found.shape == leaf.shape
     if not is_right or (str(found.dtype) != leaf.dtype and not may_cast):
-        expected = f"one array {leaf.dtype}{list(leaf.shape)}"
+        expected = f"one array {shown(leaf)}"
         raise LeafError(f"`{leaf.name}`: `{name}` returns {result}, expected {expected}")
     if leaf.is_key:
         return found, True
@@ -199,12 +199,12 @@ def _raise_misfits(checks: Mapping[str, Any]) -> None:
 def _misfit(row: Row) -> LeafError:
     return LeafError(
         f"`{row.leaf.name}`: a value of the checkpoint does not fit {row.leaf.dtype} ({row.note}). "
-        "Restore it in the dtype that it has, or start it anew by a rule."
+        "Restore it in its own dtype, or initialise it by a rule."
     )
 
 
 def _initialise(optimizer: Optimizer, state: list[Any], places: Sequence[Any]) -> None:
-    """Makes what a state lacks as `init` does, of the restored parameters."""
+    """Fills the gaps of a state as `init` does, from the restored parameters."""
     first = len(jax.tree.leaves(optimizer.state.step))
     if first and state[0] is None:
         state[0] = jnp.zeros((), jnp.int32)
@@ -216,7 +216,7 @@ def _initialise(optimizer: Optimizer, state: list[Any], places: Sequence[Any]) -
 
 
 def _sharding(value: Any) -> Any:
-    """Where a leaf of the target is bound to be, if anywhere."""
+    """Where a leaf of the target is committed to, if anywhere."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return value.sharding
     is_placed = isinstance(value, jax.Array) and value.committed

@@ -9,27 +9,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from opt_core import TransformationDescription
-from opt_core.state_changes import (
-    Made,
-    Move,
-    Side,
-    bearing_of,
-    like_numbers,
-    made_of,
-    shared_settings,
-)
+from opt_core.state_changes import Move, Side, bearing_of, like_numbers, made_of, shared_settings
 
 from opt_checkpoint._naming.schema import Names, leaf_name, numbered, state_path
 
 INJECTED: Final = "injected"
-"""The setting of what `optax.inject_hyperparams` injects: it is in the state, or a schedule."""
+"""The setting of a value that `optax.inject_hyperparams` injects: from the state or a schedule."""
 
 INJECTING: Final = "inject_"
-"""Begins the names of those that inject."""
+"""The prefix of the names of what injects."""
 
 
 def changes(move: Move) -> Iterator[str]:
-    """Yields what is different between two optimizers, for people to read.
+    """Yields the differences between two optimizers as text.
 
     Other groups, other transformations, another order, and settings that change what an update
     does with its state: booleans (`nesterov`), lengths of windows, and the numbers of
@@ -51,7 +43,7 @@ def changes(move: Move) -> Iterator[str]:
         for j, i in sorted(numbers.items()):
             one, other = old.made((group, name, i)), new.made((group, name, j))
             yield from _settings(one, other, by_number=is_many)
-    # Leaves that moved tell which transformations of other groups go on.
+    # Leaves that moved show which transformations of other groups go on.
     for was, now in dict.fromkeys(
         (made_of(old.told[i]), made_of(new.told[j]))
         for j, pair in enumerate(move.pairs)
@@ -62,7 +54,7 @@ def changes(move: Move) -> Iterator[str]:
             yield from _settings(old.made(was), new.made(now), by_number=is_many)
 
 
-def _made(side: Side) -> list[Made]:
+def _made(side: Side) -> list[tuple[Names, str, int]]:
     return [(made.group, made.name, made.number) for made in side.description.transformations]
 
 
@@ -74,12 +66,12 @@ def _by_group(side: Side) -> dict[Names, list[str]]:
 
 
 def inside(group: Names) -> str:
-    """Returns where a transformation of a group is, for people to read."""
+    """Returns the group of a transformation for messages."""
     return f" in group `{leaf_name(group)}`" if group else ""
 
 
 def _groups(before: Mapping[Names, list[str]], after: Mapping[Names, list[str]]) -> Iterator[str]:
-    """Groups that are gone or new; of their transformations only those that were nowhere."""
+    """Groups that are gone or new, and their transformations if no other group has the same."""
     sides = ((before, after, "gone"), (after, before, "new"))
     for one, other, word in sides:
         if named := [group for group in one if group not in other and group]:
@@ -109,11 +101,11 @@ def _order(old: Sequence[str], new: Sequence[str], group: Names) -> Iterator[str
 def _settings(
     old: TransformationDescription, new: TransformationDescription, *, by_number: bool
 ) -> Iterator[str]:
-    """Yields the settings by which updates do something else with the state.
+    """Yields changed settings that make updates use the state differently.
 
-    What must not change at all, or only at times, is a problem of the plan, not among these.
+    Settings that must not change, or only at times, are problems of the plan instead.
     """
-    # What is injected comes from the checkpoint.
+    # injected values come from the checkpoint
     by_number = by_number and INJECTED not in old.settings.keys() & new.settings.keys()
     for name in shared_settings(old, new):
         one, other = old.settings[name], new.settings[name]
@@ -134,13 +126,13 @@ def _settings(
 
 
 def suggested_renames(move: Move) -> Iterator[str]:
-    """Yields the `Rename` that would keep a state which would be dropped and initialised.
+    """Yields the `Rename` that would keep a state instead of dropping and initialising it.
 
-    Only where exactly one transformation that is gone and one that is new agree in fields, shapes
-    and parameters. Two that are known by name are not the same: Adam's moments are not Adamax's.
+    Only if exactly one removed and one new transformation agree in fields, shapes and parameters.
+    Two known transformations are not the same: Adam's moments are not Adamax's.
     """
-    anew = {j for j, pair in enumerate(move.pairs) if not pair.sources and j not in move.ruled}
-    gone, new = _looks(move.old, frozenset(move.dropped)), _looks(move.new, anew)
+    initial = {j for j, pair in enumerate(move.pairs) if not pair.sources and j not in move.ruled}
+    gone, new = _looks(move.old, frozenset(move.dropped)), _looks(move.new, initial)
     for after, look in new.items():
         like = [old for old, other in gone.items() if other == look and old.group == after.group]
         is_one = len(like) == 1 and [*new.values()].count(look) == 1
@@ -149,13 +141,15 @@ def suggested_renames(move: Move) -> Iterator[str]:
 
 
 def _looks(side: Side, chosen: Collection[int]) -> Mapping[TransformationDescription, Any]:
-    """The fields, parameters and shapes of transformations of which all leaves are chosen."""
+    """Fields, parameters and shapes of the transformations of which all leaves are chosen."""
     found = {}
     for made in side.description.transformations:
         own = side.leaves_of((made.group, made.name, made.number))
         if own and all(i in chosen for i in own):
-            told = ((side.told[i].field, side.told[i].parameter, side.leaves[i].shape) for i in own)
-            found[made] = frozenset(told)
+            looks = (
+                (side.told[i].field, side.told[i].parameter, side.leaves[i].shape) for i in own
+            )
+            found[made] = frozenset(looks)
     return found
 
 
@@ -163,10 +157,10 @@ def _suggestion(old: TransformationDescription, new: TransformationDescription) 
     was, now = numbered(old.name, old.number), numbered(new.name, new.number)
     pattern = re.escape(leaf_name(state_path(new.group, now))).replace("\\#", "#") + "/(.*)"
     source = leaf_name(state_path(old.group, was)).replace("\\", "\\\\") + "/\\1"
-    told = (
-        f"`{now}` may be what `{was}` was: their states look the same. If it is, say so: "
+    text = (
+        f"`{now}` may be the former `{was}`: their states look the same. If so, say: "
         f"`rules=[(r'{pattern}', Rename(r'{source}'))]`"
     )
     if new.name != old.name:
-        told += f", or `aliases={{'{new.name}': '{old.name}'}}` in the definition"
-    return told
+        text += f", or `aliases={{'{new.name}': '{old.name}'}}` in the definition"
+    return text
