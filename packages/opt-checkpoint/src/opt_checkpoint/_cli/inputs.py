@@ -103,7 +103,7 @@ def make_optimizer(target: str, *, allocate: bool) -> Any:
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
         raise InputError(f"expected MODULE:FUNCTION, found `{target}`")
-    # As for `python -m`; an installed script would not find modules beside the caller.
+    # as with `python -m`; an installed script would not find modules of the current folder
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
     with _foreign_code(f"`{module_name}` cannot be imported"):

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 _Finish = Callable[[], bool]
 
 
-class Uncut:
+class UninterruptedCalls:
     """A thread that runs calls one after another, each to its end.
 
     Python raises Ctrl-C in the main thread only. If an exception from a signal handler interrupts

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from opt_checkpoint._disk.background import at_exit, not_at_exit
-from opt_checkpoint._disk.processes import together
+from opt_checkpoint._disk.processes import sync_errors
 from opt_checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
 from opt_checkpoint._disk.saving import view_to_save
 from opt_checkpoint._disk.steps import check_equal, check_own, foreign_steps, list_own, newest
@@ -43,7 +43,7 @@ class Checkpointer:
       save_interval_steps: `should_save` is true for multiples of it.
       async_save: `save` returns once the values are copied off the devices; they are written in
         the background. What fails there is raised by the next call, once.
-      read_only: for evaluation beside a run: takes no lock and changes nothing.
+      read_only: for evaluation alongside a run: takes no lock and changes nothing.
 
     A folder with steps that another program wrote is never taken for an empty one: nothing in it is
     touched, no lock is taken, and every method that looks for steps or saves raises a
@@ -202,7 +202,7 @@ class Checkpointer:
 
     def _look(self, step: int, level: Level) -> tuple[SavedStep | None, StepReport]:
         try:
-            with together():
+            with sync_errors():
                 saved = self.at(step)
         except (ForeignError, MissingError):
             raise
@@ -257,7 +257,7 @@ class Checkpointer:
     def _restore(
         self, step: int, target: _Target, allow: Iterable[str], rules: Sequence[Rule]
     ) -> tuple[_Target, SavedStep]:
-        with together():
+        with sync_errors():
             saved = self.at(step)
         restored = plan_restore(saved, target, allow=allow, rules=rules).apply()
         self.restored_step = step

@@ -18,7 +18,7 @@ import numpy as np
 
 from opt_checkpoint._disk.foreign_layout import STEP, Found, find
 from opt_checkpoint._disk.foreign_stores import Store, Stored, open_store
-from opt_checkpoint._disk.processes import together
+from opt_checkpoint._disk.processes import sync_errors
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
 from opt_checkpoint._disk.steps import foreign_steps, is_orbax, own_item
 from opt_checkpoint._disk.storage import data_sharding, placed
@@ -56,7 +56,7 @@ class ForeignStep:
         if unknown := sorted(wanted.keys() - infos.keys()):
             raise MissingError(f"`{self.path}` has no leaf `{unknown[0]}`: it has {len(infos)}")
         stored = dict(self.made)
-        with together():
+        with sync_errors():
             for item, store in self.stores.items():
                 at = {n: self.keys[n][1:] for n in wanted if self.keys.get(n, ("",))[0] == item}
                 places = {at[n]: _sharding(store.leaves[at[n]], wanted[n]) for n in at}
@@ -103,7 +103,7 @@ def open_foreign(path: str | Path, *, written_by: Any = None) -> ForeignStep | S
         raise ForeignError(f"`{folder}` does not say which optimizer wrote it: give `written_by=`")
     view = view_of(written_by, argument="written_by")
     named = named_view(view)
-    with together():
+    with sync_errors():
         stores = _stores(folder)
         leaves = _leaves(stores)
         found = find(folder, view, named, {key: leaf.shape for key, leaf in leaves.items()})

@@ -152,7 +152,7 @@ def _nearly(paths: Sequence[Names], left: set[Names]) -> str:
     gone = sorted(wanted[place] - bare)
     extra = sorted({key for key in bare if key[: len(place)] == place} - wanted[place])
     parts = [f"expected {_listed(gone)}, found nothing there"] if gone else []
-    parts += [f"found {_listed(extra)} besides"] if extra else []
+    parts += [f"found {_listed(extra)} too"] if extra else []
     return f"at `{path_str(place)}` " + ", and ".join(parts)
 
 

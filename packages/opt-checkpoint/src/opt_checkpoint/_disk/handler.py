@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from opt_checkpoint._disk.orbax import ManifestHandler, ManifestSave
-from opt_checkpoint._disk.processes import is_first, together
+from opt_checkpoint._disk.processes import is_first, sync_errors
 from opt_checkpoint._disk.saved_step import SavedStep
 from opt_checkpoint._disk.saving import Saving, view_to_save
 from opt_checkpoint._naming.names import NamedState
@@ -186,7 +186,7 @@ class OptimizerHandlerV1:
 
 def _prepare(directory: Any, target: Any) -> Saving:
     """Names the leaves and starts their digests; all processes call it."""
-    with together():
+    with sync_errors():
         if "://" in str(directory):
             raise SaveError(f"`{directory}` is not in a file system: mount the bucket")
         source = target if isinstance(target, NamedState) else view_to_save(target, is_item=True)
@@ -200,7 +200,7 @@ async def _nothing() -> None:
 
 
 def _open(directory: Any) -> SavedStep:
-    with together():
+    with sync_errors():
         saved = SavedStep(Path(directory))
         saved.manifest  # noqa: B018  # an error in one process is raised in all
     return saved

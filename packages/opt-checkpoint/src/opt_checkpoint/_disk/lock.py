@@ -50,15 +50,13 @@ class WriterLock:
                 f"`{self._path.parent}`: the lock is that of the process that this one was forked "
                 "from: save there"
             )
-        try:
-            is_held = os.path.samestat(self._path.lstat(), self._file)
-        except OSError:
-            is_held = False
-        if not is_held:
-            raise LockError(
-                f"`{self._path}` was removed or replaced, so that another may write there now: "
-                "open the folder again"
-            )
+        with suppress(OSError):
+            if os.path.samestat(self._path.lstat(), self._file):
+                return
+        raise LockError(
+            f"`{self._path}` was removed or replaced, so that another may write there now: open "
+            "the folder again"
+        )
 
     def release(self) -> None:
         """Releases the folder; may be repeated, and does nothing in a forked process."""

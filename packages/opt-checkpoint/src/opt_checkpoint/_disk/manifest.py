@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: JSON beside the arrays that says what they are."""
+"""The manifest of a checkpoint: JSON next to the arrays that says what they are."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ NEEDS = "0.1.0"  # the first release that reads `FORMAT_VERSION`
 MAX_BYTES, MAX_ITEMS = 256 * 2**20, 16_000_000
 _MAX_DEPTH = 200  # of metadata: leaves room on any call stack
 _DIGEST_BYTES = 19  # with quotes and a comma
-_FIXED_BYTES = 200  # what every manifest holds besides
+_FIXED_BYTES = 200  # what else every manifest holds
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself.
+    """The contents of a manifest.
 
     Attributes:
-      step: that it was saved as.
-      schema: its leaves and who wrote them.
-      records: by name, what else there is about each leaf.
-      metadata: JSON data that was saved with it.
+      step: the number it was saved under.
+      schema: its leaves and the optimizer that wrote them.
+      records: what else is known about each leaf, by name.
+      metadata: JSON data saved with it.
     """
 
     step: int
@@ -41,7 +41,7 @@ class Manifest:
 
 
 def encode_schema(schema: Schema) -> bytes:
-    """Returns the JSON of a schema without the values of counts, so that steps share it."""
+    """Returns the JSON of a schema without the values of counts, shared by all steps."""
     names = [field.name for field in dataclasses.fields(LeafInfo) if field.name != "value"]
     leaves = [{name: getattr(leaf, name) for name in names} for leaf in schema.leaves]
     # `to_data` would make a deep copy of every leaf.
@@ -52,10 +52,10 @@ def encode_schema(schema: Schema) -> bytes:
 def encode_step(
     step: int, metadata: Any, values: Mapping[str, Any], impls: Mapping[str, str]
 ) -> bytes:
-    """Returns the JSON of what a schema does not say, besides digests.
+    """Returns the JSON of what a schema does not say, without digests.
 
-    By name, `values` are those of counts and Python scalars, `impls` those of PRNG keys. A
-    `LeafError` says that the metadata are not JSON data, or would not be read again.
+    By name, `values` are those of counts and Python scalars, `impls` the types of PRNG keys. A
+    `LeafError` says that the metadata are not JSON data, or could not be read again.
     """
     try:
         _check_json(metadata, 0)
@@ -77,7 +77,7 @@ def encode(schema: bytes, step: bytes, digests: Sequence[str | None]) -> bytes:
 
 
 def check_size(schema: bytes, step: bytes, leaves: int) -> None:
-    """Raises a `LeafError` if a manifest of all that would be too large to be read again."""
+    """Raises a `LeafError` if the manifest would be too large to be read again."""
     size = len(schema) + len(step) + _DIGEST_BYTES * leaves + _FIXED_BYTES
     if excess := _excess(size, _count_items(schema) + _count_items(step) + leaves):
         raise LeafError(f"the names and metadata are {excess}")
@@ -107,13 +107,13 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of a step, or of an item that `OptimizerHandler` wrote.
 
     Raises:
-      DamagedError: it is not what was written, or is missing.
+      DamagedError: it has changed since it was written, or is missing.
       LoadError: it is not a manifest, or too large.
       MissingError: the folder does not exist.
       VersionError: a newer format.
     """
-    beside = folder / FILE_NAME
-    path = beside if beside.is_file() else folder / "manifest" / FILE_NAME
+    path = folder / FILE_NAME
+    path = path if path.is_file() else folder / "manifest" / FILE_NAME
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)

@@ -21,7 +21,7 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def agree(error: CheckpointError | None) -> None:
+def raise_synced(error: CheckpointError | None) -> None:
     """Raises the error of one process in all; all processes must call it."""
     if jax.process_count() > 1:
         mine = f"{type(error).__name__} {error}".encode() if error is not None else b""
@@ -38,14 +38,14 @@ def agree(error: CheckpointError | None) -> None:
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def sync_errors() -> Iterator[None]:
     """A block whose error is raised in all processes; all must reach its end."""
     error = None
     try:
         yield
     except CheckpointError as found:
         error = found
-    agree(error)
+    raise_synced(error)
 
 
 def are_equal(data: bytes) -> bool:

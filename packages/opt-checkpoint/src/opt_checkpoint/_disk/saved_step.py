@@ -18,7 +18,7 @@ from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk import storage as _storage
 from opt_checkpoint._disk.digest import bound, digests
 from opt_checkpoint._disk.manifest import Manifest, read_manifest
-from opt_checkpoint._disk.processes import is_first, together
+from opt_checkpoint._disk.processes import is_first, sync_errors
 from opt_checkpoint._disk.saving import EXTRA
 from opt_checkpoint._disk.steps import describe, is_orbax, own_item
 from opt_checkpoint._disk.storage import is_stored
@@ -142,7 +142,7 @@ class SavedStep:
         """Checks the step; see `Checkpointer.validate`."""
         report = StepReport(self.step, level, leaves=len(self.schema.leaves))
         try:
-            with together():
+            with sync_errors():
                 if is_first():
                     self._check_stored_shapes()
             if level == "digests":
@@ -178,11 +178,11 @@ class SavedStep:
     def _read_stored(self, places: Mapping[LeafInfo, Sharding | None]) -> dict[str, Any]:
         """Reads the stored arrays of some leaves, by name, and compares the digests."""
         stored: dict[str, Any] = {}
-        with together():
+        with sync_errors():
             for info, sharding in places.items():
                 _check_sharding(info, sharding)
             stored = self._read_unchecked({x: s for x, s in places.items() if is_stored(x)})
-        with together():
+        with sync_errors():
             for name, digest in zip(stored, digests(list(stored.values())), strict=True):
                 expected, found = self.manifest.records[name].digest, bound(name, digest)
                 if found != expected:

@@ -119,9 +119,7 @@ class Saving:
         """Waits for the digests; returns what this process contributes to the sums of all."""
         sums = self.digests.sums()
         if jax.process_index() > 0:
-            whole = np.ones(len(sums), bool)
-            whole[self.digests.partial] = False
-            sums[whole] = 0
+            sums[np.setdiff1d(np.arange(len(sums)), self.digests.partial)] = 0
         return sums
 
     def encode(self, sums: _digest.Sums) -> bytes:

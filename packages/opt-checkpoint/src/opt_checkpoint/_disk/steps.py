@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from opt_checkpoint._disk.manifest import FILE_NAME
-from opt_checkpoint._disk.processes import are_equal, together
+from opt_checkpoint._disk.processes import are_equal, sync_errors
 from opt_checkpoint.errors import DamagedError, ForeignError, LoadError, MissingError, SaveError
 
 LEAVES, MANIFEST = "leaves", "manifest"  # the items of a step
@@ -83,7 +83,7 @@ def newest(
             return use(left[-1])
         except MissingError:
             # A writer may have deleted the step meanwhile, and saved others.
-            with together():
+            with sync_errors():
                 if left[-1] in list_own(directory):
                     raise
         except (DamagedError, LoadError) as error:

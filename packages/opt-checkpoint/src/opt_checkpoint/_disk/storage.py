@@ -28,7 +28,7 @@ _KEY_DATA, _KEY_DTYPE = (4,), "uint32"
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What the manifest says about one leaf beside the schema.
+    """What the manifest says about one leaf in addition to the schema.
 
     Attributes:
       digest: 16 hexadecimal digits over its bits and its name; `None` if it is not in the store.

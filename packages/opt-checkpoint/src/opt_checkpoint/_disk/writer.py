@@ -14,10 +14,10 @@ import jax
 import orbax.checkpoint as ocp
 
 from opt_checkpoint._disk import orbax as _orbax
-from opt_checkpoint._disk.background import Uncut
+from opt_checkpoint._disk.background import UninterruptedCalls
 from opt_checkpoint._disk.durable import sync, temporary_paths
 from opt_checkpoint._disk.lock import WriterLock
-from opt_checkpoint._disk.processes import agree, is_first, together
+from opt_checkpoint._disk.processes import is_first, raise_synced, sync_errors
 from opt_checkpoint._disk.saving import Layout, Saving
 from opt_checkpoint._disk.steps import LEAVES, MANIFEST, check_new, list_steps
 from opt_checkpoint._naming.names import NamedState
@@ -47,8 +47,8 @@ class Writer:
         self._failed: set[int] = set()
         self._is_stale = False
         self._layout: Layout | None = None
-        agree(self._take() if is_first() else None)
-        self._calls = Uncut()
+        raise_synced(self._take() if is_first() else None)
+        self._calls = UninterruptedCalls()
         try:
             with self._failing(f"`{directory}` cannot be written"):
                 self._manager = _orbax.open_manager(directory, is_async=async_save, **options)
@@ -59,7 +59,7 @@ class Writer:
 
     def save(self, step: int, target: View | NamedState, extras: Any, metadata: Any) -> None:
         """Saves a step; see `Checkpointer.save`."""
-        with together():
+        with sync_errors():
             self._check(step)
             saving = Saving.prepare(step, target, extras, metadata, self._layout)
             tree = saving.tree()
@@ -122,7 +122,7 @@ class Writer:
         missing = None
         if step not in steps:
             missing = MissingError(f"`{self._directory}` has no step {step}; it has {steps}")
-        agree(missing)
+        raise_synced(missing)
         with self._failing(f"step {step} in `{self._directory}`: not deleted"):
             self._calls.call(self._manager.reload)
             self._calls.call(partial(self._manager.delete, step))

@@ -45,9 +45,9 @@ def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
     if any(leaf is None for leaf in kept):
         _initialise(target.replace(target=restored), kept, [*places.values()][n:])
     state: OptimizerState = jax.tree.unflatten(states, kept)
-    besides = dict(zip(others, found[len(own) : n], strict=True))
+    rest = dict(zip(others, found[len(own) : n], strict=True))
     result: tuple[Optimizer, dict[Names, Any]] = unalias(
-        (target.replace(target=restored, state=state), besides),
+        (target.replace(target=restored, state=state), rest),
         apart_from=[value for value in values if isinstance(value, jax.Array)],
     )
     return result

@@ -199,7 +199,7 @@ def _wrong(action: Any) -> str:
             except TypeError:
                 return "the `fn` of a `Map` must be hashable, as for `jax.jit`"
         case Pad():
-            if not (_is_integer(given.axis) and _is_integer(given.to) and given.to >= 0):
+            if not (type(given.axis) is type(given.to) is int and given.to >= 0):
                 return "`axis` of a `Pad` must be an integer and `to` a non-negative one"
             if not isinstance(given.value, bool | int | float | complex):
                 return "`value` of a `Pad` must be a number"
@@ -207,10 +207,6 @@ def _wrong(action: Any) -> str:
             return f"expected one of {sorted(_WORDS)}, or a `Rename`, `Stack`, `Map`, ..."
     is_action = isinstance(given, str | Taking | Pad)
     return "" if is_action else f"{type(given).__name__} is not an action"
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def sources_of(action: Taking, found: re.Match[str], shape: Sequence[int]) -> tuple[str, ...]:
