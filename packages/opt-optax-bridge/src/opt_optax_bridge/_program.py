@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.extend.core.primitives import convert_element_type_p
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 from opt_core import path_names, strong_type
 
 _PREFIX = "opt_optax_bridge/"
@@ -35,11 +36,13 @@ class Program:
     """A function, traced.
 
     Attributes:
+      function: the function, compiled by whoever compiles the caller.
       jaxpr: the traced program; its inputs are the leaves of the operands.
       inputs: for each input, the names along its path in the tuple of operands.
       output: the structure of the result.
     """
 
+    function: Callable[..., Any]
     jaxpr: ClosedJaxpr
     inputs: tuple[tuple[str, ...], ...]
     output: Any
@@ -47,10 +50,11 @@ class Program:
     @classmethod
     def trace(cls, function: Callable[..., Any], *operands: Any) -> Program:
         """Traces `function` on operands."""
-        jaxpr, output = jax.make_jaxpr(function, return_shape=True)(*operands)
+        jitted = jax.jit(function)
+        traced = jitted.trace(*operands)
         paths = jax.tree_util.tree_leaves_with_path(operands)
         inputs = tuple(path_names(path) for path, _ in paths)
-        return cls(jaxpr, inputs, jax.tree.structure(output))
+        return cls(jitted, traced.jaxpr, inputs, jax.tree.structure(traced.out_info))
 
     def reached(self) -> set[tuple[str, ...]]:
         """Returns the paths of the inputs that the output depends on."""
@@ -59,8 +63,16 @@ class Program:
         return {names for names, variable in variables if variable in needed}
 
     def run(self, *operands: Any) -> Any:
-        """Returns the output for operands; scalars are cast to the dtypes they were traced with."""
-        return jax.tree.unflatten(self.output, _run(self.jaxpr, jax.tree.leaves(operands)))
+        """Returns the output for operands; scalars are cast to the dtypes they were traced with.
+
+        In a caller that is being traced the program becomes one call, which XLA inlines: to repeat
+        its equations one by one takes half as long as to trace them. By itself it runs operation by
+        operation: each update is a function of its own, and would be compiled every time.
+        """
+        leaves = jax.tree.leaves(operands)
+        if any(isinstance(leaf, DynamicJaxprTracer) for leaf in leaves):
+            return self.function(*operands)
+        return jax.tree.unflatten(self.output, _run(self.jaxpr, leaves))
 
     def values(self, name: str, *operands: Any) -> list[Any]:
         """Returns all values of that name, computing nothing else.
