@@ -123,7 +123,9 @@ def test_nobody_needs_to_say_who_wrote_states_of_optax() -> None:
         restore_legacy(plain, source)
         with pytest.raises(EquivalenceError, match="'Foo' is not one of GradientDescent, "):
             restore_legacy(plain, source, written_by="Foo")
-        with pytest.raises(EquivalenceError, match=r"is for files of `flax\.optim`.*states of Optax"):
+        with pytest.raises(
+            EquivalenceError, match=r"is for files of `flax\.optim`.*states of Optax"
+        ):
             restore_legacy(plain, source, written_by="Adam")
     with pytest.raises(EquivalenceError, match=r"is for files of `flax\.optim`"):
         restore_legacy(groups(), groups().state_dict(), written_by={"biases": "Adam"})
@@ -225,7 +227,11 @@ def test_lists_of_states_are_in_the_order_of_the_components() -> None:
         ({"version": 4, "optimizer": {}}, VersionError, "this is version 4 of T5X"),
         ({"version": 3, "optimizer": 5}, LoadError, "`optimizer`: expected a dict"),
         ({"target": {}, "state": 3}, LoadError, "`state`: expected the state"),
-        ({"target": {}, "state": {}}, LoadError, "`state/step`: expected a non-negative int32, found None"),
+        (
+            {"target": {}, "state": {}},
+            LoadError,
+            "`state/step`: expected a non-negative int32, found None",
+        ),
         (
             {"target": {}, "state": {"step": -1}},
             LoadError,
