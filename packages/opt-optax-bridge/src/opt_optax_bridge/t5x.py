@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, ParamSpec
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec
 
 import flax.struct
 import opt_core
@@ -36,6 +36,9 @@ from opt_core.t5x import lenient_references
 from opt_partition import OptaxStatePartitionRules
 
 from opt_optax_bridge import _twins, _wrapper
+
+if TYPE_CHECKING:
+    from opt_optax_bridge._t5x_twins import *  # noqa: F403  # a stub alone
 
 __all__ = [
     "Dtype",
@@ -179,11 +182,13 @@ def _twin(name: str) -> Callable[..., OptaxWrapper]:
     )
 
 
-def __getattr__(name: str) -> Callable[..., OptaxWrapper]:
-    """Finds `adamw` and every other optimizer in the installed Optax, when it is asked for."""
-    if name in _ABSENT:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {_ABSENT[name]}")
-    return _twin(name)
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+
+    def __getattr__(name: str) -> Callable[..., OptaxWrapper]:
+        """Finds `adamw` and every other optimizer in the installed Optax, when it is asked for."""
+        if name in _ABSENT:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {_ABSENT[name]}")
+        return _twin(name)
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -25,6 +26,8 @@ from opt_optax_bridge._description.dimensions import (
     Dims,
     Shape,
     dimensions,
+    explained,
+    followed,
     shapes_of,
     stated_dimensions,
 )
@@ -89,21 +92,67 @@ def describe_optax(
     for slot in slots:
         if slot.node is not None and not slot.node.told:
             slot.node.told = _told(slot.kind)
+    leaves, shapes = jax.tree.leaves(states), shapes_of(params)
+    shown = functools.cache(functools.partial(explained, tx, params, leaves))
+    # Arrays of a user's that follow no container of the parameters may be listed one by one.
+    listed = {
+        i: len(slot.place)
+        for i, (role, leaf, slot) in enumerate(zip(given, leaves, slots, strict=True))
+        if role.param is None and leaf.shape and _known(slot.node) is None
+    }
+    if listed and (seen := shown()) is not None:
+        given = followed(given, seen, listed, list(shapes))
+        slots = [_slot(role, made.places) for role in given]
     names = _Names(root, made.nodes, slots, aliases)
-    shapes = shapes_of(params)
-    rows = list(zip(given, jax.tree.leaves(states), slots, strict=True))
+    rows = list(zip(given, leaves, slots, strict=True))
     reshapes = any(known.reshapes for node in root.walk() if (known := _known(node)) is not None)
     stated = [None if reshapes else _stated(*row, shapes) for row in rows]
-    dims = dimensions(tx, params, states, given, stated)
+    dims = dimensions(leaves, given, stated, shown)
     paths = [path for path, leaf in flatten_with_paths(states) if leaf is not None]
-    leaves = tuple(
+    described = tuple(
         _leaf(_Row(path, leaf, role, slot, kept), names, shapes)
         for path, (role, leaf, slot), kept in zip(paths, rows, dims, strict=True)
     )
-    told = zip(slots, leaves, strict=True)
+    told = list(zip(slots, described, strict=True))
     keepers = {id(slot.node) for slot, leaf in told if leaf.role in _IN_UNITS}
-    factors = {id(one) for one, other in before(root) if id(other) in keepers and _factor(one)}
-    return StateDescription(leaves, tuple(names.transformations(factors)))
+    earlier = {id(one): one for one, other in before(root) if id(other) in keepers}
+    factors = {key for key, one in earlier.items() if _factor(one)}
+    given_to = dict(_given(root, jax.tree.structure(params)))
+    acting = {key: _paths(given_to[key]) for key in _unsaid(root, told, earlier)}
+    acting = {key: some for key, some in acting.items() if shapes.keys() > {*some}}
+    return StateDescription(described, tuple(names.transformations(factors, acting)))
+
+
+def _unsaid(
+    root: Node, told: Sequence[tuple[_Slot, LeafDescription]], earlier: Collection[int]
+) -> set[int]:
+    """Of which transformations it matters what they act on, while no leaf says it.
+
+    Those that act, or may act, before moments; and those that keep parameters one after the other.
+    """
+    users = (node for node in root.walk() if not node.is_own and len(node.children) > 1)
+    composed = {id(inner) for node in users for inner in node.walk()}
+    ordered = {id(slot.node) for slot, leaf in told if slot.node is not None and leaf.dimensions}
+    following = {id(slot.node) for slot, leaf in told if leaf.parameter is not None}
+    return {*earlier, *composed, *ordered} - following
+
+
+def _given(node: Node, outer: Any, is_flat: bool = False) -> Iterator[tuple[int, Any]]:
+    """The structure of the parameters that each transformation acts on.
+
+    Inside of `optax.flatten` a transformation is given one vector of all of them.
+    """
+    given = outer if is_flat or node.given is None else node.given
+    yield id(node), given
+    known = _known(node)
+    is_flat |= known is not None and known.reshapes
+    for child in node.children:
+        yield from _given(child, given, is_flat)
+
+
+def _paths(structure: Any) -> tuple[Names, ...]:
+    places = jax.tree.unflatten(structure, range(structure.num_leaves))
+    return tuple(path for path, place in flatten_with_paths(places) if place is not None)
 
 
 class _Row(NamedTuple):
@@ -204,15 +253,19 @@ class _Names:
             return self._numbers[id(slot.node)]
         return self._numbers[slot.group, slot.name, slot.place]
 
-    def transformations(self, factors: Collection[int]) -> Iterator[TransformationDescription]:
+    def transformations(
+        self, factors: Collection[int], acting: Mapping[int, tuple[Names, ...]]
+    ) -> Iterator[TransformationDescription]:
         """Yields them in the order in which they act; those known by a type alone at the end.
 
         Args:
           factors: the identities of those that multiply what moments are made of.
+          acting: the parameters of those that act on some, where no leaf says which.
         """
         for node in self._root.walk():
             if id(node) in self._numbers:
                 made = _described(node, self._numbers[id(node)])
+                made = dataclasses.replace(made, parameters=acting.get(id(node)))
                 if id(node) in factors:
                     bearing = {**made.bearing, _factor(node): Bearing("refused")}
                     made = dataclasses.replace(made, bearing=bearing)

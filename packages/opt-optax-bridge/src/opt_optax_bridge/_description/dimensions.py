@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
@@ -32,13 +32,15 @@ class Dimensions(NamedTuple):
 
 
 def dimensions(
-    tx: Any, params: Any, states: Any, given: Sequence[Role], stated: Sequence[Dims | None]
+    leaves: Sequence[Any],
+    given: Sequence[Role],
+    stated: Sequence[Dims | None],
+    explained: Callable[[], Sequence[Row] | None],
 ) -> Iterator[Dimensions]:
-    """Yields the dimensions of every leaf of states on shapes; traces nothing if all are stated."""
-    leaves = jax.tree.leaves(states)
+    """Yields the dimensions of every leaf of a state; traces nothing if all are stated."""
     rows: Sequence[Row | None] = [None] * len(leaves)
     if any(r.param is not None and d is None for r, d in zip(given, stated, strict=True)):
-        rows = _explained(tx, params, leaves) or rows
+        rows = explained() or rows
     for role, leaf, row, dims in zip(given, leaves, rows, stated, strict=True):
         if role.param is None:
             yield Dimensions((None,) * len(leaf.shape))
@@ -50,8 +52,38 @@ def dimensions(
             yield Dimensions(row.dims, is_derived=True)
 
 
-def _explained(tx: Any, params: Any, leaves: Sequence[Any]) -> Sequence[Row] | None:
-    """What `init` shows; `None` where the state has grown since."""
+def followed(
+    given: Sequence[Role], rows: Sequence[Row], starts: Mapping[int, int], params: Sequence[Names]
+) -> list[Role]:
+    """Returns roles in which the entries of lists follow the parameters that they are made of.
+
+    Args:
+      given: the roles; lists are not containers of parameters there.
+      rows: what `init` shows of each leaf.
+      starts: for leaves that may be in such a list, the depth of what made their state.
+      params: the paths of the parameters.
+    """
+    known = {path_str(param): param for param in params}
+    owners = {i: known.get(rows[i].parameter or "") for i in starts}
+    inside: dict[Any, dict[str, set[Names | None]]] = {}
+    for i, role in enumerate(given):
+        for k, (_, name) in enumerate(role.outer):
+            entries = inside.setdefault(role.outer[:k], {})
+            entries.setdefault(name, set()).add(owners.get(i, role.param))
+    found = list(given)
+    for i, start in starts.items():
+        outer, owner = given[i].outer, owners[i]
+        for k in range(start, len(outer)):
+            entries = inside[outer[:k]]
+            is_one_each = len(set().union(*entries.values())) == len(entries)
+            if owner is not None and is_one_each and entries[outer[k][1]] == {owner}:
+                found[i] = Role(outer[:k], owner, outer[k + 1 :])
+                break
+    return found
+
+
+def explained(tx: Any, params: Any, leaves: Sequence[Any]) -> Sequence[Row] | None:
+    """Returns what `init` shows; `None` where the state has grown since."""
     from opt_partition import explain
 
     numbers = jax.tree.map(lambda leaf: PartitionSpec(*map(str, range(len(leaf.shape)))), params)

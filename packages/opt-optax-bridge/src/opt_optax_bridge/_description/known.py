@@ -230,7 +230,7 @@ PASS_ON: Final = frozenset(
     {
         *("adaptive_grad_clip", "clip", "clip_by_block_rms", "clip_by_global_norm"),
         *("accumulate_avg_updates", "apply_if_finite", "average_per_element_updates"),
-        *("conditionally_mask", "flatten", "inject_hyperparams", "monitor", "multi_steps"),
+        *("flatten", "inject_hyperparams", "monitor", "multi_steps"),
         *("get_per_element_mean_and_sum_sq_diff_grads", "shape", "snapshot"),
         *("split_real_and_imaginary", "track_per_element_mean_and_variance_with_ema"),
         *("zero_nans",),

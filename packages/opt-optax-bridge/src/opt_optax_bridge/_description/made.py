@@ -84,6 +84,7 @@ def _recorded(node: Node, returned: list[_Returned]) -> Callable[[Any], Any]:
         else:  # the same one once more
             made = dataclasses.replace(node, children=[])
             node.children.append(made)
+        made.given = jax.tree.structure(params)
         returned.append(_Returned(made, state))
         return state
 

@@ -61,6 +61,8 @@ class Node:
       shares_update: whether its update function is that of a child.
       told: what it, or the class of its states, says: see `opt_core.protocols.DescribesFields`.
       is_stateless: whether `init` has returned no leaf.
+      given: the structure of the parameters that `init` was given; of those that a mask hides
+        there is no leaf.
     """
 
     tx: Any
@@ -76,6 +78,7 @@ class Node:
     shares_update: bool = False
     told: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_stateless: bool = False
+    given: Any = None
 
     @property
     def held(self) -> dict[str, Any]:
