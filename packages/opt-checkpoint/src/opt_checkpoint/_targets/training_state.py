@@ -62,12 +62,11 @@ def optimizer_of(tx: Any, params: Any, opt_state: Any, step: Any) -> Optimizer:
         raise TypeError(
             f"`tx`: expected an `optax.GradientTransformation`, found {type(tx).__name__}"
         )
-    others = [
+    if others := [
         f"\n  `{path_str(names)}`: found {type(leaf).__name__}"
         for names, leaf in named_leaves(params)
         if not isinstance(leaf, int | float | complex) and not hasattr(leaf, "dtype")
-    ]
-    if others:
+    ]:
         raise TypeError(
             "`params`: expected arrays; for an Equinox module, pass `eqx.filter(model, "
             "eqx.is_array)`, and `eqx.combine` what is restored with the rest:" + "".join(others)
