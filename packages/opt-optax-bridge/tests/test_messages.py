@@ -137,8 +137,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         (
             "the transformation changed the structure or the shapes of its state:\n"
             "  w: was (2,), became (1, 2)\n"
-            "A training step could not be compiled once, scanned or restored. Use a transformation "
-            "that initialises its whole state, and gradients of the shapes of the parameters."
+            "Such a step cannot be compiled once, scanned or restored. Use a transformation that "
+            "initialises its whole state, and gradients with the shapes of the parameters."
         ),
     ),
     "T5X, a structural argument": (
