@@ -213,7 +213,7 @@ def test_b6_a_leaf_that_is_absent_is_an_error_or_as_init_makes_it() -> None:
     missing = without(named_state(old), "params/w")
     told = refusal(missing, target, allow={"initialise"})
     assert "params/w" in told
-    assert "create the optimizer with arrays" in told
+    assert "give arrays for new parameters" in told
 
 
 def without(named: NamedState, *names: str) -> NamedState:

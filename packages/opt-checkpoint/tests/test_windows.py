@@ -152,7 +152,9 @@ def test_the_inner_of_two_windows_goes_on_where_the_outer_is_gone() -> None:
 def test_two_beside_each_other_are_told_apart_by_their_settings() -> None:
     old = named_state(abstract(contrib.sam(optax.trace(0.9), optax.trace(0.5))))
     decays = {
-        t.settings["decay"]: numbered(t) for t in old.schema.transformations if t.name == "trace"
+        t.settings["decay"]: numbered(t.name, t.number)
+        for t in old.schema.transformations
+        if t.name == "trace"
     }
     assert sorted(decays.values()) == ["trace", "trace#2"]
     for decay, name in decays.items():
