@@ -56,7 +56,11 @@ def as_transformation(definition: OptimizerDef) -> optax.GradientTransformationE
     is_wrapper = isinstance(definition, OptaxWrapper)
 
     def init(params: Any) -> Any:
-        state = definition.init_state(params)
+        try:
+            state = definition.init_state(params)
+        except TypeError:
+            definition.create(params)  # names the leaves that are not arrays, if that is the cause
+            raise
         return state.param_states if is_wrapper else state
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
