@@ -70,6 +70,6 @@ def _by_path(tree: Any) -> dict[Names, Any]:
 
 def _conflict(one: str, other: str) -> EvaluationError:
     return EvaluationError(
-        f"{one} and {other} both have parameters to evaluate. Keep one of them: an average of what "
-        "is averaged already is neither."
+        f"{one} and {other} both have parameters to evaluate. Keep one of them: an average of an "
+        "average is neither."
     )

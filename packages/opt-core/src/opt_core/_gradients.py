@@ -124,7 +124,7 @@ def check_frozen_gradients(
 
 def _mismatch(found: list[str]) -> TreeMismatchError:
     return TreeMismatchError(
-        "`grads` do not look like the parameters:\n"
+        "`grads` do not match the parameters:\n"
         + "\n".join(f"  {line}" for line in found)
         + "\nDifferentiate with respect to the optimizer's own `target`, or convert the gradients' "
         "containers to those of the parameters."

@@ -67,7 +67,7 @@ def of_leaves(target: Any) -> str:
     ]
     words = (
         "`target` must hold arrays. Create the optimizer for those alone, in Equinox after "
-        "`params, static = eqx.partition(model, eqx.is_inexact_array)`, or freeze what is none in "
+        "`params, static = eqx.partition(model, eqx.is_inexact_array)`, or freeze the others in "
         "a `MultiOptimizer`:"
     )
     return words + "".join(others) if others else ""

@@ -235,7 +235,7 @@ class OptimizerDef:
             given = {k: _with_int32_step(v) for k, v in state_dict.items() if k in reference}
         restored, report = restore_state_dict(reference, given)
         if (step := _negative(restored["state"].step)) is not None:
-            found = Mismatch("state/step", MismatchKind.VALUE, "a count from 0 on", str(step))
+            found = Mismatch("state/step", MismatchKind.VALUE, "a non-negative count", str(step))
             report = dataclasses.replace(report, mismatches=(*report.mismatches, found))
             restored["state"] = restored["state"].replace(step=state.step)
         restored = unalias(restored)

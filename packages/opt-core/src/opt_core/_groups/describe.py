@@ -104,7 +104,7 @@ def describe(optimizer: Optimizer) -> GroupTable:
     definition = optimizer.optimizer_def
     if not isinstance(definition, MultiOptimizer):
         raise TypeError(
-            f"`optimizer` has no groups: its definition is a {type(definition).__name__}, no "
+            f"`optimizer` has no groups: its definition is a {type(definition).__name__}, not a "
             "`MultiOptimizer`"
         )
     return GroupTable(tuple(_rows(definition, optimizer)))

@@ -85,12 +85,12 @@ def _message(groups: Sequence[Group], old: Selection, new: Selection) -> str:
     if len(moved) > _LISTED:
         moved = [*moved[:_LISTED], f"  ... and {len(moved) - _LISTED} more"]
     head = (
-        "the patterns divide these parameters otherwise than those of the same structure that an "
-        "optimizer was created with:"
+        "the patterns now assign these parameters to other groups than when an optimizer with this "
+        "structure was created:"
     )
     advice = (
-        "A pattern that looks at shapes or dtypes divides parameters anew when these change, as "
-        "stacked ones do: decide by the path, or step inside `jax.vmap` as it was created. Another "
-        "model of this structure needs `create` of its own."
+        "A pattern that reads shapes or dtypes may assign parameters to other groups when these "
+        "change, for example when they are stacked: decide by the path, or step inside `jax.vmap` "
+        "as at `create`. Another model of this structure needs its own `create`."
     )
     return "\n".join([head, *moved, advice])

@@ -105,7 +105,7 @@ class Grouped(OptimizerDef):
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
-            f"`{name}`: a `{type(self).__name__}` does not change. Build another one, and take the "
+            f"`{name}`: a `{type(self).__name__}` cannot change. Build another one, and carry the "
             "state over with `regroup`; or override for one update: "
             "`apply_gradient(grads, hyper_params=...)`."
         )

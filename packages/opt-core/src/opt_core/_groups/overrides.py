@@ -107,9 +107,7 @@ def of_groups(
 def _check_reach(overrides: Iterable[str], names: Sequence[str]) -> None:
     """Raises a `HyperParamError` for overrides for all groups if there are no groups."""
     if not names and (given := listed(overrides)) != "none":
-        raise HyperParamError(
-            f"{given}: there is no group to override anything of, all of them are frozen"
-        )
+        raise HyperParamError(f"{given}: there is no group to override: all of them are frozen")
 
 
 def _check_names(by_group: Mapping[str, Any], groups: Sequence[Group]) -> None:
@@ -117,7 +115,7 @@ def _check_names(by_group: Mapping[str, Any], groups: Sequence[Group]) -> None:
     names = [group.name for group in groups if not group.is_frozen]
     for name in by_group:
         if name not in names:
-            what = "is frozen" if name in frozen else "is no group"
+            what = "is frozen" if name in frozen else "is not a group"
             raise HyperParamError(
                 f"`group_overrides`: `{name}` {what}; the groups that are updated are "
                 f"{listed(names)}"

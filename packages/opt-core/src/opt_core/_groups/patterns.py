@@ -99,7 +99,7 @@ class _Unknown:
             raise AttributeError(name)
         if self._kind:
             raise GroupError(
-                f"a pattern asks for `{name}` of `{self._path}`, which is no array but a "
+                f"a pattern asks for `{name}` of `{self._path}`, which is not an array but a "
                 f"{self._kind}: decide by the path"
             )
         raise GroupError(
@@ -133,7 +133,9 @@ def check_pattern(pattern: Any) -> None:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise GroupError(f"{pattern!r} is no regular expression: {error}") from None
+                raise GroupError(
+                    f"{pattern!r} is not a valid regular expression: {error}"
+                ) from None
             return
         case re.Pattern() if isinstance(pattern.pattern, bytes):
             raise GroupError(f"{pattern.pattern!r}: paths are text, not bytes; compile a text")

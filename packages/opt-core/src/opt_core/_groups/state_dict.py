@@ -105,7 +105,7 @@ def _check_entries(share: Share, entry: Any) -> None:
     others = jax.tree.leaves(layout.leftover(entry, layout.trie(share.paths)))
     if not missing and not others:
         return
-    problems = missing + [f"{len(others)} arrays are of no parameter"] * bool(others)
+    problems = missing + [f"{len(others)} arrays do not belong to a parameter"] * bool(others)
     raise StateDictError(
         f"the `state_dict` of group `{share.name}` is not laid out as its parameters are, as its "
         "state is:\n"

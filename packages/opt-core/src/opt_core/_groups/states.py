@@ -102,7 +102,7 @@ def split_states(
         found = f"groups {list(param_states)}" if is_grouped else f"a {type(param_states).__name__}"
         raise GroupError(
             f"`param_states`: expected `GroupStates` of the groups {names}, found {found}. Create "
-            "the optimizer with this definition, take its state over with `regroup`, or read a "
+            "the optimizer with this definition, carry its state over with `regroup`, or read a "
             "state dict with `restore_state`."
         )
     states = [param_states[name] for name in names]
@@ -142,8 +142,8 @@ def _wrong_members(
 def _check_members(problems: Sequence[str]) -> None:
     if problems:
         raise GroupError(
-            "the state was made for other groups than these parameters are divided into:\n"
+            "the state was made for other groups than those of these parameters:\n"
             + "\n".join(f"  {line}" for line in problems)
-            + "\nA pattern that looks at shapes or dtypes divides parameters anew when these "
-            "change, as stacked ones do: decide by the path."
+            + "\nA pattern that reads shapes or dtypes may assign parameters to other groups when "
+            "these change, for example when they are stacked: decide by the path."
         )

@@ -20,7 +20,7 @@ from opt_core._surgery.sides import (
     shown,
 )
 
-_ADVICE: Final = "go on to its end first"
+_ADVICE: Final = "complete it first"
 _IN_UNITS: Final = frozenset({"moment", "second_moment", "factored"})
 _HELD: Final = frozenset({"accumulator", "params_copy"})
 
@@ -188,8 +188,8 @@ def _refused(
     changed = f"`{name}` of `{new.name}` was {_text(was)}, is {_text(now)}"
     if bearing.effect == "refused" and is_told and was != now and not _is_ruled(move, name, pairs):
         yield (
-            f"{changed}: the saved state means something else under it. Set it as it was, or, in "
-            "a checkpoint, say by rules what becomes of the leaves"
+            f"{changed}: the saved state means something else under it. Restore the "
+            "setting, or, for a checkpoint, give rules for the leaves"
         )
     for i, j in pairs:
         count = _count(move.old, i, bearing) if move.old.told[i].field == bearing.count else None
@@ -200,7 +200,7 @@ def _refused(
         if bearing.effect == "window" and count and (why := _interrupted(name, was, now)):
             yield f"a window is open, `{move.new.names[j]}` is {count}: {why}; {_ADVICE}"
         elif is_told and was != now and bearing.effect == "at_or_below_count" and not is_above:
-            yield f"{changed}: it must be above `{field}`, which is {count}: that is passed"
+            yield f"{changed}: it must be above `{field}`, which is {count}"
         elif is_told and was != now and bearing.effect == "above_count" and is_above:
             yield f"{changed}: it must not be above `{field}`, which is {count}"
 
@@ -222,13 +222,13 @@ def _count(side: Side, i: int, bearing: Bearing) -> int | None:
 def _interrupted(name: str, was: Any, now: Any) -> str:
     """Returns why a window cannot continue under another setting; empty if it can."""
     if isinstance(was, bool) or isinstance(now, bool):
-        return f"one with `{name}` {was} cannot go on with {now}" if was != now else ""
+        return f"`{name}` was {was}, is {now}" if was != now else ""
     if None in (was, now) or _is_opaque(was) or _is_opaque(now):
-        return "nothing says whether it is as long as those of the new definition"
+        return "it is not known whether the new definition's windows have the same length"
     if was == now:
         return ""
-    before, after = (f"of {x}" if isinstance(x, int) else "by a function" for x in (was, now))
-    return f"one {before} cannot go on as {'another' if before == after else 'one'} {after}"
+    before, after = (str(x) if isinstance(x, int) else "a function" for x in (was, now))
+    return f"its length was {before}, is {after if before != after else 'another'}"
 
 
 def _is_opaque(value: Any) -> bool:
@@ -266,8 +266,8 @@ def _factors(move: Move, before: Made, after: Made) -> Iterator[str]:
             if is_told and was != now and bearing_of(name, old, new).effect == "refused":
                 yield (
                     f"`{name}` of `{new.name}` was {_text(was)}, is {_text(now)}: what comes after "
-                    f"it has been multiplied by it, such as the moments of `{shown(after)}`. Set "
-                    "it as it was, or, in a checkpoint, say by rules what becomes of these leaves"
+                    f"it has been multiplied by it, such as the moments of `{shown(after)}`. "
+                    "Restore the setting, or, for a checkpoint, give rules for these leaves"
                 )
 
 
@@ -300,14 +300,14 @@ def _windows(move: Move, together: Iterable[tuple[Made, Made]]) -> Iterator[Refu
         lost = [i for i in own if i in dropped and _waits(move, i, is_counted=at[0] not in dropped)]
         for i in [at[0]] if at[0] in dropped and not move.is_asked else lost:
             if i not in move.let_go:
-                what = "what waits in it" if i == at[0] else f"`{move.old.names[i]}`"
+                what = "its contents" if i == at[0] else f"`{move.old.names[i]}`"
                 yield Refusal(f"{is_open}, and {what} would be lost; {_ADVICE}", i)
         for after in () if move.is_asked else goes_on.get(where, ()):
             for j in move.new.leaves_of(after):
                 leaf = move.new.told[j]
                 is_held = leaf.role in _HELD and leaf.parameter is not None
                 if is_held and not move.pairs[j].sources and j not in move.ruled:
-                    why = f"`{move.new.names[j]}` would have a part of it only"
+                    why = f"`{move.new.names[j]}` would have only a part of it"
                     yield Refusal(f"{is_open}, and {why}; {_ADVICE}", None, j)
 
 

@@ -308,19 +308,18 @@ def _check(move: hazards.Move, options: Options, unclear: Iterable[str] = ()) ->
     parts = ["\n".join(f"  {problem.text}" for problem in hazards.refusals(move))]
     if "drop" not in options.allow and (lost := list(hazards.dropped_leaves(move))):
         parts.append(
-            f"trained state would be dropped:\n{listed(lost)}\n"
-            "Go on without it by `allow={'drop'}`."
+            f"trained state would be dropped:\n{listed(lost)}\nTo drop it, pass `allow={{'drop'}}`."
         )
     changed = [*hazards.switches(move), *unclear]
     if "optimizer" not in options.allow and changed:
         parts.append(
-            "transformations would go on with state of others that act otherwise:\n"
+            "transformations would continue with state of others that behave differently:\n"
             + "\n".join(f"  {change}" for change in changed)
-            + "\nGo on with it by `allow={'optimizer'}`."
+            + "\nTo continue with it, pass `allow={'optimizer'}`."
         )
     if any(parts):
         raise SurgeryError(
-            "the state cannot go on as it is under the new definition:\n"
+            "the state cannot continue under the new definition:\n"
             + "\n".join(part for part in parts if part)
         )
 

@@ -147,7 +147,7 @@ class _Walk:
         if not is_free and (why := anew.get(made_of(leaf), "")):
             return Pair(note=why)
         if own is None and shared and self._holds_others(leaf, self.old.told[shared[0]]):
-            return Pair(note="it holds parameters one after the other, and these are not the same")
+            return Pair(note="it concatenates parameters, and these are not the same")
         return Pair(tuple(shared)) if own is None else own
 
     def _own(self, leaf: LeafDescription) -> Pair:
@@ -192,8 +192,8 @@ class _Walk:
             self._numbers[key], is_clear = like_numbers(before, after)
             if not is_clear:
                 self._unclear.append(
-                    f"nothing says which of {len(before)} `{leaf.transformation}` the {len(after)} "
-                    "are"
+                    f"it is not clear which of {len(before)} `{leaf.transformation}` the "
+                    f"{len(after)} are"
                 )
         return self._numbers[key].get(leaf.number)
 

@@ -28,7 +28,7 @@ def group_of(definition: OptimizerDef, group: str) -> Names:
             )
             raise GroupError(
                 f"`{'/'.join(names[: depth + 1])}` "
-                + ("is frozen and has no state to reset" if frozen else "is no group")
+                + ("is frozen and has no state to reset" if frozen else "is not a group")
                 + f"; the groups with a state are {_listed(known)}"
             )
         definition = definition.sub_optimizers[known.index(name)]
