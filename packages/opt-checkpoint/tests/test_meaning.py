@@ -117,7 +117,7 @@ def test_a_length_is_refused_at_or_below_the_count(
     plan = planned(chained(plateau()), chained(plateau(**settings)), **counts)
     assert plan.is_exact == (not is_refused)
     assert len(plan.problems) == is_refused
-    assert all("that is passed" in problem for problem in plan.problems)
+    assert all("which is" in problem for problem in plan.problems)
 
 
 def scaled(by: Any, *, rate: float = 0.1, moments: Any = optax.scale_by_adam) -> Any:

@@ -298,7 +298,7 @@ class _Matcher:
                 action = self._action(param.name) if param.kind == "params" else None
                 if action is not None and not isinstance(action, str | Rename):
                     what = f"a `{type(action).__name__}` makes `{param.name}`"
-                    return f"{what}, and this holds parameters one after the other"
+                    return f"{what}, and this concatenates parameters"
         if leaf.kind != "state" or leaf.parameter is None:
             return ""
         name = leaf_name(("params", *leaf.parameter))

@@ -1,4 +1,4 @@
-"""How large gradients, parameters and updates are, group by group."""
+"""Norms of gradients, parameters and updates by group."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class GroupNorms(flax.struct.PyTreeNode):
     """Euclidean norms over all leaves of one group, float32 scalars.
 
     Attributes:
-      gradient: of the gradients; of those that are given, where the group is frozen.
+      gradient: of the gradients; for a frozen group of those that are given.
       parameter: of the parameters before the update.
-      update: of the difference that the update made.
+      update: of the change of the parameters.
       update_to_parameter: `update / parameter`; 0 where the parameters are all zero.
     """
 
@@ -120,7 +120,7 @@ def clip_metrics(norms: Mapping[str, GroupNorms], max_norm: Any) -> ClipMetrics:
 
 
 def selection_of(optimizer: Optimizer) -> Selection:
-    """Returns how an optimizer's definition divides its parameters."""
+    """Returns the groups of an optimizer's parameters."""
     definition = optimizer.optimizer_def
     if isinstance(definition, MultiOptimizer):
         return definition.select(optimizer.target)
