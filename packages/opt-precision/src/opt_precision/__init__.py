@@ -11,6 +11,7 @@ from opt_precision import errors
 from opt_precision._codecs import Codec, bfloat16, dynamic8, float8, identity, log8
 from opt_precision._explain import PrecisionReport, PrecisionRow, explain_precision
 from opt_precision._formats import Encoded, Format
+from opt_precision._partition import partition_rules
 from opt_precision._select import by_field, by_path, moments
 from opt_precision._states import (
     KahanState,
@@ -50,6 +51,7 @@ __all__ = [
     "master_of",
     "master_weights",
     "moments",
+    "partition_rules",
     "quantize_state",
     "set_params",
     "stochastic_weights",
