@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import sys
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,9 +105,13 @@ def nearest_adam() -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: stored(adam.init(params)), update)
 
 
+def is_adam(node: Any) -> bool:
+    """Whether a node is the state of Adam."""
+    return isinstance(node, optax.ScaleByAdamState)
+
+
 def second_moments(state: Any) -> Any:
     """The decoded `nu` of the state of Adam that is somewhere in a state."""
-    is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)  # noqa: E731
     nodes = jax.tree.leaves(op.decode(state), is_leaf=is_adam)
     (adam,) = [node for node in nodes if is_adam(node)]
     return jax.tree.map(functools.partial(decode, signed=False), adam.nu, is_leaf=is_codes)
@@ -115,6 +121,11 @@ class Largest(NamedTuple):
     """The largest update of the last step, before the learning rate."""
 
     value: jax.Array
+
+
+def is_largest(node: Any) -> bool:
+    """Whether a node is what `watch` keeps."""
+    return isinstance(node, Largest)
 
 
 def watch() -> optax.GradientTransformation:
@@ -173,16 +184,10 @@ class Run:
     bytes: float
 
 
-def train(name: str, seed: int, steps: int, text: Text) -> Run:
-    """Trains one model."""
-    dtype, make = METHODS[name]
-    model, tx = Transformer(MODEL), make(steps)
-    tokens = jnp.zeros((1, WINDOW - 1), jnp.uint8)
-    boxed = model.init(jax.random.key(seed), tokens)["params"]
-    params = jax.tree.map(lambda p: p.astype(dtype), jax.tree.map(jnp.asarray, _unboxed(boxed)))
-    state = tx.init(params)
-    held = (params, state)
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(held))
+@functools.cache
+def program(name: str, steps: int) -> tuple[Transformer, Any, Any]:
+    """The model, the transformation and the step of a method, which is compiled once."""
+    model, tx = Transformer(MODEL), METHODS[name][1](steps)
 
     def mean_loss(params: Any, windows: jax.Array) -> jax.Array:
         return next_byte_loss(model, params, windows).mean()
@@ -193,31 +198,31 @@ def train(name: str, seed: int, steps: int, text: Text) -> Run:
         held = op.apply(tx, *held, grads)
         moments = jax.tree.leaves(second_moments(held[1]))
         mean = sum(jnp.sum(v) for v in moments) / sum(v.size for v in moments)
-        return held, (loss, _largest(held[1]), mean)
+        return held, (loss, largest_update(held[1]), mean)
 
+    return model, tx, step
+
+
+def train(name: str, seed: int, steps: int, text: Text) -> Run:
+    """Trains one model."""
+    model, tx, step = program(name, steps)
+    tokens = jnp.zeros((1, WINDOW - 1), jnp.uint8)
+    boxed = model.init(jax.random.key(seed), tokens)["params"]
+    params = jax.tree.map(lambda p: p.astype(METHODS[name][0]), nn.unbox(boxed))
+    held = (params, tx.init(params))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(held))
+    number = sum(leaf.size for leaf in jax.tree.leaves(params))
     seen = []
     batches = Batches(text.train, seed, batch_size=BATCH, window=WINDOW)
-    for windows in (next(batches) for _ in range(steps)):
+    for windows in itertools.islice(batches, steps):
         held, told = step(held, windows)
         seen.append(told)
     losses, largest, second = (np.asarray(row).tolist() for row in zip(*seen, strict=True))
-    number = sum(leaf.size for leaf in jax.tree.leaves(params_shapes(held[0])))
     return Run(evaluate(model, held[0], text), losses, largest, second, size / number)
 
 
-def _unboxed(tree: Any) -> Any:
-    return jax.tree.map(
-        lambda box: getattr(box, "value", box), tree, is_leaf=lambda x: hasattr(x, "value")
-    )
-
-
-def params_shapes(params: Any) -> Any:
-    """The shapes of parameters, which may be donated since."""
-    return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
-
-
-def _largest(state: Any) -> jax.Array:
-    is_largest = lambda node: isinstance(node, Largest)  # noqa: E731
+def largest_update(state: Any) -> jax.Array:
+    """What `watch` has kept somewhere in a state."""
     nodes = jax.tree.leaves(state, is_leaf=is_largest)
     return next(node.value for node in nodes if is_largest(node))
 
@@ -280,7 +285,7 @@ def picture(runs: Mapping[str, Sequence[Run]], ratchets: Mapping[str, Sequence[f
     for name, found in runs.items():
         run = found[0]
         style = "-" if name == "float32" else "--" if "cast" in name or "nearest" in name else ":"
-        smooth = np.convolve(run.loss, np.ones(20) / 20, "valid") if len(run.loss) > 20 else run.loss
+        smooth = np.convolve(run.loss, np.full(20, 1 / 20), "valid") if run.loss[20:] else run.loss
         axes[0, 0].plot(smooth, style, label=name)
         axes[0, 1].plot(run.largest, style, label=name)
         axes[1, 0].plot(run.second, style, label=name)
@@ -313,7 +318,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = load_text(options.data, WINDOW)
     options.out.mkdir(parents=True, exist_ok=True)
     ratchets = {name: ratchet(codec) for name, codec in RATCHETS.items()}
-    ends = [(name, f"{v[-1]:.1e}", f"{v[-1] / ratchets['float32'][-1]:,.1f}") for name, v in ratchets.items()]
+    exact = ratchets["float32"][-1]
+    ends = [(name, f"{v[-1]:.1e}", f"{v[-1] / exact:,.1f}") for name, v in ratchets.items()]
     told = [table([("storage of v", "mean v at the end", "of float32's"), *ends])]
     print(told[0], flush=True)
     runs: dict[str, list[Run]] = {}

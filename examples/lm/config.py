@@ -85,9 +85,7 @@ class Config:
         "by 16 more bits, of a float32 (remainder) or of what was lost (kahan)",
         choices=("float32", "bfloat16", *(f"bfloat16-{how}" for how in WEIGHTS)),
     )
-    state: str = flag(
-        "float32", "how moments are stored", choices=("float32", "bfloat16", "8bit")
-    )
+    state: str = flag("float32", "how moments are stored", choices=("float32", "bfloat16", "8bit"))
     checkpoint_every: int = flag(200, "steps between checkpoints")
     prompt: str = flag("def ", "what the sample begins with")
     sample_bytes: int = flag(400, "length of the sample")

@@ -89,6 +89,27 @@ class Encoded:
         """The dtype of the leaf when decoded."""
         return np.dtype(self.format.dtype)
 
+    def leaf_storage(self) -> dict[str, Any]:
+        """Returns what the codes mean, as `opt_core.protocols.StoresLeaf` asks."""
+        form = self.format
+        return {
+            "codec": form.kind,
+            "version": form.version,
+            "table": tuple(map(float, _by_code(form))) if form.block else (),
+            "squared": form.squared and form.block > 0,
+            "axis": form.axis,
+            "block": form.block,
+            "dtype": form.dtype,
+        }
+
+    def with_values(self, values: jax.Array) -> Encoded:
+        """Returns other values in the same format, each rounded to the nearest code.
+
+        Args:
+          values: of the leaf's shape.
+        """
+        return Encoded(*encode(self.format, values, None), self.format)
+
 
 def is_encoded(node: Any) -> bool:
     """Whether a node of a tree is an encoded leaf."""
@@ -155,6 +176,8 @@ def constant_codes(form: Format, value: float) -> tuple[int, float]:
 
 def _by_code(form: Format) -> _maps.Table:
     """The value of each code."""
+    if form.kind == "log8":
+        return _maps.logarithmic()
     if form.kind == "dynamic8" and form.squared:
         return _maps.dynamic_roots()
     if form.kind == "dynamic8":

@@ -55,6 +55,14 @@ def _decades(first: int) -> Iterator[float]:
 
 
 @functools.cache
+def logarithmic() -> Table:
+    """The values of `log8`, which are computed without a table; to the last digit or two."""
+    ranks = np.arange(LOG_STEPS + 1)
+    values: Table = (10.0 ** ((ranks - LOG_STEPS) * LOG_DECADES / LOG_STEPS)).astype(np.float32)
+    return values
+
+
+@functools.cache
 def e4m3() -> Table:
     """The 127 finite magnitudes of float8_e4m3fn, relative to the largest, which is 448."""
     codes = np.arange(127, dtype=np.uint8)

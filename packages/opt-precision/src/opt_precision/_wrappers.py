@@ -152,8 +152,8 @@ class Rounded:
                     f"`{self.name}`: {jax.tree_util.keystr(path)} is float16; parameters are "
                     "stored in bfloat16 or float32. Convert them."
                 )
-        if isinstance(inside := opened(self.tx), Quantized):
-            inner: Any = inside.init(params)
+        if isinstance(opened(self.tx), Quantized):
+            inner: Any = self.tx.init(params)
         else:
             first = First(self.tx, params)
             first.check_order(self.name)

@@ -23,6 +23,7 @@ from opt_checkpoint._naming.schema import (
     Schema,
     leaf_name,
 )
+from opt_checkpoint._naming.storage import storage_of, stored_as
 from opt_checkpoint.errors import LeafError
 
 _LIBRARIES = (
@@ -95,6 +96,7 @@ def named_state(
         optimizer=describe_state(optimizer).transformations,
         groups=_groups(optimizer),
         versions=dict(_versions()),
+        storage=storage_of(optimizer.state.param_states),
     )
     return NamedState(dict(zip((i.name for i in infos), values, strict=True)), schema)
 
@@ -107,7 +109,13 @@ def _state_infos(optimizer: Optimizer) -> Iterator[LeafInfo]:
     for step in jax.tree.leaves(optimizer.state.step):
         yield leaf_info(step, ("state", "step"), "state")
     leaves = jax.tree.leaves(optimizer.state.param_states)
-    for leaf, told in zip(leaves, describe_state(optimizer).leaves, strict=True):
+    rows = zip(
+        leaves,
+        describe_state(optimizer).leaves,
+        stored_as(optimizer.state.param_states),
+        strict=True,
+    )
+    for leaf, told, stored in rows:
         name = told.transformation if told.number == 1 else f"{told.transformation}#{told.number}"
         prefix = [part for label in told.group for part in ("groups", label)]
         yield LeafInfo(
@@ -120,6 +128,7 @@ def _state_infos(optimizer: Optimizer) -> Iterator[LeafInfo]:
             transformation=name,
             role=told.role,
             dimensions=told.dimensions,
+            stored=stored,
         )
 
 

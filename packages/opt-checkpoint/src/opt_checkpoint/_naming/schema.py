@@ -60,6 +60,8 @@ class LeafInfo:
         them; `None` altogether if that is not known.
       axes: logical axes, where they are known.
       value: of a single integer: a count is needed before arrays are read.
+      stored: of an array that stands for another leaf, or for more digits of a parameter, how: a
+        key of `Schema.storage`, or a word of `opt_core.protocols.StoresParams`.
     """
 
     path: Names
@@ -73,6 +75,7 @@ class LeafInfo:
     dimensions: tuple[int | None, ...] | None = None
     axes: tuple[Any, ...] | None = None
     value: int | None = None
+    stored: str = ""
 
     @functools.cached_property  # asked for many times, of thousands of leaves
     def name(self) -> str:
@@ -133,12 +136,14 @@ class Schema:
         `None` where nothing is known of it.
       groups: the path of every parameter of each group, by the group's name; frozen ones too.
       versions: of the libraries that wrote it.
+      storage: what codes mean: see `opt_core.protocols.StoresLeaf`.
     """
 
     leaves: tuple[LeafInfo, ...]
     optimizer: tuple[TransformationDescription, ...] | None = None
     groups: Mapping[str, tuple[Names, ...]] = dataclasses.field(default_factory=dict)
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    storage: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def by_name(self) -> dict[str, LeafInfo]:
