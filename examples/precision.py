@@ -42,11 +42,11 @@ class Codes(NamedTuple):
     """A moment in 8 bits as other libraries store it.
 
     Attributes:
-      index: into the map, uint8, of the shape of the moment.
+      codes: into the map, uint8, of the shape of the moment.
       scale: the largest magnitude of each 256 elements in a row, float32.
     """
 
-    index: jax.Array
+    codes: jax.Array
     scale: jax.Array
 
 
@@ -76,8 +76,8 @@ def decode(codes: Any, *, signed: bool) -> jax.Array:
     """The values of codes."""
     if not isinstance(codes, Codes):
         return jnp.asarray(codes)
-    each = jnp.repeat(codes.scale, 256)[: codes.index.size].reshape(codes.index.shape)
-    return jnp.asarray(dynamic_map(signed=signed))[codes.index] * each
+    each = jnp.repeat(codes.scale, 256)[: codes.codes.size].reshape(codes.codes.shape)
+    return jnp.asarray(dynamic_map(signed=signed))[codes.codes] * each
 
 
 def is_codes(node: Any) -> bool:
@@ -133,7 +133,8 @@ def watch() -> optax.GradientTransformation:
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         del state, params
-        return updates, Largest(optax.tree.max(jax.tree.map(jnp.abs, updates)))
+        sizes = [jnp.abs(leaf).max() for leaf in jax.tree.leaves(updates)]
+        return updates, Largest(jnp.stack(sizes).max())
 
     return optax.GradientTransformation(lambda _: Largest(jnp.zeros(())), update)
 
@@ -142,7 +143,9 @@ def adam(steps: int, first: Any = None) -> Any:
     """Adam with a cosine schedule, its updates watched."""
     rate = optax.cosine_decay_schedule(PEAK, steps)
     first = optax.scale_by_adam(b2=B2) if first is None else first
-    return optax.chain(first, watch(), optax.scale_by_learning_rate(rate))
+    return optax.chain(
+        first, watch(), optax.scale_by_schedule(lambda count: -jnp.asarray(rate(count)))
+    )
 
 
 Make = Callable[[int], Any]
@@ -195,7 +198,8 @@ def program(name: str, steps: int) -> tuple[Transformer, Any, Any]:
     @functools.partial(jax.jit, donate_argnums=0)
     def step(held: Any, windows: jax.Array) -> Any:
         loss, grads = jax.value_and_grad(mean_loss)(held[0], windows)
-        held = op.apply(tx, *held, grads)
+        params, state = held
+        held = op.apply(tx, params, state, grads)
         moments = jax.tree.leaves(second_moments(held[1]))
         mean = sum(jnp.sum(v) for v in moments) / sum(v.size for v in moments)
         return held, (loss, largest_update(held[1]), mean)
@@ -224,7 +228,8 @@ def train(name: str, seed: int, steps: int, text: Text) -> Run:
 def largest_update(state: Any) -> jax.Array:
     """What `watch` has kept somewhere in a state."""
     nodes = jax.tree.leaves(state, is_leaf=is_largest)
-    return next(node.value for node in nodes if is_largest(node))
+    found: jax.Array = next(node.value for node in nodes if is_largest(node))
+    return found
 
 
 def evaluate(model: Transformer, params: Any, text: Text, batches: int = 40) -> float:

@@ -98,7 +98,7 @@ class PlainSource:
             stored="",
             dimensions=tuple(range(len(leaf.shape))),
         )
-        names = (leaf.name,)
+        names: tuple[str, ...] = (leaf.name,)
         if data["block"]:
             scale = dataclasses.replace(leaf, path=(*leaf.path[:at], SCALE, *leaf.path[at + 1 :]))
             names += (scale.name,)
@@ -253,7 +253,9 @@ class PlainTarget:
             ],
         )
 
-    def stored_again(self, rows: Sequence[Row], source: Source, optimizer: Optimizer) -> Optimizer:
+    def stored_again(
+        self, rows: Sequence[Row], source: PlainSource, optimizer: Optimizer
+    ) -> Optimizer:
         """Returns the target's own way of storing what was restored in float32."""
         params, tree = jax.tree.flatten(optimizer.target)
         raw = jax.tree.leaves(self._raw.target)
@@ -282,7 +284,7 @@ class PlainTarget:
         )
         return again
 
-    def _node(self, node: Any, value: Any, row: Row, source: Source) -> Any:
+    def _node(self, node: Any, value: Any, row: Row, source: PlainSource) -> Any:
         leaves, tree = jax.tree.flatten(node)
         places = list(map(_sharding, leaves))
         if self._is_carried(row, source, key_of(node)):
@@ -290,7 +292,7 @@ class PlainTarget:
         made = jax.jit(node.with_values)(value)
         return jax.tree.unflatten(tree, list(map(placed, jax.tree.leaves(made), places)))
 
-    def _is_carried(self, row: Row, source: Any, how: str) -> bool:
+    def _is_carried(self, row: Row, source: PlainSource, how: str) -> bool:
         """Whether a leaf is stored in the checkpoint as it is here, and nothing changes it."""
         if row.how or len(row.sources) != 1 or "reshape" in row.kinds:
             return False
@@ -347,7 +349,7 @@ def _with_way(row: Row, how: str, source: PlainSource, policy: Policy) -> Row:
     kinds = row.kinds
     if row.leaf.kind == "params":
         plain = [name for name in row.sources if name not in source.parts]
-        if how in ("remainder", "kahan") and plain and row.kinds and "cast" in row.kinds:
+        if how in ("remainder", "kahan") and plain and "cast" in row.kinds:
             note = f"saved without its {how}, which is reset"
         is_cast = how == "kahan" and was != "kahan"
     else:
@@ -355,8 +357,8 @@ def _with_way(row: Row, how: str, source: PlainSource, policy: Policy) -> Row:
     is_admitted = row.is_admitted
     if is_cast and "cast" not in kinds:
         kinds = (*kinds, "cast")
-        found = policy.rule(row.leaf.name)
-        is_admitted &= "cast" in policy.allow or (found is not None and found[1] == "cast")
+        rule = policy.rule(row.leaf.name)
+        is_admitted &= "cast" in policy.allow or (rule is not None and rule[1] == "cast")
     notes = ", ".join(filter(None, (row.note, note)))
     return dataclasses.replace(
         row, kinds=kinds, action="converted", note=notes, is_admitted=is_admitted
