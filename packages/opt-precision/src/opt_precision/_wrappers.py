@@ -26,6 +26,7 @@ from opt_precision._weights import Storage, Weights
 from opt_precision.errors import OrderError, PrecisionError, StateError
 
 CHUNK_BYTES: Final = 64 << 20
+ARRAYS: Final = 16  # of float32 and of one piece, that are there at once
 _ROLES: Final = frozenset(get_args(Role))
 
 
@@ -36,6 +37,19 @@ class Precise(optax.GradientTransformationExtraArgs):
     def apply(self) -> Any:
         """Takes and returns parameters: `apply(params, state, grads, **extra_args)`."""
         return self.wrapper.apply
+
+    def temporary_bytes(self, params: Any) -> int:
+        """Returns the bytes that a step in place needs besides its arguments, at most.
+
+        For transformations that treat elements by themselves, with parameters and state donated.
+
+        Args:
+          params: as one device has them; arrays or `jax.ShapeDtypeStruct`s.
+        """
+        wrapper = self.wrapper
+        inside = wrapper if isinstance(wrapper, Quantized) else opened(wrapper.tx)
+        limit = inside.chunk_bytes if isinstance(inside, Quantized) else CHUNK_BYTES
+        return min(limit, 4 * sum(leaf.size for leaf in jax.tree.leaves(params))) * ARRAYS
 
     @property
     def wrapper(self) -> Any:
