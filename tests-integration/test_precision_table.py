@@ -28,7 +28,8 @@ def trained(name: str, tx: Any, data: list[Any]) -> tuple[Any, Any]:
 
 def is_refused(name: str, tx: Any, params: Any) -> bool:
     """Whether a wrapper belongs outside, or the state grows, which no wrapper can keep."""
-    if TABLE[name].grows:
+    # Parameters that are pairs; an update of a shape that is not the parameter's.
+    if TABLE[name].grows or name in ("lookahead", "scale_by_distance_over_gradients"):
         return True
     try:
         jax.eval_shape(tx.init, params)

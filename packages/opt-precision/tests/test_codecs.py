@@ -43,6 +43,7 @@ def exact(b2: float) -> float:
     return high * b2**quiet + 0.005**2 * (1 - b2**quiet)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("b2", [0.95, 0.99, 0.999])
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_second_moments_come_down_again(codec: op.Codec, b2: float) -> None:
@@ -92,6 +93,7 @@ def test_updates_are_right_over_four_decades() -> None:
 ROLES: tuple[Role, ...] = ("moment", "slow_moment", "second_moment")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 @pytest.mark.parametrize("shape", [(4, 256), (4, 1000), (4, 100)])
 def test_decoded_codes_are_encoded_to_themselves(codec: op.Codec, shape: tuple[int, int]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -40,7 +41,7 @@ class Operand(NamedTuple):
     is_result: bool = False
 
 
-Compute: TypeAlias = Callable[[Shape | None, Origin, Sequence[jax.Array]], Sequence[jax.Array]]
+Compute: TypeAlias = Callable[[Any, Shape | None, Origin, Sequence[jax.Array]], Sequence[jax.Array]]
 
 
 class Work(NamedTuple):
@@ -49,10 +50,12 @@ class Work(NamedTuple):
     Attributes:
       shape: of the leaf, as far as this device has it.
       operands: its arrays; those that are results are replaced.
-      compute: from the shape of a piece (`None` for the whole leaf), where it begins and the
-        pieces of all operands to those of the results, in order.
+      compute: from `data`, the shape of a piece (`None` for the whole leaf), where it begins and
+        the pieces of all operands to those of the results, in order.
       units: per axis what may not be cut apart; 1 for the others.
       is_cut: whether it may be cut into pieces.
+      data: numbers that the computation needs, a tree of arrays.
+      key: equal for leaves of one shape whose computations differ in nothing but `data`.
     """
 
     shape: Shape
@@ -60,6 +63,8 @@ class Work(NamedTuple):
     compute: Compute
     units: Mapping[int, int]
     is_cut: bool
+    data: Any
+    key: Hashable
 
     @property
     def size(self) -> int:
@@ -155,13 +160,14 @@ def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.
     Returns:
       The results of each leaf.
     """
+    works = _shared(works)
     found: dict[int, list[jax.Array]] = {}
     small: list[int] = []
     jobs: list[tuple[list[int], Grid | None]] = []
     for k, work in enumerate(works):
         if not work.is_cut:
             values = [operand.value for operand in work.operands]
-            found[k] = list(work.compute(None, (0,) * len(work.shape), values))
+            found[k] = list(work.compute(work.data, None, (0,) * len(work.shape), values))
             continue
         if work.size > limit:
             jobs += [([k], grid) for grid in pieces(work.shape, limit, work.units)]
@@ -184,6 +190,26 @@ def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.
             zero = end - number
         found |= zip(members, made, strict=True)
     return [found[k] for k in range(len(works))]
+
+
+def _shared(works: Sequence[Work]) -> list[Work]:
+    """Leaves that are alike are traced and lowered once, as one function that is called."""
+    number = Counter(work.key for work in works)
+    made: dict[Hashable, Compute] = {}
+    return [
+        work._replace(compute=made.setdefault(work.key, _called(work.compute)))
+        if number[work.key] > 1 and work.is_cut
+        else work
+        for work in works
+    ]
+
+
+def _called(compute: Compute) -> Compute:
+    @functools.partial(jax.jit, static_argnums=1)
+    def leaf(data: Any, shape: Shape | None, origin: Any, values: Any) -> Any:
+        return compute(data, shape, origin, values)
+
+    return leaf
 
 
 def _loop(
@@ -213,7 +239,7 @@ def _body(
 def _whole(work: Work, held: Sequence[jax.Array]) -> list[jax.Array]:
     left = iter(held)
     values = [next(left) if operand.is_result else operand.value for operand in work.operands]
-    return list(work.compute(None, (0,) * len(work.shape), values))
+    return list(work.compute(work.data, None, (0,) * len(work.shape), values))
 
 
 def _piece(work: Work, grid: Grid, index: Any, held: Sequence[jax.Array]) -> list[jax.Array]:
@@ -226,7 +252,7 @@ def _piece(work: Work, grid: Grid, index: Any, held: Sequence[jax.Array]) -> lis
     return [
         lax.dynamic_update_slice(old, new, _starts(operand.blocks, origin))
         for old, new, operand in zip(
-            held, work.compute(grid.piece, origin, values), slots, strict=True
+            held, work.compute(work.data, grid.piece, origin, values), slots, strict=True
         )
     ]
 

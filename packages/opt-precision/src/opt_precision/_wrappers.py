@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, get_args
 
@@ -49,7 +50,8 @@ class Precise(optax.GradientTransformationExtraArgs):
         wrapper = self.wrapper
         inside = wrapper if isinstance(wrapper, Quantized) else opened(wrapper.tx)
         limit = inside.chunk_bytes if isinstance(inside, Quantized) else CHUNK_BYTES
-        return min(limit, 4 * sum(leaf.size for leaf in jax.tree.leaves(params))) * ARRAYS
+        whole: int = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+        return min(limit, whole) * ARRAYS
 
     @property
     def wrapper(self) -> Any:
