@@ -21,7 +21,12 @@ from opt_precision._states import (
     StochasticState,
 )
 from opt_precision._views import apply, apply_updates, decode, master_of, set_params
-from opt_precision._wrappers import master_weights, quantize_state, stochastic_weights
+from opt_precision._wrappers import (
+    master_weights,
+    offload_state,
+    quantize_state,
+    stochastic_weights,
+)
 
 __version__ = _version("opt-precision")
 
@@ -51,6 +56,7 @@ __all__ = [
     "master_of",
     "master_weights",
     "moments",
+    "offload_state",
     "partition_rules",
     "quantize_state",
     "set_params",

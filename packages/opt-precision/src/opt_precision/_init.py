@@ -171,7 +171,12 @@ def order_message(outer: str, inner: str) -> str:
             f"`{outer}` is around `{inner}`: it would encode the moments anew in steps that do not "
             f"update them, and an accumulator is no moment. Write `{inner}({outer}(...))`."
         )
-    if outer == "quantize_state":
+    if outer == "offload_state" and inner == "quantize_state":
+        return (
+            f"`{outer}` is around `{inner}`: codes are to be moved, not float32. Write "
+            f"`{inner}({outer}(...))`."
+        )
+    if outer in ("quantize_state", "offload_state"):
         return (
             f"`{outer}` is around `{inner}`: updates must be computed from decoded state before "
             f"parameters are rounded. Write `{inner}({outer}(...))`."

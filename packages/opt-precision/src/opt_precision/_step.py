@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from opt_precision import _bits
 from opt_precision._body import Body, Data, Part
 from opt_precision._formats import Encoded, Format, decode, is_encoded
+from opt_precision._memory import fetched, is_on_host
 from opt_precision._mirrors import KeyPath, find_mirrors, path_str
 from opt_precision._placement import Place, aligned, find_place, local_origin, without
 from opt_precision._program import WHOLE, Kind, Program, Whole
@@ -275,7 +276,8 @@ class Step:
         """A whole leaf of the state as the inner transformation knows it."""
         leaf = self._stored[index]
         if not is_encoded(leaf):
-            return leaf  # type: ignore[no-any-return]
+            return fetched(leaf)
+        leaf = jax.tree.map(fetched, leaf)
         owner = self._owners[index]
         if self._place.mesh is None or owner is None:
             return decode(leaf.format, leaf.codes, leaf.scale)
@@ -381,7 +383,14 @@ class Step:
             unit = Blocks(blocked[0].axis, math.lcm(*(form.block for form in blocked)))
         numbers = [self._whole(var) for var in names]
         # Without codes the compiler needs no temporaries, and eager calls keep theirs anyway.
-        is_cut = self._is_traced and (unit is not None or self._options.weights.method != "nearest")
+        is_kept = any(is_on_host(operand.value) for operand in operands)
+        if is_kept and not self._is_traced:
+            raise StateError(
+                f"the state of {leaf.path} lies on the host, and is fetched piece by piece by a "
+                "compiled step: call it under `jax.jit`"
+            )
+        is_coded = unit is not None or self._options.weights.method != "nearest"
+        is_cut = self._is_traced and (is_coded or is_kept)
         return _Task(leaf, operands, numbers, body, unit, is_cut)
 
     def _arguments_of(self, leaf: _Leaf) -> dict[Any, int]:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax import lax
 
+from opt_precision._memory import fetched, is_on_host, placed_like
+
 Origin: TypeAlias = tuple[Any, ...]
 Shape: TypeAlias = tuple[int, ...]
 
@@ -166,8 +168,7 @@ def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.
     jobs: list[tuple[list[int], Grid | None]] = []
     for k, work in enumerate(works):
         if not work.is_cut:
-            values = [operand.value for operand in work.operands]
-            found[k] = list(work.compute(work.data, None, (0,) * len(work.shape), values))
+            found[k] = _whole(work, work.results)
             continue
         if work.size > limit:
             jobs += [([k], grid) for grid in pieces(work.shape, limit, work.units)]
@@ -184,6 +185,9 @@ def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.
         body = functools.partial(_body, [works[k] for k in members], grid)
         if is_single and grid is None:
             made = body(0, held)
+        elif grid is not None and any(map(is_on_host, held[0])):
+            end, made = _buffered_loop(works[members[0]], grid, zero, held)
+            zero = end - grid.number
         else:
             number = 1 if grid is None else grid.number
             end, made = _loop(body, zero, number, held)
@@ -225,6 +229,30 @@ def _loop(
     return made
 
 
+def _buffered_loop(
+    work: Work, grid: Grid, zero: jax.Array, held: list[list[jax.Array]]
+) -> tuple[jax.Array, Any]:
+    """As `_loop`, with two pieces on the device: the next is fetched while one is computed."""
+
+    def fetch(index: Any, held: Sequence[jax.Array]) -> list[jax.Array]:
+        origin = _origin(grid, index)
+        slots = [operand for operand in work.operands if operand.is_result]
+        return [
+            fetched(_cut(array, slot.blocks, grid, origin))
+            for array, slot in zip(held, slots, strict=True)
+            if is_on_host(array)
+        ]
+
+    def body(index: Any, carry: Any) -> Any:
+        (held,), ready = carry
+        # Pieces do not overlap, so what is fetched now is not what is written now.
+        following = fetch(index + 1, held)
+        return [_piece(work, grid, index, held, ready)], following
+
+    end, (made, _) = _loop(body, zero, grid.number, (held, fetch(zero, held[0])))
+    return end, made
+
+
 def _body(
     works: Sequence[Work], grid: Grid | None, index: Any, carry: list[list[jax.Array]]
 ) -> list[list[jax.Array]]:
@@ -238,19 +266,30 @@ def _body(
 
 def _whole(work: Work, held: Sequence[jax.Array]) -> list[jax.Array]:
     left = iter(held)
-    values = [next(left) if operand.is_result else operand.value for operand in work.operands]
-    return list(work.compute(work.data, None, (0,) * len(work.shape), values))
-
-
-def _piece(work: Work, grid: Grid, index: Any, held: Sequence[jax.Array]) -> list[jax.Array]:
-    origin, left = _origin(grid, index), iter(held)
     values = [
-        _cut(next(left) if operand.is_result else operand.value, operand.blocks, grid, origin)
-        for operand in work.operands
+        fetched(next(left) if operand.is_result else operand.value) for operand in work.operands
     ]
+    made = work.compute(work.data, None, (0,) * len(work.shape), values)
+    return [placed_like(new, old) for new, old in zip(made, held, strict=True)]
+
+
+def _piece(
+    work: Work,
+    grid: Grid,
+    index: Any,
+    held: Sequence[jax.Array],
+    ready: Sequence[jax.Array] = (),
+) -> list[jax.Array]:
+    """Computes a piece; of what lies on the host it is ready on the device."""
+    origin, left, buffers = _origin(grid, index), iter(held), iter(ready)
+    values = []
+    for operand in work.operands:
+        whole = next(left) if operand.is_result else operand.value
+        is_ready = operand.is_result and is_on_host(whole)
+        values.append(next(buffers) if is_ready else _cut(whole, operand.blocks, grid, origin))
     slots = [operand for operand in work.operands if operand.is_result]
     return [
-        lax.dynamic_update_slice(old, new, _starts(operand.blocks, origin))
+        lax.dynamic_update_slice(old, placed_like(new, old), _starts(operand.blocks, origin))
         for old, new, operand in zip(
             held, work.compute(work.data, grid.piece, origin, values), slots, strict=True
         )
