@@ -48,10 +48,16 @@ def dynamic_magnitudes() -> Table:
     return np.asarray([0.0, *list(_decades(1))[:-1], 1.0], np.float32)
 
 
-def _decades(first: int) -> Iterator[float]:
-    for decade in range(7):
+@functools.cache
+def dynamic4_magnitudes() -> Table:
+    """The same of 4 bits, three decades: zero, 6 values, and 1, for either sign."""
+    return np.asarray([0.0, *list(_decades(1, 3))[:-1], 1.0], np.float32)
+
+
+def _decades(first: int, number: int = 7) -> Iterator[float]:
+    for decade in range(number):
         edges = np.linspace(0.1, 1.0, first * 2**decade + 1)
-        yield from (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)
+        yield from (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - number + 1)
 
 
 @functools.cache

@@ -161,7 +161,9 @@ def _decoder(table: tuple[float, ...], squared: bool, axis: int, block: int, dty
     def decode(codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
         if scale is None:
             return codes.astype(dtype)
-        if codes.dtype != jnp.uint8:
+        if jnp.issubdtype(codes.dtype, jnp.integer):
+            codes = codes.astype(jnp.uint8)
+        else:
             codes = lax.bitcast_convert_type(codes, jnp.uint8)
         size = codes.shape[axis]
         each = lax.slice_in_dim(jnp.repeat(scale, block, axis=axis), 0, size, axis=axis)
