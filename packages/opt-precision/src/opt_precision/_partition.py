@@ -25,12 +25,6 @@ def partition_rules(base: Rules | None = None) -> Rules:
 
     Raises:
       PrecisionError: opt-partition is not installed.
-
-    Examples:
-      >>> import opt_precision
-      >>> rules = opt_precision.partition_rules()
-      >>> opt_precision.Encoded in rules.by_type
-      True
     """
     try:
         from opt_partition import DEFAULT_RULES
