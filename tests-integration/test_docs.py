@@ -14,7 +14,7 @@ WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
 
 def test_there_are_pages() -> None:
     names = {page.name for page in WITH_CODE}
-    assert {"README.md", "getting-started.md", "checkpoints.md", "migrating-from-t5x.md"} <= names
+    assert {"README.md", "getting-started.md", "checkpoints.md", "t5x.md"} <= names
 
 
 # T5X's own example makes traversals of Flax, which warn.

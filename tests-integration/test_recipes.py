@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 
-RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "examples" / "recipes"
+IN_THE_GATE = ("linen", "maxtext", "t5x")
+NAMES = [
+    pytest.param(path.stem, marks=() if path.stem in IN_THE_GATE else pytest.mark.slow)
+    for path in sorted(RECIPES.glob("*.py"))
+]
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.py")))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_runs(name: str) -> None:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
@@ -21,9 +27,23 @@ def test_a_recipe_runs(name: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert "compiled once" in done.stdout
     if name == "nnx":
         *_, pretrained, restored, tuned = done.stdout.splitlines()
         assert float(pretrained.split()[2]) < 1.0
         assert restored.startswith("restored at step 120: ")
         before, after = float(tuned.split()[2]), float(tuned.split()[4].rstrip(","))
         assert after < before / 2
+
+
+def test_every_example_is_in_the_docs() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    for path in (*RECIPES.glob("*.py"), *(ROOT / "examples" / "adapters").glob("*.py")):
+        assert f"{{literalinclude}} ../{path.relative_to(ROOT)}\n" in page
+
+
+def test_every_recipe_says_what_to_install() -> None:
+    for path in RECIPES.glob("*.py"):
+        head = path.read_text().split('"""')[1]
+        assert "\n    python -m pip install " in head
+        assert f"\n    python examples/recipes/{path.name}\n" in head

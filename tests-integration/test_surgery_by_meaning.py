@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -344,6 +345,261 @@ def test_what_a_users_function_does_before_moments(before: Any, after: Any, told
     assert plan.missing_kinds == {"optimizer"}
     last = (wrapped(optax.chain(optax.trace(0.9), tx)) for tx in (doubled(2.0), doubled(3.0)))
     assert not regroup(trained(next(last)), next(last))[1].dropped
+
+
+def labels_of(names: tuple[str, ...]) -> Any:
+    return lambda tree: {name: "x" if name in names else "y" for name in tree}
+
+
+def mask_of(names: tuple[str, ...]) -> Any:
+    return lambda tree: {name: name in names for name in tree}
+
+
+def partly(tx: Any, *names: str, how: str) -> Any:
+    """A transformation of some parameters; built again, it is the same."""
+    match how:
+        case "mask":
+            return optax.masked(tx, mask_of(names)(make_params()))
+        case "callable mask":
+            return optax.masked(tx, mask_of(names))
+        case "labels":
+            labels = labels_of(names)(make_params())
+        case _:
+            labels = labels_of(names)
+    return optax.partition({"x": tx, "y": optax.identity()}, labels)
+
+
+def doubling(name: str) -> Any:
+    match name:
+        case "scale":
+            return optax.scale(2.0)
+        case "schedule":
+            return optax.scale_by_schedule(optax.constant_schedule(2.0))
+        case _:
+            return optax.stateless(lambda g, p: jax.tree.map(lambda leaf: 2 * leaf, g))
+
+
+HOW = ["mask", "callable mask", "labels", "callable labels"]
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", ["scale", "schedule", "stateless"])
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_what_acts_before_moments_on_other_parameters(how: str, name: str, is_flat: bool) -> None:
+    """Carried over in silence, momentum would be twice of what it should be, or half."""
+    momentum: Any = optax.flatten(optax.trace(0.9)) if is_flat else optax.trace(0.9)
+
+    def made(*names: str) -> OptimizerDef:
+        return wrapped(optax.chain(partly(doubling(name), *names, how=how), momentum))
+
+    optimizer = trained(made("b"), 1)
+    told = (
+        f"`{name}`, which acts before `trace`, acts on other parameters: 1 gone (`b`), 1 new (`w`)"
+    )
+    with pytest.raises(SurgeryError, match=re.escape(told)):
+        regroup(optimizer, made("w"))
+    assert not regroup(optimizer, made("w"), allow={"optimizer"})[1].dropped
+    assert not regroup(optimizer, made("b"))[1].dropped
+    saved = named_state(optimizer)
+    assert plan_restore(saved, made("b").create(make_params())).is_exact
+    plan = plan_restore(saved, made("w").create(make_params()))
+    assert plan.changes == (told,)
+    assert plan.missing_kinds == {"optimizer"}
+    wider = plan_restore(saved, made("w", "b").create(make_params()))
+    assert wider.changes == (told.replace("1 gone (`b`), ", ""),)
+
+
+def test_a_mask_that_hides_nothing_is_the_same_as_none() -> None:
+    ones, others = (
+        wrapped(optax.chain(tx, optax.trace(0.9)))
+        for tx in (optax.scale(2.0), partly(optax.scale(2.0), "w", "b", how="mask"))
+    )
+    saved = named_state(trained(ones, 1))
+    assert plan_restore(saved, others.create(make_params())).is_exact
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_follows_moments_or_passes_on_may_act_on_others(how: str) -> None:
+    for parts in (
+        lambda *names: (optax.trace(0.9), partly(optax.scale(2.0), *names, how=how)),
+        lambda *names: (partly(optax.clip(1.0), *names, how=how), optax.trace(0.9)),
+    ):
+        one, other = (wrapped(optax.chain(*parts(name))) for name in "wb")
+        optimizer = trained(one, 1)
+        assert plan_restore(named_state(optimizer), other.create(make_params())).is_exact
+        assert not regroup(optimizer, other)[1].dropped
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_factor_in_a_part_of_the_parameters_is_a_factor(how: str) -> None:
+    def made(factor: float) -> OptimizerDef:
+        return wrapped(optax.chain(partly(optax.scale(factor), "b", how=how), optax.trace(0.9)))
+
+    optimizer = trained(made(2.0), 1)
+    with pytest.raises(SurgeryError, match=r"`step_size` of `scale` was 2\.0, is 3\.0"):
+        regroup(optimizer, made(3.0), allow=EVERYTHING)
+    assert plan_restore(named_state(optimizer), made(3.0).create(make_params())).problems
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_vector_of_other_parameters_does_not_go_on(how: str) -> None:
+    """Vectors of one size: the momentum of one parameter would be that of the other."""
+    params = {"w": jnp.ones(8), "b": jnp.ones(8)}
+    one, again, other = (
+        wrapped(partly(optax.flatten(optax.trace(0.9)), name, how=how)) for name in "wwb"
+    )
+    optimizer = one.create(params).apply_gradient(params)
+    assert plan_restore(named_state(optimizer), again.create(params)).is_exact
+    assert not regroup(optimizer, again)[1].dropped
+    plan = plan_restore(named_state(optimizer), other.create(params))
+    assert plan.missing_kinds == {"initialise", "drop"}
+    with pytest.raises(SurgeryError, match="it holds parameters one after the other"):
+        regroup(optimizer, other)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    decay: float = 0.9
+    kind: str = "mean"
+    is_mean: bool = True
+    dtype: str = "float32"
+
+
+class Averages(NamedTuple):
+    average: Any
+
+
+def averages(config: Any) -> Any:
+    """A user's transformation whose state is a mean, or a sum."""
+    kind = config if isinstance(config, str) else config.kind
+    new = 0.1 if kind == "mean" else 1.0
+
+    def init(params: Any) -> Averages:
+        return Averages(jax.tree.map(jnp.zeros_like, params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        assert config, params
+        average = jax.tree.map(lambda a, g: 0.9 * a + new * g, state.average, updates)
+        return average, Averages(average)
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("mean", "sum", "`config` of `averages` was mean, is sum"),
+        (Config(), Config(kind="sum"), "`config.kind` of `averages` was mean, is sum"),
+        (Config(), Config(is_mean=False), "`config.is_mean` of `averages` was True, is False"),
+    ],
+    ids=str,
+)
+def test_a_word_that_a_user_s_function_has_captured(old: Any, new: Any, told: str) -> None:
+    optimizer, other = trained(wrapped(averages(old)), 20), wrapped(averages(new))
+    going, own = optimizer.state.param_states.average, trained(other, 20)
+    if new != old and not isinstance(new, Config):  # carried over, a tenth of what it should be
+        ratio = own.state.param_states.average["w"] / going["w"]
+        np.testing.assert_allclose(ratio, 10.0, rtol=1e-3)
+    with pytest.raises(SurgeryError, match=re.escape(told)):
+        regroup(optimizer, other)
+    saved = named_state(optimizer)
+    plan = plan_restore(saved, other.create(make_params()))
+    assert plan.changes == (told,)
+    assert plan.missing_kinds == {"optimizer"}
+    assert not regroup(optimizer, other, allow={"optimizer"})[1].dropped
+    assert plan_restore(saved, wrapped(averages(old)).create(make_params())).is_exact
+
+
+@pytest.mark.parametrize("config", [Config(decay=0.5), Config(dtype="bfloat16")], ids=str)
+def test_numbers_and_dtypes_of_a_user_s_function_may_change(config: Config) -> None:
+    optimizer, other = trained(wrapped(averages(Config())), 1), wrapped(averages(config))
+    assert plan_restore(named_state(optimizer), other.create(make_params())).is_exact
+    assert not regroup(optimizer, other)[1].dropped
+
+
+class Listed(NamedTuple):
+    velocity: Any
+
+
+def listing(of: Callable[[jax.Array], Any]) -> Any:
+    """A user's transformation that keeps a list with an entry per parameter."""
+
+    def init(params: Any) -> Listed:
+        return Listed([of(jnp.zeros_like(leaf)) for leaf in jax.tree.leaves(params)])
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        grads, structure = jax.tree.flatten(updates)
+        moved = [
+            jax.tree.map(lambda v, g=g: v + of(g) if v.ndim < 1 else v + g, old)
+            for old, g in zip(state.velocity, grads, strict=True)
+        ]
+        return jax.tree.unflatten(structure, grads), Listed(moved)
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_a_list_with_an_entry_per_parameter_follows_the_parameters() -> None:
+    """A new parameter in front shifts the entries: each would go on with its neighbour's."""
+    few = {"b": jnp.ones(3), "c": jnp.ones(3)}
+    more = {"a": jnp.ones(3), **few}
+    for of in (lambda leaf: leaf, lambda leaf: (leaf, leaf)):
+        definition = wrapped(optax.chain(optax.clip(9.0), listing(of)))
+        told = describe_state(definition.create(few)).leaves
+        assert {leaf.parameter: (leaf.role, leaf.dimensions) for leaf in told} == {
+            ("b",): ("moment", (0,)),
+            ("c",): ("moment", (0,)),
+        }
+        optimizer = definition.create(few).apply_gradient({"b": jnp.ones(3), "c": -jnp.ones(3)})
+        plan = plan_restore(named_state(optimizer), definition.create(more), allow={"initialise"})
+        found = plan.apply().state.param_states[1].velocity
+        first = [jax.tree.leaves(entry)[0].tolist() for entry in found]
+        assert first == [[0.0] * 3, [1.0] * 3, [-1.0] * 3]
+        assert plan_restore(named_state(optimizer), definition.create(few)).is_exact
+
+
+def test_a_list_of_scalars_goes_on_with_the_same_parameters_alone() -> None:
+    """Nothing shows which parameter a scalar is made of."""
+    few = {"b": jnp.ones(3), "c": jnp.ones(3)}
+    definition = wrapped(listing(jnp.sum))
+    assert {leaf.source for leaf in describe_state(definition.create(few)).leaves} == {"types"}
+    saved = named_state(definition.create(few).apply_gradient(few))
+    assert plan_restore(saved, definition.create(few)).is_exact
+    plan = plan_restore(saved, definition.create({"a": jnp.ones(3), **few}))
+    assert plan.missing_kinds == {"initialise", "drop"}
+    rows = [row for row in plan.rows if row.leaf.transformation]
+    assert {row.action for row in rows} == {"initialised"}
+    assert "it holds parameters one after the other" in rows[0].note
+
+
+def every(n: int) -> Callable[[Any], Any]:
+    return lambda step: step % n == 0
+
+
+@pytest.mark.parametrize("wrapper", [optax.conditionally_transform, optax.conditionally_mask])
+def test_a_condition_before_moments(wrapper: Any) -> None:
+    """What Adam learns of rare updates makes its steps too long where they are not rare."""
+
+    def made(n: int, *, is_last: bool = False) -> OptimizerDef:
+        condition = wrapper(optax.scale(2.0), every(n))
+        parts = (optax.trace(0.9), condition) if is_last else (condition, optax.trace(0.9))
+        return wrapped(optax.chain(*parts))
+
+    optimizer = trained(made(2), 1)
+    name = wrapper.__name__
+    told = (
+        f"`should_transform_fn` of `{name}`, which acts before `trace`, was every(n=2), is "
+        "every(n=3)"
+    )
+    with pytest.raises(SurgeryError, match=re.escape(told)):
+        regroup(optimizer, made(3))
+    saved = named_state(optimizer)
+    plan = plan_restore(saved, made(3).create(make_params()))
+    assert plan.changes == (told,)
+    assert plan.missing_kinds == {"optimizer"}
+    assert plan_restore(saved, made(2).create(make_params())).is_exact
+    last = named_state(trained(made(2, is_last=True), 1))
+    assert plan_restore(last, made(3, is_last=True).create(make_params())).is_exact
 
 
 def flat(*steps: int) -> OptimizerDef:

@@ -25,6 +25,7 @@ import opt_optax_bridge as opt
 import opt_partition
 import optax  # type: ignore[import-untyped]
 from opt_core import FROZEN, MultiOptimizer, Optimizer, describe
+from opt_optax_bridge import t5x
 
 Params = dict[str, jax.Array]
 params: Params = {"w": jnp.ones(2), "b": jnp.zeros(1)}
@@ -75,6 +76,20 @@ in_a_list = [opt.clip(1.0), opt.adamw(1e-3)]
 opt.chain(in_a_list).create(params)
 train_step(groups, grads, jnp.float32(0.1))
 train_step(of_my_own(0.1).create(params), grads, jnp.float32(0.1))
+mask = {"w": True, "b": False}
+some = opt.masked(opt.adam(1e-3), mask).create(params)
+some = some.apply_gradient(grads, learning_rate=0.1, **{"inner.b1": 0.8})
+guarded = opt.apply_if_finite(opt.flatten(opt.momo()), 3).create(params)
+guarded = guarded.apply_gradient(grads, value=1.0, learning_rate=0.1)
+slow = opt.schedule_free(opt.sgd(0.1), 0.1).create(params).apply_gradient(grads, b1=0.8)
+opaque = opt.masked(optax.polyak_sgd(), mask).create(params).apply_gradient(grads, value=1.0)
+from_t5x: t5x.Optimizer = t5x.adamw(schedule, weight_decay=0.1).create(params)
+old = t5x.adamw(schedule, weight_decay=0.1).create(params)
+old = train_step(old.apply_gradient(grads, learning_rate=0.1), grads, jnp.float32(0.1))
+older = t5x.chain([optax.clip(1.0), optax.adam(1e-3)]).create(params)
+older.apply_gradient(grads, learning_rate=0.1)
+t5x.momo().create(params).apply_gradient(grads, value=1.0, learning_rate=None)
+t5x.OptaxWrapper(optax.polyak_sgd()).create(params).apply_gradient(grads, value=1.0)
 """
 
 # Each is wrong, after what is right above.
@@ -118,6 +133,22 @@ of_my_own(learning_rat=0.1)
 MultiOptimizer.from_rules(rules, rest="frozen")
 opt_partition.explain(1.0, params, None)
 train_step(opt.adam(1e-3).create([jnp.ones(2)]), grads, jnp.float32(0.1))
+opt.masked(opt.adam, mask)
+opt.masked(opt.sgd(0.1), mask).create(params).apply_gradient(grads, b1=0.1)
+some.apply_gradient(grads, learning_rat=0.1)
+some.apply_gradient(grads, learning_rate="0.1")
+guarded.apply_gradient(grads, valeu=1.0)
+opt.apply_if_finite(opt.adam(1e-3), max_errors=3)
+t5x.adamww(1e-3)
+t5x.adamw(learning_rat=1e-3)
+t5x.adamw(1e-3, b1="0.9")
+t5x.sgd(0.1, momentum="heavy")
+t5x.wrap_optax_optimizer(1.0)
+t5x.adamw(1e-3).create(params).apply_gradient(grads, learning_rat=0.1)
+t5x.adamw(1e-3).create(params).apply_gradient(grads, learning_rate="0.1")
+t5x.adamw(1e-3).create(params).apply_gradient(grads, weight_decay=0.1)
+t5x.momo().create(params).apply_gradient(grads, valeu=1.0)
+t5x.MultiOptimizer.of_nothing()
 """.strip().splitlines()
 
 PACKAGES = {
@@ -166,4 +197,4 @@ def test_every_wrong_line_is_found_and_no_right_one(checker: object, folder: Pat
     assert not right
     missed = [code for line, code in enumerate(WRONG, start=first) if line not in found]
     assert not missed
-    assert len(WRONG) >= 30
+    assert len(WRONG) >= 50

@@ -5,10 +5,13 @@
     python tools/release.py check --all --resolution highest lowest-direct --tests changed
     python tools/release.py check --tag opt-core-v0.1.0
     python tools/release.py build opt-core --out dist
+    python tools/release.py api opt-core
+    python tools/release.py rehearse --out dist
     python tools/release.py version opt-core
 
 `check` compares the version with the changelog (and the tag), builds the wheel from the sdist, and
-tests it in isolation: see `isolation.py`.
+tests it in isolation: see `isolation.py`. `api` compares with the last release: see `api_guard.py`.
+`rehearse` releases all of them into a local index: see `rehearsal.py`.
 """
 
 import argparse
@@ -24,7 +27,9 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
+from api_guard import check_api
 from isolation import CheckError, Trial, Uv, try_package
+from rehearsal import rehearse
 from workspace import ROOT, Package, closure, read_packages, siblings
 
 _UNRELEASED = "unreleased"
@@ -185,6 +190,23 @@ def _run_build(options: argparse.Namespace, packages: Mapping[str, Package]) -> 
     return 0
 
 
+def _run_api(options: argparse.Namespace, packages: Mapping[str, Package]) -> int:
+    print(check_api(_find(options.dist, packages)))
+    return 0
+
+
+def _run_rehearse(options: argparse.Namespace, packages: Mapping[str, Package]) -> int:
+    if options.out.is_dir() and any(options.out.glob("*.whl")):
+        raise CheckError(f"--out: expected a folder without wheels, found some in {options.out}")
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as scratch:
+        steps = rehearse(
+            packages, uv=Uv.find(), dist=options.out, work=Path(scratch), python=options.python
+        )
+        for step in steps:
+            print(step, flush=True)
+    return 0
+
+
 def _run_version(options: argparse.Namespace, packages: Mapping[str, Package]) -> int:
     print(_find(options.dist, packages).version)
     return 0
@@ -260,6 +282,15 @@ def _parser() -> argparse.ArgumentParser:
     building.add_argument("dist", metavar="DIST")
     building.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR")
     building.set_defaults(run=_run_build)
+
+    comparing = commands.add_parser("api", help="compare the API with that of the last release")
+    comparing.add_argument("dist", metavar="DIST")
+    comparing.set_defaults(run=_run_api)
+
+    rehearsing = commands.add_parser("rehearse", help="release all packages into a local index")
+    rehearsing.add_argument("--python", default=sys.executable, help="a version or an interpreter")
+    rehearsing.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR")
+    rehearsing.set_defaults(run=_run_rehearse)
 
     telling = commands.add_parser("version", help="print a package's version")
     telling.add_argument("dist", metavar="DIST")

@@ -10,20 +10,14 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from _common import Figure, Row, main, timed
 
 LIBRARIES = "import jax, flax.linen, flax.nnx, optax, optax.contrib"
 ALLOWED = 0.2  # seconds
-MODULES = (
-    "opt_accumulate",
-    "opt_adafactor",
-    "opt_checkpoint",
-    "opt_core",
-    "opt_legacy_stax",
-    "opt_optax_bridge",
-    "opt_partition",
-)
+PACKAGES = Path(__file__).parents[2] / "packages"
+MODULES = sorted(path.name.replace("-", "_") for path in PACKAGES.iterdir())
 FIGURES = {
     **{module: Figure(f"{ALLOWED} s", 1.0) for module in MODULES if module != "opt_checkpoint"},
     "opt_checkpoint": Figure("orbax.checkpoint after the libraries"),

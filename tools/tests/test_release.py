@@ -250,3 +250,57 @@ def test_what_is_wrong_with_a_package_fails_its_check(
     assert "no tests yet" in captured.out
     assert "FAILED  opt-b 0.1.0" in captured.out
     assert message in captured.err
+
+
+def test_packages_are_released_after_those_they_require(
+    workspace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    dist = tmp_path / "dist"
+    assert main(["rehearse", "--out", str(dist)], root=workspace) == 0
+    first, second, together = capfd.readouterr().out.splitlines()
+    assert first.startswith("opt-a 0.1.0 published, installed by name on Python 3.")
+    assert second.startswith("opt-b 0.1.0 published, installed by name on Python 3.")
+    assert together == "all in one environment: 3 distributions agree"  # with idna
+    assert main(["rehearse", "--out", str(dist)], root=workspace) == 1
+    assert "expected a folder without wheels" in capfd.readouterr().err
+
+
+def test_a_package_that_requires_what_was_never_released_does_not_install(
+    workspace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = workspace / "packages/opt-b/pyproject.toml"
+    path.write_text(path.read_text().replace("opt-a>=0.1,<0.2", "opt-a>=0.2,<0.3"))
+    assert main(["rehearse", "--out", str(tmp_path / "dist")], root=workspace) == 1
+    captured = capfd.readouterr()
+    assert "opt-a 0.1.0 published" in captured.out
+    assert "opt-a>=0.2" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("version", "api", "expected"),
+    [
+        ("0.1.1", ["answer", "more"], "0 incompatible changes since 0.1.0"),
+        ("0.1.1", ["more"], "expected 0.1.1 to keep the API of 0.1.0"),
+        ("0.2.0", ["more"], "1 incompatible changes since 0.1.0"),
+        ("0.1.0", ["more"], "no earlier release to compare with"),
+    ],
+)
+def test_what_breaks_the_api_needs_a_version_that_may(
+    version: str,
+    api: list[str],
+    expected: str,
+    tmp_path: Path,
+    make_package: Callable[..., Path],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = make_package("opt-a")
+    git(tmp_path, "init", "-b", "main")
+    commit(tmp_path)
+    git(tmp_path, "tag", "opt-a-v0.1.0")
+    make_package("opt-a", version=version)
+    lines = ['"""A package."""', f"__all__ = {api}", *(f"{name} = 42" for name in api)]
+    (folder / "src/opt_a/__init__.py").write_text("\n".join(lines))
+    code = main(["api", "opt-a"], root=tmp_path)
+    captured = capfd.readouterr()
+    assert code == ("expected" in expected), captured.err
+    assert expected in captured.out + captured.err

@@ -236,3 +236,16 @@ def test_stays_finite_where_optax_does_not() -> None:
     params, _ = run(tx, FLAT, steps=2)
     chex.assert_tree_all_finite(params)
     assert np.isfinite(run(ada.adafactor(0.1, step_offset=2), FLAT, steps=4)[0]["w"]).all()
+
+
+@pytest.mark.parametrize("skip", [False, "tensor", "global"])
+def test_tensors_that_are_alike_are_traced_once(skip: Any) -> None:
+    tx = ada.adafactor(0.1, min_dim_size_to_factor=8, skip_nan_updates=skip)
+    lines = []
+    for leaves in 6, 60:
+        params = {f"w{i}": jnp.ones((8 + i % 3, 16)) for i in range(leaves)}
+        lowered = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params)
+        text = lowered.as_text()
+        assert text.count("stablehlo.rsqrt") == 2 * 3  # of rows and columns, for three shapes
+        lines.append(len(text.splitlines()))
+    assert lines[1] - lines[0] < (60 - 6) * (30 if skip == "global" else 4)

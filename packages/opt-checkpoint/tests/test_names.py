@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import threading
 from typing import Any, NamedTuple
 
@@ -13,8 +14,10 @@ import numpy as np
 import opt_optax_bridge as opt
 import pytest
 from checkpoint_testing import structure
+from jax.sharding import PartitionSpec
 from opt_checkpoint import (
     NamedState,
+    Schema,
     errors,
     named_state,
     plan_restore,
@@ -45,6 +48,67 @@ ADAM = {
     *(f"state/adam/{moment}/{name}" for moment in ("mu", "nu") for name in ("b", "w")),
 }
 HEAVY = {f"state/trace/trace/{name}" for name in ("b", "w")}
+
+
+def axes_of(optimizer: Any, param_axes: Any) -> dict[str, Any]:
+    named = named_state(optimizer, param_axes=param_axes)
+    assert Schema.from_data(json.loads(json.dumps(named.schema.to_data()))) == named.schema
+    return {leaf.name: leaf.axes for leaf in named.schema.leaves}
+
+
+def test_logical_axes_are_recorded_for_every_leaf() -> None:
+    param_axes = {"b": PartitionSpec("mlp"), "w": PartitionSpec("embed", "mlp")}
+    model = {f"params/{name}": tuple(spec) for name, spec in param_axes.items()}
+    tx = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=2), optax.trace(0.9))
+    known = {name: axes for name, axes in axes_of(wrapped(tx), param_axes).items() if axes}
+    assert known == {
+        **model,
+        "state/factored_rms/v_row/w": ("embed",),
+        "state/factored_rms/v_col/w": ("mlp",),
+        "state/factored_rms/v/b": ("mlp",),
+        "state/trace/trace/b": ("mlp",),
+        "state/trace/trace/w": ("embed", "mlp"),
+    }
+    groups = MultiOptimizer.from_rules([("w", opt.adam(0.1))], rest=FROZEN).create(params())
+    found = axes_of(groups, param_axes)
+    assert found["state/groups/0/adam/mu/w"] == ("embed", "mlp")
+    assert found["params/b"] == ("mlp",)
+    assert {leaf.axes for leaf in named_state(groups).schema.leaves} == {None}
+
+
+def test_axes_of_a_parameter_that_are_not_known_are_none() -> None:
+    found = axes_of(wrapped(optax.trace(0.9)), {"b": None, "w": PartitionSpec("embed", "mlp")})
+    assert found["params/b"] is None
+    assert found["state/trace/trace/w"] == ("embed", "mlp")
+
+
+def with_none() -> Any:
+    def init(of: Any) -> Pair:
+        return Pair(None, jax.tree.map(jnp.zeros_like, of))
+
+    def update(updates: Any, state: Pair, of: Any = None) -> Any:
+        return updates, state
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_axes_beside_a_field_that_is_none() -> None:
+    param_axes = {"b": PartitionSpec("mlp"), "w": PartitionSpec("embed", "mlp")}
+    assert axes_of(wrapped(with_none()), param_axes)["state/with_none/second/b"] == ("mlp",)
+
+
+def test_a_definition_that_derives_no_axes_records_none() -> None:
+    class Plain(OptimizerDef):
+        def init_state(self, params: Any) -> OptimizerState:
+            return OptimizerState(jnp.int32(0), params)
+
+    axes = jax.tree.map(lambda _: PartitionSpec(), params())
+    assert set(axes_of(Plain({}).create(params()), axes).values()) == {None}
+
+
+def test_axes_for_other_parameters_are_an_error() -> None:
+    with pytest.raises(ValueError, match="param_axes"):
+        named_state(wrapped(optax.trace(0.9)), param_axes={"b": PartitionSpec("mlp")})
 
 
 class Pair(NamedTuple):

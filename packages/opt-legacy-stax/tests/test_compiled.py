@@ -107,3 +107,30 @@ def test_python_steps_compile_nothing_new(name: str, caplog: pytest.LogCaptureFi
             caplog.clear()
     assert compiled[0] > 0
     assert compiled[2:] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("step", [0, jnp.int32(0)], ids=["number", "array"])
+def test_arrays_that_are_alike_are_traced_once(step: Any) -> None:
+    seen = []
+    rate = {"now": 0.5}
+
+    @ours.optimizer
+    def signs() -> Any:
+        def update(i: Any, g: Any, x: Any) -> Any:
+            seen.append(g.shape)
+            return x - rate["now"] * jnp.sign(g)
+
+        return lambda x: x, update, lambda x: x
+
+    triple = signs()
+    params = [jnp.ones(2 + n % 3) for n in range(12)]
+    state = triple.init_fn(params)
+    for now in 0.5, 0.25:
+        rate["now"] = now
+        seen.clear()
+        new = jax.jit(lambda *args: triple.update_fn(*args))(step, params, state)
+        assert sorted(seen) == [(2,), (3,), (4,)]
+        chex.assert_trees_all_equal(triple.params_fn(new), [x - now for x in params])
+    seen.clear()
+    triple.update_fn(step, params, state)
+    assert len(seen) == len(params)  # outside of a trace it runs as it is

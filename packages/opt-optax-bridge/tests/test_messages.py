@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("optax_promotion")
 GRADS = {"w": jnp.ones(2)}
 ADAGRAD = opt_optax_bridge.adagrad(0.1).create(GRADS)
 SGD: Any = opt_optax_bridge.sgd(0.1, momentum=0.9).create(GRADS)
+OLD: Any = t5x.sgd(0.1).create(GRADS)
 OPAQUE = OptaxWrapper(optax.sgd(0.1)).create(GRADS)
 CLOSED = OptaxWrapper(
     optax.GradientTransformation(lambda params: (), lambda u, s, params=None: (u, s))
@@ -136,12 +137,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         (
             "the transformation changed the structure or the shapes of its state:\n"
             "  w: was (2,), became (1, 2)\n"
-            "A training step could not be compiled once, scanned or restored. Use a transformation "
-            "that initialises its whole state, and gradients of the shapes of the parameters."
+            "Such a step cannot be compiled once, scanned or restored. Use a transformation that "
+            "initialises its whole state, and gradients with the shapes of the parameters."
         ),
     ),
     "T5X, a structural argument": (
-        lambda: t5x.sgd(0.1).create(GRADS).apply_gradient(GRADS, nesterov=True),
+        lambda: OLD.apply_gradient(GRADS, nesterov=True),
         HyperParamError,
         (
             "`nesterov` cannot be overridden at run time: only arguments that are a float or a "

@@ -142,7 +142,7 @@ def test_another_python_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_decorated_function_that_is_gone_is_named() -> None:
     with pytest.raises(
-        pickle.UnpicklingError, match=r"`optax.sgd` is not what it was when pickled"
+        pickle.UnpicklingError, match=r"`optax.sgd` has changed since it was pickled"
     ):
         _pickling._unwrap("optax", "sgd", 1)
 

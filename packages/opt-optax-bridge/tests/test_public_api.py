@@ -52,7 +52,7 @@ def test_dir_lists_the_twins(module: Any) -> None:
 
 
 def test_types_are_shipped() -> None:
-    for name in ("py.typed", "__init__.pyi"):
+    for name in ("py.typed", "__init__.pyi", "_t5x_twins.pyi"):
         assert files("opt_optax_bridge").joinpath(name).is_file()
 
 

@@ -119,7 +119,7 @@ def test_parameters_are_needed_where_the_definition_needs_them() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (optax.sgd(0.1), "It is a transformation already."),
+        (optax.sgd(0.1), "It already is a transformation."),
         (optax.sgd, "Call its constructor first."),
     ],
 )

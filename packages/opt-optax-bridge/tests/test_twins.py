@@ -92,9 +92,10 @@ def test_a_new_optimizer_of_optax_is_found(other_optax: pytest.MonkeyPatch) -> N
     )
     assert {"brand_new", "newer"} <= set(optimizer_names())
     bridge: Any = opt_optax_bridge
+    facade: Any = t5x
     assert bridge.brand_new(0.5) == wrap_optax_optimizer(brand_new)(0.5)
     assert bridge.newer().hyper_params.learning_rate == 0.5
-    assert t5x.newer.__name__ == "newer"
+    assert facade.newer.__name__ == "newer"
 
 
 def test_a_removed_optimizer_leaves_the_others(other_optax: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ from opt_adafactor._tensor import Scalars
 
 # `_tensor.subtract` or `_tensor.negate`.
 Finish = Callable[[jax.Array, jax.Array, Any], jax.Array]
+# Of the scalars and a row: parameter, gradient, statistics, scaling, decay, factoring.
+_Update = Callable[..., tuple[jax.Array, Slots]]
 
 
 def make_scalars(hyper_params: Any, step: Any, learning_rate: Any) -> Scalars:
@@ -145,10 +147,9 @@ def update_tree(
     if skip == "global":
         return _update_all_or_nothing(rows, scalars, finish)
     mode = skip if isinstance(skip, str) else "entries" if skip else None
-    done = [
-        _update_tensor(p, g, s, scalars, scale, decay, factoring=f, skip=mode, finish=finish)
-        for p, g, s, scale, decay, f in rows
-    ]
+    update: _Update = functools.partial(_update_tensor, skip=mode, finish=finish)
+    update = _traced_once(update, rows)
+    done = [update(scalars, *row) for row in rows]
     return [out for out, _ in done], [new for _, new in done]
 
 
@@ -157,15 +158,56 @@ def _flag(scale_by_param: Any, path: str) -> Any:
     return bool(value) if is_known(value) else value
 
 
+def _traced_once(update: _Update, rows: Sequence[tuple[Any, ...]]) -> _Update:
+    """Returns the update of a tensor, which a caller traces once for all tensors that are alike.
+
+    Each is then a call of one function, which XLA inlines. Untraced tensors are updated operation
+    by operation, as nothing here should be compiled behind the caller's back.
+    """
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(rows)):
+        return update
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def call(constants: tuple[Any, ...], arrays: tuple[Any, ...]) -> tuple[jax.Array, Slots]:
+        values = [
+            array if constant is _TRACED else constant[0]
+            for constant, array in zip(constants, arrays, strict=True)
+        ]
+        scalars = Scalars(*values[: len(Scalars._fields)])
+        return update(scalars, *values[len(Scalars._fields) :])
+
+    def of_row(scalars: Scalars, *row: Any) -> tuple[jax.Array, Slots]:
+        values = (*scalars, *row)
+        constants = [_constant(value) for value in values]
+        arrays = [
+            value if constant is _TRACED else None
+            for constant, value in zip(constants, values, strict=True)
+        ]
+        done: tuple[jax.Array, Slots] = call(tuple(constants), tuple(arrays))
+        return done
+
+    return of_row
+
+
+# A value that a traced function takes as an argument.
+_TRACED = object()
+
+
+def _constant(value: Any) -> Any:
+    """Returns a value that is known when tracing, with its type: 1 equals True; or `_TRACED`."""
+    known = value is None or is_known(value) or isinstance(value, Factoring)
+    return (value, type(value)) if known else _TRACED
+
+
 def _update_tensor(
+    scalars: Scalars,
     param: jax.Array,
     grad: jax.Array,
     slots: Slots,
-    scalars: Scalars,
     scale_by_param: Any,
     decay: Any,
-    *,
     factoring: Factoring,
+    *,
     skip: str | None,
     finish: Finish,
 ) -> tuple[jax.Array, Slots]:
@@ -185,7 +227,8 @@ def _update_all_or_nothing(
     rows: Sequence[tuple[Any, ...]], scalars: Scalars, finish: Finish
 ) -> tuple[list[jax.Array], list[Slots]]:
     """Updates all tensors if all results are finite, and none otherwise."""
-    made = [_tensor.scaled_update(p, g, s, scalars, scale, f) for p, g, s, scale, _, f in rows]
+    scaled = _traced_once(_scaled_tensor, rows)
+    made = [scaled(scalars, *row) for row in rows]
     outs = [
         finish(param, update, decay)
         for (param, _, _, _, decay, _), (update, _) in zip(rows, made, strict=True)
@@ -200,6 +243,18 @@ def _update_all_or_nothing(
         for (param, _, old, _, _, _), (_, new), out in zip(rows, made, outs, strict=True)
     ]
     return [out for out, _ in done], [new for _, new in done]
+
+
+def _scaled_tensor(
+    scalars: Scalars,
+    param: jax.Array,
+    grad: jax.Array,
+    slots: Slots,
+    scale_by_param: Any,
+    _: Any,
+    factoring: Factoring,
+) -> tuple[jax.Array, Slots]:
+    return _tensor.scaled_update(param, grad, slots, scalars, scale_by_param, factoring)
 
 
 def _guarded(

@@ -90,7 +90,9 @@ def _json(value: Any, known: Collection[str] | None, depth: int) -> Any:
     if isinstance(dtype, np.dtype) and callable(value):
         return str(dtype.name)  # `jnp.float32`
     name = getattr(value, "__qualname__", None)
-    return name if callable(value) and isinstance(name, str) else f"<{type(value).__name__}>"
+    if not callable(value) or not isinstance(name, str):
+        return f"<{type(value).__name__}>"
+    return name if known is None else {"function": name}
 
 
 def _function(value: Any, known: Collection[str], depth: int) -> Any:

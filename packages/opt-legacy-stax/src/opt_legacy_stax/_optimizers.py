@@ -164,9 +164,10 @@ def lift(
         # Upstream passes NumPy integers on, from which schedules compute NumPy floats.
         i = step if keeps_dtypes else i
         updated = []
+        update_leaf = _traced_once(update, i, (grads, packed))
         for n, (g, old, subtree_def) in enumerate(zip(grads, packed, subtree_defs, strict=True)):
             with _naming("the update", tree_def, n):
-                state = update(i, g, jax.tree.unflatten(subtree_def, old))
+                state = update_leaf(g, jax.tree.unflatten(subtree_def, old))
             new, new_def = jax.tree.flatten(state)
             if new_def != subtree_def:
                 raise changed_structure(tree_def, n, subtree_def, new_def)
@@ -186,6 +187,23 @@ def lift(
         return jax.tree.unflatten(tree_def, [get_params(state) for state in states])
 
     return Optimizer(tree_init, tree_update, tree_get_params)
+
+
+def _traced_once(update: Callable[..., State], i: Step, operands: Any) -> Callable[..., State]:
+    """Returns `(g, state) -> state` at step `i`.
+
+    Where a compiled caller traces it, arrays that are alike are updated by calls of one traced
+    function, which XLA inlines. Otherwise it runs as it is: nothing is compiled that the caller
+    did not ask for.
+    """
+    leaves = jax.tree.leaves(operands)
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    if not is_traced or not all(isinstance(leaf, jax.Array) for leaf in leaves):
+        return functools.partial(update, i)
+    # A new function each time, as `update` may depend on what has changed since the last trace.
+    if not isinstance(i, jax.Array):
+        return jax.jit(lambda g, state: update(i, g, state))  # schedules may branch on a constant
+    return functools.partial(jax.jit(lambda i, g, state: update(i, g, state)), i)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import flax.struct
 def make_hyper_params(
     class_name: str, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> Any:
-    """Returns a frozen dataclass, a pytree; of `defaults` its constructor takes what is missing."""
+    """Returns a frozen dataclass and pytree; its constructor fills in missing `defaults`."""
     cls = _hyper_params_class(class_name, tuple(values), tuple((defaults or {}).items()))
     return cls(**values)
 
@@ -36,7 +36,7 @@ def _hyper_params_class(
 
 
 class _HyperParams:
-    """What `dataclasses` would write into source, where no name of a field may have a dot."""
+    """What `dataclasses` would generate as source, where field names cannot contain a dot."""
 
     _names: ClassVar[tuple[str, ...]]
     _defaults: ClassVar[Mapping[str, Any]]

@@ -1,4 +1,4 @@
-"""What a step uses, and what may be changed in it: answers for logs and for people."""
+"""The hyper-parameters that a step uses, and those that can be overridden."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def resolve_hyper_params(optimizer: Optimizer, *, missing: Any = "error", **over
     Args:
       optimizer: an optimizer whose definition is an `OptaxWrapper`, or a `MultiOptimizer`.
       missing: see `Optimizer.apply_gradient`.
-      **overrides: what `apply_gradient` gets besides the gradients, extra arguments included.
+      **overrides: the other arguments of `apply_gradient`, extra arguments included.
 
     Returns:
       A dataclass like `optimizer_def.hyper_params`, every field a float scalar; `None` for a
-      schedule that an update does not evaluate. Of a `MultiOptimizer` a dict of them by group; of
-      a definition there that is none of Optax, the dataclass that it uses.
+      schedule that an update does not evaluate. For a `MultiOptimizer`, a dict of them by group;
+      for a definition in it that does not wrap Optax, the dataclass that it uses.
 
     Raises:
       HyperParamError: `apply_gradient` would refuse the same overrides.
@@ -67,18 +67,18 @@ def scale_learning_rate(
     name: str = "learning_rate",
     **extra_args: Any,
 ) -> dict[str, Any]:
-    """Returns overrides by which the next update has its learning rate times a factor.
+    """Returns overrides that multiply the learning rate of the next update by a factor.
 
-    A schedule goes on as it is: what is scaled is its value at this step.
+    A schedule itself does not change; its value at this step is scaled.
 
     Args:
       optimizer: see `resolve_hyper_params`; groups without a learning rate keep what they have.
       factor: a number or a scalar array; or a mapping from names of groups to factors.
-      name: what is scaled, if it is something else.
-      **extra_args: what the update needs besides gradients, such as `value`.
+      name: the hyper-parameter to scale.
+      **extra_args: extra arguments of the update, such as `value`.
 
     Raises:
-      HyperParamError: no group has it, or it has no value.
+      HyperParamError: no group has the hyper-parameter, or it has no value.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -107,7 +107,7 @@ def _scaled(used: Any, factor: Any, name: str) -> dict[str, Any]:
     values = {
         field: value
         for field, value in (field_values(used) if dataclasses.is_dataclass(used) else {}).items()
-        if field.rpartition(".")[2] == name  # of a part of a chain
+        if field.rpartition(".")[2] == name  # addressed by the part of a chain
     }
     if absent := [field for field, value in values.items() if value is None]:
         raise HyperParamError(f"`{absent[0]}` has no value at this step, and cannot be scaled")
@@ -117,12 +117,12 @@ def _scaled(used: Any, factor: Any, name: str) -> dict[str, Any]:
 def overridable_hyper_params(optimizer: Optimizer, **extra_args: Any) -> tuple[str, ...]:
     """Returns the names that `optimizer.apply_gradient` accepts as overrides.
 
-    Every float-valued argument of the constructor is tried with a traced value: the update must
-    build, keep the structure of the state, and depend on it.
+    Tries every float-valued argument of the constructor with a traced value: building the update
+    must succeed, the structure of the state must not change, and the result must depend on it.
 
     Args:
       optimizer: an optimizer whose definition is an `OptaxWrapper`.
-      **extra_args: what the transformation's update needs besides gradients, such as `value`.
+      **extra_args: extra arguments of the transformation's update, such as `value`.
 
     Examples:
       >>> import jax.numpy as jnp, opt_optax_bridge

@@ -1,8 +1,8 @@
-"""Updates with arguments that are known at run time only.
+"""Updates with arguments that are known only at run time.
 
-The transformation is built and traced with the numbers as weakly typed scalars, as the Python
-floats are that Optax expects there, so that nothing is promoted. The traced program tells whether
-an argument acts at all; then it is run.
+The transformation is built and traced with the numbers as weakly typed scalars, like the Python
+floats that Optax expects, so that nothing is promoted. The traced program shows whether an argument
+has an effect at all, and is then run.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _STRUCTURAL = "it decides a Python branch, shapes or structure"
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """One update of a definition, of which hyper-parameters may be overridden.
+    """One update of a definition, with overridden hyper-parameters.
 
     Attributes:
-      definition: knows how to build the transformation.
+      definition: builds the transformation.
       grads: gradients.
       state: the transformation's state.
       params: parameters.
       extra_args: keyword arguments: pytrees of arrays, functions, or anything static.
-      applies: whether the transformation's `apply` is called, which returns parameters.
+      applies: whether to call the transformation's `apply`, which returns parameters.
     """
 
     definition: OptaxWrapper
@@ -55,13 +55,13 @@ class Update:
     applies: bool = False
 
     def run(self, overrides: Mapping[str, Any]) -> Any:
-        """Returns the updates, or with `applies` the parameters, and the state.
+        """Returns the updates (with `applies` the parameters) and the state.
 
         Args:
-          overrides: numbers or scalar arrays by hyper-parameter; a schedule in the place of one.
+          overrides: numbers or scalar arrays by hyper-parameter; a schedule may replace a schedule.
 
         Raises:
-          HyperParamError: an override is no scalar, or cannot act at run time. Says which and why.
+          HyperParamError: an override is not a scalar, or has no effect at run time; says why.
           UnusedArgumentError: an extra argument is not used by the transformation.
         """
         return self._checked(overrides, {}).run(*self._operands(overrides))
@@ -72,13 +72,13 @@ class Update:
         """Returns the value of each schedule in the update that `run` would make.
 
         Args:
-          overrides: see `run`; what that refuses is refused here.
+          overrides: see `run`, which raises the same errors.
           schedules: schedules by hyper-parameter, overriding ones included.
 
         Returns:
           A scalar per schedule; `None` for one that the update does not evaluate, NaN for one that
-          it evaluates at different counts with different results. In a branch that this step does
-          not take (`optax.MultiSteps`) it is what the branch would use.
+          it evaluates at several counts with different results. For a branch that this step does
+          not take (`optax.MultiSteps`), the value that the branch would use.
 
         Raises:
           HyperParamError: see `run`; or a schedule has many values in one update.
@@ -98,11 +98,11 @@ class Update:
     def overridable(self) -> tuple[str, ...]:
         """Returns the names of the hyper-parameters that can change at run time.
 
-        Each is tried: with a traced value, the update must build, keep the structure of the state,
-        and depend on the value.
+        Tries each with a traced value: building the update must succeed, the structure of the
+        state must not change, and the result must depend on the value.
         """
         names = field_values(self.definition.built_with)
-        self._trace({}, {}, self._static)  # raises what else is wrong, if anything is
+        self._trace({}, {}, self._static)  # raises any error that is not about overrides
         reasons = self._reasons(dict.fromkeys(names, _STAND_IN))
         return tuple(name for name in names if name not in reasons)
 
@@ -121,7 +121,7 @@ class Update:
         return _numbers(overrides), self._arrays, self.grads, self.state, self.params
 
     def _checked(self, overrides: Mapping[str, Any], schedules: Mapping[str, Any]) -> Program:
-        """The traced update, in which every argument must act; schedules' values are named."""
+        """The traced update; every argument must have an effect. Values of schedules are named."""
         self._check_values(overrides)
         if overrides or schedules:
             self.definition.check_recipe()
@@ -162,7 +162,7 @@ class Update:
         return Program.trace(update, *self._operands(overrides))
 
     def _taken(self) -> frozenset[str]:
-        """The keywords that the transformation names, or hands on to a function it is given."""
+        """The keywords that the transformation declares, or passes on to a function argument."""
         functions = [value for value in self._static.values() if callable(value)]
         if any(takes_any_keyword(function) for function in functions):
             return frozenset(self._static)
@@ -170,7 +170,7 @@ class Update:
         return frozenset[str]().union(*map(named_arguments, takers))
 
     def _reasons(self, overrides: Mapping[str, Any]) -> dict[str, str]:
-        """Why each override fails alone, of those that do; empty if the rest is to blame."""
+        """The reason by override for those that fail alone; empty if another argument fails."""
         if self._reason({}) is not None:
             return {}
         tried = ((name, self._reason({name: value})) for name, value in overrides.items())
@@ -246,7 +246,7 @@ def ask(
     state: OptimizerState,
     extra_args: Mapping[str, Any],
 ) -> T:
-    """Asks about an update with gradients of zero: no answer depends on them."""
+    """Inspects an update with zero gradients, on which no answer depends."""
     grads = jax.tree.map(jnp.zeros_like, params)
     update = Update(definition, grads, state.param_states, params, extra_args)
     try:
@@ -261,7 +261,7 @@ def ask(
 
 
 def overridable_in_general(definition: OptaxWrapper) -> tuple[str, ...]:
-    """Returns what can be overridden for a matrix and a vector; all if that cannot be tried."""
+    """Returns what can be overridden for a matrix and a vector; all names if trying fails."""
     params = {"matrix": jnp.ones((4, 4)), "vector": jnp.ones(4)}
     try:
         state = jax.eval_shape(definition.init_state, params).param_states
@@ -271,7 +271,7 @@ def overridable_in_general(definition: OptaxWrapper) -> tuple[str, ...]:
 
 
 def listed(names: Iterable[str], none: str = "none") -> str:
-    """Returns names as messages list them."""
+    """Returns names as a list for messages."""
     return ", ".join(f"`{name}`" for name in names) or none
 
 
@@ -291,13 +291,13 @@ def _float_dtype(value: Any) -> Any:
 
 
 def _idle(program: Program, overrides: Mapping[str, Any]) -> list[str]:
-    """The overriding numbers that nothing depends on."""
+    """The overrides that the result does not depend on."""
     reached = {names[:2] for names in program.reached()}
     return [name for name in _numbers(overrides) if ("0", name) not in reached]
 
 
 def _agreed(one: Any, other: Any) -> Any:
-    """The value of a schedule that was evaluated twice."""
+    """The value of a schedule that is evaluated several times; NaN if the results differ."""
     return jnp.where(one == other, one, jnp.asarray(jnp.nan, one.dtype))
 
 
@@ -306,7 +306,7 @@ def _naming(name: str, schedule: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _watched(function: Callable[..., Any], name: str, called: set[str]) -> Callable[..., Any]:
-    """A function argument that notes by its name that it was called."""
+    """A function argument that records that it was called."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """Pickles of Optax transformations, which are closures.
 
-The standard pickle stores functions by name. A function made inside another has none that leads
-back to it, so it is stored by what it consists of: its code, the module whose globals it uses, and
-the values it captured. That ties the pickle to the Python version and to the source of that module.
+The standard pickle stores functions by name. A function made inside another cannot be looked up by
+name, so its parts are stored: its code, the module whose globals it uses, and the values it has
+captured. That ties the pickle to the Python version and to the source of that module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def dumps(obj: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Returns the object. As with every pickle: only from sources you trust."""
+    """Returns the object. As with every pickle, load only what you trust."""
     return pickle.loads(data)  # noqa: S301
 
 
@@ -38,7 +38,7 @@ class _Pickler(pickle.Pickler):
         match obj:
             case types.FunctionType():
                 return _reduce_function(obj)
-            case jax.stages.Wrapped():  # a compiled function goes by name or not at all
+            case jax.stages.Wrapped():  # a compiled function can be pickled only by name
                 return getattr(obj, "__qualname__", "")
             case types.ModuleType():
                 return importlib.import_module, (obj.__name__,)
@@ -92,7 +92,7 @@ def _unwrap(module: str, qualname: str, depth: int) -> Any:
     for _ in range(depth):
         function = getattr(function, "__wrapped__", None)
     if function is None:
-        raise pickle.UnpicklingError(f"`{module}.{qualname}` is not what it was when pickled")
+        raise pickle.UnpicklingError(f"`{module}.{qualname}` has changed since it was pickled")
     return function
 
 

@@ -1,4 +1,4 @@
-"""Functions traced once, of which one can ask what depends on what, and run a part."""
+"""Traced functions whose dependencies can be inspected, and of which parts can be run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.extend.core.primitives import convert_element_type_p
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 from opt_core import path_names, strong_type
 
 _PREFIX = "opt_optax_bridge/"
-_Values = Callable[[Sequence[Any]], Sequence[Any]]  # of variables, or of inputs by their places
+_Values = Callable[[Sequence[Any]], Sequence[Any]]  # of variables, or positions of inputs
 
 
 def named(name: str, value: Any) -> Any:
-    """Returns `value`, to be found by its name in a program that is being traced."""
+    """Returns `value`, marked with a name by which it is found in the traced program."""
     return checkpoint_name(value, _PREFIX + name)
 
 
 def weakly_typed(number: jax.Array) -> Any:
-    """Returns a scalar that promotes nothing, as a Python number does."""
+    """Returns a weakly typed scalar: like a Python number it does not promote others."""
     return convert_element_type_p.bind(
         number, new_dtype=number.dtype, weak_type=True, sharding=None
     )
@@ -32,14 +33,16 @@ def weakly_typed(number: jax.Array) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function, traced.
+    """A traced function.
 
     Attributes:
+      function: the function; compiled as part of its caller.
       jaxpr: the traced program; its inputs are the leaves of the operands.
       inputs: for each input, the names along its path in the tuple of operands.
       output: the structure of the result.
     """
 
+    function: Callable[..., Any]
     jaxpr: ClosedJaxpr
     inputs: tuple[tuple[str, ...], ...]
     output: Any
@@ -47,10 +50,11 @@ class Program:
     @classmethod
     def trace(cls, function: Callable[..., Any], *operands: Any) -> Program:
         """Traces `function` on operands."""
-        jaxpr, output = jax.make_jaxpr(function, return_shape=True)(*operands)
+        jitted = jax.jit(function)
+        traced = jitted.trace(*operands)
         paths = jax.tree_util.tree_leaves_with_path(operands)
         inputs = tuple(path_names(path) for path, _ in paths)
-        return cls(jaxpr, inputs, jax.tree.structure(output))
+        return cls(jitted, traced.jaxpr, inputs, jax.tree.structure(traced.out_info))
 
     def reached(self) -> set[tuple[str, ...]]:
         """Returns the paths of the inputs that the output depends on."""
@@ -59,16 +63,24 @@ class Program:
         return {names for names, variable in variables if variable in needed}
 
     def run(self, *operands: Any) -> Any:
-        """Returns the output for operands; scalars are cast to the dtypes they were traced with."""
-        return jax.tree.unflatten(self.output, _run(self.jaxpr, jax.tree.leaves(operands)))
+        """Returns the output for operands; scalars are cast to the dtypes they were traced with.
+
+        In a caller that is being traced the program becomes one call, which XLA inlines: repeating
+        its equations one by one takes half as long as tracing them. Otherwise it runs operation by
+        operation: each update is a new function, and would be compiled every time.
+        """
+        leaves = jax.tree.leaves(operands)
+        if any(isinstance(leaf, DynamicJaxprTracer) for leaf in leaves):
+            return self.function(*operands)
+        return jax.tree.unflatten(self.output, _run(self.jaxpr, leaves))
 
     def values(self, name: str, *operands: Any) -> list[Any]:
         """Returns all values of that name, computing nothing else.
 
-        They may lie inside branches, compiled functions or loops, of which the first pass counts.
+        They may be inside branches, compiled functions or loops; of a loop the first pass counts.
 
         Raises:
-          LookupError: one is computed for a whole axis at once, so that it is many.
+          LookupError: one is computed for a whole axis at once, and so has several values.
         """
         leaves = jax.tree.leaves(operands)
         return list(_find(self.jaxpr, name, lambda places: [leaves[i] for i in places]))
@@ -83,7 +95,7 @@ def _run(program: ClosedJaxpr, leaves: Sequence[Any]) -> Sequence[Any]:
 
 
 def _find(program: ClosedJaxpr, name: str, inputs: _Values) -> Iterator[Any]:
-    """Yields the values of a name; only the inputs that they need are asked for."""
+    """Yields the values of a name, reading only the inputs that they need."""
     jaxpr = program.jaxpr
 
     def values(outvars: Sequence[Any]) -> Sequence[Any]:
@@ -105,7 +117,7 @@ def _find(program: ClosedJaxpr, name: str, inputs: _Values) -> Iterator[Any]:
 
 
 def _of_body(body: ClosedJaxpr, equation: Any, values: _Values, places: Sequence[int]) -> Any:
-    """Inputs of a body: they are the last operands of its equation."""
+    """Inputs of a body, which are the last operands of its equation."""
     operands = equation.invars[len(equation.invars) - len(body.jaxpr.invars) :]
     if any(operands[i].aval.shape != body.in_avals[i].shape for i in places):
         raise LookupError(equation.primitive.name)

@@ -1,7 +1,7 @@
 """A constructor of Optax optimizers with its arguments, some of which can change at run time.
 
-An argument may be a definition that has a recipe itself, as the parts of a chain: its
-hyper-parameters are then those of the whole.
+An argument may be a definition with a recipe of its own, like the parts of a chain. Its
+hyper-parameters are then part of the whole's.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ from opt_core.errors import HyperParamError
 from opt_optax_bridge._fields import make_hyper_params
 
 _Path = tuple[str, ...]
-"""The name of a hyper-parameter after those of the parts that it is in."""
+"""The name of a hyper-parameter, preceded by the names of the parts that contain it."""
 
 _PLAIN = (int, float)
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How a transformation was built, and can be built again with other numbers.
+    """How a transformation was built, and can be rebuilt with other numbers.
 
     Definitions among the arguments are parts: the constructor gets their transformations. A part
-    is called after the keyword that it is given by, otherwise after its constructor (`adam`;
-    repeated: `adam_1`).
+    is named after its keyword, or else after its constructor (`adam`; repeated: `adam_1`).
 
     Attributes:
       constructor: the function that was called.
@@ -49,7 +48,7 @@ class Recipe:
     kwargs: dict[str, Any]
 
     def __post_init__(self) -> None:
-        # A list that changes later would not change what was built, only what is built again.
+        # A later change of a list would affect rebuilding, but not what was built.
         object.__setattr__(self, "args", _snapshot(self.args))
         object.__setattr__(self, "kwargs", _snapshot(self.kwargs))
 
@@ -66,7 +65,7 @@ class Recipe:
     def _bound(self) -> inspect.BoundArguments | None:
         try:
             return inspect.signature(self.constructor).bind(*self.args, **self.kwargs)
-        except (TypeError, ValueError):  # no signature, or arguments that the call will refuse
+        except (TypeError, ValueError):  # no signature, or arguments that the call will reject
             return None
 
     @property
@@ -75,7 +74,7 @@ class Recipe:
 
     @functools.cached_property
     def _complete(self) -> dict[str, Any]:
-        """Every argument as the signature has it, defaults included."""
+        """Every argument of the signature, defaults included."""
         if self._bound is None:
             return {}
         bound = copy.copy(self._bound)
@@ -109,7 +108,7 @@ class Recipe:
 
     @functools.cached_property
     def _values(self) -> Mapping[_Path, tuple[Any, Any]]:
-        """The values and defaults of all hyper-parameters, those of the parts included."""
+        """The values and defaults of all hyper-parameters, including those of the parts."""
         own = {
             (name,): (value, parameter.default if parameter else None)
             for name, value in self.arguments.items()
@@ -123,14 +122,14 @@ class Recipe:
 
     @functools.cached_property
     def _fields(self) -> Mapping[str, _Path]:
-        """The hyper-parameters by the shortest address of each."""
+        """The hyper-parameters by their shortest unambiguous address."""
         return {
             next(a for a in _addresses(path) if self._found(a) == [path]): path
             for path in self._values
         }
 
     def _found(self, address: str) -> list[_Path]:
-        """The hyper-parameters that an address may mean: one's own before those of parts."""
+        """The hyper-parameters that an address may mean; its own take precedence over parts'."""
         names = tuple(address.split("."))
         if names in self._values:
             return [names]
@@ -140,7 +139,7 @@ class Recipe:
     def hyper_params(self) -> Any:
         """A frozen dataclass of the arguments that are a float or a schedule.
 
-        What two parts have is called `part.name`.
+        A hyper-parameter that two parts have is called `part.name`.
         """
         found = {field: self._values[path] for field, path in self._fields.items()}
         values = {field: value for field, (value, _) in found.items()}
@@ -148,13 +147,13 @@ class Recipe:
         return make_hyper_params(f"{self.name}_hyper_params", values, defaults)
 
     def by_field(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns overrides by the fields of `hyper_params`, whatever address they were given by.
+        """Returns overrides by the fields of `hyper_params`, whichever address was used.
 
         Args:
-          overrides: values by address; names that are none stay as they are.
+          overrides: values by address; other names are kept unchanged.
 
         Raises:
-          HyperParamError: two parts have a name; or two addresses mean one hyper-parameter.
+          HyperParamError: a name is ambiguous, or two addresses mean one hyper-parameter.
         """
         fields = {path: field for field, path in self._fields.items()}
         given: dict[str, str] = {}
@@ -173,18 +172,18 @@ class Recipe:
         return {field: overrides[name] for field, name in given.items()}
 
     def has_argument(self, name: str) -> bool:
-        """Whether a constructor of this recipe, or of its parts, takes it."""
+        """Whether the constructor of this recipe, or of one of its parts, takes the argument."""
         return name in self.arguments or any(
             recipe.has_argument(name) for recipe in self._recipes.values()
         )
 
     def has_hyper_param(self, name: str) -> bool:
-        """Whether `name` is a hyper-parameter, or one of several parts."""
+        """Whether `name` is a hyper-parameter, possibly of several parts."""
         return bool(self._found(name))
 
     @property
     def identity(self) -> Any:
-        """What two recipes for the same thing have in common, however the arguments were given."""
+        """Equal for recipes of the same transformation, however their arguments were passed."""
         given = (self.args, self.kwargs) if self._bound is None else (self._complete,)
         return (self.constructor, *given)
 
@@ -192,7 +191,7 @@ class Recipe:
         """Calls the constructor, with some arguments replaced.
 
         Args:
-          **overrides: new values by field of `hyper_params`. A number in the place of a schedule
+          **overrides: new values by field of `hyper_params`. A number that replaces a schedule
             becomes a constant schedule, so that the state keeps its count.
         """
         return self._build({self._fields.get(name, (name,)): v for name, v in overrides.items()})
@@ -208,7 +207,7 @@ class Recipe:
         bound = copy.copy(self._bound)
         named = {name: own.pop(name) for name in self._parameters if name in own}
         bound.arguments = type(bound.arguments)(bound.arguments, **named)
-        # In the order of `parts`: they are found and replaced by one walk over the arguments.
+        # In the order of `parts`: the same walk over the arguments finds and replaces them.
         built = iter([self._build_part(name, overrides) for name in self.parts])
         for name, value in bound.arguments.items():
             bound.arguments[name] = _replace_parts(value, built)
@@ -224,9 +223,9 @@ class Recipe:
 
 
 def as_optax(transformation: Any) -> Any:
-    """Returns a definition, or anything with `init` and `update`, as Optax's functions take it."""
+    """Returns a definition, or anything with `init` and `update`, as an Optax transformation."""
     if isinstance(transformation, OptimizerDef) and not hasattr(transformation, "optax_optimizer"):
-        from opt_optax_bridge._transformation import as_transformation  # it stands on definitions
+        from opt_optax_bridge._transformation import as_transformation  # a circular import
 
         return as_transformation(transformation)
     tx = getattr(transformation, "optax_optimizer", transformation)
@@ -242,7 +241,7 @@ def _in_place_of(own: Any, value: Any) -> Any:
 
 
 def _parts_in(value: Any, name: str | None) -> Iterator[tuple[str | None, OptimizerDef]]:
-    """Yields the definitions in an argument, with the keywords that they are given by."""
+    """Yields the definitions in an argument, with their keywords."""
     if isinstance(value, OptimizerDef):
         yield name, value
     elif type(value) is dict:
@@ -254,7 +253,7 @@ def _parts_in(value: Any, name: str | None) -> Iterator[tuple[str | None, Optimi
 
 
 def _replace_parts(value: Any, built: Iterator[Any]) -> Any:
-    """Returns an argument with the next of `built` in the place of each definition."""
+    """Returns an argument in which the next of `built` replaces each definition."""
     if isinstance(value, OptimizerDef):
         return next(built)
     if type(value) is dict:
@@ -281,12 +280,12 @@ def _unique_names(parts: Iterable[tuple[str | None, OptimizerDef]]) -> list[str]
 
 
 def _addresses(path: _Path) -> Iterator[str]:
-    """Yields the names that may stand for a path, the shortest first."""
+    """Yields the addresses of a path, shortest first."""
     return (".".join(path[-n:]) for n in range(1, len(path) + 1))
 
 
 def _snapshot(value: Any) -> Any:
-    """Returns containers and NumPy arrays as they are now."""
+    """Returns copies of containers and NumPy arrays."""
     if isinstance(value, Iterator):
         raise TypeError("an argument is an iterator, which can be used only once; pass a list")
     if type(value) is dict:
@@ -302,7 +301,7 @@ def _constant_schedule(value: Any, count: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number or a scalar array of one; no bool."""
+    """Whether a value is a real number or a scalar array of one, not a bool."""
     if isinstance(value, int | float):
         return not isinstance(value, bool)
     if not isinstance(value, np.ndarray | np.generic | jax.Array):
@@ -318,19 +317,19 @@ def _is_hyper_param(value: Any, parameter: inspect.Parameter | None) -> bool:
         return False
     if isinstance(value, float) or (not isinstance(value, int) and _is_floating(value)):
         return True
-    # An integer where a float is meant: `weight_decay=0`. Where one is meant it is structural.
+    # `weight_decay=0` is meant as a float; an argument that is an integer by design is structural.
     return parameter is not None and not (
         parameter.annotation is int or isinstance(parameter.default, int)
     )
 
 
 def _is_schedule(value: Any, parameter: inspect.Parameter | None) -> bool:
-    """Whether a callable argument maps a step count to a float, and is meant to.
+    """Whether a callable argument is a schedule: a map from a step count to a float.
 
-    The value alone does not tell: `jnp.float32` maps a count to a float too.
+    The value alone does not show it: `jnp.float32` maps a count to a float too.
     """
     annotation = parameter.annotation if parameter else Any
-    if annotation in (inspect.Parameter.empty, Any, "Any"):  # says nothing
+    if annotation in (inspect.Parameter.empty, Any, "Any"):  # no information
         if isinstance(value, type) or hasattr(value, "dtype"):
             return False
     elif not _admits_schedule(annotation):

@@ -1,4 +1,4 @@
-"""What a transformation takes: the arguments of the functions that it captured, however deep."""
+"""The arguments of a transformation's functions and of everything they have captured."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def named_arguments(function: Callable[..., Any]) -> frozenset[str]:
     """Returns the names of all arguments of `function` and of the functions that it captured.
 
-    A chain takes any keyword and hands it on; what counts is whether one of its parts names it.
+    A chain accepts any keyword and passes it on; what counts is whether one of its parts names it.
     """
     return frozenset(p.name for p in _parameters(function) if p.kind not in _VARIADIC)
 
 
 @contextlib.contextmanager
 def required_keywords_named(function: Callable[..., Any]) -> Iterator[None]:
-    """Says in a `HyperParamError` which keyword `function`, or one that it captured, lacks."""
+    """Raises a `HyperParamError` that names the missing keyword of `function` or its parts."""
     try:
         yield
     except TypeError as error:
@@ -48,12 +48,12 @@ def required_keywords_named(function: Callable[..., Any]) -> Iterator[None]:
 
 
 def captured_arrays(function: Callable[..., Any]) -> list[jax.Array]:
-    """Returns the arrays that `function` captured, such as the key of a noise."""
+    """Returns the arrays that `function` captured, such as a PRNG key for noise."""
     return [value for value in reached(function) if isinstance(value, jax.Array)]
 
 
 def takes_any_keyword(function: Callable[..., Any]) -> bool:
-    """Whether the function itself has a `**kwargs`."""
+    """Whether the function itself has `**kwargs`."""
     parameters = inspect.signature(function).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 

@@ -16,7 +16,7 @@ def stable_leaves(state: Any) -> Any:
 
     def stable(leaf: Any) -> Any:
         if isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic):
-            leaf = jnp.array(leaf)  # of a Python number it is weak
+            leaf = jnp.array(leaf)  # that of a Python number would be weak
         return strong_type(leaf)
 
     return jax.tree.map(stable, state)
@@ -39,7 +39,7 @@ def keep_avals(old: Any, new: Any) -> Any:
 
 
 def same_shapes(old: Any, new: Any) -> bool:
-    """Whether two pytrees have one structure, and their leaves the same shapes."""
+    """Whether two pytrees have the same structure and their leaves the same shapes."""
     structures: list[Any] = [jax.tree.structure(old), jax.tree.structure(new)]
     shapes = [[np.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (old, new)]
     return bool(structures[0] == structures[1]) and shapes[0] == shapes[1]
@@ -61,6 +61,6 @@ def check_shapes(old: Any, new: Any) -> None:
     raise StateChangedError(
         "the transformation changed the structure or the shapes of its state:\n"
         + "\n".join(lines or [f"  {jax.tree.structure(old)} became {jax.tree.structure(new)}"])
-        + "\nA training step could not be compiled once, scanned or restored. Use a transformation "
-        "that initialises its whole state, and gradients of the shapes of the parameters."
+        + "\nSuch a step cannot be compiled once, scanned or restored. Use a transformation that "
+        "initialises its whole state, and gradients with the shapes of the parameters."
     )

@@ -1,4 +1,4 @@
-"""A definition as an Optax transformation: the way back, for what takes nothing else."""
+"""Definitions as Optax transformations, for APIs that accept nothing else."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from opt_optax_bridge._wrapper import OptaxWrapper
 def as_transformation(definition: OptimizerDef) -> optax.GradientTransformationExtraArgs:
     """Returns a definition as an Optax transformation.
 
-    For what takes nothing else: `optax.chain`, `TrainState.create(tx=...)`, `nnx.Optimizer`, loops
-    with `tx.update`. Hyper-parameters and extra arguments are keywords of its `update`
+    For APIs that accept nothing else: `optax.chain`, `TrainState.create(tx=...)`, `nnx.Optimizer`,
+    loops with `tx.update`. Hyper-parameters and extra arguments are keywords of its `update`
     (`learning_rate=`, `group_overrides=`). A keyword that the definition does not know is ignored,
-    as in Optax, where a chain hands every keyword to all of its parts.
+    as in Optax, where a chain passes every keyword to all of its parts.
 
     The state is Optax's own for a wrapped optimizer, an `OptimizerState` for any other definition.
     A definition that returns parameters and not updates (`opt_adafactor.Adafactor`) is subtracted
@@ -30,7 +30,7 @@ def as_transformation(definition: OptimizerDef) -> optax.GradientTransformationE
       definition: any `OptimizerDef`: groups, Adafactor, a twin.
 
     Raises:
-      TypeError: it is no definition.
+      TypeError: `definition` is not an `OptimizerDef`.
 
     Examples:
       >>> import opt_optax_bridge as opt
@@ -49,14 +49,18 @@ def as_transformation(definition: OptimizerDef) -> optax.GradientTransformationE
         )
     if not isinstance(given, OptimizerDef):
         is_one = isinstance(given, Transformation)
-        hint = "It is a transformation already." if is_one else "Call its constructor first."
+        hint = "It already is a transformation." if is_one else "Call its constructor first."
         raise TypeError(
             f"`as_transformation` takes a definition; got a {type(given).__name__}. {hint}"
         )
     is_wrapper = isinstance(definition, OptaxWrapper)
 
     def init(params: Any) -> Any:
-        state = definition.init_state(params)
+        try:
+            state = definition.init_state(params)
+        except TypeError:
+            definition.create(params)  # names the leaves that are not arrays, if that is the cause
+            raise
         return state.param_states if is_wrapper else state
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
@@ -79,7 +83,7 @@ def _update(
     grads: Any,
     given: Mapping[str, Any],
 ) -> tuple[Any, OptimizerState]:
-    """Computes updates with those of the keywords that the definition knows."""
+    """Computes updates with the keywords that the definition knows."""
     whole = {"hyper_params"}
     overrides: dict[str, Any] = {}
     if isinstance(definition, MultiOptimizer):
@@ -94,7 +98,7 @@ def _update(
     while True:
         try:
             return definition.compute_updates(hyper_params, params, state, grads, **taken)
-        except UnusedArgumentError as error:  # known only once it is traced
+        except UnusedArgumentError as error:  # known only after tracing
             if not error.names & taken.keys():
                 raise
             taken = {k: v for k, v in taken.items() if k not in error.names}

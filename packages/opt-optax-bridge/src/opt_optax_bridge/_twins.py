@@ -1,4 +1,4 @@
-"""Wrapped constructors: twins of what the installed Optax exports, and of your own functions."""
+"""Wrapped constructors: twins of what the installed Optax exports, and of user functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ W = TypeVar("W", bound=OptaxWrapper)
 
 
 def wrap_optax_optimizer(optax_optimizer: Callable[P, Any]) -> Callable[P, OptaxWrapper]:
-    """Makes a constructor of Optax optimizers one of optimizer definitions.
+    """Turns a constructor of Optax optimizers into a constructor of definitions.
 
     Args:
       optax_optimizer: a function that returns a `GradientTransformation` (or `optax.MultiSteps`):
@@ -52,7 +52,7 @@ def wrap_into(
     """Returns `constructor` with its signature, making definitions of the given class."""
     if not callable(constructor):
         raise TypeError(
-            f"a constructor is wrapped, a function that returns a transformation; got a "
+            f"expected a constructor, a function that returns a transformation; got a "
             f"{type(constructor).__name__}. Wrap a transformation with `OptaxWrapper(tx)`."
         )
 
@@ -71,20 +71,20 @@ Part = OptimizerDef | Transformation
 def chain(*parts: Part | Sequence[Part], **named_parts: Part) -> OptaxWrapper:
     """Chains definitions and transformations, applied in order.
 
-    The hyper-parameters of definitions made by twins are those of the whole. What two parts have is
-    called by part and name, as `adam.learning_rate`; a part is named after its constructor
-    (repeated: `adam_1`), or by the keyword that it is given by.
+    The hyper-parameters of definitions made by twins become those of the chain. One that two parts
+    have is addressed by part and name, as `adam.learning_rate`; a part is named after its keyword,
+    or else after its constructor (repeated: `adam_1`).
 
     Args:
       *parts: definitions (`opt_optax_bridge.adamw(...)`), Optax transformations, or one sequence of
-        them. A transformation has been built already, and nothing of it can be overridden.
-      **named_parts: more of them, applied after `parts`.
+        them. An Optax transformation is already built, and has nothing to override.
+      **named_parts: more parts, applied after `parts`.
 
     Returns:
       The definition of `optax.chain` of their transformations: its state, its compiled step.
 
     Raises:
-      TypeError: a part is neither.
+      TypeError: a part is neither a definition nor a transformation.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -113,13 +113,13 @@ def _chained(*parts: Any, **named_parts: Any) -> optax.GradientTransformation:
     return optax.chain(*map(as_optax, (*parts, *named_parts.values())))
 
 
-_chained.__name__ = "chain"  # what a part of a chain that is one is called
+_chained.__name__ = "chain"  # the name of a nested chain as a part
 
 
 def chain_sequence(
     transformations: Sequence[optax.GradientTransformation],
 ) -> optax.GradientTransformation:
-    """Chains transformations, given as one sequence, as T5X does.
+    """Chains transformations given as one sequence, as in T5X.
 
     Args:
       transformations: Optax transformations, applied in order.
@@ -138,9 +138,9 @@ def optimizer_names() -> tuple[str, ...]:
 
 
 def building_block_names() -> tuple[str, ...]:
-    """Returns the names of what else makes a transformation, attributes of this package too.
+    """Returns the names of the other constructors, which are attributes of this package too.
 
-    They are parts of a chain, or wrap others.
+    They make parts of a chain, or wrap other transformations.
 
     Examples:
       >>> {'clip_by_global_norm', 'scale_by_adam', 'masked'} <= set(building_block_names())
@@ -151,7 +151,7 @@ def building_block_names() -> tuple[str, ...]:
 
 @functools.cache
 def twin(name: str) -> Callable[..., OptaxWrapper]:
-    """Returns the wrapped constructor of that name; an `AttributeError` if there is none."""
+    """Returns the wrapped constructor of that name, or raises an `AttributeError`."""
     return wrap_into(OptaxWrapper, constructor(name, "opt_optax_bridge"), name)
 
 
@@ -161,7 +161,7 @@ def constructor(name: str, module: str, *, is_optimizer: bool = False) -> Callab
     Args:
       name: its name.
       module: for the message.
-      is_optimizer: whether building blocks do not count.
+      is_optimizer: whether to exclude building blocks.
 
     Raises:
       AttributeError: the installed Optax has none.
@@ -182,9 +182,9 @@ class _Constructor(NamedTuple):
 
 @functools.cache
 def _constructors() -> Mapping[str, _Constructor]:
-    """What `optax` and `optax.contrib` export that makes a transformation."""
-    # What takes an optimizer is one itself in `contrib` (`mechanize`, `sam`); in `optax` it is a
-    # building block (`selective_transform`).
+    """The constructors of transformations that `optax` and `optax.contrib` export."""
+    # A function that takes an optimizer makes one in `contrib` (`mechanize`, `sam`), but a building
+    # block in `optax` (`selective_transform`).
     marks = {optax: ("learning_rate",), optax.contrib: ("learning_rate", "optimizer")}
     exported = (
         (name, _as_constructor(name, obj, words))
@@ -195,12 +195,12 @@ def _constructors() -> Mapping[str, _Constructor]:
     return {name: found for name, found in exported if found is not None}
 
 
-# `chain` is ours; the other returns what it is given.
+# `chain` is replaced by ours; the other returns its argument.
 _NOT_HERE = {"chain", "with_extra_args_support"}
 
 
 def _as_constructor(name: str, obj: Any, words: tuple[str, ...]) -> _Constructor | None:
-    """Returns `obj` if it makes a transformation: an optimizer, if it has one of the arguments."""
+    """Returns `obj` if it makes a transformation: an optimizer if an argument is in `words`."""
     if not isinstance(obj, types.FunctionType | functools.partial):  # `nadam` is a partial
         return None
     try:

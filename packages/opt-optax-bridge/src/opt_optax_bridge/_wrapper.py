@@ -45,23 +45,23 @@ from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leave
 _FIXED = frozenset({"optax_optimizer", "recipe", "hyper_params", "built_with"})
 _READ_ONLY = _FIXED | {"aliases"}
 _RESERVED = frozenset({"hyper_params", "missing", "updates", "state", "params", "grads"})
-# Of line searches, `sophia` and `sam`; functions of the parameters but for `grad`.
+# Arguments of line searches, `sophia`, `sam`; all but `grad` are functions of the parameters.
 _OF_PARAMS = frozenset({"value_fn", "grad", "obj_fn", "grad_fn"})
 
 
 class OptaxWrapper(OptimizerDef):
     """An Optax transformation as an optimizer definition.
 
-    The state is exactly Optax's, the compiled step is Optax's too. A definition made by a wrapped
-    constructor (`opt_optax_bridge.adamw(...)`) can override its float-valued arguments at run time;
-    one made from a transformation has nothing to override.
+    The state and the compiled step are exactly Optax's. A definition made by a wrapped constructor
+    (`opt_optax_bridge.adamw(...)`) can override its float-valued arguments at run time; one made
+    from a transformation has nothing to override.
 
     Args:
       optax_optimizer: anything with Optax's `init` and `update`, `optax.MultiSteps` included. One
-        that is `opt_core.protocols.UpdatesParams` besides, as `opt_accumulate.MultiSteps`, is
-        handed the parameters themselves.
-      aliases: names of transformations in descriptions of the state, by the names that they would
-        have: `{'my_adam_v2': 'my_adam'}` after `my_adam` was renamed, so that it finds its state.
+        that also is `opt_core.protocols.UpdatesParams`, like `opt_accumulate.MultiSteps`, is
+        passed the parameters themselves.
+      aliases: names of transformations in descriptions of the state, by the names they would
+        otherwise have: `{'my_adam_v2': 'my_adam'}` after a rename, so that saved state is found.
 
     Attributes:
       optax_optimizer: the transformation.
@@ -75,7 +75,7 @@ class OptaxWrapper(OptimizerDef):
       [0.9, 0.9]
     """
 
-    whole_tree: ClassVar[bool] = True  # the state is one, and masks may have the parameters' keys
+    whole_tree: ClassVar[bool] = True  # one state for all parameters; masks may refer to their keys
 
     _ignored: ClassVar[Any] = None  # hyper-parameters that T5X accepts and ignores
 
@@ -130,7 +130,7 @@ class OptaxWrapper(OptimizerDef):
             recipe=recipe,
             hyper_params=self._ignored or built_with,
             built_with=built_with,
-            # Taken now: what the transformation captured, or a global, may change later.
+            # Computed now: captured objects and globals may change later.
             _built=fingerprint(optax_optimizer),
             _origin=fingerprint(recipe.identity) if recipe else None,
         )
@@ -149,7 +149,7 @@ class OptaxWrapper(OptimizerDef):
             shapes: OptimizerState = jax.eval_shape(self.init_state, params)
             return shapes
         init = self.optax_optimizer.init
-        captured = captured_arrays(init)  # they outlive a donation
+        captured = captured_arrays(init)  # captured arrays must survive donation of the state
         param_states = unalias(init(params), apart_from=captured)
         return OptimizerState(
             step=jnp.zeros((), jnp.int32), param_states=stable_leaves(param_states)
@@ -177,10 +177,10 @@ class OptaxWrapper(OptimizerDef):
           The new parameters and state; structure, shapes, dtypes and weak types do not change.
 
         Raises:
-          HyperParamError: an override or an extra argument that nothing in the update depends on,
-            or that decides a Python branch, shapes or structure; or an extra argument is missing.
+          HyperParamError: an override or an extra argument has no effect on the update, or decides
+            a Python branch, shapes or structure; or an extra argument is missing.
           StateChangedError: the transformation changed the structure or a shape of its state.
-          TreeMismatchError: `grads` do not look like `params`.
+          TreeMismatchError: `grads` do not match `params`.
         """
         tx: Any = self.optax_optimizer
         if isinstance(tx, UpdatesParams):
@@ -225,7 +225,7 @@ class OptaxWrapper(OptimizerDef):
         return changed_fields(self.built_with, self._acting(hyper_params))
 
     def _acting(self, hyper_params: Any) -> Any:
-        """Those by which an update acts: of T5X's facade not all that are given."""
+        """The hyper-parameters that take effect; the T5X facade ignores some."""
         return hyper_params
 
     def _check_gradients(self, params: Any, state: OptimizerState, grads: Any) -> None:
@@ -233,7 +233,7 @@ class OptaxWrapper(OptimizerDef):
             check_gradients(params, grads)
 
     def takes_per_example_grads(self, params: Any, state: OptimizerState, grads: Any) -> bool:
-        """Returns whether every gradient has an axis of examples in front, and no update has."""
+        """Whether all gradients, but no updates, have a leading axis of examples."""
         wanted, found = [[np.shape(x) for x in jax.tree.leaves(tree)] for tree in (params, grads)]
         sizes = {shape[:1] for shape in found}
         if sizes in ({()}, set()) or len(sizes) > 1 or [s[1:] for s in found] != wanted:
@@ -243,26 +243,26 @@ class OptaxWrapper(OptimizerDef):
                 self.optax_optimizer.update, grads, state.param_states, params
             )
         except Exception:
-            return False  # no such transformation: the gradients are to blame
+            return False  # the gradients do not fit, whatever the axes mean
         return same_shapes(params, updates)
 
     def build(self, overrides: Mapping[str, Any]) -> Any:
-        """Returns the transformation, built again where there are overrides."""
+        """Returns the transformation, rebuilt if there are overrides."""
         if not overrides:
             return self.optax_optimizer
         assert self.recipe is not None, "only a recipe has hyper-parameters"
         return self.recipe.build(**overrides)
 
     def check_recipe(self) -> None:
-        """Raises a `HyperParamError` if the constructor does not build any more what it built."""
+        """Raises a `HyperParamError` if the constructor no longer builds the same object."""
         if self.recipe is None or fingerprint(self.recipe.build()) == self._built:
             return
         if fingerprint(self.recipe.build()) != fingerprint(self.recipe.build()):
-            return  # what it builds cannot be compared
+            return  # the transformation cannot be compared
         raise HyperParamError(
-            f"`{self.recipe.name}` does not build any more what it built for this definition: a "
+            f"`{self.recipe.name}` no longer builds the same transformation for this definition: a "
             "global or an object that it reads has changed. Make it an argument of the "
-            "constructor, and build the definition again."
+            "constructor, and build a new definition."
         )
 
     def update_hyper_params(
@@ -290,14 +290,14 @@ class OptaxWrapper(OptimizerDef):
         return self.recipe is not None and self.recipe.has_argument(name)
 
     def has_hyper_param(self, name: str) -> bool:
-        """Returns whether `name` is a hyper-parameter, or one of several parts of a chain."""
+        """Returns whether `name` is a hyper-parameter, possibly of several parts of a chain."""
         is_of_parts = self.recipe is not None and self.recipe.has_hyper_param(name)
         return is_of_parts or super().has_hyper_param(name)
 
     def resolve_hyper_params(
         self, hyper_params: Any, params: Any, state: OptimizerState, **extra_args: Any
     ) -> Any:
-        """Returns what an update uses; see `opt_optax_bridge.resolve_hyper_params`.
+        """Returns the hyper-parameters of an update; see `opt_optax_bridge.resolve_hyper_params`.
 
         Args:
           hyper_params: like `self.hyper_params`; fields that differ from it are overrides.
@@ -325,7 +325,7 @@ class OptaxWrapper(OptimizerDef):
         return asked & named_arguments(update)
 
     def args_of_params(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns those of `names` that Optax gives the loss, or its gradient, to an update by."""
+        """Returns those of `names` by which Optax passes the loss or its gradient to an update."""
         return _OF_PARAMS.intersection(names)
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
@@ -336,23 +336,23 @@ class OptaxWrapper(OptimizerDef):
         }
 
     def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
-        """Returns the optimizer with the logical axes of every leaf in its place.
+        """Returns the optimizer with every leaf replaced by its logical axes.
 
         Args:
           optimizer: an optimizer of this definition; arrays or `jax.ShapeDtypeStruct` leaves.
-          param_axes: a tree like the parameters with a `PartitionSpec` per leaf, or what else
-            `opt_partition.derive_logical_axes` takes. Dicts and FrozenDicts may stand for one
-            another.
+          param_axes: a tree like the parameters with a `PartitionSpec` per leaf, or anything else
+            that `opt_partition.derive_logical_axes` takes. Dicts and FrozenDicts are
+            interchangeable.
 
         Returns:
           An `Optimizer`: the axes as its target, `None` as its step. Each dimension of a leaf of
-          the state has the name of the parameter dimension that it indexes; a leaf that follows no
-          parameter has `None`.
+          the state has the name of the parameter dimension that it indexes; a leaf that does not
+          follow a parameter has `None`.
 
         Raises:
           opt_partition.errors.AxesError: `param_axes` do not fit the parameters.
         """
-        # Imported when it is needed: it takes a tenth of a second.
+        # Imported lazily: the import takes 0.1 s.
         from opt_partition import explain, normalise_param_axes
 
         explanation = explain(self.optax_optimizer, optimizer.target, param_axes)
@@ -360,10 +360,10 @@ class OptaxWrapper(OptimizerDef):
         expected: Any = jax.tree.structure(explanation.state)
         if found != expected:
             raise ValueError(
-                "`optimizer` holds a state that its transformation does not make of its "
+                "the state of `optimizer` is not the one that its transformation makes for its "
                 f"parameters.\n  expected {expected}\n  found {found}"
             )
-        # Axes of mirrors as they were given, `PartitionSpec()` that names nothing as `None`.
+        # Mirrors have the given axes; an empty `PartitionSpec()` becomes `None`.
         axes = [
             row.parameter_axes if row.is_mirror else row.spec or None for row in explanation.rows
         ]
@@ -374,17 +374,17 @@ class OptaxWrapper(OptimizerDef):
     def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
         """Returns what every leaf of the state means.
 
-        Transformations of Optax are known by a table; of any other functions, types and shapes say
-        what can be said (`LeafDescription.source` is `'types'`). A transformation is called after
-        the function or class that makes its state: `scale_by_adam` is `adam`. Where no function
-        says that, as with a `lambda` for `init`, it is called after the type of its state.
+        A table describes Optax's transformations; others are described as far as functions, types
+        and shapes tell (`LeafDescription.source` is `'types'`). A transformation is named after the
+        function or class that makes its state: `scale_by_adam` is `adam`. If no function tells, as
+        with a `lambda` for `init`, it is named after the type of its state.
 
         Args:
           params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
           state: the state that belongs to them.
 
         Raises:
-          DescriptionError: a name in `aliases` is of no transformation.
+          DescriptionError: a name in `aliases` does not match any transformation.
 
         Examples:
           >>> from opt_core import describe_state
@@ -406,7 +406,9 @@ class OptaxWrapper(OptimizerDef):
 
     def __reduce__(self) -> Any:
         derived = {*_FIXED, "_built", "_origin", "_fingerprint_cache"}
-        attributes = {k: v for k, v in vars(self).items() if k not in derived}  # of a subclass
+        attributes = {
+            k: v for k, v in vars(self).items() if k not in derived
+        }  # defined by a subclass
         what = self.recipe or self.optax_optimizer
         return _load, (type(self), _pickling.dumps((what, attributes)))
 

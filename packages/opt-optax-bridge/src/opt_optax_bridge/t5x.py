@@ -4,12 +4,12 @@ Differs from the rest of the package where T5X code relies on it, and only there
 
 * `apply_gradient(learning_rate=...)` is accepted and ignored: T5X's trainer always passes its own
   schedule, the Optax schedule rules;
-* `restore_state` takes parameters in another precision (T5X saves and restores them in bfloat16 on
-  request), and partition specs or `None` in the place of any leaf.
+* `restore_state` accepts parameters in another precision (T5X saves and restores them in bfloat16
+  on request), and partition specs or `None` instead of any leaf.
 
-`MultiOptimizer` works with wrapped Optax optimizers too. There a learning rate that is given to one
-group, as in T5X's own example, acts; the trainer's, which all get, is ignored by the wrapped ones.
-A traversal may match nothing there.
+`MultiOptimizer` works with wrapped Optax optimizers too. A learning rate for one group, as in
+T5X's own example, takes effect; the trainer's, which goes to all groups, is ignored by wrapped
+optimizers. A traversal may match nothing.
 
 Not here: `amos`, which lives in jestimator (`wrap_optax_optimizer(jestimator.amos.amos)`). The
 facade of `t5x.adafactor` is `opt_adafactor.t5x`.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, ParamSpec
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec
 
 import flax.struct
 import opt_core
@@ -36,6 +36,9 @@ from opt_core.t5x import lenient_references
 from opt_partition import OptaxStatePartitionRules
 
 from opt_optax_bridge import _twins, _wrapper
+
+if TYPE_CHECKING:
+    from opt_optax_bridge._t5x_twins import *  # noqa: F403  # a stub alone
 
 __all__ = [
     "Dtype",
@@ -79,7 +82,7 @@ class OptaxWrapper(_wrapper.OptaxWrapper):
     _ignored: ClassVar[Any] = _OptaxWrapperHyperParams()
 
     def _acting(self, hyper_params: Any) -> Any:
-        # What a group of a `MultiOptimizer` was given is of the recipe's own class.
+        # Hyper-parameters for a group of a `MultiOptimizer` have the recipe's own class.
         is_ignored = isinstance(hyper_params, _OptaxWrapperHyperParams)
         return self.built_with if is_ignored else hyper_params
 
@@ -96,10 +99,10 @@ class MultiOptimizer(opt_core.MultiOptimizer):
     """`opt_core.MultiOptimizer` with T5X's leniencies.
 
     The trainer's `apply_gradient(learning_rate=...)` reaches every group, and wrapped Optax
-    optimizers ignore it, as they do alone. One that is given to a group, by `hyper_params=[...]` or
-    `group_overrides=`, acts.
+    optimizers ignore it, as they do alone. One for a single group, by `hyper_params=[...]` or
+    `group_overrides=`, takes effect.
 
-    A traversal may match nothing: its definition then updates nothing, and still has its place in
+    A traversal may match nothing: its definition then updates nothing, but keeps its position in
     `hyper_params` and `sub_optimizers`. Regular expressions and functions must match something.
 
     Args:
@@ -134,7 +137,7 @@ class MultiOptimizer(opt_core.MultiOptimizer):
             return found
         if definition.recipe is None:
             raise HyperParamError(
-                "`learning_rate` cannot be given to a transformation that was wrapped as it is: "
+                "`learning_rate` cannot be given to a transformation that is already built: "
                 "make it with a wrapped constructor (`wrap_optax_optimizer`)"
             )
         return replace_hyper_params(definition.built_with, learning_rate=rate)
@@ -146,7 +149,7 @@ class MultiOptimizer(opt_core.MultiOptimizer):
 
 
 def wrap_optax_optimizer(optax_optimizer: Callable[P, Any]) -> Callable[P, OptaxWrapper]:
-    """Makes a constructor of Optax optimizers one of T5X optimizer definitions.
+    """Turns a constructor of Optax optimizers into a constructor of T5X definitions.
 
     Args:
       optax_optimizer: a function that returns a `GradientTransformation`.
@@ -179,11 +182,13 @@ def _twin(name: str) -> Callable[..., OptaxWrapper]:
     )
 
 
-def __getattr__(name: str) -> Callable[..., OptaxWrapper]:
-    """Finds `adamw` and every other optimizer in the installed Optax, when it is asked for."""
-    if name in _ABSENT:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {_ABSENT[name]}")
-    return _twin(name)
+if not TYPE_CHECKING:  # for a type checker any name would be an attribute
+
+    def __getattr__(name: str) -> Callable[..., OptaxWrapper]:
+        """Finds `adamw` and every other optimizer in the installed Optax, when it is asked for."""
+        if name in _ABSENT:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {_ABSENT[name]}")
+        return _twin(name)
 
 
 def __dir__() -> list[str]:

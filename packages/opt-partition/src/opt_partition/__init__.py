@@ -14,6 +14,7 @@ from opt_partition._axes.rules import ASK, DEFAULT_RULES, Rules, StateLeaf
 from opt_partition._axes.t5x import OptaxStatePartitionRules
 from opt_partition._memory.memory_plan import memory_plan
 from opt_partition._memory.plan import GroupBytes, MemoryPlan, PlanRow
+from opt_partition._memory.shard_optimizer_state import ZeroLayouts, shard_optimizer_state
 from opt_partition._mesh.init_sharded import init_sharded
 from opt_partition._mesh.layout import Layout, LeafLayout
 from opt_partition._mesh.logical_to_mesh import logical_to_mesh
@@ -46,6 +47,7 @@ __all__ = [
     "Rules",
     "StateLeaf",
     "Unjudged",
+    "ZeroLayouts",
     "derive_logical_axes",
     "errors",
     "explain",
@@ -55,5 +57,6 @@ __all__ = [
     "memory_plan",
     "normalise_param_axes",
     "read_collectives",
+    "shard_optimizer_state",
     "verify",
 ]

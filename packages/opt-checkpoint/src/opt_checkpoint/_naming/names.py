@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.core import FrozenDict
-from jax.sharding import PartitionSpec
 from opt_core import Optimizer, describe_state, flatten_with_paths, leaf_groups
 from opt_core.protocols import DerivesLogicalAxes
 
@@ -194,8 +193,9 @@ def _with_axes(infos: list[LeafInfo], optimizer: Optimizer, param_axes: Any) -> 
     if not isinstance(definition, DerivesLogicalAxes):
         return infos
     axes = definition.derive_logical_axes(optimizer, param_axes)
-    is_axes = {"is_leaf": lambda x: x is None or isinstance(x, PartitionSpec)}
-    flat = jax.tree.leaves((axes.target, axes.state.step, axes.state.param_states), **is_axes)
+    ours, theirs = ((o.target, o.state.step, o.state.param_states) for o in (optimizer, axes))
+    structure: Any = jax.tree.structure(ours)
+    flat = structure.flatten_up_to(theirs)  # `None` stands for no axes, and for no leaf
     return [
         dataclasses.replace(info, axes=None if spec is None else tuple(spec))
         for info, spec in zip(infos, flat, strict=True)

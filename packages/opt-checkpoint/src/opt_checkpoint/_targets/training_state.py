@@ -60,13 +60,25 @@ def optimizer_of(tx: Any, params: Any, opt_state: Any, step: Any) -> Optimizer:
 
     Raises:
       TreeMismatchError: the state is not one of `tx` for these parameters; lists every path.
-      TypeError: `tx` is not a transformation of Optax, or `step` not an integer.
+      TypeError: `tx` is not a transformation of Optax, `params` holds something other than arrays,
+        or `step` is not an integer.
       ValueError: `step` is `None`, and the state does not say it.
     """
     # `opt_nnx.Optimizer`, say, has a definition in the place of a transformation.
     if not isinstance(tx, optax.GradientTransformation | optax.MultiSteps | OptimizerDef):
         raise TypeError(
             f"`tx`: expected an `optax.GradientTransformation`, found {type(tx).__name__}"
+        )
+    others = [
+        f"\n  `{path_str(names)}`: found {type(leaf).__name__}"
+        for names, leaf in flatten_with_paths(params)
+        if leaf is not None and not isinstance(leaf, int | float | complex)
+        if not hasattr(leaf, "dtype")
+    ]
+    if others:
+        raise TypeError(
+            "`params`: expected arrays; for an Equinox module, pass `eqx.filter(model, "
+            "eqx.is_array)`, and `eqx.combine` what is restored with the rest:" + "".join(others)
         )
     definition = tx if isinstance(tx, OptimizerDef) else OptaxWrapper(tx)
     if problems := list(_differences(_expected(tx, params), opt_state)):

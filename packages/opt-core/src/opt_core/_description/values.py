@@ -159,6 +159,9 @@ class TransformationDescription:
       source: who says so.
       passes_on: whether it hands on the updates that it is given, at most cut, averaged over a
         window or held back: moments after it are what they are without it.
+      parameters: the paths of those that it acts on, where these are not all of its definition's
+        and no leaf says which: of what acts before moments, or keeps parameters one after the
+        other.
     """
 
     name: str
@@ -168,6 +171,21 @@ class TransformationDescription:
     bearing: Mapping[str, Bearing] = dataclasses.field(default_factory=FrozenDict)
     source: Source = "types"
     passes_on: bool = False
+    parameters: tuple[Names, ...] | None = None
+
+    def acts_on(self, parameter: Names | None) -> bool:
+        """Whether it acts on a parameter, where that is known; otherwise on all.
+
+        Examples:
+          >>> scale = TransformationDescription('scale', parameters=(('w',),))
+          >>> scale.acts_on(('w',)), scale.acts_on(('b',))
+          (True, False)
+        """
+        return self.parameters is None or parameter in self._acted_on
+
+    @functools.cached_property
+    def _acted_on(self) -> frozenset[Names]:
+        return frozenset(self.parameters or ())
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", json_value(dict(self.settings), "settings"))

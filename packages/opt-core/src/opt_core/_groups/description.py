@@ -48,7 +48,12 @@ def describe_groups(
                 parameter=_renamed(leaf.parameter, renamed),
             )
         transformations += [
-            dataclasses.replace(made, group=(name, *made.group)) for made in told.transformations
+            dataclasses.replace(
+                made,
+                group=(name, *made.group),
+                parameters=made.parameters and tuple(renamed[param] for param in made.parameters),
+            )
+            for made in told.transformations
         ]
     return StateDescription(tuple(found[i] for i in range(len(leaves))), tuple(transformations))
 

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from opt_core._description.values import Bearing, LeafDescription, TransformationDescription
 from opt_core._paths import Names, path_str
-from opt_core._surgery.likes import UPDATE, shared_settings, without_code
+from opt_core._surgery.likes import UPDATE, shared_settings, switched, without_code
 from opt_core._surgery.pairing import Pair, Pairs, continued
 from opt_core._surgery.sides import (
     TRAINED,
@@ -110,33 +110,54 @@ def refusals(move: Move) -> Iterator[Refusal]:
 
 
 def earlier_changes(move: Move) -> Iterator[str]:
-    """Yields what a user's function does otherwise to what moments are made of.
+    """Yields what is not in the table of settings: see `refusals`.
 
-    What bears on moments in Optax's own transformations is in a table: see `refusals`.
+    Switches of a user's own transformation, booleans and words; and what a user's function does
+    otherwise before moments, or anything on other parameters.
     """
     for (before, after), pairs in continued(move.old, move.new, move.pairs).items():
-        if not any(move.new.told[j].role in _IN_UNITS and j not in move.ruled for _, j in pairs):
+        yield from switched(move.old.made(before), move.new.made(after))
+        moments = {
+            (move.old.told[i].parameter, move.new.told[j].parameter)
+            for i, j in pairs
+            if move.new.told[j].role in _IN_UNITS and j not in move.ruled
+        }
+        if not moments:
             continue
         ones, others = (
-            [
-                made
-                for made in side.line(which[0])[: _at(side, which)]
-                if _learns_nothing(side, made)
-            ]
+            [made for made in side.before(which) if _learns_nothing(side, made)]
             for side, which in ((move.old, before), (move.new, after))
         )
         if [made.name for made in ones] != [made.name for made in others]:
             continue
         for old, new in zip(ones, others, strict=True):
+            acts = f"`{new.name}`, which acts before `{shown(after)}`"
+            if not old.passes_on and (told := _acted_on(move, old, new, moments)):
+                yield f"{acts}, acts on other parameters: {told}"
             for name in shared_settings(old, new):
                 was, now = old.settings[name], new.settings[name]
                 is_code = any(isinstance(x, Mapping) and "function" in x for x in (was, now))
                 is_known = bearing_of(name, old, new).effect != "nothing" or old.passes_on
                 if was != now and (is_code or new.source == "types") and not is_known:
-                    yield (
-                        f"`{name}` of `{new.name}`, which acts before `{shown(after)}`, was "
-                        f"{_text(was)}, is {_text(now)}"
-                    )
+                    text, other = _text(was), _text(now)
+                    other = "another" if other == text else other
+                    yield f"`{name}` of {acts}, was {text}, is {other}"
+
+
+def _acted_on(
+    move: Move,
+    old: TransformationDescription,
+    new: TransformationDescription,
+    moments: Collection[tuple[Names | None, Names | None]],
+) -> str:
+    """Says what another mask, or other labels, do to what moments are made of; or nothing."""
+    changed: dict[str, list[Names]] = {"gone": [], "new": []}
+    # Moments that hold parameters one after the other are of all of them.
+    whole = [(param, param) for param in move.old.owners.keys() & move.new.owners.keys()]
+    for was, now in whole if (None, None) in moments else moments:
+        if now is not None and old.acts_on(was) != new.acts_on(now):
+            changed["gone" if old.acts_on(was) else "new"].append(now)
+    return ", ".join(f"{len(p)} {word} (`{path_str(min(p))}`)" for word, p in changed.items() if p)
 
 
 def _learns_nothing(side: Side, made: TransformationDescription) -> bool:
@@ -222,7 +243,8 @@ def _text(value: Any) -> str:
     """A setting in few characters."""
     value = without_code(value)
     if isinstance(value, Mapping) and "function" in value:
-        value = value["function"]
+        held = ", ".join(f"{k}={_text(x)}" for k, x in value.items() if k != "function")
+        value = f"{value['function']}({held})" if held else value["function"]
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -230,7 +252,7 @@ def _text(value: Any) -> str:
 def _factors(move: Move, before: Made, after: Made) -> Iterator[str]:
     """What multiplies by another number before moments than when they were made."""
     ones, others = (
-        [made for made in side.line(which[0])[: _at(side, which)] if _keeps_nothing(side, made)]
+        [made for made in side.before(which) if _keeps_nothing(side, made)]
         for side, which in ((move.old, before), (move.new, after))
     )
     # Others in their number, or in another order, are a change of the optimizer.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
+
+import jax.numpy as jnp
 
 from opt_core._description.values import TransformationDescription
 
@@ -45,6 +48,39 @@ def shared_settings(
 ) -> Sequence[str]:
     """Returns the settings that both tell: what wrote a checkpoint may have known fewer."""
     return sorted(old.settings.keys() & new.settings.keys())
+
+
+def switched(old: TransformationDescription, new: TransformationDescription) -> Iterator[str]:
+    """Yields the words that are others in a user's own transformation, and switches in records.
+
+    Numbers may change: nothing says which of them give its state a meaning.
+    """
+    if (old.source, new.source) != ("types", "types"):
+        return
+    before, after = (dict(_switches(made)) for made in (old, new))
+    for name in sorted(before.keys() & after.keys()):
+        if before[name] != after[name]:
+            yield f"`{name}` of `{new.name}` was {before[name]}, is {after[name]}"
+
+
+def _switches(made: TransformationDescription) -> Iterator[tuple[str, bool | str]]:
+    left = [(name, value, False) for name, value in made.settings.items()]
+    for name, value, is_inside in left:
+        is_word = isinstance(value, str) and not _is_derived(value)
+        if (is_word and name not in made.bearing) or (isinstance(value, bool) and is_inside):
+            yield name, value
+        elif isinstance(value, Mapping) and "function" not in value:
+            left += [(f"{name}.{key}", child, True) for key, child in value.items()]
+
+
+def _is_derived(text: str) -> bool:
+    """Whether a word stands for a dtype, which leaves show, an array or something opaque."""
+    if re.match(r"<|\w+\[", text):
+        return True
+    try:
+        return bool(jnp.dtype(text).name == text)
+    except Exception:  # NumPy parses the text
+        return False
 
 
 def without_code(value: Any) -> Any:

@@ -215,7 +215,7 @@ class _Walk:
             # Who is in a group inside of one definition is not always known; its name says enough.
             if leaf.group in having and leaf.group not in self.old.owners.values():
                 return [leaf.group]
-            params = [o for p in _params(self.new, leaf.group) for o in self._of(p)]
+            params = [o for p in _params(self.new, leaf) for o in self._of(p)]
             known = [set(self._groups_of(o, having)) for o in params if o in self.old.owners]
             is_whole = bool(known) and all(leaf.group in groups for groups in known)
             found = {leaf.group} if is_whole else set().union(*known)
@@ -225,8 +225,8 @@ class _Walk:
         """Whether a leaf holds what belongs to other parameters, or to these in another order."""
         if not holds_parameters(leaf):
             return False
-        now = [list(self._of(param)) for param in _params(self.new, leaf.group)]
-        return now != [[param] for param in _params(self.old, source.group)]
+        now = [list(self._of(param)) for param in _params(self.new, leaf)]
+        return now != [[param] for param in _params(self.old, source)]
 
     def _of(self, param: Names) -> Sequence[Names]:
         return self.origins.get(param, (param,))
@@ -353,7 +353,9 @@ def _counts_around(leaf: LeafDescription, side: Side, inner: LeafDescription) ->
     )
 
 
-def _params(side: Side, group: Names) -> Sequence[Names]:
-    """The parameters of a group."""
-    inside = [p for p in side.owners if group in side.groups(p)]
-    return inside or [p for p, owner in side.owners.items() if owner == group[: len(owner)]]
+def _params(side: Side, leaf: LeafDescription) -> Sequence[Names]:
+    """The parameters of the transformation of a leaf, or else of its group."""
+    if (known := side.made(made_of(leaf)).parameters) is not None:
+        return known
+    inside = [p for p in side.owners if leaf.group in side.groups(p)]
+    return inside or [p for p, owner in side.owners.items() if owner == leaf.group[: len(owner)]]

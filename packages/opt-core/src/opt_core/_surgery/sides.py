@@ -70,6 +70,17 @@ class Side:
         made = self.description.transformations
         return [one for one in made if one.group == group[: len(one.group)]]
 
+    def before(self, which: Made) -> Sequence[TransformationDescription]:
+        """Returns what acts before a transformation, in groups around it and inside of it."""
+        found: list[TransformationDescription] = []
+        for made in self.description.transformations:
+            if (made.group, made.name, made.number) == which:
+                return found
+            shared = min(len(made.group), len(which[0]))
+            if made.group[:shared] == which[0][:shared]:
+                found.append(made)
+        return []
+
     def leaves_of(self, which: Made) -> Sequence[int]:
         """Returns the positions of what a transformation keeps."""
         return self._by_made.get(which, ())
@@ -128,9 +139,14 @@ def is_recorded(leaf: LeafDescription, made: TransformationDescription) -> bool:
 
 
 def holds_parameters(leaf: LeafDescription) -> bool:
-    """Whether a leaf holds what belongs to parameters by their order, as `optax.flatten` keeps."""
-    is_array = leaf.parameter is None and bool(leaf.dimensions)
-    return is_array and leaf.role in TRAINED and leaf.role != "statistic"
+    """Whether a leaf holds what belongs to parameters by their order.
+
+    A vector of all of them, as `optax.flatten` keeps, or perhaps an entry of a list.
+    """
+    is_entry = leaf.source == "types" and leaf.role == "other" and leaf.field[-1:] != ()
+    is_entry = is_entry and leaf.field[-1].isdigit()
+    is_array = bool(leaf.dimensions) and leaf.role in TRAINED and leaf.role != "statistic"
+    return leaf.parameter is None and (is_array or is_entry)
 
 
 def counts_updates(leaf: LeafDescription, made: TransformationDescription) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -25,6 +26,8 @@ from opt_optax_bridge._description.dimensions import (
     Dims,
     Shape,
     dimensions,
+    explained,
+    followed,
     shapes_of,
     stated_dimensions,
 )
@@ -51,12 +54,12 @@ class _Slot(NamedTuple):
     """The transformation that a leaf belongs to.
 
     Attributes:
-      place: the path of what it made.
-      group: the labels around it.
-      name: what it is called.
-      field: the names below it.
-      node: itself, where it is known.
-      kind: the class of what it made; `None` of a leaf.
+      place: the path of the state that it made.
+      group: the labels of `optax.partition` around it.
+      name: its name.
+      field: the path of the leaf within its state.
+      node: the transformation itself, if known.
+      kind: the class of its state; `None` if the state is a single leaf.
     """
 
     place: Names
@@ -76,10 +79,10 @@ def describe_optax(
       tx: the transformation.
       params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct`s.
       param_states: the state that belongs to them; likewise.
-      aliases: what to call transformations, by what they would be called.
+      aliases: new names of transformations, by the names they would otherwise have.
 
     Raises:
-      DescriptionError: an alias is of no transformation.
+      DescriptionError: an alias does not match any transformation.
     """
     params, states = (jax.tree.map(_abstract, tree) for tree in (params, param_states))
     root = open_transformation(tx)
@@ -87,27 +90,73 @@ def describe_optax(
     given = roles(params, states, whole_tree=True)
     slots = [_slot(role, made.places) for role in given]
     for slot in slots:
-        if slot.node is not None and not slot.node.told:
-            slot.node.told = _told(slot.kind)
+        if slot.node is not None and not slot.node.declared:
+            slot.node.declared = _declared(slot.kind)
+    leaves, shapes = jax.tree.leaves(states), shapes_of(params)
+    shown = functools.cache(functools.partial(explained, tx, params, leaves))
+    # In a user's own state, arrays outside a tree of parameters may be a list, one per parameter.
+    listed = {
+        i: len(slot.place)
+        for i, (role, leaf, slot) in enumerate(zip(given, leaves, slots, strict=True))
+        if role.param is None and leaf.shape and _known(slot.node) is None
+    }
+    if listed and (seen := shown()) is not None:
+        given = followed(given, seen, listed, list(shapes))
+        slots = [_slot(role, made.places) for role in given]
     names = _Names(root, made.nodes, slots, aliases)
-    shapes = shapes_of(params)
-    rows = list(zip(given, jax.tree.leaves(states), slots, strict=True))
+    rows = list(zip(given, leaves, slots, strict=True))
     reshapes = any(known.reshapes for node in root.walk() if (known := _known(node)) is not None)
     stated = [None if reshapes else _stated(*row, shapes) for row in rows]
-    dims = dimensions(tx, params, states, given, stated)
+    dims = dimensions(leaves, given, stated, shown)
     paths = [path for path, leaf in flatten_with_paths(states) if leaf is not None]
-    leaves = tuple(
+    described = tuple(
         _leaf(_Row(path, leaf, role, slot, kept), names, shapes)
         for path, (role, leaf, slot), kept in zip(paths, rows, dims, strict=True)
     )
-    told = zip(slots, leaves, strict=True)
-    keepers = {id(slot.node) for slot, leaf in told if leaf.role in _IN_UNITS}
-    factors = {id(one) for one, other in before(root) if id(other) in keepers and _factor(one)}
-    return StateDescription(leaves, tuple(names.transformations(factors)))
+    kept = list(zip(slots, described, strict=True))
+    keepers = {id(slot.node) for slot, leaf in kept if leaf.role in _IN_UNITS}
+    earlier = {id(one): one for one, other in before(root) if id(other) in keepers}
+    factors = {key for key, one in earlier.items() if _factor(one)}
+    given_to = dict(_given(root, jax.tree.structure(params)))
+    acting = {key: _paths(given_to[key]) for key in _unsaid(root, kept, earlier)}
+    acting = {key: some for key, some in acting.items() if shapes.keys() > {*some}}
+    return StateDescription(described, tuple(names.transformations(factors, acting)))
+
+
+def _unsaid(
+    root: Node, kept: Sequence[tuple[_Slot, LeafDescription]], earlier: Collection[int]
+) -> set[int]:
+    """The transformations whose parameters matter but cannot be read off their leaves.
+
+    These act, or may act, before moments, or concatenate parameters as `optax.flatten` does.
+    """
+    users = (node for node in root.walk() if not node.is_own and len(node.children) > 1)
+    composed = {id(inner) for node in users for inner in node.walk()}
+    ordered = {id(slot.node) for slot, leaf in kept if slot.node is not None and leaf.dimensions}
+    following = {id(slot.node) for slot, leaf in kept if leaf.parameter is not None}
+    return {*earlier, *composed, *ordered} - following
+
+
+def _given(node: Node, outer: Any, is_flat: bool = False) -> Iterator[tuple[int, Any]]:
+    """The structure of the parameters that each transformation acts on.
+
+    Inside of `optax.flatten` a transformation is given one vector of all of them.
+    """
+    given = outer if is_flat or node.given is None else node.given
+    yield id(node), given
+    known = _known(node)
+    is_flat |= known is not None and known.reshapes
+    for child in node.children:
+        yield from _given(child, given, is_flat)
+
+
+def _paths(structure: Any) -> tuple[Names, ...]:
+    places = jax.tree.unflatten(structure, range(structure.num_leaves))
+    return tuple(path for path, place in flatten_with_paths(places) if place is not None)
 
 
 class _Row(NamedTuple):
-    """One leaf, with what is known of it."""
+    """One leaf, with everything known about it."""
 
     path: Names
     leaf: jax.ShapeDtypeStruct
@@ -122,7 +171,7 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _slot(role: Role, places: Mapping[Names, Node]) -> _Slot:
-    """The innermost place that a named transformation made, or else the innermost record."""
+    """The innermost state made by a named transformation, or else the innermost record."""
     outer = role.outer
     names = tuple(name for _, name in outer)
     inner = tuple(name for _, name in role.inner)
@@ -156,10 +205,10 @@ class _Names:
     """The names and numbers of all transformations.
 
     Args:
-      root: the transformation with everything inside of it.
-      nodes: those that made something, in order.
-      slots: of the leaves, in order.
-      aliases: new names.
+      root: the transformation with everything nested in it.
+      nodes: the transformations that made a state, in order.
+      slots: one per leaf, in order.
+      aliases: new names, by the names they replace.
     """
 
     def __init__(
@@ -204,27 +253,31 @@ class _Names:
             return self._numbers[id(slot.node)]
         return self._numbers[slot.group, slot.name, slot.place]
 
-    def transformations(self, factors: Collection[int]) -> Iterator[TransformationDescription]:
-        """Yields them in the order in which they act; those known by a type alone at the end.
+    def transformations(
+        self, factors: Collection[int], acting: Mapping[int, tuple[Names, ...]]
+    ) -> Iterator[TransformationDescription]:
+        """Yields them in the order in which they act, those known only by type last.
 
         Args:
-          factors: the identities of those that multiply what moments are made of.
+          factors: the identities of those that scale updates before moments.
+          acting: by identity, the parameters of those that act on a subset that leaves do not show.
         """
         for node in self._root.walk():
             if id(node) in self._numbers:
                 made = _described(node, self._numbers[id(node)])
+                made = dataclasses.replace(made, parameters=acting.get(id(node)))
                 if id(node) in factors:
                     bearing = {**made.bearing, _factor(node): Bearing("refused")}
                     made = dataclasses.replace(made, bearing=bearing)
                 yield made
-        told: set[int] = set()
+        yielded: set[int] = set()
         for key, maker in self._by_type.items():
-            if maker is None or id(maker) in told:
+            if maker is None or id(maker) in yielded:
                 group, name, number = self._numbers[key]
                 yield TransformationDescription(name, number, group)
                 continue
-            # The settings are those of what holds the record, which has no name of its own.
-            told.add(id(maker))
+            # The record has no name of its own; its settings are those of the transformation.
+            yielded.add(id(maker))
             yield _described(maker, self._numbers[key])
 
 
@@ -237,7 +290,7 @@ def _described(node: Node, name: tuple[Names, str, int]) -> TransformationDescri
     bearing = {} if known is None else {k: v for k, v in known.bearing.items() if k in settings}
     if node.factory_argument is not None:
         numbers = node.held.get("numeric_hps", {})
-        bearing |= dict.fromkeys(numbers, Bearing("refused"))  # the state has them, and wins
+        bearing |= dict.fromkeys(numbers, Bearing("refused"))  # Optax reads them from the state
     if UPDATED_BY in settings:
         bearing[UPDATED_BY] = Bearing("refused")
     source: Source = "types" if known is None else "stated"
@@ -247,26 +300,26 @@ def _described(node: Node, name: tuple[Names, str, int]) -> TransformationDescri
 
 
 def _base(node: Node) -> str:
-    """What a transformation is called: a variant as what it is a variant of."""
+    """The name of a transformation; that of the base for a variant (`amsgrad` is `adam`)."""
     return VARIANTS.get(node.name, node.name) if node.is_own else node.name
 
 
 def _known(node: Node | None) -> Known | None:
     if node is None:
         return None
-    if node.told:
-        bearing = {name: Bearing(**made) for name, made in node.told.get("bearing", {}).items()}
-        return Known(node.told.get("roles", {}), bearing)
+    if node.declared:
+        bearing = {name: Bearing(**made) for name, made in node.declared.get("bearing", {}).items()}
+        return Known(node.declared.get("roles", {}), bearing)
     return KNOWN.get(node.name) if node.is_own else None
 
 
 def _factor(node: Node) -> str:
-    """The setting by which it multiplies; empty where there is none, or the state has it."""
+    """The setting that scales updates; empty if there is none or if the state holds it."""
     return "" if node.injected or not node.is_own else FACTORS.get(node.name, "")
 
 
-def _told(kind: type | None) -> Mapping[str, Any]:
-    """What the class of a state says of its fields."""
+def _declared(kind: type | None) -> Mapping[str, Any]:
+    """The description that the class of a state gives of its fields."""
     describe = getattr(kind, "describe_fields", None)
     return dict(describe()) if callable(describe) else {}
 
@@ -303,7 +356,7 @@ def _leaf(row: _Row, names: _Names, shapes: Mapping[Names, Shape]) -> LeafDescri
 
 
 def _said(row: _Row, known: Known) -> Any:
-    """The role in the table; what schedules keep is counted, and what only fills a place is not."""
+    """The role in the table; a schedule's own state is a count, a placeholder is `'other'`."""
     field = row.slot.field
     role = known.roles.get(field[0]) if field else None
     if role == "other" and field[0] == "hyperparams_states" and field[-1] == "count":
@@ -313,7 +366,7 @@ def _said(row: _Row, known: Known) -> Any:
 
 
 def _role(row: _Row, param_shape: Shape | None) -> Any:
-    """What a leaf seems to be for."""
+    """The role of a leaf as far as its type and shape tell."""
     dtype, shape = row.leaf.dtype, row.leaf.shape
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return "key"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
@@ -13,7 +13,7 @@ from opt_core import Role, flatten_with_paths, path_str
 from opt_optax_bridge._description.nodes import Names, Node
 
 if TYPE_CHECKING:
-    from opt_partition import Row  # imported when it is needed: it takes a tenth of a second
+    from opt_partition import Row  # imported lazily: the import takes 0.1 s
 
 Shape: TypeAlias = tuple[int, ...]
 Dims: TypeAlias = tuple[int | None, ...]
@@ -23,7 +23,7 @@ class Dimensions(NamedTuple):
     """The dimensions of a leaf.
 
     Attributes:
-      dims: for each the parameter's, or `None`; `None` where that is not known.
+      dims: for each dimension that of the parameter, or `None`; `None` if unknown.
       is_derived: whether `init` was traced for them.
     """
 
@@ -32,13 +32,15 @@ class Dimensions(NamedTuple):
 
 
 def dimensions(
-    tx: Any, params: Any, states: Any, given: Sequence[Role], stated: Sequence[Dims | None]
+    leaves: Sequence[Any],
+    given: Sequence[Role],
+    stated: Sequence[Dims | None],
+    explained: Callable[[], Sequence[Row] | None],
 ) -> Iterator[Dimensions]:
-    """Yields the dimensions of every leaf of states on shapes; traces nothing if all are stated."""
-    leaves = jax.tree.leaves(states)
+    """Yields the dimensions of every leaf of a state; traces `init` only if some are not stated."""
     rows: Sequence[Row | None] = [None] * len(leaves)
     if any(r.param is not None and d is None for r, d in zip(given, stated, strict=True)):
-        rows = _explained(tx, params, leaves) or rows
+        rows = explained() or rows
     for role, leaf, row, dims in zip(given, leaves, rows, stated, strict=True):
         if role.param is None:
             yield Dimensions((None,) * len(leaf.shape))
@@ -50,8 +52,38 @@ def dimensions(
             yield Dimensions(row.dims, is_derived=True)
 
 
-def _explained(tx: Any, params: Any, leaves: Sequence[Any]) -> Sequence[Row] | None:
-    """What `init` shows; `None` where the state has grown since."""
+def followed(
+    given: Sequence[Role], rows: Sequence[Row], starts: Mapping[int, int], params: Sequence[Names]
+) -> list[Role]:
+    """Returns roles in which entries of lists follow the parameters that `init` makes them of.
+
+    Args:
+      given: the roles by containers alone.
+      rows: the provenance of each leaf in `init`.
+      starts: for leaves that may be in such a list, the depth of the state they belong to.
+      params: the paths of the parameters.
+    """
+    known = {path_str(param): param for param in params}
+    owners = {i: known.get(rows[i].parameter or "") for i in starts}
+    inside: dict[Any, dict[str, set[Names | None]]] = {}
+    for i, role in enumerate(given):
+        for k, (_, name) in enumerate(role.outer):
+            entries = inside.setdefault(role.outer[:k], {})
+            entries.setdefault(name, set()).add(owners.get(i, role.param))
+    found = list(given)
+    for i, start in starts.items():
+        outer, owner = given[i].outer, owners[i]
+        for k in range(start, len(outer)):
+            entries = inside[outer[:k]]
+            is_one_each = len(set().union(*entries.values())) == len(entries)
+            if owner is not None and is_one_each and entries[outer[k][1]] == {owner}:
+                found[i] = Role(outer[:k], owner, outer[k + 1 :])
+                break
+    return found
+
+
+def explained(tx: Any, params: Any, leaves: Sequence[Any]) -> Sequence[Row] | None:
+    """Returns the provenance of leaves in `init`; `None` if the state has grown since."""
     from opt_partition import explain
 
     numbers = jax.tree.map(lambda leaf: PartitionSpec(*map(str, range(len(leaf.shape)))), params)
@@ -65,9 +97,9 @@ def shapes_of(params: Any) -> dict[Names, Shape]:
 
 
 def stated_dimensions(node: Node, field: Names, shape: Shape, param_shape: Shape) -> Dims | None:
-    """Returns what a leaf of a transformation of Optax keeps; `None` where it does not say.
+    """Returns the parameter dimensions that a leaf of an Optax state keeps; `None` if not stated.
 
-    Those around it leave the shapes of parameters as they are.
+    Assumes that enclosing transformations do not reshape parameters.
     """
     match node.name, field[0] if field else "":
         case "factored_rms", ("v_row" | "v_col") as name:
@@ -94,7 +126,7 @@ def _factor(node: Node, name: str, param_shape: Shape) -> Dims:
 
 
 def _factored(node: Node, param_shape: Shape) -> tuple[int, int] | None:
-    """The second largest dimension and the largest, ties as Optax decides them."""
+    """The second largest dimension and the largest; ties are broken as in Optax."""
     held = node.held
     if not held.get("factored", True) or len(param_shape) < 2:
         return None

@@ -1,7 +1,7 @@
-"""What the transformations of Optax keep, and which of their settings bear its meaning.
+"""The state fields of Optax's transformations, and the settings that define their meaning.
 
-A test holds the table against the installed Optax: every transformation that it exports is here,
-with every field of its state. `docs/state-meaning.md` shows it, with what going on in silence does.
+A test compares the table with the installed Optax: every exported transformation is listed, with
+every field of its state. `docs/state-meaning.md` shows it, and the harm of ignoring such a change.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from opt_core import Bearing
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What is known of one transformation.
+    """What is known about one transformation.
 
     Attributes:
-      roles: of the fields of its state, by name.
-      bearing: of its settings; those that are not here bear nothing.
-      reshapes: whether those inside of it see parameters of other shapes.
+      roles: the role of each field of its state.
+      bearing: the effect of changing a setting; settings not listed may change freely.
+      reshapes: whether nested transformations see parameters of other shapes.
     """
 
     roles: Mapping[str, Any]
@@ -36,7 +36,7 @@ _INITIAL: Final = Bearing("initial")
 def _known(
     roles: str = "", bearing: Mapping[str, Bearing] | None = None, *, reshapes: bool = False
 ) -> Known:
-    """Of `role: field field, role: field`."""
+    """Parses `role: field field, role: field`."""
     found: dict[str, str] = {}
     for part in filter(None, roles.split(", ")):
         role, fields = part.split(": ")
@@ -52,12 +52,12 @@ FACTORS: Final = MappingProxyType(
         "trust_ratio": "trust_coefficient",
     }
 )
-"""Transformations that multiply updates by a setting: moments after it are in its units."""
+"""Transformations that multiply updates by a setting; later moments are in its units."""
 
 VARIANTS: Final = MappingProxyType({"amsgrad": "adam"})
-"""Transformations that keep what another keeps by its recurrences, and something besides.
+"""Variants: the base's state and recurrences, plus further fields.
 
-They differ by a switch, and are described as the other with a setting of their own name.
+A variant is described as its base, with a boolean setting named after the variant.
 """
 
 _ADAM = "moment: mu, second_moment: nu, count: count"
@@ -115,7 +115,7 @@ KNOWN: Final[Mapping[str, Known]] = MappingProxyType(
             {"weight_dimension_numbers": _REFUSED},
             reshapes=True,
         ),
-        # Rates that are found out, and copies of parameters.
+        # Estimated rates and copies of parameters.
         "cocob": _known(
             "params_copy: init_particles, moment: cumulative_gradients, "
             "other: scale subgradients reward",
@@ -208,10 +208,10 @@ KNOWN: Final[Mapping[str, Known]] = MappingProxyType(
         # Random numbers.
         "add_noise": _known("count: count, key: rng_key"),
         "differentially_private_aggregate": _known("key: rng_key"),
-        # They pass on what others are given.
+        # They change the shapes that nested transformations see.
         "flatten": _known(reshapes=True),
         "split_real_and_imaginary": _known(reshapes=True),
-        # Nothing is kept.
+        # Stateless.
         **dict.fromkeys(
             (
                 *("adaptive_grad_clip", "average_per_element_updates", "centralize", "clip"),
@@ -230,10 +230,10 @@ PASS_ON: Final = frozenset(
     {
         *("adaptive_grad_clip", "clip", "clip_by_block_rms", "clip_by_global_norm"),
         *("accumulate_avg_updates", "apply_if_finite", "average_per_element_updates"),
-        *("conditionally_mask", "flatten", "inject_hyperparams", "monitor", "multi_steps"),
+        *("flatten", "inject_hyperparams", "monitor", "multi_steps"),
         *("get_per_element_mean_and_sum_sq_diff_grads", "shape", "snapshot"),
         *("split_real_and_imaginary", "track_per_element_mean_and_variance_with_ema"),
         *("zero_nans",),
     }
 )
-"""Those that pass on what they are given, at most cut, averaged over a window or held back."""
+"""Transformations that at most clip, average over a window or hold back updates."""

@@ -1,7 +1,7 @@
-"""Which transformation made each part of a state: `adam` and `yogi` keep states of one type.
+"""Which transformation made each part of a state; the type cannot tell `adam` from `yogi`.
 
-`init` runs once on shapes, as a copy in which each transformation that it has captured notes what
-it returns. No interpreter hook is needed for that: see `opt_core.closures.Rebuilt`.
+A copy of `init` runs once on shapes, in which every captured transformation records what it
+returns. This needs no interpreter hook: see `opt_core.closures.Rebuilt`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from opt_optax_bridge._description.nodes import Names, Node, with_init
 
 
 class Made(NamedTuple):
-    """What was made, in the order in which it was returned: inner states before outer ones.
+    """The recorded states in the order of return: inner states before outer ones.
 
     Attributes:
-      nodes: the transformations that returned something; one that was called twice is two.
-      places: the transformation by the path of the node of the state that it made.
+      nodes: the transformations that returned a state; one called twice appears twice.
+      places: the transformation by the path of the state that it made.
     """
 
     nodes: Sequence[Node]
@@ -37,9 +37,9 @@ class _Returned(NamedTuple):
 
 
 def make(root: Node, params: Any) -> Made:
-    """Runs the `init` of a transformation on shapes, and says what made what.
+    """Runs the `init` of a transformation on shapes and records what each part returns.
 
-    Children of `root` are put in the order in which they were called.
+    Sorts the children of `root` by the order of their calls.
     """
     returned: list[_Returned] = []
     places: dict[Names, Node] = {}
@@ -58,7 +58,7 @@ def make(root: Node, params: Any) -> Made:
 
 
 def _recorded(node: Node, returned: list[_Returned]) -> Callable[[Any], Any]:
-    """The `init` of a transformation, which notes what it and those inside of it return."""
+    """A copy of `init` that records what it and the nested transformations return."""
     if node.shares_init:
         return _recorded(node.children[0], returned)
     factory = node.factory_argument
@@ -82,9 +82,10 @@ def _recorded(node: Node, returned: list[_Returned]) -> Callable[[Any], Any]:
         state = init(params)
         if unused:
             made = unused.pop()
-        else:  # the same one once more
+        else:  # a second call of the same `init`
             made = dataclasses.replace(node, children=[])
             node.children.append(made)
+        made.given = jax.tree.structure(params)
         returned.append(_Returned(made, state))
         return state
 
@@ -92,9 +93,9 @@ def _recorded(node: Node, returned: list[_Returned]) -> Callable[[Any], Any]:
 
 
 def _match(state: Any, returned: Sequence[_Returned]) -> Iterator[tuple[Names, Node]]:
-    """By identity, the innermost first; records that were made anew by their structure.
+    """Matches by identity, innermost first; copied records are matched by structure.
 
-    `jax.tree.map` makes them anew, for instance.
+    `jax.tree.map`, for instance, copies records.
     """
     by_value: dict[int, _Returned] = {}
     for found in returned:
@@ -135,9 +136,9 @@ def _places(node: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:
 
 
 def _sort(node: Node, turns: Mapping[int, int]) -> None:
-    """Puts what is inside of a transformation in the order of its calls, which is that of acting.
+    """Sorts nested transformations by the order of their calls, in which they also act.
 
-    What was not called stays in its place, before the next that was.
+    Those that were not called stay before the next one that was.
     """
     last, keys = -1, {}
     for child in node.children:

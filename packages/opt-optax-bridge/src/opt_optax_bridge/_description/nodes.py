@@ -29,7 +29,7 @@ OWN: Final = frozenset({"optax"})
 CONTAINERS: Final = frozenset(
     {"chain", "named_chain", "identity", "masked", "partition", "multi_transform", "process"}
 )
-"""Those that keep nothing and do nothing of their own: which leaves are meant, the leaves say."""
+"""Transformations without state or effect of their own; leaves show what they select."""
 
 _PARTITIONS: Final = frozenset({"partition", "multi_transform"})
 _INJECTING: Final = frozenset({"inject_hyperparams", "inject_stateful_hyperparams"})
@@ -37,7 +37,7 @@ _DEPTH: Final = 3
 
 
 class _Half(NamedTuple):
-    """One half of a transformation, or both: what `optax.chain` keeps of its members."""
+    """The `init` or `update` of a transformation, or both: `optax.chain` keeps them apart."""
 
     init: Any
     update: Any
@@ -45,22 +45,23 @@ class _Half(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """A transformation, with those inside of it.
+    """A transformation with the transformations nested in it.
 
     Attributes:
-      tx: itself, or two functions.
+      tx: the transformation, or a pair of functions.
       group: the labels of `optax.partition` around it.
-      factory: the name of what made its update function.
-      package: where that is defined.
-      maker: the name of what made its `init`; empty where that does not say.
+      factory: the name of the function or class that made its update function.
+      package: the package that defines the factory.
+      maker: the name of the factory of its `init`; empty if that is not known.
       children: the transformations that it calls.
-      key: the identity of what the one around it has captured.
-      factory_argument: of `inject_hyperparams`: the function that builds the one inside.
-      injected: what `inject_hyperparams` around it injects.
+      key: the identity of the object that the enclosing transformation has captured.
+      factory_argument: for `inject_hyperparams`, the function that builds the nested one.
+      injected: the hyper-parameters that an enclosing `inject_hyperparams` injects.
       shares_init: whether its `init` is that of its only child.
       shares_update: whether its update function is that of a child.
-      told: what it, or the class of its states, says: see `opt_core.protocols.DescribesFields`.
-      is_stateless: whether `init` has returned no leaf.
+      declared: its own description, if it has one: see `opt_core.protocols.DescribesFields`.
+      is_stateless: whether `init` returned a state without leaves.
+      given: the structure of the parameters passed to `init`, without those that a mask hides.
     """
 
     tx: Any
@@ -74,25 +75,26 @@ class Node:
     injected: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shares_init: bool = False
     shares_update: bool = False
-    told: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    declared: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_stateless: bool = False
+    given: Any = None
 
     @property
     def held(self) -> dict[str, Any]:
-        """What its functions and their helpers have captured, by name."""
+        """The variables captured by its functions and their helpers, by name."""
         found = _captured_with_helpers(self.tx.init)
         if self.tx.update is not None:
             found |= _captured_with_helpers(self.tx.update)
         if self.maker != self.factory:
             for value in list(found.values()):
-                # The update that goes with `init`, which another one calls.
+                # The update function that matches `init`; a wrapper calls it.
                 if own_name(value).startswith("update") and factory_of(value, OWN) == self.maker:
                     found |= _captured_with_helpers(value)
         return found
 
     @property
     def is_own(self) -> bool:
-        """Whether it is of a package whose transformations are known by name."""
+        """Whether its package is one whose transformations are known by name."""
         return self.package in OWN
 
     @property
@@ -102,23 +104,23 @@ class Node:
 
     @property
     def name(self) -> str:
-        """What it is called; empty where only the type of its state can say."""
-        if "name" in self.told:
-            return str(self.told["name"])
+        """Its name; empty if only the type of its state can tell."""
+        if "name" in self.declared:
+            return str(self.declared["name"])
         if not self.shares_init and self.maker:
             return transformation_name(self.maker)
         is_stateful = not (self.shares_init or self.is_stateless or _is_empty(self.tx.init))
         return "" if is_stateful else transformation_name(self.factory)
 
     def walk(self) -> Iterator[Node]:
-        """Yields itself and everything inside of it, outermost first."""
+        """Yields itself and everything nested in it, outermost first."""
         yield self
         for child in self.children:
             yield from child.walk()
 
 
 def before(node: Node) -> Iterator[tuple[Node, Node]]:
-    """Yields all pairs of which the first hands its updates on to the second, in a chain."""
+    """Yields all pairs in chains of which the first passes its updates to the second."""
     for i, child in enumerate(node.children):
         yield from before(child)
         if node.is_own and node.factory in ("chain", "named_chain"):
@@ -134,7 +136,7 @@ def _is_empty(init: Any) -> bool:
 
 
 def transformation_name(factory: str) -> str:
-    """Returns what the transformations of a factory are called.
+    """Returns the name for the transformations of a factory.
 
     Examples:
       >>> transformation_name('scale_by_adam'), transformation_name('MultiSteps')
@@ -146,12 +148,12 @@ def transformation_name(factory: str) -> str:
 
 
 def open_transformation(tx: Any, group: Names = (), above: frozenset[int] = frozenset()) -> Node:
-    """Returns a transformation with everything inside of it that can be seen.
+    """Returns a transformation with everything nested in it that can be found.
 
     Args:
       tx: anything with Optax's `init` and `update`.
       group: the labels around it.
-      above: the identities of the functions around it.
+      above: the identities of the enclosing functions.
 
     Examples:
       >>> import optax
@@ -166,7 +168,7 @@ def open_transformation(tx: Any, group: Names = (), above: frozenset[int] = froz
     node = Node(tx, group, factory, package, definer_of(init, OWN) if says else "", [])
     node.key = id(init) if isinstance(tx, _Half) else id(tx)
     if isinstance(owner := getattr(unwrapped(init), "__self__", None), DescribesFields):
-        node.told = owner.describe_fields()
+        node.declared = owner.describe_fields()
     above = above | {id(unwrapped(init)), id(unwrapped(made_by))}
     held = node.held
     if node.is_own and factory in _INJECTING and "inner_factory" in held:
@@ -190,7 +192,7 @@ def open_transformation(tx: Any, group: Names = (), above: frozenset[int] = froz
 
 
 def _members(node: Node, held: Mapping[str, Any], above: frozenset[int]) -> Iterator[Sequence[Any]]:
-    """The transformations that it has captured, with their labels in a partition."""
+    """The captured transformations, with their labels in a partition."""
     inits = captured(node.tx.init).get("init_fns")
     updates = captured(node.tx.update).get("update_fns")
     if node.is_own and node.factory == "chain" and inits is not None and updates is not None:
@@ -211,7 +213,7 @@ def _members(node: Node, held: Mapping[str, Any], above: frozenset[int]) -> Iter
 
 
 def occurrences(value: Any, factory: str, functions: list[Any], depth: int = 0) -> Iterator[Any]:
-    """The transformations in a captured value; lone halves of such are put among `functions`."""
+    """The transformations in a captured value; separate halves are appended to `functions`."""
     if is_transformation(value):
         yield value
         return
@@ -234,7 +236,7 @@ def occurrences(value: Any, factory: str, functions: list[Any], depth: int = 0) 
 
 
 def _halves(functions: Iterable[Any], above: frozenset[int]) -> Iterator[_Half]:
-    """Pairs functions that were captured one by one: an `init` and an `update` of one factory."""
+    """Pairs functions that were captured separately: `init` and `update` of one factory."""
     distinct = {id(f): f for f in functions if id(unwrapped(f)) not in above}.values()
     inits = [f for f in distinct if own_name(f).startswith("init")]
     for update in (f for f in distinct if own_name(f).startswith("update")):
@@ -246,21 +248,21 @@ def _halves(functions: Iterable[Any], above: frozenset[int]) -> Iterator[_Half]:
 
 
 def is_transformation(value: Any) -> bool:
-    """Whether a value has Optax's `init` and `update`, and is no schedule with a state."""
+    """Whether a value has Optax's `init` and `update` and is not a stateful schedule."""
     if isinstance(value, type | types.ModuleType) or hasattr(value, "schedule_fn"):
         return False
     return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two functions are one: the same object, or the same method of the same object."""
+    """Whether two functions are the same object, or the same method of the same object."""
     if isinstance(one, types.MethodType) and isinstance(other, types.MethodType):
         return one.__func__ is other.__func__ and one.__self__ is other.__self__
     return one is other
 
 
 def _captured_with_helpers(function: Any, seen: frozenset[int] = frozenset()) -> dict[str, Any]:
-    """What a function and the helpers of its factory have captured, by name."""
+    """The variables captured by a function and the helpers of its factory, by name."""
     factory, found = factory_of(function, OWN), captured(function)
     for value in list(found.values()):
         is_new = isinstance(value, types.FunctionType) and id(value) not in seen
@@ -270,7 +272,7 @@ def _captured_with_helpers(function: Any, seen: frozenset[int] = frozenset()) ->
 
 
 def injected_by(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what `optax.inject_hyperparams` injects: numbers that are in the state, schedules."""
+    """Returns what `optax.inject_hyperparams` injects: numbers kept in the state, and schedules."""
     schedules = held.get("sched_hps", {}).items()
     return {
         **held.get("numeric_hps", {}),
@@ -279,17 +281,17 @@ def injected_by(held: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _injected(held: Mapping[str, Any]) -> Any:
-    """What `optax.inject_hyperparams` builds in each step."""
+    """The transformation that `optax.inject_hyperparams` builds in each step."""
     scheduled = dict.fromkeys(held.get("sched_hps", {}), 1.0)
     given = {**held.get("other_hps", {}), **held.get("numeric_hps", {}), **scheduled}
     try:
         return held["inner_factory"](**given)
-    except Exception:  # one of a user's, that does not take every rate
+    except Exception:  # a user's factory may reject the rate that stands in for a schedule
         return None
 
 
 def with_init(tx: Any, init: Any) -> Any:
-    """Returns a transformation with another `init`."""
+    """Returns a copy of a transformation with another `init`."""
     if hasattr(tx, "_replace"):
         return tx._replace(init=init)
     made = copy.copy(tx)

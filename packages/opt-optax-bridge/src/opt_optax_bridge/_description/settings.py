@@ -1,4 +1,4 @@
-"""What was fixed when a transformation was made, as JSON values."""
+"""The settings that a transformation was made with, as JSON values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from opt_core.closures import captured, factory_of, package_of, unwrapped
 from opt_optax_bridge._description.nodes import OWN, Node, injected_by, occurrences
 
 UPDATED_BY: Final = "update"
-"""The setting that names what updates a state, where that is not what made it."""
+"""The setting that names the factory of the update function if another one made the state."""
 
 INJECTED: Final = "injected"
-"""The setting of what `optax.inject_hyperparams` injects into a transformation."""
+"""The setting that holds what `optax.inject_hyperparams` injects into a transformation."""
 
-_PER_PARAMETER = ("mask", "labels")  # which parameters are meant, the leaves say
+_PER_PARAMETER = ("mask", "labels")  # leaves and `parameters` show the selection
 _KNOWN = OWN | {"jax", "numpy"}
 
 
@@ -30,10 +30,10 @@ def settings_of(node: Node) -> dict[str, Any]:
       >>> settings_of(open_transformation(optax.trace(0.9)))
       {'accumulator_dtype': None, 'decay': 0.9, 'nesterov': False}
     """
-    if (named := node.told.get("settings")) is None:
+    if (named := node.declared.get("settings")) is None:
         held = injected_by(node.held) if node.factory_argument is not None else node.held
         known = _arguments(node) if node.is_own else None
-        # Attributes are called as arguments are, but for a `_`.
+        # Attributes are named after arguments, up to underscores.
         bare = {name.strip("_"): value for name, value in held.items()}
         named = {k: _number(v) for k, v in bare.items() if _is_setting(k, v, node, known)}
     injected = {INJECTED: node.injected} if node.injected else {}
@@ -44,14 +44,14 @@ def settings_of(node: Node) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """A number that `optax.MultiSteps` keeps as a function."""
+    """Unwraps a number that `optax.MultiSteps` has turned into a function."""
     is_own = isinstance(value, types.FunctionType) and package_of(value) in OWN
     held = captured(value) if is_own else {}
     return held["every_k_schedule"] if held.keys() == {"every_k_schedule"} else value
 
 
 def _is_updated_by_another(node: Node) -> bool:
-    """Whether a state that one function makes is updated by that of another."""
+    """Whether one factory's function updates a state that another's has made."""
     if not node.maker or node.shares_init or node.tx.update is None:
         return False
     is_optax = node.is_own and package_of(node.tx.init) in OWN
@@ -59,7 +59,7 @@ def _is_updated_by_another(node: Node) -> bool:
 
 
 def _arguments(node: Node) -> frozenset[str] | None:
-    """The names of the arguments of a constructor, which is where its functions are defined."""
+    """The argument names of the constructor in which its functions are defined."""
     made_by = unwrapped(node.tx.init if node.tx.update is None else node.tx.update)
     plain = getattr(made_by, "__func__", made_by)
     constructor = getattr(plain, "__globals__", {}).get(node.factory)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from opt_partition._mesh.specs import ONLY_ARRAYS
 from opt_partition._trees import KeyPath, children, flatten_with_paths, key_name, path_str
 from opt_partition.errors import AxesError
 
@@ -95,6 +96,13 @@ def normalise_param_axes(params: Any, param_axes: Any, *, pad: bool = True) -> A
     return jax.tree.unflatten(jax.tree.structure(params), specs)
 
 
+def unboxed(params: Any) -> Any:
+    """Returns parameters without Flax boxes; NNX variables stay as they are."""
+    return jax.tree.map(
+        lambda node: jax.tree.leaves(node)[0] if _is_box(node) else node, params, is_leaf=_is_box
+    )
+
+
 def parameters(params: Any, param_axes: Any) -> list[Parameter]:
     """Returns the parameters in JAX's order; see `normalise_param_axes`."""
     leaves = list(flatten_with_paths(params))
@@ -114,8 +122,7 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
         ):
             problems.append(
                 f"{path_str(path)}: `params` must contain arrays or jax.ShapeDtypeStructs, found "
-                f"{type(leaf).__name__} (for an Equinox module, pass only its arrays: "
-                "`eqx.filter(model, eqx.is_array)`)"
+                f"{type(leaf).__name__} {ONLY_ARRAYS}"
             )
             continue
         shape = tuple(np.shape(leaf))
@@ -140,7 +147,7 @@ def parameters(params: Any, param_axes: Any) -> list[Parameter]:
 
 def _collect(params: Any, axes: Any, path: KeyPath, found: dict[KeyPath, Any]) -> Iterator[str]:
     """Stores the axes of each parameter in `found`; yields mismatches."""
-    if isinstance(params, HasPartitionSpec) and not isinstance(params, PartitionSpec):
+    if _is_box(params):
         yield f"{path_str(path)}: `params` contains a {type(params).__name__}; unbox the parameters"
         return
     axes = _names_of_variable(axes)
@@ -178,6 +185,10 @@ def _names_of_variable(node: Any) -> Any:
     if names is None or is_axes(value):  # `nnx.get_partition_spec` puts specs in the values
         return value
     return names.spec if isinstance(names, NamedSharding) else PartitionSpec(*names)
+
+
+def _is_box(node: Any) -> bool:
+    return isinstance(node, HasPartitionSpec) and not isinstance(node, PartitionSpec)
 
 
 def _is_array(node: Any) -> bool:

@@ -34,8 +34,9 @@ def init_sharded(tx: StateMaker, params: Any, state_shardings: Any) -> Any:
       parameters and state can be donated.
 
     Raises:
-      AxesError: `state_shardings` does not have the structure of the state, does not divide its
-        dimensions evenly, or has no devices; the message lists all paths.
+      AxesError: `params` contains something other than arrays; or `state_shardings` does not have
+        the structure of the state, does not divide its dimensions evenly, or has no devices. The
+        message lists all paths.
 
     Examples:
       >>> import optax
@@ -72,12 +73,22 @@ def jit_init(init: Init, params: Any, layout: Layout | None) -> jax.stages.Wrapp
     return untyped_program
 
 
+def _unsharded(params: Any) -> Any:
+    """Returns the shapes without the shardings of the parameters, which `init` may not support."""
+    shapes, problems = [], []
+    for path, leaf in leaves_with_paths(params):
+        try:
+            shapes.append(jax.ShapeDtypeStruct(*shape_and_dtype(leaf)))
+        except TypeError as error:
+            problems.append(f"{path}: {error}")
+    if problems:
+        raise AxesError("\n  ".join(["`params` must contain arrays:", *problems]))
+    return jax.tree.unflatten(jax.tree.structure(params), shapes)
+
+
 def _layout(init: Init, params: Any, state_shardings: Any) -> Layout | None:
     """Returns the layout of the state, or `None` if it has no leaves."""
-    # Drop the shardings of the parameters, which `init` may not support.
-    shapes = jax.eval_shape(
-        init, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(*shape_and_dtype(leaf)), params)
-    )
+    shapes = jax.eval_shape(init, _unsharded(params))
     if not jax.tree.leaves(shapes):
         return None
     if isinstance(state_shardings, Layout):

@@ -13,6 +13,8 @@ from opt_partition.errors import AxesError
 
 AnyMesh = Mesh | AbstractMesh
 
+ONLY_ARRAYS = "(for an Equinox module, pass only its arrays: `eqx.filter(model, eqx.is_array)`)"
+
 
 def itemsize(dtype: Any) -> int:
     """Returns the bytes of one element; for a typed PRNG key, of its data.
@@ -31,10 +33,16 @@ def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
     """Returns the shape and dtype of an array, a `jax.ShapeDtypeStruct` or a Python number.
 
     Raises:
-      TypeError: `leaf` is not a valid JAX type.
+      TypeError: `leaf` is none of these.
     """
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        leaf = jax.typeof(leaf)
+        try:
+            leaf = jax.typeof(leaf)
+        except TypeError:
+            raise TypeError(
+                f"expected an array or a jax.ShapeDtypeStruct, found {type(leaf).__name__} "
+                + ONLY_ARRAYS
+            ) from None
     return tuple(leaf.shape), leaf.dtype
 
 

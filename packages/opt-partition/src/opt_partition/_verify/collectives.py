@@ -206,8 +206,8 @@ def collective_kind(instruction: Instruction) -> str | None:
 
 def callees(instruction: Instruction) -> tuple[str, ...]:
     """Returns the computations that an instruction calls, except those applied to elements."""
-    keys = _CALLEES.get(instruction.opcode, ())
-    return tuple(name for key in keys for name in instruction.called(key))
+    keys = _CALLEES.get(instruction.opcode)
+    return tuple(name for key in keys for name in instruction.called(key)) if keys else ()
 
 
 def _parts(

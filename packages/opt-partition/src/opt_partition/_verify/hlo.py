@@ -181,6 +181,7 @@ def flat_types(type_: Type) -> Iterator[Array]:
             yield from flat_types(part)
 
 
+@functools.lru_cache(maxsize=4096)  # a program of 10,000 instructions has few types
 def parse_type(text: str) -> Type:
     """Parses a type.
 
@@ -223,18 +224,11 @@ def _value(text: str, start: int) -> str:
 
 def _closing(text: str, start: int) -> int:
     """Returns the position after the bracket or quote that closes the one at `start`."""
-    depth, at = 0, start
-    while at < len(text):
-        char = text[at]
-        if char in "\"'":
-            at = _QUOTED.match(text, at).end()  # type: ignore[union-attr] # text is well-formed
-            if depth == 0:
-                return at
-            continue
-        depth += (char in "([{") - (char in ")]}")
-        at += 1
+    depth = 0
+    for found in _BRACKET_OR_QUOTED.finditer(text, start):
+        depth += (found[0] in "([{") - (found[0] in ")]}")
         if depth == 0:
-            return at
+            return found.end()
     raise ValueError(f"unclosed bracket in a line of the compiled program: {text[:200]}")
 
 
@@ -251,7 +245,7 @@ def _bits(dtype: str) -> int:
 
 
 _NAME = re.compile(r"%([\w.\-]+)")
-_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"' + r"|'(?:[^'\\]|\\.)*'")
+_BRACKET_OR_QUOTED = re.compile(r'[()\[\]{}]|"(?:[^"\\]|\\.)*"' + r"|'(?:[^'\\]|\\.)*'")
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
 _TYPE_TOKEN = re.compile(

@@ -231,10 +231,12 @@ def _merge(value: Value) -> Deps:
     """Returns the union of the dependencies of all elements of a value."""
     if isinstance(value, Deps):
         return value
-    merged = Deps()
+    anything = direct = placed = 0  # numbers: the innermost loop of all
     for element in value:
-        merged |= _merge(element)
-    return merged
+        deps = _merge(element)
+        anything, direct = anything | deps.any, direct | deps.direct
+        placed |= deps.placed
+    return Deps(anything, direct, placed)
 
 
 def _keep_inputs(start: Value, value: Value) -> Value:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from opt_partition._trees import children, flatten_with_paths, key_name, split_path
 from opt_partition._verify.report import Role
 from opt_partition.errors import AxesError
@@ -71,6 +73,7 @@ def find_results(
             for place, tree in _subtrees(out, ())
             if like[role]
             and not any(place[: len(other)] == other for other in places.values())
+            and len(jax.tree.leaves(tree)) == len(like[role])  # cheaper than the names
             and _names_and_shapes(tree) == like[role]
         ]
         if found:

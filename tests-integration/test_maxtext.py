@@ -1,0 +1,172 @@
+"""ZeRO-1 on the parameters whose shardings MaxText records for its own comparisons."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from opt_partition import Expected, shard_optimizer_state, verify
+
+FACTS = json.loads((Path(__file__).parent / "goldens" / "maxtext_shardings.json").read_text())
+RULES = FACTS["rules"]
+DATA = 4
+CONTRIB: Any = optax.contrib
+each_model = pytest.mark.parametrize("model", FACTS["models"])
+
+
+def mesh_of(model: str, data: int) -> AbstractMesh:
+    sizes = {**FACTS["models"][model]["mesh"], "data": data}
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+def boxed_params(model: str) -> Any:
+    """As `jax.eval_shape(model.init, ...)` returns them."""
+    return {
+        path: nn.LogicallyPartitioned(jax.ShapeDtypeStruct(tuple(shape), "float32"), tuple(axes))
+        for path, shape, axes, _ in FACTS["models"][model]["params"]
+    }
+
+
+def spec_of(entries: list[Any]) -> P:
+    return P(*(tuple(entry) if isinstance(entry, list) else entry for entry in entries))
+
+
+def without_data(spec: P) -> list[set[str]]:
+    """The mesh axes of each dimension."""
+    groups = [{entry} if isinstance(entry, str) else {*(entry or ())} for entry in spec]
+    return [group - {"data"} for group in groups]
+
+
+@each_model
+def test_the_rules_shard_as_in_maxtext(model: str) -> None:
+    layouts = shard_optimizer_state(
+        optax.adamw(1e-3), boxed_params(model), RULES, mesh_of(model, data=1), "data"
+    )
+    for path, _, _, entries in FACTS["models"][model]["params"]:
+        assert layouts.compute.specs[path] == spec_of(entries), path
+        for specs in (layouts.params.specs, layouts.opt_state.specs[0].mu):
+            assert without_data(specs[path]) == without_data(spec_of(entries)), path
+
+
+def first_that_fits(shape: tuple[int, ...], spec: P, mesh: AbstractMesh) -> int:
+    """Elements per device if `data` goes to the first dimension that admits it: MaxText's rule."""
+    groups = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    shard = [
+        size // math.prod(mesh.shape[axis] for axis in group)
+        for size, group in zip(shape, groups, strict=True)
+    ]
+    fits = [
+        size % mesh.shape["data"] == 0 and "tensor" not in group
+        for size, group in zip(shard, groups, strict=True)
+    ]
+    return int(math.prod(shard) // (mesh.shape["data"] if any(fits) else 1))
+
+
+@each_model
+def test_adam_takes_no_more_than_in_maxtext(model: str) -> None:
+    mesh = mesh_of(model, DATA)
+    layouts = shard_optimizer_state(optax.adamw(1e-3), boxed_params(model), RULES, mesh, "data")
+    ours = theirs = 0
+    for path, shape, _, entries in FACTS["models"][model]["params"]:
+        leaf = layouts.opt_state.leaves[0].mu[path]
+        assert leaf.spec == layouts.params.specs[path]
+        assert math.prod(leaf.shard_shape) <= first_that_fits(shape, spec_of(entries), mesh), path
+        ours += math.prod(leaf.shard_shape)
+        theirs += first_that_fits(shape, spec_of(entries), mesh)
+    assert ours <= theirs
+    assert layouts.params.bytes_per_device * DATA == layouts.compute.bytes_per_device
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.adafactor(1e-3, momentum=0.9),
+        CONTRIB.muon(1e-3),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1, 9))),
+        optax.sgd(1e-3, momentum=0.9),
+    ],
+    ids=["adafactor", "muon", "chain", "sgd"],
+)
+def test_where_maxtext_finds_no_adam(tx: Any) -> None:
+    """Its search for `mu` raises for these, or passes over a part of the state."""
+    layouts = shard_optimizer_state(tx, boxed_params("qwen3-0.6b"), RULES, MESH, "data")
+    of_params = [leaf for leaf in layouts.opt_state.rows if leaf.bytes > 100]
+    assert of_params
+    assert [leaf for leaf in of_params if "data" not in str(leaf.spec)] == []
+
+
+MESH = mesh_of("qwen3-0.6b", DATA)
+
+
+def test_a_step_gathers_each_parameter_once_and_no_state() -> None:
+    auto = (AxisType.Auto,) * 3
+    mesh = jax.make_mesh((4, 2, 1), ("data", "fsdp", "tensor"), axis_types=auto)
+    shapes = {"wi": jax.ShapeDtypeStruct((32, 64), "float32")}
+    rules = [("embed", "fsdp"), ("mlp", "tensor")]
+    tx = optax.adamw(1e-3)
+    layouts = shard_optimizer_state(
+        tx, shapes, rules, mesh, "data", param_axes={"wi": ("embed", "mlp")}
+    )
+
+    def step(params: Any, state: Any, x: jax.Array) -> Any:
+        compute = jax.lax.with_sharding_constraint(params, layouts.compute.shardings)
+        grads = jax.grad(lambda p: jnp.mean(jnp.tanh(x @ p["wi"]) ** 2))(compute)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    asked = (layouts.params, layouts.opt_state)
+    over_data = jax.NamedSharding(mesh, P("data"))
+    lowered = jax.jit(
+        step,
+        donate_argnums=(0, 1),
+        out_shardings=(layouts.params.shardings, layouts.opt_state.shardings),
+    ).lower(*(layout.shapes for layout in asked), jnp.ones((16, 32), device=over_data))
+    report = verify(lowered, Expected(inputs=asked, outputs=asked))
+    gathers = [row for row in report.collectives if row.kind == "all-gather"]
+    assert [row.total_bytes for row in gathers] == [32 * 64 * 4 // 2 * 3 // 4]
+
+
+class Linen(nn.Module):
+    """One matrix."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        init = nn.with_logical_partitioning(nn.initializers.zeros, ("embed", "mlp"))
+        return nn.Dense(64, use_bias=False, kernel_init=init)(x)
+
+
+class Nnx(nnx.Module):
+    """The same."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        init = nnx.with_partitioning(nnx.initializers.zeros, ("embed", "mlp"))
+        self.Dense_0 = nnx.Linear(32, 64, use_bias=False, kernel_init=init, rngs=rngs)
+
+
+def test_both_kinds_of_models() -> None:
+    mesh = AbstractMesh((4, 2, 1), ("data", "fsdp", "tensor"))
+    rules = [("embed", "fsdp"), ("mlp", "tensor")]
+    boxed = jax.eval_shape(Linen().init, jax.random.key(0), jnp.ones((1, 32)))["params"]
+    with nnx.use_eager_sharding(False):
+        state = nnx.state(nnx.eval_shape(lambda: Nnx(nnx.Rngs(0))), nnx.Param)
+    linen, of_nnx = (
+        shard_optimizer_state(
+            optax.adafactor(1e-3, min_dim_size_to_factor=8), p, rules, mesh, "data"
+        )
+        for p in (boxed, state)
+    )
+    for ours, theirs in zip(linen, of_nnx, strict=True):
+        assert [(leaf.shape, leaf.spec) for leaf in ours.rows] == [
+            (leaf.shape, leaf.spec) for leaf in theirs.rows
+        ]
+    assert linen.compute.specs == {"Dense_0": {"kernel": P("fsdp", "tensor")}}
+    assert linen.params.specs == {"Dense_0": {"kernel": P("fsdp", ("tensor", "data"))}}
+    assert linen.opt_state.specs[0].v_row["Dense_0"]["kernel"] == P(("fsdp", "data"))
