@@ -133,7 +133,7 @@ def test_what_is_stored_alike_is_carried_bit_by_bit() -> None:
     saved = trained("remainder")
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     target: Optimizer = opt.OptaxWrapper(MAKE["remainder"](tx)).create(params(jnp.bfloat16))
-    rules = [("params/bias", "cast")]  # with rules everything is planned as if in float32
+    rules: Any = [("params/bias", "cast")]  # with rules everything is planned as if in float32
     for given in ((), rules):
         restored = plan_restore(named_state(saved), target, allow=ALL, rules=given).apply()
         assert_same(restored, saved)
@@ -181,10 +181,10 @@ def test_eight_devices_then_four_then_one(name: str, tmp_path: Path) -> None:
             return op.stochastic_weights(inner), lies
         return op.master_weights(inner, storage="remainder"), lies
 
-    def stepped(state: TrainingState) -> TrainingState:
-        step = jax.jit(state.tx.apply)  # type: ignore[attr-defined]
+    def stepped(state: Any) -> Any:
+        step = jax.jit(state.tx.apply)
         new, opt_state = step(state.params, state.opt_state, grads)
-        return state.replace(params=new, opt_state=opt_state, step=state.step + 1)  # type: ignore[attr-defined,no-any-return]
+        return state.replace(params=new, opt_state=opt_state, step=state.step + 1)
 
     def created(number: int) -> TrainingState:
         mesh = mesh_of(number)
