@@ -308,6 +308,33 @@ def test_a_damaged_checkpoint_is_passed_over_and_made_again(whole: Path, tmp_pat
     assert read_checkpoint(folder) == read_checkpoint(whole)
 
 
+@pytest.mark.parametrize(
+    ("weights", "state", "each"),
+    [
+        pytest.param("bfloat16-stochastic", "8bit", 4.48, id="stochastic"),
+        pytest.param("bfloat16-remainder", "8bit", 6.48, marks=pytest.mark.slow, id="remainder"),
+        pytest.param("bfloat16-kahan", "bfloat16", 8.0, marks=pytest.mark.slow, id="kahan"),
+        pytest.param("bfloat16", "float32", 10.0, marks=pytest.mark.slow, id="naive"),
+    ],
+)
+def test_low_precision_is_sharded_saved_and_resumed(
+    text: Path, tmp_path: Path, weights: str, state: str, each: float
+) -> None:
+    folder = tmp_path / "run"
+    flags = ["--layers=1", "--d-model=64", "--batch-size=8", "--sequence-length=16", "--zero"]
+    flags += ["--steps=6", "--checkpoint-every=3", "--sample-bytes=5", "--data", str(text)]
+    done = run("--out", folder, f"--weights={weights}", f"--state={state}", *flags)
+    assert done.returncode == 0, done.stderr
+    assert float(re.findall(r"(\S+) bytes per parameter", done.stdout)[0]) <= each
+    assert "state sharded as asked" in done.stdout
+    expected, metrics = read_checkpoint(folder), read_metrics(folder)
+    damage(folder / "checkpoints" / "6")
+    done = run("--resume", folder)
+    assert done.returncode == 0, done.stderr
+    assert read_checkpoint(folder) == expected
+    assert read_metrics(folder) == metrics
+
+
 def test_learning_rate_on_resume_is_applied_from_there_on(
     whole: Path, interrupted: Path, tmp_path: Path
 ) -> None:

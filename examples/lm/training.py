@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import opt_optax_bridge as opt
+import opt_precision
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from opt_accumulate import (
@@ -83,15 +84,28 @@ def make_schedule(config: Config) -> optax.Schedule:
     )
 
 
-def averaged(config: Config, constructor: Callable[..., Any]) -> Callable[..., OptimizerDef]:
-    """Returns a constructor of definitions that average the parameters that they update.
+def stored(config: Config, tx: Any) -> Any:
+    """Returns a transformation whose state, and the parameters, are as `--state`, `--weights`."""
+    codecs = {"8bit": opt_precision.dynamic8, "bfloat16": opt_precision.bfloat16}
+    if (config.weights, config.state) == ("float32", "float32"):
+        return tx
+    tx = opt_precision.quantize_state(tx, codecs.get(config.state, opt_precision.identity)())
+    _, _, how = config.weights.partition("-")
+    if how == "stochastic":
+        return opt_precision.stochastic_weights(tx, seed=config.seed)
+    return opt_precision.master_weights(tx, storage=how) if how else tx  # type: ignore[arg-type]
+
+
+def wrapped(config: Config, constructor: Callable[..., Any]) -> Callable[..., OptimizerDef]:
+    """Returns a constructor of definitions that store and average as the flags say.
 
     Hyper-parameters are those of `constructor`, and can be given at run time as before.
     """
 
     @functools.wraps(constructor)
     def make(*args: Any, **kwargs: Any) -> Any:
-        return with_average(constructor(*args, **kwargs), config.average, warmup=True)
+        tx = stored(config, constructor(*args, **kwargs))
+        return with_average(tx, config.average, warmup=True) if config.average else tx
 
     made: Callable[..., OptimizerDef] = opt.wrap_optax_optimizer(make)
     return made
@@ -104,9 +118,9 @@ def make_groups(config: Config) -> MultiOptimizer:
     """
     table: OptimizerDef = Adafactor(multiply_by_parameter_scale=False)
     adamw: Callable[..., OptimizerDef] = partial(opt.adamw, make_schedule(config), b2=0.98)
-    if config.average:
-        table = averaged(config, adafactor)(config.learning_rate, multiply_by_parameter_scale=False)
-        adamw = partial(averaged(config, optax.adamw), make_schedule(config), b2=0.98)
+    if config.average or (config.weights, config.state) != ("float32", "float32"):
+        table = wrapped(config, adafactor)(config.learning_rate, multiply_by_parameter_scale=False)
+        adamw = partial(wrapped(config, optax.adamw), make_schedule(config), b2=0.98)
     return MultiOptimizer.from_rules(
         [
             ("embedding", "embedding", table),
@@ -119,7 +133,9 @@ def make_groups(config: Config) -> MultiOptimizer:
 def init_params(job: Job) -> Any:
     """Returns the initial parameters in Flax boxes, which name their dimensions."""
     tokens = jnp.zeros((1, job.config.sequence_length), jnp.uint8)
-    return job.model.init(jax.random.key(job.config.seed), tokens)["params"]
+    params = job.model.init(jax.random.key(job.config.seed), tokens)["params"]
+    dtype = job.config.weights.partition("-")[0]
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
 def plan_optimizer(job: Job) -> Placement:

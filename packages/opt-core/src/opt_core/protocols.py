@@ -15,6 +15,8 @@ __all__ = [
     "DescribesState",
     "HoldsEvalParams",
     "ResolvesHyperParams",
+    "StoresLeaf",
+    "StoresParams",
     "TakesArgsOfParams",
     "TakesExtraArgs",
     "TakesParamAxes",
@@ -113,6 +115,52 @@ class HoldsEvalParams(Protocol):
 
         Args:
           params: the parameters.
+        """
+        ...
+
+
+@runtime_checkable
+class StoresLeaf(Protocol):
+    """A node of a state in the place of one leaf, of which it stores codes.
+
+    Its fields are `codes`, of the leaf's shape, and `scale`: an array with an element per block
+    along one axis, or `None`. `opt_precision.Encoded` is one.
+    """
+
+    codes: Any
+    scale: Any
+
+    def leaf_storage(self) -> Mapping[str, Any]:
+        """Returns what the codes mean, as JSON has data, so that anybody can decode them.
+
+        * `'codec'`: its name, and `'version'`: 1.
+        * `'table'`: for each code its value, relative to the scale; empty where the codes are
+          floats, and stand for themselves.
+        * `'squared'`: whether the leaf is the square of that.
+        * `'axis'` and `'block'`: which axis has a scale per block, and the elements of one.
+        * `'dtype'`: of the leaf.
+        """
+        ...
+
+    def with_values(self, values: Any) -> Any:
+        """Returns such a node for other values, each rounded to the nearest code."""
+        ...
+
+
+@runtime_checkable
+class StoresParams(Protocol):
+    """A part of a state with more of the parameters than these can hold.
+
+    `opt_precision.master_weights` keeps such states.
+    """
+
+    def params_storage(self) -> tuple[str, str]:
+        """Returns the field, and what it has for each parameter that is stored in bfloat16.
+
+        A tree like the parameters, with nodes without leaves for other parameters. `'f32'`: the
+        parameter in float32. `'remainder'`: the lower half of the bits of that, int16, where the
+        parameter is the upper half, rounded half away from zero. `'kahan'`: what is to be added to
+        the parameter, bfloat16.
         """
         ...
 

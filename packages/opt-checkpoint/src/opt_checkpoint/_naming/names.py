@@ -25,6 +25,7 @@ from opt_checkpoint._naming.schema import (
     shown,
     state_path,
 )
+from opt_checkpoint._naming.storage import storage_of, stored_as
 from opt_checkpoint.errors import LeafError
 
 _LIBRARIES = (
@@ -98,6 +99,7 @@ def named_state(
         optimizer=describe_state(optimizer).transformations,
         groups=_groups(optimizer),
         versions=dict(_versions()),
+        storage=storage_of(optimizer.state.param_states),
     )
     return NamedState(dict(zip((i.name for i in infos), values, strict=True)), schema)
 
@@ -110,7 +112,13 @@ def _state_infos(optimizer: Optimizer) -> Iterator[LeafInfo]:
     for step in jax.tree.leaves(optimizer.state.step):
         yield leaf_info(step, ("state", "step"), "state")
     leaves = jax.tree.leaves(optimizer.state.param_states)
-    for leaf, known in zip(leaves, describe_state(optimizer).leaves, strict=True):
+    rows = zip(
+        leaves,
+        describe_state(optimizer).leaves,
+        stored_as(optimizer.state.param_states),
+        strict=True,
+    )
+    for leaf, known, stored in rows:
         name = numbered(known.transformation, known.number)
         yield LeafInfo(
             path=(*state_path(known.group, name), *known.field, *(known.parameter or ())),
@@ -122,6 +130,7 @@ def _state_infos(optimizer: Optimizer) -> Iterator[LeafInfo]:
             transformation=name,
             role=known.role,
             dimensions=known.dimensions,
+            stored=stored,
         )
 
 

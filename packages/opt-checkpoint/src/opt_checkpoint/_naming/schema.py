@@ -69,6 +69,8 @@ class LeafInfo:
         that is not known.
       axes: logical axes, if known.
       value: of a single integer: counts are needed before arrays are read.
+      stored: of an array that stands for another leaf, or for more digits of a parameter, how: a
+        key of `Schema.storage`, or a word of `opt_core.protocols.StoresParams`.
     """
 
     path: Names
@@ -82,6 +84,7 @@ class LeafInfo:
     dimensions: tuple[int | None, ...] | None = None
     axes: tuple[Any, ...] | None = None
     value: int | None = None
+    stored: str = ""
 
     @functools.cached_property  # used many times, for thousands of leaves
     def name(self) -> str:
@@ -147,12 +150,14 @@ class Schema:
         `None` if it is not known.
       groups: the path of every parameter of each group, by the group's name; frozen ones too.
       versions: of the libraries that wrote it.
+      storage: what codes mean: see `opt_core.protocols.StoresLeaf`.
     """
 
     leaves: tuple[LeafInfo, ...]
     optimizer: tuple[TransformationDescription, ...] | None = None
     groups: Mapping[str, tuple[Names, ...]] = dataclasses.field(default_factory=dict)
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    storage: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def by_name(self) -> dict[str, LeafInfo]:

@@ -43,11 +43,15 @@ def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
     restored = jax.tree.unflatten(params, found[: len(own)])
     kept = found[n:]
     if any(leaf is None for leaf in kept):
-        _initialise(target.replace(target=restored), kept, [*places.values()][n:])
+        shardings = [*places.values()][n:]
+        _initialise(target.replace(target=restored), kept, shardings, plan.view.stored)
     state: OptimizerState = jax.tree.unflatten(states, kept)
+    made = target.replace(target=restored, state=state)
+    if plan.view.stored is not None:
+        made = plan.view.stored.stored_again(plan.rows, plan.source, made)
     rest = dict(zip(others, found[len(own) : n], strict=True))
     result: tuple[Optimizer, dict[Names, Any]] = unalias(
-        (target.replace(target=restored, state=state), rest),
+        (made, rest),
         apart_from=[value for value in values if isinstance(value, jax.Array)],
     )
     return result
@@ -203,12 +207,23 @@ def _misfit(row: Row) -> LeafError:
     )
 
 
-def _initialise(optimizer: Optimizer, state: list[Any], places: Sequence[Any]) -> None:
+def _initialise(optimizer: Optimizer, state: list[Any], places: Sequence[Any], stored: Any) -> None:
     """Fills the gaps of a state as `init` does, from the restored parameters."""
     first = len(jax.tree.leaves(optimizer.state.step))
     if first and state[0] is None:
         state[0] = jnp.zeros((), jnp.int32)
     wanted = [i for i, leaf in enumerate(state[first:]) if leaf is None]
+    if stored is not None:
+
+        def make(params: Any) -> list[Any]:
+            made = optimizer.optimizer_def.create(params).state.param_states
+            leaves = jax.tree.leaves(stored.plain_state(made))
+            return [leaves[i] for i in wanted]
+
+        for i, leaf in zip(wanted, jax.jit(make)(optimizer.target), strict=True):
+            state[first + i] = leaf
+        state[:] = map(placed, state, places)
+        return
     meshed = {i: x for i in wanted if isinstance(x := places[first + i], NamedSharding)}
     for i, leaf in init_leaves(optimizer, wanted, meshed).items():
         state[first + i] = leaf

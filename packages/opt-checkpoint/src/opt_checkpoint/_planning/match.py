@@ -26,6 +26,7 @@ from opt_checkpoint._planning.kept import KeptDimensions
 from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.rules import Action, Pad, Policy, Rename, Rule, Taking, sources_of
 from opt_checkpoint._planning.sides import frozen, side_of, state_leaves
+from opt_checkpoint._planning.stored import plain_sides, with_ways
 from opt_checkpoint._planning.values import RuledRows, fitted
 from opt_checkpoint._targets.named import named_view
 from opt_checkpoint._targets.view import View, view_of
@@ -85,8 +86,13 @@ def plan_restore(
         )
     policy = Policy.make(allow, rules)
     view = view_of(target)
+    sides = plain_sides(checkpoint, view, policy)
+    if sides is not None:
+        checkpoint, view = sides[0], sides[1].view
     matcher = _Matcher(checkpoint, view, policy)
     rows = matcher.rows()
+    if sides is not None:
+        rows = with_ways(rows, sides[1].ways, sides[0], policy)
     _check_rules(policy, rows, checkpoint)
     move = matcher.move(rows)
     refused = list(refusals(move))

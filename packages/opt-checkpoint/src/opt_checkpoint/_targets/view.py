@@ -29,12 +29,14 @@ class View:
       put_back: makes a target of the given kind from an optimizer and other leaves.
       others: leaves of the model that the optimizer does not update, by path.
       unsaved: fields of the target that are neither: they are kept as they are.
+      stored: stores the leaves of `optimizer` as the target does, where that differs.
     """
 
     optimizer: Optimizer
     put_back: Callable[[Optimizer, Mapping[Names, Any]], Any]
     others: Mapping[Names, Any] = dataclasses.field(default_factory=dict)
     unsaved: tuple[str, ...] = ()
+    stored: Any = None
 
 
 def view_of(target: Any, *, argument: str = "target") -> View:
