@@ -466,7 +466,7 @@ def test_dropping_schedule_free_says_which_parameters_are_kept(through: Any) -> 
     target = wrapped(optax.sgd(0.1)).create(make_params())
     source, allow = through(saved), {"drop", "optimizer"}
     kept = plan_restore(source, target, allow=allow)
-    assert "the parameters to evaluate are made of it" in str(kept)
+    assert "the parameters to evaluate are computed from it" in str(kept)
     state = "state/schedule_free"
     rule = (
         r"params/(.*)",
