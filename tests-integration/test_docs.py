@@ -1,5 +1,6 @@
 """Every Python block of the README and the guides runs, in order, one namespace a page."""
 
+import importlib
 import pathlib
 import re
 from typing import Any
@@ -24,3 +25,15 @@ def test_blocks_run(page: pathlib.Path) -> None:
     namespace: dict[str, Any] = {}
     for number, block in enumerate(BLOCK.findall(page.read_text()), start=1):
         exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/api").glob("*.md")), ids=lambda page: page.stem)
+def test_reference_has_every_public_name_once(page: pathlib.Path) -> None:
+    text, package = page.read_text(), page.stem
+    directives = re.findall(r"^\.\. (?:auto|py:)\w+:: (\S+)$", text, re.MULTILINE)
+    assert len(directives) == len(set(directives))
+    names = set(importlib.import_module(package).__all__)
+    # Aliases, and what is another library's, are only mentioned.
+    assert {name for name in names if f"{package}.{name}" not in directives} <= set(
+        re.findall(r"`(\w+)`", text)
+    )
