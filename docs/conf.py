@@ -73,18 +73,23 @@ def _public_signature(
 
 
 def _drop_undescribed(app: Any, domain: str, objtype: str, content: Any) -> None:
-    """Leaves out the parameters of a class that repeat its attributes."""
+    """Leaves out what says nothing: parameters of a class that repeat its attributes, `object`."""
     del app, domain
     if objtype != "class":
         return
     fields = list(content.findall(nodes.field))
     described = {
-        field[0].astext().split()[-1] for field in fields if field[0].astext().startswith("param")
+        field[0].astext().split()[-1]
+        for field in fields
+        if field[0].astext().startswith("param") and field[1].astext()
     }
     for field in fields:
         kind, _, name = field[0].astext().partition(" ")
-        if kind == "type" and name not in described:
+        if kind in {"param", "type"} and name not in described:
             field.parent.remove(field)
+    for line in list(content.findall(nodes.paragraph)):
+        if line.astext() == "Bases: object":
+            line.parent.remove(line)
 
 
 def _public_names(app: Any, tree: Any) -> None:
