@@ -5,6 +5,7 @@ import re
 import textwrap
 from typing import Any
 
+import opt_optax_bridge
 from docutils import nodes
 from sphinx.addnodes import desc, pending_xref
 
@@ -55,6 +56,8 @@ def _to_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[
 
 
 def _literal(code: re.Match[str]) -> str:
+    if code[2] == "_":  # a link: `title <address>`_
+        return code[0]
     return f"``{code[1]}``" + (f"\\ {code[2]}" if code[2] else "")
 
 
@@ -63,9 +66,9 @@ _PRIVATE_NAME = re.compile(r"(?<![\w.])_([A-Z]\w*)")  # a type variable, or an i
 
 
 def _public_signature(
-    app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
-) -> tuple[str, str | None] | None:
-    """Hides the constructor of a class whose fields are private: other functions make its objects."""
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: Any
+) -> tuple[str, Any] | None:
+    """Hides the constructor of a class with private fields: functions make its objects."""
     del app, name, obj, options
     if what == "class" and re.search(r"[(,] ?_\w", signature or ""):
         return "", returns
@@ -140,6 +143,17 @@ def _link(app: Any, env: Any, node: pending_xref, content: Any) -> Any:
     return None
 
 
+def _list_twins(app: Any, page: str, source: list[str]) -> None:
+    """Writes an entry for every twin of Optax, so that search and index find `adamw`."""
+    del app
+    if page != "api/opt_optax_bridge":
+        return
+    names = (*opt_optax_bridge.optimizer_names(), *opt_optax_bridge.building_block_names())
+    entries = "\n   ".join(f"{name}(...)" for name in sorted(names))
+    directive = f"```{{eval-rst}}\n.. py:function::\n   {entries}\n```"
+    source[0] = source[0].replace("<!-- twins -->", directive)
+
+
 def setup(app: Any) -> None:
     """What Sphinx calls."""
     app.connect("autodoc-process-docstring", _to_rst, priority=400)  # before Napoleon
@@ -147,3 +161,4 @@ def setup(app: Any) -> None:
     app.connect("object-description-transform", _drop_undescribed, priority=900)  # after autodoc
     app.connect("doctree-read", _public_names)
     app.connect("missing-reference", _link)
+    app.connect("source-read", _list_twins)
