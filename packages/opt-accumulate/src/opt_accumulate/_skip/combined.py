@@ -29,7 +29,7 @@ def any_of(*functions: Callable[..., Any]) -> CombinedSkip:
       A stateful function keeps its old state on a mini-step that was decided against it.
 
     Examples:
-      >>> from opt_accumulate._skip.functions import skip_not_finite
+      >>> from opt_accumulate import skip_not_finite
       >>> counted = any_of(skip_not_finite)
       >>> state = counted.init(jnp.zeros(1))
       >>> for value in (1.0, jnp.nan, jnp.inf):
