@@ -113,6 +113,7 @@ def test_decoded_codes_are_encoded_to_themselves(codec: op.Codec, shape: tuple[i
         np.testing.assert_allclose(once, again, rtol=3e-7)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_zeros_are_zeros(codec: op.Codec) -> None:
     def made(noise: Any) -> Any:
