@@ -75,7 +75,8 @@ class Config:
     )
     guard: bool = flag(
         False,
-        "skip steps whose loss or gradient is not finite, or far above those of the last 128",
+        "skip steps whose loss, gradient or update is not finite, or far above those of the last "
+        "128; after 20 in a row go back to the last good state, which is kept on the host",
         action=argparse.BooleanOptionalAction,
     )
     checkpoint_every: int = flag(200, "steps between checkpoints")
