@@ -185,7 +185,9 @@ def cost(
     small = min(kind.fan_in, kind.fan_out)
     stacks = 2 * max(padded // replicas * block, here * held) * itemsize
     stacks += padded * block * itemsize * (replicas > 1)
-    work = here * (held + 3 * small * small) * max(itemsize, 4 if way.split else 0)
+    # Products are summed in float32. Of a single matrix, XLA's CPU compiler keeps the transpose of
+    # every step beside it.
+    work = here * ((5 if here == 1 else 1) * held + 3 * small * small) * max(itemsize, 4)
     seconds = moved / machine.bandwidth + flops / machine.flops
     return Cost(padded - count, moved, collectives, flops, stacks + work, seconds)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -96,17 +97,25 @@ def scale_by_muon(
         dims = _dims_of(updates, plan, matrices)
         mu = averaged(updates, state.mu, momentum)
         count = optax.safe_increment(state.count)
-        if nesterov:
-            ahead = optax.tree.bias_correction(mu, momentum, optax.safe_increment(count))
-            now = optax.tree.bias_correction(updates, momentum, count)
-            directions = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, ahead, now)
-        else:
-            directions = optax.tree.bias_correction(mu, momentum, count)
-        used = plan or _plan_by_types(directions, dims, compute, max_group_bytes)
+        corrections = (
+            1 - jnp.asarray(momentum) ** optax.safe_increment(count),
+            1 - jnp.asarray(momentum) ** count,
+        )
+
+        def direction(corrections: Any, grad: jax.Array, mu: jax.Array) -> Any:
+            ahead, now = (c.astype(mu.dtype) for c in corrections)
+            if not nesterov:
+                return mu / now
+            return momentum * (mu / ahead) + (1 - momentum) * (grad / now.astype(grad.dtype))
+
+        used = plan or _plan_by_types(mu, dims, compute, max_group_bytes)
         if used is None:
+            directions = jax.tree.map(functools.partial(direction, corrections), updates, mu)
             orthogonal = _leaf_by_leaf(compute, directions, dims)
         else:
-            orthogonal, _ = Distributed(used, compute).apply(directions)
+            orthogonal, _ = Distributed(used, compute).apply(
+                updates, (), mu, prepare=direction, scalars=corrections
+            )
 
         def scaled(path: Any, x: Any) -> Any:
             return jnp.asarray(_factor(scale, dims[path_str(path)], x.shape), x.dtype) * x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
 import math
@@ -313,9 +314,14 @@ def _groups(
     total = sum(layout.count for layout in members) // parts
     way = _costs.cheapest(kind, total, mesh, world, fn, machine, max_bytes)
     workers = _costs.size(mesh, way.share)
-    round_bytes = _costs.cost(kind, way, workers, mesh, fn, machine).temp_bytes
     rounds = -(-total // workers)
-    number = -(-rounds // max(1, max_bytes // round_bytes))
+
+    def temp_bytes(rounds: int) -> int:
+        return _costs.cost(kind, way, rounds * workers, mesh, fn, machine).temp_bytes
+
+    # One round may need more than two do, but is the least there is.
+    fit = bisect.bisect_right(range(2, rounds + 1), max_bytes, key=temp_bytes) + 1
+    number = -(-rounds // fit)
     # As even as possible: the last group would be mostly padding otherwise.
     most = workers * -(-rounds // number)
     groups = []
