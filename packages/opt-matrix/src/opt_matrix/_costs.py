@@ -22,10 +22,12 @@ class Machine:
       bandwidth: bytes a second that one device receives in a collective.
       flops: floating-point operations a second of one device, in products of matrices of the size
         at hand; large ones come closer to the peak.
+      latency: seconds that a collective takes whatever its size.
     """
 
     bandwidth: float = 2e11
     flops: float = 2e13
+    latency: float = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +190,7 @@ def cost(
     # Products are summed in float32. Of a single matrix, XLA's CPU compiler keeps the transpose of
     # every step beside it.
     work = here * ((5 if here == 1 else 1) * held + 3 * small * small) * max(itemsize, 4)
-    seconds = moved / machine.bandwidth + flops / machine.flops
+    seconds = moved / machine.bandwidth + flops / machine.flops + collectives * machine.latency
     return Cost(padded - count, moved, collectives, flops, stacks + work, seconds)
 
 

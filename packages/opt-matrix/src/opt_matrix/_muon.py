@@ -97,24 +97,27 @@ def scale_by_muon(
         dims = _dims_of(updates, plan, matrices)
         mu = averaged(updates, state.mu, momentum)
         count = optax.safe_increment(state.count)
-        corrections = (
-            1 - jnp.asarray(momentum) ** optax.safe_increment(count),
-            1 - jnp.asarray(momentum) ** count,
+        decay = jnp.asarray(momentum)  # perhaps a tracer, which a closure would hide
+        scalars = (
+            decay,
+            1 - momentum,
+            1 - decay ** optax.safe_increment(count),
+            1 - decay**count,
         )
 
-        def direction(corrections: Any, grad: jax.Array, mu: jax.Array) -> Any:
-            ahead, now = (c.astype(mu.dtype) for c in corrections)
+        def direction(scalars: Any, grad: jax.Array, mu: jax.Array) -> Any:
+            kept, new, ahead, now = (jnp.asarray(x).astype(mu.dtype) for x in scalars)
             if not nesterov:
                 return mu / now
-            return momentum * (mu / ahead) + (1 - momentum) * (grad / now.astype(grad.dtype))
+            return kept * (mu / ahead) + new.astype(grad.dtype) * (grad / now.astype(grad.dtype))
 
         used = plan or _plan_by_types(mu, dims, compute, max_group_bytes)
         if used is None:
-            directions = jax.tree.map(functools.partial(direction, corrections), updates, mu)
+            directions = jax.tree.map(functools.partial(direction, scalars), updates, mu)
             orthogonal = _leaf_by_leaf(compute, directions, dims)
         else:
             orthogonal, _ = Distributed(used, compute).apply(
-                updates, (), mu, prepare=direction, scalars=corrections
+                updates, (), mu, prepare=direction, scalars=scalars
             )
 
         def scaled(path: Any, x: Any) -> Any:

@@ -417,13 +417,14 @@ def _rows(groups: Sequence[Group]) -> list[tuple[str, ...]]:
 
 def _figures(group: Group) -> tuple[str, ...]:
     rows, columns = group.shape
+    ways = dataclasses.asdict(group.way)
     held = f"{group.count} x [{rows}, {columns}] {group.kind.dtype}"
     if group.kind.batch_axes:
         held += f" on each of {','.join(group.kind.batch_axes)}"
     return (
         held,
         group.choice,
-        ",".join(group.axes) or "-",
+        "; ".join(f"{do} {','.join(axes)}" for do, axes in ways.items() if axes) or "-",
         f"{group.padding / (group.count + group.padding):.0%}",
         str(group.collectives),
         _bytes(group.bytes_per_device),
