@@ -128,8 +128,8 @@ def muon_for(job: Job) -> Callable[..., Any]:
 def make_groups(job: Job) -> MultiOptimizer:
     """Returns AdamW for matrices, without decay for norms and biases, and Adafactor for the table.
 
-    Adafactor gets the learning rate with every step, as in T5X. With `--optimizer muon` all matrices
-    but the head get Muon.
+    Adafactor gets the learning rate with every step, as in T5X. With `--optimizer muon` the
+    matrices get Muon, all but the head.
     """
     config = job.config
     rate = make_schedule(config)

@@ -16,12 +16,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax.contrib
 from _common import Figure, Row, counted, counts, interleave, main, timed
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from opt_matrix import Matrices, newton_schulz, plan_matrices, scale_by_muon
 from opt_partition import read_collectives
-from optax import contrib
+
+contrib: Any = optax.contrib
 
 ENVIRONMENT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
 OPTAX, IDEAL, BOUND = "optax.contrib.muon", "ideal", "planned for"

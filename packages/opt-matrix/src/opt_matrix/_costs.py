@@ -22,7 +22,8 @@ class Machine:
       bandwidth: bytes a second that one device receives in a collective.
       flops: floating-point operations a second of one device, in products of matrices of the size
         at hand; large ones come closer to the peak.
-      latency: seconds that a collective takes whatever its size.
+      latency: seconds that each collective takes beyond the three that handing out needs at most:
+        what keeps small matrices from being split.
     """
 
     bandwidth: float = 2e11
@@ -190,7 +191,8 @@ def cost(
     # Products are summed in float32. Of a single matrix, XLA's CPU compiler keeps the transpose of
     # every step beside it.
     work = here * ((5 if here == 1 else 1) * held + 3 * small * small) * max(itemsize, 4)
-    seconds = moved / machine.bandwidth + flops / machine.flops + collectives * machine.latency
+    seconds = moved / machine.bandwidth + flops / machine.flops
+    seconds += max(0, collectives - 3) * machine.latency
     return Cost(padded - count, moved, collectives, flops, stacks + work, seconds)
 
 
