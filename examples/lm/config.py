@@ -46,6 +46,11 @@ class Config:
     layers: int = flag(3, "blocks of the transformer")
     d_model: int = flag(128, "width of the transformer")
     heads: int = flag(4, "attention heads per block")
+    optimizer: str = flag(
+        "adamw",
+        "of the matrices: adamw or muon; the byte table, the head and vectors have their own",
+        choices=("adamw", "muon"),
+    )
     learning_rate: float = flag(
         4e-3,
         "peak of the schedule; with --resume: the rate itself, until the program ends",
@@ -175,6 +180,7 @@ MAY_CHANGE = (
 )
 # Defaults for runs saved before these flags existed.
 ADDED: Mapping[str, Any] = {
+    "optimizer": "adamw",
     "zero": False,
     "microbatches": 1,
     "skip_nonfinite": False,

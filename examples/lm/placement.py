@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -103,8 +103,17 @@ def _notes(plan: MemoryPlan) -> list[str]:
     return [*lines, f"  {more} more notes"] if more > 0 else lines
 
 
-def check_step(step: jax.stages.Compiled, placement: Placement) -> Report:
+def check_step(
+    step: jax.stages.Compiled,
+    placement: Placement,
+    state_gathers: Literal["any", "error"] = "error",
+) -> Report:
     """Reads in the compiled `train_step` whether it does what `placement` says.
+
+    Args:
+      step: the program.
+      placement: the plan.
+      state_gathers: `'any'` for optimizers that need whole matrices.
 
     Raises:
       ShardingMismatchError: it does not, gathers state, or wastes gradients that it has summed.
@@ -115,7 +124,7 @@ def check_step(step: jax.stages.Compiled, placement: Placement) -> Report:
         params="0/target",
         state="0/state/param_states",
     )
-    return verify(step, expected)
+    return verify(step, expected, state_gathers=state_gathers)
 
 
 def describe_report(report: Report) -> str:

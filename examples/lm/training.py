@@ -54,13 +54,15 @@ from opt_core import (
     group_metrics,
     increment_step,
 )
+from opt_matrix import Matrices, MatrixPlan, muon, plan_matrices
 from opt_optax_bridge import resolve_hyper_params
+from opt_partition import extend_over, logical_to_mesh
 
 from lm.config import Arguments, Config, UsageError, continue_config, repeated_flags
 from lm.data import Batches
 from lm.job import Job, make_job
 from lm.memory import check_memory
-from lm.model import next_byte_loss
+from lm.model import AXIS_RULES, next_byte_loss
 from lm.placement import Placement, check_step, describe_plan, describe_report, place
 from lm.processes import first_of_all, is_first, say, stop_requests, together
 from lm.progress import Progress, announced, folded
@@ -111,21 +113,59 @@ def wrapped(config: Config, constructor: Callable[..., Any]) -> Callable[..., Op
     return made
 
 
-def make_groups(config: Config) -> MultiOptimizer:
+def plan_muon(job: Job) -> tuple[Matrices, MatrixPlan]:
+    """Returns which parameters hold matrices, and who computes with which.
+
+    With ZeRO the momentum lies over `data`, too, and matrices are handed out from there.
+    """
+    params = jax.eval_shape(partial(init_params, job))
+    axes, shapes = nn.get_partition_spec(params), nn.unbox(params)
+    layout = logical_to_mesh(axes, AXIS_RULES, job.mesh, shapes)
+    if job.config.zero:
+        layout = extend_over(layout, shapes, job.mesh, "data")
+    matrices = Matrices.by_logical_axes(axes)
+    return matrices, plan_matrices(shapes, layout.shardings, job.mesh, matrices)
+
+
+def muon_for(job: Job) -> Callable[..., Any]:
+    """Returns a constructor of Muon as planned for the mesh, with AdamW for the head."""
+    matrices, plan = plan_muon(job)
+
+    def muon_and_adamw(learning_rate: Any, *, b2: float, weight_decay: float) -> Any:
+        rest = optax.adamw(learning_rate, b2=b2, weight_decay=weight_decay)
+        return muon(
+            learning_rate,
+            matrices=matrices,
+            plan=plan,
+            rest=rest,
+            weight_decay=weight_decay,
+            scale="rms",  # for learning rates of AdamW
+        )
+
+    return muon_and_adamw
+
+
+def make_groups(job: Job) -> MultiOptimizer:
     """Returns AdamW for matrices, without decay for norms and biases, and Adafactor for the table.
 
-    Adafactor gets the learning rate with every step, as in T5X.
+    Adafactor gets the learning rate with every step, as in T5X. With `--optimizer muon` the
+    matrices get Muon, all but the head.
     """
+    config = job.config
+    rate = make_schedule(config)
     table: OptimizerDef = Adafactor(multiply_by_parameter_scale=False)
-    adamw: Callable[..., OptimizerDef] = partial(opt.adamw, make_schedule(config), b2=0.98)
+    adamw: Callable[..., OptimizerDef] = partial(opt.adamw, rate, b2=0.98)
     if config.average or (config.weights, config.state) != ("float32", "float32"):
         table = wrapped(config, adafactor)(config.learning_rate, multiply_by_parameter_scale=False)
-        adamw = partial(wrapped(config, optax.adamw), make_schedule(config), b2=0.98)
+        adamw = partial(wrapped(config, optax.adamw), rate, b2=0.98)
+    matrices = adamw
+    if config.optimizer == "muon":
+        matrices = partial(wrapped(config, muon_for(job)), rate, b2=0.98)
     return MultiOptimizer.from_rules(
         [
             ("embedding", "embedding", table),
             ("vectors", ".*/(scale|bias)", adamw(weight_decay=0.0)),
-            ("matrices", "head|.*/(qkv|in|out)", adamw(weight_decay=config.weight_decay)),
+            ("matrices", "head|.*/(qkv|in|out)", matrices(weight_decay=config.weight_decay)),
         ]
     )
 
@@ -141,7 +181,7 @@ def init_params(job: Job) -> Any:
 def plan_optimizer(job: Job) -> Placement:
     """Returns the planned optimizer and its placement; allocates nothing."""
     params = jax.eval_shape(partial(init_params, job))
-    return place(make_groups(job.config), params, job.mesh, zero=job.config.zero)
+    return place(make_groups(job), params, job.mesh, zero=job.config.zero)
 
 
 def create_optimizer(job: Job, placement: Placement) -> Optimizer:
@@ -305,7 +345,7 @@ def train_step(
       `guard` is what the guard knows now.
     """
     loss, grads, kept = loss_and_gradients(job, optimizer.target, windows)
-    matrices = make_groups(job.config).split(optimizer)["matrices"]
+    matrices = make_groups(job).split(optimizer)["matrices"]
     clip = optax.clip_by_global_norm(job.config.clip)  # over all groups
     rate = resolve_hyper_params(matrices, **overrides).learning_rate
 
@@ -519,7 +559,10 @@ def train_and_report(arguments: Arguments) -> int:
     with busy("Compiling the training step"):
         guard_state = new_guard(job, placement)
         step_function = compile_step(job, placement, overrides, *guard_state)
-        checked = check_step(step_function, placement)
+        is_muon = job.config.optimizer == "muon"
+        checked = check_step(step_function, placement, state_gathers="any" if is_muon else "error")
+        if is_muon:  # which moves its matrices, and as planned
+            plan_muon(job)[1].check(step_function)
     say(folded(describe_report(checked)))
     folder.save_placement(f"{placement.plan}\n\n{checked}\n")
     batches = job.batches()

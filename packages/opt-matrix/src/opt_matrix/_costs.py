@@ -22,10 +22,13 @@ class Machine:
       bandwidth: bytes a second that one device receives in a collective.
       flops: floating-point operations a second of one device, in products of matrices of the size
         at hand; large ones come closer to the peak.
+      latency: seconds that each collective takes beyond the three that handing out needs at most:
+        what keeps small matrices from being split.
     """
 
     bandwidth: float = 2e11
     flops: float = 2e13
+    latency: float = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,8 +188,11 @@ def cost(
     small = min(kind.fan_in, kind.fan_out)
     stacks = 2 * max(padded // replicas * block, here * held) * itemsize
     stacks += padded * block * itemsize * (replicas > 1)
-    work = here * (held + 3 * small * small) * max(itemsize, 4 if way.split else 0)
+    # Products are summed in float32. Of a single matrix, XLA's CPU compiler keeps the transpose of
+    # every step beside it.
+    work = here * ((5 if here == 1 else 1) * held + 3 * small * small) * max(itemsize, 4)
     seconds = moved / machine.bandwidth + flops / machine.flops
+    seconds += max(0, collectives - 3) * machine.latency
     return Cost(padded - count, moved, collectives, flops, stacks + work, seconds)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -66,13 +67,25 @@ class Distributed:
         )
         return shardings
 
-    def apply(self, tree: Any, state: Sequence[Any] = ()) -> tuple[Any, tuple[Any, ...]]:
+    def apply(
+        self,
+        tree: Any,
+        state: Sequence[Any] = (),
+        *others: Any,
+        prepare: Callable[..., Any] | None = None,
+        scalars: Any = (),
+    ) -> tuple[Any, tuple[Any, ...]]:
         """Returns what the function makes of the matrices of a tree, and the new state.
 
         Args:
           tree: like the parameters that were planned for. Leaves that hold no matrices may be left
             out, and come back as they are.
           state: what `init` or the last call returned; `()` where there is none.
+          *others: trees like `tree`, for `prepare`.
+          prepare: makes what the function is applied to from `scalars`, a part of a leaf of `tree`
+            and the same part of that leaf of each of `others`, element by element. It runs when
+            the turn of a group has come, so that no copy of all leaves is made.
+          scalars: for `prepare`, the same on all devices.
 
         Raises:
           PlanError: the tree is not the one that was planned for.
@@ -86,9 +99,15 @@ class Distributed:
             )
         specs = {path: layout.partition_spec for path, layout in plan.layouts.items()}
         state_specs = self._state_specs(tuple(state))
-        mapped = _shard_map(self._body, plan.mesh, (specs, state_specs), (specs, state_specs))
-        given = {path: _placed(leaves[path], plan, specs[path]) for path in plan.layouts}
-        results, state = mapped(given, tuple(state))
+        body = functools.partial(self._body, prepare or (lambda _, x: x))
+        replicated = jax.tree.map(lambda _: PartitionSpec(), scalars)
+        given = tuple(
+            {path: _placed(each[path], plan, specs[path]) for path in plan.layouts}
+            for each in (leaves, *map(leaves_by_path, others))
+        )
+        in_specs = (replicated, (specs,) * len(given), state_specs)
+        mapped = _shard_map(body, plan.mesh, in_specs, (specs, state_specs))
+        results, state = mapped(scalars, given, tuple(state))
 
         def result(path: Any, leaf: Any) -> Any:
             return results.get(path_str(path), leaf)
@@ -114,37 +133,41 @@ class Distributed:
         return tuple(states) if group.kind.split else states[0]
 
     def _body(
-        self, leaves: dict[str, jax.Array], states: tuple[Any, ...]
+        self,
+        prepare: Callable[..., Any],
+        scalars: Any,
+        given: tuple[dict[str, jax.Array], ...],
+        states: tuple[Any, ...],
     ) -> tuple[dict[str, jax.Array], tuple[Any, ...]]:
         """What each device does, one group after the other: that bounds what is alive at a time."""
         plan = self.plan
-        pieces: dict[str, list[jax.Array]] = {path: [] for path in leaves}
+        blocks = [
+            {path: _blocks(leaf, plan.layouts[path]) for path, leaf in leaves.items()}
+            for leaves in given
+        ]
+        results = blocks[0]  # written over part by part: no second copy of what was donated
         new_states = []
         last: jax.Array | None = None
         for number, group in enumerate(plan.groups):
-            own = [leaves[path] for path in group.leaves]
-            if last is not None:
-                own, _ = lax.optimization_barrier((own, last))
             with jax.named_scope(_check.scope(number)):
-                blocks = [
-                    _blocks(leaf, plan.layouts[path])[start:stop].astype(group.kind.dtype)
-                    for leaf, path, (start, stop) in zip(
-                        own, group.leaves, group.parts, strict=True
-                    )
-                ]
+                prepared = []
+                for path, (start, stop) in zip(group.leaves, group.parts, strict=True):
+                    own = [_after(last, each[path][start:stop]) for each in blocks]
+                    prepared.append(prepare(scalars, *own).astype(group.kind.dtype))
                 transfer = Transfer(group, plan.mesh_shape)
                 run = self._group_function(transfer, states[number] if states else None)
-                last, state = transfer.run(run, jnp.concatenate(blocks))
+                last, state = transfer.run(run, jnp.concatenate(prepared))
                 new_states.append(state)
                 place = 0
                 for path, (start, stop) in zip(group.leaves, group.parts, strict=True):
-                    pieces[path].append(last[place : place + stop - start])
+                    piece = last[place : place + stop - start].astype(results[path].dtype)
+                    results[path] = lax.dynamic_update_slice_in_dim(results[path], piece, start, 0)
                     place += stop - start
-        results = {
-            path: _unblocked(pieces[path], plan.layouts[path], leaf)
-            for path, leaf in leaves.items()
+        found = {
+            path: _unblocked(results[path], plan.layouts[path], leaf)
+            for path, leaf in given[0].items()
         }
-        return results, tuple(new_states) if states else ()
+        return found, tuple(new_states) if states else ()
 
     def _group_function(self, transfer: Transfer, state: Any) -> Callable[[jax.Array], Any]:
         kind = transfer.group.kind
@@ -229,18 +252,35 @@ def distribute(
     return Distributed(plan, fn, init)
 
 
+def _after(first: jax.Array | None, x: jax.Array) -> jax.Array:
+    """Returns `x`, as something that is not known before `first` is.
+
+    XLA drops an `optimization_barrier` before it orders instructions, and would then have the
+    buffers of several groups at a time. What it cannot prove to be zero is added to the bits.
+    """
+    if first is None:
+        return x
+    known = lax.bitcast_convert_type(first.ravel()[0], _bits_of(first)).astype(jnp.uint32)
+    zero = known % lax.optimization_barrier(jnp.uint32(1))
+    bits = lax.bitcast_convert_type(x, _bits_of(x))
+    return lax.bitcast_convert_type(bits + zero.astype(bits.dtype), x.dtype)
+
+
+def _bits_of(x: jax.Array) -> Any:
+    return jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+
+
 def _blocks(leaf: jax.Array, layout: LeafLayout) -> jax.Array:
     """This device's part of each matrix of a leaf: `[matrices, *dimensions of one]`."""
     moved = leaf.transpose(layout.order)
     return moved.reshape(-1, *moved.shape[len(layout.batch_dims) :])
 
 
-def _unblocked(pieces: list[jax.Array], layout: LeafLayout, like: jax.Array) -> jax.Array:
-    whole = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+def _unblocked(blocks: jax.Array, layout: LeafLayout, like: jax.Array) -> jax.Array:
     order = layout.order
     shape = tuple(like.shape[dim] for dim in order)
     back = sorted(range(len(order)), key=order.__getitem__)
-    return whole.reshape(shape).transpose(back).astype(like.dtype)
+    return blocks.reshape(shape).transpose(back)
 
 
 def _check_tree(plan: MatrixPlan, leaves: Mapping[str, Any]) -> None:

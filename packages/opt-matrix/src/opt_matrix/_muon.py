@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -96,17 +97,28 @@ def scale_by_muon(
         dims = _dims_of(updates, plan, matrices)
         mu = averaged(updates, state.mu, momentum)
         count = optax.safe_increment(state.count)
-        if nesterov:
-            ahead = optax.tree.bias_correction(mu, momentum, optax.safe_increment(count))
-            now = optax.tree.bias_correction(updates, momentum, count)
-            directions = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, ahead, now)
-        else:
-            directions = optax.tree.bias_correction(mu, momentum, count)
-        used = plan or _plan_by_types(directions, dims, compute, max_group_bytes)
+        decay = jnp.asarray(momentum)  # perhaps a tracer, which a closure would hide
+        scalars = (
+            decay,
+            1 - momentum,
+            1 - decay ** optax.safe_increment(count),
+            1 - decay**count,
+        )
+
+        def direction(scalars: Any, grad: jax.Array, mu: jax.Array) -> Any:
+            kept, new, ahead, now = (jnp.asarray(x).astype(mu.dtype) for x in scalars)
+            if not nesterov:
+                return mu / now
+            return kept * (mu / ahead) + new.astype(grad.dtype) * (grad / now.astype(grad.dtype))
+
+        used = plan or _plan_by_types(mu, dims, compute, max_group_bytes)
         if used is None:
+            directions = jax.tree.map(functools.partial(direction, scalars), updates, mu)
             orthogonal = _leaf_by_leaf(compute, directions, dims)
         else:
-            orthogonal, _ = Distributed(used, compute).apply(directions)
+            orthogonal, _ = Distributed(used, compute).apply(
+                updates, (), mu, prepare=direction, scalars=scalars
+            )
 
         def scaled(path: Any, x: Any) -> Any:
             return jnp.asarray(_factor(scale, dims[path_str(path)], x.shape), x.dtype) * x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
 import math
@@ -313,9 +314,14 @@ def _groups(
     total = sum(layout.count for layout in members) // parts
     way = _costs.cheapest(kind, total, mesh, world, fn, machine, max_bytes)
     workers = _costs.size(mesh, way.share)
-    round_bytes = _costs.cost(kind, way, workers, mesh, fn, machine).temp_bytes
     rounds = -(-total // workers)
-    number = -(-rounds // max(1, max_bytes // round_bytes))
+
+    def temp_bytes(rounds: int) -> int:
+        return _costs.cost(kind, way, rounds * workers, mesh, fn, machine).temp_bytes
+
+    # One round may need more than two do, but is the least there is.
+    fit = bisect.bisect_right(range(2, rounds + 1), max_bytes, key=temp_bytes) + 1
+    number = -(-rounds // fit)
     # As even as possible: the last group would be mostly padding otherwise.
     most = workers * -(-rounds // number)
     groups = []
@@ -411,13 +417,14 @@ def _rows(groups: Sequence[Group]) -> list[tuple[str, ...]]:
 
 def _figures(group: Group) -> tuple[str, ...]:
     rows, columns = group.shape
+    ways = dataclasses.asdict(group.way)
     held = f"{group.count} x [{rows}, {columns}] {group.kind.dtype}"
     if group.kind.batch_axes:
         held += f" on each of {','.join(group.kind.batch_axes)}"
     return (
         held,
         group.choice,
-        ",".join(group.axes) or "-",
+        "; ".join(f"{do} {','.join(axes)}" for do, axes in ways.items() if axes) or "-",
         f"{group.padding / (group.count + group.padding):.0%}",
         str(group.collectives),
         _bytes(group.bytes_per_device),
