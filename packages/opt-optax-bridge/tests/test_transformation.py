@@ -10,7 +10,15 @@ import optax
 import pytest
 from bridge_testing import Jitted, assert_close, assert_same_bits, loss, make_params
 from flax.training.train_state import TrainState
-from opt_core import FROZEN, MultiOptimizer, OptimizerDef, OptimizerState, increment_step
+from opt_core import (
+    FROZEN,
+    MultiOptimizer,
+    OptimizerDef,
+    OptimizerState,
+    describe_state,
+    freeze,
+    increment_step,
+)
 from opt_optax_bridge import OptaxWrapper, as_transformation, t5x
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -137,3 +145,20 @@ def test_a_definition_or_optimizer_in_its_place_says_what_to_write() -> None:
         optax.chain(optax.clip(1.0), opt.sgd(0.1))  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match=words):
         TrainState.create(apply_fn=None, params={}, tx=opt.sgd(0.1))
+
+
+def test_a_description_of_a_chain_around_groups_leaves_the_definition_as_it_was() -> None:
+    params = {"a": {"w": jnp.ones(2), "b": jnp.ones(2)}, "c": {"w": jnp.ones(2), "b": jnp.ones(2)}}
+    definition = MultiOptimizer.from_rules(
+        [("w", ".*/w", opt.adam(0.1)), ("b", ".*/b", opt.sgd(0.1))]
+    )
+    built = [vars(group.definition)["optax_optimizer"] for group in definition.groups]
+    optimizer = opt.chain(opt.clip_by_global_norm(1.0), definition).create(params)
+    describe_state(optimizer)
+    after = [vars(group.definition)["optax_optimizer"] for group in definition.groups]
+    assert all(one is other for one, other in zip(built, after, strict=True))
+    frozen, report = freeze(optimizer, "a/.*")
+    assert not report.initialised
+    stepped = frozen.apply_gradient(params)
+    assert (stepped.target["a"]["w"] == params["a"]["w"]).all()
+    assert (stepped.target["c"]["w"] != params["c"]["w"]).all()

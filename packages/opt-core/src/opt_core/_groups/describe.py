@@ -104,8 +104,9 @@ def describe(optimizer: Optimizer) -> GroupTable:
     definition = optimizer.optimizer_def
     if not isinstance(definition, MultiOptimizer):
         raise TypeError(
-            f"`optimizer` has no groups: its definition is a {type(definition).__name__}, not a "
-            "`MultiOptimizer`"
+            f"`optimizer` has no groups: its definition is of type {type(definition).__name__}, "
+            "not a `MultiOptimizer`. Groups inside of a chain are not listed: describe "
+            "an optimizer of the `MultiOptimizer` alone"
         )
     return GroupTable(tuple(_rows(definition, optimizer)))
 
