@@ -301,7 +301,6 @@ class Rebuilt:
         made = copy.copy(value)
         if made is value:  # immutable objects return themselves, and must not be written to
             made = object.__new__(type(value))
-            vars(made).update(vars(value))
         for name, child in attributes(value).items():
             object.__setattr__(made, name, self._new(child, depth + 1))
         return made
