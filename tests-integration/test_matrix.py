@@ -203,7 +203,8 @@ def test_groups_bound_the_temporaries(shape: Any, spec: Any, is_stack: bool, fn:
     # An update is given gradients and state away, as in a step.
     program = jax.jit(tx.update, donate_argnums=(0, 1)).lower(placed, state).compile()
     plan.check(program, exclusive=True)
-    assert program.memory_analysis().temp_size_in_bytes <= 1.1 * bound
+    memory: Any = program.memory_analysis()
+    assert memory.temp_size_in_bytes <= 1.1 * bound
 
 
 def test_check_fails_where_more_moves_than_planned() -> None:

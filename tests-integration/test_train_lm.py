@@ -692,9 +692,9 @@ from lm import training
 seen = {}
 def watch(name):
     original = getattr(training, name)
-    def watched(*args):
+    def watched(*args, **kwargs):
         seen.setdefault(name, []).append(sum(array.nbytes for array in jax.live_arrays()))
-        return original(*args)
+        return original(*args, **kwargs)
     setattr(training, name, watched)
 for name in "describe_plan", "check_step", "train":
     watch(name)

@@ -52,9 +52,14 @@ class Program:
         """Traces `function` on operands."""
         jitted = jax.jit(function)
         traced = jitted.trace(*operands)
+        jaxpr, output = traced.jaxpr, traced.out_info
         paths = jax.tree_util.tree_leaves_with_path(operands)
         inputs = tuple(path_names(path) for path, _ in paths)
-        return cls(jitted, traced.jaxpr, inputs, jax.tree.structure(traced.out_info))
+        if len(jaxpr.in_avals) != len(inputs):
+            # It captures values of a trace around it, as a loss function does: JAX made inputs of
+            # them. Here they are constants.
+            jaxpr, output = jax.make_jaxpr(function, return_shape=True)(*operands)
+        return cls(jitted, jaxpr, inputs, jax.tree.structure(output))
 
     def reached(self) -> set[tuple[str, ...]]:
         """Returns the paths of the inputs that the output depends on."""
