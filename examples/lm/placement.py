@@ -87,8 +87,7 @@ def describe_plan(plan: MemoryPlan) -> str:
         f"Plan for each device: {', '.join(shares)}",
         f"  state by field: {_amounts(plan.state_fields)}",
         f"  all by group: {_amounts(groups)}",
-        f"  together {together}, {waste} of it beyond an equal share; "
-        f"{each:.2f} bytes per parameter",
+        f"  together {together}, {waste} of it beyond an equal share; {each:.2f} bytes a parameter",
     ]
     return "\n".join([*lines, *_notes(plan)])
 

@@ -12,6 +12,14 @@ from precision_testing import bits, grads, params, quantize_state, stochastic_we
 
 offload_state: Any = op.offload_state
 CHUNK = 20_000
+IS_OLD = jax.__version_info__ < (0, 10, 2)
+needs_new = pytest.mark.skipif(IS_OLD, reason="results of compiled programs lie on the device")
+
+
+@pytest.mark.skipif(not IS_OLD, reason="of earlier versions")
+def test_earlier_versions_of_jax_are_refused() -> None:
+    with pytest.raises(PrecisionError, match=r"needs jax 0\.10\.2"):
+        offload_state(optax.adamw(1e-3))
 
 
 def kinds(tree: Any) -> dict[str, str]:
@@ -29,6 +37,7 @@ def run(tx: Any, start: Any) -> tuple[Any, Any]:
     return start, state
 
 
+@needs_new
 @pytest.mark.parametrize("coded", [False, True])
 def test_nothing_changes_but_the_memory(coded: bool) -> None:
     start = params(jnp.bfloat16)
@@ -48,6 +57,7 @@ def test_nothing_changes_but_the_memory(coded: bool) -> None:
         assert one[1].inner.inner[1][0].nu["kernel"].codes.dtype == jnp.uint8
 
 
+@needs_new
 def test_only_what_is_selected_lies_on_the_host() -> None:
     tx = offload_state(optax.adam(1e-3), op.by_path("nu/kernel"))
     found = kinds(tx.init(params()))
@@ -56,6 +66,7 @@ def test_only_what_is_selected_lies_on_the_host() -> None:
     ]
 
 
+@needs_new
 def test_skipped_steps_keep_the_kinds_and_fetch_in_one_branch() -> None:
     start = params(jnp.bfloat16)
     tx = optax.MultiSteps(stochastic_weights(offload_state(optax.adamw(1e-3))), 2)
@@ -66,6 +77,7 @@ def test_skipped_steps_keep_the_kinds_and_fetch_in_one_branch() -> None:
     assert "pinned_host" in set(kinds(state.inner_opt_state).values())
 
 
+@needs_new
 def test_an_eager_call_is_refused() -> None:
     tx = offload_state(optax.adam(1e-3))
     start = params()
@@ -73,6 +85,7 @@ def test_an_eager_call_is_refused() -> None:
         tx.apply(start, tx.init(start), grads(0, start))
 
 
+@needs_new
 def test_a_piece_is_fetched_ahead() -> None:
     start = {"w": jnp.ones((1024, 256), jnp.bfloat16)}
     tx = stochastic_weights(offload_state(optax.adam(1e-3), chunk_bytes=1 << 16))
@@ -81,6 +94,7 @@ def test_a_piece_is_fetched_ahead() -> None:
     assert text.count("device_put") == 2 + 2 + 2  # the first of each moment; next ones, and back
 
 
+@needs_new
 def test_orders_and_arguments() -> None:
     coded = quantize_state(optax.adam(1e-3), op.dynamic8())
     with pytest.raises(OrderError, match=r"Write `quantize_state\(offload_state\(...\)\)`"):

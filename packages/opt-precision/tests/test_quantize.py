@@ -96,6 +96,9 @@ def temporaries(tx: Any, shapes: Any) -> tuple[float, int]:
     return memory.temp_size_in_bytes / number - 4, number
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="earlier compilers keep gradients that were scaled"
+)
 @pytest.mark.parametrize("name", ["adamw", "clipped"])
 def test_temporaries_are_those_of_a_piece(name: str) -> None:
     shapes = {f"w{i}": jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16) for i in range(4)}

@@ -362,7 +362,7 @@ def offload_state(
 
     Raises:
       OrderError: `tx` is a wrapper that belongs around this one.
-      PrecisionError: another kind of memory.
+      PrecisionError: another kind of memory, or jax before 0.10.2.
       StateError: the update is not called under `jax.jit`.
 
     Examples:
@@ -378,6 +378,11 @@ def offload_state(
         raise OrderError(order_message("offload_state", wrapper.name))
     if type(tx).__name__ == "MultiSteps":
         raise OrderError(order_message("offload_state", "MultiSteps"))
+    if jax.__version_info__ < (0, 10, 2):
+        raise PrecisionError(
+            "`offload_state` needs jax 0.10.2 or newer: programs compiled by earlier versions return "
+            f"the state in device memory; found jax {jax.__version__}"
+        )
     if memory_kind not in KINDS:
         raise PrecisionError(f"`memory_kind` must be one of {KINDS}, found {memory_kind!r}")
     if chunk_bytes < 4:
