@@ -325,7 +325,7 @@ def test_low_precision_is_sharded_saved_and_resumed(
     flags += ["--steps=6", "--checkpoint-every=3", "--sample-bytes=5", "--data", str(text)]
     done = run("--out", folder, f"--weights={weights}", f"--state={state}", *flags)
     assert done.returncode == 0, done.stderr
-    assert float(re.findall(r"(\S+) bytes a parameter", done.stdout)[0]) <= each
+    assert float(re.findall(r"(\S+) bytes a\s+parameter", done.stdout)[0]) <= each
     assert "state sharded as asked" in done.stdout
     expected, metrics = read_checkpoint(folder), read_metrics(folder)
     damage(folder / "checkpoints" / "6")

@@ -380,8 +380,8 @@ def offload_state(
         raise OrderError(order_message("offload_state", "MultiSteps"))
     if jax.__version_info__ < (0, 10, 2):
         raise PrecisionError(
-            "`offload_state` needs jax 0.10.2 or newer: programs compiled by earlier versions return "
-            f"the state in device memory; found jax {jax.__version__}"
+            "`offload_state` needs jax 0.10.2 or newer: programs compiled by earlier versions "
+            f"return the state in device memory; found jax {jax.__version__}"
         )
     if memory_kind not in KINDS:
         raise PrecisionError(f"`memory_kind` must be one of {KINDS}, found {memory_kind!r}")
