@@ -5,6 +5,10 @@ import re
 import textwrap
 from typing import Any
 
+import opt_optax_bridge
+from docutils import nodes
+from sphinx.addnodes import desc, pending_xref
+
 project = "opt"
 copyright = "2026, the authors"  # noqa: A001
 version = release = importlib.metadata.version("opt-core")
@@ -20,6 +24,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "opt"
 html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 
 default_role = "literal"  # docstrings write `code`
 autodoc_member_order = "bysource"
@@ -51,9 +56,109 @@ def _to_rst(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[
 
 
 def _literal(code: re.Match[str]) -> str:
+    if code[2] == "_":  # a link: `title <address>`_
+        return code[0]
     return f"``{code[1]}``" + (f"\\ {code[2]}" if code[2] else "")
+
+
+_PRIVATE_PATH = re.compile(r"~?\b(?:\w+\.)+_\w+(?:\.\w+)*\.(\w+)|~[\w.]+\.(\w+)")
+_PRIVATE_NAME = re.compile(r"(?<![\w.])_([A-Z]\w*)")  # a type variable, or an internal class
+
+
+def _public_signature(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: Any
+) -> tuple[str, Any] | None:
+    """Hides the constructor of a class with private fields: functions make its objects."""
+    del app, name, obj, options
+    if what == "class" and re.search(r"[(,] ?_\w", signature or ""):
+        return "", returns
+    return None
+
+
+def _drop_undescribed(app: Any, domain: str, objtype: str, content: Any) -> None:
+    """Leaves out what says nothing: parameters of a class that repeat its attributes, `object`."""
+    del app, domain
+    if objtype != "class":
+        return
+    fields = list(content.findall(nodes.field))
+    described = {
+        field[0].astext().split()[-1]
+        for field in fields
+        if field[0].astext().startswith("param") and field[1].astext()
+    }
+    for field in fields:
+        kind, _, name = field[0].astext().partition(" ")
+        if kind in {"param", "type"} and name not in described:
+            field.parent.remove(field)
+    for line in list(content.findall(nodes.paragraph)):
+        if line.astext() == "Bases: object":
+            line.parent.remove(line)
+
+
+def _public_names(app: Any, tree: Any) -> None:
+    """Writes types as users import them: `Array`, not `jax.jaxlib._jax.Array`."""
+    del app
+    for description in tree.findall(desc):
+        for text in list(description.findall(nodes.Text)):
+            if isinstance(text.parent.parent, nodes.literal_block):
+                continue
+            short = _PRIVATE_PATH.sub(lambda found: found[1] or found[2], text)
+            short = _PRIVATE_NAME.sub(r"\1", short)
+            if short != text:
+                text.parent.replace(text, nodes.Text(short))
+
+
+_JAX = "https://docs.jax.dev/en/latest/"
+_OPTAX = "https://optax.readthedocs.io/en/latest/api/"
+_ELSEWHERE = {
+    "Array": _JAX + "_autosummary/jax.Array.html",
+    "Mesh": _JAX + "jax.sharding.html#jax.sharding.Mesh",
+    "AbstractMesh": _JAX + "jax.sharding.html#jax.sharding.AbstractMesh",
+    "NamedSharding": _JAX + "jax.sharding.html#jax.sharding.NamedSharding",
+    "PartitionSpec": _JAX + "jax.sharding.html#jax.sharding.PartitionSpec",
+    "ShapeDtypeStruct": _JAX + "_autosummary/jax.ShapeDtypeStruct.html",
+    "GradientTransformation": _OPTAX + "transformations.html#optax.GradientTransformation",
+    "GradientTransformationExtraArgs": (
+        _OPTAX + "transformations.html#optax.GradientTransformationExtraArgs"
+    ),
+}
+
+
+def _link(app: Any, env: Any, node: pending_xref, content: Any) -> Any:
+    """Links a type to its page: a public name of these packages, or of JAX and Optax.
+
+    autodoc writes the module that defines a class; readers import it from the package.
+    """
+    module, _, name = node.get("reftarget", "").rpartition(".")
+    if node.get("refdomain") != "py" or not module:
+        return None
+    package = module.partition(".")[0]
+    if package.startswith("opt_"):
+        domain = env.get_domain("py")
+        return domain.resolve_xref(
+            env, node.get("refdoc"), app.builder, "obj", f"{package}.{name}", node, content
+        )
+    if package in {"jax", "optax"} and name in _ELSEWHERE:
+        return nodes.reference("", "", content, refuri=_ELSEWHERE[name], internal=False)
+    return None
+
+
+def _list_twins(app: Any, page: str, source: list[str]) -> None:
+    """Writes an entry for every twin of Optax, so that search and index find `adamw`."""
+    del app
+    if page != "api/opt_optax_bridge":
+        return
+    names = (*opt_optax_bridge.optimizer_names(), *opt_optax_bridge.building_block_names())
+    entries = "\n   ".join(f"{name}(...)" for name in sorted(names))
+    directive = f"```{{eval-rst}}\n.. py:function::\n   {entries}\n```"
+    source[0] = source[0].replace("<!-- twins -->", directive)
 
 
 def setup(app: Any) -> None:
     """What Sphinx calls."""
     app.connect("autodoc-process-docstring", _to_rst, priority=400)  # before Napoleon
+    app.connect("autodoc-process-signature", _public_signature)
+    app.connect("object-description-transform", _drop_undescribed, priority=900)  # after autodoc
+    app.connect("doctree-read", _public_names)
+    app.connect("missing-reference", _link)
+    app.connect("source-read", _list_twins)

@@ -15,7 +15,7 @@ import opt_partition
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from opt_accumulate._accumulate import accumulate_gradients
+from opt_accumulate._microbatches.accumulate import accumulate_gradients
 from opt_accumulate.errors import BatchError, OptionError
 from opt_partition._verify.collectives import Collective, collectives
 from opt_partition._verify.hlo import flat_types, parse

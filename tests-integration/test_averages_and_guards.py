@@ -8,11 +8,15 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import opt_matrix as matrix
+import opt_nnx
 import opt_optax_bridge as opt
 import opt_partition as part
+import opt_precision as precision
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from opt_accumulate import (
     MultiSteps,
@@ -21,6 +25,7 @@ from opt_accumulate import (
     eval_params,
     guard,
     report,
+    rollback,
     with_average,
 )
 from opt_adafactor import Adafactor
@@ -110,6 +115,42 @@ def test_a_guard_adds_the_sum_of_the_norm(mesh: Mesh) -> None:
     assert all(c.kind == "all-reduce" and np.prod(c.shape) <= 2 for c in found.collectives)
 
 
+def test_an_average_may_lie_on_the_host(mesh: Mesh) -> None:
+    """Also inside of a guard that judges updates, and so chooses between two states."""
+    tx = guard(with_average(ADAMW, 0.5), loss=None, update_norm=Spike())
+    abstract = jax.eval_shape(make_params)
+    placed = part.logical_to_mesh(AXES, RULES, mesh, abstract)
+    layout = part.logical_to_mesh(
+        part.explain(tx, abstract, AXES, strict=False).axes,
+        RULES,
+        mesh,
+        jax.eval_shape(tx.init, abstract),
+        memory_kinds=lambda path, _: "pinned_host" if "/average/" in path else None,
+    )
+    held, expected = rollback(keep=1), (make_params(), tx.init(make_params()))
+    with jax.set_mesh(mesh):
+        params = jax.device_put(make_params(), placed.shardings)
+        found = params, part.init_sharded(tx, params, layout)
+        step, plain = jax.jit(tx.apply, donate_argnums=(0, 1)), jax.jit(tx.apply)
+        for number in range(3):
+            grads = gradients(number)
+            found = step(*found, jax.device_put(grads, placed.shardings))
+            expected = plain(*expected, grads)
+            held.take(number, found)
+        lies = [leaf.sharding.memory_kind for leaf in jax.tree.leaves(found[1])]
+        assert lies == [row.memory_kind or "device" for row in layout.rows]
+        assert lies.count("pinned_host") == len(SHAPES)
+        assert_same(jax.device_get(found), jax.device_get(expected))
+        average = eval_params(expected[1], expected[0])
+        for evaluate in (eval_params, jax.jit(eval_params)):
+            of_host = evaluate(found[1], found[0])
+            assert_same(jax.device_get(of_host), jax.device_get(average))
+            assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(of_host)} == {"device"}
+        _, restored = held.restore()
+        assert lies == [leaf.sharding.memory_kind for leaf in jax.tree.leaves(restored[1])]
+        step(*restored, jax.device_put(gradients(), placed.shardings))
+
+
 def test_the_memory_of_an_average_is_four_bytes_a_parameter() -> None:
     bytes_of = [
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(tx.init, s)))
@@ -130,6 +171,86 @@ def test_what_an_average_adds_is_elementwise() -> None:
         {word for word in text.split() if word.startswith("stablehlo.")} for text in texts
     )
     assert averaged <= bare
+
+
+AVERAGE = 4 * (16 * 8 // 8 + 8 // 2) + 4  # of a device: shards, and a count
+WINDOWS = 2 * (4 * 128 + 2 * 4)  # losses and norms, with two counts
+
+
+@pytest.mark.parametrize(
+    ("tx", "added"),
+    [(with_average(ADAMW, 0.9), AVERAGE), (guard(ADAMW), WINDOWS + 5 * 4 + 2)],
+    ids=["average", "guard"],
+)
+def test_a_plan_counts_what_is_kept(tx: Any, added: int) -> None:
+    mesh = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
+    abstract = jax.eval_shape(make_params)
+    bare, kept = (
+        part.memory_plan(one, abstract, AXES, RULES, mesh).state_bytes_per_device
+        for one in (ADAMW, tx)
+    )
+    assert kept - bare == added
+
+
+# With the other packages
+
+
+@pytest.mark.parametrize("storage", ["f32", "remainder", "kahan", "stochastic"])
+def test_of_a_master_it_is_the_master_that_is_averaged(storage: Any) -> None:
+    sgd = optax.sgd(1e-4)  # of which bfloat16 takes nothing
+    tx: Any = (
+        precision.stochastic_weights(sgd)
+        if storage == "stochastic"
+        else precision.master_weights(sgd, storage=storage)
+    )
+    averaged = with_average(tx, 0.5)
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), make_params())
+    average = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    state, apply = averaged.init(params), jax.jit(averaged.apply)
+    for number in range(3):
+        params, state = apply(params, state, gradients(number))
+        master = precision.master_of(state.inner, params)
+        average = jax.tree.map(lambda a, m: (a + m) / 2, average, master)
+    assert_same(state.average, average)
+    evaluated = eval_params(state, params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(evaluated)} == {jnp.dtype(jnp.bfloat16)}
+    if storage != "kahan":  # whose sum may round to a neighbour of what the model has
+        chex.assert_trees_all_equal(eval_params(state.inner, params), params)
+
+
+def test_a_guard_around_moments_of_eight_bits_leaves_their_codes() -> None:
+    tx = guard(precision.quantize_state(ADAMW, precision.dynamic8()), loss=None)
+    params = {"w": jnp.linspace(-1.0, 1.0, 64 * 256).reshape(64, 256)}
+    apply = jax.jit(chex.assert_max_traces(tx.apply, 1))
+    params, state = apply(params, tx.init(params), params)
+    bad = {"w": params["w"].at[3, 4].set(NAN)}
+    after, skipped = apply(params, state, bad)
+    chex.assert_trees_all_equal((after, skipped.inner), (params, state.inner))
+    assert int(skipped.skipped) == 1
+    moved, _ = apply(after, skipped, params)
+    assert not np.array_equal(moved["w"], params["w"])
+
+
+def test_muon_on_a_mesh_within_a_guard_and_an_average() -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("x"))
+    values = {f"w{n}": jnp.cos(jnp.arange(16.0 * 32) + n).reshape(16, 32) for n in range(8)}
+    plan = matrix.plan_matrices(values, sharding, mesh, matrix.Matrices.by_rank2())
+    muon = matrix.muon(0.1, matrices=matrix.Matrices.by_rank2(), plan=plan)
+    tx = guard(with_average(muon, 0.5), loss=None)
+    params = jax.device_put(values, sharding)
+    apply = jax.jit(tx.apply)
+    state = jax.jit(tx.init)(params)
+    plan.check(apply.lower(params, state, params).compile())
+    bad = jax.device_put({**values, "w0": values["w0"] * NAN}, sharding)
+    skipped = apply(params, state, bad)
+    chex.assert_trees_all_equal((skipped[0], skipped[1].inner), (params, state.inner))
+    after, state = apply(*skipped, params)
+    updates, _ = jax.jit(muon.update)(params, jax.jit(muon.init)(params), params)
+    expected = optax.apply_updates(params, updates)
+    chex.assert_trees_all_close(after, expected, rtol=1e-2, atol=1e-4)  # products of bfloat16
+    halves = jax.tree.map(lambda old, new: (old + new) / 2, params, after)
+    assert_same(eval_params(state, after), halves)
 
 
 # With definitions
@@ -246,6 +367,30 @@ def test_in_a_window_of_accumulated_gradients() -> None:
     assert int(optimizer.state.param_states.inner_opt_state.inner.count) == 3
 
 
+def test_nnx_evaluates_the_average_and_trains_on() -> None:
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    optimizer = opt_nnx.Optimizer(model, guard(with_average(ADAMW, 0.5), grad_norm=None))
+    x = jnp.cos(jnp.arange(8.0)).reshape(2, 4)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, scale: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda model: scale * (model(x) ** 2).mean())(model)
+        optimizer.update(model, grads, loss=loss)
+        with optimizer.evaluating(model):
+            return model.kernel[...]
+
+    kernels = [model.kernel[...]]
+    for scale in (1.0, 1.0, NAN, 1.0):
+        average = step(model, optimizer, scale)
+        kernels.append(model.kernel[...])
+    assert np.array_equal(kernels[2], kernels[3])
+    assert int(report(optimizer.to_core(model).state).skipped) == 1
+    expected = kernels[0]
+    for kernel in (kernels[1], kernels[2], kernels[4]):
+        expected = (expected + kernel) / 2
+    assert_same(average, expected)
+
+
 # From checkpoints
 
 
@@ -321,7 +466,7 @@ def test_dropping_schedule_free_says_which_parameters_are_kept(through: Any) -> 
     target = wrapped(optax.sgd(0.1)).create(make_params())
     source, allow = through(saved), {"drop", "optimizer"}
     kept = plan_restore(source, target, allow=allow)
-    assert "the parameters to evaluate are made of it" in str(kept)
+    assert "the parameters to evaluate are computed from it" in str(kept)
     state = "state/schedule_free"
     rule = (
         r"params/(.*)",

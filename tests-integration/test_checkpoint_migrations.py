@@ -314,9 +314,7 @@ def test_multi_steps_is_not_removed_in_the_middle_of_a_window() -> None:
     target = opt.adam(0.1).create(make_params())
     saved = named_state(middle)
     plan = plan_restore(saved, target, allow={"drop", "optimizer"})
-    with pytest.raises(
-        errors.PlanError, match=r"mini_step` is 1, and what waits in it would be lost"
-    ):
+    with pytest.raises(errors.PlanError, match=r"mini_step` is 1, and its contents would be lost"):
         plan.apply()
     lost = plan_restore(
         saved, target, allow={"drop", "optimizer"}, rules=[("state/multi_steps/mini_step", "drop")]

@@ -1,5 +1,6 @@
 """Every Python block of the README and the guides runs, in order, one namespace a page."""
 
+import importlib
 import pathlib
 import re
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+REFERENCE = sorted((ROOT / "docs/api").glob("*.md"))
 WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
 
 
@@ -24,3 +26,18 @@ def test_blocks_run(page: pathlib.Path) -> None:
     namespace: dict[str, Any] = {}
     for number, block in enumerate(BLOCK.findall(page.read_text()), start=1):
         exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", REFERENCE, ids=lambda page: page.stem)
+def test_reference_has_every_public_name_once(page: pathlib.Path) -> None:
+    text, package = page.read_text(), page.stem
+    directives = re.findall(r"^\.\. auto\w+:: (\S+)$", text, re.MULTILINE)
+    directives += [
+        f"{package}.{name}" for name in re.findall(r"^\.\. py:data:: (\w+)$", text, re.M)
+    ]
+    assert len(directives) == len(set(directives))
+    names = set(importlib.import_module(package).__all__)
+    # Aliases, and what is another library's, are only mentioned.
+    assert {name for name in names if f"{package}.{name}" not in directives} <= set(
+        re.findall(r"`(\w+)`", text)
+    )

@@ -456,5 +456,5 @@ def test_written_by_is_for_wrapped_optax() -> None:
     groups = MultiOptimizer(*pairs, names=["x", "y"]).create(params)
     saved["state"]["param_states"]["b"] = {"momentum": np.ones(3, np.float32)}
     restore_legacy(groups, saved, written_by={"y": "Momentum"})
-    with pytest.raises(EquivalenceError, match="the group `x` is no wrapped Optax"):
+    with pytest.raises(EquivalenceError, match="the group `x` is not wrapped Optax"):
         restore_legacy(groups, saved, written_by={"x": "Adafactor"})

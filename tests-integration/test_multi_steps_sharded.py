@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from opt_accumulate._multi_steps import MultiSteps
-from opt_accumulate._skip import skip_not_finite
+from opt_accumulate._multi_steps.multi_steps import MultiSteps
+from opt_accumulate._skip.functions import skip_not_finite
 
 P = PartitionSpec
 SPECS = {"w": P("data", "model"), "b": P("model")}

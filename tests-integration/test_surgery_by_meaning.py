@@ -454,7 +454,7 @@ def test_a_vector_of_other_parameters_does_not_go_on(how: str) -> None:
     assert not regroup(optimizer, again)[1].dropped
     plan = plan_restore(named_state(optimizer), other.create(params))
     assert plan.missing_kinds == {"initialise", "drop"}
-    with pytest.raises(SurgeryError, match="it holds parameters one after the other"):
+    with pytest.raises(SurgeryError, match="it concatenates parameters"):
         regroup(optimizer, other)
 
 
@@ -569,7 +569,7 @@ def test_a_list_of_scalars_goes_on_with_the_same_parameters_alone() -> None:
     assert plan.missing_kinds == {"initialise", "drop"}
     rows = [row for row in plan.rows if row.leaf.transformation]
     assert {row.action for row in rows} == {"initialised"}
-    assert "it holds parameters one after the other" in rows[0].note
+    assert "it concatenates parameters" in rows[0].note
 
 
 def every(n: int) -> Callable[[Any], Any]:
@@ -666,7 +666,7 @@ def test_an_open_window_of_unknown_length_is_not_the_same() -> None:
     regroup(optimizer, other)
     states = optimizer.state.param_states._replace(mini_step=jnp.int32(1))
     begun = optimizer.replace(state=optimizer.state.replace(param_states=states))
-    with pytest.raises(SurgeryError, match="nothing says whether it is as long as those"):
+    with pytest.raises(SurgeryError, match="it is not known whether the new definition's windows"):
         regroup(begun, other, allow=EVERYTHING)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import opt_optax_bridge as opt
 import optax
 import pytest
 from opt_checkpoint import Checkpointer
@@ -305,6 +306,33 @@ def test_a_damaged_checkpoint_is_passed_over_and_made_again(whole: Path, tmp_pat
     assert f"step {last} is passed over: " in done.stderr
     assert read_metrics(folder) == read_metrics(whole)
     assert read_checkpoint(folder) == read_checkpoint(whole)
+
+
+@pytest.mark.parametrize(
+    ("weights", "state", "each"),
+    [
+        pytest.param("bfloat16-stochastic", "8bit", 4.48, id="stochastic"),
+        pytest.param("bfloat16-remainder", "8bit", 6.48, marks=pytest.mark.slow, id="remainder"),
+        pytest.param("bfloat16-kahan", "bfloat16", 8.0, marks=pytest.mark.slow, id="kahan"),
+        pytest.param("bfloat16", "float32", 10.0, marks=pytest.mark.slow, id="naive"),
+    ],
+)
+def test_low_precision_is_sharded_saved_and_resumed(
+    text: Path, tmp_path: Path, weights: str, state: str, each: float
+) -> None:
+    folder = tmp_path / "run"
+    flags = ["--layers=1", "--d-model=64", "--batch-size=8", "--sequence-length=16", "--zero"]
+    flags += ["--steps=6", "--checkpoint-every=3", "--sample-bytes=5", "--data", str(text)]
+    done = run("--out", folder, f"--weights={weights}", f"--state={state}", *flags)
+    assert done.returncode == 0, done.stderr
+    assert float(re.findall(r"(\S+) bytes per parameter", done.stdout)[0]) <= each
+    assert "state sharded as asked" in done.stdout
+    expected, metrics = read_checkpoint(folder), read_metrics(folder)
+    damage(folder / "checkpoints" / "6")
+    done = run("--resume", folder)
+    assert done.returncode == 0, done.stderr
+    assert read_checkpoint(folder) == expected
+    assert read_metrics(folder) == metrics
 
 
 def test_learning_rate_on_resume_is_applied_from_there_on(
@@ -966,6 +994,57 @@ def test_a_run_of_which_everything_is_skipped_stops(
     folder.save_results({"bits": {"gzip": math.nan, "bigram": 1.5}})
     results = json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail)
     assert results == {"bits": {"gzip": None, "bigram": 1.5}}
+
+
+class Numbers:
+    """Batches that are their numbers."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def __next__(self) -> int:
+        self._last += 1
+        return self._last
+
+    def state(self) -> dict[str, int]:
+        return {"position": self._last}
+
+
+def test_a_run_that_a_step_has_spoilt_goes_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 15 moves the parameters far away, where no loss is finite; no window is full by then."""
+    training = load("lm.training", monkeypatch)
+    config = training.Config(steps=60, batch_size=8, checkpoint_every=100)
+    job = SimpleNamespace(config=config, shard=lambda batch: batch)
+
+    def update(optimizer: Any, grads: Any) -> Any:
+        return optimizer.apply_gradient(grads)
+
+    @jax.jit
+    def jitted(optimizer: Any, batch: Any, state: Any) -> Any:
+        weight = optimizer.target["w"]
+        loss = jnp.where(abs(weight).max() < 1e3, jnp.mean(weight**2), jnp.nan)
+        grads = {"w": jnp.where(batch == 15, 1e6, 2 * weight)}
+        after, state = training.guarded_step(optimizer, update, state, grads, loss)
+        return after, {"guard": state, "loss": loss}
+
+    def step(optimizer: Any, batch: int, _: object, state: Any) -> Any:
+        return jitted(optimizer, batch, state)
+
+    optimizer = opt.sgd(0.05).create({"w": jnp.ones(2)})
+    start = training.guarded(optimizer, update).init(optimizer.target)
+    batches = Numbers()
+    folder = training.RunFolder(tmp_path)
+    done, is_finished = training.train(job, folder, step, optimizer, batches, {}, start)
+    assert is_finished
+    assert int(done.state.step) == 60
+    # Ten steps up to the one that is held; skipped up to 35; then one for each batch.
+    np.testing.assert_allclose(done.target["w"], 0.9 ** (10 + 60 - 35), rtol=1e-5)
+    lines = {line["step"]: line for line in map(json.loads, read_lines(tmp_path))}
+    assert lines[35]["back_to"] == 10
+    assert {number for number, line in lines.items() if "skipped" in line} == {*range(16, 35)}
+    assert "20 batches in a row were skipped by --guard: back to step 10" in capsys.readouterr().err
 
 
 MEETING = """

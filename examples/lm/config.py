@@ -13,6 +13,7 @@ from typing import Any, Never
 from lm.sizes import VOCAB, ModelConfig
 
 INT32_MAX = 2**31 - 1
+WEIGHTS = ("stochastic", "remainder", "kahan")
 # smaller values may be flushed to zero
 FLOAT32_MIN, FLOAT32_MAX = 2.0**-126, (2 - 2**-23) * 2.0**127
 
@@ -80,9 +81,17 @@ class Config:
     )
     guard: bool = flag(
         False,
-        "skip steps whose loss or gradient is not finite, or far above those of the last 128",
+        "skip steps whose loss, gradient or update is not finite, or far above those of the last "
+        "128; after 20 in a row go back to the last good state, which is kept on the host",
         action=argparse.BooleanOptionalAction,
     )
+    weights: str = flag(
+        "float32",
+        "how parameters are stored; in bfloat16 they take small updates by stochastic rounding, or "
+        "by 16 more bits, of a float32 (remainder) or of what was lost (kahan)",
+        choices=("float32", "bfloat16", *(f"bfloat16-{how}" for how in WEIGHTS)),
+    )
+    state: str = flag("float32", "how moments are stored", choices=("float32", "bfloat16", "8bit"))
     checkpoint_every: int = flag(200, "steps between checkpoints")
     prompt: str = flag("def ", "what the sample begins with")
     sample_bytes: int = flag(400, "length of the sample")
@@ -177,6 +186,8 @@ ADDED: Mapping[str, Any] = {
     "skip_nonfinite": False,
     "average": 0.0,
     "guard": False,
+    "weights": "float32",
+    "state": "float32",
 }
 
 

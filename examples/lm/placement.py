@@ -17,6 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from opt_core import Optimizer, OptimizerDef, OptimizerState
 from opt_partition import Expected, MemoryPlan, Report, memory_plan, verify
+from opt_precision import partition_rules
 
 from lm.model import AXIS_RULES
 
@@ -62,6 +63,7 @@ def place(optimizer_def: OptimizerDef, params: Any, mesh: Mesh, *, zero: bool) -
         mesh,
         zero="data" if zero else None,
         group_by=lambda path: path.split("/")[0].split("_")[0],  # all layers together
+        derivation_rules=partition_rules(),
     )
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
     state = OptimizerState(step=step, param_states=plan.state.shapes)
@@ -79,11 +81,14 @@ def describe_plan(plan: MemoryPlan) -> str:
     groups = {name: group.total for name, group in plan.groups.items()}
     together = amount(plan.total_bytes_per_device)
     waste = amount(sum(row.waste for row in plan.replicated))
+    number = sum(leaf.size for leaf in jax.tree.leaves(plan.params.shapes))
+    each = (plan.param_bytes + plan.state_bytes) / number
     lines = [
         f"Plan for each device: {', '.join(shares)}",
         f"  state by field: {_amounts(plan.state_fields)}",
         f"  all by group: {_amounts(groups)}",
         f"  together {together}, {waste} of it beyond an equal share",
+        f"  {each:.2f} bytes per parameter, with its state",
     ]
     return "\n".join([*lines, *_notes(plan)])
 

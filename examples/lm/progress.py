@@ -102,6 +102,11 @@ class Progress:
         if not self._bar.disable:
             self._bar.set_postfix_str(before)
 
+    def note(self, text: str) -> None:
+        """Shows a line that stays."""
+        if self._is_shown:
+            tqdm.write(text, file=sys.stderr)
+
     def _is_due(self, step: int) -> bool:
         """Whether a line is: 20 in all, or as many as keep the silence short."""
         silence = time.perf_counter() - self._printed

@@ -27,15 +27,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import opt_optax_bridge as opt
+import opt_precision
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from opt_accumulate import (
     GuardState,
     ParamsTransformation,
     Reason,
+    Spike,
     accumulate_gradients,
     guard,
     report,
+    rollback,
     with_average,
 )
 from opt_adafactor import Adafactor, adafactor
@@ -45,6 +48,8 @@ from opt_core import (
     MultiOptimizer,
     Optimizer,
     OptimizerDef,
+    OptimizerState,
+    clip_metrics,
     describe,
     group_metrics,
     increment_step,
@@ -66,6 +71,8 @@ from lm.run_folder import RunFolder, numbers
 
 KEPT = 3  # checkpoints: the latest ones
 MOST_SKIPPED = 20  # whole batches in a row: what is left is not going to be finite again
+GOOD_EVERY = 10  # steps between the good states that `--guard` keeps on the host
+GOOD_KEPT = 2
 
 
 def make_schedule(config: Config) -> optax.Schedule:
@@ -79,15 +86,28 @@ def make_schedule(config: Config) -> optax.Schedule:
     )
 
 
-def averaged(config: Config, constructor: Callable[..., Any]) -> Callable[..., OptimizerDef]:
-    """Returns a constructor of definitions that average the parameters that they update.
+def stored(config: Config, tx: Any) -> Any:
+    """Returns a transformation whose state, and the parameters, are as `--state`, `--weights`."""
+    codecs = {"8bit": opt_precision.dynamic8, "bfloat16": opt_precision.bfloat16}
+    if (config.weights, config.state) == ("float32", "float32"):
+        return tx
+    tx = opt_precision.quantize_state(tx, codecs.get(config.state, opt_precision.identity)())
+    _, _, how = config.weights.partition("-")
+    if how == "stochastic":
+        return opt_precision.stochastic_weights(tx, seed=config.seed)
+    return opt_precision.master_weights(tx, storage=how) if how else tx  # type: ignore[arg-type]
+
+
+def wrapped(config: Config, constructor: Callable[..., Any]) -> Callable[..., OptimizerDef]:
+    """Returns a constructor of definitions that store and average as the flags say.
 
     Hyper-parameters are those of `constructor`, and can be given at run time as before.
     """
 
     @functools.wraps(constructor)
     def make(*args: Any, **kwargs: Any) -> Any:
-        return with_average(constructor(*args, **kwargs), config.average, warmup=True)
+        tx = stored(config, constructor(*args, **kwargs))
+        return with_average(tx, config.average, warmup=True) if config.average else tx
 
     made: Callable[..., OptimizerDef] = opt.wrap_optax_optimizer(make)
     return made
@@ -134,11 +154,12 @@ def make_groups(job: Job) -> MultiOptimizer:
     config = job.config
     rate = make_schedule(config)
     table: OptimizerDef = Adafactor(multiply_by_parameter_scale=False)
-    wrap = partial(averaged, config) if config.average else opt.wrap_optax_optimizer
+    is_wrapped = config.average or (config.weights, config.state) != ("float32", "float32")
+    wrap = partial(wrapped, config) if is_wrapped else opt.wrap_optax_optimizer
     adamw: Callable[..., OptimizerDef] = partial(wrap(optax.adamw), rate, b2=0.98)
     matrices = partial(wrap(muon_for(job)), rate, b2=0.98) if config.optimizer == "muon" else adamw
-    if config.average:
-        table = averaged(config, adafactor)(config.learning_rate, multiply_by_parameter_scale=False)
+    if is_wrapped:
+        table = wrapped(config, adafactor)(config.learning_rate, multiply_by_parameter_scale=False)
     return MultiOptimizer.from_rules(
         [
             ("embedding", "embedding", table),
@@ -151,7 +172,9 @@ def make_groups(job: Job) -> MultiOptimizer:
 def init_params(job: Job) -> Any:
     """Returns the initial parameters in Flax boxes, which name their dimensions."""
     tokens = jnp.zeros((1, job.config.sequence_length), jnp.uint8)
-    return job.model.init(jax.random.key(job.config.seed), tokens)["params"]
+    params = job.model.init(jax.random.key(job.config.seed), tokens)["params"]
+    dtype = job.config.weights.partition("-")[0]
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
 def plan_optimizer(job: Job) -> Placement:
@@ -200,35 +223,86 @@ def loss_and_gradients(
 
 
 class WholeStep:
-    """What `guard` guards: a step of all groups at once, by `apply` on the whole optimizer.
+    """What `guard` guards: a step of all groups at once, as `apply` on parameters and state.
 
     Args:
+      optimizer: its definition is what counts.
       update: from an optimizer and gradients to the optimizer after the step.
     """
 
-    def __init__(self, update: Callable[[Optimizer, Any], Optimizer]) -> None:
-        self._update = update
+    def __init__(self, optimizer: Optimizer, update: Callable[[Optimizer, Any], Optimizer]) -> None:
+        self._optimizer, self._update = optimizer, update
 
-    def init(self, optimizer: Optimizer) -> tuple[()]:
-        """Returns nothing: all state is in the optimizer."""
-        del optimizer
+    def init(self, params: Any) -> tuple[()]:
+        """Returns nothing: the guard is lent the state of the optimizer for each step."""
+        del params
         return ()
 
-    def apply(self, optimizer: Optimizer, state: Any, grads: Any, **_: Any) -> Any:
+    def apply(self, params: Any, state: OptimizerState, grads: Any, **_: Any) -> Any:
         """Makes the step."""
-        return self._update(optimizer, grads), state
+        after = self._update(self._optimizer.replace(target=params, state=state), grads)
+        return after.target, after.state
 
 
-def guarded(update: Callable[[Optimizer, Any], Optimizer]) -> ParamsTransformation:
-    """Returns a step that is not made where the loss or the gradient is a spike or not finite."""
-    return guard(WholeStep(update), max_consecutive=MOST_SKIPPED)
+def guarded(
+    optimizer: Optimizer, update: Callable[[Optimizer, Any], Optimizer]
+) -> ParamsTransformation:
+    """Returns a step that is not made where it would spoil the run.
+
+    That is where the loss, or the norm of gradients or updates, is a spike or not finite.
+    """
+    step = WholeStep(optimizer, update)
+    return guard(step, update_norm=Spike(), max_consecutive=MOST_SKIPPED)
+
+
+def guarded_step(
+    optimizer: Optimizer,
+    update: Callable[[Optimizer, Any], Optimizer],
+    guard_state: GuardState,
+    grads: Any,
+    loss: jax.Array,
+) -> tuple[Optimizer, GuardState]:
+    """Makes a step, or does not; a batch is counted in either case.
+
+    Args:
+      optimizer: before the step.
+      update: what makes it.
+      guard_state: what the guard knows.
+      grads: the gradients.
+      loss: NaN if there is none.
+    """
+    lent = dataclasses.replace(guard_state, inner=optimizer.state)
+    params, lent = guarded(optimizer, update).apply(optimizer.target, lent, grads, loss=loss)
+    step = increment_step(optimizer.state.step)  # the next batch is another one
+    after = optimizer.replace(target=params, state=lent.inner.replace(step=step))
+    return after, dataclasses.replace(lent, inner=())
+
+
+class GoodStates:
+    """The last good states of a guarded run, on the host, for when it cannot go on."""
+
+    def __init__(self) -> None:
+        self._held, self._restored = rollback(keep=GOOD_KEPT), 0
+
+    def take(self, step: int, optimizer: Optimizer, guard_state: GuardState) -> None:
+        """Copies a state now and then, if its step was made."""
+        if step % GOOD_EVERY == 0 and self._held.take(step, (optimizer, guard_state)):
+            self._restored = 0
+
+    def restore(self) -> tuple[int, tuple[Optimizer, GuardState]] | None:
+        """Returns the last one with its step; `None` if there is none, or none has helped."""
+        if not self._held.steps or self._restored == GOOD_KEPT:
+            return None
+        self._restored += 1
+        return self._held.restore()
 
 
 def new_guard(job: Job, placement: Placement) -> tuple[GuardState, ...]:
     """Returns what the guard knows before the first step, which is nothing; `()` without one."""
     if not job.config.guard:
         return ()
-    state = guarded(lambda optimizer, _: optimizer).init(placement.optimizer)
+    optimizer = placement.optimizer
+    state = guarded(optimizer, lambda optimizer, _: optimizer).init(optimizer.target)
     return (jax.device_put(state, everywhere(job)),)
 
 
@@ -266,7 +340,8 @@ def train_step(
 
     Returns:
       The new optimizer, and what happened: the learning rate is the one that was applied,
-      `groups` has the norms of each group, and `guard` is what the guard knows now.
+      `groups` has the norms of each group, `clipped` is 1 where the gradient was clipped, and
+      `guard` is what the guard knows now.
     """
     loss, grads, kept = loss_and_gradients(job, optimizer.target, windows)
     matrices = make_groups(job).split(optimizer)["matrices"]
@@ -284,17 +359,18 @@ def train_step(
         updated = update(optimizer, grads)
     else:
         known = jnp.where(kept > 0, loss, jnp.nan)  # of a batch that was dropped there is none
-        updated, guard_state = guarded(update).apply(optimizer, guard_state, grads, loss=known)
+        updated, guard_state = guarded_step(optimizer, update, guard_state, grads, known)
         guard_state = jax.lax.with_sharding_constraint(guard_state, everywhere(job))
-        step = increment_step(optimizer.state.step)  # counts batches: the next one is another
-        updated = updated.replace(state=updated.state.replace(step=step))
         metrics = {"guard": guard_state}
+    norms = group_metrics(optimizer, grads, updated)
+    clipping = clip_metrics(norms, job.config.clip)
     metrics |= {
         "loss": loss,
         "bits_per_byte": loss / math.log(2),
         "learning_rate": rate,
-        "grad_norm": optax.tree.norm(grads),
-        "groups": group_metrics(optimizer, grads, updated),
+        "grad_norm": clipping.norm,
+        "clipped": clipping.clipped,
+        "groups": norms,
     }
     if job.config.skip_nonfinite:
         metrics["skipped"] = job.config.batch_size - kept
@@ -350,7 +426,7 @@ def train(
     ):
         checkpoints.discard_after(done)  # they are damaged, and will be made again,
         folder.forget_after(done)  # as will be what was logged since
-        is_stopped, skipped = False, 0
+        is_stopped, skipped, good = False, 0, GoodStates()
         measure = evaluator(job)
         for step in range(done + 1, config.steps + 1):
             optimizer, metrics = step_function(
@@ -364,12 +440,20 @@ def train(
                     line |= {"skipped": config.batch_size, "reason": reason}
             skipped = skipped + 1 if line.get("skipped") == config.batch_size else 0
             if skipped == MOST_SKIPPED:
+                last_good = good.restore() if guard_state else None
                 why = "skipped by --guard" if guard_state else "without anything finite"
-                raise UsageError(
-                    f"{skipped} batches in a row were {why}, up to step {step}: take a lower "
-                    "--learning-rate"
-                )
-            if skipped:  # there is nothing else to tell
+                if last_good is None:
+                    raise UsageError(
+                        f"{skipped} batches in a row were {why}, up to step {step}: take a lower "
+                        "--learning-rate"
+                    )
+                number, (restored, restored_guard) = last_good
+                counted = restored.state.replace(step=optimizer.state.step)  # of batches
+                optimizer, guard_state = restored.replace(state=counted), (restored_guard,)
+                skipped = 0
+                progress.note(f"{MOST_SKIPPED} batches in a row were {why}: back to step {number}")
+                line = {"step": step, "back_to": number}
+            elif skipped:  # there is nothing else to tell
                 told = ("step", "skipped", "reason")
                 line = {name: line[name] for name in told if name in line}
             elif not math.isfinite(line["loss"]):
@@ -377,6 +461,8 @@ def train(
                     f"the loss is {line['loss']} at step {step}: take a lower --learning-rate, or "
                     "leave out what is not finite by --skip-nonfinite"
                 )
+            for state in guard_state:
+                good.take(step, optimizer, state)
             line["tokens_per_s"] = progress.speed()
             is_saved = step % config.checkpoint_every == 0 or step == config.steps
             if config.average and is_saved:

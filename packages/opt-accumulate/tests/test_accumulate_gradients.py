@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from opt_accumulate._accumulate import AccumulationMetrics, accumulate_gradients
-from opt_accumulate._skip import skip_not_finite
+from opt_accumulate._microbatches.accumulate import AccumulationMetrics, accumulate_gradients
+from opt_accumulate._skip.functions import skip_not_finite
 from opt_accumulate.errors import BatchError, LossOutputError, OptionError
 
 ROWS = 12

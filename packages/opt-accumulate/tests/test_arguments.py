@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from opt_accumulate._accumulate import accumulate_gradients
+from opt_accumulate._microbatches.accumulate import accumulate_gradients
 from opt_accumulate.errors import OptionError
 
 ROWS = 12

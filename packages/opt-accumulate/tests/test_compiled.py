@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from opt_accumulate._compose import any_of
-from opt_accumulate._multi_steps import MultiSteps
-from opt_accumulate._outliers import skip_outliers
-from opt_accumulate._skip import skip_not_finite
+from opt_accumulate._multi_steps.multi_steps import MultiSteps
+from opt_accumulate._skip.combined import any_of
+from opt_accumulate._skip.functions import skip_not_finite
+from opt_accumulate._skip.outliers import skip_outliers
 
 SIDE = 256
 PARAMS = {f"w{i}": jnp.full((SIDE, SIDE), 0.5, jnp.float32) for i in range(3)}

@@ -124,7 +124,7 @@ def test_two_are_an_error_that_names_both() -> None:
     params, state = trained(with_average(guard(AVERAGED, loss=None), 0.9))
     with pytest.raises(
         EvaluationError,
-        match=r"the `AverageState` at `\.` and the `AverageState` at `inner/inner` both have "
+        match=r"the `AverageState` at `\.` and the `AverageState` at `inner/inner` both provide "
         r"parameters to evaluate of `b`",
     ):
         eval_params(state, params)

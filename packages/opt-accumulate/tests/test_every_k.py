@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from opt_accumulate._every_k import parse_every_k
-from opt_accumulate._multi_steps import MultiSteps
+from opt_accumulate._multi_steps.every_k import parse_every_k
+from opt_accumulate._multi_steps.multi_steps import MultiSteps
 
 PARAMS = jnp.zeros(2)
 GRADS = jnp.array([1.0, 3.0])

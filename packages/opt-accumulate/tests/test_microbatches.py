@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from opt_accumulate._microbatches import (
+from opt_accumulate._microbatches.batch import (
     Sizes,
     Split,
     batch_rows,

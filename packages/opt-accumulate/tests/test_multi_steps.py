@@ -11,8 +11,8 @@ import numpy as np
 import optax
 import pytest
 from opt_accumulate._emission import Form
-from opt_accumulate._multi_steps import MultiSteps
-from opt_accumulate._skip import skip_not_finite
+from opt_accumulate._multi_steps.multi_steps import MultiSteps
+from opt_accumulate._skip.functions import skip_not_finite
 from optax.contrib._prodigy import prodigy
 from optax.contrib._reduce_on_plateau import reduce_on_plateau
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from opt_accumulate._multi_steps import MultiSteps
-from opt_accumulate._skip import skip_large_updates, skip_not_finite
+from opt_accumulate._multi_steps.multi_steps import MultiSteps
+from opt_accumulate._skip.functions import skip_large_updates, skip_not_finite
 
 KEY = jax.random.key(0)
 PARAMS = {"kernel": jax.random.normal(KEY, (17, 5)), "bias": jnp.linspace(-1.0, 1.0, 5)}

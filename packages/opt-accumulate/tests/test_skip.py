@@ -12,13 +12,14 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opt_accumulate import _skip, errors
-from opt_accumulate._compose import all_of, any_of
-from opt_accumulate._multi_steps import MultiSteps
-from opt_accumulate._outliers import skip_outliers
-from opt_accumulate._skip import skip_large_updates, skip_not_finite
-from opt_accumulate._skip_state import StatefulSkipFunction
-from opt_accumulate._stuck import check_skips
+from opt_accumulate import errors
+from opt_accumulate._multi_steps.multi_steps import MultiSteps
+from opt_accumulate._skip import functions
+from opt_accumulate._skip.combined import all_of, any_of
+from opt_accumulate._skip.functions import skip_large_updates, skip_not_finite
+from opt_accumulate._skip.outliers import skip_outliers
+from opt_accumulate._skip.state import StatefulSkipFunction
+from opt_accumulate._skip.stuck import check_skips
 
 PARAMS = {"w": jnp.zeros(2), "b": jnp.zeros(())}
 SGD = optax.sgd(1.0)
@@ -77,7 +78,7 @@ def test_not_finite(value: Any) -> None:
 
 
 def test_counts_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_skip, "_MAX", 10)  # instead of arrays of 2**31 values
+    monkeypatch.setattr(functions, "_MAX", 10)  # instead of arrays of 2**31 values
     bad = jnp.full((4, 3), jnp.nan)
     assert int(skip_not_finite(bad, 0, None)[1]["num_not_finite"]) == 10
     assert int(skip_not_finite([bad[:2], bad[:2]], 0, None)[1]["num_not_finite"]) == 10

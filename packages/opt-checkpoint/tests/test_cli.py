@@ -270,14 +270,20 @@ def test_convert_leaves_nothing_where_it_fails(
     (tmp_path / "junk").write_bytes(b"\x81\xa1a")
     before = sorted(tmp_path.rglob("*"))
     for given, words in (
-        ((adam_file, "out", "job:adam", "--step", "-1"), "`--step` must be an integer from 0 on"),
-        ((adam_file, "out", "job:adam", "--step", "9" * 5000), "`--step` must be an integer"),
+        ((adam_file, "out", "job:adam", "--step", "-1"), "`--step` must be a non-negative integer"),
+        (
+            (adam_file, "out", "job:adam", "--step", "9" * 5000),
+            "`--step` must be a non-negative integer",
+        ),
         (
             (adam_file, "out", "job:more", "--written-by", "Adam"),
             "state/param_states/new: has no state",
         ),
-        ((adam_file, "plain", "job:adam", "--written-by", "Adam"), "is in the way"),
-        ((adam_file, "junk", "job:adam", "--written-by", "Adam"), "`junk` is no folder"),
+        (
+            (adam_file, "plain", "job:adam", "--written-by", "Adam"),
+            "exists and is not a checkpoint",
+        ),
+        ((adam_file, "junk", "job:adam", "--written-by", "Adam"), "junk` cannot be made"),
         (("junk", "out", "job:adam"), "damaged: the file is cut short"),
     ):
         code, out, err = cli("convert", *given)
@@ -306,7 +312,7 @@ def test_convert_of_damaged_files_is_one_line(cli: Cli, tmp_path: Path) -> None:
 def test_convert_takes_no_writer_of_states_of_optax(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(flax.serialization.msgpack_serialize(jax.device_get(adam().state_dict())))
-    for name, words in (("Foo", "'Foo' is none of"), ("Adam", "is for files of `flax.optim`")):
+    for name, words in (("Foo", "'Foo' is not one of"), ("Adam", "is for files of `flax.optim`")):
         code, out, err = cli("convert", path, "out", "job:adam", "--written-by", name)
         assert (code, out) == (2, "")
         assert words in err.splitlines()[-1]
@@ -359,7 +365,7 @@ def test_verify_takes_all_steps_of_a_folder_with_an_at(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("ls", "nowhere"), "`nowhere` is no folder"),
+        (("ls", "nowhere"), "`nowhere` is not a folder"),
         (("ls", "."), "holds no checkpoints"),
         (("plan", "ROOT", "job"), "expected MODULE:FUNCTION"),
         (("plan", "ROOT", "no_such_module:f"), "cannot be imported"),
@@ -376,10 +382,10 @@ def test_verify_takes_all_steps_of_a_folder_with_an_at(
         (("verify", "ROOT@9"), "has no step 9; it has [0, 1]"),
         (("diff", "ROOT", "ROOT@9"), "has no step 9; it has [0, 1]"),
         (("show", "ROOT@" + "9" * 5000), "has no step 99999999999999999999;"),
-        (("show", "9" * 5000), "99` is no folder"),
-        (("show", "a\0b"), r"`a\x00b` is no folder"),
-        (("convert", "9" * 5000, "out", "job:adam"), "99` is no file"),
-        (("convert", "no_such_file", "out", "job:adam"), "is no file"),
+        (("show", "9" * 5000), "99` is not a folder"),
+        (("show", "a\0b"), r"`a\x00b` is not a folder"),
+        (("convert", "9" * 5000, "out", "job:adam"), "99` is not a file"),
+        (("convert", "no_such_file", "out", "job:adam"), "is not a file"),
     ],
 )
 def test_wrong_input_is_one_line(

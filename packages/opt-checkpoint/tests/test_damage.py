@@ -196,7 +196,7 @@ def test_validate_sees_arrays_that_the_manifest_has_not(step: Path, tmp_path: Pa
     shutil.copytree(tmp_path / "other/1/leaves", step / "leaves")
     report = open_step(step).validate(level="manifest")
     assert report.error is not None
-    assert "`params/w`: expected float32[64, 32], found none" in report.error
+    assert "`params/w`: expected float32[64, 32], found nothing" in report.error
 
 
 def test_b10_released_formats(tmp_path: Path) -> None:

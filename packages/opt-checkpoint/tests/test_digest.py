@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opt_checkpoint._disk import digest as _digest
 from opt_checkpoint._disk.digest import bound, digests
-from opt_checkpoint._disk.storage import DTYPES
+from opt_checkpoint._naming.schema import DTYPES
 
 
 def digest(array: Any) -> str:

@@ -345,7 +345,7 @@ def test_another_optimizer_did_not_write_it(tmp_path: Path) -> None:
         open_foreign(path, written_by=TrainingState(sgd, params(), sgd.init(params())))
     assert "0/trace/b" in str(e.value)
     adam = optax.adam(0.1)
-    with pytest.raises(errors.ForeignError, match=r"at `.*opt_state/1` .*found .* besides"):
+    with pytest.raises(errors.ForeignError, match=r"at `.*opt_state/1` .*found .* too"):
         open_foreign(path, written_by=TrainingState(adam, params(), adam.init(params())))
 
 

@@ -69,17 +69,17 @@ def test_b9_newer_format() -> None:
 @pytest.mark.parametrize(
     ("data", "error", "words"),
     [
-        (b"", DamagedError, "no JSON"),
+        (b"", DamagedError, "is not JSON"),
         (b"[]", LoadError, "expected a mapping, found list"),
         (b"{}", LoadError, "expected `format_version`"),
         (b'{"format_version":true}', LoadError, "expected `format_version`"),
-        (b'{"format_version":2,"format_version":2}', DamagedError, "a key stands twice"),
+        (b'{"format_version":2,"format_version":2}', DamagedError, "a key occurs twice"),
         (b'{"format_version":1,"sha256":"0","manifest":{}}', DamagedError, "SHA-256"),
-        (b'{"format_version":' + b"9" * 5000 + b"}", DamagedError, "no JSON"),
+        (b'{"format_version":' + b"9" * 5000 + b"}", DamagedError, "is not JSON"),
         (b"[" * 100_000, LoadError, "nested too deeply"),
         (b'{"a":' * 100_000, LoadError, "nested too deeply"),
         (b"[" + b"[]," * 9_000_000, LoadError, "more than 16,000,000 values"),
-        (b"\xff\xfe" * 8, DamagedError, "no JSON"),
+        (b"\xff\xfe" * 8, DamagedError, "is not JSON"),
     ],
 )
 def test_no_manifest(data: bytes, error: type[Exception], words: str) -> None:
@@ -104,16 +104,16 @@ def test_no_more_is_read_or_saved_than_a_manifest_may_hold(
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
-        (["digests"], [], "expected 5 digests, as many as leaves, found 0"),
-        (["digests", 0], None, "expected a digest where it has bits"),
-        (["digests", 0], 7, "its record is malformed"),
-        (["step", "impls"], {"params/w": "threefry2x32"}, "is of no implementation"),
-        (["step", "impls"], {}, "is of no implementation `None`"),
+        (["digests"], [], "0 digests of 5 leaves"),
+        (["digests", 0], None, "expected a digest if and only if"),
+        (["digests", 0], 7, "malformed record"),
+        (["step", "impls"], {"params/w": "threefry2x32"}, "with the key type `threefry2x32`"),
+        (["step", "impls"], {}, "with the key type `None`"),
         (["step", "values"], {}, "python with a value of NoneType"),
         (["step", "values", "extra/n"], [], "python with a value of list"),
-        (["step", "values", "params/w"], 1.5, "expected an integer as its value"),
+        (["step", "values", "params/w"], 1.5, "expected an integer, found 1.5"),
         (["step", "values", "x"], 1, "no leaf is called `x`"),
-        (["step", "number"], -1, "expected a step from 0 on, found -1"),
+        (["step", "number"], -1, "expected a non-negative step, found -1"),
         (["step", "more"], 1, "expected the parts of a manifest"),
         (["more"], 1, "expected the parts of a manifest"),
     ],
@@ -132,7 +132,7 @@ def test_records_that_cannot_be(place: list[Any], value: Any, words: str) -> Non
 def test_dtypes_that_cannot_be(dtype: str) -> None:
     body = json.loads(written())["manifest"]
     body["schema"]["leaves"][0]["dtype"] = dtype
-    with pytest.raises(LoadError, match=f"[`']{dtype}[`'] is no dtype"):
+    with pytest.raises(LoadError, match=f"[`']{dtype}[`'] is not a dtype"):
         decode(sealed(body))
 
 
@@ -184,7 +184,7 @@ def test_large_shapes_that_can_be(name: str, shape: list[int]) -> None:
 def test_a_python_scalar_has_no_shape() -> None:
     body = json.loads(written(extras={"n": 3}))["manifest"]
     body["schema"]["leaves"][-1]["shape"] = [0, 10**30]
-    with pytest.raises(LoadError, match="`extra/n`: a Python scalar has no sizes, found 2"):
+    with pytest.raises(LoadError, match="`extra/n`: expected a Python scalar, found 2 sizes"):
         decode(sealed(body))
 
 

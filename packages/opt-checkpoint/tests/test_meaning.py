@@ -117,7 +117,7 @@ def test_a_length_is_refused_at_or_below_the_count(
     plan = planned(chained(plateau()), chained(plateau(**settings)), **counts)
     assert plan.is_exact == (not is_refused)
     assert len(plan.problems) == is_refused
-    assert all("that is passed" in problem for problem in plan.problems)
+    assert all("which is" in problem for problem in plan.problems)
 
 
 def scaled(by: Any, *, rate: float = 0.1, moments: Any = optax.scale_by_adam) -> Any:
@@ -274,17 +274,17 @@ def test_advice_names_what_can_help() -> None:
     plan = plan_restore(counted(wrapped(old), mini_step=3), wrapped(new))
     with pytest.raises(errors.PlanError) as caught:
         plan.check()
-    assert "If that is meant" not in str(caught.value)
+    assert "If this is intended" not in str(caught.value)
     assert "No `allow` admits all of that" in str(caught.value)
-    assert "`allow={'optimizer'}` is needed besides" in str(caught.value)
+    assert "`allow={'optimizer'}` is needed too" in str(caught.value)
     plan = planned(scaled(2.0), scaled(1.0))
     with pytest.raises(errors.PlanError) as caught:
         plan.check()
-    assert str(caught.value).endswith("mend what is wrong first.")
+    assert str(caught.value).endswith("correct what is wrong first.")
     plan = plan_restore(counted(wrapped(old), mini_step=0), wrapped(new))
     with pytest.raises(errors.PlanError) as caught:
         plan.check()
-    assert str(caught.value).endswith("If that is meant, admit it: `allow={'optimizer'}`.")
+    assert str(caught.value).endswith("If this is intended, admit it: `allow={'optimizer'}`.")
 
 
 def test_a_plan_that_is_not_ok_says_why() -> None:

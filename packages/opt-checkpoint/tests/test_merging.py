@@ -165,7 +165,7 @@ def test_no_count_starts_anew_beside_a_moment_that_a_rule_keeps(rule: Any) -> No
     assert wrong.leaf.name == "state/adam/count"
     assert wrong.problem == (
         "anew: its groups do not agree about `count`: `a` 2, `b` 0, while a rule keeps "
-        "`state/adam/mu/x`: say by a rule what becomes of this leaf too"
+        "`state/adam/mu/x`: give this a rule too"
     )
     assert not plan_restore(source, new, allow=_ALL, rules=[rule, (".*/count", "cast")]).is_ok
 

@@ -142,7 +142,8 @@ def test_a_dog_that_has_not_run_is_refused() -> None:
     contents = read_legacy(FOLDER / "0.2.5/dog.msgpack")
     contents["opt_state"]["1"]["first_step"] = np.array(True)
     with pytest.raises(
-        VersionError, match=r"`state/param_states/1`: until Optax 0\.2\.5 the state of `dog`"
+        VersionError,
+        match=r"`state/param_states/1`: this state of `dog` was saved before its first step",
     ):
         restore_legacy(create("dog"), contents)
 

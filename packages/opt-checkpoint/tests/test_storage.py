@@ -32,7 +32,7 @@ def test_nested_and_flat_again(keys: set[tuple[str, ...]]) -> None:
     flat = {key: i for i, key in enumerate(sorted(keys))}
     prefixes = {key[:k] for key in keys for k in range(len(key))}
     if prefixes & keys:
-        with pytest.raises(LeafError, match="the beginning of its name"):
+        with pytest.raises(LeafError, match="is the beginning of this one"):
             nest(flat)
     else:
         assert flatten_dict(nest(flat)) == flat
@@ -63,7 +63,7 @@ def test_a_donated_leaf() -> None:
 
 def test_an_abstract_leaf() -> None:
     x = jax.ShapeDtypeStruct((2,), jnp.float32)
-    with pytest.raises(LeafError, match="it has no value"):
+    with pytest.raises(LeafError, match="which has no value"):
         to_store(info(x), x)
 
 

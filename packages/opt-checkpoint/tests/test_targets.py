@@ -281,7 +281,7 @@ def test_a_step_of_none_is_what_the_state_counts() -> None:
 def test_a_state_that_does_not_say_how_many_steps() -> None:
     windows = optax.MultiSteps(optax.adam(0.1), 2)
     state = TrainingState(windows, params(), windows.init(params()), None)
-    with pytest.raises(ValueError, match="`step`: say how many updates"):
+    with pytest.raises(ValueError, match="`step`: give the number of updates"):
         named_state(state)
     assert int(named_state(state.replace(step=4))["state/step"]) == 4  # type: ignore[attr-defined]
 

@@ -68,42 +68,42 @@ _BEGUN = {"multi_steps__mini_step": 1}
 @pytest.mark.parametrize(
     ("old", "new", "counts", "told"),
     [
-        (steps(_SGD, lambda s: 4), steps(_SGD, lambda s: 2), _BEGUN, "as another by a function"),
-        (steps(_SGD, halves(4)), steps(_SGD, halves(2)), _BEGUN, "as another by a function"),
-        (steps(_SGD, 4), steps(_SGD, lambda s: 4), _BEGUN, "of 4 cannot go on"),
+        (steps(_SGD, lambda s: 4), steps(_SGD, lambda s: 2), _BEGUN, "was a function, is another"),
+        (steps(_SGD, halves(4)), steps(_SGD, halves(2)), _BEGUN, "was a function, is another"),
+        (steps(_SGD, 4), steps(_SGD, lambda s: 4), _BEGUN, "its length was 4"),
         (
             steps(_SGD, [4, 4].__getitem__),
             steps(_SGD, [4, 2].__getitem__),
             _BEGUN,
-            "as another by a function",
+            "was a function, is another",
         ),
-        (steps(_SGD, [object].pop), steps(_SGD, [object()].pop), _BEGUN, "nothing says"),
-        (steps(_SGD, 4), steps(_SGD, 4, use_grad_mean=False), _BEGUN, "`use_grad_mean` True"),
-        (masks(2, 4), masks(2, 3), {"multi_steps_2__mini_step": 1}, "of 4 cannot go on"),
-        (steps(steps(_SGD, 3), 2), steps(steps(_SGD, 4), 2), _BEGUN, "of 3 cannot go on"),
+        (steps(_SGD, [object].pop), steps(_SGD, [object()].pop), _BEGUN, "it is not known"),
+        (steps(_SGD, 4), steps(_SGD, 4, use_grad_mean=False), _BEGUN, "`use_grad_mean` was True"),
+        (masks(2, 4), masks(2, 3), {"multi_steps_2__mini_step": 1}, "its length was 4"),
+        (steps(steps(_SGD, 3), 2), steps(steps(_SGD, 4), 2), _BEGUN, "its length was 3"),
         (
             steps(steps(_SGD, 3), 2),
             steps(steps(_SGD, 3), 4),
             {"multi_steps_2__mini_step": 1},
-            "of 2 cannot go on",
+            "its length was 2",
         ),
         (
             steps(_SGD, 4),
             optax.partition({"x": steps(_SGD, 2), "y": steps(_SGD, 4)}, _LABELS),
             _BEGUN,
-            "`state/groups/x/multi_steps/mini_step` is 1: one of 4",
+            "`state/groups/x/multi_steps/mini_step` is 1: its length was 4",
         ),
         (
             optax.apply_every(4),
             optax.apply_every(2),
             {"apply_every__count": 7},
-            "of 4 cannot go on",
+            "its length was 4",
         ),
         (
             contrib.sam(_SGD, _SGD, sync_period=3),
             contrib.sam(_SGD, _SGD, sync_period=2),
             {"sam__steps_since_sync": 1},
-            "of 3 cannot go on",
+            "its length was 3",
         ),
     ],
 )
@@ -152,7 +152,9 @@ def test_the_inner_of_two_windows_goes_on_where_the_outer_is_gone() -> None:
 def test_two_beside_each_other_are_told_apart_by_their_settings() -> None:
     old = named_state(abstract(contrib.sam(optax.trace(0.9), optax.trace(0.5))))
     decays = {
-        t.settings["decay"]: numbered(t) for t in old.schema.transformations if t.name == "trace"
+        t.settings["decay"]: numbered(t.name, t.number)
+        for t in old.schema.transformations
+        if t.name == "trace"
     }
     assert sorted(decays.values()) == ["trace", "trace#2"]
     for decay, name in decays.items():
@@ -223,7 +225,7 @@ def test_a_parameter_does_not_leave_a_window_that_has_begun(tx: Any) -> None:
     (gone,) = (gone for gone in plan.dropped if gone.problem)
     assert gone.leaf.name == f"{_A}/acc_grads/y"
     assert f"`{_A}/mini_step` is 3" in gone.problem
-    assert "go on to its end first" in gone.problem
+    assert "complete it first" in gone.problem
     rules: Any = [(f"{_A}/acc_grads/y", "drop")]
     assert plan_restore(saved, new, allow=_ALL, rules=rules).is_ok
     assert plan_restore(named_state(trained(_TOGETHER, 4)), new, allow=_ALL).is_ok
@@ -238,7 +240,7 @@ def test_a_parameter_does_not_join_a_window_that_has_begun() -> None:
     (row,) = (row for row in plan.rows if row.problem)
     assert row.leaf.name == f"{_A}/acc_grads/y"
     assert f"`{_A}/mini_step` is 3" in row.problem
-    assert "go on to its end first" in row.problem
+    assert "complete it first" in row.problem
     for action in ("initialise", "keep"):
         rules: Any = [(f"{_A}/acc_grads/y", action)]
         assert plan_restore(saved, new, allow=_ALL, rules=rules).is_ok

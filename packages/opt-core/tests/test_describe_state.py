@@ -194,7 +194,7 @@ def test_a_definition_that_forgets_leaves_is_an_error() -> None:
 
 
 def test_a_definition_alone_is_an_error() -> None:
-    with pytest.raises(TypeError, match="`state`: give an optimizer, or a definition"):
+    with pytest.raises(TypeError, match="`state`: pass an optimizer, or a definition"):
         describe_state(Momentum())  # type: ignore[call-overload]
 
 

@@ -139,5 +139,7 @@ def test_leaves_that_are_no_arrays() -> None:
     )
     selection = by_rank.select({"w": 1.0, "b": jnp.ones(3)})
     assert [path_str(selection.paths[i]) for i in selection.parts[0].members] == ["b"]
-    with pytest.raises(GroupError, match=r"`ndim` of `act`, which is no array but a .*: decide by"):
+    with pytest.raises(
+        GroupError, match=r"`ndim` of `act`, which is not an array but a .*: decide by"
+    ):
         by_rank.create(params)

@@ -49,7 +49,7 @@ def test_every_difference_is_listed(params: Any, grads: Any, lines: list[str]) -
     with pytest.raises(TreeMismatchError) as caught:
         check_gradients(params, grads)
     head, *found, _ = str(caught.value).splitlines()
-    assert head == "`grads` do not look like the parameters:"
+    assert head == "`grads` do not match the parameters:"
     assert found == [f"  {line}" for line in lines]
 
 

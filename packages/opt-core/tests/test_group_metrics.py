@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from core_testing import Momentum
-from opt_core import FROZEN, GroupNorms, MultiOptimizer, group_metrics
+from opt_core import FROZEN, GroupNorms, MultiOptimizer, clip_metrics, group_metrics
 from opt_core.errors import TreeMismatchError
 
 
@@ -80,8 +80,22 @@ def test_an_optimizer_without_groups_is_one_group() -> None:
     assert float(found["rest"].gradient) == pytest.approx(norm(*tree(1).values()))
 
 
+def test_what_clipping_does_is_known_from_the_norms() -> None:
+    before, grads = definition().create(tree(0)), {**tree(1), "count": jnp.zeros(2)}
+    norms = group_metrics(before, grads, before)
+    for scale, bound in ((0.1, 1.0), (10.0, 1.0)):
+        scaled = jax.tree.map(lambda g: scale * g, grads)  # noqa: B023
+        found = clip_metrics(group_metrics(before, scaled, before), bound)
+        expected = norm(*scaled.values())
+        np.testing.assert_allclose(found.norm, expected, rtol=1e-6)
+        np.testing.assert_allclose(found.factor, min(1.0, bound / expected), rtol=1e-6)
+        assert float(found.clipped) == (expected > bound)
+    alone = clip_metrics({"kernels": norms["kernels"]}, 1e-3)
+    np.testing.assert_allclose(alone.norm, norm(grads["kernel"]), rtol=1e-6)
+
+
 def test_in_one_pass_over_the_arrays() -> None:
-    """Beside the update, no more than three sums of squares read."""
+    """Beside the update, no more than three sums of squares read, whether it is clipped or not."""
     params = {"kernel": jnp.ones((256, 256)), "bias": jnp.ones(256)}
     rules = [("kernels", "kernel", Momentum(0.5))]
     optimizer = MultiOptimizer.from_rules(rules, rest=Momentum(0.1)).create(params)
@@ -91,7 +105,8 @@ def test_in_one_pass_over_the_arrays() -> None:
 
     def with_metrics(optimizer: Any, grads: Any) -> Any:
         after = optimizer.apply_gradient(grads)
-        return after, group_metrics(optimizer, grads, after)
+        metrics = group_metrics(optimizer, grads, after)
+        return after, metrics, clip_metrics(metrics, 1.0)
 
     def squares(grads: Any, old: Any, new: Any) -> Any:
         updates = jax.tree.map(jnp.subtract, new, old)

@@ -142,7 +142,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "twice": (lambda: MultiOptimizer(*MADE, names=["a", "a"]), GroupError, "two groups .* `a`"),
     "slash": (lambda: MultiOptimizer(*MADE, names=["a", "b/c"]), GroupError, "'b/c'"),
     "keyword": (lambda: MultiOptimizer(*MADE, other=1), TypeError, "`names` and `rest`"),
-    "expression": (lambda: MultiOptimizer(("(", Momentum())), GroupError, "no regular expression"),
+    "expression": (lambda: MultiOptimizer(("(", Momentum())), GroupError, "is not a valid regular"),
     "pattern": (lambda: MultiOptimizer((1, Momentum())), TypeError, "got a int"),
     "no axes": (lambda: MultiOptimizer((set(), Momentum())), GroupError, "one name or more"),
     "unknown axes": (
@@ -211,7 +211,7 @@ def test_definitions_compare_hash_copy_and_pickle() -> None:
     for again in (copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
         assert again == one
         assert again.group_names == ("0",)
-    with pytest.raises(AttributeError, match="`groups`: a `MultiOptimizer` does not change"):
+    with pytest.raises(AttributeError, match="`groups`: a `MultiOptimizer` cannot change"):
         one.groups = ()
 
 
@@ -354,9 +354,9 @@ def test_states_of_other_groups_are_not_taken_for_these() -> None:
         with pytest.raises(GroupError) as caught:
             use()
         assert str(caught.value) == (
-            "the state was made for other groups than these parameters are divided into:\n"
+            "the state was made for other groups than those of these parameters:\n"
             "  `bias` of `0` (<lambda>) has none\n"
             "  `kernel` has one in `0` (<lambda>)\n"
-            "A pattern that looks at shapes or dtypes divides parameters anew when these change, "
-            "as stacked ones do: decide by the path."
+            "A pattern that reads shapes or dtypes may assign parameters to other groups when "
+            "these change, for example when they are stacked: decide by the path."
         )

@@ -152,7 +152,7 @@ def test_gradients_say_what_to_do() -> None:
     with pytest.raises(TreeMismatchError) as caught:
         optimizer.apply_gradient(FrozenDict(w=jnp.ones(2)))
     assert str(caught.value) == (
-        "`grads` do not look like the parameters:\n"
+        "`grads` do not match the parameters:\n"
         "  .: expected a dict, found a FrozenDict\n"
         "Differentiate with respect to the optimizer's own `target`, or convert the gradients' "
         "containers to those of the parameters."

@@ -427,7 +427,7 @@ def test_other_gradients_are_needed() -> None:
     with pytest.raises(TreeMismatchError) as caught:
         optimizer.apply_gradient(wrong)
     assert str(caught.value) == (
-        "`grads` do not look like the parameters:\n"
+        "`grads` do not match the parameters:\n"
         "  a/bias: expected an array of shape (3,), found None\n"
         "  a/kernel: expected an array of shape (2, 3), found nothing\n"
         "  a/more: expected nothing, found an array of shape (1,)\n"
@@ -573,7 +573,10 @@ def test_one_group_alone() -> None:
         ({"hyper_params": 1.0}, "2 entries, one for each of `kernels`, `biases`; got a float"),
         ({"typo": 1}, "group `kernels`: no such hyper-parameter: `typo`; this optimizer has "),
         ({"beta": 1}, "group `biases`: no such hyper-parameter: `beta`"),
-        ({"group_overrides": {"x": {}}}, "`x` is no group; the groups that are updated are `ker"),
+        (
+            {"group_overrides": {"x": {}}},
+            "`x` is not a group; the groups that are updated are `ker",
+        ),
         ({"group_overrides": {"rest": {}}}, "`rest` is frozen; the groups that are updated are"),
         ({"group_overrides": {"biases": {"beta": 1}}}, "group `biases`: no such hyper-parameter"),
         ({"group_overrides": {"biases": None}}, "`biases` must map names of hyper-parameters to "),

@@ -137,9 +137,9 @@ def test_reset_inside_and_by_group() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("other", "`other` is no group; the groups with a state are `kernels`, `biases`"),
+        ("other", "`other` is not a group; the groups with a state are `kernels`, `biases`"),
         ("rest", "`rest` is frozen and has no state to reset; the groups with a state are"),
-        ("kernels/x", "`kernels/x` is no group; the groups with a state are none"),
+        ("kernels/x", "`kernels/x` is not a group; the groups with a state are none"),
     ],
 )
 def test_reset_of_what_is_no_group(name: str, words: str) -> None:

@@ -12,7 +12,16 @@ import opt_optax_bridge as opt
 import optax
 import pytest
 from flax import nnx
-from nnx_testing import assert_same, bare, copied, gradients, loss, make_model, train_step
+from nnx_testing import (
+    CONTRIB,
+    assert_same,
+    bare,
+    copied,
+    gradients,
+    loss,
+    make_model,
+    train_step,
+)
 from opt_core import FROZEN, MultiOptimizer, OptimizerDef, OptimizerState, increment_step
 from opt_core.errors import (
     HyperParamError,
@@ -200,6 +209,44 @@ def test_a_transformation_that_updates_the_parameters() -> None:
     updates = optimizer.update(model, gradients(model))
     assert (model.inner.kernel[...] == before / 2).all()
     assert (updates["inner"]["kernel"] == -before / 2).all()
+
+
+# The parameters to evaluate.
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "nnx.jit"])
+def test_the_average_is_evaluated_and_the_trained_parameters_come_back(compiled: bool) -> None:
+    model, optimizer = trained(CONTRIB.schedule_free_adamw(0.1), steps=3)
+    before = copied(model)
+
+    def losses(model: Any, optimizer: Any) -> Any:
+        with optimizer.evaluating(model) as averaged:
+            assert averaged is model
+            value = loss(averaged)
+        return value, loss(model)
+
+    found = (nnx.jit(losses) if compiled else losses)(model, optimizer)
+    other = nnx.clone(model)
+    params = bare(nnx.state(other, nnx.Param))
+    nnx.update(other, CONTRIB.schedule_free_eval_params(bare(optimizer.opt_state), params))
+    np.testing.assert_allclose(found, [loss(other), loss(model)], rtol=1e-6)
+    assert not np.isclose(found[0], found[1], rtol=1e-3)
+    assert_same(nnx.state(model), before)
+
+
+def test_the_trained_parameters_come_back_after_an_exception() -> None:
+    model, optimizer = trained(CONTRIB.schedule_free_adamw(0.1))
+    before = copied(model)
+    with pytest.raises(ZeroDivisionError), optimizer.evaluating(model):
+        raise ZeroDivisionError
+    assert_same(nnx.state(model), before)
+
+
+def test_without_an_average_the_parameters_are_evaluated() -> None:
+    model, optimizer = trained(optax.adam(0.1))
+    before = copied(model)
+    with optimizer.evaluating(model):
+        assert_same(nnx.state(model), before)
 
 
 # Types.

@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: SGD.apply_gradient({"v": jnp.ones(2)}),
         TreeMismatchError,
         (
-            "`grads` do not look like the parameters:\n"
+            "`grads` do not match the parameters:\n"
             "  w: expected an array of shape (2,), found nothing\n"
             "  v: expected nothing, found an array of shape (2,)\n"
             "Differentiate with respect to the optimizer's own `target`, or convert the gradients' "

@@ -41,6 +41,7 @@ def run(tx: Any, start: Any, steps: int = 3) -> tuple[Any, Any]:
     return start, state
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", TXS)
 def test_the_identity_changes_nothing(name: str) -> None:
     tx = TXS[name]
@@ -56,6 +57,7 @@ def test_the_identity_changes_nothing(name: str) -> None:
         assert bits(state.inner) == bits(raw)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 @pytest.mark.parametrize("name", ["adamw", "clipped"])
 def test_pieces_change_nothing(name: str, codec: op.Codec) -> None:
@@ -68,6 +70,7 @@ def test_pieces_change_nothing(name: str, codec: op.Codec) -> None:
     assert all(same)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", TXS)
 def test_eight_bits_stay_close(name: str) -> None:
     start = params()

@@ -115,6 +115,7 @@ METHODS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_plain_optax_gives_the_same_parameters(name: str) -> None:
     start = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params())
@@ -123,6 +124,7 @@ def test_plain_optax_gives_the_same_parameters(name: str) -> None:
     assert bits(ours) == bits(theirs)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", METHODS)
 def test_states_never_change_their_types(name: str) -> None:
     start = {**params(jnp.bfloat16), "f32": jnp.ones(3)}

@@ -1,4 +1,4 @@
-"""Buffers: zeros of a kind, and states whose leaves each own theirs."""
+"""Buffers: zeros, states whose leaves each own theirs, and arrays in host memory."""
 
 from __future__ import annotations
 
@@ -45,3 +45,20 @@ def _buffers(leaf: Any) -> Set[int]:
     if isinstance(leaf, jax.core.Tracer) or leaf.is_deleted():
         return {id(leaf)}
     return {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards}
+
+
+def on_device(leaf: Any) -> Any:
+    """Returns an array in the memory of its devices; one that is there already as it is."""
+    return jax.device_put(leaf, jax.memory.Space.Device) if _is_on_host(leaf) else leaf
+
+
+def put_beside(leaf: Any, other: Any) -> Any:
+    """Returns an array of device memory where `other` lies: on the host, if that does."""
+    return jax.device_put(leaf, jax.memory.Space.Host) if _is_on_host(other) else leaf
+
+
+def _is_on_host(leaf: Any) -> bool:
+    # Explicit in types: operations on arrays of two memories are errors.
+    if not isinstance(leaf, jax.Array):
+        return False
+    return bool(jax.typeof(leaf).memory_space == jax.memory.Space.Host)

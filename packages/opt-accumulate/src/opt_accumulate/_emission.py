@@ -26,8 +26,8 @@ def emit_if(
     """Returns `body(carry, operands)` where `emit` is true, `carry` otherwise.
 
     Args:
-      emit: a boolean scalar. Where the answer is known it is better not told: with nothing to
-        order an emission by, XLA copies the accumulator that it reads.
+      emit: a boolean scalar. Do not fold it where it is known: without it to order the emission
+        by, XLA copies the accumulator that it reads.
       body: takes and returns what is carried; neither structure nor dtypes may change.
       carry: what an emission replaces.
       operands: what an emission only reads.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from opt_accumulate._accumulator import cast_like, widen
+from opt_accumulate._dtypes import cast_like, widen
 from opt_accumulate._trees import differences
 
 

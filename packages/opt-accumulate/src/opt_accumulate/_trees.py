@@ -1,8 +1,8 @@
-"""Paths of leaves, and trees that stand for larger trees."""
+"""Paths of leaves, the nodes of a tree, and trees that stand for larger trees."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -90,7 +90,7 @@ def broadcast_prefix(
       is_leaf: which nodes of `prefix` are leaves.
 
     Raises:
-      OptionError: `prefix` is no prefix of `tree`.
+      OptionError: `prefix` is not a prefix of `tree`.
 
     Examples:
       >>> broadcast_prefix({'a': 'sum', 'b': 'mean'}, {'a': [1, 2], 'b': 3}, 'aux')
@@ -110,3 +110,24 @@ def _leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> str:
     paths = [path_str(path) for path, _ in tree_flatten_with_path(tree, is_leaf)[0]]
     shown = ", ".join(paths[:_SHOWN]) or "no leaves"
     return shown if len(paths) <= _SHOWN else f"{shown} and {len(paths) - _SHOWN} more"
+
+
+Path = tuple[Any, ...]
+
+
+def children(node: Any) -> list[tuple[Path, Any]]:
+    """Returns what is right below a node of a tree, with its key; nothing of a leaf."""
+    found = tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+    return [(path, child) for path, child in found if path]
+
+
+def walk(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yields all nodes of a tree with their paths, outer ones first; leaves too.
+
+    Examples:
+      >>> [len(path) for path, _ in walk({'a': (1, [2])})]
+      [0, 1, 2, 2, 3]
+    """
+    yield path, node
+    for key, child in children(node):
+        yield from walk(child, path + key)

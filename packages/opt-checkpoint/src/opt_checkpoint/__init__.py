@@ -1,7 +1,7 @@
 """Checkpoints that survive a change of optimizer, of mesh, of library version, and a kill.
 
-Importing this is cheap: what stands on Orbax, plans, and readers of legacy files are imported when
-they are first asked for.
+Importing this is cheap: what needs Orbax, plans, and readers of legacy files are imported on first
+use.
 """
 
 import importlib
@@ -78,29 +78,29 @@ __all__ = [
 ]
 
 _LATER = {
-    "Checkpointer": "_disk.checkpointer",
-    "OptimizerHandler": "_disk.handler",
-    "OptimizerHandlerV1": "_disk.handler",
-    "OptimizerRestore": "_disk.handler",
-    "OptimizerSave": "_disk.handler",
-    "Plan": "_planning.plan",
-    "Row": "_planning.plan",
-    "SavedStep": "_disk.saved_step",
-    "StepReport": "_disk.saved_step",
-    "flax_optim_equivalent": "_legacy.flax_optim",
-    "open_foreign": "_disk.foreign",
-    "open_step": "_disk.saved_step",
-    "plan_restore": "_planning.match",
-    "read_legacy": "_legacy.read",
-    "restore_legacy": "_legacy.restore",
+    "_disk.checkpointer": ["Checkpointer"],
+    "_disk.foreign": ["open_foreign"],
+    "_disk.handler": [
+        "OptimizerHandler",
+        "OptimizerHandlerV1",
+        "OptimizerRestore",
+        "OptimizerSave",
+    ],
+    "_disk.saved_step": ["SavedStep", "StepReport", "open_step"],
+    "_legacy.flax_optim": ["flax_optim_equivalent"],
+    "_legacy.read": ["read_legacy"],
+    "_legacy.restore": ["restore_legacy"],
+    "_planning.match": ["plan_restore"],
+    "_planning.plan": ["Plan", "Row"],
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what takes its time to import when it is asked for."""
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    """Imports what takes long to import on first use."""
+    for module, names in _LATER.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

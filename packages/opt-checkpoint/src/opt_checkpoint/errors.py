@@ -39,22 +39,22 @@ class DamagedError(CheckpointError, ValueError):
 
 
 class EquivalenceError(CheckpointError, ValueError):
-    """Nothing in Optax computes what an optimizer of another library does; says why."""
+    """Optax has no equal of an optimizer of another library; says why."""
 
 
 class ForeignError(CheckpointError, ValueError):
-    """Another program wrote a checkpoint: it is in the way, or not what `written_by` has.
+    """Another program wrote a checkpoint: it is in the way, or does not match `written_by`.
 
     Not raised for an empty folder, nor for one that holds other files than checkpoints.
     """
 
 
 class LeafError(CheckpointError, ValueError):
-    """A leaf cannot be saved, or two leaves would have one name; says which."""
+    """A leaf cannot be saved, or two leaves would have the same name; says which."""
 
 
 class LoadError(CheckpointError, ValueError):
-    """Bytes are no checkpoint, or one that would take more memory than is allowed."""
+    """Bytes are not a checkpoint, or need more memory than is allowed."""
 
 
 class LockError(CheckpointError, OSError):
@@ -62,7 +62,7 @@ class LockError(CheckpointError, OSError):
 
 
 class MissingError(CheckpointError, LookupError):
-    """There is no such step, or none that is valid; lists what there is."""
+    """A step does not exist, or none is valid; lists what there is."""
 
 
 class PlanError(CheckpointError, ValueError):
@@ -78,7 +78,7 @@ class PlanError(CheckpointError, ValueError):
 
 
 class SaveError(CheckpointError, OSError):
-    """A step was not saved; what was saved before is as it was."""
+    """A step was not saved; those saved before are unchanged."""
 
 
 class VersionError(CheckpointError, ValueError):

@@ -23,7 +23,7 @@ from opt_core._fingerprint import fingerprint
 from opt_core._gradients import check_gradients
 from opt_core._groups.describe import GroupRow, GroupTable, describe
 from opt_core._groups.leaf_groups import leaf_groups
-from opt_core._groups.metrics import GroupNorms, group_metrics
+from opt_core._groups.metrics import ClipMetrics, GroupNorms, clip_metrics, group_metrics
 from opt_core._groups.multi_optimizer import MultiOptimizer
 from opt_core._groups.states import GroupStates
 from opt_core._groups.table import FROZEN, Group
@@ -42,6 +42,7 @@ __all__ = [
     "FROZEN",
     "Bearing",
     "ChangeReport",
+    "ClipMetrics",
     "Group",
     "GroupNorms",
     "GroupRow",
@@ -62,6 +63,7 @@ __all__ = [
     "TransformationDescription",
     "check_gradients",
     "children",
+    "clip_metrics",
     "describe",
     "describe_state",
     "errors",

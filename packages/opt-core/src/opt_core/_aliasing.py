@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def unalias(tree: Any, *, apart_from: Any = ()) -> Any:
-    """Copies every array of `tree` that occurs before, in `tree` itself or in `apart_from`.
+    """Copies every array of `tree` that has already occurred, in `tree` itself or in `apart_from`.
 
     Some optimizers keep the initial parameters in their state. Donating parameters and state then
     donates one buffer twice, which XLA refuses.
@@ -41,7 +41,7 @@ def unalias(tree: Any, *, apart_from: Any = ()) -> Any:
 
 
 def _buffers(leaf: Any) -> Set[int]:
-    """Where the memory of an array is; a tracer counts as one, as `vmap` may return it as it is."""
+    """The buffers of an array; a tracer counts as one, since `vmap` may return it unchanged."""
     if not isinstance(leaf, jax.Array):
         return frozenset()
     if isinstance(leaf, jax.core.Tracer) or leaf.is_deleted():

@@ -1,6 +1,6 @@
-"""What JAX makes of dtypes: 64 bits are 32 without `jax_enable_x64`, and some types are weak.
+"""How JAX changes dtypes: 64 bits become 32 without `jax_enable_x64`, and some types are weak.
 
-Weak types change the first time they meet a strong one, and then everything compiles again.
+Weak types change the first time they meet a strong one, which recompiles everything.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def convert_held(array: np.ndarray, dtype: Any) -> tuple[np.ndarray, Any]:
 
 
 def strong_type(leaf: Any) -> Any:
-    """Returns an array without its weak type; anything else as it is."""
+    """Returns an array without its weak type; anything else unchanged."""
     if getattr(leaf, "weak_type", False):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf.update(weak_type=False)

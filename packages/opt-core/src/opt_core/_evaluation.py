@@ -1,4 +1,4 @@
-"""The parameters to evaluate, where an optimizer keeps an average of them."""
+"""The parameters to evaluate, for optimizers that keep an average of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LOOKAHEAD: Final = frozenset({"fast", "slow"})
 def evaluation_params(params: Any, state: Any) -> Any:
     """Returns the parameters to evaluate; see `Optimizer.evaluating`.
 
-    What says so by a method is a `protocols.HoldsEvalParams`. Optax's own states are told by their
-    fields: this package does not import it.
+    States may implement `protocols.HoldsEvalParams`. Optax's own states are recognised by their
+    fields, since this package does not import Optax.
     """
     averages = list(_averages(params, state))
     if _fields(params) == _LOOKAHEAD:
@@ -45,7 +45,7 @@ def evaluation_params(params: Any, state: Any) -> Any:
 
 
 def _averages(params: Any, node: Any, path: Names = ()) -> Iterator[tuple[str, dict[Names, Any]]]:
-    """Yields what keeps an average, with the average by the path of the parameter."""
+    """Yields each node that keeps an average, with the average by the path of the parameter."""
     opened = children(node)
     if opened is None:
         return
@@ -70,6 +70,6 @@ def _by_path(tree: Any) -> dict[Names, Any]:
 
 def _conflict(one: str, other: str) -> EvaluationError:
     return EvaluationError(
-        f"{one} and {other} both have parameters to evaluate. Keep one of them: an average of what "
-        "is averaged already is neither."
+        f"{one} and {other} both have parameters to evaluate. Keep one of them: an average of an "
+        "average is neither."
     )

@@ -1,9 +1,9 @@
 """Equality of things that were built the same way.
 
 An optimizer definition is static data of a pytree, so JAX compares and hashes it on every call of
-a compiled function. Optax transformations are closures, which Python compares by identity: built
-twice from the same arguments they differ, and everything compiles again. A fingerprint looks
-inside: two functions are the same when their code, defaults, captured values and globals are.
+a compiled function. Optax transformations are closures, which Python compares by identity: two
+built from the same arguments differ, and everything is recompiled. A fingerprint looks inside: two
+functions are the same when their code, defaults, captured values and globals are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from opt_core.closures import cells, code_of, globals_read, rebound_names
 
 
 class _Same:
-    """Stands for an object that equals itself alone."""
+    """Stands for an object that is equal only to itself."""
 
     __slots__ = ("_object",)
 
@@ -45,9 +45,9 @@ def fingerprint(obj: Any) -> Hashable:
 
     Numbers compare with their type, arrays by content, containers by elements, dataclasses and
     plain objects by attributes, functions by code and captured values. So do the globals that a
-    function names, where they are numbers, containers, arrays or functions of the same module;
-    other globals compare by identity. What cannot be looked into (a tracer, a compiled function)
-    equals only itself.
+    function names, if they are numbers, containers, arrays or functions of the same module; other
+    globals compare by identity. An opaque object (a tracer, a compiled function) is equal only to
+    itself.
 
     Args:
       obj: anything.
@@ -123,7 +123,7 @@ def _composite(obj: Any, seen: dict[int, int]) -> Hashable:
 
 
 def _in_order(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-    """The items in an order of their own: what is shared among them is numbered as it is seen."""
+    """The items in a canonical order: shared objects are numbered as they are seen."""
     items = list(mapping.items())
     if all(isinstance(key, str | int) for key in mapping):
         items.sort(key=lambda item: (type(item[0]).__name__, str(item[0])))
@@ -131,7 +131,7 @@ def _in_order(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
 
 
 def _attributes(obj: Any, seen: dict[int, int]) -> tuple[Hashable, ...]:
-    """What an object keeps in Python beside what its type keeps in C."""
+    """The Python attributes of an object, in addition to what its type keeps in C."""
     slots = [name for base in type(obj).__mro__ for name in _slots(base)]
     kept = {name: getattr(obj, name) for name in slots if hasattr(obj, name)}
     kept |= getattr(obj, "__dict__", {})

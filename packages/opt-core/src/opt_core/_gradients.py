@@ -1,4 +1,4 @@
-"""Gradients must look like the parameters: said once, at trace time, with every path."""
+"""Gradients must match the parameters; checked once, at trace time, listing every path."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def check_gradients(params: Any, grads: Any) -> None:
     """Raises unless `grads` has the containers, keys, shapes and kinds of numbers of `params`.
 
     Costs nothing in a compiled step. Gradients may be of another precision. Those of floating-point
-    parameters must be floating-point, though: complex ones would lose their imaginary part, and
-    integers or booleans are no gradients. Those of complex parameters may be real.
+    parameters must be floating-point: complex ones would lose their imaginary part, and integers or
+    booleans are not gradients. Those of complex parameters may be real.
 
     Args:
       params: the parameters.
@@ -104,11 +104,11 @@ def _extra(grad: Any, names: tuple[str, ...]) -> list[str]:
 def check_frozen_gradients(
     leaves: Iterable[tuple[tuple[str, ...], Any, Any]], *, is_per_example: Callable[[], bool]
 ) -> None:
-    """Raises a `TreeMismatchError` for gradients that nobody uses and that have another shape.
+    """Raises a `TreeMismatchError` for unused gradients of another shape.
 
     Args:
       leaves: path, parameter and gradient (`None` where there is none) of every frozen leaf.
-      is_per_example: whether gradients have an axis of examples in front; asked where they may.
+      is_per_example: returns whether gradients have a leading axis of examples; called if they may.
     """
     odd = [
         (names, param, grad)
@@ -124,7 +124,7 @@ def check_frozen_gradients(
 
 def _mismatch(found: list[str]) -> TreeMismatchError:
     return TreeMismatchError(
-        "`grads` do not look like the parameters:\n"
+        "`grads` do not match the parameters:\n"
         + "\n".join(f"  {line}" for line in found)
         + "\nDifferentiate with respect to the optimizer's own `target`, or convert the gradients' "
         "containers to those of the parameters."
@@ -136,7 +136,7 @@ def _is_gradient_of(param: Any, grad: Any) -> bool:
 
 
 def _same_numbers(param: Any, grad: Any) -> bool:
-    """Whether nothing but precision is lost in a gradient; Python's numbers have no dtype."""
+    """Whether only precision is lost in a gradient; Python numbers have no dtype."""
     dtype, found = (getattr(leaf, "dtype", None) for leaf in (param, grad))
     if dtype is None or found is None or not jnp.issubdtype(dtype, jnp.inexact):
         return True

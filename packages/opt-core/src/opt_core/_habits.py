@@ -1,4 +1,4 @@
-"""What people write who come from elsewhere, and what to write here: for error messages."""
+"""Names from other libraries and their equivalents here, for error messages."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _FOR_DEFINITIONS = {
 
 
 def of_optimizer(name: str) -> str:
-    """Returns what to say of an attribute that optimizers do not have."""
+    """Returns the message for an attribute that optimizers do not have."""
     return _message("Optimizer", name, _FOR_OPTIMIZERS)
 
 
 def of_definition(kind: str, name: str) -> str:
-    """Returns what to say of an attribute that definitions of a class do not have."""
+    """Returns the message for an attribute that definitions of a class do not have."""
     return _message(kind, name, _FOR_DEFINITIONS)
 
 
@@ -59,7 +59,7 @@ def _message(kind: str, name: str, known: Mapping[str, str]) -> str:
 
 
 def of_leaves(target: Any) -> str:
-    """Returns what to say of leaves that are no arrays; nothing where there are none."""
+    """Returns the message for leaves that are not arrays; empty if there are none."""
     others = [
         f"\n  {path_str(names)}: a {type(leaf).__name__}"
         for names, leaf in flatten_with_paths(target)
@@ -67,7 +67,7 @@ def of_leaves(target: Any) -> str:
     ]
     words = (
         "`target` must hold arrays. Create the optimizer for those alone, in Equinox after "
-        "`params, static = eqx.partition(model, eqx.is_inexact_array)`, or freeze what is none in "
+        "`params, static = eqx.partition(model, eqx.is_inexact_array)`, or freeze the others in "
         "a `MultiOptimizer`:"
     )
     return words + "".join(others) if others else ""

@@ -20,7 +20,7 @@ def replace_hyper_params(hyper_params: Any, **overrides: Any) -> Any:
       A new instance; `hyper_params` itself when there is nothing to override.
 
     Raises:
-      HyperParamError: a name is not a field of `hyper_params`. Lists the names that are.
+      HyperParamError: a name is not a field of `hyper_params`; lists the fields.
 
     Examples:
       >>> @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ def replace_hyper_params(hyper_params: Any, **overrides: Any) -> Any:
 
 
 def hyper_param_names(hyper_params: Any) -> tuple[str, ...]:
-    """Returns the field names of a dataclass instance; of anything else, none."""
+    """Returns the field names of a dataclass instance; none for anything else."""
     if not dataclasses.is_dataclass(hyper_params):
         return ()
     return tuple(field.name for field in dataclasses.fields(hyper_params))
@@ -53,7 +53,7 @@ def check_missing(missing: str) -> None:
 
 
 def unknown_names_message(unknown: Iterable[str], names: Iterable[str]) -> str:
-    """Returns what to tell someone who overrides names that do not exist."""
+    """Returns the message for overrides of unknown names."""
     listed = ", ".join(f"`{name}`" for name in names)
     return f"no such hyper-parameter: {', '.join(f'`{name}`' for name in unknown)}; " + (
         f"this optimizer has {listed}" if listed else "this optimizer has none to override"

@@ -1,4 +1,4 @@
-"""Settings as JSON values: numbers, names, and on request what functions consist of."""
+"""Settings as JSON values: numbers, names, and optionally the contents of functions."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _FUNCTIONS = (types.FunctionType, types.MethodType)
 
 
 def json_settings(settings: Any, *, known: Collection[str] | None = None) -> dict[str, Any]:
-    """Returns what can be written down of settings, by name.
+    """Returns settings as JSON values, by name.
 
-    Numbers, booleans, strings, `None`, dtypes and containers of them are kept, arrays of one number
-    too. Of a function there is its name, of anything else the name of its type in angle brackets.
+    Numbers, booleans, strings, `None`, dtypes and containers of them are kept, and so are arrays of
+    one number. A function becomes its name, anything else the name of its type in angle brackets.
 
     Args:
-      settings: a mapping, or a dataclass; anything else has none.
-      known: packages whose functions are described by what they were defined in and what they have
-        captured. Given, functions of others are described so too, with a digest of their code, and
-        arrays by their type and a digest of their values.
+      settings: a mapping or a dataclass; anything else has no settings.
+      known: packages whose functions are described by their factory and captured variables. If
+        given, other functions are described likewise, with a digest of their code, and arrays by
+        their type and a digest of their values.
 
     Examples:
       >>> json_settings({'b1': np.float32(0.5), 'dtype': np.dtype('float32'), 'mask': object()})
@@ -96,7 +96,7 @@ def _json(value: Any, known: Collection[str] | None, depth: int) -> Any:
 
 
 def _function(value: Any, known: Collection[str], depth: int) -> Any:
-    """What a function, or an object that can be called, consists of; `None` of anything else."""
+    """The contents of a function or callable object; `None` for anything else."""
     inner = functools.partial(_json, known=known, depth=depth + 1)
     if isinstance(value, types.BuiltinMethodType):
         is_bound = not isinstance(value.__self__, types.ModuleType)

@@ -41,10 +41,10 @@ _INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 class OptimizerState(flax.struct.PyTreeNode):
-    """What an optimizer remembers between steps.
+    """The state of an optimizer between steps.
 
     Attributes:
-      step: int32 scalar; number of updates made, from 0. Stops at 2**31 - 1.
+      step: int32 scalar, the number of updates made. Stops at 2**31 - 1.
       param_states: whatever pytree the definition keeps.
     """
 
@@ -53,7 +53,7 @@ class OptimizerState(flax.struct.PyTreeNode):
 
 
 def increment_step(step: Any) -> Any:
-    """Returns `step + 1`, or `step` where that would overflow int32.
+    """Returns `step + 1`, or `step` if that would overflow int32.
 
     Examples:
       >>> int(increment_step(jnp.int32(0))), int(increment_step(jnp.int32(2**31 - 1)))
@@ -67,7 +67,7 @@ class OptimizerDef:
     """How parameters are updated: immutable, comparable, without state of its own.
 
     Subclasses implement `init_state` and `apply_gradient`. Two definitions built the same way are
-    equal and hash equal, so an `Optimizer` keeps its treedef when it is built again.
+    equal and hash equal, so an `Optimizer` keeps its treedef when it is rebuilt.
 
     Attributes:
       hyper_params: a frozen dataclass; the defaults that `apply_gradient` may override.
@@ -80,8 +80,8 @@ class OptimizerDef:
 
     In a `MultiOptimizer` such a definition sees the dicts of the parameters with all their keys,
     `()` where a leaf belongs to another group, and has a state dict of its own. Any other sees
-    smaller dicts, and its state is written beside that of the other groups, path by path, where it
-    has an entry per parameter.
+    smaller dicts, and if its state has an entry per parameter, it is merged with that of the other
+    groups path by path.
     """
 
     def __init__(self, hyper_params: Any) -> None:
@@ -94,7 +94,7 @@ class OptimizerDef:
           params: pytree of parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
 
         Returns:
-          The state, its `step` a strong int32 zero.
+          The state, whose `step` is a strong int32 zero.
         """
         raise NotImplementedError(f"`{type(self).__name__}` does not implement `init_state`")
 
@@ -119,7 +119,7 @@ class OptimizerDef:
     ) -> tuple[Any, OptimizerState]:
         """Returns what `apply_gradient` adds to the parameters, and the new state.
 
-        By default that is the difference of the new parameters and the old, which is exact but for
+        The default is the difference of the new and the old parameters, which is exact up to
         round-off.
 
         Args:
@@ -127,7 +127,7 @@ class OptimizerDef:
           params: pytree of parameters.
           state: the state that belongs to them.
           grads: pytree like `params`.
-          **extra_args: of `apply_gradient`, where the definition takes any.
+          **extra_args: those of `apply_gradient`, if the definition takes any.
         """
         apply: Any = self.apply_gradient
         new, state = apply(hyper_params, params, state, grads, **extra_args)
@@ -153,7 +153,7 @@ class OptimizerDef:
         return replace_hyper_params(hyper_params, **overrides)
 
     def has_hyper_param(self, name: str) -> bool:
-        """Returns whether `name` is a hyper-parameter, in a group if there are groups."""
+        """Returns whether `name` is a hyper-parameter, of any group if there are groups."""
         return name in hyper_param_names(self.hyper_params)
 
     def create(self, target: Params) -> Optimizer[Params]:
@@ -164,11 +164,11 @@ class OptimizerDef:
 
         Args:
           target: pytree of parameters. Weakly typed arrays become strong: an update would make them
-            so, and everything would compile twice.
+            strong and recompile everything.
 
         Raises:
-          TypeError: a leaf is no array, as the functions in a module of Equinox, and the definition
-            cannot do with it; lists them.
+          TypeError: a leaf is not an array, like functions in an Equinox module, and the definition
+            does not accept it; lists them.
         """
         target = unalias(strong_types(target))
         try:
@@ -208,16 +208,16 @@ class OptimizerDef:
           opt_target: reference parameters; they give containers, shapes and dtypes.
           opt_state: reference state.
           state_dict: what `state_dict` returned. Only `target` and `state` are read: other keys
-            beside them belong to the caller, as `flax_mutables` does in T5X.
-          strict: whether a deviation is an error. Otherwise what fits is restored, the rest stays
-            as in the reference, and the report is logged as a warning.
+            belong to the caller, like `flax_mutables` in T5X.
+          strict: whether a deviation is an error. Otherwise everything that fits is restored, the
+            rest is taken from the reference, and the report is logged as a warning.
 
         Returns:
           The restored `(target, state)`; no NumPy array of `state_dict` is aliased.
 
         Raises:
-          RestoreError: something is missing, extra, or of another shape, dtype or container;
-            lists every path. Nothing is restored.
+          RestoreError: something is missing, extra, or has another shape, dtype or container; lists
+            every path. Nothing is restored.
         """
         (target, state), report = self._match(opt_target, opt_state, state_dict)
         if not report.ok:
@@ -235,7 +235,7 @@ class OptimizerDef:
             given = {k: _with_int32_step(v) for k, v in state_dict.items() if k in reference}
         restored, report = restore_state_dict(reference, given)
         if (step := _negative(restored["state"].step)) is not None:
-            found = Mismatch("state/step", MismatchKind.VALUE, "a count from 0 on", str(step))
+            found = Mismatch("state/step", MismatchKind.VALUE, "a non-negative count", str(step))
             report = dataclasses.replace(report, mismatches=(*report.mismatches, found))
             restored["state"] = restored["state"].replace(step=state.step)
         restored = unalias(restored)
@@ -247,7 +247,7 @@ class OptimizerDef:
         return not self.whole_tree and parts_at(structure, state.param_states) is not None
 
     def _identity(self) -> Any:
-        """What two equal definitions have in common; by default every attribute."""
+        """The value by which definitions are compared; by default every attribute."""
         return {k: v for k, v in vars(self).items() if k != "_fingerprint_cache"}
 
     def _fingerprint(self) -> tuple[int, Hashable]:
@@ -256,7 +256,7 @@ class OptimizerDef:
             self.__dict__["_fingerprint_cache"] = cached
         return cached  # with its hash: a compiled function asks for it on every call
 
-    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+    if not TYPE_CHECKING:  # for a type checker any name would be an attribute
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(of_definition(type(self).__name__, name))
@@ -287,14 +287,14 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
     """Parameters with the optimizer that updates them.
 
     For type checkers, `Optimizer[Params]` is generic in the parameters; `apply_gradient` takes any
-    keyword, but for what the twins of opt-optax-bridge have made.
+    keyword, except for optimizers made by the twins of opt-optax-bridge.
 
     A pytree: the leaves are those of `state` and `target`, the definition is static. Immutable;
     every method returns a new optimizer.
 
     Attributes:
       optimizer_def: the definition.
-      state: what it remembers.
+      state: its state.
       target: the parameters.
 
     Examples:
@@ -326,14 +326,15 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
 
         Args:
           grads: pytree like `target`.
-          *args: none; type checkers need it to know the names of `overrides`.
-          **overrides: hyper-parameters for this update alone, by name; `hyper_params=` replaces
-            all. A definition that takes extra arguments finds them here too
-            (`opt_core.protocols.TakesExtraArgs`). With `missing='ignore'` an override acts in those
-            groups of a `MultiOptimizer` that have it; a name that no group has is always an error.
+          *args: always empty; needed for type checkers to know the names of `overrides`.
+          **overrides: hyper-parameters for this update only, by name; `hyper_params=` replaces all.
+            Extra arguments of the definition are passed here too
+            (`opt_core.protocols.TakesExtraArgs`). With `missing='ignore'` an override applies to
+            those groups of a `MultiOptimizer` that have it; a name that no group has is always an
+            error.
 
         Raises:
-          HyperParamError: an override names no hyper-parameter.
+          HyperParamError: an override does not name a hyper-parameter.
           TreeMismatchError: `grads` has other containers, keys or shapes than `target`, and the
             definition looks (`check_gradients`).
         """
@@ -355,15 +356,15 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
         return self.replace(target=target, state=state)
 
     def evaluating(self) -> Self:
-        """Returns the optimizer with the parameters to evaluate in place of those that it trains.
+        """Returns the optimizer with the parameters to evaluate in place of the trained ones.
 
         They are the average that the state keeps (`opt_core.protocols.HoldsEvalParams`, such as
         `opt_accumulate.with_average`; Optax's `schedule_free` and `lookahead`), in the dtypes of
-        the parameters; those of a group without one, and of an optimizer without any, stay.
-        Traceable. This optimizer is as it was: it is the one to train on.
+        the parameters; parameters without an average are unchanged. Traceable. This optimizer is
+        not changed; continue to train it.
 
         Raises:
-          EvaluationError: two averages are of one parameter; names both.
+          EvaluationError: a parameter has two averages; names both.
 
         Examples:
           >>> class Averaged(flax.struct.PyTreeNode):
@@ -413,7 +414,7 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
         return self.replace(target=target, state=state)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> RestoreReport:
-        """Returns what `restore_state` would complain about, restoring nothing."""
+        """Returns the deviations that `restore_state` would report, restoring nothing."""
         _, report = self.optimizer_def._match(self.target, self.state, state_dict)
         return report
 

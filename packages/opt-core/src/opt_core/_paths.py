@@ -1,7 +1,7 @@
 """Paths of leaves, and one level of a pytree at a time.
 
 A path is the keys from the root to a leaf. Every kind of pytree node names its children through
-JAX's key paths, so dicts, lists, named tuples, Flax and Equinox classes need no code of their own.
+JAX's key paths, so dicts, lists, named tuples, Flax and Equinox classes need no special code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 KeyPath = Sequence[Any]
 Names: TypeAlias = tuple[str, ...]
-"""The names along a path, from the root on."""
+"""The names along a path, starting at the root."""
 
 
 class Node(NamedTuple):
@@ -23,7 +23,7 @@ class Node(NamedTuple):
 
     Attributes:
       children: name and subtree of each child, in the node's own order.
-      rebuild: makes the node again from new children in that order.
+      rebuild: rebuilds the node from new children in that order.
     """
 
     children: list[tuple[str, Any]]
@@ -31,10 +31,10 @@ class Node(NamedTuple):
 
 
 def parts_at(structure: Any, tree: Any) -> list[Any] | None:
-    """Returns what a tree has at the leaves of a structure; numbers stand for its own leaves.
+    """Returns the subtrees at the leaves of a structure; numbers stand for the tree's own leaves.
 
-    `None` where it has other containers. JAX's error would show the arrays, which takes their
-    values: they may be large, or deleted.
+    `None` if it has other containers. JAX's error would print the arrays, which may be large or
+    deleted.
     """
     own: Any = jax.tree.structure(tree)
     try:
@@ -71,8 +71,8 @@ def path_names(key_path: KeyPath) -> tuple[str, ...]:
 def path_str(names: Sequence[str]) -> str:
     """Returns names joined by `/`; the root is `.`.
 
-    Inside of a name `~` is `~0` and `/` is `~1`, as in JSON Pointer (RFC 6901), so no two leaves of
-    a tree share a path.
+    Within a name `~` is `~0` and `/` is `~1`, as in JSON Pointer (RFC 6901), so no two leaves of a
+    tree share a path.
 
     Examples:
       >>> path_str(('decoder', 'layers_0', 'kernel'))
@@ -88,7 +88,7 @@ def path_str(names: Sequence[str]) -> str:
 
 
 def split_path(path: str) -> tuple[str, ...]:
-    """Returns the names that a path is made of; the inverse of `path_str`.
+    """Returns the names of a path; the inverse of `path_str`.
 
     Examples:
       >>> split_path('a~1b/c'), split_path('.')
@@ -106,8 +106,8 @@ def children(node: Any) -> Node | None:
       node: any pytree.
 
     Returns:
-      The named children and the way to put them back, or `None` where `node` is a leaf. `None`
-      itself is a leaf here: state dicts have to tell it from an empty container.
+      The named children and a function to rebuild the node, or `None` if `node` is a leaf. `None`
+      itself is a leaf here: state dicts must distinguish it from an empty container.
 
     Examples:
       >>> children({'b': 1, 'a': (2, 3)}).children

@@ -1,4 +1,4 @@
-"""What a state dict and the optimizer it should fill disagree about."""
+"""The differences between a state dict and the optimizer to restore."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Mismatch:
     Attributes:
       path: `/`-joined names from the root of the state dict.
       kind: how it deviates.
-      expected: what the reference has there, in words.
-      found: what the state dict has there, in words.
+      expected: the value in the reference, as text.
+      found: the value in the state dict, as text.
     """
 
     path: str
@@ -44,7 +44,7 @@ class RestoreReport:
     Attributes:
       mismatches: in the order of the reference, extra paths after their siblings.
       matched: number of leaves that fit.
-      state_matched: number of those that belong to the optimizer's own state, `step` aside.
+      state_matched: number of those that belong to the optimizer's own state, without `step`.
     """
 
     mismatches: tuple[Mismatch, ...]

@@ -1,8 +1,8 @@
 """Pytrees as nested dicts with string keys, and back with every deviation reported.
 
 The layout is Flax's and T5X's: tuples and lists become `'0'`, `'1'`, ...; named tuples and
-dataclasses their field names; dict keys their `str`. Nothing is joined or split, so a key may
-contain `/`. One level of the pytree is one level of the dict, whatever the kind of node.
+dataclasses their field names; dict keys their `str`. Keys are not joined or split, so they may
+contain `/`. Each level of the pytree is one level of the dict, whatever the kind of node.
 """
 
 from __future__ import annotations
@@ -74,14 +74,13 @@ def _write(tree: Any, names: tuple[str, ...], keep_empty: bool) -> Any:
 def restore_state_dict(reference: Any, state_dict: Any) -> tuple[Any, RestoreReport]:
     """Returns `reference` with the leaves of `state_dict`, and every deviation.
 
-    The reference decides containers, shapes and dtypes. A leaf that deviates, or is missing, stays
-    as it is in the reference. Empty containers may be absent, as may leaves that are `None`. A
-    Python number fits a scalar of its kind. NumPy arrays are copied. An array moves to the devices
-    of the reference leaf where that is committed to some; a JAX array that is there already is
-    taken as it is.
+    The reference decides containers, shapes and dtypes. A leaf that deviates or is missing is taken
+    from the reference. Empty containers and leaves that are `None` may be absent. A Python number
+    fits a scalar of its kind. NumPy arrays are copied. An array moves to the devices of the
+    reference leaf if that is committed; a JAX array that is there already is used as is.
 
     Dtypes are compared as JAX holds them: without `jax_enable_x64` a float64 array of NumPy fits
-    float32, and is rounded. Where a value does not survive that (an integer out of range, a number
+    float32, and is rounded. If a value does not survive that (an integer out of range, a number
     that becomes infinite or 0), the leaf deviates.
 
     Args:
@@ -89,7 +88,7 @@ def restore_state_dict(reference: Any, state_dict: Any) -> tuple[Any, RestoreRep
       state_dict: nested mappings.
 
     Returns:
-      The restored tree and the report; what deviates is no error: the caller decides.
+      The restored tree and the report; deviations are not errors: the caller decides.
 
     Raises:
       StateDictError: the trees are nested too deeply.
@@ -214,7 +213,7 @@ def _fit_array(reference: Any, value: Any) -> _Fit:
 
 
 def _as_held(wanted: Any, value: Any) -> tuple[Any, str]:
-    """The value in the dtype that is wanted, which differs in 32 and 64 bits at most."""
+    """The value in the expected dtype, which differs at most in 32 or 64 bits."""
     # An array of NumPy stays one, in its own dtype; anything else becomes an array of JAX.
     dtype = wanted.dtype if isinstance(wanted, np.ndarray | np.generic) else held_dtype(wanted)
     if value.dtype == dtype:
@@ -237,7 +236,7 @@ def _describe_held(wanted: Any, value: Any) -> str:
 
 
 def _problem(reference: Any, value: Any) -> str:
-    """What keeps an array from being restored, whatever its shape; empty if nothing does."""
+    """Why an array cannot be restored, whatever its shape; empty if it can."""
     if isinstance(value, np.ma.MaskedArray):
         return "a masked array"
     if isinstance(value, jax.Array) and not _is_abstract(value) and value.is_deleted():
@@ -274,7 +273,7 @@ def _is_in_range(value: Any, dtype: Any) -> bool:
 
 
 def _place(reference: Any, value: Any) -> Any:
-    """The value as an array of its own, where the reference is."""
+    """The value as a separate array, placed like the reference."""
     sharding = _sharding(reference)
     if isinstance(value, jax.Array):
         if sharding is not None and not _is_abstract(value):
@@ -290,7 +289,7 @@ def _place(reference: Any, value: Any) -> Any:
 
 
 def _sharding(reference: Any) -> Any:
-    """Where the reference is bound to be, if anywhere."""
+    """The sharding to which the reference is committed, if any."""
     if isinstance(reference, jax.ShapeDtypeStruct):
         return reference.sharding
     is_concrete = isinstance(reference, jax.Array) and not isinstance(reference, jax.core.Tracer)

@@ -1,7 +1,7 @@
-"""The one module that looks into functions: their code, what they have captured, what they read.
+"""The one module that inspects functions: their code, captured variables and globals.
 
-Optimizers are often made of closures. What these consist of decides whether two are the same, says
-what their state means, and lets them be pickled; nothing is traced or called to see it.
+Optimizers are often made of closures. Their contents decide whether two are the same and what their
+state means, and are needed to pickle them. Nothing is traced or called.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DEPTH = 12
 
 
 class Unassigned:
-    """Stands for what a variable holds that was never assigned; a class, to be pickled by name."""
+    """Stands for the value of an unassigned variable; a class, so that it is pickled by name."""
 
 
 def unwrapped(function: Any) -> Any:
@@ -58,14 +58,14 @@ def unwrapped(function: Any) -> Any:
 
 
 def code_of(function: Any) -> types.CodeType | None:
-    """Returns the code of a function, a method, or what is inside of a compiled or partial one."""
+    """Returns the code of a function or method, also of a compiled or partial one."""
     plain = unwrapped(function)
     code = getattr(getattr(plain, "__func__", plain), "__code__", None)
     return code if isinstance(code, types.CodeType) else None
 
 
 def cells(function: types.FunctionType) -> dict[str, Any]:
-    """Returns what the captured variables of a function hold; some may hold nothing yet.
+    """Returns the values of a function's captured variables, some possibly unassigned.
 
     Examples:
       >>> def scale(factor):
@@ -85,7 +85,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def captured(function: Any) -> dict[str, Any]:
-    """Returns what a function has captured, by name; of a method the attributes of its object.
+    """Returns the captured variables of a function by name, or the attributes of a method's object.
 
     Examples:
       >>> import functools
@@ -104,7 +104,7 @@ def captured(function: Any) -> dict[str, Any]:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """Returns what an object that is neither a class nor a module keeps in Python."""
+    """Returns the Python attributes of an object that is neither a class nor a module."""
     if isinstance(value, type | types.ModuleType | np.ndarray | jax.Array):
         return {}
     found = getattr(value, "__dict__", None)
@@ -112,7 +112,7 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def parts(value: Any) -> list[Any]:
-    """Returns what a function, a container or an object holds, one level down."""
+    """Returns the direct contents of a function, a container or an object."""
     match value:
         case None | bool() | int() | float() | str() | bytes() | np.ndarray() | jax.Array():
             return []
@@ -144,7 +144,7 @@ def factory_of(function: Any, known: Container[str] = ()) -> str:
 
     Args:
       function: anything that can be called.
-      known: packages whose factories are functions of modules, whatever these define inside.
+      known: packages whose factories are module-level functions, whatever is nested in them.
 
     Examples:
       >>> def scale(factor):
@@ -159,7 +159,7 @@ def factory_of(function: Any, known: Container[str] = ()) -> str:
 
 
 def definer_of(function: Any, known: Container[str] = ()) -> str:
-    """Returns the same, but of a method the class that defines it: a subclass may inherit it."""
+    """Returns the same, but for a method the class that defines it, not a subclass."""
     code = code_of(function)
     if code is None:
         return type(function).__name__
@@ -179,7 +179,7 @@ def own_name(function: Any) -> str:
 
 
 def reached(value: Any) -> Iterator[Any]:
-    """Yields a value and everything that it holds, however deep, each object once."""
+    """Yields a value and, recursively, everything that it holds, each object once."""
     seen: set[int] = set()
     left = [value]
     while left:
@@ -191,7 +191,7 @@ def reached(value: Any) -> Iterator[Any]:
 
 
 def globals_read(function: types.FunctionType) -> dict[str, Any]:
-    """Returns the globals that a function, or one inside of it, may read, by name in order."""
+    """Returns the globals that a function or a nested one may read, sorted by name."""
     known = function.__globals__
     return {name: known[name] for name in sorted(_names(function.__code__) & known.keys())}
 
@@ -216,7 +216,7 @@ def _rebound(code: types.CodeType) -> frozenset[str]:
 
 
 def code_values(function: Any) -> Any:
-    """Returns what the code of a function does as plain values, the same in every process."""
+    """Returns the code of a function as plain values, the same in every process."""
     return None if (code := code_of(function)) is None else _values(code)
 
 
@@ -228,13 +228,13 @@ def _values(code: types.CodeType) -> Any:
 def blank_function(
     code: types.CodeType, module_globals: dict[str, Any], name: str
 ) -> types.FunctionType:
-    """Returns a function whose captured variables hold nothing yet; see `assign_cells`."""
+    """Returns a function with unassigned captured variables; see `assign_cells`."""
     closure = tuple(types.CellType() for _ in code.co_freevars)
     return types.FunctionType(code, module_globals, name, None, closure)
 
 
 def assign_cells(function: types.FunctionType, contents: Mapping[str, Any]) -> None:
-    """Gives the captured variables of a function what they hold."""
+    """Assigns the captured variables of a function."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if contents[name] is not Unassigned:
             cell.cell_contents = contents[name]
@@ -243,11 +243,11 @@ def assign_cells(function: types.FunctionType, contents: Mapping[str, Any]) -> N
 class Rebuilt:
     """Copies of functions in which captured values are replaced.
 
-    Cells are copied with them: what the copies assign to, the originals do not see.
+    Cells are copied with them, so assignments in the copies do not affect the originals.
 
     Args:
-      is_replaced: whether something else stands in the place of a value.
-      replace: from such a value to what does; called once for every place.
+      is_replaced: whether to replace a value.
+      replace: returns the replacement; called once for every occurrence.
     """
 
     def __init__(self, is_replaced: Callable[[Any], bool], replace: Callable[[Any], Any]) -> None:
@@ -256,7 +256,7 @@ class Rebuilt:
         self._made: dict[int, Any] = {}
 
     def __call__(self, value: Any) -> Any:
-        """Returns a value itself, or a copy where something inside of it is replaced."""
+        """Returns a value itself, or a copy if something in it is replaced."""
         return self._inside(value, 0)
 
     def _new(self, value: Any, depth: int) -> Any:
@@ -282,7 +282,7 @@ class Rebuilt:
                 return {key: new(child) for key, child in value.items()}
         inner = getattr(value, "__wrapped__", None)
         if isinstance(inner, types.FunctionType):
-            return self._inside(inner, depth + 1)  # a compiled one would come out of a cache
+            return self._inside(inner, depth + 1)  # a compiled function would come from a cache
         return self._object(value, depth)
 
     def _function(self, function: types.FunctionType, depth: int) -> Any:
@@ -304,7 +304,7 @@ class Rebuilt:
         return made
 
     def _is_reaching(self, value: Any, depth: int) -> bool:
-        """Whether something inside of a value is replaced."""
+        """Whether something in a value is replaced."""
         if depth > _DEPTH:
             return False
         if id(value) not in self._reaches:

@@ -2,16 +2,16 @@
 
 ```
 OptimizerError
-├── DescriptionError (ValueError)   data that describe no state, or a state that is another's
-├── EvaluationError (ValueError)    two averages of one parameter, or one of none
-├── GroupError (ValueError)         groups that do not divide the parameters, or a group unknown
-│   └── SurgeryError                trained state that would be lost, or read as something else
+├── DescriptionError (ValueError)   data that do not describe this state
+├── EvaluationError (ValueError)    two averages of a parameter, or one of none
+├── GroupError (ValueError)         groups that do not partition the parameters
+│   └── SurgeryError                trained state that would be lost or misread
 ├── HyperParamError (TypeError)     a hyper-parameter that does not exist or cannot be overridden
 │   └── UnusedArgumentError         an extra argument that the update does not use
 ├── RestoreError (ValueError)       a state dict that does not fit; carries the report
 ├── StateDictError (ValueError)     a tree that has no faithful state dict
 ├── StateChangedError (TypeError)   an update that would change the shape or structure of the state
-└── TreeMismatchError (ValueError)  gradients that do not look like the parameters
+└── TreeMismatchError (ValueError)  gradients that do not match the parameters
 ```
 
 Each is also the builtin that callers of Flax and T5X already catch.
@@ -45,26 +45,26 @@ class OptimizerError(Exception):
 
 
 class DescriptionError(OptimizerError, ValueError):
-    """A description that cannot be: of data that describe no state, or of another's state."""
+    """Data that are not a description, or a description that does not fit the state."""
 
 
 class EvaluationError(OptimizerError, ValueError):
-    """Two averages in a state speak of one parameter, or one of a parameter that is not there."""
+    """A state has two averages of one parameter, or the average of an unknown parameter."""
 
 
 class GroupError(OptimizerError, ValueError):
-    """Groups do not divide the parameters exactly, or no group has the name asked for."""
+    """Groups do not partition the parameters exactly, or no group has the requested name."""
 
 
 class SurgeryError(GroupError):
-    """Another definition would drop trained state, or read it as something else.
+    """Another definition would drop or misread trained state.
 
     Nothing has been changed; the text lists every leaf and setting.
     """
 
 
 class HyperParamError(OptimizerError, TypeError):
-    """An override names no hyper-parameter, or one that cannot change at run time."""
+    """An override does not name a hyper-parameter, or one that cannot change at run time."""
 
 
 class UnusedArgumentError(HyperParamError):
@@ -104,7 +104,7 @@ class RestoreError(OptimizerError, ValueError):
 
 
 class StateChangedError(OptimizerError, TypeError):
-    """An update returned a state of another structure or other shapes than it was given."""
+    """An update returned a state with another structure or other shapes."""
 
 
 class TreeMismatchError(OptimizerError, ValueError):

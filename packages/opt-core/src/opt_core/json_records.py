@@ -1,4 +1,4 @@
-"""Dataclasses as JSON data and back, every field of the type that it is annotated with."""
+"""Dataclasses as JSON data and back, with every field checked against its annotation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Record = TypeVar("_Record")
 
 
 def record_data(value: Any) -> Any:
-    """Returns a dataclass as JSON has data: dicts, lists, strings, numbers, booleans and `None`.
+    """Returns a dataclass as JSON data: dicts, lists, strings, numbers, booleans and `None`.
 
     Examples:
       >>> @dataclasses.dataclass
@@ -32,14 +32,14 @@ def record_data(value: Any) -> Any:
 
 
 def read_record(kind: type[_Record], data: Any, where: str, error: type[ValueError]) -> _Record:
-    """Returns the dataclass of which `record_data` made some data.
+    """Returns the dataclass that `record_data` was called on.
 
     Args:
       kind: its class; fields are strings, numbers, booleans, `Literal`s, tuples and mappings of
         these, other such dataclasses, or `Any`.
-      data: what JSON had.
-      where: what errors call it.
-      error: raised for data that are no such thing; it says where.
+      data: the JSON data.
+      where: its name in errors.
+      error: raised for data of another form; says where.
     """
     if not isinstance(data, Mapping):
         raise error(f"`{where}`: expected a mapping, found {_shown(data)}")

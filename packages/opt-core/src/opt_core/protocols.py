@@ -1,4 +1,4 @@
-"""What an optimizer definition may offer besides the contract, asked for with `isinstance`."""
+"""Optional abilities of optimizer definitions, checked with `isinstance`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ __all__ = [
     "DescribesState",
     "HoldsEvalParams",
     "ResolvesHyperParams",
+    "StoresLeaf",
+    "StoresParams",
     "TakesArgsOfParams",
     "TakesExtraArgs",
     "TakesParamAxes",
@@ -37,8 +39,7 @@ class DerivesLogicalAxes(Protocol):
           param_axes: a tree like the parameters with a `PartitionSpec` of logical names per leaf.
 
         Returns:
-          The same structure, where a leaf is the `PartitionSpec` of the parameter it follows, or
-          `None` where it follows none.
+          The same structure; a leaf is the `PartitionSpec` of the parameter it follows, or `None`.
         """
         ...
 
@@ -50,8 +51,8 @@ class DescribesState(Protocol):
     def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
         """Returns what every leaf of `state.param_states` means.
 
-        `opt_core.describe_state` asks for it, and remembers the answer: it must depend on the
-        definition, the containers, the shapes and the dtypes alone.
+        `opt_core.describe_state` calls it and caches the result, which must depend only on the
+        definition, the containers, the shapes and the dtypes.
 
         Args:
           params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
@@ -62,20 +63,20 @@ class DescribesState(Protocol):
 
 @runtime_checkable
 class DescribesFields(Protocol):
-    """A transformation, or the class of its states, that says what the fields of a state mean.
+    """A transformation, or the class of its states, that describes the fields of its state.
 
-    It says so in plain data, so a package need not depend on this one for it: what makes a
-    definition of a transformation, such as opt-optax-bridge, asks. A transformation has it as a
-    method, beside `init` and `update`; one that is made of functions has it as a static method of
-    the class of its states.
+    It returns plain data, so a package need not depend on this one. It is called by packages that
+    turn transformations into definitions, such as opt-optax-bridge. A transformation has it as a
+    method, next to `init` and `update`; one made of functions has it as a static method of the
+    class of its states.
     """
 
     def describe_fields(self) -> Mapping[str, Any]:
         """Returns a mapping with some of these entries.
 
-        * `'name'`: what to call the transformation; only where it says so itself.
+        * `'name'`: the name of the transformation; only as its own method.
         * `'roles'`: for each field of the state a `LeafRole`.
-        * `'settings'`: by name; only where it says so itself, otherwise they are what its functions
+        * `'settings'`: by name; only as its own method, otherwise the variables that its functions
           have captured.
         * `'bearing'`: for each setting that gives the state its meaning the arguments of a
           `Bearing`.
@@ -103,17 +104,63 @@ class ResolvesHyperParams(Protocol):
 
 @runtime_checkable
 class HoldsEvalParams(Protocol):
-    """A part of a state that has the parameters to evaluate, such as an average of them.
+    """A part of a state that holds the parameters to evaluate, such as an average of them.
 
-    The class of a state has it as a method, for which nothing need be imported:
-    `opt_accumulate.AverageState` is one. `Optimizer.evaluating` asks.
+    It is a method of the class of a state, which needs no import: `opt_accumulate.AverageState` has
+    it. `Optimizer.evaluating` calls it.
     """
 
     def eval_params(self, params: Any) -> Any:
-        """Returns a tree like `params`, with nodes without leaves in place of what it has not.
+        """Returns a tree like `params`, with empty nodes for parameters that it does not hold.
 
         Args:
           params: the parameters.
+        """
+        ...
+
+
+@runtime_checkable
+class StoresLeaf(Protocol):
+    """A node of a state in the place of one leaf, of which it stores codes.
+
+    Its fields are `codes`, of the leaf's shape, and `scale`: an array with an element per block
+    along one axis, or `None`. `opt_precision.Encoded` is one.
+    """
+
+    codes: Any
+    scale: Any
+
+    def leaf_storage(self) -> Mapping[str, Any]:
+        """Returns what the codes mean, as JSON has data, so that anybody can decode them.
+
+        * `'codec'`: its name, and `'version'`: 1.
+        * `'table'`: for each code its value, relative to the scale; empty where the codes are
+          floats, and stand for themselves.
+        * `'squared'`: whether the leaf is the square of that.
+        * `'axis'` and `'block'`: which axis has a scale per block, and the elements of one.
+        * `'dtype'`: of the leaf.
+        """
+        ...
+
+    def with_values(self, values: Any) -> Any:
+        """Returns such a node for other values, each rounded to the nearest code."""
+        ...
+
+
+@runtime_checkable
+class StoresParams(Protocol):
+    """A part of a state with more of the parameters than these can hold.
+
+    `opt_precision.master_weights` keeps such states.
+    """
+
+    def params_storage(self) -> tuple[str, str]:
+        """Returns the field, and what it has for each parameter that is stored in bfloat16.
+
+        A tree like the parameters, with nodes without leaves for other parameters. `'f32'`: the
+        parameter in float32. `'remainder'`: the lower half of the bits of that, int16, where the
+        parameter is the upper half, rounded half away from zero. `'kahan'`: what is to be added to
+        the parameter, bfloat16.
         """
         ...
 
@@ -123,7 +170,7 @@ class TakesParamAxes(Protocol):
     """A definition whose update depends on the logical axes of the parameters."""
 
     def set_param_axes(self, param_axes: Any) -> None:
-        """Tells the definition the logical axes, before `create`.
+        """Sets the logical axes, before `create`.
 
         Args:
           param_axes: a tree like the parameters with a `PartitionSpec` of logical names per leaf.
@@ -133,7 +180,7 @@ class TakesParamAxes(Protocol):
 
 @runtime_checkable
 class TakesExtraArgs(Protocol):
-    """A definition whose update takes more than gradients, such as the value of the loss."""
+    """A definition whose update takes extra arguments, such as the value of the loss."""
 
     def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
         """Returns those of `names` that are arguments of the update, not hyper-parameters.
@@ -156,8 +203,8 @@ class TakesArgsOfParams(Protocol):
     def args_of_params(self, names: Iterable[str]) -> frozenset[str]:
         """Returns those of `names` that are trees like the parameters, or functions of them.
 
-        A function has the parameters as its first argument; what it returns may be a tree like
-        them. The parameters of other groups are in it what they were before the update.
+        A function has the parameters as its first argument; it may return a tree like them. It sees
+        the parameters of other groups as they were before the update.
 
         Args:
           names: of extra arguments, see `TakesExtraArgs`.
@@ -170,7 +217,7 @@ class TakesPerExampleGrads(Protocol):
     """A definition that may want the gradient of every example, not their mean."""
 
     def takes_per_example_grads(self, params: Any, state: OptimizerState, grads: Any) -> bool:
-        """Returns whether `grads` have an axis of examples in front, as this definition wants them.
+        """Returns whether `grads` have a leading axis of examples, as this definition expects.
 
         Args:
           params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
@@ -182,7 +229,7 @@ class TakesPerExampleGrads(Protocol):
 
 @runtime_checkable
 class Transformation(Protocol):
-    """A gradient transformation: not a definition, but something that can be wrapped as one."""
+    """A gradient transformation, which can be wrapped as a definition."""
 
     @property
     def init(self) -> Callable[..., Any]:
@@ -197,13 +244,13 @@ class Transformation(Protocol):
 
 @runtime_checkable
 class UpdatesParams(Protocol):
-    """A transformation that takes and returns parameters, besides its `init` and `update`.
+    """A transformation that also has an `apply`, which takes and returns parameters.
 
     `opt_accumulate.MultiSteps` is one: on a step that only accumulates it does not touch them.
     """
 
     def apply(self, params: Any, state: Any, grads: Any, **extra_args: Any) -> tuple[Any, Any]:
-        """Returns the new parameters and state; what `update` and the addition would give.
+        """Returns the new parameters and state, as `update` followed by the addition would.
 
         Args:
           params: the parameters.

@@ -1,9 +1,9 @@
 """What becomes of a state under another definition: pairs of leaves, and what stands in the way.
 
-Surgery in memory and restores from checkpoints decide it here. Both give two `Side`s: what a state
-means, and what its small leaves hold. `pair_leaves` says what each leaf of the new state comes
-from; of that `Move`, `refusals` are what nothing admits, and `switches` and `statistics` what
-`allow={'optimizer'}` does.
+Surgery in memory and restores from checkpoints share these rules. Both provide two `Side`s: the
+description of a state and the values of its small leaves. `pair_leaves` finds the source of each
+leaf of the new state. For the resulting `Move`, `refusals` are the problems that nothing admits;
+`switches` and `statistics` those that `allow={'optimizer'}` admits.
 """
 
 from opt_core._dtypes import all_survive, convert_held

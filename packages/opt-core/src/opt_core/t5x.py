@@ -1,9 +1,8 @@
-"""What the facades of T5X have in common: what its code restores besides arrays that fit.
+"""What the T5X facades share: lenient restoring, as T5X's code expects.
 
 T5X's partitioner writes the axes of an optimizer into a state dict, changes them there and restores
 them into the optimizer of arrays; its checkpointer saves parameters in bfloat16 on request. So the
-facades take references of the kind of what is restored, and are as strict as `opt_core` about the
-rest.
+facades adapt the reference to what is restored, and are otherwise as strict as `opt_core`.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ __all__ = ["lenient_references"]
 def lenient_references(
     target: Any, state: OptimizerState, state_dict: Any
 ) -> tuple[Any, OptimizerState]:
-    """Returns parameters and state with leaves of the kind of what is to be restored.
+    """Returns reference parameters and state adapted to the state dict to be restored.
 
-    A facade gives them to `OptimizerDef.restore_state` in the place of its own. Where the state
-    dict has a `PartitionSpec` or `None`, so have they; where it has a parameter in another
-    precision, they have its dtype. Everything else stays, and has to fit.
+    A facade passes them to `OptimizerDef.restore_state` instead of its own. They take over every
+    `PartitionSpec` and `None` of the state dict, and the dtype of parameters in another precision.
+    Everything else is unchanged and must match.
 
     Args:
       target: the parameters.
       state: the state that belongs to them.
-      state_dict: see `OptimizerDef.restore_state`; anything else leaves all as it is.
+      state_dict: see `OptimizerDef.restore_state`; anything but a mapping has no effect.
 
     Examples:
       >>> params = {'w': jnp.zeros(2), 'b': jnp.zeros(1)}

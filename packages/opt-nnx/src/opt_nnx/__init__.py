@@ -1,7 +1,7 @@
-"""A drop-in for `flax.nnx.Optimizer` whose state is placed, typed and saved right.
+"""A drop-in for `flax.nnx.Optimizer` with sharded, type-stable state that can be saved by meaning.
 
-`Optimizer(model, tx)` takes any Optax transformation, and any definition of the `opt_*` packages,
-whose hyper-parameters `update` can override at run time.
+`Optimizer(model, tx)` takes any Optax transformation and any definition of the `opt_*` packages;
+`update` can override the hyper-parameters of a definition at run time.
 """
 
 from importlib.metadata import version as _version

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -25,29 +26,29 @@ M = TypeVar("M")
 
 
 class Optimizer(nnx.Optimizer[M]):
-    """A `flax.nnx.Optimizer` with any definition, whose state is placed and typed right.
+    """A `flax.nnx.Optimizer` for any definition, with sharded state and stable dtypes.
 
     Args:
       model: a module of Flax NNX, or any graph node.
       tx: an Optax transformation or an `opt_core.OptimizerDef`.
       wrt: a filter of the variables to train.
-      mesh: where the state lies; by default on the mesh of the parameters' arrays, of their
-        metadata, or of `jax.set_mesh`. Without any, it lies where `init` puts it.
-      rules: pairs of a name of dimensions and mesh axes, as T5X and Flax have them. They come
-        before `nnx.logical_axis_rules` and the variables' own.
-      zero: a mesh axis, or several, to shard the state over besides, as
-        `opt_partition.extend_over` does.
+      mesh: the mesh of the state; by default that of the parameters' arrays, of their metadata, or
+        of `jax.set_mesh`. Without a mesh, the state lies where `init` puts it.
+      rules: pairs of a logical axis and mesh axes, as in T5X and Flax. They take precedence over
+        `nnx.logical_axis_rules` and the variables' own.
+      zero: a mesh axis, or several, to shard the state over in addition; see
+        `opt_partition.extend_over`.
       graph: whether to use graph mode, see `nnx.state`.
 
     Attributes:
       step: an `nnx.OptState` with the number of updates, a uint32 scalar.
-      tx: what was given.
-      opt_state: the state, with an `nnx.OptState` in the place of every leaf.
+      tx: as given.
+      opt_state: the state, with an `nnx.OptState` for every leaf.
       wrt: the filter.
 
     Raises:
-      AxesError: names of the parameters' dimensions mean nothing on the mesh, or there is no mesh
-        for `zero`.
+      AxesError: logical axes of the parameters have no rule and are not mesh axes, or `zero` is
+        given without a mesh.
 
     Examples:
       >>> import opt_optax_bridge as opt
@@ -89,7 +90,7 @@ class Optimizer(nnx.Optimizer[M]):
 
     @property
     def definition(self) -> OptimizerDef:
-        """The definition: `tx` itself, or what `opt_optax_bridge` makes of a transformation."""
+        """The definition: `tx` itself, or the `OptaxWrapper` of a transformation."""
         return self.tx if isinstance(self.tx, OptimizerDef) else _wrapped(self.tx)
 
     # The arguments may be named, as what Flax wraps its own in lets them.
@@ -105,13 +106,13 @@ class Optimizer(nnx.Optimizer[M]):
             and arguments of the transformation's `update`, such as `value`.
 
         Returns:
-          What was added to the parameters, in a tree like them. Where the definition does not say,
-          that is the difference.
+          The updates, in a tree like the parameters: those of the transformation, or, for other
+          definitions, the difference that the update made.
 
         Raises:
-          HyperParamError: nothing takes one of `kwargs`; lists what may be given.
-          TreeMismatchError: the gradients do not look like the parameters, or the state is of other
-            parameters than the model has.
+          HyperParamError: one of `kwargs` is unknown; lists the valid names.
+          TreeMismatchError: the gradients do not match the parameters, or the state belongs to
+            parameters of another model.
         """
         before = self._core(pure(state_of(model, self.wrt, self.graph)))
         if has_variables(grads):
@@ -128,10 +129,51 @@ class Optimizer(nnx.Optimizer[M]):
         self.step[...] += 1
         return updates
 
+    @contextlib.contextmanager
+    def evaluating(self, model: M) -> Iterator[M]:
+        """Gives the model the parameters to evaluate, for the length of a `with` block.
+
+        They are the average that the state keeps, as `opt_core.Optimizer.evaluating` finds it;
+        without one they are the parameters themselves. Afterwards, also after an exception, the
+        model has the trained parameters again. Traceable. Do not update inside the block: what an
+        update does to the model is undone with the rest.
+
+        Args:
+          model: the model, changed in place.
+
+        Yields:
+          The model.
+
+        Raises:
+          EvaluationError: there are two averages of one parameter; names both.
+
+        Examples:
+          >>> import optax.contrib
+          >>> model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+          >>> optimizer = Optimizer(model, optax.contrib.schedule_free_sgd(1.0))
+          >>> grads = nnx.grad(lambda model: model(jnp.ones((1, 2))).sum())(model)
+          >>> _ = optimizer.update(model, grads)
+          >>> _ = optimizer.update(model, grads)
+          >>> with optimizer.evaluating(model):
+          ...     print(model.bias[...].tolist())
+          [-1.5, -1.5, -1.5]
+          >>> model.bias[...].round(2).tolist()
+          [-1.55, -1.55, -1.55]
+        """
+        trained = pure(state_of(model, self.wrt, self.graph))
+        params = self._core(trained).evaluating().target
+        if self._placement is not None:
+            params = self._placement.put_params(params)
+        nnx.update(model, params)
+        try:
+            yield model
+        finally:
+            nnx.update(model, trained)
+
     def to_core(self, model: M) -> opt_core.Optimizer:
         """Returns parameters, state and definition as one `opt_core.Optimizer`.
 
-        It is what the functions of the other packages take: `opt_core.describe`, `group_metrics`,
+        The functions of the other packages take it: `opt_core.describe`, `group_metrics`,
         `regroup`, `opt_optax_bridge.overridable_hyper_params`, ... The arrays are shared.
 
         Args:
@@ -149,22 +191,22 @@ class Optimizer(nnx.Optimizer[M]):
         return self._core(pure(state_of(model, self.wrt, self.graph)))
 
     def load_core(self, model: M, core: opt_core.Optimizer) -> None:
-        """Takes parameters, state and definition over, in place; the inverse of `to_core`.
+        """Replaces parameters, state and definition in place; the inverse of `to_core`.
 
         Args:
           model: the model; its trained variables get the parameters.
-          core: an optimizer of such parameters. Where its definition is another one, `tx` and
-            `opt_state` become new.
+          core: an optimizer of the same parameters. If its definition differs, `tx` and `opt_state`
+            are replaced.
 
         Raises:
-          TreeMismatchError: its parameters are not those of the model.
+          TreeMismatchError: its parameters do not match those of the model.
         """
         params = state_of(model, self.wrt, self.graph)
         expected: Any = jax.tree.structure(pure(params))
         found: Any = jax.tree.structure(core.target)
         if found != expected:
             raise TreeMismatchError(
-                "`core`: its target is not a tree of the model's trained variables: expected "
+                "the target of `core` does not match the model's trained variables: expected "
                 f"{expected}, found {found}"
             )
         state = core.state.param_states
@@ -184,7 +226,7 @@ class Optimizer(nnx.Optimizer[M]):
 
         Args:
           model: the model.
-          **overrides: what `update` gets besides the gradients.
+          **overrides: those that `update` is to get.
 
         Returns:
           What `opt_optax_bridge.resolve_hyper_params` returns.
@@ -209,15 +251,15 @@ class Optimizer(nnx.Optimizer[M]):
     def restore_state(
         self, model: M, state_dict: Mapping[str, Any], *, strict: bool = True
     ) -> None:
-        """Puts what `state_dict` returned into the model and the optimizer.
+        """Restores model and optimizer from what `state_dict` returned.
 
         Args:
           model: the model.
-          state_dict: nested dicts, e.g. out of a checkpoint.
-          strict: whether a deviation is an error, see `opt_core.Optimizer.restore_state`.
+          state_dict: nested dicts, e.g. from a checkpoint.
+          strict: whether a deviation is an error; see `opt_core.Optimizer.restore_state`.
 
         Raises:
-          RestoreError: the dict does not fit; lists every path, nothing is restored.
+          RestoreError: the dict does not match; lists every path. Nothing is restored.
         """
         self.load_core(model, self.to_core(model).restore_state(state_dict, strict=strict))
 
@@ -256,7 +298,7 @@ def _step(
 
 
 def _check_state(before: opt_core.Optimizer, cause: Exception) -> None:
-    """Raises an error that says so where an update failed because the model is another one."""
+    """Raises a clearer error if an update failed because it was given another model."""
     try:
         made: Any = jax.eval_shape(before.optimizer_def.init_state, before.target).param_states
     except Exception:
@@ -268,8 +310,8 @@ def _check_state(before: opt_core.Optimizer, cause: Exception) -> None:
         if expected.get(path) != found.get(path)
     ]:
         raise TreeMismatchError(
-            "`model` is not the one that the optimizer was made for: its trained variables have "
-            "another state.\n" + "\n".join(lines)
+            "`model` is not the one that the optimizer was made for: their states differ.\n"
+            + "\n".join(lines)
         ) from cause
 
 

@@ -52,7 +52,11 @@ class Placement:
         """
         if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
             return params, state  # the shards of them, inside `shard_map`
-        return self._put(params, self.params), self.put_state(state)
+        return self.put_params(params), self.put_state(state)
+
+    def put_params(self, params: Any) -> Any:
+        """Returns parameters where they lie, or are to lie."""
+        return self._put(params, self.params)
 
     def put_state(self, state: Any) -> Any:
         """Returns the state where it lies."""

@@ -8,9 +8,10 @@ computed in float32, piece by piece.
 from importlib.metadata import version as _version
 
 from opt_precision import errors
-from opt_precision._codecs import Codec, bfloat16, dynamic8, float8, identity, log8
+from opt_precision._codecs import Codec, bfloat16, dynamic8, float8, identity, int4, log8
 from opt_precision._explain import PrecisionReport, PrecisionRow, explain_precision
 from opt_precision._formats import Encoded, Format
+from opt_precision._partition import partition_rules
 from opt_precision._select import by_field, by_path, moments
 from opt_precision._states import (
     KahanState,
@@ -20,7 +21,12 @@ from opt_precision._states import (
     StochasticState,
 )
 from opt_precision._views import apply, apply_updates, decode, master_of, set_params
-from opt_precision._wrappers import master_weights, quantize_state, stochastic_weights
+from opt_precision._wrappers import (
+    master_weights,
+    offload_state,
+    quantize_state,
+    stochastic_weights,
+)
 
 __version__ = _version("opt-precision")
 
@@ -46,10 +52,13 @@ __all__ = [
     "explain_precision",
     "float8",
     "identity",
+    "int4",
     "log8",
     "master_of",
     "master_weights",
     "moments",
+    "offload_state",
+    "partition_rules",
     "quantize_state",
     "set_params",
     "stochastic_weights",

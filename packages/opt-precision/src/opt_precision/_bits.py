@@ -111,10 +111,13 @@ def leaf_seed(seed: jax.Array, name: str, zero: jax.Array) -> tuple[jax.Array, j
     Returns:
       Two scalars.
     """
+    return seed, digest_of(name, zero)
+
+
+def digest_of(name: str, zero: jax.Array) -> jax.Array:
+    """What tells a name from others; see `leaf_seed`."""
     digest = zlib.crc32(name.encode())
-    return seed, jnp.asarray([digest, digest ^ 1], jnp.uint32).at[zero].get(
-        mode="promise_in_bounds"
-    )
+    return jnp.asarray([digest, digest ^ 1], jnp.uint32).at[zero].get(mode="promise_in_bounds")
 
 
 def noise_at(seed: tuple[jax.Array, jax.Array], index: jax.Array) -> jax.Array:

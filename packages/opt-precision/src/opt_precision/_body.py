@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from opt_precision import _bits
@@ -22,32 +23,30 @@ GRADIENT = -1
 PARAMETER = -2
 
 
-class Noise(NamedTuple):
-    """Seeds, one per array that is rounded.
+class Data(NamedTuple):
+    """What tells the computation of one leaf from that of another like it.
 
     Attributes:
-      weights: for the parameter.
-      fields: for each leaf of the state that mirrors it.
+      numbers: scalars that the equations use.
+      seeds: of the step, for parameters and for the state.
+      digests: of the parameter, and of each leaf of the state that mirrors it.
     """
 
-    weights: Seed
-    fields: list[Seed]
+    numbers: Sequence[Any]
+    seeds: Seed
+    digests: Sequence[jax.Array]
 
 
 class Part(NamedTuple):
     """What of a leaf this device has.
 
     Attributes:
-      numbers: scalars that the equations use.
       origin: where the device's part begins.
       shape: of the part; `None` where it is the whole leaf, on one device.
-      noise: the seeds.
     """
 
-    numbers: Sequence[Any]
     origin: Sequence[Any]
     shape: Shape | None
-    noise: Noise
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,13 +79,36 @@ class Body:
     is_in_place: bool
     shape: Shape
 
+    def key(self) -> Hashable:
+        """Equal for leaves of one shape whose equations differ in their variables alone."""
+        number: dict[Any, int] = {}
+
+        def of(atom: Any) -> Hashable:
+            if isinstance(atom, Literal):
+                # A NaN is not equal to itself, and then the leaf is computed alone.
+                value = np.asarray(atom.val)
+                return str(atom.aval), value.item() if value.ndim == 0 else id(atom)
+            return number.setdefault(atom, len(number))
+
+        places = sorted(self.arguments.items(), key=lambda item: item[1])
+        given = [(of(var), place) for var, place in places]
+        starts = [(of(var), str(var.aval)) for var in (*self.arrays, *self.names)]
+        equations = [
+            (eqn.primitive, _params_key(eqn.params), *map(of, eqn.invars), *map(of, eqn.outvars))
+            for eqn in self.equations
+        ]
+        flags = self.weights, self.has_params, self.has_extra, self.is_in_place, self.shape
+        outs = tuple(map(of, self.outs))
+        return tuple(given), tuple(starts), tuple(equations), outs, tuple(self.formats), flags
+
     def __call__(
-        self, part: Part, shape: Shape | None, origin: Sequence[Any], values: Any
+        self, part: Part, data: Data, shape: Shape | None, origin: Sequence[Any], values: Any
     ) -> list[jax.Array]:
         """Computes a piece.
 
         Args:
           part: the device's part of the leaf.
+          data: what is the leaf's own.
           shape: of the piece; `None` for all of the part.
           origin: where it begins in the part.
           values: the pieces of the operands, in the order of `Step`.
@@ -95,7 +117,7 @@ class Body:
         buffer = next(read)
         param = buffer if self.is_in_place else next(read) if self.has_params else None
         extra = next(read) if self.has_extra else None
-        known: dict[Any, Any] = dict(zip(self.names, part.numbers, strict=True))
+        known: dict[Any, Any] = dict(zip(self.names, data.numbers, strict=True))
         places = {place: var for var, place in self.arguments.items()}
         if GRADIENT in places:
             known[places[GRADIENT]] = _bits.widen(next(read))
@@ -119,10 +141,12 @@ class Body:
         def noise(seed: Seed) -> Callable[[], jax.Array]:
             return lambda: _bits.noise_at(seed, index())
 
-        results = self._placed(param, extra, update, noise(part.noise.weights), buffer)
-        rows = zip(self.formats, dtypes, states, part.noise.fields, strict=True)
-        for form, dtype, new, seed in rows:
-            results += _stored(form, dtype, new, noise(seed))
+        weights, fields = data.seeds
+        own = noise((weights, data.digests[0]))
+        results = self._placed(param, extra, update, own, buffer)
+        rows = zip(self.formats, dtypes, states, strict=True)
+        for place, (form, dtype, new) in enumerate(rows, 1):
+            results += _stored(form, dtype, new, noise((fields, data.digests[place])))
         return results
 
     def _index(self, shape: Shape, origin: tuple[Any, ...]) -> jax.Array:
@@ -159,6 +183,18 @@ def _stored(
         return [new.astype(dtype)]
     codes, scale = encode(form, new, noise() if form.stochastic else None)
     return [codes] if scale is None else [codes, scale]
+
+
+def _params_key(params: Mapping[str, Any]) -> Hashable:
+    """Parameters of an equation; functions that were traced are equal to themselves alone."""
+    found = []
+    for name, value in params.items():
+        try:
+            hash(value)
+            found.append((name, value))
+        except TypeError:
+            found.append((name, id(value)))
+    return tuple(found)
 
 
 def _look(known: Mapping[Any, Any], atom: Any) -> Any:

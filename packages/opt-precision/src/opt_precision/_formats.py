@@ -19,10 +19,9 @@ from jax import lax
 
 from opt_precision import _bits, _blocks, _maps
 
-Kind: TypeAlias = Literal["bfloat16", "float8", "dynamic8", "log8"]
+Kind: TypeAlias = Literal["bfloat16", "float8", "dynamic8", "log8", "dynamic4"]
 VERSION: Final = 1
 
-_ZERO: Final = 127  # the code of zero in the signed dynamic map
 _LOG_STEP: Final = _maps.LOG_DECADES * math.log2(10) / _maps.LOG_STEPS
 
 
@@ -51,7 +50,8 @@ class Format:
     @property
     def codes_dtype(self) -> Any:
         """The dtype of the codes."""
-        return {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn}.get(self.kind, jnp.uint8)
+        own = {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn, "dynamic4": jnp.uint4}
+        return own.get(self.kind, jnp.uint8)
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape of the scales of an array; `None` where there are none."""
@@ -89,6 +89,27 @@ class Encoded:
         """The dtype of the leaf when decoded."""
         return np.dtype(self.format.dtype)
 
+    def leaf_storage(self) -> dict[str, Any]:
+        """Returns what the codes mean, as `opt_core.protocols.StoresLeaf` asks."""
+        form = self.format
+        return {
+            "codec": form.kind,
+            "version": form.version,
+            "table": tuple(map(float, _by_code(form))) if form.block else (),
+            "squared": form.squared and form.block > 0,
+            "axis": form.axis,
+            "block": form.block,
+            "dtype": form.dtype,
+        }
+
+    def with_values(self, values: jax.Array) -> Encoded:
+        """Returns other values in the same format, each rounded to the nearest code.
+
+        Args:
+          values: of the leaf's shape.
+        """
+        return Encoded(*encode(self.format, values, None), self.format)
+
 
 def is_encoded(node: Any) -> bool:
     """Whether a node of a tree is an encoded leaf."""
@@ -123,8 +144,9 @@ def encode(
         return lax.bitcast_convert_type(rank | sign, jnp.float8_e4m3fn), scale
     if form.squared:
         return _rank_in(_maps.dynamic_roots, form, y, noise), scale
-    rank = _rank_in(_maps.dynamic_magnitudes, form, y, noise)
-    return jnp.where(x < 0, np.uint8(_ZERO) - rank, np.uint8(_ZERO) + rank), scale
+    table = _maps.dynamic4_magnitudes if form.kind == "dynamic4" else _maps.dynamic_magnitudes
+    rank, zero = _rank_in(table, form, y, noise), np.uint8(len(table()) - 1)
+    return jnp.where(x < 0, zero - rank, zero + rank).astype(form.codes_dtype), scale
 
 
 def decode(form: Format, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -132,8 +154,7 @@ def decode(form: Format, codes: jax.Array, scale: jax.Array | None) -> jax.Array
     if scale is None:
         return _bits.widen(codes).astype(form.dtype)
     each = _blocks.spread(scale, form.axis, form.block, codes.shape[form.axis])
-    if form.kind == "float8":
-        codes = lax.bitcast_convert_type(codes, jnp.uint8)
+    codes = as_bytes(codes)
     if form.kind == "log8":
         value = lax.exp2((codes.astype(jnp.float32) - _maps.LOG_STEPS) * np.float32(_LOG_STEP))
     else:
@@ -148,17 +169,27 @@ def constant_codes(form: Format, value: float) -> tuple[int, float]:
     one_block = dataclasses.replace(form, block=min(form.block, 1))
     with jax.ensure_compile_time_eval():
         codes, scale = encode(one_block, jnp.full([1] * (form.axis + 1), value, jnp.float32), None)
-        width = jnp.uint16 if codes.dtype.itemsize == 2 else jnp.uint8
-        code = int(lax.bitcast_convert_type(codes, width).reshape(()))
+        code = int(as_bytes(codes).reshape(()))
         return code, 0.0 if scale is None else float(scale.reshape(()))
+
+
+def as_bytes(codes: jax.Array) -> jax.Array:
+    """Codes as unsigned integers of whole bytes."""
+    if jnp.issubdtype(codes.dtype, jnp.integer):
+        return codes.astype(jnp.uint8)
+    width = jnp.uint16 if codes.dtype.itemsize == 2 else jnp.uint8
+    return lax.bitcast_convert_type(codes, width)
 
 
 def _by_code(form: Format) -> _maps.Table:
     """The value of each code."""
+    if form.kind == "log8":
+        return _maps.logarithmic()
     if form.kind == "dynamic8" and form.squared:
         return _maps.dynamic_roots()
-    if form.kind == "dynamic8":
-        magnitudes = _maps.dynamic_magnitudes()
+    if form.kind in ("dynamic8", "dynamic4"):
+        is_long = form.kind == "dynamic8"
+        magnitudes = _maps.dynamic_magnitudes() if is_long else _maps.dynamic4_magnitudes()
         return np.concatenate([-magnitudes[:0:-1], magnitudes, magnitudes[-1:]])
     table = _maps.e4m3_roots() if form.squared else _maps.e4m3()
     return np.concatenate([table, table[-1:], -table, -table[-1:]])

@@ -171,7 +171,12 @@ def order_message(outer: str, inner: str) -> str:
             f"`{outer}` is around `{inner}`: it would encode the moments anew in steps that do not "
             f"update them, and an accumulator is no moment. Write `{inner}({outer}(...))`."
         )
-    if outer == "quantize_state":
+    if outer == "offload_state" and inner == "quantize_state":
+        return (
+            f"`{outer}` is around `{inner}`: codes are to be moved, not float32. Write "
+            f"`{inner}({outer}(...))`."
+        )
+    if outer in ("quantize_state", "offload_state"):
         return (
             f"`{outer}` is around `{inner}`: updates must be computed from decoded state before "
             f"parameters are rounded. Write `{inner}({outer}(...))`."
@@ -200,8 +205,9 @@ def _strong(leaf: Any) -> Any:
 def _constant(form: Format, param: jax.Array, value: float) -> Encoded:
     """The codes of an array of one number, where the parameter lies."""
     code, scale = constant_codes(form, value)
-    if form.kind == "dynamic8" or code:
+    if code:
         width = jnp.uint16 if form.kind == "bfloat16" else jnp.uint8
+        width = jnp.uint4 if form.kind == "dynamic4" else width
         codes = jnp.full_like(param, code, dtype=width)
         if width != form.codes_dtype:
             codes = lax.bitcast_convert_type(codes, form.codes_dtype)

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-LEAST: Final = 3e-7
-"""What stands in the place of zero in the dynamic map of `sqrt(v)`.
-
-Just below the smallest value, which is 3.25e-7: the smallest first moment that is not zero is
-5.5e-7.
-"""
+LEAST: Final = 1e-7
+"""What stands in the place of zero in the dynamic map of `sqrt(v)`."""
 
 COARSE: Final = 3e-5
+"""First moments below this part of their block's largest are cut off, not rounded.
+
+Rounded, the largest update over seven decades is 3.2 times the exact one; cut off, 1.2 times.
+"""
 LOG_STEPS: Final = 255
 LOG_DECADES: Final = 7
 LOG_LEAST: Final = 1e-7
@@ -48,10 +48,24 @@ def dynamic_magnitudes() -> Table:
     return np.asarray([0.0, *list(_decades(1))[:-1], 1.0], np.float32)
 
 
-def _decades(first: int) -> Iterator[float]:
-    for decade in range(7):
+@functools.cache
+def dynamic4_magnitudes() -> Table:
+    """The same of 4 bits, three decades: zero, 6 values, and 1, for either sign."""
+    return np.asarray([0.0, *list(_decades(1, 3))[:-1], 1.0], np.float32)
+
+
+def _decades(first: int, number: int = 7) -> Iterator[float]:
+    for decade in range(number):
         edges = np.linspace(0.1, 1.0, first * 2**decade + 1)
-        yield from (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)
+        yield from (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - number + 1)
+
+
+@functools.cache
+def logarithmic() -> Table:
+    """The values of `log8`, which are computed without a table; to the last digit or two."""
+    ranks = np.arange(LOG_STEPS + 1)
+    values: Table = (10.0 ** ((ranks - LOG_STEPS) * LOG_DECADES / LOG_STEPS)).astype(np.float32)
+    return values
 
 
 @functools.cache

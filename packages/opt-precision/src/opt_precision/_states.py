@@ -61,6 +61,10 @@ class MasterState:
     master: Any
     inner: Any
 
+    def params_storage(self) -> tuple[str, str]:
+        """Returns what is kept in which field, as `opt_core.protocols.StoresParams` asks."""
+        return "master", "f32"
+
     def master_params(self, params: Any) -> Any:
         """Returns the parameters in float32, as exactly as they are known.
 
@@ -88,6 +92,10 @@ class RemainderState:
     low: Any
     inner: Any
 
+    def params_storage(self) -> tuple[str, str]:
+        """Returns what is kept in which field, as `opt_core.protocols.StoresParams` asks."""
+        return "low", "remainder"
+
     def master_params(self, params: Any) -> Any:
         """Returns the parameters in float32, as exactly as they are known.
 
@@ -113,6 +121,10 @@ class KahanState:
 
     compensation: Any
     inner: Any
+
+    def params_storage(self) -> tuple[str, str]:
+        """Returns what is kept in which field, as `opt_core.protocols.StoresParams` asks."""
+        return "compensation", "kahan"
 
     def master_params(self, params: Any) -> Any:
         """Returns the parameters in float32, as exactly as they are known.

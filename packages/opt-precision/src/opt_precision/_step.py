@@ -16,8 +16,9 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
 from opt_precision import _bits
-from opt_precision._body import Body, Noise, Part
+from opt_precision._body import Body, Data, Part
 from opt_precision._formats import Encoded, Format, decode, is_encoded
+from opt_precision._memory import fetched, is_on_host
 from opt_precision._mirrors import KeyPath, find_mirrors, path_str
 from opt_precision._placement import Place, aligned, find_place, local_origin, without
 from opt_precision._program import WHOLE, Kind, Program, Whole
@@ -275,7 +276,8 @@ class Step:
         """A whole leaf of the state as the inner transformation knows it."""
         leaf = self._stored[index]
         if not is_encoded(leaf):
-            return leaf  # type: ignore[no-any-return]
+            return fetched(leaf)
+        leaf = jax.tree.map(fetched, leaf)
         owner = self._owners[index]
         if self._place.mesh is None or owner is None:
             return decode(leaf.format, leaf.codes, leaf.scale)
@@ -381,7 +383,14 @@ class Step:
             unit = Blocks(blocked[0].axis, math.lcm(*(form.block for form in blocked)))
         numbers = [self._whole(var) for var in names]
         # Without codes the compiler needs no temporaries, and eager calls keep theirs anyway.
-        is_cut = self._is_traced and (unit is not None or self._options.weights.method != "nearest")
+        is_kept = any(is_on_host(operand.value) for operand in operands)
+        if is_kept and not self._is_traced:
+            raise StateError(
+                f"the state of {leaf.path} lies on the host, and is fetched piece by piece by a "
+                "compiled step: call it under `jax.jit`"
+            )
+        is_coded = unit is not None or self._options.weights.method != "nearest"
+        is_cut = self._is_traced and (is_coded or is_kept)
         return _Task(leaf, operands, numbers, body, unit, is_cut)
 
     def _arguments_of(self, leaf: _Leaf) -> dict[Any, int]:
@@ -431,20 +440,22 @@ class Step:
         """How many elements make one piece."""
         return max(1, self._options.chunk_bytes // 4)
 
-    def _noises(self, tasks: Sequence[_Task]) -> list[Noise]:
-        """The seeds of what is rounded stochastically."""
+    def _seeds(self) -> tuple[jax.Array, jax.Array]:
+        """The seeds of the step, for parameters and for the state."""
         given, options = self._given, self._options
         weights = _bits.step_seed(options.weights.seed, given.steps[0])
-        fields = _bits.step_seed(options.seed, given.steps[1])
-        zero = self._zero
+        return weights, _bits.step_seed(options.seed, given.steps[1])
+
+    def _digests(self, tasks: Sequence[_Task], zero: jax.Array) -> list[list[jax.Array]]:
+        """What tells the noise of each array that is rounded from that of others."""
         return [
-            Noise(
-                _bits.leaf_seed(weights, f"{task.leaf.path}#param", zero),
-                [
-                    _bits.leaf_seed(fields, path_str(self._paths[j]), zero)
-                    for j in task.leaf.mirrors
-                ],
-            )
+            [
+                _bits.digest_of(name, zero)
+                for name in (
+                    f"{task.leaf.path}#param",
+                    *(path_str(self._paths[j]) for j in task.leaf.mirrors),
+                )
+            ]
             for task in tasks
         ]
 
@@ -457,11 +468,13 @@ class Step:
 
     def _local(self, tasks: Sequence[_Task]) -> list[list[jax.Array]]:
         works = []
-        for task, noise in zip(tasks, self._noises(tasks), strict=True):
+        seeds = self._seeds()
+        for task, digests in zip(tasks, self._digests(tasks, self._zero), strict=True):
             shape = task.leaf.shape
-            part = Part(task.numbers, (0,) * len(shape), None, noise)
+            part = Part((0,) * len(shape), None)
+            data = Data(task.numbers, seeds, digests)
             is_cut = task.is_cut and not self._place.is_hidden
-            works.append(_work(task, shape, task.operands, part, is_cut))
+            works.append(_work(task, task.operands, part, data, is_cut=is_cut))
         return stream(works, self._limit, self._zero)
 
     def _sharded(self, tasks: Sequence[_Task]) -> list[list[jax.Array]]:
@@ -471,17 +484,18 @@ class Step:
             self._spec(task.leaf.at, [form for form in task.body.formats if form]) for task in tasks
         ]
 
-        def run(arrays: Any, numbers: Any, noises: Any, zero: jax.Array) -> Any:
+        def run(arrays: Any, numbers: Any, seeds: Any, zero: jax.Array) -> Any:
             works = []
-            rows = zip(tasks, specs, arrays, numbers, noises, strict=True)
-            for task, spec, values, own, noise in rows:
+            rows = zip(tasks, specs, arrays, numbers, self._digests(tasks, zero), strict=True)
+            for task, spec, values, own, digests in rows:
                 shape = tuple(values[0].shape)
                 operands = [
                     operand._replace(value=value)
                     for operand, value in zip(task.operands, values, strict=True)
                 ]
-                part = Part(own, local_origin(mesh, spec, shape), shape, noise)
-                works.append(_work(task, shape, operands, part, task.is_cut))
+                part = Part(local_origin(mesh, spec, shape), shape)
+                data = Data(own, seeds, digests)
+                works.append(_work(task, operands, part, data, is_cut=task.is_cut, place=str(spec)))
             return stream(works, self._limit, zero)
 
         arrays = [
@@ -498,9 +512,7 @@ class Step:
             [spec] * sum(operand.is_result for operand in task.operands)
             for task, spec in zip(tasks, specs, strict=True)
         ]
-        found = _mapped(run, mesh, in_specs, out_specs)(
-            arrays, numbers, self._noises(tasks), self._zero
-        )
+        found = _mapped(run, mesh, in_specs, out_specs)(arrays, numbers, self._seeds(), self._zero)
         return [
             [
                 _back(new, old)
@@ -514,9 +526,20 @@ class Step:
         ]
 
 
-def _work(task: _Task, shape: Shape, operands: Sequence[Operand], part: Part, is_cut: bool) -> Work:
+def _work(
+    task: _Task,
+    operands: Sequence[Operand],
+    part: Part,
+    data: Data,
+    *,
+    is_cut: bool,
+    place: str = "",
+) -> Work:
     units = {} if task.unit is None else {task.unit.axis: task.unit.size}
-    return Work(shape, operands, functools.partial(task.body, part), units, is_cut)
+    shape = task.leaf.shape if part.shape is None else part.shape
+    types = tuple((x.value.shape, x.value.dtype, x.blocks, x.is_result) for x in operands)
+    key = task.body.key(), types, place
+    return Work(shape, operands, functools.partial(task.body, part), units, is_cut, data, key)
 
 
 def _array(leaf: Any) -> Any:

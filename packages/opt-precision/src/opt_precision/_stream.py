@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax import lax
+
+from opt_precision._memory import fetched, is_on_host, placed_like
 
 Origin: TypeAlias = tuple[Any, ...]
 Shape: TypeAlias = tuple[int, ...]
@@ -40,7 +43,7 @@ class Operand(NamedTuple):
     is_result: bool = False
 
 
-Compute: TypeAlias = Callable[[Shape | None, Origin, Sequence[jax.Array]], Sequence[jax.Array]]
+Compute: TypeAlias = Callable[[Any, Shape | None, Origin, Sequence[jax.Array]], Sequence[jax.Array]]
 
 
 class Work(NamedTuple):
@@ -49,10 +52,12 @@ class Work(NamedTuple):
     Attributes:
       shape: of the leaf, as far as this device has it.
       operands: its arrays; those that are results are replaced.
-      compute: from the shape of a piece (`None` for the whole leaf), where it begins and the
-        pieces of all operands to those of the results, in order.
+      compute: from `data`, the shape of a piece (`None` for the whole leaf), where it begins and
+        the pieces of all operands to those of the results, in order.
       units: per axis what may not be cut apart; 1 for the others.
       is_cut: whether it may be cut into pieces.
+      data: numbers that the computation needs, a tree of arrays.
+      key: equal for leaves of one shape whose computations differ in nothing but `data`.
     """
 
     shape: Shape
@@ -60,6 +65,8 @@ class Work(NamedTuple):
     compute: Compute
     units: Mapping[int, int]
     is_cut: bool
+    data: Any
+    key: Hashable
 
     @property
     def size(self) -> int:
@@ -155,13 +162,13 @@ def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.
     Returns:
       The results of each leaf.
     """
+    works = _shared(works)
     found: dict[int, list[jax.Array]] = {}
     small: list[int] = []
     jobs: list[tuple[list[int], Grid | None]] = []
     for k, work in enumerate(works):
         if not work.is_cut:
-            values = [operand.value for operand in work.operands]
-            found[k] = list(work.compute(None, (0,) * len(work.shape), values))
+            found[k] = _whole(work, work.results)
             continue
         if work.size > limit:
             jobs += [([k], grid) for grid in pieces(work.shape, limit, work.units)]
@@ -178,12 +185,35 @@ def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.
         body = functools.partial(_body, [works[k] for k in members], grid)
         if is_single and grid is None:
             made = body(0, held)
+        elif grid is not None and any(map(is_on_host, held[0])):
+            end, made = _buffered_loop(works[members[0]], grid, zero, held)
+            zero = end - grid.number
         else:
             number = 1 if grid is None else grid.number
             end, made = _loop(body, zero, number, held)
             zero = end - number
         found |= zip(members, made, strict=True)
     return [found[k] for k in range(len(works))]
+
+
+def _shared(works: Sequence[Work]) -> list[Work]:
+    """Leaves that are alike are traced and lowered once, as one function that is called."""
+    number = Counter(work.key for work in works)
+    made: dict[Hashable, Compute] = {}
+    return [
+        work._replace(compute=made.setdefault(work.key, _called(work.compute)))
+        if number[work.key] > 1 and work.is_cut
+        else work
+        for work in works
+    ]
+
+
+def _called(compute: Compute) -> Compute:
+    @functools.partial(jax.jit, static_argnums=1)
+    def leaf(data: Any, shape: Shape | None, origin: Any, values: Any) -> Any:
+        return compute(data, shape, origin, values)
+
+    return leaf
 
 
 def _loop(
@@ -199,6 +229,30 @@ def _loop(
     return made
 
 
+def _buffered_loop(
+    work: Work, grid: Grid, zero: jax.Array, held: list[list[jax.Array]]
+) -> tuple[jax.Array, Any]:
+    """As `_loop`, with two pieces on the device: the next is fetched while one is computed."""
+
+    def fetch(index: Any, held: Sequence[jax.Array]) -> list[jax.Array]:
+        origin = _origin(grid, index)
+        slots = [operand for operand in work.operands if operand.is_result]
+        return [
+            fetched(_cut(array, slot.blocks, grid, origin))
+            for array, slot in zip(held, slots, strict=True)
+            if is_on_host(array)
+        ]
+
+    def body(index: Any, carry: Any) -> Any:
+        (held,), ready = carry
+        # Pieces do not overlap, so what is fetched now is not what is written now.
+        following = fetch(index + 1, held)
+        return [_piece(work, grid, index, held, ready)], following
+
+    end, (made, _) = _loop(body, zero, grid.number, (held, fetch(zero, held[0])))
+    return end, made
+
+
 def _body(
     works: Sequence[Work], grid: Grid | None, index: Any, carry: list[list[jax.Array]]
 ) -> list[list[jax.Array]]:
@@ -212,21 +266,32 @@ def _body(
 
 def _whole(work: Work, held: Sequence[jax.Array]) -> list[jax.Array]:
     left = iter(held)
-    values = [next(left) if operand.is_result else operand.value for operand in work.operands]
-    return list(work.compute(None, (0,) * len(work.shape), values))
-
-
-def _piece(work: Work, grid: Grid, index: Any, held: Sequence[jax.Array]) -> list[jax.Array]:
-    origin, left = _origin(grid, index), iter(held)
     values = [
-        _cut(next(left) if operand.is_result else operand.value, operand.blocks, grid, origin)
-        for operand in work.operands
+        fetched(next(left) if operand.is_result else operand.value) for operand in work.operands
     ]
+    made = work.compute(work.data, None, (0,) * len(work.shape), values)
+    return [placed_like(new, old) for new, old in zip(made, held, strict=True)]
+
+
+def _piece(
+    work: Work,
+    grid: Grid,
+    index: Any,
+    held: Sequence[jax.Array],
+    ready: Sequence[jax.Array] = (),
+) -> list[jax.Array]:
+    """Computes a piece; of what lies on the host it is ready on the device."""
+    origin, left, buffers = _origin(grid, index), iter(held), iter(ready)
+    values = []
+    for operand in work.operands:
+        whole = next(left) if operand.is_result else operand.value
+        is_ready = operand.is_result and is_on_host(whole)
+        values.append(next(buffers) if is_ready else _cut(whole, operand.blocks, grid, origin))
     slots = [operand for operand in work.operands if operand.is_result]
     return [
-        lax.dynamic_update_slice(old, new, _starts(operand.blocks, origin))
+        lax.dynamic_update_slice(old, placed_like(new, old), _starts(operand.blocks, origin))
         for old, new, operand in zip(
-            held, work.compute(grid.piece, origin, values), slots, strict=True
+            held, work.compute(work.data, grid.piece, origin, values), slots, strict=True
         )
     ]
 

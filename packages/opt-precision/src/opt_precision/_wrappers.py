@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, get_args
 
@@ -13,7 +14,9 @@ import optax
 from opt_precision import _select
 from opt_precision._codecs import Codec, Role, identity
 from opt_precision._extra_args import incremented, with_extra_args
+from opt_precision._formats import is_encoded
 from opt_precision._init import Codecs, First, Planned, order_message
+from opt_precision._memory import KINDS, on_host
 from opt_precision._states import (
     EXTRA_CLASS,
     EXTRA_FIELD,
@@ -26,6 +29,7 @@ from opt_precision._weights import Storage, Weights
 from opt_precision.errors import OrderError, PrecisionError, StateError
 
 CHUNK_BYTES: Final = 64 << 20
+ARRAYS: Final = 16  # of float32 and of one piece, that are there at once
 _ROLES: Final = frozenset(get_args(Role))
 
 
@@ -36,6 +40,20 @@ class Precise(optax.GradientTransformationExtraArgs):
     def apply(self) -> Any:
         """Takes and returns parameters: `apply(params, state, grads, **extra_args)`."""
         return self.wrapper.apply
+
+    def temporary_bytes(self, params: Any) -> int:
+        """Returns the bytes that a step in place needs besides its arguments, at most.
+
+        For transformations that treat elements by themselves, with parameters and state donated.
+
+        Args:
+          params: as one device has them; arrays or `jax.ShapeDtypeStruct`s.
+        """
+        wrapper = self.wrapper
+        inside = wrapper if isinstance(wrapper, Quantized) else opened(wrapper.tx)
+        limit = inside.chunk_bytes if isinstance(inside, Quantized) else CHUNK_BYTES
+        whole: int = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+        return min(limit, whole) * ARRAYS
 
     @property
     def wrapper(self) -> Any:
@@ -59,6 +77,7 @@ class Quantized:
       chunk_bytes: the float32 bytes of one piece of a leaf.
       seed: of the noise.
       layout: where parameters lie.
+      on_host: which leaves lie on the host; `None` for none.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -67,6 +86,13 @@ class Quantized:
     chunk_bytes: int
     seed: int
     layout: Any
+    on_host: _select.Select | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the constructor."""
+        is_plain = self.on_host is not None and self.codec == identity()
+        return "offload_state" if is_plain else "quantize_state"
 
     def first(self, params: Any) -> tuple[First, list[Planned]]:
         """The traced `init`, and what becomes of every leaf."""
@@ -77,7 +103,20 @@ class Quantized:
     def init(self, params: Any) -> QuantizedState:
         """Returns the state before the first step."""
         first, plan = self.first(params)
-        return QuantizedState(jnp.zeros([], jnp.int32), first.state(plan))
+        state = first.state(plan)
+        if self.on_host is not None:
+            state = self._offloaded(state, first.plan(identity(), self.on_host))
+        return QuantizedState(jnp.zeros([], jnp.int32), state)
+
+    def _offloaded(self, state: Any, plan: list[Planned]) -> Any:
+        nodes, tree = jax.tree.flatten(state, is_leaf=is_encoded)
+        return jax.tree.unflatten(
+            tree,
+            [
+                jax.tree.map(on_host, node) if planned.choice.role and planned.shape else node
+                for node, planned in zip(nodes, plan, strict=True)
+            ],
+        )
 
     def options(self, weights: Weights = NEAREST) -> Options:
         """What a step needs to know."""
@@ -116,7 +155,7 @@ class Quantized:
     def describe_fields(self) -> dict[str, Any]:
         """Returns what the fields mean, as `opt_core.protocols.DescribesFields` asks."""
         return {
-            "name": "quantize_state",
+            "name": self.name,
             "roles": {"step": "count"},
             "settings": {"seed": self.seed},
         }
@@ -152,8 +191,8 @@ class Rounded:
                     f"`{self.name}`: {jax.tree_util.keystr(path)} is float16; parameters are "
                     "stored in bfloat16 or float32. Convert them."
                 )
-        if isinstance(inside := opened(self.tx), Quantized):
-            inner: Any = inside.init(params)
+        if isinstance(opened(self.tx), Quantized):
+            inner: Any = self.tx.init(params)
         else:
             first = First(self.tx, params)
             first.check_order(self.name)
@@ -281,15 +320,72 @@ def quantize_state(
     """
     inner = _checked(tx)
     wrapper = opened(inner)
-    if wrapper is not None:
-        name = "quantize_state" if isinstance(wrapper, Quantized) else wrapper.name
-        raise OrderError(order_message("quantize_state", name))
+    host = None
+    if isinstance(wrapper, Quantized) and wrapper.name == "offload_state":
+        inner, host = wrapper.tx, wrapper.on_host
+        layout = wrapper.layout if layout is None else layout
+    elif wrapper is not None:
+        raise OrderError(order_message("quantize_state", wrapper.name))
     if type(tx).__name__ == "MultiSteps":
         raise OrderError(order_message("quantize_state", "MultiSteps"))
     if chunk_bytes < 4:
         raise PrecisionError(f"`chunk_bytes` must be positive, found {chunk_bytes}")
     made = _select.checked(_select.moments() if select is None else select)
-    wrapped = Quantized(inner, _checked_codec(codec), made, int(chunk_bytes), int(seed), layout)
+    size = int(chunk_bytes)
+    wrapped = Quantized(inner, _checked_codec(codec), made, size, int(seed), layout, host)
+    return Precise(wrapped.init, wrapped.update)  # type: ignore[arg-type]
+
+
+def offload_state(
+    tx: Any,
+    select: _select.Select | None = None,
+    memory_kind: str = "pinned_host",
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    layout: Any = None,
+) -> Precise:
+    """Keeps moments in the memory of the host; a compiled step fetches them piece by piece.
+
+    Two pieces are on the device: the next is fetched while one is computed. With `quantize_state`
+    around it codes are moved, not float32. Norms and metrics of gradients and updates are as ever.
+    Steps that a wrapper around this one skips fetch nothing.
+
+    Args:
+      tx: an Optax transformation.
+      select: which leaves lie on the host, by default all moments; never counts.
+      memory_kind: `'pinned_host'`.
+      chunk_bytes: see `quantize_state`; with `quantize_state` around this one, its own counts.
+      layout: see `quantize_state`.
+
+    Returns:
+      A transformation with `init`, `update` and `apply`; the state is a `QuantizedState`.
+
+    Raises:
+      OrderError: `tx` is a wrapper that belongs around this one.
+      PrecisionError: another kind of memory.
+      StateError: the update is not called under `jax.jit`.
+
+    Examples:
+      >>> tx = offload_state(optax.adamw(1e-3))
+      >>> params = {'w': jnp.ones((64, 256))}
+      >>> state = tx.init(params)
+      >>> params, state = jax.jit(tx.apply)(params, state, params)
+      >>> state.inner[0].mu['w'].sharding.memory_kind, params['w'].sharding.memory_kind
+      ('pinned_host', 'device')
+    """
+    inner = _checked(tx)
+    if (wrapper := opened(inner)) is not None:
+        raise OrderError(order_message("offload_state", wrapper.name))
+    if type(tx).__name__ == "MultiSteps":
+        raise OrderError(order_message("offload_state", "MultiSteps"))
+    if memory_kind not in KINDS:
+        raise PrecisionError(f"`memory_kind` must be one of {KINDS}, found {memory_kind!r}")
+    if chunk_bytes < 4:
+        raise PrecisionError(f"`chunk_bytes` must be positive, found {chunk_bytes}")
+    host = _select.checked(_select.moments() if select is None else select)
+    wrapped = Quantized(
+        inner, identity(), _select.moments(), int(chunk_bytes), 0, layout, on_host=host
+    )
     return Precise(wrapped.init, wrapped.update)  # type: ignore[arg-type]
 
 
@@ -391,4 +487,11 @@ def _check_kind(state: Any, kind: type) -> None:
         )
 
 
-__all__ = ["WEIGHT_STATES", "Precise", "master_weights", "quantize_state", "stochastic_weights"]
+__all__ = [
+    "WEIGHT_STATES",
+    "Precise",
+    "master_weights",
+    "offload_state",
+    "quantize_state",
+    "stochastic_weights",
+]

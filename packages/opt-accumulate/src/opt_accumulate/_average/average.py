@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from opt_accumulate._accumulator import check_numbers
 from opt_accumulate._average.evaluation import master_params
 from opt_accumulate._average.state import AverageState, has_updated
-from opt_accumulate._buffers import own_buffers
-from opt_accumulate._checks import check_integer
+from opt_accumulate._buffers import on_device, own_buffers, put_beside
+from opt_accumulate._checks import check_integer, check_numbers
+from opt_accumulate._dtypes import accumulator_dtype_of
 from opt_accumulate._emission import emit_if
 from opt_accumulate._inner import InnerUpdate
-from opt_accumulate._precision import accumulator_dtype_of
 from opt_accumulate._transformation import ParamsTransformation
 from opt_accumulate._trees import broadcast_prefix
 from opt_accumulate.errors import OptionError
@@ -37,38 +36,39 @@ def with_average(
     form: Form = "ema",
     select: Any = None,
 ) -> ParamsTransformation:
-    """Keeps an average of the parameters as they are after each update.
+    """Keeps an average of the parameters after each update.
 
-    The average begins as a copy of the parameters, and moves by
-    `average + (1 - d) * (params - average)`, in its own dtype. Parameters are as they are stored,
-    rounded to bfloat16 if they are that; where `tx` keeps a more precise master of them
-    (`HoldsMasterParams`), it is that which is averaged. `eval_params` returns the average.
+    The average starts as a copy of the parameters and is updated by
+    `average + (1 - d) * (params - average)`, in its own dtype. It averages the parameters as
+    stored, so rounded ones in bfloat16, unless `tx` keeps a master copy (`HoldsMasterParams`):
+    then it averages that. `eval_params` returns the average.
 
-    A mini-step of a `MultiSteps` inside that does not emit, or a step that a `guard` inside
-    skips, is no update: the average is not touched. Put this around everything that changes the
-    updates, so that what it adds up is what the parameters will be.
+    A mini-step of an inner `MultiSteps` that does not emit, and a step that an inner `guard`
+    skips, leave the average untouched. Wrap everything that changes the updates, so that the
+    average sees the parameters as they will be. The average may be placed in host memory
+    (memory kind `pinned_host`).
 
     Args:
       tx: the optimizer; a gradient transformation, or a `MultiSteps`.
-      decay: d, at least 0 and less than 1, or a function of t to it, where t counts the updates of
-        the average from 0. Only for `form='ema'`.
-      dtype: what to average in: float32 or float64. With less, `1 - d` would be lost in rounding.
-        Parameters that are wider are averaged as wide as they are.
-      start: the first update of the parameters, from 0, that is averaged. Before, the average is
-        the parameters.
-      every: average each `every`-th update from `start` on.
-      warmup: take `min(d, (1 + t) / (10 + t))`.
-      form: `'ema'`, or `'polyak'`: the plain mean of the parameters after each update that was
-        averaged, without the initial ones.
-      select: which parameters to average: a tree of bools like the parameters, which may end above
-        their leaves, or a function from them to one. `None` for all. Those that are not of
-        floating point are never averaged.
+      decay: d, in [0, 1), or a function from t to it, where t counts the updates of the average
+        from 0. Only for `form='ema'`.
+      dtype: of the average: float32 or float64, since narrower ones would lose `1 - d` in
+        rounding. Wider parameters are averaged in their own dtype.
+      start: the first update of the parameters, counted from 0, that is averaged. Before it the
+        average equals the parameters.
+      every: average only each `every`-th update, starting with `start`.
+      warmup: whether to use `min(d, (1 + t) / (10 + t))` for d.
+      form: `'ema'`, exponential; or `'polyak'`, the plain mean of the parameters after each
+        averaged update, excluding the initial ones.
+      select: which parameters to average: a tree of bools that is a prefix of the parameters, or a
+        function from the parameters to one; `None` for all. Only floating-point and complex
+        parameters are averaged.
 
     Returns:
       A transformation with `init`, `update` and `apply`, whose state is an `AverageState`.
 
     Raises:
-      OptionError: an argument is out of its range, or does not go with `form`.
+      OptionError: an argument is out of range, or does not apply to `form`.
 
     Examples:
       >>> tx = with_average(optax.sgd(1.0), 0.5)
@@ -145,7 +145,7 @@ class _Rate:
 
     @classmethod
     def checked(cls, decay: Any, start: int, every: int, warmup: bool, form: Form) -> _Rate:
-        """Raises an `OptionError` where the arguments are no average."""
+        """Raises an `OptionError` where the arguments do not define an average."""
         if form not in get_args(Form):
             raise OptionError(f"`form` must be one of {', '.join(get_args(Form))}, found {form!r}.")
         if form == "polyak" and (decay is not None or warmup):
@@ -175,6 +175,9 @@ class _Rate:
         def leaf(old: Any, param: Any) -> Any:
             if isinstance(old, optax.MaskedNode):
                 return old
+            return put_beside(between(on_device(old), param), old)
+
+        def between(old: Any, param: Any) -> Any:
             new = jax.lax.convert_element_type(param, old.dtype)
             if isinstance(rate, float):
                 return old + rate * (new - old)

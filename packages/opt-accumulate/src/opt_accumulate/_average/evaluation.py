@@ -10,16 +10,15 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_leaves_with_path
 
-from opt_accumulate._trees import path_str
-from opt_accumulate._walk import walk
+from opt_accumulate._trees import path_str, walk
 from opt_accumulate.errors import EvaluationError
 
 
 @runtime_checkable
 class HoldsMasterParams(Protocol):
-    """A state that has the parameters in more precision than the model is given.
+    """A state that keeps the parameters in higher precision than the model has them.
 
-    Nothing need be imported for it: a method of this name on the class of a state is enough.
+    Structural: a class of states only needs a method of this name.
     """
 
     def master_params(self, params: Any) -> Any:
@@ -32,13 +31,13 @@ class HoldsMasterParams(Protocol):
 
 @runtime_checkable
 class HoldsEvalParams(Protocol):
-    """A state that has the parameters to evaluate, as that of `with_average` does.
+    """A state that keeps the parameters to evaluate, such as `AverageState`.
 
-    Nothing need be imported for it: a method of this name on the class of a state is enough.
+    Structural: a class of states only needs a method of this name.
     """
 
     def eval_params(self, params: Any) -> Any:
-        """Returns a tree like `params`, with nodes without leaves in place of what it has not.
+        """Returns a tree like `params`, with `optax.MaskedNode()` for those it does not keep.
 
         Args:
           params: the parameters that belong to the state.
@@ -56,20 +55,22 @@ class _Provider(NamedTuple):
 def eval_params(state: Any, params: Any) -> Any:
     """Returns the parameters to evaluate: an average of them, if an optimizer keeps one.
 
-    Found in any nesting are the average of `with_average` (or of any `HoldsEvalParams`), the one
-    that `optax.contrib.schedule_free` implies, and the slow parameters of `optax.lookahead`; where
-    there is none of them, a master copy (`HoldsMasterParams`); otherwise it is the parameters
-    themselves. In `optax.partition`, and in groups, each part may have its own, or none. Traceable.
+    At any depth of the state it finds the average of `with_average` (or any `HoldsEvalParams`),
+    the one that `optax.contrib.schedule_free` implies, and the slow parameters of
+    `optax.lookahead`. Without these it returns the master copy (`HoldsMasterParams`), if there
+    is one, or `params`. In `optax.partition` and in groups, each part may have its own.
+    Traceable.
 
     Args:
-      state: the state of an optimizer, or anything that holds it.
+      state: the state of an optimizer, or any tree that contains it.
       params: the parameters that belong to it; with `optax.lookahead` its `LookaheadParams`.
 
     Returns:
       A tree like `params`, in their dtypes; with `optax.lookahead` like the slow ones.
 
     Raises:
-      EvaluationError: two of them speak of one parameter, or one of a parameter that is not there.
+      EvaluationError: two of them provide the same parameter, or one provides a parameter that is
+        not in `params`.
 
     Examples:
       >>> from opt_accumulate import with_average
@@ -95,7 +96,7 @@ def eval_params(state: Any, params: Any) -> Any:
         for path in provider.leaves:
             if path not in leaves:
                 raise EvaluationError(
-                    f"{provider.name} of `state` has `{path}`, and `params` have not. "
+                    f"{provider.name} of `state` has `{path}`, which `params` lack. "
                     "Pass the parameters that the state belongs to."
                 )
             if path in owners:
@@ -138,8 +139,8 @@ def _by_path(tree: Any) -> dict[str, Any]:
 def _conflict(one: _Provider, other: _Provider, path: str) -> EvaluationError:
     of = f" of `{path}`" if path else ""
     return EvaluationError(
-        f"{one.name} and {other.name} both have parameters to evaluate{of}. Keep one of them: an "
-        "average of what is averaged already is neither."
+        f"{one.name} and {other.name} both provide parameters to evaluate{of}. Keep only one of "
+        "them."
     )
 
 

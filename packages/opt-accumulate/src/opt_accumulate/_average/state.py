@@ -1,4 +1,4 @@
-"""What an average keeps, and which updates it takes in."""
+"""The state of an average, and which updates count."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from opt_accumulate._buffers import on_device
 from opt_accumulate._guard.state import GuardState
-from opt_accumulate._walk import children
+from opt_accumulate._trees import children
 
 
 @jax.tree_util.register_dataclass
@@ -19,7 +20,7 @@ class AverageState:
     """The state of `with_average`.
 
     Attributes:
-      count: int32 scalar; updates of the parameters, from 0. Stops at 2**31 - 1.
+      count: int32 scalar; updates of the parameters so far; saturates at 2**31 - 1.
       average: like the parameters, in the dtype of the average; `optax.MaskedNode()` in place of
         those that are not averaged.
       inner: the state of the optimizer.
@@ -32,7 +33,7 @@ class AverageState:
     def eval_params(self, params: Any) -> Any:
         """Returns the average; see `HoldsEvalParams`."""
         del params
-        return self.average
+        return jax.tree.map(on_device, self.average)
 
     @staticmethod
     def describe_fields() -> dict[str, Any]:
@@ -43,8 +44,8 @@ class AverageState:
 def has_updated(new: Any, old: Any) -> jax.Array | None:
     """Returns whether the step from one state to the next updated parameters; `None` for always.
 
-    A `MultiSteps`, Optax's too, says so by its count of steps, a guard by its last decision. Of
-    some next to each other, as in `optax.partition`, one that updated is enough.
+    A `MultiSteps`, Optax's included, shows it in its count of steps, a guard in its last decision.
+    Of several side by side, as in `optax.partition`, one that updated is enough.
 
     Args:
       new: the state of an optimizer after a step.

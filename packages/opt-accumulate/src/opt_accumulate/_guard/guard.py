@@ -1,8 +1,9 @@
-"""`guard`: a step that a spike would spoil is not made."""
+"""`guard`: skips steps that spikes or non-finite values would spoil."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -11,15 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from opt_accumulate._accumulator import cast_like, check_numbers
-from opt_accumulate._buffers import own_buffers, zeros_of
-from opt_accumulate._checks import check_integer
+from opt_accumulate._buffers import on_device, own_buffers, put_beside, zeros_of
+from opt_accumulate._checks import check_integer, check_numbers
+from opt_accumulate._dtypes import cast_like
 from opt_accumulate._emission import emit_if
 from opt_accumulate._guard.spike import Spike, Window
 from opt_accumulate._guard.state import GuardState, Reason
 from opt_accumulate._inner import InnerUpdate
-from opt_accumulate._skip import squared_norm
-from opt_accumulate._skip_state import count_if
+from opt_accumulate._skip.functions import squared_norm
+from opt_accumulate._skip.state import count_if
 from opt_accumulate._transformation import ParamsTransformation
 from opt_accumulate.errors import OptionError
 
@@ -39,32 +40,33 @@ def guard(
 ) -> ParamsTransformation:
     """Skips steps whose loss, gradients or updates are spikes or not finite.
 
-    A skipped step leaves the parameters and the state of `tx` bit for bit as they were. What the
-    decision needs are scalars, found before any work: of a skipped step, `apply` costs the norm of
-    the gradients. Nothing of it enters the windows that later steps are compared with, so a NaN
-    skips one step.
+    A skipped step leaves the parameters and the state of `tx` bit for bit unchanged. The decision
+    is made from scalars before any other work: skipping a step by `apply` costs the norm of the
+    gradients. Values of skipped steps never enter the windows that later steps are compared with,
+    so one NaN skips one step.
 
-    The norm of the updates, which leads spikes of the loss, has to be computed to be judged: with
-    `update_norm` a step that is skipped for it costs what a step costs, and each step the memory of
-    a second state.
+    Spikes in the norm of the updates precede those of the loss, but an update must be computed
+    before it can be judged: with `update_norm`, a step skipped for it costs a full step, and every
+    step needs memory for a second state.
 
     Args:
-      tx: the optimizer; a gradient transformation, a `MultiSteps`, or anything with `init` and
-        `apply`, whose `params` may then be whatever a step replaces.
-      loss: when the loss is a spike, which is then the argument `loss=` of `update` and `apply`;
-        `None` not to look at it.
-      grad_norm: when the global norm of the gradients is; `None` not to judge it.
-      update_norm: when the global norm of the updates is; `None` not to judge it.
-      nonfinite: `'skip'` a step with a loss, or a norm of gradients or updates, that is an inf or
-        NaN; or `'apply'` it, e.g. where `tx` scales losses.
-      max_consecutive: after so many skipped steps in a row `report(state).stuck` is true, and
+      tx: the optimizer: a gradient transformation, a `MultiSteps`, or anything with `init` and
+        `apply`, whose `params` may be any tree that a step replaces.
+      loss: what is a spike of the loss, which is then the argument `loss=` of `update` and `apply`;
+        `None` to ignore the loss.
+      grad_norm: what is a spike of the global norm of the gradients; `None` to ignore it.
+      update_norm: what is a spike of the global norm of the updates (in `apply`, of the change of
+        `params`); `None` to ignore it.
+      nonfinite: whether to `'skip'` or to `'apply'` a step whose loss, or norm of gradients or
+        updates, is inf or NaN; `'apply'` e.g. where `tx` scales losses.
+      max_consecutive: after this many skipped steps in a row `report(state).stuck` is true, and
         `check_skips(state)` raises; `None` for never.
 
     Returns:
       A transformation with `init`, `update` and `apply`, whose state is a `GuardState`.
 
     Raises:
-      OptionError: an argument is out of its range.
+      OptionError: an argument is out of range.
 
     Examples:
       >>> tx = guard(optax.sgd(1.0), loss=Spike(warmup=2))
@@ -127,7 +129,7 @@ def guard(
 
 @dataclasses.dataclass(frozen=True)
 class _Judge:
-    """Which steps are made, and what is remembered of them."""
+    """Decides which steps are made, and keeps the statistics."""
 
     loss: Spike | None
     grad_norm: Spike | None
@@ -188,10 +190,10 @@ class _Judge:
                 return (new,)
             norm = _norm(updates())
             why = self._reason({"update_norm": norm}, state)
-            kept = jax.tree.map(lambda new, old: jnp.where(why == 0, new, old), new, old)
+            kept = jax.tree.map(functools.partial(_chosen, why == 0), new, old)
             return kept, norm, why
 
-        # An update that is not computed tells nothing: 0 is below any threshold.
+        # Where no update is computed there is nothing to judge: 0 is below any threshold.
         carried = (carry, jnp.zeros([], jnp.float32), reason) if judges_update else (carry,)
         _, carried = emit_if(reason == 0, body, carried, operands, "loop")
         if judges_update:
@@ -240,6 +242,10 @@ class _Judge:
         )
 
 
+def _chosen(condition: jax.Array, new: Any, old: Any) -> Any:
+    return put_beside(jnp.where(condition, on_device(new), on_device(old)), old)
+
+
 def _norm(tree: Any) -> jax.Array:
     return jnp.sqrt(squared_norm(tree)).astype(jnp.float32)
 
@@ -260,7 +266,7 @@ def _difference(new: Any, old: Any) -> Any:
 def _loss(extra_args: Mapping[str, Any]) -> jax.Array:
     if "loss" not in extra_args:
         raise TypeError(
-            "`update` needs the argument `loss`: the guard judges it. Pass `loss=...` on every "
+            "`update` needs the argument `loss`: the guard judges it. Pass `loss=...` in every "
             "step, or build `guard(tx, loss=None)`."
         )
     loss = extra_args["loss"]

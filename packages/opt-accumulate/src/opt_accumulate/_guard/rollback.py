@@ -1,4 +1,4 @@
-"""`rollback`: the last good states, on the host, for a run that cannot go on from the last one."""
+"""`rollback`: the last good states, kept on the host, for runs that get stuck."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def rollback(keep: int = 2, memory_kind: str | None = "pinned_host") -> Rollback
     """Returns a store of the last good states of a training loop.
 
     Args:
-      keep: how many to hold.
-      memory_kind: where: a memory kind of the devices that the arrays lie on; `None` for where they
-        are. Each device's share stays with its own process.
+      keep: how many states to hold.
+      memory_kind: the memory kind to hold them in; `None` for that of the arrays. Shards stay with
+        the process of their device.
 
     Raises:
       OptionError: `keep` is not positive.
@@ -55,7 +55,7 @@ class _Snapshot:
 
 @dataclasses.dataclass(frozen=True)
 class Rollback:
-    """What `rollback` returns: a helper of the training loop, not part of a compiled step."""
+    """What `rollback` returns: a helper for the training loop, outside of compiled functions."""
 
     _held: deque[_Snapshot]
     _memory_kind: str | None
@@ -66,17 +66,16 @@ class Rollback:
         return tuple(snapshot.step for snapshot in self._held)
 
     def take(self, step: int, tree: Any) -> bool:
-        """Copies a state to the host, if the guard in it calls it good.
+        """Copies a state to the host, if the guard in it accepted the last step.
 
-        It is good if the last step was not skipped: it was judged, and made. The copies are made
-        by the devices while the host goes on; `tree` may be donated to the next step.
+        Copies are asynchronous; `tree` may be donated to the next step.
 
         Args:
           step: its number.
-          tree: whatever the run needs to go on: parameters, states.
+          tree: what the run needs to continue: parameters, states.
 
         Returns:
-          Whether it was taken. The oldest is let go if there are `keep` already.
+          Whether it was taken. Of more than `keep` the oldest is dropped.
         """
         if any(bool(state.was_skipped) for _, state in guard_states(tree)):
             return False
@@ -87,17 +86,17 @@ class Rollback:
         return True
 
     def restore(self) -> tuple[int, Any]:
-        """Returns the newest state that is held, where it was, and its step.
+        """Returns the step and the newest state held, where its arrays were.
 
-        It is let go, unless it is the only one: a run that is stuck again, before another was
-        taken, goes further back.
+        That state is then dropped, unless it is the only one: a run that gets stuck again before
+        another was taken goes back further.
 
         Raises:
-          RollbackError: nothing is held.
+          RollbackError: no state is held.
         """
         if not self._held:
             raise RollbackError(
-                "no good state is held: `take` was not called, or each time after a skipped step."
+                "no good state is held: `take` was never called, or only after skipped steps."
             )
         found = self._held.pop() if len(self._held) > 1 else self._held[-1]
         leaves = [
@@ -115,7 +114,7 @@ class Rollback:
 
 
 def _copy_to(leaf: jax.Array, home: Any) -> jax.Array:
-    """A transfer within one memory may be none, and share what the next step overwrites."""
+    """Copies first: a transfer within one memory may share the buffer that the next step reuses."""
     if leaf.sharding.memory_kind == home.memory_kind:
         leaf = jnp.copy(leaf)
     moved: jax.Array = jax.device_put(leaf, home)

@@ -1,4 +1,4 @@
-"""What a spike is: a value far above those that were accepted before it."""
+"""Detection of spikes: values far above those accepted before them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from opt_accumulate.errors import OptionError
 
 @dataclasses.dataclass(frozen=True)
 class Spike:
-    """When a value is a spike: above the mean of a window by many of its standard deviations.
+    """The definition of a spike: a value many standard deviations above the mean of a window.
 
-    The window has the last values of steps that were made, and finite ones alone: what was
-    rejected is never part of what the next value is compared with. A value below the mean is no
-    spike.
+    The window holds the latest finite values of steps that were made. Rejected values never enter
+    it, so they do not affect later decisions. Values below the mean are never spikes.
 
     Attributes:
-      window: how many values to compare with, at most.
-      sigma: how many standard deviations above the mean are too much.
-      min_deviation: the least to take for a standard deviation, as a share of the mean: a window of
+      window: the size of the window.
+      sigma: how many standard deviations above the mean make a spike.
+      min_deviation: a lower bound of the standard deviation, relative to the mean: a window of
         nearly equal values says little about the next one.
-      warmup: values to accept before judging any; at most `window`.
-      patience: after so many finite values in a row that were judged to be spikes, there is a new
-        level: the window is emptied, and begins again with the next step that is made.
+      warmup: values to accept before the first decision; at most `window`.
+      patience: after this many consecutive finite spikes the level is taken to have changed: the
+        window is emptied and restarts with the next step.
 
     Raises:
-      OptionError: a number is out of its range.
+      OptionError: a number is out of range.
     """
 
     window: int = 128
@@ -46,8 +45,8 @@ class Spike:
             check_integer(name, getattr(self, name), least)
         if self.warmup > self.window:
             raise OptionError(
-                f"`warmup` must be at most `window`, {self.window}, found {self.warmup}: there "
-                "would never be a decision."
+                f"`warmup` must be at most `window`, {self.window}, found {self.warmup}: no "
+                "step would ever be judged."
             )
         if not self.sigma > 0:
             raise OptionError(f"`sigma` must be positive, found {self.sigma!r}.")
@@ -60,12 +59,12 @@ class Spike:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """The values that the next one is compared with.
+    """The values that the next value is compared with.
 
     Attributes:
-      values: float32 `[window]`; a ring of which the first `count` are filled.
-      count: int32 scalar; values accepted since the window began.
-      rejected: int32 scalar; finite values in a row that were spikes.
+      values: float32 `[window]`; a ring buffer, of which the first `count` entries are filled.
+      count: int32 scalar; values accepted since the window was last empty.
+      rejected: int32 scalar; consecutive finite spikes.
     """
 
     values: Any
@@ -79,10 +78,10 @@ class Window:
         return cls(zeros, jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32))
 
     def threshold(self, spike: Spike) -> jax.Array:
-        """Returns the value above which one is a spike; infinity where there is no decision."""
+        """Returns the value above which values are spikes; infinity before the warmup is over."""
         filled = jnp.minimum(self.count, spike.window)
         is_filled = jnp.arange(spike.window) < filled
-        # Scaled: the square of a value above 1e19 is no float32.
+        # Scaled: squares of values above 1e19 overflow float32.
         unit = jnp.maximum(jnp.max(jnp.abs(self.values), where=is_filled, initial=0), 1e-30)
         scaled = jnp.where(is_filled, self.values / unit, 0)
         mean = scaled.sum() / jnp.maximum(filled, 1)

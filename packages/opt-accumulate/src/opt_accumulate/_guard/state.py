@@ -1,4 +1,4 @@
-"""What a guard keeps, and what it reports."""
+"""The state and the report of a guard."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from opt_accumulate._trees import path_str
-from opt_accumulate._walk import walk
+from opt_accumulate._trees import path_str, walk
 from opt_accumulate.errors import OptionError
 
 
@@ -36,11 +35,11 @@ class GuardState:
     Attributes:
       count: int32 scalar; steps, skipped ones included.
       skipped: int32 scalar; steps that were skipped.
-      consecutive: int32 scalar; the last ones of them in a row.
+      consecutive: int32 scalar; steps skipped in a row up to now.
       was_skipped: bool scalar; whether the last step was skipped.
-      stuck: bool scalar; whether there were `max_consecutive` in a row.
-      reason: int32 scalar; a `Reason` of the last step that was skipped, 0 before.
-      last_skipped: int32 scalar; its number, from 0, or -1.
+      stuck: bool scalar; whether `consecutive` has reached `max_consecutive`.
+      reason: int32 scalar; the `Reason` of the last skipped step, 0 if there was none.
+      last_skipped: int32 scalar; the number of that step, counted from 0, or -1.
       loss: the `Window` of losses, or `None`.
       grad_norm: the `Window` of the gradients' norms, or `None`.
       update_norm: the `Window` of the updates' norms, or `None`.
@@ -78,15 +77,15 @@ class GuardState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GuardReport:
-    """What a guard has done, for logs; scalars.
+    """What a guard has done, as scalars for logs.
 
     Attributes:
       skipped: int32; steps skipped since `init`.
-      consecutive: int32; the last ones of them in a row.
+      consecutive: int32; steps skipped in a row up to now.
       was_skipped: bool; whether the last step was skipped.
-      stuck: bool; whether `max_consecutive` in a row were.
-      reason: int32; a `Reason` of the last step that was skipped, 0 if none was.
-      last_skipped: int32; its number, counted from 0, or -1.
+      stuck: bool; whether `consecutive` has reached `max_consecutive`.
+      reason: int32; the `Reason` of the last skipped step, 0 if there was none.
+      last_skipped: int32; the number of that step, counted from 0, or -1.
     """
 
     skipped: Any
@@ -110,7 +109,7 @@ def report(state: Any) -> GuardReport:
       state: the state of `guard`, or of an optimizer around it.
 
     Raises:
-      OptionError: there is no guard in `state`, or there are several.
+      OptionError: `state` does not contain exactly one guard.
 
     Examples:
       >>> import optax
@@ -127,7 +126,7 @@ def report(state: Any) -> GuardReport:
         paths = ", ".join(f"`{path}`" for path, _ in states)
         raise OptionError(
             f"`state` must hold one guard, found {len(states)}{': ' + paths if paths else ''}. "
-            "Pass the state of the guard that is meant."
+            "Pass the state of one of them."
         )
     ((_, found),) = states
     names = (field.name for field in dataclasses.fields(GuardReport))

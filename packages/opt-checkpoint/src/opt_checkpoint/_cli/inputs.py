@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from opt_checkpoint._disk.checkpointer import Checkpointer
 from opt_checkpoint._disk.foreign import ForeignStep, open_foreign, open_tree
-from opt_checkpoint._disk.foreign_steps import foreign_steps, is_orbax, own_item
-from opt_checkpoint._disk.orbax import list_steps
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
+from opt_checkpoint._disk.steps import foreign_steps, is_orbax, list_steps, own_item
 from opt_checkpoint._planning.rules import Pad, Rename, Rule, Stack, Unstack
 from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import ForeignError, LoadError
@@ -45,8 +43,8 @@ class Place(NamedTuple):
         """Opens it, whoever wrote it.
 
         Args:
-          written_by: the function that makes the optimizer that wrote it; without, what has no
-            manifest is leaves by path, of no known meaning.
+          written_by: the function that makes the optimizer that wrote it; without it, a checkpoint
+            without manifest is leaves by path.
         """
         path = self.path.absolute()  # as Orbax wants it
         try:
@@ -78,7 +76,7 @@ def find_checkpoints(text: str) -> list[Place]:
 def find_steps(text: str) -> dict[str, Place]:
     """Finds the steps of a run, whoever wrote them, by their numbers, the oldest first."""
     if not os.path.isdir(text or "."):
-        raise InputError(f"`{text:.200}` is no folder")
+        raise InputError(f"`{text:.200}` is not a folder")
     root = Path(text)
     places = {str(n): Place(f"{text}@{n}", root / str(n), n) for n in list_steps(root)}
     for name in foreign_steps(root):
@@ -88,26 +86,10 @@ def find_steps(text: str) -> dict[str, Place]:
     return {number: places[number] for number in sorted(places, key=int)}
 
 
-def check_new_step(root: str, step: int) -> None:
-    """Checks that a step can be saved in a folder, before anything is touched there."""
-    folder = Path(root)
-    if not folder.is_dir():
-        if os.path.lexists(folder):
-            raise InputError(f"`{root}` is no folder")
-        return
-    steps = Checkpointer(folder, read_only=True).steps()
-    if steps and step <= steps[-1]:
-        raise InputError(
-            f"`{root}` has step {steps[-1]}, and steps only rise: {step} cannot be saved"
-        )
-    if os.path.lexists(folder / str(step)):
-        raise InputError(f"`{folder / str(step)}` is in the way, and no checkpoint")
-
-
 def parse_step(text: str) -> int:
     """Reads `--step`."""
     if not (re.fullmatch(_INTEGER, text) and int(text) >= 0):
-        raise InputError(f"`--step` must be an integer from 0 on, found `{text:.40}`")
+        raise InputError(f"`--step` must be a non-negative integer, found `{text:.40}`")
     return int(text)
 
 
@@ -121,7 +103,7 @@ def make_optimizer(target: str, *, allocate: bool) -> Any:
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
         raise InputError(f"expected MODULE:FUNCTION, found `{target}`")
-    # As for `python -m`; an installed script would not find modules beside the caller.
+    # as with `python -m`; an installed script would not find modules of the current folder
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
     with _foreign_code(f"`{module_name}` cannot be imported"):
@@ -211,7 +193,6 @@ def parse_writers(texts: Sequence[str]) -> str | dict[str, str] | None:
     if len(pairs) == 1 and not pairs[0][1]:
         return pairs[0][2]
     if not all(group and name for group, _, name in pairs):
-        raise InputError(
-            f"`--written-by` must be a NAME, or GROUP=NAME for each; found `{' '.join(texts)}`"
-        )
+        found = " ".join(texts)
+        raise InputError(f"`--written-by` must be a NAME, or GROUP=NAME for each; found `{found}`")
     return {group: name for group, _, name in pairs} or None

@@ -17,7 +17,6 @@ from opt_core.errors import OptimizerError
 from opt_checkpoint._cli.inputs import (
     ACTIONS,
     InputError,
-    check_new_step,
     find_checkpoints,
     find_steps,
     make_optimizer,
@@ -29,9 +28,10 @@ from opt_checkpoint._cli.text import amount, one_line, say, say_folded, say_line
 from opt_checkpoint._disk.checkpointer import Checkpointer
 from opt_checkpoint._disk.foreign import ForeignStep, open_foreign
 from opt_checkpoint._disk.saved_step import SavedStep
+from opt_checkpoint._disk.steps import check_new
 from opt_checkpoint._disk.storage import Record
 from opt_checkpoint._legacy.restore import restore_legacy
-from opt_checkpoint._naming.schema import LeafInfo
+from opt_checkpoint._naming.schema import LeafInfo, shown
 from opt_checkpoint._planning.functions import abstract
 from opt_checkpoint._planning.match import plan_restore
 from opt_checkpoint._planning.plan import leaf_bytes
@@ -46,9 +46,9 @@ _LONG = 600  # of an error that lists every leaf
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code.
 
-    0: done, and all is well. 1: the checkpoints differ, the plan is refused, or a checkpoint that
-    is there is damaged. 2: the input is wrong: there is no such folder, step, function or rule, or
-    `convert` cannot do it, whatever is wrong with the file, the optimizer or the folder.
+    0: success. 1: the checkpoints differ, the plan is refused, or a checkpoint that
+    is there is damaged. 2: the input is wrong: a folder, step, function or rule does not exist, or
+    `convert` fails because of the file, the optimizer or the folder.
     """
     try:
         options = _parser().parse_args(argv)
@@ -136,7 +136,7 @@ def _differences(old: SavedStep | ForeignStep, new: SavedStep | ForeignStep) -> 
 
 
 def _described(leaf: LeafInfo | None) -> str:
-    return "" if leaf is None else f"{leaf.name} {leaf.dtype}{list(leaf.shape)}"
+    return "" if leaf is None else f"{leaf.name} {shown(leaf)}"
 
 
 def _differ(old: SavedStep | ForeignStep, new: SavedStep | ForeignStep, leaf: LeafInfo) -> bool:
@@ -188,7 +188,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _read_all(source: SavedStep | ForeignStep) -> None:
-    """Reads every leaf, never all at once: a checkpoint may be larger than memory."""
+    """Reads all leaves, but not at once: a checkpoint may be larger than memory."""
     if isinstance(source, SavedStep):
         if error := source.validate().error:
             raise DamagedError(error)
@@ -201,7 +201,7 @@ def _convert(options: argparse.Namespace) -> int:
     path = Path(options.file)
     if not os.path.exists(options.file):
         if "@" not in options.file:
-            raise InputError(f"`{options.file:.200}` is no file")
+            raise InputError(f"`{options.file:.200}` is not a file")
         path = find_checkpoints(options.file)[-1].path
     made = make_optimizer(options.function, allocate=True)
     try:
@@ -214,7 +214,7 @@ def _convert(options: argparse.Namespace) -> int:
             target = view.put_back(optimizer, view.others)
         restored = view_of(target).optimizer
         step = int(restored.state.step) if options.step is None else options.step
-        check_new_step(options.root, step)
+        check_new(Path(options.root), step)  # before anything is touched there
         with Checkpointer(options.root) as checkpointer:
             checkpointer.save(step, target, metadata={"converted_from": path.name})
     except OptimizerError as error:
@@ -238,19 +238,19 @@ def _size(leaves: Sequence[LeafInfo]) -> str:
 
 
 def _record(source: SavedStep | ForeignStep, leaf: LeafInfo) -> Record:
-    """What a manifest says of a leaf: nothing where there is none."""
+    """What a manifest says about a leaf; an empty record without one."""
     return source.manifest.records[leaf.name] if isinstance(source, SavedStep) else Record("array")
 
 
 def _value(source: SavedStep | ForeignStep, leaf: LeafInfo) -> str:
-    """The value of a leaf where the schema or the manifest has it, otherwise nothing."""
+    """The value of a leaf if the schema or the manifest has it, otherwise empty."""
     if leaf.dtype == "python":
         return repr(_record(source, leaf).scalar)
     return "" if leaf.value is None else str(leaf.value)
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are one line."""
+    """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message} (see `{self.prog} --help`)")

@@ -1,4 +1,4 @@
-"""What the command line prints: names out of a checkpoint may hold anything, and are escaped."""
+"""Output of the command line: names in a checkpoint may hold anything, and are escaped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opt_checkpoint._planning.plan import aligned
 
 
 def printable(text: str) -> str:
-    r"""Returns text with what a terminal would act on, or cannot show, as Python's escapes.
+    r"""Returns text with control characters, and what cannot be printed, as Python's escapes.
 
     Examples:
       >>> print(printable('a\nb\x1b[31m'), printable('\ud800'), printable('größe'))
@@ -28,7 +28,7 @@ def say(line: str) -> None:
 
 
 def say_folded(line: str) -> None:
-    """Prints a line that goes on below where the terminal ends; names stay whole."""
+    """Prints a line, wrapped to the terminal; names are not split."""
     parts = textwrap.wrap(
         printable(line),
         shutil.get_terminal_size().columns,
@@ -48,7 +48,7 @@ def say_table(rows: Sequence[Sequence[str]], sides: str) -> None:
 
 
 def say_lines(text: str, names: Iterable[str]) -> None:
-    """Prints a text of several lines in which names occur that may hold line breaks."""
+    """Prints a text of several lines; names in it may hold line breaks."""
     for name in names:
         text = text.replace(name, printable(name))
     for line in text.split("\n"):
@@ -61,7 +61,7 @@ def one_line(error: object) -> str:
 
 
 def amount(count: int) -> str:
-    """Returns a number of bytes for people.
+    """Returns a number of bytes as text.
 
     Examples:
       >>> amount(1000), amount(3 * 2**20)

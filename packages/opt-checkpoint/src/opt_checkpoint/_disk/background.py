@@ -1,4 +1,4 @@
-"""Calls that go on to their end: past Ctrl-C, and past the end of a program."""
+"""Calls that always finish: after Ctrl-C, and after the end of the main thread."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ _T = TypeVar("_T")
 _Finish = Callable[[], bool]
 
 
-class Uncut:
-    """A thread that makes calls one after another, each to its end.
+class UninterruptedCalls:
+    """A thread that runs calls one after another, each to its end.
 
-    Python raises Ctrl-C in the main thread alone. Orbax forgets the threads of a save that an
-    exception from a signal handler has cut short, or whose end it was waiting for: they go on, or
-    wait for something that never comes.
+    Python raises Ctrl-C in the main thread only. If an exception from a signal handler interrupts
+    Orbax in a save, or while it waits for one, it loses track of the threads of the save: they
+    continue, or wait for ever.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpointer")
         self._process = os.getpid()
         self._left: Future[Any] | None = None
-        self._pool.submit(int).result()  # The thread is there before anything can be cut short.
+        self._pool.submit(int).result()  # The thread exists before anything can be interrupted.
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the thread is in the process that this one was forked from."""
+        """Whether this process was forked from that of the thread."""
         return os.getpid() != self._process
 
     def call(self, act: Callable[[], _T]) -> _T:
         """Returns what a call returns.
 
-        An exception from a signal handler ends the waiting for it; what the call itself raises
-        after that is raised here by the next one.
+        An exception from a signal handler only ends the waiting; what the call itself raises
+        later is raised by the next call.
 
         Raises:
           LockError: in a process that was forked.
@@ -61,7 +61,7 @@ class Uncut:
         return result
 
     def start(self, act: Callable[[], object]) -> None:
-        """Starts a call that nobody waits for; those that follow begin after it."""
+        """Starts a call without waiting for it; later calls run after it."""
         self._pool.submit(act)
 
     def close(self) -> None:
@@ -71,25 +71,24 @@ class Uncut:
 
 
 def at_exit(finish: _Finish) -> None:
-    """Has something done when the main thread ends, while other threads can still start work.
+    """Registers a function to run when the main thread ends, while threads can still start work.
 
-    `atexit` comes too late: the pools of threads that Orbax writes with have ended by then. A
-    process that is forked later does not do it. Where `finish` returns `False`, the exit code of
-    the process is not 0.
+    `atexit` comes too late: the thread pools of Orbax have ended by then. A process that is forked
+    later does not run it. If `finish` returns `False`, the exit code of the process is not 0.
     """
     _pending()[finish] = os.getpid()
 
 
 def not_at_exit(finish: _Finish) -> None:
-    """Calls it off; again is fine."""
+    """Unregisters it; may be repeated."""
     _pending().pop(finish, None)
 
 
 @functools.cache
 def _pending() -> dict[_Finish, int]:
     pending: dict[_Finish, int] = {}
-    # No part of Python offers this in public; `concurrent.futures` ends its own pools so, and what
-    # is registered later comes first.
+    # Python has no public equivalent; `concurrent.futures` ends its own pools this way, and what is
+    # registered later runs first.
     threading._register_atexit(_run, pending)  # type: ignore[attr-defined]
     return pending
 
@@ -98,11 +97,11 @@ def _run(pending: dict[_Finish, int]) -> None:
     here = [finish for finish, process in list(pending.items()) if process == os.getpid()]
     finished = [finish() for finish in here]
     if not all(finished):
-        atexit.register(_fail)  # The last that is registered comes first.
+        atexit.register(_fail)  # what is registered last runs first
 
 
 def _fail() -> None:
-    """Ends the process with 1, after all else: Python has settled its exit code by now."""
+    """Ends the process with 1 after everything else: its exit code can no longer be set."""
     atexit.unregister(_fail)
     atexit._run_exitfuncs()
     logging.shutdown()

@@ -6,15 +6,13 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from opt_checkpoint._disk.background import at_exit, not_at_exit
-from opt_checkpoint._disk.foreign_steps import check_own, foreign_steps
-from opt_checkpoint._disk.newest import check_equal, list_own, newest
-from opt_checkpoint._disk.processes import together
+from opt_checkpoint._disk.processes import sync_errors
 from opt_checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
 from opt_checkpoint._disk.saving import view_to_save
+from opt_checkpoint._disk.steps import check_equal, check_own, foreign_steps, list_own, newest
 from opt_checkpoint._disk.writer import Writer
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._planning.match import plan_restore
@@ -34,21 +32,22 @@ _Target = TypeVar("_Target")
 class Checkpointer:
     """The checkpoints of a run: a folder with one writer, and in it a folder per step.
 
-    A thin face over Orbax's `CheckpointManager`: Orbax writes the arrays and commits a step by a
-    rename. Beside them lies a manifest that says what they are, with a digest of each. In a run of
+    A thin layer over Orbax's `CheckpointManager`: Orbax writes the arrays and commits a step by a
+    rename. A manifest next to them says what they are, with a digest of each. In a run of
     many processes every process makes one and calls the same methods in the same order.
 
     Args:
       directory: of the checkpoints; a path of the file system, made if it is missing.
       max_to_keep: how many of the latest steps stay; `None` keeps all.
-      keep_period: steps that are multiples of it stay besides.
-      save_interval_steps: what `should_save` goes by.
+      keep_period: steps that are multiples of it are kept too.
+      save_interval_steps: `should_save` is true for multiples of it.
       async_save: `save` returns once the values are copied off the devices; they are written in
         the background. What fails there is raised by the next call, once.
-      read_only: for evaluation beside a run: takes no lock and changes nothing.
+      read_only: for evaluation alongside a run: takes no lock and changes nothing.
 
     A folder with steps that another program wrote is never taken for an empty one: nothing in it is
-    touched, no lock is taken, and whatever looks for steps or saves raises a `ForeignError`.
+    touched, no lock is taken, and every method that looks for steps or saves raises a
+    `ForeignError`.
 
     Attributes:
       restored_step: the step that was restored last, by `restore` or `restore_latest`.
@@ -81,10 +80,7 @@ class Checkpointer:
         read_only: bool = False,
     ) -> None:
         if "://" in str(directory):
-            raise ValueError(
-                f"`directory`: expected a path of the file system, found `{directory}`: mount the "
-                "bucket"
-            )
+            raise ValueError(f"`directory` must be a local path, found `{directory}`: mount it")
         steps = {"max_to_keep": max_to_keep, "keep_period": keep_period}
         for name, value in {**steps, "save_interval_steps": save_interval_steps}.items():
             if value is not None and (type(value) is not int or value < 1):
@@ -97,25 +93,14 @@ class Checkpointer:
         self._writer: Writer | None = None
         self._state = "open for reading: make a `Checkpointer` without `read_only=True` to save"
         if not read_only and not self._is_foreign():
-            self._writer = Writer(
-                self.directory,
-                async_save=async_save,
-                **steps,
-            )
+            self._writer = Writer(self.directory, async_save=async_save, **steps)
             at_exit(self._close_at_exit)
 
-    def save(
-        self,
-        step: int,
-        target: Any,
-        *,
-        metadata: Any = None,
-        extras: Any = None,
-    ) -> None:
-        """Saves a step. It is saved, or there is an error: none is left out in silence.
+    def save(self, step: int, target: Any, *, metadata: Any = None, extras: Any = None) -> None:
+        """Saves a step, or raises an error: no step is skipped silently.
 
         Args:
-          step: its number, above those of all steps that are there.
+          step: its number, above those of all existing steps.
           target: an optimizer of any kind that `named_state` takes, or a `NamedState`. Fields that
             a subclass of `TrainState` adds are saved as `extras` only: without, a warning says so.
           metadata: JSON data to be kept with it.
@@ -123,17 +108,17 @@ class Checkpointer:
             the state of a data iterator and a random key.
 
         Raises:
-          LeafError: a leaf or the metadata cannot be saved; nothing has been written.
+          LeafError: a leaf or the metadata cannot be saved; nothing was written.
           LockError: the folder has been removed or replaced, or this process was forked.
-          SaveError: the step, or in the background the one before, was not saved. What was there
-            before is as it was.
+          SaveError: the step, or in the background the one before, was not saved. Earlier steps are
+            unchanged.
           TypeError: `target` is of another kind.
         """
         with self._alone:
             writer = self._open_writer()
             writer.wait()
             state = target if isinstance(target, NamedState) else view_to_save(target, extras)
-            writer.save(step, state, extras, metadata, self.latest_step())
+            writer.save(step, state, extras, metadata)
 
     def should_save(self, step: int) -> bool:
         """Whether a step is due: a multiple of `save_interval_steps`, or a preemption is near."""
@@ -142,7 +127,7 @@ class Checkpointer:
         return step % self._interval == 0
 
     def wait(self) -> None:
-        """Waits until what is being saved is on the disk.
+        """Waits until the step that is being saved is on the disk.
 
         Raises:
           SaveError: it was not saved; raised once.
@@ -169,12 +154,7 @@ class Checkpointer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except SaveError as failed:
@@ -183,7 +163,7 @@ class Checkpointer:
             _log.error("%s", failed)  # The error that ends the block is the one to be seen.
 
     def steps(self) -> list[int]:
-        """Returns the steps that are committed, the oldest first; what is no step is ignored.
+        """Returns the steps that are committed, the oldest first; anything else is ignored.
 
         Raises:
           ForeignError: there are steps that another program wrote; see `open_foreign`.
@@ -198,8 +178,8 @@ class Checkpointer:
         """Opens a step for reading.
 
         Raises:
-          DamagedError: its manifest is not what was written.
-          MissingError: there is no such step.
+          DamagedError: its manifest has changed since it was written.
+          MissingError: the step does not exist.
           VersionError: a newer version wrote it.
         """
         steps = self.steps()
@@ -208,21 +188,21 @@ class Checkpointer:
         return open_step(self.directory / str(step), step=step)
 
     def validate(self, step: int, *, level: Level = "digests") -> StepReport:
-        """Checks a step; what is wrong is in the report.
+        """Checks a step and reports what is wrong.
 
         Args:
-          step: to be checked.
-          level: `'manifest'`: the manifest is whole and every array is where it says, of its shape
-            and dtype; cheap. `'digests'`: every bit is read too.
+          step: the step to check.
+          level: `'manifest'`: the manifest is intact and every array exists with its shape and
+            dtype; cheap. `'digests'`: every bit is read too.
 
         Raises:
-          MissingError: there is no such step.
+          MissingError: the step does not exist.
         """
         return self._look(step, level)[1]
 
     def _look(self, step: int, level: Level) -> tuple[SavedStep | None, StepReport]:
         try:
-            with together():
+            with sync_errors():
                 saved = self.at(step)
         except (ForeignError, MissingError):
             raise
@@ -234,15 +214,15 @@ class Checkpointer:
         """Opens the latest step that is valid; logs a warning for each that is not.
 
         Args:
-          level: how well to look: see `validate`. A damaged array is not seen by `'manifest'`, but
-            it is by whatever reads it: `restore_latest` reads once, and falls back by itself.
+          level: how thoroughly to check: see `validate`. `'manifest'` does not notice a damaged
+            array, but whatever reads it does: `restore_latest` reads once and falls back.
 
         Returns:
-          The step; `None` where there is none at all.
+          The step; `None` if there are no steps.
 
         Raises:
           ForeignError: there are steps that another program wrote; see `open_foreign`.
-          MissingError: there are steps, and none is valid.
+          MissingError: there are steps, but none is valid.
         """
 
         def look(step: int) -> SavedStep:
@@ -254,17 +234,12 @@ class Checkpointer:
         return newest(self.directory, look, self._pass_over)
 
     def restore(
-        self,
-        step: int,
-        target: _Target,
-        *,
-        allow: Iterable[str] = (),
-        rules: Sequence[Rule] = (),
+        self, step: int, target: _Target, *, allow: Iterable[str] = (), rules: Sequence[Rule] = ()
     ) -> _Target:
         """Restores a step: `plan_restore(checkpointer.at(step), target, ...).apply()`.
 
         Args:
-          step: to be restored.
+          step: the step to restore.
           target: an optimizer of any kind that `named_state` takes; its leaves may be abstract.
           allow: the kinds of changes that are admitted: see `plan_restore`.
           rules: for single leaves: see `plan_restore`.
@@ -273,8 +248,8 @@ class Checkpointer:
           The restored target.
 
         Raises:
-          DamagedError: a leaf is not what was written.
-          MissingError: there is no such step.
+          DamagedError: a leaf has changed since it was written.
+          MissingError: the step does not exist.
           PlanError: the step does not fit the target as it is.
         """
         return self._restore(step, target, allow, rules)[0]
@@ -282,7 +257,7 @@ class Checkpointer:
     def _restore(
         self, step: int, target: _Target, allow: Iterable[str], rules: Sequence[Rule]
     ) -> tuple[_Target, SavedStep]:
-        with together():
+        with sync_errors():
             saved = self.at(step)
         restored = plan_restore(saved, target, allow=allow, rules=rules).apply()
         self.restored_step = step
@@ -291,7 +266,7 @@ class Checkpointer:
     def restore_latest(
         self, target: _Target, *, allow: Iterable[str] = (), rules: Sequence[Rule] = ()
     ) -> _Target:
-        """Restores the latest step that is whole, reading it once.
+        """Restores the latest step that is undamaged, reading it once.
 
         Every process reads its own share of what the target needs, and the digests are compared
         while it is there. Where a leaf or one of the `extras` is damaged, a warning says so, and
@@ -307,7 +282,7 @@ class Checkpointer:
 
         Raises:
           ForeignError: there are steps that another program wrote; see `open_foreign`.
-          MissingError: there is no step, or none that is whole.
+          MissingError: there are no steps, or all are damaged.
           PlanError: a step does not fit the target; an older one is not tried.
           VersionError: a newer version wrote the step; an older one is not tried.
 
@@ -338,10 +313,10 @@ class Checkpointer:
         return found[0]
 
     def delete(self, step: int) -> None:
-        """Deletes a step: renamed first, so that it is never half there.
+        """Deletes a step: it is renamed first, so that it is never partly there.
 
         Raises:
-          MissingError: there is no such step.
+          MissingError: the step does not exist.
           SaveError: it cannot be deleted.
         """
         with self._alone:
@@ -362,7 +337,7 @@ class Checkpointer:
         return later
 
     def _is_foreign(self) -> bool:
-        """Whether the folder holds another program's steps: then a writer takes nothing there."""
+        """Whether the folder holds another program's steps: then a writer takes no lock there."""
         found = foreign_steps(self.directory)
         check_equal(self.directory, found)
         if found:

@@ -4,8 +4,8 @@ Every word of an array is mixed with its global index, twice over, and the resul
 modulo 2**32: two sums are the 64 bits of the digest. A sum has no order, so it does not matter
 which device holds which part. At a given index both mixes are bijections of the word, so one
 changed word always changes both sums. They are far from linear, so that no pattern of damage, such
-as flipped signs or words that changed places, cancels by its own nature: several changed words pass
-unseen about once in 2**64. Indices count modulo 2**32. It finds faults, not forgeries.
+as flipped signs or swapped words, cancels systematically: several changed words go unnoticed about
+once in 2**64. Indices are modulo 2**32. It detects faults, not forgeries.
 
 Devices do not communicate. Every distinct part of an array is summed by one process, and the sums
 of all processes are added. Large parts on an accelerator are summed there, all others on the host.
@@ -27,8 +27,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 Sums = np.ndarray[Any, Any]  # uint32[arrays, 2]
-# Of a part: the row-major index of its first element in the whole array, and how far apart
-# neighbours along each dimension are, modulo 2**32. `None` is that of a whole array.
+# Of a part: the row-major index of its first element in the whole array, and its strides in it,
+# modulo 2**32. `None` for a whole array.
 _Place = list[int] | None
 _WHOLE: list[_Place] = [None]
 _Block = tuple[int, Any, Any]  # the number of an array, words of it, and their index in it
@@ -36,26 +36,26 @@ _Block = tuple[int, Any, Any]  # the number of an array, words of it, and their 
 _SPREAD, _OTHER = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)
 _MULTIPLIERS = np.uint32(0x7FEB352D), np.uint32(0x846CA68B), np.uint32(0xC2B2AE3D)
 _15, _16 = np.uint32(15), np.uint32(16)
-_BLOCK = 1 << 15  # words that stay in the cache between the operations
-_LARGE = 1 << 18  # bytes that are worth a program of their own
-_CHUNK = 1 << 22  # bytes that a program is given at once on a CPU
+_BLOCK = 1 << 15  # words that stay in the cache between operations
+_LARGE = 1 << 18  # bytes from which a compiled program pays
+_CHUNK = 1 << 22  # bytes per call of a program on a CPU
 
 
 class Digests:
     """The digests of some arrays, which may be donated once this has been made.
 
-    On an accelerator large parts are summed by programs that have been started, and small ones are
-    copied. On CPU there are references: JAX does not reuse memory that has any.
+    On an accelerator, large parts are summed by programs that have been started, and small ones are
+    copied. On CPU, references are held: JAX does not reuse memory that is referenced.
 
-    The arrays are `jax.Array`s of any sharding, dtype and memory kind, no typed keys, or NumPy
-    arrays that nobody writes to. `partial` has the numbers of those that other processes have parts
-    of.
+    The arrays are `jax.Array`s of any sharding, dtype and memory kind except typed keys, or NumPy
+    arrays that nobody writes to. `partial` has the positions of those of which other processes hold
+    parts.
     """
 
     def __init__(self, arrays: Sequence[Any]) -> None:
         self.partial: list[int] = []
         self._count = len(arrays)
-        # By column: thousands of tuples would set off the garbage collector while training waits.
+        # Columns: thousands of tuples would trigger the garbage collector while training waits.
         self._numbers: list[int] = []
         self._parts: list[Any] = []
         self._places: list[_Place] = []
@@ -81,7 +81,7 @@ class Digests:
         self._parts = [np.asarray(part) for part in self._parts]
 
     def sums(self) -> Sums:
-        """Waits, and returns the sums of the parts that this process answers for."""
+        """Waits, and returns the sums of the parts that this process is responsible for."""
         total = np.zeros((self._count, 2), np.uint32)
         for batch in _batches(self._host_blocks(total)):
             _add_sums(total, batch)
@@ -98,15 +98,16 @@ class Digests:
                 total[i] += _large_sums(words, place)
                 continue
             flat = words.reshape(-1)
-            index = None if place is None else _host_index(words.shape, place)
+            index = None if place is None else _index(np, words.shape, _of_words(place, words))
             for start in range(0, flat.size, _BLOCK):
                 block = flat[start : start + _BLOCK]
                 stop = start + block.size
-                yield i, block, np.arange(start, stop) if index is None else index[start:stop]
+                at = np.arange(start, stop) if index is None else index.reshape(-1)[start:stop]
+                yield i, block, at
 
 
 def digests(arrays: Sequence[Any]) -> list[str]:
-    """Returns the digests of arrays; all processes must call it, if any array is not whole here.
+    """Returns the digests of arrays; all processes must call it if an array spans several.
 
     Examples:
       >>> digests([np.arange(3, dtype=np.float32)])
@@ -127,7 +128,7 @@ def to_hex(pair: Any) -> str:
 
 
 def bound(name: str, digest: str) -> str:
-    """Returns a digest bound to the name of its leaf, and of a bound one the digest.
+    """Returns a digest bound to the name of its leaf; of a bound one, the digest itself.
 
     Examples:
       >>> bound('params/w', '192dfcc57519b0b3')
@@ -140,11 +141,9 @@ def bound(name: str, digest: str) -> str:
 
 
 def _distinct_parts(array: jax.Array) -> tuple[list[Any], list[_Place]]:
-    """The parts of an array that this process answers for, and their places."""
-    # Of all devices that hold the same part, in whatever process, one has the replica 0.
+    """The parts of an array that this process is responsible for, and their places."""
+    # Of all devices that hold the same part, in any process, one holds replica 0.
     shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-    if not array.shape:  # a copy of a scalar is all of it
-        return [shard.data for shard in shards], _WHOLE[: len(shards)]
     strides = _strides(array.shape)
     places: list[_Place] = [_place(shard.index, array.shape, strides) for shard in shards]
     return [shard.data for shard in shards], places
@@ -162,8 +161,8 @@ def _device_sums(parts: Sequence[jax.Array], places: Sequence[_Place]) -> Any:
     given = np.array([place or [0, *_strides(parts[0].shape)] for place in places], np.uint32)
     if len(parts) == 1:
         return _sums(parts[0], given)
-    # The parts one below the other: an array of the same buffers. One program for all of them is
-    # compiled once, not once for each device.
+    # The parts stacked as an array of the same buffers: one program is compiled for all of them,
+    # not one per device.
     mesh = Mesh(np.array([part.device for part in parts]), ("shards",))
     rows = NamedSharding(mesh, PartitionSpec("shards"))
     height, *others = parts[0].shape
@@ -174,22 +173,21 @@ def _device_sums(parts: Sequence[jax.Array], places: Sequence[_Place]) -> Any:
 
 
 def _large_sums(words: Any, place: _Place) -> Any:
-    """The sums of one part, by a program on the CPU; JAX may copy what that is given."""
-    if place is None:  # One program for all shapes.
+    """The sums of one part, by a program on the CPU, which may copy its argument."""
+    if place is None:  # one program for all shapes
         words, place = words.reshape(-1, 1), [0, 1]
-    # The words of an element are a dimension more, whose stride is 1.
-    first, *strides = (at * words.shape[-1] for at in place)
+    place = _of_words(place, words)
     total = np.zeros(2, np.uint32)
     rows = max(_CHUNK * len(words) // words.nbytes, 1)
     for start in range(0, len(words), rows):
-        given = np.array([[first + start * strides[0], *strides, 1]], np.uint64)
+        first = (place[0] + start * place[1]) % 2**32
         on_device = jax.device_put(words[start : start + rows], jax.local_devices()[0])
-        total += np.asarray(_sums(on_device, given.astype(np.uint32)))[0]
+        total += np.asarray(_sums(on_device, np.array([[first, *place[1:]]], np.uint32)))[0]
     return total
 
 
 def _batches(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
-    """Small blocks together: an operation of NumPy on each would take longer."""
+    """Batches of small blocks: a NumPy operation on each would take longer."""
     batch, size = [], 0
     for block in blocks:
         batch.append(block)
@@ -212,7 +210,7 @@ def _add_sums(total: Sums, blocks: Sequence[_Block]) -> None:
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
-    """How far apart neighbours along each dimension are in row-major order, modulo 2**32."""
+    """The row-major strides, modulo 2**32."""
     return [math.prod(shape[dim + 1 :]) % 2**32 for dim in range(len(shape))]
 
 
@@ -222,23 +220,18 @@ def _place(index: Sequence[slice], shape: tuple[int, ...], strides: list[int]) -
     return [first % 2**32, *strides]
 
 
-def _host_index(shape: tuple[int, ...], place: list[int]) -> Any:
-    """The index in the whole array of every word of a part, uint64; flat."""
-    *sizes, k = shape
-    index = np.full((), place[0], np.uint64)
-    for size, stride in zip(sizes, place[1:], strict=True):
-        index = index[..., None] + np.arange(size, dtype=np.uint64) * np.uint64(stride)
-    return (index[..., None] * np.uint64(k) + np.arange(k, dtype=np.uint64)).reshape(-1)
+def _of_words(place: list[int], words: np.ndarray[Any, Any]) -> list[int]:
+    """A place in words: those of an element are one more dimension, whose stride is 1."""
+    return [*(at * words.shape[-1] % 2**32 for at in place), 1]
 
 
 def _shard_sums(shard: jax.Array, place: jax.Array) -> jax.Array:
     """The sums of a part of an array, uint32[1, 2].
 
-    Its place, uint32[1, 1 + rank], is traced: parts of one shape share a program, wherever they
-    belong.
+    Its place, uint32[1, 1 + rank], is traced: parts of one shape share a program.
     """
     words = _words(shard)
-    index = _index(words[0].shape, place[0]) * np.uint32(len(words))
+    index = _index(jnp, words[0].shape, place[0]) * np.uint32(len(words))
     first = second = None
     for j, word in enumerate(words):
         at = index + np.uint32(j)
@@ -246,7 +239,7 @@ def _shard_sums(shard: jax.Array, place: jax.Array) -> jax.Array:
         first = a if first is None else first + a
         second = b if second is None else second + b
     zero = np.uint32(0)
-    # One reduction with two results reads the array once and writes nothing between.
+    # One reduction with two results reads the array once and stores no intermediates.
     sums = lax.reduce(
         (first, second),
         (zero, zero),
@@ -270,7 +263,7 @@ def _sums_of_shards(shards: jax.Array, places: jax.Array, mesh: Mesh) -> jax.Arr
 
 
 def _mixed(word: Any, index: Any) -> tuple[Any, Any]:
-    """Two bijections of a word, chosen by its index; of uint32 arrays, JAX's or NumPy's."""
+    """Two bijections of a word, selected by its index; of uint32 arrays of JAX or NumPy."""
     spread = index * _SPREAD
     word = word ^ spread ^ (spread >> _15)
     word = (word ^ (word >> _16)) * _MULTIPLIERS[0]
@@ -280,11 +273,11 @@ def _mixed(word: Any, index: Any) -> tuple[Any, Any]:
     return word, other ^ (other >> _15)
 
 
-def _index(shape: tuple[int, ...], place: jax.Array) -> jax.Array:
-    """The index in the whole array of every element of a part, modulo 2**32."""
-    index = jnp.broadcast_to(place[0], shape)
-    for dim in range(len(shape)):
-        index = index + lax.broadcasted_iota(jnp.uint32, shape, dim) * place[1 + dim]
+def _index(xp: Any, shape: tuple[int, ...], place: Any) -> Any:
+    """The index in the whole array of every element of a part, modulo 2**32; of NumPy or JAX."""
+    index = xp.full((), place[0], xp.uint32)
+    for dim, size in enumerate(shape):
+        index = index[..., None] + xp.arange(size, dtype=xp.uint32) * xp.uint32(place[1 + dim])
     return index
 
 
@@ -311,7 +304,7 @@ def _host_words(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     is_complex = jnp.issubdtype(array.dtype, jnp.complexfloating)
     words = array.reshape(*array.shape, 1).view(f"uint{8 * min(size // (1 + is_complex), 4)}")
     if size == 1 and array.dtype != np.bool_ and _bits(array.dtype) < 8:
-        words = words & np.uint8(2 ** _bits(array.dtype) - 1)  # NumPy keeps one in a byte.
+        words = words & np.uint8(2 ** _bits(array.dtype) - 1)  # NumPy stores each in a byte
     return words
 
 

@@ -1,4 +1,4 @@
-"""A commit that outlives a power cut: everything is on the disk before the rename, and it after."""
+"""A commit that survives a power failure: all files are synced before the rename, it after."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ _SEALED = "-sealed"
 
 
 class DurablePath(atomicity.AtomicRenameTemporaryPath):
-    """Orbax's atomic rename, with the `fsync`s that it leaves out.
+    """Orbax's atomic rename, with the `fsync`s that it omits.
 
     Orbax and TensorStore sync the arrays, but neither the metadata files nor the directories, and
-    not the parent after the rename. Here Orbax renames the step to a name that is still temporary;
-    then every file and directory under it is synced, it is renamed to its own name, and the parent
-    is synced.
+    not the parent after the rename. Here Orbax renames the step to another temporary name; then
+    every file and directory under it is synced, it gets its final name, and the parent is synced.
     """
 
     def __init__(self, temporary_path: Any, final_path: Any, **options: Any) -> None:
         self._own_name = final_path
-        # What lies in a step that is still temporary is synced with it.
+        # Items of a temporary step are synced with it.
         self._is_step = _TEMPORARY not in final_path.parent.name
         if self._is_step:
             final_path = temporary_path.with_name(temporary_path.name + _SEALED)
@@ -38,7 +37,7 @@ class DurablePath(atomicity.AtomicRenameTemporaryPath):
     async def create(self) -> Any:
         """Creates the temporary directory while training waits.
 
-        Orbax hands each call to another thread, which takes longer than the call.
+        Orbax passes each call to another thread, which takes longer than the call.
         """
         if self._is_step:
             shutil.rmtree(self._final_path, ignore_errors=True)
@@ -47,7 +46,7 @@ class DurablePath(atomicity.AtomicRenameTemporaryPath):
         return self.get()
 
     async def finalize(self) -> None:
-        """Moves the step to its final name, durably; replaces nothing."""
+        """Gives the step its final name, durably; replaces nothing."""
         await super().finalize()  # type: ignore[no-untyped-call]
         if self._is_step:
             await asyncio.to_thread(_commit, Path(self._final_path), Path(self._own_name))
@@ -77,5 +76,5 @@ def sync(path: Path) -> None:
 
 
 def temporary_paths(final: Path) -> list[Path]:
-    """Returns the names under which a step lies before it has its own."""
+    """Returns the temporary names of a step."""
     return [final.with_name(final.name + _TEMPORARY + suffix) for suffix in ("", _SEALED)]

@@ -1,8 +1,7 @@
 """Checkpoints that this package did not write, as sources of plans.
 
-Such a checkpoint is a tree of arrays by path. What a leaf means, only the optimizer that wrote it
-can say: its parameters, its state and its step are looked for as whole subtrees, wherever a program
-has put them.
+Such a checkpoint is a tree of arrays by path. Only the optimizer that wrote it knows what a leaf
+means: its parameters, its state and its step are searched for as whole subtrees, wherever they are.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from opt_checkpoint._disk.foreign_layout import STEP, Found, find
-from opt_checkpoint._disk.foreign_steps import foreign_steps, is_orbax, own_item
 from opt_checkpoint._disk.foreign_stores import Store, Stored, open_store
-from opt_checkpoint._disk.processes import together
+from opt_checkpoint._disk.processes import sync_errors
 from opt_checkpoint._disk.saved_step import SavedStep, open_step
+from opt_checkpoint._disk.steps import foreign_steps, is_orbax, own_item
 from opt_checkpoint._disk.storage import data_sharding, placed
 from opt_checkpoint._naming.names import update_counts
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema
@@ -30,7 +29,7 @@ from opt_checkpoint._targets.named import named_view
 from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import ForeignError, LoadError, MissingError
 
-_HERE = "."  # the item of a folder that is one itself
+_HERE = "."  # the item of a folder that is itself one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +38,10 @@ class ForeignStep:
 
     Attributes:
       path: the folder.
-      schema: the leaves by the names that this package has for them.
+      schema: the leaves by the names of this package.
       stores: the items of the checkpoint by name.
-      keys: where each leaf is, by name: the item's name, and the path in it.
-      made: leaves that are not in the store.
+      keys: where each leaf is, by name: the item and the path in it.
+      made: leaves that are not stored, by name.
     """
 
     path: Path
@@ -52,12 +51,12 @@ class ForeignStep:
     made: Mapping[str, Any] = dataclasses.field(repr=False, default_factory=dict)
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-        """Reads leaves into where they are wanted; see `Source.read`."""
+        """Reads leaves into the given shardings; see `Source.read`."""
         infos = self.schema.by_name
         if unknown := sorted(wanted.keys() - infos.keys()):
             raise MissingError(f"`{self.path}` has no leaf `{unknown[0]}`: it has {len(infos)}")
         stored = dict(self.made)
-        with together():
+        with sync_errors():
             for item, store in self.stores.items():
                 at = {n: self.keys[n][1:] for n in wanted if self.keys.get(n, ("",))[0] == item}
                 places = {at[n]: _sharding(store.leaves[at[n]], wanted[n]) for n in at}
@@ -72,27 +71,27 @@ def open_foreign(path: str | Path, *, written_by: Any = None) -> ForeignStep | S
     Checkpoints of Orbax (`StandardCheckpointer`, `PyTreeCheckpointer`, `CheckpointManager`, Orbax
     v1) and T5X's own are read, with one item or several, of trees such as a `TrainState`,
     `nnx.state((model, optimizer))`, `(params, opt_state)` or a dictionary of them. The parameters,
-    the state and the step of `written_by` are each looked for as a whole, under whatever keys: an
+    the state and the step of `written_by` are each searched for as a whole, under any keys: an
     index in place of a field, a `value` of NNX at the end, integers that became strings, and the
-    state dicts of Flax and T5X are the same leaves. A step that is not there is the count that the
-    state keeps. What belongs to none of them is `extra/<path>` in the schema.
+    state dicts of Flax and T5X are the same leaves. A missing step is the count that the state
+    keeps. All other leaves are `extra/<path>` in the schema.
 
     Args:
       path: the folder of a step, or of one item of it.
       written_by: the optimizer that wrote it, of any kind that `named_state` takes; its leaves may
-        be abstract. Orbax does not say which one it was: this does. What `OptimizerHandler` or a
-        `Checkpointer` wrote says it itself.
+        be abstract. Orbax does not record it. Not needed for what `OptimizerHandler` or a
+        `Checkpointer` wrote.
 
     Returns:
-      The source. Integers that count are read; arrays are when a plan is applied. There are no
-      digests to compare, but in a `SavedStep`, which is what a manifest makes of it.
+      The source. Counts are read now, arrays when a plan is applied. Only a `SavedStep`, which a
+      checkpoint with a manifest is, has digests to compare.
 
     Raises:
       DamagedError: it cannot be read.
-      ForeignError: it does not hold what `written_by` has, or holds it twice; says what is. Or
-        there is no manifest, and no `written_by`.
+      ForeignError: it does not hold what `written_by` has, or holds it twice; says what it holds.
+        Or it has no manifest, and `written_by` is not given.
       LoadError: it is not a checkpoint.
-      MissingError: there is no such folder.
+      MissingError: the folder does not exist.
       TypeError: `written_by` is of another kind.
     """
     folder = Path(path).absolute()
@@ -101,13 +100,10 @@ def open_foreign(path: str | Path, *, written_by: Any = None) -> ForeignStep | S
     if own_item(folder) is not None:
         return open_step(folder)
     if written_by is None:
-        raise ForeignError(
-            f"`{folder}` does not say which optimizer wrote it: give `written_by=`, the optimizer "
-            "with the parameters that it had"
-        )
+        raise ForeignError(f"`{folder}` does not say which optimizer wrote it: give `written_by=`")
     view = view_of(written_by, argument="written_by")
     named = named_view(view)
-    with together():
+    with sync_errors():
         stores = _stores(folder)
         leaves = _leaves(stores)
         found = find(folder, view, named, {key: leaf.shape for key, leaf in leaves.items()})
@@ -115,7 +111,7 @@ def open_foreign(path: str | Path, *, written_by: Any = None) -> ForeignStep | S
 
 
 def open_tree(folder: Path) -> ForeignStep:
-    """Opens a checkpoint as what it is: leaves by path, of no known meaning."""
+    """Opens a checkpoint as leaves by path, without their meaning."""
     stores = _stores(folder)
     return _opened(folder, stores, Schema(()), Found({}, tuple(_leaves(stores))), under=())
 
@@ -140,7 +136,7 @@ def _info(info: LeafInfo, stored: Stored) -> LeafInfo:
 
 
 def _with_counts(opened: ForeignStep) -> ForeignStep:
-    """Reads the single integers of the state, and makes the step of them if it is not there."""
+    """Reads the counts of the state, and derives the step from them if it is missing."""
     counts = {
         info.name: info
         for info in opened.schema.leaves
@@ -152,12 +148,8 @@ def _with_counts(opened: ForeignStep) -> ForeignStep:
     leaves = [dataclasses.replace(x, value=values.get(x.name)) for x in opened.schema.leaves]
     made: dict[str, Any] = {}
     steps, is_clear = update_counts(leaves)
-    if (
-        STEP not in counts
-        and steps
-        and is_clear
-        and (step := next(iter(steps.values()))) is not None
-    ):
+    step = next(iter(steps.values()), None) if is_clear else None
+    if step is not None and STEP not in counts:
         made[STEP] = np.int32(step)
         at = sum(leaf.kind == "params" for leaf in leaves)
         leaves.insert(at, LeafInfo(("state", "step"), (), "int32", "state", value=step))
@@ -190,13 +182,13 @@ def _leaves(stores: Mapping[str, Store]) -> dict[Names, Stored]:
 
 
 def _sharding(stored: Stored, place: jax.ShapeDtypeStruct) -> Any:
-    """Where a leaf is to lie; the words of a PRNG key stay together."""
+    """The sharding of what is stored; the words of a PRNG key are not split."""
     is_longer = len(stored.shape) > len(place.shape)
     return data_sharding(place.sharding, len(stored.shape)) if is_longer else place.sharding
 
 
 def _leaf(info: LeafInfo, stored: Any, place: jax.ShapeDtypeStruct) -> Any:
-    """The leaf, as the schema says: numbers become arrays, and the words of a key a key."""
+    """The leaf as the schema has it: numbers become arrays, and words of keys become keys."""
     if info.is_key:
         if jnp.issubdtype(stored.dtype, jax.dtypes.prng_key):
             return stored

@@ -9,14 +9,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from opt_core import Optimizer, children, flatten_with_paths, path_str
+from opt_core import Optimizer, children, path_str
 
-from opt_checkpoint._naming.names import NamedState
+from opt_checkpoint._naming.names import NamedState, named_leaves
 from opt_checkpoint._naming.schema import LeafInfo, Names
 from opt_checkpoint._targets.view import View
 from opt_checkpoint.errors import ForeignError
 
-# What a program calls the parameters that it trains, where it has a copy of them besides.
+# keys of the trained parameters, where there is a copy of them too
 _PARAMS = ("params", "model", "target", "0")
 _VALUE = ("value",)
 STEP = "state/step"
@@ -25,41 +25,33 @@ _LISTED = 6
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Where the leaves are: the key of each that is there, by name, and the keys of the rest."""
+    """Where the leaves are: their keys by name, and the keys of all others."""
 
     keys: Mapping[str, Names]
     rest: tuple[Names, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """A subtree at a place."""
-
-    prefix: Names
-    keys: Mapping[Names, Names]  # by the path in it
-
-
 def find(
     folder: Path, view: View, named: NamedState, shapes: Mapping[Names, tuple[int, ...]]
 ) -> Found:
-    """Looks for everything that an optimizer has, in a checkpoint of these shapes by key.
+    """Searches a checkpoint, given by shapes and keys, for the leaves of an optimizer.
 
-    A `ForeignError` lists what is not there, or there twice.
+    A `ForeignError` lists what is missing, or found twice.
     """
     left = set(shapes)
     infos = named.schema.leaves
     found: dict[str, Names] = {}
     state = [info.name for info in infos if info.kind == "state" and info.name != STEP]
     spellings = list(_state_paths(view.optimizer))
-    at = _only(folder, "state", spellings, left)
-    found |= zip(state, at.keys.values(), strict=True)
-    trained = [path for path, x in flatten_with_paths(view.optimizer.target) if x is not None]
+    at, keys = _only(folder, "state", spellings, left)
+    found |= zip(state, keys.values(), strict=True)
+    trained = [path for path, _ in named_leaves(view.optimizer.target)]
     names = {info.path[1:]: info.name for info in infos if info.kind == "params"}
     left -= set(found.values())
-    place = _only(folder, "parameters", [[*trained, *view.others], trained], left, at.prefix)
-    found |= {names[path]: key for path, key in place.keys.items()}
+    _, keys = _only(folder, "parameters", [[*trained, *view.others], trained], left, at)
+    found |= {names[path]: key for path, key in keys.items()}
     left -= set(found.values())
-    steps = _nearest([key for key in left if shapes[key] == () and _is_step(key)], at.prefix)
+    steps = _nearest([key for key in left if shapes[key] == () and _is_step(key)], at)
     if len(steps) > 1:
         shown = ", ".join(f"`{path_str(key)}`" for key in sorted(steps))
         raise ForeignError(f"`{folder}`: several leaves may be the step: {shown}")
@@ -73,14 +65,14 @@ def find(
 def _state_paths(optimizer: Optimizer) -> Iterator[list[Names]]:
     """The paths of the leaves of a state: by fields, by positions, and as in a state dict."""
     state = optimizer.state.param_states
-    yield [names for names, leaf in flatten_with_paths(state) if leaf is not None]
+    yield [names for names, _ in named_leaves(state)]
     yield list(_indexed(state, ()))
-    # In a state dict, groups share one tree by parameter. Objects without values mark the leaves.
+    # In a state dict, groups share one tree by parameter: trace where each leaf goes.
     leaves, structure = jax.tree.flatten(optimizer.state)
     marks = [jax.ShapeDtypeStruct(np.shape(leaf), np.float32) for leaf in leaves]
     marked = optimizer.replace(state=jax.tree.unflatten(structure, marks))
     saved = marked.state_dict()["state"].get("param_states", {})
-    places = {id(leaf): names for names, leaf in flatten_with_paths(saved)}
+    places = {id(leaf): names for names, leaf in named_leaves(saved)}
     own = jax.tree.leaves(marked.state.param_states)
     if all(id(mark) in places for mark in own):
         yield [places[id(mark)] for mark in own]
@@ -98,27 +90,22 @@ def _indexed(node: Any, at: Names) -> Iterator[Names]:
 
 
 def _only(
-    folder: Path,
-    what: str,
-    choices: Sequence[Sequence[Names]],
-    left: set[Names],
-    near: Names = (),
-) -> _Part:
-    """The first choice of leaves that is there, at the place that is nearest to another."""
+    folder: Path, what: str, choices: Sequence[Sequence[Names]], left: set[Names], near: Names = ()
+) -> tuple[Names, Mapping[Names, Names]]:
+    """The first choice of leaves that is found, nearest to another place: its place and keys."""
     if not choices[0]:
-        return _Part((), {})
+        return (), {}
     for paths in choices:
         parts = _parts(paths, left)
-        nearest = _nearest([part.prefix for part in parts], near)
-        parts = [part for part in parts if part.prefix in nearest]
-        for name in _PARAMS if len(parts) > 1 else ():
-            if preferred := [part for part in parts if part.prefix[-1:] == (name,)]:
-                parts = preferred
+        places = _nearest(list(parts), near)
+        for name in _PARAMS if len(places) > 1 else ():
+            if preferred := [place for place in places if place[-1:] == (name,)]:
+                places = preferred
                 break
-        if len(parts) == 1:
-            return parts[0]
-        if parts:
-            shown = ", ".join(f"`{path_str(part.prefix)}`" for part in parts)
+        if len(places) == 1:
+            return places[0], parts[places[0]]
+        if places:
+            shown = ", ".join(f"`{path_str(place)}`" for place in places)
             raise ForeignError(
                 f"`{folder}`: the {what} of `written_by` may be any of {shown}: open the folder of "
                 "one item, if they are several"
@@ -129,33 +116,33 @@ def _only(
     )
 
 
-def _parts(paths: Sequence[Names], left: set[Names]) -> list[_Part]:
-    """The places that hold these leaves and no others."""
+def _parts(paths: Sequence[Names], left: set[Names]) -> dict[Names, dict[Names, Names]]:
+    """The places that hold exactly these leaves, with the keys by path."""
     by_path = {key[:-1]: key for key in left if key[-1:] == _VALUE} | {key: key for key in left}
-    parts = []
+    parts = {}
     for prefix in sorted(_prefixes(paths[0], by_path)):
         keys = {path: by_path[at] for path in paths if (at := (*prefix, *path)) in by_path}
         inside = sum(key[: len(prefix)] == prefix for key in left)
         if len(keys) == len(paths) == inside:
-            parts.append(_Part(prefix, keys))
+            parts[prefix] = keys
     return parts
 
 
 def _prefixes(path: Names, keys: Iterable[Names]) -> set[Names]:
-    """What stands before a path, in the keys that end with it."""
+    """What precedes a path in the keys that end with it."""
     ends = {key: len(key) - len(path) for key in keys}
     return {key[:end] for key, end in ends.items() if end >= 0 and key[end:] == path}
 
 
 def _nearest(keys: Sequence[Names], near: Names) -> list[Names]:
-    """Those that share most of their beginning with another place."""
+    """Those that share the longest prefix with another place."""
     lengths = range(len(near) + 1)
     shared = {key: max(n for n in lengths if key[:n] == near[:n]) for key in keys}
     return [key for key in keys if shared[key] == max(shared.values())]
 
 
 def _nearly(paths: Sequence[Names], left: set[Names]) -> str:
-    """What is missing, and what is too much, at the place that has most of them."""
+    """What is missing and what is extra at the place that has most of them."""
     bare = {key[:-1] if key[-1:] == _VALUE else key for key in left}
     wanted = {
         place: {(*place, *path) for path in paths}
@@ -165,7 +152,7 @@ def _nearly(paths: Sequence[Names], left: set[Names]) -> str:
     gone = sorted(wanted[place] - bare)
     extra = sorted({key for key in bare if key[: len(place)] == place} - wanted[place])
     parts = [f"expected {_listed(gone)}, found nothing there"] if gone else []
-    parts += [f"found {_listed(extra)} besides"] if extra else []
+    parts += [f"found {_listed(extra)} too"] if extra else []
     return f"at `{path_str(place)}` " + ", and ".join(parts)
 
 
@@ -175,7 +162,7 @@ def _listed(paths: Sequence[Names]) -> str:
 
 
 def _is_step(key: Names) -> bool:
-    """Whether a number may be the step: it is called so, or a tuple's."""
+    """Whether a number may be the step: it has that name, or a position in a tuple."""
     last = key[-2] if key[-1:] == _VALUE and len(key) > 1 else key[-1]
     return last == "step" or last.isdecimal()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
@@ -15,19 +15,18 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from jax.sharding import Sharding, SingleDeviceSharding
-from opt_core import flatten_with_paths
 
-from opt_checkpoint._disk.foreign_steps import INDEX, ITEM_MARK
 from opt_checkpoint._disk.orbax import restore_args, tried
-from opt_checkpoint._disk.storage import is_wide
+from opt_checkpoint._disk.steps import INDEX, ITEM_MARK
 from opt_checkpoint._legacy.layouts import PLACEHOLDER, is_elsewhere
 from opt_checkpoint._legacy.read import read_legacy
+from opt_checkpoint._naming.names import is_wide, named_leaves
 from opt_checkpoint._naming.schema import Names
 from opt_checkpoint.errors import LoadError
 
 
 class Stored(NamedTuple):
-    """Shape and dtype of a leaf, and whether it was a Python number, whose dtype says nothing."""
+    """Shape and dtype of a leaf, and whether it was a Python number, whose dtype is arbitrary."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -39,14 +38,14 @@ class Store(Protocol):
 
     @property
     def leaves(self) -> Mapping[Names, Stored]:
-        """What is there, by path."""
+        """The leaves by path."""
 
     def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
-        """Reads leaves into where they are wanted; what JAX cannot hold, as NumPy arrays."""
+        """Reads leaves into the given shardings; what JAX cannot hold, as NumPy arrays."""
 
 
 def open_store(folder: Path) -> Store | None:
-    """Opens the folder of an item; `None` where there is none that is known."""
+    """Opens the folder of an item; `None` if it is not in a known format."""
     if (folder / ITEM_MARK).is_file():
         return OrbaxTree(folder)
     return IndexedArrays(folder) if (folder / INDEX).is_file() else None
@@ -69,14 +68,14 @@ class OrbaxTree:
         kinds = ocp.metadata.ArrayMetadata, ocp.metadata.ScalarMetadata
         return {
             names: Stored(tuple(m.shape), str(m.dtype), isinstance(m, kinds[1]))
-            for names, m in flatten_with_paths(self._tree)
+            for names, m in named_leaves(self._tree)
             if isinstance(m, kinds)
         }
 
     def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
         """Reads with Orbax: each device its share."""
         metas, structure = jax.tree.flatten(self._tree)
-        paths = [names for names, meta in flatten_with_paths(self._tree) if meta is not None]
+        paths = [names for names, _ in named_leaves(self._tree)]
         items = [
             jax.ShapeDtypeStruct(tuple(m.shape), m.dtype) if names in wanted else ocp.PLACEHOLDER
             for names, m in zip(paths, metas, strict=True)
@@ -104,16 +103,16 @@ class OrbaxTree:
 
 @dataclasses.dataclass(frozen=True)
 class IndexedArrays:
-    """A file of msgpack, and beside it a folder of TensorStore for each array: T5X's own layout.
+    """A msgpack file, and next to it a TensorStore folder for each array: T5X's own layout.
 
-    Orbax before it described its trees (0.1.x) had the same, with other words for the folders.
+    Orbax 0.1, which did not describe its trees yet, wrote the same with other folder names.
     """
 
     folder: Path
 
     @cached_property
-    def _entries(self) -> Mapping[Names, tuple[Stored, Callable[[Any], Any]]]:
-        """What each leaf is, and what reads a part of it."""
+    def _found(self) -> Mapping[Names, Any]:
+        """Numbers and arrays in the file, and open stores of those next to it."""
         found = dict(_flat(read_legacy(self.folder / INDEX), ()))
         opened = {
             names: ts.open(
@@ -124,26 +123,24 @@ class IndexedArrays:
             for names, leaf in found.items()
             if isinstance(leaf, str)
         }
-        for names, future in opened.items():
-            found[names] = tried(self.folder, future.result)
-        return {names: self._entry(names, leaf) for names, leaf in found.items()}
-
-    def _entry(self, names: Names, leaf: Any) -> tuple[Stored, Callable[[Any], Any]]:
-        if not isinstance(leaf, ts.TensorStore):
-            array = np.asarray(leaf)
-            stored = Stored(array.shape, str(array.dtype), isinstance(leaf, int | float))
-            return stored, array.__getitem__
-        if leaf.dtype.name == "uint16":
-            raise LoadError(
-                f"`{self.folder}`: `{'/'.join(names)}` is uint16: before version 3, T5X wrote "
-                "bfloat16 so. Convert it with T5X"
-            )
-        return Stored(leaf.shape, leaf.dtype.name), lambda index: leaf[index].read().result()
+        return found | {n: tried(self.folder, future.result) for n, future in opened.items()}
 
     @cached_property
     def leaves(self) -> Mapping[Names, Stored]:
-        """Arrays in the file and beside it."""
-        return {names: stored for names, (stored, _) in self._entries.items()}
+        """Arrays in the file and next to it."""
+        return {names: self._stored(names, leaf) for names, leaf in self._found.items()}
+
+    def _stored(self, names: Names, leaf: Any) -> Stored:
+        if not isinstance(leaf, ts.TensorStore):
+            return Stored(
+                np.shape(leaf), str(np.asarray(leaf).dtype), isinstance(leaf, int | float)
+            )
+        if leaf.dtype.name == "uint16":
+            raise LoadError(
+                f"`{self.folder}`: `{'/'.join(names)}` is uint16, which is how T5X stored bfloat16 "
+                "before version 3. Convert it with T5X"
+            )
+        return Stored(leaf.shape, leaf.dtype.name)
 
     def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
         """Reads with TensorStore: each device its share."""
@@ -153,7 +150,12 @@ class IndexedArrays:
         )
 
     def _read(self, names: Names, sharding: Sharding | None) -> Any:
-        stored, part = self._entries[names]
+        stored, leaf = self.leaves[names], self._found[names]
+
+        def part(index: Any) -> Any:
+            is_store = isinstance(leaf, ts.TensorStore)
+            return leaf[index].read().result() if is_store else np.asarray(leaf)[index]
+
         if stored.is_number or is_wide(jnp.dtype(stored.dtype)):
             return part(...)
         place = sharding or SingleDeviceSharding(jax.local_devices()[0])
@@ -172,9 +174,9 @@ def _flat(node: Any, at: Names) -> Iterator[tuple[Names, Any]]:
 
 
 def _subfolder(leaf: Any) -> str:
-    """The folder that an entry names, beside the file, whatever it says about where that was."""
+    """The folder next to the file that an entry names, whatever path it recorded."""
     if isinstance(leaf, Mapping):
-        kvstore = leaf["kvstore"]  # in buckets, the path was beside it
+        kvstore = leaf["kvstore"]  # in buckets, the path was outside of it
         path = leaf.get("path") or (kvstore.get("path") if isinstance(kvstore, Mapping) else None)
     else:
         path = leaf.removeprefix(PLACEHOLDER)

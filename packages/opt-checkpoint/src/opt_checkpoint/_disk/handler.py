@@ -1,7 +1,7 @@
 """The optimizer as one item of the checkpoints that a program writes with its own Orbax.
 
-The item is a tree of Orbax by the names of this package, which any reader of Orbax opens, with the
-manifest as one more file in its folder.
+The item is an Orbax tree by the names of this package, which any reader of Orbax opens, with the
+manifest as an additional file in its folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 
 from opt_checkpoint._disk.orbax import ManifestHandler, ManifestSave
-from opt_checkpoint._disk.processes import is_first, together
+from opt_checkpoint._disk.processes import is_first, sync_errors
 from opt_checkpoint._disk.saved_step import SavedStep
 from opt_checkpoint._disk.saving import Saving, view_to_save
 from opt_checkpoint._naming.names import NamedState
@@ -31,9 +31,8 @@ class OptimizerHandler(ocp.AsyncCheckpointHandler):
 
     Names, settings and digests come with the checkpoints that a program already writes, and a
     restore is a plan. Orbax finds it by the arguments `OptimizerSave` and `OptimizerRestore`; with
-    `item_handlers={'optimizer': OptimizerHandler()}` the manager has metadata too, which are the
-    item's `SavedStep`. The steps stay the manager's: names, what is kept, and how a step is
-    committed are as Orbax has them.
+    `item_handlers={'optimizer': OptimizerHandler()}` the manager has metadata too: the item's
+    `SavedStep`. Names of steps, which are kept and how they are committed is up to the manager.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -62,8 +61,8 @@ class OptimizerHandler(ocp.AsyncCheckpointHandler):
             saving = _prepare(directory, args.target)
         except Exception:
             with suppress(Exception):
-                # The threads of other items wait for folders that Orbax makes in the background.
-                # If the program ended before they are there, the threads would hold the process.
+                # The threads of other items wait for folders that Orbax creates in the background.
+                # If the program ended before, these threads would keep the process alive.
                 CommitFutureAwaitingContractedSignals(_nothing(), timeout_secs=60).result()
             raise
         tree = ocp.args.PyTreeSave(saving.tree())
@@ -77,11 +76,11 @@ class OptimizerHandler(ocp.AsyncCheckpointHandler):
         self._manifest.save(directory, ManifestSave(saving))
 
     def restore(self, directory: Any, args: OptimizerRestore | None = None) -> Any:
-        """Returns the restored target, or the item as a source of plans where none is given."""
+        """Returns the restored target; without one, the item as a source of plans."""
         return _restore(directory, args or OptimizerRestore())
 
     def metadata(self, directory: Any) -> SavedStep:
-        """Returns the item as a source of plans: nothing but its manifest is read."""
+        """Returns the item as a source of plans; only its manifest is read."""
         return _open(directory)
 
     def finalize(self, directory: Any) -> None:
@@ -95,7 +94,7 @@ class OptimizerHandler(ocp.AsyncCheckpointHandler):
 
     @classmethod
     def typestr(cls) -> str:
-        """Returns what checkpoints call it: the public name, wherever the class is."""
+        """Returns its name in checkpoints: the public one, wherever the class is defined."""
         return "opt_checkpoint.OptimizerHandler"
 
 
@@ -106,7 +105,7 @@ class OptimizerSave(ocp.args.CheckpointArgs):
 
     Attributes:
       target: an optimizer of any kind that `named_state` takes, or a `NamedState`. Fields that a
-        subclass of `TrainState` adds are not saved: they are an item of their own.
+        subclass of `TrainState` adds are not saved: save them as another item.
     """
 
     target: Any
@@ -140,7 +139,7 @@ class OptimizerHandlerV1:
     __module__ = "opt_checkpoint"  # Orbax writes it into checkpoints.
 
     async def save(self, directory: Any, checkpointable: Any) -> Awaitable[None]:
-        """Copies the arrays off the devices; what it returns writes them and the manifest."""
+        """Copies the arrays off the devices; the result writes them and the manifest."""
         from orbax.checkpoint.experimental import v1  # takes a second
 
         saving, manifest = _prepare(directory.path, checkpointable), ManifestHandler()
@@ -149,16 +148,16 @@ class OptimizerHandlerV1:
         async def write() -> None:
             folder = await directory.await_creation()
             manifest.save(folder, ManifestSave(saving))
-            await arrays  # until every process has come so far
+            await arrays  # until every process has written its own
             if is_first():
                 manifest.finalize(folder)
 
         return write()
 
     async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Awaitable[Any]:
-        """Restores the target, or opens the item where none is given."""
+        """Restores the target; without one, opens the item."""
         given = abstract_checkpointable
-        # Not in what is awaited: Orbax makes a `NoEntryError` of every error there.
+        # Not awaited: Orbax would turn every error into a `NoEntryError`.
         args = given if isinstance(given, OptimizerRestore) else OptimizerRestore(given)
         restored = _restore(directory, args)
 
@@ -168,7 +167,7 @@ class OptimizerHandlerV1:
         return result()
 
     async def metadata(self, directory: Any) -> SavedStep:
-        """Returns the item as a source of plans: nothing but its manifest is read."""
+        """Returns the item as a source of plans; only its manifest is read."""
         return _open(directory)
 
     def is_handleable(self, checkpointable: Any) -> bool:
@@ -187,7 +186,7 @@ class OptimizerHandlerV1:
 
 def _prepare(directory: Any, target: Any) -> Saving:
     """Names the leaves and starts their digests; all processes call it."""
-    with together():
+    with sync_errors():
         if "://" in str(directory):
             raise SaveError(f"`{directory}` is not in a file system: mount the bucket")
         source = target if isinstance(target, NamedState) else view_to_save(target, is_item=True)
@@ -201,9 +200,9 @@ async def _nothing() -> None:
 
 
 def _open(directory: Any) -> SavedStep:
-    with together():
+    with sync_errors():
         saved = SavedStep(Path(directory))
-        saved.manifest  # noqa: B018  # an error of one process is all processes'
+        saved.manifest  # noqa: B018  # an error in one process is raised in all
     return saved
 
 

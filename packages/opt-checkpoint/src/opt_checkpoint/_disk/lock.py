@@ -14,22 +14,22 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from opt_checkpoint.errors import LockError
 
 FILE_NAME = "writer.lock"
-# Of file systems without `flock`, such as Lustre mounted without it.
+# from file systems without `flock`, such as Lustre mounted without it
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 class WriterLock:
     """The right to write below a folder, held until `release` or the end of the process.
 
-    The lock is the kernel's, so a holder that is killed never blocks the next; the file says who it
-    is. Where the file system has no such locks, the existence of a second file is the lock. It is
-    taken over if its process was on this machine and is gone: by its start and the machine's.
+    The lock is the kernel's, so a killed holder never blocks the next one; the file says who it is.
+    On file systems without such locks, the existence of a second file is the lock. It is taken over
+    if its process ran on this machine and has ended, as its start time and the boot id tell.
 
     Args:
-      folder: to be written below.
+      folder: the folder to write in.
 
     Raises:
-      LockError: another has it; says who.
+      LockError: another process holds it; says which.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,28 +44,26 @@ class WriterLock:
         self._file = path.lstat()
 
     def check(self) -> None:
-        """Raises a `LockError` unless the lock is still held, on the file that has its name."""
+        """Raises a `LockError` unless the lock is still held, on the file of its name."""
         if os.getpid() != self._process:
             raise LockError(
                 f"`{self._path.parent}`: the lock is that of the process that this one was forked "
                 "from: save there"
             )
-        try:
-            is_held = os.path.samestat(self._path.lstat(), self._file)
-        except OSError:
-            is_held = False
-        if not is_held:
-            raise LockError(
-                f"`{self._path}` was removed or replaced, so that another may write there now: "
-                "open the folder again"
-            )
+        with suppress(OSError):
+            if os.path.samestat(self._path.lstat(), self._file):
+                return
+        raise LockError(
+            f"`{self._path}` was removed or replaced, so that another may write there now: open "
+            "the folder again"
+        )
 
     def release(self) -> None:
-        """Gives the folder back; again is fine, and in a forked process nothing."""
+        """Releases the folder; may be repeated, and does nothing in a forked process."""
         if self._lock.is_locked and isinstance(self._lock, FileLock):
             with suppress(LockError):
                 self.check()
-                os.truncate(self._path, 0)  # It stays, but nobody has it.
+                os.truncate(self._path, 0)  # the file stays, but has no holder
         self._lock.release()
 
 
@@ -100,5 +98,5 @@ def _holder(path: Path) -> str:
         process, host, *_ = path.read_text(errors="replace").splitlines()
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(path.stat().st_mtime))
     except (OSError, ValueError):
-        return "one that has not said who it is"
+        return "an unknown process"
     return f"process {process} on {host.partition('?')[0]}, since {since}"

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: JSON beside the arrays that says what they are."""
+"""The manifest of a checkpoint: JSON next to the arrays that says what they are."""
 
 from __future__ import annotations
 
@@ -11,35 +11,27 @@ from typing import Any
 
 from opt_checkpoint._disk.storage import PYTHON, Record, check, is_readable
 from opt_checkpoint._naming.schema import LeafInfo, Schema
-from opt_checkpoint.errors import (
-    DamagedError,
-    LeafError,
-    LoadError,
-    MissingError,
-    VersionError,
-)
+from opt_checkpoint.errors import DamagedError, LeafError, LoadError, MissingError, VersionError
 
 FORMAT_VERSION = 1
 FILE_NAME = "manifest.json"
-# The first release that reads `FORMAT_VERSION`.
-NEEDS = "0.1.0"
-# What a manifest may hold; more is an error before memory is taken for it.
+NEEDS = "0.1.0"  # the first release that reads `FORMAT_VERSION`
+# What a manifest may hold; more is an error before memory is allocated for it.
 MAX_BYTES, MAX_ITEMS = 256 * 2**20, 16_000_000
-# Of metadata: well below what any stack of calls leaves room for.
-_MAX_DEPTH = 200
-# Of a digest, with quotes and a comma, and of all that is in every manifest.
-_DIGEST_BYTES, _FIXED_BYTES = 19, 200
+_MAX_DEPTH = 200  # of metadata: leaves room on any call stack
+_DIGEST_BYTES = 19  # with quotes and a comma
+_FIXED_BYTES = 200  # what else every manifest holds
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself.
+    """The contents of a manifest.
 
     Attributes:
-      step: that it was saved as.
-      schema: its leaves and who wrote them.
-      records: by name, what else there is about each leaf.
-      metadata: JSON data that was saved with it.
+      step: the number it was saved under.
+      schema: its leaves and the optimizer that wrote them.
+      records: what else is known about each leaf, by name.
+      metadata: JSON data saved with it.
     """
 
     step: int
@@ -49,7 +41,7 @@ class Manifest:
 
 
 def encode_schema(schema: Schema) -> bytes:
-    """Returns the JSON of a schema without the values of counts, so that steps share it."""
+    """Returns the JSON of a schema without the values of counts, shared by all steps."""
     names = [field.name for field in dataclasses.fields(LeafInfo) if field.name != "value"]
     leaves = [{name: getattr(leaf, name) for name in names} for leaf in schema.leaves]
     # `to_data` would make a deep copy of every leaf.
@@ -60,10 +52,10 @@ def encode_schema(schema: Schema) -> bytes:
 def encode_step(
     step: int, metadata: Any, values: Mapping[str, Any], impls: Mapping[str, str]
 ) -> bytes:
-    """Returns the JSON of what a schema does not say, besides digests.
+    """Returns the JSON of what a schema does not say, without digests.
 
-    By name, `values` are those of counts and Python scalars, `impls` those of PRNG keys. A
-    `LeafError` says that the metadata are not JSON data, or would not be read again.
+    By name, `values` are those of counts and Python scalars, `impls` the types of PRNG keys. A
+    `LeafError` says that the metadata are not JSON data, or could not be read again.
     """
     try:
         _check_json(metadata, 0)
@@ -85,7 +77,7 @@ def encode(schema: bytes, step: bytes, digests: Sequence[str | None]) -> bytes:
 
 
 def check_size(schema: bytes, step: bytes, leaves: int) -> None:
-    """Raises a `LeafError` if a manifest of all that would be too large to be read again."""
+    """Raises a `LeafError` if the manifest would be too large to be read again."""
     size = len(schema) + len(step) + _DIGEST_BYTES * leaves + _FIXED_BYTES
     if excess := _excess(size, _count_items(schema) + _count_items(step) + leaves):
         raise LeafError(f"the names and metadata are {excess}")
@@ -96,7 +88,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
     whole = _parse(data, where)
     version = whole.get("format_version")
     if type(version) is not int or version < 1:
-        raise LoadError(f"`{where}`: expected `format_version`, found none: it is no manifest")
+        raise LoadError(f"`{where}` is not a manifest: expected `format_version`")
     if version > FORMAT_VERSION:
         raise VersionError(
             f"`{where}`: written in format {version}, which needs opt-checkpoint >= "
@@ -104,7 +96,7 @@ def decode(data: bytes, *, where: str) -> Manifest:
         )
     body = whole.get("manifest")
     if hashlib.sha256(_canonical(body)).hexdigest() != whole.get("sha256"):
-        raise DamagedError(f"`{where}`: its SHA-256 is not the one written in it: damaged")
+        raise DamagedError(f"`{where}` is damaged: its SHA-256 is not the one written in it")
     try:
         return _from_data(body)
     except LoadError as error:
@@ -115,13 +107,13 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of a step, or of an item that `OptimizerHandler` wrote.
 
     Raises:
-      DamagedError: it is not what was written, or is missing.
-      LoadError: it is no manifest, or too large a one.
-      MissingError: there is no such folder.
+      DamagedError: it has changed since it was written, or is missing.
+      LoadError: it is not a manifest, or too large.
+      MissingError: the folder does not exist.
       VersionError: a newer format.
     """
-    beside = folder / FILE_NAME
-    path = beside if beside.is_file() else folder / "manifest" / FILE_NAME
+    path = folder / FILE_NAME
+    path = path if path.is_file() else folder / "manifest" / FILE_NAME
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -139,21 +131,19 @@ def _from_data(body: Any) -> Manifest:
     )
     number, digests, values = step["number"], body["digests"], step["values"]
     if type(number) is not int or number < 0:
-        raise LoadError(f"expected a step from 0 on, found {number!r:.40}")
+        raise LoadError(f"expected a non-negative step, found {number!r:.40}")
     schema = Schema.from_data(body["schema"])
     if len(digests) != len(schema.leaves):
-        raise LoadError(
-            f"expected {len(schema.leaves)} digests, as many as leaves, found {len(digests)}"
-        )
+        raise LoadError(f"{len(digests)} digests of {len(schema.leaves)} leaves")
     leaves, records = [], {}
     for leaf, digest in zip(schema.leaves, digests, strict=True):
         name, value = leaf.name, values.get(leaf.name)
         is_count = value is not None and leaf.dtype != PYTHON
         record = Record(digest, step["impls"].get(name), None if is_count else value)
         if not isinstance(digest or "", str) or not isinstance(record.impl or "", str):
-            raise LoadError(f"`{name:.200}`: its record is malformed")
+            raise LoadError(f"`{name:.200}`: malformed record")
         if is_count and type(value) is not int:
-            raise LoadError(f"`{name:.200}`: expected an integer as its value")
+            raise LoadError(f"`{name:.200}`: expected an integer, found {value!r:.40}")
         check(leaf, record)
         records[name] = record
         leaves.append(dataclasses.replace(leaf, value=value) if is_count else leaf)
@@ -186,7 +176,7 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
     except RecursionError:
         raise LoadError(f"`{where}`: nested too deeply for a manifest") from None
     except ValueError as error:
-        raise DamagedError(f"`{where}`: no JSON: {error!s:.200}") from None
+        raise DamagedError(f"`{where}` is not JSON: {error!s:.200}") from None
     if not isinstance(whole, dict):
         raise LoadError(f"`{where}`: expected a mapping, found {type(whole).__name__}")
     return whole
@@ -207,10 +197,10 @@ def _check_json(data: Any, depth: int) -> None:
     if depth > _MAX_DEPTH:
         raise ValueError(f"nested more than {_MAX_DEPTH} deep")
     if isinstance(data, int) and not is_readable(data):
-        raise ValueError("an integer of so many digits is not read again")
+        raise ValueError("Python could not read so many digits again")
     if isinstance(data, dict):
         if odd := [key for key in data if not isinstance(key, str)]:
-            raise TypeError(f"keys are texts, found {odd[0]!r:.80}")
+            raise TypeError(f"expected strings as keys, found {odd[0]!r:.80}")
         data = data.values()
     elif not isinstance(data, list | tuple):
         return
@@ -221,5 +211,5 @@ def _check_json(data: Any, depth: int) -> None:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key occurs twice")
     return found

@@ -1,4 +1,4 @@
-"""What Orbax is told: how a manifest is written beside the arrays, and which files are steps."""
+"""Orbax's handlers and options: a manifest next to the arrays, and which folders are steps."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from orbax.checkpoint.path import step as step_lib
 from opt_checkpoint._disk.durable import DurablePath
 from opt_checkpoint._disk.manifest import FILE_NAME
 from opt_checkpoint._disk.saving import Saving
-from opt_checkpoint._disk.storage import is_wide
+from opt_checkpoint._disk.steps import LEAVES, MANIFEST, list_steps
+from opt_checkpoint._naming.names import is_wide
 from opt_checkpoint.errors import CheckpointError, DamagedError, MissingError
 
-LEAVES, MANIFEST, TRASH = "leaves", "manifest", "trash"
+TRASH = "trash"
 _SUMS = "sums.{}"
 _T = TypeVar("_T")
 
 
 class ManifestHandler(ocp.AsyncCheckpointHandler):
-    """Writes a manifest once every process has summed its parts of the arrays.
+    """Writes a manifest once every process has summed its shards of the arrays.
 
-    The sums go through files: collectives in the background would meet those of the training.
+    The sums go through files: collectives in the background would interfere with the training's.
     """
 
     def __init__(self) -> None:
         self._saving: Saving | None = None
 
     async def async_save(self, directory: Any, args: ManifestSave) -> list[Future]:
-        """Starts to sum what this process has."""
+        """Starts to sum the shards of this process."""
         self._saving = args.saving
 
         async def sums() -> None:
@@ -46,7 +47,7 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
         return [CommitFutureAwaitingContractedSignals(sums(), name="digests")]
 
     def save(self, directory: Any, args: ManifestSave) -> None:
-        """Sums what this process has."""
+        """Sums the shards of this process."""
         self._saving = args.saving
         path = Path(directory) / _SUMS.format(jax.process_index())
         path.write_bytes(args.saving.sums().tobytes())
@@ -68,7 +69,7 @@ class ManifestHandler(ocp.AsyncCheckpointHandler):
         return (Path(directory) / FILE_NAME).read_bytes()
 
 
-# Orbax takes no handler that has arguments for saving alone.
+# Orbax does not accept a handler with arguments for saving only.
 @ocp.args.register_with_handler(ManifestHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class ManifestSave(ocp.args.CheckpointArgs):
@@ -78,7 +79,7 @@ class ManifestSave(ocp.args.CheckpointArgs):
 
 
 class StepNames(step_lib.NameFormat[step_lib.Metadata]):
-    """Steps are folders named by a number that hold a manifest; all else in the root is ignored."""
+    """Steps are the folders named by a number that hold a manifest."""
 
     def build_name(self, step: int) -> str:
         """Returns the name of a step's folder."""
@@ -90,38 +91,18 @@ class StepNames(step_lib.NameFormat[step_lib.Metadata]):
             yield step_lib.Metadata(step=step, path=base_path / str(step))
 
     def find_step(self, base_path: Any, step: int) -> step_lib.Metadata:
-        """Returns where a step is; Orbax expects a `ValueError` where there is none."""
+        """Returns where a step is; Orbax expects a `ValueError` if it does not exist."""
         if step not in list_steps(Path(base_path)):
             raise ValueError(f"no step {step} in `{base_path}`")
         return step_lib.Metadata(step=step, path=base_path / str(step))
 
 
-def list_steps(root: Path) -> list[int]:
-    """Returns the steps in a folder, the oldest first; follows no link."""
-    if not root.is_dir():
-        return []
-    steps = (_step(path) for path in root.iterdir())
-    return sorted(step for step in steps if step is not None)
-
-
-def _step(path: Path) -> int | None:
-    name = path.name
-    if not (name.isascii() and name.isdecimal() and str(int(name)) == name):
-        return None
-    if path.is_symlink() or not (path / MANIFEST).is_dir():
-        return None
-    return int(name)
-
-
-def open_manager(
-    directory: Path, *, max_to_keep: int | None, keep_period: int | None, is_async: bool
-) -> ocp.CheckpointManager:
-    """Returns Orbax's manager of a folder."""
+def open_manager(directory: Path, *, is_async: bool, **policy: Any) -> ocp.CheckpointManager:
+    """Returns Orbax's manager of a folder; `policy` says which steps it keeps."""
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=max_to_keep,
-        keep_period=keep_period,
+        **policy,
         enable_async_checkpointing=is_async,
-        # Threads that wait for a folder that cannot be made keep a process alive.
+        # Threads that wait for a folder that cannot be created keep the process alive.
         async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False),
         cleanup_tmp_directories=True,
         step_name_format=StepNames(),
@@ -133,19 +114,19 @@ def open_manager(
 
 
 def _leaves(folder: Path) -> Path:
-    """Where the arrays are: in an item of `OptimizerHandler` they are beside the manifest."""
+    """Where the arrays are: an item of `OptimizerHandler` has them next to the manifest."""
     return folder / LEAVES if (folder / MANIFEST).is_dir() else folder
 
 
 def restore_arrays(folder: Path, item: Any, restore_args: Any) -> Any:
-    """Reads some arrays of a step into where they are wanted."""
+    """Reads some arrays of a step into the given shardings."""
     args = ocp.args.PyTreeRestore(item=item, restore_args=restore_args, partial_restore=True)
-    with closing(ocp.PyTreeCheckpointHandler()) as handler:  # One that failed is not used again.
+    with closing(ocp.PyTreeCheckpointHandler()) as handler:  # after a failure it cannot be reused
         return handler.restore(_leaves(folder), args=args)
 
 
 def restore_args(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) -> Any:
-    """Returns how an array is to be read; a dtype of `None` is the one that it has."""
+    """Returns how to read an array; a dtype of `None` is that of the store."""
     if dtype is not None and is_wide(dtype):
         return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
     place = sharding or SingleDeviceSharding(jax.local_devices()[0])
@@ -160,7 +141,7 @@ def stored_arrays(folder: Path) -> dict[tuple[str, ...], tuple[tuple[int, ...], 
 
 
 def tried(folder: Path, read: Callable[[], _T]) -> _T:
-    """Nothing raw leaves Orbax and TensorStore, but what says nothing about the checkpoint."""
+    """Makes errors of Orbax and TensorStore typed, unless they say nothing of the checkpoint."""
     try:
         return read()
     except (MemoryError, CheckpointError):
@@ -173,7 +154,7 @@ def tried(folder: Path, read: Callable[[], _T]) -> _T:
 
 
 def damaged(folder: Path, what: str) -> CheckpointError:
-    """Returns the error of a checkpoint that is not what was written, or has gone meanwhile."""
+    """Returns the error of a checkpoint that is damaged, or was deleted meanwhile."""
     if not folder.is_dir():
         return MissingError(f"`{folder}` has been deleted while it was read")
     return DamagedError(f"`{folder}`: {what}")

@@ -1,4 +1,4 @@
-"""Errors that every process of a run learns of, so that none waits for one that has given up."""
+"""Errors that all processes of a run raise together, so that none waits for one that failed."""
 
 from __future__ import annotations
 
@@ -17,33 +17,35 @@ _BYTES = 1024  # of an error's text
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes what is written once."""
+    """Whether this is the process that writes what only one may write."""
     return jax.process_index() == 0
 
 
-def agree(error: CheckpointError | None) -> None:
-    """Raises in every process the error that one of them has; all processes must call it."""
+def raise_synced(error: CheckpointError | None) -> None:
+    """Raises the error of one process in all; all processes must call it."""
     if jax.process_count() > 1:
         mine = f"{type(error).__name__} {error}".encode() if error is not None else b""
         padded = np.frombuffer(mine[:_BYTES].ljust(_BYTES, b"\0"), np.uint8)
-        told = np.asarray(multihost_utils.process_allgather(padded))
-        for process, message in enumerate(told if error is None else ()):
+        every = np.asarray(multihost_utils.process_allgather(padded))
+        for process, message in enumerate(every if error is None else ()):
             kind, _, text = message.tobytes().rstrip(b"\0").decode(errors="replace").partition(" ")
             if kind:
-                raise _kind(kind)(f"process {process}: {text}")
+                own = kind != "PlanError"  # that one carries a plan
+                found = getattr(errors, kind, CheckpointError) if own else CheckpointError
+                raise found(f"process {process}: {text}")
     if error is not None:
         raise error
 
 
 @contextmanager
-def together() -> Iterator[None]:
-    """A block whose error is raised in every process; all processes must come to its end."""
+def sync_errors() -> Iterator[None]:
+    """A block whose error is raised in all processes; all must reach its end."""
     error = None
     try:
         yield
     except CheckpointError as found:
         error = found
-    agree(error)
+    raise_synced(error)
 
 
 def are_equal(data: bytes) -> bool:
@@ -53,10 +55,3 @@ def are_equal(data: bytes) -> bool:
     mine = np.frombuffer(hashlib.sha256(data).digest(), np.uint8)
     all_ = np.asarray(multihost_utils.process_allgather(mine))
     return bool((all_ == all_[0]).all())
-
-
-def _kind(name: str) -> type[CheckpointError]:
-    if name in errors.__all__ and name != "PlanError":  # That one carries a plan.
-        found: type[CheckpointError] = getattr(errors, name)
-        return found
-    return CheckpointError

@@ -13,17 +13,17 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
-from opt_core import flatten_with_paths
 
 from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk import storage as _storage
 from opt_checkpoint._disk.digest import bound, digests
-from opt_checkpoint._disk.foreign_steps import describe, is_orbax, own_item
 from opt_checkpoint._disk.manifest import Manifest, read_manifest
-from opt_checkpoint._disk.processes import is_first, together
+from opt_checkpoint._disk.processes import is_first, sync_errors
 from opt_checkpoint._disk.saving import EXTRA
+from opt_checkpoint._disk.steps import describe, is_orbax, own_item
 from opt_checkpoint._disk.storage import is_stored
-from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name
+from opt_checkpoint._naming.names import named_leaves
+from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name, shown
 from opt_checkpoint._planning.functions import abstract
 from opt_checkpoint.errors import (
     CheckpointError,
@@ -39,12 +39,12 @@ _BATCH_BYTES = 512 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class StepReport:
-    """What was found out about a step.
+    """The result of checking a step.
 
     Attributes:
       step: its number.
-      level: how well it was looked at.
-      leaves: how many it has.
+      level: how thoroughly it was checked.
+      leaves: their number.
       error: what is wrong, if anything.
     """
 
@@ -71,12 +71,12 @@ class SavedStep:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """What it says about itself; read once."""
+        """Its manifest; read once."""
         return read_manifest(self.path)
 
     @property
     def step(self) -> int:
-        """The step that it was saved as."""
+        """The number it was saved under."""
         return self.manifest.step
 
     @property
@@ -86,20 +86,20 @@ class SavedStep:
 
     @property
     def metadata(self) -> Any:
-        """The JSON data that was saved with it."""
+        """The JSON data saved with it."""
         return self.manifest.metadata
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-        """Reads leaves into where they are wanted, each device its own share, and checks them.
+        """Reads leaves into the given shardings, each device its own share, and checks the digests.
 
         Args:
-          wanted: where each leaf is to lie, by name; without a sharding, on the default device. A
-            leaf of 64 bits comes as a NumPy array where JAX has no 64 bits.
+          wanted: where to place each leaf, by name; without a sharding, on the default device. A
+            leaf of 64 bits is a NumPy array where JAX does not have 64 bits.
 
         Raises:
-          DamagedError: a leaf is not what was written.
-          LeafError: a leaf does not divide as its sharding says; nothing has been read.
-          MissingError: there is no such leaf, or the step has been deleted.
+          DamagedError: a leaf has changed since it was written.
+          LeafError: a sharding does not divide its leaf; nothing was read.
+          MissingError: a leaf is not there, or the step has been deleted.
         """
         infos, records = self.schema.by_name, self.manifest.records
         if unknown := sorted(wanted.keys() - infos.keys()):
@@ -116,14 +116,14 @@ class SavedStep:
 
         Args:
           like: a pytree of the structure that was saved; its arrays (or `jax.ShapeDtypeStruct`s)
-            say where the leaves are to lie.
+            say where to place the leaves.
 
         Returns:
           The pytree; without `like`, nested dictionaries by the names of its paths.
 
         Raises:
-          DamagedError: a leaf is not what was written.
-          LeafError: a leaf is of another shape or dtype than that of `like`.
+          DamagedError: a leaf has changed since it was written.
+          LeafError: a leaf has another shape or dtype than in `like`.
           MissingError: a leaf of `like` was not saved.
         """
         infos = {info.path: info for info in self.schema.leaves if info.kind == EXTRA}
@@ -131,23 +131,18 @@ class SavedStep:
             read = self.read({info.name: abstract(info) for info in infos.values()})
             nested = _storage.nest({path: read[info.name] for path, info in infos.items()})
             return nested.get(EXTRA)
-        flat = [((EXTRA, *path), leaf) for path, leaf in flatten_with_paths(like)]
-        wanted = {}
-        for path, leaf in flat:
-            if leaf is None:
-                continue
-            if path not in infos:
-                raise MissingError(f"`{self.path}`: no `{leaf_name(path)}` was saved")
-            wanted[leaf_name(path)] = _like(infos[path], leaf)
-        read = self.read(wanted)
-        leaves = [None if leaf is None else read[leaf_name(path)] for path, leaf in flat]
-        return jax.tree.unflatten(jax.tree.structure(like, is_leaf=lambda x: x is None), leaves)
+        flat = [((EXTRA, *path), leaf) for path, leaf in named_leaves(like)]
+        if gone := [leaf_name(path) for path, _ in flat if path not in infos]:
+            raise MissingError(f"`{self.path}`: no `{gone[0]}` was saved")
+        read = self.read({leaf_name(path): _like(infos[path], leaf) for path, leaf in flat})
+        leaves = [read[leaf_name(path)] for path, _ in flat]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def validate(self, *, level: Level = "digests") -> StepReport:
         """Checks the step; see `Checkpointer.validate`."""
         report = StepReport(self.step, level, leaves=len(self.schema.leaves))
         try:
-            with together():
+            with sync_errors():
                 if is_first():
                     self._check_stored_shapes()
             if level == "digests":
@@ -171,11 +166,9 @@ class SavedStep:
         for info, struct in expected.items():
             found = stored.pop(_storage.store_key(info.path), None)
             if found != (struct.shape, struct.dtype):
-                raise _orbax.damaged(
-                    self.path,
-                    f"`{info.name}`: expected {struct.dtype}{list(struct.shape)}, found "
-                    f"{f'{found[1]}{list(found[0])}' if found else 'none'}",
-                )
+                what = f"{found[1]}{list(found[0])}" if found else "nothing"
+                text = f"`{info.name}`: expected {shown(struct)}, found {what}"
+                raise _orbax.damaged(self.path, text)
         if stored:
             raise _orbax.damaged(self.path, f"`{next(iter(stored))}` is not in the manifest")
 
@@ -183,21 +176,18 @@ class SavedStep:
         return _storage.stored_shape(info, self.manifest.records[info.name])
 
     def _read_stored(self, places: Mapping[LeafInfo, Sharding | None]) -> dict[str, Any]:
-        """Reads what the store has of some leaves, by name, and compares the digests."""
+        """Reads the stored arrays of some leaves, by name, and compares the digests."""
         stored: dict[str, Any] = {}
-        with together():
+        with sync_errors():
             for info, sharding in places.items():
                 _check_sharding(info, sharding)
             stored = self._read_unchecked({x: s for x, s in places.items() if is_stored(x)})
-        with together():
+        with sync_errors():
             for name, digest in zip(stored, digests(list(stored.values())), strict=True):
                 expected, found = self.manifest.records[name].digest, bound(name, digest)
                 if found != expected:
-                    raise _orbax.damaged(
-                        self.path,
-                        f"`{name}`: expected the digest {expected}, found {found}: its "
-                        "bytes are not those that were written",
-                    )
+                    text = f"`{name}`: expected the digest {expected}, found {found}"
+                    raise _orbax.damaged(self.path, text)
         return stored
 
     def _read_unchecked(self, places: Mapping[LeafInfo, Sharding | None]) -> dict[str, Any]:
@@ -226,18 +216,18 @@ def open_step(path: str | Path, *, step: int | None = None) -> SavedStep:
     Args:
       path: the folder; or, in another program's checkpoint, the item that `OptimizerHandler` wrote,
         or the step with that item.
-      step: that it must have been saved as, if given.
+      step: the number it must have been saved under, if given.
 
     Raises:
-      DamagedError: its manifest is not what was written.
+      DamagedError: its manifest has changed since it was written.
       ForeignError: another program wrote it; see `open_foreign`.
-      LoadError: it has no manifest, or a hostile one.
-      MissingError: there is no such folder.
+      LoadError: it has no manifest, or one that is not safe to read.
+      MissingError: the folder does not exist.
       VersionError: a newer version wrote it.
     """
     folder = Path(path).absolute()
     if not folder.is_dir():
-        raise MissingError(f"`{folder}` is no folder")
+        raise MissingError(f"`{folder}` is not a folder")
     own = own_item(folder)
     if own is None and is_orbax(folder):
         raise ForeignError(describe(folder, ["."]))
@@ -248,7 +238,7 @@ def open_step(path: str | Path, *, step: int | None = None) -> SavedStep:
 
 
 def _batches(leaves: Sequence[LeafInfo]) -> Iterator[dict[LeafInfo, Sharding | None]]:
-    """Leaves that are read at once when a step is checked, and their places."""
+    """Batches of leaves that are read together when a step is checked, with their shardings."""
     batch: dict[LeafInfo, Sharding | None] = {}
     size = 0
     for info in leaves:
@@ -262,7 +252,7 @@ def _batches(leaves: Sequence[LeafInfo]) -> Iterator[dict[LeafInfo, Sharding | N
 
 
 def _spread(shape: tuple[int, ...]) -> Sharding:
-    """A sharding over all devices of all processes; whole on each where no dimension divides."""
+    """A sharding over all devices of all processes; replicated if no dimension divides."""
     devices: Any = jax.devices()
     if len(devices) == 1:
         return SingleDeviceSharding(devices[0])
@@ -289,8 +279,6 @@ def _check_sharding(info: LeafInfo, sharding: Sharding | None) -> None:
 def _like(info: LeafInfo, leaf: Any) -> jax.ShapeDtypeStruct:
     dtype = _storage.PYTHON if _storage.is_scalar(leaf) else str(leaf.dtype)
     if (tuple(np.shape(leaf)), dtype) != (info.shape, info.dtype):
-        raise LeafError(
-            f"`{info.name}`: expected {dtype}{list(np.shape(leaf))} as in `like`, found "
-            f"{info.dtype}{list(info.shape)} in the checkpoint"
-        )
+        like = f"{dtype}{list(np.shape(leaf))}"
+        raise LeafError(f"`{info.name}`: expected {like} as in `like`, found {shown(info)}")
     return abstract(info, getattr(leaf, "sharding", None))

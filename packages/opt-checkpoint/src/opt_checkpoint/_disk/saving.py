@@ -9,13 +9,13 @@ from typing import Any, Final
 
 import jax
 import numpy as np
-from opt_core import describe_state, flatten_with_paths
+from opt_core import describe_state
 
 from opt_checkpoint._disk import digest as _digest
 from opt_checkpoint._disk import storage as _storage
 from opt_checkpoint._disk.manifest import check_size, encode, encode_schema, encode_step
 from opt_checkpoint._disk.processes import are_equal
-from opt_checkpoint._naming.names import NamedState, count_of
+from opt_checkpoint._naming.names import NamedState, count_of, named_leaves
 from opt_checkpoint._naming.schema import LeafInfo, Schema
 from opt_checkpoint._targets.named import named_view
 from opt_checkpoint._targets.view import View, view_of
@@ -26,10 +26,10 @@ _log = logging.getLogger(__name__)
 
 
 class Layout:
-    """What all steps of one structure share, made once.
+    """What all steps of one structure share, computed once.
 
-    `source` is what the schema was made of: the same object is of the same structure. `rest` is
-    what it depends on besides.
+    `source` is what the schema was made from: the same object has the same structure. `rest` is
+    what else it depends on.
     """
 
     def __init__(self, schema: Schema, source: object = None, rest: object = None) -> None:
@@ -38,11 +38,11 @@ class Layout:
         self.text = encode_schema(schema)
         self.names = [leaf.name for leaf in leaves]
         if len(set(self.names)) != len(leaves):
-            raise LeafError("`schema` and leaves differ: a name stands twice")
+            raise LeafError("`schema` has a name twice")
         self.stored = [i for i, leaf in enumerate(leaves) if _storage.is_stored(leaf)]
         self.keys = [_storage.store_key(leaves[i].path) for i in self.stored]
         self.counts = [i for i, leaf in enumerate(leaves) if leaf.value is not None]
-        # What is not simply an array that JAX describes.
+        # all but plain arrays of JAX
         self.special = [
             i
             for i, leaf in enumerate(leaves)
@@ -75,7 +75,7 @@ class Saving:
         metadata: Any = None,
         known: Layout | None = None,
     ) -> Saving:
-        """Decides how every leaf is stored and takes hold of its bits.
+        """Decides how every leaf is stored, and captures its bits.
 
         A step of `None` is that of the state, or 0. `known` is the layout of the step before, used
         again if it is the same. A `LeafError` says what cannot be saved.
@@ -106,8 +106,8 @@ class Saving:
         check_size(layout.text, text, len(leaves))
         arrays = [_to_save(values[i]) for i in layout.stored]
         if jax.process_count() > 1:
-            # What follows communicates: on CPU, Gloo's collectives of several programs at once may
-            # wait for one another for ever. The arrays are copied off the devices next, anyway.
+            # What follows communicates: on CPU, Gloo's collectives of several programs can
+            # deadlock. The arrays are copied next anyway.
             jax.block_until_ready(arrays)
         return cls(layout, text, arrays, _digest.Digests(arrays))
 
@@ -116,12 +116,10 @@ class Saving:
         return _storage.nest(dict(zip(self.layout.keys, self.arrays, strict=True)))
 
     def sums(self) -> _digest.Sums:
-        """Waits for the digests; returns what this process has to add to those of all."""
+        """Waits for the digests; returns what this process contributes to the sums of all."""
         sums = self.digests.sums()
         if jax.process_index() > 0:
-            whole = np.ones(len(sums), bool)
-            whole[self.digests.partial] = False
-            sums[whole] = 0
+            sums[np.setdiff1d(np.arange(len(sums)), self.digests.partial)] = 0
         return sums
 
     def encode(self, sums: _digest.Sums) -> bytes:
@@ -138,20 +136,19 @@ class Saving:
         local = [array for array in self.arrays if isinstance(array, np.ndarray)]
         if not are_equal(self.layout.text + self.step + _digest.Digests(local).sums().tobytes()):
             raise LeafError(
-                f"{where}: the processes would save different things: expected one schema, and "
-                "arrays and scalars that every process has to be equal in all. Save what differs "
-                "as one global array"
+                f"{where}: the processes would save different things: the schema, scalars and "
+                "local arrays must be equal in all. Save what differs as one global array"
             )
 
 
 def view_to_save(target: Any, extras: Any = None, *, is_item: bool = False) -> View:
-    """Returns what is to be saved of a target; warns of fields that are not."""
+    """Returns what to save of a target; warns of fields that are not saved."""
     view = view_of(target)
     given = extras if isinstance(extras, Mapping) else {}
     if missing := [name for name in view.unsaved if name not in given]:
         fields = ", ".join(f"{name!r}: state.{name}" for name in missing)
         _log.warning(
-            "%s: `%s` is not saved, because it belongs to no optimizer: %s",
+            "%s: `%s` is not saved, because it is not the optimizer's: %s",
             *(type(target).__name__, "`, `".join(missing)),
             "save it as another item" if is_item else f"give `extras={{{fields}}}`",
         )
@@ -159,9 +156,9 @@ def view_to_save(target: Any, extras: Any = None, *, is_item: bool = False) -> V
 
 
 def extra_leaves(extras: Any) -> tuple[list[LeafInfo], list[Any]]:
-    """Returns what each leaf of a pytree is, under `extra/`, and the leaves."""
+    """Returns the leaves of a pytree and what they are, under `extra/`."""
     try:
-        flat = [(path, leaf) for path, leaf in flatten_with_paths(extras) if leaf is not None]
+        flat = named_leaves(extras)
     except (TypeError, ValueError) as error:
         text = " ".join(str(error).split())[:200]
         raise LeafError(f"`extras`: expected a pytree of named leaves: {text}") from error
@@ -180,7 +177,7 @@ def _of_named(named: NamedState, infos: list[LeafInfo]) -> tuple[Layout, list[An
 def _of_view(view: View, infos: list[LeafInfo], known: Layout | None) -> tuple[Layout, list[Any]]:
     optimizer, others = view.optimizer, view.others
     params, state = jax.tree.leaves(optimizer.target), jax.tree.leaves(optimizer.state)
-    # One object for equal definitions and structures.
+    # the same object for equal definitions and structures
     source = describe_state(optimizer)
     steps = jax.tree.leaves(optimizer.state.step)
     rest = [(np.shape(x), getattr(x, "dtype", type(x))) for x in [*steps, *others.values()]]
@@ -194,7 +191,7 @@ def _of_view(view: View, infos: list[LeafInfo], known: Layout | None) -> tuple[L
 
 
 def _to_check(layout: Layout, values: Sequence[Any]) -> list[int]:
-    """The leaves that a look at the structure has not shown to be as they were before."""
+    """The leaves that may differ from the previous step in more than their values."""
     is_array = {
         kind: issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
         for kind in set(map(type, values))
@@ -208,14 +205,12 @@ def _extra_info(path: tuple[str, ...], leaf: Any) -> LeafInfo:
         return LeafInfo(path, (), _storage.PYTHON, EXTRA)
     if isinstance(leaf, np.generic | np.ndarray) or hasattr(leaf, "dtype"):
         return LeafInfo(path, tuple(np.shape(leaf)), str(leaf.dtype), EXTRA)
-    raise LeafError(
-        f"`{'/'.join(path)}`: expected an array, a typed PRNG key or a Python scalar, found "
-        f"{type(leaf).__name__}"
-    )
+    expected = "an array, a typed PRNG key or a Python scalar"
+    raise LeafError(f"`{'/'.join(path)}`: expected {expected}, found {type(leaf).__name__}")
 
 
 def _to_save(array: Any) -> Any:
-    """In a run of many processes, an array that each has to itself is saved by the first."""
+    """With several processes, an array that each of them holds is saved by the first."""
     if isinstance(array, jax.Array) and jax.process_count() > 1 and array.is_fully_addressable:
         return np.asarray(array)
     return array

@@ -14,11 +14,12 @@ import jax
 import orbax.checkpoint as ocp
 
 from opt_checkpoint._disk import orbax as _orbax
-from opt_checkpoint._disk.background import Uncut
+from opt_checkpoint._disk.background import UninterruptedCalls
 from opt_checkpoint._disk.durable import sync, temporary_paths
 from opt_checkpoint._disk.lock import WriterLock
-from opt_checkpoint._disk.processes import agree, is_first, together
+from opt_checkpoint._disk.processes import is_first, raise_synced, sync_errors
 from opt_checkpoint._disk.saving import Layout, Saving
+from opt_checkpoint._disk.steps import LEAVES, MANIFEST, check_new, list_steps
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._targets.view import View
 from opt_checkpoint.errors import CheckpointError, LockError, MissingError, SaveError
@@ -29,11 +30,11 @@ _log = logging.getLogger(__name__)
 class Writer:
     """Saves and deletes the steps of a folder; every process of a run has one.
 
-    The first process has the lock, and removes what is left over.
+    The first process holds the lock and removes leftovers.
 
     Attributes:
-      passed: the steps that a restore has passed over, because they are damaged.
-      is_closed: whether `close` came to its end.
+      passed: the damaged steps that a restore has skipped.
+      is_closed: whether `close` has finished.
     """
 
     def __init__(self, directory: Path, *, async_save: bool, **options: Any) -> None:
@@ -46,8 +47,8 @@ class Writer:
         self._failed: set[int] = set()
         self._is_stale = False
         self._layout: Layout | None = None
-        agree(self._take() if is_first() else None)
-        self._calls = Uncut()
+        raise_synced(self._take() if is_first() else None)
+        self._calls = UninterruptedCalls()
         try:
             with self._failing(f"`{directory}` cannot be written"):
                 self._manager = _orbax.open_manager(directory, is_async=async_save, **options)
@@ -56,27 +57,25 @@ class Writer:
             self._release()
             raise
 
-    def save(
-        self, step: int, target: View | NamedState, extras: Any, metadata: Any, latest: int | None
-    ) -> None:
-        """Saves a step, above the latest that is there; see `Checkpointer.save`."""
-        with together():
-            self._check(step, latest)
+    def save(self, step: int, target: View | NamedState, extras: Any, metadata: Any) -> None:
+        """Saves a step; see `Checkpointer.save`."""
+        with sync_errors():
+            self._check(step)
             saving = Saving.prepare(step, target, extras, metadata, self._layout)
             tree = saving.tree()
         saving.check_equal(f"step {step} is not saved")
         if self._failed:
             self._clean()
-        args: dict[str, Any] = {_orbax.LEAVES: ocp.args.PyTreeSave(tree)} if tree else {}
-        args |= {_orbax.MANIFEST: _orbax.ManifestSave(saving)}
+        args: dict[str, Any] = {LEAVES: ocp.args.PyTreeSave(tree)} if tree else {}
+        args |= {MANIFEST: _orbax.ManifestSave(saving)}
         self._saving = step
         where = f"step {step} in `{self._directory}`"
         with self._failing(f"{where}: not saved", step):
             if self._is_stale:
-                # After a save that failed, Orbax no longer knows the step to be retired.
+                # After a failed save, Orbax no longer knows which step to delete.
                 self._calls.call(self._manager.reload)
                 self._is_stale = False
-            # Orbax's own policy leaves steps out; `should_save` is asked before.
+            # Orbax's own policy would skip steps; callers ask `should_save`.
             save = partial(self._manager.save, step, args=ocp.args.Composite(**args), force=True)
             saved = self._calls.call(save)
         if not saved:
@@ -87,11 +86,11 @@ class Writer:
             self.wait()
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether this process is to be ended soon."""
+        """Whether this process is about to be preempted."""
         return self._manager.reached_preemption(step)
 
     def wait(self) -> None:
-        """Waits until what is being saved is on the disk; that it was not is raised once."""
+        """Waits until the step being saved is on the disk; a failure is raised once."""
         if self._calls.is_elsewhere:
             return
         step = self._saving
@@ -104,13 +103,13 @@ class Writer:
             raise SaveError(f"{where} is not there: was it removed?")
 
     def close(self) -> None:
-        """Waits, empties the trash, gives the folder back; cut short, another call does it all."""
+        """Waits, empties the trash, releases the folder; if interrupted, another call does."""
         try:
             self.wait()
         finally:
-            with suppress(Exception):  # It would say once more what has just been raised.
+            with suppress(Exception):  # it would repeat what was just raised
                 self._calls.call(self._manager.close)
-            step = self._saving  # still, if Ctrl-C has cut the waiting short
+            step = self._saving  # still set if Ctrl-C has interrupted the waiting
             if step is not None and is_first() and not self._has(step):
                 _log.error("step %d in `%s`: not saved", step, self._directory)
             self._clean()
@@ -119,42 +118,35 @@ class Writer:
             self.is_closed = True
 
     def delete(self, step: int, steps: list[int]) -> None:
-        """Deletes one of the steps that are there."""
+        """Deletes one of the existing steps."""
         missing = None
         if step not in steps:
             missing = MissingError(f"`{self._directory}` has no step {step}; it has {steps}")
-        agree(missing)
+        raise_synced(missing)
         with self._failing(f"step {step} in `{self._directory}`: not deleted"):
             self._calls.call(self._manager.reload)
             self._calls.call(partial(self._manager.delete, step))
         self.passed.discard(step)
         self._clean()
 
-    def _check(self, step: int, latest: int | None) -> None:
+    def _check(self, step: int) -> None:
         if self._lock is not None:
             self._lock.check()
         if type(step) is not int or step < 0:
             raise SaveError(f"`step`: expected a non-negative integer, found {step!r:.80}")
-        if latest is not None and step <= latest:
-            raise SaveError(
-                f"step {step} is not saved: `{self._directory}` has step {latest}. Steps only "
-                f"rise; after a fall back to an earlier step, call `discard_after` first"
-            )
-        if passed := sorted(self.passed.intersection(_orbax.list_steps(self._directory))):
+        check_new(self._directory, step)
+        if passed := sorted(self.passed.intersection(list_steps(self._directory))):
             raise SaveError(
                 f"step {step} is not saved: `latest_valid` has passed over {passed}, which would "
                 f"be kept in place of good ones: call `discard_after({passed[0] - 1})` first"
             )
-        path = self._directory / str(step)
-        if path.exists() or path.is_symlink():
-            raise SaveError(f"step {step} is not saved: `{path}` is in the way, and no checkpoint")
 
     def _has(self, step: int) -> bool:
-        return step in _orbax.list_steps(self._directory)
+        return step in list_steps(self._directory)
 
     @contextmanager
     def _failing(self, what: str, step: int | None = None) -> Iterator[None]:
-        """Nothing raw leaves Orbax; of a step that is saved here, the error says if it is there."""
+        """Makes errors of Orbax typed, and says whether the step being saved exists."""
         try:
             yield
         except CheckpointError:
@@ -169,7 +161,7 @@ class Writer:
             raise SaveError(f"{what}: {text}") from error
 
     def _take(self) -> CheckpointError | None:
-        """Makes the folder and takes its lock; returns why it cannot."""
+        """Creates the folder and takes its lock; returns the error if it cannot."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             trash = self._directory / _orbax.TRASH
@@ -184,20 +176,20 @@ class Writer:
         return None
 
     def _clean(self) -> None:
-        """Removes what was deleted by a rename, and what steps left that could not be saved."""
+        """Removes deleted steps from the trash, and leftovers of failed saves."""
         if self._lock is None:
             return
         try:
             self._lock.check()
         except LockError:
-            return  # It may be another's now.
+            return  # another process may hold it now
         failed, self._failed = self._failed, set()
         for step in failed:
             for path in temporary_paths(self._directory / str(step)):
                 shutil.rmtree(path, ignore_errors=True)
         trash = self._directory / _orbax.TRASH
         if deleted := list(trash.iterdir()) if trash.is_dir() else []:
-            sync(self._directory)  # The renames are on the disk before anything in them goes.
+            sync(self._directory)  # the renames are on the disk before anything is deleted
             for path in deleted:
                 shutil.rmtree(path, ignore_errors=True)
 

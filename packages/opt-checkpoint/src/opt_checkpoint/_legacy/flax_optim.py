@@ -10,10 +10,9 @@ from typing import Any
 import optax
 from opt_optax_bridge import OptaxWrapper, wrap_optax_optimizer
 
+from opt_checkpoint._legacy.layouts import DYNAMIC_SCALE
 from opt_checkpoint.errors import EquivalenceError
 
-_ADAGRAD_EPS = 1e-8
-_EPSILON2 = 1e-3
 _Rate = optax.ScalarOrSchedule
 
 
@@ -25,7 +24,7 @@ class Equal:
       name: its class's.
       constructor: makes Optax's equal from the hyper-parameters, which have `flax.optim`'s names.
       slots: for each `transformation/field` of Optax, as `opt_core.describe_state` calls them, the
-        field of `flax.optim`'s state of a parameter that is the same.
+        corresponding field of `flax.optim`'s state of a parameter.
       sign: what the values are multiplied by.
     """
 
@@ -40,8 +39,8 @@ class Equal:
         return frozenset(self.slots.values())
 
 
-# Their equals, with the names and defaults of `flax.optim`. They are public to pickles and to
-# fingerprints only.
+# Their equals, with the names and defaults of `flax.optim`. Without underscores only for pickles
+# and fingerprints.
 
 
 def gradient_descent(learning_rate: _Rate) -> optax.GradientTransformation:
@@ -77,7 +76,7 @@ def lamb(
     weight_decay: float = 0.0,
     eps: float = 1e-6,
 ) -> optax.GradientTransformation:
-    """`flax.optim.LAMB`; where its update is all zero that made NaN, and this keeps the leaf."""
+    """`flax.optim.LAMB`, but an all-zero update keeps the leaf instead of making it NaN."""
     return optax.lamb(learning_rate, beta1, beta2, eps, weight_decay=weight_decay)
 
 
@@ -99,7 +98,7 @@ def lars(
 
 
 def adagrad(learning_rate: _Rate) -> optax.GradientTransformation:
-    """`flax.optim.Adagrad` with an `eps` that only keeps from dividing by zero."""
+    """`flax.optim.Adagrad` with an `eps` that only prevents a division by zero."""
     return optax.adagrad(learning_rate, initial_accumulator_value=0.0, eps=0.0)
 
 
@@ -114,11 +113,7 @@ def adadelta(
     learning_rate: _Rate, rho: float = 0.9, eps: float = 1e-6, weight_decay: float = 0.0
 ) -> optax.GradientTransformation:
     """`flax.optim.Adadelta`: the decay is AdamW's, not that of `optax.adadelta`."""
-    return optax.chain(
-        optax.scale_by_adadelta(rho, eps),
-        optax.add_decayed_weights(weight_decay),
-        optax.sgd(learning_rate),
-    )
+    return _decayed(optax.scale_by_adadelta(rho, eps), weight_decay, learning_rate)
 
 
 def adabelief(
@@ -129,11 +124,8 @@ def adabelief(
     weight_decay: float = 0.0,
 ) -> optax.GradientTransformation:
     """`flax.optim.AdaBelief`."""
-    return optax.chain(
-        optax.scale_by_belief(beta1, beta2, eps, eps_root=eps),
-        optax.add_decayed_weights(weight_decay),
-        optax.sgd(learning_rate),
-    )
+    scaling = optax.scale_by_belief(beta1, beta2, eps, eps_root=eps)
+    return _decayed(scaling, weight_decay, learning_rate)
 
 
 def adafactor(
@@ -163,6 +155,11 @@ def adafactor(
         epsilon1,
         factored,
     )
+
+
+def _decayed(scaling: Any, weight_decay: float, rate: _Rate) -> optax.GradientTransformation:
+    """A transformation with the weight decay of AdamW."""
+    return optax.chain(scaling, optax.add_decayed_weights(weight_decay), optax.sgd(rate))
 
 
 def _moments(transformation: str) -> dict[str, str]:
@@ -196,10 +193,24 @@ _WITHOUT_EQUAL = {
         "scales, not of the parameters. Normalise in the model (`flax.linen.WeightNorm`), and take "
         "the parameters alone: `read_legacy(file)['target']`"
     ),
-    "MultiOptimizer": ("it is `opt_core.MultiOptimizer`: build it of the equals of its parts"),
-    "DynamicScale": (
-        "it is no optimizer. It lives on as `flax.training.dynamic_scale.DynamicScale`, which "
-        "takes its file: `flax.serialization.from_state_dict(DynamicScale(), read_legacy(file))`"
+    "MultiOptimizer": "it is `opt_core.MultiOptimizer`: build it of the equals of its parts",
+    "DynamicScale": DYNAMIC_SCALE,
+}
+# What Optax's equals lack: the hyper-parameter, its default, and why it can have no other value.
+_FIXED = {"LARS": ("weight_decay", 0.0), "Adagrad": ("eps", 1e-8), "Adafactor": ("epsilon2", 1e-3)}
+_WHY_FIXED = {
+    "LARS": (
+        "its trust ratio is |p| / (|g| + decay |p|), that of `optax.lars` |p| / |g + decay p|. "
+        "Steps differ by up to a half. Restore without `weight_decay`, or into "
+        "`opt_optax_bridge.lars(...)` with `written_by='LARS'` to go on with that"
+    ),
+    "Adagrad": (
+        "it divides by sqrt(G) + eps, `optax.adagrad` by sqrt(G + eps). Up to 1e-8 steps differ by "
+        "`eps` in the size of the gradients, which is nothing in float32"
+    ),
+    "Adafactor": (
+        "`optax.adafactor` has fixed it at 0.001. `opt_adafactor.Adafactor` takes it, and its "
+        "checkpoints"
     ),
 }
 
@@ -214,11 +225,11 @@ def flax_optim_equivalent(name: str, **hyper_params: Any) -> OptaxWrapper:
         `learning_rate` may be a schedule, and can be overridden at every step, as it was there.
 
     Returns:
-      A definition that remembers which optimizer it stands for: `restore_legacy` puts the states
-      that `flax.optim` saved where they belong.
+      A definition that knows which optimizer it stands for: `restore_legacy` puts the states that
+      `flax.optim` saved where they belong.
 
     Raises:
-      EquivalenceError: there is none, or not for these hyper-parameters; says why.
+      EquivalenceError: Optax has no equal, or not for these hyper-parameters; says why.
 
     Examples:
       >>> flax_optim_equivalent('Adam', learning_rate=0.1, beta2=0.98).hyper_params.beta2
@@ -258,24 +269,13 @@ def equal_of(definition: OptaxWrapper) -> Equal | None:
 
 
 def _checked(name: str, hyper_params: dict[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters that Optax's equal takes, without those that must have one value."""
-    if name == "LARS" and hyper_params.pop("weight_decay", 0) != 0:
-        raise EquivalenceError(
-            "`flax.optim.LARS` has no equal in Optax with `weight_decay`: its trust ratio is "
-            "|p| / (|g| + decay |p|), that of `optax.lars` |p| / |g + decay p|. Steps differ by up "
-            "to a half. Restore without `weight_decay`, or into `opt_optax_bridge.lars(...)` with "
-            "`written_by='LARS'` if that is what you want to go on with."
-        )
-    if name == "Adagrad" and hyper_params.pop("eps", _ADAGRAD_EPS) > _ADAGRAD_EPS:
-        raise EquivalenceError(
-            f"`flax.optim.Adagrad` has no equal in Optax with `eps` above {_ADAGRAD_EPS}: it "
-            "divides by sqrt(G) + eps, `optax.adagrad` by sqrt(G + eps). Up to there steps differ "
-            "by `eps` in the size of the gradients, which is nothing in float32."
-        )
-    if name == "Adafactor" and hyper_params.pop("epsilon2", _EPSILON2) != _EPSILON2:
-        raise EquivalenceError(
-            f"`flax.optim.Adafactor` has no equal in Optax with `epsilon2` other than {_EPSILON2}, "
-            "which `optax.adafactor` has fixed. `opt_adafactor.Adafactor` takes it, and its "
-            "checkpoints."
-        )
+    """The hyper-parameters that Optax's equal takes, without the one that must have its default."""
+    if name in _FIXED:
+        param, default = _FIXED[name]
+        value = hyper_params.pop(param, default)
+        if value > default or (value < default and name != "Adagrad"):
+            raise EquivalenceError(
+                f"`flax.optim.{name}` has no equal in Optax with `{param}` {value}: "
+                f"{_WHY_FIXED[name]}."
+            )
     return hyper_params

@@ -11,6 +11,7 @@ from opt_core import Optimizer, describe_state, flatten_with_paths, to_state_dic
 from opt_optax_bridge import OptaxWrapper
 
 from opt_checkpoint._legacy.flax_optim import EQUALS, Equal, equal_of
+from opt_checkpoint._naming.names import named_leaves
 from opt_checkpoint._naming.schema import Names, leaf_name
 from opt_checkpoint.errors import EquivalenceError, LoadError
 
@@ -21,7 +22,7 @@ _HEAD = "state/param_states"
 
 
 def get_at(tree: Any, names: Names) -> Any:
-    """Returns what nested dicts have at a path, `None` where there is nothing."""
+    """Returns the entry of nested dicts at a path, or `None`."""
     for name in names:
         if not isinstance(tree, Mapping) or name not in tree:
             return None
@@ -40,8 +41,7 @@ def is_per_parameter(target: Any, param_states: Any) -> bool:
 
 def entries_of(optimizer: Optimizer, param_states: Any) -> dict[Names, Any]:
     """Returns the dict that a state dict has for each parameter of an optimizer, or `None`."""
-    paths = [path for path, leaf in flatten_with_paths(optimizer.target) if leaf is not None]
-    found = {path: get_at(param_states, path) for path in paths}
+    found = {path: get_at(param_states, path) for path, _ in named_leaves(optimizer.target)}
     return {path: entry if isinstance(entry, Mapping) else None for path, entry in found.items()}
 
 
@@ -50,15 +50,12 @@ def writer_of(definition: OptaxWrapper, name: str | None, where: str) -> Equal:
     known = equal_of(definition)
     if name is None and known is None:
         raise EquivalenceError(
-            f"a checkpoint of `flax.optim` does not say which optimizer wrote it{where}, and their "
-            "states look alike (Adam, LAMB and AdaBelief; Momentum and LARS). Restore into "
-            "`flax_optim_equivalent('Adam', learning_rate=...)`, or say `written_by='Adam'`."
+            f"a checkpoint of `flax.optim` does not say which optimizer wrote it{where}: restore "
+            "into `flax_optim_equivalent('Adam', ...)`, or say `written_by='Adam'`."
         )
     if known is not None and name not in (None, known.name):
-        raise EquivalenceError(
-            f"the optimizer{where} stands for `flax.optim.{known.name}`, and `written_by` says "
-            f"{name!r}."
-        )
+        says = f"stands for `flax.optim.{known.name}`, and `written_by` says {name!r}"
+        raise EquivalenceError(f"the optimizer{where} {says}.")
     return known or EQUALS[str(name)]
 
 
@@ -87,14 +84,14 @@ def optax_state(optimizer: Optimizer, equal: Equal, entries: Mapping[Names, Any]
 
 
 def _entry_problems(equal: Equal, entries: Mapping[Names, Any]) -> Iterator[str]:
-    """Yields what of the entries is not as the optimizer wrote it."""
+    """Yields the entries that the optimizer cannot have written."""
     accepted = {equal.fields} | ({_NOT_CENTERED} if equal.name == "RMSProp" else set())
     for names, entry in entries.items():
         path = leaf_name(names)
         if not isinstance(entry, Mapping):
             yield f"{path}: has no state: frozen when it was saved, and trained here"
         elif frozenset(entry) == _WEIGHT_NORM:
-            yield f"{path}: was written by `WeightNorm`, of which Optax has no equal"
+            yield f"{path}: was written by `WeightNorm`, which Optax lacks"
         elif frozenset(entry) not in accepted:
             fields = ", ".join(sorted(equal.fields)) or "none"
             yield f"{path}: has the fields {', '.join(sorted(entry))}; expected {fields}"
@@ -107,7 +104,7 @@ def _placed(
     step: np.ndarray,
     values: list[Any],
 ) -> Iterator[str]:
-    """Appends a value for each leaf of Optax's state; yields what has none, or no place."""
+    """Appends a value for each leaf of Optax's state; yields what lacks a value or a place."""
     left = {(names, field): entry[field] for names, entry in entries.items() for field in entry}
     for leaf in describe_state(optimizer).leaves:
         field = equal.slots.get("/".join((leaf.transformation, *leaf.field)), "")
@@ -120,12 +117,12 @@ def _placed(
         elif leaf.field == ("count",) and leaf.role in ("count", "schedule_count"):
             values.append(step)
         else:
-            yield f"{leaf_name(leaf.path)}: nothing that was saved is for this"
+            yield f"{leaf_name(leaf.path)}: the file has nothing for this"
     for (names, field), value in left.items():
         if value is not None and not _is_placeholder(value):
             yield f"{leaf_name((*names, field))}: has no place in this optimizer's state"
 
 
 def _is_placeholder(value: Any) -> bool:
-    """Whether it is what Adafactor has in a field that it does not use."""
+    """Whether it is Adafactor's placeholder of an unused field."""
     return np.shape(value) == (1,) and not np.any(value)

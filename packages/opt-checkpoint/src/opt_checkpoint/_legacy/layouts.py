@@ -1,4 +1,4 @@
-"""The layouts of legacy checkpoints, brought to the one that `restore_state` reads."""
+"""The layouts of legacy checkpoints, converted to the one that `restore_state` reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from opt_checkpoint.errors import LoadError, VersionError
 _T5X_VERSION = 3
 _NAMED_TUPLE = {"name", "fields", "values"}
 PLACEHOLDER = "PLACEHOLDER://"
-_DYNAMIC_SCALE = {"fin_steps", "scale"}
+DYNAMIC_SCALE = (
+    "it is not an optimizer. It lives on as `flax.training.dynamic_scale.DynamicScale`, which "
+    "takes its file: `flax.serialization.from_state_dict(DynamicScale(), read_legacy(file))`"
+)
 
 
 def optimizer_part(contents: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,8 +28,8 @@ def optimizer_part(contents: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
       contents: of T5X (`version`, `optimizer`), of `flax.optim` (`target`, `state`), or of a
-        `TrainState` (`params`, `opt_state`, `step`). Named tuples become dicts. What else there is,
-        `flax_mutables` or `batch_stats`, is left out.
+        `TrainState` (`params`, `opt_state`, `step`). Named tuples become dicts. Others, such as
+        `flax_mutables` or `batch_stats`, are left out.
     """
     if "optimizer" in contents:
         version = contents.get("version", _T5X_VERSION)
@@ -37,7 +40,7 @@ def optimizer_part(contents: Mapping[str, Any]) -> dict[str, Any]:
             )
         contents = contents["optimizer"]
     if not isinstance(contents, Mapping):
-        raise LoadError("`optimizer`: is no dict: this is no checkpoint of T5X.")
+        raise LoadError("`optimizer`: expected a dict, as in a checkpoint of T5X.")
     if {"target", "state"} <= set(contents):
         part = {"target": contents["target"], "state": contents["state"]}
     elif {"params", "opt_state", "step"} <= set(contents):
@@ -49,22 +52,18 @@ def optimizer_part(contents: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unknown(contents: Mapping[str, Any]) -> str:
-    if set(contents) == _DYNAMIC_SCALE:
-        return (
-            "this is a `flax.optim.DynamicScale`, no optimizer. It lives on as "
-            "`flax.training.dynamic_scale.DynamicScale`, which takes it: "
-            "`flax.serialization.from_state_dict(DynamicScale(), read_legacy(file))`."
-        )
+    if set(contents) == {"fin_steps", "scale"}:
+        return f"this is a `flax.optim.DynamicScale`: {DYNAMIC_SCALE}."
     found = ", ".join(sorted(contents)[:10]) or "nothing"
     return (
-        "this is no optimizer's checkpoint: expected the keys `target` and `state` (`flax.optim`), "
-        f"`params`, `opt_state` and `step` (`TrainState`), or `optimizer` (T5X); found {found}. "
-        "Restore a part of it: `restore_legacy(optimizer, read_legacy(file)['...'])`."
+        "expected the keys `target` and `state` (`flax.optim`), `params`, `opt_state` and `step` "
+        f"(`TrainState`), or `optimizer` (T5X); found {found}. Restore a part of it: "
+        "`restore_legacy(optimizer, read_legacy(file)['...'])`."
     )
 
 
 def is_elsewhere(value: Any) -> bool:
-    """Whether an entry stands for an array in a folder beside the file, of TensorStore."""
+    """Whether an entry stands for an array in a TensorStore folder next to the file."""
     if isinstance(value, Mapping):
         return value.keys() >= {"driver", "kvstore", "metadata"}
     return isinstance(value, str) and value.startswith(PLACEHOLDER)
@@ -74,16 +73,15 @@ def _plain(value: Any, path: Names) -> Any:
     """Named tuples, as Flax 0.3.3 and 0.3.4 wrote them, as dicts by field."""
     if is_elsewhere(value):
         raise LoadError(
-            f"`{leaf_name(path)}`: the array is not in this file but in a folder beside it, in "
-            "TensorStore's format, as T5X stores what is partitioned. Load it with T5X or Orbax, "
-            "and restore the dict: `restore_legacy(optimizer, state_dict)`."
+            f"`{leaf_name(path)}`: the array is not in this file but in a folder next to it, where "
+            "T5X stores what is partitioned: open the folder of both by `open_foreign`."
         )
     if not isinstance(value, Mapping):
         return value
     if set(value) == _NAMED_TUPLE and isinstance(value["name"], str):
         fields, values = sequence_of(value["fields"]), sequence_of(value["values"])
         if fields is None or values is None or len(fields) != len(values):
-            raise LoadError(f"`{leaf_name(path)}`: is no named tuple as Flax 0.3.3 wrote them.")
+            raise LoadError(f"`{leaf_name(path)}`: expected a named tuple as Flax 0.3.3 wrote it.")
         value = dict(zip(map(str, fields), values, strict=True))
     return {key: _plain(child, (*path, key)) for key, child in value.items()}
 
@@ -101,34 +99,30 @@ def with_one_state(part: Mapping[str, Any], optimizer: Optimizer) -> dict[str, A
     groups = definition.split(optimizer) if isinstance(definition, MultiOptimizer) else {}
     if len(groups) != len(entries):
         raise LoadError(
-            f"`state`: a list of {len(entries)} states, one per optimizer of a `MultiOptimizer` of "
-            f"Flax until 0.3.2; this optimizer has {len(groups)} groups that train."
+            f"`state`: {len(entries)} states, one per group of a `MultiOptimizer` of Flax until "
+            f"0.3.2; this optimizer has {len(groups)} groups that train."
         )
     states: dict[Names, Any] = {}
     for i, (entry, group) in enumerate(zip(entries, groups.values(), strict=True)):
         if step_of(entry, f"state/{i}/step") != step_of(entries[0], "state/0/step"):
-            raise LoadError(
-                f"`state/{i}/step`: {entry['step']}, and {entries[0]['step']} in the first group; "
-                "groups share one step."
-            )
+            steps = f"{entry['step']}, and {entries[0]['step']} in the first group"
+            raise LoadError(f"`state/{i}/step`: {steps}; groups share one step.")
         own = sequence_of(entry.get("param_states", {}))
         names = sorted(names for names, _ in flatten_with_paths(group.target))
         if own is None or len(own) != len(names):
-            raise LoadError(
-                f"`state/{i}/param_states`: expected one state for each of the {len(names)} "
-                f"parameters of the group, in the order of their paths; found "
-                f"{'something else' if own is None else len(own)}."
-            )
+            expected = f"expected one state for each of {len(names)} parameters"
+            count = "something else" if own is None else len(own)
+            raise LoadError(f"`state/{i}/param_states`: {expected}, found {count}.")
         states |= zip(names, own, strict=True)
     state = {"step": entries[0]["step"], "param_states": unflatten_dict(states)}
     return {"target": part["target"], "state": state}
 
 
 def step_of(state: Mapping[str, Any], path: str = "state/step") -> int:
-    """Returns how many updates were made; an error where a state does not say."""
+    """Returns how many updates were made."""
     step = state.get("step")
     is_array = isinstance(step, np.ndarray | np.generic | jax.Array) and np.shape(step) == ()
     number = np.asarray(step).item() if is_array else step
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**31:
-        raise LoadError(f"`{path}`: {step!r} is no number of updates: expected an int32 from 0 on.")
+        raise LoadError(f"`{path}`: expected a non-negative int32, found {step!r}.")
     return number

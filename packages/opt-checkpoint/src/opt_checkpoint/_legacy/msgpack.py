@@ -1,7 +1,7 @@
-"""The MessagePack that Flax writes: bytes of strangers become plain dicts, within limits.
+"""The MessagePack that Flax writes: untrusted bytes become plain dicts, within limits.
 
-`flax.serialization.msgpack_restore` believes what it reads: sizes, dtypes that hold pickles, keys
-that are there twice.
+`flax.serialization.msgpack_restore` trusts what it reads: sizes, dtypes that hold pickles, repeated
+keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from opt_checkpoint._naming.schema import leaf_name
 from opt_checkpoint.errors import LoadError
 
 CHUNKED = "__msgpack_chunked_array__"  # Flax's key for an array too large for one entry
-# Numbers and booleans that are stored one element in whole bytes.
+# numbers and booleans whose elements take whole bytes
 DTYPES = {
     name: np.dtype(getattr(jnp, name))
     for name in (
@@ -40,7 +40,7 @@ _STRINGS = {*range(0xA0, 0xC0), 0xD9, 0xDA, 0xDB}
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How much a file may ask for.
+    """How much memory a file may request.
 
     Attributes:
       depth: how deep containers may be nested.
@@ -60,24 +60,22 @@ def decode(data: bytes, limits: Limits) -> Any:
     try:
         value = reader.value()
     except RecursionError:
-        raise LoadError(
-            f"containers are nested deeper than Python can follow; `max_depth` is {limits.depth}."
-        ) from None
+        raise LoadError(f"nested too deeply for Python (`max_depth` {limits.depth}).") from None
     except msgpack.OutOfData:
         reader.fail("damaged: the file is cut short")
     except LoadError:
         raise
     except (ValueError, msgpack.UnpackException) as error:
-        reader.fail(f"no msgpack, or damaged: {str(error) or type(error).__name__}")
+        reader.fail(f"not msgpack, or damaged: {str(error) or type(error).__name__}")
     if rest := len(data) - reader.position:
-        reader.fail(f"{rest} bytes follow after the end; nothing may")
+        reader.fail(f"{rest} bytes follow after the end")
     return value
 
 
 class _Reader:
-    """One walk over the bytes: msgpack reads one head or leaf at a time, never a whole container.
+    """One pass over the bytes: msgpack reads one head or leaf at a time, never a whole container.
 
-    So nothing is made of a length before it was checked, and errors can name the entry.
+    So every length is checked before memory is allocated for it, and errors name the entry.
     """
 
     def __init__(self, data: bytes, limits: Limits) -> None:
@@ -112,7 +110,7 @@ class _Reader:
             return [self._child(str(i)) for i in self._announced(count)]
         value = self._unpacker.unpack()
         if isinstance(value, msgpack.Timestamp):
-            self.fail("a timestamp is nothing that Flax writes")
+            self.fail("Flax does not write timestamps")
         return self._extension(*value) if isinstance(value, msgpack.ExtType) else value
 
     def _head(self) -> int | None:
@@ -120,13 +118,11 @@ class _Reader:
         return next(iter(self._data[self.position : self.position + 1]), None)
 
     def _announced(self, count: int) -> range:
-        """The numbers of a container's entries, as many as it says that it has."""
+        """The positions of a container's entries, whose number it announces."""
         self._entries += count
         if self._entries > self._limits.entries:
-            self.fail(
-                f"{count} entries are announced, and no more than {self._limits.entries} are read "
-                "in all; pass `max_entries` if that many are meant"
-            )
+            most = self._limits.entries
+            self.fail(f"{count} entries are announced; at most {most} are read (`max_entries`)")
         if len(self._path) >= self._limits.depth:
             self.fail(f"containers are nested more than {self._limits.depth} deep (`max_depth`)")
         return range(count)
@@ -141,7 +137,7 @@ class _Reader:
         result: dict[str, Any] = {}
         for _ in self._announced(count):
             if (head := self._head()) is not None and head not in _STRINGS:
-                self.fail("a key is no string; a state dict has no other")
+                self.fail("a key is not a string")
             key = self._unpacker.unpack()
             if key in result:
                 self.fail(f"the key {key!r} is there twice")
@@ -157,19 +153,19 @@ class _Reader:
                 return complex(real, imaginary)
             case 3, [[], str() as name, bytes() as buffer]:
                 return self._array([], name, len(buffer))[()]
-        return self.fail(f"the extension {code} is no array, complex number or scalar")
+        return self.fail(f"the extension {code} is not an array, complex number or scalar")
 
     def _array(self, shape: list[Any], name: str, nbytes: int) -> np.ndarray:
-        """A view of the file: its bytes are the last that have been read."""
+        """A view of the file: its bytes are the last ones read."""
         if (dtype := DTYPES.get(name)) is None:
-            self.fail(f"the dtype {name[:80]!r} is none of a number's or a boolean's")
+            self.fail(f"the dtype {name[:80]!r} is not that of numbers or booleans")
         return array_in(self._data, self.position - nbytes, nbytes, dtype, shape, self.fail)
 
     def _joined(self, entry: Mapping[str, Any]) -> np.ndarray:
-        """The array that Flax has cut in pieces."""
+        """The array that Flax has split into pieces."""
         shape, chunks = (sequence_of(entry.get(key)) for key in ("shape", "chunks"))
         if entry.keys() != {CHUNKED, "shape", "chunks"} or shape is None or not chunks:
-            self.fail(f"`{CHUNKED}` is no array in pieces, and no other key may be called so")
+            self.fail(f"`{CHUNKED}` is not an array in pieces, for which Flax reserves the key")
         if not all(
             isinstance(c, np.ndarray) and c.ndim == 1 and c.dtype == chunks[0].dtype for c in chunks
         ):
@@ -186,19 +182,17 @@ def array_in(
     sizes: Sequence[Any],
     fail: Callable[[str], object],
 ) -> np.ndarray:
-    """Returns a view of bytes as an array, after calling `fail` where they do not make up one.
+    """Returns a view of bytes as an array, after calling `fail` if they do not form one.
 
     Examples:
       >>> array_in(bytes(9), 1, 8, np.dtype('float32'), [2], print).tolist()
       [0.0, 0.0]
     """
     are_sizes = len(sizes) <= _MAX_DIMS and all(type(s) is int and s >= 0 for s in sizes)
-    # NumPy counts the bytes as if no size were 0. The sizes are not shown: Python refuses to print
-    # a number of too many digits.
+    # NumPy counts the bytes as if no size were 0. The sizes are not shown: Python does not print
+    # integers of too many digits.
     if not are_sizes or math.prod(max(s, 1) for s in sizes) * dtype.itemsize >= 2**63:
-        fail(
-            f"a shape is not of at most {_MAX_DIMS} sizes from 0 on, or is too large for any memory"
-        )
+        fail(f"expected a shape of at most {_MAX_DIMS} non-negative sizes that fits in memory")
     expected = math.prod(sizes) * dtype.itemsize
     if nbytes != expected:
         fail(f"{dtype}{list(sizes)} takes {expected} bytes, not the {nbytes} bytes that it has")
@@ -206,7 +200,7 @@ def array_in(
 
 
 def sequence_of(value: Any) -> list[Any] | None:
-    """Returns the items of a list, or of `{'0': ..., '1': ...}`; `None` of anything else."""
+    """Returns the items of a list, or of `{'0': ..., '1': ...}`; `None` for anything else."""
     if isinstance(value, Mapping) and set(value) == {str(i) for i in range(len(value))}:
         value = [value[str(i)] for i in range(len(value))]
     return value if isinstance(value, list) else None

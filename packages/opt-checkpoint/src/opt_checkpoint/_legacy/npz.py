@@ -1,4 +1,4 @@
-"""Archives of NumPy arrays (`.npz`): every size is declared, and checked before it is taken."""
+"""Archives of NumPy arrays (`.npz`): every declared size is checked before it is allocated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flax.traverse_util import unflatten_dict
 from opt_checkpoint._legacy.msgpack import DTYPES, Limits, array_in
 from opt_checkpoint.errors import LoadError
 
-_MAX_ARRAYS = 50_000  # `zipfile` makes a kilobyte of objects of each entry, before all else
+_MAX_ARRAYS = 50_000  # `zipfile` makes a kilobyte of objects per entry on opening
 _ENTRY = b"PK\x01\x02"
 _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -36,40 +36,37 @@ def decode_npz(data: bytes, limits: Limits) -> dict[str, Any]:
         archive = zipfile.ZipFile(io.BytesIO(data))
     with archive:
         members = archive.infolist()
-        allowed = limits.nbytes
-        if allowed is None:
-            allowed = max(_EXPANSION * len(data), _ALWAYS_ALLOWED)
+        default = max(_EXPANSION * len(data), _ALWAYS_ALLOWED)
+        allowed = default if limits.nbytes is None else limits.nbytes
         if (declared := sum(member.file_size for member in members)) > allowed:
             raise LoadError(
                 f"the archive of {len(data)} bytes declares {declared} bytes of arrays; at most "
                 f"{allowed} are made of it. Pass `max_bytes` if you trust it."
             )
         names = [_names(member, limits) for member in members]
-        # In this order a name is followed by those that go on after a slash.
+        # sorted, a name is followed by those that continue it after a slash
         for a, b in itertools.pairwise(sorted(names)):
             if a == b[: len(a)]:
-                raise LoadError(
-                    f"`{'/'.join(b)}`: another array's name is the same, or ends inside."
-                )
+                raise LoadError(f"`{'/'.join(b)}`: another array's name is its beginning.")
         arrays = [_read(archive, member) for member in members]
     return dict(unflatten_dict(dict(zip(names, arrays, strict=True))))
 
 
 @contextmanager
 def _damages(what: str) -> Iterator[None]:
-    """What `zipfile`, `zlib` and NumPy raise on damaged bytes, a dozen types, is a `LoadError`."""
+    """Turns the dozen types of errors that damaged bytes cause into a `LoadError`."""
     try:
         yield
     except MemoryError:
         raise
     except Exception as error:
-        raise LoadError(f"{what} is damaged, or none that NumPy writes: {error}") from None
+        raise LoadError(f"{what} is damaged, or NumPy did not write it: {error}") from None
 
 
 def _names(member: zipfile.ZipInfo, limits: Limits) -> tuple[str, ...]:
     names = tuple(member.filename.removesuffix(".npy").split("/"))
     if not member.filename.endswith(".npy"):
-        raise LoadError(f"`{member.filename}` in the archive is no array (`.npy`).")
+        raise LoadError(f"`{member.filename}` in the archive is not an array (`.npy`).")
     if len(names) > limits.depth:
         raise LoadError(f"`{member.filename[:80]}...` is more than {limits.depth} folders deep.")
     return names
@@ -79,9 +76,9 @@ def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
     def fail(problem: str) -> NoReturn:
         raise LoadError(f"`{member.filename}`: {problem}.")
 
-    # Other methods unpack without a limit.
+    # other methods unpack without a limit
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        fail("compressed otherwise than NumPy does")
+        fail("this compression is not NumPy's")
     with _damages(f"`{member.filename}`"), archive.open(member) as file:
         content = file.read(member.file_size)
     head = io.BytesIO(content)
@@ -89,11 +86,11 @@ def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # Python warns of literals such as `1or`
             shape, is_fortran, dtype = _HEADERS[np.lib.format.read_magic(head)](head)
-    # Of text that is nested too deeply NumPy's parser makes a `MemoryError`.
+    # NumPy's parser raises a `MemoryError` for text that is nested too deeply
     except (Exception, MemoryError) as error:
-        fail(f"its header is none that NumPy writes: {str(error)[:80]}")
+        fail(f"NumPy did not write its header: {str(error)[:80]}")
     if dtype != DTYPES.get(dtype.name):
-        fail(f"the dtype {dtype.str!r} is none of a number's or a boolean's")
+        fail(f"the dtype {dtype.str!r} is not that of numbers or booleans")
     start = head.tell()
     sizes = shape[::-1] if is_fortran else shape
     array = array_in(content, start, len(content) - start, dtype, sizes, fail)

@@ -1,4 +1,4 @@
-"""What Optax has changed about its states, and how an old one becomes today's."""
+"""What Optax has changed about its states, and how to migrate old ones."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Change(NamedTuple):
     """How a state differs from what it was.
 
     Attributes:
-      renamed: today's names of fields by those that they had.
-      new: fields that were not there, with their first values, or the name of a field that has it.
+      renamed: today's names of fields by the former ones.
+      new: fields that are new, with their initial values or the name of the field that has it.
     """
 
     renamed: Mapping[str, str] = {}
@@ -30,7 +30,7 @@ class Change(NamedTuple):
 def migrate(state: Any, found: Any, path: tuple[str, ...] = ()) -> Any:
     """Returns an entry of a state dict in the layout that today's state has.
 
-    What is not known to have changed stays as it is: `restore_state` says what is wrong with it.
+    States that are not known to have changed are returned as they are: `restore_state` checks them.
 
     Args:
       state: an Optax state as the installed Optax makes it, or any pytree of such.
@@ -43,9 +43,8 @@ def migrate(state: Any, found: Any, path: tuple[str, ...] = ()) -> Any:
     name = type(state).__name__
     if name == "DoGState" and "first_step" in found and np.any(found["first_step"]):
         raise VersionError(
-            f"`{leaf_name(path)}`: until Optax 0.2.5 the state of `dog` did not hold the first "
-            "parameters before the first step, and this one was saved then: create the optimizer "
-            "anew, with the parameters of the checkpoint."
+            f"`{leaf_name(path)}`: this state of `dog` was saved before its first step by an Optax "
+            "until 0.2.5: create a new optimizer with the parameters of the checkpoint."
         )
     if name in _CHANGED:
         found = _changed(found, state, _CHANGED[name])
@@ -83,7 +82,7 @@ def _without_momentum(found: Found, state: Any) -> Found | None:
         return None
     if type(state.base_optimizer_state[0]).__name__ != "ScaleByRmsWithCountState":
         return None
-    kept = {key: value for key, value in first.items() if key != "mu"}  # the last gradient
+    kept = {key: value for key, value in first.items() if key != "mu"}  # only the last gradient
     b1: Any = found.get("b1")
     if isinstance(b1, np.ndarray) and b1.size == 1:
         b1 = b1.reshape(state.b1.shape)

@@ -13,13 +13,15 @@ from opt_checkpoint._legacy.npz import decode_npz
 from opt_checkpoint.errors import LoadError
 
 _PICKLED = (
-    "this is a pickle. Loading one runs whatever code is in it, so it is never loaded here. Load "
-    "it where it was written, with the libraries of the time, and write it again with "
-    "`flax.serialization.to_bytes`"
+    "this is a pickle, which runs whatever code is in it, and is never loaded here. Load it where "
+    "it was written, and write it again with `flax.serialization.to_bytes`"
 )
-# What a file of another format begins with, and what to say.
+# how files of other formats begin, and what to say
 _OTHERS: Sequence[tuple[bytes, str]] = (
-    (b"\x93NUMPY", "this is one array (`.npy`), no state dict; an `.npz` of many can be read"),
+    (
+        b"\x93NUMPY",
+        "this is one array (`.npy`), not a state dict; an `.npz` of several can be read",
+    ),
     (b"\x1f\x8b", "this is compressed with gzip: unpack it first"),
     (b"\x89HDF\r\n", "this is HDF5, which Flax and T5X never wrote"),
 )
@@ -34,10 +36,10 @@ def read_legacy(
 ) -> dict[str, Any]:
     """Returns a legacy checkpoint as nested plain dicts of NumPy arrays.
 
-    It reads what `flax.serialization` has written since there is one (T5X, `flax.optim`,
+    It reads what any version of `flax.serialization` has written (T5X, `flax.optim`,
     `TrainState`, wrapped Optax; arrays cut in chunks, bfloat16, complex, NumPy scalars), and `.npz`
-    archives. It is safe on bytes of strangers: no pickle is ever loaded, and every size is checked
-    before memory is taken for it.
+    archives. It is safe on untrusted bytes: no pickle is ever loaded, and every size is checked
+    before memory is allocated for it.
 
     Args:
       source: the bytes, or the path of a file; T5X calls it `checkpoint` in its folder.
@@ -51,8 +53,8 @@ def read_legacy(
       read-only, and of msgpack views of the bytes read. `restore_state` copies.
 
     Raises:
-      LoadError: it is no such checkpoint, damaged, of a dtype that no optimizer has, or asks for
-        more than is allowed; says which entry.
+      LoadError: it is not such a checkpoint, is damaged, has a dtype that no optimizer has, or
+        needs more memory than is allowed; says which entry.
 
     Examples:
       >>> import flax.serialization, numpy as np
@@ -74,19 +76,18 @@ def _file(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise LoadError("this is no file of a known size: a pipe or a device.")
+                raise LoadError("this is not a regular file but a pipe or a device.")
             return file.read()
     except IsADirectoryError:
         raise LoadError(
-            "this is a folder. T5X's msgpack file in it is called `checkpoint`; Orbax's folders "
-            "are read by `Checkpointer`."
+            "this is a folder: `open_foreign` reads those of T5X and Orbax, `Checkpointer` its own."
         ) from None
 
 
 def _read(data: bytes, limits: Limits) -> dict[str, Any]:
-    """Reads the format that the first bytes tell of."""
+    """Reads the format that the first bytes announce."""
     if not data:
-        raise LoadError("there are no bytes.")
+        raise LoadError("the file is empty.")
     for magic, problem in _OTHERS:
         if data.startswith(magic):
             raise LoadError(f"{problem}.")
@@ -98,10 +99,7 @@ def _read(data: bytes, limits: Limits) -> dict[str, Any]:
         raise LoadError(f"{_PICKLED}.")
     value = decode(data, limits)
     if not isinstance(value, dict):
-        raise LoadError(
-            f"this is a single {type(value).__name__}, not the state dict of anything: no file "
-            "that Flax wrote."
-        )
+        raise LoadError(f"this is a single {type(value).__name__}, not a state dict of Flax.")
     return value
 
 

@@ -29,10 +29,7 @@ Writers = str | Mapping[str, str] | None
 
 
 def restore_legacy(
-    optimizer: Optimizer,
-    source: Source,
-    *,
-    written_by: Writers = None,
+    optimizer: Optimizer, source: Source, *, written_by: Writers = None
 ) -> Optimizer:
     """Returns an optimizer with the parameters and the state of a legacy checkpoint.
 
@@ -41,28 +38,28 @@ def restore_legacy(
     optimizers goes where their equals in Optax keep it, see `flax_optim_equivalent`.
 
     A file with states of Optax does not say which optimizer wrote it: the target decides. States of
-    the same fields and shapes are taken for one another, Adam's for those of AdaBelief, Yogi, NAdam
-    or AdaMax; so restore into the optimizer that wrote it. Nor does it say how many mini-steps a
-    window of `MultiSteps` had.
+    the same fields and shapes cannot be distinguished, such as those of Adam, AdaBelief, Yogi,
+    NAdam and AdaMax, so restore into the optimizer that wrote it. Nor does it record how many
+    mini-steps a window of `MultiSteps` had.
 
     Args:
-      optimizer: an optimizer as it is to go on: it gives the containers, shapes, dtypes, and where
-        arrays lie. Anything that `opt_core` restores: wrapped Optax optimizers, Adafactor, groups
+      optimizer: the optimizer to go on with: it determines containers, shapes, dtypes and
+        shardings. Anything that `opt_core` restores: wrapped Optax optimizers, Adafactor, groups
         of such.
       source: the bytes of a checkpoint, the path of a file, or what `read_legacy` returned.
       written_by: which optimizer of `flax.optim` wrote it, by the class's name, where `optimizer`
         was not built by `flax_optim_equivalent`; of groups a mapping from their names. An error
-        where nobody needs to know: the file is not of `flax.optim`, or nothing in `optimizer` is
-        wrapped Optax.
+        if it is not needed: the file is not of `flax.optim`, or nothing in `optimizer` is wrapped
+        Optax.
 
     Returns:
       The restored optimizer. No array of `source` is aliased.
 
     Raises:
-      LoadError: it is no legacy checkpoint, or its state has no place in this optimizer, or it was
+      LoadError: it is not a legacy checkpoint, or its state does not fit this optimizer, or it was
         saved in a window of `MultiSteps` that could not end in this one; says what.
-      EquivalenceError: nobody says which optimizer of `flax.optim` wrote it, or `written_by` says
-        what is not so, or is for a file to which it does not apply.
+      EquivalenceError: nothing says which optimizer of `flax.optim` wrote it, or `written_by` is
+        wrong, or does not apply to the file.
       VersionError: it was written by an Optax whose state meant something else.
       opt_core.errors.RestoreError: something is missing, extra, or of another shape or dtype;
         lists every path.
@@ -91,7 +88,7 @@ def _todays(optimizer: Optimizer, part: Mapping[str, Any], written_by: Writers) 
     """The state dict that the optimizer itself would have written."""
     target, state = part["target"], part["state"]
     if not isinstance(state, Mapping):
-        raise LoadError("`state`: is no dict: this is no optimizer's state.")
+        raise LoadError("`state`: expected the state of an optimizer, a dict.")
     step, found = layouts.step_of(state), state.get("param_states", {})
     definition = optimizer.optimizer_def
     parts = definition.sub_optimizers if isinstance(definition, MultiOptimizer) else (definition,)
@@ -115,20 +112,19 @@ def _todays(optimizer: Optimizer, part: Mapping[str, Any], written_by: Writers) 
 def _check_writers(
     written_by: str | Mapping[str, str], is_flax_optim: bool, has_wrapper: bool
 ) -> None:
-    """An error where `written_by` names no optimizer, or says what nobody needs to know."""
+    """Raises an error if `written_by` is wrong, or is not needed."""
     for name in written_by.values() if isinstance(written_by, Mapping) else (written_by,):
         if name not in EQUALS:
-            raise EquivalenceError(f"`written_by`: {name!r} is none of {', '.join(EQUALS)}.")
+            raise EquivalenceError(f"`written_by`: {name!r} is not one of {', '.join(EQUALS)}.")
     if not is_flax_optim:
         raise EquivalenceError(
-            "`written_by` is for files of `flax.optim`. This one has no state of each parameter as "
-            "`flax.optim` kept it, but states as Optax has them, in the order of its "
-            "transformations: the target decides what they are. Leave `written_by` out."
+            "`written_by` is for files of `flax.optim`; this one has states of Optax, and the "
+            "target decides what they are: leave it out."
         )
     if not has_wrapper:
         raise EquivalenceError(
-            "`written_by` is for restoring into wrapped Optax. This optimizer restores the state "
-            "that `flax.optim` kept of each parameter as it is. Leave `written_by` out."
+            "`written_by` is for restoring into wrapped Optax; this optimizer restores the state "
+            "of `flax.optim` as it is: leave it out."
         )
 
 
@@ -138,10 +134,10 @@ def _check_frozen(optimizer: Optimizer, groups: Mapping[str, Optimizer], found: 
         path for path, entry in entries_of(optimizer, found).items() if entry not in (None, {})
     }
     if frozen := sorted(saved - trained):
+        names = ", ".join(map(leaf_name, frozen))
         raise LoadError(
-            "states were saved for parameters that are frozen here: "
-            f"{', '.join(map(leaf_name, frozen))}. Restore into groups that train them, and freeze "
-            "them then: `opt_core.freeze`."
+            f"the file has states of parameters that are frozen here: {names}. Restore into groups "
+            "that train them, then freeze them: `opt_core.freeze`."
         )
 
 
@@ -152,8 +148,7 @@ def _placed(
     names = written_by if isinstance(written_by, Mapping) else {}
     if unknown := sorted(set(names) - set(groups)):
         raise EquivalenceError(
-            f"`written_by`: there is no group {', '.join(unknown)} that trains; there are "
-            f"{', '.join(groups)}."
+            f"`written_by`: {', '.join(unknown)} is not a group that trains: {', '.join(groups)}."
         )
     placed: dict[str, Any] = {}
     for name, group in groups.items():
@@ -164,8 +159,7 @@ def _placed(
             placed[name] = optax_state(group, equal, entries, step)
         elif name in names:
             raise EquivalenceError(
-                f"`written_by`: the group `{name}` is no wrapped Optax, and restores what "
-                "`flax.optim` kept as it is. Leave it out."
+                f"`written_by`: the group `{name}` is not wrapped Optax: omit it."
             )
         else:
             kept = {path: entry for path, entry in entries.items() if entry is not None}
@@ -174,21 +168,21 @@ def _placed(
 
 
 def _check_windows(optimizer: Optimizer) -> None:
-    """An error where as many mini-steps were made as the target's windows have.
+    """Raises an error if the mini-steps that were made fill the target's windows.
 
-    Where these have a length that depends on the step, nothing is known.
+    Windows whose length depends on the step are not checked.
     """
-    told = describe_state(optimizer)
+    described = describe_state(optimizer)
     lengths = {
         (made.group, made.name, made.number): made.settings.get("every_k_schedule")
-        for made in told.transformations
+        for made in described.transformations
     }
-    for leaf, value in zip(told.leaves, jax.tree.leaves(optimizer.state.param_states), strict=True):
+    values = jax.tree.leaves(optimizer.state.param_states)
+    for leaf, value in zip(described.leaves, values, strict=True):
         length = lengths.get((leaf.group, leaf.transformation, leaf.number))
         if leaf.field == ("mini_step",) and isinstance(length, int) and int(value) >= length:
             raise LoadError(
-                f"`{leaf_name(('state', 'param_states', *leaf.path))}`: {value} mini-steps of a "
-                f"window were made, and here a window has {length}: it would not end where it "
-                "should. Restore with the number of mini-steps that wrote it, or save at the end "
-                "of a window."
+                f"`{leaf_name(('state', 'param_states', *leaf.path))}`: {value} mini-steps were "
+                f"saved in a window; the target's window is {length}. Restore with the length that "
+                "wrote it, or save at the end of a window."
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -21,7 +21,11 @@ from opt_checkpoint._naming.schema import (
     Names,
     Schema,
     leaf_name,
+    numbered,
+    shown,
+    state_path,
 )
+from opt_checkpoint._naming.storage import storage_of, stored_as
 from opt_checkpoint.errors import LeafError
 
 _LIBRARIES = (
@@ -52,7 +56,7 @@ class NamedState(Mapping[str, Any]):
         return len(self.leaves)
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-        """Returns leaves where they are wanted; see `Source.read`."""
+        """Returns leaves in the given shardings; see `Source.read`."""
         return {name: _placed(self.leaves[name], place.sharding) for name, place in wanted.items()}
 
 
@@ -60,14 +64,15 @@ def _placed(leaf: Any, sharding: Any) -> Any:
     """A copy: what is restored can be donated, and what was saved stays."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         raise LeafError(f"found {leaf} where a value is needed: the named state is abstract")
-    if not isinstance(leaf, jax.Array):
-        leaf = np.array(leaf)
-        if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-            return leaf
-        leaf = jnp.array(leaf)
-    else:
-        leaf = jnp.copy(leaf)
+    if not isinstance(leaf, jax.Array) and is_wide((leaf := np.array(leaf)).dtype):
+        return leaf
+    leaf = jnp.array(leaf)
     return leaf if sharding is None else jax.device_put(leaf, sharding)
+
+
+def is_wide(dtype: Any) -> bool:
+    """Whether JAX cannot hold a dtype, as 64 bits by default."""
+    return bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
 
 
 def named_state(
@@ -76,9 +81,9 @@ def named_state(
     """Returns the leaves by name: parameters, others of the model by path, then the state.
 
     Raises:
-      LeafError: two leaves would have one name.
+      LeafError: two leaves would have the same name.
     """
-    params = _paths(optimizer.target)
+    params = named_leaves(optimizer.target)
     infos = [*_model_infos(params), *_state_infos(optimizer)]
     if param_axes is not None:
         infos = _with_axes(infos, optimizer, param_axes)
@@ -94,6 +99,7 @@ def named_state(
         optimizer=describe_state(optimizer).transformations,
         groups=_groups(optimizer),
         versions=dict(_versions()),
+        storage=storage_of(optimizer.state.param_states),
     )
     return NamedState(dict(zip((i.name for i in infos), values, strict=True)), schema)
 
@@ -106,24 +112,30 @@ def _state_infos(optimizer: Optimizer) -> Iterator[LeafInfo]:
     for step in jax.tree.leaves(optimizer.state.step):
         yield leaf_info(step, ("state", "step"), "state")
     leaves = jax.tree.leaves(optimizer.state.param_states)
-    for leaf, told in zip(leaves, describe_state(optimizer).leaves, strict=True):
-        name = told.transformation if told.number == 1 else f"{told.transformation}#{told.number}"
-        prefix = [part for label in told.group for part in ("groups", label)]
+    rows = zip(
+        leaves,
+        describe_state(optimizer).leaves,
+        stored_as(optimizer.state.param_states),
+        strict=True,
+    )
+    for leaf, known, stored in rows:
+        name = numbered(known.transformation, known.number)
         yield LeafInfo(
-            path=("state", *prefix, name, *told.field, *(told.parameter or ())),
+            path=(*state_path(known.group, name), *known.field, *(known.parameter or ())),
             shape=tuple(np.shape(leaf)),
             dtype=_dtype(leaf),
             kind="state",
-            parameter=told.parameter,
-            group=told.group,
+            parameter=known.parameter,
+            group=known.group,
             transformation=name,
-            role=told.role,
-            dimensions=told.dimensions,
+            role=known.role,
+            dimensions=known.dimensions,
+            stored=stored,
         )
 
 
 def leaf_info(leaf: Any, path: Names, kind: Kind, *, parameter: Names | None = None) -> LeafInfo:
-    """Returns what a leaf is that no transformation keeps."""
+    """Returns what a leaf is that does not belong to a transformation."""
     return LeafInfo(path, tuple(np.shape(leaf)), _dtype(leaf), kind, parameter)
 
 
@@ -131,15 +143,8 @@ def _dtype(leaf: Any) -> str:
     return str(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
 
 
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-    return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
-
-
-def _paths(tree: Any) -> list[tuple[Names, Any]]:
-    """The leaves of a tree with their paths, in the order of JAX."""
+def named_leaves(tree: Any) -> list[tuple[Names, Any]]:
+    """Returns the leaves of a tree with their paths, in the order of JAX."""
     return [(names, leaf) for names, leaf in flatten_with_paths(tree) if leaf is not None]
 
 
@@ -148,15 +153,14 @@ def _check_unique(infos: list[LeafInfo]) -> None:
     for info in infos:
         if info.name in seen:
             raise LeafError(
-                f"two leaves would have the name `{info.name}`: found {info.dtype}"
-                f"{list(info.shape)} and {seen[info.name].dtype}{list(seen[info.name].shape)}. "
-                "Rename a key of the parameters or a field of the state."
+                f"two leaves would have the name `{info.name}`: {shown(info)} and "
+                f"{shown(seen[info.name])}. Rename a key of the parameters or a field of the state."
             )
         seen[info.name] = info
 
 
 def count_of(leaf: Any) -> int | None:
-    """Returns the value of a single integer; `None` of anything else."""
+    """Returns the value of a single integer; `None` for anything else."""
     if isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer) or np.size(leaf) != 1:
         return None
     if not jnp.issubdtype(jnp.result_type(leaf), np.integer):
@@ -173,7 +177,7 @@ def update_counts(leaves: Iterable[LeafInfo]) -> tuple[dict[str, int | None], bo
 
 
 def local(leaf: Any) -> np.ndarray[Any, Any]:
-    """Returns what this process has of a leaf that is the same in all of them."""
+    """Returns the local value of a leaf that is the same in all processes."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = leaf.addressable_data(0)
     return np.asarray(leaf)
@@ -194,26 +198,20 @@ def _with_axes(infos: list[LeafInfo], optimizer: Optimizer, param_axes: Any) -> 
 
 
 def _groups(optimizer: Optimizer) -> dict[str, tuple[Names, ...]]:
-    """The parameters of each group; those of none are frozen."""
-    found: dict[str, tuple[Names, ...]] = {}
-    target = jax.tree.map(_abstract, optimizer.target)
-    params = {id(leaf): path for path, leaf in _paths(target)}
-    for group, part in leaf_groups(optimizer.replace(target=target)):
-        if group:
-            own = [params.pop(id(leaf)) for leaf in jax.tree.leaves(part.target)]
-            found[leaf_name(group)] = tuple(own)
-    if found and params:
-        # No group is called so: `~` is escaped in the names of groups.
-        found["frozen" if "frozen" not in found else "~frozen"] = tuple(params.values())
+    """The parameters of each group; those without one are frozen."""
+    found = {
+        leaf_name(group): tuple(path for path, _ in named_leaves(part.target))
+        for group, part in leaf_groups(optimizer)
+        if group
+    }
+    trained = {path for paths in found.values() for path in paths}
+    frozen = [path for path, _ in named_leaves(optimizer.target) if path not in trained]
+    if found and frozen:
+        # no group can have this name: `~` is escaped in the names of groups
+        found["frozen" if "frozen" not in found else "~frozen"] = tuple(frozen)
     return found
 
 
 @functools.cache  # the metadata of a distribution take milliseconds to parse
 def _versions() -> Mapping[str, str]:
-    found = {}
-    for library in _LIBRARIES:
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {library: version(library) for library in _LIBRARIES}

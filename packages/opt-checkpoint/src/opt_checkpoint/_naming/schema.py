@@ -1,4 +1,4 @@
-"""What a checkpoint holds, without its values: data that is written beside the arrays as JSON."""
+"""What a checkpoint holds, without its values: written as JSON next to the arrays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 from opt_core import LeafDescription, TransformationDescription
 from opt_core.json_records import read_record, record_data
 
@@ -17,9 +16,19 @@ from opt_checkpoint.errors import LoadError
 Names = tuple[str, ...]
 Kind: TypeAlias = Literal["params", "state", "extra"]
 
+# What TensorStore's zarr driver writes and reads back bit for bit.
+DTYPES = frozenset(
+    {
+        *("bool", "int2", "int4", "int8", "int16", "int32", "int64"),
+        *("uint8", "uint16", "uint32", "uint64", "bfloat16", "float16", "float32", "float64"),
+        *("complex64", "complex128", "float4_e2m1fn", "float8_e4m3b11fnuz", "float8_e4m3fn"),
+        *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    }
+)
+
 
 def leaf_name(path: Sequence[str]) -> str:
-    """Returns the components of a name joined by `/`; inside of one `~` is `~0` and `/` is `~1`.
+    """Returns the components of a name joined by `/`; inside of them `~` is `~0` and `/` is `~1`.
 
     The escapes are those of JSON Pointer (RFC 6901), so no two paths share a name.
 
@@ -54,12 +63,14 @@ class LeafInfo:
       kind: `'params'`, `'state'` or `'extra'`.
       parameter: the path of the parameter that the leaf is or follows, if any.
       group: the names of the groups around it, outermost first.
-      transformation: what keeps it, e.g. `'adam'`, with `'#2'` for the second of its like.
-      role: what it is for, as `opt_core.LeafDescription` has it; empty if it is no such leaf.
-      dimensions: for each of its dimensions that of the parameter, `None` where it follows none of
-        them; `None` altogether if that is not known.
-      axes: logical axes, where they are known.
-      value: of a single integer: a count is needed before arrays are read.
+      transformation: what keeps it, e.g. `'adam'`, or `'adam#2'` for the second one.
+      role: what it is for, see `opt_core.LeafDescription`; empty for other leaves.
+      dimensions: for each of its dimensions that of the parameter, or `None`; `None` altogether if
+        that is not known.
+      axes: logical axes, if known.
+      value: of a single integer: counts are needed before arrays are read.
+      stored: of an array that stands for another leaf, or for more digits of a parameter, how: a
+        key of `Schema.storage`, or a word of `opt_core.protocols.StoresParams`.
     """
 
     path: Names
@@ -73,8 +84,9 @@ class LeafInfo:
     dimensions: tuple[int | None, ...] | None = None
     axes: tuple[Any, ...] | None = None
     value: int | None = None
+    stored: str = ""
 
-    @functools.cached_property  # asked for many times, of thousands of leaves
+    @functools.cached_property  # used many times, for thousands of leaves
     def name(self) -> str:
         """The components joined: see `leaf_name`."""
         return leaf_name(self.path)
@@ -91,13 +103,13 @@ class LeafInfo:
 
     @property
     def field(self) -> Names:
-        """The part of its name between the transformation and the parameter."""
+        """The part of its name between transformation and parameter."""
         first = 2 * len(self.group) + 2  # state, groups and names, transformation
         return self.path[first : len(self.path) - len(self.parameter or ())]
 
     @property
     def description(self) -> LeafDescription:
-        """What it means, as `opt_core.describe_state` has it; its path is its name."""
+        """Its `opt_core.LeafDescription`, with the name as its path."""
         number = self.transformation.partition("#")[2]
         role: Any = self.role or "other"
         return LeafDescription(
@@ -113,62 +125,61 @@ class LeafInfo:
         )
 
 
-def numbered(made: TransformationDescription) -> str:
-    """Returns what the leaves of a transformation are called: `'adam#2'` of the second of its like.
+def shown(leaf: Any) -> str:
+    """Returns the dtype and the shape of a leaf or an array: `'float32[2, 3]'`."""
+    return f"{leaf.dtype}{list(leaf.shape)}"
 
-    Examples:
-      >>> [numbered(TransformationDescription('adam', number)) for number in (1, 2)]
-      ['adam', 'adam#2']
-    """
-    return made.name if made.number == 1 else f"{made.name}#{made.number}"
+
+def numbered(name: str, number: int) -> str:
+    """Returns what names of leaves have for a transformation: `'adam#2'` for the second `adam`."""
+    return name if number == 1 else f"{name}#{number}"
+
+
+def state_path(group: Names, transformation: str) -> Names:
+    """Returns the beginning of the paths of what a transformation in a group keeps."""
+    return ("state", *(part for label in group for part in ("groups", label)), transformation)
 
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
-    """The names of a checkpoint, and what is known about who wrote it.
+    """The leaves of a checkpoint, and what is known about the optimizer that wrote it.
 
     Attributes:
       leaves: every leaf, in the order of JAX.
-      optimizer: the transformations, in the order in which they act: the optimizer's fingerprint;
-        `None` where nothing is known of it.
+      optimizer: the transformations in the order in which they act: the optimizer's fingerprint;
+        `None` if it is not known.
       groups: the path of every parameter of each group, by the group's name; frozen ones too.
       versions: of the libraries that wrote it.
+      storage: what codes mean: see `opt_core.protocols.StoresLeaf`.
     """
 
     leaves: tuple[LeafInfo, ...]
     optimizer: tuple[TransformationDescription, ...] | None = None
     groups: Mapping[str, tuple[Names, ...]] = dataclasses.field(default_factory=dict)
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    storage: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def by_name(self) -> dict[str, LeafInfo]:
         """The leaves by name."""
         return {leaf.name: leaf for leaf in self.leaves}
 
     @property
     def transformations(self) -> tuple[TransformationDescription, ...]:
-        """Those that are known."""
+        """The transformations that are known."""
         return self.optimizer or ()
 
-    def transformation_of(self, leaf: LeafInfo) -> TransformationDescription | None:
-        """Returns the transformation that keeps a leaf, `None` where there is none."""
-        return self._by_leaf_name.get((leaf.group, leaf.transformation))
-
-    @functools.cached_property
-    def _by_leaf_name(self) -> Mapping[tuple[Names, str], TransformationDescription]:
-        return {(made.group, numbered(made)): made for made in self.transformations}
-
     def to_data(self) -> dict[str, Any]:
-        """Returns it as JSON has data: `Schema.from_data` is the inverse."""
+        """Returns it as JSON data; `Schema.from_data` is the inverse."""
         data: dict[str, Any] = record_data(self)
         return data
 
     @classmethod
     def from_data(cls, data: Any) -> Schema:
-        """Returns the schema that JSON data describe.
+        """Returns the schema of JSON data.
 
         Raises:
-          LoadError: they describe none; says where.
+          LoadError: they are not those of a schema; says where.
         """
         schema = read_record(cls, data, "schema", LoadError)
         _check_leaves(schema.leaves)
@@ -187,34 +198,27 @@ def _check_leaves(leaves: Sequence[LeafInfo]) -> None:
             if size < 0:
                 raise LoadError(f"`{where}/shape/{k}`: expected a non-negative size, found {size}")
         is_scalar = (leaf.kind, leaf.dtype) == ("extra", "python")
-        if not leaf.is_key and not is_scalar and not _is_dtype(leaf.dtype):
-            raise LoadError(f"`{where}/dtype`: `{leaf.dtype:.40}` is no dtype of a checkpoint")
+        if not leaf.is_key and not is_scalar and leaf.dtype not in DTYPES:
+            raise LoadError(f"`{where}/dtype`: `{leaf.dtype:.40}` is not a dtype of checkpoints")
         seen.add(leaf.path)
-
-
-def _is_dtype(name: str) -> bool:
-    try:
-        return bool(jnp.dtype(name).name == name)
-    except Exception:  # NumPy parses the text: a syntax error, an unknown name, a bad character
-        return False
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Something that restores may come from: a checkpoint on disk, or a state in memory."""
+    """A source of restores: a checkpoint on disk, or a state in memory."""
 
     @property
     def schema(self) -> Schema:
-        """What there is, without reading it."""
+        """The leaves, without their values."""
 
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
-        """Returns the named leaves, in the dtype and shape that they were saved in.
+        """Returns the named leaves, in the dtype and shape in which they were saved.
 
         Args:
-          wanted: for each name where the leaf is to lie; its shape and dtype are those of the
-            schema. Without a sharding: on the default device. What JAX cannot hold, 64 bits
-            without `jax_enable_x64`, comes as a NumPy array.
+          wanted: the sharding of each leaf, by name; shapes and dtypes are those of the schema.
+            Without a sharding: on the default device. What JAX cannot hold, 64 bits without
+            `jax_enable_x64`, is a NumPy array.
 
         Raises:
-          DamagedError: a leaf is not what was written.
+          DamagedError: a leaf has changed since it was written.
         """

@@ -1,1 +1,1 @@
-"""What a restore does with every leaf, before and when it does it."""
+"""Plans of a restore, and carrying them out."""

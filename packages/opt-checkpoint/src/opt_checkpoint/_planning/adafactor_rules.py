@@ -1,8 +1,8 @@
 """Rules that carry Adafactor's state between `opt_adafactor` and Optax.
 
-Both factor a parameter of rank 2 alike where both take the same `min_dim_size_to_factor`, and keep
-the same means. Ours has one step for everything where Optax counts in each transformation, and a
-placeholder where there is no momentum.
+With the same `min_dim_size_to_factor`, both factor a parameter of rank 2 alike and keep the same
+means. Ours has one step where Optax counts in each transformation, and a placeholder without
+momentum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Carrying out a plan: read what is used, convert it, make the rest anew."""
+"""Carrying out a plan: read the leaves that are used, convert them, initialise the rest."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from opt_core import Optimizer, OptimizerState, strong_types, unalias
 from opt_core.state_changes import all_survive, convert_held, init_leaves, placed
 
-from opt_checkpoint._naming.schema import Names
+from opt_checkpoint._naming.schema import Names, shown
 from opt_checkpoint._planning.functions import abstract, function_name
 from opt_checkpoint._planning.plan import Plan, Row
-from opt_checkpoint._planning.rules import Map, Pad
+from opt_checkpoint._planning.rules import Map
 from opt_checkpoint.errors import LeafError
 
 
@@ -43,11 +43,15 @@ def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
     restored = jax.tree.unflatten(params, found[: len(own)])
     kept = found[n:]
     if any(leaf is None for leaf in kept):
-        _initialise(target.replace(target=restored), kept, [*places.values()][n:])
+        shardings = [*places.values()][n:]
+        _initialise(target.replace(target=restored), kept, shardings, plan.view.stored)
     state: OptimizerState = jax.tree.unflatten(states, kept)
-    besides = dict(zip(others, found[len(own) : n], strict=True))
+    made = target.replace(target=restored, state=state)
+    if plan.view.stored is not None:
+        made = plan.view.stored.stored_again(plan.rows, plan.source, made)
+    rest = dict(zip(others, found[len(own) : n], strict=True))
     result: tuple[Optimizer, dict[Names, Any]] = unalias(
-        (target.replace(target=restored, state=state), besides),
+        (made, rest),
         apart_from=[value for value in values if isinstance(value, jax.Array)],
     )
     return result
@@ -66,7 +70,7 @@ def _wanted(plan: Plan[Any], places: Mapping[str, Any]) -> dict[str, jax.ShapeDt
 
 
 def _source_sharding(row: Row, shape: tuple[int, ...], sharding: Any) -> Any:
-    """Where a leaf of the checkpoint lies best for the leaf that is made of it."""
+    """Where to read a leaf of the checkpoint for the leaf of the target that it becomes."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     if row.how in ("maxima", "first") or (row.leaf.shape and "reshape" in row.kinds):
@@ -94,7 +98,7 @@ def _leaf(
     checks: dict[str, Any],
     allow: frozenset[str],
 ) -> Any:
-    """The leaf of the target, `None` where the state has to be made anew."""
+    """The leaf of the target, `None` where it is to be initialised."""
     if row.by == "keep" or (row.action == "initialised" and row.leaf.kind == "params"):
         return strong_types(value) if isinstance(value, jax.Array) else jnp.asarray(value)
     if row.action == "initialised":
@@ -103,8 +107,8 @@ def _leaf(
     is_wide = any(isinstance(x, np.ndarray) for x in given)
     if is_wide and "cast" not in row.kinds:
         raise LeafError(
-            f"`{row.leaf.name}`: JAX cannot hold {row.leaf.dtype} here. Set `jax_enable_x64`, "
-            "or give the target another dtype and admit `'cast'`."
+            f"`{row.leaf.name}`: {row.leaf.dtype} needs `jax_enable_x64`: set it, or give the "
+            "target another dtype and admit `'cast'`."
         )
     if not row.how and not set(row.kinds) & {"cast", "reshape"}:
         return placed(given[0], sharding)
@@ -128,16 +132,13 @@ def _called(row: Row, by: Map, given: list[Any], allow: frozenset[str]) -> tuple
         raise LeafError(
             f"`{leaf.name}`: `{name}` raises {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(found, jax.Array | np.ndarray | np.generic):
-        raise LeafError(
-            f"`{leaf.name}`: `{name}` returns {type(found).__name__}, expected one array"
-        )
-    result = f"{found.dtype}{list(found.shape)}"
-    is_cast = str(found.dtype) != leaf.dtype
-    if found.shape != leaf.shape or (is_cast and ("cast" not in allow or leaf.is_key)):
-        raise LeafError(
-            f"`{leaf.name}`: `{name}` returns {result}, expected {leaf.dtype}{list(leaf.shape)}"
-        )
+    is_array = isinstance(found, jax.Array | np.ndarray | np.generic)
+    result = shown(found) if is_array else type(found).__name__
+    may_cast = "cast" in allow and not leaf.is_key
+    is_right = is_array and found.shape == leaf.shape
+    if not is_right or (str(found.dtype) != leaf.dtype and not may_cast):
+        expected = f"one array {shown(leaf)}"
+        raise LeafError(f"`{leaf.name}`: `{name}` returns {result}, expected {expected}")
     if leaf.is_key:
         return found, True
     with np.errstate(all="ignore"):
@@ -147,33 +148,25 @@ def _called(row: Row, by: Map, given: list[Any], allow: frozenset[str]) -> tuple
 
 def _converter(row: Row, sharding: Any) -> Any:
     out = sharding if isinstance(sharding, NamedSharding) else None
-    fn = row.by.fn if isinstance(row.by, Map) and row.how == "map" else None
-    detail = row.by.value if isinstance(row.by, Pad) else row.index or 0
-    key = row.how, row.axis, detail, fn, row.leaf.shape, row.leaf.dtype, out
-    return _compiled_converter(*key)
+    by: Any = row.by
+    detail = {"map": "fn", "pad": "value"}.get(row.how, "")
+    given = getattr(by, detail) if detail else row.index
+    return _compiled_converter(row.how, row.axis, given, row.leaf.shape, row.leaf.dtype, out)
 
 
 @functools.lru_cache(maxsize=1024)
 def _compiled_converter(
-    how: str,
-    axis: int,
-    detail: Any,
-    fn: Any,
-    shape: tuple[int, ...],
-    dtype: str,
-    sharding: Any,
+    how: str, axis: int, detail: Any, shape: tuple[int, ...], dtype: str, sharding: Any
 ) -> Any:
     def convert(given: list[Any]) -> tuple[Any, Any]:
-        made = jnp.reshape(_made(how, given, axis, detail, fn, shape), shape)
+        made = jnp.reshape(_made(how, given, axis, detail, shape), shape)
         cast = made if dtype.startswith("key<") else made.astype(dtype)
         return cast, all_survive(made, cast)
 
     return jax.jit(convert, out_shardings=None if sharding is None else (sharding, None))
 
 
-def _made(
-    how: str, given: list[Any], axis: int, detail: Any, fn: Any, shape: tuple[int, ...]
-) -> Any:
+def _made(how: str, given: list[Any], axis: int, detail: Any, shape: tuple[int, ...]) -> Any:
     first = given[0]
     match how:
         case "stack":
@@ -185,7 +178,7 @@ def _made(
             new = [*first.shape[:axis], size, *first.shape[axis + 1 :]]
             return jnp.concatenate([first, jnp.full(new, detail, first.dtype)], axis)
         case "map":
-            return fn(*given)
+            return detail(*given)
         case "maximum":
             return functools.reduce(jnp.maximum, given)
         case "maxima":
@@ -210,16 +203,27 @@ def _raise_misfits(checks: Mapping[str, Any]) -> None:
 def _misfit(row: Row) -> LeafError:
     return LeafError(
         f"`{row.leaf.name}`: a value of the checkpoint does not fit {row.leaf.dtype} ({row.note}). "
-        "Restore it in the dtype that it has, or start it anew by a rule."
+        "Restore it in its own dtype, or initialise it by a rule."
     )
 
 
-def _initialise(optimizer: Optimizer, state: list[Any], places: Sequence[Any]) -> None:
-    """Makes what a state lacks as `init` does, of the restored parameters."""
+def _initialise(optimizer: Optimizer, state: list[Any], places: Sequence[Any], stored: Any) -> None:
+    """Fills the gaps of a state as `init` does, from the restored parameters."""
     first = len(jax.tree.leaves(optimizer.state.step))
     if first and state[0] is None:
         state[0] = jnp.zeros((), jnp.int32)
     wanted = [i for i, leaf in enumerate(state[first:]) if leaf is None]
+    if stored is not None:
+
+        def make(params: Any) -> list[Any]:
+            made = optimizer.optimizer_def.create(params).state.param_states
+            leaves = jax.tree.leaves(stored.plain_state(made))
+            return [leaves[i] for i in wanted]
+
+        for i, leaf in zip(wanted, jax.jit(make)(optimizer.target), strict=True):
+            state[first + i] = leaf
+        state[:] = map(placed, state, places)
+        return
     meshed = {i: x for i in wanted if isinstance(x := places[first + i], NamedSharding)}
     for i, leaf in init_leaves(optimizer, wanted, meshed).items():
         state[first + i] = leaf
@@ -227,7 +231,7 @@ def _initialise(optimizer: Optimizer, state: list[Any], places: Sequence[Any]) -
 
 
 def _sharding(value: Any) -> Any:
-    """Where a leaf of the target is bound to be, if anywhere."""
+    """Where a leaf of the target is committed to, if anywhere."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return value.sharding
     is_placed = isinstance(value, jax.Array) and value.committed

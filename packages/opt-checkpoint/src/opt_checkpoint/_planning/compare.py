@@ -1,94 +1,77 @@
-"""Whether two optimizers are the same, and what changed."""
+"""Whether two optimizers are the same, what changed, and what may have been renamed."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from opt_core import TransformationDescription
-from opt_core.state_changes import bearing_of, like_numbers, shared_settings
+from opt_core.state_changes import Move, Side, bearing_of, like_numbers, made_of, shared_settings
 
-from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name, numbered
+from opt_checkpoint._naming.schema import Names, leaf_name, numbered, state_path
 
 INJECTED: Final = "injected"
-"""The setting of what `optax.inject_hyperparams` injects: it is in the state, or a schedule."""
+"""The setting of a value that `optax.inject_hyperparams` injects: from the state or a schedule."""
 
 INJECTING: Final = "inject_"
-"""Begins the names of those that inject."""
-
-_Likes = Mapping[tuple[Names, str], Mapping[int, TransformationDescription]]
+"""The prefix of the names of what injects."""
 
 
-def changes(old: Schema, new: Schema, pairs: Iterable[tuple[LeafInfo, LeafInfo]] = ()) -> list[str]:
-    """Returns what is different between two optimizers, for people to read.
+def changes(move: Move) -> Iterator[str]:
+    """Yields the differences between two optimizers as text.
 
     Other groups, other transformations, another order, and settings that change what an update
     does with its state: booleans (`nesterov`), lengths of windows, and the numbers of
     transformations that keep a state and occur twice. Learning rates and the like may change.
-    If a checkpoint says nothing of its optimizer, nothing is compared. Leaves that moved, in
-    `pairs`, tell which transformations of other groups go on.
     """
-    if old.optimizer is None or new.optimizer is None:
-        return []
-    before, after = _by_group(old.optimizer), _by_group(new.optimizer)
-    found = list(_groups(before, after))
-    for group in before.keys() & after.keys():
-        found += _order(before[group], after[group], group)
-    keepers = {leaf.base for leaf in (*old.leaves, *new.leaves)}
-    ones, others = _likes(old.optimizer), _likes(new.optimizer)
-    for like in sorted(ones.keys() & others.keys()):
-        group, name = like
-        numbers, _ = like_numbers([*ones[like].values()], [*others[like].values()])
-        is_many = name in keepers and len(others[like]) > 1
-        if is_many and (moved := [(j, i) for j, i in numbers.items() if i != j]):
-            told = ", ".join(f"`{nth(name, j)}` was `{nth(name, i)}`" for j, i in sorted(moved))
-            found.append(f"by their settings, {told}{inside(group)}")
+    old, new = move.old, move.new
+    before, after = _by_group(old), _by_group(new)
+    yield from _groups(before, after)
+    for group in sorted(before.keys() & after.keys()):
+        yield from _order(before[group], after[group], group)
+    keepers = {leaf.transformation for side in (old, new) for leaf in side.told}
+    ones, others = ({made[:2] for made in _made(side)} for side in (old, new))
+    for group, name in sorted(ones & others):
+        numbers, _ = like_numbers(old.alike(group, name), new.alike(group, name))
+        is_many = name in keepers and len(new.alike(group, name)) > 1
+        if is_many and (moved := sorted((j, i) for j, i in numbers.items() if i != j)):
+            told = ", ".join(f"`{numbered(name, j)}` was `{numbered(name, i)}`" for j, i in moved)
+            yield f"by their settings, {told}{inside(group)}"
         for j, i in sorted(numbers.items()):
-            found += _settings(ones[like][i], others[like][j], by_number=is_many)
-    elsewhere = {
-        ((a.group, a.base, a.transformation), (b.group, b.base, b.transformation)): (a, b)
-        for a, b in pairs
-        if a.group != b.group
-    }
-    for one, other in elsewhere.values():
-        first, second = old.transformation_of(one), new.transformation_of(other)
-        if first is not None and second is not None:
-            counts = len(ones[one.group, one.base]), len(others[other.group, other.base])
-            found += _settings(first, second, by_number=max(counts) > 1)
-    return list(dict.fromkeys(found))
+            one, other = old.made((group, name, i)), new.made((group, name, j))
+            yield from _settings(one, other, by_number=is_many)
+    # Leaves that moved show which transformations of other groups go on.
+    for was, now in dict.fromkeys(
+        (made_of(old.told[i]), made_of(new.told[j]))
+        for j, pair in enumerate(move.pairs)
+        for i in pair.sources
+    ):
+        if was[0] != now[0]:
+            is_many = max(len(old.alike(*was[:2])), len(new.alike(*now[:2]))) > 1
+            yield from _settings(old.made(was), new.made(now), by_number=is_many)
 
 
-def _by_group(given: Sequence[TransformationDescription]) -> dict[Names, list[str]]:
+def _made(side: Side) -> list[tuple[Names, str, int]]:
+    return [(made.group, made.name, made.number) for made in side.description.transformations]
+
+
+def _by_group(side: Side) -> dict[Names, list[str]]:
     found: dict[Names, list[str]] = {}
-    for t in given:
-        found.setdefault(t.group, []).append(f"`{t.name}`")
+    for group, name, _ in _made(side):
+        found.setdefault(group, []).append(f"`{name}`")
     return found
-
-
-def _likes(given: Sequence[TransformationDescription]) -> _Likes:
-    """By what they have in common, and their numbers."""
-    found: dict[tuple[Names, str], dict[int, TransformationDescription]] = {}
-    for made in sorted(given, key=lambda made: made.number):
-        found.setdefault((made.group, made.name), {})[made.number] = made
-    return found
-
-
-def nth(name: str, number: int) -> str:
-    """Returns what the leaves of a transformation are called: `'ema#2'`."""
-    return numbered(TransformationDescription(name, number))
 
 
 def inside(group: Names) -> str:
-    """Returns where a transformation of a group is, for people to read."""
+    """Returns the group of a transformation for messages."""
     return f" in group `{leaf_name(group)}`" if group else ""
 
 
-def _groups(
-    before: Mapping[Names, Sequence[str]], after: Mapping[Names, Sequence[str]]
-) -> Iterator[str]:
-    """Groups that are gone or new; of their transformations only those that were nowhere."""
+def _groups(before: Mapping[Names, list[str]], after: Mapping[Names, list[str]]) -> Iterator[str]:
+    """Groups that are gone or new, and their transformations if no other group has the same."""
     sides = ((before, after, "gone"), (after, before, "new"))
     for one, other, word in sides:
         if named := [group for group in one if group not in other and group]:
@@ -97,12 +80,8 @@ def _groups(
             yield f"group{'' if is_one else 's'} {names} {'is' if is_one else 'are'} {word}"
     for one, other, word in sides:
         for group in one:
-            if group not in other and not _is_among(one[group], other.values()):
+            if group not in other and one[group] not in other.values():
                 yield f"{', '.join(one[group])} is {word}{inside(group)}"
-
-
-def _is_among(names: Sequence[str], others: Collection[Sequence[str]]) -> bool:
-    return any(list(names) == list(other) for other in others)
 
 
 def _order(old: Sequence[str], new: Sequence[str], group: Names) -> Iterator[str]:
@@ -122,11 +101,11 @@ def _order(old: Sequence[str], new: Sequence[str], group: Names) -> Iterator[str
 def _settings(
     old: TransformationDescription, new: TransformationDescription, *, by_number: bool
 ) -> Iterator[str]:
-    """Yields the settings by which updates do something else with the state.
+    """Yields changed settings that make updates use the state differently.
 
-    What must not change at all, or only at times, is a problem of the plan, not among these.
+    Settings that must not change, or only at times, are problems of the plan instead.
     """
-    # What is injected comes from the checkpoint.
+    # injected values come from the checkpoint
     by_number = by_number and INJECTED not in old.settings.keys() & new.settings.keys()
     for name in shared_settings(old, new):
         one, other = old.settings[name], new.settings[name]
@@ -144,3 +123,44 @@ def _settings(
         elif effect == "window":
             length, now = (str(x) if isinstance(x, int) else "a function" for x in (one, other))
             yield f"{where} was {length}, is {now if length != now else 'another'}"
+
+
+def suggested_renames(move: Move) -> Iterator[str]:
+    """Yields the `Rename` that would keep a state instead of dropping and initialising it.
+
+    Only if exactly one removed and one new transformation agree in fields, shapes and parameters.
+    Two known transformations are not the same: Adam's moments are not Adamax's.
+    """
+    initial = {j for j, pair in enumerate(move.pairs) if not pair.sources and j not in move.ruled}
+    gone, new = _looks(move.old, frozenset(move.dropped)), _looks(move.new, initial)
+    for after, look in new.items():
+        like = [old for old, other in gone.items() if other == look and old.group == after.group]
+        is_one = len(like) == 1 and [*new.values()].count(look) == 1
+        if is_one and "stated" not in (like[0].source, after.source):
+            yield _suggestion(like[0], after)
+
+
+def _looks(side: Side, chosen: Collection[int]) -> Mapping[TransformationDescription, Any]:
+    """Fields, parameters and shapes of the transformations of which all leaves are chosen."""
+    found = {}
+    for made in side.description.transformations:
+        own = side.leaves_of((made.group, made.name, made.number))
+        if own and all(i in chosen for i in own):
+            looks = (
+                (side.told[i].field, side.told[i].parameter, side.leaves[i].shape) for i in own
+            )
+            found[made] = frozenset(looks)
+    return found
+
+
+def _suggestion(old: TransformationDescription, new: TransformationDescription) -> str:
+    was, now = numbered(old.name, old.number), numbered(new.name, new.number)
+    pattern = re.escape(leaf_name(state_path(new.group, now))).replace("\\#", "#") + "/(.*)"
+    source = leaf_name(state_path(old.group, was)).replace("\\", "\\\\") + "/\\1"
+    text = (
+        f"`{now}` may be the former `{was}`: their states look the same. If so, say: "
+        f"`rules=[(r'{pattern}', Rename(r'{source}'))]`"
+    )
+    if new.name != old.name:
+        text += f", or `aliases={{'{new.name}': '{old.name}'}}` in the definition"
+    return text

@@ -1,4 +1,4 @@
-"""Functions of rules: what they are called, what they are given, and what they return."""
+"""Functions of rules: their names, arguments and results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from opt_checkpoint._naming.schema import LeafInfo
+from opt_checkpoint._naming.names import is_wide
+from opt_checkpoint._naming.schema import LeafInfo, shown
 from opt_checkpoint.errors import LeafError
 
 _NEED_VALUES: Final = (
@@ -25,10 +26,10 @@ class Refused(Exception):  # noqa: N818 - becomes the problem of a row
 
 
 def result_of(fn: Callable[..., Any], sources: Sequence[LeafInfo]) -> jax.ShapeDtypeStruct | None:
-    """Returns the shape and dtype that a function returns, `None` where that needs values."""
+    """Returns the shape and dtype of a function's result, `None` if computing it needs values."""
     given = [abstract(source) for source in sources]
     for source, leaf in zip(sources, given, strict=True):
-        if not source.is_key and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+        if not source.is_key and is_wide(leaf.dtype):
             raise Refused(
                 f"JAX cannot hold {source.dtype} of `{source.name}` here: set `jax_enable_x64`"
             )
@@ -38,27 +39,23 @@ def result_of(fn: Callable[..., Any], sources: Sequence[LeafInfo]) -> jax.ShapeD
     except _NEED_VALUES:
         return None
     except Exception as error:  # whatever a user's function raises
-        raise Refused(f"`{name}` of {listed(sources)} raises {_error(error)}") from error
+        text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise Refused(f"`{name}` of {listed(sources)} raises {text}") from error
     if not isinstance(result, jax.ShapeDtypeStruct):
-        raise Refused(
-            f"`{name}` of {listed(sources)} returns {type(result).__name__}, not one array"
-        )
+        kind = type(result).__name__
+        raise Refused(f"`{name}` of {listed(sources)} returns {kind}, not one array")
     return result
 
 
-def _error(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
 def listed(sources: Sequence[LeafInfo]) -> str:
-    """Returns dtypes and shapes, for people to read."""
-    return ", ".join(f"{source.dtype}{list(source.shape)}" for source in sources)
+    """Returns dtypes and shapes for messages."""
+    return ", ".join(map(shown, sources))
 
 
 def abstract(leaf: LeafInfo, sharding: Any = None) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of a leaf, with a sharding.
 
-    A Python scalar has no dtype of arrays: its place is that of an integer, and is not looked at.
+    A Python scalar has no dtype of arrays; the result for it is not used.
     """
     if leaf.dtype == "python":
         return jax.ShapeDtypeStruct((), jnp.int32)
@@ -72,9 +69,9 @@ def key_kind(name: str) -> tuple[str, Any]:
         found = jax.eval_shape(functools.partial(jax.random.key, impl=impl), 0).dtype
         if str(found) == name:
             return impl, found
-    raise LeafError(f"`{name}` is not a kind of PRNG keys that this JAX knows")
+    raise LeafError(f"`{name}` is not a type of PRNG keys of this JAX")
 
 
 def function_name(fn: Any) -> str:
-    """Returns what a function is called, for people to read."""
+    """Returns the name of a function for messages."""
     return str(getattr(fn, "__name__", type(fn).__name__))

@@ -1,21 +1,18 @@
 """Which dimensions of its parameter a leaf of a state keeps.
 
-A first moment keeps all of them, a row of Adafactor all but one. Sizes alone do not say which: the
-two factors of a square matrix look the same.
+A first moment keeps all of them, a row of Adafactor all but one. Sizes do not say which: the two
+factors of a square matrix look the same.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-
 from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, leaf_name, leaf_path
 
 Kept = tuple[int | None, ...]
-"""For each dimension of a leaf the dimension of the parameter that it is; `None` for no such."""
+"""For each dimension of a leaf that of the parameter; `None` if it follows none."""
 
 FACTORED = frozenset({"factored_rms", "adafactor"})
-"""Their means over rows and columns differ in nothing but the dimensions that they keep."""
+"""Their means over rows and columns differ only in the dimensions that they keep."""
 
 _MEANS = ("v_row", "v_col")
 
@@ -23,8 +20,8 @@ _MEANS = ("v_row", "v_col")
 class KeptDimensions:
     """What the leaves of a checkpoint, or of a target, keep of their parameters.
 
-    Definitions describe it. Where they do not, a leaf of the parameter's shape mirrors it, and of
-    any other nothing is known.
+    Definitions describe it. Otherwise a leaf of the parameter's shape mirrors it, and nothing is
+    known of others.
     """
 
     def __init__(self, schema: Schema) -> None:
@@ -33,7 +30,7 @@ class KeptDimensions:
         self.shapes: dict[Names | None, tuple[int, ...]] = {x.path[1:]: x.shape for x in params}
 
     def of(self, leaf: LeafInfo) -> Kept:
-        """Returns what a leaf keeps; only `None`s where it follows no parameter."""
+        """Returns what a leaf keeps; only `None`s if it follows no parameter."""
         if leaf.dimensions is not None:
             return leaf.dimensions
         is_like = leaf.kind == "params" or leaf.shape == self.shapes.get(leaf.parameter)
@@ -45,7 +42,7 @@ class KeptDimensions:
         return is_like and self.of(leaf) == tuple(range(len(leaf.shape)))
 
     def is_placeholder(self, leaf: LeafInfo) -> bool:
-        """Whether a leaf only stands where another parameter has a mean."""
+        """Whether a leaf is a placeholder where another parameter has a mean."""
         is_mean = leaf.base in FACTORED and leaf.field[-1:] in [(n,) for n in (*_MEANS, "v", "m")]
         is_one = leaf.shape == (1,) != self.shapes.get(leaf.parameter, (1,))
         return is_mean and is_one and self.of(leaf) == (None,)
@@ -61,31 +58,29 @@ class KeptDimensions:
         return all(i is None or (i < len(shape) and size == shape[i]) for size, i in sizes)
 
     def sibling(self, leaf: LeafInfo, kept: Kept) -> LeafInfo | None:
-        """Returns the other factor of a leaf, if that has the dimensions.
+        """Returns the other factor of a leaf, if that keeps the dimensions.
 
-        Rows and columns are means over what they do not keep, whatever they are called.
+        Rows and columns are means over what they do not keep, whatever their names.
         """
         if leaf.base not in FACTORED or leaf.field[-1:] not in [(name,) for name in _MEANS]:
             return None
         other = _MEANS[1 - _MEANS.index(leaf.field[-1])]
         depth = len(leaf.path) - len(leaf.parameter or ())
-        found = self._by_name.get(leaf_name((*leaf.path[: depth - 1], other, *leaf.path[depth:])))
+        found = self._schema.by_name.get(
+            leaf_name((*leaf.path[: depth - 1], other, *leaf.path[depth:]))
+        )
         return found if found is not None and self.keeps(found, kept) else None
-
-    @functools.cached_property
-    def _by_name(self) -> Mapping[str, LeafInfo]:
-        return self._schema.by_name
 
 
 def sm3_dimension(leaf: LeafInfo) -> int | None:
-    """Returns which dimension an accumulator of `optax.scale_by_sm3` is for, `None` of others."""
+    """Returns the dimension of an accumulator of `optax.scale_by_sm3`, `None` for others."""
     fields = leaf.field
     is_one = leaf.base == "sm3" and len(fields) > 1 and fields[-2] == "mu"
     return int(fields[-1]) if is_one and fields[-1].isdecimal() else None
 
 
-def told(kept: Kept) -> str:
-    """Returns the dimensions that a leaf keeps, for people to read: `'dimensions 0, 2'`."""
+def dims(kept: Kept) -> str:
+    """Returns the dimensions that a leaf keeps as text: `'dimensions 0, 2'`."""
     numbers = [str(i) for i in kept if i is not None]
     if not numbers:
         return "no dimension"
@@ -93,7 +88,7 @@ def told(kept: Kept) -> str:
 
 
 def with_dimension(name: str, index: int, before: int) -> str:
-    """Returns the name of an accumulator of `sm3` with the dimension that it had."""
+    """Returns the name of an accumulator of `sm3` with its former dimension."""
     path = list(leaf_path(name))
     for i in range(1, len(path) - 1):
         is_sm3 = path[i - 1].partition("#")[0] == "sm3"

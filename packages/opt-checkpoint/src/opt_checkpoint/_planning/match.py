@@ -20,23 +20,13 @@ from opt_core.state_changes import (
     statistics,
 )
 
-from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, Source, leaf_name, leaf_path
-from opt_checkpoint._planning.compare import INJECTING, changes, inside, nth
+from opt_checkpoint._naming.schema import LeafInfo, Names, Source, leaf_name, leaf_path, numbered
+from opt_checkpoint._planning.compare import INJECTING, changes, inside, suggested_renames
 from opt_checkpoint._planning.kept import KeptDimensions
 from opt_checkpoint._planning.plan import Plan, Row
-from opt_checkpoint._planning.renames import suggested_renames
-from opt_checkpoint._planning.rules import (
-    Action,
-    Map,
-    Pad,
-    Policy,
-    Rename,
-    Rule,
-    Stack,
-    Unstack,
-    sources_of,
-)
+from opt_checkpoint._planning.rules import Action, Pad, Policy, Rename, Rule, Taking, sources_of
 from opt_checkpoint._planning.sides import frozen, side_of, state_leaves
+from opt_checkpoint._planning.stored import plain_sides, with_ways
 from opt_checkpoint._planning.values import RuledRows, fitted
 from opt_checkpoint._targets.named import named_view
 from opt_checkpoint._targets.view import View, view_of
@@ -45,17 +35,13 @@ _Target = TypeVar("_Target")
 
 
 def plan_restore(
-    checkpoint: Source,
-    target: _Target,
-    *,
-    allow: Iterable[str] = (),
-    rules: Sequence[Rule] = (),
+    checkpoint: Source, target: _Target, *, allow: Iterable[str] = (), rules: Sequence[Rule] = ()
 ) -> Plan[_Target]:
     r"""Returns what restoring a checkpoint into an optimizer would do with every leaf.
 
-    Leaves meet by name. A leaf whose parameter has moved to another group is found there. What a
-    group keeps for all its parameters, such as a count, is taken where all the groups that they
-    come from agree about it; where they do not, that transformation starts anew in the group.
+    Leaves are paired by name. A leaf whose parameter has moved to another group is found there.
+    What a group keeps for all its parameters, such as a count, is kept if all the groups that they
+    come from agree about it; otherwise that transformation is reinitialised in the group.
 
     Args:
       checkpoint: a step of a `Checkpointer`, a `NamedState`, or any other `Source`.
@@ -64,19 +50,19 @@ def plan_restore(
       allow: the kinds of changes that are admitted: `'initialise'`, a leaf that the checkpoint
         lacks, as `init` makes it; `'drop'`, a leaf that the target has no place for; `'cast'`,
         another dtype, where every value fits; `'reshape'`, another shape of the same size;
-        `'regroup'`, a leaf whose parameter is in another group, or in none any more;
+        `'regroup'`, a leaf whose parameter is in another group, or no longer in one;
         `'optimizer'`, other transformations, or others in their order. Without any, everything
         has to match.
       rules: pairs of a regular expression, which has to match a whole name, and an `Action`; the
         first that matches decides, and admits what it says.
 
     Returns:
-      The plan. Nothing has been read but the schema; `plan.apply()` restores, and returns what
-      `target` is.
+      The plan. Only the schema has been read; `plan.apply()` restores, and returns the same kind as
+      `target`.
 
     Raises:
       TypeError: `target` is of another kind, or `checkpoint` cannot be read from.
-      TypeError, ValueError: `allow` or `rules` are none; or a rule matches no leaf.
+      TypeError, ValueError: `allow` or `rules` are invalid, or a rule matches no leaf.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -93,29 +79,39 @@ def plan_restore(
       !- state/adam/mu/w float32[2]
       !- state/adam/nu/w float32[2]
     """
-    _check_source(checkpoint)
+    if not isinstance(checkpoint, Source):
+        raise TypeError(
+            "`checkpoint` must be a step (`Checkpointer.at`, `latest_valid`, `open_step`) or a "
+            f"`NamedState`; found {type(checkpoint).__name__}"
+        )
     policy = Policy.make(allow, rules)
     view = view_of(target)
+    sides = plain_sides(checkpoint, view, policy)
+    if sides is not None:
+        checkpoint, view = sides[0], sides[1].view
     matcher = _Matcher(checkpoint, view, policy)
     rows = matcher.rows()
+    if sides is not None:
+        rows = with_ways(rows, sides[1].ways, sides[0], policy)
     _check_rules(policy, rows, checkpoint)
     move = matcher.move(rows)
     refused = list(refusals(move))
-    joined = {r.new: r.text for r in refused if r.new is not None}
     names = {
-        matcher.new.names[j]: f"{text}, or initialise it by a rule" for j, text in joined.items()
+        matcher.new.names[r.new]: f"{r.text}, or initialise it by a rule"
+        for r in refused
+        if r.new is not None
     }
     rows = [
         row if row.problem else dataclasses.replace(row, problem=names.get(row.leaf.name, ""))
         for row in rows
     ]
     left = {matcher.old.names[r.old]: r.text for r in refused if r.old is not None}
-    schema = matcher.named.schema
-    changed = changes(checkpoint.schema, schema, matcher.pairs(rows))
+    # If a checkpoint says nothing of its optimizer, nothing is compared.
+    changed = [] if checkpoint.schema.optimizer is None else [*changes(move)]
     changed += [*matcher.turned, *earlier_changes(move), *statistics(move, matcher.origins)]
     return Plan(
         rows=tuple(rows),
-        dropped=tuple(_dropped(checkpoint.schema, rows, left, policy)),
+        dropped=tuple(_dropped(checkpoint, rows, left, policy)),
         changes=tuple(dict.fromkeys(changed)),
         problems=tuple(r.text for r in refused if r.old is None and r.new is None),
         suggestions=tuple(suggested_renames(move)),
@@ -124,14 +120,6 @@ def plan_restore(
         target=target,
         view=view,
     )
-
-
-def _check_source(checkpoint: Any) -> None:
-    if not isinstance(checkpoint, Source):
-        raise TypeError(
-            "`checkpoint` must be a step (`Checkpointer.at`, `latest_valid`, `open_step`) or a "
-            f"`NamedState`; found {type(checkpoint).__name__}"
-        )
 
 
 class _Matcher:
@@ -166,7 +154,7 @@ class _Matcher:
             if leaf.kind == "params":
                 found = self.policy.rule(leaf.name)
                 names: tuple[str, ...] = (leaf.name,)
-                if found is not None and isinstance(found[1], Rename | Stack | Unstack | Map):
+                if found is not None and isinstance(found[1], Taking):
                     names = sources_of(found[1], found[2], leaf.shape)
                 yield leaf.path[1:], [leaf_path(n)[1:] for n in names if n in self.saved]
 
@@ -183,12 +171,8 @@ class _Matcher:
             found.append(row)
         return list(_with_notes(self._with_counts(found)))
 
-    def pairs(self, rows: Iterable[Row]) -> list[tuple[LeafInfo, LeafInfo]]:
-        """The leaves of the checkpoint with those of the target that they become."""
-        return [(self.saved[name], row.leaf) for row in rows for name in row.sources]
-
     def move(self, rows: Sequence[Row]) -> Move:
-        """The same as surgery has it."""
+        """The `Move` that surgery would make."""
         of_state = [row for row in rows if row.leaf.transformation]
         pairs = [
             Pair(tuple(self._places[name] for name in row.sources if name in self._places))
@@ -199,13 +183,13 @@ class _Matcher:
             for j, row in enumerate(of_state)
             if row.by is not None and (row.sources or not isinstance(row.by, Pad))
         }
-        ruled |= {j for j, row in enumerate(of_state) if self._is_anew(row.leaf.name)}
-        anew = {row.leaf.name for row in of_state if row.is_ok and not row.sources}
+        ruled |= {j for j, row in enumerate(of_state) if self._is_fresh(row.leaf.name)}
+        fresh = {row.leaf.name for row in of_state if row.is_ok and not row.sources}
         let_go = {
             i
             for i, leaf in enumerate(self._old)
             if self.policy.rule(leaf.name, drop=True) is not None
-            or (leaf.parameter is not None and leaf.name in anew and self._is_anew(leaf.name))
+            or (leaf.parameter is not None and leaf.name in fresh and self._is_fresh(leaf.name))
         }
         idle = frozen(self.named.schema)
         trained = {o for param, found in self.origins.items() if param not in idle for o in found}
@@ -213,35 +197,32 @@ class _Matcher:
         return Move(self.old, self.new, pairs, ruled, let_go, gone)
 
     def _action(self, name: str) -> Action | None:
-        """What a rule does with a leaf of the target, if one does."""
+        """The action of the rule for a leaf of the target, if any."""
         found = self.policy.rule(name)
         return None if found is None else found[1]
 
-    def _is_anew(self, name: str) -> bool:
-        """Whether a rule says that a leaf of the target is not to come from the checkpoint."""
+    def _is_fresh(self, name: str) -> bool:
+        """Whether a rule says that a leaf of the target does not come from the checkpoint."""
         return self._action(name) in ("initialise", "keep")
 
     def _with_counts(self, rows: Sequence[Row]) -> Iterator[Row]:
-        """Refuses a count that would start anew beside moments that rules keep."""
+        """Refuses to reinitialise a count whose moments are kept by rules."""
         ruled: dict[tuple[Names, str], str] = {}
-        anew = {(made[0], nth(*made[1:])) for made in self.pairing.anew}
+        fresh = {(made[0], numbered(*made[1:])) for made in self.pairing.anew}
         for row in rows:
             if row.leaf.parameter is not None and row.by is not None:
                 ruled.setdefault((row.leaf.group, row.leaf.transformation), row.leaf.name)
         for row in rows:
             where = row.leaf.group, row.leaf.transformation
             is_count = row.action == "initialised" and row.leaf.parameter is None
-            is_free = row.problem or self._is_anew(row.leaf.name)
-            if is_count and not is_free and where in anew and where in ruled:
-                problem = (
-                    f"{row.note}, while a rule keeps `{ruled[where]}`: say by a rule what becomes "
-                    "of this leaf too"
-                )
+            is_free = row.problem or self._is_fresh(row.leaf.name)
+            if is_count and not is_free and where in fresh and where in ruled:
+                problem = f"{row.note}, while a rule keeps `{ruled[where]}`: give this a rule too"
                 row = dataclasses.replace(row, problem=problem)
             yield row
 
     def _row_by_rule(self, leaf: LeafInfo) -> Row | None:
-        """The row of a leaf of which a rule says where it is from."""
+        """The row of a leaf whose source a rule states."""
         found = self.policy.rule(leaf.name)
         if found is None:
             return None
@@ -250,7 +231,7 @@ class _Matcher:
             return self._initialised(leaf, "as a rule says", is_ruled=True)
         if action == "keep":
             return self._own_value(leaf)
-        if isinstance(action, Rename | Stack | Unstack | Map):
+        if isinstance(action, Taking):
             return self.ruled.taken(leaf, action, match)
         return None
 
@@ -275,7 +256,7 @@ class _Matcher:
             if self._had.shapes.get(like.parameter) == self._kept.shapes.get(leaf.parameter):
                 name = leaf_name((*leaf.field, *(leaf.parameter or ())))
                 self.turned.append(f"`{name}` of `{leaf.base}`{inside(leaf.group)} {pair.note}")
-            return self._let_go(leaf, self._left_behind(leaf, like) or pair.note)
+            return self._initialised(leaf, self._left_behind(leaf, like) or pair.note, "drop")
         if not sources:
             return self._initialised(leaf, pair.note)
         is_numbered = sources[0].group == leaf.group and sources[0].name != leaf.name
@@ -291,12 +272,12 @@ class _Matcher:
     def _fitted(
         self, leaf: LeafInfo, sources: Sequence[LeafInfo], kinds: tuple[str, ...], note: str
     ) -> Row:
-        """The row of a leaf that is one of the checkpoint, or several that agree."""
+        """The row of a leaf that comes from one of the checkpoint, or from several that agree."""
         action = self._action(leaf.name)
         if isinstance(action, Pad):
             row = self.ruled.padded(leaf, action, sources[0], kinds, note)
         elif why := self._left_behind(leaf, sources[0]):
-            return self._let_go(leaf, why)
+            return self._initialised(leaf, why, "drop")
         else:
             admitted = self.policy.allow | ({action} if isinstance(action, str) else set())
             row = fitted(leaf, sources[0], kinds, note, admitted)
@@ -304,28 +285,26 @@ class _Matcher:
         names = tuple(source.name for source in sources)
         return dataclasses.replace(row, sources=names) if is_own else row
 
-    def _initialised(self, leaf: LeafInfo, note: str, *, is_ruled: bool = False) -> Row:
-        admitted = is_ruled or "initialise" in self.policy.allow
-        row = Row(leaf, "initialised", kinds=("initialise",), note=note, is_admitted=admitted)
-        if leaf.kind != "params" or not _is_abstract(self.named[leaf.name]):
-            return row
-        problem = (
-            "the checkpoint does not have it, and the target gives no value: create the optimizer "
-            "with arrays for new parameters"
+    def _initialised(self, leaf: LeafInfo, note: str, *more: str, is_ruled: bool = False) -> Row:
+        kinds = ("initialise", *more)
+        admitted = is_ruled or {*kinds} <= self.policy.allow
+        is_missing = leaf.kind == "params" and _is_abstract(self.named[leaf.name])
+        problem = "the checkpoint lacks it: give arrays for new parameters" if is_missing else ""
+        return Row(
+            leaf, "initialised", kinds=kinds, note=note, problem=problem, is_admitted=admitted
         )
-        return dataclasses.replace(row, problem=problem)
 
     def _left_behind(self, leaf: LeafInfo, source: LeafInfo) -> str:
-        """Why a leaf whose parameter a rule makes is not its namesake; empty if it is.
+        """Why a leaf is not that of the same name if a rule makes its parameter; empty if it is.
 
-        A moment that still fits its parameter's shape, fits not its values.
+        A moment may still fit the shape of its parameter, but not its values.
         """
         if leaf.transformation and holds_parameters(leaf.description):
             for param in self.named.schema.leaves:
                 action = self._action(param.name) if param.kind == "params" else None
-                if isinstance(action, Stack | Unstack | Map | Pad):
+                if action is not None and not isinstance(action, str | Rename):
                     what = f"a `{type(action).__name__}` makes `{param.name}`"
-                    return f"{what}, and this holds parameters one after the other"
+                    return f"{what}, and this concatenates parameters"
         if leaf.kind != "state" or leaf.parameter is None:
             return ""
         name = leaf_name(("params", *leaf.parameter))
@@ -338,11 +317,6 @@ class _Matcher:
             return ""
         return f"a `{type(action).__name__}` makes `{name}`, and no rule says what this becomes"
 
-    def _let_go(self, leaf: LeafInfo, why: str) -> Row:
-        row = self._initialised(leaf, why)
-        admitted = {"initialise", "drop"} <= self.policy.allow
-        return dataclasses.replace(row, kinds=("initialise", "drop"), is_admitted=admitted)
-
     def _own_value(self, leaf: LeafInfo) -> Row:
         problem = "the target gives no value to keep" if _is_abstract(self.named[leaf.name]) else ""
         note = "the target's own, as a rule says"
@@ -350,9 +324,9 @@ class _Matcher:
 
 
 _EVALUATED: Final = {
-    "schedule_free": "the parameters to evaluate are made of it, those that are kept are not them; "
-    "a `Map` of `params`, `z` and `b1` takes them",
-    "with_average": "the average; a `Rename` of `params` to it takes it as the parameters",
+    "schedule_free": "the parameters to evaluate are computed from it, and are not those that are "
+    "kept; a `Map` of `params`, `z` and `b1` restores them",
+    "with_average": "the average; a `Rename` of `params` to it restores it as the parameters",
 }
 
 
@@ -375,7 +349,7 @@ def _check_rules(policy: Policy, rows: Sequence[Row], source: Source) -> None:
 
 
 def _with_notes(rows: Iterable[Row]) -> Iterator[Row]:
-    """Says of what starts anew beside a count that goes on that it does."""
+    """Notes on leaves that are initialised although their count goes on."""
     rows = list(rows)
     counts: dict[tuple[Names, str], str] = {}
     for row in rows:
@@ -392,16 +366,16 @@ def _with_notes(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def _dropped(
-    saved: Schema, rows: Sequence[Row], left: Mapping[str, str], policy: Policy
+    source: Source, rows: Sequence[Row], left: Mapping[str, str], policy: Policy
 ) -> Iterator[Row]:
-    """Yields the leaves of a checkpoint, and slices of leaves, that nothing takes."""
+    """Yields the leaves of a checkpoint, and slices of leaves, that are not used."""
     used = {name for row in rows for name in row.sources}
-    anew = {row.leaf.name for row in rows if row.is_ok and not row.sources}
-    for leaf in saved.leaves:
+    fresh = {row.leaf.name for row in rows if row.is_ok and not row.sources}
+    for leaf in source.schema.leaves:
         if leaf.kind != "extra" and leaf.name not in used:
             by_rule = policy.rule(leaf.name, drop=True) is not None
             why = f"{left[leaf.name]}, or drop it by a rule" if leaf.name in left else ""
-            admitted = by_rule or "drop" in policy.allow or leaf.name in anew
+            admitted = by_rule or "drop" in policy.allow or leaf.name in fresh
             note = _EVALUATED.get(leaf.base, "") if leaf.role == "params_copy" else ""
             yield Row(
                 leaf, "dropped", kinds=("drop",), note=note, problem=why, is_admitted=admitted
@@ -411,7 +385,7 @@ def _dropped(
     for row in rows:
         if row.how == "slice" and row.sources[0] not in whole:
             taken.setdefault((row.sources[0], row.axis), set()).add(row.index)
-    leaves = saved.by_name
+    leaves = source.schema.by_name
     for (name, axis), indices in taken.items():
         leaf = leaves[name]
         admitted = policy.rule(name, drop=True) is not None or "drop" in policy.allow

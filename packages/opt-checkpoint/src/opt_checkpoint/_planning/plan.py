@@ -1,4 +1,4 @@
-"""What a restore would do, as data that prints."""
+"""What a restore would do, as printable data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final, Generic, Literal, TypeAlias, TypeVar, get_args
 import jax.numpy as jnp
 from opt_core import ChangeReport, LeafChange
 
-from opt_checkpoint._naming.schema import LeafInfo, Source
+from opt_checkpoint._naming.schema import LeafInfo, Source, shown
 from opt_checkpoint._planning.functions import function_name
 from opt_checkpoint._planning.rules import KINDS, Map, Pad, Rename, Stack, Unstack
 from opt_checkpoint._targets.view import View
@@ -26,26 +26,26 @@ _Target = TypeVar("_Target")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What becomes of one leaf: an `opt_core.LeafChange`, and what that takes.
+    """What becomes of one leaf: an `opt_core.LeafChange`, and how.
 
     Attributes:
       leaf: of the target; of one that is dropped, of the checkpoint.
-      action: `'kept'`: it is taken as it is. `'renamed'`: it is, from another name. `'converted'`:
-        it is made from leaves of the checkpoint. `'initialised'`: it is new, or the target's own.
-        `'dropped'`: nothing takes it.
-      sources: the names in the checkpoint that it comes from.
-      kinds: what has to be admitted for it, words of `allow=`; and `'rename'`, `'stack'`, `'map'`
-        or `'pad'` where a rule does that. Empty for what is kept.
-      by: the rule that says how, if one does; `'keep'` for the target's own value.
+      action: `'kept'`: unchanged. `'renamed'`: unchanged, from another name. `'converted'`: made
+        from leaves of the checkpoint. `'initialised'`: new, or the target's own. `'dropped'`: not
+        used.
+      sources: the names in the checkpoint that it is made from.
+      kinds: what must be admitted for it, words of `allow=`; and `'rename'`, `'stack'`, `'map'` or
+        `'pad'` if a rule does that. Empty for leaves that are kept.
+      by: the action of its rule, if any; `'keep'` for the target's own value.
       how: what a rule other than `Rename` does with the values: `'stack'`, `'slice'`, `'map'`,
         `'pad'`; `'maximum'` of its sources, `'maxima'` of each, or the `'first'` of them.
-      axis: the dimension along which it does: of the leaf, or of its source where it is a slice.
-      is_opaque: whether the function of a `Map` needs values, so that its result is not known yet.
-      index: of an unstacked leaf, its position.
-      note: why, for people to read.
-      problem: what makes it impossible; empty if nothing does.
+      axis: the dimension along which it does so: of the leaf, or of the source of a slice.
+      is_opaque: whether the function of a `Map` needs values, so its result is not known yet.
+      index: the position of an unstacked leaf.
+      note: the reason, as text.
+      problem: why it is impossible; empty if it is not.
       is_admitted: whether `allow` or a rule admits it.
-      value: that of its source, where it is a single integer.
+      value: of its source, if it is a single integer.
     """
 
     leaf: LeafInfo
@@ -64,32 +64,32 @@ class Row:
 
     @property
     def is_ok(self) -> bool:
-        """Whether it can and may be done."""
+        """Whether it is possible and admitted."""
         return self.is_admitted and not self.problem
 
     @property
     def change(self) -> LeafChange:
-        """The same in the words of surgery; its path is its name."""
+        """The same as a `LeafChange` of surgery, with the name as its path."""
         note = self.problem or self.note
         return LeafChange(self.action, self.leaf.name, self.leaf.description, self.sources, note)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Generic[_Target]):
-    """What a restore would do with every leaf; nothing has been read, nothing done.
+    """What a restore would do with every leaf; nothing has been read or changed yet.
 
-    Prints as a summary with every leaf that is not kept; `table()` has all of them.
+    Prints as a summary and the leaves that are not kept; `table()` has all of them.
 
     Attributes:
       rows: one per leaf of the target.
-      dropped: the leaves of the checkpoint that no leaf of the target comes from.
-      changes: how the optimizer differs from the one that was saved.
-      problems: what is wrong beside single leaves.
-      allow: the kinds that are admitted.
+      dropped: the leaves of the checkpoint that are not used.
+      changes: how the optimizer differs from the saved one.
+      problems: what is wrong apart from single leaves.
+      allow: the admitted kinds.
       source: where leaves are read from.
-      target: what is restored, as it was given.
-      view: what the planner sees of it.
-      suggestions: transformations that may have been renamed, with the rule that says so.
+      target: what is restored, as given.
+      view: the target as the planner sees it.
+      suggestions: transformations that may have been renamed, with the rule to say so.
     """
 
     rows: tuple[Row, ...]
@@ -104,7 +104,7 @@ class Plan(Generic[_Target]):
 
     @property
     def is_ok(self) -> bool:
-        """Whether `apply` would do it."""
+        """Whether `apply` would carry it out."""
         leaves = all(row.is_ok for row in self._all)
         return leaves and not self.problems and not self._refused_changes
 
@@ -116,7 +116,7 @@ class Plan(Generic[_Target]):
 
     @property
     def report(self) -> ChangeReport:
-        """What becomes of the leaves of the state, as surgery says it; parameters aside."""
+        """What becomes of the leaves of the state, as surgery reports it; without parameters."""
         return ChangeReport(tuple(row.change for row in self._all if row.leaf.transformation))
 
     @property
@@ -125,10 +125,10 @@ class Plan(Generic[_Target]):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why the plan is not ok, in few lines; empty if it is.
+        """Why the plan is refused, in few lines; empty if it is not.
 
-        The problems, the changes that are not admitted, and for each kind of leaf that is refused
-        how many there are, with the first.
+        The problems, the changes that are not admitted, and for each kind of refused leaf the first
+        one and their number.
         """
         alike: dict[tuple[str, str], list[Row]] = {}
         for row in self._all:
@@ -145,7 +145,7 @@ class Plan(Generic[_Target]):
 
     @property
     def missing_kinds(self) -> frozenset[str]:
-        """What would have to be in `allow` besides, for all that is possible at all."""
+        """What must be added to `allow` for everything that is possible at all."""
         kinds = {kind for row in self._all if not row.is_admitted for kind in row.kinds}
         kinds |= {"optimizer"} if self._refused_changes else set()
         return frozenset(kinds & KINDS) - self.allow
@@ -158,7 +158,7 @@ class Plan(Generic[_Target]):
         """Returns the plan itself.
 
         Raises:
-          PlanError: it cannot or may not be done; its text is the plan.
+          PlanError: it is impossible or not admitted; its text is the plan.
         """
         if self.is_ok:
             return self
@@ -166,28 +166,26 @@ class Plan(Generic[_Target]):
         head = "the checkpoint does not fit the optimizer as it is"
         if count:
             head += f": {count} {'leaf' if count == 1 else 'leaves'}"
-        advice = ""
         listed = ", ".join(f"'{kind}'" for kind in sorted(self.missing_kinds))
-        kinds = f"allow={{{listed}}}"
+        kinds = f"`allow={{{listed}}}`"
+        single = any(not row.is_admitted for row in self._all)
+        rules = ", or `rules=` for single leaves" if single else ""
+        advice = f"If this is intended, admit it: {kinds}{rules}."
         if self.problems or any(row.problem for row in self._all):
-            besides = f" `{kinds}` is needed besides." if self.missing_kinds else ""
-            advice = f"\nNo `allow` admits all of that: mend what is wrong first.{besides}"
-        elif any(not row.is_admitted for row in self._all):
-            advice = f"\nIf that is meant, admit it: `{kinds}`, or `rules=` for single leaves."
-        else:
-            advice = f"\nIf that is meant, admit it: `{kinds}`."
-        raise PlanError(f"{head}\n{self}{advice}", self)
+            also = f" {kinds} is needed too." if self.missing_kinds else ""
+            advice = f"No `allow` admits all of that: correct what is wrong first.{also}"
+        raise PlanError(f"{head}\n{self}\n{advice}", self)
 
     def apply(self) -> _Target:
-        """Reads the leaves that are used and returns the restored target, of the kind it was given.
+        """Reads the leaves that are used and returns the restored target, of the given kind.
 
-        Every leaf is where the target's is, of its shape and dtype. Nothing is shared with the
-        target or the checkpoint, so that it can be donated; but fields that a subclass of
-        `TrainState` adds are the target's own. The target stays as it is, models of NNX too.
+        Every leaf has the target's shape, dtype and sharding. Nothing is shared with the target or
+        the checkpoint, so the result can be donated; only fields that a subclass of `TrainState`
+        adds are the target's own. The target is not changed, nor is a model of NNX.
 
         Raises:
-          PlanError: the plan cannot or may not be done.
-          DamagedError: a leaf in the checkpoint is not what was written.
+          PlanError: the plan is impossible or not admitted.
+          DamagedError: a leaf in the checkpoint has changed since it was written.
           LeafError: a value does not fit the dtype that it is cast to; says which leaf.
         """
         from opt_checkpoint._planning.apply import apply_plan
@@ -198,20 +196,20 @@ class Plan(Generic[_Target]):
     def diff(self) -> str:
         """Returns a line for each leaf that is not kept.
 
-        `+` is initialised, `-` dropped, `~` renamed or converted, `=` kept where a rule for other
-        leaves of its parameter does nothing to it; `!` marks what is not admitted or impossible.
+        `+` is initialised, `-` dropped, `~` renamed or converted, `=` kept although a rule matches
+        it; `!` marks what is impossible or not admitted.
         """
         return "\n".join(self._diff())
 
     def _diff(self) -> Iterator[str]:
         for row in self._all:
-            is_told = row.by is not None and row.leaf.parameter is not None
-            if row.action != "kept" or not row.is_ok or is_told:
+            is_ruled = row.by is not None and row.leaf.parameter is not None
+            if row.action != "kept" or not row.is_ok or is_ruled:
                 mark = " " if row.is_ok else "!"
-                yield f"{mark}{_SIGNS[row.action]} {_line(row.leaf)}{_told(row)}"
+                yield f"{mark}{_SIGNS[row.action]} {row.leaf.name} {shown(row.leaf)}{_text(row)}"
 
     def table(self) -> str:
-        """Returns a line for every leaf of the target, then for those that are dropped."""
+        """Returns a line for every leaf of the target, then for the dropped ones."""
         lines = [("leaf", "shape", "dtype", "action", "from", "note")]
         for row in self._all:
             done = row.action if row.is_ok else f"{row.action} (refused)"
@@ -220,7 +218,7 @@ class Plan(Generic[_Target]):
         return "\n".join([*aligned(lines, "<<<<<<"), self.summary()])
 
     def summary(self) -> str:
-        """Returns one line: how many leaves, and bytes, become what."""
+        """Returns one line: the number of leaves and bytes per action."""
         parts = []
         for action in get_args(Action):
             leaves = [row.leaf for row in self._all if row.action == action]
@@ -229,7 +227,7 @@ class Plan(Generic[_Target]):
         return ", ".join(parts)
 
     def to_data(self) -> dict[str, Any]:
-        """Returns the plan as JSON has data."""
+        """Returns the plan as JSON data."""
         return {
             "is_ok": self.is_ok,
             "rows": [_row_data(row) for row in self.rows],
@@ -243,7 +241,7 @@ class Plan(Generic[_Target]):
 
     def __str__(self) -> str:
         lines = list(self._diff())
-        # What stands in the way comes first, and is never cut off.
+        # refused leaves come first, and are never cut off
         lines.sort(key=lambda line: not line.startswith("!"))
         urgent = sum(line.startswith("!") for line in lines)
         shown = max(_LISTED, urgent)
@@ -265,9 +263,9 @@ def aligned(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
 
 
 def leaf_bytes(leaf: LeafInfo) -> int:
-    """Returns the size of a leaf in bytes; of typed PRNG keys, as many words as they have.
+    """Returns the size of a leaf in bytes; of typed PRNG keys, that of their data.
 
-    A Python scalar among the extras has none: it is in the manifest.
+    A Python scalar has none: it is in the manifest.
     """
     if leaf.dtype == "python":
         return 0
@@ -282,17 +280,10 @@ def _row_data(row: Row) -> dict[str, Any]:
     return data
 
 
-def _line(leaf: LeafInfo) -> str:
-    return f"{leaf.name} {leaf.dtype}{list(leaf.shape)}"
-
-
-def _told(row: Row) -> str:
-    parts = []
-    if row.sources and row.action in ("renamed", "converted"):
-        parts.append(f" <- {_sources(row)}")
-    if row.problem or row.note:
-        parts.append(f": {row.problem or row.note}")
-    return "".join(parts)
+def _text(row: Row) -> str:
+    is_moved = row.sources and row.action in ("renamed", "converted")
+    why = row.problem or row.note
+    return f"{f' <- {_sources(row)}' if is_moved else ''}{f': {why}' if why else ''}"
 
 
 def _sources(row: Row) -> str:

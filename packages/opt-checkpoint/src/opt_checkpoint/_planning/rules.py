@@ -1,4 +1,4 @@
-"""What a caller says about leaves: take this from there, start that anew, let go of those."""
+"""What a caller says about single leaves: which to take from where, to initialise, to drop."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Rename:
 class Stack:
     r"""Stacks leaves of the checkpoint into one, e.g. those of layers under `nn.scan`.
 
-    Of the state of a parameter, a leaf is stacked along whichever of its dimensions follows the new
-    axis. Where the stacked parameter is factored the other way round, rows come from columns. An
+    A leaf of the state is stacked along the dimension that follows the new axis of its parameter.
+    Where the stacked parameter is factored the other way round, rows come from columns. An
     accumulator of `sm3` becomes the maximum over the layers.
 
     Attributes:
       source: the names in the checkpoint; `{i}` counts from 0 to the size of the axis.
-      axis: where the new axis is in the parameter of the target.
+      axis: the position of the new axis in the parameter of the target.
 
     Examples:
       >>> rules = [(r'(.*)/layers/(.*)', Stack(r'\1/layers_{i}/\2'))]
@@ -51,13 +51,13 @@ class Stack:
 class Unstack:
     r"""Takes a slice of a leaf of the checkpoint.
 
-    Of the state of a parameter, a leaf is sliced along whichever of its dimensions follows the
-    axis. The accumulators of `sm3` are those of all slices together, which is refused. Slices that
-    no leaf takes are dropped, with a line each: `params/layers/k[3]`.
+    A leaf of the state is sliced along the dimension that follows the axis of its parameter. The
+    accumulators of `sm3` are refused: they cover all slices together. Slices that are not used are
+    dropped, with a line each: `params/layers/k[3]`.
 
     Attributes:
       source: the name in the checkpoint.
-      index: the position of the slice: a template that becomes an integer.
+      index: the position of the slice, a template that becomes an integer.
       axis: which axis of the parameter in the checkpoint counts the slices.
 
     Examples:
@@ -73,9 +73,9 @@ class Unstack:
 class Map:
     r"""Makes a leaf from leaves of the checkpoint by a function, e.g. one projection from three.
 
-    A rule makes the leaves that its pattern matches: where only the parameter is matched, its
-    moments are not carried over. A rule that makes a parameter or its moments does not make what is
-    factored or projected, which is refused and needs a rule of its own.
+    A rule makes the leaves that its pattern matches: if it matches only the parameter, its moments
+    are not carried over. Factored and projected state is refused by a rule that makes the parameter
+    or its moments, and needs a rule of its own.
 
     Attributes:
       source: the name in the checkpoint, or several; `\1`, `\2`, ... are the groups of the pattern.
@@ -102,14 +102,14 @@ class Map:
 class Pad:
     r"""Takes a leaf from its own name and appends entries to one dimension, e.g. of a vocabulary.
 
-    Of the state of a parameter, a leaf grows along whichever of its dimensions follows that one;
-    what follows none stays as it is. A copy of the parameter, as `schedule_free` and `dog` keep,
-    is padded as the parameter is, whatever the rule for the state says. For another value in
-    moments than in parameters, write two rules.
+    A leaf of the state grows along the dimension that follows the one of its parameter; leaves
+    without such a dimension are unchanged. A copy of the parameter, as `schedule_free` and `dog`
+    keep, is padded like the parameter, whatever the rule for the state says. For different values
+    in moments and in parameters, write two rules.
 
     Attributes:
       axis: a dimension of the parameter.
-      to: its size in the target; nothing shrinks.
+      to: its size in the target, not below the saved one.
       value: of the new entries.
 
     Examples:
@@ -122,14 +122,15 @@ class Pad:
     value: float | complex = 0
 
 
-Action: TypeAlias = (
-    Literal["initialise", "keep", "drop", "cast", "reshape"] | Rename | Stack | Unstack | Map | Pad
-)
+Taking: TypeAlias = Rename | Stack | Unstack | Map
+"""Actions that take a leaf from other names."""
+
+Action: TypeAlias = Literal["initialise", "keep", "drop", "cast", "reshape"] | Taking | Pad
 """What a rule does with the leaves that its pattern matches.
 
-`'keep'` leaves the target's own value. The others are as in `allow=`, for these leaves alone;
-`'drop'` speaks of names in the checkpoint, all others of names in the target. What is dropped is
-what nothing takes: to start a leaf anew that the checkpoint has, say `'initialise'` of its name.
+`'keep'` keeps the target's own value. The others are as in `allow=`, for these leaves only;
+`'drop'` matches names in the checkpoint, all others names in the target. Only leaves that are not
+used are dropped: to reinitialise a leaf that the checkpoint has, say `'initialise'`.
 """
 
 Rule: TypeAlias = tuple[str, Action]
@@ -138,7 +139,7 @@ _WORDS = frozenset({"initialise", "keep", "drop", "cast", "reshape"})
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What is admitted: kinds, and rules for leaves.
+    """What is admitted: kinds, and rules for single leaves.
 
     Attributes:
       allow: kinds of changes.
@@ -154,7 +155,7 @@ class Policy:
         """Checks and compiles.
 
         Raises:
-          TypeError: `allow` is one string, or an action is none.
+          TypeError: `allow` is one string, or something is not an action.
           ValueError: a kind, a word or a regular expression is wrong.
         """
         allow = check_allowances(allow)
@@ -173,59 +174,42 @@ def _compiled(rule: Any) -> tuple[re.Pattern[str], Any]:
     if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
         raise TypeError(f"`rules`: expected pairs of a pattern and an action, found {rule!r}")
     pattern, action = rule
-    if isinstance(action, str) and action not in _WORDS:
-        raise ValueError(
-            f"`rules`: the action for {pattern!r} must be one of {sorted(_WORDS)}, a `Rename`, "
-            f"`Stack`, `Unstack`, `Map` or `Pad`; found {action!r}"
-        )
-    if not isinstance(action, str | Rename | Stack | Unstack | Map | Pad):
-        raise TypeError(f"`rules`: {type(action).__name__} is no action for {pattern!r}")
-    if isinstance(action, Map):
-        _check_map(action, pattern)
-    if isinstance(action, Pad):
-        _check_pad(action, pattern)
-    if isinstance(action, Stack) and "{i}" not in action.source:
-        raise ValueError(
-            f"`rules`: the source of a `Stack` must have `{{i}}`, the position along its axis; "
-            f"found {action.source!r} for {pattern!r}"
-        )
+    if wrong := _wrong(action):
+        kind = ValueError if isinstance(action, str | Stack) else TypeError
+        raise kind(f"`rules`: {wrong}; found {action!r} for {pattern!r}")
     try:
         return re.compile(pattern, re.DOTALL), action
     except re.error as error:
-        raise ValueError(f"`rules`: {pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"`rules`: {pattern!r} is not a regular expression: {error}") from None
 
 
-def _check_map(action: Map, pattern: str) -> None:
-    found = f"found {action!r} for {pattern!r}"
-    if not action.sources or not all(isinstance(source, str) for source in action.sources):
-        raise TypeError(
-            f"`rules`: the source of a `Map` must be a name or a tuple of names; {found}"
-        )
-    if not callable(action.fn):
-        raise TypeError(f"`rules`: the `fn` of a `Map` must be a function; {found}")
-    try:
-        hash(action.fn)
-    except TypeError:
-        raise TypeError(
-            "`rules`: the `fn` of a `Map` must be hashable, as functions are that JAX compiles; "
-            f"{found}"
-        ) from None
+def _wrong(action: Any) -> str:
+    """What is wrong with an action; empty if nothing is."""
+    given = action  # as of any type: what fields hold is not known yet
+    match action:
+        case Stack() if "{i}" not in given.source:
+            return "the source of a `Stack` must have `{i}`, the position along its axis"
+        case Map():
+            if not given.sources or not all(isinstance(x, str) for x in given.sources):
+                return "the source of a `Map` must be a name or a tuple of names"
+            if not callable(given.fn):
+                return "the `fn` of a `Map` must be a function"
+            try:
+                hash(given.fn)
+            except TypeError:
+                return "the `fn` of a `Map` must be hashable, as for `jax.jit`"
+        case Pad():
+            if not (type(given.axis) is type(given.to) is int and given.to >= 0):
+                return "`axis` of a `Pad` must be an integer and `to` a non-negative one"
+            if not isinstance(given.value, bool | int | float | complex):
+                return "`value` of a `Pad` must be a number"
+        case str() if given not in _WORDS:
+            return f"expected one of {sorted(_WORDS)}, or a `Rename`, `Stack`, `Map`, ..."
+    is_action = isinstance(given, str | Taking | Pad)
+    return "" if is_action else f"{type(given).__name__} is not an action"
 
 
-def _check_pad(action: Pad, pattern: str) -> None:
-    found = f"found {action!r} for {pattern!r}"
-    sizes = action.axis, action.to
-    if any(isinstance(x, bool) or not isinstance(x, int) for x in sizes) or action.to < 0:
-        raise TypeError(
-            f"`rules`: `axis` of a `Pad` must be an integer and `to` a non-negative one; {found}"
-        )
-    if not isinstance(action.value, bool | int | float | complex):
-        raise TypeError(f"`rules`: `value` of a `Pad` must be a number; {found}")
-
-
-def sources_of(
-    action: Rename | Stack | Unstack | Map, found: re.Match[str], shape: Sequence[int]
-) -> tuple[str, ...]:
+def sources_of(action: Taking, found: re.Match[str], shape: Sequence[int]) -> tuple[str, ...]:
     """Returns the names in the checkpoint that a leaf of the target is made from.
 
     Args:

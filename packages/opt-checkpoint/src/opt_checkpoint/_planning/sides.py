@@ -1,11 +1,11 @@
-"""A checkpoint and a target as `opt_core.state_changes` takes them."""
+"""A checkpoint and a target as `Side`s of `opt_core.state_changes`."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +21,8 @@ from opt_checkpoint._naming.schema import LeafInfo, Names, Schema, Source, leaf_
 _FEW = 4
 
 
-@runtime_checkable
-class _Recorded(Protocol):
-    """A step on disk: its manifest has a digest of every leaf."""
-
-    @property
-    def manifest(self) -> Manifest: ...
-
-
 def state_leaves(schema: Schema, like: Mapping[str, LeafInfo]) -> list[LeafInfo]:
-    """Returns the leaves of transformations; those without a meaning have that of their name."""
+    """Returns the leaves of transformations; those without a description get that of their name."""
     found = []
     for leaf in schema.leaves:
         if leaf.kind == "state" and not leaf.transformation and leaf.name in like:
@@ -43,11 +35,11 @@ def state_leaves(schema: Schema, like: Mapping[str, LeafInfo]) -> list[LeafInfo]
     return found
 
 
-def side_of(source: Source, leaves: Sequence[LeafInfo], told: Any = None) -> Side:
-    """Returns a source as a side; by default, what its leaves mean is what the schema says."""
+def side_of(source: Source, leaves: Sequence[LeafInfo], described: Any = None) -> Side:
+    """Returns a source as a side, with its own description or that of its schema."""
     known = tuple(leaf.description for leaf in leaves)
     return Side(
-        StateDescription(known, source.schema.transformations) if told is None else told,
+        StateDescription(known, source.schema.transformations) if described is None else described,
         [leaf.name for leaf in leaves],
         _owners(source.schema),
         lambda i: leaves[i].value,
@@ -69,7 +61,7 @@ def _owners(schema: Schema) -> dict[Names, Names]:
 
 
 def _trained_groups(schema: Schema) -> dict[Names | None, Sequence[Names]]:
-    """The parameters of the groups that something acts in; of all others under `None`."""
+    """The parameters of groups in which transformations act; all others under `None`."""
     acting = {t.group[:n] for t in schema.transformations for n in range(1, len(t.group) + 1)}
     found: dict[Names | None, Sequence[Names]] = {}
     for name, params in schema.groups.items():
@@ -79,7 +71,7 @@ def _trained_groups(schema: Schema) -> dict[Names | None, Sequence[Names]]:
 
 
 def frozen(schema: Schema) -> set[Names]:
-    """Returns the parameters that are known not to be trained: `FROZEN`, or `set_to_zero`."""
+    """Returns the parameters known not to be trained: `FROZEN`, or `set_to_zero`."""
     last = {made.group: made.name for made in schema.transformations}
     groups: dict[Names, set[Names]] = {}
     for group, params in _trained_groups(schema).items():
@@ -89,7 +81,7 @@ def frozen(schema: Schema) -> set[Names]:
         if leaf.kind == "state" and leaf.parameter is not None and leaf.group:
             groups.setdefault(leaf.parameter, set()).add(leaf.group)
     known = {group for found in groups.values() for group in found}
-    # `optax.partition` does not say who is in a group where nothing is kept per parameter.
+    # `optax.partition` does not say which parameters are in a group without state for each.
     unknown = {group for group in last if group and group not in known}
     found = {param for param, own in groups.items() if not own}
     for leaf in schema.leaves:
@@ -101,10 +93,10 @@ def frozen(schema: Schema) -> set[Names]:
 
 
 def are_same(leaves: Sequence[LeafInfo], source: Source) -> bool | None:
-    """Whether leaves have one value, bit for bit, without reading arrays; `None` if not known.
+    """Whether leaves have the same value, bit for bit; `None` if that would need reading arrays.
 
-    Counts are in the schema. Of others, up to four elements, the digests tell that a step on disk
-    has of its leaves, and the values of a state in memory.
+    Counts are in the schema. Others of up to four elements are compared by the digests of a step on
+    disk, or by the values of a state in memory.
     """
     if len(leaves) == 1:
         return True
@@ -120,13 +112,12 @@ def are_same(leaves: Sequence[LeafInfo], source: Source) -> bool | None:
 
 
 def _bits(leaf: LeafInfo, source: Source) -> Hashable:
-    """Something that is equal for equal bits of one shape and dtype, and for no others."""
+    """Something that is equal if and only if the bits are, for one shape and dtype."""
     if isinstance(source, NamedState):
         return _value_bits(source.leaves[leaf.name])
-    if isinstance(source, _Recorded) and isinstance(source.manifest, Manifest):
-        digest = source.manifest.records[leaf.name].digest
-        return None if digest is None else bound(leaf.name, digest)
-    return None
+    manifest = getattr(source, "manifest", None)
+    digest = manifest.records[leaf.name].digest if isinstance(manifest, Manifest) else None
+    return None if digest is None else bound(leaf.name, digest)
 
 
 def _value_bits(value: Any) -> bytes | None:

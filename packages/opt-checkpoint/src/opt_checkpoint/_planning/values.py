@@ -7,14 +7,14 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from opt_checkpoint._naming.schema import LeafInfo, Names, leaf_name
 from opt_checkpoint._planning.functions import Refused, function_name, listed, result_of
-from opt_checkpoint._planning.kept import Kept, KeptDimensions, sm3_dimension, told, with_dimension
+from opt_checkpoint._planning.kept import Kept, KeptDimensions, dims, sm3_dimension, with_dimension
 from opt_checkpoint._planning.plan import Action, Row
 from opt_checkpoint._planning.rules import (
     Map,
@@ -22,12 +22,13 @@ from opt_checkpoint._planning.rules import (
     Policy,
     Rename,
     Stack,
+    Taking,
     Unstack,
     expanded,
     sources_of,
 )
 
-_Taking: TypeAlias = Rename | Stack | Unstack | Map
+_ADVICE = "make it by a `Map` of its own, or initialise it"
 
 
 class RuledRows:
@@ -44,7 +45,7 @@ class RuledRows:
         self._saved, self._leaves, self._policy = saved, leaves, policy
         self._had, self._kept = had, kept
 
-    def taken(self, leaf: LeafInfo, action: _Taking, match: re.Match[str]) -> Row:
+    def taken(self, leaf: LeafInfo, action: Taking, match: re.Match[str]) -> Row:
         """Returns the row of a leaf that a rule takes from named leaves."""
         shape = leaf.shape if leaf.parameter is None else self._kept.shapes[leaf.parameter]
         is_following = leaf.parameter is not None and leaf.kind == "state"
@@ -76,14 +77,12 @@ class RuledRows:
         return [self._saved[name] for name in names]
 
     def _placeholder(self, row: Row) -> Row:
-        """What stands where a parameter is factored or is not: nothing is lost but zeros."""
+        """What stands in for a factor that does not exist: only zeros are lost."""
         sources = self._given(row.sources)
         for source in sources:
             if not self._had.is_placeholder(source):
-                raise Refused(
-                    f"is a placeholder, and `{source.name}` {list(source.shape)} is not: its "
-                    "parameter was not factored as the target's is"
-                )
+                what = f"`{source.name}` {list(source.shape)} is not"
+                raise Refused(f"is a placeholder, and {what}: another choice of what is factored")
         return self._converted(row, sources, "stack", how="first", note="a placeholder")
 
     def _stacked(self, row: Row, axis: int, is_following: bool) -> Row:
@@ -103,7 +102,7 @@ class RuledRows:
         return self._converted(row, sources, "stack", how="stack", axis=at, note=note)
 
     def _stacked_sm3(self, row: Row, axis: int, index: int) -> Row:
-        """An accumulator covers all that has its index: the maximum over the layers does."""
+        """An accumulator covers all entries of its index: the maximum over the layers does too."""
         before = 0 if index == axis else index - (index > axis)
         names = [with_dimension(name, index, before) for name in row.sources]
         sources = self._given(names)
@@ -121,10 +120,7 @@ class RuledRows:
         leaf = row.leaf
         (source,) = self._given(row.sources)
         if is_following and sm3_dimension(leaf) is not None:
-            raise Refused(
-                "is an accumulator of `sm3`, and that of all slices together is not the one of a "
-                "slice: initialise it by a rule"
-            )
+            raise Refused("`sm3` accumulates over all slices together: initialise it by a rule")
         rank = len(source.shape)
         if is_following and leaf.parameter is not None:
             rank = len(self._kept.shapes[leaf.parameter]) + 1
@@ -140,26 +136,22 @@ class RuledRows:
             (source,), note = self._keeping([source], (*before[:at], axis, *before[at:]))
         shape = source.shape
         if at >= len(shape) or not text.isdecimal() or int(text) >= shape[at]:
-            raise Refused(
-                f"`{source.name}` {list(shape)} has no index {text!r} along {action.axis}"
-            )
+            what = f"`{source.name}` {list(shape)}"
+            raise Refused(f"{what} has no index {text!r} along {action.axis}")
         _check_shapes([source], [*leaf.shape[:at], shape[at], *leaf.shape[at:]])
         index = int(text)
         return self._converted(row, [source], "stack", how="slice", axis=at, index=index, note=note)
 
     def _keeping(self, sources: list[LeafInfo], kept: Kept) -> tuple[list[LeafInfo], str]:
-        """The sources, or the other factors, with a note, where those have the dimensions."""
+        """The sources, or with a note the other factors if those keep the dimensions."""
         if all(self._had.keeps(source, kept) for source in sources):
             return sources, ""
         others = [self._had.sibling(source, kept) for source in sources]
         found = [other for other in others if other is not None]
         if len(found) < len(sources):
-            raise Refused(
-                f"needs {told(kept)} of the saved parameter, and nothing says that "
-                f"`{sources[0].name}` {list(sources[0].shape)} has: make it by a `Map` of its own, "
-                "or initialise it"
-            )
-        return found, f"rows and columns change places: {told(kept)} of the saved parameter"
+            has = f"`{sources[0].name}` {list(sources[0].shape)} is not known to keep"
+            raise Refused(f"needs {dims(kept)} of the saved parameter, which {has}: {_ADVICE}")
+        return found, f"rows and columns change places: {dims(kept)} of the saved parameter"
 
     def _mapped(self, row: Row, action: Map) -> Row:
         leaf = row.leaf
@@ -169,7 +161,7 @@ class RuledRows:
         if leaf.kind == "state" and leaf.parameter is not None and not self._kept.is_whole(leaf):
             if others := self._ruled_alike(leaf):
                 raise _refused_as(leaf, kept, f"is made by the rule for `{others[0]}`")
-            note = f", which makes {told(kept)} of its parameter"
+            note = f", which makes {dims(kept)} of its parameter"
         result = result_of(action.fn, sources)
         note = f"`{function_name(action.fn)}` of {listed(sources)}{note}"
         if result is None:
@@ -181,7 +173,7 @@ class RuledRows:
         return self._converted(row, sources, "map", how="map", note=note, dtype=str(result.dtype))
 
     def _ruled_alike(self, leaf: LeafInfo) -> list[str]:
-        """Other leaves of the same parameter that the same rule makes, of other dimensions."""
+        """Leaves of the same parameter with other dimensions that the same rule makes."""
         rule = self._policy.rule(leaf.name)
         kept = self._kept.of(leaf)
         return [
@@ -206,7 +198,7 @@ class RuledRows:
         note: str = "",
         **fields: Any,
     ) -> Row:
-        """A row of which the shapes are checked: what is left is the dtype."""
+        """A row whose shapes are checked; checks the dtype."""
         leaf = row.leaf
         if kind != "map":
             dtype = sources[0].dtype
@@ -227,7 +219,7 @@ class RuledRows:
     def padded(
         self, leaf: LeafInfo, action: Pad, source: LeafInfo, kinds: tuple[str, ...], note: str
     ) -> Row:
-        """Returns the row of a leaf that a `Pad` matches, of what it is without a rule."""
+        """Returns the row of a leaf that a `Pad` matches, given its row without a rule."""
         allow = self._policy.allow
         plain = dataclasses.replace(fitted(leaf, source, kinds, note, allow), by=action)
         if leaf.parameter is None:
@@ -250,7 +242,7 @@ class RuledRows:
             return dataclasses.replace(plain, action="converted", problem=str(why))
 
     def _as_parameter(self, parameter: Names, action: Pad) -> Pad:
-        """The rule for a copy of a parameter, whose new entries are those of the parameter."""
+        """The rule for a copy of a parameter: it gets the same new entries."""
         name = leaf_name(("params", *parameter))
         found = self._policy.rule(name)
         if found is None or not isinstance(found[1], Pad):
@@ -258,25 +250,23 @@ class RuledRows:
         return dataclasses.replace(action, value=found[1].value)
 
     def unpadded(self, leaf: LeafInfo, action: Pad, source: LeafInfo) -> str:
-        """Returns why a leaf that no rule names is not as it was, where its parameter is padded."""
+        """Returns why a leaf without a rule changes if its parameter is padded."""
         if leaf.parameter is None or source.shape != leaf.shape:
             return ""
         row = self.padded(leaf, action, source, (), "")
         if row.problem or row.sources == (source.name,):
             return row.problem
-        return f"{row.note}, and no rule says what this becomes"
+        return f"{row.note}, and no rule says what becomes of this"
 
     def _padded_axis(self, parameter: Names, action: Pad) -> int:
-        """The dimension of the parameter, from 0 on."""
+        """The dimension of the parameter, non-negative."""
         shape, name = self._kept.shapes[parameter], leaf_name(parameter)
         if not -len(shape) <= action.axis < len(shape):
             raise Refused(f"`{name}` {list(shape)} has no dimension {action.axis} to pad")
         axis = action.axis % len(shape)
         if action.to != shape[axis]:
-            raise Refused(
-                f"dimension {axis} of `{name}` has {shape[axis]} entries in the target, and a rule "
-                f"pads to {action.to}"
-            )
+            has = f"has {shape[axis]} entries in the target"
+            raise Refused(f"dimension {axis} of `{name}` {has}, and a rule pads to {action.to}")
         return axis
 
     def _grown(
@@ -284,15 +274,11 @@ class RuledRows:
     ) -> Row:
         leaf, size = plain.leaf, source.shape[at]
         if leaf.shape[at] != action.to:
-            raise Refused(
-                f"{list(leaf.shape)} is a projection of its parameter, which cannot be padded"
-            )
+            raise Refused(f"{list(leaf.shape)} is a projection, which cannot be padded")
         _check_shapes([source], [*leaf.shape[:at], size, *leaf.shape[at + 1 :]])
         if size > action.to:
-            raise Refused(
-                f"`{source.name}` has {size} entries, and a rule pads to {action.to}: nothing "
-                "shrinks by a `Pad`; a `Map` says what to let go"
-            )
+            has = f"`{source.name}` has {size} entries"
+            raise Refused(f"{has}, and a rule pads to {action.to}: only a `Map` can drop entries")
         if size == action.to:
             return plain
         if wrong := self._wrong_value(leaf, action.value):
@@ -305,16 +291,15 @@ class RuledRows:
         """Why new entries cannot have the value; empty if they can."""
         if leaf.is_key:
             return "is a PRNG key, which has no value to pad with"
-        dtype = jnp.dtype(leaf.dtype)
-        if jnp.issubdtype(dtype, jnp.inexact):
-            is_lost = isinstance(value, complex) and not jnp.issubdtype(dtype, jnp.complexfloating)
-            return f"{leaf.dtype} cannot hold {value}" if is_lost else ""
-        parameter = self._dtypes[leaf.parameter or ()]
-        if jnp.issubdtype(jnp.dtype(parameter), jnp.inexact):
+        dtype, parameter = jnp.dtype(leaf.dtype), self._dtypes[leaf.parameter or ()]
+        is_float = jnp.issubdtype(dtype, jnp.inexact)
+        if not is_float and jnp.issubdtype(jnp.dtype(parameter), jnp.inexact):
             return f"{leaf.dtype} for a parameter of {parameter} is a code, not a value to pad with"
-        with np.errstate(all="ignore"):
-            is_same = not isinstance(value, complex) and np.array(value).astype(dtype) == value
-        return "" if is_same else f"{leaf.dtype} cannot hold {value}"
+        fits = not isinstance(value, complex) or jnp.issubdtype(dtype, jnp.complexfloating)
+        if fits and not is_float:
+            with np.errstate(all="ignore"):
+                fits = bool(np.array(value).astype(dtype) == value)
+        return "" if fits else f"{leaf.dtype} cannot hold {value}"
 
     @functools.cached_property
     def _dtypes(self) -> dict[Names, str]:
@@ -328,14 +313,13 @@ def _as_it_was(row: Row, why: str) -> Row:
 def _check_shapes(sources: Sequence[LeafInfo], expected: Sequence[int]) -> None:
     for source in sources:
         if list(source.shape) != list(expected):
-            raise Refused(
-                f"expected `{source.name}` of {list(expected)}, found {list(source.shape)}"
-            )
+            found = list(source.shape)
+            raise Refused(f"expected `{source.name}` of {list(expected)}, found {found}")
 
 
 def _refused_as(leaf: LeafInfo, kept: Kept, why: str) -> Refused:
-    what = f"{list(leaf.shape)} keeps {told(kept)} of its parameter"
-    return Refused(f"{what} and {why}: make it by a `Map` of its own, or initialise it")
+    what = f"{list(leaf.shape)} keeps {dims(kept)} of its parameter"
+    return Refused(f"{what} and {why}: {_ADVICE}")
 
 
 def fitted(
@@ -345,7 +329,7 @@ def fitted(
     note: str,
     admitted: frozenset[str],
 ) -> Row:
-    """Returns what becomes of a leaf that comes from one other."""
+    """Returns the row of a leaf that comes from one other."""
     problem = ""
     if source.shape != leaf.shape:
         if math.prod(source.shape) == math.prod(leaf.shape):
@@ -373,7 +357,7 @@ def fitted(
 
 
 def cast_kinds(source: str, leaf: str) -> tuple[tuple[str, ...], str]:
-    """Returns what has to be admitted for another dtype, and what makes it impossible."""
+    """Returns what must be admitted for another dtype, and what makes it impossible."""
     if source == leaf:
         return (), ""
     wrong = f"expected {leaf}, found {source}"

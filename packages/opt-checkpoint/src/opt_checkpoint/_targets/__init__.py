@@ -1,1 +1,1 @@
-"""Anyone's optimizer: what each kind of target has to save, and how it is given back."""
+"""Anyone's optimizer: what each kind of target saves, and how it is given back."""

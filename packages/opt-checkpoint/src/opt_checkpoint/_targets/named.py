@@ -17,19 +17,19 @@ def named_state(target: Any, *, param_axes: Any = None) -> NamedState:
     """Returns the leaves of an optimizer by name.
 
     A parameter is `params/<path>`. What a transformation keeps is `state/<transformation>/<field>`,
-    with the path of the parameter that it follows, if any: `state/adam/mu/decoder/kernel`,
+    with the path of its parameter, if it follows one: `state/adam/mu/decoder/kernel`,
     `state/schedule/count`. In a group it is `state/groups/<group>/<transformation>/...`, whether
     the groups are a `MultiOptimizer`'s or `optax.partition`'s. The name of the transformation is
     that of the function that made the state (`scale_by_adam`: `adam`), so it does not depend on its
-    place in a chain or on wrappers around it; the second of its like, in the order of updates, is
-    `adam#2`. Where no function says what it made, as with a `lambda` for `init`, it is that of the
-    state's type; plain containers of such are told apart by their place alone.
+    place in a chain or on wrappers around it; the second one, in the order of updates, is `adam#2`.
+    If the function has no name, as with a `lambda` for `init`, it is that of the state's type, and
+    plain containers are distinguished by their place only.
 
     Args:
       target: an `opt_core.Optimizer` of any definition; a `TrainingState` of plain Optax; a Flax
-        `TrainState`, of which fields that a subclass adds are left out; or the pair of a model and
-        its `nnx.Optimizer`, where variables that the optimizer does not update are `params/<path>`
-        too. Leaves may be abstract.
+        `TrainState`, without the fields that a subclass adds; or the pair of a model and its
+        `nnx.Optimizer`, where variables that the optimizer does not update are `params/<path>` too.
+        Leaves may be abstract.
       param_axes: logical axes of the parameters, recorded for every leaf where the definition
         derives them.
 
@@ -37,7 +37,7 @@ def named_state(target: Any, *, param_axes: Any = None) -> NamedState:
       The leaves and their schema; nothing is copied.
 
     Raises:
-      LeafError: two leaves would have one name.
+      LeafError: two leaves would have the same name.
       TypeError: `target` is of another kind.
 
     Examples:
@@ -58,16 +58,16 @@ def restore_named(target: _Target, named: Mapping[str, Any]) -> _Target:
     """Returns an optimizer with the leaves that `named_state` returned.
 
     Args:
-      target: of any kind that `named_state` takes; gives containers, shapes, dtypes and places; its
-        leaves may be abstract.
-      named: the leaves by name; of a `NamedState` the schema is compared too.
+      target: of any kind that `named_state` takes; determines containers, shapes, dtypes and
+        shardings; its leaves may be abstract.
+      named: the leaves by name; the schema of a `NamedState` is compared too.
 
     Returns:
       An optimizer of the same kind; it shares no buffer with `named`.
 
     Raises:
-      PlanError: a name is missing or too many, a shape or dtype differs, or it is another
-        optimizer's; `plan_restore` admits changes.
+      PlanError: a name is missing or unknown, a shape or dtype differs, or the optimizer is another
+        one; `plan_restore` admits changes.
       TypeError: `target` is of another kind.
 
     Examples:

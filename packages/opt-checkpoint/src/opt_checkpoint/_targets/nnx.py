@@ -1,7 +1,7 @@
 """Flax NNX: a model and its `nnx.Optimizer`.
 
-Variables are pytree nodes with one child. A bare tree has that child in their place, so that the
-names of leaves are those of Linen and plain Optax, without `value` at the end.
+Variables are pytree nodes with one child. A bare tree has the child in their place, so that leaves
+have the names of Linen and plain Optax, without `value` at the end.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import jax
 from flax import nnx
 from opt_core import Optimizer, children, flatten_with_paths
 
+from opt_checkpoint._naming.names import named_leaves
 from opt_checkpoint._naming.schema import Names
 from opt_checkpoint._targets.training_state import optimizer_of, step_like
 from opt_checkpoint._targets.view import View
@@ -26,23 +27,23 @@ def view_of_pair(model: Any, optimizer: Any) -> View:
     graphdef, state = nnx.split((model, optimizer))
     params = bare(nnx.state(model, optimizer.wrt))
     step = bare(optimizer.step)
-    # The state as it is in the graph: `nnx.Optimizer` updates its variables there.
+    # the state in the graph, where `nnx.Optimizer` updates its variables
     view = optimizer_of(optimizer.tx, params, bare(optimizer.opt_state), step)
     trained = {names for names, _ in flatten_with_paths(params)}
-    flat = [(names, leaf) for names, leaf in flatten_with_paths(bare(state)) if leaf is not None]
+    flat = named_leaves(bare(state))
     others = {
         names[1:]: leaf for names, leaf in flat if names[:1] == _MODEL and names[1:] not in trained
     }
 
     def put_back(optimizer: Optimizer, others: Mapping[Names, Any]) -> tuple[Any, Any]:
-        """Returns a new pair, merged as `nnx.merge` does it; the given one is as it was."""
+        """Returns a new pair, merged by `nnx.merge`; the given one is unchanged."""
         new = {(*_MODEL, *names): leaf for names, leaf in others.items()}
         new |= {(*_MODEL, *names): leaf for names, leaf in flatten_with_paths(optimizer.target)}
         states = flatten_with_paths(optimizer.state.param_states)
         new |= {(*_OPT_STATE, *names): leaf for names, leaf in states}
         new[_STEP] = step_like(step, optimizer.state.step)
         leaves, structure = jax.tree.flatten(state)
-        # What an optimizer of a subclass keeps besides stays.
+        # what else a subclass of the optimizer keeps is unchanged
         merged = [new.get(names, leaf) for (names, _), leaf in zip(flat, leaves, strict=True)]
         pair: tuple[Any, Any] = nnx.merge(graphdef, jax.tree.unflatten(structure, merged))
         return pair
@@ -51,7 +52,7 @@ def view_of_pair(model: Any, optimizer: Any) -> View:
 
 
 def bare(tree: Any) -> Any:
-    """Returns a tree with the values of variables in their place."""
+    """Returns a tree with variables replaced by their values."""
     return jax.tree.map(_value, tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 

@@ -11,18 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from opt_core import (
-    Optimizer,
-    OptimizerDef,
-    OptimizerState,
-    flatten_with_paths,
-    path_str,
-    strong_types,
-)
+from opt_core import Optimizer, OptimizerDef, OptimizerState, path_str, strong_types
 from opt_core.errors import TreeMismatchError
 from opt_optax_bridge import OptaxWrapper
 
-from opt_checkpoint._naming.names import local, named_state, update_counts
+from opt_checkpoint._naming.names import local, named_leaves, named_state, update_counts
 
 
 @struct.dataclass
@@ -36,8 +29,8 @@ class TrainingState:
       tx: the transformation.
       params: pytree of parameters; arrays or `jax.ShapeDtypeStruct`s.
       opt_state: what `tx.init(params)` returns, or `tx.update` since.
-      step: how many updates have been made. `None` asks the state: the `count` that it keeps, 0
-        where it keeps none, an error where it keeps several that differ or counts mini-steps.
+      step: how many updates have been made. `None` takes the `count` of the state: 0 if it has
+        none, an error if it has several that differ or counts mini-steps.
 
     Examples:
       >>> import optax
@@ -54,34 +47,32 @@ class TrainingState:
 
 
 def optimizer_of(tx: Any, params: Any, opt_state: Any, step: Any) -> Optimizer:
-    """Returns the optimizer that the fields of a `TrainingState` make, as they are.
+    """Returns the optimizer with the fields of a `TrainingState`.
 
-    Nothing is copied, no value changes; Python numbers become arrays. `tx` may be a definition.
+    Nothing is copied, and no value changes; Python numbers become arrays. `tx` may be a definition.
 
     Raises:
       TreeMismatchError: the state is not one of `tx` for these parameters; lists every path.
       TypeError: `tx` is not a transformation of Optax, `params` holds something other than arrays,
         or `step` is not an integer.
-      ValueError: `step` is `None`, and the state does not say it.
+      ValueError: `step` is `None`, and the state does not determine it.
     """
-    # `opt_nnx.Optimizer`, say, has a definition in the place of a transformation.
+    # e.g. `opt_nnx.Optimizer` has a definition in place of a transformation
     if not isinstance(tx, optax.GradientTransformation | optax.MultiSteps | OptimizerDef):
         raise TypeError(
             f"`tx`: expected an `optax.GradientTransformation`, found {type(tx).__name__}"
         )
-    others = [
+    if others := [
         f"\n  `{path_str(names)}`: found {type(leaf).__name__}"
-        for names, leaf in flatten_with_paths(params)
-        if leaf is not None and not isinstance(leaf, int | float | complex)
-        if not hasattr(leaf, "dtype")
-    ]
-    if others:
+        for names, leaf in named_leaves(params)
+        if not isinstance(leaf, int | float | complex) and not hasattr(leaf, "dtype")
+    ]:
         raise TypeError(
             "`params`: expected arrays; for an Equinox module, pass `eqx.filter(model, "
             "eqx.is_array)`, and `eqx.combine` what is restored with the rest:" + "".join(others)
         )
     definition = tx if isinstance(tx, OptimizerDef) else OptaxWrapper(tx)
-    if problems := list(_differences(_expected(tx, params), opt_state)):
+    if problems := list(_differences(_expected(definition, params), opt_state)):
         raise TreeMismatchError(
             "`opt_state` is not a state of `tx` for these `params`:\n  "
             + "\n  ".join(problems)
@@ -94,14 +85,14 @@ def optimizer_of(tx: Any, params: Any, opt_state: Any, step: Any) -> Optimizer:
 
 
 def step_like(given: Any, step: Any) -> Any:
-    """Returns a restored step as the target has its own: a Python number, or of its dtype."""
+    """Returns a restored step as the target has it: a Python number, or an array of its dtype."""
     if isinstance(given, int) and isinstance(step, jax.Array):
         return int(local(step))
     return step.astype(given.dtype) if hasattr(given, "dtype") else step
 
 
 def _step(step: Any) -> Any:
-    """The step as the definitions have it, int32, where it lies."""
+    """The step as int32, on its own devices."""
     if np.shape(step) or not jnp.issubdtype(getattr(step, "dtype", type(step)), jnp.integer):
         raise TypeError(f"`step`: expected how many updates have been made, found {step!r:.80}")
     if isinstance(step, jax.ShapeDtypeStruct):
@@ -109,24 +100,18 @@ def _step(step: Any) -> Any:
     return strong_types(jnp.asarray(step, jnp.int32))
 
 
-def _expected(tx: Any, params: Any) -> Any:
+def _expected(definition: OptimizerDef, params: Any) -> Any:
     leaves, structure = jax.tree.flatten(params)
     kinds = tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-    given = tx, structure, kinds, bool(jax.config.read("jax_enable_x64"))
-    try:
-        return _initial(*given)
-    except TypeError as error:
-        if "unhashable" not in str(error):
-            raise
-        return _initial.__wrapped__(*given)
+    return _initial(definition, structure, kinds, bool(jax.config.read("jax_enable_x64")))
 
 
-@functools.lru_cache(maxsize=16)  # asked at every save of a run
-def _initial(tx: Any, structure: Any, kinds: tuple[Any, ...], has_64_bits: bool) -> Any:
+@functools.lru_cache(maxsize=16)  # used by every save of a run
+def _initial(
+    definition: OptimizerDef, structure: Any, kinds: tuple[Any, ...], has_64_bits: bool
+) -> Any:
     params = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*kind) for kind in kinds])
-    if isinstance(tx, OptimizerDef):
-        return jax.eval_shape(lambda p: tx.init_state(p).param_states, params)
-    return jax.eval_shape(tx.init, params)
+    return jax.eval_shape(definition.init_state, params).param_states
 
 
 def _array(leaf: Any) -> Any:
@@ -135,11 +120,7 @@ def _array(leaf: Any) -> Any:
 
 def _differences(expected: Any, found: Any) -> Iterator[str]:
     wanted, given = (
-        {
-            path_str(names): _shown(leaf)
-            for names, leaf in flatten_with_paths(tree)
-            if leaf is not None
-        }
+        {path_str(names): _shown(leaf) for names, leaf in named_leaves(tree)}
         for tree in (expected, found)
     )
     for path in {**wanted, **given}:
@@ -161,11 +142,11 @@ def _count(optimizer: Optimizer) -> Any:
     named = named_state(optimizer)
     counts, is_clear = update_counts(named.schema.leaves)
     if None in counts.values():
-        return named[next(iter(counts))]  # abstract: it has no value to compare, only a place
+        return named[next(iter(counts))]  # abstract: nothing to compare
     if not is_clear:
-        told = ", ".join(f"`{name}` {value}" for name, value in counts.items())
+        counted = ", ".join(f"`{name}` {value}" for name, value in counts.items())
         raise ValueError(
-            "`step`: say how many updates have been made; the state does not: "
-            f"{told or 'it counts mini-steps'}"
+            "`step`: give the number of updates, which the state does not determine: "
+            f"{counted or 'it counts mini-steps'}"
         )
     return next(iter(counts.values()), 0)

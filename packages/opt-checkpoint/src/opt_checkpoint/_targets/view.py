@@ -1,7 +1,7 @@
 """Every kind of target as an `opt_core.Optimizer`, and back.
 
-The planner and the disk know one kind. An adapter shows a target as that, and puts restored leaves
-back into what the caller gave. Kinds are told apart by `isinstance`, never by their attributes.
+The planner and the disk know only that kind. An adapter presents a target as one, and puts restored
+leaves back into what the caller gave. Kinds are distinguished by `isinstance`, never by attributes.
 """
 
 from __future__ import annotations
@@ -26,34 +26,36 @@ class View:
 
     Attributes:
       optimizer: parameters, state and step, with what updates them.
-      put_back: makes a target of the given kind of an optimizer and other leaves.
+      put_back: makes a target of the given kind from an optimizer and other leaves.
       others: leaves of the model that the optimizer does not update, by path.
-      unsaved: fields of the target that belong to neither: they are kept as they are.
+      unsaved: fields of the target that are neither: they are kept as they are.
+      stored: stores the leaves of `optimizer` as the target does, where that differs.
     """
 
     optimizer: Optimizer
     put_back: Callable[[Optimizer, Mapping[Names, Any]], Any]
     others: Mapping[Names, Any] = dataclasses.field(default_factory=dict)
     unsaved: tuple[str, ...] = ()
+    stored: Any = None
 
 
 def view_of(target: Any, *, argument: str = "target") -> View:
     """Returns what the planner sees of a target.
 
     Args:
-      target: of any kind that is taken.
-      argument: what the caller calls it, for the message.
+      target: of any supported kind.
+      argument: its name in messages.
 
     Raises:
-      TypeError: it is of none of them; lists them.
+      TypeError: it is of another kind; lists those that are supported.
       TreeMismatchError: its state is not one of its transformation; lists every path.
     """
     if isinstance(target, Optimizer):
         return View(target, lambda optimizer, _: optimizer)
     if isinstance(target, TrainingState):
         return _view_of_fields(target)
-    # Where nobody has imported the module, nobody has an object of its classes: Flax NNX takes a
-    # second to import, and most runs do without one of them.
+    # Without the module imported, there are no objects of its classes; Flax NNX takes a second to
+    # import.
     if "flax.training.train_state" in sys.modules:
         from flax.training.train_state import TrainState
 
@@ -79,7 +81,7 @@ def view_of(target: Any, *, argument: str = "target") -> View:
 
 
 def _view_of_fields(given: Any) -> View:
-    """Of a `TrainingState` or a `TrainState`: they have the same fields, and subclasses more."""
+    """A `TrainingState` or a `TrainState`, which have the same fields, and subclasses more."""
 
     def put_back(optimizer: Optimizer, others: Mapping[Names, Any]) -> Any:
         return given.replace(

@@ -1,4 +1,4 @@
-"""What a state means: asked of the definition, or guessed by types; remembered by structure."""
+"""What a state means: the definition's own description, or one by types; cached by structure."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ def describe_state(
 ) -> StateDescription:
     """Returns what every leaf of a state means.
 
-    A definition that is `opt_core.protocols.DescribesState` is asked. Of any other the types and
-    shapes of its state say what can be said: see `LeafDescription.source`. The answer is remembered
-    for equal definitions and structures.
+    A definition that implements `opt_core.protocols.DescribesState` describes its own state. Any
+    other is described as far as types and shapes allow: see `LeafDescription.source`. The result is
+    cached for equal definitions and structures.
 
     Args:
-      optimizer: an optimizer, or a definition with the next two.
+      optimizer: an optimizer, or a definition followed by `params` and `state`.
       params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
       state: the state that belongs to them; likewise.
 
     Returns:
       One description per leaf of `state.param_states`, in the order of JAX, and the
-      transformations. The step is the contract's own, and not among them.
+      transformations. The step belongs to the contract and is not included.
 
     Raises:
-      DescriptionError: the definition describes another number of leaves than there are.
+      DescriptionError: the definition describes a different number of leaves.
 
     Examples:
       >>> class Momentum(OptimizerDef):
@@ -74,7 +74,7 @@ def describe_state(
     else:
         definition = optimizer
     if state is None:
-        raise TypeError("`state`: give an optimizer, or a definition, parameters and a state")
+        raise TypeError("`state`: pass an optimizer, or a definition, parameters and a state")
     key = _key(definition, params, state)
     with _lock:
         if key is not None and (found := _cache.get(key)) is not None:
@@ -90,7 +90,7 @@ def describe_state(
 
 
 def _key(definition: OptimizerDef, params: Any, state: OptimizerState) -> Any:
-    """What the description depends on; `None` where that cannot be compared."""
+    """What the description depends on; `None` if that cannot be compared."""
     leaves, structure = jax.tree.flatten((params, state.param_states))
     key = definition, structure, _avals(leaves)
     try:
@@ -128,10 +128,10 @@ def _describe(definition: OptimizerDef, params: Any, state: OptimizerState) -> S
 def describe_by_types(
     definition: OptimizerDef, params: Any, state: OptimizerState
 ) -> StateDescription:
-    """Returns what types, names and shapes say about a state.
+    """Returns a description by types, names and shapes alone.
 
     Args:
-      definition: its class names what is in no record of its own.
+      definition: its class names leaves that are not in a record of their own.
       params: see `describe_state`.
       state: likewise.
     """
@@ -180,7 +180,7 @@ def _transformations(
 
 
 def type_name(kind: type) -> str:
-    """Returns what a class is called in descriptions.
+    """Returns the name of a class in descriptions.
 
     Examples:
       >>> class TraceState: ...
@@ -196,9 +196,9 @@ class Slot(NamedTuple):
     """The record that a leaf is a field of.
 
     Attributes:
-      node: where it is.
-      name: what it is called.
-      field: the names below it.
+      node: its path.
+      name: its name.
+      field: the path of the leaf within it.
     """
 
     node: Names
@@ -207,11 +207,11 @@ class Slot(NamedTuple):
 
 
 def slot_of(role: Role, whole: str) -> Slot:
-    """Returns the innermost record above a leaf, plain containers aside.
+    """Returns the innermost record that contains a leaf, ignoring plain containers.
 
     Args:
-      role: what the leaf is for.
-      whole: the name of the definition, for leaves that are in no record.
+      role: the role of the leaf.
+      whole: the name of the definition, for leaves that are not in a record.
     """
     names = tuple(name for _, name in role.outer)
     inner = tuple(name for _, name in role.inner)
@@ -223,11 +223,11 @@ def slot_of(role: Role, whole: str) -> Slot:
 
 
 def role_by_type(leaf: Any, param_shape: tuple[int, ...] | None) -> LeafRole:
-    """Returns what a leaf seems to be for.
+    """Returns the role of a leaf as far as its type and shape show.
 
     Args:
-      leaf: its dtype and shape count.
-      param_shape: of the parameter that it follows, if any.
+      leaf: only dtype and shape are read.
+      param_shape: that of the parameter it follows, if any.
 
     Examples:
       >>> role_by_type(jnp.int32(0), None), role_by_type(jnp.zeros(3), (3,))
@@ -253,7 +253,7 @@ def _dimensions(
     given: Sequence[Role],
     shapes: Mapping[Names, tuple[int, ...]],
 ) -> Iterator[tuple[int | None, ...] | None]:
-    """The dimensions of every leaf: of one that derives logical axes, as these say."""
+    """The dimensions of every leaf, by logical axes if the definition derives them."""
     leaves = jax.tree.leaves(state.param_states)
     specs: Sequence[Any] = [None] * len(leaves)
     if isinstance(definition, DerivesLogicalAxes):
@@ -279,7 +279,7 @@ def _numbers(leaf: Any) -> PartitionSpec:
 def dimensions_by_shape(
     shape: tuple[int, ...], param_shape: tuple[int, ...]
 ) -> tuple[int | None, ...] | None:
-    """Returns which dimensions of its parameter a leaf keeps, if sizes leave one answer.
+    """Returns the parameter dimensions that a leaf keeps, if the sizes determine them.
 
     Examples:
       >>> dimensions_by_shape((2, 3), (2, 3)), dimensions_by_shape((3,), (2, 3))

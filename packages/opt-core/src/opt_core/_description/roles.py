@@ -1,7 +1,8 @@
-"""What each leaf of a state is for: which parameter it follows, and as what.
+"""The role of each leaf of a state: the parameter it follows, and as what.
 
-Two states fit where their leaves have the same roles. A role is made of types and names along the
-path, so Adam's second moment is not taken for AdaBelief's, nor one parameter's for another's.
+Two states match where their leaves have the same roles. A role consists of types and names along
+the path, so Adam's second moment is not confused with AdaBelief's, nor one parameter's with
+another's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Steps: TypeAlias = tuple[tuple[type, str], ...]
 
 
 class Role(NamedTuple):
-    """What a leaf of a state is for.
+    """The role of a leaf of a state.
 
     Attributes:
       outer: types and names down to where the containers of the parameters begin.
@@ -38,15 +39,15 @@ def roles(params: Any, param_states: Any, *, whole_tree: bool = False) -> list[R
     differ: where a leaf belongs to another group, the parameters have `()` and the state of
     `optax.masked` a `MaskedNode`.
 
-    A tuple may be the parameters' or, say, that of a chain of transformations. Shapes decide: it
-    is not the parameters' where something inside has their containers and their very shapes,
-    unless it is an entry per parameter whose leaves all have the parameter's shape.
+    A tuple may be a container of the parameters or, for instance, the state of a chain. Shapes
+    decide: it is not the parameters' if something inside it has their containers and exact shapes,
+    unless it has an entry per parameter whose leaves all have the parameter's shape.
 
     Args:
       params: the parameters; arrays, or anything that has shapes.
       param_states: the state that belongs to them.
-      whole_tree: whether the state is one for all, as that of Optax's transformations; then the
-        innermost containers are the parameters'.
+      whole_tree: whether there is one state for all parameters, as in Optax; then the innermost
+        containers are the parameters'.
 
     Returns:
       One role per leaf, in the order of `jax.tree.leaves(param_states)`.
@@ -65,7 +66,7 @@ def roles(params: Any, param_states: Any, *, whole_tree: bool = False) -> list[R
 
 
 class _Opened(NamedTuple):
-    """A tree of parameters, opened once: every part of a state is compared with it."""
+    """A tree of parameters, opened once, with which every part of a state is compared."""
 
     kind: type
     names: Sequence[str]
@@ -91,7 +92,7 @@ class _Params(NamedTuple):
     whole_tree: bool
 
     def follows(self, node: Any, parts: Sequence[Any]) -> bool:
-        """Whether a node that has the containers of the parameters is meant to have them."""
+        """Whether a node with the containers of the parameters follows them."""
         if self.matches(parts):
             return True
         if not self.whole_tree and (self.tree.children is None or self._is_per_parameter(parts)):

@@ -1,4 +1,4 @@
-"""The table of what a state means, for people with terminals of 80 columns."""
+"""The printed table of a state description, 80 columns wide."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def table(
     """Returns a line per leaf, then a line or more per transformation.
 
     Args:
-      leaves: of a state.
-      transformations: those that keep them, and others.
+      leaves: the leaves of a state.
+      transformations: all transformations, with or without state.
     """
     rows = [_cells(leaf) for leaf in leaves]
     widths = _widths(rows)

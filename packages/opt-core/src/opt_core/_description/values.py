@@ -1,7 +1,7 @@
 """What every leaf of an optimizer state means: values to print, compare, hash and write as JSON.
 
 Two leaves are the same thing if their `key` agrees: the transformation, the field, the parameter
-and the dimensions of it that they keep. Classes, positions and private functions are not meaning.
+and its dimensions that they keep. Classes, positions and private functions do not matter.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ LeafRole: TypeAlias = Literal[
     "statistic",
     "other",
 ]
-"""What a leaf is for.
+"""The role of a leaf.
 
 `moment` and `second_moment` are averages or sums of gradients and of their squares; `accumulator`
-holds what waits for the end of a window; `params_copy` is measured in parameters (averages of them,
-earlier ones, distances between them); `count` and `schedule_count` are numbers of steps, the latter
-of a schedule that would restart with it; `key` makes random numbers; `factored` keeps some of the
-dimensions of its parameter; `statistic` is a number that is made of all the parameters of its
-transformation, such as a sum over them or an estimated rate.
+holds partial results until the end of a window; `params_copy` is in units of the parameters
+(averages, earlier values, distances); `count` and `schedule_count` are numbers of steps, the latter
+that of a schedule, which would restart with it; `key` is a PRNG key; `factored` keeps some of the
+dimensions of its parameter; `statistic` is computed from all the parameters of its transformation,
+such as a sum over them or an estimated rate.
 """
 
 Effect: TypeAlias = Literal[
@@ -48,29 +48,29 @@ Effect: TypeAlias = Literal[
 ]
 """What a change of a setting does to saved state.
 
-`nothing`: the state goes on. `window`: it goes on unless a window is open. `refused`: it would be
-read as something else. `at_or_below_count`: it goes on if the new value is above the saved count.
-`above_count`: it goes on if it is not. `initial`: the state goes on as the old value made it, and
-the new one has no effect on it.
+`nothing`: the state stays valid. `window`: it stays valid unless a window is open. `refused`: it
+would be misread. `at_or_below_count`: it stays valid if the new value is greater than the saved
+count. `above_count`: it stays valid if it is not. `initial`: the state stays as the old value made
+it; the new value has no effect.
 """
 
 COUNTED: Final = frozenset({"window", "at_or_below_count", "above_count"})
-"""The effects that a count in the state decides."""
+"""The effects that depend on a count in the state."""
 
 Source: TypeAlias = Literal["stated", "derived", "types"]
-"""Who says it.
+"""The source of a description.
 
-`stated`: the definition, or a table of known transformations; `derived`: that too, with dimensions
-found by tracing `init`; `types`: what can be seen in functions, types and shapes.
+`stated`: the definition, or a table of known transformations; `derived`: the same, with dimensions
+found by tracing `init`; `types`: functions, types and shapes.
 """
 
 
 class LeafKey(NamedTuple):
-    """What two leaves have in common that are the same thing.
+    """The key by which leaves of two states are the same thing.
 
     Attributes:
-      transformation: what keeps it.
-      number: which of its like that is, from 1.
+      transformation: the transformation that keeps it.
+      number: its position among those of the same name, from 1.
       field: the names of the field.
       parameter: the path of the parameter that it follows, if any.
       dimensions: see `LeafDescription`.
@@ -90,15 +90,16 @@ class LeafDescription:
     Attributes:
       path: where it is in `param_states`.
       group: the names of the groups around it, outermost first.
-      transformation: the name of what keeps it, e.g. `'adam'`.
-      number: which of its like that is, from 1, in the order in which states are made.
+      transformation: the name of the transformation that keeps it, e.g. `'adam'`.
+      number: its position among transformations of the same name, from 1, in the order in which
+        states are made.
       field: the names of the field, e.g. `('mu',)`.
       parameter: the path of the parameter that it follows; `None` if it follows none.
-      dimensions: for each of its dimensions that of the parameter, `None` where it follows none of
-        them; `None` altogether if that is not known.
-      role: what it is for: a moment, a copy of parameters, a count of steps, ...
-      source: who says so: `'stated'` by the definition, `'derived'` where it states all but the
-        dimensions, `'types'` where functions, types and shapes say it.
+      dimensions: for each of its dimensions that of the parameter, or `None`; a single `None` if
+        unknown.
+      role: a moment, a copy of parameters, a count of steps, ...
+      source: `'stated'` by the definition, `'derived'` if it states all but the dimensions,
+        `'types'` if functions, types and shapes are all there is.
     """
 
     path: Names
@@ -113,7 +114,7 @@ class LeafDescription:
 
     @property
     def key(self) -> LeafKey:
-        """Equal for leaves of two states that are the same thing, in groups of one name."""
+        """Equal for leaves of two states that are the same thing, in groups of the same name."""
         return LeafKey(
             self.transformation, self.number, self.field, self.parameter, self.dimensions
         )
@@ -124,13 +125,11 @@ class Bearing:
     """What a change of one setting does to saved state.
 
     Attributes:
-      effect: `'nothing'`: the state goes on. `'window'`: it does unless a window is open.
-        `'refused'`: it would be read as something else. `'at_or_below_count'`: it goes on if the
-        new value is above the saved count. `'above_count'`: it goes on if it is not.
-        `'initial'`: it goes on as the old value made it.
-      count: the field of the state that decides: the window is open while it is not 0 (modulo
+      effect: see `Effect`.
+      count: the field of the state that decides: a window is open while it is not 0 (modulo
         `modulo`, if given); or the new value is compared with it.
-      modulo: the setting that `count` is to be divided by, where it goes on counting.
+      modulo: the setting by which to divide `count`, if the count is not reset at the end of a
+        window.
     """
 
     effect: Effect
@@ -151,17 +150,17 @@ class TransformationDescription:
 
     Attributes:
       name: e.g. `'adam'`.
-      number: which of its like it is, from 1, in the order in which states are made.
+      number: its position among those of the same name, from 1, in the order in which states are
+        made.
       group: the names of the groups around it.
-      settings: what was fixed when it was made, as JSON values.
-      bearing: the settings that give the saved state its meaning, with what a change does; of any
-        other a change does nothing.
-      source: who says so.
-      passes_on: whether it hands on the updates that it is given, at most cut, averaged over a
-        window or held back: moments after it are what they are without it.
-      parameters: the paths of those that it acts on, where these are not all of its definition's
-        and no leaf says which: of what acts before moments, or keeps parameters one after the
-        other.
+      settings: the arguments that it was made with, as JSON values.
+      bearing: the settings that give the saved state its meaning, with the effect of a change; a
+        change of any other has none.
+      source: see `Source`.
+      passes_on: whether it at most clips updates, averages them over a window or holds them back,
+        so that later moments mean the same without it.
+      parameters: the paths of the parameters that it acts on, if these are a subset that its leaves
+        do not show and that matters: before moments, or if it concatenates parameters.
     """
 
     name: str
@@ -174,7 +173,7 @@ class TransformationDescription:
     parameters: tuple[Names, ...] | None = None
 
     def acts_on(self, parameter: Names | None) -> bool:
-        """Whether it acts on a parameter, where that is known; otherwise on all.
+        """Whether it acts on a parameter; true for all if `parameters` is `None`.
 
         Examples:
           >>> scale = TransformationDescription('scale', parameters=(('w',),))
@@ -192,7 +191,7 @@ class TransformationDescription:
         object.__setattr__(self, "bearing", FrozenDict(self.bearing))
 
     def effect(self, setting: str) -> Effect:
-        """Returns what a change of a setting does to saved state.
+        """Returns the effect that a change of a setting has on saved state.
 
         Examples:
           >>> steps = Bearing('window', ('mini_step',))
@@ -210,7 +209,7 @@ class StateDescription:
 
     Attributes:
       leaves: one per leaf, in the order of `jax.tree.leaves(state.param_states)`.
-      transformations: in the order in which they act, those without state too.
+      transformations: in the order in which they act, including stateless ones.
 
     Examples:
       >>> mu = LeafDescription(
@@ -255,29 +254,29 @@ class StateDescription:
         return table(self.leaves, self.transformations)
 
     def to_data(self) -> dict[str, Any]:
-        """Returns it as JSON has data: dicts, lists, strings, numbers, booleans and `None`."""
+        """Returns the description as JSON data: dicts, lists, strings, numbers and so on."""
         data: dict[str, Any] = record_data(self)
         return data
 
     @classmethod
     def from_data(cls, data: Any) -> StateDescription:
-        """Returns what `to_data` was called on.
+        """Returns the description that `to_data` was called on.
 
         Raises:
-          DescriptionError: the data describe no state; says where.
+          DescriptionError: the data are not a description; says where.
         """
         return read_record(cls, data, "description", DescriptionError)
 
     def to_json(self) -> str:
-        """Returns it as JSON; `from_json` is the inverse, to the last digit."""
+        """Returns the description as JSON; `from_json` is its exact inverse."""
         return json.dumps(self.to_data(), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> StateDescription:
-        """Returns what `to_json` was called on.
+        """Returns the description that `to_json` was called on.
 
         Raises:
-          DescriptionError: the text is not JSON, or describes no state; says where.
+          DescriptionError: the text is not JSON, or not a description; says where.
         """
         try:
             data = json.loads(text)
@@ -289,10 +288,10 @@ class StateDescription:
 def json_value(value: Any, where: str) -> Any:
     """Returns a value as hashable JSON: mappings are `FrozenDict`s, sequences tuples.
 
-    Numbers that JSON does not have are the strings `'nan'`, `'inf'` and `'-inf'`.
+    Numbers that JSON lacks become the strings `'nan'`, `'inf'` and `'-inf'`.
 
     Raises:
-      DescriptionError: it holds something else; says where.
+      DescriptionError: the value holds something else; says where.
 
     Examples:
       >>> json_value([1, {'a': np.float32(0.5)}], 'settings'), json_value(math.inf, 'eps')

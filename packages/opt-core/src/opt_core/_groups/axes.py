@@ -28,7 +28,7 @@ def axes_of_leaves(selection: Selection, params: Any, param_axes: Any) -> list[A
     """Returns the axes of every leaf of `params`, in order.
 
     Args:
-      selection: how `params` are divided.
+      selection: the groups of `params`.
       params: the parameters.
       param_axes: the same paths; a `PartitionSpec` or `None` at each, containers of any kind.
 
@@ -65,10 +65,10 @@ def axes_of_leaves(selection: Selection, params: Any, param_axes: Any) -> list[A
 
 
 def with_axes(groups: Sequence[Group], param_axes: Any, known: LogicalAxes) -> list[Group]:
-    """Returns the table, with copies of the definitions that take axes and know them now.
+    """Returns the table with copies of definitions that take axes, which now know them.
 
-    Only axes need be known, no parameter yet. A group that asks for the shape of a leaf is told the
-    axes of all leaves that it may have: those of no group that the paths decide.
+    Only the axes need to be known, not the parameters. A group whose pattern reads the shape of
+    leaves gets the axes of all leaves that it may have: those that paths assign to no other group.
 
     Args:
       groups: the table.
@@ -95,7 +95,7 @@ def with_axes(groups: Sequence[Group], param_axes: Any, known: LogicalAxes) -> l
 def _decided(
     pattern: Any, tree: Any, leaves: Sequence[Leaf], known: LogicalAxes
 ) -> frozenset[int] | None:
-    """What a pattern matches; `None` where that takes more than paths and axes."""
+    """The matches of a pattern; `None` if paths and axes do not determine them."""
     if isinstance(pattern, Rest):
         return None
     try:
@@ -107,7 +107,7 @@ def _decided(
 def _told(group: Group, axes: Mapping[Names, Any]) -> Group:
     if not isinstance(group.definition, TakesParamAxes):
         return group
-    # Dicts of dicts: whatever the containers of the parameters, nothing stands in for other leaves.
+    # Nested dicts, whatever the containers of the parameters: they need no placeholders.
     tree: Any = axes.get((), {})
     for names, spec in axes.items():
         if names:
@@ -123,7 +123,7 @@ def derive_axes(
     """Returns the axes of parameters and `param_states`, in their own containers.
 
     Args:
-      selection: how the parameters are divided.
+      selection: the groups of the parameters.
       optimizer: the whole.
       subs: every group that is not frozen, as its definition sees it.
       param_axes: see `axes_of_leaves`.
@@ -159,7 +159,7 @@ def _derive_group_axes(optimizer: Optimizer, param_axes: Any) -> OptimizerState:
 
 
 def _by_path(params: Any, tree: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:
-    """What `tree` has at the paths of the leaves of `params`."""
+    """The values of `tree` at the paths of the leaves of `params`."""
     opened = children(params)
     if opened is None:
         if params is not None:

@@ -1,4 +1,4 @@
-"""The table of groups, for people."""
+"""The printed table of groups."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ class GroupRow:
     """One group of a tree of parameters.
 
     Attributes:
-      name: the group's.
-      pattern: which leaves it has, in words.
+      name: of the group.
+      pattern: the leaves that it selects, as text.
       paths: of its leaves, joined by `/`.
-      elements: how many numbers these have; none where a leaf is a function, or the like.
-      state_bytes: what its definition keeps for them, 0 where it is frozen.
+      elements: the number of elements of its leaves; leaves that are not arrays count 0.
+      state_bytes: the size of its state, 0 if it is frozen.
       definition: the class of the definition, or `frozen`.
-      hyper_params: by name, those at their defaults left out; of a schedule its name and, where
-        the state is known, the value that the next update uses. All in words where they are no
-        dataclass.
+      hyper_params: by name, without those at their defaults; for a schedule its name and, if the
+        state is known, the value of the next update. Plain text if they are not a dataclass.
     """
 
     name: str
@@ -83,8 +82,8 @@ def describe(optimizer: Optimizer) -> GroupTable:
     """Returns the table of an optimizer's groups; print it.
 
     Args:
-      optimizer: one of a `MultiOptimizer`; leaves may be `jax.ShapeDtypeStruct` leaves. A nested
-        one has its groups below it, named `outer/inner`.
+      optimizer: one of a `MultiOptimizer`; leaves may be `jax.ShapeDtypeStruct` leaves. Groups of a
+        nested one are listed below it as `outer/inner`.
 
     Raises:
       TypeError: the optimizer has no groups.
@@ -105,7 +104,7 @@ def describe(optimizer: Optimizer) -> GroupTable:
     definition = optimizer.optimizer_def
     if not isinstance(definition, MultiOptimizer):
         raise TypeError(
-            f"`optimizer` has no groups: its definition is a {type(definition).__name__}, no "
+            f"`optimizer` has no groups: its definition is a {type(definition).__name__}, not a "
             "`MultiOptimizer`"
         )
     return GroupTable(tuple(_rows(definition, optimizer)))

@@ -1,4 +1,4 @@
-"""What the state of several groups means: each group's definition says it of its own."""
+"""What the state of several groups means: each group's definition describes its own."""
 
 from __future__ import annotations
 
@@ -63,6 +63,6 @@ def _renamed(parameter: Names | None, renamed: dict[Names, Names]) -> Names | No
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """A leaf of its own: one that stands in a tree twice is two."""
+    """A distinct object per leaf, also for one that occurs twice in a tree."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype)

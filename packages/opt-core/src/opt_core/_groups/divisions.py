@@ -1,4 +1,4 @@
-"""How one table of groups divides the trees it has seen."""
+"""The assignments of one table of groups, by tree structure."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LISTED = 20
 class Divisions:
     """The selections of one table, made once per structure and shapes.
 
-    Patterns that look at shapes may divide a tree anew when its leaves are stacked, and then a
-    group would take the states of another. So a structure has the divisions with which optimizers
-    were created, and any other is an error.
+    Patterns that read shapes may assign leaves differently once they are stacked, and a group would
+    then take over another's states. So a structure keeps the assignments with which optimizers were
+    created, and any other is an error.
 
     Args:
       groups: the table.
@@ -40,18 +40,18 @@ class Divisions:
         self._created: dict[Any, list[Selection]] = {}
 
     def values(self) -> Iterator[Selection]:
-        """Returns the selections at hand, the latest last."""
+        """Returns the known selections, the latest last."""
         return iter(list(self._selections.values()))
 
     def of(self, tree: Any, *, creates: bool) -> Selection:
-        """Returns how a tree of parameters is divided.
+        """Returns the groups of a tree of parameters.
 
         Args:
           tree: the parameters.
-          creates: whether a state is made for them, not taken.
+          creates: whether a new state is made for them.
 
         Raises:
-          GroupError: it is not divided exactly; or otherwise than where states were made.
+          GroupError: the groups do not partition the tree; or differ from those at `create`.
         """
         leaves, treedef = jax.tree.flatten(tree)
         key = (treedef, tuple((x.shape, x.dtype) if has_shape(x) else type(x) for x in leaves))
@@ -85,12 +85,12 @@ def _message(groups: Sequence[Group], old: Selection, new: Selection) -> str:
     if len(moved) > _LISTED:
         moved = [*moved[:_LISTED], f"  ... and {len(moved) - _LISTED} more"]
     head = (
-        "the patterns divide these parameters otherwise than those of the same structure that an "
-        "optimizer was created with:"
+        "the patterns now assign these parameters to other groups than when an optimizer with this "
+        "structure was created:"
     )
     advice = (
-        "A pattern that looks at shapes or dtypes divides parameters anew when these change, as "
-        "stacked ones do: decide by the path, or step inside `jax.vmap` as it was created. Another "
-        "model of this structure needs `create` of its own."
+        "A pattern that reads shapes or dtypes may assign parameters to other groups when these "
+        "change, for example when they are stacked: decide by the path, or step inside `jax.vmap` "
+        "as at `create`. Another model of this structure needs its own `create`."
     )
     return "\n".join([head, *moved, advice])

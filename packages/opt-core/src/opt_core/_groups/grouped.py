@@ -1,4 +1,4 @@
-"""What a definition of several groups has of its table: how it is written, and what it selects."""
+"""A definition with a table of groups: how the table is written, and what it selects."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from opt_core._paths import flatten_with_paths
 
 
 class Grouped(OptimizerDef):
-    """A definition that divides the parameters by a table of groups; see `MultiOptimizer`."""
+    """A definition that partitions the parameters by a table of groups; see `MultiOptimizer`."""
 
     groups: tuple[Group, ...]
     sub_optimizers: tuple[OptimizerDef, ...]
@@ -70,8 +70,7 @@ class Grouped(OptimizerDef):
             logical axes and for definitions that take them.
 
         Raises:
-          GroupError: see the class; besides, a leaf is matched by no pattern and `rest` is not
-            said.
+          GroupError: see the class; or no pattern matches a leaf, and `rest` is not given.
 
         Examples:
           >>> from opt_core import MultiOptimizer
@@ -85,7 +84,7 @@ class Grouped(OptimizerDef):
         return self if param_axes is None else self.with_param_axes(param_axes)
 
     def with_groups(self, groups: Sequence[Group]) -> Self:
-        """Returns the definition with another table, see `groups`; logical axes stay known."""
+        """Returns the definition with another table, see `groups`; known logical axes are kept."""
         new = type(self).__new__(type(self))
         new._define(groups, self.param_axes)
         return new
@@ -106,7 +105,7 @@ class Grouped(OptimizerDef):
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
-            f"`{name}`: a `{type(self).__name__}` does not change. Build another one, and take the "
+            f"`{name}`: a `{type(self).__name__}` cannot change. Build another one, and carry the "
             "state over with `regroup`; or override for one update: "
             "`apply_gradient(grads, hyper_params=...)`."
         )
@@ -117,14 +116,14 @@ class Grouped(OptimizerDef):
         return tuple(group.name for group in self.groups if not group.is_frozen)
 
     def select(self, params: Any) -> Selection:
-        """Returns how the groups divide a tree of parameters; decided once per structure.
+        """Returns the groups of a tree of parameters; computed once per structure.
 
         Args:
           params: arrays, tracers or `jax.ShapeDtypeStruct` leaves.
 
         Raises:
-          GroupError: they do not divide it exactly; or a pattern that looks at shapes divides
-            them otherwise than the parameters that an optimizer was created with.
+          GroupError: the groups do not partition the tree; or a pattern that reads shapes assigns
+            leaves to other groups than at `create`.
         """
         return self._selections.of(params, creates=False)
 
@@ -149,13 +148,13 @@ class Grouped(OptimizerDef):
         return new
 
     def set_param_axes(self, param_axes: Any) -> None:
-        """Tells this definition the logical axes, before `create`, as T5X's trainer does.
+        """Sets the logical axes, before `create`, as T5X's trainer does.
 
-        Prefer `with_param_axes`: whatever was compiled with this definition does not know of it.
-        The definitions of the groups stay as they are; this one goes on with copies.
+        Prefer `with_param_axes`: functions compiled with this definition do not see the change.
+        The definitions of the groups are not changed; this one replaces them by copies.
 
         Args:
-          param_axes: see `with_param_axes`. Where it is refused nothing changes.
+          param_axes: see `with_param_axes`. If it is rejected, nothing changes.
         """
         new = self.with_param_axes(param_axes)
         self._define(new.groups, new.param_axes)

@@ -1,4 +1,4 @@
-"""State dicts of several groups: taking them apart by path, and reading what Flax once wrote."""
+"""State dicts of several groups: splitting them by path, and Flax's older layouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATES = ("state", "param_states")
 
 
 def get_at(tree: Any, names: Names, default: Any = None) -> Any:
-    """Returns what nested dicts have at a path, or `default`."""
+    """Returns the value of nested dicts at a path, or `default`."""
     for name in names:
         if not isinstance(tree, Mapping) or name not in tree:
             return default
@@ -28,14 +28,14 @@ def get_at(tree: Any, names: Names, default: Any = None) -> Any:
 
 
 def set_at(tree: dict[str, Any], names: Names, value: Any) -> None:
-    """Sets what nested dicts have at a path, making those that are not there."""
+    """Sets the value of nested dicts at a path, creating missing ones."""
     for name in names[:-1]:
         tree = tree.setdefault(name, {})
     tree[names[-1]] = value
 
 
 def trie(paths: Iterable[Names]) -> Any:
-    """Returns nested dicts with `None` at every path; `None` where the only path is the root."""
+    """Returns nested dicts with `None` at every path; `None` if the only path is the root."""
     root: dict[str, Any] = {}
     for names in paths:
         if not names:
@@ -47,7 +47,7 @@ def trie(paths: Iterable[Names]) -> Any:
 def restrict(value: Any, shape: Any) -> Any:
     """Returns the part of nested mappings that lies on the paths of a trie.
 
-    A mapping of which two keys have one name stays whole: whoever restores it reports them.
+    A mapping with two keys of the same name is kept whole; restoring it reports them.
     """
     if shape is None or not isinstance(value, Mapping):
         return value
@@ -58,7 +58,7 @@ def restrict(value: Any, shape: Any) -> Any:
 
 
 def leftover(value: Any, shape: Any) -> Any:
-    """Returns nested mappings without what lies on the paths of a trie; see `restrict`."""
+    """Returns nested mappings without the paths of a trie; see `restrict`."""
     if shape is None:
         return {}
     if not isinstance(value, Mapping):
@@ -77,7 +77,7 @@ def leftover(value: Any, shape: Any) -> Any:
 
 
 def renamed(report: RestoreReport, name: str) -> RestoreReport:
-    """Returns a report whose paths in the state lead through the group's name."""
+    """Returns a report whose state paths include the group's name."""
     old = "/".join(STATES)
 
     def moved(mismatch: Mismatch) -> Mismatch:
@@ -90,12 +90,12 @@ def renamed(report: RestoreReport, name: str) -> RestoreReport:
 
 
 def without_step(report: RestoreReport) -> RestoreReport:
-    """Returns a group's report not counting the step, which the groups share."""
+    """Returns a group's report without the step, which the groups share."""
     return dataclasses.replace(report, matched=max(report.matched - 1, 0))
 
 
 def merged_reports(reports: Sequence[RestoreReport]) -> RestoreReport:
-    """Returns one report of all, each path once."""
+    """Returns a combined report, each path once."""
     found = {(m.path, m.kind): m for report in reversed(reports) for m in report.mismatches}
     order = dict.fromkeys((m.path, m.kind) for report in reports for m in report.mismatches)
     return RestoreReport(
@@ -109,7 +109,7 @@ def merged_reports(reports: Sequence[RestoreReport]) -> RestoreReport:
 
 
 def is_list_layout(state: Any) -> bool:
-    """Whether it is a list of one state per group, as Flax wrote until 0.3.2."""
+    """Whether it is a list with a state per group, as Flax wrote until 0.3.2."""
     entries = _items(state)
     return bool(entries) and all(
         isinstance(entry, Mapping) and {"step", "param_states"} >= set(entry) >= {"step"}
@@ -120,7 +120,7 @@ def is_list_layout(state: Any) -> bool:
 def from_list_layout(
     state: Any, members: Sequence[Sequence[Names]]
 ) -> tuple[dict[str, Any], tuple[Mismatch, ...]]:
-    """Returns the state in today's layout, and what had no place in it.
+    """Returns the state in today's layout, and the entries that do not fit it.
 
     Args:
       state: a list, or a dict with keys `'0'`, `'1'`, ..., of `{'step', 'param_states'}`.
@@ -148,7 +148,7 @@ def from_list_layout(
 
 
 def _items(value: Any) -> list[Any]:
-    """The items of a list, or of what a list is in a state dict; none of anything else."""
+    """The items of a list, or of a list as it appears in a state dict; otherwise none."""
     if isinstance(value, list | tuple):
         return list(value)
     if not isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The optimizers that a `MultiOptimizer` is made of, down to those without groups."""
+"""The optimizers of a `MultiOptimizer`, nested ones included."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opt_core._paths import Names
 
 
 def leaf_groups(optimizer: Optimizer, outer: Names = ()) -> Iterator[tuple[Names, Optimizer]]:
-    """Yields the optimizers that an optimizer is made of: itself, where it has no groups.
+    """Yields the optimizers without groups that an optimizer consists of, possibly itself.
 
     Args:
       optimizer: of any definition.
@@ -19,8 +19,8 @@ def leaf_groups(optimizer: Optimizer, outer: Names = ()) -> Iterator[tuple[Names
 
     Yields:
       The names of the groups around each, outermost first, and the optimizer of that group: its
-      parameters, its state, and a definition that is not a `MultiOptimizer`. Frozen leaves are in
-      none.
+      parameters, its state, and a definition that is not a `MultiOptimizer`. Frozen leaves are
+      omitted.
 
     Examples:
       >>> from opt_core import OptimizerDef, OptimizerState

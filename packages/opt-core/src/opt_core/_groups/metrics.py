@@ -1,8 +1,9 @@
-"""How large gradients, parameters and updates are, group by group."""
+"""Norms of gradients, parameters and updates by group."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import flax.struct
@@ -21,9 +22,9 @@ class GroupNorms(flax.struct.PyTreeNode):
     """Euclidean norms over all leaves of one group, float32 scalars.
 
     Attributes:
-      gradient: of the gradients; of those that are given, where the group is frozen.
+      gradient: of the gradients; for a frozen group of those that are given.
       parameter: of the parameters before the update.
-      update: of the difference that the update made.
+      update: of the change of the parameters.
       update_to_parameter: `update / parameter`; 0 where the parameters are all zero.
     """
 
@@ -82,8 +83,44 @@ def group_metrics(before: Optimizer, grads: Any, after: Optimizer) -> dict[str, 
     return found
 
 
+class ClipMetrics(flax.struct.PyTreeNode):
+    """What clipping by a global norm does to the gradients of a step, float32 scalars.
+
+    Attributes:
+      norm: the global norm of the gradients.
+      clipped: 1 if that is above the bound, else 0: its mean over steps is the rate of clipping.
+      factor: by what the gradients are multiplied.
+    """
+
+    norm: jax.Array
+    clipped: jax.Array
+    factor: jax.Array
+
+
+def clip_metrics(norms: Mapping[str, GroupNorms], max_norm: Any) -> ClipMetrics:
+    """Returns what clipping does to gradients whose norms are known; reads no gradient again.
+
+    Args:
+      norms: what `group_metrics` returned, of gradients before they are clipped. Clipped together
+        are all groups in it: leave out those that are clipped by themselves, or not at all.
+      max_norm: the bound, as of `optax.clip_by_global_norm`.
+
+    Examples:
+      >>> norms = [GroupNorms(jnp.float32(x), *jnp.zeros(3)) for x in (3.0, 4.0)]
+      >>> found = clip_metrics(dict(zip('ab', norms)), 2.5)
+      >>> [float(x) for x in jax.tree.leaves(found)]
+      [5.0, 1.0, 0.5]
+    """
+    norm = jnp.zeros((), jnp.float32)
+    for group in norms.values():
+        norm = jnp.hypot(norm, group.gradient)  # no square that overflows
+    is_above = norm > max_norm
+    factor = jnp.where(is_above, max_norm / norm, 1)
+    return ClipMetrics(norm, is_above.astype(jnp.float32), factor.astype(jnp.float32))
+
+
 def selection_of(optimizer: Optimizer) -> Selection:
-    """Returns how an optimizer's definition divides its parameters."""
+    """Returns the groups of an optimizer's parameters."""
     definition = optimizer.optimizer_def
     if isinstance(definition, MultiOptimizer):
         return definition.select(optimizer.target)

@@ -40,14 +40,14 @@ from opt_core._report import RestoreReport
 class MultiOptimizer(Grouped):
     """Several definitions over disjoint groups of the parameters.
 
-    Every definition sees a tree with the leaves of its group alone. Leaves of no group are frozen:
-    they have no state, are returned as they are, and need no gradient.
+    Every definition sees a tree with only the leaves of its group. Leaves without a group are
+    frozen: they have no state, are returned unchanged, and need no gradient.
 
     Args:
       *traversals_and_optimizers: pairs of a pattern and a definition, or one sequence of them. A
         pattern is a traversal with `iterate` and `update` (`flax.traverse_util`), or what
         `from_rules` takes.
-      names: what the groups are called; by default `'0'`, `'1'`, ...
+      names: of the groups; by default `'0'`, `'1'`, ...
       rest: the definition of the leaves that no pattern matches; `FROZEN` by default, as in Flax.
 
     Attributes:
@@ -127,10 +127,10 @@ class MultiOptimizer(Grouped):
           params: pytree of parameters.
           state: the state that belongs to them.
           grads: pytree like `params`; frozen leaves may be `None` or missing.
-          **extra_args: go to the definitions that use them.
+          **extra_args: passed to the definitions that use them.
 
         Raises:
-          HyperParamError: `hyper_params` has another length; or a definition's own.
+          HyperParamError: `hyper_params` has the wrong length; or raised by a definition.
           TreeMismatchError: `grads` have other containers or keys than `params`.
         """
         return self._update("apply_gradient", hyper_params, params, state, grads, extra_args)
@@ -145,7 +145,7 @@ class MultiOptimizer(Grouped):
           params: pytree of parameters.
           state: the state that belongs to them.
           grads: pytree like `params`; frozen leaves may be `None` or missing.
-          **extra_args: go to the definitions that use them.
+          **extra_args: passed to the definitions that use them.
 
         Returns:
           A tree like the parameters, zeros where they are frozen; the new state.
@@ -181,7 +181,7 @@ class MultiOptimizer(Grouped):
         """Returns the hyper-parameters of every group for one update.
 
         Args:
-          missing: `'ignore'` for overrides that act in the groups that have them.
+          missing: `'ignore'` to apply an override only to the groups that have it.
           **overrides: `hyper_params=` a sequence with one dataclass per group that is not frozen;
             `group_overrides=` a mapping from group names to overrides; any other name reaches every
             group, or with a mapping from names of groups as its value those groups.
@@ -213,7 +213,7 @@ class MultiOptimizer(Grouped):
         broadcast: Mapping[str, Any],
         overrides: Mapping[str, Any],
     ) -> Any:
-        """One group's: those given for it (or its own), with what all get, and what it alone."""
+        """Those of one group: given or its own, with overrides for all groups and for this one."""
         return definition.update_hyper_params(**given, **{**broadcast, **overrides})
 
     def resolve_hyper_params(
@@ -221,14 +221,14 @@ class MultiOptimizer(Grouped):
     ) -> dict[str, Any]:
         """Returns the hyper-parameters that an update uses, by group.
 
-        Schedules are numbers where a group's definition knows them
+        Schedules are resolved to numbers if a group's definition supports it
         (`opt_core.protocols.ResolvesHyperParams`).
 
         Args:
           hyper_params: one dataclass per group that is not frozen, in order.
           params: pytree of parameters.
           state: the state that belongs to them.
-          **extra_args: go to the definitions that use them.
+          **extra_args: passed to the definitions that use them.
         """
         hypers.check_length(hyper_params, self.group_names)
         return resolve_groups(
@@ -240,15 +240,15 @@ class MultiOptimizer(Grouped):
         )
 
     def extra_arg_names(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns those of `names` that some definition takes in its update, and none overrides."""
+        """Returns those of `names` that some definition takes in its update and none overrides."""
         return extra_arg_names(self.sub_optimizers, names)
 
     def args_of_params(self, names: Iterable[str]) -> frozenset[str]:
-        """Returns those of `names` that are about the parameters to some definition."""
+        """Returns those of `names` that refer to the parameters for some definition."""
         return args_of_params(self.sub_optimizers, names)
 
     def takes_per_example_grads(self, params: Any, state: OptimizerState, grads: Any) -> bool:
-        """Returns whether some definition wants its group's gradients as they are, per example.
+        """Returns whether some definition takes its group's gradients per example.
 
         Args:
           params: pytree of parameters.
@@ -258,16 +258,16 @@ class MultiOptimizer(Grouped):
         return takes_per_example_grads(self.select(params), Optimizer(self, state, params), grads)
 
     def derive_logical_axes(self, optimizer: Optimizer, param_axes: Any) -> Optimizer:
-        """Returns the optimizer with the logical axes of every leaf in its place.
+        """Returns the optimizer with every leaf replaced by its logical axes.
 
         Args:
           optimizer: an optimizer of this definition; arrays or `jax.ShapeDtypeStruct` leaves.
           param_axes: a tree like the parameters with a `PartitionSpec`, or `None`, per leaf. Dicts
-            and FrozenDicts may stand for one another.
+            and FrozenDicts are interchangeable.
 
         Returns:
-          An `Optimizer`: the axes as its target, `None` as its step. A definition that derives no
-          axes has the parameter's where a leaf of its state has the parameter's shape.
+          An `Optimizer`: the axes as its target, `None` as its step. For a definition that does not
+          derive axes, a leaf of its state with the parameter's shape has the parameter's axes.
 
         Raises:
           TreeMismatchError: `param_axes` have other paths than the parameters; lists them.
@@ -279,10 +279,10 @@ class MultiOptimizer(Grouped):
         return Optimizer(self, OptimizerState(step=None, param_states=param_states), target)
 
     def describe_state(self, params: Any, state: OptimizerState) -> StateDescription:
-        """Returns what the state of every group means, as its definition says.
+        """Returns what the state of every group means, as described by its definition.
 
-        Groups are in the leaves and in the transformations. Parameters have the paths that they
-        have here, whatever a group's definition sees.
+        Leaves and transformations have their groups. Parameters have their paths in the whole tree,
+        whatever a group's definition sees.
 
         Args:
           params: the parameters; arrays, tracers or `jax.ShapeDtypeStruct` leaves.
@@ -293,9 +293,9 @@ class MultiOptimizer(Grouped):
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
         """Returns `{'target': ..., 'state': {'step': ..., 'param_states': ...}}`.
 
-        Every definition writes its own part. Where every group keeps an entry per parameter,
-        `param_states` has the parameters' paths, with `None` for frozen ones, as Flax and T5X wrote
-        it; otherwise an entry per group by name, and none for a group without anything to write.
+        Every definition writes its own part. If every group keeps an entry per parameter,
+        `param_states` has the parameters' paths, with `None` for frozen ones, as in Flax and T5X;
+        otherwise it has an entry per group by name, omitting groups with nothing to write.
 
         Args:
           target: the parameters.
@@ -323,7 +323,7 @@ class MultiOptimizer(Grouped):
     def _match_rest(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
     ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-        """Restores the step and the frozen leaves; what belongs to a group is `()` here."""
+        """Restores the step and the frozen leaves; leaves of groups are `()` here."""
         return super()._match(target, state, state_dict)
 
 

@@ -1,4 +1,4 @@
-"""Hyper-parameters and extra arguments of several groups: which value goes where."""
+"""Hyper-parameters and extra arguments of several groups: which group gets which value."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def check_length(hyper_params: Any, names: Sequence[str]) -> None:
 
 
 def by_group(overrides: Any, hyper_params: Any, groups: Sequence[Group]) -> Mapping[str, Any]:
-    """Returns `group_overrides`, empty where they are `None`.
+    """Returns `group_overrides`, empty if they are `None`.
 
     Args:
-      overrides: what was given for them.
-      hyper_params: what was given by this name, if anything.
+      overrides: the value given for it.
+      hyper_params: the value given by this name, if any.
       groups: the table.
 
     Raises:
-      HyperParamError: they are no mapping of mappings, name a group that is not updated, or say
-        again what `hyper_params` says.
+      HyperParamError: they are not a mapping of mappings, name a group that is not updated, or
+        repeat what `hyper_params` sets.
     """
     if overrides is None:
         return {}
@@ -68,7 +68,7 @@ def of_groups(
     *,
     missing: str,
 ) -> list[dict[str, Any]]:
-    """Returns what each group gets of the overrides that are given for all.
+    """Returns each group's share of the overrides for all groups.
 
     Args:
       overrides: values by name, for every group; or mappings from names of groups to values.
@@ -77,8 +77,8 @@ def of_groups(
       missing: `'ignore'` to leave out the groups that do not have a name.
 
     Raises:
-      HyperParamError: there is no group; no group has a name; or a mapping names some groups, and
-        something that is none.
+      HyperParamError: there is no group; no group has a name; or a mapping names groups and
+        something that is not a group.
     """
     check_missing(missing)
     _check_reach(overrides, names)
@@ -105,11 +105,9 @@ def of_groups(
 
 
 def _check_reach(overrides: Iterable[str], names: Sequence[str]) -> None:
-    """Raises a `HyperParamError` where there are overrides for all groups, and no group."""
+    """Raises a `HyperParamError` for overrides for all groups if there are no groups."""
     if not names and (given := listed(overrides)) != "none":
-        raise HyperParamError(
-            f"{given}: there is no group to override anything of, all of them are frozen"
-        )
+        raise HyperParamError(f"{given}: there is no group to override: all of them are frozen")
 
 
 def _check_names(by_group: Mapping[str, Any], groups: Sequence[Group]) -> None:
@@ -117,7 +115,7 @@ def _check_names(by_group: Mapping[str, Any], groups: Sequence[Group]) -> None:
     names = [group.name for group in groups if not group.is_frozen]
     for name in by_group:
         if name not in names:
-            what = "is frozen" if name in frozen else "is no group"
+            what = "is frozen" if name in frozen else "is not a group"
             raise HyperParamError(
                 f"`group_overrides`: `{name}` {what}; the groups that are updated are "
                 f"{listed(names)}"
@@ -125,7 +123,7 @@ def _check_names(by_group: Mapping[str, Any], groups: Sequence[Group]) -> None:
 
 
 def _names(hyper_params: Any) -> list[str]:
-    """The names of hyper-parameters, of nested groups' too."""
+    """The names of hyper-parameters, including those of nested groups."""
     if isinstance(hyper_params, tuple):
         return [name for inner in hyper_params for name in _names(inner)]
     return list(hyper_param_names(hyper_params))
@@ -133,7 +131,7 @@ def _names(hyper_params: Any) -> list[str]:
 
 @contextlib.contextmanager
 def named(group: str) -> Iterator[None]:
-    """Says in an error about hyper-parameters which group it is about."""
+    """Adds the name of the group to errors about hyper-parameters."""
     try:
         yield
     except UnusedArgumentError:
@@ -143,5 +141,5 @@ def named(group: str) -> Iterator[None]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Returns names for people to read."""
+    """Returns names as a list for messages."""
     return ", ".join(f"`{name}`" for name in names) or "none"

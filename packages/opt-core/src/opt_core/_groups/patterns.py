@@ -1,7 +1,7 @@
-"""Patterns: which leaves of a tree are meant.
+"""Patterns, which select leaves of a tree.
 
-They see paths, shapes, dtypes and logical axes, never values, so the same tree is divided the same
-way before, inside and after a compiled function.
+They see paths, shapes, dtypes and logical axes, never values, so that a tree has the same groups
+before, inside and after a compiled function.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Rest(enum.Enum):
 
 
 REST = Rest.REST
-"""In the place of a pattern: the leaves that no other group has."""
+"""In place of a pattern: the leaves that no other group selects."""
 
 
 @runtime_checkable
 class Traversal(Protocol):
-    """What selects leaves of a tree, as the traversals of `flax.traverse_util` do."""
+    """An object that selects leaves of a tree, like the traversals of `flax.traverse_util`."""
 
     def iterate(self, inputs: Any) -> Iterable[Any]:
         """Yields the selected parts of `inputs`."""
@@ -49,7 +49,7 @@ class Traversal(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class But:
-    """What `pattern` matches and `excluded` does not.
+    """The leaves that `pattern` matches and `excluded` does not.
 
     Attributes:
       pattern: any pattern.
@@ -64,12 +64,12 @@ class But:
 
 
 class Leaf:
-    """What a pattern may know of a leaf.
+    """The properties of a leaf that a pattern may read.
 
     Attributes:
       names: the names along its path.
       path: the same, joined by `/`.
-      info: a `jax.ShapeDtypeStruct`, or what says that the shape is not known yet.
+      info: a `jax.ShapeDtypeStruct`, or a placeholder if the shape is not known yet.
     """
 
     __slots__ = ("info", "names", "path")
@@ -86,7 +86,7 @@ class Leaf:
 
 
 class _Unknown:
-    """Stands for a leaf that is no array, or of which only the path is known."""
+    """Stands for a leaf that is not an array, or of which only the path is known."""
 
     __slots__ = ("_kind", "_path")
 
@@ -99,7 +99,7 @@ class _Unknown:
             raise AttributeError(name)
         if self._kind:
             raise GroupError(
-                f"a pattern asks for `{name}` of `{self._path}`, which is no array but a "
+                f"a pattern asks for `{name}` of `{self._path}`, which is not an array but a "
                 f"{self._kind}: decide by the path"
             )
         raise GroupError(
@@ -110,7 +110,7 @@ class _Unknown:
 
 
 def pattern_str(pattern: Any) -> str:
-    """Returns a pattern for people to read."""
+    """Returns a pattern as text."""
     match pattern:
         case But():
             return str(pattern)
@@ -127,13 +127,15 @@ def pattern_str(pattern: Any) -> str:
 
 
 def check_pattern(pattern: Any) -> None:
-    """Raises a `TypeError` unless `pattern` is one; a `GroupError` for a bad expression."""
+    """Raises a `TypeError` unless `pattern` is one, a `GroupError` for an invalid expression."""
     match pattern:
         case str():
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise GroupError(f"{pattern!r} is no regular expression: {error}") from None
+                raise GroupError(
+                    f"{pattern!r} is not a valid regular expression: {error}"
+                ) from None
             return
         case re.Pattern() if isinstance(pattern.pattern, bytes):
             raise GroupError(f"{pattern.pattern!r}: paths are text, not bytes; compile a text")

@@ -1,4 +1,4 @@
-"""A tree divided into groups: cut out the leaves of one, put them back."""
+"""A tree divided into groups: extracting the leaves of one and putting them back."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from opt_core.errors import GroupError
 
 _DICTS = (dict, OrderedDict, FrozenDict)
 HOLE = ()
-"""Where a leaf belongs to another group and its container must keep its shape: no leaf at all."""
+"""Placeholder without leaves, for a leaf of another group in a container that keeps its shape."""
 
 
 def prune(tree: Any, keep: Callable[[Names], bool | None], *, holes: bool) -> Any:
     """Returns a tree with some of its leaves.
 
     Args:
-      tree: any pytree, or one of its containers with anything in the place of leaves.
-      keep: whether the node with these names along its path is a leaf to keep (`True`) or to leave
-        out (`False`); `None` where it is no leaf.
-      holes: whether dicts keep the keys of what is left out, as other containers always do.
+      tree: any pytree, or one of the same containers with anything in place of leaves.
+      keep: whether the node with these names along its path is a leaf to keep (`True`) or to omit
+        (`False`); `None` if it is not a leaf.
+      holes: whether dicts keep the keys of omitted leaves, as other containers always do.
 
     Examples:
       >>> tree = {'a': {'w': 1, 'b': 2}, 'c': {'b': 3}, 'd': [4, 5]}
@@ -59,7 +59,7 @@ def _prune(
 
 
 def at_paths(tree: Any, wanted: Collection[Names]) -> Iterator[tuple[Names, Any]]:
-    """Yields what `tree` has at each of the `wanted` paths, not looking into it."""
+    """Yields the subtree at each of the `wanted` paths."""
     wanted, prefixes = set(wanted), _prefixes(wanted)
 
     def walk(node: Any, names: Names) -> Iterator[tuple[Names, Any]]:
@@ -110,7 +110,7 @@ class Part:
         return self.treedef.unflatten([leaves[i] for i in self.members])
 
     def paste(self, tree: Any, leaves: list[Any]) -> None:
-        """Puts the parts of `tree` that stand at leaves into the list of all."""
+        """Puts the parts of `tree` at its leaves into the list of all."""
         for i, leaf in zip(self.members, self.treedef.flatten_up_to(tree), strict=True):
             leaves[i] = leaf
 
@@ -133,16 +133,16 @@ class Selection:
 
     @property
     def trained(self) -> tuple[Part, ...]:
-        """The parts that have a definition."""
+        """The groups that are not frozen."""
         return tuple(part for part in self.parts if not part.group.is_frozen)
 
     @property
     def frozen(self) -> tuple[int, ...]:
-        """The positions of the leaves that have none."""
+        """The positions of the frozen leaves."""
         return tuple(i for part in self.parts if part.group.is_frozen for i in part.members)
 
     def cut_by_path(self, tree: Any, position: int, *, holes: bool = False) -> Any:
-        """Returns the tree of one group out of one with these paths and anything as leaves."""
+        """Returns one group's part of a tree with these paths and any leaves."""
         owners = self.owners
         return prune(
             tree,
@@ -163,12 +163,12 @@ def select(
 
     Args:
       groups: the table.
-      tree: parameters, or anything with their paths; `None` is a leaf where no leaf has a shape.
+      tree: parameters, or anything with their paths; `None` is a leaf if no leaf has a shape.
       axes: logical axes by path, if known.
       allow_unused: see `opt_core._groups.assign`.
 
     Raises:
-      GroupError: the groups do not divide the leaves.
+      GroupError: the groups do not partition the leaves.
     """
     leaves, treedef = described(tree)
     paths = tuple(leaf.names for leaf in leaves)
@@ -181,7 +181,7 @@ def select(
 
 
 def described(tree: Any) -> tuple[list[Leaf], Any]:
-    """Returns what patterns may know of the leaves of `tree`, in order, and its structure.
+    """Returns the properties of leaves that patterns may read, in order, and the structure.
 
     Raises:
       GroupError: two keys of one container have the same name, such as `1` and `'1'`.

@@ -1,8 +1,8 @@
 """Writing and restoring groups, each by its own definition.
 
-Where every group keeps an entry per parameter, a state dict is the merged tree that Flax and T5X
-wrote: the entries at the paths of the parameters, `None` where a parameter is frozen. Otherwise it
-has an entry per group, by name. In memory states are always by group (`GroupStates`).
+If every group keeps an entry per parameter, a state dict is the merged tree of Flax and T5X: the
+entries at the paths of the parameters, `None` for frozen ones. Otherwise it has an entry per group,
+by name. In memory states are always by group (`GroupStates`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def shares(
     target: Any,
     state: OptimizerState,
 ) -> Iterator[Share]:
-    """Yields every group that is not frozen, by path: leaves may be axes, or anything."""
+    """Yields every group that is not frozen, by path; leaves may be axes or anything else."""
     leaves = jax.tree.leaves(target)
     params = leaves if all(map(has_shape, leaves)) else None
     states = split_states(selection, definitions, params, state.param_states)
@@ -74,7 +74,7 @@ def is_merged(given: Iterable[Share]) -> bool:
 
 
 def write_states(target: Any, given: Sequence[Share]) -> dict[str, Any]:
-    """Returns the entry `param_states` of a state dict in a dict of its own, if there is one."""
+    """Returns the entry `param_states` of a state dict in a separate dict, if there is one."""
     is_grouped = not is_merged(given)
     written: Any = {} if is_grouped else layout.blank(target)
     for share in given:
@@ -95,7 +95,7 @@ def write_states(target: Any, given: Sequence[Share]) -> dict[str, Any]:
 
 
 def _check_entries(share: Share, entry: Any) -> None:
-    """Raises a `StateDictError` unless the group wrote an entry per parameter, and no other."""
+    """Raises a `StateDictError` unless the group wrote exactly one entry per parameter."""
     states = dict(at_paths(share.optimizer.state.param_states, share.paths))
     missing = [
         f"`{path_str(names)}` has no entry"
@@ -105,7 +105,7 @@ def _check_entries(share: Share, entry: Any) -> None:
     others = jax.tree.leaves(layout.leftover(entry, layout.trie(share.paths)))
     if not missing and not others:
         return
-    problems = missing + [f"{len(others)} arrays are of no parameter"] * bool(others)
+    problems = missing + [f"{len(others)} arrays do not belong to a parameter"] * bool(others)
     raise StateDictError(
         f"the `state_dict` of group `{share.name}` is not laid out as its parameters are, as its "
         "state is:\n"
@@ -127,7 +127,7 @@ def match_groups(
       optimizer: the reference.
       state_dict: has mappings `target` and `state`.
       given: the groups of `optimizer`.
-      match_rest: restores what belongs to no group: the step, and frozen leaves.
+      match_rest: restores what does not belong to a group: the step and frozen leaves.
     """
     target, state = optimizer.target, optimizer.state
     is_grouped = not is_merged(given)
@@ -162,7 +162,7 @@ def match_groups(
 
 
 def read_list_layout(state_dict: Any, given: Sequence[Share]) -> tuple[Any, tuple[Mismatch, ...]]:
-    """Returns a state dict in today's layout, and what of an old one had no place in it."""
+    """Returns a state dict in today's layout, and the entries of an old one that do not fit it."""
     state = state_dict.get("state") if isinstance(state_dict, Mapping) else None
     if not layout.is_list_layout(state) or not is_merged(given):
         return state_dict, ()
@@ -185,7 +185,7 @@ def _own_dict(state_dict: Mapping[str, Any], share: Share, is_grouped: bool) -> 
 
 
 def _restore(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> Restored:
-    """By the definition's own `restore_state`, where it has one."""
+    """By the definition's own `restore_state`, if it has one."""
     definition, target, state = optimizer.optimizer_def, optimizer.target, optimizer.state
     if type(definition).restore_state is OptimizerDef.restore_state:
         return definition._match(target, state, state_dict)
@@ -203,7 +203,7 @@ def target_dict(target: Any, step: Any, states: Mapping[str, Any]) -> dict[str, 
 
 
 def is_whole(state_dict: Any) -> bool:
-    """Whether it has parameters and a state; else the whole is one deviation."""
+    """Whether it has parameters and a state; otherwise the whole is one deviation."""
     if not isinstance(state_dict, Mapping) or "target" not in state_dict:
         return False
     return isinstance(state_dict.get("state"), Mapping)

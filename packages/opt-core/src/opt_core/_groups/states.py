@@ -1,4 +1,4 @@
-"""The states of several groups: each as its definition keeps it, under the name of the group."""
+"""The states of several groups, each as its definition keeps it, by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from opt_core.errors import GroupError
 class GroupStates(Mapping[str, Any]):
     """The states of groups by name: an immutable mapping, and a pytree.
 
-    Its own type tells it from a dict of parameters that are called as the groups are.
+    Its own type distinguishes it from a dict of parameters named like the groups.
 
     Args:
       states: the `param_states` of every group that is not frozen.
@@ -57,7 +57,7 @@ class GroupStates(Mapping[str, Any]):
 
     @classmethod
     def tree_unflatten(cls, names: tuple[str, ...], states: Iterable[Any]) -> GroupStates:
-        """Makes it again; for JAX."""
+        """Rebuilds it; for JAX."""
         return cls(dict(zip(names, states, strict=True)))
 
 
@@ -85,16 +85,16 @@ def split_states(
     leaves: Sequence[Any] | None,
     param_states: Any,
 ) -> list[Any]:
-    """Returns the states that were joined.
+    """Splits the states by group.
 
     Args:
       selection: how the parameters are divided.
       definitions: one per group that is not frozen, in order.
-      leaves: of the parameters; `None` where something else stands in their places.
+      leaves: the parameters; `None` if their places hold something else.
       param_states: the states.
 
     Raises:
-      GroupError: they were made for other groups.
+      GroupError: the states were made for other groups.
     """
     names = [part.group.name for part in selection.trained]
     is_grouped = isinstance(param_states, GroupStates)
@@ -102,7 +102,7 @@ def split_states(
         found = f"groups {list(param_states)}" if is_grouped else f"a {type(param_states).__name__}"
         raise GroupError(
             f"`param_states`: expected `GroupStates` of the groups {names}, found {found}. Create "
-            "the optimizer with this definition, take its state over with `regroup`, or read a "
+            "the optimizer with this definition, carry its state over with `regroup`, or read a "
             "state dict with `restore_state`."
         )
     states = [param_states[name] for name in names]
@@ -115,7 +115,7 @@ def split_states(
 def _wrong_members(
     selection: Selection, part: Part, definition: OptimizerDef, state: Any, leaves: Sequence[Any]
 ) -> Iterator[str]:
-    """Lines for parameters that a state with entries per parameter lacks, or has too many."""
+    """Lines for missing and extra parameters of a state with entries per parameter."""
     if definition.whole_tree:
         return
     paths = [selection.paths[i] for i in part.members]
@@ -130,7 +130,7 @@ def _wrong_members(
     extra = sorted(entries.keys() - set(paths))
     if not absent and not extra:
         return
-    # It may be meant so: a definition may keep nothing for some.
+    # This may be intended: a definition may keep nothing for some parameters.
     fresh = jax.eval_shape(definition.init_state, part.cut(leaves)).param_states
     expected: Any = jax.tree.structure(fresh)
     if expected == jax.tree.structure(state):
@@ -142,8 +142,8 @@ def _wrong_members(
 def _check_members(problems: Sequence[str]) -> None:
     if problems:
         raise GroupError(
-            "the state was made for other groups than these parameters are divided into:\n"
+            "the state was made for other groups than those of these parameters:\n"
             + "\n".join(f"  {line}" for line in problems)
-            + "\nA pattern that looks at shapes or dtypes divides parameters anew when these "
-            "change, as stacked ones do: decide by the path."
+            + "\nA pattern that reads shapes or dtypes may assign parameters to other groups when "
+            "these change, for example when they are stacked: decide by the path."
         )

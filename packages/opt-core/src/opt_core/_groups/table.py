@@ -1,4 +1,4 @@
-"""The table of groups: which definition each leaf of a tree belongs to."""
+"""The table of groups, which assigns a definition to each leaf of a tree."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Frozen(enum.Enum):
 
 
 FROZEN = Frozen.FROZEN
-"""In the place of a definition: these leaves have no state and are not updated."""
+"""In place of a definition: these leaves have no state and are not updated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Group:
     """One row of the table of groups.
 
     Attributes:
-      name: what the group is called in overrides, reports and state dicts.
-      pattern: which leaves it has.
+      name: of the group in overrides, reports and state dicts.
+      pattern: selects its leaves.
       definition: how they are updated, or `FROZEN`.
     """
 
@@ -81,7 +81,7 @@ def assign(
       leaves: the same leaves, in order.
       axes: logical axes by path, if known.
       allow_unused: whether a traversal may match nothing, as in Flax and T5X. Any other pattern is
-        written for this package, and a typing error in it must not pass.
+        written for this package, and a typo in it must be reported.
 
     Raises:
       GroupError: a leaf is matched twice or never, or a pattern matches nothing; lists them all.
@@ -136,7 +136,7 @@ def _message(problems: Sequence[str]) -> str:
 def groups_of_pairs(
     given: Sequence[Any], names: Sequence[str] | None, rest: OptimizerDef | Frozen
 ) -> list[Group]:
-    """Returns the table of `(pattern, definition)` pairs, given as they are or as one sequence."""
+    """Returns the table of `(pattern, definition)` pairs, given as varargs or as one sequence."""
     pairs = _pairs(given)
     names = [str(i) for i in range(len(pairs))] if names is None else list(names)
     if len(names) != len(pairs):
@@ -158,7 +158,7 @@ def groups_of_rules(rules: Sequence[Any], rest: OptimizerDef | Frozen | None) ->
 
 
 def check_groups(groups: Sequence[Group]) -> None:
-    """Raises a `GroupError` or a `TypeError` for a table that no tree could be divided by."""
+    """Raises a `GroupError` or a `TypeError` for a table that is invalid for every tree."""
     if not groups:
         raise GroupError("there is no group: pass `(pattern, definition)` pairs")
     names = [group.name for group in groups]

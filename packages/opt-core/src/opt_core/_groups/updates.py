@@ -1,4 +1,4 @@
-"""One update of several groups: gradients, extra arguments and results, to and fro."""
+"""One update of several groups: distributing arguments and collecting results."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def update_groups(
     """Returns the new parameters, or the updates, and the new state; see `MultiOptimizer`.
 
     Args:
-      selection: how the parameters are divided.
+      selection: the groups of the parameters.
       optimizer: of a `MultiOptimizer`, before the update.
       grads: pytree like the parameters; frozen leaves may be `None` or missing.
       method: of each group's definition.
       hyper_params: one dataclass per group that is not frozen, in order.
-      extra_args: go to the definitions that use them.
+      extra_args: passed to the definitions that use them.
     """
     definition: Any = optimizer.optimizer_def
     before = jax.tree.leaves(optimizer.target)
@@ -87,11 +87,11 @@ def resolve_groups(
     """Returns the hyper-parameters of an update; see `MultiOptimizer.resolve_hyper_params`.
 
     Args:
-      selection: how the parameters are divided.
+      selection: the groups of the parameters.
       optimizers: of the groups that are not frozen.
       leaves: the parameters, in order.
       hyper_params: one dataclass per group that is not frozen, in order.
-      extra_args: go to the definitions that use them.
+      extra_args: passed to the definitions that use them.
     """
     found, used = {}, frozenset[str]()
     for part, own, hyper in zip(selection.trained, optimizers, hyper_params, strict=True):
@@ -111,7 +111,7 @@ def resolve_groups(
 
 
 def takes_per_example_grads(selection: Selection, optimizer: Optimizer, grads: Any) -> bool:
-    """Returns whether some definition wants the gradients of its group per example."""
+    """Returns whether some definition takes the gradients of its group per example."""
     definition: Any = optimizer.optimizer_def
     gradients = gradient_leaves(optimizer.target, grads, _needed(selection))
     leaves = jax.tree.leaves(optimizer.target)
@@ -145,7 +145,7 @@ def _checked_gradients(selection: Selection, optimizer: Optimizer, grads: Any) -
 
 
 def extra_arg_names(definitions: Sequence[OptimizerDef], names: Iterable[str]) -> frozenset[str]:
-    """Returns those of `names` that some definition takes in its update, and none overrides."""
+    """Returns those of `names` that some definition takes in its update and none overrides."""
     asked = frozenset(names) - OWN
     taken = frozenset[str]().union(
         *(d.extra_arg_names(asked) for d in definitions if isinstance(d, TakesExtraArgs))
@@ -154,14 +154,14 @@ def extra_arg_names(definitions: Sequence[OptimizerDef], names: Iterable[str]) -
 
 
 def args_of_params(definitions: Sequence[OptimizerDef], names: Iterable[str]) -> frozenset[str]:
-    """Returns those of `names` that some definition takes as being about the parameters."""
+    """Returns those of `names` that refer to the parameters for some definition."""
     asked = frozenset(names)
     takers = (d.args_of_params(asked) for d in definitions if isinstance(d, TakesArgsOfParams))
     return frozenset[str]().union(*takers)
 
 
 def _extra_args_of(definition: OptimizerDef, extra_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the extra arguments that one definition says it takes."""
+    """Returns the extra arguments that one definition takes."""
     if not extra_args or not isinstance(definition, TakesExtraArgs):
         return {}
     return {name: extra_args[name] for name in definition.extra_arg_names(extra_args)}
@@ -174,13 +174,13 @@ def _of_group(
 ) -> dict[str, Any]:
     """Returns extra arguments as one group's definition needs them.
 
-    A group has a part of the parameters: in functions of the parameters the others stay where they
-    are before the update.
+    A group has a part of the parameters. In functions of the parameters the others keep their
+    values from before the update.
 
     Args:
       definition: the group's.
       extra_args: what it takes.
-      group: how the parameters are divided, its part of them, and all of them in order.
+      group: the groups of the parameters, its part of them, and all of them in order.
     """
     if not isinstance(definition, TakesArgsOfParams):
         return dict(extra_args)
@@ -211,15 +211,15 @@ def _call_with(
 ) -> tuple[T, frozenset[str]]:
     """Calls a method of one group's definition.
 
-    A transformation that takes any keyword says so only when it is traced that it has no use for
-    one. Another group may have.
+    A transformation that accepts any keyword shows only when traced that it does not use one.
+    Another group may.
 
     Args:
-      function: the method, to which only extra arguments are to be given.
-      extra_args: what the definition says it takes.
+      function: the method, which only lacks extra arguments.
+      extra_args: those that the definition takes.
 
     Returns:
-      What it returns, and the names of the arguments that were used.
+      Its result, and the names of the arguments that were used.
     """
     taken = dict(extra_args)
     while True:

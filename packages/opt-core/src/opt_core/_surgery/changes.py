@@ -1,6 +1,6 @@
-"""What became of every leaf of a state that was moved, and what a caller may admit.
+"""The report on a moved state: what became of every leaf, and what a caller may allow.
 
-Surgery in memory and restores from checkpoints share the words.
+Surgery in memory and restores from checkpoints use the same words.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from opt_core._paths import path_str
 Action: TypeAlias = Literal["kept", "renamed", "converted", "initialised", "dropped"]
 """What became of a leaf.
 
-`kept`: the same thing with the same value, wherever it is now. `renamed`: the same, under another
-name or number of its transformation. `converted`: it has another dtype or shape. `initialised`: it
-is new. `dropped`: an old leaf that nothing took over.
+`kept`: the same leaf with the same value, possibly at another path. `renamed`: the same leaf, but
+its transformation has another name or number. `converted`: another dtype or shape. `initialised`: a
+new leaf. `dropped`: an old leaf without a successor.
 """
 
 Allowance: TypeAlias = Literal["initialise", "drop", "cast", "reshape", "regroup", "optimizer"]
-"""What a caller may admit.
+"""A change that a caller may allow.
 
-`initialise`: a leaf that the source lacks. `drop`: a trained leaf that has no place any more.
-`cast`: another dtype, where every value fits. `reshape`: another shape of the same size. `regroup`:
-a leaf whose parameter is in another group. `optimizer`: transformations that act otherwise, or in
+`initialise`: a leaf that the source lacks. `drop`: a trained leaf without a successor. `cast`:
+another dtype, if every value fits. `reshape`: another shape of the same size. `regroup`: a leaf
+whose parameter is in another group. `optimizer`: transformations that behave differently, or act in
 another order.
 """
 
@@ -34,10 +34,10 @@ _SHOWN = 40
 
 
 def check_allowances(allow: Iterable[str]) -> frozenset[str]:
-    """Returns what is admitted.
+    """Returns the allowed changes as a set.
 
     Raises:
-      TypeError: `allow` is a string, whose letters would be taken for words.
+      TypeError: `allow` is a string, which would be read letter by letter.
       ValueError: a word is unknown.
 
     Examples:
@@ -59,13 +59,11 @@ class LeafChange:
     """What became of one leaf.
 
     Attributes:
-      action: `'kept'`: the same thing with the same value, wherever it is now. `'renamed'`: the
-        same under another number of its transformation. `'converted'`: it has another dtype or
-        shape. `'initialised'`: it is new. `'dropped'`: nothing took it over.
-      path: where it is in the new `param_states`; of one that was dropped, where it was.
+      action: see `Action`.
+      path: its path in the new `param_states`; in the old ones if it was dropped.
       leaf: what it means there.
-      sources: the paths in the old state that it comes from: several where groups agreed.
-      note: why, for people to read.
+      sources: the paths in the old state that it comes from; several if groups agreed.
+      note: the reason, as text.
     """
 
     action: Action
@@ -77,7 +75,7 @@ class LeafChange:
 
 @dataclasses.dataclass(frozen=True)
 class ChangeReport:
-    """What became of the leaves of a state; `str` lists them by what happened.
+    """What became of the leaves of a state; `str` lists them by action.
 
     Attributes:
       changes: one per leaf of the new state, in the order of JAX, then those that were dropped.
@@ -96,32 +94,32 @@ class ChangeReport:
     changes: tuple[LeafChange, ...]
 
     def paths(self, action: Action) -> tuple[str, ...]:
-        """Returns the paths of the leaves that something happened to."""
+        """Returns the paths of the leaves with an action."""
         return tuple(change.path for change in self.changes if change.action == action)
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Paths in the new state: the same thing, the same value."""
+        """Paths in the new state of leaves that are the same, with the same value."""
         return self.paths("kept")
 
     @property
     def renamed(self) -> tuple[str, ...]:
-        """Paths in the new state: the same thing under another name."""
+        """Paths in the new state of leaves whose transformation has another name or number."""
         return self.paths("renamed")
 
     @property
     def converted(self) -> tuple[str, ...]:
-        """Paths in the new state: the same thing in another dtype or shape."""
+        """Paths in the new state of leaves with another dtype or shape."""
         return self.paths("converted")
 
     @property
     def initialised(self) -> tuple[str, ...]:
-        """Paths in the new state: new leaves."""
+        """Paths in the new state of new leaves."""
         return self.paths("initialised")
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """Paths in the old state: leaves that nothing took over."""
+        """Paths in the old state of leaves without a successor."""
         return self.paths("dropped")
 
     def __str__(self) -> str:
@@ -134,14 +132,14 @@ class ChangeReport:
 
 
 def listed(leaves: Iterable[str]) -> str:
-    """Returns lines for an error, the first of them where there are many."""
+    """Returns lines for an error message, shortened if there are many."""
     lines = list(leaves)
     more = [f"  ... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "\n".join([*(f"  {line}" for line in lines[:_SHOWN]), *more])
 
 
 def leaf_path(leaf: LeafDescription) -> str:
-    """Returns where a leaf is, as paths are written."""
+    """Returns the path of a leaf as a string."""
     return path_str(leaf.path)
 
 

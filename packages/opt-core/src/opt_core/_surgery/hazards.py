@@ -1,4 +1,4 @@
-"""What must not happen in silence when a state goes on under another definition."""
+"""Changes that must not pass silently when a state continues under another definition."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from opt_core._surgery.sides import (
     shown,
 )
 
-_ADVICE: Final = "go on to its end first"
+_ADVICE: Final = "complete it first"
 _IN_UNITS: Final = frozenset({"moment", "second_moment", "factored"})
 _HELD: Final = frozenset({"accumulator", "params_copy"})
 
@@ -30,14 +30,15 @@ class Move:
     """An old state, a new one, and which leaf comes from which.
 
     Attributes:
-      old: the state that there is.
-      new: the state to be made.
+      old: the existing state.
+      new: the state to make.
       pairs: one per leaf of the new state.
-      ruled: positions of new leaves, and `let_go` of old ones, about which the caller decided.
-      let_go: see `ruled`.
-      idle: parameters that are not trained any more: nothing need wait for them.
-      is_asked: whether it was asked for that state is lost. What waits in an open window may then
-        be lost, but not the way back of parameters that are on an excursion.
+      ruled: positions of new leaves for which the caller has given a rule.
+      let_go: positions of old leaves that a rule of the caller drops.
+      idle: parameters that are no longer trained, whose open windows do not matter.
+      is_asked: whether the caller has asked to discard state. The contents of an open window may
+        then be lost, but not the values to which perturbed parameters (`optax.contrib.sam`) must
+        return.
     """
 
     old: Side
@@ -50,18 +51,18 @@ class Move:
 
     @property
     def dropped(self) -> list[int]:
-        """The positions of the old leaves that nothing takes over."""
+        """The positions of the old leaves without a successor."""
         used = {i for pair in self.pairs for i in pair.sources}
         return [i for i in range(len(self.old.told)) if i not in used]
 
 
 class Refusal(NamedTuple):
-    """Something that no `allow` admits.
+    """A problem that no `allow` admits.
 
     Attributes:
-      text: what and why.
-      old: the position of the old leaf that would be lost, if it is about one.
-      new: the position of the new leaf that cannot be made, if it is about one.
+      text: the problem and its reason.
+      old: the position of the old leaf that would be lost, if any.
+      new: the position of the new leaf that cannot be made, if any.
     """
 
     text: str
@@ -70,7 +71,7 @@ class Refusal(NamedTuple):
 
 
 def dropped_leaves(move: Move) -> Iterator[str]:
-    """Yields the trained leaves that would be dropped, with what they are."""
+    """Yields descriptions of the trained leaves that would be dropped."""
     told = zip(move.new.told, move.pairs, strict=True)
     notes = {(leaf.transformation, leaf.field, leaf.parameter): pair.note for leaf, pair in told}
     for i in move.dropped:
@@ -83,7 +84,7 @@ def dropped_leaves(move: Move) -> Iterator[str]:
 
 
 def _is_trained(leaf: LeafDescription, made: TransformationDescription, old: Any) -> bool:
-    """Whether training has made a leaf what it is: what waits for a window's end is not that."""
+    """Whether training has determined a leaf; the contents of an open window do not count."""
     if leaf.role in TRAINED:
         return not has_window(made)
     is_number = leaf.role == "other" and getattr(getattr(old, "dtype", None), "kind", "") in "fcV"
@@ -92,9 +93,9 @@ def _is_trained(leaf: LeafDescription, made: TransformationDescription, old: Any
 
 
 def refusals(move: Move) -> Iterator[Refusal]:
-    """Yields what nothing admits.
+    """Yields the problems that no `allow` admits.
 
-    Settings that give the state its meaning, factors before moments, windows that are open.
+    They are settings that give the state its meaning, factors before moments, and open windows.
     """
     together = continued(move.old, move.new, move.pairs)
     factors: dict[str, None] = {}
@@ -110,10 +111,10 @@ def refusals(move: Move) -> Iterator[Refusal]:
 
 
 def earlier_changes(move: Move) -> Iterator[str]:
-    """Yields what is not in the table of settings: see `refusals`.
+    """Yields changes of behaviour that no table of settings lists; see `refusals`.
 
-    Switches of a user's own transformation, booleans and words; and what a user's function does
-    otherwise before moments, or anything on other parameters.
+    They are switches of user-defined transformations (booleans and words), changed user functions
+    before moments, and other parameters for anything before moments.
     """
     for (before, after), pairs in continued(move.old, move.new, move.pairs).items():
         yield from switched(move.old.made(before), move.new.made(after))
@@ -150,9 +151,9 @@ def _acted_on(
     new: TransformationDescription,
     moments: Collection[tuple[Names | None, Names | None]],
 ) -> str:
-    """Says what another mask, or other labels, do to what moments are made of; or nothing."""
+    """Describes the parameters that another mask or other labels add or remove; empty if none."""
     changed: dict[str, list[Names]] = {"gone": [], "new": []}
-    # Moments that hold parameters one after the other are of all of them.
+    # Concatenated moments belong to all parameters.
     whole = [(param, param) for param in move.old.owners.keys() & move.new.owners.keys()]
     for was, now in whole if (None, None) in moments else moments:
         if now is not None and old.acts_on(was) != new.acts_on(now):
@@ -168,7 +169,7 @@ def _learns_nothing(side: Side, made: TransformationDescription) -> bool:
 def bearing_of(
     name: str, old: TransformationDescription, new: TransformationDescription
 ) -> Bearing:
-    """Returns what a change of a setting does to the state; the new definition knows best."""
+    """Returns the effect of a change of a setting; the new definition takes precedence."""
     return new.bearing.get(name) or old.bearing.get(name) or Bearing("nothing")
 
 
@@ -178,17 +179,17 @@ def _refused(
     made: tuple[TransformationDescription, TransformationDescription],
     pairs: Pairs,
 ) -> Iterator[str]:
-    """What is wrong with one setting."""
+    """The problems with one setting."""
     old, new = made
     bearing = bearing_of(name, old, new)
     was, now = old.settings.get(name), new.settings.get(name)
-    # What a checkpoint does not tell may have been the same, but for a window that is open.
+    # A setting that the checkpoint lacks may have been the same, unless a window is open.
     is_told = (name in old.settings and name in new.settings) or name == UPDATE
     changed = f"`{name}` of `{new.name}` was {_text(was)}, is {_text(now)}"
     if bearing.effect == "refused" and is_told and was != now and not _is_ruled(move, name, pairs):
         yield (
-            f"{changed}: the saved state means something else under it. Set it as it was, or, in "
-            "a checkpoint, say by rules what becomes of the leaves"
+            f"{changed}: the saved state means something else under it. Restore the "
+            "setting, or, for a checkpoint, give rules for the leaves"
         )
     for i, j in pairs:
         count = _count(move.old, i, bearing) if move.old.told[i].field == bearing.count else None
@@ -199,39 +200,39 @@ def _refused(
         if bearing.effect == "window" and count and (why := _interrupted(name, was, now)):
             yield f"a window is open, `{move.new.names[j]}` is {count}: {why}; {_ADVICE}"
         elif is_told and was != now and bearing.effect == "at_or_below_count" and not is_above:
-            yield f"{changed}: it must be above `{field}`, which is {count}: that is passed"
+            yield f"{changed}: it must be above `{field}`, which is {count}"
         elif is_told and was != now and bearing.effect == "above_count" and is_above:
             yield f"{changed}: it must not be above `{field}`, which is {count}"
 
 
 def _is_ruled(move: Move, name: str, pairs: Pairs) -> bool:
-    """Whether the caller has said what becomes of the setting's own leaf, or of all leaves."""
+    """Whether the caller has given rules for the setting's own leaf, or for all leaves."""
     where = made_of(move.new.told[pairs[0][1]])
     own = [j for j in move.new.leaves_of(where) if move.new.told[j].field[-1:] == (name,)]
     return any(j in move.ruled for j in own) or all(j in move.ruled for _, j in pairs)
 
 
 def _count(side: Side, i: int, bearing: Bearing) -> int | None:
-    """The number that decides: how far a window is; `None` where there is no value."""
+    """The count that decides, such as the progress of a window; `None` if it has no value."""
     value = side.value(i)
     length = side.made(made_of(side.told[i])).settings.get(bearing.modulo or "")
     return value if value is None or not isinstance(length, int) else value % max(length, 1)
 
 
 def _interrupted(name: str, was: Any, now: Any) -> str:
-    """Says why a window cannot go on under another setting; empty if it can."""
+    """Returns why a window cannot continue under another setting; empty if it can."""
     if isinstance(was, bool) or isinstance(now, bool):
-        return f"one with `{name}` {was} cannot go on with {now}" if was != now else ""
+        return f"`{name}` was {was}, is {now}" if was != now else ""
     if None in (was, now) or _is_opaque(was) or _is_opaque(now):
-        return "nothing says whether it is as long as those of the new definition"
+        return "it is not known whether the new definition's windows have the same length"
     if was == now:
         return ""
-    before, after = (f"of {x}" if isinstance(x, int) else "by a function" for x in (was, now))
-    return f"one {before} cannot go on as {'another' if before == after else 'one'} {after}"
+    before, after = (str(x) if isinstance(x, int) else "a function" for x in (was, now))
+    return f"its length was {before}, is {after if before != after else 'another'}"
 
 
 def _is_opaque(value: Any) -> bool:
-    """Whether a setting holds something that is told by its type alone."""
+    """Whether a setting holds something of which only the type is known."""
     if isinstance(value, Mapping):
         return any(_is_opaque(child) for name, child in value.items() if name != "function")
     if isinstance(value, tuple):
@@ -240,7 +241,7 @@ def _is_opaque(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """A setting in few characters."""
+    """A setting as a short text."""
     value = without_code(value)
     if isinstance(value, Mapping) and "function" in value:
         held = ", ".join(f"{k}={_text(x)}" for k, x in value.items() if k != "function")
@@ -250,12 +251,12 @@ def _text(value: Any) -> str:
 
 
 def _factors(move: Move, before: Made, after: Made) -> Iterator[str]:
-    """What multiplies by another number before moments than when they were made."""
+    """Factors before moments that have changed since the moments were made."""
     ones, others = (
         [made for made in side.before(which) if _keeps_nothing(side, made)]
         for side, which in ((move.old, before), (move.new, after))
     )
-    # Others in their number, or in another order, are a change of the optimizer.
+    # Another number or order of factors is a change of the optimizer.
     if [made.name for made in ones] != [made.name for made in others]:
         return
     for old, new in zip(ones, others, strict=True):
@@ -265,25 +266,25 @@ def _factors(move: Move, before: Made, after: Made) -> Iterator[str]:
             if is_told and was != now and bearing_of(name, old, new).effect == "refused":
                 yield (
                     f"`{name}` of `{new.name}` was {_text(was)}, is {_text(now)}: what comes after "
-                    f"it has been multiplied by it, such as the moments of `{shown(after)}`. Set "
-                    "it as it was, or, in a checkpoint, say by rules what becomes of these leaves"
+                    f"it has been multiplied by it, such as the moments of `{shown(after)}`. "
+                    "Restore the setting, or, for a checkpoint, give rules for these leaves"
                 )
 
 
 def _keeps_nothing(side: Side, made: TransformationDescription) -> bool:
-    """Whether what bears on others is in its settings alone, but for a schedule's count."""
+    """Whether it keeps no state but a schedule's count, so that only its settings affect others."""
     own = side.leaves_of((made.group, made.name, made.number))
     return bool(made.bearing) and all(side.told[i].role == "schedule_count" for i in own)
 
 
 def _at(side: Side, which: Made) -> int:
-    """The place of a transformation in its line."""
+    """The position of a transformation in its line."""
     line = [(made.group, made.name, made.number) for made in side.line(which[0])]
     return line.index(which) if which in line else 0
 
 
 def _windows(move: Move, together: Iterable[tuple[Made, Made]]) -> Iterator[Refusal]:
-    """Windows that are open, and of which a part is lost or made anew."""
+    """Open windows of which a part would be lost or reinitialised."""
     goes_on: dict[Made, list[Made]] = {}
     for before, after in together:
         goes_on.setdefault(before, []).append(after)
@@ -299,19 +300,19 @@ def _windows(move: Move, together: Iterable[tuple[Made, Made]]) -> Iterator[Refu
         lost = [i for i in own if i in dropped and _waits(move, i, is_counted=at[0] not in dropped)]
         for i in [at[0]] if at[0] in dropped and not move.is_asked else lost:
             if i not in move.let_go:
-                what = "what waits in it" if i == at[0] else f"`{move.old.names[i]}`"
+                what = "its contents" if i == at[0] else f"`{move.old.names[i]}`"
                 yield Refusal(f"{is_open}, and {what} would be lost; {_ADVICE}", i)
         for after in () if move.is_asked else goes_on.get(where, ()):
             for j in move.new.leaves_of(after):
                 leaf = move.new.told[j]
                 is_held = leaf.role in _HELD and leaf.parameter is not None
                 if is_held and not move.pairs[j].sources and j not in move.ruled:
-                    why = f"`{move.new.names[j]}` would have a part of it only"
+                    why = f"`{move.new.names[j]}` would have only a part of it"
                     yield Refusal(f"{is_open}, and {why}; {_ADVICE}", None, j)
 
 
 def _waits(move: Move, i: int, *, is_counted: bool) -> bool:
-    """Whether an old leaf that is dropped holds what is half done."""
+    """Whether a dropped leaf holds part of an open window."""
     leaf = move.old.told[i]
     if move.is_asked or leaf.parameter in move.idle:
         return leaf.role == "params_copy"
@@ -319,7 +320,7 @@ def _waits(move: Move, i: int, *, is_counted: bool) -> bool:
 
 
 def switches(move: Move, origins: Mapping[Names, Sequence[Names]] | None = None) -> Iterator[str]:
-    """Yields how transformations act otherwise than those whose state they go on with."""
+    """Yields differences in behaviour from the transformations whose state is continued."""
     seen: dict[str, None] = {}
     for (before, after), pairs in continued(move.old, move.new, move.pairs).items():
         if not any(move.old.told[i].role in TRAINED for i, _ in pairs):
@@ -339,11 +340,11 @@ def switches(move: Move, origins: Mapping[Names, Sequence[Names]] | None = None)
 
 
 def statistics(move: Move, origins: Mapping[Names, Sequence[Names]] | None = None) -> Iterator[str]:
-    """Yields the sums over parameters that go on where their parameters are others.
+    """Yields sums over parameters that continue although the parameters have changed.
 
     Args:
-      move: which leaf comes from which.
-      origins: the old parameters that new ones are made of, where these are others.
+      move: the pairs of leaves.
+      origins: the old parameters that new ones are made of, if they differ.
     """
     for (before, after), pairs in continued(move.old, move.new, move.pairs).items():
         fields = ["/".join(move.new.told[j].field) for _, j in pairs if _is_sum(move.new.told[j])]
@@ -368,12 +369,12 @@ def _is_sum(leaf: LeafDescription) -> bool:
 
 
 def _is_count(made: TransformationDescription, leaf: LeafDescription) -> bool:
-    """Whether a leaf says how far a window is."""
+    """Whether a leaf is the progress of a window."""
     return any(b.effect == "window" and b.count == leaf.field for b in made.bearing.values())
 
 
 def _order(move: Move, before: Made, after: Made) -> Iterator[str]:
-    """What a transformation is given: the same kind of numbers, or others."""
+    """Changes in the order of transformations that affect the inputs of one."""
     old, new = _others(move.old, before), _others(move.new, after)
     name = shown(before)
     for other in sorted({*old[0], *old[1]} & {*new[0], *new[1]}):
@@ -394,14 +395,14 @@ _Numbered = tuple[str, int]
 
 
 def _others(side: Side, where: Made) -> tuple[Sequence[_Numbered], Sequence[_Numbered]]:
-    """What acts before and after a transformation, by name and number."""
+    """The transformations before and after one, by name and number."""
     told = [(made.name, made.number) for made in side.line(where[0])]
     at = _at(side, where)
     return told[:at], told[at + 1 :]
 
 
 def _acts(side: Side, group: Names, other: _Numbered) -> bool:
-    """Whether moments after a transformation would mean something else without it."""
+    """Whether moments after a transformation would have another meaning without it."""
     return any(
         (made.name, made.number) == other and not made.passes_on for made in side.line(group)
     )

@@ -1,4 +1,4 @@
-"""Which of several transformations of one name each of other ones is, by their settings."""
+"""Matching transformations of the same name by their settings."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import jax.numpy as jnp
 from opt_core._description.values import TransformationDescription
 
 UPDATE: Final = "update"
-"""The setting that names what updates a state, where that is not what made it."""
+"""The setting that names the factory of the update function if another one made the state."""
 
 
 def like_numbers(
     before: Sequence[TransformationDescription], after: Sequence[TransformationDescription]
 ) -> tuple[Mapping[int, int], bool]:
-    """Returns for the numbers of `after` those of `before` that they go on with.
+    """Returns, for each number in `after`, the matching number in `before`.
 
-    First those of the same settings, then the others in their order.
+    Equal settings are matched first, then the rest in order.
 
     Returns:
-      The numbers, and whether that is certain.
+      The numbers, and whether the matching is unambiguous.
     """
     free = list(before)
     found: dict[int, int] = {}
@@ -46,14 +46,14 @@ def like_numbers(
 def shared_settings(
     old: TransformationDescription, new: TransformationDescription
 ) -> Sequence[str]:
-    """Returns the settings that both tell: what wrote a checkpoint may have known fewer."""
+    """Returns the settings that both have; the writer of a checkpoint may have known fewer."""
     return sorted(old.settings.keys() & new.settings.keys())
 
 
 def switched(old: TransformationDescription, new: TransformationDescription) -> Iterator[str]:
-    """Yields the words that are others in a user's own transformation, and switches in records.
+    """Yields changed words, and changed switches in records, of user-defined transformations.
 
-    Numbers may change: nothing says which of them give its state a meaning.
+    Numbers may change: it is not known which of them give the state its meaning.
     """
     if (old.source, new.source) != ("types", "types"):
         return
@@ -74,7 +74,7 @@ def _switches(made: TransformationDescription) -> Iterator[tuple[str, bool | str
 
 
 def _is_derived(text: str) -> bool:
-    """Whether a word stands for a dtype, which leaves show, an array or something opaque."""
+    """Whether a string stands for a dtype (which leaves show), an array or an opaque object."""
     if re.match(r"<|\w+\[", text):
         return True
     try:
@@ -96,7 +96,7 @@ def without_code(value: Any) -> Any:
 
 
 def _has_one_update(old: TransformationDescription, new: TransformationDescription) -> bool:
-    """States that one function makes may be updated by different ones."""
+    """Different functions may update states made by the same one."""
     return bool(old.settings.get(UPDATE) == new.settings.get(UPDATE))
 
 
@@ -109,7 +109,7 @@ def _is_alike(old: TransformationDescription, new: TransformationDescription) ->
 
 
 def _is_alike_but_for_code(old: TransformationDescription, new: TransformationDescription) -> bool:
-    """Another release of Python may compile the same function otherwise."""
+    """Another release of Python may compile the same function differently."""
     return all(
         without_code(old.settings[name]) == without_code(new.settings[name])
         for name in shared_settings(old, new)

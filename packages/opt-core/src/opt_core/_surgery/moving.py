@@ -1,4 +1,4 @@
-"""Taking leaves over: their values, dtypes and places, and the counts of schedules."""
+"""Carrying leaves over: values, dtypes and placement, and the counts of schedules."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from opt_core.errors import GroupError
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a caller said.
+    """The options of a caller.
 
     Attributes:
-      allow: what may happen.
+      allow: the allowed changes.
       joins: whether leaves without moments join others at their count.
-      schedules: whether their counts go on.
+      schedules: whether their counts continue.
       shardings: see `regroup`.
-      is_asked: whether it was asked for that state is lost.
+      is_asked: whether the caller has asked to discard state.
     """
 
     allow: frozenset[str] = frozenset()
@@ -40,7 +40,7 @@ class Options:
     is_asked: bool = False
 
     def misfit(self, old: Any, new: Any) -> str:
-        """Returns why a leaf cannot become another; empty if it can."""
+        """Returns why a leaf cannot be converted to another; empty if it can."""
         before, after = np.shape(old), np.shape(new)
         if before != after and not (
             "reshape" in self.allow and math.prod(before) == math.prod(after)
@@ -50,7 +50,7 @@ class Options:
         return "" if one == other or _is_like(one, other) else f"its dtype was {one}"
 
     def placed(self, taken: Mapping[int, Any], given: Sequence[Any]) -> dict[int, Any]:
-        """Returns leaves where a caller wants them."""
+        """Returns leaves placed as a caller wants them."""
         return {i: placed(leaf, given[i]) for i, leaf in taken.items()}
 
     def action(self, move: Move, i: int, leaf: Any) -> Action:
@@ -76,12 +76,12 @@ def _is_like(one: Any, other: Any) -> bool:
 def moved_leaves(
     optimizer: Optimizer, move: Move, options: Options
 ) -> tuple[dict[int, Any], dict[int, str]]:
-    """Returns the leaves of the new state that are not made by `init`, and notes on some.
+    """Returns the leaves of the new state that `init` does not make, with notes on some.
 
     Args:
-      optimizer: has the old state.
-      move: which leaf comes from which.
-      options: what the caller said.
+      optimizer: holds the old state.
+      move: the pairs of leaves.
+      options: those of the caller.
     """
     found: dict[int, Any] = {}
     notes: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Changing the groups of an optimizer that has been trained, keeping the state that still fits."""
+"""Changing the groups of a trained optimizer while keeping the state that still applies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from opt_core._surgery.tables import as_groups, carved, group_of, matching_leave
 from opt_core.errors import GroupError, SurgeryError
 
 Schedules: TypeAlias = Literal["continue", "restart"]
-"""Whether the counts of schedules go on, or begin at 0 in groups that are new or changed."""
+"""Whether the counts of schedules continue, or restart at 0 in new and changed groups."""
 
 
 def reset(
@@ -46,22 +46,21 @@ def reset(
 ) -> tuple[Optimizer, ChangeReport]:
     """Reinitialises the state of one group; parameters, `step` and counts of schedules stay.
 
-    So do settings that the state records, such as a learning rate that was set at run time, and the
-    number of updates that a window of mini-steps has made, by which schedules inside of it go.
-    Only that group's state is made, and every leaf where the one was that it replaces.
+    So do settings recorded in the state, such as a learning rate set at run time, and the number of
+    updates of a window of mini-steps, which drives the schedules inside it. Only that group's state
+    is created, with every leaf placed like the one it replaces.
 
     Args:
       optimizer: one of a `MultiOptimizer`.
-      group: the group's name; `outer/inner` for a group of a nested one.
-      shardings: where to place leaves otherwise; see `regroup`.
+      group: the name of the group; `outer/inner` for a group of a nested one.
+      shardings: other placements of leaves; see `regroup`.
 
     Returns:
       The optimizer and a report; the state of the other groups is kept.
 
     Raises:
       GroupError: there is no such group, or it is frozen and has no state.
-      SurgeryError: its parameters are on an excursion (`optax.contrib.sam`) from which they would
-        not come back.
+      SurgeryError: its parameters are perturbed (`optax.contrib.sam`) and could not be restored.
     """
     names = group_of(optimizer.optimizer_def, group)
     side = _side(optimizer)
@@ -84,7 +83,7 @@ def reset(
 
 
 def _stays(side: Side, i: int) -> bool:
-    """Whether a leaf says where the training is or how it is set, not what it has learnt."""
+    """Whether a leaf records the progress or a setting of the training, not what it has learnt."""
     leaf = side.told[i]
     made = side.made(made_of(leaf))
     is_time = leaf.role == "schedule_count" or counts_updates(leaf, made)
@@ -96,23 +95,24 @@ def freeze(
 ) -> tuple[Optimizer, ChangeReport]:
     """Stops updating the leaves that a pattern matches, and drops their state.
 
-    That is what freezing means: the report lists what was dropped, and nothing need be admitted.
+    Dropping is implied by freezing, so nothing needs to be allowed; the report lists what was
+      dropped.
 
     Args:
-      optimizer: of any definition; one without groups becomes a `MultiOptimizer`, whose group
-        `'rest'` it is.
+      optimizer: of any definition; one without groups becomes the group `'rest'` of a
+        `MultiOptimizer`.
       pattern: see `MultiOptimizer.from_rules`.
-      name: what the new group is called; a number is added where there is one already.
-      allow: see `regroup`. `'optimizer'` admits that numbers that were made of all parameters, such
-        as a rate that is estimated from them, go on as they are without the frozen ones.
+      name: of the new group; a number is appended if it is taken.
+      allow: see `regroup`. `'optimizer'` allows numbers computed from all parameters, such as an
+        estimated rate, to continue without the frozen ones.
 
     Returns:
       The optimizer and a report.
 
     Raises:
       GroupError: the pattern matches nothing.
-      SurgeryError: its parameters are on an excursion (`optax.contrib.sam`) from which they would
-        not come back; or numbers that were made of all parameters would go on.
+      SurgeryError: its parameters are perturbed (`optax.contrib.sam`) and could not be restored; or
+        numbers computed from all parameters would continue.
     """
     definition = as_groups(optimizer.optimizer_def)
     chosen = matching_leaves(definition, optimizer.target, pattern)
@@ -131,16 +131,16 @@ def unfreeze(
     schedules: Schedules = "continue",
     shardings: Any = None,
 ) -> tuple[Optimizer, ChangeReport]:
-    """Updates frozen leaves from now on.
+    """Starts updating frozen leaves.
 
     Args:
       optimizer: one of a `MultiOptimizer`.
-      pattern: which leaves; see `MultiOptimizer.from_rules`. Those that are frozen inside a nested
+      pattern: the leaves; see `MultiOptimizer.from_rules`. Those that are frozen inside a nested
         `MultiOptimizer` leave it.
-      definition: how they are updated. Their state is new, but for the counts of schedules.
-      name: what the new group is called; a number is added where there is one already.
-      schedules: `'continue'`: the new group's schedules are where the training is; `'restart'`:
-        they begin at 0.
+      definition: how they are updated. Their state is new, except for the counts of schedules.
+      name: of the new group; a number is appended if it is taken.
+      schedules: `'continue'`: the new group's schedules start at the current step; `'restart'`:
+        they start at 0.
       shardings: see `regroup`.
 
     Returns:
@@ -178,44 +178,42 @@ def regroup(
     schedules: Schedules = "continue",
     shardings: Any = None,
 ) -> tuple[Optimizer, ChangeReport]:
-    """Goes on with another definition, keeping every leaf of the state that is the same thing.
+    """Continues with another definition, keeping every leaf of the state that has the same meaning.
 
-    Leaves are the same thing if their descriptions say so (`describe_state`): transformation,
-    field, parameter, and the dimensions of it that they keep. Places in a chain, wrappers and
+    Leaves are the same thing if their descriptions agree (`describe_state`): transformation, field,
+    parameter, and the parameter dimensions that they keep. Positions in a chain, wrappers and
     classes do not matter; equal shapes are not enough. Another dtype is converted.
 
-    What a group keeps for all its parameters, such as a count, is taken from the groups that they
-    come from, where these agree. The counts of schedules go on: of a new schedule from
-    `optimizer.state.step`, inside of a window of mini-steps from the number of updates. Settings
-    that a state records (`LeafDescription.role` `'other'` with the name of a setting) are the new
-    definition's where they changed; a value that was set at run time stays where they did not.
+    State that a group keeps for all its parameters, such as a count, is taken from the groups that
+    they come from, if these agree. The counts of schedules continue: a new schedule starts at
+    `optimizer.state.step`, or inside a window of mini-steps at the number of updates. Settings
+    recorded in the state (`LeafDescription.role` `'other'` with the name of a setting) take the new
+    definition's value if the definition has changed it; otherwise a value set at run time is kept.
 
     Args:
       optimizer: of any definition.
-      new_definition: any definition. Parameters and `step` stay as they are.
-      allow: what may happen besides: `'drop'` trained leaves that have no place any more,
-        `'optimizer'` a switch (`nesterov`), or another order, of transformations that go on,
-        `'reshape'` a leaf to another shape of the same size. `'initialise'`, `'regroup'` and
-        `'cast'` are implied.
-      counts: what becomes of leaves that were frozen, or come from a group without a count, where
-        they join others. `'agree'`: the transformation is reinitialised for all of them, which
-        drops the others' moments; `'keep'`: they join at the others' count with moments of zero.
-      schedules: `'continue'`, or `'restart'`: the schedules of groups that are new or changed
-        begin at 0.
-      shardings: where to place leaves: an `Optimizer` of shardings or a tree like the new
-        `param_states`, with `None` where the default is right. By default kept leaves stay, and
-        new ones are placed as other state of the parameter is, or as the parameter.
+      new_definition: any definition. Parameters and `step` are not changed.
+      allow: further changes: `'drop'` trained leaves without a successor, `'optimizer'` for a
+        changed switch (`nesterov`) or order of transformations, `'reshape'` a leaf to another shape
+        of the same size. `'initialise'`, `'regroup'` and `'cast'` are implied.
+      counts: for leaves that were frozen, or come from a group without a count, and join others.
+        `'agree'`: the transformation is reinitialised for all of them, which drops the others'
+        moments; `'keep'`: they join at the others' count with zero moments.
+      schedules: `'continue'`, or `'restart'`: the schedules of new and changed groups start at 0.
+      shardings: the placement of leaves: an `Optimizer` of shardings or a tree like the new
+        `param_states`, with `None` for the default. By default kept leaves stay in place, and new
+        ones are placed like other state of the parameter, or like the parameter.
 
     Returns:
       The optimizer and a report: a line for every leaf of the new state, and for those of the old
       one that were dropped.
 
     Raises:
-      SurgeryError: trained leaves would be dropped; a setting changed that gives the state its
-        meaning; a window or cycle is open that cannot be finished as it began; lists them all.
-      GroupError: the groups of `new_definition` do not divide the parameters; or values have to be
-        compared while tracing: call it outside of compiled functions. Or a value does not fit the
-        new dtype.
+      SurgeryError: trained leaves would be dropped; a setting that gives the state its meaning has
+        changed; an open window or cycle could not be completed; lists them all.
+      GroupError: the groups of `new_definition` do not partition the parameters; or values must be
+        compared while tracing: call it outside compiled functions; or a value does not fit the new
+        dtype.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -277,7 +275,7 @@ def _side(optimizer: Optimizer) -> Side:
 
 
 def _fitting(old: Side, new: Side, pairs: Sequence[Pair], options: Options) -> Sequence[Pair]:
-    """Leaves whose shapes or kinds of numbers differ are not paired, whatever they are called."""
+    """Removes pairs of leaves whose shapes or kinds of numbers differ."""
     found = []
     for pair, leaf in zip(pairs, new.leaves, strict=True):
         why = next((w for i in pair.sources if (w := options.misfit(old.leaves[i], leaf))), "")
@@ -288,7 +286,7 @@ def _fitting(old: Side, new: Side, pairs: Sequence[Pair], options: Options) -> S
 def _restarted(
     optimizer: Optimizer, fresh: Optimizer, new: Side, pairs: Sequence[Pair]
 ) -> Sequence[Pair]:
-    """Without the counts of schedules, but in groups that are what they were."""
+    """Removes the counts of schedules, except in unchanged groups."""
     before, after = dict(leaf_groups(optimizer)), dict(leaf_groups(fresh))
     was = {names: group for group, names in members(optimizer)}
     changed = {group for names, group in new.owners.items() if was.get(names) != group}
@@ -306,23 +304,22 @@ def _restarted(
 
 
 def _check(move: hazards.Move, options: Options, unclear: Iterable[str] = ()) -> None:
-    """Raises a `SurgeryError` for everything that must not happen, or was not admitted."""
+    """Raises a `SurgeryError` for everything that is not allowed."""
     parts = ["\n".join(f"  {problem.text}" for problem in hazards.refusals(move))]
     if "drop" not in options.allow and (lost := list(hazards.dropped_leaves(move))):
         parts.append(
-            f"trained state would be dropped:\n{listed(lost)}\n"
-            "Go on without it by `allow={'drop'}`."
+            f"trained state would be dropped:\n{listed(lost)}\nTo drop it, pass `allow={{'drop'}}`."
         )
     changed = [*hazards.switches(move), *unclear]
     if "optimizer" not in options.allow and changed:
         parts.append(
-            "transformations would go on with state of others that act otherwise:\n"
+            "transformations would continue with state of others that behave differently:\n"
             + "\n".join(f"  {change}" for change in changed)
-            + "\nGo on with it by `allow={'optimizer'}`."
+            + "\nTo continue with it, pass `allow={'optimizer'}`."
         )
     if any(parts):
         raise SurgeryError(
-            "the state cannot go on as it is under the new definition:\n"
+            "the state cannot continue under the new definition:\n"
             + "\n".join(part for part in parts if part)
         )
 
@@ -330,7 +327,7 @@ def _check(move: hazards.Move, options: Options, unclear: Iterable[str] = ()) ->
 def _moved(
     optimizer: Optimizer, fresh: Optimizer, move: hazards.Move, options: Options
 ) -> tuple[Optimizer, ChangeReport]:
-    """Makes the new state, and says what became of every leaf."""
+    """Makes the new state and the report."""
     old, new = move.old, move.new
     structure: Any = jax.tree.structure(fresh.state.param_states)
     shapes = {name: np.shape(x) for name, x in zip(new.names, new.leaves, strict=True)}

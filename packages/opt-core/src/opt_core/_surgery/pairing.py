@@ -1,7 +1,7 @@
-"""Which leaf of an old state each leaf of a new one is, by what the descriptions of both say.
+"""Matching the leaves of a new state with those of an old one, by their descriptions.
 
-A leaf that follows a parameter is found by transformation, field and parameter. What a group keeps
-for all its parameters is taken from the groups that these come from, where they agree.
+A leaf that follows a parameter is found by transformation, field and parameter. State that a group
+keeps for all its parameters is taken from the groups that these come from, if they agree.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ STEP: Final = "step"
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """What one leaf of the new state comes from.
+    """The source of one leaf of the new state.
 
     Attributes:
-      sources: positions in the old state; several where groups agree, none where it is new.
-      note: why it is new, or what there is to say of it.
-      lookalike: of one that is new, the position of the old leaf of its name, which is another.
-      counts: of a schedule's count that is new, the leaf that it goes on from.
+      sources: positions in the old state; several if groups agree, none if it is new.
+      note: why it is new, or a remark.
+      lookalike: for a new leaf, the position of an old leaf of the same name but another meaning.
+      counts: for a schedule's new count, the leaf that it continues from.
     """
 
     sources: tuple[int, ...] = ()
@@ -48,12 +48,12 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Pairing:
-    """What all leaves of a new state come from.
+    """The sources of all leaves of a new state.
 
     Attributes:
       pairs: one per leaf of the new state.
-      anew: the transformations that cannot go on, with the reason.
-      unclear: what nothing decides, for people to read.
+      anew: the transformations that are reinitialised, with the reason.
+      unclear: ambiguities, as text.
     """
 
     pairs: tuple[Pair, ...]
@@ -70,24 +70,24 @@ def pair_leaves(
     joins: bool = True,
     recorded: Literal["saved", "defined"] = "saved",
 ) -> Pairing:
-    """Returns what every leaf of a new state comes from.
+    """Returns the source of every leaf of a new state.
 
     Args:
-      old: the state that there is.
-      new: the state to be made.
-      given: what leaves come from that the caller has decided about, by position.
-      origins: the old parameters that new ones are made of, where these are others.
+      old: the existing state.
+      new: the state to make.
+      given: the sources of leaves that the caller has decided, by position.
+      origins: the old parameters that new ones are made of, if they differ.
       joins: whether leaves without moments join others at the count of these.
-      recorded: whether settings that a state records are those of the old state, or the new
-        definition's where it sets them otherwise.
+      recorded: whether settings recorded in the state keep the saved value, or take the new
+        definition's where it has changed.
     """
     return _Walk(old, new, given or {}, origins or {}, joins, recorded).pairing()
 
 
 def continued(old: Side, new: Side, pairs: Sequence[Pair]) -> Mapping[tuple[Made, Made], Pairs]:
-    """Returns the transformations whose state goes on, with the positions of these leaves.
+    """Returns the transformations whose state continues, with the positions of their leaves.
 
-    Counts of schedules and settings that a state records are no state of it.
+    Counts of schedules and recorded settings are not considered.
     """
     found: dict[tuple[Made, Made], list[tuple[int, int]]] = {}
     for j, (pair, leaf) in enumerate(zip(pairs, new.told, strict=True)):
@@ -147,11 +147,11 @@ class _Walk:
         if not is_free and (why := anew.get(made_of(leaf), "")):
             return Pair(note=why)
         if own is None and shared and self._holds_others(leaf, self.old.told[shared[0]]):
-            return Pair(note="it holds parameters one after the other, and these are not the same")
+            return Pair(note="it concatenates parameters, and these are not the same")
         return Pair(tuple(shared)) if own is None else own
 
     def _own(self, leaf: LeafDescription) -> Pair:
-        """The leaf of the old state that one is that follows a parameter."""
+        """The old leaf for one that follows a parameter."""
         homes = self.old.groups(leaf.transformation, leaf.parameter)
         if leaf.group not in homes and len(homes) > 1:
             return Pair(note="several groups have one")
@@ -163,7 +163,7 @@ class _Walk:
         source = self.old.told[found]
         one, other = self.old.made(made_of(source)), self.new.made(made_of(leaf))
         if None in (source.dimensions, leaf.dimensions):
-            # Nothing says which dimensions they keep: only the same settings keep the same ones.
+            # Their dimensions are not known: only equal settings ensure equal dimensions.
             names = shared_settings(one, other)
             is_same = all(one.settings[name] == other.settings[name] for name in names)
         else:
@@ -182,7 +182,7 @@ class _Walk:
         return None if number is None else self.old.find(leaf, home, number)
 
     def _number(self, home: Names, leaf: LeafDescription) -> int | None:
-        """Which of several transformations of one name that of a leaf was."""
+        """The old number of the transformation of a leaf."""
         key = home, leaf.group, leaf.transformation
         if key not in self._numbers:
             before = self.old.alike(home, leaf.transformation)
@@ -192,18 +192,18 @@ class _Walk:
             self._numbers[key], is_clear = like_numbers(before, after)
             if not is_clear:
                 self._unclear.append(
-                    f"nothing says which of {len(before)} `{leaf.transformation}` the {len(after)} "
-                    "are"
+                    f"it is not clear which of {len(before)} `{leaf.transformation}` the "
+                    f"{len(after)} are"
                 )
         return self._numbers[key].get(leaf.number)
 
     def _shared(self, leaf: LeafDescription) -> Sequence[int]:
-        """The leaves of the old groups that a leaf of a whole group may come from."""
+        """The leaves of the old groups that may be the source of a leaf of a whole group."""
         found = (self._in(home, leaf) for home in self._homes(leaf))
         return [i for i in found if i is not None]
 
     def _homes(self, leaf: LeafDescription) -> Sequence[Names]:
-        """The groups of the old state that have what a leaf of a whole group may come from."""
+        """The groups of the old state with a possible source for a leaf of a whole group."""
         having = self.old.groups(leaf.transformation)
         where, told = made_of(leaf), self.new.told
         own = [i for i in self.new.leaves_of(where) if told[i].parameter is not None]
@@ -212,7 +212,7 @@ class _Walk:
             params = [o for param in self.new.followed(where) for o in self._of(param)]
             found = {g for param in params for g in self.old.groups(leaf.transformation, param)}
         elif not own:
-            # Who is in a group inside of one definition is not always known; its name says enough.
+            # The members of a group within one definition are not always known; its name suffices.
             if leaf.group in having and leaf.group not in self.old.owners.values():
                 return [leaf.group]
             params = [o for p in _params(self.new, leaf) for o in self._of(p)]
@@ -222,7 +222,7 @@ class _Walk:
         return [group for group in having if group in found]
 
     def _holds_others(self, leaf: LeafDescription, source: LeafDescription) -> bool:
-        """Whether a leaf holds what belongs to other parameters, or to these in another order."""
+        """Whether a leaf concatenates other parameters, or these in another order."""
         if not holds_parameters(leaf):
             return False
         now = [list(self._of(param)) for param in _params(self.new, leaf)]
@@ -242,8 +242,8 @@ class _Walk:
                 yield group  # one inside of a definition, that keeps nothing per parameter
 
     def _anew(self, shared: Mapping[int, Sequence[int]]) -> Iterator[tuple[Made, str]]:
-        """The transformations of groups that cannot go on, and why."""
-        # Of several reasons the first one counts.
+        """The transformations of groups that must be reinitialised, with the reason."""
+        # The first of several reasons counts.
         for i, found in reversed(list(shared.items())):
             leaf = self.new.told[i]
             where = made_of(leaf)
@@ -254,11 +254,11 @@ class _Walk:
             if why := self._unlike(found, leaf):
                 yield where, f"anew: {why}"
             elif leaf.role == "count" and not self.joins and self._has_joined(where):
-                # Moments of zero at a large count: Adam's steps would be several times too long.
+                # Zero moments at a large count: Adam's steps would be several times too long.
                 yield where, f"parameters without moments join it: its `{field}` is not theirs"
 
     def _unlike(self, found: Sequence[int], leaf: LeafDescription) -> str:
-        """Says how the groups that a leaf comes from do not agree; empty if they do."""
+        """Returns how the groups that a leaf comes from disagree; empty if they agree."""
         is_same = self.old.same(found) if found else True
         if is_same:
             return ""
@@ -294,7 +294,7 @@ class _Walk:
         return Pair(note=why) if why else Pair(tuple(found))
 
     def _give_keys_once(self, shared: Mapping[int, Sequence[int]]) -> None:
-        """Each key goes on once: groups with copies of one would draw the same random numbers."""
+        """Each key is used once: groups with copies of one would draw the same random numbers."""
         told = self.new.told
         keys = [i for i in shared if told[i].role == "key" and self._pairs[i].sources]
         used: set[int] = set()
@@ -305,13 +305,13 @@ class _Walk:
 
         for i in sorted(keys, key=moves):  # first those that stay in their group
             free = [k for k in self._pairs[i].sources if k not in used]
-            # Any of several keys makes random numbers that are as good.
+            # Any of several keys will do.
             taken = free if len(free) > 1 and self.old.same(free) else free[:1]
             self._pairs[i] = Pair(tuple(taken), "" if taken else "its key goes on in another group")
             used.update(taken)
 
     def _updates(self, schedule: LeafDescription) -> int | Literal["step"]:
-        """What counts the updates that a new schedule goes by."""
+        """The count of updates that drives a new schedule."""
         for i, leaf in enumerate(self.new.told):
             if not _counts_around(leaf, self.new, schedule):
                 continue
@@ -322,7 +322,7 @@ class _Walk:
         return STEP
 
     def _with_notes(self, pairs: Sequence[Pair]) -> Iterator[Pair]:
-        """Says of leaves that go on which number they had, and what settings do not change them."""
+        """Adds notes on changed numbers, and on settings without effect, to continued leaves."""
         for i, (pair, leaf) in enumerate(zip(pairs, self.new.told, strict=True)):
             notes = [pair.note] if pair.note else []
             if pair.sources and i not in self.given:
@@ -343,7 +343,7 @@ class _Walk:
 
 
 def _counts_around(leaf: LeafDescription, side: Side, inner: LeafDescription) -> bool:
-    """Whether a leaf counts the updates of a window of mini-steps that another is inside of."""
+    """Whether a leaf counts the updates of a window of mini-steps around another."""
     place: Names = leaf.path[: len(leaf.path) - len(leaf.field)]
     return (
         counts_updates(leaf, side.made(made_of(leaf)))

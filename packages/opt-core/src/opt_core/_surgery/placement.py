@@ -1,4 +1,4 @@
-"""Where the new leaves of a state are placed, and how they are made without those beside them."""
+"""Placing the new leaves of a state, and creating them without the others."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ from opt_core.errors import GroupError
 
 
 def is_tracer(leaf: Any) -> bool:
-    """Whether it has no value yet."""
+    """Whether a leaf has no value yet."""
     return isinstance(leaf, jax.core.Tracer)
 
 
 def is_abstract(leaf: Any) -> bool:
-    """Whether it has no value at all."""
+    """Whether a leaf has no value at all."""
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def init_leaves(
     optimizer: Optimizer, wanted: Sequence[int], shardings: Mapping[int, Sharding | None]
 ) -> dict[int, Any]:
-    """Returns some leaves of the first state of an optimizer.
+    """Returns some leaves of an optimizer's initial state.
 
-    They are made in a compiled function, group by group, which makes nothing else: no device ever
-    holds more than its share of them.
+    They are created group by group in a compiled function that creates nothing else, so that no
+    device ever holds more than its share of them.
 
     Args:
-      optimizer: its parameters are what `init_state` is given; of its state only the structure is
-        read.
+      optimizer: its parameters are passed to `init_state`; only the structure of its state is read.
       wanted: positions among the leaves of `param_states`.
-      shardings: where to place them, by position; `None` is where JAX puts them.
+      shardings: their placement, by position; `None` leaves it to JAX.
     """
     structure: Any = jax.tree.structure(optimizer.state.param_states)
     positions = structure.unflatten(range(structure.num_leaves))
@@ -72,7 +71,7 @@ def _made(part: Optimizer, chosen: Sequence[int], places: Sequence[Sharding | No
 
 
 def placed(leaf: Any, sharding: Sharding | None) -> Any:
-    """Returns a leaf where it should be: itself if it is there."""
+    """Returns a leaf with the right placement: itself if it has it."""
     if sharding is None or not hasattr(leaf, "dtype"):
         return leaf
     if is_abstract(leaf):
@@ -83,15 +82,15 @@ def placed(leaf: Any, sharding: Sharding | None) -> Any:
 
 
 class Places:
-    """Where new leaves go that a caller does not place.
+    """The default placement of new leaves.
 
-    Where a leaf of the old state follows the same dimensions of the same parameter, there: moments
-    that ZeRO has sharded further stay so. Otherwise as the parameter is placed.
+    They are placed like an old leaf that follows the same dimensions of the same parameter, so that
+    moments sharded further by ZeRO stay so; otherwise like the parameter.
 
     Args:
       params: the parameters.
       leaves: of the old state.
-      descriptions: what they mean.
+      descriptions: their descriptions.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class Places:
         self._alone = known[0] if len(set(known)) == 1 and not meshes else None
 
     def of(self, told: LeafDescription, shape: Sequence[int]) -> Sharding | None:
-        """Returns where a new leaf goes; `None` where that is for JAX to say."""
+        """Returns the placement of a new leaf; `None` leaves it to JAX."""
         if self._mesh is None:
             return self._alone
         like = self._like.get((told.parameter, told.dimensions, tuple(shape)))
@@ -130,13 +129,13 @@ class Places:
 
 
 def _sharding(leaf: Any) -> Sharding | None:
-    # That of a tracer is the compiler's to choose.
+    # The compiler chooses that of a tracer.
     found = None if is_tracer(leaf) else getattr(leaf, "sharding", None)
     return found if isinstance(found, Sharding) else None
 
 
 def mesh_sharding(leaf: Any) -> NamedSharding | None:
-    """Returns where a leaf is on a mesh, if it is on one."""
+    """Returns the sharding of a leaf on a mesh, if it is on one."""
     found = _sharding(leaf)
     return found if isinstance(found, NamedSharding) else None
 
@@ -153,7 +152,7 @@ def flat_shardings(
       shapes: of its leaves by path, in their order.
 
     Raises:
-      GroupError: they have another structure, or something cannot place its leaf; names the leaf.
+      GroupError: they have another structure, or one does not fit its leaf; names the leaf.
     """
     if shardings is None:
         return [None] * structure.num_leaves
@@ -175,7 +174,7 @@ def flat_shardings(
 
 
 def _other_structure(expected: Any, found: Any, names: Names) -> str:
-    """Says where a tree first has other containers; empty if it has the same, or deeper, ones."""
+    """Returns where a tree first has other containers; empty if it has the same or deeper ones."""
     opened = children(expected)
     if opened is None:
         is_other = expected is None and found is not None
@@ -193,7 +192,7 @@ def _other_structure(expected: Any, found: Any, names: Names) -> str:
 
 
 def _misplaced(place: Any, shape: Sequence[int]) -> str:
-    """Says why something cannot place a leaf; empty if it can."""
+    """Returns why something cannot place a leaf; empty if it can."""
     if place is None:
         return ""
     if isinstance(place, PartitionSpec):
@@ -212,10 +211,10 @@ def _misplaced(place: Any, shape: Sequence[int]) -> str:
 
 
 def value_of(leaf: Any, what: str) -> Any:
-    """Returns the value of a small leaf as NumPy has it; `None` of an abstract one.
+    """Returns the value of a small leaf as a NumPy array; `None` for an abstract one.
 
     Args:
-      leaf: an array that is replicated where it is on several processes.
+      leaf: an array, replicated if it is on several processes.
       what: what needs the value, for the error.
 
     Raises:
@@ -235,7 +234,7 @@ def value_of(leaf: Any, what: str) -> Any:
 
 
 def agree(leaves: Iterable[Any]) -> bool:
-    """Whether leaves have one value, bit for bit; those without values do.
+    """Whether leaves have the same value bit for bit; true for leaves without values.
 
     Raises:
       GroupError: there are several, and one is traced.

@@ -1,4 +1,4 @@
-"""The two states of a move: what is told about them, and what their small leaves hold."""
+"""The two states of a move: their descriptions, and the values of their small leaves."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ Made: TypeAlias = tuple[Names, str, int]
 TRAINED: Final = frozenset(
     {"moment", "second_moment", "accumulator", "params_copy", "factored", "statistic"}
 )
-"""Roles of leaves that training has made what they are."""
+"""Roles of leaves whose values training determines."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """A state: one that there is, in memory or in a checkpoint, or one to be made.
+    """A state: an existing one, in memory or in a checkpoint, or one to make.
 
     Attributes:
       description: of the state.
-      names: of its leaves, for people to read.
-      owners: the group of every parameter that is updated, as `MultiOptimizer`s have groups.
-      value: returns the value of a leaf that is a single integer, `None` where it is not known.
-      same: whether leaves have one value, bit for bit; `None` where nothing says so.
-      leaves: arrays, or what else has their shapes and dtypes.
+      names: of its leaves, for messages.
+      owners: the group, in a `MultiOptimizer`, of every parameter that is updated.
+      value: returns the value of a leaf that is a single integer, `None` if it is not known.
+      same: whether leaves have the same value bit for bit; `None` if it is not known.
+      leaves: arrays, or anything with their shapes and dtypes.
     """
 
     description: StateDescription
@@ -49,11 +49,11 @@ class Side:
         return self.description.leaves
 
     def find(self, leaf: LeafDescription, group: Names, number: int) -> int | None:
-        """Returns the position of the like of a leaf in a group, whatever it keeps."""
+        """Returns the position of the corresponding leaf in a group, whatever its dimensions."""
         return self._index.get((group, leaf.transformation, number, leaf.field, leaf.parameter))
 
     def groups(self, *what: Any) -> Sequence[Names]:
-        """Returns the groups that a transformation, a parameter, or both, have leaves in."""
+        """Returns the groups in which a transformation, a parameter, or both, have leaves."""
         return list(self._groups.get(what, ()))
 
     def alike(self, group: Names, name: str) -> Sequence[TransformationDescription]:
@@ -61,17 +61,17 @@ class Side:
         return self._alike.get((group, name), ())
 
     def made(self, which: Made) -> TransformationDescription:
-        """Returns a transformation; of one that nothing is told about, its name."""
+        """Returns a transformation; only its name if it is not described."""
         known = self._made.get(which)
         return TransformationDescription(which[1], which[2], which[0]) if known is None else known
 
     def line(self, group: Names) -> Sequence[TransformationDescription]:
-        """Returns what acts on the parameters of a group, in order."""
+        """Returns the transformations that act on the parameters of a group, in order."""
         made = self.description.transformations
         return [one for one in made if one.group == group[: len(one.group)]]
 
     def before(self, which: Made) -> Sequence[TransformationDescription]:
-        """Returns what acts before a transformation, in groups around it and inside of it."""
+        """Returns the transformations before one, in enclosing and nested groups too."""
         found: list[TransformationDescription] = []
         for made in self.description.transformations:
             if (made.group, made.name, made.number) == which:
@@ -82,7 +82,7 @@ class Side:
         return []
 
     def leaves_of(self, which: Made) -> Sequence[int]:
-        """Returns the positions of what a transformation keeps."""
+        """Returns the positions of a transformation's leaves."""
         return self._by_made.get(which, ())
 
     def followed(self, which: Made) -> Sequence[Names]:
@@ -134,14 +134,14 @@ def made_of(leaf: LeafDescription) -> Made:
 
 
 def is_recorded(leaf: LeafDescription, made: TransformationDescription) -> bool:
-    """Whether a leaf is a setting that the state records, and not what training made of it."""
+    """Whether a leaf is a setting recorded in the state, rather than a result of training."""
     return leaf.parameter is None and leaf.role == "other" and leaf.field[-1] in made.settings
 
 
 def holds_parameters(leaf: LeafDescription) -> bool:
-    """Whether a leaf holds what belongs to parameters by their order.
+    """Whether a leaf belongs to parameters by their order.
 
-    A vector of all of them, as `optax.flatten` keeps, or perhaps an entry of a list.
+    It is a vector of all of them, as in `optax.flatten`, or possibly an entry of a list.
     """
     is_entry = leaf.source == "types" and leaf.role == "other" and leaf.field[-1:] != ()
     is_entry = is_entry and leaf.field[-1].isdigit()
@@ -150,18 +150,18 @@ def holds_parameters(leaf: LeafDescription) -> bool:
 
 
 def counts_updates(leaf: LeafDescription, made: TransformationDescription) -> bool:
-    """Whether a leaf counts the updates that a window of mini-steps has let through."""
+    """Whether a leaf counts the updates emitted by a window of mini-steps."""
     windows = {bearing.count for bearing in made.bearing.values() if bearing.effect == "window"}
     is_count = leaf.parameter is None and leaf.role == "count"
     return bool(windows) and is_count and leaf.field not in windows
 
 
 def has_window(made: TransformationDescription) -> bool:
-    """Whether it holds what waits for the end of a window or a cycle."""
+    """Whether it holds partial results until the end of a window or a cycle."""
     return any(bearing.effect == "window" for bearing in made.bearing.values())
 
 
 def shown(made: Made) -> str:
-    """Returns a transformation for people to read: `group/adam#2`."""
+    """Returns a transformation as text: `group/adam#2`."""
     group, name, number = made
     return "/".join([*group, name if number == 1 else f"{name}#{number}"])

@@ -1,4 +1,4 @@
-"""Tables of groups before and after surgery: what is carved out of which group."""
+"""Tables of groups before and after surgery."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def group_of(definition: OptimizerDef, group: str) -> Names:
             )
             raise GroupError(
                 f"`{'/'.join(names[: depth + 1])}` "
-                + ("is frozen and has no state to reset" if frozen else "is no group")
+                + ("is frozen and has no state to reset" if frozen else "is not a group")
                 + f"; the groups with a state are {_listed(known)}"
             )
         definition = definition.sub_optimizers[known.index(name)]
@@ -55,7 +55,7 @@ def matching_leaves(definition: MultiOptimizer, target: Any, pattern: Any) -> fr
 def carved(
     definition: MultiOptimizer, target: Any, pattern: Any, chosen: frozenset[int]
 ) -> list[Group]:
-    """Returns the table without the chosen leaves; but for the rest, a group without any goes."""
+    """Returns the table without the chosen leaves; empty groups other than the rest are removed."""
     selection = definition.select(target)
     leaves = jax.tree.leaves(target)
     groups = []
@@ -70,7 +70,7 @@ def carved(
 
 
 def _carve_inside(group: Group, part: Part, leaves: Sequence[Any], taken: frozenset[int]) -> Group:
-    """The group, where its definition is nested without the groups that lose all their leaves."""
+    """The group; a nested definition loses the groups without leaves."""
     nested = group.definition
     if not isinstance(nested, MultiOptimizer) or not taken:
         return group
@@ -86,7 +86,7 @@ def _carve_inside(group: Group, part: Part, leaves: Sequence[Any], taken: frozen
 
 
 def shown(definition: MultiOptimizer, names: Names) -> str:
-    """Returns a group for people to read; one of a nested definition by its names alone."""
+    """Returns a group as text; one of a nested definition only by its names."""
     if len(names) > 1:
         return f"`{'/'.join(names)}`"
     name = names[0] if names else "rest"
@@ -94,7 +94,7 @@ def shown(definition: MultiOptimizer, names: Names) -> str:
 
 
 def unused(name: str, groups: Sequence[Group]) -> str:
-    """Returns a name that no group has: this one, or this one with a number."""
+    """Returns an unused name for a group: this one, or this one with a number."""
     names = {group.name for group in groups}
     candidates = (name if n == 1 else f"{name}_{n}" for n in range(1, len(names) + 2))
     return next(candidate for candidate in candidates if candidate not in names)

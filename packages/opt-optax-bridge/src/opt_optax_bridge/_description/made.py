@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from opt_core import children
 from opt_core.closures import Rebuilt
+from opt_core.protocols import StoresLeaf
 
 from opt_optax_bridge._description.nodes import Names, Node, with_init
 
@@ -119,8 +120,12 @@ def _match(state: Any, returned: Sequence[_Returned]) -> Iterator[tuple[Names, N
 def _is_like(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
-    before: Any = jax.tree.structure(one)
-    return bool(before == jax.tree.structure(other))
+    # What stands for a leaf was one when it was made.
+    structures: Any = [
+        jax.tree.structure(tree, is_leaf=lambda node: isinstance(node, StoresLeaf))
+        for tree in (one, other)
+    ]
+    return bool(structures[0] == structures[1])
 
 
 def _places(node: Any, names: Names = ()) -> Iterator[tuple[Names, Any]]:

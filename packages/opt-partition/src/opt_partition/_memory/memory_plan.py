@@ -74,7 +74,8 @@ def memory_plan(
       on_unknown: see `logical_to_mesh`.
 
     Returns:
-      The plan.
+      The plan. A transformation with a method `temporary_bytes`, from the parameters as a device
+      has them, is asked for those.
 
     Raises:
       AxesError: axes, rules and mesh do not match.
@@ -158,7 +159,20 @@ def memory_plan(
         explanation=explanation,
         zero=extended,
         zero_level=zero_level,
+        temporary_bytes=_temporary_bytes(tx, param_layout),
     )
+
+
+def _temporary_bytes(tx: Any, params: Layout) -> int | None:
+    """What a transformation says of its temporaries, of the parameters as a device has them."""
+    tell = getattr(tx, "temporary_bytes", None)
+    if not callable(tell):
+        return None
+    return int(tell([jax.ShapeDtypeStruct(x.shard_shape, x.dtype) for x in _leaves(params)]))
+
+
+def _leaves(layout: Layout) -> list[LeafLayout]:
+    return jax.tree.leaves(layout.leaves, is_leaf=lambda leaf: isinstance(leaf, LeafLayout))
 
 
 def _check_zero(zero: str | Sequence[str] | None, level: int, mesh: AnyMesh) -> tuple[str, ...]:

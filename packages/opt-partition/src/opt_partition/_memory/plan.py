@@ -85,6 +85,8 @@ class MemoryPlan(OnMesh):
       explanation: how the logical axes of the state were derived.
       zero: mesh axes that the state is sharded over in addition.
       zero_level: 1 if this applies to the state only, 2 for gradients and accumulators too.
+      temporary_bytes: what a step of the transformation needs on a device besides, at most, where
+        it says so; in no total.
     """
 
     mesh: AnyMesh
@@ -96,6 +98,7 @@ class MemoryPlan(OnMesh):
     explanation: Explanation
     zero: tuple[str, ...] = ()
     zero_level: int = 1
+    temporary_bytes: int | None = None
 
     @property
     def param_bytes(self) -> int:
@@ -198,6 +201,7 @@ class MemoryPlan(OnMesh):
             **{name: getattr(self, name) for name in names},
             "bytes_per_device_by_memory": self.bytes_per_device_by_memory,
             "state_fields": self.state_fields,
+            "temporary_bytes": self.temporary_bytes,
             "groups": {
                 name: {**dataclasses.asdict(group), "total": group.total}
                 for name, group in self.groups.items()

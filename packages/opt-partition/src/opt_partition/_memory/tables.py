@@ -55,13 +55,15 @@ def _totals(plan: MemoryPlan) -> Table:
     }
     if plan.accumulators is None:
         del parts["accumulators"]
+    rows = [
+        (name, *byte_cells(device), *byte_cells(whole)) for name, (device, whole) in parts.items()
+    ]
+    if plan.temporary_bytes is not None:
+        rows.append(("temporaries, at most", *byte_cells(plan.temporary_bytes), "", ""))
     return Table(
         plan_title(plan),
         ("", "per device", "bytes per device", "whole", "bytes"),
-        tuple(
-            (name, *byte_cells(device), *byte_cells(whole))
-            for name, (device, whole) in parts.items()
-        ),
+        tuple(rows),
         frozenset({"per device", "bytes per device", "whole", "bytes"}),
     )
 

@@ -14,14 +14,14 @@ _IN_A_ROW = "num_consecutive"
 
 
 def check_skips(state: Any, max_consecutive: int | None = None) -> None:
-    """Raises if too many steps in a row have been skipped; nothing else has changed in them.
+    """Raises if too many steps in a row have been skipped.
 
-    Waits for the state: call it where metrics are read anyway, not in a compiled step.
+    Waits for the state: call it where metrics are read anyway, outside of compiled functions.
 
     Args:
       state: the state of a `guard`, or of a `MultiSteps` whose skip function is `any_of`, `all_of`
         or `skip_outliers`, which count them; or that of an optimizer around it.
-      max_consecutive: how many to bear; `None` for fewer than the guard's own `max_consecutive`.
+      max_consecutive: how many to tolerate; `None` for fewer than the guard's own limit.
 
     Raises:
       StuckError: there have been more.
@@ -53,8 +53,7 @@ def check_skips(state: Any, max_consecutive: int | None = None) -> None:
     guards = [counter for counter in counters if isinstance(counter, GuardState)]
     if max_consecutive is None and not guards:
         raise OptionError(
-            "`max_consecutive` is missing: only a `guard` knows how many steps to bear. Give a "
-            "number."
+            "`max_consecutive` is missing: only a `guard` has a limit of its own. Give a number."
         )
     numbers = [_number(counter) for counter in (guards if max_consecutive is None else counters)]
     read = numbers, [guard.stuck for guard in guards]

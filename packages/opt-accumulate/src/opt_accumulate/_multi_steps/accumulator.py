@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_accumulate._trees import differences, not_numbers
-
 
 def zeros_for(params: Any, dtype: Any) -> Any:
     """Returns an empty accumulator.
@@ -47,31 +45,6 @@ def add(grads: Any, accumulator: Any, count: jax.Array, *, mean: bool) -> Any:
     return jax.tree.map(leaf, grads, accumulator)
 
 
-def cast_like(tree: Any, like: Any) -> Any:
-    """Returns `tree` in the dtypes of `like`, without weak types; random keys as they are."""
-
-    def leaf(new: Any, old: Any) -> Any:
-        dtype = jnp.result_type(old)
-        if jnp.issubdtype(dtype, jax.dtypes.extended):
-            return new
-        return jax.lax.convert_element_type(new, dtype)
-
-    return jax.tree.map(leaf, tree, like)
-
-
-def widen(accumulator: Any, grads: Any) -> Any:
-    """Returns the accumulator in no narrower dtypes than those of `grads`.
-
-    Optimizers compute in the dtype of what they get: bfloat16, chosen to save memory, is to be that
-    of the accumulator alone.
-    """
-
-    def leaf(total: Any, grad: Any) -> Any:
-        return jnp.asarray(total, jnp.promote_types(jnp.result_type(total), jnp.result_type(grad)))
-
-    return jax.tree.map(leaf, accumulator, grads)
-
-
 def keep_imaginary(accumulator: Any, grads: Any) -> Any:
     """Makes real leaves complex that are to hold complex gradients; all others stay as they are.
 
@@ -85,30 +58,6 @@ def keep_imaginary(accumulator: Any, grads: Any) -> Any:
         return jnp.asarray(total, jnp.promote_types(dtype, jnp.complex64))
 
     return jax.tree.map(leaf, accumulator, grads)
-
-
-def check_like(tree: Any, accumulator: Any, argument: str = "updates") -> None:
-    """Raises unless gradients or parameters have the structure and shapes of the accumulator.
-
-    Raises:
-      ValueError: they have not; lists every path.
-      TypeError: leaves are not arrays or numbers.
-    """
-    check_numbers(tree, argument)
-    wrong = differences(accumulator, tree)
-    if wrong:
-        raise ValueError(
-            f"`{argument}` do not look like the accumulator, which looks like the parameters that "
-            "`init` got:\n" + "\n".join(wrong) + "\nPass those parameters and gradients with "
-            "respect to them, or make a new state with `init`."
-        )
-
-
-def check_numbers(tree: Any, argument: str) -> None:
-    """Raises unless all leaves are arrays or numbers; lists every path."""
-    wrong = not_numbers(tree)
-    if wrong:
-        raise TypeError(f"`{argument}` must be a tree of arrays; it has\n" + "\n".join(wrong))
 
 
 def _dtype_for(leaf: Any, dtype: Any) -> np.dtype[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from opt_accumulate._skip_state import StatefulSkipFunction, ask, count_if, init_skip_state
+from opt_accumulate._skip.state import StatefulSkipFunction, ask, count_if, init_skip_state
 
 
 def any_of(*functions: Callable[..., Any]) -> CombinedSkip:
@@ -24,12 +24,12 @@ def any_of(*functions: Callable[..., Any]) -> CombinedSkip:
 
     Returns:
       A skip function for `MultiSteps`. Its state has the entries `should_skip`; `num_skipped`, an
-      int32; `num_consecutive`, how many of them are the last ones in a row, for `check_skips`;
-      `num_by_function`, how often each said so; and `skip_states`, what each keeps. A
-      function that remembers forgets a mini-step on which the others decided otherwise.
+      int32; `num_consecutive`, how many of these were the latest in a row, for `check_skips`;
+      `num_by_function`, how often each would have skipped; and `skip_states`, the state of each.
+      A stateful function keeps its old state on a mini-step that was decided against it.
 
     Examples:
-      >>> from opt_accumulate._skip import skip_not_finite
+      >>> from opt_accumulate import skip_not_finite
       >>> counted = any_of(skip_not_finite)
       >>> state = counted.init(jnp.zeros(1))
       >>> for value in (1.0, jnp.nan, jnp.inf):

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_accumulate._accumulator import add
-from opt_accumulate._skip_state import NEW_SKIP_STATE, SKIP
+from opt_accumulate._multi_steps.accumulator import add
+from opt_accumulate._skip.state import NEW_SKIP_STATE, SKIP
 
 _MEANS = "window_means"
 

@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 
-from opt_accumulate._microbatches import Split, unfold
-from opt_accumulate._precision import at_least_32_bits, inexact
+from opt_accumulate._dtypes import at_least_32_bits, inexact
+from opt_accumulate._microbatches.batch import Split, unfold
+from opt_accumulate._microbatches.varying import axes_of_type, vary
 from opt_accumulate._trees import broadcast_prefix, differences, not_numbers, path_str
-from opt_accumulate._varying import axes_of_type, vary
 from opt_accumulate.errors import LossOutputError, OptionError
 
 Reduction: TypeAlias = Literal["stack", "sum", "mean", "concat"]
@@ -168,7 +168,7 @@ def add_sums(
 
 
 def select(keep: jax.Array | None, value: jax.Array) -> jax.Array:
-    """Returns `value`, or zeros where it is not kept: chosen, since `0 * inf` is no zero."""
+    """Returns `value`, or zeros where it is not kept: selected, since `0 * inf` is NaN."""
     return value if keep is None else jnp.where(keep, value, jnp.zeros_like(value))
 
 

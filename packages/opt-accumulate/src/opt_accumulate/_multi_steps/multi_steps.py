@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from opt_accumulate import _accumulator as accumulator
-from opt_accumulate import _window_means as window_means_
 from opt_accumulate._buffers import own_buffers, zeros_of
+from opt_accumulate._checks import check_like, check_numbers
+from opt_accumulate._dtypes import cast_like, check_accumulator_dtype
 from opt_accumulate._emission import Form, check_form, emit_if, zeros_if
-from opt_accumulate._every_k import parse_every_k
 from opt_accumulate._inner import InnerUpdate
-from opt_accumulate._precision import check_accumulator_dtype
-from opt_accumulate._skip_state import (
+from opt_accumulate._multi_steps import accumulator
+from opt_accumulate._multi_steps import window_means as window_means_
+from opt_accumulate._multi_steps.every_k import parse_every_k
+from opt_accumulate._skip.state import (
     NEW_SKIP_STATE,
     SKIP,
     ask,
@@ -50,9 +51,9 @@ class MultiSteps:
     * it accumulates in float32 and hands that on, not a copy rounded to the gradients' dtype;
     * `flush` emits a window that is not full.
 
-    A window that holds k mini-steps or more emits with its next one: so does a state that was
-    restored with a smaller k. The value of a schedule is asked for at the number of steps made, is
-    converted to int32, and is taken as 1 if it is less.
+    A window that already holds k mini-steps or more, as after a restore with a smaller k, emits
+    with its next one. A schedule is evaluated at the number of steps made; its value is
+    converted to int32 and is at least 1.
 
     Donate parameters and state to the compiled step (`jax.jit(..., donate_argnums=(0, 1))`), else
     XLA copies what the step could have left in place.
@@ -79,28 +80,27 @@ class MultiSteps:
         window_means: Sequence[str] = (),
         form: Form = "loop",
     ) -> None:
-        """Describes the accumulation; nothing is allocated.
+        """Configures the accumulation; allocates nothing.
 
         Args:
           opt: the inner optimizer, a gradient transformation.
           every_k_schedule: how many mini-steps make a step: a positive integer, or a function from
             the number of steps made to one.
-          use_grad_mean: hand on the mean of the gradients; otherwise their sum.
-          should_skip_update_fn: called as `f(updates, gradient_step, params)`, says which
-            mini-steps are left out, and what is written to `skip_state`; may be a
-            `StatefulSkipFunction`.
-          accumulator_dtype: what to accumulate in. float32 does not truncate float64; complex
-            gradients get the complex dtype that holds it. `None`: each parameter's own dtype.
+          use_grad_mean: whether the inner optimizer gets the mean of the gradients, or their sum.
+          should_skip_update_fn: `f(updates, gradient_step, params)` returns whether to skip the
+            mini-step, and the new `skip_state`; or a `StatefulSkipFunction`.
+          accumulator_dtype: of the accumulator. float32 does not truncate float64; complex
+            gradients get the complex dtype of that precision. `None`: each parameter's own dtype.
           window_means: names of scalar extra arguments of which the inner optimizer gets the mean
             over the mini-steps of the window, not the value on the last one.
-          form: how a mini-step decides: `"loop"`, the fastest; `"cond"`, which can be
-            differentiated in reverse; or `"select"`, without control flow.
+          form: how a mini-step branches: `"loop"`, the fastest; `"cond"`, which has a reverse-mode
+            derivative; or `"select"`, without control flow.
 
         Raises:
-          TypeError: `every_k_schedule` is no integer or function; `should_skip_update_fn` is no
-            function; `window_means` are no names.
-          ValueError: `every_k_schedule` is not positive or no scalar; `accumulator_dtype` cannot
-            hold gradients; an unknown `form`.
+          TypeError: `every_k_schedule` is neither an integer nor a function;
+            `should_skip_update_fn` is not a function; `window_means` are not names.
+          ValueError: `every_k_schedule` is not positive, or not a scalar; `accumulator_dtype`
+            cannot hold gradients; `form` is unknown.
         """
         check_form(form)
         check_accumulator_dtype(accumulator_dtype)
@@ -125,7 +125,7 @@ class MultiSteps:
         Raises:
           TypeError: a leaf of `params` is not an array or a number.
         """
-        accumulator.check_numbers(params, "params")
+        check_numbers(params, "params")
         skip_state = () if self._should_skip is None else init_skip_state(self._should_skip, params)
         state = optax.MultiStepsState(
             mini_step=jnp.zeros([], jnp.int32),
@@ -156,7 +156,7 @@ class MultiSteps:
         def body(carry: Any, operands: Any) -> Any:
             acc, params, extra_args = operands
             new, inner = self._inner(acc, updates, carry[1], params, extra_args)
-            return accumulator.cast_like(new, carry[0]), inner
+            return cast_like(new, carry[0]), inner
 
         like = self._inner.updates_like(updates, step.state.inner_opt_state, params, extra_args)
         carry = zeros_of(like), step.state.inner_opt_state
@@ -182,14 +182,14 @@ class MultiSteps:
           The parameters and the state.
         """
         step = self._begin(grads, state, params, extra_args)
-        accumulator.check_like(params, state.acc_grads, "params")
+        check_like(params, state.acc_grads, "params")
 
         def body(carry: Any, operands: Any) -> Any:
             acc, extra_args = operands
             new, inner = self._inner(acc, grads, carry[1], carry[0], extra_args)
-            return accumulator.cast_like(optax.apply_updates(carry[0], new), carry[0]), inner
+            return cast_like(optax.apply_updates(carry[0], new), carry[0]), inner
 
-        carry = accumulator.cast_like(params, params), step.state.inner_opt_state
+        carry = cast_like(params, params), step.state.inner_opt_state
         operands = step.state.acc_grads, step.extra_args
         done, (params, inner) = emit_if(step.emit, body, carry, operands, self._form)
         return params, self._end(step.state, done, inner)
@@ -213,18 +213,18 @@ class MultiSteps:
         self._check(state)
         skip_state, means = window_means_.detach(state.skip_state, self._window_means)
         emit = jnp.asarray(state.mini_step) > 0
-        inner = accumulator.cast_like(state.inner_opt_state, state.inner_opt_state)
+        inner = cast_like(state.inner_opt_state, state.inner_opt_state)
         extra_args = {**extra_args, **means}
 
         def body(carry: Any, operands: Any) -> Any:
             acc, params, extra_args = operands
             new, inner = self._inner(acc, grads_like, carry[1], params, extra_args)
-            return accumulator.cast_like(new, carry[0]), inner
+            return cast_like(new, carry[0]), inner
 
         acc = state.acc_grads
         if params is not None:
-            accumulator.check_like(params, acc, "params")
-        grads_like = acc if params is None else accumulator.cast_like(acc, params)
+            check_like(params, acc, "params")
+        grads_like = acc if params is None else cast_like(acc, params)
         like = self._inner.updates_like(grads_like, inner, params, extra_args)
         operands = acc, params, extra_args
         done, (new, inner) = emit_if(emit, body, (zeros_of(like), inner), operands, self._form)
@@ -295,7 +295,7 @@ class MultiSteps:
     ) -> _MiniStep:
         """Accumulates, and decides whether to emit; in the state, all else is as after that."""
         self._check(state)
-        accumulator.check_like(grads, state.acc_grads)
+        check_like(grads, state.acc_grads)
         mini_step, gradient_step = map(jnp.asarray, (state.mini_step, state.gradient_step))
         skip_state, means = window_means_.detach(state.skip_state, self._window_means)
         k = self._every_k if isinstance(self._every_k, int) else self._every_k(gradient_step)
@@ -314,7 +314,7 @@ class MultiSteps:
         new_state = optax.MultiStepsState(
             mini_step=_select(emit, jnp.zeros_like(mini_step), held),
             gradient_step=_select(emit, optax.safe_increment(gradient_step), gradient_step),
-            inner_opt_state=accumulator.cast_like(inner, inner),
+            inner_opt_state=cast_like(inner, inner),
             acc_grads=self._accumulate(grads, state.acc_grads, mini_step, skip),
             skip_state=window_means_.join(skip_state, kept),
         )
@@ -322,7 +322,7 @@ class MultiSteps:
 
     def _accumulate(self, grads: Any, old: Any, count: jax.Array, skip: jax.Array | None) -> Any:
         old = accumulator.keep_imaginary(old, grads)
-        new = accumulator.cast_like(accumulator.add(grads, old, count, mean=self._mean), old)
+        new = cast_like(accumulator.add(grads, old, count, mean=self._mean), old)
         return jax.tree.map(functools.partial(_select, skip), old, new)
 
     def _end(

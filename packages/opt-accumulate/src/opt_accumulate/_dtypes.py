@@ -1,9 +1,10 @@
-"""The dtypes that sums are kept in."""
+"""The dtypes of sums and states."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from opt_accumulate.errors import OptionError
@@ -46,7 +47,7 @@ def check_accumulator_dtype(wanted: Any) -> None:
     """Raises unless gradients can be summed in a dtype.
 
     Raises:
-      OptionError: it is no dtype of real floating-point numbers of 16 bits or more.
+      OptionError: it is not a dtype of real floating-point numbers of 16 bits or more.
     """
     if wanted is None:
         return
@@ -83,3 +84,28 @@ def accumulator_dtype_of(dtype: Any, wanted: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return jnp.dtype(jnp.complex128) if wanted == jnp.float64 else dtype
     return wanted if wanted.itemsize < 4 or wanted.itemsize >= dtype.itemsize else dtype
+
+
+def cast_like(tree: Any, like: Any) -> Any:
+    """Returns `tree` in the dtypes of `like`, without weak types; random keys as they are."""
+
+    def leaf(new: Any, old: Any) -> Any:
+        dtype = jnp.result_type(old)
+        if jnp.issubdtype(dtype, jax.dtypes.extended):
+            return new
+        return jax.lax.convert_element_type(new, dtype)
+
+    return jax.tree.map(leaf, tree, like)
+
+
+def widen(accumulator: Any, grads: Any) -> Any:
+    """Returns the accumulator in no narrower dtypes than those of `grads`.
+
+    Optimizers compute in the dtype of what they get: bfloat16, chosen to save memory, is to be that
+    of the accumulator alone.
+    """
+
+    def leaf(total: Any, grad: Any) -> Any:
+        return jnp.asarray(total, jnp.promote_types(jnp.result_type(total), jnp.result_type(grad)))
+
+    return jax.tree.map(leaf, accumulator, grads)

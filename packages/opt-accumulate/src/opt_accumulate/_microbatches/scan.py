@@ -9,14 +9,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from opt_accumulate import _aux
-from opt_accumulate._aux import AuxPlan, select
-from opt_accumulate._call import Further, call_loss
-from opt_accumulate._microbatches import Split, fold, row_numbers, take, take_last
-from opt_accumulate._precision import accumulator_dtype_of, at_least_32_bits, inexact
-from opt_accumulate._skipping import SkipFunction, should_skip
-from opt_accumulate._varying import axes_of_type, vary
-from opt_accumulate._weighted import Weighted, Weights, is_sum, read_loss
+from opt_accumulate._dtypes import accumulator_dtype_of, at_least_32_bits, inexact
+from opt_accumulate._microbatches import auxiliary
+from opt_accumulate._microbatches.auxiliary import AuxPlan, select
+from opt_accumulate._microbatches.batch import Split, fold, row_numbers, take, take_last
+from opt_accumulate._microbatches.call import Further, call_loss
+from opt_accumulate._microbatches.skipping import SkipFunction, should_skip
+from opt_accumulate._microbatches.varying import axes_of_type, vary
+from opt_accumulate._microbatches.weighted import Weighted, Weights, is_sum, read_loss
 
 Rng: TypeAlias = bool | Literal["rows"]
 
@@ -121,7 +121,7 @@ def accumulate(
     def weighted(params: Any, microbatch: Any, key: jax.Array | None) -> Weighted:
         output = call_loss(loop.loss_fn, params, microbatch, further, key)
         found = read_loss(output, microbatch, loop.weights, loop.has_aux)
-        _aux.check_outputs(found.aux)
+        auxiliary.check_outputs(found.aux)
         return found
 
     # Not as arguments: a Python scalar of the batch would come out of `eval_shape` as a tracer.
@@ -132,7 +132,7 @@ def accumulate(
     ):
         params = vary(params, axes)
         shapes = jax.eval_shape(lambda params: weighted(params, *first), params)
-    plan = _aux.plan_aux(shapes.aux, loop.aux, split)
+    plan = auxiliary.plan_aux(shapes.aux, loop.aux, split)
     # What total loss / total weight varies over; so does all that is divided by that weight.
     axes |= axes_of_type(shapes.weight)
 
@@ -147,14 +147,14 @@ def accumulate(
     def smaller(params: Any) -> Weighted:
         rows = jnp.arange(split.num * split.size, split.rows, dtype=jnp.int32)
         output = weighted(params, take_last(batch, split), keys(split.num, rows))
-        _aux.check_last(plan, output.aux, split)
+        auxiliary.check_last(plan, output.aux, split)
         return output
 
     sums = Sums(
         place(_zero_gradients(params, loop.accumulator_dtype)),
         jnp.zeros((), at_least_32_bits(shapes.loss.dtype)),
         jnp.zeros((), shapes.weight.dtype),
-        _aux.zero_sums(plan),
+        auxiliary.zero_sums(plan),
     )
     sums = vary(sums, axes)
     indices = jnp.arange(split.num, dtype=jnp.int32)
@@ -208,17 +208,17 @@ def _step(
         jax.tree.map(lambda a, g: a + contribution(g, a.dtype), sums.grads, grads),
         sums.loss + contribution(loss, sums.loss.dtype),
         sums.weight + counted,
-        _aux.add_sums(plan, sums.aux, aux, weight, None if skip is None else ~skip),
+        auxiliary.add_sums(plan, sums.aux, aux, weight, None if skip is None else ~skip),
     )
     skipped = jnp.zeros((), jnp.bool_) if skip is None else skip
-    return sums, Stacks(counted, skipped, _aux.stacked_leaves(plan, aux))
+    return sums, Stacks(counted, skipped, auxiliary.stacked_leaves(plan, aux))
 
 
 def _join(plan: AuxPlan, stacks: Stacks, last: Stacks | None, split: Split) -> Stacks:
     if last is None:
-        return stacks._replace(aux=_aux.join_last(plan, stacks.aux, None, split))
+        return stacks._replace(aux=auxiliary.join_last(plan, stacks.aux, None, split))
     return Stacks(
         jnp.concatenate([stacks.weights, last.weights[None]]),
         jnp.concatenate([stacks.skipped, last.skipped[None]]),
-        _aux.join_last(plan, stacks.aux, last.aux, split),
+        auxiliary.join_last(plan, stacks.aux, last.aux, split),
     )

@@ -14,17 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from opt_accumulate._aux import check_reductions, divide, finish_aux
-from opt_accumulate._call import Further, check_keywords
-from opt_accumulate._deferred import accumulate_deferred, check_axes, find_mesh
-from opt_accumulate._microbatches import Sizes, batch_rows, check_devices
-from opt_accumulate._placement import leaf_shardings, like_params, place
-from opt_accumulate._precision import check_accumulator_dtype
-from opt_accumulate._scan import Loop, Rng, Share, accumulate
-from opt_accumulate._skipping import SkipFunction, check_skip_function
+from opt_accumulate._dtypes import check_accumulator_dtype
+from opt_accumulate._microbatches.auxiliary import check_reductions, divide, finish_aux
+from opt_accumulate._microbatches.batch import Sizes, batch_rows, check_devices
+from opt_accumulate._microbatches.call import Further, check_keywords
+from opt_accumulate._microbatches.deferred import accumulate_deferred, check_axes, find_mesh
+from opt_accumulate._microbatches.placement import leaf_shardings, like_params, place
+from opt_accumulate._microbatches.scan import Loop, Rng, Share, accumulate
+from opt_accumulate._microbatches.skipping import SkipFunction, check_skip_function
+from opt_accumulate._microbatches.varying import sum_as_like
+from opt_accumulate._microbatches.weighted import Weights, check_weights
 from opt_accumulate._trees import not_numbers, path_str
-from opt_accumulate._varying import sum_as_like
-from opt_accumulate._weighted import Weights, check_weights
 from opt_accumulate.errors import OptionError
 
 
@@ -93,8 +93,8 @@ def accumulate_gradients(
 
     Args:
       loss_fn: `loss_fn(params, microbatch, *args, **kwargs)`. Scalars of the batch (Python's
-        numbers, arrays without axes) are in every microbatch as they are. What it returns is said
-        by `weights` and `has_aux`.
+        numbers, arrays without axes) are in every microbatch as they are. `weights` and `has_aux`
+        say what it returns.
       num_microbatches: how many microbatches; the batch's rows must divide by it. Give this or
         `microbatch_size`.
       microbatch_size: rows of a microbatch.
@@ -135,7 +135,8 @@ def accumulate_gradients(
         `mesh`.
       mesh: for `"deferred"`, by default that of `out_shardings` or of `jax.set_mesh`. With
         `"auto"` it is an error if a microbatch does not divide over `data_axes` of `mesh`. Without
-        `mesh` only Explicit meshes tell: on Auto meshes the compiler then gathers the batch.
+        `mesh` that is known on Explicit meshes only; on Auto meshes the compiler then gathers the
+        batch.
       out_shardings: where the accumulator and the returned gradients lie: a `NamedSharding`, or a
         tree of them like the parameters that may end early. `None`: like the parameters where
         that is known, which is on Explicit meshes and, on others, outside of `jax.jit`; under
@@ -171,7 +172,9 @@ def accumulate_gradients(
     check_skip_function(skip_fn)
     check_accumulator_dtype(accumulator_dtype)
     if aux != "stack" and not has_aux:
-        raise OptionError(f"`aux`={aux!r} needs `has_aux=True`: without, there are no outputs.")
+        raise OptionError(
+            f"`aux`={aux!r} needs `has_aux=True`: without it there are no auxiliary outputs."
+        )
     axes = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes)
     if not axes:
         raise OptionError("`data_axes` must name the mesh axes of the batch; it is empty.")

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from opt_accumulate._aux import AuxPlan
-from opt_accumulate._call import Further
-from opt_accumulate._microbatches import Sizes, batch_rows, has_rows
-from opt_accumulate._placement import (
+from opt_accumulate._microbatches.auxiliary import AuxPlan
+from opt_accumulate._microbatches.batch import Sizes, batch_rows, has_rows
+from opt_accumulate._microbatches.call import Further
+from opt_accumulate._microbatches.placement import (
     Shardings,
     axes_of,
     explicit_axes,
@@ -33,7 +33,7 @@ from opt_accumulate._placement import (
     reshard,
     without,
 )
-from opt_accumulate._scan import Loop, Share, Stacks, Sums, accumulate
+from opt_accumulate._microbatches.scan import Loop, Share, Stacks, Sums, accumulate
 from opt_accumulate._trees import path_str
 from opt_accumulate.errors import OptionError
 
@@ -142,7 +142,7 @@ def accumulate_deferred(
         out_specs=(over_devices, over_devices, PartitionSpec()),
         axis_names=set(data_axes),
         # Loss functions have loops that begin with constants; as types these would have to be
-        # told to vary over the devices, in each of them.
+        # marked as varying over the devices, in each of them.
         check_vma=False,
     )
     index = jnp.arange(devices, dtype=jnp.int32)

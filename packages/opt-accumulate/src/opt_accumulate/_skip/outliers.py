@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from opt_accumulate._skip import squared_norm
-from opt_accumulate._skip_state import count_if
+from opt_accumulate._skip.functions import squared_norm
+from opt_accumulate._skip.state import count_if
 
 
 def skip_outliers(
@@ -21,18 +21,18 @@ def skip_outliers(
     warmup: int = 20,
     max_consecutive: int | None = None,
 ) -> SkipOutliers:
-    """Skips mini-steps whose gradient norm is beyond `factor` times its running mean.
+    """Skips mini-steps whose gradient norm exceeds `factor` times its running mean.
 
-    The mean is that of the accepted mini-steps alone: arithmetic as long as there are less than
-    `1 / (1 - decay)` of them, exponential after. A norm that is not finite is always skipped. One
-    of 0 never is, and tells nothing: it is counted nowhere, in the warmup neither.
+    The mean is over accepted mini-steps only: arithmetic while there are fewer than
+    `1 / (1 - decay)` of them, exponential afterwards. A norm that is not finite is always
+    skipped. A norm of 0 is never skipped, and counts neither in the mean nor in the warmup.
 
     Args:
-      factor: how many times the running mean is too much; more than 1.
-      decay: of the running mean; 1 for the arithmetic mean of all that was accepted.
-      warmup: mini-steps to accept, if finite, before judging any; those with a norm of 0 beside.
-      max_consecutive: accept a finite gradient after so many skipped in a row, so that a run whose
-        gradients have become larger for good goes on; `None` for never.
+      factor: the multiple of the running mean above which a norm is an outlier; more than 1.
+      decay: of the running mean; 1 for the arithmetic mean of all accepted norms.
+      warmup: finite mini-steps to accept before judging any; those of norm 0 do not count.
+      max_consecutive: accept a finite gradient after this many skips in a row, so that a run whose
+        gradients have grown for good continues; `None` for never.
 
     Returns:
       A skip function for `MultiSteps`. Its state has the entries `should_skip`, `norm` (the last

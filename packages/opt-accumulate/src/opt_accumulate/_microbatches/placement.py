@@ -87,7 +87,7 @@ def place(tree: Any, shardings: Shardings, manual: Collection[str] = ()) -> Any:
     Args:
       tree: of arrays.
       shardings: one for each leaf; `None` leaves it where it is.
-      manual: mesh axes that are manual here, and are no longer to be spoken of.
+      manual: mesh axes that are manual here; they are left out of the specs.
     """
     leaves, treedef = jax.tree.flatten(tree)
     placed = [_place(*pair, manual) for pair in zip(leaves, shardings, strict=True)]

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from opt_accumulate._varying import any_over, axes_of_types
+from opt_accumulate._microbatches.varying import any_over, axes_of_types
 from opt_accumulate.errors import LossOutputError, OptionError
 
 SkipFunction: TypeAlias = Literal["non_finite"] | Callable[[jax.Array, Any, jax.Array], Any]

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_accumulate._microbatches import has_rows
-from opt_accumulate._precision import at_least_32_bits
+from opt_accumulate._dtypes import at_least_32_bits
+from opt_accumulate._microbatches.batch import has_rows
 from opt_accumulate.errors import LossOutputError, OptionError
 
 NamedWeights: TypeAlias = Literal["returned", "examples", "mean_of_means"]

@@ -1,0 +1,1 @@
+"""Accumulation of gradients over mini-steps."""

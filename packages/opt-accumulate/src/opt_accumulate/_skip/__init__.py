@@ -1,0 +1,1 @@
+"""Functions that decide which mini-steps are skipped."""

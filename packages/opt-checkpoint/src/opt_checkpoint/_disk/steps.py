@@ -1,0 +1,167 @@
+"""The steps of a folder: this package's, and those that another program wrote."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from opt_checkpoint._disk.manifest import FILE_NAME
+from opt_checkpoint._disk.processes import are_equal, sync_errors
+from opt_checkpoint.errors import DamagedError, ForeignError, LoadError, MissingError, SaveError
+
+LEAVES, MANIFEST = "leaves", "manifest"  # the items of a step
+# Orbax's markers of a checkpoint, and of an item in one
+CHECKPOINT_MARK, ITEM_MARK = "_CHECKPOINT_METADATA", "_METADATA"
+INDEX = "checkpoint"  # of T5X's own layout, and of Orbax 0.1
+_STEP = re.compile(r"(?:.*[_.-])?\d+", re.DOTALL)
+_LISTED = 5
+_log = logging.getLogger(__name__)
+_Found = TypeVar("_Found")
+
+
+def list_steps(root: Path) -> list[int]:
+    """Returns the steps in a folder, the oldest first; follows no link."""
+    if not root.is_dir():
+        return []
+    steps = (_step(path) for path in root.iterdir())
+    return sorted(step for step in steps if step is not None)
+
+
+def _step(path: Path) -> int | None:
+    name = path.name
+    if not (name.isascii() and name.isdecimal() and str(int(name)) == name):
+        return None
+    if path.is_symlink() or not (path / MANIFEST).is_dir():
+        return None
+    return int(name)
+
+
+def list_own(directory: Path) -> list[int]:
+    """Returns the steps, the oldest first; a `ForeignError` if another program wrote some."""
+    check_own(directory)
+    return list_steps(directory)
+
+
+def check_new(directory: Path, step: int) -> None:
+    """Raises a `SaveError` unless a step of this number can be saved in a folder."""
+    latest = max(list_own(directory), default=-1)
+    if step <= latest:
+        raise SaveError(
+            f"step {step} is not saved: `{directory}` has step {latest}. Steps only rise; after a "
+            "fall back to an earlier step, call `discard_after` first"
+        )
+    if os.path.lexists(path := directory / str(step)):
+        raise SaveError(f"step {step} is not saved: `{path}` exists and is not a checkpoint")
+
+
+def check_equal(directory: Path, found: Sequence[object]) -> None:
+    """Raises a `DamagedError` unless all processes found the same."""
+    if not are_equal(repr(found).encode()):
+        raise DamagedError(f"`{directory}`: the processes do not see the same steps")
+
+
+def newest(
+    directory: Path, use: Callable[[int], _Found], pass_over: Callable[[int], None]
+) -> _Found | None:
+    """Returns what `use` returns for the newest step, `None` without steps; all processes call it.
+
+    Where `use` raises a `DamagedError` or a `LoadError` in every process, `pass_over` is called and
+    the step before is tried. A `MissingError` says that no step is good.
+    """
+    tried: set[int] = set()
+    while True:
+        found = list_own(directory)
+        check_equal(directory, found)
+        left = [step for step in found if step not in tried]
+        if not left:
+            break
+        try:
+            return use(left[-1])
+        except MissingError:
+            # A writer may have deleted the step meanwhile, and saved others.
+            with sync_errors():
+                if left[-1] in list_own(directory):
+                    raise
+        except (DamagedError, LoadError) as error:
+            tried.add(left[-1])
+            pass_over(left[-1])
+            _log.warning("step %d is passed over: %s", left[-1], error)
+    if found:
+        raise MissingError(f"`{directory}`: none of the steps {found} is valid")
+    return None
+
+
+def check_own(root: Path) -> None:
+    """Raises a `ForeignError`, which says how to read them, if another program wrote steps."""
+    if found := foreign_steps(root):
+        raise ForeignError(describe(root, found))
+
+
+def foreign_steps(root: Path) -> list[str]:
+    """Returns the names of steps that another program wrote; `.` if the folder itself is one."""
+    if not root.is_dir():
+        return []
+    if is_orbax(root) and not _is_own(root):
+        return ["."]
+    return sorted(path.name for path in root.iterdir() if _is_foreign(path))
+
+
+def own_item(folder: Path) -> Path | None:
+    """Returns the folder of the manifest: the given one, or its one item that has a manifest.
+
+    A `ForeignError` names the items if several have one.
+    """
+    if _is_own(folder) or _is_item(folder):
+        return folder
+    items = sorted(path for path in folder.iterdir() if _is_item(path))
+    if len(items) > 1:
+        names = ", ".join(f"`{path.name}`" for path in items)
+        raise ForeignError(f"`{folder}` holds several optimizers: give the folder of {names}")
+    return items[0] if items else None
+
+
+def is_orbax(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of Orbax, or an item of one."""
+    return (folder / CHECKPOINT_MARK).is_file() or (folder / ITEM_MARK).is_file()
+
+
+def describe(root: Path, found: Sequence[str]) -> str:
+    """Returns the message of a `ForeignError` about foreign steps."""
+    one, what = root, "is a checkpoint that no `Checkpointer` wrote"
+    if found[0] != ".":
+        shown = ", ".join(f"`{name:.80}`" for name in found[:_LISTED])
+        more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+        one, what = root / found[0], f"has checkpoints that no `Checkpointer` wrote: {shown}{more}"
+    who = "" if one.is_dir() and own_item(one) else ", written_by=..."
+    return (
+        f"`{root}` {what}. It is not empty, and nothing in it is touched. Restore one by "
+        f"`plan_restore(open_foreign({str(one)!r}{who}), target).apply()`, or a msgpack file by "
+        "`restore_legacy`, and save into another folder"
+    )
+
+
+def _is_own(folder: Path) -> bool:
+    return (folder / MANIFEST).is_dir() or (folder / LEAVES).is_dir()
+
+
+def _is_item(folder: Path) -> bool:
+    """Whether `OptimizerHandler` wrote it: its manifest is next to Orbax's description."""
+    return (folder / FILE_NAME).is_file() and (folder / ITEM_MARK).is_file()
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether it has the name of a step, another program's marks, and no item of ours."""
+    name = path.name
+    if path.is_symlink() or not _STEP.fullmatch(name) or "orbax-checkpoint-tmp" in name:
+        return False
+    if path.is_file():
+        return name.startswith("checkpoint_")  # Flax's msgpack
+    if not path.is_dir() or _is_own(path):
+        return False
+    if is_orbax(path) or (path / INDEX).is_file():
+        return True
+    return any((item / ITEM_MARK).is_file() for item in path.iterdir())

@@ -1,0 +1,91 @@
+"""State on the host: where it lies, what is fetched, and that no number changes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import opt_precision as op
+import optax
+import pytest
+from opt_precision.errors import OrderError, PrecisionError, StateError
+from precision_testing import bits, grads, params, quantize_state, stochastic_weights
+
+offload_state: Any = op.offload_state
+CHUNK = 20_000
+
+
+def kinds(tree: Any) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): leaf.sharding.memory_kind for path, leaf in leaves}
+
+
+def run(tx: Any, start: Any) -> tuple[Any, Any]:
+    state, step = tx.init(start), jax.jit(tx.apply, donate_argnums=(0, 1))
+    first = kinds(state)
+    start = jax.tree.map(jnp.copy, start)
+    for number in range(3):
+        start, state = step(start, state, grads(number, start))
+    assert kinds(state) == first
+    return start, state
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_nothing_changes_but_the_memory(coded: bool) -> None:
+    start = params(jnp.bfloat16)
+    adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    hosted = offload_state(adam, chunk_bytes=CHUNK)
+    codec: Any = op.dynamic8() if coded else op.identity()
+    ours = stochastic_weights(quantize_state(hosted, codec, chunk_bytes=CHUNK))
+    theirs = stochastic_weights(quantize_state(adam, codec, chunk_bytes=CHUNK))
+    one, other = run(ours, start), run(theirs, start)
+    assert bits(one) == bits(other)
+    found = kinds(one[1])
+    moved = {path: kind for path, kind in found.items() if "mu" in path or "nu" in path}
+    on_device = {path for path, kind in moved.items() if kind == "device"}
+    assert all("scale']" in path for path in on_device)  # the parameter without dimensions
+    assert {kind for path, kind in found.items() if path not in moved} == {"device"}
+    if coded:
+        assert one[1].inner.inner[1][0].nu["kernel"].codes.dtype == jnp.uint8
+
+
+def test_only_what_is_selected_lies_on_the_host() -> None:
+    tx = offload_state(optax.adam(1e-3), op.by_path("nu/kernel"))
+    found = kinds(tx.init(params()))
+    assert [path for path, kind in found.items() if kind == "pinned_host"] == [
+        ".inner[0].nu['kernel']"
+    ]
+
+
+def test_skipped_steps_keep_the_kinds_and_fetch_in_one_branch() -> None:
+    start = params(jnp.bfloat16)
+    tx = optax.MultiSteps(stochastic_weights(offload_state(optax.adamw(1e-3))), 2)
+    state, update = tx.init(start), jax.jit(tx.update)
+    before = bits(state.inner_opt_state)
+    _, state = update(grads(0, start), state, start)
+    assert bits(state.inner_opt_state) == before
+    assert "pinned_host" in set(kinds(state.inner_opt_state).values())
+
+
+def test_an_eager_call_is_refused() -> None:
+    tx = offload_state(optax.adam(1e-3))
+    start = params()
+    with pytest.raises(StateError, match=r"lies on the host.*`jax.jit`"):
+        tx.apply(start, tx.init(start), grads(0, start))
+
+
+def test_a_piece_is_fetched_ahead() -> None:
+    start = {"w": jnp.ones((1024, 256), jnp.bfloat16)}
+    tx = stochastic_weights(offload_state(optax.adam(1e-3), chunk_bytes=1 << 16))
+    args = (start, tx.init(start), start)
+    text = str(jax.make_jaxpr(tx.apply)(*args))
+    assert text.count("device_put") == 2 + 2 + 2  # the first of each moment; next ones, and back
+
+
+def test_orders_and_arguments() -> None:
+    coded = quantize_state(optax.adam(1e-3), op.dynamic8())
+    with pytest.raises(OrderError, match=r"Write `quantize_state\(offload_state\(...\)\)`"):
+        offload_state(coded)
+    with pytest.raises(OrderError, match="`offload_state` is around `stochastic_weights`"):
+        offload_state(stochastic_weights(optax.adam(1e-3)))
+    with pytest.raises(PrecisionError, match="`memory_kind` must be one of"):
+        offload_state(optax.adam(1e-3), memory_kind="disk")
