@@ -265,7 +265,7 @@ def deviations(optimizer: Optimizer, recorded: g.Flat, tolerance: g.Tolerance) -
     )
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "entry", [e for e in GOES_ON if e["id"] not in OTHER_RULE], ids=lambda e: e["id"]
 )

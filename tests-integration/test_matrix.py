@@ -80,6 +80,7 @@ def expected() -> Any:
     return EXPECTED[0]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
     ("shape", "spec"),

@@ -178,6 +178,7 @@ CHECKPOINTS = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("mixture", "container", "other"), CHECKPOINTS)
 def test_through_a_checkpoint(mixture: str, container: Any, other: bool) -> None:
     """Beside a definition with a state per parameter, too."""

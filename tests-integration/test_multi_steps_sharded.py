@@ -49,7 +49,7 @@ def collectives(program: Any) -> tuple[int, int]:
     return len(_COLLECTIVE.findall(entry)), len(_COLLECTIVE.findall(text))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_leaf_stays_where_its_parameter_is(mesh: Mesh, form: Any) -> None:
     with jax.set_mesh(mesh):

@@ -130,7 +130,7 @@ TRANSFORMATIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("zero", [None, "fsdp"])
 @pytest.mark.parametrize("kind", MESHES)
 @pytest.mark.parametrize(
@@ -243,6 +243,7 @@ def test_zero_divides_the_state_by_the_free_axis() -> None:
     assert _trimmed(model.wi.kernel[...].sharding.spec) == (None, "tp")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("zero", [None, "fsdp"])
 @pytest.mark.parametrize("name", ["adam", "muon", "clip"])
 def test_numbers_are_those_of_flax(name: str, zero: str | None) -> None:

@@ -78,6 +78,7 @@ def equal(a: Any, b: Any) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(a.values(), b.values(), strict=True))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_a_pair_comes_back_on_another_mesh(name: str, tmp_path: Path) -> None:
     saved = trained(make(DEFINITIONS[name](), mesh_of(4, 2), zero="data"))

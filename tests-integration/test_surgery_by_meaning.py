@@ -148,6 +148,7 @@ def _check_keys(optimizer: Optimizer, found: Optimizer, report: ChangeReport) ->
     assert set(report.dropped) == before.keys() - taken
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("source", DEFINITIONS)
 def test_no_pair_keeps_what_is_another_thing(source: str) -> None:
     """On shapes: nothing is compiled for 1,300 pairs."""

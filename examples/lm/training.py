@@ -154,12 +154,13 @@ def make_groups(job: Job) -> MultiOptimizer:
     config = job.config
     rate = make_schedule(config)
     table: OptimizerDef = Adafactor(multiply_by_parameter_scale=False)
-    is_wrapped = config.average or (config.weights, config.state) != ("float32", "float32")
-    wrap = partial(wrapped, config) if is_wrapped else opt.wrap_optax_optimizer
-    adamw: Callable[..., OptimizerDef] = partial(wrap(optax.adamw), rate, b2=0.98)
-    matrices = partial(wrap(muon_for(job)), rate, b2=0.98) if config.optimizer == "muon" else adamw
-    if is_wrapped:
+    adamw: Callable[..., OptimizerDef] = partial(opt.adamw, rate, b2=0.98)
+    if config.average or (config.weights, config.state) != ("float32", "float32"):
         table = wrapped(config, adafactor)(config.learning_rate, multiply_by_parameter_scale=False)
+        adamw = partial(wrapped(config, optax.adamw), rate, b2=0.98)
+    matrices = adamw
+    if config.optimizer == "muon":
+        matrices = partial(wrapped(config, muon_for(job)), rate, b2=0.98)
     return MultiOptimizer.from_rules(
         [
             ("embedding", "embedding", table),

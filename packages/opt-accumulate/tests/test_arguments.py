@@ -188,6 +188,7 @@ def renamed(w: Any, batch: Any, k: Any, train: Any) -> Sums:
     return key_after_keyword(w, batch, train, k)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "loss_fn",
     [

@@ -33,7 +33,7 @@ def replay(name: str) -> list[Optimizer]:
     return run
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", g.case_ids())
 def test_trajectories_op_by_op(name: str) -> None:
     case = g.load(name)

@@ -562,6 +562,7 @@ def stacked(count: int = 3, shape: tuple[int, ...] = (6, 4), axis: int = 0) -> d
     return {"layers": {"w": jnp.ones(w), "b": jnp.ones(b)}}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [*FULL, "adafactor"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_layers_are_stacked_and_unstacked(name: str, axis: int) -> None:

@@ -47,7 +47,7 @@ def program(low: Any) -> str:
     return re.sub(r"%[\w.-]+", lambda m: names.setdefault(m[0], f"%{len(names)}"), text)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", ARGUMENTS)
 @pytest.mark.parametrize("schedule", [False, True], ids=["number", "schedule"])
 def test_a_compiled_update_is_that_of_jax(name: str, schedule: bool) -> None:
@@ -93,6 +93,7 @@ def test_one_trace_for_all_steps_and_no_dtype_changes(name: str) -> None:
         assert jax.tree.map(jnp.result_type, state) == kinds
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_python_steps_compile_nothing_new(name: str, caplog: pytest.LogCaptureFixture) -> None:
     triple = getattr(ours, name)(ours.exponential_decay(0.1, 10, 0.5), *ARGUMENTS[name][1:])

@@ -41,6 +41,7 @@ def grads_at(i: int) -> Any:
     return jax.tree.map(lambda p: jnp.cos(i + p.astype(jnp.float32)).astype(p.dtype), PARAMS)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_that_switches_and_comes_back_is_the_same(name: str) -> None:
     triple = triple_of(name)

@@ -121,7 +121,7 @@ def mutate(data: bytes, source: random.Random) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("has_checksum", [False, True], ids=["as it is", "signed again"])
 def test_fuzz(has_checksum: bool, seed: int) -> None:

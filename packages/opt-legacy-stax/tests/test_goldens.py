@@ -54,6 +54,7 @@ UNCHANGED = [c for c in TRAJECTORIES if c["id"] not in PROMOTED | CORRECTED | {S
 SHORT = [c for c in UNCHANGED if c["optimizer"] in ("adam", "adamax") or c["id"] == "sm3_bare"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", SHORT, ids=names(SHORT))
 def test_the_default_replays_too(case: Any) -> None:
     for t, state in enumerate(golden.replay(case)):
@@ -61,6 +62,7 @@ def test_the_default_replays_too(case: Any) -> None:
             assert max(map(golden.worst, found, leaves)) <= POWER
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", sorted(PROMOTED | CORRECTED))
 def test_the_default_keeps_dtypes_and_stays_near(name: str) -> None:
     case = golden.case_of(name)

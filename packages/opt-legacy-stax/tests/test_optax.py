@@ -77,7 +77,7 @@ def check(found: Any, expected: Any, *, exact: bool) -> None:
             np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_run_that_switches_to_the_equivalent_and_back(name: str, rate: str) -> None:
@@ -122,7 +122,7 @@ def test_a_state_of_jax_converts_too() -> None:
     check(finished, other.params_fn(run_triple(other, state, 3, 6)), exact=False)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("rate", RATES)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_triple_as_a_transformation_is_itself(name: str, rate: str) -> None:

@@ -118,7 +118,7 @@ def run(triple: Any, params: Any, grads: list[Any], way: str) -> Any:
     return state
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("optimizer", "schedule", "dtype", "container", "way"), TABLE)
 def test_exact_numerics_are_those_of_jax(
     optimizer: str, schedule: str, dtype: str, container: str, way: str

@@ -30,7 +30,7 @@ has_modes = pytest.mark.skipif(
 )
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_paths_values_and_updates_are_those_of_flax(name: str) -> None:
     found = []

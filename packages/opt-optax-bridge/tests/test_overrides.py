@@ -56,7 +56,7 @@ def result(optimizer: Optimizer) -> tuple[Any, Any]:
     return optimizer.target, optimizer.state.param_states
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_override_is_the_argument_of_the_constructor(name: str) -> None:
     optimizer, (grads, extra_args) = trained(name), inputs(name)
@@ -97,7 +97,7 @@ def test_without_tracing_an_override_is_the_same(name: str) -> None:
     assert avals(overridden) == avals(trained(name))
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_float_is_overridable_unless_it_makes_no_difference(name: str) -> None:
     constructor = constructor_of(name)
@@ -110,6 +110,7 @@ def test_every_float_is_overridable_unless_it_makes_no_difference(name: str) -> 
         assert are_close(changed, third_step_by_optax(name), rtol=0.0, atol=0.0), argument
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_cannot_be_overridden_is_refused_and_named(name: str) -> None:
     fields = trained(name).optimizer_def.hyper_params.__dataclass_fields__
@@ -134,6 +135,7 @@ KINDS: dict[str, Callable[[float], Any]] = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 def test_one_trace_serves_every_value(kind: Callable[[float], Any], dtype: Any) -> None:
@@ -274,6 +276,7 @@ def test_none_does_not_take_momentum_away() -> None:
         optimizer.apply_gradient({"w": jnp.ones(2)}, momentum=None)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_misspelt_name_is_refused_with_the_right_ones(name: str) -> None:
     with pytest.raises(TypeError, match=r"['`]learning_rat['`]") as caught:

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("optax_promotion")
 NAMES = opt_optax_bridge.optimizer_names()
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_is_that_of_optax(name: str) -> None:
     stepped = third_step(name)

@@ -139,6 +139,7 @@ def test_rules_do_not_change() -> None:
         rules.by_type[Gram] = lambda leaf: None  # type: ignore[index]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sizes", [(8, 8), (8, 6), (6, 8), (4, 8, 8), (8, 4, 8), (8, 8, 8)])
 def test_rows_and_columns_of_adafactor(sizes: tuple[int, ...]) -> None:
     """Held against what the update does: a row is the mean over the dimension that is dropped."""

@@ -256,6 +256,7 @@ class TestPathsOfParametersAndState:
         with pytest.raises(AxesError, match="`params`: found no arrays at '0'; pass the paths"):
             verify(lowered, Expected(None, None))
 
+    @pytest.mark.sample(8)
     @pytest.mark.parametrize(
         "tx",
         [

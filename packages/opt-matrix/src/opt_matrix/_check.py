@@ -35,19 +35,33 @@ def check(plan: MatrixPlan, compiled: Any, *, exclusive: bool) -> None:
             f"{type(compiled).__name__}"
         )
     counts, moved, others = [0] * len(plan.groups), [0] * len(plan.groups), list[str]()
+    together = [{number} for number in range(len(plan.groups))]
     for row in read_collectives(compiled):
-        found = _SCOPE.search(row.op_name)
-        if found is None or int(found[1]) >= len(plan.groups):
+        found = sorted({int(number) for number in _SCOPE.findall(row.op_name)})
+        if not found or found[-1] >= len(plan.groups):
             others.append(f"{row.name}: {row.kind} {row.dtype}{list(row.shape)} {row.op_name}")
             continue
-        counts[int(found[1])] += row.count
-        moved[int(found[1])] += round(row.count * math.prod(row.shape) * _itemsize(row.dtype))
-    problems = [
-        f"group {number} ({group.leaves[0]}, {group.choice}): planned {group.collectives} "
-        f"collectives and {group.bytes_per_device:,} bytes, found {count} and {size:,}"
-        for number, (group, count, size) in enumerate(zip(plan.groups, counts, moved, strict=True))
-        if count > group.collectives or size > group.bytes_per_device
-    ]
+        # XLA may combine sums of several groups in one collective.
+        joined = set[int]().union(*(together[number] for number in found))
+        for number in joined:
+            together[number] = joined
+        counts[found[0]] += row.count
+        moved[found[0]] += round(row.count * math.prod(row.shape) * _itemsize(row.dtype))
+    problems = []
+    for numbers in sorted({tuple(sorted(joined)) for joined in together}):
+        groups = [plan.groups[number] for number in numbers]
+        expected = sum(group.collectives for group in groups)
+        planned = sum(group.bytes_per_device for group in groups)
+        count, size = (sum(found[number] for number in numbers) for found in (counts, moved))
+        if count > expected or size > planned:
+            named = ", ".join(
+                f"group {number} ({group.leaves[0]}, {group.choice})"
+                for number, group in zip(numbers, groups, strict=True)
+            )
+            problems.append(
+                f"{named}: planned {expected} collectives and {planned:,} bytes, found {count} "
+                f"and {size:,}"
+            )
     if any(group.collectives for group in plan.groups) and not any(counts):
         problems.append("none of the planned collectives is in the program: is it of this plan?")
     if exclusive and others:

@@ -87,8 +87,8 @@ class LeafLayout:
 
         Examples:
           >>> stack = LeafLayout('w', (8, 4, 4), 'float32', Dims((1,), (2,)), ((), ('x',), ()))
-          >>> stack.owned({'x': 4, 'y': 2}, ('x', 'y')).partition_spec
-          PartitionSpec(('x', 'y'), None, None)
+          >>> stack.owned({'x': 4, 'y': 2}, ('x', 'y')).spec
+          (('x', 'y'), (), ())
         """
         spec: list[Axes] = [()] * len(self.shape)
         for axis in world:

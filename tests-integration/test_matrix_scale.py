@@ -1,0 +1,129 @@
+"""Muon on a decoder's matrices: planned for thousands of devices, compiled for hundreds."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from opt_matrix import Matrices, muon, plan_matrices
+
+AXES = {
+    "q": ("embed", "heads", "kv"),
+    "k": ("embed", "kv_heads", "kv"),
+    "v": ("embed", "kv_heads", "kv"),
+    "o": ("heads", "kv", "embed"),
+    "wi": ("embed", "mlp"),
+    "wg": ("embed", "mlp"),
+    "wo": ("mlp", "embed"),
+    "norm": ("embed",),
+}
+MESH_AXES = {"embed": "fsdp", "heads": "tp", "kv_heads": "tp", "mlp": "tp", "kv": None}
+
+
+def decoder(layers: int, sizes: dict[str, int]) -> tuple[Any, Any, Any]:
+    """Returns the shapes, logical axes and specs of unrolled layers."""
+    names = [f"layer_{n:02}" for n in range(layers)]
+    shapes = {
+        name: jax.ShapeDtypeStruct([sizes[axis] for axis in axes], "float32")
+        for name, axes in AXES.items()
+    }
+    specs = {
+        name: P(*(MESH_AXES[axis] for axis in axes)) if len(axes) > 1 else P()
+        for name, axes in AXES.items()
+    }
+    tables: tuple[Any, ...] = (shapes, AXES, specs)
+    shapes_of, axes_of, specs_of = ({n: dict(table) for n in names} for table in tables)
+    return shapes_of, axes_of, specs_of
+
+
+def test_a_decoder_of_70_billion_parameters_is_planned_in_seconds() -> None:
+    sizes = {"embed": 8192, "mlp": 28672, "heads": 64, "kv_heads": 8, "kv": 128}
+    params, axes, specs = decoder(80, sizes)
+    mesh = AbstractMesh((512, 8), ("fsdp", "tp"))
+    start = time.process_time()
+    plan = plan_matrices(params, specs, mesh, Matrices.by_logical_axes(axes))
+    assert time.process_time() - start < 5
+    assert sum(len(group.leaves) for group in plan.groups) == 80 * 7
+    assert len(plan.rest) == 80
+    for group in plan.groups:
+        needed = group.flops_per_device * (1 - group.padding)
+        assert needed <= 1.05 * group.ideal_flops, group
+        assert group.temp_bytes <= 1.1 * plan.max_group_bytes or len(group.leaves) <= 160
+    assert json.loads(plan.to_json())["groups"]
+
+
+def test_24_layers_have_the_products_of_8() -> None:
+    # What takes long to compile is the iteration: once for each shape, not for each layer.
+    sizes = {"embed": 32, "mlp": 64, "heads": 4, "kv_heads": 4, "kv": 8}
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    products = []
+    for layers in 8, 24:
+        params, axes, specs = decoder(layers, sizes)
+        matrices = Matrices.by_logical_axes(axes)
+        plan = plan_matrices(params, specs, mesh, matrices)
+        tx = muon(1.0, matrices=matrices, plan=plan, rest=optax.identity())
+        state = jax.eval_shape(tx.init, params)
+        text = jax.jit(tx.update).lower(params, state, params).as_text()
+        products.append(text.count("stablehlo.dot_general"))
+    assert products[0] == products[1] > 0
+
+
+COMPILE = """
+import json, math, re, sys
+import jax, numpy as np, optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from opt_matrix import Matrices, muon, plan_matrices
+from opt_partition import read_collectives
+sys.path.insert(0, sys.argv[1])
+from test_matrix_scale import decoder
+
+devices = np.array(jax.devices()).reshape(32, 8)
+mesh = Mesh(devices, ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+sizes = {"embed": 512, "mlp": 1792, "heads": 16, "kv_heads": 8, "kv": 32}
+params, axes, specs = decoder(2, sizes)
+is_spec = lambda node: isinstance(node, P)
+shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+matrices = Matrices.by_logical_axes(axes)
+plan = plan_matrices(params, shardings, mesh, matrices)
+tx = muon(1.0, matrices=matrices, plan=plan, rest=optax.identity())
+state = jax.eval_shape(tx.init, params)
+
+def place(path, leaf):
+    keys = [getattr(key, "key", None) for key in path]
+    here = next((n for n, key in enumerate(keys) if key in params), None)
+    return NamedSharding(mesh, P()) if here is None else shardings[keys[here]][keys[here + 1]]
+
+own = (shardings, jax.tree_util.tree_map_with_path(place, state))
+update = jax.jit(
+    tx.update, in_shardings=(*own, shardings), out_shardings=own, donate_argnums=(0, 1)
+)
+compiled = update.lower(params, state, params).compile()
+plan.check(compiled, exclusive=True)
+bits = lambda row: int(re.search("[0-9]+", row.dtype)[0])
+read = sum(
+    row.count * math.prod(row.shape) * bits(row) / 8 for row in read_collectives(compiled)
+)
+print(json.dumps([read, plan.bytes_per_device]))
+"""
+
+
+@pytest.mark.slow
+def test_a_program_for_256_devices_moves_what_was_planned() -> None:
+    flags = "--xla_force_host_platform_device_count=256"
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, os.path.dirname(__file__)],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    read, planned = json.loads(done.stdout.splitlines()[-1])
+    assert read == pytest.approx(planned, rel=0.05)
