@@ -25,6 +25,7 @@ from opt_matrix import (
     scale_by_soap,
 )
 from opt_matrix.errors import PlanMismatchError
+from opt_partition import read_collectives
 
 contrib: Any = optax.contrib
 RNG = np.random.default_rng(0)
@@ -177,6 +178,7 @@ def test_stacks_experts_heads_and_fused_matrices() -> None:
     close(found, alone.update(params, alone.init(params))[0])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("shape", "spec", "is_stack", "fn"),
     [
@@ -205,6 +207,50 @@ def test_groups_bound_the_temporaries(shape: Any, spec: Any, is_stack: bool, fn:
     plan.check(program, exclusive=True)
     memory: Any = program.memory_analysis()
     assert memory.temp_size_in_bytes <= 1.1 * bound
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_stacks_of_momentum_that_devices_own(kind: AxisType) -> None:
+    mesh = mesh_of((8,), kind)
+    params, spec = {"w": normal(16, 32, 64)}, P(None, "x")
+    plan = plan_matrices(params, spec, mesh, STACKS, fn=F32, owned=True)
+    (group,) = plan.groups
+    assert (group.choice, group.axes, group.collectives) == ("owned", ("x",), 0)
+    assert group.flops_per_device == group.ideal_flops
+    tx: Any = scale_by_muon(plan=plan)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, NamedSharding(mesh, spec))
+        state = jax.jit(tx.init)(placed)
+        assert state.mu["w"].sharding.spec[0] == "x"
+        update = jax.jit(tx.update)
+        updates, state = update(placed, state)
+        assert state.mu["w"].sharding.spec[0] == "x"
+        found, _ = update(updates, state)
+        rows = read_collectives(update.lower(placed, state).compile())
+    # Gradients come and updates go, and momentum stays where it is.
+    assert {row.kind for row in rows} <= {"all-to-all", "all-gather"}
+    assert sum(row.count for row in rows) <= 2
+    alone: Any = scale_by_muon(orthogonalize=F32, matrices=STACKS)
+    first, state = alone.update(params, alone.init(params))
+    close(found, alone.update(first, state)[0])
+
+
+def test_layers_share_the_iteration() -> None:
+    """What is compiled for 24 layers has the products of one group."""
+    mesh = mesh_of((8,))
+
+    def products(params: Any, spec: Any) -> int:
+        sharding = NamedSharding(mesh, spec)
+        shared = distribute(F32, params, sharding, mesh, matrices=STACKS)
+        placed = {
+            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for path, leaf in params.items()
+        }
+        return int(jax.jit(shared.apply).lower(placed).as_text().count("dot_general"))
+
+    one = {"w": jax.ShapeDtypeStruct((8, 32, 64), np.float32)}
+    layers = {f"layer_{n}": jax.ShapeDtypeStruct((32, 64), np.float32) for n in range(24)}
+    assert products(layers, P("x")) == products(one, P(None, "x")) == 3 * 5
 
 
 def test_check_fails_where_more_moves_than_planned() -> None:

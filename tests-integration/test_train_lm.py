@@ -335,6 +335,22 @@ def test_low_precision_is_sharded_saved_and_resumed(
     assert read_metrics(folder) == metrics
 
 
+def test_muon_is_planned_sharded_saved_and_resumed(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = ["--layers=2", "--d-model=32", "--batch-size=8", "--sequence-length=16", "--zero"]
+    flags += ["--steps=6", "--checkpoint-every=3", "--sample-bytes=5", "--data", str(text)]
+    done = run("--out", folder, "--optimizer=muon", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "MuonState.mu" in done.stdout
+    assert "state sharded as asked" in done.stdout
+    expected, metrics = read_checkpoint(folder), read_metrics(folder)
+    damage(folder / "checkpoints" / "6")
+    done = run("--resume", folder)
+    assert done.returncode == 0, done.stderr
+    assert read_checkpoint(folder) == expected
+    assert read_metrics(folder) == metrics
+
+
 def test_learning_rate_on_resume_is_applied_from_there_on(
     whole: Path, interrupted: Path, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def run(tx: Any, params: Any, grads: Any, state: Any = None) -> tuple[Any, Any]:
     return params, state
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
@@ -89,6 +90,7 @@ def of_matrix(x: jax.Array, scale: Any = "width") -> jax.Array:
     return one((0, 1), x, scale=scale)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("scale", ["width", "rms", "spectral"])
 def test_stacks_heads_and_fused_matrices_equal_their_parts(scale: Any) -> None:
     stack = array(2, 3, 6, 9)

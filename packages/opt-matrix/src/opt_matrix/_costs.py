@@ -42,6 +42,7 @@ class Kind:
       batch_axes: the mesh axes that whole matrices lie over.
       split: sizes of the matrices side by side in one, or `()`.
       dtype: what they are sent in.
+      is_owned: whether devices keep the momentum of whole matrices.
     """
 
     matrix_shape: tuple[int, ...]
@@ -50,6 +51,7 @@ class Kind:
     batch_axes: Axes
     split: tuple[int, ...]
     dtype: str
+    is_owned: bool = False
 
     @property
     def fan_in(self) -> int:

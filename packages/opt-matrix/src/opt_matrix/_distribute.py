@@ -152,8 +152,13 @@ class Distributed:
             with jax.named_scope(_check.scope(number)):
                 prepared = []
                 for path, (start, stop) in zip(group.leaves, group.parts, strict=True):
-                    own = [_after(last, each[path][start:stop]) for each in blocks]
-                    prepared.append(prepare(scalars, *own).astype(group.kind.dtype))
+                    own = [
+                        _after(last, each[path][start:stop].astype(leaves[path].dtype))
+                        for each, leaves in zip(blocks, given, strict=True)
+                    ]
+                    x = prepare(scalars, *own)
+                    results[path] = results[path].astype(jnp.promote_types(own[0].dtype, x.dtype))
+                    prepared.append(x.astype(group.kind.dtype))
                 transfer = Transfer(group, plan.mesh_shape)
                 run = self._group_function(transfer, states[number] if states else None)
                 last, state = transfer.run(run, jnp.concatenate(prepared))
@@ -294,6 +299,31 @@ def _check_tree(plan: MatrixPlan, leaves: Mapping[str, Any]) -> None:
     ]
     if problems:
         raise PlanError("the tree is not the one that was planned for:\n  " + "\n  ".join(problems))
+
+
+def place_owned(plan: MatrixPlan, tree: Any) -> Any:
+    """Returns a tree whose leaves lie with the devices that own their matrices, if any do."""
+
+    def place(path: Any, leaf: Any) -> Any:
+        layout = plan.layouts.get(path_str(path))
+        if layout is None or not layout.is_owned:
+            return leaf
+        found = jax.typeof(leaf).sharding.mesh
+        if not found.empty and found.are_all_axes_explicit:
+            return _placed(leaf, plan, layout.partition_spec)
+        current = jax.sharding.get_abstract_mesh()
+        asked = NamedSharding(plan.mesh if current.empty else current, layout.partition_spec)
+        return lax.with_sharding_constraint(leaf, asked)
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def place_like(leaf: jax.Array, like: jax.Array) -> Any:
+    """Returns the leaf with the sharding of another, where types have one."""
+    asked = jax.typeof(like).sharding
+    if asked.mesh.empty or not asked.mesh.are_all_axes_explicit:
+        return leaf
+    return leaf if jax.typeof(leaf).sharding == asked else jax.sharding.reshard(leaf, asked)
 
 
 def _placed(leaf: Any, plan: MatrixPlan, spec: PartitionSpec) -> Any:

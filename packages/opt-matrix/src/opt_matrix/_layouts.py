@@ -26,6 +26,7 @@ class LeafLayout:
       dtype: its name.
       dims: which dimensions are the matrix, from 0.
       spec: the mesh axes of each dimension.
+      is_owned: whether the momentum lies so, with whole matrices, and the parameter does not.
     """
 
     path: str
@@ -33,6 +34,7 @@ class LeafLayout:
     dtype: str
     dims: Dims
     spec: tuple[Axes, ...]
+    is_owned: bool = False
 
     @property
     def batch_dims(self) -> tuple[int, ...]:
@@ -79,6 +81,25 @@ class LeafLayout:
     def partition_spec(self) -> PartitionSpec:
         """The layout as a `PartitionSpec`."""
         return PartitionSpec(*(axes or None for axes in self.spec))
+
+    def owned(self, mesh: Mapping[str, int], world: Axes) -> LeafLayout:
+        """Returns the layout in which devices own whole matrices, as many as divide the stack.
+
+        Examples:
+          >>> stack = LeafLayout('w', (8, 4, 4), 'float32', Dims((1,), (2,)), ((), ('x',), ()))
+          >>> stack.owned({'x': 4, 'y': 2}, ('x', 'y')).spec
+          (('x', 'y'), (), ())
+        """
+        spec: list[Axes] = [()] * len(self.shape)
+        for axis in world:
+            for dim in self.batch_dims:
+                parts = math.prod(mesh[name] for name in (*spec[dim], axis))
+                if mesh[axis] > 1 and self.shape[dim] % parts == 0:
+                    spec[dim] += (axis,)
+                    break
+        if not any(spec):
+            return self
+        return dataclasses.replace(self, spec=tuple(spec), is_owned=True)
 
     def batch_numbers(self, mesh_shape: Mapping[str, int]) -> np.ndarray:
         """Returns which matrices of the leaf each part of `batch_axes` holds, one row a part."""

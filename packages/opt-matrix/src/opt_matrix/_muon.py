@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from optax.contrib._muon import MuonState
 
-from opt_matrix._distribute import Distributed
+from opt_matrix._distribute import Distributed, place_like, place_owned
 from opt_matrix._layouts import leaf_layout
 from opt_matrix._matrices import Dims, Matrices
 from opt_matrix._newton_schulz import NewtonSchulz, newton_schulz
@@ -87,14 +87,18 @@ def scale_by_muon(
 
     def init(params: Any) -> MuonState:
         _dims_of(params, plan, matrices)  # what cannot be updated is better said now
+        mu = optax.tree.zeros_like(params, dtype=mu_dtype)
         return MuonState(
             count=jnp.zeros([], jnp.int32),
-            mu=optax.tree.zeros_like(params, dtype=mu_dtype),
+            mu=mu if plan is None else place_owned(plan, mu),
             ns_coeffs=_state_coefficients(compute),
         )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
         dims = _dims_of(updates, plan, matrices)
+        given = updates
+        if plan is not None:
+            updates = place_owned(plan, updates)
         mu = averaged(updates, state.mu, momentum)
         count = optax.safe_increment(state.count)
         decay = jnp.asarray(momentum)  # perhaps a tracer, which a closure would hide
@@ -120,10 +124,11 @@ def scale_by_muon(
                 updates, (), mu, prepare=direction, scalars=scalars
             )
 
-        def scaled(path: Any, x: Any) -> Any:
-            return jnp.asarray(_factor(scale, dims[path_str(path)], x.shape), x.dtype) * x
+        def scaled(path: Any, x: Any, like: Any) -> Any:
+            factor = jnp.asarray(_factor(scale, dims[path_str(path)], x.shape), x.dtype)
+            return place_like(factor * x, like)
 
-        new = jax.tree_util.tree_map_with_path(scaled, orthogonal)
+        new = jax.tree_util.tree_map_with_path(scaled, orthogonal, given)
         mu = optax.tree.cast(mu, mu_dtype)
         return new, MuonState(count=count, mu=mu, ns_coeffs=state.ns_coeffs)
 
@@ -192,10 +197,9 @@ def muon(
         plan=plan,
         max_group_bytes=max_group_bytes,
     )
-    # Optax scales by shape in a transformation of its own; the empty state keeps its place.
     chained = optax.chain(
         scaled,
-        optax.identity(),
+        scale_by_shape(),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
         _scale_by_learning_rate(learning_rate),
     )
@@ -209,6 +213,21 @@ def muon(
         return jax.tree_util.tree_map_with_path(label, params)
 
     return optax.partition({"muon": chained, "adam": rest}, labels)
+
+
+def scale_by_shape() -> optax.GradientTransformation:
+    """Keeps the place of Optax's, which scales where `scale_by_muon` already has.
+
+    Checkpoints know a transformation by the name of its constructor.
+    """
+
+    def init(params: Any) -> optax.EmptyState:
+        return optax.EmptyState()
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return updates, state
+
+    return optax.GradientTransformation(init, update)
 
 
 def _scale_by_learning_rate(rate: Any) -> optax.GradientTransformation:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from opt_matrix import _check, _costs
+from opt_matrix import _check, _costs, _tables
 from opt_matrix._costs import Kind, Machine, Way
 from opt_matrix._layouts import Axes, LeafLayout, leaf_layout
 from opt_matrix._matrices import Matrices
@@ -22,7 +21,7 @@ from opt_matrix._newton_schulz import newton_schulz
 from opt_matrix._paths import leaves_by_path
 from opt_matrix.errors import OptionError, PlanError
 
-Choice = Literal["local", "all_to_all", "gather", "split"]
+Choice = Literal["local", "all_to_all", "gather", "split", "owned"]
 MAX_GROUP_BYTES = 256 << 20
 
 
@@ -62,18 +61,26 @@ class Group:
 
         `'local'`: they lie whole where they are computed with, and nothing is sent. `'all_to_all'`:
         they are handed out, each to one device. `'gather'`: every device computes all of them.
-        `'split'`: their larger side stays cut, and products are summed over devices.
+        `'split'`: their larger side stays cut, and products are summed over devices. `'owned'`: the
+        momentum lies so that devices have whole matrices, and only gradients and updates travel.
         """
         if self.way.split:
             return "split"
         if self.way.share:
             return "all_to_all"
-        return "gather" if self.way.gather else "local"
+        if self.way.gather:
+            return "gather"
+        return "owned" if self.kind.is_owned else "local"
 
     @property
     def axes(self) -> Axes:
         """The mesh axes that `choice` is about."""
-        by_choice = {"split": self.way.split, "gather": self.way.gather, "local": ()}
+        by_choice = {
+            "split": self.way.split,
+            "gather": self.way.gather,
+            "local": (),
+            "owned": self.kind.batch_axes,
+        }
         return by_choice.get(self.choice, self.way.share)
 
     @property
@@ -148,50 +155,10 @@ class MatrixPlan:
 
     def to_json(self) -> str:
         """Returns all figures as JSON."""
-        groups = [
-            {
-                "leaves": list(group.leaves),
-                "parts": [list(part) for part in group.parts],
-                "shape": list(group.shape),
-                "count": group.count,
-                "dtype": group.kind.dtype,
-                "choice": group.choice,
-                **{name: list(axes) for name, axes in dataclasses.asdict(group.way).items()},
-                **{name: getattr(group, name) for name in _FIGURES},
-            }
-            for group in self.groups
-        ]
-        return json.dumps(
-            {
-                "mesh": self.mesh_shape,
-                "max_group_bytes": self.max_group_bytes,
-                "groups": groups,
-                "rest": list(self.rest),
-            },
-            indent=2,
-        )
+        return _tables.as_json(self)
 
     def __str__(self) -> str:
-        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
-        rows = [_HEAD, *_rows(self.groups)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        ideal = sum(group.ideal_flops for group in self.groups) or 1.0
-        above = (
-            f"matrices on a mesh of {mesh}: {len(self.layouts)} leaves, {len(self.groups)} groups, "
-            f"{len(self.rest)} leaves are rest"
-        )
-        below = (
-            f"each device: {_bytes(self.bytes_per_device)} in "
-            f"{sum(group.collectives for group in self.groups)} collectives, "
-            f"{self.flops_per_device:.3g} FLOP "
-            f"({self.flops_per_device / ideal:.2f} of the ideal), "
-            f"{_bytes(self.temp_bytes)} of temporaries at most"
-        )
-        return "\n".join([above, *lines, below])
+        return _tables.as_text(self)
 
     def numbers(self, group: Group) -> np.ndarray:
         """Returns the number of each matrix in a group's stack; -1 is padding.
@@ -232,6 +199,7 @@ def plan_matrices(
     max_group_bytes: int = MAX_GROUP_BYTES,
     world_axes: Sequence[str] | None = None,
     machine: Machine | None = None,
+    owned: bool = False,
 ) -> MatrixPlan:
     """Plans who computes with which matrices; nothing is allocated.
 
@@ -247,6 +215,9 @@ def plan_matrices(
       world_axes: the mesh axes that whole matrices may be handed out over, all by default; leave
         out those between slow networks.
       machine: the speeds that ways are compared by.
+      owned: whether devices keep the momentum of whole matrices, where a leaf is a stack that mesh
+        axes divide; `plan.layouts[path].partition_spec` says where it then lies. Gradients come
+        there and updates go back as the compiler sees fit: they are not among the plan's bytes.
 
     Raises:
       UndecidedError: `matrices` does not decide a leaf.
@@ -276,6 +247,8 @@ def plan_matrices(
         for path, leaf in leaves_by_path(params).items()
         if (dims := decided[path]) is not None
     }
+    if owned:
+        layouts = {path: layout.owned(sizes, world) for path, layout in layouts.items()}
     by_kind: dict[Kind, list[LeafLayout]] = {}
     for layout in layouts.values():
         by_kind.setdefault(_kind(layout, fn), []).append(layout)
@@ -297,6 +270,7 @@ def _kind(layout: LeafLayout, fn: Any) -> Kind:
         layout.batch_axes,
         layout.dims.split,
         layout.dtype if sent is None else str(jnp.dtype(sent)),
+        layout.is_owned,
     )
 
 
@@ -380,63 +354,3 @@ def _shardings_by_path(params: Any, shardings: Any) -> dict[str, Any]:
 
 def _is_sharding(node: Any) -> bool:
     return node is None or isinstance(node, jax.sharding.Sharding | jax.sharding.PartitionSpec)
-
-
-_FIGURES = (
-    *("padding", "collectives", "bytes_per_device", "flops_per_device", "ideal_flops"),
-    "temp_bytes",
-)
-_HEAD = (
-    *(
-        "leaves",
-        "groups",
-        "each of matrices",
-        "choice",
-        "axes",
-        "padding",
-        "collectives",
-        "bytes",
-        "FLOP",
-    ),
-    *("of ideal", "temporaries"),
-)
-
-
-def _rows(groups: Sequence[Group]) -> list[tuple[str, ...]]:
-    """A row for each group; one for all that differ in nothing but the leaves."""
-    alike: dict[tuple[str, ...], list[Group]] = {}
-    for group in groups:
-        alike.setdefault(_figures(group), []).append(group)
-    rows = []
-    for figures, found in alike.items():
-        paths = list(dict.fromkeys(path for group in found for path in group.leaves))
-        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        rows.append((f"{paths[0]}{more}", str(len(found)), *figures))
-    return rows
-
-
-def _figures(group: Group) -> tuple[str, ...]:
-    rows, columns = group.shape
-    ways = dataclasses.asdict(group.way)
-    held = f"{group.count} x [{rows}, {columns}] {group.kind.dtype}"
-    if group.kind.batch_axes:
-        held += f" on each of {','.join(group.kind.batch_axes)}"
-    return (
-        held,
-        group.choice,
-        "; ".join(f"{do} {','.join(axes)}" for do, axes in ways.items() if axes) or "-",
-        f"{group.padding / (group.count + group.padding):.0%}",
-        str(group.collectives),
-        _bytes(group.bytes_per_device),
-        f"{group.flops_per_device:.3g}",
-        f"{group.flops_per_device / group.ideal_flops:.2f}",
-        _bytes(group.temp_bytes),
-    )
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} GiB"

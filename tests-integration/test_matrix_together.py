@@ -1,0 +1,212 @@
+"""Muon with the other packages: checkpoints, groups, accumulation, 8-bit momentum, memory plans."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_optax_bridge as opt
+import optax
+import optax.contrib
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from opt_accumulate import MultiSteps
+from opt_checkpoint import Stack, Unstack, named_state, plan_restore
+from opt_core import MultiOptimizer
+from opt_matrix import Matrices, muon, newton_schulz, plan_matrices
+from opt_partition import memory_plan, read_collectives
+from opt_precision import dynamic8, quantize_state
+
+contrib: Any = optax.contrib
+RNG = np.random.default_rng(0)
+F32 = newton_schulz(dtype=None)
+LAYERS = 3
+ALL = Matrices.by_path({".*": (-2, -1)})
+UNROLLED = Matrices.by_path({".*/wi": (-2, -1), ".*/b|head": None})
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+def layers() -> dict[str, Any]:
+    each = {f"layers_{n}": {"b": normal(8), "wi": normal(8, 16)} for n in range(LAYERS)}
+    return {**each, "head": normal(5)}
+
+
+def stacked(tree: dict[str, Any]) -> dict[str, Any]:
+    each = [tree[f"layers_{n}"] for n in range(LAYERS)]
+    return {"head": tree["head"], "layers": jax.tree.map(lambda *x: jnp.stack(x), *each)}
+
+
+def stepped(optimizer: Any, grads: Any) -> Any:
+    return optimizer.apply_gradient(grads)
+
+
+def ours(matrices: Matrices = UNROLLED) -> Any:
+    return opt.wrap_optax_optimizer(muon)(0.1, matrices=matrices, orthogonalize=F32)
+
+
+def theirs(params: Any) -> Any:
+    """Optax's, told which leaves of these parameters are matrices."""
+
+    def dims(params: Any) -> Any:
+        def one(path: Any, leaf: Any) -> Any:
+            if path[-1].key != "wi":
+                return None
+            return contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1)
+
+        return jax.tree_util.tree_map_with_path(one, params)
+
+    make = opt.wrap_optax_optimizer(contrib.muon)
+    return make(0.1, muon_weight_dimension_numbers=dims)
+
+
+def close(found: Any, expected: Any, tolerance: float) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance)
+
+
+STACK = [(r"(.*)/layers/(.*)", Stack(r"\1/layers_{i}/\2"))]
+UNSTACK = [(r"(.*)/layers_(\d+)/(.*)", Unstack(r"\1/layers/\3", index=r"\2"))]
+
+
+def test_a_state_of_optax_is_restored_and_restacked_and_goes_back() -> None:
+    params, first, second = layers(), layers(), layers()
+    before = stepped(theirs(params).create(params), first)
+
+    target = ours().create(params)
+    plan = plan_restore(named_state(before), target)
+    assert plan.is_exact, str(plan)
+    same = plan.apply()
+    close(same.state, before.state, 0)  # bit for bit
+    expected = stepped(before, second).target
+    close(stepped(same, second).target, expected, 1e-5)
+
+    target = ours().create(stacked(params))
+    scanned = plan_restore(named_state(before), target, rules=STACK).apply()
+    close(stepped(scanned, stacked(second)).target, stacked(expected), 1e-5)
+
+    target = theirs(params).create(params)
+    back = plan_restore(named_state(scanned), target, rules=UNSTACK).apply()
+    close(back, before, 0)
+
+
+def test_groups_and_a_learning_rate_at_run_time() -> None:
+    params, grads = layers(), layers()
+    definition = MultiOptimizer.from_rules(
+        [
+            ("vectors", ".*/b|head", opt.sgd(0.5)),
+            ("matrices", ".*/wi", ours(Matrices.by_path({".*": (-2, -1)}))),
+        ]
+    )
+    optimizer = definition.create(params)
+    whole = optimizer.apply_gradient(grads, learning_rate=0.1).target
+    halved = optimizer.apply_gradient(grads, learning_rate=0.05).target
+    alone = stepped(ours().create(params), grads).target
+    for name in ("layers_0", "layers_2"):
+        close(whole[name]["wi"], alone[name]["wi"], 1e-6)
+        moved = params[name]["wi"] - whole[name]["wi"]
+        close(params[name]["wi"] - halved[name]["wi"], 0.5 * moved, 1e-5)
+    close(whole["head"], params["head"] - 0.1 * grads["head"], 1e-6)
+
+
+def test_momentum_in_eight_bits() -> None:
+    params = {f"w{n}": normal(64, 64) for n in range(2)}
+    tx = muon(0.1, matrices=Matrices.by_rank2(), orthogonalize=F32)
+    narrow = quantize_state(tx, dynamic8())
+    states = [tx.init(params), narrow.init(params)]
+    for _ in range(3):
+        grads = {name: normal(64, 64) for name in params}
+        found = []
+        for n, each in enumerate((tx, narrow)):
+            updates, states[n] = jax.jit(each.update)(grads, states[n], params)
+            found.append(updates)
+    wide, low = (sum(x.nbytes for x in jax.tree.leaves(state)) for state in states)
+    assert low < 0.3 * wide
+    for name in params:
+        error = jnp.linalg.norm(found[1][name] - found[0][name])
+        assert error < 0.1 * jnp.linalg.norm(found[0][name])
+
+
+def test_the_plan_of_the_state_and_its_momentum() -> None:
+    params = {"w": jax.ShapeDtypeStruct((64, 128), "float32")}
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    tx = muon(0.1, matrices=Matrices.by_rank2())
+    plan = memory_plan(tx, params, {"w": ("embed", "mlp")}, [("embed", "x"), ("mlp", "y")], mesh)
+    assert plan.state_fields["MuonState.mu"] == 64 * 128 * 4 // 8
+
+
+def test_nothing_is_handed_out_in_steps_that_do_not_emit() -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("x"))
+    params = jax.device_put({f"w{n}": normal(16, 32) for n in range(8)}, sharding)
+    plan = plan_matrices(params, sharding, mesh, Matrices.by_rank2(), fn=F32)
+    steps = MultiSteps(muon(0.1, matrices=Matrices.by_rank2(), plan=plan), 4)
+    state = jax.jit(steps.init)(params)
+    program = jax.jit(steps.apply).lower(params, state, params).compile()
+    rows = [row for row in read_collectives(program) if "opt_matrix." in row.op_name]
+    assert len(rows) == 2
+    assert all(row.conditional or row.per_iteration for row in rows)
+
+
+DECODER = """
+import json, math, sys
+import jax, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from opt_matrix import Matrices, plan_matrices, scale_by_muon
+from opt_partition import read_collectives
+
+d, ff, heads, kv, size = 8192, 28672, 64, 8, 128  # 70B, of which two layers
+shapes = {
+    "q": ((d, heads, size), ("embed", "heads", "kv")),
+    "k": ((d, kv, size), ("embed", "kv_heads", "kv")),
+    "v": ((d, kv, size), ("embed", "kv_heads", "kv")),
+    "o": ((heads, size, d), ("heads", "kv", "embed")),
+    "gate": ((d, ff), ("embed", "mlp")),
+    "up": ((d, ff), ("embed", "mlp")),
+    "down": ((ff, d), ("mlp", "embed")),
+}
+over = {"embed": "fsdp", "heads": "tp", "kv_heads": "tp", "mlp": "tp"}
+mesh = jax.make_mesh((32, 8), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2)
+axes = {f"{n}/{k}": P(*a) for n in range(2) for k, (_, a) in shapes.items()}
+params = {
+    f"{n}/{k}": jax.ShapeDtypeStruct(
+        s, np.float32, sharding=NamedSharding(mesh, P(*map(over.get, a)))
+    )
+    for n in range(2)
+    for k, (s, a) in shapes.items()
+}
+shardings = {path: leaf.sharding for path, leaf in params.items()}
+plan = plan_matrices(params, shardings, mesh, Matrices.by_logical_axes(axes))
+tx = scale_by_muon(plan=plan)
+state = jax.eval_shape(tx.init, params)._replace(mu=params)
+program = jax.jit(tx.update, donate_argnums=(0, 1)).lower(params, state).compile()
+plan.check(program, exclusive=True)
+width = {"f32": 4, "u16": 2, "bf16": 2}
+found = sum(
+    row.count * math.prod(row.shape) * width[row.dtype] for row in read_collectives(program)
+)
+print(json.dumps([plan.bytes_per_device, found]))
+"""
+
+
+@pytest.mark.slow
+def test_bytes_of_a_large_decoder_are_those_of_the_program_for_256_devices(tmp_path: Path) -> None:
+    flags = "--xla_force_host_platform_device_count=256"
+    done = subprocess.run(
+        [sys.executable, "-c", DECODER],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    planned, found = json.loads(done.stdout.splitlines()[-1])
+    assert found == pytest.approx(planned, rel=0.05)
