@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_checkpoint import Checkpointer, TrainingState, named_state, plan_restore
 from opt_checkpoint.errors import PlanError
-from opt_core import MultiOptimizer, Optimizer, describe_state, regroup
+from opt_core import MultiOptimizer, Optimizer, describe_state, leaf_groups, regroup
 
 P = PartitionSpec
 SHAPES = {"bias": (3,), "kernel": (64, 256)}
@@ -154,6 +154,23 @@ def test_surgery_moves_codes_with_their_parameter() -> None:
     known = {(leaf.field, leaf.parameter): x for o in (optimizer,) for leaf, x in rows_of(o)}
     for leaf, x in rows_of(moved):
         assert_same(x, known[leaf.field, leaf.parameter])
+
+
+def test_groups_store_their_leaves_each_in_its_own_way() -> None:
+    def groups(one: Any, two: Any) -> Optimizer:
+        rules = [
+            (name, name, opt.OptaxWrapper(op.master_weights(optax.sgd(0.1), storage=storage)))
+            for name, storage in (("bias", one), ("kernel", two))
+        ]
+        made: Optimizer = MultiOptimizer.from_rules(rules).create(params(jnp.bfloat16))
+        return made
+
+    step = jax.jit(lambda x: x.apply_gradient(jax.tree.map(jnp.ones_like, x.target)))
+    saved, target = step(groups("remainder", "kahan")), groups("f32", "remainder")
+    restored = plan_restore(named_state(saved), target, allow=ALL).apply()
+    assert jax.tree.map(jax.typeof, restored) == jax.tree.map(jax.typeof, target)
+    for (_, was), (_, now) in zip(*map(leaf_groups, (saved, restored)), strict=True):
+        assert_same(*(op.master_of(o.state.param_states, o.target) for o in (was, now)))
 
 
 def rows_of(optimizer: Optimizer) -> Any:

@@ -8,17 +8,17 @@ from typing import Any
 
 import opt_core
 import pytest
-from opt_core import closures, errors, json_records, protocols, state_changes, t5x
+from opt_core import closures, errors, json_records, protocols, state_changes, storage, t5x
 
 pytestmark = pytest.mark.contract
 
-MODULES = [opt_core, closures, errors, json_records, protocols, state_changes, t5x]
+MODULES = [opt_core, closures, errors, json_records, protocols, state_changes, storage, t5x]
 
 
 def test_all_is_what_is_public() -> None:
     assert len(opt_core.__all__) == len(set(opt_core.__all__))
     public = {name for name in vars(opt_core) if not name.startswith("_")}
-    modules = {"closures", "json_records", "state_changes", "t5x"}
+    modules = {"closures", "json_records", "state_changes", "storage", "t5x"}
     assert public - modules == set(opt_core.__all__)
 
 

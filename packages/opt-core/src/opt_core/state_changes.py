@@ -25,7 +25,7 @@ from opt_core._surgery.hazards import (
 )
 from opt_core._surgery.likes import like_numbers, shared_settings, without_code
 from opt_core._surgery.pairing import STEP, Pair, Pairing, pair_leaves
-from opt_core._surgery.placement import init_leaves, placed
+from opt_core._surgery.placement import committed_sharding, init_leaves, placed
 from opt_core._surgery.sides import Made, Side, holds_parameters, made_of
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "all_survive",
     "bearing_of",
     "check_allowances",
+    "committed_sharding",
     "convert_held",
     "earlier_changes",
     "holds_parameters",

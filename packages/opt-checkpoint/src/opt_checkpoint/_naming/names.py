@@ -14,6 +14,7 @@ import numpy as np
 from flax.core import FrozenDict
 from opt_core import Optimizer, describe_state, flatten_with_paths, leaf_groups
 from opt_core.protocols import DerivesLogicalAxes
+from opt_core.storage import storages, stored_as
 
 from opt_checkpoint._naming.schema import (
     Kind,
@@ -25,7 +26,6 @@ from opt_checkpoint._naming.schema import (
     shown,
     state_path,
 )
-from opt_checkpoint._naming.storage import storage_of, stored_as
 from opt_checkpoint.errors import LeafError
 
 _LIBRARIES = (
@@ -99,7 +99,7 @@ def named_state(
         optimizer=describe_state(optimizer).transformations,
         groups=_groups(optimizer),
         versions=dict(_versions()),
-        storage=storage_of(optimizer.state.param_states),
+        storage=storages(optimizer.state.param_states),
     )
     return NamedState(dict(zip((i.name for i in infos), values, strict=True)), schema)
 

@@ -12,12 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from opt_core import Optimizer, OptimizerState, strong_types, unalias
-from opt_core.state_changes import all_survive, convert_held, init_leaves, placed
+from opt_core.state_changes import (
+    all_survive,
+    committed_sharding,
+    convert_held,
+    init_leaves,
+    placed,
+)
 
 from opt_checkpoint._naming.schema import Names, shown
 from opt_checkpoint._planning.functions import abstract, function_name
 from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.rules import Map
+from opt_checkpoint._planning.stored import stored_again
 from opt_checkpoint.errors import LeafError
 
 
@@ -27,7 +34,8 @@ def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
     own, params = jax.tree.flatten(target.target)
     of_state, states = jax.tree.flatten(target.state)
     values = [*own, *others.values(), *of_state]
-    places = {row.leaf.name: _sharding(value) for row, value in zip(plan.rows, values, strict=True)}
+    rows = zip(plan.rows, values, strict=True)
+    places = {row.leaf.name: committed_sharding(value) for row, value in rows}
     arrays = plan.source.read(_wanted(plan, places))
     found: list[Any] = []
     checks: dict[str, Any] = {}
@@ -46,9 +54,7 @@ def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
         shardings = [*places.values()][n:]
         _initialise(target.replace(target=restored), kept, shardings, plan.view.stored)
     state: OptimizerState = jax.tree.unflatten(states, kept)
-    made = target.replace(target=restored, state=state)
-    if plan.view.stored is not None:
-        made = plan.view.stored.stored_again(plan.rows, plan.source, made)
+    made = stored_again(plan, target.replace(target=restored, state=state))
     rest = dict(zip(others, found[len(own) : n], strict=True))
     result: tuple[Optimizer, dict[Names, Any]] = unalias(
         (made, rest),
@@ -213,29 +219,11 @@ def _initialise(optimizer: Optimizer, state: list[Any], places: Sequence[Any], s
     if first and state[0] is None:
         state[0] = jnp.zeros((), jnp.int32)
     wanted = [i for i, leaf in enumerate(state[first:]) if leaf is None]
-    if stored is not None:
-
-        def make(params: Any) -> list[Any]:
-            made = optimizer.optimizer_def.create(params).state.param_states
-            leaves = jax.tree.leaves(stored.plain_state(made))
-            return [leaves[i] for i in wanted]
-
-        for i, leaf in zip(wanted, jax.jit(make)(optimizer.target), strict=True):
-            state[first + i] = leaf
-        state[:] = map(placed, state, places)
-        return
     meshed = {i: x for i in wanted if isinstance(x := places[first + i], NamedSharding)}
-    for i, leaf in init_leaves(optimizer, wanted, meshed).items():
+    as_kept = {} if stored is None else {"as_kept": stored.plain_state}
+    for i, leaf in init_leaves(optimizer, wanted, meshed, **as_kept).items():
         state[first + i] = leaf
     state[:] = map(placed, state, places)
-
-
-def _sharding(value: Any) -> Any:
-    """Where a leaf of the target is committed to, if anywhere."""
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return value.sharding
-    is_placed = isinstance(value, jax.Array) and value.committed
-    return value.sharding if is_placed else None
 
 
 def _paced(arrays: Any) -> Any:

@@ -85,14 +85,9 @@ def plan_restore(
             f"`NamedState`; found {type(checkpoint).__name__}"
         )
     policy = Policy.make(allow, rules)
-    view = view_of(target)
-    sides = plain_sides(checkpoint, view, policy)
-    if sides is not None:
-        checkpoint, view = sides[0], sides[1].view
+    checkpoint, view = plain_sides(checkpoint, view_of(target), policy)
     matcher = _Matcher(checkpoint, view, policy)
-    rows = matcher.rows()
-    if sides is not None:
-        rows = with_ways(rows, sides[1].ways, sides[0], policy)
+    rows = with_ways(matcher.rows(), checkpoint, view, policy)
     _check_rules(policy, rows, checkpoint)
     move = matcher.move(rows)
     refused = list(refusals(move))

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from opt_core import Optimizer
+from opt_core.storage import PlainOptimizer
 
 from opt_checkpoint._naming.schema import Names
 from opt_checkpoint._targets.training_state import TrainingState, optimizer_of, step_like
@@ -29,14 +30,14 @@ class View:
       put_back: makes a target of the given kind from an optimizer and other leaves.
       others: leaves of the model that the optimizer does not update, by path.
       unsaved: fields of the target that are neither: they are kept as they are.
-      stored: stores the leaves of `optimizer` as the target does, where that differs.
+      stored: what `optimizer` is the plain one of, where the target stores leaves differently.
     """
 
     optimizer: Optimizer
     put_back: Callable[[Optimizer, Mapping[Names, Any]], Any]
     others: Mapping[Names, Any] = dataclasses.field(default_factory=dict)
     unsaved: tuple[str, ...] = ()
-    stored: Any = None
+    stored: PlainOptimizer | None = None
 
 
 def view_of(target: Any, *, argument: str = "target") -> View:

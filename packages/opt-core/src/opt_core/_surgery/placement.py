@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,10 @@ def is_abstract(leaf: Any) -> bool:
 
 
 def init_leaves(
-    optimizer: Optimizer, wanted: Sequence[int], shardings: Mapping[int, Sharding | None]
+    optimizer: Optimizer,
+    wanted: Sequence[int],
+    shardings: Mapping[int, Sharding | None],
+    as_kept: Callable[[Any], Any] = lambda states: states,
 ) -> dict[int, Any]:
     """Returns some leaves of an optimizer's initial state.
 
@@ -39,6 +42,7 @@ def init_leaves(
       optimizer: its parameters are passed to `init_state`; only the structure of its state is read.
       wanted: positions among the leaves of `param_states`.
       shardings: their placement, by position; `None` leaves it to JAX.
+      as_kept: makes `param_states` of that structure of initial ones, where it is another.
     """
     structure: Any = jax.tree.structure(optimizer.state.param_states)
     positions = structure.unflatten(range(structure.num_leaves))
@@ -50,14 +54,19 @@ def init_leaves(
         chosen = [k for k, i in enumerate(own) if i in left]
         if not chosen:
             continue
-        made = _made(part, chosen, [shardings.get(own[k]) for k in chosen])
+        made = _made(part, chosen, [shardings.get(own[k]) for k in chosen], as_kept)
         found |= {own[k]: leaf for k, leaf in zip(chosen, made, strict=True)}
     return found
 
 
-def _made(part: Optimizer, chosen: Sequence[int], places: Sequence[Sharding | None]) -> list[Any]:
+def _made(
+    part: Optimizer,
+    chosen: Sequence[int],
+    places: Sequence[Sharding | None],
+    as_kept: Callable[[Any], Any],
+) -> list[Any]:
     def make(params: Any) -> list[Any]:
-        leaves = jax.tree.leaves(part.optimizer_def.create(params).state.param_states)
+        leaves = jax.tree.leaves(as_kept(part.optimizer_def.create(params).state.param_states))
         return [leaves[k] for k in chosen]
 
     params = jax.tree.leaves(part.target)
@@ -79,6 +88,14 @@ def placed(leaf: Any, sharding: Sharding | None) -> Any:
     if is_tracer(leaf):
         return jax.lax.with_sharding_constraint(leaf, sharding)
     return leaf if getattr(leaf, "sharding", None) == sharding else jax.device_put(leaf, sharding)
+
+
+def committed_sharding(leaf: Any) -> Sharding | None:
+    """Returns where a leaf is committed to, if anywhere; where an abstract leaf is wanted."""
+    if is_abstract(leaf):
+        found: Sharding | None = leaf.sharding
+        return found
+    return leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
 
 
 class Places:
