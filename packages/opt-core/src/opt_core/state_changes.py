@@ -3,7 +3,8 @@
 Surgery in memory and restores from checkpoints share these rules. Both provide two `Side`s: the
 description of a state and the values of its small leaves. `pair_leaves` finds the source of each
 leaf of the new state. For the resulting `Move`, `refusals` are the problems that nothing admits;
-`switches` and `statistics` those that `allow={'optimizer'}` admits.
+`switches` and `statistics` those that `allow={'optimizer'}` admits. A restore, which is strict
+about the optimizer too, asks for the same where there are `differences`.
 """
 
 from opt_core._dtypes import all_survive, convert_held
@@ -14,6 +15,7 @@ from opt_core._surgery.changes import (
     LeafChange,
     check_allowances,
 )
+from opt_core._surgery.differences import differences, inside
 from opt_core._surgery.hazards import (
     Move,
     Refusal,
@@ -45,9 +47,11 @@ __all__ = [
     "check_allowances",
     "committed_sharding",
     "convert_held",
+    "differences",
     "earlier_changes",
     "holds_parameters",
     "init_leaves",
+    "inside",
     "like_numbers",
     "made_of",
     "pair_leaves",

@@ -13,20 +13,22 @@ from opt_core.state_changes import (
     STEP,
     Move,
     Pair,
+    differences,
     earlier_changes,
     holds_parameters,
+    inside,
     pair_leaves,
     refusals,
     statistics,
 )
 
 from opt_checkpoint._naming.schema import LeafInfo, Names, Source, leaf_name, leaf_path, numbered
-from opt_checkpoint._planning.compare import INJECTING, changes, inside, suggested_renames
 from opt_checkpoint._planning.kept import KeptDimensions
 from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.rules import Action, Pad, Policy, Rename, Rule, Taking, sources_of
 from opt_checkpoint._planning.sides import frozen, side_of, state_leaves
 from opt_checkpoint._planning.stored import plain_sides, with_ways
+from opt_checkpoint._planning.suggestions import suggested_renames
 from opt_checkpoint._planning.values import RuledRows, fitted
 from opt_checkpoint._targets.named import named_view
 from opt_checkpoint._targets.view import View, view_of
@@ -102,7 +104,7 @@ def plan_restore(
     ]
     left = {matcher.old.names[r.old]: r.text for r in refused if r.old is not None}
     # If a checkpoint says nothing of its optimizer, nothing is compared.
-    changed = [] if checkpoint.schema.optimizer is None else [*changes(move)]
+    changed = [] if checkpoint.schema.optimizer is None else [*differences(move)]
     changed += [*matcher.turned, *earlier_changes(move), *statistics(move, matcher.origins)]
     return Plan(
         rows=tuple(rows),
@@ -260,7 +262,7 @@ class _Matcher:
         notes = [pair.note] if pair.note else []
         if len(sources) > 1:
             notes.insert(0, "the groups agree")
-        elif "hyperparams" in leaf.field and leaf.transformation.startswith(INJECTING):
+        elif "hyperparams" in leaf.field and leaf.transformation.startswith(_INJECTING):
             notes.insert(0, "the saved value, not the target's")
         return self._fitted(leaf, sources, kinds, ", ".join(notes))
 
@@ -318,6 +320,7 @@ class _Matcher:
         return Row(leaf, "initialised", by="keep", note=note, problem=problem)
 
 
+_INJECTING: Final = "inject_"  # begins the names of what injects
 _EVALUATED: Final = {
     "schedule_free": "the parameters to evaluate are computed from it, and are not those that are "
     "kept; a `Map` of `params`, `z` and `b1` restores them",

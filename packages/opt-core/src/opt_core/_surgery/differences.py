@@ -1,26 +1,23 @@
-"""Whether two optimizers are the same, what changed, and what may have been renamed."""
+"""How two optimizers differ, whatever becomes of their states; see `hazards` for that."""
 
 from __future__ import annotations
 
 import difflib
-import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
-from opt_core import TransformationDescription
-from opt_core.state_changes import Move, Side, bearing_of, like_numbers, made_of, shared_settings
-
-from opt_checkpoint._naming.schema import Names, leaf_name, numbered, state_path
+from opt_core._description.values import TransformationDescription
+from opt_core._paths import Names, path_str
+from opt_core._surgery.hazards import Move, bearing_of
+from opt_core._surgery.likes import like_numbers, shared_settings
+from opt_core._surgery.sides import Made, Side, made_of, shown
 
 INJECTED: Final = "injected"
-"""The setting of a value that `optax.inject_hyperparams` injects: from the state or a schedule."""
-
-INJECTING: Final = "inject_"
-"""The prefix of the names of what injects."""
+"""The setting that names values which an enclosing transformation gives, from its state."""
 
 
-def changes(move: Move) -> Iterator[str]:
+def differences(move: Move) -> Iterator[str]:
     """Yields the differences between two optimizers as text.
 
     Other groups, other transformations, another order, and settings that change what an update
@@ -38,7 +35,7 @@ def changes(move: Move) -> Iterator[str]:
         numbers, _ = like_numbers(old.alike(group, name), new.alike(group, name))
         is_many = name in keepers and len(new.alike(group, name)) > 1
         if is_many and (moved := sorted((j, i) for j, i in numbers.items() if i != j)):
-            told = ", ".join(f"`{numbered(name, j)}` was `{numbered(name, i)}`" for j, i in moved)
+            told = ", ".join(f"`{_numbered(name, j)}` was `{_numbered(name, i)}`" for j, i in moved)
             yield f"by their settings, {told}{inside(group)}"
         for j, i in sorted(numbers.items()):
             one, other = old.made((group, name, i)), new.made((group, name, j))
@@ -54,7 +51,11 @@ def changes(move: Move) -> Iterator[str]:
             yield from _settings(old.made(was), new.made(now), by_number=is_many)
 
 
-def _made(side: Side) -> list[tuple[Names, str, int]]:
+def _numbered(name: str, number: int) -> str:
+    return shown(((), name, number))
+
+
+def _made(side: Side) -> list[Made]:
     return [(made.group, made.name, made.number) for made in side.description.transformations]
 
 
@@ -67,7 +68,7 @@ def _by_group(side: Side) -> dict[Names, list[str]]:
 
 def inside(group: Names) -> str:
     """Returns the group of a transformation for messages."""
-    return f" in group `{leaf_name(group)}`" if group else ""
+    return f" in group `{path_str(group)}`" if group else ""
 
 
 def _groups(before: Mapping[Names, list[str]], after: Mapping[Names, list[str]]) -> Iterator[str]:
@@ -75,7 +76,7 @@ def _groups(before: Mapping[Names, list[str]], after: Mapping[Names, list[str]])
     sides = ((before, after, "gone"), (after, before, "new"))
     for one, other, word in sides:
         if named := [group for group in one if group not in other and group]:
-            names = ", ".join(f"`{leaf_name(group)}`" for group in named)
+            names = ", ".join(f"`{path_str(group)}`" for group in named)
             is_one = len(named) == 1
             yield f"group{'' if is_one else 's'} {names} {'is' if is_one else 'are'} {word}"
     for one, other, word in sides:
@@ -103,9 +104,9 @@ def _settings(
 ) -> Iterator[str]:
     """Yields changed settings that make updates use the state differently.
 
-    Settings that must not change, or only at times, are problems of the plan instead.
+    Those that must not change, or only at times, are among the `refusals`.
     """
-    # injected values come from the checkpoint
+    # the values of injected settings are in the state
     by_number = by_number and INJECTED not in old.settings.keys() & new.settings.keys()
     for name in shared_settings(old, new):
         one, other = old.settings[name], new.settings[name]
@@ -123,44 +124,3 @@ def _settings(
         elif effect == "window":
             length, now = (str(x) if isinstance(x, int) else "a function" for x in (one, other))
             yield f"{where} was {length}, is {now if length != now else 'another'}"
-
-
-def suggested_renames(move: Move) -> Iterator[str]:
-    """Yields the `Rename` that would keep a state instead of dropping and initialising it.
-
-    Only if exactly one removed and one new transformation agree in fields, shapes and parameters.
-    Two known transformations are not the same: Adam's moments are not Adamax's.
-    """
-    initial = {j for j, pair in enumerate(move.pairs) if not pair.sources and j not in move.ruled}
-    gone, new = _looks(move.old, frozenset(move.dropped)), _looks(move.new, initial)
-    for after, look in new.items():
-        like = [old for old, other in gone.items() if other == look and old.group == after.group]
-        is_one = len(like) == 1 and [*new.values()].count(look) == 1
-        if is_one and "stated" not in (like[0].source, after.source):
-            yield _suggestion(like[0], after)
-
-
-def _looks(side: Side, chosen: Collection[int]) -> Mapping[TransformationDescription, Any]:
-    """Fields, parameters and shapes of the transformations of which all leaves are chosen."""
-    found = {}
-    for made in side.description.transformations:
-        own = side.leaves_of((made.group, made.name, made.number))
-        if own and all(i in chosen for i in own):
-            looks = (
-                (side.told[i].field, side.told[i].parameter, side.leaves[i].shape) for i in own
-            )
-            found[made] = frozenset(looks)
-    return found
-
-
-def _suggestion(old: TransformationDescription, new: TransformationDescription) -> str:
-    was, now = numbered(old.name, old.number), numbered(new.name, new.number)
-    pattern = re.escape(leaf_name(state_path(new.group, now))).replace("\\#", "#") + "/(.*)"
-    source = leaf_name(state_path(old.group, was)).replace("\\", "\\\\") + "/\\1"
-    text = (
-        f"`{now}` may be the former `{was}`: their states look the same. If so, say: "
-        f"`rules=[(r'{pattern}', Rename(r'{source}'))]`"
-    )
-    if new.name != old.name:
-        text += f", or `aliases={{'{new.name}': '{old.name}'}}` in the definition"
-    return text
