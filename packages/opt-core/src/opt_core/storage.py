@@ -64,11 +64,12 @@ def stored_as(tree: Any) -> Iterator[str]:
 
 
 def _is_stored_leaf(node: Any) -> bool:
-    return isinstance(node, StoresLeaf)
+    # `_flatten` has numbers in place of leaves: to check the protocol would take long
+    return type(node) is not int and isinstance(node, StoresLeaf)
 
 
 def _is_params_store(node: Any) -> bool:
-    return isinstance(node, StoresParams)
+    return type(node) is not int and isinstance(node, StoresParams)
 
 
 def _is_childless(node: Any) -> bool:
