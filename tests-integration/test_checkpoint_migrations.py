@@ -460,7 +460,7 @@ def test_groups_that_do_not_agree_start_anew() -> None:
         named_state(later),
         target,
         {"initialise", "drop", "optimizer"},
-        ["anew: its groups do not agree about `count`: `fast` 5, `slow` 2"],
+        ["reinitialised: its groups do not agree about `count`: `fast` 5, `slow` 2"],
     )
     assert_goes_on(restored, optax.adam(0.1), later.target, optax.adam(0.1).init(later.target))
 

@@ -32,20 +32,22 @@ def changes(move: Move) -> Iterator[str]:
     yield from _groups(before, after)
     for group in sorted(before.keys() & after.keys()):
         yield from _order(before[group], after[group], group)
-    keepers = {leaf.transformation for side in (old, new) for leaf in side.told}
+    keepers = {leaf.transformation for side in (old, new) for leaf in side.descriptions}
     ones, others = ({made[:2] for made in _made(side)} for side in (old, new))
     for group, name in sorted(ones & others):
         numbers, _ = like_numbers(old.alike(group, name), new.alike(group, name))
         is_many = name in keepers and len(new.alike(group, name)) > 1
         if is_many and (moved := sorted((j, i) for j, i in numbers.items() if i != j)):
-            told = ", ".join(f"`{numbered(name, j)}` was `{numbered(name, i)}`" for j, i in moved)
-            yield f"by their settings, {told}{inside(group)}"
+            renumbered = ", ".join(
+                f"`{numbered(name, j)}` was `{numbered(name, i)}`" for j, i in moved
+            )
+            yield f"by their settings, {', '.join(pairs)}{inside(group)}"
         for j, i in sorted(numbers.items()):
             one, other = old.made((group, name, i)), new.made((group, name, j))
             yield from _settings(one, other, by_number=is_many)
     # Leaves that moved show which transformations of other groups go on.
     for was, now in dict.fromkeys(
-        (made_of(old.told[i]), made_of(new.told[j]))
+        (made_of(old.descriptions[i]), made_of(new.descriptions[j]))
         for j, pair in enumerate(move.pairs)
         for i in pair.sources
     ):
@@ -147,7 +149,8 @@ def _looks(side: Side, chosen: Collection[int]) -> Mapping[TransformationDescrip
         own = side.leaves_of((made.group, made.name, made.number))
         if own and all(i in chosen for i in own):
             looks = (
-                (side.told[i].field, side.told[i].parameter, side.leaves[i].shape) for i in own
+                (side.descriptions[i].field, side.descriptions[i].parameter, side.leaves[i].shape)
+                for i in own
             )
             found[made] = frozenset(looks)
     return found

@@ -208,7 +208,7 @@ class _Matcher:
     def _with_counts(self, rows: Sequence[Row]) -> Iterator[Row]:
         """Refuses to reinitialise a count whose moments are kept by rules."""
         ruled: dict[tuple[Names, str], str] = {}
-        fresh = {(made[0], numbered(*made[1:])) for made in self.pairing.anew}
+        fresh = {(made[0], numbered(*made[1:])) for made in self.pairing.reinitialised}
         for row in rows:
             if row.leaf.parameter is not None and row.by is not None:
                 ruled.setdefault((row.leaf.group, row.leaf.transformation), row.leaf.name)

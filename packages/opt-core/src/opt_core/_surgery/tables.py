@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from opt_core._groups.multi_optimizer import MultiOptimizer
-from opt_core._groups.patterns import But, Rest
-from opt_core._groups.selection import Part, positions_of
+from opt_core._groups.patterns import Except, Rest
+from opt_core._groups.selection import GroupSelection, positions_of
 from opt_core._groups.table import FROZEN, Group
 from opt_core._optimizer import OptimizerDef
 from opt_core._paths import Names
@@ -65,11 +65,13 @@ def carved(
             groups.append(_carve_inside(group, part, leaves, taken))
         elif len(taken) < len(part.members):
             inside = _carve_inside(group, part, leaves, taken)
-            groups.append(dataclasses.replace(inside, pattern=But(group.pattern, pattern)))
+            groups.append(dataclasses.replace(inside, pattern=Except(group.pattern, pattern)))
     return groups
 
 
-def _carve_inside(group: Group, part: Part, leaves: Sequence[Any], taken: frozenset[int]) -> Group:
+def _carve_inside(
+    group: Group, part: GroupSelection, leaves: Sequence[Any], taken: frozenset[int]
+) -> Group:
     """The group; a nested definition loses the groups without leaves."""
     nested = group.definition
     if not isinstance(nested, MultiOptimizer) or not taken:
@@ -77,11 +79,11 @@ def _carve_inside(group: Group, part: Part, leaves: Sequence[Any], taken: frozen
     own = [leaves[i] for i in part.members]
     inner = nested.select(part.cut(leaves))
     kept = []
-    for share in inner.parts:
-        left = [i for i in share.members if part.members[i] not in taken]
-        if left or isinstance(share.group.pattern, Rest):
-            inside = frozenset(i for i in share.members if part.members[i] in taken)
-            kept.append(_carve_inside(share.group, share, own, inside))
+    for selection in inner.parts:
+        left = [i for i in selection.members if part.members[i] not in taken]
+        if left or isinstance(selection.group.pattern, Rest):
+            inside = frozenset(i for i in selection.members if part.members[i] in taken)
+            kept.append(_carve_inside(selection.group, selection, own, inside))
     return dataclasses.replace(group, definition=nested.with_groups(kept))
 
 
