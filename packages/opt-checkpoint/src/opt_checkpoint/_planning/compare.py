@@ -38,10 +38,8 @@ def changes(move: Move) -> Iterator[str]:
         numbers, _ = like_numbers(old.alike(group, name), new.alike(group, name))
         is_many = name in keepers and len(new.alike(group, name)) > 1
         if is_many and (moved := sorted((j, i) for j, i in numbers.items() if i != j)):
-            renumbered = ", ".join(
-                f"`{numbered(name, j)}` was `{numbered(name, i)}`" for j, i in moved
-            )
-            yield f"by their settings, {', '.join(pairs)}{inside(group)}"
+            renumbered = (f"`{numbered(name, j)}` was `{numbered(name, i)}`" for j, i in moved)
+            yield f"by their settings, {', '.join(renumbered)}{inside(group)}"
         for j, i in sorted(numbers.items()):
             one, other = old.made((group, name, i)), new.made((group, name, j))
             yield from _settings(one, other, by_number=is_many)
@@ -120,8 +118,8 @@ def _settings(
         if (is_switch or by_number) and are_numbers:
             yield f"{where} was {one}, is {other}"
         elif is_switch:
-            was = one if isinstance(one, bool) else "no boolean"
-            yield f"{where} was {was}, is {other if isinstance(other, bool) else 'no boolean'}"
+            was = one if isinstance(one, bool) else "not a boolean"
+            yield f"{where} was {was}, is {other if isinstance(other, bool) else 'not a boolean'}"
         elif effect == "window":
             length, now = (str(x) if isinstance(x, int) else "a function" for x in (one, other))
             yield f"{where} was {length}, is {now if length != now else 'another'}"

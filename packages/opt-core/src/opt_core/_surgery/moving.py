@@ -95,7 +95,7 @@ def moved_leaves(
             count, name = optimizer.state.step, STEP
             if pair.counts != STEP:
                 count, name = move.old.leaves[pair.counts], move.old.names[pair.counts]
-            notes[i] = f"goes on from `{name}`"
+            notes[i] = f"continues from `{name}`"
             count = count if hasattr(count, "dtype") else jnp.asarray(count)
             if np.shape(count) == move.new.leaves[i].shape:
                 found[i] = _converted(count, move.new.leaves[i], description)

@@ -311,7 +311,9 @@ class _Walk:
             free = [k for k in self._pairs[i].sources if k not in used]
             # Any of several keys will do.
             taken = free if len(free) > 1 and self.old.same(free) else free[:1]
-            self._pairs[i] = Pair(tuple(taken), "" if taken else "its key goes on in another group")
+            self._pairs[i] = Pair(
+                tuple(taken), "" if taken else "its key continues in another group"
+            )
             used.update(taken)
 
     def _updates(self, schedule: LeafDescription) -> int | Literal["step"]:
