@@ -1005,3 +1005,23 @@ def test_words_that_are_not_known() -> None:
         regroup(optimizer, opt.sgd(0.1), allow={"forget"})
     with pytest.raises(TypeError, match="found the string 'drop'"):
         regroup(optimizer, opt.sgd(0.1), allow="drop")
+
+
+def test_a_group_inside_a_chain() -> None:
+    """A chain around groups has an `adam` for each; surgery knows them by their parameters."""
+    params = {"a": {"w": jnp.ones(2), "b": jnp.ones(1)}, "c": {"b": jnp.ones(3)}}
+
+    def chained(*rules: Any, rest: Any = None) -> Any:
+        return opt.chain(opt.clip(1.0), MultiOptimizer.from_rules(rules, rest=rest))
+
+    plain = ("plain", ".*/b", opt.adam(0.1))
+    optimizer = chained(("decayed", ".*/w", opt.adam(0.1)), plain).create(params)
+    optimizer = optimizer.apply_gradient(params)
+    with pytest.raises(GroupError, match=r"would leave it.*\n  `decayed` \('\.\*/w'\) matches no"):
+        freeze(optimizer, ".*/w")
+    found, report = regroup(optimizer, chained(plain, rest=FROZEN), allow={"drop", "optimizer"})
+    assert not report.initialised
+    kept = {leaf.parameter for leaf in describe_state(found).leaves if leaf.role == "moment"}
+    assert kept == {("a", "b"), ("c", "b")}
+    moments = [x for x in jax.tree.leaves(found.state.param_states) if x.shape == (3,)]
+    assert all(x.any() for x in moments)

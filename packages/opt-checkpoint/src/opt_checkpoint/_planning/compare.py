@@ -19,6 +19,9 @@ INJECTED: Final = "injected"
 INJECTING: Final = "inject_"
 """The prefix of the names of what injects."""
 
+_WITHOUT_EFFECT: Final = {"as_transformation"}
+"""Wrappers that compute what they wrap: that one is new or gone changes nothing."""
+
 
 def changes(move: Move) -> Iterator[str]:
     """Yields the differences between two optimizers as text.
@@ -35,7 +38,7 @@ def changes(move: Move) -> Iterator[str]:
     keepers = {leaf.transformation for side in (old, new) for leaf in side.descriptions}
     ones, others = ({made[:2] for made in _made(side)} for side in (old, new))
     for group, name in sorted(ones & others):
-        numbers, _ = like_numbers(old.alike(group, name), new.alike(group, name))
+        numbers, _ = like_numbers(old, new, name, group, group)
         is_many = name in keepers and len(new.alike(group, name)) > 1
         if is_many and (moved := sorted((j, i) for j, i in numbers.items() if i != j)):
             renumbered = (f"`{numbered(name, j)}` was `{numbered(name, i)}`" for j, i in moved)
@@ -61,7 +64,9 @@ def _made(side: Side) -> list[tuple[Names, str, int]]:
 def _by_group(side: Side) -> dict[Names, list[str]]:
     found: dict[Names, list[str]] = {}
     for group, name, _ in _made(side):
-        found.setdefault(group, []).append(f"`{name}`")
+        members = found.setdefault(group, [])
+        if name not in _WITHOUT_EFFECT:
+            members.append(f"`{name}`")
     return found
 
 
@@ -80,8 +85,9 @@ def _groups(before: Mapping[Names, list[str]], after: Mapping[Names, list[str]])
             yield f"group{'' if is_one else 's'} {names} {'is' if is_one else 'are'} {word}"
     for one, other, word in sides:
         for group in one:
-            if group not in other and one[group] not in other.values():
-                yield f"{', '.join(one[group])} is {word}{inside(group)}"
+            if group not in other and one[group] and one[group] not in other.values():
+                verb = "is" if len(one[group]) == 1 else "are"
+                yield f"{', '.join(one[group])} {verb} {word}{inside(group)}"
 
 
 def _order(old: Sequence[str], new: Sequence[str], group: Names) -> Iterator[str]:

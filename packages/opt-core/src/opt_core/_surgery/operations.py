@@ -34,7 +34,15 @@ from opt_core._surgery.placement import (
     value_of,
 )
 from opt_core._surgery.sides import Side, counts_updates, is_recorded, made_of
-from opt_core._surgery.tables import as_groups, carved, group_of, matching_leaves, shown, unused
+from opt_core._surgery.tables import (
+    as_groups,
+    carved,
+    check_inner_groups,
+    group_of,
+    matching_leaves,
+    shown,
+    unused,
+)
 from opt_core.errors import GroupError, SurgeryError
 
 Schedules: TypeAlias = Literal["continue", "restart"]
@@ -112,7 +120,8 @@ def freeze(
       The optimizer and a report.
 
     Raises:
-      GroupError: the pattern matches nothing.
+      GroupError: the pattern matches nothing; or it takes all parameters of a group inside a
+        transformation, such as `chain(clip, groups)`: write the new definition for `regroup`.
       SurgeryError: its parameters are perturbed (`optax.contrib.sam`) and could not be restored; or
         numbers computed from all parameters would continue.
     """
@@ -120,8 +129,10 @@ def freeze(
     chosen = matching_leaves(definition, optimizer.target, pattern)
     groups = carved(definition, optimizer.target, pattern, chosen)
     frozen = Group(unused(name, groups), pattern, FROZEN)
+    changed = definition.with_groups([frozen, *groups])
+    check_inner_groups(changed, optimizer.target)
     options = Options(allow=check_allowances(allow) | {"drop"}, is_asked=True)
-    return _regroup(optimizer, definition.with_groups([frozen, *groups]), options)
+    return _regroup(optimizer, changed, options)
 
 
 def unfreeze(
@@ -167,8 +178,10 @@ def unfreeze(
         )
     groups = carved(whole, optimizer.target, pattern, chosen)
     new = Group(unused(name, groups), pattern, definition)
+    changed = whole.with_groups([new, *groups])
+    check_inner_groups(changed, optimizer.target)
     options = Options(schedules=_checked(schedules), shardings=shardings)
-    return _regroup(optimizer, whole.with_groups([new, *groups]), options)
+    return _regroup(optimizer, changed, options)
 
 
 def regroup(

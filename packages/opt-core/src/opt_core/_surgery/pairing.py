@@ -189,7 +189,9 @@ class _Walk:
             after = self.new.alike(leaf.group, leaf.transformation)
             if not before:  # they are not described
                 return leaf.number
-            self._numbers[key], is_clear = like_numbers(before, after)
+            self._numbers[key], is_clear = like_numbers(
+                self.old, self.new, leaf.transformation, group, leaf.group
+            )
             if not is_clear:
                 self._unclear.append(
                     f"it is not clear which of {len(before)} `{leaf.transformation}` the "
