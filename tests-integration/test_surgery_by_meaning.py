@@ -1029,8 +1029,8 @@ def test_a_group_inside_a_chain() -> None:
 
 def test_as_transformation_is_not_a_change() -> None:
     """It computes what it wraps: neither surgery nor a plan needs leave to add or remove it."""
-    plain = opt.chain(opt.clip(1.0), opt.adam(0.1)).create(PARAMS)
+    plain = opt.chain(opt.clip(1.0), opt.adam(0.1)).create(make_params())
     wrapped = opt.chain(opt.clip(1.0), opt.as_transformation(opt.adam(0.1)))
     assert regroup(plain, wrapped)[1].initialised == ()
-    assert plan_restore(named_state(plain), wrapped.create(PARAMS)).changes == ()
-    assert plan_restore(named_state(wrapped.create(PARAMS)), plain).changes == ()
+    assert plan_restore(named_state(plain), wrapped.create(make_params())).changes == ()
+    assert plan_restore(named_state(wrapped.create(make_params())), plain).changes == ()
