@@ -287,7 +287,7 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
     """Parameters with the optimizer that updates them.
 
     For type checkers, `Optimizer[Params]` is generic in the parameters; `apply_gradient` takes any
-    keyword, except for optimizers made by the twins of opt-optax-bridge.
+    keyword, except for optimizers of opt-optax-bridge's constructors.
 
     A pytree: the leaves are those of `state` and `target`, the definition is static. Immutable;
     every method returns a new optimizer.
