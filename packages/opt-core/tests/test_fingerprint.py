@@ -260,7 +260,7 @@ def test_what_is_equal(one: Any, same: Any) -> None:
     assert hash(fingerprint(one)) == hash(fingerprint(same))
 
 
-# What cannot be looked into is the same as itself and nothing else.
+# An opaque object is equal only to itself.
 OPAQUE: dict[str, Callable[[], Any]] = {
     "jitted": lambda: jax.jit(closure(1.0)),
     "object": object,

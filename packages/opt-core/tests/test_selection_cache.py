@@ -45,7 +45,7 @@ def test_a_pattern_by_rank_does_not_swap_trained_groups() -> None:
     for o, use in itertools.product((optimizer, stepped), uses):
         with pytest.raises(GroupError, match=r"`bias`: created in `rest` .*, now in `matrices` \("):
             use(o)
-    # Where an optimizer is created for these shapes, the same definition divides them anew.
+    # Where an optimizer is created for these shapes, the same definition divides them again.
     other = definition.create(params)
     assert int(other.apply_gradient(params).state.step) == 1
     assert int(jax.vmap(lambda o: o.apply_gradient(o.target))(optimizer).state.step[0]) == 1
