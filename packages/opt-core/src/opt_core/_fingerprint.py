@@ -224,7 +224,7 @@ _DATA = (
 
 def _array(array: np.ndarray[Any, Any] | np.generic | jax.Array) -> Hashable:
     if isinstance(array, np.ndarray) and type(array) is not np.ndarray:
-        return _Same(array)  # a mask or the like beside the data
+        return _Same(array)  # a mask or the like besides the data
     if isinstance(array, jax.Array):
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             with jax.ensure_compile_time_eval():  # inside a trace too
