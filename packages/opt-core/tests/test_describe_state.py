@@ -111,7 +111,7 @@ def test_the_default_goes_by_records_shapes_and_dtypes() -> None:
     ]
 
 
-def test_factors_are_told_by_their_sizes_where_these_differ() -> None:
+def test_factors_are_known_by_their_sizes_where_these_differ() -> None:
     class Factors(OptimizerDef):
         def init_state(self, tree: Any) -> OptimizerState:
             slots = jax.tree.map(

@@ -280,7 +280,7 @@ def test_what_cannot_be_looked_into(build: Callable[[], Any]) -> None:
     hash(fingerprint(one))
 
 
-def test_slots_beside_a_dict_count() -> None:
+def test_slots_next_to_a_dict_count() -> None:
     assert fingerprint(half_slotted(1.0)) != fingerprint(half_slotted(2.0))
 
 

@@ -132,7 +132,7 @@ def test_axes_must_know_every_parameter() -> None:
         definition.create(params)
 
 
-def test_leaves_that_are_no_arrays() -> None:
+def test_leaves_that_are_not_arrays() -> None:
     params = {"w": 1.0, "b": jnp.ones(3), "act": jax.nn.relu}
     by_rank = MultiOptimizer.from_rules(
         [(lambda path, leaf: leaf.ndim == 1, Momentum())], rest=FROZEN

@@ -108,7 +108,7 @@ def trained(definition: OptimizerDef, steps: int = 2) -> Optimizer:
     return advanced(definition.create(make_params()), steps)
 
 
-def test_reset_starts_one_group_anew() -> None:
+def test_reset_reinitialises_one_group() -> None:
     optimizer = trained(groups(KERNELS, BIASES))
     found, report = reset(optimizer, "biases")
     assert summary(report) == Summary(
@@ -142,7 +142,7 @@ def test_reset_inside_and_by_group() -> None:
         ("kernels/x", "`kernels/x` is not a group; the groups with a state are none"),
     ],
 )
-def test_reset_of_what_is_no_group(name: str, words: str) -> None:
+def test_reset_of_what_is_not_a_group(name: str, words: str) -> None:
     with pytest.raises(GroupError, match=words):
         reset(trained(groups(KERNELS, BIASES)), name)
 
@@ -190,7 +190,7 @@ def test_freeze_inside_a_nested_one() -> None:
     assert advanced(found, 1).target["a"]["bias"] is optimizer.target["a"]["bias"]
 
 
-def test_unfreeze_starts_anew_and_goes_on() -> None:
+def test_unfreeze_initialises_and_continues() -> None:
     optimizer = trained(groups(KERNELS))
     found, report = unfreeze(optimizer, ".*bias", Adam(0.1))
     assert summary(report) == Summary(
@@ -272,7 +272,7 @@ def test_other_meanings_of_the_same_paths_do_not_fit() -> None:
     assert len(report.initialised) == len(report.dropped) == 5
 
 
-def test_groups_that_disagree_start_anew() -> None:
+def test_groups_that_disagree_are_reinitialised() -> None:
     both = groups(("a", "a/.*", Whole()), rest=Whole())
     optimizer = advanced(reset(trained(both), "a")[0], 1)  # counts 1 and 3
     with pytest.raises(SurgeryError, match="its groups do not agree about `count`"):

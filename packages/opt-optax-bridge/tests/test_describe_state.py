@@ -76,7 +76,7 @@ def test_wrappers_do_not_change_names() -> None:
         assert names(tx) > ADAM
 
 
-def test_what_keeps_states_of_one_type_is_told_apart() -> None:
+def test_what_keeps_states_of_one_type_is_distinguished() -> None:
     kinds = (optax.scale_by_adam, optax.scale_by_yogi, optax.scale_by_adamax, optax.scale_by_radam)
     described = [{leaf.transformation for leaf in of(make()).leaves} for make in kinds]
     assert described == [{"adam"}, {"yogi"}, {"adamax"}, {"radam"}]

@@ -491,7 +491,7 @@ INITIAL: dict[tuple[str, str], tuple[str, tuple[float, float]]] = {
 
 
 @pytest.mark.parametrize(("name", "setting"), INITIAL)
-def test_settings_without_effect_on_saved_state_are_told(name: str, setting: str) -> None:
+def test_settings_without_effect_on_saved_state_are_reported(name: str, setting: str) -> None:
     maker, values = INITIAL[name, setting]
     rate = {"learning_rate": 0.1} if maker in ("adagrad", "yogi", "rmsprop", "rprop") else {}
     old, new = (maker_of(maker)(**{**rate, setting: value}) for value in values)

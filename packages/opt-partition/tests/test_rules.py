@@ -58,7 +58,7 @@ def test_a_rule_may_leave_dimensions_or_leaves_to_the_others() -> None:
     )
 
 
-def test_what_a_rule_is_told() -> None:
+def test_what_a_rule_is_given() -> None:
     given: list[StateLeaf] = []
 
     def rule(leaf: StateLeaf) -> None:
