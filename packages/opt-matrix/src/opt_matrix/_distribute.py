@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -20,7 +22,7 @@ from opt_matrix._matrices import Matrices
 from opt_matrix._paths import leaves_by_path, path_str
 from opt_matrix._plan import MAX_GROUP_BYTES, Group, MatrixPlan, plan_matrices
 from opt_matrix._transfer import Transfer
-from opt_matrix.errors import OptionError, PlanError
+from opt_matrix.errors import OptionError, PlanError, UndecidedError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,6 +116,51 @@ class Distributed:
 
         return jax.tree_util.tree_map_with_path(result, tree), tuple(state)
 
+    def restack(self, state: Sequence[Any], before: MatrixPlan) -> tuple[Any, ...]:
+        """Returns the state of the same matrices under another plan, in the stacks of this one.
+
+        For a run that goes on with another mesh or another `max_group_bytes`. Under `jax.jit` give
+        `state_shardings()` as `out_shardings`.
+
+        Args:
+          state: of `before`, on the devices of this plan or on the host.
+          before: the plan that it was made for, perhaps on an `AbstractMesh`.
+
+        Raises:
+          PlanError: the plans are of other matrices, or the state is not of `before`.
+        """
+        plan = self.plan
+        _check_same_matrices(before, plan)
+        if len(state) != len(before.groups):
+            raise PlanError(
+                f"`state` is of {len(state)} groups, and `before` has {len(before.groups)}"
+            )
+        found = []
+        for group, fresh in zip(plan.groups, self.init(), strict=True):
+            olds = [n for n, old in enumerate(before.groups) if old.family == group.family]
+            order = np.concatenate([before.numbers(before.groups[n]) for n in olds])
+            place = {number: row for row, number in enumerate(order) if number >= 0}
+            numbers = plan.numbers(group)
+            rows = np.array([place.get(number, 0) for number in numbers])
+            is_real = numbers >= 0
+
+            def move(
+                new: jax.Array, *old: Any, rows: Any = rows, is_real: Any = is_real
+            ) -> jax.Array:
+                moved = jnp.concatenate(old)[rows].astype(new.dtype)
+                return jnp.where(is_real.reshape(-1, *[1] * (new.ndim - 1)), moved, new)
+
+            found.append(jax.tree.map(move, fresh, *(state[n] for n in olds)))
+        return tuple(found)
+
+    def require_matrices(self, who: str, tree: Any) -> None:
+        """Raises where a leaf of a tree is rest, for those who update matrices alone.
+
+        Raises:
+          UndecidedError: with the paths of such leaves.
+        """
+        refuse_others(who, [path for path in leaves_by_path(tree) if path in self.plan.rest])
+
     def _state_specs(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
         specs = [PartitionSpec(group.stack_axes or None) for group in self.plan.groups]
         return tuple(
@@ -198,6 +245,32 @@ class Distributed:
             return self.fn(x), None
         y, new = self.fn(x, state)
         return y, new
+
+
+class PlannedTransformation(optax.GradientTransformation):
+    """A transformation with state in the stacks of a plan.
+
+    Attributes:
+      plan: who computes with what.
+      restack: the state of another plan, and that plan, to the state of this one; see
+        `Distributed.restack`.
+    """
+
+    plan: MatrixPlan
+    restack: Callable[[Any, MatrixPlan], Any]
+
+    @classmethod
+    def make(
+        cls,
+        init: Any,
+        update: Any,
+        plan: MatrixPlan,
+        restack: Callable[[Any, MatrixPlan], Any],
+    ) -> PlannedTransformation:
+        """Returns one of its parts; a named tuple's constructor takes no attributes."""
+        made = cls(init, update)
+        made.plan, made.restack = plan, restack
+        return made
 
 
 def distribute(
@@ -299,6 +372,28 @@ def _check_tree(plan: MatrixPlan, leaves: Mapping[str, Any]) -> None:
     ]
     if problems:
         raise PlanError("the tree is not the one that was planned for:\n  " + "\n  ".join(problems))
+
+
+def _check_same_matrices(before: MatrixPlan, after: MatrixPlan) -> None:
+    old, new = (
+        {path: (layout.shape, layout.dims) for path, layout in plan.layouts.items()}
+        for plan in (before, after)
+    )
+    if others := [path for path in {**old, **new} if old.get(path) != new.get(path)]:
+        raise PlanError(f"`before` is a plan of other matrices; they differ in {others}")
+
+
+def refuse_others(who: str, others: Sequence[str]) -> None:
+    """Raises where there are leaves that hold no matrices.
+
+    Raises:
+      UndecidedError: with their paths.
+    """
+    if others:
+        raise UndecidedError(
+            f"`{who}` updates matrices alone, and these hold none; `muon` and `optax.partition` "
+            "send them to another optimizer:\n  " + "\n  ".join(others)
+        )
 
 
 def place_owned(plan: MatrixPlan, tree: Any) -> Any:
