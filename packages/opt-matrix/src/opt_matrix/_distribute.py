@@ -87,7 +87,8 @@ class Distributed:
           prepare: makes what the function is applied to from `scalars`, a part of a leaf of `tree`
             and the same part of that leaf of each of `others`, element by element. It runs when
             the turn of a group has come, so that no copy of all leaves is made.
-          scalars: for `prepare`, the same on all devices.
+          scalars: arrays for `prepare`, the same on all devices. What it makes should depend on
+            them where there are any: they are how a group waits for the one before.
 
         Raises:
           PlanError: the tree is not the one that was planned for.
@@ -198,12 +199,16 @@ class Distributed:
         for number, group in enumerate(plan.groups):
             with jax.named_scope(_check.scope(number)):
                 prepared = []
+                # With scalars, what is prepared waits for those: that is less to compile.
+                waiting = jax.tree.map(functools.partial(_after, last), scalars)
                 for path, (start, stop) in zip(group.leaves, group.parts, strict=True):
                     own = [
-                        _after(last, each[path][start:stop].astype(leaves[path].dtype))
+                        each[path][start:stop].astype(leaves[path].dtype)
                         for each, leaves in zip(blocks, given, strict=True)
                     ]
-                    x = prepare(scalars, *own)
+                    if not jax.tree.leaves(scalars):
+                        own = [_after(last, x) for x in own]
+                    x = prepare(waiting, *own)
                     results[path] = results[path].astype(jnp.promote_types(own[0].dtype, x.dtype))
                     prepared.append(x.astype(group.kind.dtype))
                 transfer = Transfer(group, plan.mesh_shape)

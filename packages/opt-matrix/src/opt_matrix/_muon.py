@@ -104,7 +104,7 @@ def scale_by_muon(
         decay = jnp.asarray(momentum)  # perhaps a tracer, which a closure would hide
         scalars = (
             decay,
-            1 - momentum,
+            jnp.asarray(1 - momentum),
             1 - decay ** optax.safe_increment(count),
             1 - decay**count,
         )

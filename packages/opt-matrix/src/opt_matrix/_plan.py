@@ -293,6 +293,8 @@ def _groups(
     """Groups of one kind, cut so that each fits."""
     parts = _costs.size(mesh, kind.batch_axes)
     total = sum(layout.count for layout in members) // parts
+    if not total:
+        return []
     way = _costs.cheapest(kind, total, mesh, world, fn, machine, max_bytes)
     workers = _costs.size(mesh, way.share)
     rounds = -(-total // workers)
