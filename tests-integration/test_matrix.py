@@ -480,9 +480,18 @@ def soap_reference(grads: list[Any], every: int) -> Any:
 
 
 @pytest.mark.parametrize("name", ["normuon", "soap"])
-@pytest.mark.parametrize(("shape", "spec"), [((1,), P()), ((4, 2), P("x", "y"))])
-def test_normuon_and_soap_equal_plain_references(name: str, shape: Any, spec: Any) -> None:
-    mesh = mesh_of(shape)
+@pytest.mark.parametrize(
+    ("shape", "spec", "kind"),
+    [
+        ((1,), P(), AxisType.Auto),
+        ((4, 2), P("x", "y"), AxisType.Auto),
+        ((4, 2), P("x", "y"), AxisType.Explicit),
+    ],
+)
+def test_normuon_and_soap_equal_plain_references(
+    name: str, shape: Any, spec: Any, kind: AxisType
+) -> None:
+    mesh = mesh_of(shape, kind)
     sharding = NamedSharding(mesh, spec)
     rng = np.random.default_rng(5)
     grads = [
@@ -502,8 +511,11 @@ def test_normuon_and_soap_equal_plain_references(name: str, shape: Any, spec: An
     close(found, wanted, 1e-3)
 
 
-@pytest.mark.parametrize("name", ["normuon", "soap"])
-def test_a_state_goes_on_in_the_stacks_of_another_plan(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("normuon", AxisType.Auto), ("normuon", AxisType.Explicit), ("soap", AxisType.Auto)],
+)
+def test_a_state_goes_on_in_the_stacks_of_another_plan(name: str, kind: AxisType) -> None:
     rng = np.random.default_rng(6)
     grads = [
         {
@@ -515,7 +527,7 @@ def test_a_state_goes_on_in_the_stacks_of_another_plan(name: str) -> None:
     matrices = Matrices.by_path({".*": (-2, -1)})
 
     def made(shape: tuple[int, ...], specs: Any, **options: Any) -> tuple[Any, Any]:
-        mesh = mesh_of(shape)
+        mesh = mesh_of(shape, kind)
         shardings = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
         if name == "normuon":
             options["orthogonalize"] = F32

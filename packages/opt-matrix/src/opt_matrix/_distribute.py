@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,19 +45,26 @@ class Distributed:
         if self.init_fn is None:
             return ()
         plan = self.plan
-        numbers = [plan.numbers(group) for group in plan.groups]
-        specs = [PartitionSpec(group.stack_axes or None) for group in plan.groups]
 
-        def body(numbers: list[jax.Array]) -> tuple[Any, ...]:
+        def body(part: Callable[[Group], Any]) -> tuple[Any, ...]:
             return tuple(
-                self._init_group(group, own)
-                for group, own in zip(plan.groups, numbers, strict=True)
+                self._init_group(group, jnp.asarray(self._numbers_by_part(group))[part(group)])
+                for group in plan.groups
             )
 
-        out_specs = self._state_specs(jax.eval_shape(body, numbers))
-        mapped = _shard_map(body, plan.mesh, (specs,), out_specs)
-        states: tuple[Any, ...] = mapped(numbers)
+        def own_part(group: Group) -> Any:
+            return lax.axis_index(group.stack_axes) if group.stack_axes else 0
+
+        out_specs = self._state_specs(jax.eval_shape(lambda: body(lambda _: 0)))
+        mapped = _shard_map(lambda: body(own_part), plan.mesh, (), out_specs)
+        states: tuple[Any, ...] = mapped()
         return states
+
+    def _numbers_by_part(self, group: Group) -> np.ndarray:
+        """The numbers of the matrices that each part of the stack's axes computes with."""
+        return self.plan.numbers(group).reshape(
+            math.prod(self.plan.mesh_shape[axis] for axis in group.stack_axes), -1
+        )
 
     def state_shardings(self) -> tuple[Any, ...]:
         """Returns where each leaf of the state lies; for `jax.jit` and checkpoints."""
@@ -145,11 +153,10 @@ class Distributed:
             rows = np.array([place.get(number, 0) for number in numbers])
             is_real = numbers >= 0
 
-            def move(
-                new: jax.Array, *old: Any, rows: Any = rows, is_real: Any = is_real
-            ) -> jax.Array:
-                moved = jnp.concatenate(old)[rows].astype(new.dtype)
-                return jnp.where(is_real.reshape(-1, *[1] * (new.ndim - 1)), moved, new)
+            def move(new: jax.Array, *old: Any, rows: Any = rows, is_real: Any = is_real) -> Any:
+                moved = jnp.concatenate([_replicated(x) for x in old])[rows].astype(new.dtype)
+                mask = is_real.reshape(-1, *[1] * (new.ndim - 1))
+                return place_like(jnp.where(mask, moved, _replicated(new)), new)
 
             found.append(jax.tree.map(move, fresh, *(state[n] for n in olds)))
         return tuple(found)
@@ -424,6 +431,14 @@ def place_like(leaf: jax.Array, like: jax.Array) -> Any:
     if asked.mesh.empty or not asked.mesh.are_all_axes_explicit:
         return leaf
     return leaf if jax.typeof(leaf).sharding == asked else jax.sharding.reshard(leaf, asked)
+
+
+def _replicated(leaf: Any) -> Any:
+    """The leaf on all devices, where types say that it lies otherwise."""
+    found = jax.typeof(leaf).sharding
+    if found.mesh.empty or not found.mesh.explicit_axes:
+        return leaf
+    return jax.sharding.reshard(leaf, NamedSharding(found.mesh, PartitionSpec()))
 
 
 def _placed(leaf: Any, plan: MatrixPlan, spec: PartitionSpec) -> Any:
