@@ -23,7 +23,7 @@ from opt_checkpoint import Rename, Stack, Unstack, errors, named_state, plan_res
 from opt_core import FROZEN, MultiOptimizer, Optimizer, OptimizerDef
 from opt_optax_bridge import OptaxWrapper
 
-optax: Any = importlib.import_module("optax")  # much of it is no explicit export
+optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
 Params = dict[str, Any]
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 10)
 
@@ -460,7 +460,7 @@ def test_groups_that_do_not_agree_start_anew() -> None:
         named_state(later),
         target,
         {"initialise", "drop", "optimizer"},
-        ["anew: its groups do not agree about `count`: `fast` 5, `slow` 2"],
+        ["reinitialised: its groups do not agree about `count`: `fast` 5, `slow` 2"],
     )
     assert_goes_on(restored, optax.adam(0.1), later.target, optax.adam(0.1).init(later.target))
 
@@ -605,7 +605,7 @@ def test_unfrozen_parameters_that_join_a_group_are_told() -> None:
         named_state(old),
         groups(("fast", ".*", ADAM)).create(make_params()),
         {"initialise"},
-        ["adam/mu/e float32[4, 2]: as `init` makes it, while `count` goes on from 3"],
+        ["adam/mu/e float32[4, 2]: as `init` makes it, while `count` continues from 3"],
     )
     state = split_states(restored)["fast"][0]
     assert int(state.count) == 3
@@ -780,7 +780,7 @@ def test_a_parameter_is_new() -> None:
         {"initialise"},
         [
             "+ params/n float32[2]",
-            "+ state/adam/mu/n float32[2]: as `init` makes it, while `count` goes on from 3",
+            "+ state/adam/mu/n float32[2]: as `init` makes it, while `count` continues from 3",
         ],
     )
     moments, scaled = old.state.param_states

@@ -261,7 +261,7 @@ def test_a_leaf_that_t5x_left_out_stays_without_state() -> None:
 
 
 def test_groups_told_axes_do_not_change_each_other() -> None:
-    """One Adafactor in two models: T5X's second one overwrites what the first was told."""
+    """One Adafactor in two models: T5X's second one overwrites the axes of the first."""
     case = load("t5x/Multi_scan_rules")
     shared = g.build(case.spec["args"][0][0]["$pair"][1], APIS["opt_core"])
     kernels = opt_core.MultiOptimizer((".*kernel", shared))

@@ -328,13 +328,13 @@ def test_odd_trees_have_the_numbers_of_optax(name: str) -> None:
         path: contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1) for path, x in params.items()
     }
     theirs = contrib.muon(1.0, muon_weight_dimension_numbers=dims)
-    results = []
+    results: list[Any] = []
     for tx, given in (ours, jax.device_put(params, shardings)), (theirs, params):
         state, update = tx.init(given), jax.jit(tx.update)
         for _ in range(2):
             updates, state = update(given, state, given)
         results.append(updates)
-    assert jax.tree.structure(results[0]) == jax.tree.structure(results[1])
+    assert set(results[0]) == set(params)
     for path, x in results[0].items():
         np.testing.assert_allclose(x, results[1][path], atol=1e-5)
 
@@ -552,7 +552,7 @@ def test_a_state_goes_on_in_the_stacks_of_another_plan(name: str, kind: AxisType
 def test_a_state_of_other_matrices_is_not_restacked() -> None:
     mesh = mesh_of((8,))
     old, new = (scale_by_soap(many(count, 8, 8), P(), mesh) for count in (2, 3))
-    state = old.init(None)
+    state = old.init({})
     with pytest.raises(PlanError, match=r"they differ in \['w02'\]"):
         new.restack(state, old.plan)
     with pytest.raises(PlanError, match="`state` is of 0 groups, and `before` has 1"):

@@ -96,7 +96,7 @@ class Trainer:
         self.shapes: Progress = jax.eval_shape(self.create, jax.random.key(0))
         self.specs = self.mesh_axes()
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs)
-        # `None` is no axes: left to the compiler.
+        # `None` stands for no axes: left to the compiler.
         self.shardings: Any = Progress(shardings, self.shapes.params_axes, freeze({"mean": None}))
         self.start = jax.jit(self.create, out_shardings=self.shardings)
         self.step = jax.jit(

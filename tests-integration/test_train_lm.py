@@ -432,7 +432,7 @@ BAD = {
     "other width": (["--resume=whole", "--d-model=32"], "--d-model is 16 there, not 32"),
     "other steps": (["--resume=whole", "--steps=99"], f"--steps is {STEPS} there, not 99"),
     "rate on resume": (["--resume=whole", "--learning-rate=nan"], "--learning-rate must be"),
-    "other text": (["--resume=other_text"], "is not (any more) the text"),
+    "other text": (["--resume=other_text"], "is not, or no longer, the text"),
     "other checkpoint": (["--resume=other_checkpoint"], "of another configuration: 34 kept"),
     "damaged checkpoints": (["--resume=damaged"], "every checkpoint of damaged is damaged"),
     "old checkpoint": (["--resume=old"], "old/checkpoint.msgpack is of an older version"),
@@ -961,8 +961,8 @@ def test_guarded_steps_are_not_made_and_the_average_is_evaluated(
     assert result["untouched"] == [3, 5, 6]  # parameters, average and all states
     lines = {int(line["step"]): line for line in result["metrics"]}
     for step in (3, 5, 6):
-        told = {name: lines[step][name] for name in ("skipped", "reason")}
-        assert told == {"skipped": LAST, "reason": "nonfinite"}
+        noted = {name: lines[step][name] for name in ("skipped", "reason")}
+        assert noted == {"skipped": LAST, "reason": "nonfinite"}
         assert "loss" not in lines[step]
     assert all(math.isfinite(lines[8][f"held_out/{of}"]) for of in ("average", "trained"))
     assert all(math.isfinite(line["loss"]) for line in lines.values() if "loss" in line)

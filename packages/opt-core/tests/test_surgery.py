@@ -220,6 +220,12 @@ def test_unfreeze_of_what_is_not_frozen() -> None:
 def test_a_pattern_that_matches_nothing(change: Any) -> None:
     with pytest.raises(GroupError, match=r"'bias'\) matches no parameter"):
         change(trained(groups(KERNELS)), "bias")
+    with pytest.raises(
+        GroupError, match=r"not groups\. For that group give its pattern, '\.\*kernel'"
+    ):
+        change(trained(groups(KERNELS)), "kernels")
+    with pytest.raises(GroupError, match=r"The groups are `kernels`, `biases`$"):
+        change(trained(groups(KERNELS, BIASES)), "0")
 
 
 def test_regroup_keeps_what_fits() -> None:

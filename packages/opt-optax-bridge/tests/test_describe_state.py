@@ -20,7 +20,7 @@ from opt_core.errors import DescriptionError
 from opt_core.protocols import DescribesState
 from opt_optax_bridge import OptaxWrapper
 
-optax: Any = importlib.import_module("optax")  # much of it is no explicit export
+optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 

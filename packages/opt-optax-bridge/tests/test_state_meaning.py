@@ -19,7 +19,7 @@ from opt_core import describe_state
 from opt_optax_bridge import OptaxWrapper
 from opt_optax_bridge._description.known import FACTORS, KNOWN
 
-optax: Any = importlib.import_module("optax")  # much of it is no explicit export
+optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
 contrib: Any = optax.contrib
 try:
     aggregating: Any = importlib.import_module("optax.experimental").aggregating

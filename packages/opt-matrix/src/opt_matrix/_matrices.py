@@ -222,7 +222,7 @@ def as_dims(given: Any) -> Dims | None:
     """Returns what a user gave for one leaf as `Dims`.
 
     Raises:
-      OptionError: it is no pair of dimensions.
+      OptionError: it is not a pair of dimensions.
     """
     if given is None or isinstance(given, Dims):
         return given

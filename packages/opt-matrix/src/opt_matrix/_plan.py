@@ -242,7 +242,7 @@ def plan_matrices(
     sizes = dict(mesh.shape)
     world = tuple(sizes) if world_axes is None else tuple(world_axes)
     if unknown := [axis for axis in world if axis not in sizes]:
-        raise OptionError(f"`world_axes`: {unknown} are no axes of the mesh, which has {[*sizes]}")
+        raise OptionError(f"`world_axes`: {unknown} are not axes of the mesh, which has {[*sizes]}")
     decided = matrices.resolve(params)
     given = _shardings_by_path(params, shardings)
     layouts = {
