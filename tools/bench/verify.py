@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from _common import Figure, Row, counted, main, timed
+from _common import Figure, Row, counted, main, no_garbage, timed
 from jax.sharding import NamedSharding, PartitionSpec
 from opt_partition import Expected, verify
+from tqdm import tqdm
 
 ENVIRONMENT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
 FIGURES = {"verify": Figure("compile", 0.1), "collectives": Figure("one a leaf", None, "")}
@@ -73,14 +74,15 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         lowered, expected = lower(layers)
         verify(lowered(), expected)  # imports and warms up
         compiling, verifying = [], []
-        for _ in range(options.rounds):
+        for _ in tqdm(range(options.rounds), leave=False, desc=f"{layers} layers", disable=None):
             program = lowered()
-            start = time.process_time()
-            compiled = program.compile()
-            middle = time.process_time()
-            report = verify(compiled, expected)
-            compiling.append(middle - start)
-            verifying.append(time.process_time() - middle)
+            with no_garbage():
+                start = time.process_time()
+                compiled = program.compile()
+                middle = time.process_time()
+                report = verify(compiled, expected)
+                compiling.append(middle - start)
+                verifying.append(time.process_time() - middle)
         leaves = 4 * layers
         yield timed("verify", verifying, compiling, size=leaves)
         yield counted("collectives", len(report.collectives), leaves, size=leaves)

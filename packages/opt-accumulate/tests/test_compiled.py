@@ -6,6 +6,7 @@ the bare accumulation.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from opt_accumulate._average.average import with_average
 from opt_accumulate._multi_steps.multi_steps import MultiSteps
 from opt_accumulate._skip.combined import any_of
 from opt_accumulate._skip.functions import skip_not_finite
@@ -156,3 +158,42 @@ def test_one_program_for_every_mini_step() -> None:
     for scale in (1.0, jnp.nan, 2.0, 3.0):
         carried = step(*carried, jax.tree.map(lambda p, scale=scale: p * scale, PARAMS))
     assert int(carried[1].gradient_step) == 2
+
+
+MANY = {f"layer_{i}": {"w": jnp.ones((4, 4)), "b": jnp.ones(4)} for i in range(6)}
+STEPS = {
+    "apply": MultiSteps(optax.sgd(0.1), 4),
+    "update": MultiSteps(optax.sgd(0.1), 4).gradient_transformation(),
+    "skip": MultiSteps(optax.sgd(0.1), 4, should_skip_update_fn=skip_not_finite),
+    "average": with_average(optax.sgd(0.1), 0.9),
+    "decays": with_average(optax.sgd(0.1), lambda t: 0.9, every=2),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_leaves_that_are_alike_are_traced_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six layers are calls of what one layer is traced to, and XLA makes the same of it."""
+    tx: Any = STEPS[name]
+
+    def lowered(params: Any) -> Any:
+        def step(params: Any, state: Any, grads: Any) -> Any:
+            if hasattr(tx, "apply"):
+                return tx.apply(params, state, grads)
+            return tx.update(grads, state, params)
+
+        return jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), params)
+
+    def opcodes(program: Any) -> Counter[str]:
+        return Counter(re.findall(r" = \S+(?: \S+)*? ([a-z-]+)\(", program.compile().as_text()))
+
+    once, one = lowered(MANY), lowered({"layer_0": MANY["layer_0"]})
+    functions = [program.as_text().count("func.func private") for program in (once, one)]
+    assert functions[0] == functions[1] >= 2
+    for module in ("_multi_steps.accumulator", "_average.average", "_skip.functions"):
+        monkeypatch.setattr(f"opt_accumulate.{module}.traced_once", lambda function, *_: function)
+    each = lowered(MANY)
+    assert len(once.as_text()) < 0.9 * len(each.as_text())
+    made = opcodes(once)
+    assert made
+    assert made == opcodes(each)
+    assert once.compile().cost_analysis() == each.compile().cost_analysis()

@@ -67,6 +67,25 @@ def test_types(text: str, size: int, count: int) -> None:
     assert sum(array.bytes for array in arrays) == size
 
 
+def test_brackets_and_quotes_in_parentheses() -> None:
+    text = """HloModule jit_f
+
+ENTRY %main () -> s8[] {
+  %text = s8[4]{0} constant("a),\\""), metadata={op_name="a) b"}
+  %pair = (s32[], (s8[4]{0}, s8[])) constant((1, ({2}, 3))), sharding={{replicated}, {replicated}}
+  ROOT done = s8[] custom-call(%text, s8[4]{0} %pair), custom_call_target="f"
+}
+"""
+    text_, pair, done = parse(text).computations["main"].instructions.values()
+    assert (text_.literal, text_.operands, text_.op_name) == ('"a),\\""', (), "a) b")
+    assert (pair.literal, pair.attribute("sharding")) == (
+        "(1, ({2}, 3))",
+        "{{replicated}, {replicated}}",
+    )
+    assert (done.operands, done.attribute("custom_call_target")) == (("text", "pair"), '"f"')
+    assert done.attribute("target") is None
+
+
 def test_a_real_program() -> None:
     """Everything that this jax prints is read: each operand is an instruction seen before."""
 

@@ -93,7 +93,7 @@ def cast_like(tree: Any, like: Any) -> Any:
         dtype = jnp.result_type(old)
         if jnp.issubdtype(dtype, jax.dtypes.extended):
             return new
-        return jax.lax.convert_element_type(new, dtype)
+        return _cast(new, dtype)
 
     return jax.tree.map(leaf, tree, like)
 
@@ -106,6 +106,16 @@ def widen(accumulator: Any, grads: Any) -> Any:
     """
 
     def leaf(total: Any, grad: Any) -> Any:
-        return jnp.asarray(total, jnp.promote_types(jnp.result_type(total), jnp.result_type(grad)))
+        dtype = jnp.promote_types(jnp.result_type(total), jnp.result_type(grad))
+        return total if _has(total, dtype) else jnp.asarray(total, dtype)
 
     return jax.tree.map(leaf, accumulator, grads)
+
+
+def _cast(value: Any, dtype: Any) -> Any:
+    return value if _has(value, dtype) else jax.lax.convert_element_type(value, dtype)
+
+
+def _has(value: Any, dtype: Any) -> bool:
+    """Whether a value is an array of that very dtype: JAX takes longer to find no cast to make."""
+    return isinstance(value, jax.Array) and value.dtype == dtype and not value.weak_type

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from opt_accumulate._alike import traced_once
 from opt_accumulate._average.evaluation import master_params
 from opt_accumulate._average.state import AverageState, has_updated
 from opt_accumulate._buffers import on_device, own_buffers, put_beside
@@ -172,18 +173,21 @@ class _Rate:
         if self.start:
             rate = jnp.where(count < self.start, 1, rate)
 
+        def move_leaf(old: Any, param: Any, array: Any) -> Any:
+            new = jax.lax.convert_element_type(param, old.dtype)
+            if array is None:
+                return old + rate * (new - old)
+            share = array.astype(jnp.finfo(old.dtype).dtype)
+            # At a rate of 1 it is the parameters to the bit, whatever it was.
+            return jnp.where(share == 1, new, old + share * (new - old))
+
+        moved = traced_once(move_leaf, average, params)
+        array = None if isinstance(rate, float) else rate
+
         def leaf(old: Any, param: Any) -> Any:
             if isinstance(old, optax.MaskedNode):
                 return old
-            return put_beside(between(on_device(old), param), old)
-
-        def between(old: Any, param: Any) -> Any:
-            new = jax.lax.convert_element_type(param, old.dtype)
-            if isinstance(rate, float):
-                return old + rate * (new - old)
-            share = rate.astype(jnp.finfo(old.dtype).dtype)
-            # At a rate of 1 it is the parameters to the bit, whatever it was.
-            return jnp.where(share == 1, new, old + share * (new - old))
+            return put_beside(moved(on_device(old), param, array), old)
 
         return jax.tree.map(leaf, average, params, is_leaf=_is_masked)
 

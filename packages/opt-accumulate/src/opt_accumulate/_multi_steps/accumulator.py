@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from opt_accumulate._alike import traced_once
+
 
 def zeros_for(params: Any, dtype: Any) -> Any:
     """Returns an empty accumulator.
@@ -28,36 +30,50 @@ def zeros_for(params: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda p: jnp.zeros_like(p, dtype=_dtype_for(p, dtype)), params)
 
 
-def add(grads: Any, accumulator: Any, count: jax.Array, *, mean: bool) -> Any:
-    """Returns the mean, or the sum, of `grads` and of the `count` gradients accumulated so far.
+def accumulate(
+    grads: Any, accumulator: Any, count: jax.Array, skip: jax.Array | None, *, mean: bool
+) -> Any:
+    """Returns the accumulator with one more gradient in it, in its own dtypes.
+
+    Args:
+      grads: the gradients.
+      accumulator: the mean, or the sum, of those before.
+      count: how many these are.
+      skip: where true, the accumulator stays as it is; `None` for never.
+      mean: whether it is a mean.
+    """
+
+    def accumulate_leaf(grad: Any, total: Any, count: jax.Array, skip: jax.Array | None) -> Any:
+        old = _keep_imaginary(total, grad)
+        new = jax.lax.convert_element_type(add(grad, old, count, mean=mean), jnp.result_type(old))
+        return new if skip is None else jnp.where(skip, old, new)
+
+    leaf = traced_once(accumulate_leaf, grads, accumulator, count)
+    return jax.tree.map(lambda grad, total: leaf(grad, total, count, skip), grads, accumulator)
+
+
+def add(grad: Any, total: Any, count: jax.Array, *, mean: bool) -> jax.Array:
+    """Returns the mean, or the sum, of a gradient and of the `count` gradients before it.
 
     Computed in float32 at least, in Optax's order of operations (Welford's mean), and not yet
     rounded to the accumulator's dtype.
     """
-
-    def leaf(grad: Any, total: Any) -> jax.Array:
-        kept = jnp.promote_types(jnp.result_type(grad), jnp.result_type(total))
-        wide = jnp.promote_types(kept, jnp.float32)
-        grad, total = jnp.asarray(grad, wide), jnp.asarray(total, wide)
-        result = total + (grad - total) / (count + 1) if mean else grad + total
-        return jax.lax.convert_element_type(result, kept)
-
-    return jax.tree.map(leaf, grads, accumulator)
+    kept = jnp.promote_types(jnp.result_type(grad), jnp.result_type(total))
+    wide = jnp.promote_types(kept, jnp.float32)
+    grad, total = jnp.asarray(grad, wide), jnp.asarray(total, wide)
+    result = total + (grad - total) / (count + 1) if mean else grad + total
+    return jax.lax.convert_element_type(result, kept)
 
 
-def keep_imaginary(accumulator: Any, grads: Any) -> Any:
-    """Makes real leaves complex that are to hold complex gradients; all others stay as they are.
+def _keep_imaginary(total: Any, grad: Any) -> Any:
+    """Makes a real leaf complex that is to hold complex gradients; others stay as they are.
 
     A state that Optax made accumulates complex gradients in float32, without imaginary parts.
     """
-
-    def leaf(total: Any, grad: Any) -> Any:
-        dtype = jnp.result_type(total)
-        if not jnp.iscomplexobj(grad) or jnp.issubdtype(dtype, jnp.complexfloating):
-            return total
-        return jnp.asarray(total, jnp.promote_types(dtype, jnp.complex64))
-
-    return jax.tree.map(leaf, accumulator, grads)
+    dtype = jnp.result_type(total)
+    if not jnp.iscomplexobj(grad) or jnp.issubdtype(dtype, jnp.complexfloating):
+        return total
+    return jnp.asarray(total, jnp.promote_types(dtype, jnp.complex64))
 
 
 def _dtype_for(leaf: Any, dtype: Any) -> np.dtype[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -315,15 +314,12 @@ class MultiSteps:
             mini_step=_select(emit, jnp.zeros_like(mini_step), held),
             gradient_step=_select(emit, optax.safe_increment(gradient_step), gradient_step),
             inner_opt_state=cast_like(inner, inner),
-            acc_grads=self._accumulate(grads, state.acc_grads, mini_step, skip),
+            acc_grads=accumulator.accumulate(
+                grads, state.acc_grads, mini_step, skip, mean=self._mean
+            ),
             skip_state=window_means_.join(skip_state, kept),
         )
         return _MiniStep(emit, new_state, {**extra_args, **new_means})
-
-    def _accumulate(self, grads: Any, old: Any, count: jax.Array, skip: jax.Array | None) -> Any:
-        old = accumulator.keep_imaginary(old, grads)
-        new = cast_like(accumulator.add(grads, old, count, mean=self._mean), old)
-        return jax.tree.map(functools.partial(_select, skip), old, new)
 
     def _end(
         self, state: optax.MultiStepsState, done: jax.Array, inner: Any

@@ -73,9 +73,10 @@ def take_in(
                 f"`{name}` must be a real scalar, as `window_means` asks for its mean; found an "
                 f"array of shape {np.shape(value)} and dtype {jnp.result_type(value)}."
             )
-    values = {name: jnp.asarray(extra_args[name], mean.dtype) for name, mean in means.items()}
-    joined: dict[str, jax.Array] = add(values, dict(means), count, mean=True)
-    return joined
+    return {
+        name: add(jnp.asarray(extra_args[name], mean.dtype), mean, count, mean=True)
+        for name, mean in means.items()
+    }
 
 
 def _join(skip_state: Any, means: Mapping[str, jax.Array]) -> Any:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from opt_accumulate._alike import traced_once
+
 _MAX = int(np.iinfo(np.int32).max)
 
 
@@ -73,20 +75,20 @@ def squared_norm(tree: Any) -> jax.Array:
       >>> float(squared_norm([jnp.float16(300.0), jnp.complex64(3 + 4j)]))  # float16 ends at 65504
       90025.0
     """
-    squares = [jnp.sum(_squares(leaf)) for leaf in jax.tree.leaves(tree)]
+    squares = list(map(traced_once(_sum_of_squares, tree), jax.tree.leaves(tree)))
     return jnp.sum(jnp.array(squares)) if squares else jnp.zeros([], jnp.float32)
 
 
-def _squares(leaf: Any) -> jax.Array:
+def _sum_of_squares(leaf: Any) -> jax.Array:
     leaf = jnp.asarray(leaf)
     leaf = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
     if jnp.iscomplexobj(leaf):
-        return jnp.real(leaf) ** 2 + jnp.imag(leaf) ** 2
-    return jnp.square(leaf)
+        return jnp.sum(jnp.real(leaf) ** 2 + jnp.imag(leaf) ** 2)
+    return jnp.sum(jnp.square(leaf))
 
 
 def _count_all(tree: Any) -> jax.Array:
-    counts = [_count_not_finite(leaf) for leaf in jax.tree.leaves(tree)]
+    counts = map(traced_once(_count_not_finite, tree), jax.tree.leaves(tree))
     return functools.reduce(_saturating_add, counts, jnp.zeros([], jnp.int32))
 
 

@@ -34,7 +34,8 @@ def _looks(side: Side, chosen: Collection[int]) -> Mapping[TransformationDescrip
         own = side.leaves_of((made.group, made.name, made.number))
         if own and all(i in chosen for i in own):
             looks = (
-                (side.told[i].field, side.told[i].parameter, side.leaves[i].shape) for i in own
+                (side.descriptions[i].field, side.descriptions[i].parameter, side.leaves[i].shape)
+                for i in own
             )
             found[made] = frozenset(looks)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ AnyMesh = Mesh | AbstractMesh
 ONLY_ARRAYS = "(for an Equinox module, pass only its arrays: `eqx.filter(model, eqx.is_array)`)"
 
 
+@functools.cache
 def itemsize(dtype: Any) -> int:
     """Returns the bytes of one element; for a typed PRNG key, of its data.
 
@@ -68,9 +70,11 @@ def shard_shape(shape: Sequence[int], spec: PartitionSpec, mesh: AnyMesh) -> tup
       >>> shard_shape((8, 6), PartitionSpec('data', None), mesh)
       (2, 6)
     """
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    ways = [math.prod(mesh.shape[axis] for axis in mesh_axes_of(entry)) for entry in entries]
-    return tuple(size // n for size, n in zip(shape, ways, strict=True))
+    entries, sizes = [*spec, *[None] * (len(shape) - len(spec))], mesh.shape
+    return tuple(
+        size // math.prod([sizes[axis] for axis in mesh_axes_of(entry)]) if entry else size
+        for size, entry in zip(shape, entries, strict=True)
+    )
 
 
 def manual_axes(mesh: AnyMesh) -> frozenset[str]:

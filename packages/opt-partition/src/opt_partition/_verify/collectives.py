@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -101,11 +102,12 @@ def sites(module: Module) -> list[Site]:
     def visit(name: str, inside: Inside) -> None:
         computation = module.computations[name]
         for instruction in computation.instructions.values():
-            kind = collective_kind(instruction)
-            if kind is None:
+            opcode = instruction.opcode
+            if may_call(opcode):
                 for n, callee in enumerate(callees(instruction)):
                     visit(callee, inside.entering(module, computation, instruction, n))
-            elif _first_of_async_fusion(instruction, kind, seen):
+            elif is_collective(opcode) and _first_of_async_fusion(instruction, seen):
+                kind = opcode.removesuffix("-start")
                 kind, parts = _parts(computation, instruction, kind)
                 found.append(
                     Site(
@@ -164,6 +166,7 @@ def rows(site: Site, module: Module, mesh_shape: Mapping[str, int] | None) -> li
     permutes = site.kind == "collective-permute"
     axes = None if permutes else axes_of(groups, mesh_shape or {})
     many = len(site.parts) > 1
+    op_name = site.instruction.op_name
     return [
         Collective(
             name=f"{site.instruction.name}.{n}" if many else site.instruction.name,
@@ -177,7 +180,7 @@ def rows(site: Site, module: Module, mesh_shape: Mapping[str, int] | None) -> li
             per_iteration=site.per_iteration,
             conditional=bool(site.branches),
             bytes=bytes_sent(site.kind, operand.bytes, result.bytes, size),
-            op_name=site.instruction.op_name,
+            op_name=op_name,
         )
         for n, (operand, result) in enumerate(site.parts)
     ]
@@ -198,10 +201,15 @@ def bytes_sent(kind: str, operand: int, result: int, group_size: int) -> int:
     return (1 + (kind == "all-reduce")) * (whole - whole // group_size)
 
 
-def collective_kind(instruction: Instruction) -> str | None:
-    """Returns the kind of collective that an instruction executes or starts, or `None`."""
-    opcode = instruction.opcode.removesuffix("-start")
-    return opcode if opcode in KINDS else None
+@functools.cache
+def is_collective(opcode: str) -> bool:
+    """Whether an instruction executes or starts a collective."""
+    return opcode.removesuffix("-start") in KINDS
+
+
+def may_call(opcode: str) -> bool:
+    """Whether an instruction calls computations, except those applied to elements."""
+    return opcode in _CALLEES
 
 
 def callees(instruction: Instruction) -> tuple[str, ...]:
@@ -255,13 +263,14 @@ def _done(computation: Computation, start: Instruction) -> Instruction:
     return found
 
 
-def _first_of_async_fusion(instruction: Instruction, kind: str, seen: set[tuple[str, str]]) -> bool:
+def _first_of_async_fusion(instruction: Instruction, seen: set[tuple[str, str]]) -> bool:
     """Whether an instruction has not been counted yet.
 
     On TPUs, a collective is repeated with the same channel in each fusion it is overlapped with.
     """
     if "async_collective_fusion_config" not in instruction.attributes:
         return True
+    kind = instruction.opcode.removesuffix("-start")
     key = (kind, instruction.attribute("channel_id") or instruction.name)
     new = key not in seen
     seen.add(key)

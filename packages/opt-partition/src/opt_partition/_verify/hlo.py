@@ -37,9 +37,9 @@ class Array:
 Type = Array | tuple["Type", ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation; not frozen, as making ten thousands of those would take longer.
 
     Attributes:
       name: unique name in the program, without `%`.
@@ -59,8 +59,11 @@ class Instruction:
 
     def attribute(self, key: str) -> str | None:
         """Returns the value of an attribute as printed, including brackets, or `None`."""
-        found = re.search(rf"(?:^|, ){re.escape(key)}=", self.attributes)
-        return _value(self.attributes, found.end()) if found else None
+        text = self.attributes
+        if text.startswith(f"{key}="):
+            return _value(text, len(key) + 1)
+        at = text.find(f", {key}=")
+        return None if at < 0 else _value(text, at + len(key) + 3)
 
     def called(self, key: str) -> tuple[str, ...]:
         """Returns the computations in an attribute such as `calls` or `branch_computations`."""
@@ -148,8 +151,15 @@ def parse(text: str) -> Module:
     """
     header, computations, entry = "", {}, ""
     name, root, body = "", "", dict[str, Instruction]()
-    for line in text.splitlines():
-        if line.startswith("HloModule"):
+    for line in text.split("\n"):
+        if line.startswith(" "):
+            head, equals, rest = line.partition(" = ")
+            if name and equals:
+                *marks, written = head.split()
+                instruction = _instruction(written.removeprefix("%"), rest)
+                body[instruction.name] = instruction
+                root = instruction.name if marks else root
+        elif line.startswith("HloModule"):
             header = line
         elif opening := _COMPUTATION.match(line):
             name, root, body = opening["name"], "", {}
@@ -157,9 +167,6 @@ def parse(text: str) -> Module:
         elif line.startswith("}") and name:
             computations[name] = Computation(name, body, root)
             name = ""
-        elif name and (head := _INSTRUCTION.match(line)):
-            body[head["name"]] = _instruction(head["name"], line, head.end())
-            root = head["name"] if head["root"] else root
     if not header or entry not in computations:
         raise ValueError(
             "not the text of a compiled XLA program: it lacks an `HloModule` with an `ENTRY`"
@@ -203,22 +210,25 @@ def parse_type(text: str) -> Type:
     return type_
 
 
-def _instruction(name: str, line: str, start: int) -> Instruction:
-    """Parses the part of a line after `=`."""
-    end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
-    opening = line.index("(", end)
-    closing = _closing(line, opening)
-    opcode, literal = line[end:opening].strip(), line[opening + 1 : closing - 1]
+def _instruction(name: str, text: str) -> Instruction:
+    """Parses the part of a line after `=`: a type, an opcode and its operands, attributes."""
+    end = _closing(text, 0) if text[0] == "(" else text.index(" ")
+    opcode, _, rest = text[end + 1 :].partition("(")
+    literal, _, attributes = rest.partition(")")
+    if "(" in literal or '"' in literal or "'" in literal:  # that was not the bracket that closes
+        closing = _closing(text, end + 1 + len(opcode))
+        literal, attributes = text[end + 2 + len(opcode) : closing - 1], text[closing:]
     operands = () if opcode in ("constant", "parameter") else tuple(_NAME.findall(literal))
-    type_ = parse_type(line[start:end])
-    return Instruction(name, type_, opcode, operands, literal, line[closing:].removeprefix(", "))
+    type_ = parse_type(text[:end])
+    return Instruction(name, type_, opcode, operands, literal, attributes.removeprefix(", "))
 
 
 def _value(text: str, start: int) -> str:
     """Returns the text from `start` to the next comma or space outside brackets and quotes."""
     at = start
     while at < len(text) and text[at] not in ", ":
-        at = _closing(text, at) if text[at] in "([{\"'" else at + 1
+        plain = _PLAIN.match(text, at)
+        at = plain.end() if plain else _closing(text, at)
     return text[start:at]
 
 
@@ -246,8 +256,8 @@ def _bits(dtype: str) -> int:
 
 _NAME = re.compile(r"%([\w.\-]+)")
 _BRACKET_OR_QUOTED = re.compile(r'[()\[\]{}]|"(?:[^"\\]|\\.)*"' + r"|'(?:[^'\\]|\\.)*'")
+_PLAIN = re.compile(r"""[^, (\[{"']+""")
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
 _TYPE_TOKEN = re.compile(
     r"(?P<dtype>[a-z][a-z0-9]*)\[(?P<dims>[^\]]*)\](?:\{[^}]*\})?|/\*.*?\*/|[()]"
 )

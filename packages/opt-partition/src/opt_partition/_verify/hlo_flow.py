@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
-from opt_partition._verify.collectives import callees, collective_kind
+from opt_partition._verify.collectives import callees, is_collective, may_call
 from opt_partition._verify.hlo import Array, Computation, Instruction, Module, Type
 from opt_partition._verify.hlo_loops import rewritten_places
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Deps:
-    """The dependencies of a value, as bit sets.
+    """The dependencies of a value, as bit sets; not frozen, as every instruction makes some.
 
     Attributes:
       any: all dependencies.
@@ -35,6 +37,8 @@ class Deps:
         """Returns the dependencies of the source with that bit: itself."""
         return Deps(1 << bit, 1 << bit)
 
+
+_NOTHING = Deps()
 
 # A single `Deps` may stand for a tuple whose elements are all alike.
 Value = Deps | tuple["Value", ...]
@@ -134,10 +138,12 @@ class _Interpreter:
             [whole] = operands
             place = int(instruction.attribute("index") or 0)
             return whole[place] if isinstance(whole, tuple) else whole
-        keeps = opcode in _SAME or opcode.endswith(("-done", "-update"))
-        if keeps or _is_reshape(computation, instruction):
+        how = _how(opcode)
+        if how == "unchanged" or (how == "resized" and _is_reshape(computation, instruction)):
             return operands[0]
-        if collective_kind(instruction):
+        if how == "elementwise":
+            return _union(operands)
+        if how == "collective":
             return self.collective(instruction, operands)
         called = callees(instruction)
         if called and opcode == "while":
@@ -149,7 +155,7 @@ class _Interpreter:
             return _join(*(self.call(n, [v]) for n, v in zip(called, operands[1:], strict=True)))
         if called:
             return _join(*(self.call(name, operands) for name in called))
-        return _elementwise(instruction, [_merge(value) for value in operands])
+        return _otherwise(instruction, [_merge(value) for value in operands])
 
     def call(self, name: str, arguments: Sequence[Value]) -> Value:
         return self.run(self.module.computations[name], arguments)
@@ -176,7 +182,7 @@ class _Interpreter:
 
     def collective(self, instruction: Instruction, operands: list[Value]) -> Value:
         if instruction.opcode == "all-to-all" and len(operands) > 1:
-            operands = [_merge(tuple(operands))]
+            operands = [_union(operands)]
         results: list[Deps] = []
         for n, value in enumerate(operands):
             part, deps = (instruction.name, n), _merge(value)
@@ -185,33 +191,44 @@ class _Interpreter:
         return results[0] if len(results) == 1 else tuple(results)
 
 
-def _elementwise(instruction: Instruction, operands: list[Deps]) -> Deps:
-    """Returns the dependencies of an instruction that calls no computation."""
+@functools.cache
+def _how(opcode: str) -> Literal["unchanged", "resized", "elementwise", "collective", "otherwise"]:
+    """Returns how the result of an instruction follows from its operands."""
+    if opcode in _SAME or opcode.endswith(("-done", "-update")):
+        return "unchanged"
+    if opcode in ("broadcast", "reduce"):
+        return "resized"
+    if is_collective(opcode):
+        return "collective"
+    special = opcode.removesuffix("-start") in _OTHERWISE or may_call(opcode)
+    return "otherwise" if special else "elementwise"
+
+
+def _otherwise(instruction: Instruction, operands: list[Deps]) -> Deps:
+    """Returns the dependencies of an instruction that is not elementwise and calls nothing."""
     opcode = instruction.opcode.removesuffix("-start")
-    whole = _merge(tuple(operands))
+    whole = _union(operands)
     if opcode == "custom-call":
         return whole if _MOVES.search(instruction.attributes) else Deps(whole.any)
     if opcode in _PLACES:
-        kept, put = (_merge(tuple(operands[part])) for part in _PLACES[opcode])
+        kept, put = (_union(operands[part]) for part in _PLACES[opcode])
         return Deps(whole.any, kept.direct | put.direct, kept.placed | put.direct | put.placed)
     if opcode == "scatter":
         # Operands are targets, indices and updates. Updates may be accumulated, so they are not
         # direct.
         count = (len(operands) - 1) // 2
-        kept, put = _merge(tuple(operands[:count])), _merge(tuple(operands[count + 1 :]))
+        kept, put = _union(operands[:count]), _union(operands[count + 1 :])
         return Deps(whole.any, kept.direct, kept.placed | put.direct | put.placed)
     if opcode in _PICKS:
         return Deps(whole.any, 0, operands[0].direct | operands[0].placed)
     if opcode in _MIXES:
         return Deps(whole.any)
-    carrying = _merge(tuple(operands[slice(*_CARRYING.get(opcode, (None,)))]))
+    carrying = _union(operands[slice(*_CARRYING.get(opcode, (None,)))])
     return Deps(whole.any, carrying.direct, carrying.placed)
 
 
 def _is_reshape(computation: Computation, instruction: Instruction) -> bool:
     """Whether an instruction only adds or removes dimensions of size 1, as TPUs do with sums."""
-    if instruction.opcode not in ("broadcast", "reduce"):
-        return False
     source, result = computation.instructions[instruction.operands[0]].type, instruction.type
     return isinstance(source, Array) and isinstance(result, Array) and source.size == result.size
 
@@ -220,7 +237,7 @@ def _join(*values: Value) -> Value:
     """Returns the elementwise union of the dependencies of several values."""
     tuples = [value for value in values if isinstance(value, tuple)]
     if not tuples:
-        return _merge(tuple(values))
+        return _union(values)
     return tuple(
         _join(*(value[n] if isinstance(value, tuple) else value for value in values))
         for n in range(len(tuples[0]))
@@ -229,14 +246,17 @@ def _join(*values: Value) -> Value:
 
 def _merge(value: Value) -> Deps:
     """Returns the union of the dependencies of all elements of a value."""
-    if isinstance(value, Deps):
-        return value
-    anything = direct = placed = 0  # numbers: the innermost loop of all
-    for element in value:
-        deps = _merge(element)
-        anything, direct = anything | deps.any, direct | deps.direct
-        placed |= deps.placed
-    return Deps(anything, direct, placed)
+    return value if isinstance(value, Deps) else _union(value)
+
+
+def _union(values: Iterable[Value]) -> Deps:
+    """Returns the union of the dependencies of several values: the innermost loop of all."""
+    whole = _NOTHING
+    for value in values:
+        deps = value if isinstance(value, Deps) else _union(value)
+        if deps is not whole and deps.any:
+            whole = whole | deps if whole.any else deps
+    return whole
 
 
 def _keep_inputs(start: Value, value: Value) -> Value:
@@ -288,6 +308,7 @@ _PLACES = {
 }
 # The operands that provide elements of the result; the others are start indices.
 _CARRYING = {"dynamic-slice": (0, 1)}
+_OTHERWISE = frozenset({"custom-call", "scatter", *_CARRYING, *_MIXES, *_PICKS, *_PLACES})
 # Custom calls on TPUs and GPUs that move values unchanged.
 _MOVES = re.compile(
     r'custom_call_target="(ConcatBitcast|AsyncCollectiveStart|AsyncCollectiveDone|MoveTo\w+)"'

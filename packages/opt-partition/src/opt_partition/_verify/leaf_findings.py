@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Sequence
 
 import jax
@@ -24,10 +25,10 @@ def leaf_reports(leaves: Sequence[Leaf], module: Module) -> list[LeafReport]:
             path=leaf.path,
             role=leaf.role,
             shape=leaf.shape,
-            dtype=str(leaf.dtype),
+            dtype=_name(leaf.dtype),
             asked=_in_words(leaf.asked.sharding, leaf),
             found=_in_words(leaf.found, leaf),
-            dtype_asked=None if leaf.asked.dtype is None else str(leaf.asked.dtype),
+            dtype_asked=None if leaf.asked.dtype is None else _name(leaf.asked.dtype),
             bytes_asked=leaf.bytes_asked,
             bytes_found=leaf.bytes_found,
             ok=leaf.ok and leaf.dtype_ok,
@@ -36,6 +37,9 @@ def leaf_reports(leaves: Sequence[Leaf], module: Module) -> list[LeafReport]:
         )
         for leaf in leaves
     ]
+
+
+_name = functools.cache(str)  # NumPy composes the name of a dtype each time
 
 
 def _in_words(sharding: Sharding | None, leaf: Leaf) -> str | None:

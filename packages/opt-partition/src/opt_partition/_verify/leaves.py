@@ -69,7 +69,7 @@ class Leaf:
         """Global number of elements."""
         return math.prod(self.shape)
 
-    @property
+    @functools.cached_property
     def shard_size(self) -> int:
         """Number of elements per device."""
         return math.prod(_shard_shape(self.found, self.shape)) if self.found is not None else 0
@@ -87,7 +87,7 @@ class Leaf:
         shape = _shard_shape(self.asked.sharding, self.shape)
         return math.prod(shape) * itemsize(self.dtype if self.dtype_ok else self.asked.dtype)
 
-    @property
+    @functools.cached_property
     def ok(self) -> bool:
         """Whether it has the expected sharding and memory kind."""
         if self.asked.sharding is None or self.found is None:
