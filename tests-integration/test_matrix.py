@@ -490,6 +490,7 @@ def soap_reference(grads: list[Any], every: int) -> Any:
     return found
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["normuon", "soap"])
 @pytest.mark.parametrize(
     ("shape", "spec", "kind"),
@@ -522,6 +523,7 @@ def test_normuon_and_soap_equal_plain_references(
     close(found, wanted, 1e-3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("normuon", AxisType.Auto), ("normuon", AxisType.Explicit), ("soap", AxisType.Auto)],
