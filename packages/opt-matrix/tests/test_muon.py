@@ -149,6 +149,24 @@ def test_hyper_parameters_at_run_time() -> None:
     chex.assert_trees_all_close(doubled, jax.tree.map(lambda x: 2 * x, updates), rtol=1e-4)
 
 
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_momentum_at_run_time(is_planned: bool) -> None:
+    params = {"w": PARAMS["wi"]}
+    mesh = jax.make_mesh((1,), ("x",))
+    plan = plan_matrices(params, P(), mesh, Matrices.by_rank2(), fn=F32) if is_planned else None
+    options: Any = {"matrices": Matrices.by_rank2(), "orthogonalize": F32, "plan": plan}
+    injected = optax.inject_hyperparams(muon, static_args=("orthogonalize", "nesterov", "plan"))
+    tx = injected(learning_rate=0.1, **options)
+    first, second = ({"w": own["wi"]} for own in GRADS[:2])
+    update: Any = jax.jit(tx.update)
+    _, state = update(first, tx.init(params), params)
+    alone = jax.jit(muon(0.1, momentum=0.5, **options).update)
+    expected, _ = alone(second, state.inner_state, params)
+    state.hyperparams["momentum"] = jnp.asarray(0.5)
+    found, _ = update(second, state, params)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(OptionError, match="`scale` must be one of"):
         scale_by_muon(scale="rows")  # type: ignore[arg-type]

@@ -408,21 +408,35 @@ def refuse_others(who: str, others: Sequence[str]) -> None:
         )
 
 
-def place_owned(plan: MatrixPlan, tree: Any) -> Any:
+def to_owners(plan: MatrixPlan, tree: Any) -> Any:
     """Returns a tree whose leaves lie with the devices that own their matrices, if any do."""
+    return _travelled(plan, tree, lambda stations: stations[1:])
 
+
+def from_owners(plan: MatrixPlan, tree: Any) -> Any:
+    """Returns a tree whose leaves lie where the parameters do."""
+    return _travelled(plan, tree, lambda stations: stations[-2::-1])
+
+
+def _travelled(plan: MatrixPlan, tree: Any, way: Callable[[list[Any]], list[Any]]) -> Any:
     def place(path: Any, leaf: Any) -> Any:
         layout = plan.layouts.get(path_str(path))
         if layout is None or not layout.is_owned:
             return leaf
-        found = jax.typeof(leaf).sharding.mesh
-        if not found.empty and found.are_all_axes_explicit:
-            return _placed(leaf, plan, layout.partition_spec)
-        current = jax.sharding.get_abstract_mesh()
-        asked = NamedSharding(plan.mesh if current.empty else current, layout.partition_spec)
-        return lax.with_sharding_constraint(leaf, asked)
+        for spec in way(layout.stations(plan.mesh_shape)):
+            leaf = _constrained(leaf, plan, spec)
+        return leaf
 
     return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def _constrained(leaf: Any, plan: MatrixPlan, spec: PartitionSpec) -> Any:
+    found = jax.typeof(leaf).sharding.mesh
+    if not found.empty and found.are_all_axes_explicit:
+        return _placed(leaf, plan, spec)
+    current = jax.sharding.get_abstract_mesh()
+    asked = NamedSharding(plan.mesh if current.empty else current, spec)
+    return lax.with_sharding_constraint(leaf, asked)
 
 
 def place_like(leaf: jax.Array, like: jax.Array) -> Any:

@@ -26,7 +26,7 @@ class LeafLayout:
       dtype: its name.
       dims: which dimensions are the matrix, from 0.
       spec: the mesh axes of each dimension.
-      is_owned: whether the momentum lies so, with whole matrices, and the parameter does not.
+      home: the same of the parameter, where the momentum alone lies so, with whole matrices.
     """
 
     path: str
@@ -34,7 +34,12 @@ class LeafLayout:
     dtype: str
     dims: Dims
     spec: tuple[Axes, ...]
-    is_owned: bool = False
+    home: tuple[Axes, ...] = ()
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether the momentum lies with whole matrices, and the parameter does not."""
+        return bool(self.home)
 
     @property
     def batch_dims(self) -> tuple[int, ...]:
@@ -80,7 +85,7 @@ class LeafLayout:
     @property
     def partition_spec(self) -> PartitionSpec:
         """The layout as a `PartitionSpec`."""
-        return PartitionSpec(*(axes or None for axes in self.spec))
+        return _partition_spec(self.spec)
 
     def owned(self, mesh: Mapping[str, int], world: Axes) -> LeafLayout:
         """Returns the layout in which devices own whole matrices, as many as divide the stack.
@@ -99,7 +104,38 @@ class LeafLayout:
                     break
         if not any(spec):
             return self
-        return dataclasses.replace(self, spec=tuple(spec), is_owned=True)
+        return dataclasses.replace(self, spec=tuple(spec), home=self.spec)
+
+    def stations(self, mesh: Mapping[str, int]) -> list[PartitionSpec]:
+        """Returns where gradients of an owned leaf lie on their way, home first.
+
+        The compiler finds an all-to-all where the axes of one dimension move, and gathers whole
+        leaves where those of several do at a time.
+
+        Examples:
+          >>> leaf = LeafLayout('w', (8, 4, 4), 'float32', Dims((1,), (2,)), ((), ('x',), ('y',)))
+          >>> mesh = {'x': 4, 'y': 2}
+          >>> [tuple(spec) for spec in leaf.owned(mesh, ('x', 'y')).stations(mesh)]
+          [(None, 'x', 'y'), ('x', None, 'y'), (('x', 'y'), None, None)]
+        """
+        order = [axis for axes in self.spec for axis in axes]
+        leaving = [axes for axes in self.home if set(axes) & set(order)]
+        leaving.sort(key=lambda axes: min(order.index(axis) for axis in axes if axis in order))
+        specs, arrived = [self.home], set[str]()
+        for axes in leaving:
+            arrived |= set(axes)
+            spec = tuple(
+                tuple(axis for axis in there if axis in arrived)
+                + tuple(axis for axis in here if axis not in arrived)
+                for here, there in zip(self.home, self.spec, strict=True)
+            )
+            parts = [math.prod(mesh[axis] for axis in axes) for axes in spec]
+            if not any(size % cut for size, cut in zip(self.shape, parts, strict=True)):
+                specs.append(spec)
+        # Of an axis that replicates, each takes a part when all others have arrived.
+        specs.append(tuple(tuple(axis for axis in axes if axis in arrived) for axes in self.spec))
+        specs.append(self.spec)
+        return [_partition_spec(spec) for spec in dict.fromkeys(specs)]
 
     def batch_numbers(self, mesh_shape: Mapping[str, int]) -> np.ndarray:
         """Returns which matrices of the leaf each part of `batch_axes` holds, one row a part."""
@@ -151,6 +187,10 @@ def leaf_layout(
     # Axes of size one cut nothing; without them layouts that are alike compare equal.
     cut = tuple(tuple(name for name in names if mesh[name] > 1) for names in axes)
     return LeafLayout(path, tuple(shape), str(np.dtype(dtype)), dims, cut)
+
+
+def _partition_spec(spec: tuple[Axes, ...]) -> PartitionSpec:
+    return PartitionSpec(*(axes or None for axes in spec))
 
 
 def _entry(entry: Any) -> Axes:

@@ -217,7 +217,8 @@ def plan_matrices(
       machine: the speeds that ways are compared by.
       owned: whether devices keep the momentum of whole matrices, where a leaf is a stack that mesh
         axes divide; `plan.layouts[path].partition_spec` says where it then lies. Gradients come
-        there and updates go back as the compiler sees fit: they are not among the plan's bytes.
+        there and updates go back, by an all-to-all for each dimension that is cut and a gather of
+        what is replicated, which the compiler makes: they are not among the plan's bytes.
 
     Raises:
       UndecidedError: `matrices` does not decide a leaf.
