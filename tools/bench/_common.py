@@ -350,10 +350,10 @@ def row_line(record: Mapping[str, Any]) -> str:
     limit = "" if record["limit"] is None else f"{record['limit']:.2f}"
     spread = f"{record['low']:.2f} to {record['high']:.2f}"
     if record["low"] == record["high"]:
-        spread = "exact"
+        spread = "once" if record["unit"] == "s" else "exact"
     return (
-        f"{label(record):58} {record['peer']:28} {limit:>6} "
-        f"{amount(record['ours'], record['unit']):>12} {record['ratio']:7.2f} {spread:>14} "
+        f"{label(record):56} {record['peer']:36} {limit:>6} "
+        f"{amount(record['ours'], record['unit']):>19} {record['ratio']:7.2f} {spread:>14} "
         f"{record['least']:7.2f} {verdict(record):>4}"
     )
 
@@ -361,7 +361,7 @@ def row_line(record: Mapping[str, Any]) -> str:
 def table(records: Sequence[Mapping[str, Any]]) -> str:
     """Returns all rows below a heading, and what they do not say below them."""
     head = (
-        f"{'figure':58} {'peer':28} {'limit':>6} {'ours':>12} {'ratio':>7} {'spread':>14} "
+        f"{'figure':56} {'peer':36} {'limit':>6} {'ours':>19} {'ratio':>7} {'spread':>14} "
         f"{'least':>7}"
     )
     notes = dict.fromkeys(f"{label(r)}: {r['note']}" for r in records if r["note"])

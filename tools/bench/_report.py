@@ -14,7 +14,7 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from _common import amount, label, verdict
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -71,13 +71,15 @@ def _ratios(records: Records) -> Any:
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.grid(axis="x", which="major", color="0.85")
     axes.set_axisbelow(True)
-    lowest, highest = axes.get_xlim()
+    lowest, highest = max(axes.get_xlim()[0], 1e-4), min(axes.get_xlim()[1], 1e4)
+    axes.set_xlim(lowest, highest)
     steps = (1.0, 2.0, 5.0) if highest < 1e3 * lowest else (1.0,)
     axes.xaxis.set_major_locator(LogLocator(subs=steps, numticks=30))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.tick_params(axis="x", labelsize=8)
     axes.set_xlabel("ratio to the peer: median and quartiles of the rounds")
+    axes.tick_params(top=True, labeltop=True)
     _legend(axes)
     return figure
 
@@ -125,25 +127,23 @@ def _sizes(records: Records) -> Any:
 
 
 def _bytes(records: Records) -> Any:
-    """Bytes, and how many there may be."""
-    rows = [record for record in records if record["unit"] == "B" and record["theirs"]]
+    """Bytes as a part of how many there may be."""
+    rows = [row for row in records if row["unit"] == "B" and row["limit"] and row["theirs"]]
     if not rows:
         return None
     figure, axes = plt.subplots(figsize=(9, 1.2 + 0.24 * len(rows)))
+    labels = []
     for y, row in enumerate(rows):
-        color = _COLORS.get(verdict(row), "tab:blue")
-        axes.barh(y, max(row["ours"], 1), color=color, height=0.6)
-        if row["limit"] is not None:
-            axes.plot(row["limit"] * row["theirs"], y, "|", color="black", markersize=10)
-    _lines(axes, rows, [f"{label(row)}: {amount(row['ours'], 'B')}" for row in rows])
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(LogLocator(base=1024, numticks=10))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: amount(x, "B").replace(".0", "")))
-    axes.xaxis.set_minor_locator(NullLocator())
+        most = row["limit"] * row["theirs"]
+        axes.barh(y, row["ours"] / most, color=_COLORS.get(verdict(row), "tab:blue"), height=0.6)
+        labels.append(f"{label(row)}: {amount(row['ours'], 'B')} of {amount(most, 'B')}")
+    _lines(axes, rows, labels)
+    axes.axvline(1.0, color="black", linewidth=1.2)
     axes.grid(axis="x", color="0.85")
     axes.set_axisbelow(True)
-    axes.set_xlabel("bytes")
-    _legend(axes)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_xlabel("bytes, as a part of the limit")
+    _legend(axes, "over it by less than the spread", "limit")
     return figure
 
 
@@ -156,7 +156,7 @@ def _lines(axes: Any, rows: Records, labels: Sequence[str]) -> None:
             axes.axhline(y + 0.5, color="0.6", linewidth=0.6)
 
 
-def _legend(axes: Any) -> None:
+def _legend(axes: Any, *without: str) -> None:
     """Says above a picture what its marks mean."""
     marks: dict[str, dict[str, Any]] = {
         "within the limit, or none": {"color": "tab:blue", "linewidth": 3},
@@ -164,7 +164,13 @@ def _legend(axes: Any) -> None:
         "over it": {"color": "tab:red", "linewidth": 3},
         "limit": {"color": "black", "marker": "|", "linewidth": 0, "markersize": 9},
     }
-    lines = [Line2D([], [], label=name, **style) for name, style in marks.items()]
+    kept = {name: style for name, style in marks.items() if name not in without}
     axes.legend(
-        handles=lines, fontsize=7, ncols=4, frameon=False, loc="lower right", bbox_to_anchor=(1, 1)
+        handles=[Line2D([], [], label=name, **style) for name, style in kept.items()],
+        fontsize=7,
+        ncols=4,
+        frameon=False,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        borderaxespad=2.5,
     )

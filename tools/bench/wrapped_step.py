@@ -98,7 +98,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Yields the rows of every size."""
     for leaves in options.leaves or ([100] if options.quick else [10, 100, 1000]):
-        yield from measure_size(leaves, 3 if options.quick else options.rounds)
+        yield from measure_size(leaves, options.rounds)
 
 
 def measure_size(leaves: int, rounds: int) -> Iterator[Row]:
