@@ -143,15 +143,15 @@ def _link(app: Any, env: Any, node: pending_xref, content: Any) -> Any:
     return None
 
 
-def _list_twins(app: Any, page: str, source: list[str]) -> None:
-    """Writes an entry for every twin of Optax, so that search and index find `adamw`."""
+def _list_constructors(app: Any, page: str, source: list[str]) -> None:
+    """Writes an entry for every wrapped constructor, so that search and index find `adamw`."""
     del app
     if page != "api/opt_optax_bridge":
         return
     names = (*opt_optax_bridge.optimizer_names(), *opt_optax_bridge.building_block_names())
     entries = "\n   ".join(f"{name}(...)" for name in sorted(names))
     directive = f"```{{eval-rst}}\n.. py:function::\n   {entries}\n```"
-    source[0] = source[0].replace("<!-- twins -->", directive)
+    source[0] = source[0].replace("<!-- constructors -->", directive)
 
 
 def setup(app: Any) -> None:
@@ -161,4 +161,4 @@ def setup(app: Any) -> None:
     app.connect("object-description-transform", _drop_undescribed, priority=900)  # after autodoc
     app.connect("doctree-read", _public_names)
     app.connect("missing-reference", _link)
-    app.connect("source-read", _list_twins)
+    app.connect("source-read", _list_constructors)

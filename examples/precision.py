@@ -219,8 +219,8 @@ def train(name: str, seed: int, steps: int, text: Text) -> Run:
     seen = []
     batches = Batches(text.train, seed, batch_size=BATCH, window=WINDOW)
     for windows in itertools.islice(batches, steps):
-        held, told = step(held, windows)
-        seen.append(told)
+        held, measured = step(held, windows)
+        seen.append(measured)
     losses, largest, second = (np.asarray(row).tolist() for row in zip(*seen, strict=True))
     return Run(evaluate(model, held[0], text), losses, largest, second, size / number)
 
@@ -325,15 +325,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     ratchets = {name: ratchet(codec) for name, codec in RATCHETS.items()}
     exact = ratchets["float32"][-1]
     ends = [(name, f"{v[-1]:.1e}", f"{v[-1] / exact:,.1f}") for name, v in ratchets.items()]
-    told = [table([("storage of v", "mean v at the end", "of float32's"), *ends])]
-    print(told[0], flush=True)
+    tables = [table([("storage of v", "mean v at the end", "of float32's"), *ends])]
+    print(tables[0], flush=True)
     runs: dict[str, list[Run]] = {}
     for name in METHODS:
         runs[name] = [train(name, seed, options.steps, text) for seed in range(options.seeds)]
         print(f"{name}: {[round(run.held_out, 4) for run in runs[name]]}", file=sys.stderr)
-    told.insert(0, table([*rows(runs)]))
-    print(told[0])
-    options.out.joinpath("table.md").write_text("\n\n".join(told) + "\n")
+    tables.insert(0, table([*rows(runs)]))
+    print(tables[0])
+    options.out.joinpath("table.md").write_text("\n\n".join(tables) + "\n")
     values = {name: [dataclasses.asdict(run) for run in found] for name, found in runs.items()}
     options.out.joinpath("runs.json").write_text(json.dumps({"runs": values, "ratchet": ratchets}))
     picture(runs, ratchets).savefig(options.out / "precision.png", dpi=90)

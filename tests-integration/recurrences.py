@@ -1,7 +1,7 @@
 """What the leaves of Optax's states obey, read from Optax itself and from nothing of ours.
 
 A slot is the record that a leaf is in, its field and its parameter. Several constructors of Optax
-keep other things in one class of records: those are told apart by hand.
+keep other things in one class of records: those are distinguished by hand.
 """
 
 from __future__ import annotations

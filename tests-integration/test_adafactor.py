@@ -77,7 +77,7 @@ def test_both_ways_to_derive_the_axes_agree(respect: bool) -> None:
             assert padded(spec, rank) == padded(ours[path], rank), f"{slot}/{path}"
     assert tuple(axes.v_row["wi"]) == ("embed", "layers")
     assert tuple(axes.v_col["query"]) == ("layers", "heads", "kv")
-    assert tuple(axes.v_row["square"]) == ("embed",)  # told from its columns, of the same size
+    assert tuple(axes.v_row["square"]) == ("embed",)  # not its columns, of the same size
 
 
 def test_axes_in_a_chain_and_of_the_scaling_alone() -> None:

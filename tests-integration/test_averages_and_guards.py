@@ -33,7 +33,7 @@ from opt_checkpoint import Checkpointer, Map, Rename, named_state, plan_restore
 from opt_core import MultiOptimizer, Optimizer, OptimizerDef, describe_state
 from opt_core.errors import EvaluationError
 
-contrib: Any = importlib.import_module("optax.contrib")  # much of it is no explicit export
+contrib: Any = importlib.import_module("optax.contrib")  # much of it is not exported explicitly
 SHAPES = {"w": (16, 8), "b": (8,)}
 AXES = {"w": P("embed", "mlp"), "b": P("mlp")}
 RULES = [("embed", "data"), ("mlp", "model")]
@@ -419,7 +419,7 @@ def test_what_the_state_means_is_stated() -> None:
     assert {leaf.source for leaf in described.leaves} == {"stated"}
 
 
-def test_it_goes_on_bit_for_bit(through: Any) -> None:
+def test_it_continues_bit_for_bit(through: Any) -> None:
     definition = wrapped(guard(with_average(ADAMW, 0.9)))
     optimizer = trained(definition, loss=1.0)
     restored = plan_restore(through(optimizer), definition.create(make_params())).apply()
@@ -453,7 +453,7 @@ def test_the_average_is_loaded_as_the_parameters_by_one_rule(through: Any) -> No
     target = wrapped(ADAMW).create(make_params())
     source, allow = through(saved), {"drop", "optimizer"}
     assert "the average" in str(plan_restore(source, target, allow=allow))
-    # Moments belong to the parameters that were trained: they start anew.
+    # Moments belong to the parameters that were trained: they are reinitialised.
     allow = {*allow, "initialise"}
     restored = plan_restore(source, target, allow=allow, rules=[rule]).apply()
     chex.assert_trees_all_equal(restored.target, saved.state.param_states.average)

@@ -156,8 +156,8 @@ def test_factors_of_other_dimensions_are_refused(old: Any, new: Any) -> None:
     assert plan_restore(saved, old.create(params)).is_exact
     with pytest.raises(errors.PlanError) as caught:
         plan_restore(saved, new.create(params)).apply()
-    told = "`v_row/w` of `adafactor` had the dimensions 0,1 of its parameter, has 0,2"
-    assert told in str(caught.value)
+    expected = "`v_row/w` of `adafactor` had the dimensions 0,1 of its parameter, has 0,2"
+    assert expected in str(caught.value)
 
 
 def test_the_same_factors_by_another_rule_are_the_same() -> None:
@@ -166,13 +166,13 @@ def test_the_same_factors_by_another_rule_are_the_same() -> None:
     assert plan_restore(named_state(old.create(params)), new.create(params)).is_exact
 
 
-def test_a_switch_that_becomes_a_map_is_told() -> None:
+def test_a_switch_that_becomes_a_map_is_reported() -> None:
     params = {"w": jnp.ones((8, 8))}
     rules = opt_adafactor.HParamMap([(".*", False)])
     old = opt_adafactor.Adafactor(0.1).create(params)
     new = opt_adafactor.Adafactor(0.1, multiply_by_parameter_scale=rules).create(params)
     changes = plan_restore(named_state(old), new).changes
-    assert changes == ("`multiply_by_parameter_scale` of `adafactor` was True, is no boolean",)
+    assert changes == ("`multiply_by_parameter_scale` of `adafactor` was True, is not a boolean",)
     assert plan_restore(named_state(new), old).changes == (
-        "`multiply_by_parameter_scale` of `adafactor` was no boolean, is True",
+        "`multiply_by_parameter_scale` of `adafactor` was not a boolean, is True",
     )

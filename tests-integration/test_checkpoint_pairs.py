@@ -208,9 +208,9 @@ def check_numbers(source: str, target: str) -> None:
     """Both go on from the restored state, and do the same."""
     if {source, target} in OF_OTHER_NUMBERS:
         return
-    begun = trained(source)
-    restored = plan_restore(named_state(begun), optimizer_of(target)).apply()
-    one = named_state(advanced(source, begun))
+    started = trained(source)
+    restored = plan_restore(named_state(started), optimizer_of(target)).apply()
+    one = named_state(advanced(source, started))
     other = named_state(advanced(target, restored))
     for name, leaf in one.items():
         np.testing.assert_allclose(other[name], leaf, rtol=1e-5, atol=1e-6, err_msg=name)

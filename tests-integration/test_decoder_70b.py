@@ -69,7 +69,7 @@ def test_layers_are_looked_at_once_and_shown_once(decoder_70b: Any, name: str) -
 
 
 def test_the_guide_shows_what_the_code_computes(decoder_70b: Any) -> None:
-    """`UPDATE_DOCS=1` writes the guide anew."""
+    """`UPDATE_DOCS=1` rewrites the guide."""
     text = GUIDE.read_text()
     sections = {"summary": _summary(decoder_70b), "fields": _fields(decoder_70b)}
     plan = planned(decoder_70b, "adamw")

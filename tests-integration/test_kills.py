@@ -1,4 +1,4 @@
-"""Training that is killed at any moment, and goes on from the last step that was saved.
+"""Training that is killed at any moment, and continues from the last step that was saved.
 
 By default there are at least 30 SIGKILLs, 10 of them during a save, in a few minutes; with
 `OPT_ALL_KILLS=1` as many as the cases of `docs/checkpoint-cases.md` ask for: at every file event,
@@ -139,7 +139,7 @@ def test_d1_killed_at_every_file_event_of_a_save(
         count.in_saves += 1
     assert {tuple(steps) for steps in outcomes} <= {(1, 2), (1, 2, 3), (2, 3)}
     assert {steps[-1] for steps in outcomes} == {2, 3}
-    # The next writer goes on from there, and leaves no litter.
+    # The next writer continues from there, and leaves no litter.
     code = workers.start("train", folder, tmp_path / "next", steps=4, optimizer="momentum").wait()
     assert code == 0
     assert check_folder(folder, expected) == [3, 4]
@@ -349,7 +349,7 @@ TINY = [
 ]
 
 
-def test_the_example_is_killed_stopped_and_goes_on_with_another_number_of_processes(
+def test_the_example_is_killed_stopped_and_continues_with_another_number_of_processes(
     workers: Workers, count: Count, tmp_path: Path
 ) -> None:
     """The main job: both kills of D9, a stop that both agree about, and the same losses."""

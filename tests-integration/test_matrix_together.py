@@ -54,7 +54,7 @@ def ours(matrices: Matrices = UNROLLED) -> Any:
 
 
 def theirs(params: Any) -> Any:
-    """Optax's, told which leaves of these parameters are matrices."""
+    """Optax's, given which leaves of these parameters are matrices."""
 
     def dims(params: Any) -> Any:
         def one(path: Any, leaf: Any) -> Any:

@@ -71,9 +71,9 @@ def schedule(value: float = 0.1) -> optax.Schedule:
 
 
 def counts(optimizer: Optimizer, role: str) -> list[int]:
-    told = describe_state(optimizer).leaves
+    described = describe_state(optimizer).leaves
     leaves = jax.tree.leaves(optimizer.state.param_states)
-    return [int(x) for x, leaf in zip(leaves, told, strict=True) if leaf.role == role]
+    return [int(x) for x, leaf in zip(leaves, described, strict=True) if leaf.role == role]
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -135,9 +135,9 @@ def _check_keys(optimizer: Optimizer, found: Optimizer, report: ChangeReport) ->
         )
     }
     leaves = jax.tree.leaves(found.state.param_states)
-    told = describe_state(found).leaves
+    described = describe_state(found).leaves
     changes = [change for change in report.changes if change.action != "dropped"]
-    for leaf, value, change in zip(told, leaves, changes, strict=True):
+    for leaf, value, change in zip(described, leaves, changes, strict=True):
         assert change.path == "/".join(leaf.path)
         if change.action == "kept":
             assert all(before[source][0] == leaf.key for source in change.sources), change
@@ -192,7 +192,7 @@ def test_lookalikes_are_not_mixed(source: str, target: str) -> None:
     ],
     ids=["chain", "multi_steps", "inject", "adam", "groups", "partition"],
 )
-def test_every_leaf_of_adamw_goes_on_and_back(definition: OptimizerDef, kept: int) -> None:
+def test_every_leaf_of_adamw_continues_and_returns(definition: OptimizerDef, kept: int) -> None:
     optimizer = trained(opt.adamw(0.01))
     there, report = regroup(optimizer, definition)
     assert len(report.kept) == kept
@@ -203,7 +203,7 @@ def test_every_leaf_of_adamw_goes_on_and_back(definition: OptimizerDef, kept: in
     advanced(there, 1)
 
 
-def test_training_goes_on_bit_for_bit() -> None:
+def test_training_continues_bit_for_bit() -> None:
     optimizer = trained(opt.adamw(0.01), 4)
     found, _ = regroup(optimizer, wrapped(optax.chain(optax.clip(1e9), optax.adamw(0.01))))
     for step in range(5):  # not compiled: fusions of two programs round differently
@@ -211,7 +211,7 @@ def test_training_goes_on_bit_for_bit() -> None:
         assert_same(found.target, optimizer.target)
 
 
-def test_momentum_goes_on_in_a_chain() -> None:
+def test_momentum_continues_in_a_chain() -> None:
     optimizer = trained(opt.sgd(0.01, momentum=0.9))
     new = wrapped(optax.chain(optax.clip(1e9), optax.sgd(0.01, momentum=0.9)))
     found, report = regroup(optimizer, new)
@@ -228,7 +228,7 @@ def test_another_dtype_is_cast() -> None:
     assert_same(mu, optimizer.state.param_states[0].mu["w"].astype(jnp.bfloat16))
 
 
-def test_two_of_a_kind_are_told_apart_by_their_settings() -> None:
+def test_two_of_a_kind_are_distinguished_by_their_settings() -> None:
     optimizer = trained(wrapped(optax.chain(optax.ema(0.5), optax.ema(0.9))))
     found, report = regroup(
         optimizer, wrapped(optax.chain(optax.ema(0.9))), allow={"drop", "optimizer"}
@@ -257,7 +257,7 @@ def test_two_of_a_kind_are_told_apart_by_their_settings() -> None:
         ),
     ],
 )
-def test_what_acts_otherwise_has_to_be_admitted(
+def test_what_acts_differently_has_to_be_admitted(
     source: OptimizerDef, target: OptimizerDef, words: str
 ) -> None:
     optimizer = trained(source)
@@ -326,7 +326,7 @@ def doubled(factor: float) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "message"),
     [
         (doubled(2.0), doubled(3.0), "`factor` of `doubled`, which acts before `trace`, was 2.0"),
         (optax.identity(), doubled(3.0), "`doubled`, which acts before `trace`, is new"),
@@ -337,10 +337,10 @@ def doubled(factor: float) -> Any:
         ),
     ],
 )
-def test_what_a_users_function_does_before_moments(before: Any, after: Any, told: str) -> None:
+def test_what_a_users_function_does_before_moments(before: Any, after: Any, message: str) -> None:
     """Carried over in silence, momentum would be wrong by a third, or by two."""
     ones, others = (wrapped(optax.chain(tx, optax.trace(0.9))) for tx in (before, after))
-    with pytest.raises(SurgeryError, match=told):
+    with pytest.raises(SurgeryError, match=message):
         regroup(trained(ones), others)
     plan = plan_restore(named_state(trained(ones)), others.create(make_params()))
     assert plan.missing_kinds == {"optimizer"}
@@ -395,20 +395,20 @@ def test_what_acts_before_moments_on_other_parameters(how: str, name: str, is_fl
         return wrapped(optax.chain(partly(doubling(name), *names, how=how), momentum))
 
     optimizer = trained(made("b"), 1)
-    told = (
+    message = (
         f"`{name}`, which acts before `trace`, acts on other parameters: 1 gone (`b`), 1 new (`w`)"
     )
-    with pytest.raises(SurgeryError, match=re.escape(told)):
+    with pytest.raises(SurgeryError, match=re.escape(message)):
         regroup(optimizer, made("w"))
     assert not regroup(optimizer, made("w"), allow={"optimizer"})[1].dropped
     assert not regroup(optimizer, made("b"))[1].dropped
     saved = named_state(optimizer)
     assert plan_restore(saved, made("b").create(make_params())).is_exact
     plan = plan_restore(saved, made("w").create(make_params()))
-    assert plan.changes == (told,)
+    assert plan.changes == (message,)
     assert plan.missing_kinds == {"optimizer"}
     wider = plan_restore(saved, made("w", "b").create(make_params()))
-    assert wider.changes == (told.replace("1 gone (`b`), ", ""),)
+    assert wider.changes == (message.replace("1 gone (`b`), ", ""),)
 
 
 def test_a_mask_that_hides_nothing_is_the_same_as_none() -> None:
@@ -444,7 +444,7 @@ def test_a_factor_in_a_part_of_the_parameters_is_a_factor(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_vector_of_other_parameters_does_not_go_on(how: str) -> None:
+def test_a_vector_of_other_parameters_does_not_continue(how: str) -> None:
     """Vectors of one size: the momentum of one parameter would be that of the other."""
     params = {"w": jnp.ones(8), "b": jnp.ones(8)}
     one, again, other = (
@@ -488,7 +488,7 @@ def averages(config: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "message"),
     [
         ("mean", "sum", "`config` of `averages` was mean, is sum"),
         (Config(), Config(kind="sum"), "`config.kind` of `averages` was mean, is sum"),
@@ -496,17 +496,17 @@ def averages(config: Any) -> Any:
     ],
     ids=str,
 )
-def test_a_word_that_a_user_s_function_has_captured(old: Any, new: Any, told: str) -> None:
+def test_a_word_that_a_user_s_function_has_captured(old: Any, new: Any, message: str) -> None:
     optimizer, other = trained(wrapped(averages(old)), 20), wrapped(averages(new))
     going, own = optimizer.state.param_states.average, trained(other, 20)
     if new != old and not isinstance(new, Config):  # carried over, a tenth of what it should be
         ratio = own.state.param_states.average["w"] / going["w"]
         np.testing.assert_allclose(ratio, 10.0, rtol=1e-3)
-    with pytest.raises(SurgeryError, match=re.escape(told)):
+    with pytest.raises(SurgeryError, match=re.escape(message)):
         regroup(optimizer, other)
     saved = named_state(optimizer)
     plan = plan_restore(saved, other.create(make_params()))
-    assert plan.changes == (told,)
+    assert plan.changes == (message,)
     assert plan.missing_kinds == {"optimizer"}
     assert not regroup(optimizer, other, allow={"optimizer"})[1].dropped
     assert plan_restore(saved, wrapped(averages(old)).create(make_params())).is_exact
@@ -546,8 +546,8 @@ def test_a_list_with_an_entry_per_parameter_follows_the_parameters() -> None:
     more = {"a": jnp.ones(3), **few}
     for of in (lambda leaf: leaf, lambda leaf: (leaf, leaf)):
         definition = wrapped(optax.chain(optax.clip(9.0), listing(of)))
-        told = describe_state(definition.create(few)).leaves
-        assert {leaf.parameter: (leaf.role, leaf.dimensions) for leaf in told} == {
+        described = describe_state(definition.create(few)).leaves
+        assert {leaf.parameter: (leaf.role, leaf.dimensions) for leaf in described} == {
             ("b",): ("moment", (0,)),
             ("c",): ("moment", (0,)),
         }
@@ -559,7 +559,7 @@ def test_a_list_with_an_entry_per_parameter_follows_the_parameters() -> None:
         assert plan_restore(named_state(optimizer), definition.create(few)).is_exact
 
 
-def test_a_list_of_scalars_goes_on_with_the_same_parameters_alone() -> None:
+def test_a_list_of_scalars_continues_with_the_same_parameters_only() -> None:
     """Nothing shows which parameter a scalar is made of."""
     few = {"b": jnp.ones(3), "c": jnp.ones(3)}
     definition = wrapped(listing(jnp.sum))
@@ -588,15 +588,15 @@ def test_a_condition_before_moments(wrapper: Any) -> None:
 
     optimizer = trained(made(2), 1)
     name = wrapper.__name__
-    told = (
+    message = (
         f"`should_transform_fn` of `{name}`, which acts before `trace`, was every(n=2), is "
         "every(n=3)"
     )
-    with pytest.raises(SurgeryError, match=re.escape(told)):
+    with pytest.raises(SurgeryError, match=re.escape(message)):
         regroup(optimizer, made(3))
     saved = named_state(optimizer)
     plan = plan_restore(saved, made(3).create(make_params()))
-    assert plan.changes == (told,)
+    assert plan.changes == (message,)
     assert plan.missing_kinds == {"optimizer"}
     assert plan_restore(saved, made(2).create(make_params())).is_exact
     last = named_state(trained(made(2, is_last=True), 1))
@@ -666,9 +666,9 @@ def test_an_open_window_of_unknown_length_is_not_the_same() -> None:
     optimizer = one.create(make_params())
     regroup(optimizer, other)
     states = optimizer.state.param_states._replace(mini_step=jnp.int32(1))
-    begun = optimizer.replace(state=optimizer.state.replace(param_states=states))
+    started = optimizer.replace(state=optimizer.state.replace(param_states=states))
     with pytest.raises(SurgeryError, match="it is not known whether the new definition's windows"):
-        regroup(begun, other, allow=EVERYTHING)
+        regroup(started, other, allow=EVERYTHING)
 
 
 def steps_of(every_k: Any) -> Any:
@@ -756,17 +756,19 @@ def test_factors_of_other_dimensions(shape: tuple[int, ...]) -> None:
 # Schedules.
 
 
-def test_schedules_go_on() -> None:
+def test_schedules_continue() -> None:
     optimizer = trained(opt.adam(0.1), 5)
     found, report = regroup(optimizer, opt.adam(schedule()))
     assert counts(found, "schedule_count") == [5]
     assert counts(found, "count") == [5]
-    assert [c.note for c in report.changes if c.action == "initialised"] == ["goes on from `step`"]
+    assert [c.note for c in report.changes if c.action == "initialised"] == [
+        "continues from `step`"
+    ]
     found, _ = regroup(optimizer, opt.adam(schedule()), schedules="restart")
     assert counts(found, "schedule_count") == [0]
     assert counts(found, "count") == [5]
-    with pytest.raises(GroupError, match="'continue' or 'restart', found 'anew'"):
-        regroup(optimizer, opt.adam(0.1), schedules="anew")  # type: ignore[arg-type]
+    with pytest.raises(GroupError, match="'continue' or 'restart', found 'again'"):
+        regroup(optimizer, opt.adam(0.1), schedules="again")  # type: ignore[arg-type]
 
 
 def test_the_schedule_of_unfrozen_leaves() -> None:
@@ -822,7 +824,7 @@ def test_a_rate_that_was_set_at_run_time() -> None:
     assert len(report.kept) == 5
 
 
-def test_a_key_goes_on_in_one_group() -> None:
+def test_a_key_continues_in_one_group() -> None:
     params = {"u": jnp.ones(3), "v": jnp.ones(3)}
     zeros = jax.tree.map(jnp.zeros_like, params)
 
@@ -835,7 +837,7 @@ def test_a_key_goes_on_in_one_group() -> None:
     keys = [c for c in report.changes if c.leaf.role == "key"]
     assert [(c.action, c.note) for c in keys] == [
         ("kept", ""),
-        ("initialised", "its key goes on in another group"),
+        ("initialised", "its key continues in another group"),
     ]
     states, fresh = (o.state.param_states["v"] for o in (found, groups.create(params)))
     assert bool(states[0].rng_key == fresh[0].rng_key)
@@ -929,9 +931,9 @@ def test_new_leaves_are_placed_as_their_parameter(mesh: Any) -> None:
         assert spec_of(state.mu["b"]) == ("model",)
         assert spec_of(state.count) == ()
         factored, _ = regroup(optimizer, opt.adafactor(0.1, min_dim_size_to_factor=4))
-        told = describe_state(factored).leaves
+        described = describe_state(factored).leaves
         leaves = jax.tree.leaves(factored.state.param_states)
-        for leaf, value in zip(told, leaves, strict=True):
+        for leaf, value in zip(described, leaves, strict=True):
             if leaf.parameter == ("w",) and leaf.role == "factored":
                 assert spec_of(value) == tuple(
                     {0: None, 1: "model"}[d or 0] for d in leaf.dimensions or ()
@@ -989,8 +991,8 @@ def test_on_shapes_and_under_jit() -> None:
     traced = jax.jit(lambda o: regroup(o, definition)[0])(optimizer)
     assert_same(traced.state, found.state)
     shapes = jax.eval_shape(lambda: optimizer)
-    abstract, told = regroup(shapes, definition)
-    assert told.kept == report.kept
+    abstract, of_shapes = regroup(shapes, definition)
+    assert of_shapes.kept == report.kept
     assert jax.tree.map(jnp.shape, abstract.state) == jax.tree.map(jnp.shape, found.state)
     window = trained(multi_steps(optax.adamw(0.01), 2), 1)
     with pytest.raises(GroupError, match="outside of compiled functions"):
@@ -1003,3 +1005,32 @@ def test_words_that_are_not_known() -> None:
         regroup(optimizer, opt.sgd(0.1), allow={"forget"})
     with pytest.raises(TypeError, match="found the string 'drop'"):
         regroup(optimizer, opt.sgd(0.1), allow="drop")
+
+
+def test_a_group_inside_a_chain() -> None:
+    """A chain around groups has an `adam` for each; surgery knows them by their parameters."""
+    params = {"a": {"w": jnp.ones(2), "b": jnp.ones(1)}, "c": {"b": jnp.ones(3)}}
+
+    def chained(*rules: Any, rest: Any = None) -> Any:
+        return opt.chain(opt.clip(1.0), MultiOptimizer.from_rules(rules, rest=rest))
+
+    plain = ("plain", ".*/b", opt.adam(0.1))
+    optimizer = chained(("decayed", ".*/w", opt.adam(0.1)), plain).create(params)
+    optimizer = optimizer.apply_gradient(params)
+    with pytest.raises(GroupError, match=r"would leave it.*\n  `decayed` \('\.\*/w'\) matches no"):
+        freeze(optimizer, ".*/w")
+    found, report = regroup(optimizer, chained(plain, rest=FROZEN), allow={"drop", "optimizer"})
+    assert not report.initialised
+    kept = {leaf.parameter for leaf in describe_state(found).leaves if leaf.role == "moment"}
+    assert kept == {("a", "b"), ("c", "b")}
+    moments = [x for x in jax.tree.leaves(found.state.param_states) if x.shape == (3,)]
+    assert all(x.any() for x in moments)
+
+
+def test_as_transformation_is_not_a_change() -> None:
+    """It computes what it wraps: neither surgery nor a plan needs leave to add or remove it."""
+    plain = opt.chain(opt.clip(1.0), opt.adam(0.1)).create(make_params())
+    wrapped = opt.chain(opt.clip(1.0), opt.as_transformation(opt.adam(0.1)))
+    assert regroup(plain, wrapped)[1].initialised == ()
+    assert plan_restore(named_state(plain), wrapped.create(make_params())).changes == ()
+    assert plan_restore(named_state(wrapped.create(make_params())), plain).changes == ()

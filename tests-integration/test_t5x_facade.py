@@ -96,7 +96,7 @@ class Trainer:
         self.shapes: Progress = jax.eval_shape(self.create, jax.random.key(0))
         self.specs = self.mesh_axes()
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs)
-        # `None` is no axes: left to the compiler.
+        # `None` stands for no axes: left to the compiler.
         self.shardings: Any = Progress(shardings, self.shapes.params_axes, freeze({"mean": None}))
         self.start = jax.jit(self.create, out_shardings=self.shardings)
         self.step = jax.jit(
@@ -421,7 +421,7 @@ def test_only_parameters_may_change_dtype() -> None:
         optimizer.restore_state(state_dict)
 
 
-def test_restore_is_strict_otherwise() -> None:
+def test_other_restores_are_strict() -> None:
     params = variables_of_model(jax.random.key(1))["params"]
     state_dict = t5x.adamw(1e-2).create(params).state_dict()
     with pytest.raises(RestoreError, match="another optimizer's state"):

@@ -432,7 +432,7 @@ BAD = {
     "other width": (["--resume=whole", "--d-model=32"], "--d-model is 16 there, not 32"),
     "other steps": (["--resume=whole", "--steps=99"], f"--steps is {STEPS} there, not 99"),
     "rate on resume": (["--resume=whole", "--learning-rate=nan"], "--learning-rate must be"),
-    "other text": (["--resume=other_text"], "is not (any more) the text"),
+    "other text": (["--resume=other_text"], "is not, or no longer, the text"),
     "other checkpoint": (["--resume=other_checkpoint"], "of another configuration: 34 kept"),
     "damaged checkpoints": (["--resume=damaged"], "every checkpoint of damaged is damaged"),
     "old checkpoint": (["--resume=old"], "old/checkpoint.msgpack is of an older version"),
@@ -735,7 +735,7 @@ sys.exit(code)
 """
 
 
-def test_zero_on_resume_goes_on_from_the_same_numbers(
+def test_zero_on_resume_continues_from_the_same_numbers(
     whole: Path, interrupted: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -916,7 +916,7 @@ def sent(stdout: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("name", "at_5_and_6"), [("skip", 1), ("skip 1", 2), ("nothing", 0)])
-def test_what_is_not_finite_is_skipped_and_told(
+def test_what_is_not_finite_is_skipped_and_reported(
     accumulated: dict[str, Any], name: str, at_5_and_6: int
 ) -> None:
     found = accumulated[name]
@@ -961,15 +961,15 @@ def test_guarded_steps_are_not_made_and_the_average_is_evaluated(
     assert result["untouched"] == [3, 5, 6]  # parameters, average and all states
     lines = {int(line["step"]): line for line in result["metrics"]}
     for step in (3, 5, 6):
-        told = {name: lines[step][name] for name in ("skipped", "reason")}
-        assert told == {"skipped": LAST, "reason": "nonfinite"}
+        noted = {name: lines[step][name] for name in ("skipped", "reason")}
+        assert noted == {"skipped": LAST, "reason": "nonfinite"}
         assert "loss" not in lines[step]
     assert all(math.isfinite(lines[8][f"held_out/{of}"]) for of in ("average", "trained"))
     assert all(math.isfinite(line["loss"]) for line in lines.values() if "loss" in line)
     assert "  not averaged" in result["stdout"]
 
 
-def test_without_skipping_the_run_stops_and_can_go_on_with_it(
+def test_without_skipping_the_run_stops_and_can_continue_with_it(
     accumulated: dict[str, Any],
 ) -> None:
     stopped, found, skip = (accumulated[name] for name in ("stop", "go on", "skip"))
@@ -1239,7 +1239,7 @@ def make_batches(
     return data.Batches(text, key, batch_size=batch_size, window=window)
 
 
-def test_batches_go_on_from_their_state_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_continue_from_their_state_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = make_batches(monkeypatch, 1)
     first = [next(batches) for _ in range(5)]
     state = json.loads(json.dumps(batches.state()))

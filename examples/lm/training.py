@@ -455,8 +455,8 @@ def train(
                 progress.note(f"{MOST_SKIPPED} batches in a row were {why}: back to step {number}")
                 line = {"step": step, "back_to": number}
             elif skipped:  # there is nothing else to tell
-                told = ("step", "skipped", "reason")
-                line = {name: line[name] for name in told if name in line}
+                shown = ("step", "skipped", "reason")
+                line = {name: line[name] for name in shown if name in line}
             elif not math.isfinite(line["loss"]):
                 raise UsageError(
                     f"the loss is {line['loss']} at step {step}: take a lower --learning-rate, or "
@@ -499,7 +499,9 @@ def resume(path: Path, arguments: Arguments) -> tuple[Job, RunFolder]:
     config = continue_config(saved, arguments.given, path)
     job = make_job(config, arguments.cluster.processes)
     if saved.get("text_sha256") != job.text.sha256:
-        raise UsageError(f"{job.text.source} is not (any more) the text that {path} learns from")
+        raise UsageError(
+            f"{job.text.source} is not, or no longer, the text that {path} learns from"
+        )
     return job, folder
 
 

@@ -217,8 +217,8 @@ def test_a_package_is_built_installed_and_tested_alone(
     ]
     python = kept / "opt-b-lowest-direct" / "venv" / "bin" / "python"
     asked = "import idna, opt_b; print(idna.__version__, opt_b.__file__)"
-    told = subprocess.run([python, "-Ic", asked], capture_output=True, text=True, check=True)
-    version, file = told.stdout.split()
+    printed = subprocess.run([python, "-Ic", asked], capture_output=True, text=True, check=True)
+    version, file = printed.stdout.split()
     assert version == "3.4"
     assert file.startswith(str(kept))
 

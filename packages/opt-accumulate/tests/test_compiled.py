@@ -193,5 +193,7 @@ def test_leaves_that_are_alike_are_traced_once(name: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(f"opt_accumulate.{module}.traced_once", lambda function, *_: function)
     each = lowered(MANY)
     assert len(once.as_text()) < 0.9 * len(each.as_text())
-    assert (made := opcodes(once)) and made == opcodes(each)
+    made = opcodes(once)
+    assert made
+    assert made == opcodes(each)
     assert once.compile().cost_analysis() == each.compile().cost_analysis()

@@ -19,7 +19,7 @@ from opt_accumulate import (
 )
 from opt_accumulate.errors import EvaluationError
 
-contrib: Any = importlib.import_module("optax.contrib")  # much of it is no explicit export
+contrib: Any = importlib.import_module("optax.contrib")  # much of it is not exported explicitly
 PARAMS: Any = {"w": jnp.array([1.0, -2.0, 0.5]), "b": jnp.array([0.5, -0.5])}
 ADAM = optax.adam(0.05)
 LABELS = {"w": "w", "b": "b"}

@@ -155,7 +155,7 @@ def test_scaling_alone_is_that_of_optax() -> None:
             updates, state = ours.update(grads_at(t, FLAT), state, FLAT)
             expected, expected_state = theirs.update(grads_at(t, FLAT), expected_state, FLAT)
             assert largest_difference(updates, expected) < 1e-6
-            # Either goes on from the other's state.
+            # Either continues from the other's state.
             state, expected_state = expected_state, state
     assert isinstance(state, optax.FactoredState)
 

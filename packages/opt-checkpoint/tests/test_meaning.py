@@ -14,7 +14,7 @@ from opt_checkpoint import Map, NamedState, Plan, Rename, Schema, errors, named_
 from opt_core import Optimizer
 from opt_optax_bridge import OptaxWrapper
 
-optax: Any = importlib.import_module("optax")  # much of it is no explicit export
+optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
 contrib: Any = importlib.import_module("optax.contrib")
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -240,7 +240,7 @@ def test_a_new_schedule_goes_on_from_the_step() -> None:
         assert plan.missing_kinds == {"initialise"}
         plan = plan_restore(named_state(optimizer), wrapped(new), allow={"optimizer", "initialise"})
         (row,) = (row for row in plan.rows if row.leaf.name == "state/schedule/count")
-        assert f"goes on from `{source or 'state/multi_steps/gradient_step'}`" in row.note
+        assert f"continues from `{source or 'state/multi_steps/gradient_step'}`" in row.note
         assert int(named_state(plan.apply()).leaves["state/schedule/count"]) == count
     rules: Any = [("state/schedule/count", "initialise")]
     optimizer = wrapped(optax.adam(0.1)).apply_gradient(params)

@@ -117,7 +117,7 @@ def test_scalars_are_compared_by_their_bits(
     if apart.leaf.role == "key":  # any of several makes random numbers that are as good
         assert apart.sources == same.sources[:1]
     else:
-        assert apart.note == "anew: its groups do not agree about `kept`"
+        assert apart.note == "reinitialised: its groups do not agree about `kept`"
 
 
 def test_what_nothing_is_known_of_is_not_said_to_differ() -> None:
@@ -134,7 +134,7 @@ def test_what_nothing_is_known_of_is_not_said_to_differ() -> None:
     sources: list[Any] = [old, Other(), abstract]
     for source in sources:
         (row,) = (row for row in plan_restore(source, new).rows if row.leaf.path[-1] == "kept")
-        assert row.note == "anew: nothing says whether its groups agree about `kept`"
+        assert row.note == "reinitialised: nothing says whether its groups agree about `kept`"
 
 
 def disagreeing() -> NamedState:
@@ -150,7 +150,7 @@ def disagreeing() -> NamedState:
 
 def test_counts_that_differ_are_told_with_their_groups() -> None:
     told = notes(plan_restore(disagreeing(), opt.adam(0.1).create(_P)))["adam/count"]
-    assert told == "anew: its groups do not agree about `count`: `a` 2, `b` 0"
+    assert told == "reinitialised: its groups do not agree about `count`: `a` 2, `b` 0"
 
 
 _MOMENT: Any = (r"state/adam/mu/x", Rename("state/groups/a/adam/mu/x"))
@@ -164,7 +164,7 @@ def test_no_count_starts_anew_beside_a_moment_that_a_rule_keeps(rule: Any) -> No
     (wrong,) = (row for row in plan.rows if row.problem)
     assert wrong.leaf.name == "state/adam/count"
     assert wrong.problem == (
-        "anew: its groups do not agree about `count`: `a` 2, `b` 0, while a rule keeps "
+        "reinitialised: its groups do not agree about `count`: `a` 2, `b` 0, while a rule keeps "
         "`state/adam/mu/x`: give this a rule too"
     )
     assert not plan_restore(source, new, allow=_ALL, rules=[rule, (".*/count", "cast")]).is_ok

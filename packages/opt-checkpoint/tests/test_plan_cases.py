@@ -25,7 +25,7 @@ from opt_checkpoint import (
 from opt_core import Optimizer
 from opt_optax_bridge import OptaxWrapper
 
-optax: Any = importlib.import_module("optax")  # much of it is no explicit export
+optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 

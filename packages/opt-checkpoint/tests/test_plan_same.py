@@ -92,7 +92,7 @@ def test_a_group_that_took_in_a_parameter_is_not_as_it_was() -> None:
     )
     rows = {row.leaf.name: row for row in plan_restore(named_state(before), after).rows}
     assert rows["state/groups/x/adam/count"].note.startswith(
-        "anew: nothing says whether its groups"
+        "reinitialised: nothing says whether its groups"
     )
 
 

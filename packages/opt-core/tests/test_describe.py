@@ -85,7 +85,9 @@ def test_defaults_that_are_arrays_or_made_are_left_out() -> None:
 
 
 def test_other_optimizers_have_no_table() -> None:
-    with pytest.raises(TypeError, match="its definition is a Momentum, not a `MultiOptimizer`"):
+    with pytest.raises(
+        TypeError, match="its definition is of type Momentum, not a `MultiOptimizer`"
+    ):
         describe(Momentum().create(make_params()))
 
 

@@ -77,6 +77,13 @@ def test_dimensions_must_fit(dims: Any, message: str) -> None:
         Matrices.by_path({"w": dims}).resolve({"w": leaf(2, 3)})
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (2, 3, 0)])
+def test_empty_matrices_are_named(shape: tuple[int, ...]) -> None:
+    with pytest.raises(OptionError, match=r"w: matrices of .* are empty; make the leaf rest"):
+        Matrices.by_path({"w": (-2, -1)}).resolve({"w": leaf(*shape)})
+    assert Matrices.by_path({"w": (-2, -1)}).resolve({"w": leaf(0, 2, 3)})["w"]
+
+
 @pytest.mark.parametrize(
     ("axes", "shape", "dims"),
     [

@@ -10,8 +10,17 @@ import optax
 import optax.contrib
 import pytest
 from jax.sharding import PartitionSpec as P
-from opt_matrix import Dims, Matrices, muon, newton_schulz, plan_matrices, scale_by_muon
-from opt_matrix.errors import OptionError, UndecidedError
+from opt_matrix import (
+    Dims,
+    Matrices,
+    muon,
+    newton_schulz,
+    plan_matrices,
+    scale_by_muon,
+    scale_by_normuon,
+    scale_by_soap,
+)
+from opt_matrix.errors import OptionError, PlanError, UndecidedError
 
 contrib: Any = optax.contrib
 RNG = np.random.default_rng(1)
@@ -153,3 +162,21 @@ def test_bad_arguments() -> None:
     plan = plan_matrices(PARAMS, P(), mesh, Matrices.by_rank2())
     with pytest.raises(OptionError, match="the plan was made for"):
         scale_by_muon(plan=plan, orthogonalize=F32)
+    with pytest.raises(PlanError, match=r"the plan was made without these leaves: \['other'\]"):
+        scale_by_muon(plan=plan).init({"other": jnp.ones((2, 3))})
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64"])
+def test_other_numbers_than_real_ones_are_refused(dtype: str) -> None:
+    with pytest.raises(OptionError, match=f"w: Muon is for real matrices, not {dtype}"):
+        scale_by_muon().init({"w": jnp.ones((2, 3), dtype)})
+
+
+@pytest.mark.parametrize("scale", [scale_by_normuon, scale_by_soap])
+def test_vectors_are_not_passed_through_as_updates(scale: Any) -> None:
+    mesh = jax.make_mesh((1,), ("x",))
+    with pytest.raises(UndecidedError, match=r"these hold none.*\n  b"):
+        scale(PARAMS, P(), mesh).init(PARAMS)
+    matrices = {name: leaf for name, leaf in PARAMS.items() if name != "b"}
+    assert scale(PARAMS, P(), mesh).plan.rest == ("b",)
+    scale(PARAMS, P(), mesh).init(matrices)  # as below `optax.partition`

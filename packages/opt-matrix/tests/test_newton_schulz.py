@@ -52,11 +52,13 @@ def test_matrices_of_a_stack_do_not_meet_and_zeros_stay_zeros(gram: bool) -> Non
 
 def test_bfloat16_is_within_three_percent_and_closer_than_optax() -> None:
     x = matrix(256, 512)
-    narrow = newton_schulz()(x)
+    # Compiled: products that jaxlib 0.8.0 runs one by one on CPUs are wrong now and then.
+    narrow = jax.jit(newton_schulz())(x)
     assert narrow.dtype == jnp.bfloat16
     coefficients = newton_schulz().state_coefficients()
-    theirs = _muon.orthogonalize_via_newton_schulz(x.astype(jnp.bfloat16), coefficients, 5)
-    exact = newton_schulz(dtype=None)(x)
+    orthogonalize = jax.jit(_muon.orthogonalize_via_newton_schulz, static_argnums=2)
+    theirs = orthogonalize(x.astype(jnp.bfloat16), coefficients, 5)
+    exact = jax.jit(newton_schulz(dtype=None))(x)
 
     def error(found: jax.Array) -> float:
         return float(jnp.linalg.norm(found.astype(jnp.float32) - exact) / jnp.linalg.norm(exact))

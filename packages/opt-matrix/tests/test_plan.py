@@ -186,6 +186,8 @@ def test_arguments_must_fit() -> None:
         planned(params, P(), world_axes=("z",))
     with pytest.raises(OptionError, match="`max_group_bytes`"):
         planned(params, P(), max_group_bytes=0)
+    with pytest.raises(OptionError, match=r"got '1 GiB'.*name it among `static_args`"):
+        planned(params, P(), max_group_bytes="1 GiB")
     with pytest.raises(UndecidedError, match="decided by no rule"):
         planned({"w": leaf(2, 8, 8)}, P())
     assert isinstance(planned(params, P()), MatrixPlan)

@@ -91,7 +91,7 @@ def transformation(name: str, **arguments: Any) -> Any:
 
 
 def definition(name: str, **arguments: Any) -> OptaxWrapper:
-    """Built by the twin."""
+    """Built by the wrapped."""
     known = arguments_of(name, constructor_of(name))
     made = getattr(opt_optax_bridge, name)(**{**known, **arguments})
     assert isinstance(made, OptaxWrapper)

@@ -65,8 +65,8 @@ def built() -> dict[str, OptaxWrapper]:
     """Every definition, under a name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Optax's, about itself
-        twins = {name: definition(name) for name in opt_optax_bridge.optimizer_names()}
-        raw = {f"{name}, opaque": OptaxWrapper(transformation(name)) for name in twins}
+        constructors = {name: definition(name) for name in opt_optax_bridge.optimizer_names()}
+        raw = {f"{name}, opaque": OptaxWrapper(transformation(name)) for name in constructors}
         blocks = {f"{name}, block": OptaxWrapper(block(name)) for name in block_names()}
         closures = {f"{name}, closure": make() for name, make in CLOSURES.items()}
-    return {**twins, **raw, **blocks, **closures}
+    return {**constructors, **raw, **blocks, **closures}

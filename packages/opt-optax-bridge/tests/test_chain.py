@@ -155,10 +155,10 @@ def test_it_pickles_and_keeps_aliases() -> None:
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("name", sorted(set(building_block_names()) & set(block_names())))
 def test_a_building_block_has_a_twin(name: str) -> None:
-    twin, original = getattr(opt, name), constructor_of(name)
-    assert inspect.signature(twin) == inspect.signature(original)
+    wrapped, original = getattr(opt, name), constructor_of(name)
+    assert inspect.signature(wrapped) == inspect.signature(original)
     assert isinstance(block(name), optax.GradientTransformation)
-    assert twin.__wrapped__ is original
+    assert wrapped.__wrapped__ is original
 
 
 def test_what_optax_exports_has_a_twin() -> None:

@@ -188,24 +188,24 @@ def test_the_program_is_that_of_optax(build: Callable[[], Any]) -> None:
 def test_with_a_run_time_learning_rate_too(name: str) -> None:
     """As if Optax were called inside of the compiled function with the argument."""
     arguments = {"min_dim_size_to_factor": 4} if name == "adafactor" else {}
-    twin, constructor = getattr(opt_optax_bridge, name), getattr(optax, name)
+    wrapped, constructor = getattr(opt_optax_bridge, name), getattr(optax, name)
 
     def rebuild(rate: Any) -> Any:
         return constructor(rate, **arguments)
 
-    assert_same_program(*wrapped_and_raw(twin(0.5, **arguments), rebuild, 1e-3))
+    assert_same_program(*wrapped_and_raw(wrapped(0.5, **arguments), rebuild, 1e-3))
 
 
-def test_a_chain_of_twins_is_the_chain_of_optax() -> None:
-    twins = opt_optax_bridge.chain(
+def test_a_chain_of_definitions_is_the_chain_of_optax() -> None:
+    chained = opt_optax_bridge.chain(
         opt_optax_bridge.clip_by_global_norm(1.0), opt_optax_bridge.adamw(0.5)
     )
 
     def rebuild(rate: Any = 0.5) -> Any:
         return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
 
-    assert_same_program(*wrapped_and_raw(twins, rebuild))
-    assert_same_program(*wrapped_and_raw(twins, rebuild, 1e-3))
+    assert_same_program(*wrapped_and_raw(chained, rebuild))
+    assert_same_program(*wrapped_and_raw(chained, rebuild, 1e-3))
 
 
 def program(tx: Any) -> list[str]:
@@ -223,7 +223,7 @@ def test_the_comparison_sees_numbers_and_order_and_nothing_else() -> None:
     assert other_rate[b] != base[b]
     assert other_rate[w] != base[w]
     assert len({*moments}) == 4
-    assert len({base[i] for i in moments}) == 4, "mu and nu are not told apart"
+    assert len({base[i] for i in moments}) == 4, "mu and nu are not distinguished"
     one = program(optax.chain(optax.clip(1.0), optax.scale(0.5)))
     two = program(optax.chain(optax.scale(0.5), optax.clip(1.0)))
     assert sorted(one) != sorted(two)

@@ -147,7 +147,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         (
             "`nesterov` cannot be overridden at run time: only arguments that are a float or a "
             "schedule can. Of this optimizer these may be: none (`learning_rate` is ignored; "
-            "`opt_optax_bridge` has twins that override)"
+            "those of `opt_optax_bridge` override it)"
         ),
     ),
 }

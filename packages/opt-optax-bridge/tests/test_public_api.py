@@ -45,14 +45,14 @@ def test_every_public_name_is_documented(value: Any) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_dir_lists_the_twins(module: Any) -> None:
+def test_dir_lists_the_constructors(module: Any) -> None:
     listed = dir(module)
     assert listed == sorted(set(listed))
     assert set(optimizer_names()) | set(module.__all__) <= set(listed)
 
 
 def test_types_are_shipped() -> None:
-    for name in ("py.typed", "__init__.pyi", "_t5x_twins.pyi"):
+    for name in ("py.typed", "__init__.pyi", "_t5x_constructors.pyi"):
         assert files("opt_optax_bridge").joinpath(name).is_file()
 
 

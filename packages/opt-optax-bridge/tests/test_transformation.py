@@ -75,9 +75,9 @@ def test_hyper_parameters_are_keywords() -> None:
     assert_same_bits(params, expected.target)
     params, _ = run(as_transformation(groups()), make_params(), group_overrides={"b": {}})
     assert_same_bits(params, run_optimizer(groups()).target)
-    twin = as_transformation(opt.adamw(0.1))
+    wrapped = as_transformation(opt.adamw(0.1))
     assert_same_bits(
-        run(twin, make_params(), learning_rate=0.25)[0],
+        run(wrapped, make_params(), learning_rate=0.25)[0],
         run_optimizer(opt.adamw(0.1), learning_rate=0.25).target,
     )
 
@@ -131,7 +131,7 @@ def test_parameters_are_needed_where_the_definition_needs_them() -> None:
         (optax.sgd, "Call its constructor first."),
     ],
 )
-def test_what_is_no_definition(value: Any, words: str) -> None:
+def test_what_is_not_a_definition(value: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         as_transformation(value)
 

@@ -18,7 +18,7 @@ from opt_core._description.values import (
     StateDescription,
     TransformationDescription,
 )
-from opt_core._dtypes import strong_type, strong_types
+from opt_core._dtypes import strip_weak_type
 from opt_core._fingerprint import fingerprint
 from opt_core._gradients import check_gradients
 from opt_core._groups.describe import GroupRow, GroupTable, describe
@@ -83,8 +83,7 @@ __all__ = [
     "restore_state_dict",
     "roles",
     "split_path",
-    "strong_type",
-    "strong_types",
+    "strip_weak_type",
     "to_state_dict",
     "unalias",
     "unfreeze",

@@ -66,21 +66,20 @@ def convert_held(array: np.ndarray, dtype: Any) -> tuple[np.ndarray, Any]:
     return converted, None if is_kept.all() else np.extract(~is_kept, array)[0]
 
 
-def strong_type(leaf: Any) -> Any:
-    """Returns an array without its weak type; anything else unchanged."""
+def strip_weak_type(tree: Any) -> Any:
+    """Returns a tree whose arrays have no weak types; other leaves are unchanged.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> jnp.asarray(1.0).weak_type, strip_weak_type([jnp.asarray(1.0)])[0].weak_type
+      (True, False)
+    """
+    return jax.tree.map(_strip_weak_type, tree)
+
+
+def _strip_weak_type(leaf: Any) -> Any:
     if getattr(leaf, "weak_type", False):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf.update(weak_type=False)
         return jax.lax.convert_element_type(leaf, leaf.dtype)
     return leaf
-
-
-def strong_types(tree: Any) -> Any:
-    """Returns `tree` without weak types.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> jnp.asarray(1.0).weak_type, strong_types([jnp.asarray(1.0)])[0].weak_type
-      (True, False)
-    """
-    return jax.tree.map(strong_type, tree)

@@ -182,7 +182,7 @@ def _is_plain(cls: type) -> bool:
 
 def _function(function: types.FunctionType, seen: dict[int, int]) -> Hashable:
     rebound = rebound_names(function)
-    captured = tuple(
+    closure_digest = tuple(
         # Of the same value: Optax's cosine schedule makes 100 100.0 when it is called.
         _fingerprint(float(x) if name in rebound and isinstance(x, int | float) else x, seen)
         for name, x in cells(function).items()
@@ -194,7 +194,7 @@ def _function(function: types.FunctionType, seen: dict[int, int]) -> Hashable:
         code_of(function),
         _fingerprint(function.__defaults__, seen),
         _fingerprint(function.__kwdefaults__, seen),
-        captured,
+        closure_digest,
         _attributes(function, seen),
         tuple(_globals(function, seen)),
     )
@@ -224,7 +224,7 @@ _DATA = (
 
 def _array(array: np.ndarray[Any, Any] | np.generic | jax.Array) -> Hashable:
     if isinstance(array, np.ndarray) and type(array) is not np.ndarray:
-        return _Same(array)  # a mask or the like beside the data
+        return _Same(array)  # a mask or the like besides the data
     if isinstance(array, jax.Array):
         if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             with jax.ensure_compile_time_eval():  # inside a trace too

@@ -66,7 +66,7 @@ def gradient_leaves(params: Any, grads: Any, needed: Set[tuple[str, ...]]) -> li
             yield from [None] * count
             return
         if opened is None:
-            if not count:  # `None`, which is no leaf
+            if not count:  # `None`, which is not a leaf
                 problems.extend(_extra(grad, names))
                 return
             if grad is None or found is not None:

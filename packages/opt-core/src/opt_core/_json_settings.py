@@ -15,7 +15,7 @@ import numpy as np
 
 from opt_core.closures import (
     attributes,
-    captured,
+    closure_vars,
     code_values,
     factory_of,
     globals_read,
@@ -84,8 +84,8 @@ def _json(value: Any, known: Collection[str] | None, depth: int) -> Any:
     is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
     if is_record and (known is None or not callable(value)):
         return inner({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
-    if known is not None and (told := _function(value, known, depth)) is not None:
-        return told
+    if known is not None and (contents := _function(value, known, depth)) is not None:
+        return contents
     dtype = getattr(value, "dtype", None)
     if isinstance(dtype, np.dtype) and callable(value):
         return str(dtype.name)  # `jnp.float32`
@@ -104,21 +104,21 @@ def _function(value: Any, known: Collection[str], depth: int) -> Any:
     plain = unwrapped(value)
     if not isinstance(plain, _FUNCTIONS):
         if isinstance(value, functools.partial):
-            return {"function": _json(plain, None, 0)} | _told(captured(value), inner)
+            return {"function": _json(plain, None, 0)} | _contents(closure_vars(value), inner)
         held = {} if isinstance(value, type) or not callable(value) else attributes(value)
-        return {"function": type(value).__name__} | _told(held, inner) if held else None
+        return {"function": type(value).__name__} | _contents(held, inner) if held else None
     function: Any = getattr(plain, "__func__", plain)
-    held = {name: child for name, child in captured(value).items() if child is not value}
-    told = {"function": factory_of(function, known)}
+    held = {name: child for name, child in closure_vars(value).items() if child is not value}
+    found = {"function": factory_of(function, known)}
     if package_of(function) not in known:
         parts = code_values(function), function.__defaults__, function.__kwdefaults__
-        told["code"] = hashlib.sha256(repr(parts).encode()).hexdigest()[:_DIGITS]
+        found["code"] = hashlib.sha256(repr(parts).encode()).hexdigest()[:_DIGITS]
         read = globals_read(function).items()
-        told |= _told({name: x for name, x in read if not isinstance(x, _NAMED)}, inner)
-    return told | _told(held, inner)
+        found |= _contents({name: x for name, x in read if not isinstance(x, _NAMED)}, inner)
+    return found | _contents(held, inner)
 
 
-def _told(held: Mapping[str, Any], inner: Any) -> dict[str, Any]:
+def _contents(held: Mapping[str, Any], inner: Any) -> dict[str, Any]:
     return {name: inner(child) for name, child in held.items()}
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from opt_core._aliasing import unalias
-from opt_core._dtypes import strong_types
+from opt_core._dtypes import strip_weak_type
 from opt_core._evaluation import evaluation_params
 from opt_core._fingerprint import fingerprint
 from opt_core._habits import of_definition, of_leaves, of_optimizer
@@ -170,7 +170,7 @@ class OptimizerDef:
           TypeError: a leaf is not an array, like functions in an Equinox module, and the definition
             does not accept it; lists them.
         """
-        target = unalias(strong_types(target))
+        target = unalias(strip_weak_type(target))
         try:
             state = unalias(self.init_state(target), apart_from=target)
         except TypeError as error:
@@ -287,7 +287,7 @@ class Optimizer(flax.struct.PyTreeNode, Generic[Params, Overrides]):
     """Parameters with the optimizer that updates them.
 
     For type checkers, `Optimizer[Params]` is generic in the parameters; `apply_gradient` takes any
-    keyword, except for optimizers made by the twins of opt-optax-bridge.
+    keyword, except for optimizers of opt-optax-bridge's constructors.
 
     A pytree: the leaves are those of `state` and `target`, the definition is static. Immutable;
     every method returns a new optimizer.

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from opt_core._dtypes import convert_held, held_dtype, strong_type
+from opt_core._dtypes import convert_held, held_dtype, strip_weak_type
 from opt_core._paths import children, path_str
 from opt_core._report import Mismatch, MismatchKind, RestoreReport
 from opt_core.errors import StateDictError
@@ -279,7 +279,7 @@ def _place(reference: Any, value: Any) -> Any:
         if sharding is not None and not _is_abstract(value):
             is_there = value.sharding.is_equivalent_to(sharding, value.ndim)
             value = value if is_there else jax.device_put(value, sharding)
-        return value if getattr(reference, "weak_type", False) else strong_type(value)
+        return value if getattr(reference, "weak_type", False) else strip_weak_type(value)
     if not _is_known(value):
         return value  # as abstract as the reference
     copy = np.array(value)

@@ -22,8 +22,8 @@ __all__ = [
     "assign_cells",
     "attributes",
     "blank_function",
-    "captured",
     "cells",
+    "closure_vars",
     "code_of",
     "code_values",
     "definer_of",
@@ -84,12 +84,12 @@ def _content(cell: types.CellType) -> Any:
         return Unassigned
 
 
-def captured(function: Any) -> dict[str, Any]:
+def closure_vars(function: Any) -> dict[str, Any]:
     """Returns the captured variables of a function by name, or the attributes of a method's object.
 
     Examples:
       >>> import functools
-      >>> captured(functools.partial(print, 1, sep=', '))
+      >>> closure_vars(functools.partial(print, 1, sep=', '))
       {'0': 1, 'sep': ', '}
     """
     given: dict[str, Any] = {}
@@ -117,7 +117,7 @@ def parts(value: Any) -> list[Any]:
         case None | bool() | int() | float() | str() | bytes() | np.ndarray() | jax.Array():
             return []
         case types.FunctionType():
-            return [] if package_of(value) in _FOREIGN else list(captured(value).values())
+            return [] if package_of(value) in _FOREIGN else list(closure_vars(value).values())
         case types.MethodType():
             return list(attributes(value.__self__).values())
         case functools.partial():

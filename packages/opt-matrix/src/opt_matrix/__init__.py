@@ -10,7 +10,7 @@ from optax.contrib._muon import MuonState
 
 from opt_matrix import errors
 from opt_matrix._costs import Kind, Machine, Way
-from opt_matrix._distribute import Distributed, distribute
+from opt_matrix._distribute import Distributed, PlannedTransformation, distribute
 from opt_matrix._layouts import LeafLayout
 from opt_matrix._matrices import DEFAULT_RULES, Dims, Matrices
 from opt_matrix._muon import muon, scale_by_muon
@@ -34,6 +34,7 @@ __all__ = [
     "MuonState",
     "NewtonSchulz",
     "NorMuonState",
+    "PlannedTransformation",
     "Way",
     "distribute",
     "errors",

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -20,7 +23,7 @@ from opt_matrix._matrices import Matrices
 from opt_matrix._paths import leaves_by_path, path_str
 from opt_matrix._plan import MAX_GROUP_BYTES, Group, MatrixPlan, plan_matrices
 from opt_matrix._transfer import Transfer
-from opt_matrix.errors import OptionError, PlanError
+from opt_matrix.errors import OptionError, PlanError, UndecidedError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,19 +45,26 @@ class Distributed:
         if self.init_fn is None:
             return ()
         plan = self.plan
-        numbers = [plan.numbers(group) for group in plan.groups]
-        specs = [PartitionSpec(group.stack_axes or None) for group in plan.groups]
 
-        def body(numbers: list[jax.Array]) -> tuple[Any, ...]:
+        def body(part: Callable[[Group], Any]) -> tuple[Any, ...]:
             return tuple(
-                self._init_group(group, own)
-                for group, own in zip(plan.groups, numbers, strict=True)
+                self._init_group(group, jnp.asarray(self._numbers_by_part(group))[part(group)])
+                for group in plan.groups
             )
 
-        out_specs = self._state_specs(jax.eval_shape(body, numbers))
-        mapped = _shard_map(body, plan.mesh, (specs,), out_specs)
-        states: tuple[Any, ...] = mapped(numbers)
+        def own_part(group: Group) -> Any:
+            return lax.axis_index(group.stack_axes) if group.stack_axes else 0
+
+        out_specs = self._state_specs(jax.eval_shape(lambda: body(lambda _: 0)))
+        mapped = _shard_map(lambda: body(own_part), plan.mesh, (), out_specs)
+        states: tuple[Any, ...] = mapped()
         return states
+
+    def _numbers_by_part(self, group: Group) -> np.ndarray:
+        """The numbers of the matrices that each part of the stack's axes computes with."""
+        return self.plan.numbers(group).reshape(
+            math.prod(self.plan.mesh_shape[axis] for axis in group.stack_axes), -1
+        )
 
     def state_shardings(self) -> tuple[Any, ...]:
         """Returns where each leaf of the state lies; for `jax.jit` and checkpoints."""
@@ -85,7 +95,8 @@ class Distributed:
           prepare: makes what the function is applied to from `scalars`, a part of a leaf of `tree`
             and the same part of that leaf of each of `others`, element by element. It runs when
             the turn of a group has come, so that no copy of all leaves is made.
-          scalars: for `prepare`, the same on all devices.
+          scalars: arrays for `prepare`, the same on all devices. What it makes should depend on
+            them where there are any: they are how a group waits for the one before.
 
         Raises:
           PlanError: the tree is not the one that was planned for.
@@ -113,6 +124,50 @@ class Distributed:
             return results.get(path_str(path), leaf)
 
         return jax.tree_util.tree_map_with_path(result, tree), tuple(state)
+
+    def restack(self, state: Sequence[Any], before: MatrixPlan) -> tuple[Any, ...]:
+        """Returns the state of the same matrices under another plan, in the stacks of this one.
+
+        For a run that goes on with another mesh or another `max_group_bytes`. Under `jax.jit` give
+        `state_shardings()` as `out_shardings`.
+
+        Args:
+          state: of `before`, on the devices of this plan or on the host.
+          before: the plan that it was made for, perhaps on an `AbstractMesh`.
+
+        Raises:
+          PlanError: the plans are of other matrices, or the state is not of `before`.
+        """
+        plan = self.plan
+        _check_same_matrices(before, plan)
+        if len(state) != len(before.groups):
+            raise PlanError(
+                f"`state` is of {len(state)} groups, and `before` has {len(before.groups)}"
+            )
+        found = []
+        for group, fresh in zip(plan.groups, self.init(), strict=True):
+            olds = [n for n, old in enumerate(before.groups) if old.family == group.family]
+            order = np.concatenate([before.numbers(before.groups[n]) for n in olds])
+            place = {number: row for row, number in enumerate(order) if number >= 0}
+            numbers = plan.numbers(group)
+            rows = np.array([place.get(number, 0) for number in numbers])
+            is_real = numbers >= 0
+
+            def move(new: jax.Array, *old: Any, rows: Any = rows, is_real: Any = is_real) -> Any:
+                moved = jnp.concatenate([_replicated(x) for x in old])[rows].astype(new.dtype)
+                mask = is_real.reshape(-1, *[1] * (new.ndim - 1))
+                return place_like(jnp.where(mask, moved, _replicated(new)), new)
+
+            found.append(jax.tree.map(move, fresh, *(state[n] for n in olds)))
+        return tuple(found)
+
+    def require_matrices(self, who: str, tree: Any) -> None:
+        """Raises where a leaf of a tree is rest, for those who update matrices alone.
+
+        Raises:
+          UndecidedError: with the paths of such leaves.
+        """
+        refuse_others(who, [path for path in leaves_by_path(tree) if path in self.plan.rest])
 
     def _state_specs(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
         specs = [PartitionSpec(group.stack_axes or None) for group in self.plan.groups]
@@ -151,12 +206,16 @@ class Distributed:
         for number, group in enumerate(plan.groups):
             with jax.named_scope(_check.scope(number)):
                 prepared = []
+                # With scalars, what is prepared waits for those: that is less to compile.
+                waiting = jax.tree.map(functools.partial(_after, last), scalars)
                 for path, (start, stop) in zip(group.leaves, group.parts, strict=True):
                     own = [
-                        _after(last, each[path][start:stop].astype(leaves[path].dtype))
+                        each[path][start:stop].astype(leaves[path].dtype)
                         for each, leaves in zip(blocks, given, strict=True)
                     ]
-                    x = prepare(scalars, *own)
+                    if not jax.tree.leaves(scalars):
+                        own = [_after(last, x) for x in own]
+                    x = prepare(waiting, *own)
                     results[path] = results[path].astype(jnp.promote_types(own[0].dtype, x.dtype))
                     prepared.append(x.astype(group.kind.dtype))
                 transfer = Transfer(group, plan.mesh_shape)
@@ -198,6 +257,32 @@ class Distributed:
             return self.fn(x), None
         y, new = self.fn(x, state)
         return y, new
+
+
+class PlannedTransformation(optax.GradientTransformation):
+    """A transformation with state in the stacks of a plan.
+
+    Attributes:
+      plan: who computes with what.
+      restack: the state of another plan, and that plan, to the state of this one; see
+        `Distributed.restack`.
+    """
+
+    plan: MatrixPlan
+    restack: Callable[[Any, MatrixPlan], Any]
+
+    @classmethod
+    def make(
+        cls,
+        init: Any,
+        update: Any,
+        plan: MatrixPlan,
+        restack: Callable[[Any, MatrixPlan], Any],
+    ) -> PlannedTransformation:
+        """Returns one of its parts; a named tuple's constructor takes no attributes."""
+        made = cls(init, update)
+        made.plan, made.restack = plan, restack
+        return made
 
 
 def distribute(
@@ -301,6 +386,28 @@ def _check_tree(plan: MatrixPlan, leaves: Mapping[str, Any]) -> None:
         raise PlanError("the tree is not the one that was planned for:\n  " + "\n  ".join(problems))
 
 
+def _check_same_matrices(before: MatrixPlan, after: MatrixPlan) -> None:
+    old, new = (
+        {path: (layout.shape, layout.dims) for path, layout in plan.layouts.items()}
+        for plan in (before, after)
+    )
+    if others := [path for path in {**old, **new} if old.get(path) != new.get(path)]:
+        raise PlanError(f"`before` is a plan of other matrices; they differ in {others}")
+
+
+def refuse_others(who: str, others: Sequence[str]) -> None:
+    """Raises where there are leaves that hold no matrices.
+
+    Raises:
+      UndecidedError: with their paths.
+    """
+    if others:
+        raise UndecidedError(
+            f"`{who}` updates matrices alone, and these hold none; `muon` and `optax.partition` "
+            "send them to another optimizer:\n  " + "\n  ".join(others)
+        )
+
+
 def place_owned(plan: MatrixPlan, tree: Any) -> Any:
     """Returns a tree whose leaves lie with the devices that own their matrices, if any do."""
 
@@ -324,6 +431,14 @@ def place_like(leaf: jax.Array, like: jax.Array) -> Any:
     if asked.mesh.empty or not asked.mesh.are_all_axes_explicit:
         return leaf
     return leaf if jax.typeof(leaf).sharding == asked else jax.sharding.reshard(leaf, asked)
+
+
+def _replicated(leaf: Any) -> Any:
+    """The leaf on all devices, where types say that it lies otherwise."""
+    found = jax.typeof(leaf).sharding
+    if found.mesh.empty or not found.mesh.explicit_axes:
+        return leaf
+    return jax.sharding.reshard(leaf, NamedSharding(found.mesh, PartitionSpec()))
 
 
 def _placed(leaf: Any, plan: MatrixPlan, spec: PartitionSpec) -> Any:

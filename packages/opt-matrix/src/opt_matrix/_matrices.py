@@ -47,6 +47,8 @@ class Dims:
         )
         if len({*found.reduction, *found.output}) < len(dims):
             raise OptionError(f"{path}: {self} name a dimension of {tuple(shape)} more than once")
+        if not all(shape[d] for d in dims):
+            raise OptionError(f"{path}: matrices of {tuple(shape)} are empty; make the leaf rest")
         width = math.prod(shape[d] for d in found.output)
         if self.split and (sum(self.split) != width or min(self.split) < 1):
             raise OptionError(
@@ -220,7 +222,7 @@ def as_dims(given: Any) -> Dims | None:
     """Returns what a user gave for one leaf as `Dims`.
 
     Raises:
-      OptionError: it is no pair of dimensions.
+      OptionError: it is not a pair of dimensions.
     """
     if given is None or isinstance(given, Dims):
         return given

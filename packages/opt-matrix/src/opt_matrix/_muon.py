@@ -14,13 +14,13 @@ import numpy as np
 import optax
 from optax.contrib._muon import MuonState
 
-from opt_matrix._distribute import Distributed, place_like, place_owned
+from opt_matrix._distribute import Distributed, place_like, place_owned, refuse_others
 from opt_matrix._layouts import leaf_layout
 from opt_matrix._matrices import Dims, Matrices
 from opt_matrix._newton_schulz import NewtonSchulz, newton_schulz
 from opt_matrix._paths import leaves_by_path, path_str
 from opt_matrix._plan import MAX_GROUP_BYTES, MatrixPlan, plan_matrices
-from opt_matrix.errors import OptionError, UndecidedError
+from opt_matrix.errors import OptionError, PlanError
 
 Scale = Literal["width", "rms", "spectral"]
 Orthogonalize = Callable[[jax.Array], jax.Array]
@@ -104,7 +104,7 @@ def scale_by_muon(
         decay = jnp.asarray(momentum)  # perhaps a tracer, which a closure would hide
         scalars = (
             decay,
-            1 - momentum,
+            jnp.asarray(1 - momentum),
             1 - decay ** optax.safe_increment(count),
             1 - decay**count,
         )
@@ -269,6 +269,8 @@ def _dims_of(tree: Any, plan: MatrixPlan | None, matrices: Matrices | None) -> d
     if plan is not None:
         paths = leaves_by_path(tree)
         found = {path: plan.layouts[path].dims for path in paths if path in plan.layouts}
+        if unknown := [path for path in paths if path not in {*plan.layouts, *plan.rest}]:
+            raise PlanError(f"the plan was made without these leaves: {unknown}")
         others = [path for path in paths if path not in found]
     else:
         rules = Matrices.by_rank2() if matrices is None else matrices
@@ -276,11 +278,10 @@ def _dims_of(tree: Any, plan: MatrixPlan | None, matrices: Matrices | None) -> d
         decided = rules.resolve(tree, all_used=False)
         found = {path: dims for path, dims in decided.items() if dims is not None}
         others = [path for path, dims in decided.items() if dims is None]
-    if others:
-        raise UndecidedError(
-            "`scale_by_muon` updates matrices alone, and these hold none; `muon` sends them to "
-            "another optimizer:\n  " + "\n  ".join(others)
-        )
+    refuse_others("scale_by_muon", others)
+    for path, leaf in leaves_by_path(tree).items():
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise OptionError(f"{path}: Muon is for real matrices, not {leaf.dtype}; make it rest")
     return found
 
 
@@ -290,8 +291,13 @@ def _plan_by_types(
     """A plan for leaves whose types say how they lie; `None` where they do not."""
     shardings = [jax.typeof(leaf).sharding for leaf in jax.tree.leaves(tree)]
     meshes = [found.mesh for found in shardings if not found.mesh.empty]
-    if not meshes or not meshes[0].are_all_axes_explicit:
+    if not meshes or not meshes[0].explicit_axes:
         return None
+    if meshes[0].auto_axes:
+        raise PlanError(
+            f"{next(iter(dims))} and others lie on a mesh of Explicit and Auto axes, and types say "
+            f"nothing of {meshes[0].auto_axes}: give a `plan`"
+        )
     specs = jax.tree.unflatten(jax.tree.structure(tree), [found.spec for found in shardings])
     decided = Matrices(lambda path, shape: dims[path])
     return plan_matrices(tree, specs, meshes[0], decided, fn=fn, max_group_bytes=max_group_bytes)

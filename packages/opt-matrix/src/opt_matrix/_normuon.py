@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from opt_matrix._distribute import Distributed, distribute
+from opt_matrix._distribute import Distributed, PlannedTransformation, distribute
 from opt_matrix._matrices import Matrices
 from opt_matrix._muon import averaged
 from opt_matrix._newton_schulz import NewtonSchulz, newton_schulz
+from opt_matrix._plan import MatrixPlan
 
 
 @jax.tree_util.register_dataclass
@@ -66,7 +67,7 @@ def scale_by_normuon(
     nesterov: bool = True,
     orthogonalize: NewtonSchulz | None = None,
     **options: Any,
-) -> optax.GradientTransformation:
+) -> PlannedTransformation:
     """Rescales updates as NorMuon does: every output of a matrix moves about as much.
 
     The root mean square of each update is 0.2, as of AdamW's. The momentum lies as the parameters;
@@ -83,6 +84,9 @@ def scale_by_normuon(
       nesterov: whether to look a step ahead.
       orthogonalize: `newton_schulz()` by default.
       **options: of `distribute`: `max_group_bytes`, `world_axes`, `machine`.
+
+    Returns:
+      A transformation with the `plan`, and `restack`, which brings its state to another one.
 
     References:
       Li et al., `NorMuon <https://arxiv.org/abs/2510.05491>`_, 2025
@@ -104,6 +108,7 @@ def scale_by_normuon(
     )
 
     def init(params: Any) -> Any:
+        shared.require_matrices("scale_by_normuon", params)
         return NorMuonState(optax.tree.zeros_like(params), shared.init())
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -112,4 +117,7 @@ def scale_by_normuon(
         new, nu = shared.apply(ahead, state.nu)
         return new, NorMuonState(mu, nu)
 
-    return optax.GradientTransformation(init, update)
+    def restack(state: NorMuonState, before: MatrixPlan) -> NorMuonState:
+        return NorMuonState(state.mu, shared.restack(state.nu, before))
+
+    return PlannedTransformation.make(init, update, shared.plan, restack)

@@ -93,6 +93,11 @@ class Group:
         """The mesh axes that the stack of whole matrices lies over."""
         return self.kind.batch_axes + self.way.share
 
+    @property
+    def family(self) -> tuple[int, int, tuple[int, ...]]:
+        """What groups have in common whose matrices are numbered together."""
+        return self.kind.fan_in, self.kind.fan_out, self.kind.split
+
     def stack_size(self, mesh: Mapping[str, int]) -> int:
         """Number of matrices in the stack, over all devices and with padding."""
         return (self.count + self.padding) * _costs.size(mesh, self.kind.batch_axes)
@@ -178,15 +183,10 @@ class MatrixPlan:
     def _offsets(self) -> dict[str, int]:
         offsets, ends = {}, dict[Any, int]()
         for path, layout in self.layouts.items():
-            family = family_of(layout)
+            family = layout.fan_in, layout.fan_out, layout.dims.split
             offsets[path] = ends.get(family, 0)
             ends[family] = offsets[path] + layout.count
         return offsets
-
-
-def family_of(layout: LeafLayout) -> tuple[int, int, tuple[int, ...]]:
-    """Returns what leaves have in common whose matrices are numbered together."""
-    return layout.fan_in, layout.fan_out, layout.dims.split
 
 
 def plan_matrices(
@@ -234,12 +234,15 @@ def plan_matrices(
     """
     fn = newton_schulz() if fn is None else fn
     machine = machine or Machine()
-    if max_group_bytes < 1:
-        raise OptionError(f"`max_group_bytes` must be a positive integer; got {max_group_bytes!r}")
+    if not _is_positive(max_group_bytes):
+        raise OptionError(
+            f"`max_group_bytes` must be a positive integer; got {max_group_bytes!r}. With "
+            "`optax.inject_hyperparams` name it among `static_args`"
+        )
     sizes = dict(mesh.shape)
     world = tuple(sizes) if world_axes is None else tuple(world_axes)
     if unknown := [axis for axis in world if axis not in sizes]:
-        raise OptionError(f"`world_axes`: {unknown} are no axes of the mesh, which has {[*sizes]}")
+        raise OptionError(f"`world_axes`: {unknown} are not axes of the mesh, which has {[*sizes]}")
     decided = matrices.resolve(params)
     given = _shardings_by_path(params, shardings)
     layouts = {
@@ -259,6 +262,10 @@ def plan_matrices(
     ]
     rest = tuple(path for path, dims in decided.items() if dims is None)
     return MatrixPlan(tuple(groups), layouts, rest, mesh, fn, max_group_bytes)
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1
 
 
 def _kind(layout: LeafLayout, fn: Any) -> Kind:
@@ -286,6 +293,8 @@ def _groups(
     """Groups of one kind, cut so that each fits."""
     parts = _costs.size(mesh, kind.batch_axes)
     total = sum(layout.count for layout in members) // parts
+    if not total:
+        return []
     way = _costs.cheapest(kind, total, mesh, world, fn, machine, max_bytes)
     workers = _costs.size(mesh, way.share)
     rounds = -(-total // workers)

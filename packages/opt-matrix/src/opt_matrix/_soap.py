@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 
-from opt_matrix._distribute import Distributed, distribute
+from opt_matrix._distribute import Distributed, PlannedTransformation, distribute
 from opt_matrix._matrices import Matrices
 
 State = dict[str, jax.Array]
@@ -109,7 +108,7 @@ def scale_by_soap(
     eps: float = 1e-8,
     refresh_every: int = 10,
     **options: Any,
-) -> optax.GradientTransformation:
+) -> PlannedTransformation:
     """Rescales updates as SOAP does: Adam in bases that follow the gradients' covariances.
 
     Gradients travel to the device that computes with their matrix, and updates back; all state
@@ -130,7 +129,8 @@ def scale_by_soap(
       **options: of `distribute`: `max_group_bytes`, `world_axes`, `machine`.
 
     Returns:
-      A transformation whose state has, for each group of the plan, a dict of stacks.
+      A transformation whose state has, for each group of its `plan`, a dict of stacks; `restack`
+      brings them to another plan.
 
     References:
       Vyas et al., `SOAP <https://arxiv.org/abs/2409.11321>`_, 2024
@@ -148,12 +148,13 @@ def scale_by_soap(
     )
 
     def init(params: Any) -> tuple[Any, ...]:
+        shared.require_matrices("scale_by_soap", params)
         return shared.init()
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, tuple[Any, ...]]:
         return shared.apply(updates, state)
 
-    return optax.GradientTransformation(init, update)
+    return PlannedTransformation.make(init, update, shared.plan, shared.restack)
 
 
 def _turned(x: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:

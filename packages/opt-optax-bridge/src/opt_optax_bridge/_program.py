@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.extend.core.primitives import convert_element_type_p
 from jax.interpreters.partial_eval import DynamicJaxprTracer
-from opt_core import path_names, strong_type
+from opt_core import path_names, strip_weak_type
 
 _PREFIX = "opt_optax_bridge/"
 _Values = Callable[[Sequence[Any]], Sequence[Any]]  # of variables, or positions of inputs
@@ -120,7 +120,7 @@ def _find(program: ClosedJaxpr, name: str, inputs: _Values) -> Iterator[Any]:
 
     for equation in jaxpr.eqns:
         if equation.params.get("name") == _PREFIX + name:
-            yield strong_type(jnp.asarray(values(equation.invars)[0]))
+            yield strip_weak_type(jnp.asarray(values(equation.invars)[0]))
         for body in _bodies(equation):
             yield from _find(body, name, functools.partial(_of_body, body, equation, values))
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from opt_core import flatten_with_paths, path_str, strong_type
+from opt_core import flatten_with_paths, path_str, strip_weak_type
 from opt_core.errors import StateChangedError
 
 
@@ -17,7 +17,7 @@ def stable_leaves(state: Any) -> Any:
     def stable(leaf: Any) -> Any:
         if isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic):
             leaf = jnp.array(leaf)  # that of a Python number would be weak
-        return strong_type(leaf)
+        return strip_weak_type(leaf)
 
     return jax.tree.map(stable, state)
 
@@ -33,7 +33,7 @@ def keep_avals(old: Any, new: Any) -> Any:
     def kept(before: Any, after: Any) -> Any:
         if getattr(after, "dtype", None) != before.dtype:
             return jnp.asarray(after, before.dtype)
-        return strong_type(after)
+        return strip_weak_type(after)
 
     return jax.tree.map(kept, old, new)
 

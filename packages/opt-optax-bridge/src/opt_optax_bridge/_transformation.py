@@ -27,7 +27,7 @@ def as_transformation(definition: OptimizerDef) -> optax.GradientTransformationE
     from them: adding its updates again is exact but for round-off.
 
     Args:
-      definition: any `OptimizerDef`: groups, Adafactor, a twin.
+      definition: any `OptimizerDef`: groups, Adafactor, a wrapped optimizer.
 
     Raises:
       TypeError: `definition` is not an `OptimizerDef`.

@@ -35,10 +35,10 @@ from opt_core.errors import HyperParamError
 from opt_core.t5x import lenient_references
 from opt_partition import OptaxStatePartitionRules
 
-from opt_optax_bridge import _twins, _wrapper
+from opt_optax_bridge import _constructors, _wrapper
 
 if TYPE_CHECKING:
-    from opt_optax_bridge._t5x_twins import *  # noqa: F403  # a stub alone
+    from opt_optax_bridge._t5x_constructors import *  # noqa: F403  # a stub alone
 
 __all__ = [
     "Dtype",
@@ -87,7 +87,7 @@ class OptaxWrapper(_wrapper.OptaxWrapper):
         return self.built_with if is_ignored else hyper_params
 
     def _overridable(self) -> str:
-        return "none (`learning_rate` is ignored; `opt_optax_bridge` has twins that override)"
+        return "none (`learning_rate` is ignored; those of `opt_optax_bridge` override it)"
 
     def _match(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
@@ -110,7 +110,8 @@ class MultiOptimizer(opt_core.MultiOptimizer):
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> definition = MultiOptimizer([('kernel', _twin('sgd')(0.1)), ('bias', _twin('sgd')(0.1))])
+      >>> sgd = _wrapped('sgd')
+      >>> definition = MultiOptimizer([('kernel', sgd(0.1)), ('bias', sgd(0.1))])
       >>> optimizer = definition.create({'kernel': jnp.ones(1), 'bias': jnp.ones(1)})
       >>> kernel, bias = definition.hyper_params
       >>> optimizer = optimizer.apply_gradient(
@@ -163,10 +164,10 @@ def wrap_optax_optimizer(optax_optimizer: Callable[P, Any]) -> Callable[P, Optax
       >>> optimizer.apply_gradient({'w': jnp.ones(2)}, learning_rate=7.0).target['w'].tolist()
       [0.9, 0.9]
     """
-    return _twins.wrap_into(OptaxWrapper, optax_optimizer)
+    return _constructors.wrap_into(OptaxWrapper, optax_optimizer)
 
 
-chain = _twins.wrap_into(OptaxWrapper, _twins.chain_sequence, "chain")
+chain = _constructors.wrap_into(OptaxWrapper, _constructors.chain_sequence, "chain")
 
 
 _ABSENT = {
@@ -176,9 +177,9 @@ _ABSENT = {
 
 
 @functools.cache
-def _twin(name: str) -> Callable[..., OptaxWrapper]:
-    return _twins.wrap_into(
-        OptaxWrapper, _twins.constructor(name, __name__, is_optimizer=True), name
+def _wrapped(name: str) -> Callable[..., OptaxWrapper]:
+    return _constructors.wrap_into(
+        OptaxWrapper, _constructors.constructor(name, __name__, is_optimizer=True), name
     )
 
 
@@ -188,8 +189,8 @@ if not TYPE_CHECKING:  # for a type checker any name would be an attribute
         """Finds `adamw` and every other optimizer in the installed Optax, when it is asked for."""
         if name in _ABSENT:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}: {_ABSENT[name]}")
-        return _twin(name)
+        return _wrapped(name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_twins.optimizer_names()})
+    return sorted({*globals(), *_constructors.optimizer_names()})

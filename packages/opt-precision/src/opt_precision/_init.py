@@ -168,8 +168,8 @@ def order_message(outer: str, inner: str) -> str:
         return f"`{outer}` is there twice: keep one of them."
     if inner in ("MultiSteps", "apply_if_finite"):
         return (
-            f"`{outer}` is around `{inner}`: it would encode the moments anew in steps that do not "
-            f"update them, and an accumulator is no moment. Write `{inner}({outer}(...))`."
+            f"`{outer}` is around `{inner}`: it would encode the moments again in steps that do "
+            f"not update them, and an accumulator is not a moment. Write `{inner}({outer}(...))`."
         )
     if outer == "offload_state" and inner == "quantize_state":
         return (

@@ -49,7 +49,7 @@ def rollback(keep: int = 2, memory_kind: str | None = "pinned_host") -> Rollback
 class _Snapshot:
     step: int
     leaves: list[Any]
-    homes: list[Any]
+    shardings: list[Any]
     structure: Any
 
 
@@ -80,9 +80,9 @@ class Rollback:
         if any(bool(state.was_skipped) for _, state in guard_states(tree)):
             return False
         leaves, structure = jax.tree.flatten(tree)
-        homes = [leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves]
+        shardings = [leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves]
         copies = [self._host_copy(leaf) for leaf in leaves]
-        self._held.append(_Snapshot(step, copies, homes, structure))
+        self._held.append(_Snapshot(step, copies, shardings, structure))
         return True
 
     def restore(self) -> tuple[int, Any]:
@@ -100,8 +100,8 @@ class Rollback:
             )
         found = self._held.pop() if len(self._held) > 1 else self._held[-1]
         leaves = [
-            copy.deepcopy(leaf) if home is None else _copy_to(leaf, home)
-            for leaf, home in zip(found.leaves, found.homes, strict=True)
+            copy.deepcopy(leaf) if sharding is None else _copy_to(leaf, sharding)
+            for leaf, sharding in zip(found.leaves, found.shardings, strict=True)
         ]
         return found.step, jax.tree.unflatten(found.structure, leaves)
 
@@ -113,9 +113,9 @@ class Rollback:
         return _copy_to(leaf, leaf.sharding.with_memory_kind(self._memory_kind))
 
 
-def _copy_to(leaf: jax.Array, home: Any) -> jax.Array:
+def _copy_to(leaf: jax.Array, sharding: Any) -> jax.Array:
     """Copies first: a transfer within one memory may share the buffer that the next step reuses."""
-    if leaf.sharding.memory_kind == home.memory_kind:
+    if leaf.sharding.memory_kind == sharding.memory_kind:
         leaf = jnp.copy(leaf)
-    moved: jax.Array = jax.device_put(leaf, home)
+    moved: jax.Array = jax.device_put(leaf, sharding)
     return moved

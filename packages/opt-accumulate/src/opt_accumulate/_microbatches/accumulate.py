@@ -20,7 +20,7 @@ from opt_accumulate._microbatches.batch import Sizes, batch_rows, check_devices
 from opt_accumulate._microbatches.call import Further, check_keywords
 from opt_accumulate._microbatches.deferred import accumulate_deferred, check_axes, find_mesh
 from opt_accumulate._microbatches.placement import leaf_shardings, like_params, place
-from opt_accumulate._microbatches.scan import Loop, Rng, Share, accumulate
+from opt_accumulate._microbatches.scan import BatchShard, Loop, Rng, accumulate
 from opt_accumulate._microbatches.skipping import SkipFunction, check_skip_function
 from opt_accumulate._microbatches.varying import sum_as_like
 from opt_accumulate._microbatches.weighted import Weights, check_weights
@@ -207,8 +207,8 @@ def accumulate_gradients(
             if mesh is not None:
                 check_devices(split, mesh, axes, "`data_axes`")
             keep_place = functools.partial(place, shardings=shardings)
-            share = Share(0, rng)
-            sums, stacks, plan = accumulate(loop, split, share, params, batch, further, keep_place)
+            shard = BatchShard(0, rng)
+            sums, stacks, plan = accumulate(loop, split, shard, params, batch, further, keep_place)
         grads = jax.tree.map(lambda g: divide(g, sums.weight), sums.grads)
         grads = sum_as_like(grads, params)
         if grad_dtype == "params":

@@ -1,4 +1,4 @@
-"""How the loss function is called: what it gets beside parameters and a microbatch."""
+"""How the loss function is called: what it gets besides parameters and a microbatch."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from opt_accumulate._microbatches.placement import (
     reshard,
     without,
 )
-from opt_accumulate._microbatches.scan import Loop, Share, Stacks, Sums, accumulate
+from opt_accumulate._microbatches.scan import BatchShard, Loop, Stacks, Sums, accumulate
 from opt_accumulate._trees import path_str
 from opt_accumulate.errors import OptionError
 
@@ -131,8 +131,8 @@ def accumulate_deferred(
         def keep_place(tree: Any) -> Any:
             return place(tree, shardings, data_axes)
 
-        share = Share(index[0], rng)
-        sums, stacks, plan = accumulate(loop, split, share, params, batch, further, keep_place)
+        shard = BatchShard(index[0], rng)
+        sums, stacks, plan = accumulate(loop, split, shard, params, batch, further, keep_place)
         return jax.tree.map(lambda leaf: leaf[None], sums), stacks, plan
 
     run = jax.shard_map(

@@ -76,11 +76,11 @@ class Stacks(NamedTuple):
     aux: list[jax.Array]
 
 
-class Share(NamedTuple):
-    """Which part of a batch is at hand.
+class BatchShard(NamedTuple):
+    """The part of a batch that one call of `accumulate` sums.
 
     Attributes:
-      index: of this share.
+      index: of this shard.
       rng: the key of the whole batch; `None` without.
     """
 
@@ -91,7 +91,7 @@ class Share(NamedTuple):
 def accumulate(
     loop: Loop,
     split: Split,
-    share: Share,
+    shard: BatchShard,
     params: Any,
     batch: Any,
     further: Further,
@@ -102,7 +102,7 @@ def accumulate(
     Args:
       loop: what happens to each.
       split: of the rows of `batch`.
-      share: which part of the whole batch this is.
+      shard: which part of the whole batch this is.
       params: to differentiate by.
       batch: leaves of `split.rows` rows, and scalars.
       further: arguments of the loss function.
@@ -114,9 +114,9 @@ def accumulate(
         if loop.rng is False:
             return None
         if loop.rng == "rows":
-            rows = rows + share.index * split.rows
-            return jax.vmap(jax.random.fold_in, (None, 0))(share.rng, rows)
-        return jax.random.fold_in(share.rng, index + share.index * split.total)
+            rows = rows + shard.index * split.rows
+            return jax.vmap(jax.random.fold_in, (None, 0))(shard.rng, rows)
+        return jax.random.fold_in(shard.rng, index + shard.index * split.total)
 
     def weighted(params: Any, microbatch: Any, key: jax.Array | None) -> Weighted:
         output = call_loss(loop.loss_fn, params, microbatch, further, key)

@@ -202,7 +202,7 @@ _WHY_FIXED = {
     "LARS": (
         "its trust ratio is |p| / (|g| + decay |p|), that of `optax.lars` |p| / |g + decay p|. "
         "Steps differ by up to a half. Restore without `weight_decay`, or into "
-        "`opt_optax_bridge.lars(...)` with `written_by='LARS'` to go on with that"
+        "`opt_optax_bridge.lars(...)` with `written_by='LARS'` to continue with that"
     ),
     "Adagrad": (
         "it divides by sqrt(G) + eps, `optax.adagrad` by sqrt(G + eps). Up to 1e-8 steps differ by "
@@ -255,7 +255,7 @@ def flax_optim_equivalent(name: str, **hyper_params: Any) -> OptaxWrapper:
     if given.get("learning_rate") is None:
         raise EquivalenceError(
             "`learning_rate` is missing. Where every step was given one, give the first one here, "
-            "or the schedule: `apply_gradient(grads, learning_rate=...)` goes on to act."
+            "or the schedule: `apply_gradient(grads, learning_rate=...)` still acts."
         )
     return wrap_optax_optimizer(equal.constructor)(**given)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from opt_core import Optimizer, OptimizerState, strong_types, unalias
+from opt_core import Optimizer, OptimizerState, strip_weak_type, unalias
 from opt_core.state_changes import all_survive, convert_held, init_leaves, placed
 
 from opt_checkpoint._naming.schema import Names, shown
@@ -100,7 +100,7 @@ def _leaf(
 ) -> Any:
     """The leaf of the target, `None` where it is to be initialised."""
     if row.by == "keep" or (row.action == "initialised" and row.leaf.kind == "params"):
-        return strong_types(value) if isinstance(value, jax.Array) else jnp.asarray(value)
+        return strip_weak_type(value) if isinstance(value, jax.Array) else jnp.asarray(value)
     if row.action == "initialised":
         return None
     given = [arrays[name] for name in row.sources]

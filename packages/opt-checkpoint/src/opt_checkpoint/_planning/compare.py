@@ -19,6 +19,9 @@ INJECTED: Final = "injected"
 INJECTING: Final = "inject_"
 """The prefix of the names of what injects."""
 
+_WITHOUT_EFFECT: Final = {"as_transformation"}
+"""Wrappers that compute what they wrap: that one is new or gone changes nothing."""
+
 
 def changes(move: Move) -> Iterator[str]:
     """Yields the differences between two optimizers as text.
@@ -32,20 +35,20 @@ def changes(move: Move) -> Iterator[str]:
     yield from _groups(before, after)
     for group in sorted(before.keys() & after.keys()):
         yield from _order(before[group], after[group], group)
-    keepers = {leaf.transformation for side in (old, new) for leaf in side.told}
+    keepers = {leaf.transformation for side in (old, new) for leaf in side.descriptions}
     ones, others = ({made[:2] for made in _made(side)} for side in (old, new))
     for group, name in sorted(ones & others):
-        numbers, _ = like_numbers(old.alike(group, name), new.alike(group, name))
+        numbers, _ = like_numbers(old, new, name, group, group)
         is_many = name in keepers and len(new.alike(group, name)) > 1
         if is_many and (moved := sorted((j, i) for j, i in numbers.items() if i != j)):
-            told = ", ".join(f"`{numbered(name, j)}` was `{numbered(name, i)}`" for j, i in moved)
-            yield f"by their settings, {told}{inside(group)}"
+            renumbered = (f"`{numbered(name, j)}` was `{numbered(name, i)}`" for j, i in moved)
+            yield f"by their settings, {', '.join(renumbered)}{inside(group)}"
         for j, i in sorted(numbers.items()):
             one, other = old.made((group, name, i)), new.made((group, name, j))
             yield from _settings(one, other, by_number=is_many)
     # Leaves that moved show which transformations of other groups go on.
     for was, now in dict.fromkeys(
-        (made_of(old.told[i]), made_of(new.told[j]))
+        (made_of(old.descriptions[i]), made_of(new.descriptions[j]))
         for j, pair in enumerate(move.pairs)
         for i in pair.sources
     ):
@@ -61,7 +64,9 @@ def _made(side: Side) -> list[tuple[Names, str, int]]:
 def _by_group(side: Side) -> dict[Names, list[str]]:
     found: dict[Names, list[str]] = {}
     for group, name, _ in _made(side):
-        found.setdefault(group, []).append(f"`{name}`")
+        members = found.setdefault(group, [])
+        if name not in _WITHOUT_EFFECT:
+            members.append(f"`{name}`")
     return found
 
 
@@ -80,8 +85,9 @@ def _groups(before: Mapping[Names, list[str]], after: Mapping[Names, list[str]])
             yield f"group{'' if is_one else 's'} {names} {'is' if is_one else 'are'} {word}"
     for one, other, word in sides:
         for group in one:
-            if group not in other and one[group] not in other.values():
-                yield f"{', '.join(one[group])} is {word}{inside(group)}"
+            if group not in other and one[group] and one[group] not in other.values():
+                verb = "is" if len(one[group]) == 1 else "are"
+                yield f"{', '.join(one[group])} {verb} {word}{inside(group)}"
 
 
 def _order(old: Sequence[str], new: Sequence[str], group: Names) -> Iterator[str]:
@@ -118,8 +124,8 @@ def _settings(
         if (is_switch or by_number) and are_numbers:
             yield f"{where} was {one}, is {other}"
         elif is_switch:
-            was = one if isinstance(one, bool) else "no boolean"
-            yield f"{where} was {was}, is {other if isinstance(other, bool) else 'no boolean'}"
+            was = one if isinstance(one, bool) else "not a boolean"
+            yield f"{where} was {was}, is {other if isinstance(other, bool) else 'not a boolean'}"
         elif effect == "window":
             length, now = (str(x) if isinstance(x, int) else "a function" for x in (one, other))
             yield f"{where} was {length}, is {now if length != now else 'another'}"
@@ -147,7 +153,8 @@ def _looks(side: Side, chosen: Collection[int]) -> Mapping[TransformationDescrip
         own = side.leaves_of((made.group, made.name, made.number))
         if own and all(i in chosen for i in own):
             looks = (
-                (side.told[i].field, side.told[i].parameter, side.leaves[i].shape) for i in own
+                (side.descriptions[i].field, side.descriptions[i].parameter, side.leaves[i].shape)
+                for i in own
             )
             found[made] = frozenset(looks)
     return found

@@ -208,7 +208,7 @@ class _Matcher:
     def _with_counts(self, rows: Sequence[Row]) -> Iterator[Row]:
         """Refuses to reinitialise a count whose moments are kept by rules."""
         ruled: dict[tuple[Names, str], str] = {}
-        fresh = {(made[0], numbered(*made[1:])) for made in self.pairing.anew}
+        fresh = {(made[0], numbered(*made[1:])) for made in self.pairing.reinitialised}
         for row in rows:
             if row.leaf.parameter is not None and row.by is not None:
                 ruled.setdefault((row.leaf.group, row.leaf.transformation), row.leaf.name)
@@ -247,7 +247,7 @@ class _Matcher:
             name = "state/step" if pair.counts == STEP else self.old.names[pair.counts]
             if name in self.saved and self.saved[name].shape == leaf.shape:
                 why = f" ({pair.note})" if pair.note else ""
-                note = f"a new count, which goes on from `{name}`{why}"
+                note = f"a new count, which continues from `{name}`{why}"
                 return fitted(leaf, self.saved[name], ("initialise",), note, self.policy.allow)
         if not sources and pair.lookalike is not None:
             like = self._old[pair.lookalike]
@@ -349,14 +349,14 @@ def _check_rules(policy: Policy, rows: Sequence[Row], source: Source) -> None:
 
 
 def _with_notes(rows: Iterable[Row]) -> Iterator[Row]:
-    """Notes on leaves that are initialised although their count goes on."""
+    """Notes on leaves that are initialised although their count continues."""
     rows = list(rows)
     counts: dict[tuple[Names, str], str] = {}
     for row in rows:
         leaf = row.leaf
         if row.sources and leaf.transformation and leaf.parameter is None and row.value:
             where = leaf.group, leaf.transformation
-            counts.setdefault(where, f"`{leaf.path[-1]}` goes on from {row.value}")
+            counts.setdefault(where, f"`{leaf.path[-1]}` continues from {row.value}")
     for row in rows:
         count = counts.get((row.leaf.group, row.leaf.transformation))
         is_new = row.action == "initialised" and row.leaf.parameter is not None and not row.note

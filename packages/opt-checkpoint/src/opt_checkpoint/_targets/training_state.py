@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from opt_core import Optimizer, OptimizerDef, OptimizerState, path_str, strong_types
+from opt_core import Optimizer, OptimizerDef, OptimizerState, path_str, strip_weak_type
 from opt_core.errors import TreeMismatchError
 from opt_optax_bridge import OptaxWrapper
 
@@ -78,7 +78,9 @@ def optimizer_of(tx: Any, params: Any, opt_state: Any, step: Any) -> Optimizer:
             + "\n  ".join(problems)
             + "\nGive the transformation that made it, and the parameters that it was made for."
         )
-    state = OptimizerState(jnp.zeros((), jnp.int32), strong_types(jax.tree.map(_array, opt_state)))
+    state = OptimizerState(
+        jnp.zeros((), jnp.int32), strip_weak_type(jax.tree.map(_array, opt_state))
+    )
     optimizer = Optimizer(definition, state, params)
     step = _step(_count(optimizer) if step is None else step)
     return optimizer.replace(state=state.replace(step=step))
@@ -97,7 +99,7 @@ def _step(step: Any) -> Any:
         raise TypeError(f"`step`: expected how many updates have been made, found {step!r:.80}")
     if isinstance(step, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((), jnp.int32, sharding=step.sharding)
-    return strong_types(jnp.asarray(step, jnp.int32))
+    return strip_weak_type(jnp.asarray(step, jnp.int32))
 
 
 def _expected(definition: OptimizerDef, params: Any) -> Any:

@@ -77,13 +77,13 @@ def _shortened(text: str, width: int) -> str:
 
 
 def _settings(made: TransformationDescription) -> Iterator[str]:
-    told = [
+    shown = [
         f"{name}={_value(value)}" + (f" ({made.effect(name)})" if name in made.bearing else "")
         for name, value in made.settings.items()
     ]
     if made.parameters is not None:
-        told.append(f"acts on {', '.join(map(path_str, made.parameters)) or 'nothing'}")
-    line = f"{_name(made.group, made.name, made.number)}: {', '.join(told)}".rstrip(": ")
+        shown.append(f"acts on {', '.join(map(path_str, made.parameters)) or 'nothing'}")
+    line = f"{_name(made.group, made.name, made.number)}: {', '.join(shown)}".rstrip(": ")
     yield from textwrap.wrap(line, _COLUMNS, subsequent_indent="    ")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from opt_core._fingerprint import fingerprint
 from opt_core._groups.multi_optimizer import MultiOptimizer
 from opt_core._groups.patterns import Rest, pattern_str
-from opt_core._groups.selection import Part, has_shape
+from opt_core._groups.selection import GroupSelection, has_shape
 from opt_core._groups.table import Group
 from opt_core._optimizer import Optimizer
 from opt_core._paths import path_str
@@ -130,7 +130,7 @@ def _rows(definition: MultiOptimizer, optimizer: Optimizer, outer: str = "") -> 
 
 
 def _row(
-    part: Part,
+    part: GroupSelection,
     outer: str,
     paths: tuple[str, ...],
     elements: int,

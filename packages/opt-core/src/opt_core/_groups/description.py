@@ -34,13 +34,13 @@ def describe_groups(
     for name, part in definition.split(whole).items():
         own = part.state.param_states
         states = jax.tree.map(lambda i: leaves[i], own)
-        told = describe_state(part.optimizer_def, part.target, OptimizerState(state.step, states))
+        inner = describe_state(part.optimizer_def, part.target, OptimizerState(state.step, states))
         renamed = {
             names: known[id(leaf)]
             for names, leaf in flatten_with_paths(part.target)
             if leaf is not None
         }
-        for i, leaf in zip(jax.tree.leaves(own), told.leaves, strict=True):
+        for i, leaf in zip(jax.tree.leaves(own), inner.leaves, strict=True):
             found[i] = dataclasses.replace(
                 leaf,
                 path=paths[i],
@@ -53,7 +53,7 @@ def describe_groups(
                 group=(name, *made.group),
                 parameters=made.parameters and tuple(renamed[param] for param in made.parameters),
             )
-            for made in told.transformations
+            for made in inner.transformations
         ]
     return StateDescription(tuple(found[i] for i in range(len(leaves))), tuple(transformations))
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Self
 import jax
 
 from opt_core._groups.axes import with_axes
-from opt_core._groups.divisions import Divisions
 from opt_core._groups.patterns import LogicalAxes, logical_axes_by_path
 from opt_core._groups.selection import Selection, has_shape
+from opt_core._groups.selection_cache import SelectionCache
 from opt_core._groups.table import (
     FROZEN,
     Frozen,
@@ -31,7 +31,7 @@ class Grouped(OptimizerDef):
     sub_optimizers: tuple[OptimizerDef, ...]
     traversals: tuple[Any, ...]
     param_axes: LogicalAxes | None
-    _selections: Divisions
+    _selections: SelectionCache
     _allow_unused_traversals: ClassVar[bool] = False
 
     def __init__(
@@ -100,7 +100,7 @@ class Grouped(OptimizerDef):
             traversals=tuple(group.pattern for group in trained),
             hyper_params=tuple(definition.hyper_params for definition in definitions),
             param_axes=param_axes,
-            _selections=Divisions(groups, param_axes, self._allow_unused_traversals),
+            _selections=SelectionCache(groups, param_axes, self._allow_unused_traversals),
         )
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -41,7 +41,7 @@ def group_metrics(before: Optimizer, grads: Any, after: Optimizer) -> dict[str, 
     it in the training step, where XLA joins it with the update.
 
     Args:
-      before: an optimizer; one that is no `MultiOptimizer` is a single group, `'rest'`.
+      before: an optimizer; one that is not a `MultiOptimizer` is a single group, `'rest'`.
       grads: the gradients of the update, like its `target`.
       after: what `before.apply_gradient(grads)` returned.
 

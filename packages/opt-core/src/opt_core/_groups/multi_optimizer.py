@@ -16,12 +16,12 @@ from opt_core._groups.axes import derive_axes
 from opt_core._groups.description import describe_groups
 from opt_core._groups.grouped import Grouped
 from opt_core._groups.state_dict import (
-    Share,
+    GroupOptimizer,
+    group_optimizers,
     is_merged,
     is_whole,
     match_groups,
     read_list_layout,
-    shares,
     target_dict,
     write_states,
 )
@@ -89,11 +89,13 @@ class MultiOptimizer(Grouped):
           >>> definition.split(Optimizer(definition, state, params))['weights'].target.keys()
           dict_keys(['w'])
         """
-        shared = self._shares(optimizer.target, optimizer.state)
-        return {share.name: share.optimizer for share in shared}
+        shared = self._group_optimizers(optimizer.target, optimizer.state)
+        return {group.name: group.optimizer for group in shared}
 
-    def _shares(self, target: Any, state: OptimizerState) -> list[Share]:
-        return list(shares(self._selection_like(target), self.sub_optimizers, target, state))
+    def _group_optimizers(self, target: Any, state: OptimizerState) -> list[GroupOptimizer]:
+        return list(
+            group_optimizers(self._selection_like(target), self.sub_optimizers, target, state)
+        )
 
     def init_state(self, params: Any) -> OptimizerState:
         """Returns the state of every group before the first step.
@@ -301,17 +303,17 @@ class MultiOptimizer(Grouped):
           target: the parameters.
           state: the state that belongs to them.
         """
-        states = write_states(target, self._shares(target, state))
+        states = write_states(target, self._group_optimizers(target, state))
         return target_dict(target, state.step, states)
 
     def _has_entries(self, structure: Any, target: Any, state: OptimizerState) -> bool:
         del structure
-        return is_merged(self._shares(target, state))
+        return is_merged(self._group_optimizers(target, state))
 
     def _match(
         self, target: Any, state: OptimizerState, state_dict: Mapping[str, Any]
     ) -> tuple[tuple[Any, OptimizerState], RestoreReport]:
-        given = self._shares(target, state)
+        given = self._group_optimizers(target, state)
         state_dict, problems = read_list_layout(state_dict, given)
         if not is_whole(state_dict):
             return super()._match(target, state, state_dict)

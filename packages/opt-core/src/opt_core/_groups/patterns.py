@@ -48,7 +48,7 @@ class Traversal(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class But:
+class Except:
     """The leaves that `pattern` matches and `excluded` does not.
 
     Attributes:
@@ -112,7 +112,7 @@ class _Unknown:
 def pattern_str(pattern: Any) -> str:
     """Returns a pattern as text."""
     match pattern:
-        case But():
+        case Except():
             return str(pattern)
         case str():
             return repr(pattern)
@@ -143,7 +143,7 @@ def check_pattern(pattern: Any) -> None:
             if not pattern or not all(isinstance(name, str) for name in pattern):
                 raise GroupError("a set of logical axes needs one name or more, all of them text")
             return
-    if not (isinstance(pattern, re.Pattern | Rest | But | Traversal) or callable(pattern)):
+    if not (isinstance(pattern, re.Pattern | Rest | Except | Traversal) or callable(pattern)):
         raise TypeError(
             "a pattern is a regular expression for the whole path, a function of `(path, leaf)`, "
             f"a set of logical axes, or a traversal; got a {type(pattern).__name__}"
@@ -162,7 +162,7 @@ def matched(
       axes: logical axes by path; needed for a set of them.
     """
     match pattern:
-        case But(inner, excluded):
+        case Except(inner, excluded):
             return matched(inner, tree, leaves, axes) - matched(excluded, tree, leaves, axes)
         case str() | re.Pattern():
             expression = re.compile(pattern)

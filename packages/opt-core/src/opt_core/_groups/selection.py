@@ -16,42 +16,42 @@ from opt_core._paths import Names, children, flatten_with_paths, path_names, pat
 from opt_core.errors import GroupError
 
 _DICTS = (dict, OrderedDict, FrozenDict)
-HOLE = ()
+MASKED_NODE = ()
 """Placeholder without leaves, for a leaf of another group in a container that keeps its shape."""
 
 
-def prune(tree: Any, keep: Callable[[Names], bool | None], *, holes: bool) -> Any:
+def prune(tree: Any, keep: Callable[[Names], bool | None], *, keep_keys: bool) -> Any:
     """Returns a tree with some of its leaves.
 
     Args:
       tree: any pytree, or one of the same containers with anything in place of leaves.
       keep: whether the node with these names along its path is a leaf to keep (`True`) or to omit
         (`False`); `None` if it is not a leaf.
-      holes: whether dicts keep the keys of omitted leaves, as other containers always do.
+      keep_keys: whether dicts keep the keys of omitted leaves, as other containers always do.
 
     Examples:
       >>> tree = {'a': {'w': 1, 'b': 2}, 'c': {'b': 3}, 'd': [4, 5]}
       >>> kernels = {('a', 'w'): True, ('a', 'b'): False, ('c', 'b'): False, ('d', '1'): True}
-      >>> prune(tree, lambda names: kernels.get(names), holes=False)
+      >>> prune(tree, lambda names: kernels.get(names), keep_keys=False)
       {'a': {'w': 1}, 'd': [(), 5]}
-      >>> prune(tree, lambda names: kernels.get(names), holes=True)
+      >>> prune(tree, lambda names: kernels.get(names), keep_keys=True)
       {'a': {'b': (), 'w': 1}, 'c': {'b': ()}, 'd': [(), 5]}
     """
-    return _prune(tree, keep, (), holes)[0]
+    return _prune(tree, keep, (), keep_keys)[0]
 
 
 def _prune(
-    node: Any, keep: Callable[[Names], bool | None], names: Names, holes: bool
+    node: Any, keep: Callable[[Names], bool | None], names: Names, keep_keys: bool
 ) -> tuple[Any, bool]:
     kept = keep(names)
     if kept is not None:
-        return (node, True) if kept else (HOLE, False)
+        return (node, True) if kept else (MASKED_NODE, False)
     opened = children(node)
     if opened is None:
-        return (None if node is None else HOLE), False
-    parts = [_prune(child, keep, (*names, name), holes) for name, child in opened.children]
+        return (None if node is None else MASKED_NODE), False
+    parts = [_prune(child, keep, (*names, name), keep_keys) for name, child in opened.children]
     has_any = any(has for _, has in parts)
-    if type(node) in _DICTS and not holes:
+    if type(node) in _DICTS and not keep_keys:
         chosen = {name for (name, _), (_, has) in zip(opened.children, parts, strict=True) if has}
         by_name = {name: part for (name, _), (part, _) in zip(opened.children, parts, strict=True)}
         return type(node)({k: by_name[str(k)] for k in node if str(k) in chosen}), has_any
@@ -92,7 +92,7 @@ def _prefixes(paths: Collection[Names]) -> set[Names]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class GroupSelection:
     """One group's share of the leaves.
 
     Attributes:
@@ -129,10 +129,10 @@ class Selection:
     treedef: Any
     paths: tuple[Names, ...]
     owners: Mapping[Names, int]
-    parts: tuple[Part, ...]
+    parts: tuple[GroupSelection, ...]
 
     @property
-    def trained(self) -> tuple[Part, ...]:
+    def trained(self) -> tuple[GroupSelection, ...]:
         """The groups that are not frozen."""
         return tuple(part for part in self.parts if not part.group.is_frozen)
 
@@ -141,13 +141,13 @@ class Selection:
         """The positions of the frozen leaves."""
         return tuple(i for part in self.parts if part.group.is_frozen for i in part.members)
 
-    def cut_by_path(self, tree: Any, position: int, *, holes: bool = False) -> Any:
+    def cut_by_path(self, tree: Any, position: int, *, keep_keys: bool = False) -> Any:
         """Returns one group's part of a tree with these paths and any leaves."""
         owners = self.owners
         return prune(
             tree,
             lambda names: owners[names] == position if names in owners else None,
-            holes=holes,
+            keep_keys=keep_keys,
         )
 
 
@@ -204,8 +204,8 @@ def _check_names(tree: Any) -> None:
             if other != keys[:n]:
                 both = " and ".join(f"`{jax.tree_util.keystr(path)}`" for path in (other, keys[:n]))
                 raise GroupError(
-                    f"{both} have the same path, `{path_str(names[:n])}`, and could not be told "
-                    "apart; rename one of the keys"
+                    f"{both} have the same path, `{path_str(names[:n])}`, and could not be "
+                    "distinguished; rename one of the keys"
                 )
 
 
@@ -215,11 +215,13 @@ def positions_of(pattern: Any, tree: Any, axes: LogicalAxes | None) -> frozenset
     return matched(pattern, treedef.unflatten([leaf.info for leaf in leaves]), leaves, axes)
 
 
-def _part(group: Group, position: int, skeleton: Any, owners: Mapping[Names, int]) -> Part:
-    holes = not isinstance(group.definition, Frozen) and group.definition.whole_tree
+def _part(
+    group: Group, position: int, skeleton: Any, owners: Mapping[Names, int]
+) -> GroupSelection:
+    keep_keys = not isinstance(group.definition, Frozen) and group.definition.whole_tree
     tree = prune(
         skeleton,
         lambda names: owners[names] == position if names in owners else None,
-        holes=holes,
+        keep_keys=keep_keys,
     )
-    return Part(group, tuple(jax.tree.leaves(tree)), jax.tree.structure(tree))
+    return GroupSelection(group, tuple(jax.tree.leaves(tree)), jax.tree.structure(tree))

@@ -9,7 +9,7 @@ import flax.serialization
 import jax
 from jax.tree_util import DictKey
 
-from opt_core._groups.selection import Part, Selection, at_paths
+from opt_core._groups.selection import GroupSelection, Selection, at_paths
 from opt_core._optimizer import OptimizerDef
 from opt_core._paths import parts_at, path_str
 from opt_core.errors import GroupError
@@ -113,7 +113,11 @@ def split_states(
 
 
 def _wrong_members(
-    selection: Selection, part: Part, definition: OptimizerDef, state: Any, leaves: Sequence[Any]
+    selection: Selection,
+    part: GroupSelection,
+    definition: OptimizerDef,
+    state: Any,
+    leaves: Sequence[Any],
 ) -> Iterator[str]:
     """Lines for missing and extra parameters of a state with entries per parameter."""
     if definition.whole_tree:

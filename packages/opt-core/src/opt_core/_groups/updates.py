@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from opt_core._gradients import check_frozen_gradients, gradient_leaves
 from opt_core._groups.overrides import OWN, listed, named
-from opt_core._groups.selection import Part, Selection
+from opt_core._groups.selection import GroupSelection, Selection
 from opt_core._groups.states import join_states, split_states
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState, increment_step
 from opt_core._paths import Names
@@ -170,7 +170,7 @@ def _extra_args_of(definition: OptimizerDef, extra_args: Mapping[str, Any]) -> d
 def _of_group(
     definition: OptimizerDef,
     extra_args: Mapping[str, Any],
-    group: tuple[Selection, Part, Sequence[Any]],
+    group: tuple[Selection, GroupSelection, Sequence[Any]],
 ) -> dict[str, Any]:
     """Returns extra arguments as one group's definition needs them.
 

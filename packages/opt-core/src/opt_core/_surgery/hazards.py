@@ -53,7 +53,7 @@ class Move:
     def dropped(self) -> list[int]:
         """The positions of the old leaves without a successor."""
         used = {i for pair in self.pairs for i in pair.sources}
-        return [i for i in range(len(self.old.told)) if i not in used]
+        return [i for i in range(len(self.old.descriptions)) if i not in used]
 
 
 class Refusal(NamedTuple):
@@ -72,10 +72,10 @@ class Refusal(NamedTuple):
 
 def dropped_leaves(move: Move) -> Iterator[str]:
     """Yields descriptions of the trained leaves that would be dropped."""
-    told = zip(move.new.told, move.pairs, strict=True)
-    notes = {(leaf.transformation, leaf.field, leaf.parameter): pair.note for leaf, pair in told}
+    paired = zip(move.new.descriptions, move.pairs, strict=True)
+    notes = {(leaf.transformation, leaf.field, leaf.parameter): pair.note for leaf, pair in paired}
     for i in move.dropped:
-        leaf = move.old.told[i]
+        leaf = move.old.descriptions[i]
         if _is_trained(leaf, move.old.made(made_of(leaf)), move.old.leaves[i]):
             note = notes.get((leaf.transformation, leaf.field, leaf.parameter), "")
             of = f" of `{path_str(leaf.parameter)}`" if leaf.parameter is not None else ""
@@ -104,7 +104,9 @@ def refusals(move: Move) -> Iterator[Refusal]:
         bearing = {**old.bearing, **new.bearing} if move.old is not move.new else ()
         for name in sorted(bearing):
             yield from map(Refusal, _refused(move, name, (old, new), pairs))
-        if any(move.new.told[j].role in _IN_UNITS and j not in move.ruled for _, j in pairs):
+        if any(
+            move.new.descriptions[j].role in _IN_UNITS and j not in move.ruled for _, j in pairs
+        ):
             factors |= dict.fromkeys(_factors(move, before, after))
     yield from map(Refusal, factors)
     yield from _windows(move, together)
@@ -119,9 +121,9 @@ def earlier_changes(move: Move) -> Iterator[str]:
     for (before, after), pairs in continued(move.old, move.new, move.pairs).items():
         yield from switched(move.old.made(before), move.new.made(after))
         moments = {
-            (move.old.told[i].parameter, move.new.told[j].parameter)
+            (move.old.descriptions[i].parameter, move.new.descriptions[j].parameter)
             for i, j in pairs
-            if move.new.told[j].role in _IN_UNITS and j not in move.ruled
+            if move.new.descriptions[j].role in _IN_UNITS and j not in move.ruled
         }
         if not moments:
             continue
@@ -133,8 +135,8 @@ def earlier_changes(move: Move) -> Iterator[str]:
             continue
         for old, new in zip(ones, others, strict=True):
             acts = f"`{new.name}`, which acts before `{shown(after)}`"
-            if not old.passes_on and (told := _acted_on(move, old, new, moments)):
-                yield f"{acts}, acts on other parameters: {told}"
+            if not old.passes_on and (difference := _acted_on(move, old, new, moments)):
+                yield f"{acts}, acts on other parameters: {difference}"
             for name in shared_settings(old, new):
                 was, now = old.settings[name], new.settings[name]
                 is_code = any(isinstance(x, Mapping) and "function" in x for x in (was, now))
@@ -163,7 +165,7 @@ def _acted_on(
 
 def _learns_nothing(side: Side, made: TransformationDescription) -> bool:
     own = side.leaves_of((made.group, made.name, made.number))
-    return all(side.told[i].role in ("count", "schedule_count") for i in own)
+    return all(side.descriptions[i].role in ("count", "schedule_count") for i in own)
 
 
 def bearing_of(
@@ -192,7 +194,11 @@ def _refused(
             "setting, or, for a checkpoint, give rules for the leaves"
         )
     for i, j in pairs:
-        count = _count(move.old, i, bearing) if move.old.told[i].field == bearing.count else None
+        count = (
+            _count(move.old, i, bearing)
+            if move.old.descriptions[i].field == bearing.count
+            else None
+        )
         if count is None:
             continue
         field = "/".join(bearing.count)
@@ -207,15 +213,15 @@ def _refused(
 
 def _is_ruled(move: Move, name: str, pairs: Pairs) -> bool:
     """Whether the caller has given rules for the setting's own leaf, or for all leaves."""
-    where = made_of(move.new.told[pairs[0][1]])
-    own = [j for j in move.new.leaves_of(where) if move.new.told[j].field[-1:] == (name,)]
+    where = made_of(move.new.descriptions[pairs[0][1]])
+    own = [j for j in move.new.leaves_of(where) if move.new.descriptions[j].field[-1:] == (name,)]
     return any(j in move.ruled for j in own) or all(j in move.ruled for _, j in pairs)
 
 
 def _count(side: Side, i: int, bearing: Bearing) -> int | None:
     """The count that decides, such as the progress of a window; `None` if it has no value."""
     value = side.value(i)
-    length = side.made(made_of(side.told[i])).settings.get(bearing.modulo or "")
+    length = side.made(made_of(side.descriptions[i])).settings.get(bearing.modulo or "")
     return value if value is None or not isinstance(length, int) else value % max(length, 1)
 
 
@@ -274,7 +280,7 @@ def _factors(move: Move, before: Made, after: Made) -> Iterator[str]:
 def _keeps_nothing(side: Side, made: TransformationDescription) -> bool:
     """Whether it keeps no state but a schedule's count, so that only its settings affect others."""
     own = side.leaves_of((made.group, made.name, made.number))
-    return bool(made.bearing) and all(side.told[i].role == "schedule_count" for i in own)
+    return bool(made.bearing) and all(side.descriptions[i].role == "schedule_count" for i in own)
 
 
 def _at(side: Side, which: Made) -> int:
@@ -293,7 +299,11 @@ def _windows(move: Move, together: Iterable[tuple[Made, Made]]) -> Iterator[Refu
         where = made.group, made.name, made.number
         bearing = next((b for b in made.bearing.values() if b.effect == "window"), None)
         own = move.old.leaves_of(where)
-        at = [i for i in own if bearing is not None and move.old.told[i].field == bearing.count]
+        at = [
+            i
+            for i in own
+            if bearing is not None and move.old.descriptions[i].field == bearing.count
+        ]
         if bearing is None or not at or not (count := _count(move.old, at[0], bearing)):
             continue
         is_open = f"a window is open, `{move.old.names[at[0]]}` is {count}"
@@ -304,7 +314,7 @@ def _windows(move: Move, together: Iterable[tuple[Made, Made]]) -> Iterator[Refu
                 yield Refusal(f"{is_open}, and {what} would be lost; {_ADVICE}", i)
         for after in () if move.is_asked else goes_on.get(where, ()):
             for j in move.new.leaves_of(after):
-                leaf = move.new.told[j]
+                leaf = move.new.descriptions[j]
                 is_held = leaf.role in _HELD and leaf.parameter is not None
                 if is_held and not move.pairs[j].sources and j not in move.ruled:
                     why = f"`{move.new.names[j]}` would have only a part of it"
@@ -313,7 +323,7 @@ def _windows(move: Move, together: Iterable[tuple[Made, Made]]) -> Iterator[Refu
 
 def _waits(move: Move, i: int, *, is_counted: bool) -> bool:
     """Whether a dropped leaf holds part of an open window."""
-    leaf = move.old.told[i]
+    leaf = move.old.descriptions[i]
     if move.is_asked or leaf.parameter in move.idle:
         return leaf.role == "params_copy"
     return is_counted and leaf.role in _HELD and leaf.parameter is not None
@@ -323,14 +333,16 @@ def switches(move: Move, origins: Mapping[Names, Sequence[Names]] | None = None)
     """Yields differences in behaviour from the transformations whose state is continued."""
     seen: dict[str, None] = {}
     for (before, after), pairs in continued(move.old, move.new, move.pairs).items():
-        if not any(move.old.told[i].role in TRAINED for i, _ in pairs):
+        if not any(move.old.descriptions[i].role in TRAINED for i, _ in pairs):
             continue
         one, other = move.old.made(before), move.new.made(after)
         for name in sorted({*one.settings} & {*other.settings} - {*one.bearing} - {*other.bearing}):
             was, now = one.settings[name], other.settings[name]
             if was != now and isinstance(was, bool) and isinstance(now, bool):
                 seen[f"`{name}` of `{shown(before)}` was {was}, is {now}"] = None
-        is_open = any(_is_count(one, move.old.told[i]) and move.old.value(i) for i, _ in pairs)
+        is_open = any(
+            _is_count(one, move.old.descriptions[i]) and move.old.value(i) for i, _ in pairs
+        )
         if is_open and before[1:] != after[1:]:
             seen[f"a window of `{shown(before)}` is open, which is `{shown(after)}` now"] = None
         if not has_window(one):
@@ -347,7 +359,11 @@ def statistics(move: Move, origins: Mapping[Names, Sequence[Names]] | None = Non
       origins: the old parameters that new ones are made of, if they differ.
     """
     for (before, after), pairs in continued(move.old, move.new, move.pairs).items():
-        fields = ["/".join(move.new.told[j].field) for _, j in pairs if _is_sum(move.new.told[j])]
+        fields = [
+            "/".join(move.new.descriptions[j].field)
+            for _, j in pairs
+            if _is_sum(move.new.descriptions[j])
+        ]
         was = {*move.old.followed(before)}
         known = origins or {}
         now = {o for param in move.new.followed(after) for o in known.get(param, (param,))}
@@ -396,9 +412,9 @@ _Numbered = tuple[str, int]
 
 def _others(side: Side, where: Made) -> tuple[Sequence[_Numbered], Sequence[_Numbered]]:
     """The transformations before and after one, by name and number."""
-    told = [(made.name, made.number) for made in side.line(where[0])]
+    names = [(made.name, made.number) for made in side.line(where[0])]
     at = _at(side, where)
-    return told[:at], told[at + 1 :]
+    return names[:at], names[at + 1 :]
 
 
 def _acts(side: Side, group: Names, other: _Numbered) -> bool:

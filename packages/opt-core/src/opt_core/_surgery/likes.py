@@ -9,38 +9,58 @@ from typing import Any, Final
 import jax.numpy as jnp
 
 from opt_core._description.values import TransformationDescription
+from opt_core._paths import Names
+from opt_core._surgery.sides import Side
 
 UPDATE: Final = "update"
 """The setting that names the factory of the update function if another one made the state."""
 
 
 def like_numbers(
-    before: Sequence[TransformationDescription], after: Sequence[TransformationDescription]
+    old: Side, new: Side, name: str, was: Names, now: Names
 ) -> tuple[Mapping[int, int], bool]:
-    """Returns, for each number in `after`, the matching number in `before`.
+    """Returns, for each number of a transformation in `new`, the matching number in `old`.
 
-    Equal settings are matched first, then the rest in order.
+    Equal settings are matched first, then the rest in order. Of several the first that acts on a
+    common parameter is taken: a chain around groups has one `adam` for each.
+
+    Args:
+      old: a state.
+      new: the state to make.
+      name: of the transformations.
+      was: their group in `old`.
+      now: their group in `new`.
 
     Returns:
       The numbers, and whether the matching is unambiguous.
     """
+    before, after = old.alike(was, name), new.alike(now, name)
+
+    def best(like: Sequence[TransformationDescription], made: TransformationDescription) -> Any:
+        params = _params(new, made)
+        return next((one for one in like if params & _params(old, one)), like[0])
+
     free = list(before)
     found: dict[int, int] = {}
     for is_like in (_is_same, _is_alike, _is_alike_but_for_code):
         for made in after:
             like = [old for old in free if _has_one_update(old, made) and is_like(old, made)]
             if made.number not in found and like:
-                found[made.number] = like[0].number
-                free.remove(like[0])
+                found[made.number] = (one := best(like, made)).number
+                free.remove(one)
     left = [made for made in after if made.number not in found]
     is_clear = not (left and free) or len(left) == len(free)
     is_one = len(before) == len(after) == 1
     for made in left:
         like = [old for old in free if is_one or _has_one_update(old, made)]
         if like:
-            found[made.number] = like[0].number
-            free.remove(like[0])
+            found[made.number] = (one := best(like, made)).number
+            free.remove(one)
     return found, is_clear
+
+
+def _params(side: Side, made: TransformationDescription) -> set[Names]:
+    return {*side.followed((made.group, made.name, made.number)), *(made.parameters or ())}
 
 
 def shared_settings(

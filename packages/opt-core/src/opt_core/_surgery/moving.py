@@ -55,13 +55,13 @@ class Options:
 
     def action(self, move: Move, i: int, leaf: Any) -> Action:
         """Returns what became of a leaf of the new state."""
-        pair, told = move.pairs[i], move.new.told[i]
+        pair, description = move.pairs[i], move.new.descriptions[i]
         if not pair.sources:
             return "initialised"
         first = pair.sources[0]
         if _form(move.old.leaves[first]) != _form(leaf):
             return "converted"
-        return "kept" if move.old.told[first].key == told.key else "renamed"
+        return "kept" if move.old.descriptions[first].key == description.key else "renamed"
 
 
 def _form(leaf: Any) -> Any:
@@ -85,22 +85,24 @@ def moved_leaves(
     """
     found: dict[int, Any] = {}
     notes: dict[int, str] = {}
-    for i, (pair, told) in enumerate(zip(move.pairs, move.new.told, strict=True)):
+    for i, (pair, description) in enumerate(zip(move.pairs, move.new.descriptions, strict=True)):
         if pair.sources:
             source = move.old.leaves[pair.sources[0]]
-            found[i] = _converted(source, move.new.leaves[i], move.old.told[pair.sources[0]])
+            found[i] = _converted(
+                source, move.new.leaves[i], move.old.descriptions[pair.sources[0]]
+            )
         elif pair.counts is not None and options.schedules == "continue":
             count, name = optimizer.state.step, STEP
             if pair.counts != STEP:
                 count, name = move.old.leaves[pair.counts], move.old.names[pair.counts]
-            notes[i] = f"goes on from `{name}`"
+            notes[i] = f"continues from `{name}`"
             count = count if hasattr(count, "dtype") else jnp.asarray(count)
             if np.shape(count) == move.new.leaves[i].shape:
-                found[i] = _converted(count, move.new.leaves[i], told)
+                found[i] = _converted(count, move.new.leaves[i], description)
     return found, notes
 
 
-def _converted(leaf: Any, like: Any, told: LeafDescription) -> Any:
+def _converted(leaf: Any, like: Any, description: LeafDescription) -> Any:
     """Returns a leaf in the shape and dtype of another.
 
     Raises:
@@ -118,17 +120,17 @@ def _converted(leaf: Any, like: Any, told: LeafDescription) -> Any:
     if isinstance(leaf, np.ndarray):
         converted, lost = convert_held(leaf, dtype)
         if lost is not None:
-            raise GroupError(_does_not_fit(leaf, dtype, told, f" with {lost}"))
+            raise GroupError(_does_not_fit(leaf, dtype, description, f" with {lost}"))
         return converted
     cast = leaf.astype(dtype)
     if not is_tracer(leaf) and not bool(jax.jit(all_survive)(leaf, cast)):
-        raise GroupError(_does_not_fit(leaf, dtype, told, ""))
+        raise GroupError(_does_not_fit(leaf, dtype, description, ""))
     return cast
 
 
-def _does_not_fit(leaf: Any, dtype: Any, told: LeafDescription, value: str) -> str:
+def _does_not_fit(leaf: Any, dtype: Any, description: LeafDescription, value: str) -> str:
     return (
-        f"`{leaf_path(told)}` is {leaf.dtype}{list(leaf.shape)}{value}, which does not fit the "
-        f"{dtype} of the new state. Give it a wider dtype (64 bits need `jax_enable_x64`), or "
+        f"`{leaf_path(description)}` is {leaf.dtype}{list(leaf.shape)}{value}, which does not fit "
+        f"the {dtype} of the new state. Give it a wider dtype (64 bits need `jax_enable_x64`), or "
         "convert the state first."
     )

@@ -27,14 +27,22 @@ from opt_core._surgery.moving import Options, moved_leaves
 from opt_core._surgery.pairing import Pair, pair_leaves
 from opt_core._surgery.placement import (
     Places,
-    agree,
+    all_equal,
     flat_shardings,
     init_leaves,
     mesh_sharding,
     value_of,
 )
 from opt_core._surgery.sides import Side, counts_updates, is_recorded, made_of
-from opt_core._surgery.tables import as_groups, carved, group_of, matching_leaves, shown, unused
+from opt_core._surgery.tables import (
+    as_groups,
+    carved,
+    check_inner_groups,
+    group_of,
+    matching_leaves,
+    shown,
+    unused,
+)
 from opt_core.errors import GroupError, SurgeryError
 
 Schedules: TypeAlias = Literal["continue", "restart"]
@@ -74,7 +82,9 @@ def reset(
         for i in jax.tree.leaves(part.state.param_states)
     }
     chosen = {i for i in chosen if not _stays(side, i)}
-    pairs = tuple(Pair((), "") if i in chosen else Pair((i,)) for i in range(len(side.told)))
+    pairs = tuple(
+        Pair((), "") if i in chosen else Pair((i,)) for i in range(len(side.descriptions))
+    )
     move = hazards.Move(side, side, pairs, is_asked=True)
     _check(move, Options(allow=frozenset({"drop"})))
     if shardings is None:
@@ -84,7 +94,7 @@ def reset(
 
 def _stays(side: Side, i: int) -> bool:
     """Whether a leaf records the progress or a setting of the training, not what it has learnt."""
-    leaf = side.told[i]
+    leaf = side.descriptions[i]
     made = side.made(made_of(leaf))
     is_time = leaf.role == "schedule_count" or counts_updates(leaf, made)
     return is_time or is_recorded(leaf, made)
@@ -110,7 +120,8 @@ def freeze(
       The optimizer and a report.
 
     Raises:
-      GroupError: the pattern matches nothing.
+      GroupError: the pattern matches nothing; or it takes all parameters of a group inside a
+        transformation, such as `chain(clip, groups)`: write the new definition for `regroup`.
       SurgeryError: its parameters are perturbed (`optax.contrib.sam`) and could not be restored; or
         numbers computed from all parameters would continue.
     """
@@ -118,8 +129,10 @@ def freeze(
     chosen = matching_leaves(definition, optimizer.target, pattern)
     groups = carved(definition, optimizer.target, pattern, chosen)
     frozen = Group(unused(name, groups), pattern, FROZEN)
+    changed = definition.with_groups([frozen, *groups])
+    check_inner_groups(changed, optimizer.target)
     options = Options(allow=check_allowances(allow) | {"drop"}, is_asked=True)
-    return _regroup(optimizer, definition.with_groups([frozen, *groups]), options)
+    return _regroup(optimizer, changed, options)
 
 
 def unfreeze(
@@ -165,8 +178,10 @@ def unfreeze(
         )
     groups = carved(whole, optimizer.target, pattern, chosen)
     new = Group(unused(name, groups), pattern, definition)
+    changed = whole.with_groups([new, *groups])
+    check_inner_groups(changed, optimizer.target)
     options = Options(schedules=_checked(schedules), shardings=shardings)
-    return _regroup(optimizer, whole.with_groups([new, *groups]), options)
+    return _regroup(optimizer, changed, options)
 
 
 def regroup(
@@ -261,7 +276,7 @@ def _side(optimizer: Optimizer) -> Side:
     owners = {names: group for group, names in members(optimizer)}
     leaves = jax.tree.leaves(optimizer.state.param_states)
     description = describe_state(optimizer)
-    names = [leaf_path(told) for told in description.leaves]
+    names = [leaf_path(leaf) for leaf in description.leaves]
 
     def value(i: int) -> int | None:
         found = value_of(leaves[i], f"`{names[i]}` has to be known")
@@ -269,7 +284,7 @@ def _side(optimizer: Optimizer) -> Side:
         return int(found.reshape(())) if is_count else None
 
     def same(positions: Sequence[int]) -> bool:
-        return agree(leaves[i] for i in positions)
+        return all_equal(leaves[i] for i in positions)
 
     return Side(description, names, owners, value, same, leaves)
 
@@ -296,10 +311,10 @@ def _restarted(
         for group, part in after.items()
         if group in before and before[group].optimizer_def == part.optimizer_def
     }
-    stays = [any(leaf.group[: len(g)] == g for g in same - changed) for leaf in new.told]
+    stays = [any(leaf.group[: len(g)] == g for g in same - changed) for leaf in new.descriptions]
     return [
         pair if keep or leaf.role != "schedule_count" else Pair(note="restarts")
-        for pair, leaf, keep in zip(pairs, new.told, stays, strict=True)
+        for pair, leaf, keep in zip(pairs, new.descriptions, stays, strict=True)
     ]
 
 
@@ -333,14 +348,16 @@ def _moved(
     shapes = {name: np.shape(x) for name, x in zip(new.names, new.leaves, strict=True)}
     given = flat_shardings(options.shardings, structure, shapes)
     taken, notes = moved_leaves(optimizer, move, options)
-    default = Places(optimizer.target, old.leaves, old.told)
-    wanted = [i for i in range(len(new.told)) if i not in taken]
+    default = Places(optimizer.target, old.leaves, old.descriptions)
+    wanted = [i for i in range(len(new.descriptions)) if i not in taken]
     places: Mapping[int, Any] = {
-        i: default.of(new.told[i], np.shape(new.leaves[i])) if given[i] is None else given[i]
+        i: default.of(new.descriptions[i], np.shape(new.leaves[i]))
+        if given[i] is None
+        else given[i]
         for i in wanted
     }
     found = options.placed(taken, given) | init_leaves(fresh, wanted, places)
-    leaves = [found[i] for i in range(len(new.told))]
+    leaves = [found[i] for i in range(len(new.descriptions))]
     states = unalias(
         structure.unflatten(leaves), apart_from=(optimizer.target, optimizer.state.step)
     )
@@ -349,13 +366,13 @@ def _moved(
         LeafChange(
             options.action(move, i, leaves[i]),
             new.names[i],
-            told,
+            description,
             tuple(old.names[k] for k in pair.sources),
             notes.get(i, pair.note),
         )
-        for i, (told, pair) in enumerate(zip(new.told, move.pairs, strict=True))
+        for i, (description, pair) in enumerate(zip(new.descriptions, move.pairs, strict=True))
     ]
-    gone = [LeafChange("dropped", old.names[i], old.told[i]) for i in move.dropped]
+    gone = [LeafChange("dropped", old.names[i], old.descriptions[i]) for i in move.dropped]
     return fresh.replace(state=state, target=optimizer.target), ChangeReport((*changes, *gone))
 
 

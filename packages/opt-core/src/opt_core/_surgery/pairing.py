@@ -52,12 +52,12 @@ class Pairing:
 
     Attributes:
       pairs: one per leaf of the new state.
-      anew: the transformations that are reinitialised, with the reason.
+      reinitialised: the transformations that are reinitialised, with the reason.
       unclear: ambiguities, as text.
     """
 
     pairs: tuple[Pair, ...]
-    anew: Mapping[Made, str]
+    reinitialised: Mapping[Made, str]
     unclear: tuple[str, ...]
 
 
@@ -90,10 +90,10 @@ def continued(old: Side, new: Side, pairs: Sequence[Pair]) -> Mapping[tuple[Made
     Counts of schedules and recorded settings are not considered.
     """
     found: dict[tuple[Made, Made], list[tuple[int, int]]] = {}
-    for j, (pair, leaf) in enumerate(zip(pairs, new.told, strict=True)):
+    for j, (pair, leaf) in enumerate(zip(pairs, new.descriptions, strict=True)):
         if leaf.role != "schedule_count" and not is_recorded(leaf, new.made(made_of(leaf))):
             for i in pair.sources:
-                found.setdefault((made_of(old.told[i]), made_of(leaf)), []).append((i, j))
+                found.setdefault((made_of(old.descriptions[i]), made_of(leaf)), []).append((i, j))
     return found
 
 
@@ -117,50 +117,50 @@ class _Walk:
         self._unclear: list[str] = []
 
     def pairing(self) -> Pairing:
-        told = self.new.told
-        free = [i for i in range(len(told)) if i not in self.given]
-        pairs = {i: self._own(told[i]) for i in free if told[i].parameter is not None}
+        leaves = self.new.descriptions
+        free = [i for i in range(len(leaves)) if i not in self.given]
+        pairs = {i: self._own(leaves[i]) for i in free if leaves[i].parameter is not None}
         pairs |= {i: Pair(tuple(found)) for i, found in self.given.items()}
         self._pairs = pairs
-        shared = {i: self._shared(told[i]) for i in free if told[i].parameter is None}
-        anew = dict(self._anew(shared))
+        shared = {i: self._shared(leaves[i]) for i in free if leaves[i].parameter is None}
+        reinitialised = dict(self._reinitialised(shared))
         for i in free:
-            pairs[i] = self._decided(i, pairs.get(i), shared.get(i, ()), anew)
+            pairs[i] = self._decided(i, pairs.get(i), shared.get(i, ()), reinitialised)
         self._give_keys_once(shared)
-        for i, leaf in enumerate(told):
+        for i, leaf in enumerate(leaves):
             if leaf.role == "schedule_count" and not pairs[i].sources and i in shared:
                 pairs[i] = dataclasses.replace(pairs[i], counts=self._updates(leaf))
-        ordered = [pairs[i] for i in range(len(told))]
+        ordered = [pairs[i] for i in range(len(leaves))]
         found = tuple(self._with_notes(ordered))
-        return Pairing(found, anew, tuple(self._unclear))
+        return Pairing(found, reinitialised, tuple(self._unclear))
 
     def _decided(
-        self, i: int, own: Pair | None, shared: Sequence[int], anew: Mapping[Made, str]
+        self, i: int, own: Pair | None, shared: Sequence[int], reinitialised: Mapping[Made, str]
     ) -> Pair:
-        leaf = self.new.told[i]
+        leaf = self.new.descriptions[i]
         is_free = leaf.role in ("schedule_count", "key")
         if own is None and is_recorded(leaf, self.new.made(made_of(leaf))):
             return self._recorded(leaf, shared)
         if own is None and leaf.role == "schedule_count":
             why = self._unlike(shared, leaf)
             return Pair(note=why) if why else Pair(tuple(shared))
-        if not is_free and (why := anew.get(made_of(leaf), "")):
+        if not is_free and (why := reinitialised.get(made_of(leaf), "")):
             return Pair(note=why)
-        if own is None and shared and self._holds_others(leaf, self.old.told[shared[0]]):
+        if own is None and shared and self._holds_others(leaf, self.old.descriptions[shared[0]]):
             return Pair(note="it concatenates parameters, and these are not the same")
         return Pair(tuple(shared)) if own is None else own
 
     def _own(self, leaf: LeafDescription) -> Pair:
         """The old leaf for one that follows a parameter."""
-        homes = self.old.groups(leaf.transformation, leaf.parameter)
-        if leaf.group not in homes and len(homes) > 1:
+        sources = self.old.groups(leaf.transformation, leaf.parameter)
+        if leaf.group not in sources and len(sources) > 1:
             return Pair(note="several groups have one")
-        home = leaf.group if leaf.group in homes else next(iter(homes), None)
-        found = None if home is None else self._in(home, leaf)
+        group = leaf.group if leaf.group in sources else next(iter(sources), None)
+        found = None if group is None else self._in(group, leaf)
         if found is None:
-            is_other = leaf.group in homes and self._number(leaf.group, leaf) is None
+            is_other = leaf.group in sources and self._number(leaf.group, leaf) is None
             return Pair(note="no other has its settings" if is_other else "")
-        source = self.old.told[found]
+        source = self.old.descriptions[found]
         one, other = self.old.made(made_of(source)), self.new.made(made_of(leaf))
         if None in (source.dimensions, leaf.dimensions):
             # Their dimensions are not known: only equal settings ensure equal dimensions.
@@ -170,26 +170,28 @@ class _Walk:
             is_same = source.dimensions == leaf.dimensions
         was, now = (
             "?"
-            if told.dimensions is None
-            else ",".join("-" if dim is None else str(dim) for dim in told.dimensions)
-            for told in (source, leaf)
+            if side.dimensions is None
+            else ",".join("-" if dim is None else str(dim) for dim in side.dimensions)
+            for side in (source, leaf)
         )
         why = f"had the dimensions {was} of its parameter, has {now}"
         return Pair((found,)) if is_same else Pair(note=why, lookalike=found)
 
-    def _in(self, home: Names, leaf: LeafDescription) -> int | None:
-        number = self._number(home, leaf)
-        return None if number is None else self.old.find(leaf, home, number)
+    def _in(self, group: Names, leaf: LeafDescription) -> int | None:
+        number = self._number(group, leaf)
+        return None if number is None else self.old.find(leaf, group, number)
 
-    def _number(self, home: Names, leaf: LeafDescription) -> int | None:
+    def _number(self, group: Names, leaf: LeafDescription) -> int | None:
         """The old number of the transformation of a leaf."""
-        key = home, leaf.group, leaf.transformation
+        key = group, leaf.group, leaf.transformation
         if key not in self._numbers:
-            before = self.old.alike(home, leaf.transformation)
+            before = self.old.alike(group, leaf.transformation)
             after = self.new.alike(leaf.group, leaf.transformation)
-            if not before:  # nothing is told about them
+            if not before:  # they are not described
                 return leaf.number
-            self._numbers[key], is_clear = like_numbers(before, after)
+            self._numbers[key], is_clear = like_numbers(
+                self.old, self.new, leaf.transformation, group, leaf.group
+            )
             if not is_clear:
                 self._unclear.append(
                     f"it is not clear which of {len(before)} `{leaf.transformation}` the "
@@ -199,15 +201,15 @@ class _Walk:
 
     def _shared(self, leaf: LeafDescription) -> Sequence[int]:
         """The leaves of the old groups that may be the source of a leaf of a whole group."""
-        found = (self._in(home, leaf) for home in self._homes(leaf))
+        found = (self._in(group, leaf) for group in self._group_sources(leaf))
         return [i for i in found if i is not None]
 
-    def _homes(self, leaf: LeafDescription) -> Sequence[Names]:
+    def _group_sources(self, leaf: LeafDescription) -> Sequence[Names]:
         """The groups of the old state with a possible source for a leaf of a whole group."""
         having = self.old.groups(leaf.transformation)
-        where, told = made_of(leaf), self.new.told
-        own = [i for i in self.new.leaves_of(where) if told[i].parameter is not None]
-        found = {self.old.told[k].group for i in own for k in self._pairs[i].sources}
+        where, leaves = made_of(leaf), self.new.descriptions
+        own = [i for i in self.new.leaves_of(where) if leaves[i].parameter is not None]
+        found = {self.old.descriptions[k].group for i in own for k in self._pairs[i].sources}
         if own and not found:
             params = [o for param in self.new.followed(where) for o in self._of(param)]
             found = {g for param in params for g in self.old.groups(leaf.transformation, param)}
@@ -241,18 +243,18 @@ class _Walk:
             elif group[: len(owner)] == owner and not any(len(g) > len(owner) for g in inner):
                 yield group  # one inside of a definition, that keeps nothing per parameter
 
-    def _anew(self, shared: Mapping[int, Sequence[int]]) -> Iterator[tuple[Made, str]]:
+    def _reinitialised(self, shared: Mapping[int, Sequence[int]]) -> Iterator[tuple[Made, str]]:
         """The transformations of groups that must be reinitialised, with the reason."""
         # The first of several reasons counts.
         for i, found in reversed(list(shared.items())):
-            leaf = self.new.told[i]
+            leaf = self.new.descriptions[i]
             where = made_of(leaf)
             is_free = leaf.role in ("schedule_count", "key")
             if is_free or not found or is_recorded(leaf, self.new.made(where)):
                 continue
             field = "/".join(leaf.field)
             if why := self._unlike(found, leaf):
-                yield where, f"anew: {why}"
+                yield where, f"reinitialised: {why}"
             elif leaf.role == "count" and not self.joins and self._has_joined(where):
                 # Zero moments at a large count: Adam's steps would be several times too long.
                 yield where, f"parameters without moments join it: its `{field}` is not theirs"
@@ -265,29 +267,33 @@ class _Walk:
         field = "/".join(leaf.field)
         if is_same is None:
             return f"nothing says whether its groups agree about `{field}`"
-        values = [("/".join(self.old.told[i].group), self.old.value(i)) for i in found]
-        told = ", ".join(
+        values = [("/".join(self.old.descriptions[i].group), self.old.value(i)) for i in found]
+        shown_values = ", ".join(
             f"`{group}` {value}" if group else f"no group {value}"
             for group, value in values
             if value is not None
         )
-        return f"its groups do not agree about `{field}`{f': {told}' if told else ''}"
+        return (
+            f"its groups do not agree about `{field}`{f': {shown_values}' if shown_values else ''}"
+        )
 
     def _has_joined(self, where: Made) -> bool:
         if has_window(self.new.made(where)):
             return False  # what waits in it is nothing, unless the window is open: an error
-        told = self.new.told
-        own = [i for i in self.new.leaves_of(where) if told[i].parameter is not None]
-        trained = [i for i in own if told[i].role in TRAINED]
+        leaves = self.new.descriptions
+        own = [i for i in self.new.leaves_of(where) if leaves[i].parameter is not None]
+        trained = [i for i in own if leaves[i].role in TRAINED]
         # AMSGrad's maximum is new to a parameter that has Adam's moments.
-        known = {told[i].parameter for i in trained if self._pairs[i].sources}
-        return any(told[i].parameter not in known for i in trained)
+        known = {leaves[i].parameter for i in trained if self._pairs[i].sources}
+        return any(leaves[i].parameter not in known for i in trained)
 
     def _recorded(self, leaf: LeafDescription, found: Sequence[int]) -> Pair:
         """A value that was changed at run time outlives surgery, unless the setting changed."""
         name = leaf.field[-1]
         setting = self.new.made(made_of(leaf)).settings.get(name)
-        before = [self.old.made(made_of(self.old.told[i])).settings.get(name) for i in found]
+        before = [
+            self.old.made(made_of(self.old.descriptions[i])).settings.get(name) for i in found
+        ]
         if self.recorded == "defined" and any(value != setting for value in before):
             return Pair(note=f"`{name}` is the new definition's")
         why = self._unlike(found, leaf)
@@ -295,27 +301,29 @@ class _Walk:
 
     def _give_keys_once(self, shared: Mapping[int, Sequence[int]]) -> None:
         """Each key is used once: groups with copies of one would draw the same random numbers."""
-        told = self.new.told
-        keys = [i for i in shared if told[i].role == "key" and self._pairs[i].sources]
+        leaves = self.new.descriptions
+        keys = [i for i in shared if leaves[i].role == "key" and self._pairs[i].sources]
         used: set[int] = set()
 
         def moves(i: int) -> bool:
             sources = self._pairs[i].sources
-            return all(self.old.told[k].group != told[i].group for k in sources)
+            return all(self.old.descriptions[k].group != leaves[i].group for k in sources)
 
         for i in sorted(keys, key=moves):  # first those that stay in their group
             free = [k for k in self._pairs[i].sources if k not in used]
             # Any of several keys will do.
             taken = free if len(free) > 1 and self.old.same(free) else free[:1]
-            self._pairs[i] = Pair(tuple(taken), "" if taken else "its key goes on in another group")
+            self._pairs[i] = Pair(
+                tuple(taken), "" if taken else "its key continues in another group"
+            )
             used.update(taken)
 
     def _updates(self, schedule: LeafDescription) -> int | Literal["step"]:
         """The count of updates that drives a new schedule."""
-        for i, leaf in enumerate(self.new.told):
+        for i, leaf in enumerate(self.new.descriptions):
             if not _counts_around(leaf, self.new, schedule):
                 continue
-            like = (k for k, old in enumerate(self.old.told) if old.key == leaf.key)
+            like = (k for k, old in enumerate(self.old.descriptions) if old.key == leaf.key)
             sources = self._pairs[i].sources or tuple(like)
             if sources and self.old.same(sources):
                 return sources[0]
@@ -323,14 +331,14 @@ class _Walk:
 
     def _with_notes(self, pairs: Sequence[Pair]) -> Iterator[Pair]:
         """Adds notes on changed numbers, and on settings without effect, to continued leaves."""
-        for i, (pair, leaf) in enumerate(zip(pairs, self.new.told, strict=True)):
+        for i, (pair, leaf) in enumerate(zip(pairs, self.new.descriptions, strict=True)):
             notes = [pair.note] if pair.note else []
             if pair.sources and i not in self.given:
-                source = self.old.told[pair.sources[0]]
+                source = self.old.descriptions[pair.sources[0]]
                 if source.group == leaf.group and source.number != leaf.number:
                     notes.append(f"was `{shown(((), *made_of(source)[1:]))}`, by its settings")
             if pair.sources and leaf.role not in ("count", "schedule_count", "key"):
-                notes += self._without_effect(leaf, self.old.told[pair.sources[0]])
+                notes += self._without_effect(leaf, self.old.descriptions[pair.sources[0]])
             yield dataclasses.replace(pair, note=", ".join(notes))
 
     def _without_effect(self, leaf: LeafDescription, source: LeafDescription) -> Iterator[str]:

@@ -99,27 +99,27 @@ class Places:
         named = [(names, x) for names, x in flatten_with_paths(params) if x is not None]
         self._params = {names: (np.shape(x), _sharding(x)) for names, x in named}
         self._like: dict[Any, Sharding] = {}
-        for leaf, told in zip(leaves, descriptions, strict=True):
+        for leaf, description in zip(leaves, descriptions, strict=True):
             place = _sharding(leaf)
-            if told.parameter is not None and told.dimensions and place is not None:
-                key = told.parameter, told.dimensions, np.shape(leaf)
+            if description.parameter is not None and description.dimensions and place is not None:
+                key = description.parameter, description.dimensions, np.shape(leaf)
                 self._like.setdefault(key, place)
         known = [place for _, place in self._params.values() if place is not None]
         meshes = [place.mesh for place in known if isinstance(place, NamedSharding)]
         self._mesh = meshes[0] if meshes else None
         self._alone = known[0] if len(set(known)) == 1 and not meshes else None
 
-    def of(self, told: LeafDescription, shape: Sequence[int]) -> Sharding | None:
+    def of(self, description: LeafDescription, shape: Sequence[int]) -> Sharding | None:
         """Returns the placement of a new leaf; `None` leaves it to JAX."""
         if self._mesh is None:
             return self._alone
-        like = self._like.get((told.parameter, told.dimensions, tuple(shape)))
+        like = self._like.get((description.parameter, description.dimensions, tuple(shape)))
         if isinstance(like, NamedSharding):
             return like
-        param_shape, place = self._params.get(told.parameter or (), ((), None))
-        if told.parameter is None or not isinstance(place, NamedSharding):
+        param_shape, place = self._params.get(description.parameter or (), ((), None))
+        if description.parameter is None or not isinstance(place, NamedSharding):
             return NamedSharding(self._mesh, PartitionSpec())
-        dims = told.dimensions or (None,) * len(shape)
+        dims = description.dimensions or (None,) * len(shape)
         spec = (*place.spec, *(None,) * (len(param_shape) - len(place.spec)))
         kept = [
             None if d is None or size != param_shape[d] else spec[d]
@@ -233,7 +233,7 @@ def value_of(leaf: Any, what: str) -> Any:
     return np.asarray(leaf)
 
 
-def agree(leaves: Iterable[Any]) -> bool:
+def all_equal(leaves: Iterable[Any]) -> bool:
     """Whether leaves have the same value bit for bit; true for leaves without values.
 
     Raises:

@@ -44,7 +44,7 @@ class Side:
     leaves: Sequence[Any] = ()
 
     @property
-    def told(self) -> Sequence[LeafDescription]:
+    def descriptions(self) -> Sequence[LeafDescription]:
         """The descriptions of the leaves."""
         return self.description.leaves
 
@@ -87,20 +87,20 @@ class Side:
 
     def followed(self, which: Made) -> Sequence[Names]:
         """Returns the parameters that leaves of a transformation follow."""
-        params = (self.told[i].parameter for i in self.leaves_of(which))
+        params = (self.descriptions[i].parameter for i in self.leaves_of(which))
         return list(dict.fromkeys(param for param in params if param is not None))
 
     @functools.cached_property
     def _index(self) -> Mapping[Any, int]:
         return {
             (leaf.group, leaf.transformation, leaf.number, leaf.field, leaf.parameter): i
-            for i, leaf in enumerate(self.told)
+            for i, leaf in enumerate(self.descriptions)
         }
 
     @functools.cached_property
     def _groups(self) -> Mapping[Any, Mapping[Names, None]]:
         found: dict[Any, dict[Names, None]] = {}
-        for leaf in self.told:
+        for leaf in self.descriptions:
             for what in (
                 (leaf.transformation, leaf.parameter),
                 (leaf.transformation,),
@@ -123,7 +123,7 @@ class Side:
     @functools.cached_property
     def _by_made(self) -> Mapping[Made, Sequence[int]]:
         found: dict[Made, list[int]] = {}
-        for i, leaf in enumerate(self.told):
+        for i, leaf in enumerate(self.descriptions):
             found.setdefault(made_of(leaf), []).append(i)
         return found
 

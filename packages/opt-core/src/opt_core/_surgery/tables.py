@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from opt_core._groups.multi_optimizer import MultiOptimizer
-from opt_core._groups.patterns import But, Rest
-from opt_core._groups.selection import Part, positions_of
+from opt_core._groups.patterns import Except, Rest, pattern_str
+from opt_core._groups.selection import GroupSelection, positions_of
 from opt_core._groups.table import FROZEN, Group
 from opt_core._optimizer import OptimizerDef
 from opt_core._paths import Names
@@ -48,8 +48,42 @@ def matching_leaves(definition: MultiOptimizer, target: Any, pattern: Any) -> fr
         raise GroupError("`REST` says nothing alone; give a pattern")
     found = positions_of(pattern, target, definition.param_axes)
     if not found:
-        raise GroupError(f"{Group('pattern', pattern, FROZEN)} matches no parameter")
+        raise GroupError(
+            f"{Group('pattern', pattern, FROZEN)} matches no parameter{_hint(definition, pattern)}"
+        )
     return found
+
+
+def _hint(definition: MultiOptimizer, pattern: Any) -> str:
+    advice = ". A pattern matches whole paths of parameters, such as 'encoder/.*', not groups"
+    known = [group for group in definition.groups if not isinstance(group.pattern, Rest)]
+    same = next((group for group in known if group.name == pattern), None)
+    if same is not None:
+        return f"{advice}. For that group give its pattern, {pattern_str(same.pattern)}"
+    names = _listed(group.name for group in known)
+    return f"{advice}. The groups are {names}" if known else advice
+
+
+def check_inner_groups(definition: MultiOptimizer, target: Any) -> None:
+    """Raises a `GroupError` if a group inside a transformation has lost all its parameters.
+
+    The table of a nested `MultiOptimizer` can be carved. That of one in a chain cannot: functions
+    have captured it.
+    """
+    definition.select(target)
+    try:
+        jax.eval_shape(definition.create, target)
+    except GroupError as error:
+        lines = [line for line in str(error).splitlines() if line.startswith("  ")]
+        if not lines:
+            raise
+        raise GroupError(
+            "all parameters of a group inside a transformation would leave it, and such a "
+            "group cannot be removed:\n"
+            + "\n".join(lines)
+            + "\nWrite the new definition, with `FROZEN` or another definition for these "
+            "parameters, and call `regroup(..., allow={'drop', 'optimizer'})`."
+        ) from error
 
 
 def carved(
@@ -65,11 +99,13 @@ def carved(
             groups.append(_carve_inside(group, part, leaves, taken))
         elif len(taken) < len(part.members):
             inside = _carve_inside(group, part, leaves, taken)
-            groups.append(dataclasses.replace(inside, pattern=But(group.pattern, pattern)))
+            groups.append(dataclasses.replace(inside, pattern=Except(group.pattern, pattern)))
     return groups
 
 
-def _carve_inside(group: Group, part: Part, leaves: Sequence[Any], taken: frozenset[int]) -> Group:
+def _carve_inside(
+    group: Group, part: GroupSelection, leaves: Sequence[Any], taken: frozenset[int]
+) -> Group:
     """The group; a nested definition loses the groups without leaves."""
     nested = group.definition
     if not isinstance(nested, MultiOptimizer) or not taken:
@@ -77,11 +113,11 @@ def _carve_inside(group: Group, part: Part, leaves: Sequence[Any], taken: frozen
     own = [leaves[i] for i in part.members]
     inner = nested.select(part.cut(leaves))
     kept = []
-    for share in inner.parts:
-        left = [i for i in share.members if part.members[i] not in taken]
-        if left or isinstance(share.group.pattern, Rest):
-            inside = frozenset(i for i in share.members if part.members[i] in taken)
-            kept.append(_carve_inside(share.group, share, own, inside))
+    for selection in inner.parts:
+        left = [i for i in selection.members if part.members[i] not in taken]
+        if left or isinstance(selection.group.pattern, Rest):
+            inside = frozenset(i for i in selection.members if part.members[i] in taken)
+            kept.append(_carve_inside(selection.group, selection, own, inside))
     return dataclasses.replace(group, definition=nested.with_groups(kept))
 
 

@@ -295,7 +295,8 @@ def _described(node: Node, name: tuple[Names, str, int]) -> TransformationDescri
         bearing[UPDATED_BY] = Bearing("refused")
     source: Source = "types" if known is None else "stated"
     group, own, number = name
-    passes_on = node.is_own and node.name in PASS_ON
+    is_definition = (node.package, node.factory) == ("opt_optax_bridge", "as_transformation")
+    passes_on = is_definition or (node.is_own and node.name in PASS_ON)
     return TransformationDescription(own, number, group, settings, bearing, source, passes_on)
 
 

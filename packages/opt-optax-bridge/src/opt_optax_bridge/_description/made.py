@@ -102,15 +102,15 @@ def _match(state: Any, returned: Sequence[_Returned]) -> Iterator[tuple[Names, N
         if not found.node.is_container:
             by_value.setdefault(id(found.value), found)
     left = dict(by_value)
-    anew: list[tuple[Names, Any]] = []
+    rerun: list[tuple[Names, Any]] = []
     for names, value in _places(state):
         if (known := by_value.get(id(value))) is not None:
             left.pop(id(value), None)
             yield names, known.node
         elif not isinstance(value, Mapping | list) and type(value) is not tuple:
-            anew.append((names, value))
+            rerun.append((names, value))
     free = [found for found in left.values() if children(found.value) is not None]
-    for names, value in anew:
+    for names, value in rerun:
         like = next((found for found in free if _is_like(found.value, value)), None)
         if like is not None:
             free.remove(like)

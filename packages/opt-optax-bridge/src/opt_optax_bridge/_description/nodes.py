@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from opt_core.closures import (
     attributes,
-    captured,
+    closure_vars,
     definer_of,
     factory_of,
     own_name,
@@ -193,8 +193,8 @@ def open_transformation(tx: Any, group: Names = (), above: frozenset[int] = froz
 
 def _members(node: Node, held: Mapping[str, Any], above: frozenset[int]) -> Iterator[Sequence[Any]]:
     """The captured transformations, with their labels in a partition."""
-    inits = captured(node.tx.init).get("init_fns")
-    updates = captured(node.tx.update).get("update_fns")
+    inits = closure_vars(node.tx.init).get("init_fns")
+    updates = closure_vars(node.tx.update).get("update_fns")
     if node.is_own and node.factory == "chain" and inits is not None and updates is not None:
         yield from ((_Half(*halves),) for halves in zip(inits, updates, strict=True))
         return
@@ -225,7 +225,7 @@ def occurrences(value: Any, factory: str, functions: list[Any], depth: int = 0) 
             if not is_helper or plain is not value:
                 functions.append(value)
         elif plain is not value or (is_helper and isinstance(plain, types.FunctionType)):
-            inside = captured(value).values()
+            inside = closure_vars(value).values()
     elif isinstance(value, tuple | list):
         inside = value
     else:
@@ -263,7 +263,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 def _captured_with_helpers(function: Any, seen: frozenset[int] = frozenset()) -> dict[str, Any]:
     """The variables captured by a function and the helpers of its factory, by name."""
-    factory, found = factory_of(function, OWN), captured(function)
+    factory, found = factory_of(function, OWN), closure_vars(function)
     for value in list(found.values()):
         is_new = isinstance(value, types.FunctionType) and id(value) not in seen
         if is_new and factory_of(value, OWN) == factory:

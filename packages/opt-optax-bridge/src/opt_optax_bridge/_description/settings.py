@@ -7,7 +7,7 @@ import types
 from typing import Any, Final
 
 from opt_core import json_settings
-from opt_core.closures import captured, factory_of, package_of, unwrapped
+from opt_core.closures import closure_vars, factory_of, package_of, unwrapped
 
 from opt_optax_bridge._description.nodes import OWN, Node, injected_by, occurrences
 
@@ -46,7 +46,7 @@ def settings_of(node: Node) -> dict[str, Any]:
 def _number(value: Any) -> Any:
     """Unwraps a number that `optax.MultiSteps` has turned into a function."""
     is_own = isinstance(value, types.FunctionType) and package_of(value) in OWN
-    held = captured(value) if is_own else {}
+    held = closure_vars(value) if is_own else {}
     return held["every_k_schedule"] if held.keys() == {"every_k_schedule"} else value
 
 

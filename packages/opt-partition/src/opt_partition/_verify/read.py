@@ -14,7 +14,7 @@ def read_collectives(
 ) -> tuple[Collective, ...]:
     """Returns every array that a collective of a compiled program moves, in program order.
 
-    For programs that are no training steps; `verify` judges those.
+    For programs that are not training steps; `verify` judges those.
 
     Args:
       step: `jax.jit(f, ...).lower(...)`, compiled or not yet.

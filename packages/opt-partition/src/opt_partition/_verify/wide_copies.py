@@ -10,7 +10,7 @@ from opt_partition._verify.leaves import Leaf
 from opt_partition._verify.report import Finding
 
 LEAST: Final = 1 << 20
-"""Bytes of float32 from which on a copy is told."""
+"""Copies of at least this many bytes, in float32, are reported."""
 
 _PASSES: Final = frozenset(
     {
@@ -35,7 +35,7 @@ def wide_copies(module: Module, inputs: Sequence[Leaf]) -> Iterator[Finding]:
     """Yields a warning for each leaf of the state that is decoded as a whole.
 
     A piece at a time is how a step should do it: a float32 copy takes four times the memory that
-    codes of 8 bits save. An update that is written into a parameter in place is no copy.
+    codes of 8 bits save. An update that is written into a parameter in place is not a copy.
     """
     narrow: dict[tuple[str, int], Leaf] = {}
     for leaf in inputs:
@@ -44,12 +44,12 @@ def wide_copies(module: Module, inputs: Sequence[Leaf]) -> Iterator[Finding]:
             narrow.setdefault((kind, leaf.shard_size), leaf)
     if not narrow:
         return
-    told: set[str] = set()
+    seen: set[str] = set()
     for computation in _executed(module):
         for instruction in computation.instructions.values():
             found = _decoded(module, computation, instruction, narrow)
-            if found is not None and found.path not in told:
-                told.add(found.path)
+            if found is not None and found.path not in seen:
+                seen.add(found.path)
                 yield Finding(
                     "float32 copy",
                     "warning",

@@ -17,7 +17,7 @@ _KEPT = 8
 _LISTED = 20
 
 
-class Divisions:
+class SelectionCache:
     """The selections of one table, made once per structure and shapes.
 
     Patterns that read shapes may assign leaves differently once they are stacked, and a group would
@@ -73,7 +73,7 @@ class Divisions:
         known.append(found)
 
     def __reduce__(self) -> Any:
-        return Divisions, (self._groups, self._axes, self._allow_unused)
+        return SelectionCache, (self._groups, self._axes, self._allow_unused)
 
 
 def _message(groups: Sequence[Group], old: Selection, new: Selection) -> str:

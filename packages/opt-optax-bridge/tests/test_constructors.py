@@ -9,16 +9,23 @@ import optax
 import optax.contrib
 import pytest
 from bridge_testing import arguments_of, constructor_of, definition
-from opt_optax_bridge import OptaxWrapper, _twins, chain, optimizer_names, t5x, wrap_optax_optimizer
+from opt_optax_bridge import (
+    OptaxWrapper,
+    _constructors,
+    chain,
+    optimizer_names,
+    t5x,
+    wrap_optax_optimizer,
+)
 
 NAMES = optimizer_names()
 T5X = "adabelief adagrad adam adamw fromage lars lamb lion noisy_sgd radam rmsprop sgd yogi dpsgd"
 
 
 def forget() -> None:
-    _twins._constructors.cache_clear()
-    _twins.twin.cache_clear()
-    t5x._twin.cache_clear()
+    _constructors._exported.cache_clear()
+    _constructors.wrapped_constructor.cache_clear()
+    t5x._wrapped.cache_clear()
 
 
 @pytest.fixture
@@ -33,11 +40,11 @@ def other_optax(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
 @pytest.mark.parametrize("name", NAMES)
 def test_a_twin_has_the_signature_and_the_docstring_of_optax(name: str) -> None:
     for module in (opt_optax_bridge, t5x):
-        twin, original = getattr(module, name), constructor_of(name)
-        assert inspect.signature(twin) == inspect.signature(original)
-        assert twin.__doc__ == original.__doc__
-        assert twin.__name__ == name
-        assert twin.__wrapped__ is original
+        wrapped, original = getattr(module, name), constructor_of(name)
+        assert inspect.signature(wrapped) == inspect.signature(original)
+        assert wrapped.__doc__ == original.__doc__
+        assert wrapped.__name__ == name
+        assert wrapped.__wrapped__ is original
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,7 +72,7 @@ def test_no_optimizer_is_forgotten() -> None:
     assert {*T5X.split(), "nadam", "dog", "muon", "schedule_free", "lbfgs", "adafactor"} <= found
 
 
-def test_twins_can_be_imported_by_name() -> None:
+def test_constructors_can_be_imported_by_name() -> None:
     from opt_optax_bridge import adamw
 
     assert adamw is opt_optax_bridge.adamw
@@ -162,7 +169,7 @@ def test_a_constructor_of_your_own() -> None:
         assert optimizer.apply_gradient(grads, **overrides).target["w"].item() == wanted
 
 
-def test_a_constructor_that_is_no_function() -> None:
+def test_a_constructor_that_is_not_a_function() -> None:
     class Builder:
         def __call__(self, learning_rate: float) -> Any:
             return optax.sgd(learning_rate)

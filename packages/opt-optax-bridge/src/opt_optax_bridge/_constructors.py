@@ -1,4 +1,4 @@
-"""Wrapped constructors: twins of what the installed Optax exports, and of user functions."""
+"""Wrapped constructors: of what the installed Optax exports, and of user functions."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ Part = OptimizerDef | Transformation
 def chain(*parts: Part | Sequence[Part], **named_parts: Part) -> OptaxWrapper:
     """Chains definitions and transformations, applied in order.
 
-    The hyper-parameters of definitions made by twins become those of the chain. One that two parts
-    have is addressed by part and name, as `adam.learning_rate`; a part is named after its keyword,
-    or else after its constructor (repeated: `adam_1`).
+    The hyper-parameters of definitions made by wrapped constructors become those of the chain. One
+    that two parts have is addressed by part and name, as `adam.learning_rate`; a part is named
+    after its keyword, or else after its constructor (repeated: `adam_1`).
 
     Args:
       *parts: definitions (`opt_optax_bridge.adamw(...)`), Optax transformations, or one sequence of
@@ -88,7 +88,8 @@ def chain(*parts: Part | Sequence[Part], **named_parts: Part) -> OptaxWrapper:
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> sgd, clip = twin('sgd'), twin('clip_by_global_norm')
+      >>> sgd = wrapped_constructor('sgd')
+      >>> clip = wrapped_constructor('clip_by_global_norm')
       >>> optimizer = chain(clip(1.0), sgd(0.5)).create({'w': jnp.zeros(1)})
       >>> grads = {'w': jnp.full(1, 8.0)}
       >>> optimizer.apply_gradient(grads, max_norm=2.0, learning_rate=0.25).target['w'].tolist()
@@ -134,7 +135,7 @@ def optimizer_names() -> tuple[str, ...]:
       >>> {'adamw', 'sgd', 'lion', 'muon'} <= set(optimizer_names())
       True
     """
-    return tuple(sorted(name for name, found in _constructors().items() if found.is_optimizer))
+    return tuple(sorted(name for name, found in _exported().items() if found.is_optimizer))
 
 
 def building_block_names() -> tuple[str, ...]:
@@ -146,11 +147,11 @@ def building_block_names() -> tuple[str, ...]:
       >>> {'clip_by_global_norm', 'scale_by_adam', 'masked'} <= set(building_block_names())
       True
     """
-    return tuple(sorted(name for name, found in _constructors().items() if not found.is_optimizer))
+    return tuple(sorted(name for name, found in _exported().items() if not found.is_optimizer))
 
 
 @functools.cache
-def twin(name: str) -> Callable[..., OptaxWrapper]:
+def wrapped_constructor(name: str) -> Callable[..., OptaxWrapper]:
     """Returns the wrapped constructor of that name, or raises an `AttributeError`."""
     return wrap_into(OptaxWrapper, constructor(name, "opt_optax_bridge"), name)
 
@@ -166,7 +167,7 @@ def constructor(name: str, module: str, *, is_optimizer: bool = False) -> Callab
     Raises:
       AttributeError: the installed Optax has none.
     """
-    found = _constructors().get(name)
+    found = _exported().get(name)
     if found is None or is_optimizer > found.is_optimizer:
         raise AttributeError(
             f"module {module!r} has no attribute {name!r}: optax {optax.__version__} exports no "
@@ -181,7 +182,7 @@ class _Constructor(NamedTuple):
 
 
 @functools.cache
-def _constructors() -> Mapping[str, _Constructor]:
+def _exported() -> Mapping[str, _Constructor]:
     """The constructors of transformations that `optax` and `optax.contrib` export."""
     # A function that takes an optimizer makes one in `contrib` (`mechanize`, `sam`), but a building
     # block in `optax` (`selective_transform`).
