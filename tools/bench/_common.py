@@ -252,6 +252,7 @@ def main(
     arguments: Callable[[argparse.ArgumentParser], None] | None = None,
     *,
     environment: Mapping[str, str] | None = None,
+    sizes: str = "leaves",
 ) -> None:
     """Runs one benchmark: prints its rows, and writes them where `--json` says.
 
@@ -261,6 +262,7 @@ def main(
       measure: yields a row or more of each.
       arguments: adds its options to a parser.
       environment: variables that have to be set before the process starts.
+      sizes: what `Row.size` counts.
     """
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="small shapes, few rounds")
@@ -278,7 +280,11 @@ def main(
 
     records = []
     for row in measure(options):
-        record = {"benchmark": Path(sys.argv[0]).stem, **as_record(row, figures[row.figure])}
+        record = {
+            "benchmark": Path(sys.argv[0]).stem,
+            "sizes": sizes,
+            **as_record(row, figures[row.figure]),
+        }
         records.append(record)
         tqdm.write(row_line(record))
     if missing := figures.keys() - {record["figure"] for record in records}:
@@ -326,8 +332,8 @@ def amount(value: float, unit: str) -> str:
     """Returns a figure with its unit.
 
     Examples:
-      >>> amount(0.0021, "s"), amount(3 * 2**20, "B"), amount(12, "lines")
-      ('2.1 ms', '3.0 MiB', '12 lines')
+      >>> amount(0.0021, "s"), amount(3 * 2**20, "B"), amount(60_040, "lines"), amount(0.5, "")
+      ('2.1 ms', '3.0 MiB', '60,040 lines', '0.5')
     """
     if unit == "s":
         scale, name = (1.0, "s") if value >= 1 else (1e3, "ms") if value >= 1e-3 else (1e6, "us")
@@ -335,7 +341,8 @@ def amount(value: float, unit: str) -> str:
     if unit == "B":
         power = min(3, max(0, (int(abs(value)).bit_length() - 1) // 10))
         return f"{value / 1024**power:,.1f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
-    return f"{value:,.4g} {unit}"
+    number = f"{value:,.0f}" if value == round(value) else f"{value:,.3g}"
+    return f"{number} {unit}".rstrip()
 
 
 def row_line(record: Mapping[str, Any]) -> str:
@@ -343,10 +350,10 @@ def row_line(record: Mapping[str, Any]) -> str:
     limit = "" if record["limit"] is None else f"{record['limit']:.2f}"
     spread = f"{record['low']:.2f} to {record['high']:.2f}"
     if record["low"] == record["high"]:
-        spread = "exact"
+        spread = "once" if record["unit"] == "s" else "exact"
     return (
-        f"{label(record):58} {record['peer']:28} {limit:>6} "
-        f"{amount(record['ours'], record['unit']):>12} {record['ratio']:7.2f} {spread:>14} "
+        f"{label(record):56} {record['peer']:36} {limit:>6} "
+        f"{amount(record['ours'], record['unit']):>19} {record['ratio']:7.2f} {spread:>14} "
         f"{record['least']:7.2f} {verdict(record):>4}"
     )
 
@@ -354,7 +361,7 @@ def row_line(record: Mapping[str, Any]) -> str:
 def table(records: Sequence[Mapping[str, Any]]) -> str:
     """Returns all rows below a heading, and what they do not say below them."""
     head = (
-        f"{'figure':58} {'peer':28} {'limit':>6} {'ours':>12} {'ratio':>7} {'spread':>14} "
+        f"{'figure':56} {'peer':36} {'limit':>6} {'ours':>19} {'ratio':>7} {'spread':>14} "
         f"{'least':>7}"
     )
     notes = dict.fromkeys(f"{label(r)}: {r['note']}" for r in records if r["note"])

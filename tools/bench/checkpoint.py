@@ -244,8 +244,10 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     stalls = measure_stalls(leaves, tuple(options.shape), rounds, options.folder)
     for what in STALL:
         times = {side: [getattr(cost, what) for cost in costs] for side, costs in stalls.items()}
-        theirs = [max(x, 1e-9) for x in times["raw"]]
-        yield timed(f"stall, {what}", times["ours"], theirs, size=leaves)
+        if what == "memory":  # often none at all
+            yield counted(f"stall, {what}", max(times["ours"]), max(times["raw"]), size=leaves)
+        else:
+            yield timed(f"stall, {what}", times["ours"], times["raw"], size=leaves)
 
 
 if __name__ == "__main__":

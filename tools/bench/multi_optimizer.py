@@ -86,7 +86,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Yields the rows of every size."""
-    rounds = 3 if options.quick else options.rounds
+    rounds = options.rounds
     for leaves in options.leaves or ([100] if options.quick else [100, 1_000]):
         table = variants(leaves, options.groups)
         traces = {name: functools.partial(trace, *variant) for name, variant in table.items()}

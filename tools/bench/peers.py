@@ -134,8 +134,9 @@ def measure_muon(shapes: list[tuple[int, int]], rounds: int) -> Iterator[Row]:
     run = Run(muon(1e-3, matrices=Matrices.by_rank2(), rest=optax.identity()), shapes, "float32")
     calls: Calls = {"ours": run, "torch": torch_run("Muon", shapes, "float32")}
     times = interleave(calls, rounds, clock=time.perf_counter)
-    yield timed("Muon next to torch", times["ours"], times["torch"], size=len(shapes))
+    size = sum(rows * columns for rows, columns in shapes)
+    yield timed("Muon next to torch", times["ours"], times["torch"], size=size)
 
 
 if __name__ == "__main__":
-    main(__doc__, FIGURES, measure, arguments)
+    main(__doc__, FIGURES, measure, arguments, sizes="parameters")

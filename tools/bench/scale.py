@@ -118,4 +118,4 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
 if __name__ == "__main__":
     flags = f"--xla_force_host_platform_device_count={MOST}"
     environment = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    main(__doc__, FIGURES, measure, arguments, environment=environment)
+    main(__doc__, FIGURES, measure, arguments, environment=environment, sizes="devices")

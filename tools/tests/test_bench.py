@@ -1,6 +1,7 @@
 """The common module of the benchmarks, and what is written about a run."""
 
 import argparse
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from _common import Figure, Row, as_record, counted, counts, interleave, timed
 
 def record(ratio: float, half_spread: float, *, limit: float | None = 1.1) -> dict[str, Any]:
     row = Row("call", ratio, 1.0, ratio, ratio - half_spread, ratio + half_spread, ratio, 10)
-    return {"benchmark": "step", **as_record(row, Figure("raw", limit))}
+    return {"benchmark": "step", "sizes": "leaves", **as_record(row, Figure("raw", limit))}
 
 
 def test_calls_take_turns_and_the_first_round_is_thrown_away() -> None:
@@ -132,3 +133,49 @@ def test_a_figure_without_a_row_is_an_error(
 ) -> None:
     with pytest.raises(SystemExit, match="not measured: call"):
         run_main(monkeypatch, tmp_path / "rows.json", [])
+
+
+def load_command() -> Any:
+    """Returns `tools/bench/__main__.py`, whose name is that of the tests' own main module."""
+    path = Path(_common.__file__).parent / "__main__.py"
+    spec = importlib.util.spec_from_file_location("bench_command", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_file_is_a_benchmark_of_the_command() -> None:
+    command = load_command()
+    files = {path.stem: path.read_text() for path in command.HERE.glob("*.py")}
+    assert {name for name in files if not name.startswith("_")} == set(command.NAMES)
+    assert all("main(__doc__, FIGURES, measure" in files[name] for name in command.NAMES)
+
+
+def test_a_run_says_what_has_changed_since_the_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As every night: the second run is held against what the first wrote."""
+    command, ratios = load_command(), iter([1.0, 1.3, 1.3])
+
+    def run(name: str, flags: list[str]) -> dict[str, Any] | None:
+        assert flags == ["--quick"]
+        found = {**record(next(ratios), 0.01), "benchmark": name}
+        return None if name == "scale" else {"machine": {}, "rows": [found]}
+
+    monkeypatch.setattr(command, "run", run)
+
+    def status(*only: str) -> int:
+        flags = ["--quick", "--out", str(tmp_path), "--last", str(tmp_path / "figures.json")]
+        monkeypatch.setattr(sys, "argv", ["bench", "--only", *only, *flags])
+        return int(command.main())
+
+    assert status("verify") == 0
+    assert "Since the last run" not in capsys.readouterr().out
+    assert status("verify", "scale") == 1  # one is over its limit, the other does not run
+    said = capsys.readouterr()
+    assert "verify: call (10): 1.00 -> 1.30 of raw\nverify: call (10): ok -> OVER" in said.out
+    assert "failed: scale\nover the limit: verify: call (10)" in said.err
+    assert (tmp_path / "table.txt").read_text() == said.out
+    assert json.loads((tmp_path / "figures.json").read_text())["failed"] == ["scale"]

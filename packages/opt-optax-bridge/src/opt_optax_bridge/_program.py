@@ -74,10 +74,9 @@ class Program:
         its equations one by one takes half as long as tracing them. Otherwise it runs operation by
         operation: each update is a new function, and would be compiled every time.
         """
-        leaves = jax.tree.leaves(operands)
-        if any(isinstance(leaf, DynamicJaxprTracer) for leaf in leaves):
+        if is_staged(operands):
             return self.function(*operands)
-        return jax.tree.unflatten(self.output, _run(self.jaxpr, leaves))
+        return jax.tree.unflatten(self.output, _run(self.jaxpr, jax.tree.leaves(operands)))
 
     def values(self, name: str, *operands: Any) -> list[Any]:
         """Returns all values of that name, computing nothing else.
@@ -89,6 +88,11 @@ class Program:
         """
         leaves = jax.tree.leaves(operands)
         return list(_find(self.jaxpr, name, lambda places: [leaves[i] for i in places]))
+
+
+def is_staged(operands: Any) -> bool:
+    """Whether a caller that is being traced into a program will compile what is done with these."""
+    return any(isinstance(leaf, DynamicJaxprTracer) for leaf in jax.tree.leaves(operands))
 
 
 def _run(program: ClosedJaxpr, leaves: Sequence[Any]) -> Sequence[Any]:
