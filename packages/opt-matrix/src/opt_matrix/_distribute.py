@@ -95,7 +95,7 @@ class Distributed:
           prepare: makes what the function is applied to from `scalars`, a part of a leaf of `tree`
             and the same part of that leaf of each of `others`, element by element. It runs when
             the turn of a group has come, so that no copy of all leaves is made.
-          scalars: arrays for `prepare`, the same on all devices. What it makes should depend on
+          scalars: numbers for `prepare`, the same on all devices. What it makes should depend on
             them where there are any: they are how a group waits for the one before.
 
         Raises:
