@@ -156,7 +156,7 @@ def test_microbatches_of_a_size_with_the_mesh_in_use(size: int, mesh: jax.shardi
 
 
 @pytest.mark.parametrize("num", [2, 8])
-def test_deferred_gradients_are_summed_once_whatever_the_number_of_microbatches(
+def test_deferred_gradients_are_summed_once_for_any_number_of_microbatches(
     num: int, mesh: jax.sharding.Mesh
 ) -> None:
     vg = functools.partial(accumulate_gradients, loss_fn, num_microbatches=num)
@@ -328,7 +328,7 @@ def noisy(params: Tree, batch: Tree, scale: jax.Array, rng: jax.Array) -> Any:
     return (losses.sum(), batch["mask"].sum()), jax.random.key_data(rng)
 
 
-def test_keys_are_the_same_whatever_the_sharding() -> None:
+def test_keys_are_the_same_for_any_sharding() -> None:
     mesh = make_mesh(AxisType.Auto)
     params, batch, key = make_params(), make_batch(), jax.random.key(5)
     make = functools.partial(

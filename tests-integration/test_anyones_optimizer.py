@@ -174,7 +174,7 @@ def test_full_validation_is_spread_over_all_devices(
 
 @pytest.mark.parametrize("new", KINDS)
 @pytest.mark.parametrize("old", KINDS)
-def test_one_kind_goes_on_as_another(old: str, new: str) -> None:
+def test_one_kind_continues_as_another(old: str, new: str) -> None:
     on = mesh(2, 4)
     saved = named_state(trained(old, mesh(4, 2), 2))
     restored = plan_restore(saved, fresh(new, on)).apply()
@@ -216,7 +216,7 @@ def foreign_tree(kind: str) -> Any:
 
 @pytest.mark.parametrize("new", KINDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_foreign_checkpoints_go_on(kind: str, new: str, tmp_path: Path) -> None:
+def test_foreign_checkpoints_continue(kind: str, new: str, tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path / "orbax") as manager:
         manager.save(2, args=ocp.args.StandardSave(foreign_tree(kind)))
     on = mesh(2, 2)

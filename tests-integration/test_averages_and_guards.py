@@ -419,7 +419,7 @@ def test_what_the_state_means_is_stated() -> None:
     assert {leaf.source for leaf in described.leaves} == {"stated"}
 
 
-def test_it_goes_on_bit_for_bit(through: Any) -> None:
+def test_it_continues_bit_for_bit(through: Any) -> None:
     definition = wrapped(guard(with_average(ADAMW, 0.9)))
     optimizer = trained(definition, loss=1.0)
     restored = plan_restore(through(optimizer), definition.create(make_params())).apply()

@@ -155,7 +155,7 @@ def test_a10_pinned_host(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(np.asarray(leaf), VALUES[name])
 
 
-def test_damage_is_seen_whatever_the_mesh(tmp_path: Path) -> None:
+def test_damage_is_seen_on_any_mesh(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, placed(mesh((4, 2)), ZERO))
     for path in (tmp_path / "1").glob("leaves/**/d/*"):

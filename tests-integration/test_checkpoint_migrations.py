@@ -248,7 +248,7 @@ def test_a_clip_is_removed_and_added() -> None:
     assert_goes_on(back, clipped, old.target, old.state.param_states)
 
 
-def test_a_schedule_is_added_that_goes_on() -> None:
+def test_a_schedule_is_added_that_continues() -> None:
     """Schedules do not restart in silence: a new one takes the step, as in surgery."""
     old = trained(opt.adam(0.1))
     restored = migrated(
@@ -261,7 +261,7 @@ def test_a_schedule_is_added_that_goes_on() -> None:
     assert_goes_on(restored, optax.adam(SCHEDULE), old.target, state)
 
 
-def test_a_schedule_is_added_that_starts_anew_as_a_rule_says() -> None:
+def test_a_schedule_is_added_that_restarts_as_a_rule_says() -> None:
     old = trained(opt.adam(0.1))
     restored = migrated(
         named_state(old),
@@ -273,7 +273,7 @@ def test_a_schedule_is_added_that_starts_anew_as_a_rule_says() -> None:
     assert_goes_on(restored, optax.adam(SCHEDULE), old.target, state)
 
 
-def test_a_schedule_is_added_that_goes_on_from_the_step() -> None:
+def test_a_schedule_is_added_that_continues_from_the_step() -> None:
     old = trained(opt.adam(0.1))
     restored = migrated(
         named_state(old),
@@ -325,7 +325,7 @@ def test_multi_steps_is_not_removed_in_the_middle_of_a_window() -> None:
     plan_restore(named_state(flushed), target, allow={"drop", "optimizer"}).apply()
 
 
-def test_multi_steps_goes_on_in_the_middle_of_a_window_elsewhere() -> None:
+def test_multi_steps_continues_in_the_middle_of_a_window_elsewhere() -> None:
     """Another optimizer around it does not touch the window."""
     old = trained(wrapped(optax.MultiSteps(optax.adam(0.1), 4)), steps=6)
     tx = optax.MultiSteps(optax.chain(optax.clip(1.0), optax.adam(0.1)), 4)
@@ -449,7 +449,7 @@ def test_partitions_of_optax_become_groups_and_back(make: str) -> None:
     assert_goes_on(back, tx, old.target, old.state.param_states)
 
 
-def test_groups_that_do_not_agree_start_anew() -> None:
+def test_groups_that_do_not_agree_are_reinitialised() -> None:
     old = trained(groups(("fast", "w|b", ADAM), ("slow", "e", FROZEN)))
     thawed = plan_restore(
         named_state(old), groups(*TWO).create(make_params()), allow={"initialise", "optimizer"}
@@ -599,7 +599,7 @@ def test_a_group_is_frozen_and_unfrozen() -> None:
     assert_groups_go_on(thawed, by_hand)
 
 
-def test_unfrozen_parameters_that_join_a_group_are_told() -> None:
+def test_unfrozen_parameters_that_join_a_group_are_reported() -> None:
     old = trained(groups(TWO[0], ("slow", "e", FROZEN)))
     restored = migrated(
         named_state(old),

@@ -166,7 +166,7 @@ def test_the_same_factors_by_another_rule_are_the_same() -> None:
     assert plan_restore(named_state(old.create(params)), new.create(params)).is_exact
 
 
-def test_a_switch_that_becomes_a_map_is_told() -> None:
+def test_a_switch_that_becomes_a_map_is_reported() -> None:
     params = {"w": jnp.ones((8, 8))}
     rules = opt_adafactor.HParamMap([(".*", False)])
     old = opt_adafactor.Adafactor(0.1).create(params)

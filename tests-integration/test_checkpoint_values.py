@@ -63,7 +63,7 @@ UNSTACK: list[Rule] = [(r"(.*)/layers_(\d+)/(.*)", Unstack(r"\1/layers/\3", r"\2
         ((4, 6), ("column", "batch", "row"), True),
     ],
 )
-def test_layers_of_adafactor_go_on_together_as_each_did(
+def test_layers_of_adafactor_continue_together_as_each_did(
     shape: tuple[int, ...], rule: Any, swaps: bool
 ) -> None:
     params, grads = per_layer(shape), per_layer(shape, 10)

@@ -268,7 +268,7 @@ def test_without_a_terminal_slow_steps_are_lines_of_their_own(
     ]
 
 
-def test_without_a_terminal_a_long_save_is_told(
+def test_without_a_terminal_a_long_save_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     progress = load("progress", monkeypatch)

@@ -54,7 +54,7 @@ def folders(data: bytes, step: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_t5x_saved_goes_on(name: str, tmp_path: Path) -> None:
+def test_what_t5x_saved_continues(name: str, tmp_path: Path) -> None:
     case = g.load(name, CASES[name])
     definition = g.build(case.spec, API)
     if CASES[name] == g.GROUPS:

@@ -222,7 +222,7 @@ def test_derived_axes_are_those_of_t5x_and_the_factors_have_theirs(name: str, ap
 
 
 @pytest.mark.parametrize(("name", "api"), [run for run in RUNS if run[0] in CHECKPOINTS])
-def test_checkpoints_restore_bit_for_bit_and_go_on(name: str, api: str) -> None:
+def test_checkpoints_restore_bit_for_bit_and_continue(name: str, api: str) -> None:
     case = load(name)
     fresh = create(case, api)
     restored = fresh.restore_state(case.checkpoint)
@@ -260,7 +260,7 @@ def test_a_leaf_that_t5x_left_out_stays_without_state() -> None:
         create(case).restore_state(g.unflatten(flat))
 
 
-def test_groups_told_axes_do_not_change_each_other() -> None:
+def test_groups_with_axes_do_not_change_each_other() -> None:
     """One Adafactor in two models: T5X's second one overwrites the axes of the first."""
     case = load("t5x/Multi_scan_rules")
     shared = g.build(case.spec["args"][0][0]["$pair"][1], APIS["opt_core"])

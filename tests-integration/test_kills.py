@@ -349,7 +349,7 @@ TINY = [
 ]
 
 
-def test_the_example_is_killed_stopped_and_goes_on_with_another_number_of_processes(
+def test_the_example_is_killed_stopped_and_continues_with_another_number_of_processes(
     workers: Workers, count: Count, tmp_path: Path
 ) -> None:
     """The main job: both kills of D9, a stop that both agree about, and the same losses."""

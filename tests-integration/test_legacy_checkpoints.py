@@ -269,7 +269,7 @@ def deviations(optimizer: Optimizer, recorded: g.Flat, tolerance: g.Tolerance) -
 @pytest.mark.parametrize(
     "entry", [e for e in GOES_ON if e["id"] not in OTHER_RULE], ids=lambda e: e["id"]
 )
-def test_training_goes_on_as_under_flax_optim(entry: dict[str, Any]) -> None:
+def test_training_continues_as_under_flax_optim(entry: dict[str, Any]) -> None:
     """From Flax's own numbers after half of the steps, Flax's own numbers follow."""
     case, definition = case_of(entry), definition_of(entry)
     first = len(case.grads) // 2
@@ -340,7 +340,7 @@ def in_todays_layout(recorded: g.Flat) -> g.Flat:
 
 
 @pytest.mark.parametrize("entry", TRAIN_STATES, ids=lambda e: e["id"])
-def test_train_states_restore_and_go_on(entry: dict[str, Any]) -> None:
+def test_train_states_restore_and_continue(entry: dict[str, Any]) -> None:
     case = case_of(entry)
     optimizer = OptaxWrapper(TX[entry["id"]]()).create(case.params)
     restored = restore_legacy(optimizer, bytes_of(entry))

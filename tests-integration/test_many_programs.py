@@ -21,10 +21,10 @@ def stress(*flags: str) -> str:
     return done.stdout
 
 
-def test_digests_and_restores_beside_steps() -> None:
+def test_digests_and_restores_during_steps() -> None:
     assert "round 20/20" in stress("--rounds=20", "--restores=1", "--busy=1")
 
 
 @pytest.mark.slow
-def test_digests_and_restores_beside_steps_for_long() -> None:
+def test_digests_and_restores_during_steps_for_long() -> None:
     assert "round 2000/2000" in stress("--rounds=2000", "--restores=20", "--busy=2")

@@ -85,7 +85,7 @@ EXACT, BITS16, BITS8 = 1e-6, 0.004, 0.08
         ("remainder", "stochastic", 2**-7, BITS8),
     ],
 )
-def test_a_state_goes_on_as_it_is_stored_now(
+def test_a_state_continues_as_it_is_stored_now(
     old: str, new: str, params_error: float, moments_error: float
 ) -> None:
     saved, target = trained(old), trained(new, 0)

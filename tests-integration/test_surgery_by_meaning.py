@@ -192,7 +192,7 @@ def test_lookalikes_are_not_mixed(source: str, target: str) -> None:
     ],
     ids=["chain", "multi_steps", "inject", "adam", "groups", "partition"],
 )
-def test_every_leaf_of_adamw_goes_on_and_back(definition: OptimizerDef, kept: int) -> None:
+def test_every_leaf_of_adamw_continues_and_returns(definition: OptimizerDef, kept: int) -> None:
     optimizer = trained(opt.adamw(0.01))
     there, report = regroup(optimizer, definition)
     assert len(report.kept) == kept
@@ -203,7 +203,7 @@ def test_every_leaf_of_adamw_goes_on_and_back(definition: OptimizerDef, kept: in
     advanced(there, 1)
 
 
-def test_training_goes_on_bit_for_bit() -> None:
+def test_training_continues_bit_for_bit() -> None:
     optimizer = trained(opt.adamw(0.01), 4)
     found, _ = regroup(optimizer, wrapped(optax.chain(optax.clip(1e9), optax.adamw(0.01))))
     for step in range(5):  # not compiled: fusions of two programs round differently
@@ -211,7 +211,7 @@ def test_training_goes_on_bit_for_bit() -> None:
         assert_same(found.target, optimizer.target)
 
 
-def test_momentum_goes_on_in_a_chain() -> None:
+def test_momentum_continues_in_a_chain() -> None:
     optimizer = trained(opt.sgd(0.01, momentum=0.9))
     new = wrapped(optax.chain(optax.clip(1e9), optax.sgd(0.01, momentum=0.9)))
     found, report = regroup(optimizer, new)
@@ -228,7 +228,7 @@ def test_another_dtype_is_cast() -> None:
     assert_same(mu, optimizer.state.param_states[0].mu["w"].astype(jnp.bfloat16))
 
 
-def test_two_of_a_kind_are_told_apart_by_their_settings() -> None:
+def test_two_of_a_kind_are_distinguished_by_their_settings() -> None:
     optimizer = trained(wrapped(optax.chain(optax.ema(0.5), optax.ema(0.9))))
     found, report = regroup(
         optimizer, wrapped(optax.chain(optax.ema(0.9))), allow={"drop", "optimizer"}
@@ -257,7 +257,7 @@ def test_two_of_a_kind_are_told_apart_by_their_settings() -> None:
         ),
     ],
 )
-def test_what_acts_otherwise_has_to_be_admitted(
+def test_what_acts_differently_has_to_be_admitted(
     source: OptimizerDef, target: OptimizerDef, words: str
 ) -> None:
     optimizer = trained(source)
@@ -444,7 +444,7 @@ def test_a_factor_in_a_part_of_the_parameters_is_a_factor(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_vector_of_other_parameters_does_not_go_on(how: str) -> None:
+def test_a_vector_of_other_parameters_does_not_continue(how: str) -> None:
     """Vectors of one size: the momentum of one parameter would be that of the other."""
     params = {"w": jnp.ones(8), "b": jnp.ones(8)}
     one, again, other = (
@@ -559,7 +559,7 @@ def test_a_list_with_an_entry_per_parameter_follows_the_parameters() -> None:
         assert plan_restore(named_state(optimizer), definition.create(few)).is_exact
 
 
-def test_a_list_of_scalars_goes_on_with_the_same_parameters_alone() -> None:
+def test_a_list_of_scalars_continues_with_the_same_parameters_only() -> None:
     """Nothing shows which parameter a scalar is made of."""
     few = {"b": jnp.ones(3), "c": jnp.ones(3)}
     definition = wrapped(listing(jnp.sum))
@@ -756,7 +756,7 @@ def test_factors_of_other_dimensions(shape: tuple[int, ...]) -> None:
 # Schedules.
 
 
-def test_schedules_go_on() -> None:
+def test_schedules_continue() -> None:
     optimizer = trained(opt.adam(0.1), 5)
     found, report = regroup(optimizer, opt.adam(schedule()))
     assert counts(found, "schedule_count") == [5]
@@ -824,7 +824,7 @@ def test_a_rate_that_was_set_at_run_time() -> None:
     assert len(report.kept) == 5
 
 
-def test_a_key_goes_on_in_one_group() -> None:
+def test_a_key_continues_in_one_group() -> None:
     params = {"u": jnp.ones(3), "v": jnp.ones(3)}
     zeros = jax.tree.map(jnp.zeros_like, params)
 

@@ -421,7 +421,7 @@ def test_only_parameters_may_change_dtype() -> None:
         optimizer.restore_state(state_dict)
 
 
-def test_restore_is_strict_otherwise() -> None:
+def test_other_restores_are_strict() -> None:
     params = variables_of_model(jax.random.key(1))["params"]
     state_dict = t5x.adamw(1e-2).create(params).state_dict()
     with pytest.raises(RestoreError, match="another optimizer's state"):

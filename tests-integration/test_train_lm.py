@@ -735,7 +735,7 @@ sys.exit(code)
 """
 
 
-def test_zero_on_resume_goes_on_from_the_same_numbers(
+def test_zero_on_resume_continues_from_the_same_numbers(
     whole: Path, interrupted: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
@@ -916,7 +916,7 @@ def sent(stdout: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("name", "at_5_and_6"), [("skip", 1), ("skip 1", 2), ("nothing", 0)])
-def test_what_is_not_finite_is_skipped_and_told(
+def test_what_is_not_finite_is_skipped_and_reported(
     accumulated: dict[str, Any], name: str, at_5_and_6: int
 ) -> None:
     found = accumulated[name]
@@ -969,7 +969,7 @@ def test_guarded_steps_are_not_made_and_the_average_is_evaluated(
     assert "  not averaged" in result["stdout"]
 
 
-def test_without_skipping_the_run_stops_and_can_go_on_with_it(
+def test_without_skipping_the_run_stops_and_can_continue_with_it(
     accumulated: dict[str, Any],
 ) -> None:
     stopped, found, skip = (accumulated[name] for name in ("stop", "go on", "skip"))
@@ -1239,7 +1239,7 @@ def make_batches(
     return data.Batches(text, key, batch_size=batch_size, window=window)
 
 
-def test_batches_go_on_from_their_state_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_continue_from_their_state_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = make_batches(monkeypatch, 1)
     first = [next(batches) for _ in range(5)]
     state = json.loads(json.dumps(batches.state()))

@@ -86,7 +86,7 @@ def test_pytest_keeps_the_options_of_the_root() -> None:
         assert all(f"\n    {value}\n" in text for value in options[name])
 
 
-def test_with_the_oldest_versions_warnings_are_no_errors() -> None:
+def test_with_the_oldest_versions_warnings_are_not_errors() -> None:
     text = pytest_ini(ROOT / "pyproject.toml", strict=False)
     assert "filterwarnings" not in text
     assert "xfail_strict" in text
@@ -118,7 +118,7 @@ def test_a_failing_command_tells_what_it_printed() -> None:
         run([sys.executable, "-c", "import sys; print('oh no'); sys.exit(3)"])
 
 
-def test_uv_is_found_beside_python_then_by_hatch_then_on_the_path(
+def test_uv_is_found_next_to_python_then_by_hatch_then_on_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in ("beside", "path"):

@@ -53,7 +53,7 @@ class Case:
         return contents
 
     def definition(self, kind: type[Adafactor] = Adafactor, **changes: Any) -> Adafactor:
-        """The definition, told the axes as T5X's trainer does."""
+        """The definition with the axes, given as T5X's trainer does."""
         definition = kind(**{**_build(self.index["constructor"]["kwargs"]), **changes})
         if self.index.get("param_logical_axes"):
             definition.set_param_axes(self.param_axes)

@@ -280,7 +280,7 @@ def test_no_weight_decay_is_none_and_zero_is_zero() -> None:
         Adafactor(0.1, weight_decay_rate_lr_exponent=0.0)
 
 
-def test_a_parameter_of_one_entry_is_no_placeholder() -> None:
+def test_a_parameter_of_one_entry_is_not_a_placeholder() -> None:
     optimizer = Adafactor(0.1).create({"gate": jnp.full((1,), 2.0)})
     optimizer = optimizer.apply_gradient({"gate": jnp.ones((1,))})
     assert optimizer.state.param_states["gate"].v.tolist() == [1.0]

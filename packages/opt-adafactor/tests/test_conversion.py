@@ -138,7 +138,7 @@ def test_momentum_of_single_numbers_is_not_dropped() -> None:
             ada.to_optax_state(optimizer.state, tx.init(params))
 
 
-def test_schedules_of_injected_hyperparams_go_on() -> None:
+def test_schedules_of_injected_hyperparams_continue() -> None:
     schedule = optax.linear_schedule(0.1, 0.0, 4)
     optimizer = train(Adafactor(schedule, **SMALL).create(PARAMS), range(2))
     inject = optax.inject_hyperparams(ada.adafactor, static_args=tuple(SMALL))

@@ -91,19 +91,19 @@ def test_containers_of_any_kind() -> None:
 def test_rules_by_axis_go_before_the_map() -> None:
     definition = make(factor_map=HParamMap([(".*", None)]))
     assert definition.create(PARAMS).state.param_states["wi"].v.shape == (6, 3, 8)
-    told = definition.with_param_axes(AXES)
-    assert told.create(PARAMS).state.param_states["wi"].v.shape == (1,)
+    with_axes = definition.with_param_axes(AXES)
+    assert with_axes.create(PARAMS).state.param_states["wi"].v.shape == (1,)
 
 
 def test_definitions_do_not_change() -> None:
     definition = make()
     before = hash(definition)
-    told = definition.with_param_axes(AXES)
+    with_axes = definition.with_param_axes(AXES)
     assert hash(definition) == before
     assert definition.hyper_params.factor_map is None
-    assert told == make().with_param_axes(FrozenDict(AXES))
-    assert told != definition
-    other = told.with_param_axes({"w": P("mlp", "embed")})
+    assert with_axes == make().with_param_axes(FrozenDict(AXES))
+    assert with_axes != definition
+    other = with_axes.with_param_axes({"w": P("mlp", "embed")})
     other.create({"w": jnp.ones((8, 8))})
     with pytest.raises(ParamAxesError, match="wi: no axes given"):
         other.create(PARAMS)
@@ -148,9 +148,9 @@ def test_a_second_model_does_not_clobber_the_first() -> None:
 
 def test_axes_of_more_than_the_parameters_at_hand() -> None:
     # As in a MultiOptimizer that gives each of its definitions a part of the tree.
-    told = make().with_param_axes(AXES)
+    with_axes = make().with_param_axes(AXES)
     part = {"wi": PARAMS["wi"]}
-    assert told.create(part).state.param_states["wi"].v_row.shape == (6, 3)
+    assert with_axes.create(part).state.param_states["wi"].v_row.shape == (6, 3)
 
 
 def test_without_rules() -> None:

@@ -160,7 +160,7 @@ def build(spec: Any) -> Any:
 
 def definition_of(case_id: str) -> MultiOptimizer:
     entry = case(case_id)
-    if isinstance(entry["constructor"], str):  # told in words
+    if isinstance(entry["constructor"], str):  # described in words
         kernels, biases = (build({"path_contains": part}) for part in ("kernel", "bias"))
         return MultiOptimizer((kernels, Momentum(0.05)), (biases, Adam(0.1)))
     if "focus" in entry:

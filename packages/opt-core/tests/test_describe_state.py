@@ -111,7 +111,7 @@ def test_the_default_goes_by_records_shapes_and_dtypes() -> None:
     ]
 
 
-def test_factors_are_told_by_their_sizes_where_these_differ() -> None:
+def test_factors_are_known_by_their_sizes_where_these_differ() -> None:
     class Factors(OptimizerDef):
         def init_state(self, tree: Any) -> OptimizerState:
             slots = jax.tree.map(
@@ -206,16 +206,16 @@ def test_groups_are_merged() -> None:
     optimizer = whole.create(tree)
     found = describe_state(optimizer)
     assert isinstance(whole, DescribesState)
-    told = {leaf.path: (leaf.group, *leaf.key) for leaf in found.leaves}
+    described = {leaf.path: (leaf.group, *leaf.key) for leaf in found.leaves}
     leaves = {
         tuple(key.key for key in path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer.state.param_states)
     }
-    assert list(told) == list(leaves)
+    assert list(described) == list(leaves)
     momentum = (("rest", "rest"), "momentum", 1, (), ("w",), (0, 1))
-    assert momentum in told.values()
-    assert (("rest", "x"), "keeps_params", 1, ("first",), ("b",), (0,)) in told.values()
-    assert (("plain",), "velocity", 1, (), ("v",), None) in told.values()
+    assert momentum in described.values()
+    assert (("rest", "x"), "keeps_params", 1, ("first",), ("b",), (0,)) in described.values()
+    assert (("plain",), "velocity", 1, (), ("v",), None) in described.values()
     groups = [names for names, _ in leaf_groups(optimizer)]
     assert [made.group for made in found.transformations] == groups
 

@@ -260,7 +260,7 @@ def test_what_is_equal(one: Any, same: Any) -> None:
     assert hash(fingerprint(one)) == hash(fingerprint(same))
 
 
-# What cannot be looked into is the same as itself and nothing else.
+# An opaque object is equal only to itself.
 OPAQUE: dict[str, Callable[[], Any]] = {
     "jitted": lambda: jax.jit(closure(1.0)),
     "object": object,
@@ -280,7 +280,7 @@ def test_what_cannot_be_looked_into(build: Callable[[], Any]) -> None:
     hash(fingerprint(one))
 
 
-def test_slots_beside_a_dict_count() -> None:
+def test_slots_next_to_a_dict_count() -> None:
     assert fingerprint(half_slotted(1.0)) != fingerprint(half_slotted(2.0))
 
 

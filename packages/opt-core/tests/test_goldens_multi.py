@@ -65,7 +65,7 @@ def test_trajectories(case_id: str) -> None:
 
 
 @pytest.mark.parametrize("case_id", [c for c in case_ids() if "checkpoint" in case(c)])
-def test_checkpoints_restore_and_go_on(case_id: str) -> None:
+def test_checkpoints_restore_and_continue(case_id: str) -> None:
     last = len(inputs(case_id)[1])
     restored = run(case_id, 0)[0].restore_state(checkpoint(case_id))
     final = run(case_id)[-1]

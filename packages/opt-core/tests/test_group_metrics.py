@@ -59,7 +59,7 @@ def test_frozen_groups_have_parameters_alone() -> None:
         group_metrics(before, {"kernel": grads["kernel"]}, before)
 
 
-def test_leaves_that_are_no_arrays() -> None:
+def test_leaves_that_are_not_arrays() -> None:
     params = {"kernel": jnp.ones(4), "act": jax.nn.relu, "x": 3.0}
     before = MultiOptimizer.from_rules([("w", "kernel", Momentum())], rest=FROZEN).create(params)
     found = group_metrics(before, {"kernel": jnp.ones(4)}, before)

@@ -230,12 +230,12 @@ def test_a_definition_that_is_built_again_does_not_compile_again() -> None:
 
 
 class SeesAxes(OptimizerDef):
-    """Remembers what it is told."""
+    """Remembers the axes that it is given."""
 
-    told: Any = None
+    given_axes: Any = None
 
     def set_param_axes(self, param_axes: Any) -> None:
-        self.told = param_axes
+        self.given_axes = param_axes
 
 
 def test_axes_reach_copies_of_the_definitions() -> None:
@@ -244,20 +244,20 @@ def test_axes_reach_copies_of_the_definitions() -> None:
     before = hash(definition)
     definition.set_param_axes(AXES)
     first, second = definition.sub_optimizers
-    assert first.told == {"decoder": {"wi": {"kernel": P("embed", "mlp")}}}  # type: ignore[attr-defined]
-    assert second.told == {"embed": P("vocab", "embed")}  # type: ignore[attr-defined]
-    assert shared.told is None
+    assert first.given_axes == {"decoder": {"wi": {"kernel": P("embed", "mlp")}}}  # type: ignore[attr-defined]
+    assert second.given_axes == {"embed": P("vocab", "embed")}  # type: ignore[attr-defined]
+    assert shared.given_axes is None
     assert hash(definition) != before
 
 
 def test_axes_may_come_before_any_parameter() -> None:
-    """A group that asks for shapes is told of every leaf that no path gives to another group."""
+    """A group that asks for shapes is given every leaf that no path gives to another group."""
     rules = [
         ("embeddings", "embed", SeesAxes(None)),
         ("matrices", lambda path, leaf: leaf.ndim == 2 and path != "embed", SeesAxes(None)),
     ]
     definition = MultiOptimizer.from_rules(rules, rest=SeesAxes(None), param_axes=AXES)
-    first, *others = [d.told for d in definition.sub_optimizers]  # type: ignore[attr-defined]
+    first, *others = [d.given_axes for d in definition.sub_optimizers]  # type: ignore[attr-defined]
     assert first == {"embed": AXES["embed"]}
     assert others == [{k: v for k, v in AXES.items() if k != "embed"}] * 2
     assert [len(part.members) for part in definition.select(PARAMS).parts] == [1, 1, 2]
@@ -270,8 +270,8 @@ def test_axes_of_lists_and_leaves_without_axes() -> None:
         .with_param_axes(axes)
         .sub_optimizers
     )
-    assert one.told == {"0": {"1": None}, "2": {"1": P("c")}}  # type: ignore[attr-defined]
-    assert two.told == {"0": {"0": P("a")}, "2": {"0": P("b")}}  # type: ignore[attr-defined]
+    assert one.given_axes == {"0": {"1": None}, "2": {"1": P("c")}}  # type: ignore[attr-defined]
+    assert two.given_axes == {"0": {"0": P("a")}, "2": {"0": P("b")}}  # type: ignore[attr-defined]
 
 
 def test_axes_make_another_definition() -> None:
@@ -279,9 +279,9 @@ def test_axes_make_another_definition() -> None:
     known = plain.with_param_axes(AXES)
     assert plain.param_axes is None
     assert known != plain
-    told = MultiOptimizer.from_rules([({"vocab"}, SeesAxes(None))], rest=FROZEN)
-    told.set_param_axes(AXES)
-    assert told == known
+    with_axes = MultiOptimizer.from_rules([({"vocab"}, SeesAxes(None))], rest=FROZEN)
+    with_axes.set_param_axes(AXES)
+    assert with_axes == known
 
 
 class RefusesAxes(OptimizerDef):
@@ -295,7 +295,7 @@ def test_axes_that_are_refused_change_nothing() -> None:
     with pytest.raises(ValueError, match="do not do"):
         definition.set_param_axes(AXES)
     assert definition.param_axes is None
-    assert definition.sub_optimizers[0].told is None  # type: ignore[attr-defined]
+    assert definition.sub_optimizers[0].given_axes is None  # type: ignore[attr-defined]
     assert hash(definition) == before
 
 

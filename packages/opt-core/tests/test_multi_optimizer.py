@@ -230,7 +230,7 @@ def test_a_group_sees_its_leaves_alone() -> None:
     assert hole["a"].keys() == {"kernel", "bias", "none"}
 
 
-def test_deviations_are_told_by_the_path_in_the_dict() -> None:
+def test_deviations_have_the_path_in_the_dict() -> None:
     for make, prefix in ((both, ""), (mixed, "kernels/")):
         optimizer = make().create(make_params())
         written = to_numpy(optimizer.state_dict())
@@ -263,7 +263,7 @@ def test_deviations_are_told_by_the_path_in_the_dict() -> None:
     "given", [None, [], {}, {"target": {}}, {"state": {}, "target": {}}, {"state": 1, "target": 2}]
 )
 @every
-def test_what_is_no_state_dict_is_a_restore_error(make: Any, given: Any) -> None:
+def test_what_is_not_a_state_dict_is_a_restore_error(make: Any, given: Any) -> None:
     with pytest.raises(RestoreError):
         make().create(make_params()).restore_state(given)
 
@@ -358,7 +358,7 @@ def test_names_that_a_state_dict_has_twice(definition: OptimizerDef) -> None:
 
 
 @pytest.mark.parametrize("definition", [Momentum(), Whole()])
-def test_a_group_without_leaves_beside_a_single_array(definition: OptimizerDef) -> None:
+def test_a_group_without_leaves_next_to_a_single_array(definition: OptimizerDef) -> None:
     rules = [("all", r"\.", definition)]
     optimizer = MultiOptimizer.from_rules(rules, rest=definition).create(jnp.ones(3))
     assert_same(optimizer.restore_state(optimizer.state_dict()), optimizer)
@@ -671,7 +671,7 @@ def test_the_axes_themselves() -> None:
     assert found["rest"]["b"]["scale"] is None
 
 
-def test_axes_of_other_paths_are_told() -> None:
+def test_axes_of_other_paths_are_listed() -> None:
     optimizer = both().create(make_params())
     wrong = {"a": {**AXES["a"], "more": P()}, "b": {"scale": None}}
     with pytest.raises(TreeMismatchError) as caught:

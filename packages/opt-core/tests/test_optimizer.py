@@ -119,7 +119,7 @@ def test_the_step_stops_at_the_largest_int32(kind: Any, transform: Any) -> None:
     assert all(step.dtype == jnp.int32 and not step.weak_type for step in steps)
 
 
-def test_an_optimizer_goes_on_at_the_last_step() -> None:
+def test_an_optimizer_continues_at_the_last_step() -> None:
     optimizer = Momentum().create({"w": jnp.ones(2)})
     optimizer = optimizer.replace(state=optimizer.state.replace(step=jnp.int32(INT32_MAX)))
     after = jax.jit(step)(optimizer, {"w": jnp.ones(2)})
@@ -155,7 +155,7 @@ def test_the_step_is_read_from_any_integer(found: Any) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_step(found: Any, kind: MismatchKind, words: str) -> None:
+def test_what_is_not_a_step(found: Any, kind: MismatchKind, words: str) -> None:
     optimizer = Momentum().create({"w": jnp.ones(2)})
     state_dict = optimizer.state_dict()
     state_dict["state"]["step"] = found
@@ -294,7 +294,7 @@ def flat(optimizer: Optimizer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("found", [None, [], 1, "text"])
-def test_what_is_no_state_dict(found: Any) -> None:
+def test_what_is_not_a_state_dict(found: Any) -> None:
     optimizer = Momentum().create({"a": jnp.ones(2)})
     [mismatch] = optimizer.check_state_dict(found).mismatches
     assert (mismatch.path, mismatch.kind) == (".", MismatchKind.CONTAINER)
@@ -622,7 +622,7 @@ def test_a_habit_says_what_to_write(name: str, words: str) -> None:
     assert words in message
 
 
-def test_a_definition_is_no_transformation() -> None:
+def test_a_definition_is_not_a_transformation() -> None:
     for name in ("init", "update"):
         with pytest.raises(AttributeError) as caught:
             getattr(Momentum(), name)

@@ -256,7 +256,7 @@ def at(state_dict: Any, names: tuple[str, ...]) -> Any:
 
 @pytest.mark.parametrize("found", [np.zeros(3), [1.0, 2.0], None, 1.0], ids=repr)
 @pytest.mark.parametrize("reference", [{"a": jnp.ones(3)}, (jnp.ones(3),), Pair(1, 2), {}, ()])
-def test_a_leaf_is_no_container(reference: Any, found: Any) -> None:
+def test_a_leaf_is_not_a_container(reference: Any, found: Any) -> None:
     result, report = restore_state_dict({"x": reference}, {"x": found})
     assert [(m.path, m.kind) for m in report.mismatches] == [("x", MismatchKind.CONTAINER)]
     assert_same(result, {"x": reference})
@@ -264,7 +264,7 @@ def test_a_leaf_is_no_container(reference: Any, found: Any) -> None:
 
 @pytest.mark.parametrize("found", [{}, {"deep": 1}, FrozenDict()], ids=repr)
 @pytest.mark.parametrize("reference", [np.zeros(3), 1.0, "text"], ids=repr)
-def test_a_container_is_no_leaf(reference: Any, found: Any) -> None:
+def test_a_container_is_not_a_leaf(reference: Any, found: Any) -> None:
     result, report = restore_state_dict({"x": reference}, {"x": found})
     assert [(m.path, m.kind) for m in report.mismatches] == [("x", MismatchKind.CONTAINER)]
     assert result["x"] is reference
@@ -356,7 +356,7 @@ def test_python_numbers_do_not_fit_arrays() -> None:
         ("a", 1, None),
     ],
 )
-def test_references_that_are_no_arrays(reference: Any, found: Any, expected: Any) -> None:
+def test_references_that_are_not_arrays(reference: Any, found: Any, expected: Any) -> None:
     result, report = restore_state_dict({"x": reference}, {"x": found})
     assert report.ok == (expected is not None)
     assert result["x"] == (reference if expected is None else expected)
@@ -445,7 +445,7 @@ def deleted() -> jax.Array:
     ],
     ids=["deleted", "masked", "abstract", "class"],
 )
-def test_what_is_no_data(value: Any, found: str) -> None:
+def test_what_is_not_data(value: Any, found: str) -> None:
     restored, report = restore_state_dict({"w": jnp.ones(2)}, {"w": value})
     [mismatch] = report.mismatches
     assert (mismatch.path, mismatch.kind, mismatch.found) == ("w", MismatchKind.VALUE, found)

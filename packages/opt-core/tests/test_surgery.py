@@ -90,15 +90,15 @@ def table(optimizer: Optimizer) -> list[str]:
     return [group.name for group in groups_of(optimizer)]
 
 
-class Told(NamedTuple):
+class Summary(NamedTuple):
     kept: tuple[str, ...]
     initialised: tuple[str, ...]
     dropped: tuple[str, ...]
 
 
-def told(report: ChangeReport) -> Told:
+def summary(report: ChangeReport) -> Summary:
     assert report.renamed == report.converted == ()
-    return Told(report.kept, report.initialised, report.dropped)
+    return Summary(report.kept, report.initialised, report.dropped)
 
 
 DROP = frozenset({"drop"})
@@ -108,10 +108,10 @@ def trained(definition: OptimizerDef, steps: int = 2) -> Optimizer:
     return advanced(definition.create(make_params()), steps)
 
 
-def test_reset_starts_one_group_anew() -> None:
+def test_reset_reinitialises_one_group() -> None:
     optimizer = trained(groups(KERNELS, BIASES))
     found, report = reset(optimizer, "biases")
-    assert told(report) == Told(
+    assert summary(report) == Summary(
         kept=("kernels/a/kernel", "kernels/b/kernel"),
         initialised=("biases/a/bias/grad_ema", "biases/a/bias/grad_sq_ema"),
         dropped=("biases/a/bias/grad_ema", "biases/a/bias/grad_sq_ema"),
@@ -142,7 +142,7 @@ def test_reset_inside_and_by_group() -> None:
         ("kernels/x", "`kernels/x` is not a group; the groups with a state are none"),
     ],
 )
-def test_reset_of_what_is_no_group(name: str, words: str) -> None:
+def test_reset_of_what_is_not_a_group(name: str, words: str) -> None:
     with pytest.raises(GroupError, match=words):
         reset(trained(groups(KERNELS, BIASES)), name)
 
@@ -150,7 +150,7 @@ def test_reset_of_what_is_no_group(name: str, words: str) -> None:
 def test_freeze_drops_state_and_stops() -> None:
     optimizer = trained(groups(KERNELS, BIASES))
     found, report = freeze(optimizer, "a/.*")
-    assert told(report) == Told(
+    assert summary(report) == Summary(
         kept=("kernels/b/kernel",),
         initialised=(),
         dropped=(
@@ -190,10 +190,10 @@ def test_freeze_inside_a_nested_one() -> None:
     assert advanced(found, 1).target["a"]["bias"] is optimizer.target["a"]["bias"]
 
 
-def test_unfreeze_starts_anew_and_goes_on() -> None:
+def test_unfreeze_initialises_and_continues() -> None:
     optimizer = trained(groups(KERNELS))
     found, report = unfreeze(optimizer, ".*bias", Adam(0.1))
-    assert told(report) == Told(
+    assert summary(report) == Summary(
         kept=("kernels/a/kernel", "kernels/b/kernel"),
         initialised=("unfrozen/a/bias/grad_ema", "unfrozen/a/bias/grad_sq_ema"),
         dropped=(),
@@ -234,7 +234,7 @@ def test_regroup_keeps_what_fits() -> None:
         ("first", "a/.*", Momentum(0.1)), ("second", "b/kernel", Adam(0.1)), rest=Momentum()
     )
     found, report = regroup(optimizer, new, allow=DROP)
-    assert told(report) == Told(
+    assert summary(report) == Summary(
         kept=("first/a/kernel",),
         initialised=(
             "first/a/bias",
@@ -272,7 +272,7 @@ def test_other_meanings_of_the_same_paths_do_not_fit() -> None:
     assert len(report.initialised) == len(report.dropped) == 5
 
 
-def test_groups_that_disagree_start_anew() -> None:
+def test_groups_that_disagree_are_reinitialised() -> None:
     both = groups(("a", "a/.*", Whole()), rest=Whole())
     optimizer = advanced(reset(trained(both), "a")[0], 1)  # counts 1 and 3
     with pytest.raises(SurgeryError, match="its groups do not agree about `count`"):
@@ -315,8 +315,8 @@ def test_every_change_works_on_tracers_and_on_shapes(change: Any) -> None:
     optimizer = trained(groups(KERNELS, BIASES))
     found, report = change(optimizer)
     assert_same(jax.jit(lambda o: change(o)[0])(optimizer), found)
-    shapes, told_of_shapes = change(jax.eval_shape(lambda: optimizer))
-    assert told(told_of_shapes) == told(report)
+    shapes, report_of_shapes = change(jax.eval_shape(lambda: optimizer))
+    assert summary(report_of_shapes) == summary(report)
     for abstract in (shapes, jax.eval_shape(lambda o: change(o)[0], optimizer)):
         assert structure(abstract) == structure(found)
         pairs = zip(jax.tree.leaves(abstract), jax.tree.leaves(found), strict=True)
@@ -375,7 +375,7 @@ def test_a_tuple_of_parameters_is_not_the_tuple_of_a_chain(shape: tuple[int, ...
     params = (jnp.ones((3, 3)), jnp.ones(shape))
     optimizer = advanced(Whole().create(params), 3)
     found, report = freeze(optimizer, "1")
-    assert told(report) == Told(
+    assert summary(report) == Summary(
         kept=("rest/0/count", "rest/0/mu/0"), initialised=(), dropped=("0/mu/1",)
     )
     state = found.state.param_states["rest"][0]

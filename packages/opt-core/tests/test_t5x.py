@@ -37,7 +37,7 @@ def test_axes_and_none_stand_for_any_leaf() -> None:
     assert state == OptimizerState(None, (P("mlp"), P("embed")))
 
 
-def test_a_mapping_in_the_place_of_a_leaf_is_no_leaf() -> None:
+def test_a_mapping_in_the_place_of_a_leaf_is_not_a_leaf() -> None:
     target, state = references({"w": {}}, {"param_states": {"0": {"x": 1}}})
     assert_same((target, state), (PARAMS, STATE))
 

@@ -48,7 +48,7 @@ def test_states_of_optimizers_that_keep_more_or_less(maker: str, module: Any) ->
 
 
 @pytest.mark.parametrize("state", [3, None, PARAMS, (1, 2, 3), ({}, {}, {})], ids=repr)
-def test_what_is_no_state(state: Any) -> None:
+def test_what_is_not_a_state(state: Any) -> None:
     triple = ours.adam(0.1)
     from_optax = ours.from_optax(optax.adam(0.1))
     functions: list[Callable[[], Any]] = [
@@ -70,7 +70,7 @@ def test_what_is_no_state(state: Any) -> None:
         ours.load(io.BytesIO(), like=state)
 
 
-def test_a_state_of_a_triple_is_no_state_of_optax() -> None:
+def test_a_state_of_a_triple_is_not_a_state_of_optax() -> None:
     triple = ours.from_optax(optax.adam(0.1))
     state = ours.adam(0.1).init_fn(PARAMS)
     for function in (triple.params_fn, triple.convert_state_back):
@@ -107,7 +107,7 @@ def test_what_jax_refuses_is_noted_with_its_parameter(name: str, grad: Any) -> N
     assert "While computing the update of parameter `w`." in caught.value.__notes__
 
 
-def test_parameters_that_are_no_arrays_are_named() -> None:
+def test_parameters_that_are_not_arrays_are_named() -> None:
     for bad in ("text", np.array([None])):
         with pytest.raises(TypeError) as caught:
             ours.adam(0.1).init_fn({"layers": [1.0, bad]})
@@ -117,7 +117,7 @@ def test_parameters_that_are_no_arrays_are_named() -> None:
 @pytest.mark.parametrize(
     "wrong", [3, (1, 2), ours.adam, "adam"], ids=["3", "pair", "maker", "name"]
 )
-def test_what_is_no_triple(wrong: Any) -> None:
+def test_what_is_not_a_triple(wrong: Any) -> None:
     for function in (ours.to_optax, ours.to_optimizer_def):
         with pytest.raises(TypeError, match="`triple` must be a triple") as caught:
             function(wrong)

@@ -66,7 +66,7 @@ def test_a_run_that_switches_and_comes_back_is_the_same(name: str) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def test_the_state_dict_has_what_is_kept_beside_the_parameters() -> None:
+def test_the_state_dict_has_what_is_kept_besides_the_parameters() -> None:
     optimizer = ours.to_optimizer_def(ours.adam(0.1)).create({"w": jnp.ones(2)})
     kept = optimizer.state_dict()["state"]["param_states"]["w"]
     assert sorted(kept) == ["0", "1", "2"]

@@ -97,7 +97,7 @@ def test_states_come_back(name: str, module: Any) -> None:
         check_same(round_trip(state, optimizer=triple, params=shapes), state)
 
 
-def test_training_goes_on_without_another_compilation() -> None:
+def test_training_continues_without_another_compilation() -> None:
     triple = ours.sm3(0.1)
     update = jax.jit(triple.update_fn)
     grads = jax.tree.map(jnp.ones_like, PARAMS)
@@ -160,7 +160,7 @@ BASE = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     ],
     ids=["T", "strided", "reversed", "F", "scalar", "broadcast", "big-endian", "swapped"],
 )
-def test_the_order_in_memory_is_no_matter(array: np.ndarray) -> None:
+def test_the_order_in_memory_does_not_matter(array: np.ndarray) -> None:
     after = leaf_after(array)
     np.testing.assert_array_equal(after, array)
     assert after.flags.c_contiguous
@@ -259,7 +259,7 @@ def test_a_state_of_another_tree_is_refused(saved: Any, expected: Any, line: str
     )
 
 
-def test_numbers_of_python_are_no_arrays() -> None:
+def test_numbers_of_python_are_not_arrays() -> None:
     for saved, expected, words in (
         (jnp.float32(1), 1.0, "expected a Python float, found float32[]"),
         (1.0, jnp.float32(1), "expected float32[], found a Python float"),

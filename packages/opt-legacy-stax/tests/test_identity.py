@@ -73,7 +73,7 @@ def test_the_error_says_what_each_keeps_and_what_to_do() -> None:
     )
 
 
-def test_settings_are_no_identity() -> None:
+def test_settings_are_not_an_identity() -> None:
     """What a state means does not depend on them; a resumed run may have others."""
     state = ours.adam(0.1).init_fn(PARAMS)
     other = ours.adam(ours.constant(3.0), b1=0.5, upstream_numerics=True)

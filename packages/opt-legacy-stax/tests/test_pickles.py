@@ -249,7 +249,7 @@ def without_shapes(state: Any) -> Any:
     return jax.tree.map(lambda j: theirs.JoinPoint(j.subtree[:3]), marked)
 
 
-def test_sm3_of_jax_0_2_19_goes_on() -> None:
+def test_sm3_of_jax_0_2_19_continues() -> None:
     case = golden.case_of("sm3_jax0_2_19")
     problem = golden.index()["problems"][case["problem"]]
     old = without_shapes(recorded("sm3_jax0_2_19", 4))

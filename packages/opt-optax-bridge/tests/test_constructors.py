@@ -169,7 +169,7 @@ def test_a_constructor_of_your_own() -> None:
         assert optimizer.apply_gradient(grads, **overrides).target["w"].item() == wanted
 
 
-def test_a_constructor_that_is_no_function() -> None:
+def test_a_constructor_that_is_not_a_function() -> None:
     class Builder:
         def __call__(self, learning_rate: float) -> Any:
             return optax.sgd(learning_rate)

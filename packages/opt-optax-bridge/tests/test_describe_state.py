@@ -76,10 +76,10 @@ def test_wrappers_do_not_change_names() -> None:
         assert names(tx) > ADAM
 
 
-def test_what_keeps_states_of_one_type_is_told_apart() -> None:
+def test_what_keeps_states_of_one_type_is_distinguished() -> None:
     kinds = (optax.scale_by_adam, optax.scale_by_yogi, optax.scale_by_adamax, optax.scale_by_radam)
-    told = [{leaf.transformation for leaf in of(make()).leaves} for make in kinds]
-    assert told == [{"adam"}, {"yogi"}, {"adamax"}, {"radam"}]
+    described = [{leaf.transformation for leaf in of(make()).leaves} for make in kinds]
+    assert described == [{"adam"}, {"yogi"}, {"adamax"}, {"radam"}]
     chained = optax.chain(*(make() for make in kinds))
     assert {x.transformation for x in of(chained).leaves} == {"adam", "yogi", "adamax", "radam"}
 
@@ -399,8 +399,8 @@ class Averaging:
         return updates, state
 
     def describe_fields(self) -> Any:
-        told = Averages.describe_fields()
-        return {**told, "name": "averages", "settings": {"decay": self.decay}}
+        described = Averages.describe_fields()
+        return {**described, "name": "averages", "settings": {"decay": self.decay}}
 
 
 def average(decay: float) -> Any:
@@ -416,8 +416,8 @@ def average(decay: float) -> Any:
 @pytest.mark.parametrize(("tx", "name"), [(average, "average"), (Averaging, "averages")])
 def test_transformations_that_describe_their_fields(tx: Any, name: str) -> None:
     found = of(optax.chain(optax.clip(1.0), tx(0.9)))
-    told = {(x.field, x.parameter): (x.transformation, x.role, x.source) for x in found.leaves}
-    assert told == {
+    described = {(x.field, x.parameter): (x.transformation, x.role, x.source) for x in found.leaves}
+    assert described == {
         (("seen",), None): (name, "count", "stated"),
         (("mean",), ("b",)): (name, "params_copy", "stated"),
         (("mean",), ("w",)): (name, "params_copy", "stated"),

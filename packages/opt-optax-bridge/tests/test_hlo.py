@@ -223,7 +223,7 @@ def test_the_comparison_sees_numbers_and_order_and_nothing_else() -> None:
     assert other_rate[b] != base[b]
     assert other_rate[w] != base[w]
     assert len({*moments}) == 4
-    assert len({base[i] for i in moments}) == 4, "mu and nu are not told apart"
+    assert len({base[i] for i in moments}) == 4, "mu and nu are not distinguished"
     one = program(optax.chain(optax.clip(1.0), optax.scale(0.5)))
     two = program(optax.chain(optax.scale(0.5), optax.clip(1.0)))
     assert sorted(one) != sorted(two)

@@ -308,7 +308,7 @@ def test_opaque_definitions_have_nothing() -> None:
         assert overridable_hyper_params(optimizer) == ()
 
 
-def test_the_face_of_t5x_tells_what_it_applies_not_what_it_is_told() -> None:
+def test_the_t5x_facade_shows_what_it_applies_not_what_it_is_given() -> None:
     optimizer = t5x.sgd(SCHEDULES["linear"]).create(make_params())
     found = resolve_hyper_params(optimizer, learning_rate=9.0)
     assert close(found.learning_rate, 0.5)

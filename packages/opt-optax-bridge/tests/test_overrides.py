@@ -337,7 +337,7 @@ def test_a_float_that_decides_the_structure_of_the_state_is_structural() -> None
         optimizer.apply_gradient(grads, decay=0.25)
 
 
-def test_an_error_of_the_update_itself_is_no_fault_of_the_override() -> None:
+def test_an_error_of_the_update_itself_is_not_blamed_on_the_override() -> None:
     @wrap_optax_optimizer
     def failing(learning_rate: float) -> Any:
         def update(updates: Any, state: Any, params: Any = None) -> Any:
@@ -383,7 +383,7 @@ def test_an_override_that_varies_over_a_mesh_axis() -> None:
 
 
 @pytest.mark.parametrize("name", ["params", "state", "updates"])
-def test_names_of_the_positional_arguments_are_no_overrides(name: str) -> None:
+def test_names_of_the_positional_arguments_are_not_overrides(name: str) -> None:
     optimizer = opt_optax_bridge.adamw(0.1).create({"w": jnp.ones(2)})
     with pytest.raises(HyperParamError, match=f"`{name}`"):
         optimizer.apply_gradient({"w": jnp.ones(2)}, **{name: 1.0})

@@ -44,7 +44,7 @@ def test_a_schedule_goes_where_one_is_meant(annotation: Any) -> None:
 @pytest.mark.parametrize(
     "annotation", [Callable[[Any], Any], "Callable", Any | Callable[[Any], Any], str], ids=str
 )
-def test_other_functions_are_no_schedules(annotation: Any) -> None:
+def test_other_functions_are_not_schedules(annotation: Any) -> None:
     recipe = Recipe(by_annotation(annotation), (optax.linear_schedule(1.0, 0.0, 2),), {})
     assert not recipe.hyper_params.__dataclass_fields__
 
@@ -182,7 +182,7 @@ def test_a_list_that_changes_later_changes_nothing() -> None:
     assert make(rates) != before
 
 
-def test_an_iterator_is_no_argument() -> None:
+def test_an_iterator_is_not_an_argument() -> None:
     make = wrap_optax_optimizer(lambda parts: optax.chain(*parts))
     with pytest.raises(TypeError, match="pass a list"):
         make(optax.sgd(rate) for rate in [0.1])

@@ -188,7 +188,7 @@ def test_bfloat16_comes_back() -> None:
     assert_same_bits(restored, optimizer)
 
 
-def test_a_restored_noise_goes_on_with_the_same_numbers() -> None:
+def test_a_restored_noise_continues_with_the_same_numbers() -> None:
     optimizer = trained("noisy_sgd")
     written = through_bytes(optimizer.state_dict())
     assert written["state"]["param_states"]["0"]["rng_key"].dtype == np.uint32

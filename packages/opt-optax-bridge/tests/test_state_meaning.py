@@ -365,7 +365,7 @@ if aggregating is not None:
 
     @harm("accumulate_avg_updates", "accumulation_steps")
     def _() -> float:
-        """Nothing is emitted any more."""
+        """Nothing is emitted from then on."""
         old, new = map(aggregating.accumulate_avg_updates, (4, 2))
         updates, _ = emitted(new, in_a_window(old, 3), 3)
         return off(updates, mean_of(2, 3))
@@ -491,7 +491,7 @@ INITIAL: dict[tuple[str, str], tuple[str, tuple[float, float]]] = {
 
 
 @pytest.mark.parametrize(("name", "setting"), INITIAL)
-def test_settings_without_effect_on_saved_state_are_told(name: str, setting: str) -> None:
+def test_settings_without_effect_on_saved_state_are_reported(name: str, setting: str) -> None:
     maker, values = INITIAL[name, setting]
     rate = {"learning_rate": 0.1} if maker in ("adagrad", "yogi", "rmsprop", "rprop") else {}
     old, new = (maker_of(maker)(**{**rate, setting: value}) for value in values)
@@ -579,11 +579,11 @@ def test_a_number_may_change(maker: str, name: str) -> None:
         return jax.lax.scan(step, (params, state), start + jnp.arange(40))
 
     old, new = (built(maker, **{name: value}) for value in CHANGES[maker][name])
-    begun, _ = run(old, PARAMS, jax.tree.map(jnp.asarray, old.init(PARAMS)), 0)
+    started, _ = run(old, PARAMS, jax.tree.map(jnp.asarray, old.init(PARAMS)), 0)
     own, _ = run(new, PARAMS, jax.tree.map(jnp.asarray, new.init(PARAMS)), 0)
     (_, going), (_, before), (_, always) = (
-        run(new, *begun, 40),
-        run(old, *begun, 40),
+        run(new, *started, 40),
+        run(old, *started, 40),
         run(new, *own, 40),
     )
     assert np.isfinite(vector(going)).all()

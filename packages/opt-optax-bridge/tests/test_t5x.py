@@ -92,7 +92,7 @@ def test_shapes_and_paths_are_strict() -> None:
     ]
 
 
-def test_what_is_no_array_is_strict_too() -> None:
+def test_what_is_not_an_array_is_strict_too() -> None:
     optimizer = t5x.adam(0.1).create(make_params())
     written = optimizer.state_dict()
     written["target"]["w"] = {"kernel": written["target"]["w"]}
@@ -184,7 +184,7 @@ def test_check_and_restore_agree() -> None:
 
 
 @pytest.mark.parametrize("state_dict", [None, [1]])
-def test_what_is_no_state_dict_is_said(state_dict: Any) -> None:
+def test_what_is_not_a_state_dict_is_reported(state_dict: Any) -> None:
     with pytest.raises(RestoreError, match="mapping"):
         t5x.sgd(0.1).create({"w": jnp.ones(2)}).restore_state(state_dict)
 

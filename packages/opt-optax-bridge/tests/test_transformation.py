@@ -131,7 +131,7 @@ def test_parameters_are_needed_where_the_definition_needs_them() -> None:
         (optax.sgd, "Call its constructor first."),
     ],
 )
-def test_what_is_no_definition(value: Any, words: str) -> None:
+def test_what_is_not_a_definition(value: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         as_transformation(value)
 

@@ -438,14 +438,14 @@ def test_files_that_hold_no_rules(
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_no_text(tmp_path: pathlib.Path) -> None:
+def test_a_file_that_is_not_text(tmp_path: pathlib.Path) -> None:
     (tmp_path / "a.json").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(InputError, match="cannot be read: 'utf-8' codec"):
         read_rules(str(tmp_path / "a.json"))
 
 
 @pytest.mark.parametrize("text", ["", "data", "data=", "=4", "data=0", "data=-1", "data=4,", "x=²"])
-def test_meshes_that_are_none(text: str) -> None:
+def test_invalid_meshes(text: str) -> None:
     with pytest.raises(InputError, match="`--mesh` must be axes with sizes"):
         parse_mesh(text)
 

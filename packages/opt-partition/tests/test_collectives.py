@@ -39,7 +39,7 @@ def test_asynchronous_ones_have_the_shape_of_their_result() -> None:
     assert reduce.bytes == 2 * 3 * 64
 
 
-def test_combined_ones_are_told_apart() -> None:
+def test_combined_ones_are_distinguished() -> None:
     first, second = found(
         "  ROOT %r = (f32[8]{0}, bf16[64]{0}) all-reduce(%x, %y), replica_groups={}, "
         "to_apply=%add\n"

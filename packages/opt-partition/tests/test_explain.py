@@ -259,7 +259,7 @@ def test_what_is_a_little_longer_than_a_dimension_does_not_index_it() -> None:
     )
 
 
-def test_what_is_no_transformation() -> None:
+def test_what_is_not_a_transformation() -> None:
     with pytest.raises(
         TypeError, match=r"must be an Optax transformation, its `init`, .*; got int"
     ):

@@ -248,7 +248,7 @@ def test_lists_of_what_fits_are_not_taken_for_shorter_ones() -> None:
 
 
 @pytest.mark.parametrize("block", [8, 128])
-def test_blocks_of_one_dimension_beside_another(block: int) -> None:
+def test_blocks_of_one_dimension_next_to_another(block: int) -> None:
     """The parameter was found by order; the dimension that counts blocks is left undecided."""
     params = {name: struct(256, 64) for name in ("v", "w")}
 
@@ -263,7 +263,7 @@ def test_blocks_of_one_dimension_beside_another(block: int) -> None:
 
 
 @pytest.mark.parametrize(("left", "right"), [(True, False), ("²", "³")])
-def test_keys_that_are_no_numbers(left: Any, right: Any) -> None:
+def test_keys_that_are_not_numbers(left: Any, right: Any) -> None:
     """A bool is an `int` to Python, and a superscript a digit; neither is the place in a list."""
     params = {f"layers_{i}": struct(8, 8) for i in range(40)}
 

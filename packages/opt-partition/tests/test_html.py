@@ -117,7 +117,7 @@ def test_parameters_that_lie_alike_are_drawn_once() -> None:
     assert cards_of(last) == [(("ScaleByAdamState.count int32",), [], ("data=4 x model=2", 8))]
 
 
-def test_memory_kinds_are_told_apart() -> None:
+def test_memory_kinds_are_distinguished() -> None:
     plan = small_plan(memory_kinds=lambda path, _: "pinned_host" if "/nu/" in path else None)
     first, *_ = families(plan_items(plan))
     remarks = {card.fields: card.item.remarks for card in first.cards}

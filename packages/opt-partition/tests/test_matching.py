@@ -59,7 +59,7 @@ def test_lists_in_lists() -> None:
     }
 
 
-def test_a_chain_of_states_is_no_tuple_of_parameters() -> None:
+def test_a_chain_of_states_is_not_a_tuple_of_parameters() -> None:
     state = (optax.TraceState((X, (X,))), optax.EmptyState())
     assert owners((X, (X,)), state) == {"0/trace/0": {"0"}, "0/trace/1/0": {"1/0"}}
     sm3 = optax.ScaleBySM3State(([X, X], [X]), (X, X))

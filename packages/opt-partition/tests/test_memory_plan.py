@@ -404,7 +404,7 @@ def test_rules_may_be_read_only_once() -> None:
 
 @pytest.mark.parametrize("argument", ["grad_dtype", "accumulate"])
 @pytest.mark.parametrize("dtype", [jnp.int8, "int8", "uint4", "bool", jax.dtypes.float0])
-def test_gradients_are_no_integers(argument: str, dtype: Any) -> None:
+def test_gradients_are_not_integers(argument: str, dtype: Any) -> None:
     with pytest.raises(ValueError, match=argument) as caught:
         plan_of(**{argument: dtype})
     name = "[('float0', 'V')]" if dtype is jax.dtypes.float0 else jnp.dtype(dtype).name

@@ -80,7 +80,7 @@ def test_metadata_of_variables_name_their_values(name: str) -> None:
     assert normalise_param_axes(pure, inside) == specs, "the specs that NNX makes of a state"
 
 
-def test_only_arrays_are_no_axes() -> None:
+def test_arrays_alone_are_not_axes() -> None:
     for axes in (PARAMS, jax.tree.map(np.asarray, {**PARAMS, "scale": 1.0})):
         with pytest.raises(AxesError, match=r"arrays but no axis names.* nnx.get_partition_spec"):
             normalise_param_axes(PARAMS, axes)

@@ -58,15 +58,15 @@ def test_a_rule_may_leave_dimensions_or_leaves_to_the_others() -> None:
     )
 
 
-def test_what_a_rule_is_told() -> None:
-    told: list[StateLeaf] = []
+def test_what_a_rule_is_given() -> None:
+    given: list[StateLeaf] = []
 
     def rule(leaf: StateLeaf) -> None:
-        told.append(leaf)
+        given.append(leaf)
 
     tx = optax.chain(optax.clip(1.0), optax.GradientTransformation(gram_init, lambda *a: a))
     explain(tx, PARAMS, AXES, rules=Rules({Gram: rule}))
-    [leaf] = told
+    [leaf] = given
     assert isinstance(leaf.state, Gram)
     assert (leaf.field, leaf.shape, leaf.dtype) == ("gram", (5, 5), f32)
     assert leaf.parameter is not None

@@ -73,7 +73,7 @@ def test_states_of_optax(tx: Any, expected: dict[str, int]) -> None:
     assert counted(tx) == expected
 
 
-def test_fields_of_the_parameters_own_containers_are_none_of_the_state() -> None:
+def test_fields_of_the_parameters_own_containers_are_not_fields_of_the_state() -> None:
     params = [Layer(jnp.ones((2, 2)), jnp.ones(2)), Layer(jnp.ones((2, 2)), None)]
     assert counted(optax.trace(0.9), params) == {"TraceState.trace": 3}
     # A parameter's name does not matter, nor that it is the name of a field.

@@ -275,7 +275,7 @@ class TestPathsOfParametersAndState:
         ],
     )
     @pytest.mark.parametrize("params", [{"w": jnp.ones((8, 4)), "b": jnp.ones(4)}, jnp.ones(4)])
-    def test_optimizers_are_told_apart(self, tx: Any, params: Any) -> None:
+    def test_optimizers_are_distinguished(self, tx: Any, params: Any) -> None:
         def fun(params: Any, state: Any) -> Any:
             updates, state = tx.update(params, state, params)
             return optax.apply_updates(params, updates), state

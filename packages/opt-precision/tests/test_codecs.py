@@ -129,7 +129,7 @@ def test_zeros_are_zeros(codec: op.Codec) -> None:
         assert not np.asarray(zeros).view(np.uint32).any()
 
 
-def test_a_second_moment_beside_others_has_no_zero() -> None:
+def test_a_second_moment_among_others_has_no_zero() -> None:
     for codec in EIGHT_BITS.values():
         form = codec.form("second_moment", (64, 256), jnp.float32)
         assert isinstance(form, op.Format)

@@ -45,7 +45,7 @@ def test_a_pattern_by_rank_does_not_swap_trained_groups() -> None:
     for o, use in itertools.product((optimizer, stepped), uses):
         with pytest.raises(GroupError, match=r"`bias`: created in `rest` .*, now in `matrices` \("):
             use(o)
-    # Where an optimizer is created for these shapes, the same definition divides them anew.
+    # Where an optimizer is created for these shapes, the same definition divides them again.
     other = definition.create(params)
     assert int(other.apply_gradient(params).state.step) == 1
     assert int(jax.vmap(lambda o: o.apply_gradient(o.target))(optimizer).state.step[0]) == 1
@@ -132,7 +132,7 @@ def test_axes_must_know_every_parameter() -> None:
         definition.create(params)
 
 
-def test_leaves_that_are_no_arrays() -> None:
+def test_leaves_that_are_not_arrays() -> None:
     params = {"w": 1.0, "b": jnp.ones(3), "act": jax.nn.relu}
     by_rank = MultiOptimizer.from_rules(
         [(lambda path, leaf: leaf.ndim == 1, Momentum())], rest=FROZEN
