@@ -410,7 +410,7 @@ def refuse_others(who: str, others: Sequence[str]) -> None:
 
 def to_owners(plan: MatrixPlan, tree: Any) -> Any:
     """Returns a tree whose leaves lie with the devices that own their matrices, if any do."""
-    return _travelled(plan, tree, lambda stations: stations[1:])
+    return _travelled(plan, tree, lambda stations: stations[1:] or stations)
 
 
 def from_owners(plan: MatrixPlan, tree: Any) -> Any:
