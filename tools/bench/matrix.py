@@ -98,14 +98,14 @@ class Program:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
-    parser.add_argument("--layers", type=int, help="24, or 4 with --quick")
+    parser.add_argument("--layers", type=int, help="24, or 16 with --quick")
     parser.add_argument("--side", type=int, help="width: 256, or 64 with --quick")
     parser.add_argument("--rounds", type=int, default=5)
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Yields the rows of every layout."""
-    layers = options.layers or (8 if options.quick else 24)
+    layers = options.layers or (16 if options.quick else 24)
     side = options.side or (64 if options.quick else 256)
     for name, (shape, spec) in MESHES.items():
         mesh = jax.make_mesh(

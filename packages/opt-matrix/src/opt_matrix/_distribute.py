@@ -95,7 +95,7 @@ class Distributed:
           prepare: makes what the function is applied to from `scalars`, a part of a leaf of `tree`
             and the same part of that leaf of each of `others`, element by element. It runs when
             the turn of a group has come, so that no copy of all leaves is made.
-          scalars: arrays for `prepare`, the same on all devices. What it makes should depend on
+          scalars: numbers for `prepare`, the same on all devices. What it makes should depend on
             them where there are any: they are how a group waits for the one before.
 
         Raises:
@@ -410,7 +410,7 @@ def refuse_others(who: str, others: Sequence[str]) -> None:
 
 def to_owners(plan: MatrixPlan, tree: Any) -> Any:
     """Returns a tree whose leaves lie with the devices that own their matrices, if any do."""
-    return _travelled(plan, tree, lambda stations: stations[1:])
+    return _travelled(plan, tree, lambda stations: stations[1:] or stations)
 
 
 def from_owners(plan: MatrixPlan, tree: Any) -> Any:
