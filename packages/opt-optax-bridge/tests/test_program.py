@@ -34,7 +34,8 @@ def test_what_the_output_depends_on() -> None:
         return jax.lax.cond(a > 0, lambda: b["x"], lambda: 0.0)
 
     program = Program.trace(function, 1.0, {"x": 1.0, "y": 1.0}, [1.0])
-    assert program.reached() == {("0",), ("1", "x")}
+    assert program.reached(3) == {("0",), ("1", "x")}
+    assert program.reached(1) == {("0",)}
 
 
 def run(function: Any, *operands: Any) -> Any:

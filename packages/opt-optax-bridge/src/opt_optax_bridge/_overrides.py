@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -134,9 +134,9 @@ class Update:
             if reasons := self._reasons(overrides):
                 raise self._cannot_act(reasons) from error
             raise
-        if idle := _idle(program, overrides):
+        reached = _reached(program)
+        if idle := _idle(reached, overrides):
             raise self._cannot_act(dict.fromkeys(idle, _IDLE))
-        reached = {names[:2] for names in program.reached()}
         unused = [name for name in self._arrays if ("1", name) not in reached]
         unused += [name for name in self._static if name not in called | self._taken()]
         if unused:
@@ -186,7 +186,7 @@ class Update:
             self._check_state(program)
         except Exception:
             return _STRUCTURAL
-        return _IDLE if _idle(program, override) else None
+        return _IDLE if _idle(_reached(program), override) else None
 
     def _check_state(self, program: Program) -> None:
         _, state = jax.tree.unflatten(program.output, program.jaxpr.out_avals)
@@ -294,9 +294,13 @@ def _float_dtype(value: Any) -> Any:
     return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.result_type(float)
 
 
-def _idle(program: Program, overrides: Mapping[str, Any]) -> list[str]:
+def _reached(program: Program) -> set[tuple[str, ...]]:
+    """The overrides `('0', name)` and the extra arguments `('1', name)` that the result needs."""
+    return {names[:2] for names in program.reached(2)}
+
+
+def _idle(reached: Container[tuple[str, ...]], overrides: Mapping[str, Any]) -> list[str]:
     """The overrides that the result does not depend on."""
-    reached = {names[:2] for names in program.reached()}
     return [name for name in _numbers(overrides) if ("0", name) not in reached]
 
 

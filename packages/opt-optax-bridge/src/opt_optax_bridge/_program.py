@@ -38,13 +38,13 @@ class Program:
     Attributes:
       function: the function; compiled as part of its caller.
       jaxpr: the traced program; its inputs are the leaves of the operands.
-      inputs: for each input, the names along its path in the tuple of operands.
+      inputs: for each input, its path in the tuple of operands.
       output: the structure of the result.
     """
 
     function: Callable[..., Any]
     jaxpr: ClosedJaxpr
-    inputs: tuple[tuple[str, ...], ...]
+    inputs: tuple[Any, ...]
     output: Any
 
     @classmethod
@@ -53,19 +53,18 @@ class Program:
         jitted = jax.jit(function)
         traced = jitted.trace(*operands)
         jaxpr, output = traced.jaxpr, traced.out_info
-        paths = jax.tree_util.tree_leaves_with_path(operands)
-        inputs = tuple(path_names(path) for path, _ in paths)
+        inputs = tuple(path for path, _ in jax.tree_util.tree_leaves_with_path(operands))
         if len(jaxpr.in_avals) != len(inputs):
             # It captures values of a trace around it, as a loss function does: JAX made inputs of
             # them. Here they are constants.
             jaxpr, output = jax.make_jaxpr(function, return_shape=True)(*operands)
         return cls(jitted, jaxpr, inputs, jax.tree.structure(output))
 
-    def reached(self) -> set[tuple[str, ...]]:
-        """Returns the paths of the inputs that the output depends on."""
+    def reached(self, operands: int) -> set[tuple[str, ...]]:
+        """Returns the paths of the inputs in the first operands that the output depends on."""
         needed = _needed(self.jaxpr, self.jaxpr.jaxpr.outvars)
         variables = zip(self.inputs, self.jaxpr.jaxpr.invars, strict=True)
-        return {names for names, variable in variables if variable in needed}
+        return {path_names(path) for path, v in variables if path[0].idx < operands and v in needed}
 
     def run(self, *operands: Any) -> Any:
         """Returns the output for operands; scalars are cast to the dtypes they were traced with.
@@ -146,6 +145,6 @@ def _needed(program: ClosedJaxpr, outputs: Sequence[Any]) -> set[Any]:
     """Returns the variables that `outputs` depend on."""
     needed = {out for out in outputs if not isinstance(out, Literal)}
     for equation in reversed(program.jaxpr.eqns):
-        if any(out in needed for out in equation.outvars):
-            needed.update(v for v in equation.invars if not isinstance(v, Literal))
+        if not needed.isdisjoint(equation.outvars):
+            needed.update([v for v in equation.invars if not isinstance(v, Literal)])
     return needed
