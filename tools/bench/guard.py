@@ -1,6 +1,6 @@
 """What a step costs that a guard skips, and what an average adds to one that is made.
 
-    hatch run dev:python tools/bench/guard.py --leaves 8 --side 1024
+    hatch run dev:python tools/bench/guard.py --leaves 8 --side 2048
 
 The heap is kept between calls, as an accelerator's allocator keeps it. Every variant owns its
 parameters and state and donates them. Bytes are those that the compiled program reads and writes;
@@ -8,6 +8,7 @@ of a skipped step without the loop that makes one.
 """
 
 import argparse
+import functools
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -16,13 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from _common import Figure, Row, counted, main, timed
+from _common import Figure, Row, counted, interleave, main, timed
 from opt_accumulate import guard, with_average
 
 INNER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 AVERAGED = with_average(INNER, 0.999)
 GUARDED = guard(AVERAGED)
 ENVIRONMENT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+CLOCK = time.perf_counter
 NORM, ADAMW = "norm of the gradients", "adamw, clipped"
 FIGURES = {
     "skipped, apply": Figure(NORM, 1.15),
@@ -114,44 +116,44 @@ class Runner:
         self.compiled = jitted.lower(*self.carried, params, self.loss).compile()
         self.bytes = bytes_outside_of_loops(self.compiled.as_text() or "")
 
-    def seconds(self, grads: Any) -> float:
-        """Returns how long one step takes."""
-        start = time.perf_counter()
+    def run(self, grads: Any) -> None:
+        """Makes one step."""
         *carried, _ = jax.block_until_ready(self.compiled(*self.carried, grads, self.loss))
         self.carried = tuple(carried)
-        return time.perf_counter() - start
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     parser.add_argument("--leaves", type=int, default=8, help="parameters, square")
-    parser.add_argument("--side", type=int, help="1024, or 512 with --quick")
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--side", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, help="41, or 11 with --quick")
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Yields what is skipped, what is made, and what is read."""
-    side = options.side or (512 if options.quick else 1024)
-    params = {f"w{i}": jnp.full((side, side), 0.5) for i in range(options.leaves)}
+    params = {f"w{i}": jnp.full((options.side, options.side), 0.5) for i in range(options.leaves)}
     runners = {
         name: Runner(step, params, state, loss)
         for name, (step, state, loss) in variants(params).items()
     }
-    rounds = [
-        {name: runner.seconds(params) for name, runner in runners.items()}
-        for _ in range(options.rounds + 1)
-    ][1:]
-    times = {name: [each[name] for each in rounds] for name in runners}
+
+    def seconds(*names: str) -> dict[str, list[float]]:
+        calls = {name: functools.partial(runners[name].run, params) for name in names}
+        return interleave(calls, options.rounds or (11 if options.quick else 41), clock=CLOCK)
+
     for how in ("apply", "update"):
         skipped = f"skipped, {how}"
+        # Alone with its peer: what runs before either decides what is in the caches.
+        times = seconds("norm", skipped)
         yield timed(skipped, times[skipped], times["norm"])
         yield counted(
             f"bytes of a skipped step, {how}", runners[skipped].bytes, runners["norm"].bytes
         )
+    times = seconds("adamw", "made", "average")
     for name in ("made", "average"):
         yield timed(name, times[name], times["adamw"])
     added = runners["average"].bytes - runners["adamw"].bytes
-    yield counted("bytes of an average", added, 8 * options.leaves * side * side)
+    yield counted("bytes of an average", added, 8 * options.leaves * options.side**2)
 
 
 if __name__ == "__main__":
