@@ -38,13 +38,13 @@ class Program:
     Attributes:
       function: the function; compiled as part of its caller.
       jaxpr: the traced program; its inputs are the leaves of the operands.
-      inputs: for each input, its path in the tuple of operands.
+      operands: the structure of the tuple of operands.
       output: the structure of the result.
     """
 
     function: Callable[..., Any]
     jaxpr: ClosedJaxpr
-    inputs: tuple[Any, ...]
+    operands: Any
     output: Any
 
     @classmethod
@@ -53,18 +53,20 @@ class Program:
         jitted = jax.jit(function)
         traced = jitted.trace(*operands)
         jaxpr, output = traced.jaxpr, traced.out_info
-        inputs = tuple(path for path, _ in jax.tree_util.tree_leaves_with_path(operands))
-        if len(jaxpr.in_avals) != len(inputs):
+        structure: Any = jax.tree.structure(operands)
+        if len(jaxpr.in_avals) != structure.num_leaves:
             # It captures values of a trace around it, as a loss function does: JAX made inputs of
             # them. Here they are constants.
             jaxpr, output = jax.make_jaxpr(function, return_shape=True)(*operands)
-        return cls(jitted, jaxpr, inputs, jax.tree.structure(output))
+        return cls(jitted, jaxpr, structure, jax.tree.structure(output))
 
     def reached(self, operands: int) -> set[tuple[str, ...]]:
         """Returns the paths of the inputs in the first operands that the output depends on."""
         needed = _needed(self.jaxpr, self.jaxpr.jaxpr.outvars)
-        variables = zip(self.inputs, self.jaxpr.jaxpr.invars, strict=True)
-        return {path_names(path) for path, v in variables if path[0].idx < operands and v in needed}
+        inputs = jax.tree.unflatten(self.operands, self.jaxpr.jaxpr.invars)[:operands]
+        return {
+            path_names(p) for p, v in jax.tree_util.tree_leaves_with_path(inputs) if v in needed
+        }
 
     def run(self, *operands: Any) -> Any:
         """Returns the output for operands; scalars are cast to the dtypes they were traced with.
