@@ -91,7 +91,8 @@ def test_what_is_listed_updates_each_leaf_from_that_leaf_alone(name: str) -> Non
     operands = (params, jax.eval_shape(tx.init, params), params)
     program = Program.trace(lambda g, s, p: tx.update(g, s, p), *operands)
     result = jax.tree.unflatten(program.output, range(len(program.jaxpr.jaxpr.outvars)))
-    inputs = [owner(path) for path in program.inputs]
+    inputs = [owner(path) for path, _ in flatten_with_paths(operands)]
+    assert {*inputs} - {None} == {owner(path) for path, _ in flatten_with_paths(params)}
     for path, number in flatten_with_paths(result):
         needed = _needed(program.jaxpr, [program.jaxpr.jaxpr.outvars[number]])
         variables = zip(inputs, program.jaxpr.jaxpr.invars, strict=True)
