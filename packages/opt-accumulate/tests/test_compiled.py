@@ -160,7 +160,22 @@ def test_one_program_for_every_mini_step() -> None:
     assert int(carried[1].gradient_step) == 2
 
 
-MANY = {f"layer_{i}": {"w": jnp.ones((4, 4)), "b": jnp.ones(4)} for i in range(6)}
+@pytest.mark.parametrize("name", ["update", "apply"])
+def test_the_inner_update_is_traced_once(name: str) -> None:
+    adam, traces = optax.adam(1e-3), []
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        traces.append(name)
+        return adam.update(updates, state, params)
+
+    steps = MultiSteps(optax.GradientTransformation(adam.init, update), 2)
+    state = steps.init(PARAMS)
+    args = (PARAMS, state, PARAMS) if name == "apply" else (PARAMS, state)
+    jax.jit(getattr(steps, name)).lower(*args)
+    assert len(traces) == 1
+
+
+MANY = {f"layer_{i}": {"w": jnp.ones((4, 4)), "b": jnp.ones(4)} for i in range(10)}
 STEPS = {
     "apply": MultiSteps(optax.sgd(0.1), 4),
     "update": MultiSteps(optax.sgd(0.1), 4).gradient_transformation(),
@@ -172,7 +187,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_leaves_that_are_alike_are_traced_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six layers are calls of what one layer is traced to, and XLA makes the same of it."""
+    """Ten layers are calls of what one layer is traced to, and XLA makes the same of it."""
     tx: Any = STEPS[name]
 
     def lowered(params: Any) -> Any:

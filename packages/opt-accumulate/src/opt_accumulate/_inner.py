@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -83,6 +84,23 @@ class InnerUpdate:
         new_params, new_state = self._apply(params, state, grads, **extra_args)
         _check_state(state, new_state)
         return cast_like(new_params, params), cast_like(new_state, state)
+
+    def traced_once(self, extra_args: Mapping[str, Any]) -> InnerUpdate:
+        """Returns the same, for one step, which is traced once though `updates_like` is asked.
+
+        Args:
+          extra_args: of the step; what is not an array has to stay as it is, and costs a second
+            trace.
+        """
+        if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(extra_args)):
+            return self
+
+        def update(grads: Any, state: Any, params: Any, **extra_args: Any) -> Any:
+            return self.opt.update(grads, state, params, **extra_args)
+
+        again = copy.copy(self)
+        again.opt = optax.GradientTransformationExtraArgs(self.opt.init, jax.jit(update))
+        return again
 
     def updates_like(
         self, grads: Any, state: Any, params: Any, extra_args: Mapping[str, Any]

@@ -151,13 +151,14 @@ class MultiSteps:
           What to add to the parameters, zeros unless a window is full; and the new state.
         """
         step = self._begin(updates, state, params, extra_args)
+        make = self._inner.traced_once(step.extra_args)
 
         def body(carry: Any, operands: Any) -> Any:
             acc, params, extra_args = operands
-            new, inner = self._inner(acc, updates, carry[1], params, extra_args)
+            new, inner = make(acc, updates, carry[1], params, extra_args)
             return cast_like(new, carry[0]), inner
 
-        like = self._inner.updates_like(updates, step.state.inner_opt_state, params, extra_args)
+        like = make.updates_like(updates, step.state.inner_opt_state, params, step.extra_args)
         carry = zeros_of(like), step.state.inner_opt_state
         operands = step.state.acc_grads, params, step.extra_args
         done, (new, inner) = emit_if(step.emit, body, carry, operands, self._form)
