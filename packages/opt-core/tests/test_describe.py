@@ -36,6 +36,26 @@ total                  3     2,084  16.0 KiB"""
     assert str(describe(jax.eval_shape(lambda: definition.create(make_params())))) == expected
 
 
+def in_bfloat16(tx: Any) -> Any:
+    return tx
+
+
+class Rounded(Momentum):
+    """Stores its parameters in its own way."""
+
+    precision = staticmethod(in_bfloat16)
+
+
+def test_precision_has_a_column_where_a_group_has_one() -> None:
+    rules = [("w", ".*/w", Rounded(0.5)), ("b", "a/b", Momentum(0.5))]
+    definition = MultiOptimizer.from_rules(rules)
+    rows = describe(definition.create(make_params())).rows
+    assert [row.precision for row in rows] == ["in_bfloat16", ""]
+    lines = str(describe(definition.create(make_params()))).splitlines()
+    assert lines[0].split()[-2:] == ["precision", "hyper-parameters"]
+    assert lines[1].index("in_bfloat16") == lines[0].index("precision")
+
+
 def test_rows_are_data() -> None:
     definition = MultiOptimizer((traversal(lambda path: path.endswith("/w")), Momentum(0.5)))
     first, rest = describe(definition.create(make_params())).rows

@@ -1,6 +1,8 @@
 """The contract of `OptaxWrapper`: steps, extra arguments, gradients, equality."""
 
 import copy
+import dataclasses
+import pickle
 from typing import Any
 
 import jax
@@ -313,3 +315,47 @@ def test_an_optimizer_is_a_pytree_under_every_transformation() -> None:
     many = jax.tree.map(lambda x: jnp.stack([x, x]), optimizer)
     both = jax.vmap(lambda o: o.apply_gradient(grads))(many)
     assert_close(jax.tree.map(lambda x: x[1], both), stepped)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """A precision of a kind: the updates of a transformation, scaled."""
+
+    factor: float
+
+    def __call__(self, tx: Any) -> Any:
+        return optax.chain(tx, optax.scale(self.factor))
+
+
+def test_a_precision_is_around_the_transformation() -> None:
+    plain = opt_optax_bridge.adam(0.1)
+    scaled = plain.with_precision(Scaled(2.0))
+    params, grads = {"w": jnp.ones(3)}, {"w": jnp.arange(3.0)}
+    step = jax.jit(lambda o, rate: o.apply_gradient(grads, learning_rate=rate))
+    found = step(scaled.create(params), 0.25)
+    expected = plain.create(params).apply_gradient(grads, learning_rate=0.5)
+    assert_close(found.target, expected.target, rtol=1e-6)
+    assert scaled == plain.with_precision(Scaled(2.0)) != plain.with_precision(Scaled(3.0))
+    again = pickle.loads(pickle.dumps(scaled))
+    assert again == scaled
+    assert again.precision == Scaled(2.0)
+    assert isinstance(scaled, protocols.HasPrecision)
+    assert scaled.hyper_params.learning_rate == plain.hyper_params.learning_rate
+    built = OptaxWrapper(optax.adam(0.5), precision=Scaled(2.0)).create(params)
+    assert_close(built.apply_gradient(grads).target, step(scaled.create(params), 0.5).target)
+
+
+def test_what_is_no_precision_is_an_error() -> None:
+    plain: Any = opt_optax_bridge.adam(0.1)
+    with pytest.raises(TypeError, match=r"make a transformation of another.*; got 'bfloat16'"):
+        plain.with_precision("bfloat16")
+    with pytest.raises(TypeError, match="returned int"):
+        plain.with_precision(lambda tx: 8)
+    with pytest.raises(ValueError, match="has a precision"):
+        plain.with_precision(Scaled(2.0)).with_precision(Scaled(3.0))
+    with pytest.raises(ValueError, match="`per_leaf=True`"):
+        plain.with_per_leaf().with_precision(Scaled(2.0))
+    with pytest.raises(ValueError, match=r"`chain`: .*Write `chain\(...\).with_precision"):
+        opt_optax_bridge.chain(plain.with_precision(Scaled(2.0)), optax.scale(0.5))
+    with pytest.raises(AttributeError, match="`precision` of a definition cannot change"):
+        plain.precision = Scaled(2.0)

@@ -13,6 +13,7 @@ __all__ = [
     "DerivesLogicalAxes",
     "DescribesFields",
     "DescribesState",
+    "HasPrecision",
     "HoldsEvalParams",
     "ResolvesHyperParams",
     "StoresLeaf",
@@ -23,6 +24,7 @@ __all__ = [
     "TakesPerExampleGrads",
     "Transformation",
     "UpdatesParams",
+    "WrapsTransformation",
 ]
 
 
@@ -239,6 +241,29 @@ class Transformation(Protocol):
     @property
     def update(self) -> Callable[..., Any]:
         """A function from gradients, state and parameters to updates and state."""
+        ...
+
+
+@runtime_checkable
+class WrapsTransformation(Protocol):
+    """What makes a transformation of another one.
+
+    `opt_precision.Precision` is one; so is any function from a transformation to another. It should
+    be a value: equal to what was made alike, with a `str` that is short enough for a table.
+    """
+
+    def __call__(self, tx: Any) -> Any:
+        """Returns the transformation around `tx`."""
+        ...
+
+
+@runtime_checkable
+class HasPrecision(Protocol):
+    """A definition that says how its parameters and state are stored."""
+
+    @property
+    def precision(self) -> WrapsTransformation | None:
+        """What was put around its transformation for that; `None` if nothing was."""
         ...
 
 

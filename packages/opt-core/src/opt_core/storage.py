@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from opt_core._groups.leaf_groups import leaf_groups
 from opt_core._optimizer import Optimizer
@@ -27,6 +28,7 @@ __all__ = [
     "PlainOptimizer",
     "decode",
     "join",
+    "largest_change",
     "split",
     "storages",
     "stored_as",
@@ -117,13 +119,21 @@ def decode(data: Mapping[str, Any], codes: jax.Array, scale: jax.Array | None = 
       [1.0, 4.0, 9.0]
     """
     key = tuple(data["table"]), data["squared"], data["axis"], data["block"], data["dtype"]
-    made: jax.Array = _decoder(*key)(codes, scale)
+    made: jax.Array = _untyped(_decoder(*key), codes, jax.typeof(codes).sharding)(codes, scale)
     return made
+
+
+def _untyped(function: Any, operand: Any, results: Any) -> Any:
+    """The function where shardings are not types: explicit ones forbid to look up by an index."""
+    if not jax.typeof(operand).sharding.mesh.explicit_axes:
+        return function
+    return jax.sharding.auto_axes(function, out_sharding=results)
 
 
 @functools.lru_cache(maxsize=64)
 def _decoder(table: tuple[float, ...], squared: bool, axis: int, block: int, dtype: str) -> Any:
     def values(codes: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+        codes, scale = _fetched((codes, scale))
         if scale is None:
             return codes.astype(dtype)
         if jnp.issubdtype(codes.dtype, jnp.integer):
@@ -136,6 +146,17 @@ def _decoder(table: tuple[float, ...], squared: bool, axis: int, block: int, dty
         return (found * found if squared else found).astype(dtype)
 
     return jax.jit(values)
+
+
+def _fetched(tree: Any) -> Any:
+    """Traced arrays in the memory of the device, where they can be computed with."""
+    space = jax.memory.Space
+    return jax.tree.map(
+        lambda x: (
+            jax.device_put(x, space.Device) if jax.typeof(x).memory_space == space.Host else x
+        ),
+        tree,
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -175,6 +196,28 @@ def split(how: str, master: jax.Array) -> tuple[jax.Array, jax.Array]:
     if how == "f32":
         return visible, master
     return visible, lax.bitcast_convert_type(low.astype(jnp.uint16), jnp.int16)
+
+
+@jax.jit
+def largest_change(saved: jax.Array, made: jax.Array) -> jax.Array:
+    """Returns the largest change of an element, relative to the largest finite one; float32.
+
+    NaN and infinities that stay what they are do not change; one that is lost makes it NaN or
+    infinite.
+
+    Args:
+      saved: the values before; may have another shape and dtype.
+      made: the values after.
+
+    Examples:
+      >>> float(largest_change(jnp.array([1.0, -4.0]), jnp.array([1.5, -4.0])))
+      0.125
+    """
+    before, after = saved.reshape(made.shape).astype(jnp.float32), made.astype(jnp.float32)
+    is_same = (before == after) | (jnp.isnan(before) & jnp.isnan(after))
+    change = jnp.max(jnp.where(is_same, 0.0, jnp.abs(after - before)), initial=0)
+    largest = jnp.max(jnp.abs(before), initial=0, where=jnp.isfinite(before))
+    return jnp.where(change == 0, 0.0, change / largest)
 
 
 class PlainOptimizer:
@@ -286,5 +329,10 @@ def _node(node: Any, how: str, value: Any, carry: Carry) -> Any:
     """A node like another, for a value or of the arrays that this is stored in."""
     leaves, tree = jax.tree.flatten(node)
     places = list(map(committed_sharding, leaves))
-    made = carry(how, places) or jax.tree.leaves(jax.jit(node.with_values)(value))
+    made = carry(how, places)
+    if made is None:
+        whole = jax.typeof(value).sharding.update(spec=PartitionSpec())
+        results = jax.tree.unflatten(tree, [place or whole for place in places])
+        make = _untyped(lambda x: node.with_values(_fetched(x)), value, results)
+        made = jax.tree.leaves(jax.jit(make)(value))
     return jax.tree.unflatten(tree, list(map(placed, made, places)))

@@ -22,7 +22,7 @@ from opt_core import (
     unalias,
 )
 from opt_core.errors import HyperParamError
-from opt_core.protocols import Transformation, UpdatesParams
+from opt_core.protocols import Transformation, UpdatesParams, WrapsTransformation
 
 from opt_optax_bridge import _pickling
 from opt_optax_bridge._description.describe import describe_optax
@@ -45,7 +45,7 @@ from opt_optax_bridge._signatures import (
 from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leaves
 
 _FIXED = frozenset({"optax_optimizer", "recipe", "hyper_params", "built_with"})
-_READ_ONLY = _FIXED | {"aliases", "per_leaf"}
+_READ_ONLY = _FIXED | {"aliases", "per_leaf", "precision"}
 _RESERVED = frozenset({"hyper_params", "missing", "updates", "state", "params", "grads"})
 # Arguments of line searches, `sophia`, `sam`; all but `grad` are functions of the parameters.
 _OF_PARAMS = frozenset({"value_fn", "grad", "obj_fn", "grad_fn"})
@@ -65,6 +65,7 @@ class OptaxWrapper(OptimizerDef):
       aliases: names of transformations in descriptions of the state, by the names they would
         otherwise have: `{'my_adam_v2': 'my_adam'}` after a rename, so that saved state is found.
       per_leaf: see `with_per_leaf`.
+      precision: see `with_precision`.
 
     Attributes:
       optax_optimizer: the transformation.
@@ -87,6 +88,7 @@ class OptaxWrapper(OptimizerDef):
     built_with: Any
     aliases: tuple[tuple[str, str], ...]
     per_leaf: bool = False
+    precision: WrapsTransformation | None = None
     _built: Any
 
     def __init__(
@@ -95,6 +97,7 @@ class OptaxWrapper(OptimizerDef):
         *,
         aliases: Mapping[str, str] | None = None,
         per_leaf: bool = False,
+        precision: WrapsTransformation | None = None,
     ) -> None:
         if not isinstance(optax_optimizer, Transformation):
             raise TypeError(
@@ -106,6 +109,8 @@ class OptaxWrapper(OptimizerDef):
         vars(self)["aliases"] = tuple(sorted((aliases or {}).items()))
         if per_leaf:
             self._trace_per_leaf()
+        if precision is not None:
+            vars(self).update(vars(self.with_precision(precision)))
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> Self:
@@ -155,6 +160,50 @@ class OptaxWrapper(OptimizerDef):
         new = type(self).__new__(type(self))
         vars(new).update(vars(self))
         new._trace_per_leaf()
+        return new
+
+    def with_precision(self, precision: WrapsTransformation) -> Self:
+        """Returns the definition with parameters and state stored in another way.
+
+        Hyper-parameters stay those of this definition. In a `MultiOptimizer` each group has its
+        own, and `opt_core.describe` lists it.
+
+        Args:
+          precision: makes a transformation of another, like `opt_precision.Precision`.
+
+        Raises:
+          TypeError: it does not.
+          ValueError: the definition has a precision, or is traced per leaf, which goes together
+            with none: what is stored in fewer bits is traced once for leaves that are alike anyway.
+
+        Examples:
+          >>> import opt_optax_bridge as opt
+          >>> definition = opt.sgd(0.1).with_precision(lambda tx: optax.chain(tx, optax.scale(2.0)))
+          >>> optimizer = definition.create({'w': jnp.ones(2)})
+          >>> optimizer.apply_gradient({'w': jnp.ones(2)}, learning_rate=0.25).target['w'].tolist()
+          [0.5, 0.5]
+        """
+        if not isinstance(precision, WrapsTransformation):
+            raise TypeError(
+                "`precision` must make a transformation of another, like `opt_precision.Precision("
+                f"weights='stochastic', state=opt_precision.dynamic8())`; got {precision!r}"
+            )
+        if self.precision is not None or self.per_leaf:
+            found = "`per_leaf=True`" if self.per_leaf else f"a precision ({self.precision})"
+            raise ValueError(
+                f"`precision`: this definition has {found}. Begin with a definition without it."
+            )
+        recipe = Recipe(precision, (self,), {})
+        made = recipe.build()
+        if not isinstance(made, Transformation):
+            raise TypeError(
+                "`precision` must return a transformation, with Optax's `init` and `update`; "
+                f"{precision!r} returned {type(made).__name__}"
+            )
+        new = type(self).__new__(type(self))
+        vars(new).update(vars(self), precision=precision)
+        vars(new).pop("_fingerprint_cache", None)
+        new._define(made, recipe)
         return new
 
     def _trace_per_leaf(self) -> None:

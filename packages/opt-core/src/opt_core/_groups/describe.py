@@ -18,7 +18,7 @@ from opt_core._groups.table import Group
 from opt_core._optimizer import Optimizer
 from opt_core._paths import path_str
 from opt_core.errors import OptimizerError
-from opt_core.protocols import ResolvesHyperParams
+from opt_core.protocols import HasPrecision, ResolvesHyperParams
 
 _WIDEST = 60
 _NUMBERS = (bool, int, float, complex)
@@ -37,6 +37,8 @@ class GroupRow:
       definition: the class of the definition, or `frozen`.
       hyper_params: by name, without those at their defaults; for a schedule its name and, if the
         state is known, the value of the next update. Plain text if they are not a dataclass.
+      precision: how its parameters and state are stored (`protocols.HasPrecision`), as text; empty
+        if as the definition does by itself.
     """
 
     name: str
@@ -46,6 +48,7 @@ class GroupRow:
     state_bytes: int
     definition: str
     hyper_params: str
+    precision: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +64,10 @@ class GroupTable:
     def __str__(self) -> str:
         head = ["group", "pattern", "leaves", "elements", "state", "definition", "hyper-parameters"]
         lines = [head, *(_cells(row) for row in self.rows), self._total()]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+        if any(row.precision for row in self.rows):
+            stored = ["precision", *(row.precision for row in self.rows), ""]
+            lines = [[*line[:-1], cell, line[-1]] for line, cell in zip(lines, stored, strict=True)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         right = (2, 3, 4)
         return "\n".join(
             "  ".join(
@@ -139,6 +145,7 @@ def _row(
 ) -> GroupRow:
     group: Group = part.group
     definition = "frozen" if group.is_frozen else type(group.definition).__name__
+    stored = group.definition.precision if isinstance(group.definition, HasPrecision) else None
     return GroupRow(
         outer + group.name,
         pattern_str(group.pattern),
@@ -147,6 +154,7 @@ def _row(
         state_bytes,
         definition,
         hyper_params,
+        "" if stored is None else _value(stored, None),
     )
 
 
