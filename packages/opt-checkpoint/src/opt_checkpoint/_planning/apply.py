@@ -19,12 +19,15 @@ from opt_core.state_changes import (
     init_leaves,
     placed,
 )
+from opt_core.storage import largest_change
 
-from opt_checkpoint._naming.schema import Names, shown
+from opt_checkpoint._naming.schema import LeafInfo, Names, Source, shown
 from opt_checkpoint._planning.functions import abstract, function_name
 from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.rules import Map
-from opt_checkpoint._planning.stored import stored_again
+from opt_checkpoint._planning.stored import PlainSource, stored_again
+from opt_checkpoint._targets.named import named_view
+from opt_checkpoint._targets.view import view_of
 from opt_checkpoint.errors import LeafError
 
 
@@ -61,6 +64,24 @@ def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
         apart_from=[value for value in values if isinstance(value, jax.Array)],
     )
     return result
+
+
+def rounding(plan: Plan[Any], restored: Any) -> dict[str, float]:
+    """See `Plan.rounding`."""
+    named = named_view(view_of(restored, argument="restored"))
+    made: Source = named if plan.view.stored is None else PlainSource(named)
+    found = {}
+    for row in plan.rows:
+        if "cast" in row.kinds and len(row.sources) == 1 and not row.how:
+            now = _one(made, row.leaf)
+            leaf = plan.source.schema.by_name[row.sources[0]]
+            place = _source_sharding(row, leaf.shape, committed_sharding(now))
+            found[row.leaf.name] = float(largest_change(_one(plan.source, leaf, place), now))
+    return found
+
+
+def _one(source: Source, leaf: LeafInfo, sharding: Any = None) -> Any:
+    return source.read({leaf.name: abstract(leaf, sharding)})[leaf.name]
 
 
 def _wanted(plan: Plan[Any], places: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:

@@ -193,6 +193,23 @@ class Plan(Generic[_Target]):
         restored: _Target = self.view.put_back(*apply_plan(self.check()))
         return restored
 
+    def rounding(self, restored: _Target) -> dict[str, float]:
+        """Returns how much values changed that are stored in other digits than they were saved in.
+
+        Reads the leaves in question again, one by one; `apply` itself costs nothing more.
+
+        Args:
+          restored: what `apply` returned, before it is donated.
+
+        Returns:
+          For the name of each such leaf the largest change of an element, relative to the largest
+          finite element of the saved leaf, both in float32. Leaves that rules make are not among
+          them.
+        """
+        from opt_checkpoint._planning.apply import rounding
+
+        return rounding(self, restored)
+
     def diff(self) -> str:
         """Returns a line for each leaf that is not kept.
 
