@@ -14,8 +14,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_checkpoint import Checkpointer, TrainingState, named_state, plan_restore
+from opt_checkpoint._planning import apply
 from opt_checkpoint.errors import PlanError
-from opt_core import MultiOptimizer, Optimizer, describe_state, leaf_groups, regroup
+from opt_core import MultiOptimizer, Optimizer, describe_state, leaf_groups, regroup, storage
 
 P = PartitionSpec
 SHAPES = {"bias": (3,), "kernel": (64, 256)}
@@ -100,8 +101,71 @@ def test_a_state_continues_as_it_is_stored_now(
     for one, other, limit in rows:
         for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):
             assert np.abs(np.asarray(a - b)).max() <= limit * np.abs(np.asarray(a)).max()
+    rounding = plan.rounding(restored)
+    assert any(rounding.values()) == (max(params_error, moments_error) > EXACT)
+    assert set(rounding) <= {row.leaf.name for row in plan.rows if row.action == "converted"}
+    for name, change in rounding.items():
+        field, _, key = name.removeprefix("state/adam/").partition("/")
+        is_moment = field in ("mu", "nu")
+        one, other = (
+            np.asarray((getattr(adam(o), field) if is_moment else p)[key], np.float32)
+            for o, p in ((saved, before), (restored, after))
+        )
+        assert change <= (moments_error if is_moment else params_error)
+        np.testing.assert_allclose(change, np.abs(one - other).max() / np.abs(one).max(), rtol=1e-5)
     assert int(adam(restored).count) == 2
     restored.apply_gradient(jax.tree.map(jnp.ones_like, restored.target))
+
+
+def test_rounding_on_a_mesh_takes_a_leaf_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))
+    start = params(jnp.float32)
+    held = {name: jax.device_put(start[name], NamedSharding(mesh, P())) for name in start}
+    held["kernel"] = jax.device_put(start["kernel"], NamedSharding(mesh, P("a")))
+    saved: Optimizer = definition("float32").create(start)
+    saved = saved.apply_gradient(jax.tree.map(jnp.cos, start))
+    plan = plan_restore(named_state(saved), definition("8 bits").create(held), allow=ALL)
+    restored = plan.apply()
+    wide, codes = adam(saved).nu["kernel"], restored.state.param_states.inner[0].nu["kernel"]
+    near = storage.decode(codes.leaf_storage(), *jax.device_get((codes.codes, codes.scale)))
+    before, sizes = sum(x.nbytes for x in jax.live_arrays()), []
+
+    def measured(*leaves: Any) -> Any:
+        sizes.append(sum(x.nbytes for x in jax.live_arrays()) - before)
+        return storage.largest_change(*leaves)
+
+    monkeypatch.setattr(apply, "largest_change", measured)
+    found = plan.rounding(restored)
+    expected = float(jnp.abs(near - wide).max() / wide.max())
+    np.testing.assert_allclose(found["state/adam/nu/kernel"], expected, rtol=1e-6)
+    assert 0 < expected < BITS8
+    assert len(sizes) == len(found) == 2
+    assert max(sizes) < 3 * wide.nbytes
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10, 2), reason="no state on the host")
+def test_codes_on_the_host_are_made_and_read() -> None:
+    plain = optax.sgd(0.1, momentum=0.9)
+    tx = op.quantize_state(op.offload_state(plain), EIGHT)
+    host: Optimizer = opt.OptaxWrapper(tx).create(params(jnp.float32))
+    saved: Optimizer = opt.OptaxWrapper(plain).create(params(jnp.float32))
+    saved = saved.apply_gradient(saved.target)
+    there = plan_restore(named_state(saved), host, allow=ALL).apply()
+    codes = there.state.param_states.inner[0].trace["kernel"].codes
+    assert codes.sharding.memory_kind == "pinned_host"
+    plan = plan_restore(named_state(there), saved, allow=ALL)
+    back = plan.apply()
+    assert plan.rounding(back)["state/trace/trace/kernel"] == 0
+    found, near, wanted = (
+        np.asarray(op.decode(state)[0].trace["kernel"])
+        for state in (
+            back.state.param_states,
+            there.state.param_states.inner,
+            saved.state.param_states,
+        )
+    )
+    np.testing.assert_array_equal(found, near)
+    np.testing.assert_allclose(found, wanted, atol=BITS8 * np.abs(wanted).max())
 
 
 def test_digits_are_lost_only_where_that_is_admitted() -> None:

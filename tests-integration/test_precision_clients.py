@@ -13,8 +13,11 @@ import opt_precision as op
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_accumulate import MultiSteps, guard
-from opt_core import Optimizer
+from opt_checkpoint import named_state, plan_restore
+from opt_checkpoint.errors import PlanError
+from opt_core import MultiOptimizer, Optimizer, describe
 from opt_precision.errors import OrderError
 
 
@@ -47,6 +50,99 @@ def test_hyper_parameters_at_run_time() -> None:
     assert bits(found.target) == bits(other.target)
     assert bits(step(start, 1e-3).target) != bits(found.target)
     assert step._cache_size() == 1
+
+
+PRECISIONS: dict[str, Any] = {
+    "body": op.Precision(weights="stochastic", state=op.dynamic8()),
+    "head": op.Precision(weights="kahan", state=op.bfloat16()),
+    "rest": None,
+}
+
+
+def in_groups(precisions: Any, learning_rate: float = 1e-2) -> MultiOptimizer:
+    plain = opt.adamw(learning_rate)
+    rows = [
+        (name, f"{name}/.*", plain if precision is None else plain.with_precision(precision))
+        for name, precision in precisions.items()
+    ]
+    return MultiOptimizer.from_rules(rows)
+
+
+def groups_of_params() -> dict[str, Any]:
+    return {name: params() for name in PRECISIONS}
+
+
+def groups_of_grads(step: int) -> dict[str, Any]:
+    return {name: grads(step) for name in PRECISIONS}
+
+
+def test_each_group_has_a_precision() -> None:
+    optimizer: Optimizer = in_groups(PRECISIONS).create(groups_of_params())
+    by_hand: dict[str, Any] = {
+        "body": op.stochastic_weights(op.quantize_state(optax.adamw(0.1), op.dynamic8())),
+        "head": op.master_weights(
+            op.quantize_state(optax.adamw(0.1), op.bfloat16()), storage="kahan"
+        ),
+        "rest": optax.adamw(0.1),
+    }
+    rows = [(name, f"{name}/.*", opt.OptaxWrapper(tx)) for name, tx in by_hand.items()]
+    expected: Optimizer = MultiOptimizer.from_rules(rows).create(groups_of_params())
+    step: Any = jax.jit(lambda o, g, rate: o.apply_gradient(g, learning_rate=rate))
+    plain: Any = jax.jit(lambda o, g: o.apply_gradient(g))
+    for number in range(2):
+        optimizer = step(optimizer, groups_of_grads(number), 0.1)
+        expected = plain(expected, groups_of_grads(number))
+    assert step._cache_size() == 1
+    assert bits(optimizer.target) == bits(expected.target)
+    assert bits(optimizer.state) == bits(expected.state)
+    assert [row.precision for row in describe(optimizer).rows] == [
+        "stochastic weights, dynamic8 state",
+        "kahan weights, bfloat16 state",
+        "",
+    ]
+
+
+def test_groups_store_the_same_bits_on_eight_devices() -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    across = NamedSharding(mesh, PartitionSpec("x", None))
+    step: Any = jax.jit(lambda o, g: o.apply_gradient(g, learning_rate=0.1), donate_argnums=0)
+    found = []
+    for place in (jax.devices()[0], across):
+        start, given = jax.device_put((groups_of_params(), groups_of_grads(0)), place)
+        optimizer: Optimizer = in_groups(PRECISIONS).create(start)
+        before = jax.tree.leaves(optimizer)
+        after = step(optimizer, given)
+        assert all(leaf.is_deleted() for leaf in before)
+        found.append(bits(after))
+    assert after.target["body"]["kernel"].sharding == across
+    assert found[0] == found[1]
+
+
+def test_groups_that_are_alike_do_not_share_noise() -> None:
+    both = dict.fromkeys(("body", "head"), PRECISIONS["body"])
+    optimizer: Optimizer = in_groups(both).create({name: params() for name in both})
+    optimizer = optimizer.apply_gradient({name: grads(0) for name in both})
+    one, other = (np.asarray(optimizer.target[name]["kernel"], np.float32) for name in both)
+    assert 0 < np.count_nonzero(one != other) < one.size
+    np.testing.assert_allclose(one, other, rtol=2**-7)
+
+
+def test_a_group_continues_in_another_precision() -> None:
+    saved: Optimizer = in_groups(PRECISIONS).create(groups_of_params())
+    saved = saved.apply_gradient(groups_of_grads(0))
+    others = PRECISIONS | {"body": op.Precision(weights="stochastic", state=op.bfloat16())}
+    target: Optimizer = in_groups(others).create(groups_of_params())
+    with pytest.raises(PlanError, match="dynamic8 -> bfloat16"):
+        plan_restore(named_state(saved), target, allow={"optimizer"}).check()
+    plan = plan_restore(named_state(saved), target, allow={"cast", "optimizer"})
+    assert [row.leaf.name for row in plan.rows if row.action == "converted"] == [
+        f"state/groups/body/adam/{field}/body/kernel" for field in ("mu", "nu")
+    ]
+    found = plan.apply()
+    assert bits(found.target) == bits(saved.target)
+    one, other = (op.decode(each.state.param_states) for each in (saved, found))
+    for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2**-8)
 
 
 def test_windows_of_mini_steps() -> None:

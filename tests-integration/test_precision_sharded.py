@@ -36,6 +36,20 @@ def wrapped(codec: Any, layout: Any = None) -> Any:
     return op.stochastic_weights(inner)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_state_begins_where_the_parameters_lie(kind: AxisType) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    across = NamedSharding(mesh, P("data"))
+    start = jax.device_put({"large": jnp.ones((64, 1024)), "small": jnp.ones(8)}, across)
+    start = {name: leaf.astype(jnp.bfloat16) for name, leaf in start.items()}
+    for tx in (op.quantize_state(optax.adamw(1e-3), op.dynamic8()), optax.adamw(1e-3)):
+        state: Any = op.master_weights(tx).init(start)
+        leaves = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
+        assert len(leaves) in (6, 8)
+        for leaf in leaves:
+            assert leaf.sharding.is_equivalent_to(across, leaf.ndim)
+
+
 def run(tx: Any, start: Any, lies: Any = None) -> tuple[Any, str]:
     """Three steps, and the text of the compiled step."""
 

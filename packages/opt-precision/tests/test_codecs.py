@@ -26,8 +26,8 @@ def second(codec: op.Codec, b2: float) -> float:
         v = decode(form, *stored)
         g = jnp.where(step < 2000, 0.5, 0.005)
         g = jnp.where(index % 256 == 0, 10.0, g)  # the block's largest element
-        seed = _bits.leaf_seed(_bits.step_seed(0, step), "v", jnp.zeros((), jnp.int32))
-        noise = _bits.noise_at(seed, index) if form.stochastic else None
+        (key,) = _bits.noise_keys(_bits.step_seed(0, step), ["v"])
+        noise = _bits.noise_at(key, index) if form.stochastic else None
         return encode(form, b2 * v + (1 - b2) * g * g, noise)
 
     def run() -> Any:
@@ -145,8 +145,8 @@ def test_stochastic_codes_keep_the_mean() -> None:
         assert isinstance(form, op.Format)
 
         def once(step: jax.Array, form: op.Format = form) -> jax.Array:
-            seed = _bits.leaf_seed(_bits.step_seed(0, step), "v", jnp.zeros((), jnp.int32))
-            return decode(form, *encode(form, v, _bits.noise_at(seed, index))).mean()
+            (key,) = _bits.noise_keys(_bits.step_seed(0, step), ["v"])
+            return decode(form, *encode(form, v, _bits.noise_at(key, index))).mean()
 
         means = jax.lax.map(once, jnp.arange(200))
         assert float(means.mean()) == pytest.approx(float(v.mean()), rel=2e-3)
@@ -159,7 +159,7 @@ def test_ranks_are_those_of_a_search(table: Any) -> None:
     y = np.concatenate([y, values, np.nextafter(values, 2), np.nextafter(values, -2)]).clip(0, 1)
     floors = np.asarray(_rank(_maps.floors(table), jnp.asarray(y)))
     expected = np.searchsorted(values, y, side="right") - 1
-    np.testing.assert_array_equal(floors, expected.clip(0))
+    np.testing.assert_array_equal(floors, expected.clip(0, len(values) - 2))
     nearest = np.asarray(_rank(_maps.nearests(table, squared=False), jnp.asarray(y)))
     y, nearest = y[y > _maps.COARSE][::97], nearest[y > _maps.COARSE][::97]
     chosen = np.abs(values[nearest].astype(np.float64) - y)

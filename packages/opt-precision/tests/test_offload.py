@@ -38,6 +38,18 @@ def run(tx: Any, start: Any) -> tuple[Any, Any]:
 
 
 @needs_new
+def test_a_precision_keeps_moments_on_the_host() -> None:
+    precision = op.Precision(weights="stochastic", state=op.dynamic8(), offload=True)
+    assert str(precision) == "stochastic weights, dynamic8 state, moments on the host"
+    by_hand = stochastic_weights(quantize_state(offload_state(optax.adamw(1e-3)), op.dynamic8()))
+    state = precision(optax.adamw(1e-3)).init(params(jnp.bfloat16))
+    assert kinds(state) == kinds(by_hand.init(params(jnp.bfloat16)))
+    found = op.decode(state).inner.inner[0].nu["kernel"]
+    assert found.sharding.memory_kind == "device"
+    assert str(op.Precision(offload=True)) == "moments on the host"
+
+
+@needs_new
 @pytest.mark.parametrize("coded", [False, True])
 def test_nothing_changes_but_the_memory(coded: bool) -> None:
     start = params(jnp.bfloat16)

@@ -111,6 +111,26 @@ def test_temporaries_are_those_of_a_piece(name: str) -> None:
     assert temporaries(whole, shapes)[0] > 2 * found
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="earlier compilers keep gradients that were scaled"
+)
+def test_small_leaves_share_the_temporaries_of_one() -> None:
+    shapes = [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16) for _ in range(24)]
+    chunk = 3 * 64 * 64 * 4 // 2  # one leaf at a time
+    tx = stochastic_weights(quantize_state(TXS["adamw"], op.dynamic8(), chunk_bytes=chunk))
+    found, number = temporaries(tx, shapes)
+    assert found <= 1.5 + 2 * chunk / number
+
+
+def test_bits_are_those_of_any_size_of_pieces() -> None:
+    start = [0.1 * jax.random.normal(jax.random.key(i), (64, 128), jnp.bfloat16) for i in range(3)]
+    found = [
+        bits(run(stochastic_weights(quantize_state(TXS["adamw"], op.dynamic8(), **size)), start, 6))
+        for size in ({}, {"chunk_bytes": 4 * 64 * 128}, {"chunk_bytes": 64 * 128})
+    ]
+    assert found[0] == found[1] == found[2]
+
+
 def test_no_value_is_rounded_by_a_pair_of_casts() -> None:
     tx = stochastic_weights(quantize_state(optax.adamw(1e-3), op.bfloat16()))
     start = {"w": jnp.ones((64, 256), jnp.bfloat16)}
@@ -266,6 +286,52 @@ def test_bad_arguments() -> None:
         tx.update(params(), optax.adam(1e-3).init(params()), params())
     with pytest.raises(StateError, match="must have one structure"):
         tx.update(params(), tx.init(params()), {"kernel": params()["kernel"]})
+
+
+@pytest.mark.parametrize(
+    ("precision", "text", "tx"),
+    [
+        (
+            op.Precision(weights="stochastic", state=op.dynamic8(), seed=3, chunk_bytes=1 << 16),
+            "stochastic weights, dynamic8 state, seed 3",
+            stochastic_weights(
+                quantize_state(TXS["adamw"], op.dynamic8(), seed=3, chunk_bytes=1 << 16), seed=3
+            ),
+        ),
+        (
+            op.Precision(state={"second_moment": op.log8()}, select=op.by_path("nu/kernel")),
+            "log8 second_moment",
+            quantize_state(TXS["adamw"], {"second_moment": op.log8()}, op.by_path("nu/kernel")),
+        ),
+        (
+            op.Precision(weights="kahan"),
+            "kahan weights",
+            master_weights(TXS["adamw"], storage="kahan"),
+        ),
+    ],
+)
+def test_a_precision_is_the_wrappers_as_a_value(precision: Any, text: str, tx: Any) -> None:
+    assert str(precision) == text
+    start = params(jnp.bfloat16)
+    assert bits(run(precision(TXS["adamw"]), start)) == bits(run(tx, start))
+
+
+def test_precisions_are_compared_by_value() -> None:
+    make: Any = op.Precision
+    assert make(weights="f32", state=op.log8()) == make(weights="f32", state=op.log8())
+    assert make(weights="f32", state=op.log8()) != make(weights="f32", state=op.dynamic8())
+    roles = {"moment": op.bfloat16(), "second_moment": op.dynamic8(block=128)}
+    again = make(state=dict(reversed(roles.items())))
+    assert {make(state=roles): 1} == {again: 1}
+    assert (
+        str(again) == str(make(state=roles)) == "bfloat16 moment, dynamic8(block=128) second_moment"
+    )
+    with pytest.raises(PrecisionError, match=r"`weights` must be one of .*, found 'bfloat16'"):
+        make(weights="bfloat16")
+    with pytest.raises(PrecisionError, match="without them nothing changes"):
+        make()
+    with pytest.raises(PrecisionError, match="about moments; give `state`"):
+        make(weights="kahan", select=op.moments())
 
 
 def test_init_is_abstract_where_parameters_are() -> None:

@@ -44,7 +44,7 @@ def test_visible_is_the_nearest() -> None:
 def test_stochastic_rounding_is_unbiased_and_stays_finite() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=1 << 20), jnp.float32)
     index = _bits.global_index(x.shape, (0,), (1,))
-    noise = _bits.noise_at((jnp.uint32(1), jnp.uint32(2)), index)
+    noise = _bits.noise_at(jnp.uint32(3), index)
     rounded = np.asarray(_bits.round_stochastic(x, noise), np.float64)
     ulp = 2.0 ** (np.floor(np.log2(np.abs(x))) - 7)
     error = (rounded - x) / ulp
@@ -62,9 +62,8 @@ def test_stochastic_rounding_is_unbiased_and_stays_finite() -> None:
 
 def test_noise_differs_by_step_leaf_field_and_seed() -> None:
     index = _bits.global_index((64, 64), (0, 0), (64, 1))
-    zero = jnp.zeros((), jnp.int32)
     found = [
-        _bits.noise_at(_bits.leaf_seed(_bits.step_seed(seed, jnp.int32(step)), name, zero), index)
+        _bits.noise_at(_bits.noise_keys(_bits.step_seed(seed, jnp.int32(step)), [name])[0], index)
         for seed, step, name in [(0, 0, "mu/w"), (0, 1, "mu/w"), (0, 0, "nu/w"), (1, 0, "mu/w")]
     ]
     for a, one in enumerate(found):

@@ -12,6 +12,7 @@ from opt_precision._codecs import Codec, bfloat16, dynamic8, float8, identity, i
 from opt_precision._explain import PrecisionReport, PrecisionRow, explain_precision
 from opt_precision._formats import Encoded, Format
 from opt_precision._partition import partition_rules
+from opt_precision._precision import Precision
 from opt_precision._select import by_field, by_path, moments
 from opt_precision._states import (
     KahanState,
@@ -36,6 +37,7 @@ __all__ = [
     "Format",
     "KahanState",
     "MasterState",
+    "Precision",
     "PrecisionReport",
     "PrecisionRow",
     "QuantizedState",

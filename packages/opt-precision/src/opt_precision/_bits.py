@@ -6,6 +6,7 @@ converts to a narrower dtype: a bfloat16 is the upper half of the bits of a floa
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +17,7 @@ import numpy as np
 from jax import lax
 
 _UPPER = np.uint32(0xFFFF0000)
-_EXPONENT = np.uint32(0x7F800000)
-_LARGEST = np.uint32(0x7F7F0000)
-_SIGN = np.uint32(0x80000000)
+_LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 _QUIET = np.uint32(0x00400000)
 _GOLDEN = np.uint32(0x9E3779B9)
 
@@ -61,11 +60,10 @@ def round_stochastic(x: jax.Array, noise: jax.Array) -> jax.Array:
       noise: uint32 of the same shape, of which the upper half is used.
     """
     bits = bits_of(x)
-    rounded = (bits + (noise >> 16)) & _UPPER
     # A finite value stays finite; a NaN stays one even if its payload is in the lower half.
-    clamped = jnp.where((rounded & _EXPONENT) == _EXPONENT, (bits & _SIGN) | _LARGEST, rounded)
-    special = jnp.where(jnp.isnan(x), bits | _QUIET, bits) & _UPPER
-    return float_of(jnp.where((bits & _EXPONENT) == _EXPONENT, special, clamped))
+    has_two = lax.abs(x) < np.float32(_LARGEST)
+    raised = bits + lax.select(has_two, noise >> 16, jnp.zeros_like(noise))
+    return float_of(lax.select(jnp.isnan(x), bits | _QUIET, raised) & _UPPER)
 
 
 def split(master: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -99,30 +97,23 @@ def step_seed(seed: int, step: jax.Array) -> jax.Array:
     return _mix(salted ^ jnp.asarray(step).astype(jnp.uint32) * _GOLDEN)
 
 
-def leaf_seed(seed: jax.Array, name: str, zero: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What tells the noise of one leaf from that of others in the same step.
+def noise_keys(seeds: jax.Array, names: Sequence[str]) -> jax.Array:
+    """What tells the noise of some arrays in a step from each other.
 
     Args:
-      seed: of the step.
-      name: the path of the leaf, and what of it is rounded.
-      zero: an int32 that is 0, which the compiler must not know: the digest of the name is then
-        data, and programs of leaves that differ in nothing else are compiled once.
+      seeds: of the step, for each array.
+      names: the path of each, and what of it is rounded.
 
     Returns:
-      Two scalars.
+      uint32, one for each.
     """
-    return seed, digest_of(name, zero)
+    digests = np.asarray([zlib.crc32(name.encode()) for name in names], np.uint32)
+    return _mix(seeds ^ digests)
 
 
-def digest_of(name: str, zero: jax.Array) -> jax.Array:
-    """What tells a name from others; see `leaf_seed`."""
-    digest = zlib.crc32(name.encode())
-    return jnp.asarray([digest, digest ^ 1], jnp.uint32).at[zero].get(mode="promise_in_bounds")
-
-
-def noise_at(seed: tuple[jax.Array, jax.Array], index: jax.Array) -> jax.Array:
+def noise_at(key: jax.Array, index: jax.Array) -> jax.Array:
     """32 random bits for each element, by its index in the whole array and by nothing else."""
-    return _mix((index * _GOLDEN) ^ _mix(seed[0] ^ seed[1]))
+    return _mix((index * _GOLDEN) ^ key)
 
 
 def global_index(
@@ -135,8 +126,10 @@ def global_index(
       origin: where it begins, per dimension; scalars.
       strides: of the whole array, in elements.
     """
-    index = jnp.zeros(shape, jnp.uint32)
+    along = [jnp.zeros(shape, jnp.uint32)]
     for dim, (start, stride) in enumerate(zip(origin, strides, strict=True)):
-        along = lax.broadcasted_iota(jnp.uint32, shape, dim)
-        index = index + (along + jnp.asarray(start).astype(jnp.uint32)) * np.uint32(stride % 2**32)
-    return index
+        at = lax.broadcasted_iota(jnp.uint32, shape, dim)
+        if not (isinstance(start, int) and start == 0):
+            at = at + jnp.asarray(start).astype(jnp.uint32)
+        along.append(at if stride == 1 else at * np.uint32(stride % 2**32))
+    return functools.reduce(lax.add, along[1:] or along)

@@ -59,7 +59,7 @@ def spread(scale: jax.Array, axis: int, block: int, size: int) -> jax.Array:
     kept = [dim for dim in range(len(shape)) if dim != axis + 1]
     each = lax.broadcast_in_dim(scale, shape, kept)
     whole = each.reshape(*scale.shape[:axis], number * block, *scale.shape[axis + 1 :])
-    return lax.slice_in_dim(whole, 0, size, axis=axis)
+    return whole if whole.shape[axis] == size else lax.slice_in_dim(whole, 0, size, axis=axis)
 
 
 def _split(x: jax.Array, axis: int, number: int, block: int) -> jax.Array:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from opt_precision import _bits
@@ -18,7 +19,6 @@ from opt_precision._program import evaluate
 from opt_precision._stream import Shape
 from opt_precision._weights import Weights
 
-Seed: TypeAlias = tuple[jax.Array, jax.Array]
 GRADIENT = -1
 PARAMETER = -2
 
@@ -28,13 +28,14 @@ class Data(NamedTuple):
 
     Attributes:
       numbers: scalars that the equations use.
-      seeds: of the step, for parameters and for the state.
-      digests: of the parameter, and of each leaf of the state that mirrors it.
+      keys: of all noise of the step.
+      first: where the leaf's are among them: of the parameter, and of each leaf of the state that
+        mirrors it.
     """
 
     numbers: Sequence[Any]
-    seeds: Seed
-    digests: Sequence[jax.Array]
+    keys: jax.Array
+    first: jax.Array
 
 
 class Part(NamedTuple):
@@ -138,15 +139,18 @@ class Body:
         begin = tuple(first + more for first, more in zip(part.origin, origin, strict=True))
         index = functools.cache(lambda: self._index(buffer.shape, begin))
 
-        def noise(seed: Seed) -> Callable[[], jax.Array]:
-            return lambda: _bits.noise_at(seed, index())
+        number = 1 + len(self.formats)
+        keys = functools.cache(lambda: lax.dynamic_slice(data.keys, [data.first], [number]))
 
-        weights, fields = data.seeds
-        own = noise((weights, data.digests[0]))
-        results = self._placed(param, extra, update, own, buffer)
+        def noise(place: int) -> Callable[[], jax.Array]:
+            return lambda: _bits.noise_at(
+                lax.index_in_dim(keys(), place, keepdims=False), index()
+            )
+
+        results = self._placed(param, extra, update, noise(0), buffer)
         rows = zip(self.formats, dtypes, states, strict=True)
         for place, (form, dtype, new) in enumerate(rows, 1):
-            results += _stored(form, dtype, new, noise((fields, data.digests[place])))
+            results += _stored(form, dtype, new, noise(place))
         return results
 
     def _index(self, shape: Shape, origin: tuple[Any, ...]) -> jax.Array:

@@ -46,6 +46,15 @@ class Codec:
                 f"`block` and `min_size` must be positive, found {self.block} and {self.min_size}"
             )
 
+    def __str__(self) -> str:
+        usual = _CODECS.get(self.name, identity)()
+        settings = [
+            f"{field.name}={value!r}"
+            for field in dataclasses.fields(self)[1:]
+            if (value := getattr(self, field.name)) != getattr(usual, field.name)
+        ]
+        return f"{self.name}({', '.join(settings)})" if settings else self.name
+
     def form(self, role: Role, shape: Sequence[int], dtype: Any) -> Format | str:
         """The format of a leaf, or why it stays as it is; its global shape alone decides."""
         size, bits = math.prod(shape), jnp.finfo(dtype).bits
@@ -149,6 +158,9 @@ def int4(*, block: int = 128, min_size: int = 4096) -> Codec:
 def identity() -> Codec:
     """Leaves as they are: for tests, and to see what the wrapper itself does."""
     return Codec("identity")
+
+
+_CODECS = {make.__name__: make for make in (bfloat16, dynamic8, float8, identity, int4, log8)}
 
 
 def _checked(block: int) -> int:

@@ -133,7 +133,7 @@ def encode(
     magnitude = lax.sqrt(x) if form.squared else lax.abs(x)
     scale = _blocks.block_max(magnitude, form.axis, form.block)
     # A block of zeros has no scale to divide by.
-    divisor = jnp.where(scale == 0, jnp.ones_like(scale), scale)
+    divisor = lax.select(scale == 0, jnp.ones_like(scale), scale)
     each = _blocks.spread(divisor, form.axis, form.block, x.shape[form.axis])
     y = magnitude / each
     if form.kind == "log8":
@@ -195,14 +195,20 @@ def _by_code(form: Format) -> _maps.Table:
     return np.concatenate([table, table[-1:], -table, -table[-1:]])
 
 
+_ONE_BY_ONE: Final = lax.GatherDimensionNumbers((), (0,), (0,))
+
+
 def _look_up(table: Any, index: jax.Array) -> jax.Array:
-    return jnp.asarray(table).at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    # As `jnp` would have it, but for its treatment of negative and of excessive indices.
+    wide = index.astype(jnp.int32)[..., None]
+    mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    return lax.gather(jnp.asarray(table), wide, _ONE_BY_ONE, (1,), mode=mode)
 
 
 def _rank(ranks: _maps.Ranks, y: jax.Array) -> jax.Array:
     """How many edges are at most each number."""
-    cell = (_bits.bits_of(y) >> 16).astype(jnp.int32) - _maps.FIRST_CELL
-    below = _look_up(ranks.below, jnp.clip(cell, 0, _maps.CELLS - 1))
+    cell = lax.min(_bits.bits_of(y) >> 16, jnp.full_like(y, _maps.CELLS - 1, jnp.uint32))
+    below = _look_up(ranks.below, cell)
     return below + (_look_up(ranks.edges, below) <= y).astype(jnp.uint8)
 
 
@@ -213,25 +219,15 @@ def _rank_in(
     if noise is None:
         # Of two neighbours the mean of what is stored decides.
         return _rank(_maps.nearests(table, squared=form.squared), y)
-    below = jnp.minimum(_rank(_maps.floors(table), y), np.uint8(len(table()) - 2))
-    low, high = _look_up(table(), below), _look_up(table(), below + np.uint8(1))
-    return _step_up(below, y, low, high, noise, squared=form.squared)
+    below, gaps = _rank(_maps.floors(table), y), _maps.gaps(table, squared=form.squared)
+    distance = (y * y if form.squared else y) - _look_up(gaps.low, below)
+    return _step_up(below, distance * _look_up(gaps.inverse, below), noise)
 
 
-def _step_up(
-    below: jax.Array,
-    y: jax.Array,
-    low: jax.Array,
-    high: jax.Array,
-    noise: jax.Array,
-    *,
-    squared: bool,
-) -> jax.Array:
-    """The upper neighbour with the probability that keeps the mean of what is stored."""
-    if squared:
-        y, low, high = y * y, low * low, high * high
-    chance = (y - low) / (high - low)
-    uniform = (noise >> 8).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-24)
+def _step_up(below: jax.Array, chance: jax.Array, noise: jax.Array) -> jax.Array:
+    """The upper neighbour with a probability that keeps the mean of what is stored."""
+    # Of 22 bits: the largest is less than a chance of 1 that was rounded down.
+    uniform = (noise >> 10).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-22)
     return below + (uniform < chance).astype(jnp.uint8)
 
 
@@ -242,6 +238,6 @@ def _encode_log(y: jax.Array, noise: jax.Array | None) -> jax.Array:
     if noise is None:
         return jnp.clip(lax.round(position), 0, _maps.LOG_STEPS).astype(jnp.uint8)
     below = jnp.clip(lax.floor(position), 0, _maps.LOG_STEPS - 1)
-    low = lax.exp2((below - _maps.LOG_STEPS) * np.float32(_LOG_STEP))
-    high = low * np.float32(2.0**_LOG_STEP)
-    return _step_up(below.astype(jnp.uint8), y, low, high, noise, squared=True)
+    low = lax.exp2((below - _maps.LOG_STEPS) * np.float32(2 * _LOG_STEP))  # squared
+    chance = (y * y - low) / (low * np.float32(2.0 ** (2 * _LOG_STEP) - 1))
+    return _step_up(below.astype(jnp.uint8), chance, noise)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -88,14 +89,18 @@ class First:
         """The types of the leaves of the state."""
         return [atom.aval for atom in self.program.jaxpr.outvars]
 
-    def plan(self, codecs: Codecs, select: Select) -> list[Planned]:
-        """What is to become of every leaf."""
+    @functools.cached_property
+    def _mirrors(self) -> list[Mirror | None]:
         shapes = [(path, tuple(p.shape)) for path, p in zip(self.paths, self.params, strict=True)]
         state = [
             (path, tuple(aval.shape))
             for path, aval in zip(self.state_paths, self.avals, strict=True)
         ]
-        mirrors = find_mirrors(shapes, self.skeleton, state)
+        return find_mirrors(shapes, self.skeleton, state)
+
+    def plan(self, codecs: Codecs, select: Select) -> list[Planned]:
+        """What is to become of every leaf."""
+        mirrors = self._mirrors
         places = [
             i
             for i, (mirror, aval) in enumerate(zip(mirrors, self.avals, strict=True))
@@ -133,19 +138,24 @@ class First:
     def state(self, plan: Sequence[Planned] | None = None) -> Any:
         """The state; its encoded leaves are made without the leaves themselves where they can."""
         whole = Whole(self.program, [_wide_of(param) for param in self.params])
-        leaves = []
-        for i, atom in enumerate(self.program.jaxpr.outvars):
-            planned = None if plan is None else plan[i]
-            if planned is None or planned.format is None or planned.mirror is None:
+        leaves: list[Any] = []
+        rows = zip(self.program.jaxpr.outvars, self.avals, self._mirrors, strict=True)
+        for i, (atom, aval, mirror) in enumerate(rows):
+            form = None if plan is None else plan[i].format
+            is_mirror = mirror is not None and jnp.issubdtype(aval.dtype, jnp.floating)
+            constant = self.program.constant(atom) if is_mirror else None
+            if mirror is not None and constant is not None:
+                # As the parameter lies, like Optax's; eagerly, the program alone would not say so.
+                param = self.params[mirror.param]
+                leaves.append(
+                    jnp.full_like(param, constant, dtype=aval.dtype)
+                    if form is None
+                    else _constant(form, param, constant)
+                )
+            elif form is None:
                 leaves.append(_strong(whole(atom)))
-                continue
-            constant = self.program.constant(atom)
-            param = self.params[planned.mirror.param]
-            if constant is not None:
-                leaves.append(_constant(planned.format, param, constant))
             else:
-                codes, scale = encode(planned.format, whole(atom), None)
-                leaves.append(Encoded(codes, scale, planned.format))
+                leaves.append(Encoded(*encode(form, whole(atom), None), form))
         return jax.tree.unflatten(self.state_tree, leaves)
 
     def check_order(self, name: str) -> None:

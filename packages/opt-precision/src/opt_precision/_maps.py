@@ -99,14 +99,32 @@ class Ranks(NamedTuple):
     below: NDArray[np.uint8]
 
 
-FIRST_CELL: Final = int(np.float32(2.0**-24).view(np.uint32) >> 16)
-CELLS: Final = int(np.float32(1).view(np.uint32) >> 16) - FIRST_CELL + 1
+CELLS: Final = int(np.float32(1).view(np.uint32) >> 16) + 1
 
 
 @functools.cache
 def floors(table: Callable[[], Table]) -> Ranks:
-    """Ranks that are the index of the largest value that is at most a number."""
-    return _ranks(table()[1:])
+    """Ranks that are the index of the largest value that is at most a number, but for the last."""
+    return _ranks(table()[1:-1])
+
+
+class Gaps(NamedTuple):
+    """Between each value of a table and the next.
+
+    Attributes:
+      low: the lower end, or its square.
+      inverse: one by the width of the gap, or of that between squares.
+    """
+
+    low: Table
+    inverse: Table
+
+
+@functools.cache
+def gaps(table: Callable[[], Table], *, squared: bool) -> Gaps:
+    """The gaps of a table, or of its squares."""
+    ends = table() * table() if squared else table()
+    return Gaps(ends[:-1], 1 / (ends[1:] - ends[:-1]))
 
 
 @functools.cache
@@ -125,11 +143,10 @@ def nearests(table: Callable[[], Table], *, squared: bool) -> Ranks:
 
 
 def _ranks(edges: Table) -> Ranks:
-    cells = np.arange(FIRST_CELL, FIRST_CELL + CELLS + 1, dtype=np.uint32) << np.uint32(16)
+    cells = np.arange(CELLS + 1, dtype=np.uint32) << np.uint32(16)
     ends = cells.view(np.float32)
     below = np.searchsorted(edges, ends, side="right")
     inside = np.searchsorted(edges, ends[1:], side="left") - below[:-1]
     assert inside.max() <= 1, "a cell holds two edges"
-    assert ends[0] <= edges[0], "an edge is below all cells"
     padded = np.append(edges, np.float32(np.inf))
     return Ranks(padded, below[:-1].astype(np.uint8))

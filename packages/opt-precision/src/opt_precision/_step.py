@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
@@ -440,24 +442,26 @@ class Step:
         """How many elements make one piece."""
         return max(1, self._options.chunk_bytes // 4)
 
-    def _seeds(self) -> tuple[jax.Array, jax.Array]:
-        """The seeds of the step, for parameters and for the state."""
+    def _keys(self, tasks: Sequence[_Task]) -> jax.Array:
+        """What tells the noise of each array from that of others: of one leaf after the other."""
         given, options = self._given, self._options
         weights = _bits.step_seed(options.weights.seed, given.steps[0])
-        return weights, _bits.step_seed(options.seed, given.steps[1])
+        fields = _bits.step_seed(options.seed, given.steps[1])
+        names, is_field = [], []
+        for task in tasks:
+            own = [path_str(self._paths[j]) for j in task.leaf.mirrors]
+            names += [f"{task.leaf.path}#param", *own]
+            is_field += [False, *(True for _ in own)]
+        return _bits.noise_keys(jnp.where(np.asarray(is_field), fields, weights), names)
 
-    def _digests(self, tasks: Sequence[_Task], zero: jax.Array) -> list[list[jax.Array]]:
-        """What tells the noise of each array that is rounded from that of others."""
+    def _first_keys(self, tasks: Sequence[_Task], zero: jax.Array) -> list[jax.Array]:
+        """Where those of each leaf begin; data, so that leaves that are alike are compiled once."""
+        ends = itertools.accumulate(1 + len(task.leaf.mirrors) for task in tasks)
+        at = zero.astype(jnp.uint32)
         return [
-            [
-                _bits.digest_of(name, zero)
-                for name in (
-                    f"{task.leaf.path}#param",
-                    *(path_str(self._paths[j]) for j in task.leaf.mirrors),
-                )
-            ]
-            for task in tasks
-        ]
+            lax.dynamic_slice(np.asarray([first, first + 1], np.uint32), [at], [1]).reshape(())
+            for first in (0, *ends)
+        ][:-1]
 
     @property
     def _zero(self) -> jax.Array:
@@ -468,11 +472,11 @@ class Step:
 
     def _local(self, tasks: Sequence[_Task]) -> list[list[jax.Array]]:
         works = []
-        seeds = self._seeds()
-        for task, digests in zip(tasks, self._digests(tasks, self._zero), strict=True):
+        keys = self._keys(tasks)
+        for task, first in zip(tasks, self._first_keys(tasks, self._zero), strict=True):
             shape = task.leaf.shape
             part = Part((0,) * len(shape), None)
-            data = Data(task.numbers, seeds, digests)
+            data = Data(task.numbers, keys, first)
             is_cut = task.is_cut and not self._place.is_hidden
             works.append(_work(task, task.operands, part, data, is_cut=is_cut))
         return stream(works, self._limit, self._zero)
@@ -484,17 +488,17 @@ class Step:
             self._spec(task.leaf.at, [form for form in task.body.formats if form]) for task in tasks
         ]
 
-        def run(arrays: Any, numbers: Any, seeds: Any, zero: jax.Array) -> Any:
+        def run(arrays: Any, numbers: Any, keys: jax.Array, zero: jax.Array) -> Any:
             works = []
-            rows = zip(tasks, specs, arrays, numbers, self._digests(tasks, zero), strict=True)
-            for task, spec, values, own, digests in rows:
+            rows = zip(tasks, specs, arrays, numbers, self._first_keys(tasks, zero), strict=True)
+            for task, spec, values, own, first in rows:
                 shape = tuple(values[0].shape)
                 operands = [
                     operand._replace(value=value)
                     for operand, value in zip(task.operands, values, strict=True)
                 ]
                 part = Part(local_origin(mesh, spec, shape), shape)
-                data = Data(own, seeds, digests)
+                data = Data(own, keys, first)
                 works.append(_work(task, operands, part, data, is_cut=task.is_cut, place=str(spec)))
             return stream(works, self._limit, zero)
 
@@ -512,7 +516,8 @@ class Step:
             [spec] * sum(operand.is_result for operand in task.operands)
             for task, spec in zip(tasks, specs, strict=True)
         ]
-        found = _mapped(run, mesh, in_specs, out_specs)(arrays, numbers, self._seeds(), self._zero)
+        inputs = arrays, numbers, self._keys(tasks), self._zero
+        found = _mapped(run, mesh, in_specs, out_specs)(*inputs)
         return [
             [
                 _back(new, old)

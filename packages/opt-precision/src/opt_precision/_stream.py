@@ -6,15 +6,19 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from opt_precision._memory import fetched, is_on_host, placed_like
 
 Origin: TypeAlias = tuple[Any, ...]
 Shape: TypeAlias = tuple[int, ...]
+
+# XLA on CPUs compiles a loop over less than a kilobyte as one function, which rounds otherwise.
+_TINY: Final = 256
 
 
 class Blocks(NamedTuple):
@@ -167,11 +171,12 @@ def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.
     small: list[int] = []
     jobs: list[tuple[list[int], Grid | None]] = []
     for k, work in enumerate(works):
-        if not work.is_cut:
+        if not work.is_cut or work.size < _TINY:
             found[k] = _whole(work, work.results)
             continue
         if work.size > limit:
-            jobs += [([k], grid) for grid in pieces(work.shape, limit, work.units)]
+            grids = pieces(work.shape, limit, work.units)
+            jobs += [([k], grid if grid.piece != work.shape else None) for grid in grids]
             continue
         if sum(works[other].size for other in small) + work.size > limit:
             jobs.append((small, None))
@@ -179,19 +184,14 @@ def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.
         small.append(k)
     jobs += [(small, None)] if small else []
     found |= {k: work.results for k, work in enumerate(works) if k not in found}
-    is_single = len(jobs) == 1
     for members, grid in jobs:
         held = [found[k] for k in members]
-        body = functools.partial(_body, [works[k] for k in members], grid)
-        if is_single and grid is None:
-            made = body(0, held)
-        elif grid is not None and any(map(is_on_host, held[0])):
-            end, made = _buffered_loop(works[members[0]], grid, zero, held)
-            zero = end - grid.number
+        if grid is None:
+            end, made = _loop(functools.partial(_body, [works[k] for k in members]), zero, 1, held)
+            zero = end - 1
         else:
-            number = 1 if grid is None else grid.number
-            end, made = _loop(body, zero, number, held)
-            zero = end - number
+            end, results = _buffered_loop(works[members[0]], grid, zero, held[0])
+            zero, made = end - grid.number, [results]
         found |= zip(members, made, strict=True)
     return [found[k] for k in range(len(works))]
 
@@ -230,63 +230,58 @@ def _loop(
 
 
 def _buffered_loop(
-    work: Work, grid: Grid, zero: jax.Array, held: list[list[jax.Array]]
-) -> tuple[jax.Array, Any]:
-    """As `_loop`, with two pieces on the device: the next is fetched while one is computed."""
+    work: Work, grid: Grid, zero: jax.Array, held: list[jax.Array]
+) -> tuple[jax.Array, list[jax.Array]]:
+    """As `_loop`, with two pieces on the device: the next is there before one is computed."""
+    slots = [operand for operand in work.operands if operand.is_result]
 
-    def fetch(index: Any, held: Sequence[jax.Array]) -> list[jax.Array]:
+    def fetch(index: Any, before: Sequence[jax.Array], after: Sequence[jax.Array]) -> Any:
+        # From the host while a piece is computed: pieces do not overlap. Elsewhere after the last
+        # was written: of arrays that were read in the meantime the compiler would make copies.
         origin = _origin(grid, index)
-        slots = [operand for operand in work.operands if operand.is_result]
         return [
-            fetched(_cut(array, slot.blocks, grid, origin))
-            for array, slot in zip(held, slots, strict=True)
-            if is_on_host(array)
+            fetched(_cut(old if is_on_host(old) else new, slot.blocks, grid, origin))
+            for old, new, slot in zip(before, after, slots, strict=True)
         ]
 
     def body(index: Any, carry: Any) -> Any:
-        (held,), ready = carry
-        # Pieces do not overlap, so what is fetched now is not what is written now.
-        following = fetch(index + 1, held)
-        return [_piece(work, grid, index, held, ready)], following
+        held, ready = carry
+        made = _piece(work, grid, index, held, ready)
+        return made, fetch(index + 1, held, made)
 
-    end, (made, _) = _loop(body, zero, grid.number, (held, fetch(zero, held[0])))
+    end, (made, _) = _loop(body, zero, grid.number, (held, fetch(zero, held, held)))
     return end, made
 
 
-def _body(
-    works: Sequence[Work], grid: Grid | None, index: Any, carry: list[list[jax.Array]]
-) -> list[list[jax.Array]]:
-    return [
-        _whole(work, held)
-        if grid is None or grid.piece == work.shape
-        else _piece(work, grid, index, held)
-        for work, held in zip(works, carry, strict=True)
-    ]
+def _body(works: Sequence[Work], index: Any, carry: Any) -> list[list[jax.Array]]:
+    return [_whole(work, held, index) for work, held in zip(works, carry, strict=True)]
 
 
-def _whole(work: Work, held: Sequence[jax.Array]) -> list[jax.Array]:
-    left = iter(held)
-    values = [
-        fetched(next(left) if operand.is_result else operand.value) for operand in work.operands
-    ]
-    made = work.compute(work.data, None, (0,) * len(work.shape), values)
+def _whole(work: Work, held: Sequence[jax.Array], index: Any = None) -> list[jax.Array]:
+    """Computes a leaf as one piece; in a loop, `index` is the number of its only iteration."""
+    others = [operand.value for operand in work.operands if not operand.is_result]
+    origin: list[Any] = [0] * len(work.shape)
+    if index is not None:
+        # What depends on no iteration, like squares of gradients and noise, XLA would compute
+        # before the loops, and hold for all leaves. One by one: what passes a barrier together
+        # varies, under `shard_map`, over the same axes.
+        others = [lax.optimization_barrier((other, index))[0] for other in others]
+        origin[:1] = [index] * len(origin[:1])  # which is 0
+    left, right = iter(held), iter(others)
+    values = [fetched(next(left if operand.is_result else right)) for operand in work.operands]
+    made = work.compute(work.data, None, tuple(origin), values)
     return [placed_like(new, old) for new, old in zip(made, held, strict=True)]
 
 
 def _piece(
-    work: Work,
-    grid: Grid,
-    index: Any,
-    held: Sequence[jax.Array],
-    ready: Sequence[jax.Array] = (),
+    work: Work, grid: Grid, index: Any, held: Sequence[jax.Array], ready: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Computes a piece; of what lies on the host it is ready on the device."""
-    origin, left, buffers = _origin(grid, index), iter(held), iter(ready)
-    values = []
-    for operand in work.operands:
-        whole = next(left) if operand.is_result else operand.value
-        is_ready = operand.is_result and is_on_host(whole)
-        values.append(next(buffers) if is_ready else _cut(whole, operand.blocks, grid, origin))
+    """Computes a piece; of what it replaces, the pieces are ready on the device."""
+    origin, buffers = _origin(grid, index), iter(ready)
+    values = [
+        next(buffers) if operand.is_result else _cut_read_only(operand, grid, origin)
+        for operand in work.operands
+    ]
     slots = [operand for operand in work.operands if operand.is_result]
     return [
         lax.dynamic_update_slice(old, placed_like(new, old), _starts(operand.blocks, origin))
@@ -318,3 +313,21 @@ def _cut(whole: jax.Array, blocks: Blocks | None, grid: Grid, origin: Origin) ->
     if blocks is not None:
         sizes[blocks.axis] = math.ceil(sizes[blocks.axis] / blocks.size)
     return lax.dynamic_slice(whole, _starts(blocks, origin), sizes)
+
+
+def _cut_read_only(operand: Operand, grid: Grid, origin: Origin) -> jax.Array:
+    """As `_cut`; XLA on CPUs slices short floats in float32, and would hold all of them in it."""
+    whole, blocks = operand.value, operand.blocks
+    if not (jnp.issubdtype(whole.dtype, jnp.floating) and whole.dtype.itemsize < 4):
+        return _cut(whole, blocks, grid, origin)
+    bits = jnp.dtype(f"uint{8 * whole.dtype.itemsize}")
+
+    def by_bits(whole: jax.Array, origin: Origin) -> jax.Array:
+        piece = _cut(lax.bitcast_convert_type(whole, bits), blocks, grid, origin)
+        return lax.bitcast_convert_type(piece, whole.dtype)
+
+    def plainly(whole: jax.Array, origin: Origin) -> jax.Array:
+        return _cut(whole, blocks, grid, origin)
+
+    made: jax.Array = lax.platform_dependent(whole, origin, cpu=by_bits, default=plainly)
+    return made

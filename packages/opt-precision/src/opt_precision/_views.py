@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from opt_precision._extra_args import with_extra_args
 from opt_precision._formats import decode as decode_codes
 from opt_precision._formats import is_encoded
+from opt_precision._memory import fetched
 from opt_precision._states import (
     KahanState,
     MasterState,
@@ -71,7 +72,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 
 def decode(state: Any) -> Any:
-    """Returns a state with float32 arrays in the place of encoded leaves.
+    """Returns a state with float32 arrays in the place of encoded leaves, on the device.
 
     Args:
       state: a state of this package, or one that holds such states.
@@ -85,7 +86,9 @@ def decode(state: Any) -> Any:
     """
     return jax.tree.map(
         lambda leaf: (
-            decode_codes(leaf.format, leaf.codes, leaf.scale) if is_encoded(leaf) else leaf
+            decode_codes(leaf.format, *jax.tree.map(fetched, (leaf.codes, leaf.scale)))
+            if is_encoded(leaf)
+            else leaf
         ),
         state,
         is_leaf=is_encoded,

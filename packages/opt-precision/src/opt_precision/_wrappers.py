@@ -464,9 +464,14 @@ def _rounded(tx: Any, weights: Weights) -> Precise:
 
 def _checked(tx: Any) -> optax.GradientTransformationExtraArgs:
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        advice = (
+            "Use its `with_precision(opt_precision.Precision(...))`."
+            if hasattr(tx, "with_precision")
+            else "Give an optimizer, e.g. `optax.adamw(1e-3)`."
+        )
         raise TypeError(
             "`tx` must be a gradient transformation, with `init` and `update`, found "
-            f"{tx!r}. Give an optimizer, e.g. `optax.adamw(1e-3)`."
+            f"{tx!r}. {advice}"
         )
     return tx if isinstance(tx, Precise) else with_extra_args(tx)
 
