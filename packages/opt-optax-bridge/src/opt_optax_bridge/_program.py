@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -62,11 +62,10 @@ class Program:
 
     def reached(self, operands: int) -> set[tuple[str, ...]]:
         """Returns the paths of the inputs in the first operands that the output depends on."""
-        needed = _needed(self.jaxpr, self.jaxpr.jaxpr.outvars)
         inputs = jax.tree.unflatten(self.operands, self.jaxpr.jaxpr.invars)[:operands]
-        return {
-            path_names(p) for p, v in jax.tree_util.tree_leaves_with_path(inputs) if v in needed
-        }
+        paths = {v: path_names(path) for path, v in jax.tree_util.tree_leaves_with_path(inputs)}
+        needed = _needed(self.jaxpr, self.jaxpr.jaxpr.outvars, paths)
+        return {path for v, path in paths.items() if v in needed}
 
     def run(self, *operands: Any) -> Any:
         """Returns the output for operands; scalars are cast to the dtypes they were traced with.
@@ -143,10 +142,19 @@ def _bodies(equation: Any) -> Iterator[ClosedJaxpr]:
                 yield ClosedJaxpr(body, ())
 
 
-def _needed(program: ClosedJaxpr, outputs: Sequence[Any]) -> set[Any]:
-    """Returns the variables that `outputs` depend on."""
+def _needed(
+    program: ClosedJaxpr, outputs: Sequence[Any], asked: Iterable[Any] | None = None
+) -> set[Any]:
+    """Returns the variables that `outputs` depend on; if some are asked for, at least of those."""
     needed = {out for out in outputs if not isinstance(out, Literal)}
+    # A rate is found after the last few equations of an update, which has a dozen for each leaf.
+    left = None if asked is None else set(asked) - needed
     for equation in reversed(program.jaxpr.eqns):
+        if left is not None and not left:
+            break
         if not needed.isdisjoint(equation.outvars):
-            needed.update([v for v in equation.invars if not isinstance(v, Literal)])
+            read = [v for v in equation.invars if not isinstance(v, Literal)]
+            needed.update(read)
+            if left is not None:
+                left.difference_update(read)
     return needed

@@ -35,7 +35,7 @@ class Data(NamedTuple):
 
     numbers: Sequence[Any]
     keys: jax.Array
-    first: jax.Array
+    first: jax.Array | np.uint32
 
 
 class Part(NamedTuple):

@@ -454,15 +454,6 @@ class Step:
             is_field += [False, *(True for _ in own)]
         return _bits.noise_keys(jnp.where(np.asarray(is_field), fields, weights), names)
 
-    def _first_keys(self, tasks: Sequence[_Task], zero: jax.Array) -> list[jax.Array]:
-        """Where those of each leaf begin; data, so that leaves that are alike are compiled once."""
-        ends = itertools.accumulate(1 + len(task.leaf.mirrors) for task in tasks)
-        at = zero.astype(jnp.uint32)
-        return [
-            lax.dynamic_slice(np.asarray([first, first + 1], np.uint32), [at], [1]).reshape(())
-            for first in (0, *ends)
-        ][:-1]
-
     @property
     def _zero(self) -> jax.Array:
         """A zero that the compiler does not know to be one."""
@@ -473,7 +464,7 @@ class Step:
     def _local(self, tasks: Sequence[_Task]) -> list[list[jax.Array]]:
         works = []
         keys = self._keys(tasks)
-        for task, first in zip(tasks, self._first_keys(tasks, self._zero), strict=True):
+        for task, first in zip(tasks, _first_keys(tasks), strict=True):
             shape = task.leaf.shape
             part = Part((0,) * len(shape), None)
             data = Data(task.numbers, keys, first)
@@ -490,7 +481,7 @@ class Step:
 
         def run(arrays: Any, numbers: Any, keys: jax.Array, zero: jax.Array) -> Any:
             works = []
-            rows = zip(tasks, specs, arrays, numbers, self._first_keys(tasks, zero), strict=True)
+            rows = zip(tasks, specs, arrays, numbers, _first_keys(tasks), strict=True)
             for task, spec, values, own, first in rows:
                 shape = tuple(values[0].shape)
                 operands = [
@@ -529,6 +520,12 @@ class Step:
             ]
             for task, made in zip(tasks, found, strict=True)
         ]
+
+
+def _first_keys(tasks: Sequence[_Task]) -> list[np.uint32]:
+    """Where those of each leaf begin."""
+    ends = itertools.accumulate(1 + len(task.leaf.mirrors) for task in tasks)
+    return [np.uint32(first) for first in (0, *ends)][:-1]
 
 
 def _work(

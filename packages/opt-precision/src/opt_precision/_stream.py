@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from opt_precision._memory import fetched, is_on_host, placed_like
@@ -19,6 +20,8 @@ Shape: TypeAlias = tuple[int, ...]
 
 # XLA on CPUs compiles a loop over less than a kilobyte as one function, which rounds otherwise.
 _TINY: Final = 256
+# Of the elements of leaves that are copied: 4 MiB of float32.
+_SMALL: Final = 1 << 20
 
 
 class Blocks(NamedTuple):
@@ -60,7 +63,7 @@ class Work(NamedTuple):
         the pieces of all operands to those of the results, in order.
       units: per axis what may not be cut apart; 1 for the others.
       is_cut: whether it may be cut into pieces.
-      data: numbers that the computation needs, a tree of arrays.
+      data: numbers that the computation needs, a tree of arrays; those of NumPy are unsigned.
       key: equal for leaves of one shape whose computations differ in nothing but `data`.
     """
 
@@ -157,6 +160,8 @@ def _grids(shape: Shape, piece: Shape, axis: int) -> list[Grid]:
 def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.Array]]:
     """Computes leaves one after the other, piece by piece, each result in place of its source.
 
+    Small leaves that are alike become rows of one array: compiled once, and copied for it.
+
     Args:
       works: the leaves.
       limit: the elements of one piece, which may be several small leaves.
@@ -166,7 +171,88 @@ def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.
     Returns:
       The results of each leaf.
     """
-    works = _shared(works)
+    found: dict[int, list[jax.Array]] = {}
+    batches = _batches(works, limit)
+    rows = hidden(range(max(map(len, batches), default=0)), zero)
+    for members in batches:
+        stacked, grid = _stacked([works[k] for k in members])
+        end, made = _buffered_loop(stacked, grid, zero, stacked.results)
+        zero = end - grid.number
+        for k, row in zip(members, rows, strict=False):
+            found[k] = [lax.dynamic_index_in_dim(x, row, keepdims=False) for x in made]
+    alone = [k for k in range(len(works)) if k not in found]
+    found |= zip(alone, _one_by_one([works[k] for k in alone], limit, zero), strict=True)
+    return [found[k] for k in range(len(works))]
+
+
+def hidden(numbers: Sequence[int], zero: jax.Array) -> list[jax.Array]:
+    """Numbers that the compiler does not know; it makes machine code for each that it does.
+
+    Args:
+      numbers: each for a uint32: among those no index is looked for that counts from the end.
+      zero: see `stream`.
+    """
+
+    def step(state: Any) -> Any:
+        index, found = state
+        none = index.astype(jnp.uint32)
+        return index + 1, [number + none for number in found]
+
+    start = zero, [jnp.uint32(number) for number in numbers]
+    found: list[jax.Array] = lax.while_loop(lambda state: state[0] < zero + 1, step, start)[1]
+    return found
+
+
+def _batches(works: Sequence[Work], limit: int) -> list[list[int]]:
+    """Small leaves that are alike, as many together as half a piece has room for."""
+    alike: dict[Hashable, list[int]] = {}
+    for k, work in enumerate(works):
+        is_small = _TINY <= work.size <= _SMALL
+        if work.is_cut and is_small and not any(is_on_host(x.value) for x in work.operands):
+            alike.setdefault(work.key, []).append(k)
+    found = []
+    for members in alike.values():
+        room = max(1, limit // 2 // works[members[0]].size)
+        found += [members[at : at + room] for at in range(0, len(members), room)]
+    return [members for members in found if len(members) > 1]
+
+
+def _stacked(works: Sequence[Work]) -> tuple[Work, Grid]:
+    """Leaves that are alike as one array, and the pieces of it that they are."""
+    one, number = works[0], len(works)
+    data = [jax.tree.leaves(work.data) for work in works]
+    is_common = [all(x is y for y in rest) for x, *rest in zip(*data, strict=True)]
+    tables = [
+        each[0] if common else np.asarray(each) if isinstance(each[0], np.generic) else _stack(each)
+        for each, common in zip(zip(*data, strict=True), is_common, strict=True)
+    ]
+
+    def compute(_: Any, shape: Shape | None, origin: Origin, values: Any) -> Sequence[jax.Array]:
+        row, *rest = origin
+        own = [
+            x if common else lax.dynamic_index_in_dim(x, row, keepdims=False)
+            for x, common in zip(tables, is_common, strict=True)
+        ]
+        leaf = jax.tree.unflatten(jax.tree.structure(one.data), own)
+        made = one.compute(leaf, None, tuple(rest), [lax.squeeze(x, [0]) for x in values])
+        return [lax.expand_dims(x, [0]) for x in made]
+
+    operands = []
+    for each in zip(*(work.operands for work in works), strict=True):
+        blocks = each[0].blocks and each[0].blocks._replace(axis=each[0].blocks.axis + 1)
+        operands.append(Operand(_stack([x.value for x in each]), blocks, each[0].is_result))
+    stacked = Work((number, *one.shape), operands, compute, {}, is_cut=True, data=(), key=None)
+    rest = len(one.shape)
+    return stacked, Grid((0,) * (rest + 1), (number, *(1,) * rest), (1, *one.shape))
+
+
+def _stack(arrays: Sequence[jax.Array]) -> jax.Array:
+    return lax.concatenate([lax.expand_dims(x, [0]) for x in arrays], 0)
+
+
+def _one_by_one(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.Array]]:
+    """The leaves that are not alike, or large; small ones share a piece."""
+    works = _shared(_with_hidden(works, zero))
     found: dict[int, list[jax.Array]] = {}
     small: list[int] = []
     jobs: list[tuple[list[int], Grid | None]] = []
@@ -194,6 +280,16 @@ def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.
             zero, made = end - grid.number, [results]
         found |= zip(members, made, strict=True)
     return [found[k] for k in range(len(works))]
+
+
+def _with_hidden(works: Sequence[Work], zero: jax.Array) -> list[Work]:
+    """Numbers of NumPy that tell leaves apart become arrays, so that one function is for all."""
+    leaves, tree = jax.tree.flatten([work.data for work in works])
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, np.generic)]
+    for i, number in zip(at, hidden([int(leaves[i]) for i in at], zero), strict=True):
+        leaves[i] = number
+    data = jax.tree.unflatten(tree, leaves)
+    return [work._replace(data=own) for work, own in zip(works, data, strict=True)]
 
 
 def _shared(works: Sequence[Work]) -> list[Work]:
