@@ -131,6 +131,20 @@ def test_bits_are_those_of_any_size_of_pieces() -> None:
     assert found[0] == found[1] == found[2]
 
 
+def instructions(tx: Any, leaves: int) -> int:
+    """Of the compiled update of that many matrices."""
+    shapes = [jax.ShapeDtypeStruct((32, 128), jnp.float32)] * leaves
+    step = jax.jit(lambda *args: op.apply(tx, *args), donate_argnums=(0, 1))
+    text = step.lower(shapes, jax.eval_shape(tx.init, shapes), shapes).compile().as_text() or ""
+    return text.count(" = ")
+
+
+def test_leaves_that_are_alike_are_compiled_once() -> None:
+    plain, small = TXS["adamw"], quantize_state(TXS["adamw"], op.dynamic8())
+    each = [instructions(tx, 12) - instructions(tx, 4) for tx in (plain, small)]
+    assert each[1] <= 1.3 * each[0]
+
+
 def test_no_value_is_rounded_by_a_pair_of_casts() -> None:
     tx = stochastic_weights(quantize_state(optax.adamw(1e-3), op.bfloat16()))
     start = {"w": jnp.ones((64, 256), jnp.bfloat16)}

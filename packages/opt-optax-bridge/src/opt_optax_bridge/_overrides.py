@@ -155,8 +155,7 @@ class Update:
 
         def update(numbers: Any, arrays: Any, grads: Any, state: Any, params: Any) -> Any:
             naming = {name: _naming(name, schedule) for name, schedule in schedules.items()}
-            weak = {name: weakly_typed(number) for name, number in numbers.items()}
-            tx = self.definition.build({**static, **naming, **weak})
+            tx = self.definition.build({**static, **naming, **numbers})
             if self.applies:
                 return tx.apply(params, state, grads, **arrays, **static_args)
             if whole:
@@ -286,7 +285,7 @@ def _is_traceable(value: Any) -> bool:
 
 def _numbers(overrides: Mapping[str, Any]) -> dict[str, jax.Array]:
     dtype = jnp.result_type(float)
-    return {k: jnp.asarray(v, dtype) for k, v in overrides.items() if not callable(v)}
+    return {k: weakly_typed(jnp.asarray(v, dtype)) for k, v in overrides.items() if not callable(v)}
 
 
 def _float_dtype(value: Any) -> Any:
