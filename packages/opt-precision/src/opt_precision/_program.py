@@ -61,6 +61,7 @@ class Program:
         self.jaxpr: Jaxpr = closed.jaxpr
         self.consts = closed.consts
         self.made_by: dict[Var, JaxprEqn] = {}
+        self._order = {id(eqn): i for i, eqn in enumerate(self.jaxpr.eqns)}
         self._kinds: dict[Var, Kind] = dict(zip(self.jaxpr.invars, kinds, strict=True))
         self._kinds |= dict.fromkeys(self.jaxpr.constvars, WHOLE)
         for eqn in self.jaxpr.eqns:
@@ -86,9 +87,9 @@ class Program:
             if eqn is None or self.kind(var) == WHOLE:
                 starts[var] = None
                 continue
-            needed.add(id(eqn))
+            needed.add(self._order[id(eqn)])
             stack += [atom for atom in eqn.invars if not isinstance(atom, Literal)]
-        return [eqn for eqn in self.jaxpr.eqns if id(eqn) in needed], list(starts)
+        return [self.jaxpr.eqns[i] for i in sorted(needed)], list(starts)
 
     def constant(self, atom: Any) -> float | None:
         """The number in all elements of an output, where that does not depend on arguments."""

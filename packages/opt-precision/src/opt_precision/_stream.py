@@ -175,11 +175,11 @@ def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.
     batches = _batches(works, limit)
     rows = hidden(range(max(map(len, batches), default=0)), zero)
     for members in batches:
-        stacked, grid = _stacked([works[k] for k in members])
-        end, made = _buffered_loop(stacked, grid, zero, stacked.results)
-        zero = end - grid.number
-        for k, row in zip(members, rows, strict=False):
-            found[k] = [lax.dynamic_index_in_dim(x, row, keepdims=False) for x in made]
+        batch = [works[k] for k in members]
+        body = functools.partial(_as_rows, batch, rows[: len(batch)])
+        end, made = _loop(body, zero, 1, [work.results for work in batch])
+        zero = end - 1
+        found |= zip(members, made, strict=True)
     alone = [k for k in range(len(works)) if k not in found]
     found |= zip(alone, _one_by_one([works[k] for k in alone], limit, zero), strict=True)
     return [found[k] for k in range(len(works))]
@@ -193,18 +193,21 @@ def hidden(numbers: Sequence[int], zero: jax.Array) -> list[jax.Array]:
       zero: see `stream`.
     """
 
+    if not numbers:
+        return []
+
     def step(state: Any) -> Any:
         index, found = state
         none = index.astype(jnp.uint32)
-        return index + 1, [number + none for number in found]
+        return index + 1, [lax.add(number, none) for number in found]
 
-    start = zero, [jnp.uint32(number) for number in numbers]
+    start = zero, [np.uint32(number) for number in numbers]
     found: list[jax.Array] = lax.while_loop(lambda state: state[0] < zero + 1, step, start)[1]
     return found
 
 
 def _batches(works: Sequence[Work], limit: int) -> list[list[int]]:
-    """Small leaves that are alike, as many together as half a piece has room for."""
+    """Small leaves that are alike, as many together as have room, with results, in two pieces."""
     alike: dict[Hashable, list[int]] = {}
     for k, work in enumerate(works):
         is_small = _TINY <= work.size <= _SMALL
@@ -212,14 +215,24 @@ def _batches(works: Sequence[Work], limit: int) -> list[list[int]]:
             alike.setdefault(work.key, []).append(k)
     found = []
     for members in alike.values():
-        room = max(1, limit // 2 // works[members[0]].size)
+        one = works[members[0]]
+        each = sum(x.nbytes for x in (*one.results, *(y.value for y in one.operands)))
+        room = max(1, 8 * limit // each)
         found += [members[at : at + room] for at in range(0, len(members), room)]
     return [members for members in found if len(members) > 1]
 
 
-def _stacked(works: Sequence[Work]) -> tuple[Work, Grid]:
-    """Leaves that are alike as one array, and the pieces of it that they are."""
-    one, number = works[0], len(works)
+def _as_rows(
+    works: Sequence[Work], rows: Sequence[jax.Array], index: Any, held: list[list[jax.Array]]
+) -> list[list[jax.Array]]:
+    """Computes leaves that are alike as rows of one array for each operand and each result."""
+    one, results = works[0], zip(*held, strict=True)
+    operands = [
+        _stack(
+            next(results) if each[0].is_result else [_varying(x.value, index) for x in each]
+        )
+        for each in zip(*(work.operands for work in works), strict=True)
+    ]
     data = [jax.tree.leaves(work.data) for work in works]
     is_common = [all(x is y for y in rest) for x, *rest in zip(*data, strict=True)]
     tables = [
@@ -227,27 +240,56 @@ def _stacked(works: Sequence[Work]) -> tuple[Work, Grid]:
         for each, common in zip(zip(*data, strict=True), is_common, strict=True)
     ]
 
-    def compute(_: Any, shape: Shape | None, origin: Origin, values: Any) -> Sequence[jax.Array]:
-        row, *rest = origin
-        own = [
-            x if common else lax.dynamic_index_in_dim(x, row, keepdims=False)
-            for x, common in zip(tables, is_common, strict=True)
+    def body(index: Any, made: list[jax.Array]) -> list[jax.Array]:
+        row = index.astype(jnp.uint32)
+        at = functools.partial(lax.dynamic_index_in_dim, index=row, keepdims=False)
+        own = [x if common else at(x) for x, common in zip(tables, is_common, strict=True)]
+        values = [
+            _of_bits(at(x), operand.value.dtype)
+            for x, operand in zip(operands, one.operands, strict=True)
         ]
         leaf = jax.tree.unflatten(jax.tree.structure(one.data), own)
-        made = one.compute(leaf, None, tuple(rest), [lax.squeeze(x, [0]) for x in values])
-        return [lax.expand_dims(x, [0]) for x in made]
+        new = one.compute(leaf, None, (0,) * len(one.shape), values)
+        return [
+            lax.dynamic_update_index_in_dim(x, _bits_of(y), row, 0)
+            for x, y in zip(made, new, strict=True)
+        ]
 
-    operands = []
-    for each in zip(*(work.operands for work in works), strict=True):
-        blocks = each[0].blocks and each[0].blocks._replace(axis=each[0].blocks.axis + 1)
-        operands.append(Operand(_stack([x.value for x in each]), blocks, each[0].is_result))
-    stacked = Work((number, *one.shape), operands, compute, {}, is_cut=True, data=(), key=None)
-    rest = len(one.shape)
-    return stacked, Grid((0,) * (rest + 1), (number, *(1,) * rest), (1, *one.shape))
+    kept = [x for x, operand in zip(operands, one.operands, strict=True) if operand.is_result]
+    _, made = _loop(body, index, len(works), kept)
+    return [
+        [
+            _of_bits(lax.dynamic_index_in_dim(x, row, keepdims=False), old.dtype)
+            for x, old in zip(made, own, strict=True)
+        ]
+        for row, own in zip(rows, held, strict=True)
+    ]
 
 
 def _stack(arrays: Sequence[jax.Array]) -> jax.Array:
-    return lax.concatenate([lax.expand_dims(x, [0]) for x in arrays], 0)
+    joined = lax.concatenate([_bits_of(x) if x.ndim else x[None] for x in arrays], 0)
+    return joined.reshape(len(arrays), *arrays[0].shape)
+
+
+def _bits_of(x: jax.Array) -> jax.Array:
+    """A short float as an integer: XLA on CPUs slices those in float32, and updates all of one."""
+    if not (jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4):
+        return x
+    return lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def _of_bits(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
+def _varying(x: jax.Array, index: Any) -> jax.Array:
+    """The same, of which the compiler does not know that it is the same in every iteration.
+
+    What depends on none, like squares of gradients and noise, it would compute before the loops,
+    and hold for all leaves.
+    """
+    # One by one: what passes a barrier together varies, under `shard_map`, over the same axes.
+    return lax.optimization_barrier((x, index))[0]
 
 
 def _one_by_one(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.Array]]:
@@ -358,10 +400,7 @@ def _whole(work: Work, held: Sequence[jax.Array], index: Any = None) -> list[jax
     others = [operand.value for operand in work.operands if not operand.is_result]
     origin: list[Any] = [0] * len(work.shape)
     if index is not None:
-        # What depends on no iteration, like squares of gradients and noise, XLA would compute
-        # before the loops, and hold for all leaves. One by one: what passes a barrier together
-        # varies, under `shard_map`, over the same axes.
-        others = [lax.optimization_barrier((other, index))[0] for other in others]
+        others = [_varying(other, index) for other in others]
         origin[:1] = [index] * len(origin[:1])  # which is 0
     left, right = iter(held), iter(others)
     values = [fetched(next(left if operand.is_result else right)) for operand in work.operands]
@@ -414,16 +453,14 @@ def _cut(whole: jax.Array, blocks: Blocks | None, grid: Grid, origin: Origin) ->
 def _cut_read_only(operand: Operand, grid: Grid, origin: Origin) -> jax.Array:
     """As `_cut`; XLA on CPUs slices short floats in float32, and would hold all of them in it."""
     whole, blocks = operand.value, operand.blocks
-    if not (jnp.issubdtype(whole.dtype, jnp.floating) and whole.dtype.itemsize < 4):
-        return _cut(whole, blocks, grid, origin)
-    bits = jnp.dtype(f"uint{8 * whole.dtype.itemsize}")
 
     def by_bits(whole: jax.Array, origin: Origin) -> jax.Array:
-        piece = _cut(lax.bitcast_convert_type(whole, bits), blocks, grid, origin)
-        return lax.bitcast_convert_type(piece, whole.dtype)
+        return _of_bits(_cut(_bits_of(whole), blocks, grid, origin), whole.dtype)
 
     def plainly(whole: jax.Array, origin: Origin) -> jax.Array:
         return _cut(whole, blocks, grid, origin)
 
+    if not (jnp.issubdtype(whole.dtype, jnp.floating) and whole.dtype.itemsize < 4):
+        return plainly(whole, origin)
     made: jax.Array = lax.platform_dependent(whole, origin, cpu=by_bits, default=plainly)
     return made
