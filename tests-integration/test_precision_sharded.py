@@ -13,9 +13,17 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 P = PartitionSpec
 _COLLECTIVE = re.compile(r" (all-reduce|all-gather|all-to-all|collective-permute)(-start)?\(")
-_SHAPES = {"wide": (64, 1024), "tall": (512, 64), "vector": (8192,)}
-_ALIGNED = {"wide": P("data", "model"), "tall": P(("data", "model"), None), "vector": P("model")}
-_CROSSED = {"wide": P(None, ("data", "model")), "tall": P("data", "model"), "vector": P("data")}
+_SHAPES: Any = {"wide": (64, 1024), "tall": (512, 64), "vector": (8192,)}
+_ALIGNED: Any = {
+    "wide": P("data", "model"),
+    "tall": P(("data", "model"), None),
+    "vector": P("model"),
+}
+_CROSSED: Any = {
+    "wide": P(None, ("data", "model")),
+    "tall": P("data", "model"),
+    "vector": P("data"),
+}
 # Two of each are compiled once, the third is alone.
 SHAPES, ALIGNED, CROSSED = (
     {f"{name}{i}": of[name] for name in _SHAPES for i in range(1 if name == "tall" else 2)}

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,8 +16,8 @@ from jax.extend.core import JaxprEqn, Literal
 from opt_precision import _bits
 from opt_precision._formats import Format, decode, encode
 from opt_precision._program import evaluate
-from opt_precision._stream import Shape
 from opt_precision._weights import Weights
+from opt_precision._work import Shape
 
 GRADIENT = -1
 PARAMETER = -2
@@ -143,9 +143,7 @@ class Body:
         keys = functools.cache(lambda: lax.dynamic_slice(data.keys, [data.first], [number]))
 
         def noise(place: int) -> Callable[[], jax.Array]:
-            return lambda: _bits.noise_at(
-                lax.index_in_dim(keys(), place, keepdims=False), index()
-            )
+            return lambda: _bits.noise_at(lax.index_in_dim(keys(), place, keepdims=False), index())
 
         results = self._placed(param, extra, update, noise(0), buffer)
         rows = zip(self.formats, dtypes, states, strict=True)

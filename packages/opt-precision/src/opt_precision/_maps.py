@@ -124,7 +124,7 @@ class Gaps(NamedTuple):
 def gaps(table: Callable[[], Table], *, squared: bool) -> Gaps:
     """The gaps of a table, or of its squares."""
     ends = table() * table() if squared else table()
-    return Gaps(ends[:-1], 1 / (ends[1:] - ends[:-1]))
+    return Gaps(ends[:-1], np.reciprocal(ends[1:] - ends[:-1]))
 
 
 @functools.cache

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
@@ -24,8 +23,9 @@ from opt_precision._memory import fetched, is_on_host
 from opt_precision._mirrors import KeyPath, find_mirrors, path_str
 from opt_precision._placement import Place, aligned, find_place, local_origin, without
 from opt_precision._program import WHOLE, Kind, Program, Whole
-from opt_precision._stream import Blocks, Operand, Shape, Work, stream
+from opt_precision._stream import stream
 from opt_precision._weights import Weights
+from opt_precision._work import Blocks, Operand, Shape, Work
 from opt_precision.errors import StateError
 
 NEAREST: Final = Weights("nearest")

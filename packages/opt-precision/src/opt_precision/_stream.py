@@ -5,85 +5,18 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from opt_precision._loops import as_floats, as_integers, hidden, loop, varying
 from opt_precision._memory import fetched, is_on_host, placed_like
-
-Origin: TypeAlias = tuple[Any, ...]
-Shape: TypeAlias = tuple[int, ...]
-
-# XLA on CPUs compiles a loop over less than a kilobyte as one function, which rounds otherwise.
-_TINY: Final = 256
-# Of the elements of leaves that are copied: 4 MiB of float32.
-_SMALL: Final = 1 << 20
-
-
-class Blocks(NamedTuple):
-    """What an array has one element for: blocks along an axis of the leaf.
-
-    Attributes:
-      axis: of the leaf.
-      size: of a block.
-    """
-
-    axis: int
-    size: int
-
-
-class Operand(NamedTuple):
-    """An array that goes with a leaf.
-
-    Attributes:
-      value: the array; of the leaf's shape, or with an element per block.
-      blocks: `None` for one of the leaf's shape.
-      is_result: whether the piece that was computed takes the place of the one that was read.
-    """
-
-    value: jax.Array
-    blocks: Blocks | None = None
-    is_result: bool = False
-
-
-Compute: TypeAlias = Callable[[Any, Shape | None, Origin, Sequence[jax.Array]], Sequence[jax.Array]]
-
-
-class Work(NamedTuple):
-    """What is to be computed for one leaf.
-
-    Attributes:
-      shape: of the leaf, as far as this device has it.
-      operands: its arrays; those that are results are replaced.
-      compute: from `data`, the shape of a piece (`None` for the whole leaf), where it begins and
-        the pieces of all operands to those of the results, in order.
-      units: per axis what may not be cut apart; 1 for the others.
-      is_cut: whether it may be cut into pieces.
-      data: numbers that the computation needs, a tree of arrays; those of NumPy are unsigned.
-      key: equal for leaves of one shape whose computations differ in nothing but `data`.
-    """
-
-    shape: Shape
-    operands: Sequence[Operand]
-    compute: Compute
-    units: Mapping[int, int]
-    is_cut: bool
-    data: Any
-    key: Hashable
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def results(self) -> list[jax.Array]:
-        """What the results replace."""
-        return [operand.value for operand in self.operands if operand.is_result]
+from opt_precision._rows import as_rows, batches
+from opt_precision._work import Blocks, Compute, Operand, Origin, Shape, Work
 
 
 class Grid(NamedTuple):
@@ -172,124 +105,17 @@ def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.
       The results of each leaf.
     """
     found: dict[int, list[jax.Array]] = {}
-    batches = _batches(works, limit)
-    rows = hidden(range(max(map(len, batches), default=0)), zero)
-    for members in batches:
+    groups = batches(works, limit)
+    rows = hidden(range(max(map(len, groups), default=0)), zero)
+    for members in groups:
         batch = [works[k] for k in members]
-        body = functools.partial(_as_rows, batch, rows[: len(batch)])
-        end, made = _loop(body, zero, 1, [work.results for work in batch])
+        body = functools.partial(as_rows, batch, rows[: len(batch)])
+        end, made = loop(body, zero, 1, [work.results for work in batch])
         zero = end - 1
         found |= zip(members, made, strict=True)
     alone = [k for k in range(len(works)) if k not in found]
     found |= zip(alone, _one_by_one([works[k] for k in alone], limit, zero), strict=True)
     return [found[k] for k in range(len(works))]
-
-
-def hidden(numbers: Sequence[int], zero: jax.Array) -> list[jax.Array]:
-    """Numbers that the compiler does not know; it makes machine code for each that it does.
-
-    Args:
-      numbers: each for a uint32: among those no index is looked for that counts from the end.
-      zero: see `stream`.
-    """
-
-    if not numbers:
-        return []
-
-    def step(state: Any) -> Any:
-        index, found = state
-        none = index.astype(jnp.uint32)
-        return index + 1, [lax.add(number, none) for number in found]
-
-    start = zero, [np.uint32(number) for number in numbers]
-    found: list[jax.Array] = lax.while_loop(lambda state: state[0] < zero + 1, step, start)[1]
-    return found
-
-
-def _batches(works: Sequence[Work], limit: int) -> list[list[int]]:
-    """Small leaves that are alike, as many together as have room, with results, in two pieces."""
-    alike: dict[Hashable, list[int]] = {}
-    for k, work in enumerate(works):
-        is_small = _TINY <= work.size <= _SMALL
-        if work.is_cut and is_small and not any(is_on_host(x.value) for x in work.operands):
-            alike.setdefault(work.key, []).append(k)
-    found = []
-    for members in alike.values():
-        one = works[members[0]]
-        each = sum(x.nbytes for x in (*one.results, *(y.value for y in one.operands)))
-        room = max(1, 8 * limit // each)
-        found += [members[at : at + room] for at in range(0, len(members), room)]
-    return [members for members in found if len(members) > 1]
-
-
-def _as_rows(
-    works: Sequence[Work], rows: Sequence[jax.Array], index: Any, held: list[list[jax.Array]]
-) -> list[list[jax.Array]]:
-    """Computes leaves that are alike as rows of one array for each operand and each result."""
-    one, results = works[0], zip(*held, strict=True)
-    operands = [
-        _stack(
-            next(results) if each[0].is_result else [_varying(x.value, index) for x in each]
-        )
-        for each in zip(*(work.operands for work in works), strict=True)
-    ]
-    data = [jax.tree.leaves(work.data) for work in works]
-    is_common = [all(x is y for y in rest) for x, *rest in zip(*data, strict=True)]
-    tables = [
-        each[0] if common else np.asarray(each) if isinstance(each[0], np.generic) else _stack(each)
-        for each, common in zip(zip(*data, strict=True), is_common, strict=True)
-    ]
-
-    def body(index: Any, made: list[jax.Array]) -> list[jax.Array]:
-        row = index.astype(jnp.uint32)
-        at = functools.partial(lax.dynamic_index_in_dim, index=row, keepdims=False)
-        own = [x if common else at(x) for x, common in zip(tables, is_common, strict=True)]
-        values = [
-            _of_bits(at(x), operand.value.dtype)
-            for x, operand in zip(operands, one.operands, strict=True)
-        ]
-        leaf = jax.tree.unflatten(jax.tree.structure(one.data), own)
-        new = one.compute(leaf, None, (0,) * len(one.shape), values)
-        return [
-            lax.dynamic_update_index_in_dim(x, _bits_of(y), row, 0)
-            for x, y in zip(made, new, strict=True)
-        ]
-
-    kept = [x for x, operand in zip(operands, one.operands, strict=True) if operand.is_result]
-    _, made = _loop(body, index, len(works), kept)
-    return [
-        [
-            _of_bits(lax.dynamic_index_in_dim(x, row, keepdims=False), old.dtype)
-            for x, old in zip(made, own, strict=True)
-        ]
-        for row, own in zip(rows, held, strict=True)
-    ]
-
-
-def _stack(arrays: Sequence[jax.Array]) -> jax.Array:
-    joined = lax.concatenate([_bits_of(x) if x.ndim else x[None] for x in arrays], 0)
-    return joined.reshape(len(arrays), *arrays[0].shape)
-
-
-def _bits_of(x: jax.Array) -> jax.Array:
-    """A short float as an integer: XLA on CPUs slices those in float32, and updates all of one."""
-    if not (jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4):
-        return x
-    return lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
-
-
-def _of_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
-
-
-def _varying(x: jax.Array, index: Any) -> jax.Array:
-    """The same, of which the compiler does not know that it is the same in every iteration.
-
-    What depends on none, like squares of gradients and noise, it would compute before the loops,
-    and hold for all leaves.
-    """
-    # One by one: what passes a barrier together varies, under `shard_map`, over the same axes.
-    return lax.optimization_barrier((x, index))[0]
 
 
 def _one_by_one(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.Array]]:
@@ -299,7 +125,7 @@ def _one_by_one(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list
     small: list[int] = []
     jobs: list[tuple[list[int], Grid | None]] = []
     for k, work in enumerate(works):
-        if not work.is_cut or work.size < _TINY:
+        if not work.is_looped:
             found[k] = _whole(work, work.results)
             continue
         if work.size > limit:
@@ -315,7 +141,7 @@ def _one_by_one(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list
     for members, grid in jobs:
         held = [found[k] for k in members]
         if grid is None:
-            end, made = _loop(functools.partial(_body, [works[k] for k in members]), zero, 1, held)
+            end, made = loop(functools.partial(_body, [works[k] for k in members]), zero, 1, held)
             zero = end - 1
         else:
             end, results = _buffered_loop(works[members[0]], grid, zero, held[0])
@@ -354,23 +180,10 @@ def _called(compute: Compute) -> Compute:
     return leaf
 
 
-def _loop(
-    body: Callable[[Any, Any], Any], first: jax.Array, number: int, carry: Any
-) -> tuple[jax.Array, Any]:
-    def step(state: Any) -> Any:
-        index, carry = state
-        return index + 1, body(index, carry)
-
-    made: tuple[jax.Array, Any] = lax.while_loop(
-        lambda state: state[0] < first + number, step, (first, carry)
-    )
-    return made
-
-
 def _buffered_loop(
     work: Work, grid: Grid, zero: jax.Array, held: list[jax.Array]
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """As `_loop`, with two pieces on the device: the next is there before one is computed."""
+    """As `loop`, with two pieces on the device: the next is there before one is computed."""
     slots = [operand for operand in work.operands if operand.is_result]
 
     def fetch(index: Any, before: Sequence[jax.Array], after: Sequence[jax.Array]) -> Any:
@@ -387,7 +200,7 @@ def _buffered_loop(
         made = _piece(work, grid, index, held, ready)
         return made, fetch(index + 1, held, made)
 
-    end, (made, _) = _loop(body, zero, grid.number, (held, fetch(zero, held, held)))
+    end, (made, _) = loop(body, zero, grid.number, (held, fetch(zero, held, held)))
     return end, made
 
 
@@ -400,7 +213,7 @@ def _whole(work: Work, held: Sequence[jax.Array], index: Any = None) -> list[jax
     others = [operand.value for operand in work.operands if not operand.is_result]
     origin: list[Any] = [0] * len(work.shape)
     if index is not None:
-        others = [_varying(other, index) for other in others]
+        others = [varying(other, index) for other in others]
         origin[:1] = [index] * len(origin[:1])  # which is 0
     left, right = iter(held), iter(others)
     values = [fetched(next(left if operand.is_result else right)) for operand in work.operands]
@@ -455,7 +268,7 @@ def _cut_read_only(operand: Operand, grid: Grid, origin: Origin) -> jax.Array:
     whole, blocks = operand.value, operand.blocks
 
     def by_bits(whole: jax.Array, origin: Origin) -> jax.Array:
-        return _of_bits(_cut(_bits_of(whole), blocks, grid, origin), whole.dtype)
+        return as_floats(_cut(as_integers(whole), blocks, grid, origin), whole.dtype)
 
     def plainly(whole: jax.Array, origin: Origin) -> jax.Array:
         return _cut(whole, blocks, grid, origin)

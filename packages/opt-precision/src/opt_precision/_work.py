@@ -1,0 +1,82 @@
+"""What is to be computed for one leaf."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import jax
+
+Origin: TypeAlias = tuple[Any, ...]
+Shape: TypeAlias = tuple[int, ...]
+
+# XLA on CPUs compiles a loop over less than a kilobyte as one function, which rounds otherwise.
+_TINY: Final = 256
+
+
+class Blocks(NamedTuple):
+    """What an array has one element for: blocks along an axis of the leaf.
+
+    Attributes:
+      axis: of the leaf.
+      size: of a block.
+    """
+
+    axis: int
+    size: int
+
+
+class Operand(NamedTuple):
+    """An array that goes with a leaf.
+
+    Attributes:
+      value: the array; of the leaf's shape, or with an element per block.
+      blocks: `None` for one of the leaf's shape.
+      is_result: whether the piece that was computed takes the place of the one that was read.
+    """
+
+    value: jax.Array
+    blocks: Blocks | None = None
+    is_result: bool = False
+
+
+Compute: TypeAlias = Callable[[Any, Shape | None, Origin, Sequence[jax.Array]], Sequence[jax.Array]]
+
+
+class Work(NamedTuple):
+    """What is to be computed for one leaf.
+
+    Attributes:
+      shape: of the leaf, as far as this device has it.
+      operands: its arrays; those that are results are replaced.
+      compute: from `data`, the shape of a piece (`None` for the whole leaf), where it begins and
+        the pieces of all operands to those of the results, in order.
+      units: per axis what may not be cut apart; 1 for the others.
+      is_cut: whether it may be cut into pieces.
+      data: numbers that the computation needs, a tree of arrays; those of NumPy are unsigned.
+      key: equal for leaves of one shape whose computations differ in nothing but `data`.
+    """
+
+    shape: Shape
+    operands: Sequence[Operand]
+    compute: Compute
+    units: Mapping[int, int]
+    is_cut: bool
+    data: Any
+    key: Hashable
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_looped(self) -> bool:
+        """Whether it is computed in a loop, by itself or with others."""
+        return self.is_cut and self.size >= _TINY
+
+    @property
+    def results(self) -> list[jax.Array]:
+        """What the results replace."""
+        return [operand.value for operand in self.operands if operand.is_result]
