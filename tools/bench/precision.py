@@ -34,7 +34,7 @@ FIGURES = {
     **{f"step, {name}": Figure(PEER) for name in CASES},
     "temporaries, many leaves": Figure("parameters", 1.55, "B"),
     "compile, update of many leaves": Figure(PEER),
-    "compile, step of a decoder": Figure(PEER),
+    "compile, step of a decoder": Figure(PEER, 1.5),
 }
 # Of the figures about compiling: float32 parameters, so that models are alike.
 COMPILED = "float32, dynamic8"
