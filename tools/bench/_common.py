@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend
 import optax
 from tqdm import tqdm
 
@@ -252,6 +253,7 @@ def main(
     arguments: Callable[[argparse.ArgumentParser], None] | None = None,
     *,
     environment: Mapping[str, str] | None = None,
+    devices: int = 1,
     sizes: str = "leaves",
 ) -> None:
     """Runs one benchmark: prints its rows, and writes them where `--json` says.
@@ -262,6 +264,7 @@ def main(
       measure: yields a row or more of each.
       arguments: adds its options to a parser.
       environment: variables that have to be set before the process starts.
+      devices: how many it needs; where there are fewer, it runs on virtual ones of the CPU.
       sizes: what `Row.size` counts.
     """
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
@@ -272,11 +275,12 @@ def main(
         arguments(parser)
     options = parser.parse_args()
 
-    wanted = dict(environment or {})
-    if options.device:
-        wanted["JAX_PLATFORMS"] = PLATFORMS[options.device]
+    wanted = {"JAX_PLATFORMS": PLATFORMS[options.device]} if options.device else {}
+    wanted |= environment or {}
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
+    if devices > 1:
+        _ensure_devices(devices)
 
     records = []
     for row in measure(options):
@@ -291,6 +295,14 @@ def main(
         raise SystemExit(f"not measured: {', '.join(sorted(missing))}")
     if options.json:
         options.json.write_text(json.dumps({"machine": machine(), "rows": records}, indent=1))
+
+
+def _ensure_devices(number: int) -> None:
+    """Makes virtual CPU devices where JAX has fewer devices than `number`."""
+    jax.config.update("jax_num_cpu_devices", number)
+    if jax.device_count() < number:
+        jax.extend.backend.clear_backends()
+        jax.config.update("jax_platforms", "cpu")
 
 
 def as_record(row: Row, figure: Figure) -> dict[str, Any]:

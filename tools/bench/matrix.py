@@ -26,7 +26,6 @@ from opt_partition import read_collectives
 
 contrib: Any = optax.contrib
 
-ENVIRONMENT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
 OPTAX, IDEAL, BOUND = "optax.contrib.muon", "ideal", "planned for"
 FIGURES = {
     f"{what}, {layout}": figure
@@ -101,6 +100,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="24, or 16 with --quick")
     parser.add_argument("--side", type=int, help="width: 256, or 64 with --quick")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compilations", type=int, default=3, help="1 with --quick")
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
@@ -111,7 +111,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         mesh = jax.make_mesh(
             shape, ("x", "y")[: len(shape)], axis_types=(AxisType.Auto,) * len(shape)
         )
-        yield from measure_layout(name, NamedSharding(mesh, spec), layers, side, options.rounds)
+        yield from measure_layout(name, NamedSharding(mesh, spec), layers, side, options)
 
 
 def decoder(layers: int, side: int) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def decoder(layers: int, side: int) -> dict[str, Any]:
 
 
 def measure_layout(
-    name: str, sharding: NamedSharding, layers: int, side: int, rounds: int
+    name: str, sharding: NamedSharding, layers: int, side: int, options: argparse.Namespace
 ) -> Iterator[Row]:
     """Yields the rows of one layout."""
     params, size = decoder(layers, side), 3 * layers
@@ -135,16 +135,25 @@ def measure_layout(
         return plan, Program(scale_by_muon(plan=plan), params, sharding)
 
     program(decoder(1, side))  # warms up
-    _, single = program(decoder(1, side))
     stacks = {
         path.partition("/")[2]: jax.ShapeDtypeStruct((layers, *leaf.shape), leaf.dtype)
         for path, leaf in decoder(1, side).items()
     }
-    _, scanned = program(stacks, NamedSharding(sharding.mesh, P(None, *sharding.spec)))
-    plan, ours = program(params)
-    plan.check(ours.compiled, exclusive=True)
+    in_stacks = NamedSharding(sharding.mesh, P(None, *sharding.spec))
     dims = jax.tree.map(lambda _: contrib.MuonDimensionNumbers(), params)
-    theirs = Program(contrib.scale_by_muon(weight_dimension_numbers=dims), params, sharding)
+    compiling: dict[str, list[float]] = {}
+    for _ in range(1 if options.quick else options.compilations):
+        theirs = Program(contrib.scale_by_muon(weight_dimension_numbers=dims), params, sharding)
+        plan, ours = program(params)
+        made = {
+            "ours": ours,
+            "Optax": theirs,
+            "stacks": program(stacks, in_stacks)[1],
+            "a layer": program(decoder(1, side))[1],
+        }
+        for what, one in made.items():
+            compiling.setdefault(what, []).append(one.compiling)
+    plan.check(ours.compiled, exclusive=True)
     part = sum(x.size for x in params.values()) * 4 / 8
     ideal = sum(group.ideal_flops for group in plan.groups)
 
@@ -159,14 +168,12 @@ def measure_layout(
     yield row("operations", ours.counts.flops, ideal)
     yield row("temporaries beside Optax", ours.counts.temporaries, theirs.counts.temporaries)
     yield row("temporaries", ours.counts.temporaries, plan.temp_bytes)
-    yield timed(f"compiling beside Optax, {name}", [ours.compiling], [theirs.compiling], size=size)
-    for what, other in {"stacks": scanned, "a layer": single}.items():
-        yield timed(
-            f"compiling beside {what}, {name}", [ours.compiling], [other.compiling], size=size
-        )
-    times = interleave({"ours": ours.start(), "theirs": theirs.start()}, rounds)
+    for what in ("Optax", "stacks", "a layer"):
+        figure = f"compiling beside {what}, {name}"
+        yield timed(figure, compiling["ours"], compiling[what], size=size)
+    times = interleave({"ours": ours.start(), "theirs": theirs.start()}, options.rounds)
     yield timed(f"step, {name}", times["ours"], times["theirs"], size=size)
 
 
 if __name__ == "__main__":
-    main(__doc__, FIGURES, measure, arguments, environment=ENVIRONMENT)
+    main(__doc__, FIGURES, measure, arguments, devices=8)

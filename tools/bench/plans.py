@@ -63,8 +63,6 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
             name = "logical_to_mesh, ten times the leaves"
             yield timed(name, times["logical_to_mesh"], before, size=leaves)
         before = times["logical_to_mesh"]
-        if leaves > 10_000:
-            continue
         for data in (4, 1024):
 
             def plan(params: Any = params, axes: Any = axes, data: int = data) -> None:

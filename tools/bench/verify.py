@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from opt_partition import Expected, verify
 from tqdm import tqdm
 
-ENVIRONMENT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
 FIGURES = {"verify": Figure("compile", 0.1), "collectives": Figure("one a leaf", None, "")}
 SIZES = {"wi": (64, 256), "wo": (256, 64), "query": (64, 64), "scale": (64,)}
 
@@ -70,7 +69,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Yields the rows of every size."""
-    for layers in options.layers or ([4] if options.quick else [4, 16, 64]):
+    for layers in options.layers or ([4] if options.quick else [4, 16, 64, 256]):
         lowered, expected = lower(layers)
         verify(lowered(), expected)  # imports and warms up
         compiling, verifying = [], []
@@ -89,4 +88,4 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    main(__doc__, FIGURES, measure, arguments, environment=ENVIRONMENT)
+    main(__doc__, FIGURES, measure, arguments, devices=8)

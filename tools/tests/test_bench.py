@@ -3,6 +3,8 @@
 import argparse
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,6 +135,25 @@ def test_a_figure_without_a_row_is_an_error(
 ) -> None:
     with pytest.raises(SystemExit, match="not measured: call"):
         run_main(monkeypatch, tmp_path / "rows.json", [])
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_a_benchmark_gets_as_many_devices_as_it_needs(tmp_path: Path, device: str | None) -> None:
+    program = tmp_path / "step.py"
+    program.write_text(
+        "import jax\n"
+        "from _common import Figure, counted, main\n"
+        "def measure(options): yield counted('devices', jax.device_count(), 8)\n"
+        "main('A doc.', {'devices': Figure('eight', 1.0, '')}, measure, devices=8)\n"
+    )
+    file = tmp_path / "rows.json"
+    command = [sys.executable, str(program), "--json", str(file)]
+    command += ["--device", device] if device else []
+    environment = {**os.environ, "PYTHONPATH": str(Path(_common.__file__).parent)}
+    subprocess.run(command, check=True, env=environment)
+    written = json.loads(file.read_text())
+    assert written["rows"][0]["ours"] == 8
+    assert (written["machine"]["platform"], written["machine"]["devices"]) == ("cpu", 8)
 
 
 def load_command() -> Any:
