@@ -23,6 +23,7 @@ from opt_checkpoint._disk import background, durable
 from opt_checkpoint._disk.checkpointer import Checkpointer
 from opt_checkpoint._disk.durable import DurablePath, temporary_paths
 from opt_checkpoint._disk.saved_step import open_step
+from opt_checkpoint._disk.saving import Saving
 from opt_checkpoint._naming.schema import DTYPES
 from opt_checkpoint.errors import (
     DamagedError,
@@ -457,6 +458,23 @@ def test_damaged_steps_take_the_place_of_none(tmp_path: Path) -> None:
         checkpointer.save(3, small_state(3))
         checkpointer.wait()
         assert checkpointer.steps() == [1, 3]
+
+
+def test_a_step_that_is_being_written_is_discarded_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = Saving.encode
+
+    def slow(self: Any, sums: Any) -> bytes:
+        time.sleep(0.5)
+        return encode(self, sums)
+
+    monkeypatch.setattr(Saving, "encode", slow)
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, small_state(step))
+        assert checkpointer.discard_after(1) == [2]
+        assert checkpointer.steps() == [1]
 
 
 def test_a_folder_that_was_removed(tmp_path: Path) -> None:

@@ -327,10 +327,16 @@ class Checkpointer:
     def discard_after(self, step: int) -> list[int]:
         """Deletes the steps after one, so that a run that fell back to it can save again.
 
+        A step that is still being written is one of them: it is waited for.
+
         Returns:
           The deleted steps.
+
+        Raises:
+          SaveError: one cannot be deleted, or the last step was not saved; that is raised once.
         """
         with self._alone:
+            self.wait()
             later = [found for found in self.steps() if found > step]
             for found in later:
                 self.delete(found)
