@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from opt_precision._formats import Encoded, is_encoded
 from opt_precision._mirrors import path_str
 from opt_precision._states import EXTRA_FIELD
-from opt_precision._step import Arguments, Options, Step
+from opt_precision._step.arguments import Arguments
+from opt_precision._step.step import Options, Step
 from opt_precision._wrappers import Quantized, Rounded, opened
 from opt_precision.errors import PrecisionError
 

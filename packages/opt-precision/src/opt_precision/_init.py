@@ -15,11 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from opt_precision._codecs import Codec, Role
 from opt_precision._formats import Encoded, Format, constant_codes, encode
 from opt_precision._mirrors import KeyPath, Mirror, find_mirrors, path_str
-from opt_precision._placement import aligned, without
-from opt_precision._program import Kind, Program, Whole
 from opt_precision._select import Candidate, Choice, Select
 from opt_precision._states import OUR_STATES, WEIGHT_STATES
-from opt_precision._step import wide
+from opt_precision._step.arguments import wide
+from opt_precision._step.placement import aligned, without
+from opt_precision._step.program import Kind, Program
+from opt_precision._step.whole import Whole
 from opt_precision.errors import OrderError
 
 Codecs: TypeAlias = Codec | Mapping[Role, Codec]
@@ -81,13 +82,13 @@ class First:
         closed = jax.make_jaxpr(init)(*map(wide, self.params))
         self.state_paths: list[KeyPath] = made[0]
         self.state_tree = made[1]
-        self.program = Program(closed, [Kind(i) for i in range(len(self.params))])
+        self.program = Program(closed, [Kind(i) for i in range(len(self.params))], is_split=False)
         self.skeleton = jax.tree.unflatten(self.state_tree, [0] * len(self.state_paths))
 
     @property
     def avals(self) -> list[Any]:
         """The types of the leaves of the state."""
-        return [atom.aval for atom in self.program.jaxpr.outvars]
+        return [atom.aval for atom in self.program.outs]
 
     @functools.cached_property
     def _mirrors(self) -> list[Mirror | None]:
@@ -137,9 +138,10 @@ class First:
 
     def state(self, plan: Sequence[Planned] | None = None) -> Any:
         """The state; its encoded leaves are made without the leaves themselves where they can."""
-        whole = Whole(self.program, [_wide_of(param) for param in self.params])
+        thunks = [_wide_of(param) for param in self.params]
+        whole = Whole(self.program, dict(zip(self.program.arguments, thunks, strict=True)))
         leaves: list[Any] = []
-        rows = zip(self.program.jaxpr.outvars, self.avals, self._mirrors, strict=True)
+        rows = zip(self.program.outs, self.avals, self._mirrors, strict=True)
         for i, (atom, aval, mirror) in enumerate(rows):
             form = None if plan is None else plan[i].format
             is_mirror = mirror is not None and jnp.issubdtype(aval.dtype, jnp.floating)

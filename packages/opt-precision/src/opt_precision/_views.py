@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from opt_precision._extra_args import with_extra_args
 from opt_precision._formats import decode as decode_codes
 from opt_precision._formats import is_encoded
-from opt_precision._memory import fetched
 from opt_precision._states import (
     KahanState,
     MasterState,
@@ -19,6 +18,7 @@ from opt_precision._states import (
     is_masked,
     wide_param,
 )
+from opt_precision._step.memory import fetched
 from opt_precision._weights import Weights
 from opt_precision.errors import StateError
 

@@ -16,7 +16,6 @@ from opt_precision._codecs import Codec, Role, identity
 from opt_precision._extra_args import incremented, with_extra_args
 from opt_precision._formats import is_encoded
 from opt_precision._init import Codecs, First, Planned, order_message
-from opt_precision._memory import KINDS, on_host
 from opt_precision._states import (
     EXTRA_CLASS,
     EXTRA_FIELD,
@@ -24,7 +23,9 @@ from opt_precision._states import (
     QuantizedState,
     StochasticState,
 )
-from opt_precision._step import NEAREST, Arguments, Options, Results, Step
+from opt_precision._step.arguments import Arguments
+from opt_precision._step.memory import KINDS, on_host
+from opt_precision._step.step import NEAREST, Options, Results, Step
 from opt_precision._weights import Storage, Weights
 from opt_precision.errors import OrderError, PrecisionError, StateError
 

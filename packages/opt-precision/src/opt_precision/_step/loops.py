@@ -38,7 +38,7 @@ def hidden(numbers: Sequence[int], zero: jax.Array) -> list[jax.Array]:
 
     Args:
       numbers: each for a uint32: among those no index is looked for that counts from the end.
-      zero: see `opt_precision._stream.stream`.
+      zero: see `opt_precision._step.stream.stream`.
     """
     if not numbers:
         return []
@@ -62,6 +62,23 @@ def varying(x: jax.Array, index: Any) -> jax.Array:
     # One by one: what passes a barrier together varies, under `shard_map`, over the same axes.
     same: jax.Array = lax.optimization_barrier((x, index))[0]
     return same
+
+
+def after(x: jax.Array, zero: jax.Array) -> jax.Array:
+    """The same bits, which cannot be there before `zero` is: the order of what is computed.
+
+    XLA on CPUs removes barriers. Arrays whose bits are no whole bytes stay as they are.
+
+    Args:
+      x: an array.
+      zero: see `opt_precision._step.stream.stream`.
+    """
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        bits = lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
+        return lax.bitcast_convert_type(bits + zero.astype(bits.dtype), x.dtype)
+    if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits >= 8:
+        return x + zero.astype(x.dtype)
+    return x
 
 
 def as_integers(x: jax.Array) -> jax.Array:

@@ -34,11 +34,13 @@ class Operand(NamedTuple):
       value: the array; of the leaf's shape, or with an element per block.
       blocks: `None` for one of the leaf's shape.
       is_result: whether the piece that was computed takes the place of the one that was read.
+      is_total: whether it is one number for the whole leaf, which each piece changes.
     """
 
     value: jax.Array
     blocks: Blocks | None = None
     is_result: bool = False
+    is_total: bool = False
 
 
 Compute: TypeAlias = Callable[[Any, Shape | None, Origin, Sequence[jax.Array]], Sequence[jax.Array]]
@@ -55,7 +57,10 @@ class Work(NamedTuple):
       units: per axis what may not be cut apart; 1 for the others.
       is_cut: whether it may be cut into pieces.
       data: numbers that the computation needs, a tree of arrays; those of NumPy are unsigned.
-      key: equal for leaves of one shape whose computations differ in nothing but `data`.
+      key: equal for leaves whose computations differ in nothing but `data` and the number of rows.
+      rows: how many rows are computed at once where leaves that are alike are computed together; it
+        divides those of the leaf.
+      view: the same on arrays of another shape, which more leaves have in common.
     """
 
     shape: Shape
@@ -65,11 +70,18 @@ class Work(NamedTuple):
     is_cut: bool
     data: Any
     key: Hashable
+    rows: int
+    view: Work | None = None
 
     @property
     def size(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def steps(self) -> int:
+        """How often so many rows are computed."""
+        return self.shape[0] // self.rows
 
     @property
     def is_looped(self) -> bool:

@@ -105,3 +105,8 @@ def local_origin(mesh: Any, spec: PartitionSpec, local: Sequence[int]) -> tuple[
             index = index * mesh.shape[name] + jax.lax.axis_index(name)
         origin.append(index * size)
     return tuple(origin)
+
+
+def part_shape(mesh: Any, spec: PartitionSpec, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of each device's part."""
+    return tuple(size // shards(mesh, entry) for size, entry in zip(shape, spec, strict=True))

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from opt_precision._loops import as_floats, as_integers, hidden, loop, varying
-from opt_precision._memory import fetched, is_on_host, placed_like
-from opt_precision._rows import as_rows, batches
-from opt_precision._work import Blocks, Compute, Operand, Origin, Shape, Work
+from opt_precision._step.loops import after, as_floats, as_integers, hidden, loop, varying
+from opt_precision._step.memory import fetched, is_on_host, placed_like
+from opt_precision._step.rows import as_rows, batches
+from opt_precision._step.work import Blocks, Compute, Operand, Origin, Shape, Work
 
 
 class Grid(NamedTuple):
@@ -90,7 +90,9 @@ def _grids(shape: Shape, piece: Shape, axis: int) -> list[Grid]:
     return grids
 
 
-def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.Array]]:
+def stream(
+    works: Sequence[Work], limit: int, zero: jax.Array
+) -> tuple[list[list[jax.Array]], jax.Array]:
     """Computes leaves one after the other, piece by piece, each result in place of its source.
 
     Small leaves that are alike become rows of one array: compiled once, and copied for it.
@@ -102,23 +104,25 @@ def stream(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.
         loops, or run side by side.
 
     Returns:
-      The results of each leaf.
+      The results of each leaf, and a zero that is not known before all loops have ended.
     """
     found: dict[int, list[jax.Array]] = {}
-    groups = batches(works, limit)
-    rows = hidden(range(max(map(len, groups), default=0)), zero)
-    for members in groups:
-        batch = [works[k] for k in members]
-        body = functools.partial(as_rows, batch, rows[: len(batch)])
-        end, made = loop(body, zero, 1, [work.results for work in batch])
-        zero = end - 1
-        found |= zip(members, made, strict=True)
+    views = [work.view or work for work in works]
+    for members in batches(views, limit):
+        made, zero = as_rows([views[k] for k in members], zero)
+        found |= {
+            k: [x.reshape(old.shape) for x, old in zip(own, works[k].results, strict=True)]
+            for k, own in zip(members, made, strict=True)
+        }
     alone = [k for k in range(len(works)) if k not in found]
-    found |= zip(alone, _one_by_one([works[k] for k in alone], limit, zero), strict=True)
-    return [found[k] for k in range(len(works))]
+    made, zero = _one_by_one([works[k] for k in alone], limit, zero)
+    found |= zip(alone, made, strict=True)
+    return [found[k] for k in range(len(works))], zero
 
 
-def _one_by_one(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list[jax.Array]]:
+def _one_by_one(
+    works: Sequence[Work], limit: int, zero: jax.Array
+) -> tuple[list[list[jax.Array]], jax.Array]:
     """The leaves that are not alike, or large; small ones share a piece."""
     works = _shared(_with_hidden(works, zero))
     found: dict[int, list[jax.Array]] = {}
@@ -144,10 +148,10 @@ def _one_by_one(works: Sequence[Work], limit: int, zero: jax.Array) -> list[list
             end, made = loop(functools.partial(_body, [works[k] for k in members]), zero, 1, held)
             zero = end - 1
         else:
-            end, results = _buffered_loop(works[members[0]], grid, zero, held[0])
+            end, results = _loop_of_pieces(works[members[0]], grid, zero, held[0])
             zero, made = end - grid.number, [results]
         found |= zip(members, made, strict=True)
-    return [found[k] for k in range(len(works))]
+    return [found[k] for k in range(len(works))], zero
 
 
 def _with_hidden(works: Sequence[Work], zero: jax.Array) -> list[Work]:
@@ -180,6 +184,30 @@ def _called(compute: Compute) -> Compute:
     return leaf
 
 
+def _loop_of_pieces(
+    work: Work, grid: Grid, zero: jax.Array, held: list[jax.Array]
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The loop over the pieces of a leaf; XLA on CPUs writes all of an array of 8-bit floats."""
+    run = functools.partial(_buffered_loop, work, grid)
+
+    def by_bits(zero: jax.Array, held: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+        # The integers are a copy: of one leaf after the other.
+        bits = [as_integers(after(x, zero)) if _is_float8(x) else x for x in held]
+        end, made = run(zero, bits)
+        return end, [as_floats(new, old.dtype) for new, old in zip(made, held, strict=True)]
+
+    if not any(map(_is_float8, held)):
+        return run(zero, held)
+    found: tuple[jax.Array, list[jax.Array]] = lax.platform_dependent(
+        zero, held, cpu=by_bits, default=run
+    )
+    return found
+
+
+def _is_float8(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
+
+
 def _buffered_loop(
     work: Work, grid: Grid, zero: jax.Array, held: list[jax.Array]
 ) -> tuple[jax.Array, list[jax.Array]]:
@@ -191,7 +219,12 @@ def _buffered_loop(
         # was written: of arrays that were read in the meantime the compiler would make copies.
         origin = _origin(grid, index)
         return [
-            fetched(_cut(old if is_on_host(old) else new, slot.blocks, grid, origin))
+            new
+            if slot.is_total
+            else as_floats(
+                fetched(_cut(old if is_on_host(old) else new, slot.blocks, grid, origin)),
+                slot.value.dtype,
+            )
             for old, new, slot in zip(before, after, slots, strict=True)
         ]
 
@@ -227,12 +260,18 @@ def _piece(
     """Computes a piece; of what it replaces, the pieces are ready on the device."""
     origin, buffers = _origin(grid, index), iter(ready)
     values = [
-        next(buffers) if operand.is_result else _cut_read_only(operand, grid, origin)
+        next(buffers) if operand.is_result else _cut_read_only(operand, grid, origin, index)
         for operand in work.operands
     ]
     slots = [operand for operand in work.operands if operand.is_result]
     return [
-        lax.dynamic_update_slice(old, placed_like(new, old), _starts(operand.blocks, origin))
+        new
+        if operand.is_total
+        else lax.dynamic_update_slice(
+            old,
+            placed_like(new if new.dtype == old.dtype else as_integers(new), old),
+            _starts(operand.blocks, origin),
+        )
         for old, new, operand in zip(
             held, work.compute(work.data, grid.piece, origin, values), slots, strict=True
         )
@@ -263,15 +302,20 @@ def _cut(whole: jax.Array, blocks: Blocks | None, grid: Grid, origin: Origin) ->
     return lax.dynamic_slice(whole, _starts(blocks, origin), sizes)
 
 
-def _cut_read_only(operand: Operand, grid: Grid, origin: Origin) -> jax.Array:
+def _cut_read_only(operand: Operand, grid: Grid, origin: Origin, index: Any) -> jax.Array:
     """As `_cut`; XLA on CPUs slices short floats in float32, and would hold all of them in it."""
     whole, blocks = operand.value, operand.blocks
 
     def by_bits(whole: jax.Array, origin: Origin) -> jax.Array:
-        return as_floats(_cut(as_integers(whole), blocks, grid, origin), whole.dtype)
+        return as_floats(
+            _cut(as_integers(varying(whole, index)), blocks, grid, origin), whole.dtype
+        )
 
     def plainly(whole: jax.Array, origin: Origin) -> jax.Array:
         return _cut(whole, blocks, grid, origin)
+
+    if is_on_host(whole):
+        return fetched(plainly(whole, origin))
 
     if not (jnp.issubdtype(whole.dtype, jnp.floating) and whole.dtype.itemsize < 4):
         return plainly(whole, origin)

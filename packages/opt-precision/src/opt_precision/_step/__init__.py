@@ -1,0 +1,1 @@
+"""One step: the inner update is traced, taken apart, and computed piece by piece."""

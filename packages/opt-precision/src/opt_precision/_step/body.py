@@ -1,0 +1,289 @@
+"""The computation of one leaf, or of a piece of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from opt_precision import _bits
+from opt_precision._formats import Format, decode, encode
+from opt_precision._step.equations import Atom, Equation, Value, evaluate, read
+from opt_precision._step.work import Shape
+from opt_precision._weights import Weights
+
+GRADIENT = -1
+PARAMETER = -2
+
+
+class Data(NamedTuple):
+    """What tells the computation of one leaf from that of another like it.
+
+    Attributes:
+      numbers: scalars that the equations use.
+      keys: of all noise of the step, an array; `None` where nothing is rounded.
+      first: where the leaf's are among them, a number: of the parameter, and of each leaf of the
+        state that mirrors it.
+    """
+
+    numbers: Sequence[Any]
+    keys: Any = None
+    first: Any = None
+
+
+class Part(NamedTuple):
+    """What of a leaf this device has.
+
+    Attributes:
+      origin: where the device's part begins.
+      shape: of the part.
+    """
+
+    origin: Sequence[Any]
+    shape: Shape
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inputs:
+    """The equations of a leaf, and which operands they start from.
+
+    Attributes:
+      equations: of the update, that treat each element by itself.
+      arguments: which value is the gradient, the parameter, or which leaf of the state.
+      arrays: values that were computed whole.
+      numbers: values of one element.
+      formats: how each leaf of the state is stored; `None` as it is.
+      weights: how parameters are rounded.
+      has_params: whether there are parameters, or gradients alone.
+      has_extra: whether something is kept besides the parameter.
+    """
+
+    equations: Sequence[Equation]
+    arguments: Mapping[Value, int]
+    arrays: Sequence[Value]
+    numbers: Sequence[Value]
+    formats: Sequence[Format | None]
+    weights: Weights
+    has_params: bool
+    has_extra: bool
+
+    def key(self, outs: Sequence[Atom]) -> Hashable:
+        """Equal for leaves whose values differ in their names alone.
+
+        Args:
+          outs: the values that are wanted.
+        """
+        number: dict[Any, int] = {}
+
+        def of(atom: Any) -> Hashable:
+            if isinstance(atom, Literal):
+                # A NaN is not equal to itself, and then the leaf is computed alone.
+                value = np.asarray(atom.val)
+                return str(atom.aval), value.item() if value.ndim == 0 else id(atom)
+            return number.setdefault(atom, len(number))
+
+        places = sorted(self.arguments.items(), key=lambda item: item[1])
+        given = [(of(value), place) for value, place in places]
+        starts = [(of(value), str(value.aval.dtype)) for value in (*self.arrays, *self.numbers)]
+        equations = [
+            (
+                equation.source.primitive,
+                # Numbers are broadcast to pieces, whatever the shape of the leaf.
+                () if equation.name == "broadcast_in_dim" else _params_key(equation),
+                *map(of, equation.inputs),
+                *map(of, equation.outputs),
+            )
+            for equation in self.equations
+        ]
+        flags = self.weights, self.has_params, self.has_extra
+        wanted = tuple(map(of, outs))
+        return tuple(given), tuple(starts), tuple(equations), wanted, tuple(self.formats), flags
+
+    def values(
+        self,
+        operands: Iterator[jax.Array],
+        numbers: Sequence[Any],
+        shape: Shape,
+        param: jax.Array | None,
+        extra: jax.Array | None,
+    ) -> tuple[dict[Value, Any], list[Any]]:
+        """Returns all values on a piece, and the dtypes in which leaves of the state are stored.
+
+        Args:
+          operands: pieces of the gradient, of the state, and of what was computed whole.
+          numbers: what `numbers` are.
+          shape: of the piece.
+          param: the piece of the parameter.
+          extra: that of what is kept besides it.
+        """
+        known: dict[Value, Any] = dict(zip(self.numbers, numbers, strict=True))
+        places = {place: value for value, place in self.arguments.items()}
+        if GRADIENT in places:
+            known[places[GRADIENT]] = _bits.widen(next(operands))
+        if PARAMETER in places and param is not None:
+            known[places[PARAMETER]] = self.weights.value(param, extra)
+        dtypes = []
+        for place, form in enumerate(self.formats):
+            codes = next(operands)
+            dtypes.append(codes.dtype)
+            if form is not None:
+                codes = decode(form, codes, next(operands) if form.block else None)
+            known[places[place]] = codes
+        known |= zip(self.arrays, operands, strict=True)
+        return evaluate(self.equations, known, shape), dtypes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Update:
+    """How the pieces of a leaf become those of its new values.
+
+    Attributes:
+      inputs: what they are made of.
+      outs: the update, and each leaf of the state that mirrors the parameter.
+      is_in_place: whether the new parameter is wanted, and not the update.
+      strides: of the whole leaf, in elements.
+    """
+
+    inputs: Inputs
+    outs: Sequence[Atom]
+    is_in_place: bool
+    strides: tuple[int, ...]
+
+    def key(self) -> Hashable:
+        """Equal for leaves whose equations differ in their variables alone."""
+        return self.inputs.key(self.outs), self.is_in_place, self.strides
+
+    def __call__(
+        self, part: Part, data: Data, shape: Shape | None, origin: Sequence[Any], operands: Any
+    ) -> list[jax.Array]:
+        """Computes a piece.
+
+        Args:
+          part: the device's part of the leaf.
+          data: what is the leaf's own.
+          shape: of the piece; `None` for all of the part.
+          origin: where it begins in the part.
+          operands: the pieces of the operands, in the order of `Step`.
+        """
+        left = iter(operands)
+        buffer = next(left)
+        has_params = self.inputs.has_params
+        param = buffer if self.is_in_place else next(left) if has_params else None
+        extra = next(left) if self.inputs.has_extra else None
+        known, dtypes = self.inputs.values(left, data.numbers, shape or part.shape, param, extra)
+        update, *states = (read(known, out) for out in self.outs)
+        begin = tuple(first + more for first, more in zip(part.origin, origin, strict=True))
+        index = functools.cache(lambda: _bits.global_index(buffer.shape, begin, self.strides))
+
+        number = 1 + len(states)
+        keys = functools.cache(lambda: lax.dynamic_slice(data.keys, [data.first], [number]))
+
+        def noise(place: int) -> Callable[[], jax.Array]:
+            return lambda: _bits.noise_at(lax.index_in_dim(keys(), place, keepdims=False), index())
+
+        results = self._placed(param, extra, update, noise(0), buffer)
+        rows = zip(self.inputs.formats, dtypes, states, strict=True)
+        for place, (form, dtype, new) in enumerate(rows, 1):
+            results += _stored(form, dtype, new, noise(place))
+        return results
+
+    def _placed(
+        self,
+        param: jax.Array | None,
+        extra: jax.Array | None,
+        update: jax.Array,
+        noise: Callable[[], jax.Array],
+        buffer: jax.Array,
+    ) -> list[jax.Array]:
+        """The new parameter, or the update that makes it, and what is kept besides it."""
+        weights = self.inputs.weights
+        if param is None or (not self.is_in_place and weights.method == "nearest"):
+            return [update.astype(buffer.dtype)]
+        is_met = weights.is_met_by(param.dtype)
+        is_random = is_met and weights.method == "stochastic"
+        new, kept = weights.place(param, extra, update, noise() if is_random else None)
+        if not self.is_in_place:
+            if is_met:
+                update = _bits.widen(new) - _bits.widen(param)
+            new = update.astype(buffer.dtype)
+        return [new] if kept is None else [new, kept]
+
+
+# What makes one number of a piece, and what joins it to that of the pieces before.
+_REDUCE: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    "reduce_max": (jnp.max, lax.max),
+    "reduce_min": (jnp.min, lax.min),
+    "reduce_sum": (jnp.sum, lax.add),
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reduction:
+    """How the pieces of a leaf become numbers, of those that other pieces made.
+
+    Attributes:
+      inputs: what they are made of.
+      names: for each number the primitive that makes it.
+      outs: for each number the values whose elements it is made of.
+    """
+
+    inputs: Inputs
+    names: Sequence[str]
+    outs: Sequence[Atom]
+
+    def key(self) -> Hashable:
+        """Equal for leaves whose equations differ in their variables alone."""
+        return self.inputs.key(self.outs), tuple(self.names)
+
+    def __call__(
+        self, part: Part, data: Data, shape: Shape | None, origin: Sequence[Any], operands: Any
+    ) -> list[jax.Array]:
+        """Computes the numbers of one piece more; the arguments are those of `Update`."""
+        del origin
+        left = iter(operands)
+        before = [next(left) for _ in self.names]
+        param = next(left) if self.inputs.has_params else None
+        extra = next(left) if self.inputs.has_extra else None
+        known, _ = self.inputs.values(left, data.numbers, shape or part.shape, param, extra)
+        made = []
+        for name, number, out in zip(self.names, before, self.outs, strict=True):
+            reduce, join = _REDUCE[name]
+            made.append(join(number, reduce(read(known, out))))
+        return made
+
+
+def first_number(name: str, dtype: Any) -> jax.Array:
+    """What a reduction begins with."""
+    if name == "reduce_sum":
+        return jnp.zeros((), dtype)
+    least: Any = jnp.asarray(-jnp.inf if name == "reduce_max" else jnp.inf, dtype)
+    return least  # type: ignore[no-any-return]
+
+
+def _stored(
+    form: Format | None, dtype: Any, new: jax.Array, noise: Callable[[], jax.Array]
+) -> list[jax.Array]:
+    """A leaf of the state as it is stored."""
+    if form is None:
+        return [new.astype(dtype)]
+    codes, scale = encode(form, new, noise() if form.stochastic else None)
+    return [codes] if scale is None else [codes, scale]
+
+
+def _params_key(equation: Equation) -> Hashable:
+    """Parameters of an equation; functions that were traced are equal to themselves alone."""
+    found: list[Any] = [] if equation.choice is None else [id(equation.choice)]
+    for name, value in equation.source.params.items():
+        try:
+            hash(value)
+            found.append((name, value))
+        except TypeError:
+            found.append((name, id(value)))
+    return tuple(found)
