@@ -82,69 +82,6 @@ def test_eight_bits_stay_close(name: str) -> None:
     assert any(leaf.dtype == jnp.uint8 for leaf in jax.tree.leaves(state))
 
 
-def temporaries(tx: Any, shapes: Any) -> tuple[float, int]:
-    """Bytes per parameter besides gradients, of the donated step, and its parameters."""
-    number = sum(leaf.size for leaf in jax.tree.leaves(shapes))
-
-    def step(params: Any, state: Any, x: Any) -> Any:
-        g = jax.tree.map(lambda p: jnp.sin(p.astype(jnp.float32)) * x, params)
-        return op.apply(tx, params, state, jax.lax.optimization_barrier(g))
-
-    state = jax.eval_shape(tx.init, shapes)
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, state, 1.0)
-    memory: Any = lowered.compile().memory_analysis()
-    return memory.temp_size_in_bytes / number - 4, number
-
-
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="earlier compilers keep gradients that were scaled"
-)
-@pytest.mark.parametrize("name", ["adamw", "clipped"])
-def test_temporaries_are_those_of_a_piece(name: str) -> None:
-    shapes = {f"w{i}": jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16) for i in range(4)}
-    number = 4 * 1024 * 512
-    chunk = number * 4 // 64
-    tx = stochastic_weights(quantize_state(TXS[name], op.dynamic8(), chunk_bytes=chunk))
-    found, _ = temporaries(tx, shapes)
-    assert found <= 1.5 + 2 * chunk / number
-    whole = stochastic_weights(quantize_state(TXS[name], op.dynamic8()))
-    assert temporaries(whole, shapes)[0] > 2 * found
-
-
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="earlier compilers keep gradients that were scaled"
-)
-def test_small_leaves_share_the_temporaries_of_one() -> None:
-    shapes = [jax.ShapeDtypeStruct((64, 64), jnp.bfloat16) for _ in range(24)]
-    chunk = 3 * 64 * 64 * 4 // 2  # one leaf at a time
-    tx = stochastic_weights(quantize_state(TXS["adamw"], op.dynamic8(), chunk_bytes=chunk))
-    found, number = temporaries(tx, shapes)
-    assert found <= 1.5 + 2 * chunk / number
-
-
-def test_bits_are_those_of_any_size_of_pieces() -> None:
-    start = [0.1 * jax.random.normal(jax.random.key(i), (64, 128), jnp.bfloat16) for i in range(3)]
-    found = [
-        bits(run(stochastic_weights(quantize_state(TXS["adamw"], op.dynamic8(), **size)), start, 6))
-        for size in ({}, {"chunk_bytes": 4 * 64 * 128}, {"chunk_bytes": 64 * 128})
-    ]
-    assert found[0] == found[1] == found[2]
-
-
-def instructions(tx: Any, leaves: int) -> int:
-    """Of the compiled update of that many matrices."""
-    shapes = [jax.ShapeDtypeStruct((32, 128), jnp.float32)] * leaves
-    step = jax.jit(lambda *args: op.apply(tx, *args), donate_argnums=(0, 1))
-    text = step.lower(shapes, jax.eval_shape(tx.init, shapes), shapes).compile().as_text() or ""
-    return text.count(" = ")
-
-
-def test_leaves_that_are_alike_are_compiled_once() -> None:
-    plain, small = TXS["adamw"], quantize_state(TXS["adamw"], op.dynamic8())
-    each = [instructions(tx, 12) - instructions(tx, 4) for tx in (plain, small)]
-    assert each[1] <= 1.3 * each[0]
-
-
 def test_no_value_is_rounded_by_a_pair_of_casts() -> None:
     tx = stochastic_weights(quantize_state(optax.adamw(1e-3), op.bfloat16()))
     start = {"w": jnp.ones((64, 256), jnp.bfloat16)}

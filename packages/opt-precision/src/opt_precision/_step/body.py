@@ -160,6 +160,13 @@ class Update:
         """Equal for leaves whose equations differ in their variables alone."""
         return self.inputs.key(self.outs), self.is_in_place, self.strides
 
+    @property
+    def noises(self) -> list[int]:
+        """Which noise is needed: of the parameter, 0, and of each leaf of the state, from 1."""
+        forms = self.inputs.formats
+        found = [place for place, form in enumerate(forms, 1) if form and form.stochastic]
+        return [0, *found] if self.inputs.weights.method == "stochastic" else found
+
     def __call__(
         self, part: Part, data: Data, shape: Shape | None, origin: Sequence[Any], operands: Any
     ) -> list[jax.Array]:
@@ -172,26 +179,43 @@ class Update:
           origin: where it begins in the part.
           operands: the pieces of the operands, in the order of `Step`.
         """
+        begin = tuple(first + more for first, more in zip(part.origin, origin, strict=True))
+        piece = shape or part.shape
+        index = functools.cache(lambda: _bits.global_index(piece, begin, self.strides))
+        number = 1 + len(self.inputs.formats)
+        keys = functools.cache(lambda: lax.dynamic_slice(data.keys, [data.first], [number]))
+
+        def noise(place: int) -> jax.Array:
+            return _bits.noise_at(lax.index_in_dim(keys(), place, keepdims=False), index())
+
+        return self.compute(data.numbers, piece, operands, noise)
+
+    def compute(
+        self,
+        numbers: Sequence[Any],
+        shape: Shape,
+        operands: Sequence[jax.Array],
+        noise: Callable[[int], jax.Array],
+    ) -> list[jax.Array]:
+        """Computes a piece.
+
+        Args:
+          numbers: that the equations use.
+          shape: of the piece.
+          operands: see `__call__`.
+          noise: the noise of the parameter, 0, and of each leaf of the state.
+        """
         left = iter(operands)
         buffer = next(left)
         has_params = self.inputs.has_params
         param = buffer if self.is_in_place else next(left) if has_params else None
         extra = next(left) if self.inputs.has_extra else None
-        known, dtypes = self.inputs.values(left, data.numbers, shape or part.shape, param, extra)
+        known, dtypes = self.inputs.values(left, numbers, shape, param, extra)
         update, *states = (read(known, out) for out in self.outs)
-        begin = tuple(first + more for first, more in zip(part.origin, origin, strict=True))
-        index = functools.cache(lambda: _bits.global_index(buffer.shape, begin, self.strides))
-
-        number = 1 + len(states)
-        keys = functools.cache(lambda: lax.dynamic_slice(data.keys, [data.first], [number]))
-
-        def noise(place: int) -> Callable[[], jax.Array]:
-            return lambda: _bits.noise_at(lax.index_in_dim(keys(), place, keepdims=False), index())
-
-        results = self._placed(param, extra, update, noise(0), buffer)
+        results = self._placed(param, extra, update, noise, buffer)
         rows = zip(self.inputs.formats, dtypes, states, strict=True)
         for place, (form, dtype, new) in enumerate(rows, 1):
-            results += _stored(form, dtype, new, noise(place))
+            results += _stored(form, dtype, new, functools.partial(noise, place))
         return results
 
     def _placed(
@@ -199,7 +223,7 @@ class Update:
         param: jax.Array | None,
         extra: jax.Array | None,
         update: jax.Array,
-        noise: Callable[[], jax.Array],
+        noise: Callable[[int], jax.Array],
         buffer: jax.Array,
     ) -> list[jax.Array]:
         """The new parameter, or the update that makes it, and what is kept besides it."""
@@ -208,7 +232,7 @@ class Update:
             return [update.astype(buffer.dtype)]
         is_met = weights.is_met_by(param.dtype)
         is_random = is_met and weights.method == "stochastic"
-        new, kept = weights.place(param, extra, update, noise() if is_random else None)
+        new, kept = weights.place(param, extra, update, noise(0) if is_random else None)
         if not self.is_in_place:
             if is_met:
                 update = _bits.widen(new) - _bits.widen(param)

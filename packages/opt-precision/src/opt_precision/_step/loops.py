@@ -74,18 +74,35 @@ def after(x: jax.Array, zero: jax.Array) -> jax.Array:
       zero: see `opt_precision._step.stream.stream`.
     """
     if jnp.issubdtype(x.dtype, jnp.floating):
-        bits = lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
+        bits = lax.bitcast_convert_type(x, _uint(x))
         return lax.bitcast_convert_type(bits + zero.astype(bits.dtype), x.dtype)
     if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits >= 8:
         return x + zero.astype(x.dtype)
     return x
 
 
+def zero_of(x: jax.Array, zero: jax.Array) -> jax.Array:
+    """A zero that cannot be there before `x` is.
+
+    Args:
+      x: an array that is not empty.
+      zero: see `opt_precision._step.stream.stream`.
+    """
+    first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    bits = lax.bitcast_convert_type(first, _uint(x)) if is_float else first
+    return lax.bitwise_and(bits.astype(jnp.int32), zero)
+
+
+def _uint(x: jax.Array) -> np.dtype[Any]:
+    return np.dtype(f"uint{8 * x.dtype.itemsize}")
+
+
 def as_integers(x: jax.Array) -> jax.Array:
     """A short float as an integer: XLA on CPUs slices those in float32, and updates all of one."""
     if not (jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4):
         return x
-    return lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return lax.bitcast_convert_type(x, _uint(x))
 
 
 def as_floats(x: jax.Array, dtype: Any) -> jax.Array:

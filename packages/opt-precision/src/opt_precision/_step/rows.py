@@ -1,90 +1,87 @@
 """Small leaves that are alike as rows of one array, which are compiled once.
 
 Where blocks lie along the last axis a leaf is rows of blocks, whatever its shape: matrices of many
-shapes are alike.
+shapes are alike, but for their noise. Where their equations use different numbers, such as trust
+ratios, leaves of one shape are computed in turn.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Hashable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from opt_precision._step.body import Update
+from opt_precision import _bits
+from opt_precision._step.body import Data, Update
 from opt_precision._step.loops import after, as_floats, as_integers, hidden, loop
 from opt_precision._step.memory import is_on_host
 from opt_precision._step.tasks import Task
-from opt_precision._step.work import Blocks, Operand, Shape, Work
+from opt_precision._step.work import Blocks, Operand, Shape, View, Work
 
 # Of the elements of leaves that are copied: 4 MiB of float32.
-SMALL: Final = 1 << 20
-# The rows that are computed at once, if there are more: not fewer than a quarter of it.
-_ROWS: Final = 256
+_SMALL: Final = 1 << 20
 _WIDTH: Final = 256  # of rows without blocks
+_T = TypeVar("_T")
 
 
-def viewed(task: Task) -> Task | None:
-    """A task on rows of one width, if its leaf can be seen as such.
+def viewed(task: Task) -> View | None:
+    """A task as one on rows of one width, if its leaf can be seen as such.
 
     Args:
       task: of a leaf that is on one device.
     """
-    shape, width = task.leaf.shape, _WIDTH
+    shape, width, unit = task.leaf.shape, _WIDTH, 1
     if task.unit is not None:
-        width = task.unit.size if task.unit.axis == len(shape) - 1 else 0
-        width = width if shape[-1] % max(1, width) == 0 else 0
+        width = unit = task.unit.size
+        if task.unit.axis != len(shape) - 1 or shape[-1] % width:
+            return None
     size = math.prod(shape)
-    if not task.is_cut or not 0 < size <= SMALL or not width or size % width:
+    if not isinstance(task.body, Update) or not size or size % width:
         return None
-    view = (size // width, width)
     inputs = task.body.inputs
     formats = [None if x is None else dataclasses.replace(x, axis=1) for x in inputs.formats]
-    body: Any = dataclasses.replace(task.body, inputs=dataclasses.replace(inputs, formats=formats))
-    if isinstance(body, Update):
-        body = dataclasses.replace(body, strides=(width, 1))
-    return task._replace(
-        leaf=task.leaf._replace(shape=view),
-        operands=[_viewed(operand, view) for operand in task.operands],
-        body=body,
-        unit=None if task.unit is None else Blocks(1, width),
+    body = dataclasses.replace(
+        task.body, inputs=dataclasses.replace(inputs, formats=formats), strides=(width, 1)
     )
+    operands = [_in_rows(operand, size // width, width) for operand in task.operands]
+    types = tuple((x.value.dtype, x.value.shape[1:], x.is_result) for x in operands)
+    # Numbers that differ are different arrays.
+    key = body.key(), types, tuple(map(id, task.numbers))
+    return View(body, operands, width, unit, key)
 
 
-def _viewed(operand: Operand, view: Shape) -> Operand:
-    if operand.is_total:
-        return operand
-    rows, width = view
+def _in_rows(operand: Operand, rows: int, width: int) -> Operand:
     if operand.blocks is None:
-        return operand._replace(value=operand.value.reshape(view))
+        return operand._replace(value=operand.value.reshape(rows, width))
     size = operand.blocks.size
     return operand._replace(
         value=operand.value.reshape(rows, width // size), blocks=Blocks(1, size)
     )
 
 
-def rows_at_once(shape: Shape) -> int:
-    """How many rows of a view are computed at once: the same for as many shapes as may be.
+def batches(
+    works: Sequence[Work], limit: int, key: Callable[[Work], Hashable | None]
+) -> list[list[int]]:
+    """Small leaves that are alike, as many together as have room, with results, in two pieces.
 
     Args:
-      shape: of the view.
+      works: the leaves.
+      limit: the elements of one piece.
+      key: equal for those that are alike; `None` for those that are like no other.
     """
-    most = max(n for n in range(1, min(shape[0], _ROWS) + 1) if shape[0] % n == 0)
-    return shape[0] if 4 * most < min(shape[0], _ROWS) else most
-
-
-def batches(works: Sequence[Work], limit: int) -> list[list[int]]:
-    """Small leaves that are alike, as many together as have room, with results, in two pieces."""
     alike: dict[Hashable, list[int]] = {}
     for k, work in enumerate(works):
-        is_small = work.is_looped and work.size <= SMALL
+        is_small = work.is_looped and work.size <= _SMALL
         if is_small and not any(is_on_host(x.value) for x in work.operands):
-            alike.setdefault(work.key, []).append(k)
+            alike.setdefault(key(work), []).append(k)
+    alike.pop(None, None)
     found: list[list[int]] = []
     for members in alike.values():
         room = 0
@@ -99,8 +96,87 @@ def batches(works: Sequence[Work], limit: int) -> list[list[int]]:
     return [members for members in found if len(members) > 1]
 
 
-def as_rows(works: Sequence[Work], zero: jax.Array) -> tuple[list[list[jax.Array]], jax.Array]:
-    """Computes leaves that are alike as rows of one array for each operand and each result.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Joined:
+    """The computation of the rows of several leaves.
+
+    Attributes:
+      body: of each.
+      shape: of all rows.
+      noises: which noise it needs, as `Update.noises`.
+    """
+
+    body: Update
+    shape: Shape
+    noises: Sequence[int]
+
+    def __call__(
+        self, data: Data, shape: Shape | None, origin: Sequence[Any], operands: Any
+    ) -> list[jax.Array]:
+        """Computes a piece; the arguments are those of `Update`.
+
+        The last operands are of each row the index of its first element in its leaf, and the keys.
+        """
+        piece, number = shape or self.shape, len(operands) - len(self.noises)
+        own, (first, *keys) = operands[: number - 1], operands[number - 1 :]
+        column = lax.broadcasted_iota(jnp.uint32, piece, 1)
+        index = first + column + jnp.asarray(origin[1]).astype(jnp.uint32)
+
+        def noise(place: int) -> jax.Array:
+            return _bits.noise_at(keys[self.noises.index(place)], index)
+
+        return self.body.compute(data.numbers, piece, own, noise)
+
+
+def joined(works: Sequence[Work], zero: jax.Array) -> Work:
+    """Leaves whose views are alike as one, which is not there before `zero` is.
+
+    Args:
+      works: the leaves.
+      zero: see `opt_precision._step.stream.stream`.
+    """
+    views = [work.view for work in works if work.view is not None]
+    one, data = views[0], works[0].data
+    rows = [view.operands[0].value.shape[0] for view in views]
+    operands = [
+        own[0]._replace(value=_concatenated([after(own[0].value, zero), *_values(own[1:])]))
+        for own in zip(*(view.operands for view in views), strict=True)
+    ]
+    noises = one.body.noises
+    blocks = Blocks(1, one.width)
+    ends = np.cumsum(rows).astype(np.uint32)
+    row = jnp.arange(ends[-1], dtype=jnp.uint32)
+    leaf = jnp.searchsorted(ends, row, side="right", method="scan_unrolled")
+    begin = (row - jnp.take(ends - np.asarray(rows, np.uint32), leaf)) * np.uint32(one.width)
+    first = jnp.take(np.asarray([work.data.first for work in works], np.uint32), leaf)
+    keys = [jnp.take(data.keys, first + np.uint32(place)) for place in noises]
+    operands += [Operand(x[:, None], blocks) for x in (begin, *keys)]
+    shape = (int(ends[-1]), one.width)
+    compute = _Joined(one.body, shape, noises)
+    return Work(shape, operands, compute, {1: one.unit}, True, data, object())
+
+
+def parted(works: Sequence[Work], made: Sequence[jax.Array], zero: jax.Array) -> list[Any]:
+    """The results of each leaf of those that were joined.
+
+    Args:
+      works: the leaves.
+      made: the results of all.
+      zero: see `opt_precision._step.stream.stream`.
+    """
+    rows = [work.view.operands[0].value.shape[0] for work in works if work.view is not None]
+    begins = hidden([0, *np.cumsum(rows)[:-1].tolist()], zero)
+    return [
+        [
+            as_floats(lax.dynamic_slice_in_dim(x, begin, number), old.dtype).reshape(old.shape)
+            for x, old in zip(made, work.results, strict=True)
+        ]
+        for work, begin, number in zip(works, begins, rows, strict=True)
+    ]
+
+
+def in_turn(works: Sequence[Work], zero: jax.Array) -> tuple[list[list[jax.Array]], jax.Array]:
+    """Computes leaves of one shape one after the other, as rows of one array for each operand.
 
     Args:
       works: the leaves.
@@ -109,84 +185,54 @@ def as_rows(works: Sequence[Work], zero: jax.Array) -> tuple[list[list[jax.Array
     Returns:
       The results of each, and a zero that is not known before.
     """
-    one, steps = works[0], [work.steps for work in works]
-    ends = np.cumsum(steps)
-    leaf_of = np.repeat(np.arange(len(works), dtype=np.uint32), steps)
-    row_of = one.rows * (np.arange(ends[-1]) - np.repeat(ends - steps, steps)).astype(np.uint32)
+    one = works[0]
     operands = [
-        _joined([after(each[0].value, zero), *(x.value for x in each[1:])])
-        for each in zip(*(work.operands for work in works), strict=True)
+        _stacked([after(rows[0].value, zero), *_values(rows[1:])])
+        for rows in zip(*(work.operands for work in works), strict=True)
     ]
-    each = [
-        1 if x.is_total else x.value.shape[0] // one.steps for x in one.operands
-    ]  # rows of a step
     data = [jax.tree.leaves(work.data) for work in works]
     is_common = [all(x is y for y in rest) for x, *rest in zip(*data, strict=True)]
     tables = [
-        own[0] if common else np.asarray(own) if isinstance(own[0], np.generic) else _joined(own)
+        own[0] if common else np.asarray(own) if isinstance(own[0], np.generic) else _stacked(own)
         for own, common in zip(zip(*data, strict=True), is_common, strict=True)
     ]
 
     def body(index: Any, made: list[jax.Array]) -> list[jax.Array]:
-        at = index.astype(np.uint32)
-        leaf, row = (_look_up(table, at) for table in (leaf_of, row_of))
-        own = [
-            x if common else _look_up(x, leaf) for x, common in zip(tables, is_common, strict=True)
+        row = index.astype(np.uint32)
+        at = functools.partial(lax.dynamic_index_in_dim, index=row, keepdims=False)
+        own = [x if common else at(x) for x, common in zip(tables, is_common, strict=True)]
+        values = [
+            as_floats(at(x), operand.value.dtype)
+            for x, operand in zip(operands, one.operands, strict=True)
         ]
-        results, values = iter(made), []
-        for x, rows, operand in zip(operands, each, one.operands, strict=True):
-            held = next(results) if operand.is_result else x
-            if operand.is_total:
-                values.append(_look_up(held, leaf))
-                continue
-            # Of the array before the loop: the other is written meanwhile.
-            piece = lax.dynamic_slice_in_dim(x, at * np.uint32(rows), rows)
-            values.append(as_floats(piece, operand.value.dtype))
-        origin = (row, *[0] * (len(one.shape) - 1))
-        leaf_data = jax.tree.unflatten(jax.tree.structure(one.data), own)
-        new = one.compute(leaf_data, (one.rows, *one.shape[1:]), origin, values)
-        slots = [(x, rows) for x, rows in zip(one.operands, each, strict=True) if x.is_result]
+        leaf = jax.tree.unflatten(jax.tree.structure(one.data), own)
+        new = one.compute(leaf, None, (0,) * len(one.shape), values)
         return [
-            lax.dynamic_update_slice_in_dim(
-                x,
-                as_integers(y[None] if slot.is_total else y),
-                leaf if slot.is_total else at * np.uint32(rows),
-                0,
-            )
-            for x, y, (slot, rows) in zip(made, new, slots, strict=True)
+            lax.dynamic_update_index_in_dim(x, as_integers(y), row, 0)
+            for x, y in zip(made, new, strict=True)
         ]
 
     kept = [x for x, operand in zip(operands, one.operands, strict=True) if operand.is_result]
-    end, made = loop(body, zero, int(ends[-1]), kept)
-    results = _taken(works, made, each, zero)
-    return results, end - int(ends[-1])
+    end, made = loop(body, zero, len(works), kept)
+    results = [
+        [
+            as_floats(lax.dynamic_index_in_dim(x, row, keepdims=False), old.dtype)
+            for x, old in zip(made, one.results, strict=True)
+        ]
+        for row in hidden(range(len(works)), zero)
+    ]
+    return results, end - len(works)
 
 
-def _taken(
-    works: Sequence[Work], made: Sequence[jax.Array], each: Sequence[int], zero: jax.Array
-) -> list[list[jax.Array]]:
-    """The results of each leaf; where they begin is hidden, so that one function takes them all."""
-    ends = np.cumsum([work.steps for work in works])
-    begins = hidden([int(end) - work.steps for end, work in zip(ends, works, strict=True)], zero)
-    numbers = hidden(range(len(works)), zero)
-    found = []
-    for work, begin, number in zip(works, begins, numbers, strict=True):
-        slots = [(x, n) for x, n in zip(work.operands, each, strict=True) if x.is_result]
-        own = []
-        for x, (slot, rows) in zip(made, slots, strict=True):
-            if slot.is_total:
-                own.append(_look_up(x, number))
-                continue
-            piece = lax.dynamic_slice_in_dim(x, begin * np.uint32(rows), work.steps * rows)
-            own.append(as_floats(piece, slot.value.dtype))
-        found.append(own)
-    return found
+def _values(operands: Sequence[Operand]) -> list[jax.Array]:
+    return [operand.value for operand in operands]
 
 
-def _joined(arrays: Sequence[jax.Array]) -> jax.Array:
-    return lax.concatenate([as_integers(x) if x.ndim else x[None] for x in arrays], 0)
+def _concatenated(arrays: Sequence[jax.Array]) -> jax.Array:
+    dtype = arrays[0].dtype
+    return as_floats(lax.concatenate([as_integers(x) for x in arrays], 0), dtype)
 
 
-def _look_up(table: Any, index: jax.Array) -> jax.Array:
-    found: jax.Array = lax.dynamic_index_in_dim(jnp.asarray(table), index, keepdims=False)
-    return found
+def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
+    found = lax.concatenate([as_integers(x) if x.ndim else x[None] for x in arrays], 0)
+    return found.reshape(len(arrays), *arrays[0].shape)

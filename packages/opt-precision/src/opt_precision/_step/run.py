@@ -24,7 +24,7 @@ from opt_precision._step.placement import (
     part_shape,
     without,
 )
-from opt_precision._step.rows import rows_at_once, viewed
+from opt_precision._step.rows import viewed
 from opt_precision._step.stream import stream
 from opt_precision._step.tasks import Task
 from opt_precision._step.work import Operand, Shape, Work
@@ -66,16 +66,10 @@ def run(
     for task, first in zip(tasks, _first_keys(tasks), strict=True):
         task = task._replace(is_cut=task.is_cut and not place.is_hidden)
         data = Data(task.numbers, keys, first)
-        work = _work(task, task.operands, _all_of(task), data)
-        if (view := viewed(task)) is not None:
-            rows = rows_at_once(view.leaf.shape)
-            work = work._replace(view=_work(view, view.operands, _all_of(view), data, rows=rows))
-        works.append(work)
+        part = Part((0,) * len(task.leaf.shape), task.leaf.shape)
+        work = _work(task, task.operands, part, data)
+        works.append(work._replace(view=viewed(task) if work.is_looped else None))
     return Made(*stream(works, limit, zero))
-
-
-def _all_of(task: Task) -> Part:
-    return Part((0,) * len(task.leaf.shape), task.leaf.shape)
 
 
 def spec_of(place: Place, at: int, shape: Shape, formats: Sequence[Format]) -> PartitionSpec:
@@ -179,35 +173,15 @@ def _first_keys(tasks: Sequence[Task]) -> list[np.uint32]:
 
 
 def _work(
-    task: Task,
-    operands: Sequence[Operand],
-    part: Part,
-    data: Data,
-    *,
-    place: str = "",
-    rows: int | None = None,
+    task: Task, operands: Sequence[Operand], part: Part, data: Data, *, place: str = ""
 ) -> Work:
     units = {} if task.unit is None else {task.unit.axis: task.unit.size}
-    shape = part.shape
-    own_rows = rows or (shape[0] if shape else 1)
     types = tuple(
-        (x.value.shape if x.is_total else _row_shape(x.value, own_rows, shape), *_type(x))
-        for x in operands
+        (x.value.shape, x.value.dtype, x.blocks, x.is_result, x.is_total) for x in operands
     )
-    key = task.body.key(), own_rows, shape[1:], types, place
+    key = task.body.key(), part.shape, types, place
     compute = functools.partial(task.body, part)
-    return Work(shape, operands, compute, units, task.is_cut, data, key, own_rows)
-
-
-def _row_shape(value: jax.Array, rows: int, shape: Shape) -> Shape:
-    """The shape of what belongs to so many rows of a leaf."""
-    if not value.ndim:
-        return ()
-    return (value.shape[0] * rows // max(1, shape[0]), *value.shape[1:])
-
-
-def _type(operand: Operand) -> tuple[Any, ...]:
-    return operand.value.dtype, operand.blocks, operand.is_result, operand.is_total
+    return Work(part.shape, operands, compute, units, task.is_cut, data, key)
 
 
 def _back(new: jax.Array, old: jax.Array) -> jax.Array:

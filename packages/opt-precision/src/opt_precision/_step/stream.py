@@ -13,9 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from opt_precision._step.loops import after, as_floats, as_integers, hidden, loop, varying
+from opt_precision._step.loops import (
+    after,
+    as_floats,
+    as_integers,
+    hidden,
+    loop,
+    varying,
+    zero_of,
+)
 from opt_precision._step.memory import fetched, is_on_host, placed_like
-from opt_precision._step.rows import as_rows, batches
+from opt_precision._step.rows import batches, in_turn, joined, parted
 from opt_precision._step.work import Blocks, Compute, Operand, Origin, Shape, Work
 
 
@@ -107,16 +115,22 @@ def stream(
       The results of each leaf, and a zero that is not known before all loops have ended.
     """
     found: dict[int, list[jax.Array]] = {}
-    views = [work.view or work for work in works]
-    for members in batches(views, limit):
-        made, zero = as_rows([views[k] for k in members], zero)
-        found |= {
-            k: [x.reshape(old.shape) for x, old in zip(own, works[k].results, strict=True)]
-            for k, own in zip(members, made, strict=True)
-        }
-    alone = [k for k in range(len(works)) if k not in found]
-    made, zero = _one_by_one([works[k] for k in alone], limit, zero)
-    found |= zip(alone, made, strict=True)
+
+    def key_of(work: Work) -> Hashable | None:
+        return work.view and work.view.key
+
+    for members in batches(works, limit, key_of):
+        batch = [works[k] for k in members]
+        [made], zero = _one_by_one([joined(batch, zero)], limit, zero)
+        found |= zip(members, parted(batch, made, zero), strict=True)
+    left = [k for k in range(len(works)) if k not in found]
+    for members in batches([works[k] for k in left], limit, lambda work: work.key):
+        places = [left[i] for i in members]
+        results, zero = in_turn([works[k] for k in places], zero)
+        found |= zip(places, results, strict=True)
+    alone = [k for k in left if k not in found]
+    results, zero = _one_by_one([works[k] for k in alone], limit, zero)
+    found |= zip(alone, results, strict=True)
     return [found[k] for k in range(len(works))], zero
 
 
@@ -192,11 +206,11 @@ def _loop_of_pieces(
 
     def by_bits(zero: jax.Array, held: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
         # The integers are a copy: of one leaf after the other.
-        bits = [as_integers(after(x, zero)) if _is_float8(x) else x for x in held]
+        bits = [as_integers(after(x, zero)) if _is_written_whole(x) else x for x in held]
         end, made = run(zero, bits)
         return end, [as_floats(new, old.dtype) for new, old in zip(made, held, strict=True)]
 
-    if not any(map(_is_float8, held)):
+    if not any(map(_is_written_whole, held)):
         return run(zero, held)
     found: tuple[jax.Array, list[jax.Array]] = lax.platform_dependent(
         zero, held, cpu=by_bits, default=run
@@ -204,8 +218,10 @@ def _loop_of_pieces(
     return found
 
 
-def _is_float8(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 1
+def _is_written_whole(x: jax.Array) -> bool:
+    """Whether XLA on CPUs writes all of an array for a piece of it."""
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return is_float and x.dtype.itemsize == 1 and not is_on_host(x)
 
 
 def _buffered_loop(
@@ -213,28 +229,51 @@ def _buffered_loop(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """As `loop`, with two pieces on the device: the next is there before one is computed."""
     slots = [operand for operand in work.operands if operand.is_result]
-
-    def fetch(index: Any, before: Sequence[jax.Array], after: Sequence[jax.Array]) -> Any:
-        # From the host while a piece is computed: pieces do not overlap. Elsewhere after the last
-        # was written: of arrays that were read in the meantime the compiler would make copies.
-        origin = _origin(grid, index)
-        return [
-            new
-            if slot.is_total
-            else as_floats(
-                fetched(_cut(old if is_on_host(old) else new, slot.blocks, grid, origin)),
-                slot.value.dtype,
-            )
-            for old, new, slot in zip(before, after, slots, strict=True)
-        ]
+    first = _origin(grid, zero)
 
     def body(index: Any, carry: Any) -> Any:
         held, ready = carry
-        made = _piece(work, grid, index, held, ready)
-        return made, fetch(index + 1, held, made)
+        made = _piece(work, grid, index, ready)
+        places = _origin(grid, index), _origin(grid, index + 1)
+        rows = zip(slots, held, made, strict=True)
+        both = [_exchanged(slot, old, new, grid, places, zero) for slot, old, new in rows]
+        return [whole for whole, _ in both], [piece for _, piece in both]
 
-    end, (made, _) = loop(body, zero, grid.number, (held, fetch(zero, held, held)))
+    ready = [
+        old if slot.is_total else _ready(slot, old, grid, first)
+        for slot, old in zip(slots, held, strict=True)
+    ]
+    end, (made, _) = loop(body, zero, grid.number, (held, ready))
     return end, made
+
+
+def _exchanged(
+    slot: Operand,
+    old: jax.Array,
+    new: jax.Array,
+    grid: Grid,
+    places: tuple[Origin, Origin],
+    zero: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes a piece, and gets the next one: of an array on the host while the piece is computed.
+
+    Neither may be in the way of the other, or compilers copy the whole array for each piece.
+    """
+    if slot.is_total:
+        return new, new
+    bits = new if new.dtype == old.dtype else as_integers(new)
+    starts = _starts(slot.blocks, places[0])
+    if not is_on_host(old):
+        whole = lax.dynamic_update_slice(old, bits, starts)
+        return whole, _ready(slot, whole, grid, places[1])
+    ready = _ready(slot, old, grid, places[1])
+    bits = placed_like(after(bits, zero_of(ready, zero)), old)
+    return lax.dynamic_update_slice(old, bits, starts), ready
+
+
+def _ready(slot: Operand, whole: jax.Array, grid: Grid, place: Origin) -> jax.Array:
+    """A piece on the device."""
+    return as_floats(fetched(_cut(whole, slot.blocks, grid, place)), slot.value.dtype)
 
 
 def _body(works: Sequence[Work], index: Any, carry: Any) -> list[list[jax.Array]]:
@@ -254,28 +293,14 @@ def _whole(work: Work, held: Sequence[jax.Array], index: Any = None) -> list[jax
     return [placed_like(new, old) for new, old in zip(made, held, strict=True)]
 
 
-def _piece(
-    work: Work, grid: Grid, index: Any, held: Sequence[jax.Array], ready: Sequence[jax.Array]
-) -> list[jax.Array]:
+def _piece(work: Work, grid: Grid, index: Any, ready: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Computes a piece; of what it replaces, the pieces are ready on the device."""
     origin, buffers = _origin(grid, index), iter(ready)
     values = [
         next(buffers) if operand.is_result else _cut_read_only(operand, grid, origin, index)
         for operand in work.operands
     ]
-    slots = [operand for operand in work.operands if operand.is_result]
-    return [
-        new
-        if operand.is_total
-        else lax.dynamic_update_slice(
-            old,
-            placed_like(new if new.dtype == old.dtype else as_integers(new), old),
-            _starts(operand.blocks, origin),
-        )
-        for old, new, operand in zip(
-            held, work.compute(work.data, grid.piece, origin, values), slots, strict=True
-        )
-    ]
+    return work.compute(work.data, grid.piece, origin, values)
 
 
 def _origin(grid: Grid, index: Any) -> Origin:

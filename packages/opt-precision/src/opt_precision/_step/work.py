@@ -46,6 +46,24 @@ class Operand(NamedTuple):
 Compute: TypeAlias = Callable[[Any, Shape | None, Origin, Sequence[jax.Array]], Sequence[jax.Array]]
 
 
+class View(NamedTuple):
+    """A leaf as rows of one width, so that leaves of many shapes can be put together.
+
+    Attributes:
+      body: of the computation, an `opt_precision._step.body.Update` on rows.
+      operands: its arrays, with as many rows.
+      width: of the rows.
+      unit: how many columns may not be cut apart.
+      key: equal for leaves whose computations differ in nothing but their noise.
+    """
+
+    body: Any
+    operands: Sequence[Operand]
+    width: int
+    unit: int
+    key: Hashable
+
+
 class Work(NamedTuple):
     """What is to be computed for one leaf.
 
@@ -57,10 +75,8 @@ class Work(NamedTuple):
       units: per axis what may not be cut apart; 1 for the others.
       is_cut: whether it may be cut into pieces.
       data: numbers that the computation needs, a tree of arrays; those of NumPy are unsigned.
-      key: equal for leaves whose computations differ in nothing but `data` and the number of rows.
-      rows: how many rows are computed at once where leaves that are alike are computed together; it
-        divides those of the leaf.
-      view: the same on arrays of another shape, which more leaves have in common.
+      key: equal for leaves of one shape whose computations differ in nothing but `data`.
+      view: the same as rows of one width, for leaves of any shape to be put together.
     """
 
     shape: Shape
@@ -70,18 +86,12 @@ class Work(NamedTuple):
     is_cut: bool
     data: Any
     key: Hashable
-    rows: int
-    view: Work | None = None
+    view: View | None = None
 
     @property
     def size(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
-
-    @property
-    def steps(self) -> int:
-        """How often so many rows are computed."""
-        return self.shape[0] // self.rows
 
     @property
     def is_looped(self) -> bool:

@@ -1,0 +1,210 @@
+"""Updates piece by piece: what they hold, what is compiled, and that the pieces change nothing."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_precision as op
+import optax
+import optax.contrib
+import pytest
+from precision_testing import (
+    CODECS,
+    bits,
+    grads,
+    master_weights,
+    quantize_state,
+    stochastic_weights,
+)
+
+contrib: Any = optax.contrib
+is_old = pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="earlier compilers keep gradients that were scaled"
+)
+
+
+def settling(rate: float) -> Any:
+    """Adam whose first step is another, by one condition over all leaves."""
+    adam: Any = optax.scale_by_adam()
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        made, new = adam.update(updates, state, params)
+        is_first = new.count == 1
+        made = jax.lax.cond(
+            is_first,
+            lambda made, updates: jax.tree.map(jnp.sign, updates),
+            lambda made, updates: jax.tree.map(lambda m: jnp.maximum(m, -10.0), made),
+            made,
+            updates,
+        )
+        return jax.tree.map(lambda m: -rate * m, made), new
+
+    return optax.GradientTransformation(adam.init, update)
+
+
+# With sums over leaves: of gradients, of updates, of both in one after the other; and conditions.
+SUMMED: dict[str, Any] = {
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    "clipped after": optax.chain(optax.adamw(1e-3), optax.clip_by_global_norm(0.1)),
+    "clipped by block": optax.chain(
+        optax.scale_by_adam(), optax.clip_by_block_rms(0.5), optax.scale(-1e-2)
+    ),
+    "lamb": optax.lamb(1e-2),
+    "lars": optax.lars(1e-2),
+    "novograd": optax.novograd(1e-2),
+    "settling": settling(1e-3),
+}
+
+
+def temporaries(tx: Any, shapes: Any, dtype: Any = jnp.float32) -> tuple[float, int]:
+    """Bytes per parameter besides gradients, of the donated step, and its parameters."""
+    number = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        g = jax.tree.map(lambda p: (jnp.sin(p.astype(jnp.float32)) * x).astype(dtype), params)
+        return op.apply(tx, params, state, jax.lax.optimization_barrier(g))
+
+    state = jax.eval_shape(tx.init, shapes)
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(shapes, state, 1.0)
+    memory: Any = lowered.compile().memory_analysis()
+    return memory.temp_size_in_bytes / number - jnp.dtype(dtype).itemsize, number
+
+
+def matrices(number: int, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
+    return {f"w{i}": jax.ShapeDtypeStruct((1024, 512), dtype) for i in range(number)}
+
+
+@is_old
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("grad", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("name", ["adamw", *SUMMED])
+def test_temporaries_are_those_of_a_piece(name: str, codec: op.Codec, grad: Any) -> None:
+    shapes, number = matrices(4), 4 * 1024 * 512
+    chunk = number * 4 // 64
+    inner = SUMMED.get(name, optax.adamw(1e-3))
+    tx = stochastic_weights(quantize_state(inner, codec, chunk_bytes=chunk))
+    if name == "novograd":
+        grad = jnp.float32  # sums inside of conditions are made whole, of float32
+    found, _ = temporaries(tx, shapes, grad)
+    assert found <= 1.5 + 2 * chunk / number
+    assert not op.explain_precision(tx, shapes).whole
+
+
+@is_old
+def test_larger_pieces_have_larger_temporaries() -> None:
+    chunk = 1024 * 512 * 16 // 64
+    found = [
+        temporaries(quantize_state(optax.adamw(1e-3), op.dynamic8(), chunk_bytes=size), matrices(4))
+        for size in (chunk, 16 * chunk)
+    ]
+    assert found[1] > found[0]
+
+
+@is_old
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_small_leaves_share_the_temporaries_of_one(dtype: Any) -> None:
+    shapes = [jax.ShapeDtypeStruct((64, 64), dtype) for _ in range(24)]
+    chunk = 3 * 64 * 64 * 4 // 2  # one leaf at a time
+    for codec in (op.bfloat16(), op.dynamic8()):
+        tx = quantize_state(optax.adamw(1e-3), codec, chunk_bytes=chunk)
+        found, number = temporaries(tx, shapes)
+        assert found <= 1.5 + 2 * chunk / number
+
+
+@is_old
+def test_one_of_the_leaves_that_are_computed_whole_is_there_at_once() -> None:
+    tx = stochastic_weights(
+        quantize_state(contrib.muon(1e-3), op.dynamic8(), chunk_bytes=1024 * 512 * 4 // 64)
+    )
+    one, _ = temporaries(tx, matrices(1))
+    four, _ = temporaries(tx, matrices(4))
+    assert 4 * four <= one + 4 * (1.5 + 2 / 64)
+    assert op.explain_precision(tx, matrices(4)).whole == ("w0", "w1", "w2", "w3")
+
+
+SHAPES = {
+    "flat": (16384,),
+    "long": (32, 512),
+    "odd": (96, 250),
+    "tall": (96, 256),
+    "wide": (8, 768),
+}
+
+
+def start(dtype: Any = jnp.bfloat16) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), len(SHAPES))
+    rows = zip(keys, SHAPES.items(), strict=True)
+    return {
+        name: (0.02 * jax.random.normal(key, shape)).astype(dtype) for key, (name, shape) in rows
+    }
+
+
+def run(tx: Any, params: Any, steps: int = 3) -> tuple[Any, Any]:
+    state, apply = tx.init(params), jax.jit(lambda *args: op.apply(tx, *args))
+    for step in range(steps):
+        params, state = apply(params, state, grads(step, params))
+    return params, state
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_pieces_have_the_sums_of_the_whole(name: str) -> None:
+    exact: Any = {name: p.astype(jnp.float32) for name, p in start().items()}
+    exact, _ = run(SUMMED[name], exact)
+    for chunk in (1 << 26, 20_000):
+        inner = quantize_state(SUMMED[name], op.identity(), chunk_bytes=chunk)
+        tx = master_weights(inner, storage="f32")
+        params, state = run(tx, start())
+        found = op.master_of(state, params)
+        for one, other in zip(*map(jax.tree.leaves, (found, exact)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_shapes_that_are_compiled_together_have_the_bits_of_each(codec: op.Codec) -> None:
+    found = [
+        bits(run(stochastic_weights(quantize_state(optax.adamw(1e-3), codec, **size)), start()))
+        for size in ({}, {"chunk_bytes": 40_000}, {"chunk_bytes": 4_000})
+    ]
+    assert found[0] == found[1] == found[2]
+
+
+def test_bits_are_those_of_any_size_of_pieces() -> None:
+    start = [0.1 * jax.random.normal(jax.random.key(i), (64, 128), jnp.bfloat16) for i in range(3)]
+    found = [
+        bits(
+            run(
+                stochastic_weights(quantize_state(optax.adamw(1e-3), op.dynamic8(), **size)),
+                start,
+                6,
+            )
+        )
+        for size in ({}, {"chunk_bytes": 4 * 64 * 128}, {"chunk_bytes": 64 * 128})
+    ]
+    assert found[0] == found[1] == found[2]
+
+
+def instructions(tx: Any, leaves: int) -> int:
+    """Of the compiled update of that many matrices."""
+    shapes = [jax.ShapeDtypeStruct((32, 128), jnp.float32)] * leaves
+    step = jax.jit(lambda *args: op.apply(tx, *args), donate_argnums=(0, 1))
+    text = step.lower(shapes, jax.eval_shape(tx.init, shapes), shapes).compile().as_text() or ""
+    return text.count(" = ")
+
+
+def test_leaves_that_are_alike_are_compiled_once() -> None:
+    plain, small = optax.adamw(1e-3), quantize_state(optax.adamw(1e-3), op.dynamic8())
+    each = [instructions(tx, 12) - instructions(tx, 4) for tx in (plain, small)]
+    assert each[1] <= 1.3 * each[0]
+
+
+def test_matrices_of_many_shapes_are_compiled_once() -> None:
+    tx = quantize_state(optax.adamw(1e-3), op.dynamic8())
+
+    def look_ups(shapes: Any) -> int:
+        params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        step = jax.jit(tx.apply).lower(params, jax.eval_shape(tx.init, params), params)
+        return (step.compile().as_text() or "").count(" gather(")
+
+    assert look_ups([(64, 256), (32, 512), (16, 1024), (8192,)]) == look_ups([(64, 256)] * 4)
