@@ -1,4 +1,4 @@
-"""Integration tests run on 8 virtual CPU devices; some are for accelerators, and rehearsed there."""
+"""Integration tests run on 8 virtual CPU devices; those for accelerators are rehearsed there."""
 
 import gc
 import os

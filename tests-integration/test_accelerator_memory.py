@@ -10,12 +10,12 @@ import pytest
 from accelerator import (
     EXACT_ADAMW,
     assert_equal,
+    make_grads,
     make_params,
     memory_kinds,
     mesh_of,
     needs_host_memory,
     needs_several,
-    normal,
     over,
 )
 from opt_accumulate import MultiSteps, guard, with_average
@@ -91,8 +91,8 @@ def train(tx: Any, params: Any) -> tuple[Any, Any]:
     before = memory_kinds(state)
     params = jax.tree.map(jnp.copy, params)
     for number in range(3):
-        grads = {k: jax.device_put(normal(number, *p.shape), p.sharding) for k, p in params.items()}
-        params, state = step(params, state, grads)
+        lies = jax.tree.map(lambda p: p.sharding, params)
+        params, state = step(params, state, jax.device_put(make_grads(number, params), lies))
     assert memory_kinds(state) == before
     return params, state
 

@@ -14,7 +14,7 @@ import numpy as np
 import opt_precision as op
 import optax
 import pytest
-from accelerator import EXACT_ADAMW, assert_equal, make_params, normal, on_both
+from accelerator import EXACT_ADAMW, assert_equal, make_grads, make_params, on_both
 
 pytestmark = pytest.mark.accelerator
 
@@ -34,11 +34,9 @@ STEPS = 32
 
 
 def advance(tx: Any, params: Any, state: Any, steps: range) -> tuple[Any, Any]:
-    """Makes steps with gradients of whole eighths: their squares are exact, too."""
     step = jax.jit(tx.apply)
     for number in steps:
-        grads = {k: np.round(8 * normal(number, *p.shape)) / 8 for k, p in params.items()}
-        params, state = step(params, state, grads)
+        params, state = step(params, state, make_grads(number, params))
     return params, state
 
 
