@@ -148,8 +148,8 @@ def test_kahan_keeps_what_rounding_took() -> None:
 def test_two_steps_in_one_program_round_twice(name: str) -> None:
     """A compiler that keeps the digits between them makes one rounding of two."""
     tx = WEIGHTS[name](EXACT_ADAMW)
-    params, grads = make_params(jnp.bfloat16), make_params()
-    step, state = jax.jit(tx.apply), tx.init(params)
+    params, step = make_params(jnp.bfloat16), jax.jit(tx.apply)
+    state, grads = tx.init(params), make_grads(0, params)
 
     @jax.jit
     def both(params: Any, state: Any, grads: Any) -> Any:
@@ -161,7 +161,7 @@ def test_two_steps_in_one_program_round_twice(name: str) -> None:
 def test_updates_move_parameters_as_a_step_in_place_does() -> None:
     tx = op.stochastic_weights(op.quantize_state(EXACT_ADAMW, op.dynamic8()))
     params = make_params(jnp.bfloat16)
-    state, grads = tx.init(params), make_params()
+    state, grads = tx.init(params), make_grads(0, params)
 
     @jax.jit
     def plain(params: Any, state: Any, grads: Any) -> Any:
