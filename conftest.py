@@ -1,16 +1,26 @@
 """What every run of the tests shares, those of a wheel alone included."""
 
 import gc
+import importlib.util
 import os
 import random
 from collections import defaultdict
 
 import pytest
 
-# Good machine code takes longer to make than these tests to run; `dev:slow` makes it.
-os.environ.setdefault(
-    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-)
+
+def compiles_for_cpus_alone() -> bool:
+    """Whether JAX has no plugin for an accelerator, or is told not to use it."""
+    plugins = map(importlib.util.find_spec, ("jax_plugins", "libtpu"))
+    return os.environ.get("JAX_PLATFORMS") == "cpu" or not any(plugins)
+
+
+# Good machine code takes longer to make than these tests to run; `dev:slow` makes it. Compilers for
+# accelerators obey the same flags, and their programs have to be those that users get.
+if compiles_for_cpus_alone():
+    os.environ.setdefault(
+        "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

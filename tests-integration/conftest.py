@@ -1,4 +1,4 @@
-"""Integration tests run on 8 virtual CPU devices; some need an accelerator besides."""
+"""Integration tests run on 8 virtual CPU devices; those for accelerators are rehearsed there."""
 
 import gc
 import os
@@ -27,13 +27,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 LONGEST = ("test_train_lm.py", "test_kills.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where there is no accelerator, the tests for one are a rehearsal, and `slow`."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
-    if jax.default_backend() == "cpu":
-        skip = pytest.mark.skip(reason="no accelerator on this machine")
-        for item in items:
-            if item.get_closest_marker("accelerator"):
-                item.add_marker(skip)
+    if jax.default_backend() != "cpu":
+        return
+    for item in items:
+        if item.get_closest_marker("accelerator"):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,153 @@
+"""Muon on GPUs or TPUs: the numbers of the CPU, and the collectives that were planned."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from accelerator import COUNT, assert_near, mesh_of, needs_several, normal, on_both, over
+from jax.sharding import AxisType
+from opt_matrix import (
+    Machine,
+    Matrices,
+    muon,
+    newton_schulz,
+    plan_matrices,
+    scale_by_muon,
+    scale_by_normuon,
+    scale_by_soap,
+)
+from opt_partition import read_collectives
+
+pytestmark = pytest.mark.accelerator
+
+RANK2 = Matrices.by_rank2()
+F32 = newton_schulz(dtype=None)
+PARAMS = {f"w{n:02}": normal(n, 8 * COUNT, 16 * COUNT) for n in range(2 * COUNT)}
+
+
+def train(tx: Any, params: Any, place: Callable[[Any], Any] = lambda tree: tree) -> Any:
+    """Three steps in float32, which products on an accelerator have to be asked for."""
+    with jax.default_matmul_precision("highest"):
+        params, update = place(params), jax.jit(tx.update)
+        state = jax.jit(tx.init)(params)
+        for number in range(3):
+            grads = place({k: normal(number, *p.shape) for k, p in params.items()})
+            updates, state = update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+    return params
+
+
+def planned(scale: Any) -> Callable[[jax.Device, Any], Any]:
+    def make(device: jax.Device, params: Any) -> Any:
+        mesh = mesh_of(devices=[device])
+        return optax.chain(scale(params, over(mesh).spec, mesh), optax.scale(-0.1))
+
+    return make
+
+
+# No basis changes in three steps: those of averages of few gradients are noise, on any device.
+soap = functools.partial(scale_by_soap, refresh_every=100)
+TXS: dict[str, Callable[[jax.Device, Any], Any]] = {
+    "muon": lambda device, params: muon(0.1, matrices=RANK2, orthogonalize=F32),
+    "normuon": planned(scale_by_normuon),
+    "soap": planned(soap),
+}
+
+
+@pytest.mark.parametrize("name", TXS)
+def test_the_cpu_has_the_same_numbers(name: str) -> None:
+    params = {"w": normal(0, 128, 64), "v": normal(1, 64, 256)}
+    found, expected = on_both(lambda device: train(TXS[name](device, params), params))
+    assert_near(found, expected, tolerance=1e-4)
+
+
+def test_bases_of_soap_are_orthogonal() -> None:
+    params = {"w": normal(0, 32, 64)}
+    mesh = mesh_of(1)
+    tx = scale_by_soap(params, over(mesh).spec, mesh, refresh_every=1)
+    state, update = tx.init(params), jax.jit(tx.update)
+    with jax.default_matmul_precision("highest"):
+        for number in range(3):
+            updates, state = update({"w": normal(number, 32, 64)}, state, params)
+    assert np.isfinite(updates["w"]).all()
+    for name, side in (("left_basis", 32), ("right_basis", 64)):
+        (basis,) = (
+            np.asarray(leaf)[0]
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+            if name in jax.tree_util.keystr(path)
+        )
+        np.testing.assert_allclose(basis @ basis.T, np.eye(side), atol=1e-5)
+        assert np.abs(basis - np.eye(side)).max() > 0.1
+
+
+def test_iterations_in_bfloat16_end_near_orthogonal_matrices() -> None:
+    x = jnp.asarray(normal(0, 4, 128, 256))
+    with jax.default_matmul_precision("highest"):
+        short, exact = (
+            np.asarray(jax.jit(newton_schulz(8, "polar_express", dtype))(x), np.float32)
+            for dtype in (jnp.bfloat16, None)
+        )
+    assert np.linalg.norm(short - exact) <= 0.05 * np.linalg.norm(exact)
+    np.testing.assert_allclose(np.linalg.svd(exact, compute_uv=False), 1.0, atol=0.01)
+
+
+@needs_several
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        (("data", None), AxisType.Auto),
+        ((None, "data"), AxisType.Auto),
+        (("data", None), AxisType.Explicit),
+    ],
+    ids=["rows", "columns", "explicit"],
+)
+def test_what_moves_is_what_was_planned(spec: Any, kind: AxisType) -> None:
+    mesh = mesh_of(kind=kind)
+    sharding = over(mesh, *spec)
+    plan = plan_matrices(PARAMS, sharding, mesh, RANK2, fn=F32)
+    (group,) = plan.groups
+    assert (group.choice, group.collectives) == ("all_to_all", 2)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(PARAMS, sharding)
+        scale: Any = scale_by_muon(plan=plan)
+        update = jax.jit(scale.update, donate_argnums=(0, 1))
+        compiled = update.lower(placed, jax.jit(scale.init)(placed)).compile()
+        plan.check(compiled, exclusive=True)
+        rows = read_collectives(compiled)
+        assert [(row.kind, row.count) for row in rows] == [("all-to-all", 1)] * 2
+        tx = muon(0.1, matrices=RANK2, plan=plan, orthogonalize=F32)
+        found = train(tx, PARAMS, lambda tree: jax.device_put(tree, sharding))
+    assert_near(found, train(muon(0.1, matrices=RANK2, orthogonalize=F32), PARAMS), tolerance=1e-4)
+
+
+@needs_several
+def test_a_matrix_over_all_devices_is_summed_in_each_step_of_the_iteration() -> None:
+    mesh, params = mesh_of(), {"w": normal(0, 16, 32 * COUNT)}
+    sharding = over(mesh, None, "data")
+    fast_network = Machine(bandwidth=1e18, flops=1e9)
+    plan = plan_matrices(params, sharding, mesh, RANK2, fn=F32, machine=fast_network)
+    assert plan.groups[0].choice == "split"
+    tx: Any = scale_by_muon(plan=plan)
+    placed = jax.device_put(params, sharding)
+    compiled = jax.jit(tx.update).lower(placed, jax.jit(tx.init)(placed)).compile()
+    plan.check(compiled, exclusive=True)
+    assert {row.kind for row in read_collectives(compiled)} == {"all-reduce"}
+    found = train(tx, params, lambda tree: jax.device_put(tree, sharding))
+    assert_near(found, train(scale_by_muon(orthogonalize=F32), params), tolerance=1e-3)
+
+
+@needs_several
+@pytest.mark.parametrize("scale", [scale_by_normuon, soap], ids=["normuon", "soap"])
+def test_state_of_matrices_does_not_depend_on_the_mesh(scale: Any) -> None:
+    def train_on(count: int) -> Any:
+        mesh = mesh_of(count)
+        sharding = over(mesh, "data")
+        tx = optax.chain(scale(PARAMS, sharding.spec, mesh), optax.scale(-0.1))
+        return train(tx, PARAMS, lambda tree: jax.device_put(tree, sharding))
+
+    assert_near(train_on(COUNT), train_on(1), tolerance=1e-4)

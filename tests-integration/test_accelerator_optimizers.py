@@ -1,0 +1,159 @@
+"""On a GPU or TPU every optimizer does what it does on the CPU, in place, and what Optax does."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_adafactor
+import opt_legacy_stax as legacy
+import opt_nnx
+import opt_optax_bridge as opt
+import optax
+import pytest
+from accelerator import CPU, assert_close, assert_equal, make_params, on_both
+from flax import nnx
+from opt_core import FROZEN, MultiOptimizer, Optimizer, OptimizerDef
+
+pytestmark = pytest.mark.accelerator
+
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 100)
+WRAPPED: dict[str, Callable[[], opt.OptaxWrapper]] = {
+    "adamw": lambda: opt.adamw(SCHEDULE),
+    "lion": lambda: opt.lion(1e-2),
+    "adafactor": lambda: opt.adafactor(1e-2, min_dim_size_to_factor=8),
+    "muon": lambda: opt.muon(1e-2),
+}
+DEFINITIONS: dict[str, Callable[[], OptimizerDef]] = {
+    **WRAPPED,
+    "adafactor of T5X": lambda: opt_adafactor.Adafactor(1e-2, min_dim_size_to_factor=8),
+}
+
+
+def train(definition: OptimizerDef) -> Optimizer:
+    optimizer: Optimizer = definition.create(make_params())
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(optimizer: Optimizer) -> Optimizer:
+        traces.append(optimizer)
+        return optimizer.apply_gradient(jax.tree.map(jnp.sin, optimizer.target))
+
+    for _ in range(4):
+        optimizer = step(optimizer)
+    assert len(traces) == 1
+    return optimizer
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_the_cpu_has_the_same_numbers(name: str) -> None:
+    definition = DEFINITIONS[name]()
+    assert_close(*on_both(lambda _: train(definition)))
+
+
+def test_groups_keep_frozen_leaves() -> None:
+    definition = MultiOptimizer.from_rules([("w", opt.adamw(1e-2))], rest=FROZEN)
+    found, expected = on_both(lambda _: train(definition))
+    assert_close(found, expected)
+    before = make_params()
+    np.testing.assert_array_equal(found.target["b"], before["b"])
+    assert np.abs(np.asarray(found.target["w"] - before["w"])).min() > 1e-3
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_step_costs_what_optax_costs(name: str) -> None:
+    definition = WRAPPED[name]()
+    tx = definition.optax_optimizer
+    optimizer = definition.create(make_params())
+
+    def raw(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    wrapped = jax.jit(lambda o, g: o.apply_gradient(g), donate_argnums=0)
+    ours = wrapped.lower(optimizer, optimizer.target).compile().cost_analysis()
+    theirs = jax.jit(raw, donate_argnums=(0, 1))
+    lowered = theirs.lower(optimizer.target, optimizer.state.param_states, optimizer.target)
+    cost = lowered.compile().cost_analysis()
+    assert ours is not None
+    assert cost is not None
+    assert ours["bytes accessed"] - cost["bytes accessed"] <= 64  # the step counter
+    assert ours.get("flops", 0.0) - cost.get("flops", 0.0) <= 8
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_donated_step_holds_nothing_twice(name: str) -> None:
+    optimizer = WRAPPED[name]().create(make_params())
+    step = jax.jit(lambda o, g: o.apply_gradient(g), donate_argnums=0)
+    memory: Any = step.lower(optimizer, optimizer.target).compile().memory_analysis()
+    # Optax's Adafactor has placeholders of one element, which the step does not use.
+    leaves = [leaf for leaf in jax.tree.leaves(optimizer) if leaf.size > 1]
+    assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in leaves)
+    step(optimizer, jax.tree.map(jnp.copy, optimizer.target))
+    assert all(leaf.is_deleted() for leaf in leaves)
+
+
+def test_no_bfloat16_parameter_is_held_in_float32() -> None:
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), make_params())
+    optimizer = opt.adamw(1e-2, mu_dtype=jnp.float32).create(params)
+    step = jax.jit(lambda o, g: o.apply_gradient(g), donate_argnums=0)
+    cost: Any = step.lower(optimizer, params).compile().cost_analysis()
+    read, again, written = 2 + 2 + 4 + 2, 2 + 2 + 4 + 2, 2 + 4 + 2  # bytes of an element
+    size = sum(p.size for p in jax.tree.leaves(params))
+    # Written as float32 and read by what needs it, parameters or gradients would add 6 each.
+    assert cost["bytes accessed"] < (read + again + written) * size + 1024
+
+
+def test_a_state_dict_crosses_devices() -> None:
+    definition = opt.adamw(SCHEDULE)
+    here = train(definition)
+    with jax.default_device(CPU):
+        there = definition.create(make_params()).restore_state(jax.device_get(here.state_dict()))
+    back = definition.create(make_params()).restore_state(jax.device_get(there.state_dict()))
+    assert_equal(here, back)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_resumed_run_is_the_run(name: str) -> None:
+    definition = WRAPPED[name]()
+
+    @jax.jit
+    def step(optimizer: Optimizer) -> Optimizer:
+        return optimizer.apply_gradient(jax.tree.map(jnp.sin, optimizer.target))
+
+    half = step(step(definition.create(make_params())))
+    resumed = definition.create(make_params()).restore_state(jax.device_get(half.state_dict()))
+    assert_equal(step(step(half)), step(step(resumed)))
+
+
+def test_legacy_triples() -> None:
+    init, update, get_params = legacy.adam(1e-2)
+    step = jax.jit(update, static_argnums=0)
+
+    def train(_: jax.Device) -> Any:
+        state = init(make_params())
+        for i in range(3):
+            state = step(i, jax.tree.map(jnp.sin, get_params(state)), state)
+        return get_params(state)
+
+    assert_close(*on_both(train))
+
+
+def test_nnx_keeps_everything_on_the_device() -> None:
+    def train(_: jax.Device) -> Any:
+        model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+        optimizer = opt_nnx.Optimizer(model, optax.adamw(1e-2))
+        x = jnp.sin(jnp.arange(32.0).reshape(4, 8))
+
+        @nnx.jit
+        def step(model: Any, optimizer: Any, x: Any) -> None:
+            grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+            optimizer.update(model, grads)
+
+        for _step in range(3):
+            step(model, optimizer, x)
+        return nnx.state(model, nnx.Param), nnx.state(optimizer)
+
+    assert_close(*on_both(train))
