@@ -1,9 +1,11 @@
 """What every run of the tests shares, those of a wheel alone included."""
 
+import functools
 import gc
 import importlib.util
 import os
 import random
+import tempfile
 from collections import defaultdict
 
 import pytest
@@ -21,6 +23,22 @@ if compiles_for_cpus_alone():
     os.environ.setdefault(
         "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     )
+
+_PROGRAMS = "OPT_TEST_PROGRAMS"  # a folder
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A program is compiled once, however many tests make it: half of the time was XLA's."""
+    import jax
+
+    if _PROGRAMS not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="programs-")
+        config.add_cleanup(folder.cleanup)
+        os.environ[_PROGRAMS] = folder.name  # for the workers
+        config.add_cleanup(functools.partial(os.environ.pop, _PROGRAMS))
+    jax.config.update("jax_compilation_cache_dir", os.environ[_PROGRAMS])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
