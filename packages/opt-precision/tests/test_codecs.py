@@ -27,7 +27,7 @@ def second(codec: op.Codec, b2: float) -> float:
         g = jnp.where(step < 2000, 0.5, 0.005)
         g = jnp.where(index % 256 == 0, 10.0, g)  # the block's largest element
         (key,) = _bits.noise_keys(_bits.step_seed(0, step), ["v"])
-        noise = _bits.noise_at(key, index) if form.stochastic else None
+        noise = _bits.noise_at(key, index, "hash") if form.stochastic else None
         return encode(form, b2 * v + (1 - b2) * g * g, noise)
 
     def run() -> Any:
@@ -146,7 +146,7 @@ def test_stochastic_codes_keep_the_mean() -> None:
 
         def once(step: jax.Array, form: op.Format = form) -> jax.Array:
             (key,) = _bits.noise_keys(_bits.step_seed(0, step), ["v"])
-            return decode(form, *encode(form, v, _bits.noise_at(key, index))).mean()
+            return decode(form, *encode(form, v, _bits.noise_at(key, index, "hash"))).mean()
 
         means = jax.lax.map(once, jnp.arange(200))
         assert float(means.mean()) == pytest.approx(float(v.mean()), rel=2e-3)

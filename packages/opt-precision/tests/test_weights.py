@@ -3,13 +3,14 @@
 from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import opt_precision as op
 import optax
 import pytest
 from opt_precision import _bits
-from opt_precision.errors import OrderError, StateError
+from opt_precision.errors import OrderError, PrecisionError, StateError
 from precision_testing import (
     bits,
     grads,
@@ -41,10 +42,14 @@ def test_visible_is_the_nearest() -> None:
     assert not away.any()
 
 
-def test_stochastic_rounding_is_unbiased_and_stays_finite() -> None:
+RNGS = pytest.mark.parametrize("rng", ["hash", "threefry"])
+
+
+@RNGS
+def test_stochastic_rounding_is_unbiased_and_stays_finite(rng: Any) -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=1 << 20), jnp.float32)
     index = _bits.global_index(x.shape, (0,), (1,))
-    noise = _bits.noise_at(jnp.uint32(3), index)
+    noise = _bits.noise_at(jnp.uint32(3), index, rng)
     rounded = np.asarray(_bits.round_stochastic(x, noise), np.float64)
     ulp = 2.0 ** (np.floor(np.log2(np.abs(x))) - 7)
     error = (rounded - x) / ulp
@@ -60,10 +65,13 @@ def test_stochastic_rounding_is_unbiased_and_stays_finite() -> None:
     assert np.isnan(np.asarray(_bits.round_stochastic(payload, most[:1]))).all()
 
 
-def test_noise_differs_by_step_leaf_field_and_seed() -> None:
+@RNGS
+def test_noise_differs_by_step_leaf_field_and_seed(rng: Any) -> None:
     index = _bits.global_index((64, 64), (0, 0), (64, 1))
     found = [
-        _bits.noise_at(_bits.noise_keys(_bits.step_seed(seed, jnp.int32(step)), [name])[0], index)
+        _bits.noise_at(
+            _bits.noise_keys(_bits.step_seed(seed, jnp.int32(step)), [name])[0], index, rng
+        )
         for seed, step, name in [(0, 0, "mu/w"), (0, 1, "mu/w"), (0, 0, "nu/w"), (1, 0, "mu/w")]
     ]
     for a, one in enumerate(found):
@@ -71,6 +79,36 @@ def test_noise_differs_by_step_leaf_field_and_seed() -> None:
         for other in found[:a]:
             r = np.corrcoef(np.ravel(one).astype(float), np.ravel(other).astype(float))[0, 1]
             assert abs(r) < 0.06
+
+
+def test_threefry_is_that_of_jax() -> None:
+    index = jnp.asarray([0, 1, 77, 2**32 - 1], jnp.uint32)
+    found = _bits.noise_at(jnp.uint32(9), index, "threefry")
+    keys = jnp.asarray([9, 0], jnp.uint32)
+    for one, i in zip(found.tolist(), index, strict=True):
+        count = jnp.stack([i, jnp.uint32(0)])
+        assert one == jax.extend.random.threefry_2x32(keys, count)[0].item()
+
+
+def test_pieces_have_the_same_threefry() -> None:
+    start = {"w": jax.random.normal(jax.random.key(0), (64, 256), jnp.bfloat16)}
+    found = []
+    for size in (1 << 26, 1 << 14):
+        inner = quantize_state(optax.adamw(1e-3), op.dynamic8(), chunk_bytes=size, rng="threefry")
+        tx = stochastic_weights(inner, rng="threefry")
+        found.append(bits(jax.jit(tx.apply)(start, tx.init(start), grads(0, start))))
+    plain = stochastic_weights(quantize_state(optax.adamw(1e-3), op.dynamic8()))
+    assert (
+        found[0]
+        == found[1]
+        != bits(jax.jit(plain.apply)(start, plain.init(start), grads(0, start)))
+    )
+    precision = op.Precision(weights="stochastic", state=op.dynamic8(), rng="threefry")
+    assert str(precision) == "stochastic weights, dynamic8 state, threefry"
+    by_value = precision(optax.adamw(1e-3))
+    assert bits(jax.jit(by_value.apply)(start, tx.init(start), grads(0, start))) == found[0]
+    with pytest.raises(PrecisionError, match=r"`rng` must be one of .* found 'philox'"):
+        stochastic_weights(optax.sgd(0.1), rng="philox")
 
 
 def run(tx: Any, start: Any, steps: int, *, plain: bool = False) -> tuple[Any, Any]:

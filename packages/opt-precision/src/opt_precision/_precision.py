@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeAlias, get_args
 
+from opt_precision._bits import Rng
 from opt_precision._codecs import Codec, Role
 from opt_precision._select import Select
 from opt_precision._weights import Storage
@@ -35,6 +36,7 @@ class Precision:
       select: which leaves are moments, see `quantize_state`.
       offload: whether moments lie in the memory of the host, by `offload_state`.
       seed: of the noise of both.
+      rng: what makes it, see `quantize_state`.
       chunk_bytes: see `quantize_state`.
       layout: see `quantize_state`; of the parameters that the transformation is given.
 
@@ -56,6 +58,7 @@ class Precision:
     select: Select | None = None
     offload: bool = False
     seed: int = 0
+    rng: Rng = "hash"
     chunk_bytes: int = CHUNK_BYTES
     layout: Any = dataclasses.field(default=None, hash=False)
 
@@ -80,9 +83,10 @@ class Precision:
         if self.offload:
             tx = offload_state(tx, self.select, **given)
         if self.state is not None:
-            tx = quantize_state(tx, self.state, self.select, seed=self.seed, **given)
+            noise: Any = {"seed": self.seed, "rng": self.rng}
+            tx = quantize_state(tx, self.state, self.select, **noise, **given)
         if self.weights == "stochastic":
-            return stochastic_weights(tx, seed=self.seed)
+            return stochastic_weights(tx, seed=self.seed, rng=self.rng)
         return tx if self.weights is None else master_weights(tx, storage=self.weights)
 
     def __str__(self) -> str:
@@ -95,4 +99,6 @@ class Precision:
             parts.append("moments on the host")
         if self.seed:
             parts.append(f"seed {self.seed}")
+        if self.rng != "hash":
+            parts.append(self.rng)
         return ", ".join(parts)

@@ -23,10 +23,12 @@ class Weights:
     Attributes:
       method: nearest, stochastic, or with what is kept besides them.
       seed: of the noise.
+      rng: what makes the noise.
     """
 
     method: Method
     seed: int = 0
+    rng: _bits.Rng = "hash"
 
     def is_met_by(self, dtype: object) -> bool:
         """Whether parameters of this dtype need it: others are not rounded, or not here."""

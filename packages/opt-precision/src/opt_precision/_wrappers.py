@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from opt_precision import _select
+from opt_precision._bits import Rng
 from opt_precision._codecs import Codec, Role, identity
 from opt_precision._extra_args import incremented, with_extra_args
 from opt_precision._formats import is_encoded
@@ -77,6 +78,7 @@ class Quantized:
       select: which leaves are moments.
       chunk_bytes: the float32 bytes of one piece of a leaf.
       seed: of the noise.
+      rng: what makes the noise.
       layout: where parameters lie.
       on_host: which leaves lie on the host; `None` for none.
     """
@@ -86,6 +88,7 @@ class Quantized:
     select: _select.Select
     chunk_bytes: int
     seed: int
+    rng: Rng
     layout: Any
     on_host: _select.Select | None = None
 
@@ -121,7 +124,7 @@ class Quantized:
 
     def options(self, weights: Weights = NEAREST) -> Options:
         """What a step needs to know."""
-        return Options(self.tx, weights, self.seed, self.chunk_bytes, self.layout)
+        return Options(self.tx, weights, self.seed, self.rng, self.chunk_bytes, self.layout)
 
     def update(
         self, updates: Any, state: QuantizedState, params: Any = None, **extra_args: Any
@@ -158,7 +161,7 @@ class Quantized:
         return {
             "name": self.name,
             "roles": {"step": "count"},
-            "settings": {"seed": self.seed},
+            "settings": {"seed": self.seed, "rng": self.rng},
         }
 
 
@@ -274,7 +277,11 @@ class Rounded:
         return {
             "name": self.name,
             "roles": roles,
-            "settings": {"method": self.weights.method, "seed": self.weights.seed},
+            "settings": {
+                "method": self.weights.method,
+                "seed": self.weights.seed,
+                "rng": self.weights.rng,
+            },
         }
 
 
@@ -285,6 +292,7 @@ def quantize_state(
     *,
     chunk_bytes: int = CHUNK_BYTES,
     seed: int = 0,
+    rng: Rng = "hash",
     layout: Any = None,
 ) -> Precise:
     """Stores the moments of any transformation in fewer bits.
@@ -301,6 +309,7 @@ def quantize_state(
       chunk_bytes: the float32 bytes of one piece of a leaf; temporaries are a few times as much.
       seed: of the noise in stochastic rounding, which depends on it, the number of the step, the
         path of the leaf and the index of the element, and on nothing else.
+      rng: what makes it: `'hash'`, or `'threefry'`, JAX's generator, for three times the work.
       layout: where parameters lie: a tree like them of `NamedSharding`s, or an
         `opt_partition.Layout`. Needed on a mesh of Auto axes, which do not show while a step is
         traced; otherwise leaves are not cut into pieces there.
@@ -333,7 +342,9 @@ def quantize_state(
         raise PrecisionError(f"`chunk_bytes` must be positive, found {chunk_bytes}")
     made = _select.checked(_select.moments() if select is None else select)
     size = int(chunk_bytes)
-    wrapped = Quantized(inner, _checked_codec(codec), made, size, int(seed), layout, host)
+    wrapped = Quantized(
+        inner, _checked_codec(codec), made, size, int(seed), _checked_rng(rng), layout, host
+    )
     return Precise(wrapped.init, wrapped.update)  # type: ignore[arg-type]
 
 
@@ -390,12 +401,12 @@ def offload_state(
         raise PrecisionError(f"`chunk_bytes` must be positive, found {chunk_bytes}")
     host = _select.checked(_select.moments() if select is None else select)
     wrapped = Quantized(
-        inner, identity(), _select.moments(), int(chunk_bytes), 0, layout, on_host=host
+        inner, identity(), _select.moments(), int(chunk_bytes), 0, "hash", layout, on_host=host
     )
     return Precise(wrapped.init, wrapped.update)  # type: ignore[arg-type]
 
 
-def stochastic_weights(tx: Any, *, seed: int = 0) -> Precise:
+def stochastic_weights(tx: Any, *, seed: int = 0, rng: Rng = "hash") -> Precise:
     """Rounds bfloat16 parameters stochastically: small updates arrive, on average.
 
     The update is computed in float32, and nothing is kept besides the parameters. Good for the
@@ -405,6 +416,7 @@ def stochastic_weights(tx: Any, *, seed: int = 0) -> Precise:
       tx: an Optax transformation, or `quantize_state(...)` of one. Nothing around this may multiply
         updates: what it returns is the difference to the rounded parameter.
       seed: of the noise, see `quantize_state`.
+      rng: what makes it, see `quantize_state`.
 
     Returns:
       A transformation with `init`, `update` and `apply`; the state is a `StochasticState`.
@@ -419,7 +431,7 @@ def stochastic_weights(tx: Any, *, seed: int = 0) -> Precise:
       >>> 1.0 < float(params['w'].astype(jnp.float32).mean()) < 1.00002
       True
     """
-    return _rounded(tx, Weights("stochastic", int(seed)))
+    return _rounded(tx, Weights("stochastic", int(seed), _checked_rng(rng)))
 
 
 def master_weights(tx: Any, *, storage: Storage = "f32") -> Precise:
@@ -461,6 +473,13 @@ def _rounded(tx: Any, weights: Weights) -> Precise:
     if isinstance(inside := opened(inner), Rounded):
         raise OrderError(order_message(wrapped.name, inside.name))
     return Precise(wrapped.init, wrapped.update)
+
+
+def _checked_rng(rng: Any) -> Rng:
+    if rng not in get_args(Rng):
+        raise PrecisionError(f"`rng` must be one of {get_args(Rng)}, found {rng!r}")
+    made: Rng = rng
+    return made
 
 
 def _checked(tx: Any) -> optax.GradientTransformationExtraArgs:

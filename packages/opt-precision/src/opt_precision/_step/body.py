@@ -149,16 +149,18 @@ class Update:
       outs: the update, and each leaf of the state that mirrors the parameter.
       is_in_place: whether the new parameter is wanted, and not the update.
       strides: of the whole leaf, in elements.
+      rng: what makes the noise of the state.
     """
 
     inputs: Inputs
     outs: Sequence[Atom]
     is_in_place: bool
     strides: tuple[int, ...]
+    rng: _bits.Rng
 
     def key(self) -> Hashable:
         """Equal for leaves whose equations differ in their variables alone."""
-        return self.inputs.key(self.outs), self.is_in_place, self.strides
+        return self.inputs.key(self.outs), self.is_in_place, self.strides, self.rng
 
     @property
     def noises(self) -> list[int]:
@@ -186,9 +188,13 @@ class Update:
         keys = functools.cache(lambda: lax.dynamic_slice(data.keys, [data.first], [number]))
 
         def noise(place: int) -> jax.Array:
-            return _bits.noise_at(lax.index_in_dim(keys(), place, keepdims=False), index())
+            return self.noise_at(place, lax.index_in_dim(keys(), place, keepdims=False), index())
 
         return self.compute(data.numbers, piece, operands, noise)
+
+    def noise_at(self, place: int, key: jax.Array, index: jax.Array) -> jax.Array:
+        """The noise of the parameter, 0, or of a leaf of the state."""
+        return _bits.noise_at(key, index, self.rng if place else self.inputs.weights.rng)
 
     def compute(
         self,
