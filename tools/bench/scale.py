@@ -3,7 +3,8 @@
     hatch run dev:python tools/bench/scale.py --devices 256 512
 
 Nothing runs and nothing is allocated: the program of many devices is that of one of them. It should
-have as many collectives as on eight devices, and arguments of the size that the plan says.
+have as many collectives as on eight devices, and arguments of the size that the plan says; `verify`
+reads each.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 from _common import Counts, Figure, Row, counted, counts, main, optax_step, timed
 from _steps import OPTIMIZERS, plan_step
+from opt_partition import Expected, verify
 from tqdm import tqdm
 
 EIGHT = "8 devices"
@@ -24,6 +26,7 @@ FIGURES = {
     # How matrices are shared out depends on how many there are for each device.
     "collectives, Muon": Figure("the plan", 1.0, "collectives"),
     **{f"bytes of arguments, {name}": Figure("the plan", 1.001, "B") for name in OPTIMIZERS},
+    **{f"verify, {name}": Figure("compiling it", 0.1) for name in OPTIMIZERS},
 }
 MOST = 512
 
@@ -34,6 +37,7 @@ class Compiled:
 
     Attributes:
       seconds: that it took.
+      verifying: the seconds that `verify` took.
       counts: of the program.
       arguments: bytes of its arguments on a device.
       planned: what the plan says of them.
@@ -41,6 +45,7 @@ class Compiled:
     """
 
     seconds: float
+    verifying: float
     counts: Counts
     arguments: int
     planned: int
@@ -61,9 +66,12 @@ def compile_step(name: str, devices: int, leaves: int) -> Compiled:
     lowered = jitted.lower(planned.params, planned.state, planned.params)
     start = time.process_time()
     program: Any = lowered.compile()
-    spent = time.process_time() - start
+    middle = time.process_time()
+    expected = Expected((*places, plan.grads.shardings), places)
+    verify(program, expected, state_gathers="any" if name == "Muon" else "error")
     return Compiled(
-        spent,
+        middle - start,
+        time.process_time() - middle,
         counts(program),
         int(program.memory_analysis().argument_size_in_bytes),
         sum(part.bytes_per_device for part in (plan.params, plan.grads, plan.state)),
@@ -91,6 +99,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         for size in sizes[1:]:
             ours, theirs = ([one.seconds for one in found[n]] for n in (size, 8))
             yield timed(f"compile, {name}", ours, theirs, size=size)
+            yield timed(f"verify, {name}", [one.verifying for one in found[size]], ours, size=size)
             many, *_ = found[size]
             expected = many.collectives or sum(few.counts.collectives.values())
             there = sum(many.counts.collectives.values())
