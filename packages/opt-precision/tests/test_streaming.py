@@ -148,6 +148,7 @@ def run(tx: Any, params: Any, steps: int = 3) -> tuple[Any, Any]:
     return params, state
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", SUMMED)
 def test_pieces_have_the_sums_of_the_whole(name: str) -> None:
     exact: Any = {name: p.astype(jnp.float32) for name, p in start().items()}
@@ -161,6 +162,7 @@ def test_pieces_have_the_sums_of_the_whole(name: str) -> None:
             np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
 def test_shapes_that_are_compiled_together_have_the_bits_of_each(codec: op.Codec) -> None:
     found = [
