@@ -50,6 +50,45 @@ class Part(NamedTuple):
     shape: Shape
 
 
+def signature(
+    equations: Sequence[Equation],
+    arguments: Mapping[Value, int],
+    starts: Sequence[Value],
+    outs: Sequence[Atom],
+) -> Hashable:
+    """Equal for equations that differ in the names of their values alone.
+
+    Args:
+      equations: in order.
+      arguments: see `Inputs`.
+      starts: other values that they start from.
+      outs: the values that are wanted.
+    """
+    number: dict[Any, int] = {}
+
+    def of(atom: Any) -> Hashable:
+        if isinstance(atom, Literal):
+            # A NaN is not equal to itself, and then the leaf is computed alone.
+            value = np.asarray(atom.val)
+            return str(atom.aval), value.item() if value.ndim == 0 else id(atom)
+        return number.setdefault(atom, len(number))
+
+    places = sorted(arguments.items(), key=lambda item: item[1])
+    made = [
+        (
+            equation.source.primitive,
+            # Numbers are broadcast to pieces, whatever the shape of the leaf.
+            () if equation.name == "broadcast_in_dim" else _params_key(equation),
+            *map(of, equation.inputs),
+            *map(of, equation.outputs),
+        )
+        for equation in equations
+    ]
+    given = [(of(value), place) for value, place in places]
+    others = [(of(value), str(value.aval.dtype)) for value in starts]
+    return tuple(made), tuple(given), tuple(others), tuple(map(of, outs))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Inputs:
     """The equations of a leaf, and which operands they start from.
@@ -63,6 +102,7 @@ class Inputs:
       weights: how parameters are rounded.
       has_params: whether there are parameters, or gradients alone.
       has_extra: whether something is kept besides the parameter.
+      signature: see `signature`.
     """
 
     equations: Sequence[Equation]
@@ -73,38 +113,13 @@ class Inputs:
     weights: Weights
     has_params: bool
     has_extra: bool
+    signature: Hashable
 
-    def key(self, outs: Sequence[Atom]) -> Hashable:
-        """Equal for leaves whose values differ in their names alone.
-
-        Args:
-          outs: the values that are wanted.
-        """
-        number: dict[Any, int] = {}
-
-        def of(atom: Any) -> Hashable:
-            if isinstance(atom, Literal):
-                # A NaN is not equal to itself, and then the leaf is computed alone.
-                value = np.asarray(atom.val)
-                return str(atom.aval), value.item() if value.ndim == 0 else id(atom)
-            return number.setdefault(atom, len(number))
-
-        places = sorted(self.arguments.items(), key=lambda item: item[1])
-        given = [(of(value), place) for value, place in places]
-        starts = [(of(value), str(value.aval.dtype)) for value in (*self.arrays, *self.numbers)]
-        equations = [
-            (
-                equation.source.primitive,
-                # Numbers are broadcast to pieces, whatever the shape of the leaf.
-                () if equation.name == "broadcast_in_dim" else _params_key(equation),
-                *map(of, equation.inputs),
-                *map(of, equation.outputs),
-            )
-            for equation in self.equations
-        ]
+    @property
+    def key(self) -> Hashable:
+        """Equal for leaves whose values differ in their names alone."""
         flags = self.weights, self.has_params, self.has_extra
-        wanted = tuple(map(of, outs))
-        return tuple(given), tuple(starts), tuple(equations), wanted, tuple(self.formats), flags
+        return self.signature, tuple(self.formats), flags
 
     def values(
         self,
@@ -160,7 +175,7 @@ class Update:
 
     def key(self) -> Hashable:
         """Equal for leaves whose equations differ in their variables alone."""
-        return self.inputs.key(self.outs), self.is_in_place, self.strides, self.rng
+        return self.inputs.key, self.is_in_place, self.strides, self.rng
 
     @property
     def noises(self) -> list[int]:
@@ -270,7 +285,7 @@ class Reduction:
 
     def key(self) -> Hashable:
         """Equal for leaves whose equations differ in their variables alone."""
-        return self.inputs.key(self.outs), tuple(self.names)
+        return self.inputs.key, tuple(self.names)
 
     def __call__(
         self, part: Part, data: Data, shape: Shape | None, origin: Sequence[Any], operands: Any

@@ -13,7 +13,15 @@ from opt_precision._bits import Rng
 from opt_precision._formats import Format, is_encoded
 from opt_precision._mirrors import path_str
 from opt_precision._step.arguments import Flat, Leaf
-from opt_precision._step.body import GRADIENT, PARAMETER, Inputs, Reduction, Update, first_number
+from opt_precision._step.body import (
+    GRADIENT,
+    PARAMETER,
+    Inputs,
+    Reduction,
+    Update,
+    first_number,
+    signature,
+)
 from opt_precision._step.equations import REDUCTIONS, Atom, Equation, Value, type_of
 from opt_precision._step.memory import is_on_host
 from opt_precision._step.program import Program
@@ -199,6 +207,12 @@ class Tasks:
             weights=self._weights,
             has_params=has_params,
             has_extra=has_params and self._flat.extras[leaf.at] is not None,
+            signature=signature(
+                elements.equations,
+                arguments,
+                [*elements.arrays, *elements.numbers],
+                elements.outs,
+            ),
         )
 
     def _task(
