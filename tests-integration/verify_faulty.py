@@ -70,11 +70,19 @@ def errors(kind: str, *paths: str) -> frozenset[tuple[str, str | None]]:
     return frozenset((kind, path) for path in paths)
 
 
-# XLA for TPUs sees that what is gathered only to be sliced need not be gathered.
-UNDONE_BY_TPUS = re.compile(
-    "gather_before|(halves|quarters|layers_loop|layers_counted_loop)_(before|after)|adam_nu"
+# XLA for GPUs and TPUs sees that what is gathered only to be sliced need not be gathered.
+_UNDONE = (
+    "gather_before|(halves|quarters|layers_loop|layers_counted_loop)_(before|after)"
     "|(grid|fsdp_tp)_(one_axis|other_axis)|fsdp_tp_after|pods|layers_on_devices|layers_fsdp"
 )
+_UNDONE_BY = {"gpu": _UNDONE, "tpu": f"{_UNDONE}|adam_nu"}
+
+
+def is_undone(name: str, platform: str) -> bool:
+    """Whether the compiler takes a fault out of the program."""
+    return platform in _UNDONE_BY and re.fullmatch(_UNDONE_BY[platform], name) is not None
+
+
 STACKED = {"shapes": LAYERS, "loss": layers_loss, "state": {"w": P(None, "data")}}
 GRID_ZERO = {"w": P("data", "model"), "b": P("data")}
 FAULTY: list[Program] = [

@@ -287,5 +287,11 @@ HEALTHY: list[Program] = [
     ),
     healthy("zero1_bucket", bucketed(False)),
 ]
-# XLA for TPUs sums the gradients of these in whole, though each device uses a part; so it is said.
-SUMMED_BY_TPUS = re.compile("zero1_sum_and_gather|(zero1|fsdp)_layers_on_devices|decoder_zero[12]")
+# XLA sums the gradients of these in whole, though each device uses a part; so it is said.
+_SUMMED = "zero1_sum_and_gather|(zero1|fsdp)_layers_on_devices"
+_SUMMED_BY = {"gpu": _SUMMED, "tpu": f"{_SUMMED}|decoder_zero[12]"}
+
+
+def is_summed(name: str, platform: str) -> bool:
+    """Whether the compiler all-reduces gradients that a reduce-scatter would do for."""
+    return platform in _SUMMED_BY and re.fullmatch(_SUMMED_BY[platform], name) is not None

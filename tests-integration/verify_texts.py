@@ -1,5 +1,6 @@
 """Stores what other compilers make of the programs of `verify_healthy.py` and `verify_faulty.py`.
 
+    hatch run gpu-programs:python tests-integration/verify_texts.py gpu   # no GPU is needed
     python tests-integration/verify_texts.py tpu   # pip install 'jax[tpu]'; no TPU is needed
     python tests-integration/verify_texts.py cpu   # another version of jax than the tests run with
 
@@ -9,9 +10,11 @@ what `verify` does not read, and its arguments and results.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import lzma
 import re
+import runpy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +25,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 FOLDER = Path(__file__).parent / "verify_texts"
 TOPOLOGY = "v5e:2x4"
+GPU_TARGET = FOLDER.parents[1] / "tools/bench/_gpu_target.py"
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -58,6 +62,7 @@ def stripped(text: str) -> str:
     """A compiled program without metadata, layouts, comments and the backend's settings."""
     noted = ("known_trip_count", "async_collective_fusion_config")
     text = re.sub(r"/\*.*?\*/", "", text[text.index("HloModule") :])
+    text = re.sub(r"^(File|Function|Stack)\w+\n(\d.*\n)*\n?", "", text, flags=re.MULTILINE)
     lines = []
     for line in text.splitlines():
         kept = {key: _pair(line, f'"{key}":') for key in noted}
@@ -93,36 +98,36 @@ def _pair(line: str, start: str) -> str:
 def devices(platform: str) -> list[Any]:
     if platform == "cpu":
         return jax.devices()
+    if platform == "gpu":
+        return list(runpy.run_path(str(GPU_TARGET))["devices"](8))
     from jax.experimental import topologies
 
     return list(topologies.get_topology_desc(TOPOLOGY, platform="tpu").devices)
 
 
 def compiler(platform: str) -> str:
-    import importlib.metadata
-
-    name = "jaxlib" if platform == "cpu" else "libtpu"
+    name = {"cpu": "jaxlib", "gpu": "jax-cuda12-pjrt", "tpu": "libtpu"}[platform]
     return f"{name} {importlib.metadata.version(name)}"
 
 
 def made(platform: str, only: str) -> Iterator[tuple[str, list[Any]]]:
     from opt_partition._verify import leaves
-    from opt_partition._verify.hlo import parse
-    from verify_faulty import FAULTY, UNDONE_BY_TPUS
+    from opt_partition._verify.concatenated_sums import parse_program
+    from verify_faulty import FAULTY, WASTEFUL, is_undone
     from verify_healthy import HEALTHY
     from verify_recipes import Meshes
 
     meshes = Meshes(devices(platform))
-    for program in (*FAULTY, *HEALTHY):
+    for program in (*FAULTY, *WASTEFUL, *HEALTHY):
         judged = not program.finds or {kind for kind, _ in program.finds} == {"state gather"}
-        undone = platform == "tpu" and UNDONE_BY_TPUS.fullmatch(program.name)
+        undone = is_undone(program.name, platform)
         if not judged or undone or not re.search(only, program.name):
             continue
         step = program.build(meshes)
         compiled = step.lower().compile()
         inputs = leaves.input_leaves(compiled, step.expected)
         printed = compiled.as_text() or ""
-        outputs = leaves.output_leaves(compiled, step.expected, inputs, parse(printed))
+        outputs = leaves.output_leaves(compiled, step.expected, inputs, parse_program(printed))
         text = stripped(printed)
         print(f"{program.name}: {len(text):,}", file=sys.stderr)
         packed = [list(map(packed_leaf, side)) for side in (inputs, outputs)]

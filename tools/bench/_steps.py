@@ -1,6 +1,7 @@
 """Steps on a mesh of two axes, planned by opt-partition, as several benchmarks compile them."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,18 +35,27 @@ class Planned:
     collectives: int | None
 
 
-def plan_step(name: str, devices: int, across: int, leaves: int, shape: tuple[int, int]) -> Planned:
+def plan_step(
+    name: str,
+    devices: int,
+    across: int,
+    leaves: int,
+    shape: tuple[int, int],
+    *,
+    among: Sequence[Any] | None = None,
+) -> Planned:
     """Plans the steps of one of the `OPTIMIZERS`.
 
     Args:
       name: which one.
-      devices: how many of JAX's devices, the first.
+      devices: how many, the first of `among`.
       across: how many of them are on the axis `model`.
       leaves: matrices.
       shape: of each.
+      among: devices; by default JAX's.
     """
     mesh = Mesh(
-        np.array(jax.devices()[:devices]).reshape(-1, across),
+        np.array((among or jax.devices())[:devices]).reshape(-1, across),
         ("data", "model"),
         axis_types=(AxisType.Auto,) * 2,
     )

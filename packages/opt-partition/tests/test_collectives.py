@@ -48,6 +48,29 @@ def test_combined_ones_are_distinguished() -> None:
     assert (second.name, second.dtype, second.axes) == ("r.1", "bf16", ("data", "model"))
 
 
+def test_combined_ones_come_from_where_their_operands_do() -> None:
+    """XLA for GPUs leaves the metadata of what it combines empty."""
+    first, second = found(
+        '  %a = f32[8]{0} negate(%x), metadata={op_name="jit(f)/neg"}\n'
+        "  ROOT %r = (f32[8]{0}, f32[64]{0}) all-reduce(%a, %y), replica_groups={}\n"
+    )
+    assert (first.op_name, second.op_name) == ("jit(f)/neg", "")
+
+
+@pytest.mark.parametrize("call", ["call-start(%x), to_apply=", "async-start(%x), calls="])
+def test_asynchronous_calls(call: str) -> None:
+    called = (
+        "%called (v: f32[8]) -> f32[8] {\n  %v = f32[8]{0} parameter(0)\n"
+        "  ROOT %p = f32[8]{0} collective-permute(%v), source_target_pairs={{0,1},{1,0}}\n}\n\n"
+    )
+    [permute] = found(
+        f"  %s = ((f32[8]{{0}}), f32[8]{{0}}) {call}%called\n"
+        f"  ROOT %d = f32[8]{{0}} {call.partition('-')[0]}-done(%s)\n",
+        called,
+    )
+    assert (permute.kind, permute.shape) == ("collective-permute", (8,))
+
+
 def test_the_reduce_scatter_of_tpus() -> None:
     fusion = (
         "%all-reduce-scatter.1 (in: f32[64]) -> f32[8] {\n"

@@ -141,6 +141,53 @@ ENTRY %main (x: f32[1,8]) -> {shape} {{
     assert (deps.any, deps.direct) == (1, direct)
 
 
+ASYNCHRONOUS = """HloModule jit_f
+
+%put (m: f32[64], part: f32[8], n: s32[]) -> f32[64] {
+  %m = f32[64] parameter(0)
+  %part = f32[8] parameter(1)
+  %n = s32[] parameter(2)
+  ROOT %new = f32[64] dynamic-update-slice(%m, %part, %n)
+}
+
+%body (c: (s32[], f32[64], f32[8])) -> (s32[], f32[64], f32[8]) {
+  %c = (s32[], f32[64], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %state = f32[64] get-tuple-element(%c), index=1
+  %x = f32[8] get-tuple-element(%c), index=2
+  %start = ((f32[64], f32[8], s32[]), f32[64], u32[]) fusion-start(%state, %x, %i), calls=%put
+  %done = f32[64] fusion-done(%start)
+  ROOT %t = (s32[], f32[64], f32[8]) tuple(%i, %done, %x)
+}
+
+%cond (c: (s32[], f32[64], f32[8])) -> pred[] {
+  %c.1 = (s32[], f32[64], f32[8]) parameter(0)
+  ROOT %p = pred[] constant(true)
+}
+
+ENTRY %main (a: s32[], b: f32[64], c: f32[8]) -> f32[64] {
+  %a = s32[] parameter(0)
+  %b = f32[64] parameter(1)
+  %x.1 = f32[8] parameter(2)
+  %first = (s32[], f32[64], f32[8]) tuple(%a, %b, %x.1)
+  %w = (s32[], f32[64], f32[8]) while(%first), condition=%cond, body=%body
+  ROOT %out = f32[64] get-tuple-element(%w), index=1
+}"""
+
+
+def test_an_asynchronous_kernel_does_what_it_does_inside() -> None:
+    """So GPUs write pieces of state that lies on the host: a loop over them is not one of steps."""
+    module, inputs = parse(ASYNCHRONOUS), [Deps.of(n) for n in range(3)]
+    found = trace(module, inputs, {}, (0b010, 0b100))
+    [out] = found.outputs
+    assert (out.any, out.direct, out.placed) == (0b111, 0b110, 0b100)
+    assert not found.step_loops
+    whole = ASYNCHRONOUS.replace("tuple(%i, %done, %x)", "tuple(%i, %y, %z)").replace(
+        "  ROOT %t", "  %y = f32[64] negate(%done)\n  %z = f32[8] negate(%x)\n  ROOT %t"
+    )
+    assert trace(parse(whole), inputs, {}, (0b010, 0b100)).step_loops == {"w"}
+
+
 class TestLoopsOfSteps:
     """State that a loop makes new as a whole, in each iteration, against other loops."""
 

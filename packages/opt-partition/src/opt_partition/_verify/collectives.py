@@ -39,7 +39,8 @@ class Collective:
       conditional: whether it is in a conditional branch.
       bytes: bytes sent by one device per execution, assuming a ring algorithm (for an all-reduce
         twice those of a reduce-scatter); `0` for groups of one device.
-      op_name: its origin in the JAX program, from the HLO metadata.
+      op_name: its origin in the JAX program, from the HLO metadata; of a combined collective, which
+        has none on GPUs, that of its operand.
       sources: what the values depend on: paths of state leaves, `'params'`, `'inputs'`.
     """
 
@@ -86,6 +87,10 @@ class Site:
     per_iteration: bool
     loops: tuple[tuple[str, int], ...]
     branches: tuple[tuple[str, int], ...]
+
+    def operand(self, number: int) -> Instruction:
+        """Returns the instruction that computes an array that is communicated."""
+        return self.computation.instructions[self.instruction.operands[number]]
 
     @property
     def groups(self) -> Groups | None:
@@ -180,7 +185,7 @@ def rows(site: Site, module: Module, mesh_shape: Mapping[str, int] | None) -> li
             per_iteration=site.per_iteration,
             conditional=bool(site.branches),
             bytes=bytes_sent(site.kind, operand.bytes, result.bytes, size),
-            op_name=op_name,
+            op_name=op_name or site.operand(n).op_name,
         )
         for n, (operand, result) in enumerate(site.parts)
     ]
@@ -222,7 +227,7 @@ def _parts(
     computation: Computation, instruction: Instruction, kind: str
 ) -> tuple[str, tuple[tuple[Array, Array], ...]]:
     """Returns the kind, and the operand and result of each array communicated."""
-    done = _done(computation, instruction) if instruction.opcode != kind else instruction
+    done = computation.done(instruction) if instruction.opcode != kind else instruction
     results = list(flat_types(done.type))
     operands = [
         array
@@ -251,18 +256,6 @@ def _is_scatter_fusion(computation: Computation, instruction: Instruction) -> bo
     )
 
 
-def _done(computation: Computation, start: Instruction) -> Instruction:
-    """Returns the `-done` instruction of an asynchronous `start`."""
-    found: Instruction | None = start
-    while found is not None and not found.opcode.endswith("-done"):
-        found = computation.async_users.get(found.name)
-    if found is None:
-        raise ValueError(
-            f"`{start.name}` has no matching `-done` instruction in the compiled program"
-        )
-    return found
-
-
 def _first_of_async_fusion(instruction: Instruction, seen: set[tuple[str, str]]) -> bool:
     """Whether an instruction has not been counted yet.
 
@@ -277,11 +270,12 @@ def _first_of_async_fusion(instruction: Instruction, seen: set[tuple[str, str]])
     return new
 
 
-_CALLEES = {
-    "async-start": ("calls",),
+_CALLING = {
+    "async": ("calls",),
     "call": ("to_apply",),
     "conditional": ("branch_computations", "true_computation", "false_computation"),
     "custom-call": ("calls",),
     "fusion": ("calls",),
     "while": ("condition", "body"),
 }
+_CALLEES = {**_CALLING, **{f"{opcode}-start": keys for opcode, keys in _CALLING.items()}}

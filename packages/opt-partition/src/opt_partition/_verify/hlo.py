@@ -103,6 +103,17 @@ class Computation:
         found = (i for i in self.instructions.values() if i.opcode.endswith(ends))
         return {name: instruction for instruction in found for name in instruction.operands}
 
+    def done(self, start: Instruction) -> Instruction:
+        """Returns the `-done` instruction of an asynchronous `start`."""
+        found: Instruction | None = start
+        while found is not None and not found.opcode.endswith("-done"):
+            found = self.async_users.get(found.name)
+        if found is None:
+            raise ValueError(
+                f"`{start.name}` has no matching `-done` instruction in the compiled program"
+            )
+        return found
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Module:

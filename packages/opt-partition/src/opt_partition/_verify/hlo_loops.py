@@ -56,9 +56,10 @@ def _origin(module: Module, computation: Computation, name: str) -> Instruction:
             whole = computation.instructions[instruction.operands[0]]
             if whole.opcode in ("parameter", "while", "conditional"):
                 return instruction if whole.opcode == "parameter" else whole
-            instruction = whole
+            instruction = _source(computation, whole.name)
         called = instruction.called("calls") or instruction.called("to_apply")
-        if instruction.opcode not in ("fusion", "call") or not called:
+        opcode = instruction.opcode.removesuffix("-start")
+        if opcode not in ("async", "call", "fusion") or not called:
             return instruction
         computation = module.computations[called[0]]
         root = computation.instructions[computation.root]
@@ -72,9 +73,9 @@ def _element(computation: Computation, tuple_name: str, place: int) -> str:
 
 
 def _source(computation: Computation, name: str) -> Instruction:
-    """Returns the instruction that computes `name`, skipping copies."""
+    """Returns the instruction that computes or starts to compute `name`, skipping copies."""
     instruction = computation.instructions[name]
-    while instruction.opcode in ("copy", "bitcast", "copy-start", "copy-done"):
+    while instruction.opcode in _SAME or instruction.opcode.endswith(("-done", "-update")):
         instruction = computation.instructions[instruction.operands[0]]
     return instruction
 
@@ -96,3 +97,6 @@ def _step(computation: Computation, name: str, place: str) -> int | None:
         if source.opcode == "get-tuple-element" and source.attribute("index") == place:
             return _constant(computation, step)
     return None
+
+
+_SAME = frozenset({"bitcast", "copy", "copy-start"})

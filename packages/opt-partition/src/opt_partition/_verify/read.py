@@ -6,7 +6,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from opt_partition._verify.collectives import Collective, collectives
-from opt_partition._verify.hlo import parse
+from opt_partition._verify.concatenated_sums import parse_program
 
 
 def read_collectives(
@@ -32,4 +32,4 @@ def read_collectives(
             f"{type(step).__name__}"
         )
     mesh_shape = None if mesh is None else dict(mesh.shape)
-    return tuple(collectives(parse(compiled.as_text() or ""), mesh_shape))
+    return tuple(collectives(parse_program(compiled.as_text() or ""), mesh_shape))

@@ -12,9 +12,10 @@ from opt_partition._verify import leaf_findings, state_moves
 from opt_partition._verify import leaves as leaves_
 from opt_partition._verify import moved as moved_
 from opt_partition._verify.collectives import Collective, collectives
+from opt_partition._verify.concatenated_sums import parse_program
 from opt_partition._verify.expected import Expected
 from opt_partition._verify.gradients import gradient_all_reduces
-from opt_partition._verify.hlo import Module, parse
+from opt_partition._verify.hlo import Module
 from opt_partition._verify.ownership import check_roles
 from opt_partition._verify.report import Finding, Memory, Report, Severity, Unjudged
 from opt_partition._verify.wide_copies import wide_copies
@@ -122,7 +123,7 @@ def verify(
             f"{type(expected).__name__}"
         )
     inputs = leaves_.input_leaves(compiled, expected)
-    module = parse(compiled.as_text() or "")
+    module = parse_program(compiled.as_text() or "")
     outputs = leaves_.output_leaves(compiled, expected, inputs, module)
     leaves = [*inputs, *outputs]
     platform = leaves_.platform(leaves)
