@@ -325,7 +325,7 @@ def test_d9_one_of_two_processes_is_killed_during_a_save(
         for step in steps:
             close_to(read_step(folder, step), states[step])
     assert exact == {step: whole[step] for step in exact}
-    assert len(exact) > latest
+    assert exact.keys() >= set(range(1, latest + 1))
     for i, options in enumerate(ALONE):
         events, stop = tmp_path / f"alone-{i}", min(latest + 2, LAST)
         worker = workers.start("train", folder, events, **options, steps=stop)
