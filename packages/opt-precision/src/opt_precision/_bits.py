@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 Rng: TypeAlias = Literal["hash", "threefry"]
+Seal: TypeAlias = Callable[[jax.Array], jax.Array]
 
 _UPPER = np.uint32(0xFFFF0000)
 _LARGEST = float(jnp.finfo(jnp.bfloat16).max)
@@ -48,6 +49,26 @@ def widen(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32:
         return x.astype(jnp.float32)
     return x
+
+
+def sealed(product: jax.Array, zero: jax.Array) -> jax.Array:
+    """A product as it was rounded.
+
+    Compilers join a product with the sum that it is added to (a fused multiply-add), in some
+    programs and not in others: then last digits would depend on the mesh and on the other leaves.
+
+    Args:
+      product: floating-point numbers.
+      zero: an integer that is 0, which the compiler does not know.
+    """
+    kind = np.dtype(f"uint{8 * product.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(product, kind)
+    return lax.bitcast_convert_type(bits ^ zero.astype(kind), product.dtype)
+
+
+def unsealed(product: jax.Array) -> jax.Array:
+    """A product as it is: where no program has to have the bits of another."""
+    return product
 
 
 def round_nearest(x: jax.Array) -> jax.Array:
@@ -125,8 +146,9 @@ def noise_at(key: jax.Array, index: jax.Array, rng: Rng) -> jax.Array:
     """
     if rng == "hash":
         return _mix((index * _GOLDEN) ^ key)
-    keys, zeros = jnp.broadcast_to(key, index.shape), jnp.zeros_like(index)
-    found: jax.Array = threefry2x32_p.bind(keys, zeros, index, zeros)[0]
+    # Under `vmap` all operands have to be batched, or none.
+    zeros = (key ^ key) * index
+    found: jax.Array = threefry2x32_p.bind(zeros + key, zeros, zeros + index, zeros)[0]
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -50,12 +50,13 @@ class PrecisionReport:
     Attributes:
       rows: one per leaf of the state, and one per parameter that something is kept for.
       whole: the paths of the parameters whose updates are computed for whole leaves, since they
-        need more than the same element of other arrays; all others go piece by piece.
+        need more than the same element of other arrays; all others go piece by piece. `None` where
+        the update was not traced.
       parameters: the number of elements of the parameters.
     """
 
     rows: tuple[PrecisionRow, ...]
-    whole: tuple[str, ...]
+    whole: tuple[str, ...] | None
     parameters: int
 
     @property
@@ -78,7 +79,9 @@ class PrecisionReport:
         ]
         each = self.bytes / max(1, self.parameters)
         lines.append(f"{self.bytes:,} bytes of state, {each:.2f} per parameter")
-        if self.whole:
+        if self.whole is None:
+            lines.append("computed for whole leaves: not known without `extra_args` of the update")
+        elif self.whole:
             lines.append(f"computed for whole leaves: {', '.join(self.whole)}")
         return "\n".join(lines)
 
@@ -88,12 +91,13 @@ def _cells(row: PrecisionRow) -> tuple[str, ...]:
     return row.path, shape, row.role, row.stored, row.rounding, f"{row.bytes:,}", row.reason
 
 
-def explain_precision(tx: Any, params: Any) -> PrecisionReport:
+def explain_precision(tx: Any, params: Any, **extra_args: Any) -> PrecisionReport:
     """Returns what becomes of each leaf of a state, and why; nothing is allocated.
 
     Args:
       tx: a transformation of this package.
       params: the parameters; arrays or `jax.ShapeDtypeStruct`s.
+      **extra_args: what the update needs besides gradients, such as `value=0.0`.
 
     Raises:
       PrecisionError: `tx` is not a transformation of this package.
@@ -118,19 +122,19 @@ def explain_precision(tx: Any, params: Any) -> PrecisionReport:
     weights = wrapper if isinstance(wrapper, Rounded) else None
     inside = opened(wrapper.tx) if weights is not None else wrapper
     found: list[PrecisionRow] = []
-    whole: list[str] = []
+    whole: list[tuple[str, ...] | None] = []
 
     def look(params: Any) -> Any:
         state = tx.init(params)
         rows, inner = _state_rows(inside, state, params, weights is not None)
         found[:] = [*rows, *_weight_rows(weights, params)]
         options = inside.options() if isinstance(inside, Quantized) else Options(wrapper.tx)
-        whole[:] = _whole(options, inner, params)
+        whole[:] = [_whole(options, inner, params, extra_args, isinstance(inside, Quantized))]
         return 0
 
     jax.eval_shape(look, params)
     number = sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(params))
-    return PrecisionReport(tuple(found), tuple(whole), number)
+    return PrecisionReport(tuple(found), whole[0], number)
 
 
 def _state_rows(
@@ -183,17 +187,22 @@ def _weight_rows(weights: Rounded | None, params: Any) -> list[PrecisionRow]:
     return rows
 
 
-def _whole(options: Options, state: Any, params: Any) -> Sequence[str]:
-    """The parameters whose updates need whole leaves."""
+def _whole(
+    options: Options, state: Any, params: Any, extra_args: Mapping[str, Any], is_coded: bool
+) -> tuple[str, ...] | None:
+    """The parameters whose updates need whole leaves, where that is known."""
     given = Arguments(
         jax.tree.map(functools.partial(jnp.zeros_like, dtype=jnp.float32), params),
         state,
         params,
         [None] * len(jax.tree.leaves(params)),
-        {},
+        extra_args,
         (jnp.int32(0), jnp.int32(0)),
+        is_coded,
     )
     try:
-        return Step(options, given, is_in_place=True).whole_leaves()
-    except TypeError:  # an update that has to be given more than gradients
-        return ()
+        return tuple(Step(options, given, is_in_place=True).whole_leaves())
+    except TypeError:
+        if extra_args:
+            raise
+        return None  # an update that has to be given more than gradients

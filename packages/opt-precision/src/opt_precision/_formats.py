@@ -22,6 +22,7 @@ from opt_precision import _bits, _blocks, _maps
 Kind: TypeAlias = Literal["bfloat16", "float8", "dynamic8", "log8", "dynamic4"]
 VERSION: Final = 1
 
+_TINY: Final = float(jnp.finfo(jnp.float32).tiny)
 _LOG_STEP: Final = _maps.LOG_DECADES * math.log2(10) / _maps.LOG_STEPS
 
 
@@ -117,7 +118,7 @@ def is_encoded(node: Any) -> bool:
 
 
 def encode(
-    form: Format, x: jax.Array, noise: jax.Array | None
+    form: Format, x: jax.Array, noise: jax.Array | None, seal: _bits.Seal = _bits.unsealed
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the codes and scales of an array, or of whole blocks of one.
 
@@ -125,6 +126,7 @@ def encode(
       form: the format.
       x: what to encode; float32.
       noise: 32 random bits per element; `None` rounds to nearest.
+      seal: what products go through.
     """
     x = _bits.widen(x)
     if form.kind == "bfloat16":
@@ -132,35 +134,46 @@ def encode(
         return _bits.narrow(rounded), None
     magnitude = lax.sqrt(x) if form.squared else lax.abs(x)
     scale = _blocks.block_max(magnitude, form.axis, form.block)
-    # A block of zeros has no scale to divide by.
-    divisor = lax.select(scale == 0, jnp.ones_like(scale), scale)
-    each = _blocks.spread(divisor, form.axis, form.block, x.shape[form.axis])
-    y = magnitude / each
+    # A block of zeros has no scale to divide by. The inverse is there for each block: divided by
+    # a scale for each element, XLA would make it so here and there, where the last digits differ.
+    divisor = lax.select(scale < _TINY, jnp.ones_like(scale), scale)
+    inverse = _blocks.spread(1 / divisor, form.axis, form.block, x.shape[form.axis])
+    y = seal(magnitude * inverse)
     if form.kind == "log8":
-        return _encode_log(y, noise), scale
+        return _encode_log(y, noise, seal), scale
     if form.kind == "float8":
-        rank = _rank_in(_maps.e4m3_roots if form.squared else _maps.e4m3, form, y, noise)
+        rank = _rank_in(_maps.e4m3_roots if form.squared else _maps.e4m3, form, y, noise, seal)
         sign = jnp.where(x < 0, np.uint8(128), np.uint8(0))
         return lax.bitcast_convert_type(rank | sign, jnp.float8_e4m3fn), scale
     if form.squared:
-        return _rank_in(_maps.dynamic_roots, form, y, noise), scale
+        return _rank_in(_maps.dynamic_roots, form, y, noise, seal), scale
     table = _maps.dynamic4_magnitudes if form.kind == "dynamic4" else _maps.dynamic_magnitudes
-    rank, zero = _rank_in(table, form, y, noise), np.uint8(len(table()) - 1)
+    rank, zero = _rank_in(table, form, y, noise, seal), np.uint8(len(table()) - 1)
     return jnp.where(x < 0, zero - rank, zero + rank).astype(form.codes_dtype), scale
 
 
-def decode(form: Format, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Returns the values of codes, in the dtype of the format."""
+def decode(
+    form: Format, codes: jax.Array, scale: jax.Array | None, seal: _bits.Seal = _bits.unsealed
+) -> jax.Array:
+    """Returns the values of codes, in the dtype of the format.
+
+    Args:
+      form: the format.
+      codes: the codes.
+      scale: their scales, if they have any.
+      seal: what products go through.
+    """
     if scale is None:
         return _bits.widen(codes).astype(form.dtype)
     each = _blocks.spread(scale, form.axis, form.block, codes.shape[form.axis])
     codes = as_bytes(codes)
     if form.kind == "log8":
-        value = lax.exp2((codes.astype(jnp.float32) - _maps.LOG_STEPS) * np.float32(_LOG_STEP))
+        steps = codes.astype(jnp.float32) - _maps.LOG_STEPS
+        value = lax.exp2(seal(steps * np.float32(_LOG_STEP)))
     else:
         value = _look_up(_by_code(form), codes)
-    value = value * each
-    return (value * value if form.squared else value).astype(form.dtype)
+    value = seal(value * each)
+    return (seal(value * value) if form.squared else value).astype(form.dtype)
 
 
 @functools.cache
@@ -213,14 +226,18 @@ def _rank(ranks: _maps.Ranks, y: jax.Array) -> jax.Array:
 
 
 def _rank_in(
-    table: Callable[[], _maps.Table], form: Format, y: jax.Array, noise: jax.Array | None
+    table: Callable[[], _maps.Table],
+    form: Format,
+    y: jax.Array,
+    noise: jax.Array | None,
+    seal: _bits.Seal,
 ) -> jax.Array:
     """The index of numbers between 0 and 1 in a table."""
     if noise is None:
         # Of two neighbours the mean of what is stored decides.
         return _rank(_maps.nearests(table, squared=form.squared), y)
     below, gaps = _rank(_maps.floors(table), y), _maps.gaps(table, squared=form.squared)
-    distance = (y * y if form.squared else y) - _look_up(gaps.low, below)
+    distance = (seal(y * y) if form.squared else y) - _look_up(gaps.low, below)
     return _step_up(below, distance * _look_up(gaps.inverse, below), noise)
 
 
@@ -231,13 +248,13 @@ def _step_up(below: jax.Array, chance: jax.Array, noise: jax.Array) -> jax.Array
     return below + (uniform < chance).astype(jnp.uint8)
 
 
-def _encode_log(y: jax.Array, noise: jax.Array | None) -> jax.Array:
+def _encode_log(y: jax.Array, noise: jax.Array | None, seal: _bits.Seal) -> jax.Array:
     """The codes of values between 0 and 1 in the logarithmic map, without a table."""
-    log2 = lax.log(jnp.maximum(y, np.float32(_maps.LOG_LEAST))) * np.float32(1 / math.log(2))
-    position = log2 * np.float32(1 / _LOG_STEP) + _maps.LOG_STEPS
+    log = lax.log(jnp.maximum(y, np.float32(_maps.LOG_LEAST)))
+    position = seal(log * np.float32(1 / (math.log(2) * _LOG_STEP))) + _maps.LOG_STEPS
     if noise is None:
         return jnp.clip(lax.round(position), 0, _maps.LOG_STEPS).astype(jnp.uint8)
     below = jnp.clip(lax.floor(position), 0, _maps.LOG_STEPS - 1)
-    low = lax.exp2((below - _maps.LOG_STEPS) * np.float32(2 * _LOG_STEP))  # squared
-    chance = (y * y - low) / (low * np.float32(2.0 ** (2 * _LOG_STEP) - 1))
+    low = lax.exp2(seal((below - _maps.LOG_STEPS) * np.float32(2 * _LOG_STEP)))  # squared
+    chance = (seal(y * y) - low) / (low * np.float32(2.0 ** (2 * _LOG_STEP) - 1))
     return _step_up(below.astype(jnp.uint8), chance, noise)

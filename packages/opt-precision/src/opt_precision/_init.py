@@ -144,9 +144,11 @@ class First:
         rows = zip(self.program.outs, self.avals, self._mirrors, strict=True)
         for i, (atom, aval, mirror) in enumerate(rows):
             form = None if plan is None else plan[i].format
+            constant = self.program.constant(atom)
             is_mirror = mirror is not None and jnp.issubdtype(aval.dtype, jnp.floating)
-            constant = self.program.constant(atom) if is_mirror else None
-            if mirror is not None and constant is not None:
+            if constant is not None and aval.size == 1 and not is_mirror:
+                leaves.append(jnp.full(aval.shape, constant, aval.dtype))
+            elif is_mirror and mirror is not None and constant is not None:
                 # As the parameter lies, like Optax's; eagerly, the program alone would not say so.
                 param = self.params[mirror.param]
                 leaves.append(

@@ -152,7 +152,7 @@ class Quantized:
         _check_kind(state, QuantizedState)
         extras = [None] * len(jax.tree.leaves(grads))
         steps = (state.step, state.step)
-        given = Arguments(grads, state.inner, params, extras, extra_args, steps)
+        given = Arguments(grads, state.inner, params, extras, extra_args, steps, is_coded=True)
         made = Step(self.options(), given, is_in_place=is_in_place).run()
         return made, QuantizedState(incremented(state.step), made.state)
 
@@ -248,7 +248,7 @@ class Rounded:
         steps = (own_step, state.inner.step if is_quantized else 0)
         stored = state.inner.inner if is_quantized else state.inner
         extras = self._extras(state, params)
-        given = Arguments(grads, stored, params, extras, extra_args, steps)
+        given = Arguments(grads, stored, params, extras, extra_args, steps, is_quantized)
         made = Step(options, given, is_in_place=is_in_place).run()
         inner = made.state
         if is_quantized:
@@ -259,17 +259,24 @@ class Rounded:
         return made, self.kind(jax.tree.unflatten(jax.tree.structure(params), extra), inner)
 
     def _extras(self, state: Any, params: Any) -> Sequence[Any]:
-        leaves = jax.tree.leaves(params)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
         if self.weights.method == "stochastic":
             return [None] * len(leaves)
-        tree = getattr(state, EXTRA_FIELD[self.weights.method])
-        kept = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
-        if len(kept) != len(leaves):
+        kept = _kept(structure, getattr(state, EXTRA_FIELD[self.weights.method]))
+        if kept is None:
             raise StateError(
-                f"the state of `{self.name}` was made for {len(kept)} parameters; there are "
-                f"{len(leaves)}"
+                f"the state of `{self.name}` was made for other parameters than these {len(leaves)}"
             )
-        return [None if isinstance(one, optax.MaskedNode) else one for one in kept]
+        extras = [None if isinstance(one, optax.MaskedNode) else one for one in kept]
+        for (path, param), extra in zip(leaves, extras, strict=True):
+            dtype = jnp.result_type(param)
+            if self.weights.is_met_by(dtype) != (extra is not None):
+                raise StateError(
+                    f"{jax.tree_util.keystr(path)} is {dtype.name}, and the state of "
+                    f"`{self.name}` was made for another dtype. Make it anew, or convert the "
+                    "parameters."
+                )
+        return extras
 
     def describe_fields(self) -> dict[str, Any]:
         """Returns what the fields mean, as `opt_core.protocols.DescribesFields` asks."""
@@ -283,6 +290,16 @@ class Rounded:
                 "rng": self.weights.rng,
             },
         }
+
+
+def _kept(structure: Any, tree: Any) -> list[Any] | None:
+    """What is kept besides each parameter, or a marker; `None` where parameters are others."""
+    try:
+        found: list[Any] = structure.flatten_up_to(tree)
+    except ValueError:
+        return None
+    is_marker = [isinstance(one, optax.MaskedNode) or hasattr(one, "dtype") for one in found]
+    return found if all(is_marker) else None
 
 
 def quantize_state(

@@ -27,6 +27,7 @@ class Arguments(NamedTuple):
       extras: what is kept besides each parameter; `None` where nothing is.
       extra_args: for the inner update.
       steps: how often weights and state were updated.
+      is_coded: whether encoded leaves are this step's; those of a wrapper inside are its own.
     """
 
     grads: Any
@@ -35,6 +36,7 @@ class Arguments(NamedTuple):
     extras: Sequence[Any]
     extra_args: Mapping[str, Any]
     steps: tuple[Any, Any]
+    is_coded: bool
 
 
 class Leaf(NamedTuple):
@@ -80,7 +82,7 @@ class Flat:
         self.params = _flat_params(given.params, self.tree)
         self.extras = given.extras
         stored, self.state_tree = jax.tree_util.tree_flatten_with_path(
-            given.state, is_leaf=is_encoded
+            given.state, is_leaf=is_encoded if given.is_coded else None
         )
         self.paths: list[KeyPath] = [path for path, _ in stored]
         self.stored = [leaf if is_encoded(leaf) else _array(leaf) for _, leaf in stored]

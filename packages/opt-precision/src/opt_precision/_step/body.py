@@ -28,14 +28,20 @@ class Data(NamedTuple):
 
     Attributes:
       numbers: scalars that the equations use.
+      zero: see `opt_precision._bits.sealed`; `None` where products may round as they like.
       keys: of all noise of the step, an array; `None` where nothing is rounded.
       first: where the leaf's are among them, a number: of the parameter, and of each leaf of the
         state that mirrors it.
     """
 
     numbers: Sequence[Any]
+    zero: jax.Array | None
     keys: Any = None
     first: Any = None
+
+    def seal(self, product: jax.Array) -> jax.Array:
+        """A product as it was rounded."""
+        return product if self.zero is None else _bits.sealed(product, self.zero)
 
 
 class Part(NamedTuple):
@@ -68,9 +74,8 @@ def signature(
 
     def of(atom: Any) -> Hashable:
         if isinstance(atom, Literal):
-            # A NaN is not equal to itself, and then the leaf is computed alone.
             value = np.asarray(atom.val)
-            return str(atom.aval), value.item() if value.ndim == 0 else id(atom)
+            return str(atom.aval), value.tobytes() if value.ndim == 0 else id(atom)
         return number.setdefault(atom, len(number))
 
     places = sorted(arguments.items(), key=lambda item: item[1])
@@ -128,6 +133,7 @@ class Inputs:
         shape: Shape,
         param: jax.Array | None,
         extra: jax.Array | None,
+        seal: _bits.Seal,
     ) -> tuple[dict[Value, Any], list[Any]]:
         """Returns all values on a piece, and the dtypes in which leaves of the state are stored.
 
@@ -137,6 +143,7 @@ class Inputs:
           shape: of the piece.
           param: the piece of the parameter.
           extra: that of what is kept besides it.
+          seal: what products go through.
         """
         known: dict[Value, Any] = dict(zip(self.numbers, numbers, strict=True))
         places = {place: value for value, place in self.arguments.items()}
@@ -149,10 +156,10 @@ class Inputs:
             codes = next(operands)
             dtypes.append(codes.dtype)
             if form is not None:
-                codes = decode(form, codes, next(operands) if form.block else None)
+                codes = decode(form, codes, next(operands) if form.block else None, seal)
             known[places[place]] = codes
         known |= zip(self.arrays, operands, strict=True)
-        return evaluate(self.equations, known, shape), dtypes
+        return evaluate(self.equations, known, shape, seal), dtypes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -205,7 +212,7 @@ class Update:
         def noise(place: int) -> jax.Array:
             return self.noise_at(place, lax.index_in_dim(keys(), place, keepdims=False), index())
 
-        return self.compute(data.numbers, piece, operands, noise)
+        return self.compute(data, piece, operands, noise)
 
     def noise_at(self, place: int, key: jax.Array, index: jax.Array) -> jax.Array:
         """The noise of the parameter, 0, or of a leaf of the state."""
@@ -213,7 +220,7 @@ class Update:
 
     def compute(
         self,
-        numbers: Sequence[Any],
+        data: Data,
         shape: Shape,
         operands: Sequence[jax.Array],
         noise: Callable[[int], jax.Array],
@@ -221,7 +228,7 @@ class Update:
         """Computes a piece.
 
         Args:
-          numbers: that the equations use.
+          data: what is the leaf's own.
           shape: of the piece.
           operands: see `__call__`.
           noise: the noise of the parameter, 0, and of each leaf of the state.
@@ -231,12 +238,12 @@ class Update:
         has_params = self.inputs.has_params
         param = buffer if self.is_in_place else next(left) if has_params else None
         extra = next(left) if self.inputs.has_extra else None
-        known, dtypes = self.inputs.values(left, numbers, shape, param, extra)
+        known, dtypes = self.inputs.values(left, data.numbers, shape, param, extra, data.seal)
         update, *states = (read(known, out) for out in self.outs)
         results = self._placed(param, extra, update, noise, buffer)
         rows = zip(self.inputs.formats, dtypes, states, strict=True)
         for place, (form, dtype, new) in enumerate(rows, 1):
-            results += _stored(form, dtype, new, functools.partial(noise, place))
+            results += _stored(form, dtype, new, functools.partial(noise, place), data.seal)
         return results
 
     def _placed(
@@ -296,7 +303,8 @@ class Reduction:
         before = [next(left) for _ in self.names]
         param = next(left) if self.inputs.has_params else None
         extra = next(left) if self.inputs.has_extra else None
-        known, _ = self.inputs.values(left, data.numbers, shape or part.shape, param, extra)
+        piece = shape or part.shape
+        known, _ = self.inputs.values(left, data.numbers, piece, param, extra, data.seal)
         made = []
         for name, number, out in zip(self.names, before, self.outs, strict=True):
             reduce, join = _REDUCE[name]
@@ -313,12 +321,16 @@ def first_number(name: str, dtype: Any) -> jax.Array:
 
 
 def _stored(
-    form: Format | None, dtype: Any, new: jax.Array, noise: Callable[[], jax.Array]
+    form: Format | None,
+    dtype: Any,
+    new: jax.Array,
+    noise: Callable[[], jax.Array],
+    seal: _bits.Seal,
 ) -> list[jax.Array]:
     """A leaf of the state as it is stored."""
     if form is None:
         return [new.astype(dtype)]
-    codes, scale = encode(form, new, noise() if form.stochastic else None)
+    codes, scale = encode(form, new, noise() if form.stochastic else None, seal)
     return [codes] if scale is None else [codes, scale]
 
 

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
+from opt_precision._bits import Seal, unsealed
+
 ELEMENTWISE: Final = frozenset(
     {
         *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2"),
@@ -24,6 +26,7 @@ ELEMENTWISE: Final = frozenset(
     }
 )
 REDUCTIONS: Final = frozenset({"reduce_max", "reduce_min", "reduce_sum"})
+_PRODUCTS: Final = frozenset({"integer_pow", "mul", "square"})
 _CALLS: Final = frozenset({"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"})
 # What may stand in a function that is taken apart; others are called as ever.
 _PLAIN: Final = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "reshape", "squeeze"}
@@ -95,7 +98,8 @@ class Equations:
 
     Args:
       closed: the traced function.
-      is_split: whether conditions are taken apart, too; then compilers may round otherwise.
+      is_split: whether conditions are taken apart, too, and functions with derivatives of their
+        own; then compilers may round otherwise, and rules of derivatives are lost.
 
     Attributes:
       arguments: the values that it is given.
@@ -123,7 +127,8 @@ class Equations:
         for eqn in jaxpr.eqns:
             inputs = [x if isinstance(x, Literal) else known[x] for x in eqn.invars]
             made: Sequence[Atom]
-            if (inner := _plain_call(eqn)) is not None:
+            inner = _plain_call(eqn) if self._is_split or _is_jit(eqn) else None
+            if inner is not None:
                 made = self._take_apart(inner, inputs)
             elif self._is_split and (branches := _plain_branches(eqn)):
                 made = self._choose(eqn, inputs, branches)
@@ -184,7 +189,10 @@ class Equations:
 
 
 def evaluate(
-    equations: Iterable[Equation], known: Mapping[Value, Any], shape: tuple[int, ...] | None
+    equations: Iterable[Equation],
+    known: Mapping[Value, Any],
+    shape: tuple[int, ...] | None,
+    seal: Seal = unsealed,
 ) -> dict[Value, Any]:
     """Evaluates equations.
 
@@ -193,6 +201,7 @@ def evaluate(
       known: what they start from.
       shape: of the pieces of arrays, for equations that treat elements by themselves; `None` for
         whole arrays.
+      seal: what products in pieces go through.
 
     Returns:
       What they start from, and all that was made.
@@ -200,7 +209,8 @@ def evaluate(
     values = dict(known)
     for equation in equations:
         operands = [read(values, atom) for atom in equation.inputs]
-        values.update(zip(equation.outputs, compute(equation, operands, shape), strict=True))
+        made = compute(equation, operands, shape, seal)
+        values.update(zip(equation.outputs, made, strict=True))
     return values
 
 
@@ -210,24 +220,37 @@ def read(values: Mapping[Value, Any], atom: Atom) -> Any:
 
 
 def compute(
-    equation: Equation, operands: Sequence[Any], shape: tuple[int, ...] | None
+    equation: Equation,
+    operands: Sequence[Any],
+    shape: tuple[int, ...] | None,
+    seal: Seal = unsealed,
 ) -> list[Any]:
     """Computes an equation; the arguments are those of `evaluate`."""
     if equation.choice is not None:
-        return [_chosen(equation.choice, operands, shape)]
-    is_piece = shape is not None and not all(value.is_number for value in equation.outputs)
-    if is_piece and equation.name == "broadcast_in_dim":
-        return [jnp.broadcast_to(jnp.reshape(operands[0], ()), shape)]
+        return [_chosen(equation.choice, operands, shape, seal)]
+    if shape is not None and equation.name == "broadcast_in_dim":
+        number, out = jnp.reshape(operands[0], ()), equation.outputs[0]
+        return [jnp.broadcast_to(number, out.aval.shape if out.is_number else shape)]
     eqn, primitive = equation.source, equation.source.primitive
     params: Any = primitive.get_bind_params(eqn.params)
     functions, params = params if isinstance(params, tuple) else ((), params)  # until JAX 0.9
     # Pieces are computed on each device by itself, where the mesh that was traced does not hold.
     with eqn.ctx.manager if shape is None else contextlib.nullcontext():
         found: Any = primitive.bind(*functions, *operands, **params)
+    if shape is not None and _is_product(equation):
+        found = seal(found)
     return list(found) if primitive.multiple_results else [found]
 
 
-def _chosen(choice: Choice, operands: Sequence[Any], shape: tuple[int, ...] | None) -> Any:
+def _is_product(equation: Equation) -> bool:
+    [value, *others] = equation.outputs
+    is_float = not others and jnp.issubdtype(value.aval.dtype, jnp.floating)
+    return equation.name in _PRODUCTS and is_float and not value.is_number
+
+
+def _chosen(
+    choice: Choice, operands: Sequence[Any], shape: tuple[int, ...] | None, seal: Seal
+) -> Any:
     index, *used = operands
 
     def branch_of(branch: Equations) -> Callable[..., Any]:
@@ -236,13 +259,18 @@ def _chosen(choice: Choice, operands: Sequence[Any], shape: tuple[int, ...] | No
             given = [branch.arguments[j] for j in choice.used]
             known = branch.consts | dict(zip(given, operands, strict=True))
             equations = [branch.equations[i] for i in branch.needed([out])[0]]
-            value = jnp.asarray(read(evaluate(equations, known, shape), out), type_of(out).dtype)
+            made = read(evaluate(equations, known, shape, seal), out)
+            value = jnp.asarray(made, type_of(out).dtype)
             is_piece = shape is not None and type_of(out).size != 1
             return jnp.broadcast_to(value, shape) if is_piece else value
 
         return run
 
     return lax.switch(index, [branch_of(branch) for branch in choice.branches], *used)
+
+
+def _is_jit(eqn: JaxprEqn) -> bool:
+    return not eqn.primitive.name.startswith("custom_")
 
 
 def _plain_call(eqn: JaxprEqn) -> ClosedJaxpr | None:

@@ -43,12 +43,11 @@ def find_place(layout: Any, leaves: Sequence[Any]) -> Place:
     meshes = {sharding.mesh for sharding in shardings if not sharding.mesh.empty}
     if not meshes:
         return Place()
-    explicit = {mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types}
-    if len(meshes) > 1 or not explicit or AxisType.Auto in meshes.copy().pop().axis_types:
-        is_single = all(mesh.size == 1 for mesh in meshes)
-        return Place(is_hidden=not is_single)
-    if AxisType.Manual in meshes.copy().pop().axis_types:
-        return Place()
+    kinds = {kind for mesh in meshes for kind in mesh.axis_types}
+    if kinds == {AxisType.Manual}:
+        return Place()  # parts of arrays, in a `shard_map` of the user's
+    if len(meshes) > 1 or kinds != {AxisType.Explicit}:
+        return Place(is_hidden=any(mesh.size > 1 for mesh in meshes))
     specs = tuple(_padded(s.spec, leaf.ndim) for s, leaf in zip(shardings, leaves, strict=True))
     return Place(meshes.pop(), specs)
 

@@ -7,10 +7,11 @@ piece by piece, and so are sums of it; everything else is evaluated whole, first
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from opt_precision._step.equations import (
@@ -43,6 +44,7 @@ class Kind(NamedTuple):
 
 WHOLE: Final = Kind(None)
 UNIFORM: Final = Kind(-1)
+_NUMBERS: Final = ELEMENTWISE | {"broadcast_in_dim", "reshape", "squeeze"}
 KindOf: TypeAlias = Callable[[Atom], Kind]
 
 
@@ -64,15 +66,23 @@ class Program(Equations):
         found, starts = self.needed(outs, lambda value: self.kind(value) == WHOLE)
         return [self.equations[i] for i in found], starts
 
-    def constant(self, atom: Atom) -> float | None:
-        """The number in all elements of an output, where that does not depend on arguments."""
+    def constant(self, atom: Atom) -> Any:
+        """The number in all elements of an output; `None` if it depends on arguments."""
         if isinstance(atom, Literal):
-            return float(atom.val) if jnp.ndim(atom.val) == 0 else None
-        equations, starts = self.elementwise([atom])
-        if not self.kind(atom).is_uniform or starts:
+            return atom.val if jnp.ndim(atom.val) == 0 else None
+        if jnp.issubdtype(atom.aval.dtype, jax.dtypes.extended):
+            return None
+        if atom.is_number:
+            found, starts = self.needed([atom])
+            equations = [self.equations[i] for i in found]
+        elif self.kind(atom).is_uniform:
+            equations, starts = self.elementwise([atom])
+        else:
+            return None
+        if starts or not all(_makes_numbers(one) or not atom.is_number for one in equations):
             return None
         with jax.ensure_compile_time_eval():
-            return float(evaluate(equations, {}, ())[atom])
+            return np.asarray(evaluate(equations, {}, ())[atom]).reshape(())[()]
 
 
 def _with_kinds(equations: Iterable[Equation], found: dict[Value, Kind]) -> KindOf:
@@ -97,6 +107,11 @@ def _kind_of(equation: Equation, kind: KindOf) -> Kind:
     if equation.name == "broadcast_in_dim":
         return UNIFORM if _is_number(equation.inputs[0], kind) else WHOLE
     return _kind_of_elements(equation, kind) if equation.name in ELEMENTWISE else WHOLE
+
+
+def _makes_numbers(equation: Equation) -> bool:
+    is_plain = equation.choice is None and equation.name in _NUMBERS
+    return is_plain and all(value.is_number for value in equation.outputs)
 
 
 def _is_number(atom: Atom, kind: KindOf) -> bool:

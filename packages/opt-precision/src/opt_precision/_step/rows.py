@@ -124,7 +124,7 @@ class _Joined:
         def noise(place: int) -> jax.Array:
             return self.body.noise_at(place, keys[self.noises.index(place)], index)
 
-        return self.body.compute(data.numbers, piece, own, noise)
+        return self.body.compute(data, piece, own, noise)
 
 
 def joined(works: Sequence[Work], zero: jax.Array) -> Work:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from opt_precision._formats import Format
 from opt_precision._step.body import Data, Part, Reduction
@@ -64,8 +64,8 @@ def run(
         return _on_mesh(tasks, keys, place, limit, zero)
     works = []
     for task, first in zip(tasks, _first_keys(tasks), strict=True):
+        data = Data(task.numbers, zero if task.is_cut else None, keys, first)
         task = task._replace(is_cut=task.is_cut and not place.is_hidden)
-        data = Data(task.numbers, keys, first)
         part = Part((0,) * len(task.leaf.shape), task.leaf.shape)
         work = _work(task, task.operands, part, data)
         works.append(work._replace(view=viewed(task) if work.is_looped else None))
@@ -100,7 +100,7 @@ def resharded(array: jax.Array, spec: PartitionSpec) -> jax.Array:
     sharding = jax.typeof(array).sharding
     if sharding.mesh.empty or not sharding.mesh.explicit_axes or sharding.spec == spec:
         return array
-    moved: jax.Array = jax.sharding.reshard(array, spec)
+    moved: jax.Array = jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))
     return moved
 
 
@@ -121,7 +121,7 @@ def _on_mesh(
             ]
             shape = part_shape(mesh, spec, task.leaf.shape)
             part = Part(local_origin(mesh, spec, shape), shape)
-            data = Data(own, keys, first)
+            data = Data(own, zero if task.is_cut else None, keys, first)
             works.append(_work(task, operands, part, data, place=str(spec)))
         made, zero = stream(works, limit, zero)
         return _joined(tasks, specs, made), zero
@@ -141,10 +141,18 @@ def _on_mesh(
     inputs = arrays, [task.numbers for task in tasks], keys, zero
     in_specs = own_specs, whole, whole, whole
     found, zero = mapped(parts, mesh, in_specs, (out_specs, whole))(*inputs)
-    before = [[x.value for x in task.operands if x.is_result] for task in tasks]
+    moved = [
+        NamedSharding(mesh, place.specs[task.leaf.at])
+        if spec != place.specs[task.leaf.at]
+        else None
+        for task, spec in zip(tasks, specs, strict=True)
+    ]
     results = [
-        [_back(new, old) for new, old in zip(made, given, strict=True)]
-        for made, given in zip(found, before, strict=True)
+        [
+            _back(new, old.value, None if old.blocks or old.is_total else lies)
+            for new, old in zip(made, [x for x in task.operands if x.is_result], strict=True)
+        ]
+        for task, made, lies in zip(tasks, found, moved, strict=True)
     ]
     return Made(results, zero)
 
@@ -184,11 +192,19 @@ def _work(
     return Work(part.shape, operands, compute, units, task.is_cut, data, key)
 
 
-def _back(new: jax.Array, old: jax.Array) -> jax.Array:
-    """A result where its source was, if types say where that is."""
+def _back(new: jax.Array, old: jax.Array, lies: NamedSharding | None) -> jax.Array:
+    """A result where its source was: as types say, or else as the layout does.
+
+    Args:
+      new: the result.
+      old: the source.
+      lies: where a layout has the parameter, if the result is like it.
+    """
     sharding = jax.typeof(old).sharding
-    is_same = jax.typeof(new).sharding == sharding
-    if sharding.mesh.empty or not sharding.mesh.explicit_axes or is_same:
+    if sharding.mesh.empty or not sharding.mesh.explicit_axes:
+        made: jax.Array = new if lies is None else lax.with_sharding_constraint(new, lies)
+        return made
+    if jax.typeof(new).sharding == sharding:
         return new
-    moved: jax.Array = jax.sharding.reshard(new, sharding.spec)
+    moved: jax.Array = jax.sharding.reshard(new, sharding)
     return moved

@@ -315,9 +315,11 @@ def _origin(grid: Grid, index: Any) -> Origin:
 
 
 def _starts(blocks: Blocks | None, origin: Origin) -> list[Any]:
-    if blocks is None:
-        return list(origin)
-    return [at // blocks.size if dim == blocks.axis else at for dim, at in enumerate(origin)]
+    starts = [
+        at // blocks.size if blocks is not None and dim == blocks.axis else at
+        for dim, at in enumerate(origin)
+    ]
+    return [np.int32(at) if isinstance(at, int) else at for at in starts]  # of one type with x64
 
 
 def _cut(whole: jax.Array, blocks: Blocks | None, grid: Grid, origin: Origin) -> jax.Array:

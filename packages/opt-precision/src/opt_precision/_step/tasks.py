@@ -111,7 +111,7 @@ class Tasks:
             for value in (*starts, *(out for out in outs if out not in own))
             if isinstance(value, Value) and value not in given
         )
-        is_number = {value: value.is_number and math.prod(leaf.shape) != 1 for value in whole}
+        is_number = {value: value.is_number and value.aval.shape != leaf.shape for value in whole}
         arrays = [value for value in whole if not is_number[value]]
         return Elements(outs, equations, arrays, [value for value in whole if is_number[value]])
 
@@ -121,7 +121,8 @@ class Tasks:
         return [
             leaf.path
             for leaf, elements in zip(self._flat.leaves, self.elements, strict=True)
-            if any(
+            if elements.arrays
+            or any(
                 isinstance(out, Value) and kind(out).leaf not in (leaf.at, -1)
                 for out in elements.outs
             )
@@ -184,6 +185,8 @@ class Tasks:
         index = self._program.kind(operand).leaf
         rank, axes = len(operand.aval.shape), equation.source.params["axes"]
         if index is None or index < 0 or len(axes) < rank or not _is_float(operand):
+            return False
+        if not operand.aval.size:  # what is the largest of nothing is said by what is around it
             return False
         leaf, grad = self._flat.leaves[index], self._flat.grads[index]
         _, starts = self._program.elementwise([operand])
