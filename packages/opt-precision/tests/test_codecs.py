@@ -181,7 +181,7 @@ def test_four_bits_train_with_second_moments_in_eight() -> None:
     assert cosine >= 0.8  # 0.83; in 8 bits 0.98 over twice as many decades
     params = jnp.zeros((64, 256))
     state = quantize_state(optax.adam(1e-3), op.int4()).init(params).inner[0]
-    assert (state.mu.codes.dtype, state.nu.codes.dtype) == (jnp.uint4, jnp.uint8)
+    assert (state.mu.codes.dtype, state.nu.codes.dtype) == (jnp.int4, jnp.uint8)
     assert not np.asarray(op.decode(state).mu).any()
 
 

@@ -136,8 +136,8 @@ class StoresLeaf(Protocol):
         """Returns what the codes mean, as JSON has data, so that anybody can decode them.
 
         * `'codec'`: its name, and `'version'`: 1.
-        * `'table'`: for each code its value, relative to the scale; empty where the codes are
-          floats, and stand for themselves.
+        * `'table'`: for each code its value, relative to the scale, and for negative ones from the
+          end; empty where the codes are floats, and stand for themselves.
         * `'squared'`: whether the leaf is the square of that.
         * `'axis'` and `'block'`: which axis has a scale per block, and the elements of one.
         * `'dtype'`: of the leaf.

@@ -137,7 +137,7 @@ def _decoder(table: tuple[float, ...], squared: bool, axis: int, block: int, dty
         if scale is None:
             return codes.astype(dtype)
         if jnp.issubdtype(codes.dtype, jnp.integer):
-            codes = codes.astype(jnp.uint8)
+            codes = codes.astype(jnp.int32) % len(table)
         else:
             codes = lax.bitcast_convert_type(codes, jnp.uint8)
         size = codes.shape[axis]

@@ -51,7 +51,7 @@ class Format:
     @property
     def codes_dtype(self) -> Any:
         """The dtype of the codes."""
-        own = {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn, "dynamic4": jnp.uint4}
+        own = {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn, "dynamic4": jnp.int4}
         return own.get(self.kind, jnp.uint8)
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -70,7 +70,7 @@ class Encoded:
     """A leaf of a state, stored in fewer bits; in the place of the leaf.
 
     Attributes:
-      codes: of the leaf's shape; uint8, float8_e4m3fn or bfloat16.
+      codes: of the leaf's shape; uint8, float8_e4m3fn, int4 or bfloat16.
       scale: the largest magnitude of each block (of the square roots, for second moments), float32
         of shape `[..., ceil(n / block), ...]`; `None` for bfloat16.
       format: what codes and scale mean.
@@ -147,9 +147,12 @@ def encode(
         return lax.bitcast_convert_type(rank | sign, jnp.float8_e4m3fn), scale
     if form.squared:
         return _rank_in(_maps.dynamic_roots, form, y, noise, seal), scale
-    table = _maps.dynamic4_magnitudes if form.kind == "dynamic4" else _maps.dynamic_magnitudes
-    rank, zero = _rank_in(table, form, y, noise, seal), np.uint8(len(table()) - 1)
-    return jnp.where(x < 0, zero - rank, zero + rank).astype(form.codes_dtype), scale
+    if form.kind == "dynamic4":
+        rank = _rank_in(_maps.dynamic4_magnitudes, form, y, noise, seal).astype(jnp.int8)
+        return jnp.where(x < 0, -rank, rank).astype(jnp.int4), scale
+    rank = _rank_in(_maps.dynamic_magnitudes, form, y, noise, seal)
+    zero = np.uint8(len(_maps.dynamic_magnitudes()) - 1)
+    return jnp.where(x < 0, zero - rank, zero + rank), scale
 
 
 def decode(
@@ -188,6 +191,8 @@ def constant_codes(form: Format, value: float) -> tuple[int, float]:
 
 def as_bytes(codes: jax.Array) -> jax.Array:
     """Codes as unsigned integers of whole bytes."""
+    if codes.dtype == jnp.int4:
+        return codes.astype(jnp.uint8) & 15
     if jnp.issubdtype(codes.dtype, jnp.integer):
         return codes.astype(jnp.uint8)
     width = jnp.uint16 if codes.dtype.itemsize == 2 else jnp.uint8
@@ -200,10 +205,12 @@ def _by_code(form: Format) -> _maps.Table:
         return _maps.logarithmic()
     if form.kind == "dynamic8" and form.squared:
         return _maps.dynamic_roots()
-    if form.kind in ("dynamic8", "dynamic4"):
-        is_long = form.kind == "dynamic8"
-        magnitudes = _maps.dynamic_magnitudes() if is_long else _maps.dynamic4_magnitudes()
+    if form.kind == "dynamic8":
+        magnitudes = _maps.dynamic_magnitudes()
         return np.concatenate([-magnitudes[:0:-1], magnitudes, magnitudes[-1:]])
+    if form.kind == "dynamic4":  # negative ones from the end; the least stands for nothing
+        magnitudes = _maps.dynamic4_magnitudes()
+        return np.concatenate([magnitudes, -magnitudes[-1:], -magnitudes[:0:-1]])
     table = _maps.e4m3_roots() if form.squared else _maps.e4m3()
     return np.concatenate([table, table[-1:], -table, -table[-1:]])
 
@@ -238,7 +245,10 @@ def _rank_in(
         return _rank(_maps.nearests(table, squared=form.squared), y)
     below, gaps = _rank(_maps.floors(table), y), _maps.gaps(table, squared=form.squared)
     distance = (seal(y * y) if form.squared else y) - _look_up(gaps.low, below)
-    return _step_up(below, distance * _look_up(gaps.inverse, below), noise)
+    chance = distance * _look_up(gaps.inverse, below)
+    if table is _maps.dynamic_magnitudes:
+        chance = jnp.where(y < _maps.COARSE, 0, chance)
+    return _step_up(below, chance, noise)
 
 
 def _step_up(below: jax.Array, chance: jax.Array, noise: jax.Array) -> jax.Array:

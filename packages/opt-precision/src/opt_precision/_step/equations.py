@@ -231,6 +231,8 @@ def compute(
     if shape is not None and equation.name == "broadcast_in_dim":
         number, out = jnp.reshape(operands[0], ()), equation.outputs[0]
         return [jnp.broadcast_to(number, out.aval.shape if out.is_number else shape)]
+    if shape is not None and equation.name == "reshard":  # of a number, which is everywhere
+        return list(operands)
     eqn, primitive = equation.source, equation.source.primitive
     params: Any = primitive.get_bind_params(eqn.params)
     functions, params = params if isinstance(params, tuple) else ((), params)  # until JAX 0.9

@@ -44,7 +44,7 @@ class Kind(NamedTuple):
 
 WHOLE: Final = Kind(None)
 UNIFORM: Final = Kind(-1)
-_NUMBERS: Final = ELEMENTWISE | {"broadcast_in_dim", "reshape", "squeeze"}
+_NUMBERS: Final = ELEMENTWISE | {"broadcast_in_dim", "reshape", "reshard", "squeeze"}
 KindOf: TypeAlias = Callable[[Atom], Kind]
 
 

@@ -28,6 +28,7 @@ from opt_precision._step.whole import Thunk, Whole
 from opt_precision._weights import Weights
 
 NEAREST: Final = Weights("nearest")
+_SMALL: Final = 1 << 16  # elements: of numbers and of the keys of many leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +164,8 @@ class Step:
             *(number + len(flat.stored) + leaf.at for leaf in group if flat.params),
         ]
         given = {arguments[i]: thunks[arguments[i]] for i in kept}
-        return Whole(self._program, given, self._whole, own)
+        # Noise that is made of a key alone would be there for all leaves at once.
+        return Whole(self._program, given, self._whole, own, functools.partial(_small_after, zero))
 
     @functools.cached_property
     def _users(self) -> dict[int, set[int]]:
@@ -289,6 +291,11 @@ def _zero_of(array: jax.Array) -> jax.Array:
 
 def _size(leaf: Leaf) -> int:
     return int(np.prod(leaf.shape, dtype=np.int64))
+
+
+def _small_after(zero: jax.Array, value: Any) -> Any:
+    """What is small and not there before `zero` is; large arrays would be copied for it."""
+    return after(value, zero) if jnp.size(value) <= _SMALL else value
 
 
 def _same(value: Any) -> Any:

@@ -18,6 +18,7 @@ class Whole:
       arguments: functions that make its arguments.
       outer: where the values are that are not computed here; `None` if all are.
       own: the indices of the equations that are computed here, where `outer` is given.
+      passed: what values of `outer` go through.
     """
 
     def __init__(
@@ -26,11 +27,13 @@ class Whole:
         arguments: Mapping[Value, Thunk],
         outer: Whole | None = None,
         own: Set[int] = frozenset(),
+        passed: Callable[[Any], Any] = lambda value: value,
     ) -> None:
         self._program = program
         self._arguments = arguments
         self._outer = outer
         self._own = own
+        self._passed = passed
         self._values: dict[Value, Any] = dict(program.consts)
 
     def set(self, value: Value, result: Any) -> None:
@@ -63,5 +66,5 @@ class Whole:
         if index is None and value in self._arguments:
             self._values[value] = self._arguments[value]()
         elif self._outer is not None and index not in self._own:
-            self._values[value] = self._outer(value)
+            self._values[value] = self._passed(self._outer(value))
         return value in self._values
