@@ -163,7 +163,7 @@ def identity() -> Codec:
 _CODECS = {make.__name__: make for make in (bfloat16, dynamic8, float8, identity, int4, log8)}
 
 
-def _checked(block: int) -> int:
-    if not 16 <= block <= 4096:
-        raise PrecisionError(f"`block` must be between 16 and 4096, found {block}")
+def _checked(block: Any) -> int:
+    if not isinstance(block, int) or not 16 <= block <= 4096:
+        raise PrecisionError(f"`block` must be an integer between 16 and 4096, found {block!r}")
     return block

@@ -12,6 +12,7 @@ from opt_precision._select import Select
 from opt_precision._weights import Storage
 from opt_precision._wrappers import (
     CHUNK_BYTES,
+    checked_codec,
     master_weights,
     offload_state,
     quantize_state,
@@ -42,6 +43,7 @@ class Precision:
 
     Raises:
       PrecisionError: `weights` is none of these, or there is nothing to be done.
+      TypeError: `state` is no codec.
 
     Examples:
       >>> import optax
@@ -65,7 +67,9 @@ class Precision:
     def __post_init__(self) -> None:
         if self.weights not in (None, *_ROUNDINGS):
             raise PrecisionError(f"`weights` must be one of {_ROUNDINGS}, found {self.weights!r}")
-        if self.state is None and not self.offload:
+        if self.state is not None:
+            checked_codec(self.state)
+        elif not self.offload:
             if self.weights is None:
                 raise PrecisionError(
                     "give `weights`, `state` or `offload`; without them nothing changes"

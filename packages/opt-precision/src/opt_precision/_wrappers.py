@@ -32,6 +32,9 @@ from opt_precision.errors import OrderError, PrecisionError, StateError
 
 CHUNK_BYTES: Final = 64 << 20
 ARRAYS: Final = 16  # of float32 and of one piece, that are there at once
+_LEAF_BYTES: Final = 1024  # for each leaf: keys, where it begins, what tells it from others
+# XLA on CPUs copies the codes of one leaf: see `opt_precision._step.stream`.
+_COPIED: Final = {"float8": 4, "int4": 2}
 _ROLES: Final = frozenset(get_args(Role))
 
 
@@ -53,9 +56,16 @@ class Precise(optax.GradientTransformationExtraArgs):
         """
         wrapper = self.wrapper
         inside = wrapper if isinstance(wrapper, Quantized) else opened(wrapper.tx)
-        limit = inside.chunk_bytes if isinstance(inside, Quantized) else CHUNK_BYTES
-        whole: int = 4 * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-        return min(limit, whole) * ARRAYS
+        sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
+        limit, codecs = CHUNK_BYTES // 4, {identity()}
+        if isinstance(inside, Quantized):
+            limit, codecs = inside.chunk_bytes // 4, _codecs_of(inside.codec)
+        piece = max(limit, math.lcm(*(codec.block or 1 for codec in codecs)))
+        copied = max(_COPIED.get(codec.name, 0) for codec in codecs)
+        if jax.default_backend() != "cpu":
+            copied = 0
+        made: int = 4 * ARRAYS * min(piece, sum(sizes)) + _LEAF_BYTES * len(sizes)
+        return made + copied * max(sizes, default=0)
 
     @property
     def wrapper(self) -> Any:
@@ -356,11 +366,11 @@ def quantize_state(
     if type(tx).__name__ == "MultiSteps":
         raise OrderError(order_message("quantize_state", "MultiSteps"))
     if chunk_bytes < 4:
-        raise PrecisionError(f"`chunk_bytes` must be positive, found {chunk_bytes}")
+        raise PrecisionError(f"`chunk_bytes` must be at least 4, found {chunk_bytes}")
     made = _select.checked(_select.moments() if select is None else select)
     size = int(chunk_bytes)
     wrapped = Quantized(
-        inner, _checked_codec(codec), made, size, int(seed), _checked_rng(rng), layout, host
+        inner, checked_codec(codec), made, size, int(seed), _checked_rng(rng), layout, host
     )
     return Precise(wrapped.init, wrapped.update)  # type: ignore[arg-type]
 
@@ -415,7 +425,7 @@ def offload_state(
     if memory_kind not in KINDS:
         raise PrecisionError(f"`memory_kind` must be one of {KINDS}, found {memory_kind!r}")
     if chunk_bytes < 4:
-        raise PrecisionError(f"`chunk_bytes` must be positive, found {chunk_bytes}")
+        raise PrecisionError(f"`chunk_bytes` must be at least 4, found {chunk_bytes}")
     host = _select.checked(_select.moments() if select is None else select)
     wrapped = Quantized(
         inner, identity(), _select.moments(), int(chunk_bytes), 0, "hash", layout, on_host=host
@@ -513,9 +523,12 @@ def _checked(tx: Any) -> optax.GradientTransformationExtraArgs:
     return tx if isinstance(tx, Precise) else with_extra_args(tx)
 
 
-def _checked_codec(codec: Any) -> Codecs:
+def checked_codec(codec: Any) -> Codecs:
+    """A codec, or one for some of the roles."""
     if isinstance(codec, Codec):
         return codec
+    if codec == {}:
+        raise PrecisionError(f"`codec` is empty; the roles are {sorted(_ROLES)}")
     if isinstance(codec, Mapping) and all(isinstance(one, Codec) for one in codec.values()):
         if unknown := sorted(codec.keys() - _ROLES):
             raise PrecisionError(f"`codec` has {unknown}; the roles are {sorted(_ROLES)}")
@@ -524,6 +537,10 @@ def _checked_codec(codec: Any) -> Codecs:
         "`codec` must be a codec such as `opt_precision.dynamic8()`, or a mapping from roles to "
         f"codecs, found {codec!r}"
     )
+
+
+def _codecs_of(codec: Codecs) -> set[Codec]:
+    return {codec} if isinstance(codec, Codec) else set(codec.values())
 
 
 def _check_kind(state: Any, kind: type) -> None:
@@ -537,6 +554,7 @@ def _check_kind(state: Any, kind: type) -> None:
 __all__ = [
     "WEIGHT_STATES",
     "Precise",
+    "checked_codec",
     "master_weights",
     "offload_state",
     "quantize_state",

@@ -73,7 +73,7 @@ class Flat:
       leaves: the parameters with their mirrors.
 
     Raises:
-      StateError: gradients and parameters differ in structure.
+      StateError: gradients and parameters differ in structure, or codes belong to none of them.
     """
 
     def __init__(self, given: Arguments) -> None:
@@ -94,6 +94,12 @@ class Flat:
         ]
         mirrors = find_mirrors(shapes, given.state, state_shapes)
         self.owners = [None if mirror is None else mirror.param for mirror in mirrors]
+        for path, leaf, owner in zip(self.paths, self.stored, self.owners, strict=True):
+            if is_encoded(leaf) and owner is None:
+                raise StateError(
+                    f"{path_str(path)} of the state has codes of shape {leaf.shape}, and no "
+                    "parameter of that shape has its path: was it made for other parameters?"
+                )
         self.leaves = [
             Leaf(i, path_str(path), shape, [j for j, own in enumerate(self.owners) if own == i])
             for i, (path, shape) in enumerate(shapes)

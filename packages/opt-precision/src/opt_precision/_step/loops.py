@@ -75,7 +75,8 @@ def after(x: jax.Array, zero: jax.Array) -> jax.Array:
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = after(jax.random.key_data(x), zero)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        key: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return key
     if jnp.issubdtype(x.dtype, jnp.floating):
         bits = lax.bitcast_convert_type(x, _uint(x))
         return lax.bitcast_convert_type(bits + zero.astype(bits.dtype), x.dtype)

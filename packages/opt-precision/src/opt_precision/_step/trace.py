@@ -63,7 +63,22 @@ def trace(tx: Any, given: Arguments, flat: Flat, weights: Weights) -> tuple[Prog
         *(WHOLE for _ in arrays),
     ]
     is_split = any(flat.is_cut(leaf, weights) for leaf in flat.leaves)
-    return Program(jax.make_jaxpr(update)(*avals), kinds, is_split=is_split), arrays
+    try:
+        closed = jax.make_jaxpr(update)(*avals)
+    except (TypeError, ValueError) as error:
+        if wrong := _other_shapes(flat):
+            raise StateError(wrong) from error
+        raise
+    return Program(closed, kinds, is_split=is_split), arrays
+
+
+def _other_shapes(flat: Flat) -> str:
+    """Which gradients do not have the shape of their parameter."""
+    return "; ".join(
+        f"the gradient of {leaf.path} has shape {tuple(grad.shape)}, the parameter {leaf.shape}"
+        for leaf, grad in zip(flat.leaves, flat.grads, strict=True)
+        if tuple(grad.shape) != leaf.shape
+    )
 
 
 def _checked_updates(updates: Any, flat: Flat) -> list[Any]:
