@@ -153,3 +153,105 @@ def test_sums_over_leaves_send_numbers_only(name: str, kind: Any) -> None:
         assert np.mean(np.asarray(one) != np.asarray(other)) <= 1e-3
     assert {kind for kind, _ in _COLLECTIVE.findall(text)} == {"all-reduce"}
     assert len(_COLLECTIVE.findall(text)) <= len(_COLLECTIVE.findall(theirs))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_blocks_that_cross_devices_come_back_to_their_places(kind: Any) -> None:
+    mesh = mesh_of(8, kind)
+    lies = {name: NamedSharding(mesh, spec) for name, spec in CROSSED.items()}
+    with jax.set_mesh(mesh):
+        held = jax.device_put(params(), lies)
+        tx = wrapped(op.dynamic8(), lies if kind == AxisType.Auto else None)
+        state = tx.init(held)
+        made, new = jax.jit(tx.apply)(held, state, jax.device_put(grads(0), lies))
+    for tree in (made, new.inner.inner[0].mu, new.inner.inner[0].nu):
+        for name, leaf in tree.items():
+            codes = leaf.codes if isinstance(leaf, op.Encoded) else leaf
+            assert codes.sharding.is_equivalent_to(lies[name], codes.ndim)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": optax.adamw(1e-3),
+    "lamb": optax.lamb(1e-3),
+    "momentum": optax.sgd(1e-2, momentum=0.9),
+    "with hyper-parameters": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3),
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("inner", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_explicit_meshes_need_no_context(inner: Any) -> None:
+    """Also for leaves of one element, which are on every device."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    lies = {
+        "one": NamedSharding(mesh, P()),
+        "scalar": NamedSharding(mesh, P()),
+        "wide": NamedSharding(mesh, P("x")),
+    }
+    start = {"one": jnp.ones(1), "scalar": jnp.ones(()), "wide": jnp.ones((64, 512))}
+    start = {name: leaf.astype(jnp.bfloat16) for name, leaf in start.items()}
+    held = jax.device_put(start, lies)
+    for weights in (op.stochastic_weights, op.master_weights):
+        tx: Any = weights(op.quantize_state(inner, op.dynamic8(), chunk_bytes=20_000))
+        found = []
+        for given in (start, held):
+            state = tx.init(given)
+            made = jax.jit(tx.apply)(given, state, given)
+            assert jax.tree.structure(made[1]) == jax.tree.structure(state)
+            found.append(jax.tree.leaves(made))
+        for one, other in zip(*found, strict=True):
+            np.testing.assert_allclose(
+                np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=1e-2
+            )
+        assert made[0]["wide"].sharding.is_equivalent_to(lies["wide"], 2)
+
+
+def test_every_mesh_trains_the_model_of_the_guide_alike() -> None:
+    key = jax.random.key(0)
+    start = {
+        "hidden": 0.06 * jax.random.normal(key, (256, 512), jnp.bfloat16),
+        "out": 0.04 * jax.random.normal(key, (512, 256), jnp.bfloat16),
+    }
+    given = [
+        {name: (0.1 * jax.random.normal(k, leaf.shape)) for name, leaf in start.items()}
+        for k in jax.random.split(key, 20)
+    ]
+    found = []
+    for number in (1, 2, 8):
+        mesh = jax.make_mesh((number,), ("x",), devices=jax.devices()[:number])
+        lies = NamedSharding(mesh, P("x"))
+        tx: Any = op.stochastic_weights(op.quantize_state(optax.adamw(1e-3), op.dynamic8()))
+        held = jax.device_put(start, lies)
+        state, step = tx.init(held), jax.jit(tx.apply)
+        for one in given:
+            held, state = step(held, state, jax.device_put(one, lies))
+        found.append(jax.tree.leaves((held, state)))
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+
+
+def test_parts_of_arrays_in_a_function_of_each_device() -> None:
+    """In a `shard_map` of the user's, leaves are what this device has of them."""
+    mesh = jax.make_mesh((8,), ("x",))
+    tx: Any = op.stochastic_weights(op.quantize_state(optax.adamw(1e-3), op.dynamic8()))
+    start = {"w": jnp.ones((64, 512), jnp.bfloat16)}
+    state = jax.eval_shape(tx.init, start)
+
+    def of_codes(leaf: Any) -> Any:
+        return P("x") if leaf.ndim else P()
+
+    specs = {"w": P("x")}, jax.tree.map(of_codes, state)
+    step = jax.shard_map(
+        lambda p, s, g: tx.apply(p, s, g),
+        mesh=mesh,
+        in_specs=(*specs, {"w": P("x")}),
+        out_specs=specs,
+        check_vma=False,
+    )
+    with jax.set_mesh(mesh):
+        lies = NamedSharding(mesh, P("x"))
+        held = jax.device_put(start, lies)
+        opt_state = jax.jit(tx.init)(held)
+        made, _ = jax.jit(step)(held, opt_state, held)
+    assert np.abs(np.asarray(made["w"], np.float32) - 1).max() < 0.01
+    assert np.any(np.asarray(made["w"], np.float32) != 1)

@@ -83,6 +83,13 @@ def test_updates_do_not_explode_over_seven_decades(codec: op.Codec) -> None:
     assert largest_ratios(codec, 7)[0] <= 2.5
 
 
+def test_stochastic_first_moments_do_not_explode_either() -> None:
+    largest, rms, cosine = largest_ratios(op.dynamic8(m="stochastic"), 7)
+    assert largest <= 2.5
+    assert 0.9 <= rms <= 1.1
+    assert cosine >= 0.8  # rounded everywhere 0.33
+
+
 def test_updates_are_right_over_four_decades() -> None:
     largest, rms, cosine = largest_ratios(op.dynamic8(), 4)
     assert largest <= 2

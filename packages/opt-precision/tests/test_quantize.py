@@ -232,11 +232,22 @@ def test_bad_arguments() -> None:
         quantize_state(optax.adam, op.dynamic8())
     with pytest.raises(PrecisionError, match="`storage` must be one of"):
         master_weights(optax.adam(1e-3), storage="f16")
+    with pytest.raises(PrecisionError, match="`codec` is empty; the roles are"):
+        quantize_state(optax.adam(1e-3), {})
+    with pytest.raises(PrecisionError, match=r"`block` must be an integer .* found 256\.0"):
+        op.dynamic8(block=256.0)  # type: ignore[arg-type]
+    with pytest.raises(PrecisionError, match="`chunk_bytes` must be at least 4, found 3"):
+        quantize_state(optax.adam(1e-3), op.dynamic8(), chunk_bytes=3)
     tx = quantize_state(optax.adam(1e-3), op.dynamic8())
     with pytest.raises(StateError, match="`state` must be a `QuantizedState`, found tuple"):
         tx.update(params(), optax.adam(1e-3).init(params()), params())
     with pytest.raises(StateError, match="must have one structure"):
         tx.update(params(), tx.init(params()), {"kernel": params()["kernel"]})
+    state, other = tx.init(params()), {**params(), "kernel": jnp.ones((96, 128))}
+    with pytest.raises(StateError, match=r"gradient of kernel has shape \(96, 128\), the param"):
+        tx.update(other, state, params())
+    with pytest.raises(StateError, match=r"0/mu/kernel of the state has codes of shape \(96, 256"):
+        tx.update(other, state, other)
 
 
 @pytest.mark.parametrize(
@@ -281,6 +292,8 @@ def test_precisions_are_compared_by_value() -> None:
         make(weights="bfloat16")
     with pytest.raises(PrecisionError, match="without them nothing changes"):
         make()
+    with pytest.raises(TypeError, match=r"`codec` must be a codec .* found 'dynamic8'"):
+        make(state="dynamic8")
     with pytest.raises(PrecisionError, match="about moments; give `state`"):
         make(weights="kahan", select=op.moments())
 

@@ -93,6 +93,23 @@ def test_temporaries_are_those_of_a_piece(name: str, codec: op.Codec, grad: Any)
 
 
 @is_old
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", ["even", "odd", "small"])
+@pytest.mark.parametrize(
+    "codec", [*CODECS.values(), op.int4(), op.dynamic8(block=4096)], ids=[*CODECS, "int4", "4096"]
+)
+def test_temporaries_are_at_most_what_is_said(codec: op.Codec, name: str) -> None:
+    shapes: Any = {"even": [(1024, 512)] * 2, "odd": [(509, 1000)], "small": [(64, 64)] * 50}
+    like = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes[name]]
+    grads = [jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for leaf in like]
+    for chunk in (1 << 14, 1 << 10):
+        tx = master_weights(quantize_state(optax.adamw(1e-3), codec, chunk_bytes=chunk))
+        step = jax.jit(tx.apply, donate_argnums=(0, 1))
+        made: Any = step.lower(like, jax.eval_shape(tx.init, like), grads).compile()
+        assert made.memory_analysis().temp_size_in_bytes <= tx.temporary_bytes(like)
+
+
+@is_old
 def test_larger_pieces_have_larger_temporaries() -> None:
     chunk = 1024 * 512 * 16 // 64
     found = [
@@ -122,6 +139,16 @@ def test_one_of_the_leaves_that_are_computed_whole_is_there_at_once() -> None:
     four, _ = temporaries(tx, matrices(4))
     assert 4 * four <= one + 4 * (1.5 + 2 / 64)
     assert op.explain_precision(tx, matrices(4)).whole == ("w0", "w1", "w2", "w3")
+
+
+@is_old
+@pytest.mark.parametrize("key", [0, jax.random.key(0)], ids=["raw", "typed"])
+def test_noise_of_one_of_the_leaves_is_there_at_once(key: Any) -> None:
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, key), optax.adamw(1e-3))
+    tx = stochastic_weights(quantize_state(noisy, op.dynamic8(), chunk_bytes=1024 * 512 // 4))
+    found, _ = temporaries(tx, matrices(8))
+    assert found <= 1.5 + (2 * 4 + 8) / 8  # of one leaf in float32 with its noise and bits
+    assert len(op.explain_precision(tx, matrices(8)).whole or ()) == 8
 
 
 SHAPES = {

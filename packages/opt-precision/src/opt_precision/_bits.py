@@ -165,7 +165,7 @@ def global_index(
     along = [jnp.zeros(shape, jnp.uint32)]
     for dim, (start, stride) in enumerate(zip(origin, strides, strict=True)):
         at = lax.broadcasted_iota(jnp.uint32, shape, dim)
-        if not (isinstance(start, int) and start == 0):
+        if not (isinstance(start, int | np.integer) and start == 0):
             at = at + jnp.asarray(start).astype(jnp.uint32)
         along.append(at if stride == 1 else at * np.uint32(stride % 2**32))
     return functools.reduce(lax.add, along[1:] or along)

@@ -140,9 +140,9 @@ class KahanState:
         return jax.tree.map(of, params, self.compensation, is_leaf=is_masked)
 
 
-def wide_param(param: Any) -> jax.Array:
-    """A parameter in float32."""
-    return _bits.widen(jnp.asarray(param))
+def wide_param(param: Any) -> Any:
+    """A parameter in float32; the mark of one that is masked stays."""
+    return param if is_masked(param) else _bits.widen(jnp.asarray(param))
 
 
 def is_masked(node: Any) -> bool:

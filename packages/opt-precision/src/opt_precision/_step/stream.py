@@ -263,6 +263,8 @@ def _exchanged(
         return new, new
     bits = new if new.dtype == old.dtype else as_integers(new)
     starts = _starts(slot.blocks, places[0])
+    if grid.number == 1:  # there is no next piece: to slice the result would copy it
+        return lax.dynamic_update_slice(old, placed_like(bits, old), starts), new
     if not is_on_host(old):
         whole = lax.dynamic_update_slice(old, bits, starts)
         return whole, _ready(slot, whole, grid, places[1])
@@ -304,22 +306,21 @@ def _piece(work: Work, grid: Grid, index: Any, ready: Sequence[jax.Array]) -> Se
 
 
 def _origin(grid: Grid, index: Any) -> Origin:
-    """Where a piece begins, by its number."""
+    """Where a piece begins, by its number; of one type, also with numbers of 64 bits."""
     starts: list[Any] = []
     for first, count, size in zip(
         reversed(grid.origin), reversed(grid.counts), reversed(grid.piece), strict=True
     ):
-        starts.append(first + (index % count) * size if count > 1 else first)
+        starts.append(first + (index % count) * size if count > 1 else np.int32(first))
         index = index // count if count > 1 else index
     return tuple(reversed(starts))
 
 
 def _starts(blocks: Blocks | None, origin: Origin) -> list[Any]:
-    starts = [
+    return [
         at // blocks.size if blocks is not None and dim == blocks.axis else at
         for dim, at in enumerate(origin)
     ]
-    return [np.int32(at) if isinstance(at, int) else at for at in starts]  # of one type with x64
 
 
 def _cut(whole: jax.Array, blocks: Blocks | None, grid: Grid, origin: Origin) -> jax.Array:
