@@ -55,11 +55,13 @@ def test_rounded_to_nearest_they_do_not(codec: op.Codec) -> None:
     assert second(codec, 0.999) > 100 * exact(0.999)
 
 
-def largest_ratios(codec: op.Codec, decades: float) -> tuple[float, float, float]:
-    """Largest update over the exact largest, ratio of rms and cosine, after 200 steps of Adam."""
+def largest_ratios(
+    codec: Any, decades: float, b1: float = 0.9, steps: int = 200
+) -> tuple[float, float, float]:
+    """Largest update over the exact largest, ratio of rms and cosine, after steps of Adam."""
     rng = np.random.default_rng(0)
     sizes = jnp.asarray(10.0 ** (-decades * rng.uniform(size=(32, 256))), jnp.float32)
-    keys = jax.random.split(jax.random.key(1), 200)
+    keys = jax.random.split(jax.random.key(1), steps)
 
     def last(tx: optax.GradientTransformation) -> np.ndarray:
         def step(carry: Any, key: Any) -> Any:
@@ -71,8 +73,8 @@ def largest_ratios(codec: op.Codec, decades: float) -> tuple[float, float, float
         made = jax.jit(lambda: jax.lax.scan(step, first, keys)[0][0])()
         return np.asarray(made, np.float64).ravel()
 
-    raw = last(optax.adam(1.0, eps=1e-30))
-    ours = last(quantize_state(optax.adam(1.0, eps=1e-30), codec))
+    adam = optax.adam(1.0, b1, eps=1e-30)
+    raw, ours = last(adam), last(quantize_state(adam, codec))
     cosine = raw @ ours / np.sqrt((raw @ raw) * (ours @ ours))
     rms = np.sqrt(np.mean(ours**2) / np.mean(raw**2))
     return np.abs(ours).max() / np.abs(raw).max(), rms, cosine
@@ -88,6 +90,14 @@ def test_stochastic_first_moments_do_not_explode_either() -> None:
     assert largest <= 2.5
     assert 0.9 <= rms <= 1.1
     assert cosine >= 0.8  # rounded everywhere 0.33
+
+
+def test_first_moments_of_long_memory_keep_their_direction_in_sixteen_bits() -> None:
+    mixed = {"moment": op.bfloat16(m="stochastic"), "second_moment": op.dynamic8()}
+    codecs = (op.dynamic8(m="stochastic"), op.dynamic8(), mixed)
+    random, nearest, best = (largest_ratios(codec, 4, 0.99, 1000)[2] for codec in codecs)
+    assert 0.7 <= random < nearest < 0.9  # 0.74 and 0.88
+    assert best >= 0.97
 
 
 def test_updates_are_right_over_four_decades() -> None:
