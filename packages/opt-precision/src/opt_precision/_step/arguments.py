@@ -115,6 +115,14 @@ class Flat:
         """Whether the step is compiled."""
         return any(isinstance(leaf, jax.core.Tracer) for leaf in self.grads)
 
+    def is_any_cut(self, weights: Weights) -> bool:
+        """Whether any leaf is computed piece by piece; if none is, steps are as they were traced.
+
+        Args:
+          weights: how parameters are rounded.
+        """
+        return any(self.is_cut(leaf, weights) for leaf in self.leaves)
+
     def is_cut(self, leaf: Leaf, weights: Weights) -> bool:
         """Whether a leaf is computed piece by piece.
 

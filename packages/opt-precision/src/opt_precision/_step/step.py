@@ -135,7 +135,8 @@ class Step:
         """
         rows = zip(self._flat.leaves, self._tasks.elements, strict=True)
         whole = [leaf for leaf, elements in rows if elements.arrays]
-        if not self._flat.is_traced or self._place.is_hidden or len(whole) < 2:
+        is_cut = self._flat.is_any_cut(self._options.weights) and not self._place.is_hidden
+        if len(whole) < 2 or not is_cut:
             return self._flat.leaves, []
         most = max(self._options.limit, *map(_size, whole))
         groups: list[list[Leaf]] = [[]]

@@ -62,14 +62,13 @@ def trace(tx: Any, given: Arguments, flat: Flat, weights: Weights) -> tuple[Prog
         *(Kind(index) for index in range(params_number)),
         *(WHOLE for _ in arrays),
     ]
-    is_split = any(flat.is_cut(leaf, weights) for leaf in flat.leaves)
     try:
         closed = jax.make_jaxpr(update)(*avals)
     except (TypeError, ValueError) as error:
         if wrong := _other_shapes(flat):
             raise StateError(wrong) from error
         raise
-    return Program(closed, kinds, is_split=is_split), arrays
+    return Program(closed, kinds, is_split=flat.is_any_cut(weights)), arrays
 
 
 def _other_shapes(flat: Flat) -> str:
