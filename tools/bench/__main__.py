@@ -37,6 +37,14 @@ def run(name: str, flags: list[str]) -> dict[str, Any] | None:
         return result
 
 
+def save(out: Path, rows: list[dict[str, Any]], failed: list[str], machines: Any) -> None:
+    """Writes what was measured so far, so that a run that is stopped loses one file at most."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "table.txt").write_text(table(rows) + "\n")
+    content = {"machines": machines, "failed": failed, "rows": rows}
+    (out / "figures.json").write_text(json.dumps(content, indent=1))
+
+
 def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -59,6 +67,8 @@ def main() -> int:
             continue
         machines[name] = found["machine"]
         records += found["rows"]
+        if options.out:
+            save(options.out, records, failed, machines)
 
     text = table(records)
     if options.last and options.last.exists():
@@ -68,10 +78,8 @@ def main() -> int:
         text += "\n\nSince the last run:\n" + "\n".join(lines or ["nothing has changed"])
     print(text)
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
+        save(options.out, records, failed, machines)
         (options.out / "table.txt").write_text(text + "\n")
-        content = {"machines": machines, "failed": failed, "rows": records}
-        (options.out / "figures.json").write_text(json.dumps(content, indent=1))
         draw(records, options.out)
     over = [label(record) for record in records if verdict(record) == "OVER"]
     for kind, names in (("failed", failed), ("over the limit", over)):
