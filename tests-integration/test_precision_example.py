@@ -14,7 +14,7 @@ import pytest
 PROGRAM = Path(__file__).resolve().parents[1] / "examples" / "precision.py"
 
 
-@pytest.mark.slow  # four minutes
+@pytest.mark.slow  # four to ten minutes
 def test_every_method_learns_as_float32_does_but_casting(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, PROGRAM, "--out", tmp_path], capture_output=True, text=True, check=False
