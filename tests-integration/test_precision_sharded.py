@@ -197,7 +197,8 @@ def test_explicit_meshes_need_no_context(inner: Any) -> None:
         for given in (start, held):
             state = tx.init(given)
             made = jax.jit(tx.apply)(given, state, given)
-            assert jax.tree.structure(made[1]) == jax.tree.structure(state)
+            before: Any = jax.tree.structure(state)
+            assert before == jax.tree.structure(made[1])
             found.append(jax.tree.leaves(made))
         for one, other in zip(*found, strict=True):
             np.testing.assert_allclose(

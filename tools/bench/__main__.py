@@ -57,6 +57,9 @@ def main() -> int:
     flags = ["--quick"] * options.quick
     flags += ["--device", options.device] if options.device else []
 
+    last: list[dict[str, Any]] | None = None
+    if options.last and options.last.exists():  # before `--out` writes the same file
+        last = json.loads(options.last.read_text())["rows"]
     records: list[dict[str, Any]] = []
     machines: dict[str, Any] = {}
     failed = []
@@ -71,8 +74,7 @@ def main() -> int:
             save(options.out, records, failed, machines)
 
     text = table(records)
-    if options.last and options.last.exists():
-        last = json.loads(options.last.read_text())["rows"]
+    if last is not None:
         ran = {record["benchmark"] for record in records}
         lines = changes(records, [record for record in last if record["benchmark"] in ran])
         text += "\n\nSince the last run:\n" + "\n".join(lines or ["nothing has changed"])

@@ -174,6 +174,25 @@ def test_every_file_is_a_benchmark_of_the_command() -> None:
     assert all("main(__doc__, FIGURES, measure" in files[name] for name in command.NAMES)
 
 
+def test_a_run_that_is_stopped_keeps_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    command = load_command()
+
+    def run(name: str, flags: list[str]) -> dict[str, Any] | None:
+        if name == "scale":
+            raise KeyboardInterrupt
+        return {"machine": {}, "rows": [{**record(1.0, 0.01), "benchmark": name}]}
+
+    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(sys, "argv", ["bench", "--only", "verify", "scale", "--out", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        command.main()
+    (row,) = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert row["benchmark"] == "verify"
+    assert "verify: call (10)" in (tmp_path / "table.txt").read_text()
+
+
 def test_a_run_says_what_has_changed_since_the_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
