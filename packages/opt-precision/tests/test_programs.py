@@ -148,6 +148,18 @@ def test_without_any_count_a_step_is_a_stream_all_the_same(storage: Any) -> None
         assert all(result == results[0] for result in results)
 
 
+def test_negative_numbers_in_a_state_are_no_counts() -> None:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda u: -1e-3 * u, updates), state
+
+    signed = optax.GradientTransformation(lambda params: jnp.int32(-7), update)
+    start = {"w": jnp.ones((64, 256), jnp.bfloat16)}
+    made, state = steps(master_weights(signed), start)
+    exact, known = steps(master_weights(optax.sgd(1e-3)), start)
+    assert bits(made) == bits(exact)
+    assert bits(op.master_of(state, made)) == bits(op.master_of(known, exact))
+
+
 def test_reports_name_what_is_made_whole_or_say_that_they_do_not_know() -> None:
     shapes = {"w": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)}
     tx = quantize_state(optax.adamw(1e-3), op.dynamic8())

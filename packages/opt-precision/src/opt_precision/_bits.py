@@ -61,9 +61,13 @@ def sealed(product: jax.Array, zero: jax.Array) -> jax.Array:
       product: floating-point numbers.
       zero: an integer that is 0, which the compiler does not know.
     """
-    kind = np.dtype(f"uint{8 * product.dtype.itemsize}")
-    bits = lax.bitcast_convert_type(product, kind)
-    return lax.bitcast_convert_type(bits ^ zero.astype(kind), product.dtype)
+    bits = lax.bitcast_convert_type(product, uint_of(product))
+    return lax.bitcast_convert_type(bits ^ zero.astype(bits.dtype), product.dtype)
+
+
+def uint_of(x: jax.Array) -> np.dtype[Any]:
+    """The unsigned integers of as many bits."""
+    return np.dtype(f"uint{8 * x.dtype.itemsize}")
 
 
 def unsealed(product: jax.Array) -> jax.Array:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from opt_precision._bits import sealed, uint_of
+
 
 def loop(
     body: Callable[[Any, Any], Any], first: jax.Array, number: int, carry: Any
@@ -78,8 +80,7 @@ def after(x: jax.Array, zero: jax.Array) -> jax.Array:
         key: jax.Array = jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         return key
     if jnp.issubdtype(x.dtype, jnp.floating):
-        bits = lax.bitcast_convert_type(x, _uint(x))
-        return lax.bitcast_convert_type(bits + zero.astype(bits.dtype), x.dtype)
+        return sealed(x, zero)
     if jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits >= 8:
         return x + zero.astype(x.dtype)
     return x
@@ -94,19 +95,15 @@ def zero_of(x: jax.Array, zero: jax.Array) -> jax.Array:
     """
     first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    bits = lax.bitcast_convert_type(first, _uint(x)) if is_float else first
+    bits = lax.bitcast_convert_type(first, uint_of(x)) if is_float else first
     return lax.bitwise_and(bits.astype(jnp.int32), zero)
-
-
-def _uint(x: jax.Array) -> np.dtype[Any]:
-    return np.dtype(f"uint{8 * x.dtype.itemsize}")
 
 
 def as_integers(x: jax.Array) -> jax.Array:
     """A short float as an integer: XLA on CPUs slices those in float32, and updates all of one."""
     if not (jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4):
         return x
-    return lax.bitcast_convert_type(x, _uint(x))
+    return lax.bitcast_convert_type(x, uint_of(x))
 
 
 def as_floats(x: jax.Array, dtype: Any) -> jax.Array:

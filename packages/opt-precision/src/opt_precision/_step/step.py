@@ -256,11 +256,8 @@ class Step:
     @property
     def _zero(self) -> jax.Array:
         """A zero that the compiler does not know to be one."""
-        counts = [
-            x
-            for x in (*self._given.steps, *self._flat.stored)
-            if isinstance(x, jax.Array) and x.ndim == 0 and x.dtype == jnp.int32
-        ]
+        # Our own counts are never negative; of other integers in the state nothing is known.
+        counts = [step for step in self._given.steps if isinstance(step, jax.Array)]
         if counts:
             return jnp.minimum(counts[0], 0)
         arrays = [x for x in self._flat.grads if x.size and jnp.issubdtype(x.dtype, jnp.floating)]
