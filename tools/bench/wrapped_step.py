@@ -3,9 +3,8 @@
     hatch run dev:python tools/bench/wrapped_step.py --leaves 1000
 
 Beside the wrapped step: the run-time learning rate, against Optax's own way to have one
-(`inject_hyperparams`), reading the rate that a schedule gives, and an update that is traced once
-for leaves that are alike (`with_per_leaf`). `control` is raw Optax's step compiled a second time:
-what no layer at all costs, and so how far the other ratios can be trusted.
+(`inject_hyperparams`), and reading the rate that a schedule gives. `control` is raw Optax's step
+compiled a second time: what no layer at all costs, and so how far the other ratios can be trusted.
 """
 
 import argparse
@@ -38,17 +37,13 @@ FIGURES = {
     "trace, inject_hyperparams": Figure(RAW),
     "trace, learning_rate=": Figure("wrapped", 1.1),
     "trace, resolve_hyper_params": Figure("wrapped"),
-    "trace, per leaf": Figure(RAW, 1.0),
-    "lines, per leaf": Figure(RAW, 1.0, "lines"),
     "call": Figure(RAW, 1.02),
     "call, control": Figure(RAW),
     "call, inject_hyperparams": Figure(RAW),
     "call, learning_rate=": Figure(RAW),
     "bytes accessed": Figure(RAW, 1.001, "B"),
     "bytes accessed, learning_rate=": Figure(RAW, 1.001, "B"),
-    "bytes accessed, per leaf": Figure(RAW, 1.001, "B"),
     "instructions": Figure(RAW, 1.01, "instructions"),
-    "instructions, per leaf": Figure(RAW, 1.01, "instructions"),
     "aliases": Figure(RAW, None, "aliases"),
 }
 
@@ -73,10 +68,6 @@ def variants(leaves: int) -> dict[str, Variant]:
         RAW: raw,
         "control": (optax_step(tx), raw[1]),
         "wrapped": (lambda o, g: o.apply_gradient(g), (optimizer, params)),
-        "per leaf": (
-            lambda o, g: o.apply_gradient(g),
-            (definition.with_per_leaf().create(params), params),
-        ),
         "inject_hyperparams": (injected_step, (params, injected, params, rate)),
         "learning_rate=": (
             lambda o, g, r: o.apply_gradient(g, learning_rate=r),
@@ -111,7 +102,6 @@ def measure_size(leaves: int, rounds: int) -> Iterator[Row]:
         ("inject_hyperparams", RAW),
         ("learning_rate=", "wrapped"),
         ("resolve_hyper_params", "wrapped"),
-        ("per leaf", RAW),
     ):
         yield timed(f"trace, {name}", traced[name], traced[peer], size=leaves)
 
@@ -122,13 +112,10 @@ def measure_size(leaves: int, rounds: int) -> Iterator[Row]:
         ).lower(*operands)
         for name, (step, operands) in table.items()
     }
-    lines = {name: programs[name].as_text().count("\n") for name in (RAW, "per leaf")}
-    yield counted("lines, per leaf", lines["per leaf"], lines[RAW], size=leaves)
     found = {name: counts(program.compile()) for name, program in programs.items()}
     for name, suffix in (
         ("wrapped", ""),
         ("learning_rate=", ", learning_rate="),
-        ("per leaf", ", per leaf"),
     ):
         yield counted(
             f"bytes accessed{suffix}",
@@ -137,17 +124,13 @@ def measure_size(leaves: int, rounds: int) -> Iterator[Row]:
             size=leaves,
             note=found[name].misleading,
         )
-    for name, suffix in (("wrapped", ""), ("per leaf", ", per leaf")):
-        yield counted(
-            f"instructions{suffix}",
-            found[name].instructions,
-            found[RAW].instructions,
-            size=leaves,
-        )
+    yield counted(
+        "instructions", found["wrapped"].instructions, found[RAW].instructions, size=leaves
+    )
     yield counted("aliases", found["wrapped"].aliases, found[RAW].aliases, size=leaves)
 
     calls = {name: functools.partial(jax.jit(f), *args) for name, (f, args) in table.items()}
-    del calls["resolve_hyper_params"], calls["per leaf"]
+    del calls["resolve_hyper_params"]
     # The processor's time of the calling thread: its flattening, dispatch and small kernels.
     called = interleave(calls, 15 * rounds, clock=time.thread_time)
     yield timed("call", called["wrapped"], called[RAW], size=leaves)

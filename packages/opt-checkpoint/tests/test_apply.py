@@ -110,6 +110,8 @@ def test_an_abstract_source_has_no_values() -> None:
         plan_restore(abstract, optimizer).apply()
 
 
+# JAX 0.12 warns of it where the shape is read.
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
 def test_what_jax_cannot_hold_is_an_error() -> None:
     target = OptaxWrapper(optax.identity()).create({"x": jnp.zeros(1)})
     wide = target.replace(target={"x": jax.ShapeDtypeStruct((1,), np.float64)})

@@ -168,7 +168,7 @@ def test_an_optimizer_without_what_it_stores_and_with_it_again() -> None:
     for name, low in (("b", two.low["b"]), ("c", one.low["c"])):
         assert np.all(join("remainder", again.target[name], low) == np.float32(1 / 3))
     assert one.moments["c"].codes.tolist() == [255, 51]
-    assert two.moments["a"] == Even(*codes)
+    assert all(map(np.array_equal, jax.tree.leaves(two.moments["a"]), codes))
     assert two.moments["b"].scale.tolist() == [1.0, 5.0]
 
 

@@ -353,8 +353,6 @@ def test_what_is_no_precision_is_an_error() -> None:
         plain.with_precision(lambda tx: 8)
     with pytest.raises(ValueError, match="has a precision"):
         plain.with_precision(Scaled(2.0)).with_precision(Scaled(3.0))
-    with pytest.raises(ValueError, match="`per_leaf=True`"):
-        plain.with_per_leaf().with_precision(Scaled(2.0))
     with pytest.raises(ValueError, match=r"`chain`: .*Write `chain\(...\).with_precision"):
         opt_optax_bridge.chain(plain.with_precision(Scaled(2.0)), optax.scale(0.5))
     with pytest.raises(AttributeError, match="`precision` of a definition cannot change"):

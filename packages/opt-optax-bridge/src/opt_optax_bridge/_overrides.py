@@ -19,7 +19,7 @@ from opt_core import OptimizerState
 from opt_core.errors import HyperParamError, OptimizerError, UnusedArgumentError
 
 from opt_optax_bridge._fields import changed_fields, field_values
-from opt_optax_bridge._program import Program, is_staged, named, weakly_typed
+from opt_optax_bridge._program import Program, named, weakly_typed
 from opt_optax_bridge._recipe import is_number
 from opt_optax_bridge._signatures import named_arguments, takes_any_keyword
 from opt_optax_bridge._stable_state import check_shapes
@@ -150,17 +150,13 @@ class Update:
         static_args: Mapping[str, Any],
     ) -> Program:
         static = {name: value for name, value in overrides.items() if callable(value)}
-        # A program that is run operation by operation, or searched for values, has no calls.
-        whole = bool(schedules) or not is_staged(self.grads)
 
         def update(numbers: Any, arrays: Any, grads: Any, state: Any, params: Any) -> Any:
             naming = {name: _naming(name, schedule) for name, schedule in schedules.items()}
             tx = self.definition.build({**static, **naming, **numbers})
             if self.applies:
                 return tx.apply(params, state, grads, **arrays, **static_args)
-            if whole:
-                return tx.update(grads, state, params, **arrays, **static_args)
-            return self.definition.update_with(tx, grads, state, params, **arrays, **static_args)
+            return tx.update(grads, state, params, **arrays, **static_args)
 
         return Program.trace(update, *self._operands(overrides))
 

@@ -33,8 +33,6 @@ from opt_optax_bridge._overrides import (
     overridable_in_general,
     resolve,
 )
-from opt_optax_bridge._per_leaf import acts_per_leaf, update_per_leaf
-from opt_optax_bridge._program import is_staged
 from opt_optax_bridge._recipe import Recipe
 from opt_optax_bridge._signatures import (
     captured_arrays,
@@ -45,7 +43,7 @@ from opt_optax_bridge._signatures import (
 from opt_optax_bridge._stable_state import keep_avals, same_shapes, stable_leaves
 
 _FIXED = frozenset({"optax_optimizer", "recipe", "hyper_params", "built_with"})
-_READ_ONLY = _FIXED | {"aliases", "per_leaf", "precision"}
+_READ_ONLY = _FIXED | {"aliases", "precision"}
 _RESERVED = frozenset({"hyper_params", "missing", "updates", "state", "params", "grads"})
 # Arguments of line searches, `sophia`, `sam`; all but `grad` are functions of the parameters.
 _OF_PARAMS = frozenset({"value_fn", "grad", "obj_fn", "grad_fn"})
@@ -64,7 +62,6 @@ class OptaxWrapper(OptimizerDef):
         passed the parameters themselves.
       aliases: names of transformations in descriptions of the state, by the names they would
         otherwise have: `{'my_adam_v2': 'my_adam'}` after a rename, so that saved state is found.
-      per_leaf: see `with_per_leaf`.
       precision: see `with_precision`.
 
     Attributes:
@@ -87,7 +84,6 @@ class OptaxWrapper(OptimizerDef):
     recipe: Recipe | None
     built_with: Any
     aliases: tuple[tuple[str, str], ...]
-    per_leaf: bool = False
     precision: WrapsTransformation | None = None
     _built: Any
 
@@ -96,7 +92,6 @@ class OptaxWrapper(OptimizerDef):
         optax_optimizer: Any,
         *,
         aliases: Mapping[str, str] | None = None,
-        per_leaf: bool = False,
         precision: WrapsTransformation | None = None,
     ) -> None:
         if not isinstance(optax_optimizer, Transformation):
@@ -107,8 +102,6 @@ class OptaxWrapper(OptimizerDef):
             )
         self._define(optax_optimizer, None)
         vars(self)["aliases"] = tuple(sorted((aliases or {}).items()))
-        if per_leaf:
-            self._trace_per_leaf()
         if precision is not None:
             vars(self).update(vars(self.with_precision(precision)))
 
@@ -140,28 +133,6 @@ class OptaxWrapper(OptimizerDef):
         vars(new).pop("_fingerprint_cache", None)
         return new
 
-    def with_per_leaf(self) -> Self:
-        """Returns the definition with an update that is traced once for leaves that are alike.
-
-        Leaves of one shape and dtype become calls of one function, which XLA inlines: tracing and
-        lowering take a fraction of the time with hundreds of leaves; updates, state and what the
-        compiled step moves are the same. Parts of a chain that need all leaves at once
-        (`clip_by_global_norm`, `masked`) and those that are not Optax's are traced as before, and
-        so is an update with extra arguments, or one that is not compiled.
-
-        Raises:
-          ValueError: no part is known to update each leaf from that leaf alone.
-
-        Examples:
-          >>> definition = OptaxWrapper(optax.adamw(0.1)).with_per_leaf()
-          >>> definition.per_leaf, definition == OptaxWrapper(optax.adamw(0.1))
-          (True, True)
-        """
-        new = type(self).__new__(type(self))
-        vars(new).update(vars(self))
-        new._trace_per_leaf()
-        return new
-
     def with_precision(self, precision: WrapsTransformation) -> Self:
         """Returns the definition with parameters and state stored in another way.
 
@@ -173,8 +144,7 @@ class OptaxWrapper(OptimizerDef):
 
         Raises:
           TypeError: it does not.
-          ValueError: the definition has a precision, or is traced per leaf, which goes together
-            with none: what is stored in fewer bits is traced once for leaves that are alike anyway.
+          ValueError: the definition has a precision already.
 
         Examples:
           >>> import opt_optax_bridge as opt
@@ -188,10 +158,10 @@ class OptaxWrapper(OptimizerDef):
                 "`precision` must make a transformation of another, like `opt_precision.Precision("
                 f"weights='stochastic', state=opt_precision.dynamic8())`; got {precision!r}"
             )
-        if self.precision is not None or self.per_leaf:
-            found = "`per_leaf=True`" if self.per_leaf else f"a precision ({self.precision})"
+        if self.precision is not None:
             raise ValueError(
-                f"`precision`: this definition has {found}. Begin with a definition without it."
+                f"`precision`: this definition has a precision ({self.precision}). Begin with a "
+                "definition without it."
             )
         recipe = Recipe(precision, (self,), {})
         made = recipe.build()
@@ -205,15 +175,6 @@ class OptaxWrapper(OptimizerDef):
         vars(new).pop("_fingerprint_cache", None)
         new._define(made, recipe)
         return new
-
-    def _trace_per_leaf(self) -> None:
-        if not acts_per_leaf(self.optax_optimizer):
-            raise ValueError(
-                "`per_leaf`: no part of this transformation is known to update each leaf from that "
-                f"leaf alone, in the same way for all: {self!r}. Only Optax's own are known, alone "
-                "or in an `optax.chain`; leave `per_leaf` out."
-            )
-        vars(self)["per_leaf"] = True
 
     def _define(self, optax_optimizer: Any, recipe: Recipe | None) -> None:
         built_with = recipe.hyper_params if recipe else make_hyper_params("no_hyper_params", {})
@@ -308,16 +269,10 @@ class OptaxWrapper(OptimizerDef):
                 update = Update(self, grads, state.param_states, params, extra_args)
                 updates, param_states = update.run(overrides)
             else:
-                updates, param_states = self.update_with(
-                    self.optax_optimizer, grads, state.param_states, params
+                updates, param_states = self.optax_optimizer.update(
+                    grads, state.param_states, params
                 )
         return updates, _next_state(state, param_states)
-
-    def update_with(self, tx: Any, grads: Any, state: Any, params: Any, **extra_args: Any) -> Any:
-        """Returns updates and state by a transformation that this definition has built."""
-        if self.per_leaf and not extra_args and is_staged(grads):
-            return update_per_leaf(tx, grads, state, params)
-        return tx.update(grads, state, params, **extra_args)
 
     def _changed(self, hyper_params: Any) -> dict[str, Any]:
         return changed_fields(self.built_with, self._acting(hyper_params))
@@ -500,9 +455,7 @@ class OptaxWrapper(OptimizerDef):
         return describe_optax(self.optax_optimizer, params, state.param_states, dict(self.aliases))
 
     def _identity(self) -> Any:
-        # An update that is traced per leaf is the same update.
-        ignored = _FIXED | {"per_leaf"}
-        return {k: v for k, v in super()._identity().items() if k not in ignored}
+        return {k: v for k, v in super()._identity().items() if k not in _FIXED}
 
     def __reduce__(self) -> Any:
         derived = {*_FIXED, "_built", "_origin", "_fingerprint_cache"}
