@@ -456,7 +456,8 @@ def normuon_reference(grads: list[Any], fn: Any) -> Any:
     """The paper's lines, one matrix at a time."""
     found = {}
     for name in grads[0]:
-        mu = nu = 0.0
+        mu: Any = 0.0
+        nu: Any = 0.0
         for own in grads:
             g = own[name]
             mu = 0.9 * mu + 0.1 * g

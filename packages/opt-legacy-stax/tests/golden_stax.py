@@ -81,7 +81,8 @@ def keywords(kwargs: Mapping[str, Any], **options: Any) -> dict[str, Any]:
 
 
 def step_of(kind: str, i: int) -> Any:
-    return {"python_int": int, "jnp_int32": jnp.int32, "float": float}[kind](i)
+    kinds: dict[str, Any] = {"python_int": int, "jnp_int32": jnp.int32, "float": float}
+    return kinds[kind](i)
 
 
 def replay(case: Any, **options: Any) -> list[Any]:

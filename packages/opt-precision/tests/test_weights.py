@@ -30,7 +30,8 @@ def test_what_is_split_is_joined_bit_by_bit() -> None:
     edges = [0, 1, 0x7FFF, 0x8000, 0xFFFF, 0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0x80000000]
     patterns = np.concatenate([random_bits(1 << 20), np.asarray(edges, np.uint32)])
     visible, low = _bits.split(jnp.asarray(patterns).view(jnp.float32))
-    assert (visible.dtype, low.dtype) == (jnp.bfloat16, jnp.int16)
+    assert visible.dtype == jnp.bfloat16
+    assert low.dtype == jnp.int16
     np.testing.assert_array_equal(np.asarray(_bits.join(visible, low)).view(np.uint32), patterns)
 
 
