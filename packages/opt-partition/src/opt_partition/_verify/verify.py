@@ -53,18 +53,23 @@ def verify(
          moments were communicated, or sliced and gathered again.
        - Leaves smaller than their parameter, e.g. the rows and columns of a factored second moment,
          may be communicated up to the size of the parameter, which is noted.
+       - Shards that are reduced over devices into their own leaf, alone or mixed with gradients
+         (`pmean` of the new moments), are an error as if they were gathered. Reductions of which a
+         device has reduced its part before, and that are smaller, are what norms, clipping and
+         factored moments need, and are not judged.
 
        Communication of parameters (FSDP) and activations (tensor parallelism) does not depend on
        state and is not judged. For a `lax.cond`, the branch that communicates most counts. In a
        loop that updates all parameters and state, each iteration is a step. A state leaf belongs to
        the parameter whose path is contained in its own; one that belongs to none, as in
        `optax.flatten`, is judged only if communicated by itself. `Report.unjudged` lists what could
-       not be judged, and why: derived from such state, through products or reductions, or in a loop
-       of unknown length.
+       not be judged, and why: derived from such state, through products or reductions, in a loop of
+       unknown length, or reduced over devices without ending in the leaf that it comes from.
     4. *Gradients are all-reduced* although each device uses only a part: the sum over mesh axes
        that shard the new parameter or a leaf of the new state has the size of the unsharded
-       gradient, and ends up there elementwise. Replicated parameters with only factored state are
-       not judged.
+       gradient, and ends up there elementwise. So it is if the gradients of all devices are
+       gathered in full and summed on each. Replicated parameters with only factored state are not
+       judged.
 
     Parameters and state that are not donated cause a warning with the bytes held twice, and so does
     donated memory that is not reused. So does state of fewer than 32 bits, from 1 MiB of float32 a
