@@ -45,7 +45,7 @@ class IndivisibleError(PartitionError, ValueError):
 
 
 class ReplicatedWarning(UserWarning):
-    """ZeRO leaves more than 5 % of the bytes on a device replicated, or its axes have one device.
+    """ZeRO leaves more than 1 % of the bytes on a device replicated, or its axes have one device.
 
     With `strict=True` it is an error instead.
     """
@@ -60,7 +60,7 @@ class ShardingMismatchError(PartitionError, ValueError):
 
     def __init__(self, report: Report) -> None:
         self.report = report
-        super().__init__(str(report))
+        super().__init__(report.details())
 
     def __reduce__(self) -> tuple[type[ShardingMismatchError], tuple[Report]]:
         return ShardingMismatchError, (self.report,)

@@ -79,7 +79,7 @@ def memory_plan(
       has them, is asked for those.
 
     Warns:
-      ReplicatedWarning: `zero` leaves more than 5 % of the bytes replicated, or its axes have one
+      ReplicatedWarning: `zero` leaves more than 1 % of all bytes replicated, or its axes have one
         device; once, for all that it applies to. See `extend_over`.
 
     Raises:
@@ -139,24 +139,31 @@ def memory_plan(
         accumulators = None if accumulators is None else extend(accumulators)
     state = extend(lay(explanation.axes, shapes=explanation.state, memory_kinds=memory_kinds))
 
-    if over:
-        reported = [state, grads, accumulators] if zero_level == 2 else [state]
-        layouts_over = [layout for layout in reported if layout is not None]
-        report_replicated(layouts_over, over, min_bytes=zero_min_bytes, strict=strict)
-
-    zero_kinds: list[Kind] = ["state"]
-    if zero_level == 2:
-        zero_kinds += ["grads", "accumulators"]
-    maker = RowMaker(rules, mesh, dict.fromkeys(zero_kinds, over), group_by or _first_key)
     layouts: dict[Kind, Layout | None] = {
         "params": param_layout,
         "grads": grads,
         "accumulators": accumulators,
+        "state": state,
     }
+    zero_kinds: list[Kind] = ["state"]
+    if zero_level == 2:
+        zero_kinds += ["grads", "accumulators"]
+    if over:
+        held = {kind: layout for kind, layout in layouts.items() if layout is not None}
+        rest = (layout.bytes_per_device for kind, layout in held.items() if kind not in zero_kinds)
+        report_replicated(
+            [held[kind] for kind in zero_kinds if kind in held],
+            over,
+            min_bytes=zero_min_bytes,
+            strict=strict,
+            beside=sum(rest),
+        )
+    maker = RowMaker(rules, mesh, dict.fromkeys(zero_kinds, over), group_by or _first_key)
     follow_params = [
         row
         for kind, layout in layouts.items()
-        for row in (maker.of_params(kind, layout, axes) if layout else ())
+        if layout is not None and kind != "state"
+        for row in maker.of_params(kind, layout, axes)
     ]
     follow_state = maker.of_state(state, explanation, state_fields(explanation.state, params))
     return MemoryPlan(

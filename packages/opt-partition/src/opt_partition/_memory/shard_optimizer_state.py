@@ -100,5 +100,6 @@ def shard_optimizer_state(
             on_unknown=on_unknown,
         )
     stored = extended(plan.params, params, mesh, zero_axes, min_bytes=min_bytes)
-    report_replicated([stored, plan.state], zero_axes, min_bytes=min_bytes)
+    beside = plan.total_bytes_per_device - plan.state_bytes_per_device
+    report_replicated([stored, plan.state], zero_axes, min_bytes=min_bytes, beside=beside)
     return ZeroLayouts(plan.params, stored, plan.state)

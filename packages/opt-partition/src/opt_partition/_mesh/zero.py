@@ -24,7 +24,7 @@ from opt_partition._mesh.specs import (
 )
 from opt_partition.errors import AxesError, IndivisibleError, ReplicatedWarning
 
-_TOLERATED: Final = 0.05  # of the bytes on a device
+_TOLERATED: Final = 0.01  # of the bytes on a device
 
 
 def extend_over(
@@ -67,7 +67,7 @@ def extend_over(
     Warns:
       ReplicatedWarning: `axes` have one device, or leaves stay replicated over them because no
         dimension is divisible. Scalars, leaves with fewer elements than devices and leaves below
-        `min_bytes` do not count, nor does what is at most 5 % of the bytes on a device.
+        `min_bytes` do not count, nor does what is at most 1 % of the bytes on a device.
 
     Raises:
       AxesError: `specs`, `shapes`, `mesh` and `axes` do not match; or, if `strict`, `axes` have
@@ -136,9 +136,17 @@ def report_replicated(
     *,
     min_bytes: int = 0,
     strict: bool = False,
-    stacklevel: int = 3,
+    beside: int = 0,
 ) -> None:
-    """Warns once of what `extended` layouts leave replicated, or raises; see `extend_over`."""
+    """Warns once of what `extended` layouts leave replicated, or raises; see `extend_over`.
+
+    Args:
+      layouts: the layouts.
+      axes: see `extend_over`.
+      min_bytes: see `extend_over`.
+      strict: see `extend_over`.
+      beside: bytes that a device holds besides `layouts`.
+    """
     mesh = layouts[0].mesh
     names = [axis for axis in _parse_axes(axes, mesh) if axis not in manual_axes(mesh)]
     where = f"ZeRO over {named_sizes(mesh, names)}"
@@ -154,12 +162,12 @@ def report_replicated(
         )
         if strict:
             raise AxesError(message)
-        warnings.warn(message, ReplicatedWarning, stacklevel=stacklevel)
+        warnings.warn(message, ReplicatedWarning, stacklevel=3)
         return
     waste = ((leaf, _waste(leaf, names, mesh)) for leaf in counted)
     worst = sorted((kept for kept in waste if kept[1]), key=lambda kept: -kept[1])
     total = sum(count for _, count in worst)
-    if total <= _TOLERATED * sum(leaf.bytes_per_device for leaf in leaves):
+    if total <= _TOLERATED * (beside + sum(leaf.bytes_per_device for leaf in leaves)):
         return
     message = (
         f"{where} leaves {len(worst)} of {len(leaves)} leaves replicated, {human_bytes(total)} per "
@@ -169,7 +177,7 @@ def report_replicated(
     )
     if strict:
         raise IndivisibleError(message)
-    warnings.warn(message, ReplicatedWarning, stacklevel=stacklevel)
+    warnings.warn(message, ReplicatedWarning, stacklevel=3)
 
 
 def _waste(leaf: LeafLayout, axes: Sequence[str], mesh: AnyMesh) -> int:

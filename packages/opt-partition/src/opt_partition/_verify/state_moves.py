@@ -236,11 +236,17 @@ def _is_divided(leaf: Leaf, reduce: Moved) -> bool:
 
 
 def _finding(severity: Severity, leaf: Leaf, said: str) -> Finding:
-    remedy = "; pass `state_gathers='any'` for optimizers that need whole matrices, such as Muon "
-    remedy = (remedy + "and GaLore") * (severity == "error")
-    return Finding("state gather", severity, leaf.path, said + remedy)
+    remedy = _WHOLE_MUON if leaf.muon else _WHOLE
+    return Finding("state gather", severity, leaf.path, said + remedy * (severity == "error"))
 
 
+_WHOLE = (
+    "; pass `state_gathers='any'` for optimizers that need whole matrices, such as Muon and GaLore"
+)
+_WHOLE_MUON = (
+    "; Muon needs whole matrices: write `opt_matrix.muon(learning_rate, plan=...)` with a plan of "
+    "`opt_matrix.plan_matrices`, which hands them out, and pass `state_gathers='any'`"
+)
 _NO_OWNER = "the state that it is derived from belongs to no parameter according to its path"
 _NO_SIZE = "derived from state, but not elementwise, and not of the size of a parameter"
 _NO_COUNT = "in a loop of unknown length"

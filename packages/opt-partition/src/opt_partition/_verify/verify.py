@@ -89,7 +89,8 @@ def verify(
 
     Returns:
       The report: every leaf, every collective with its dependencies and bytes, the findings, and
-      the collectives that were not judged. It prints as tables; `to_json` returns everything.
+      the collectives that were not judged. It prints as a line; `details` and `to_json` have
+      everything.
 
     Raises:
       ShardingMismatchError: there are errors; see its `report`.
