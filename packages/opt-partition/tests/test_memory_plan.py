@@ -19,8 +19,6 @@ from opt_partition._memory.memory_plan import memory_plan
 from opt_partition._memory.plan import NO_PARAMETER, GroupBytes, MemoryPlan
 from opt_partition.errors import AxesError, IndivisibleError, UndecidedError
 
-# Sizes that do not divide are what most of these tests are about.
-pytestmark = pytest.mark.filterwarnings("ignore::opt_partition.errors.ReplicatedWarning")
 
 NAMES = ("embed", "mlp", "heads")
 MESH = AbstractMesh((4, 2, 2), ("data", "fsdp", "model"))
