@@ -19,7 +19,6 @@ from opt_partition._memory.memory_plan import memory_plan
 from opt_partition._memory.plan import NO_PARAMETER, GroupBytes, MemoryPlan
 from opt_partition.errors import AxesError, IndivisibleError, UndecidedError
 
-
 NAMES = ("embed", "mlp", "heads")
 MESH = AbstractMesh((4, 2, 2), ("data", "fsdp", "model"))
 RULES = [("mlp", "model"), ("embed", "fsdp"), ("heads", None)]

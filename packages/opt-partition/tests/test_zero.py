@@ -14,7 +14,6 @@ from opt_partition._mesh.placement import best_placement
 from opt_partition._mesh.zero import extend_over
 from opt_partition.errors import AxesError
 
-
 P = PartitionSpec
 MESH = AbstractMesh((4, 2, 3, 1), ("data", "fsdp", "model", "one"))
 

@@ -61,7 +61,7 @@ class Finding:
 
     Attributes:
       kind: `'sharding'`, `'dtype'`, `'state gather'`, `'gradient all-reduce'`, `'donation'`,
-        `'ownership'`, `'keyword argument'`, `'float32 copy'` or `'not traced'`.
+        `'ownership'`, `'keyword argument'` or `'not traced'`.
       severity: `verify` raises for an `'error'`.
       path: path of the leaf concerned, if any.
       message: the leaf, what was expected, and what was found.

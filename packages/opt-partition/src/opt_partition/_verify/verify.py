@@ -18,7 +18,6 @@ from opt_partition._verify.gradients import gradient_all_reduces
 from opt_partition._verify.hlo import Module
 from opt_partition._verify.ownership import check_roles
 from opt_partition._verify.report import Finding, Memory, Report, Severity, Unjudged
-from opt_partition._verify.wide_copies import wide_copies
 from opt_partition.errors import ShardingMismatchError
 
 Gradients = Literal["auto", "reduce-scatter", "any"]
@@ -72,8 +71,7 @@ def verify(
        judged.
 
     Parameters and state that are not donated cause a warning with the bytes held twice, and so does
-    donated memory that is not reused. So does state of fewer than 32 bits, from 1 MiB of float32 a
-    device on, that is decoded as a whole and not piece by piece.
+    donated memory that is not reused.
 
     Args:
       step: the result of `jax.jit(f, ...).lower(...)`, compiled or not.
@@ -141,7 +139,6 @@ def verify(
         *leaf_findings.donation_findings(reports),
         *leaf_findings.undonated_findings(inputs, module.aliased_parameters),
         *leaf_findings.keyword_findings(compiled, expected),
-        *wide_copies(module, inputs),
     ]
     judged = judge_collectives(
         module, inputs, outputs, platform, gradients=gradients, state_gathers=state_gathers
