@@ -108,10 +108,43 @@ def is_undone(name: str, platform: str) -> bool:
     return platform in _UNDONE_BY and re.fullmatch(_UNDONE_BY[platform], name) is not None
 
 
+def averaged_moments(state: Tree, mesh: Mesh) -> Tree:
+    """All moments in one `pmean`."""
+
+    def mean(moments: Tree) -> Tree:
+        return jax.lax.pmean(moments, "data")
+
+    moments = (state[0].mu, state[0].nu)
+    specs = jax.tree.map(lambda _: P("data"), moments)
+    mapped: Any = jax.shard_map(mean, mesh=mesh, in_specs=(specs,), out_specs=specs)
+    mu, nu = mapped(moments)
+    return (state[0]._replace(mu=mu, nu=nu), *state[1:])
+
+
+ALL_MOMENTS = gathers("1/0/mu/w", "1/0/mu/b", "1/0/nu/w", "1/0/nu/b")
+EACH = REDUCTIONS["average"]
 STACKED = {"shapes": LAYERS, "loss": layers_loss, "state": {"w": P(None, "data")}}
 GRID_ZERO = {"w": P("data", "model"), "b": P("data")}
 FAULTY: list[Program] = [
     *planted_moves(),
+    # shards that are summed over devices
+    *planted(REDUCTIONS, LAYER_REDUCTIONS),
+    Program("average_all_before", Recipe(tx=ADAM, before=averaged_moments), finds=ALL_MOMENTS),
+    Program("average_all_after", Recipe(tx=ADAM, after=averaged_moments), finds=ALL_MOMENTS),
+    Program("average_fsdp", Recipe(**both(FSDP), after=moving("w", EACH)), finds=gathers(STATE_W)),
+    Program(
+        "average_several_steps",
+        several_steps(Recipe(after=moving("w", EACH))),
+        finds=gathers(STATE_W),
+    ),
+    Program(
+        "average_accumulator",
+        Recipe(
+            tx=multi_steps(3),
+            after=lambda s, mesh: s._replace(acc_grads=moving("w", EACH)(s.acc_grads, mesh)),
+        ),
+        finds=gathers("1/acc_grads/w"),
+    ),
     # other places in the state
     Program(
         "adam_nu",
@@ -315,21 +348,6 @@ FAULTY: list[Program] = [
         finds=errors("dtype", STATE_W, "1/0/trace/b"),
     ),
 ]
-
-
-def averaged_moments(state: Tree, mesh: Mesh) -> Tree:
-    """All moments in one `pmean`."""
-
-    def mean(moments: Tree) -> Tree:
-        return jax.lax.pmean(moments, "data")
-
-    moments = (state[0].mu, state[0].nu)
-    specs = jax.tree.map(lambda _: P("data"), moments)
-    mapped: Any = jax.shard_map(mean, mesh=mesh, in_specs=(specs,), out_specs=specs)
-    mu, nu = mapped(moments)
-    return (state[0]._replace(mu=mu, nu=nu), *state[1:])
-
-
 # Of these no texts are stored.
 MANY_LAYERS = {**STACKED, "shapes": shapes_of(w=(16, 256, 256))}
 SUMMED: dict[str, Any] = {
@@ -340,27 +358,7 @@ GATHERED: dict[str, Any] = {
     "options": {"gradients": "reduce-scatter"},
     "finds": errors("gradient all-reduce", STATE_W, "1/0/trace/b"),
 }
-ALL_MOMENTS = gathers("1/0/mu/w", "1/0/mu/b", "1/0/nu/w", "1/0/nu/b")
-EACH = REDUCTIONS["average"]
 FAULTY_ON_CPUS: list[Program] = [
-    # shards that are summed over devices
-    *planted(REDUCTIONS, LAYER_REDUCTIONS),
-    Program("average_all_before", Recipe(tx=ADAM, before=averaged_moments), finds=ALL_MOMENTS),
-    Program("average_all_after", Recipe(tx=ADAM, after=averaged_moments), finds=ALL_MOMENTS),
-    Program("average_fsdp", Recipe(**both(FSDP), after=moving("w", EACH)), finds=gathers(STATE_W)),
-    Program(
-        "average_several_steps",
-        several_steps(Recipe(after=moving("w", EACH))),
-        finds=gathers(STATE_W),
-    ),
-    Program(
-        "average_accumulator",
-        Recipe(
-            tx=multi_steps(3),
-            after=lambda s, mesh: s._replace(acc_grads=moving("w", EACH)(s.acc_grads, mesh)),
-        ),
-        finds=gathers("1/acc_grads/w"),
-    ),
     # gradients that are gathered in full, and summed on each device
     *(
         Program(function.__name__, by_hand(function, all_gather), **GATHERED)
