@@ -140,7 +140,9 @@ def main(platform: str, only: str = "") -> None:
         jax.config.update("jax_num_cpu_devices", 8)
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"{platform}-jax{jax.__version__}.json.xz"
-    before = load(path) if only and path.exists() else {"compiler": "", "programs": {}}
+    before: dict[str, Any] = {"compiler": "", "programs": {}}
+    if only and path.exists():
+        before = load(path)
     compilers = dict.fromkeys([*filter(None, before["compiler"].split(", ")), compiler(platform)])
     data = {
         "jax": jax.__version__,
