@@ -3,7 +3,7 @@
 The weights are those of Llama 2 and Llama 3 70B, one entry per matrix, without their values:
 
     cd examples
-    python -m opt_partition plan decoder_70b:adamw \
+    opt-partition plan decoder_70b:adamw \
         --mesh data=64,fsdp=8,model=8 --rules decoder_70b.toml --zero data
 
 `adamw`, `adafactor` and `lion` return what the command line expects: the transformation, the

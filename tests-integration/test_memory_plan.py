@@ -192,5 +192,5 @@ def test_plans_are_copied_and_pickled(kind: AxisType) -> None:
     assert copy.deepcopy(plan).state.mesh is mesh
     loaded = pickle.loads(pickle.dumps(plan))
     assert loaded.mesh == AbstractMesh((2, 2, 2), axes, axis_types=(kind,) * 3)
-    assert loaded.to_dict() == plan.to_dict()
+    assert loaded.to_data() == plan.to_data()
     assert Layout(mesh, loaded.state.leaves).shardings == plan.state.shardings

@@ -248,6 +248,14 @@ class TestRightSteps:
         sums = [row for row in report.collectives if row.kind == "all-reduce"]
         assert sum(row.total_bytes for row in sums) >= 2 * 6 * 64 * 64 * 4 * 7 // 8
 
+    def test_the_verdict_is_a_line(self, correct: Report) -> None:
+        sent = correct.collective_bytes
+        assert str(correct) == (
+            "as expected on 8 cpu devices: 14 of 15 leaves checked; 8.12 KiB of parameters and "
+            f"2.04 KiB of state per device; {len(correct.collectives)} collectives, "
+            f"{sent / 1024:.2f} KiB sent per device and step; 2 warnings (gradient all-reduce)"
+        )
+
 
 class TestPlantedFaults:
     @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
@@ -339,7 +347,10 @@ class TestPlantedFaults:
         state = jax.tree.map(lambda leaf: axes.get(leaf.shape, on(GRID)), shapes)
         expected = Expected((params, state), (params, state))
         step = train(tx, params=params, state=state, batch=on(GRID, "data"))
-        assert not verify(step, expected, raises=False).ok
+        [error, *_] = verify(step, expected, raises=False).errors
+        line = "write `opt_matrix.muon(learning_rate, plan=...)` with a plan of"
+        assert (line in error.message) == (optimizer == "muon")
+        assert "pass `state_gathers='any'`" in error.message
         assert verify(step, expected, state_gathers="any").ok
 
     @pytest.mark.parametrize(
@@ -501,7 +512,7 @@ class TestExpected:
         assert {row["kind"] for row in data["collectives"]} == {"all-gather", "all-reduce"}
         error = pickle.loads(pickle.dumps(ShardingMismatchError(correct)))
         assert error.report == correct
-        assert "all-gather  f32 [8,32] → [64,32]" in str(correct)
+        assert "all-gather  f32 [8,32] → [64,32]" in correct.details()
 
 
 def by_hand(

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import pytest
 from jax.sharding import AxisType
-from opt_partition import Report, verify
+from opt_partition import Report, Unjudged, verify
 from opt_partition._verify.concatenated_sums import parse_program
 from opt_partition._verify.leaf_findings import (
     donation_findings,
@@ -23,7 +23,7 @@ from opt_partition._verify.leaf_findings import (
     undonated_findings,
 )
 from opt_partition._verify.report import Finding
-from opt_partition._verify.verify import judge_collectives
+from opt_partition._verify.verify import Judged, judge_collectives
 from verify_faulty import FAULTY, FAULTY_ON_CPUS, WASTEFUL, is_undone
 from verify_healthy import HEALTHY, is_summed
 from verify_recipes import Meshes, Program
@@ -57,6 +57,11 @@ def others(findings: Any) -> list[Finding]:
     ]
 
 
+def reductions(unjudged: Any) -> list[Unjudged]:
+    """Reductions over devices of state that could not be judged."""
+    return [u for u in unjudged if u.collective.kind in ("all-reduce", "reduce-scatter")]
+
+
 def by_name(program: Program) -> str:
     return program.name
 
@@ -73,6 +78,7 @@ def test_healthy_steps_pass(program: Program) -> None:
     report = checked(program)
     assert report.errors == ()
     assert others(report.findings) == []
+    assert reductions(report.unjudged) == []
 
 
 @pytest.mark.sample(50)
@@ -113,18 +119,18 @@ def stored(path: Path) -> dict[str, Any]:
     return load(path)
 
 
-def judged(path: Path, name: str) -> tuple[list[Finding], list[Finding]]:
+def judged(path: Path, name: str) -> tuple[Judged, list[Finding]]:
     """What is said of the collectives and of the donations of a stored program."""
     text, *sides = stored(path)["programs"][name]
     module = parse_program(text)
     inputs, outputs = (list(map(unpacked_leaf, side)) for side in sides)
     platform, options = stored(path)["platform"], PROGRAMS[name].options
-    found = judge_collectives(module, inputs, outputs, platform, **options).findings
+    found = judge_collectives(module, inputs, outputs, platform, **options)
     donations = [
         *donation_findings(leaf_reports(inputs, module)),
         *undonated_findings(inputs, module.aliased_parameters),
     ]
-    return list(found), donations
+    return found, donations
 
 
 STORED = [
@@ -136,14 +142,15 @@ STORED = [
 
 @pytest.mark.parametrize(("path", "name"), STORED)
 def test_stored_programs(path: Path, name: str) -> None:
-    findings, donations = judged(path, name)
-    errors = [finding for finding in findings if finding.severity == "error"]
+    found, donations = judged(path, name)
+    errors = [finding for finding in found.findings if finding.severity == "error"]
     gathers = [finding for finding in errors if finding.kind == "state gather"]
     assert named(gathers) == PROGRAMS[name].finds
     assert {finding.kind for finding in donations} == PROGRAMS[name].warns
     if not PROGRAMS[name].finds:
         summed = {"gradient all-reduce"} if is_summed(name, stored(path)["platform"]) else set()
         assert {finding.kind for finding in errors} == summed
+        assert reductions(found.unjudged) == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from verify_moves import (
     LAYER_MOVES,
+    LAYER_REDUCTIONS,
     MOVES,
+    REDUCTIONS,
     by_all_to_all,
     by_gather,
     by_masked_layers,
     laid,
     moving,
 )
-from verify_recipes import F32, LAYERS, MOMENTUM, P, Program, Recipe, both, layers_loss, shapes_of
+from verify_recipes import (
+    F32,
+    LAYERS,
+    MOMENTUM,
+    P,
+    Program,
+    Recipe,
+    Tree,
+    both,
+    layers_loss,
+    shapes_of,
+)
 from verify_steps import (
     ADAM,
     BF16,
@@ -25,11 +40,16 @@ from verify_steps import (
     FACTORS,
     FSDP,
     FSDP_TP,
+    all_gather,
     asking,
     bucketed,
+    by_hand,
     by_layer,
     cast_state,
     decoder,
+    gather_and_add,
+    gather_and_sum,
+    gather_halves_and_sum,
     layer_by_layer,
     letting_xla_decide,
     micro_batched,
@@ -46,19 +66,24 @@ def gathers(*paths: str) -> frozenset[tuple[str, str | None]]:
 
 
 STATE_W = "1/0/trace/w"
+Move = Callable[[jax.Array, Mesh], Any]
 
 
 def planted_moves() -> list[Program]:
     """Every move, of the old state and of the new."""
+    return planted(MOVES, LAYER_MOVES)
+
+
+def planted(moves: Mapping[str, Move], layer_moves: Mapping[str, Move]) -> list[Program]:
     found = gathers(STATE_W)
     programs = []
-    for name, move in MOVES.items():
+    for name, move in moves.items():
         for when in ("before", "after"):
             hook: dict[str, Any] = {when: moving("w", move)}
             recipe = Recipe(**hook)
             programs.append(Program(f"{name}_{when}", recipe, finds=found))
     stacked = {"w": P(None, "data")}
-    for name, move in LAYER_MOVES.items():
+    for name, move in layer_moves.items():
         for when in ("before", "after"):
             hook = {when: moving("w", move)}
             recipe = Recipe(shapes=LAYERS, loss=layers_loss, state=stacked, **hook)
@@ -83,10 +108,43 @@ def is_undone(name: str, platform: str) -> bool:
     return platform in _UNDONE_BY and re.fullmatch(_UNDONE_BY[platform], name) is not None
 
 
+def averaged_moments(state: Tree, mesh: Mesh) -> Tree:
+    """All moments in one `pmean`."""
+
+    def mean(moments: Tree) -> Tree:
+        return jax.lax.pmean(moments, "data")
+
+    moments = (state[0].mu, state[0].nu)
+    specs = jax.tree.map(lambda _: P("data"), moments)
+    mapped: Any = jax.shard_map(mean, mesh=mesh, in_specs=(specs,), out_specs=specs)
+    mu, nu = mapped(moments)
+    return (state[0]._replace(mu=mu, nu=nu), *state[1:])
+
+
+ALL_MOMENTS = gathers("1/0/mu/w", "1/0/mu/b", "1/0/nu/w", "1/0/nu/b")
+EACH = REDUCTIONS["average"]
 STACKED = {"shapes": LAYERS, "loss": layers_loss, "state": {"w": P(None, "data")}}
 GRID_ZERO = {"w": P("data", "model"), "b": P("data")}
 FAULTY: list[Program] = [
     *planted_moves(),
+    # shards that are summed over devices
+    *planted(REDUCTIONS, LAYER_REDUCTIONS),
+    Program("average_all_before", Recipe(tx=ADAM, before=averaged_moments), finds=ALL_MOMENTS),
+    Program("average_all_after", Recipe(tx=ADAM, after=averaged_moments), finds=ALL_MOMENTS),
+    Program("average_fsdp", Recipe(**both(FSDP), after=moving("w", EACH)), finds=gathers(STATE_W)),
+    Program(
+        "average_several_steps",
+        several_steps(Recipe(after=moving("w", EACH))),
+        finds=gathers(STATE_W),
+    ),
+    Program(
+        "average_accumulator",
+        Recipe(
+            tx=multi_steps(3),
+            after=lambda s, mesh: s._replace(acc_grads=moving("w", EACH)(s.acc_grads, mesh)),
+        ),
+        finds=gathers("1/acc_grads/w"),
+    ),
     # other places in the state
     Program(
         "adam_nu",
@@ -296,7 +354,16 @@ SUMMED: dict[str, Any] = {
     "options": {"gradients": "reduce-scatter"},
     "finds": errors("gradient all-reduce", STATE_W),
 }
+GATHERED: dict[str, Any] = {
+    "options": {"gradients": "reduce-scatter"},
+    "finds": errors("gradient all-reduce", STATE_W, "1/0/trace/b"),
+}
 FAULTY_ON_CPUS: list[Program] = [
+    # gradients that are gathered in full, and summed on each device
+    *(
+        Program(function.__name__, by_hand(function, all_gather), **GATHERED)
+        for function in (gather_and_sum, gather_and_add, gather_halves_and_sum)
+    ),
     Program(
         "layers_by_mask",
         Recipe(**MANY_LAYERS, before=moving("w", by_masked_layers)),

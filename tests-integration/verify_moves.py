@@ -250,6 +250,45 @@ LAYER_MOVES: dict[str, Callable[[jax.Array, Mesh], Any]] = {
 }
 
 
+def _average(part: jax.Array) -> Any:
+    """Each device's shard becomes the mean of all shards."""
+    return jax.lax.pmean(part, "data")
+
+
+def _average_halves(part: jax.Array) -> Any:
+    return jnp.concatenate([_average(half) for half in jnp.split(part, 2, -1)], -1)
+
+
+def _average_copies(part: jax.Array) -> Any:
+    """The same: each device keeps the sum of a copy of each shard."""
+    return jax.lax.psum_scatter(jnp.stack([part] * 8), "data") / 8
+
+
+def _average_rows(part: jax.Array) -> Any:
+    return jax.lax.map(_average, part)
+
+
+def _average_often(part: jax.Array) -> Any:
+    return jax.lax.fori_loop(0, 3, lambda _, x: _average(x), part)
+
+
+def _average_if(part: jax.Array) -> Any:
+    large = jax.lax.pmax(jnp.max(part), "data") > 1
+    return jax.lax.cond(large, _average, lambda x: x, part)
+
+
+REDUCTIONS: dict[str, Callable[[jax.Array, Mesh], Any]] = {
+    "average": on_shards(_average, "data"),
+    "average_halves": on_shards(_average_halves, "data"),
+    "average_copies": on_shards(_average_copies, "data"),
+    "average_rows": on_shards(_average_rows, "data"),
+    "average_often": on_shards(_average_often, "data"),
+    "average_if": on_shards(_average_if, "data"),
+    "maximum": on_shards(lambda part: jax.lax.pmax(part, "data"), "data"),
+}
+LAYER_REDUCTIONS = {"average": each_layer(_average)}
+
+
 def moving(name: str, move: Callable[[jax.Array, Mesh], Any]) -> Callable[[Tree, Mesh], Tree]:
     """What moves the leaves of a state that belong to `name`."""
 

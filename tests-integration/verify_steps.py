@@ -98,6 +98,27 @@ def sum_and_slice(grad: jax.Array) -> Any:
     return mine(jax.lax.psum(grad, "data"), grad.shape[0] // 8)
 
 
+def gather_and_sum(grad: jax.Array) -> Any:
+    """Each device receives the gradients of all eight in full, and sums them."""
+    return mine(jax.lax.all_gather(grad, "data").sum(0), grad.shape[0] // 8)
+
+
+def gather_and_add(grad: jax.Array) -> Any:
+    first, *others = jnp.split(jax.lax.all_gather(grad, "data", tiled=True), 8)
+    return mine(sum(others, start=first), grad.shape[0] // 8)
+
+
+def gather_halves_and_sum(grad: jax.Array) -> Any:
+    halves = jnp.split(grad, 2, -1)
+    return jnp.concatenate([gather_and_sum(half) for half in halves], -1)
+
+
+def exchange_and_sum(grad: jax.Array) -> Any:
+    """A reduce-scatter by hand, which moves as little."""
+    parts = jax.lax.all_to_all(grad.reshape(8, -1, *grad.shape[1:]), "data", 0, 0)
+    return parts.sum(0)
+
+
 def all_gather(part: jax.Array) -> Any:
     return jax.lax.all_gather(part, "data", tiled=True)
 

@@ -5,7 +5,8 @@
     python tests-integration/verify_texts.py cpu   # another version of jax than the tests run with
 
 writes `verify_texts/<platform>-jax<version>.json.xz`: of each program the compiled text, without
-what `verify` does not read, and its arguments and results.
+what `verify` does not read, and its arguments and results. A pattern as a second argument, e.g.
+`average.*`, adds the programs of these names and keeps the others.
 """
 
 from __future__ import annotations
@@ -137,14 +138,18 @@ def made(platform: str, only: str) -> Iterator[tuple[str, list[Any]]]:
 def main(platform: str, only: str = "") -> None:
     if platform == "cpu":
         jax.config.update("jax_num_cpu_devices", 8)
-    data = {
-        "jax": jax.__version__,
-        "compiler": compiler(platform),
-        "platform": platform,
-        "programs": dict(made(platform, only)),
-    }
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"{platform}-jax{jax.__version__}.json.xz"
+    before: dict[str, Any] = {"compiler": "", "programs": {}}
+    if only and path.exists():
+        before = load(path)
+    compilers = dict.fromkeys([*filter(None, before["compiler"].split(", ")), compiler(platform)])
+    data = {
+        "jax": jax.__version__,
+        "compiler": ", ".join(compilers),
+        "platform": platform,
+        "programs": before["programs"] | dict(made(platform, only)),
+    }
     path.write_bytes(lzma.compress(json.dumps(data).encode(), preset=9))
     print(f"{path}: {len(data['programs'])} programs, {path.stat().st_size:,} bytes")
 

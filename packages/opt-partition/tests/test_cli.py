@@ -4,14 +4,17 @@ import itertools
 import json
 import os
 import pathlib
+import pkgutil
 import subprocess
 import sys
+import tomllib
+import warnings
 from typing import Any
 
+import opt_partition
 import pytest
 from opt_partition._cli.inputs import InputError, parse_axes, parse_mesh, read_rules
 from opt_partition._cli.main import main
-from opt_partition._display import Table
 
 MODULE = """
 import jax, optax
@@ -100,57 +103,51 @@ def complaint(capsys: Capture, *arguments: str) -> str:
     assert captured.out == ""
     lines = [line for line in captured.err.splitlines() if not line.startswith("noise")]
     assert len(lines) == 1
-    assert lines[0].startswith("opt_partition: ")
-    return lines[0].removeprefix("opt_partition: ")
+    assert lines[0].startswith("opt-partition: ")
+    return lines[0].removeprefix("opt-partition: ")
 
 
 def test_a_plan_as_text(module: str, capsys: Capture) -> None:
     out = out_of(capsys, "plan", f"{module}:adam", *MESH, "--zero", "data")
     assert out.startswith("mesh data=4, model=2: 8 devices; state extended over data (ZeRO-1)\n")
     assert "parameters         1.50 KiB             1,536   3.00 KiB   3,072\n" in out
+
+
+def test_a_plan_fits_a_screen_and_all_of_it_is_asked_for(module: str, capsys: Capture) -> None:
+    arguments = ("plan", f"{module}:adam", *MESH, "--zero", "data")
+    short, whole = out_of(capsys, *arguments), out_of(capsys, *arguments, "--all")
+    assert len(short.splitlines()) <= 24
+    assert max(map(len, short.splitlines())) <= 100
+    assert "optimizer state by field" not in short
     assert (
-        "ScaleByAdamState.mu          3  float32       384 B               384  3.00 KiB\n" in out
+        "ScaleByAdamState.mu          3  float32       384 B               384  3.00 KiB\n" in whole
     )
 
 
-@pytest.mark.parametrize("width", [40, 80, 120])
-@pytest.mark.parametrize("command", ["explain", "plan"])
-def test_tables_are_no_wider_than_asked_and_keep_every_word(
-    module: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: str, width: int
-) -> None:
-    arguments = (command, f"{module}:adam", *MESH, "--zero", "data")
-    whole = out_of(capsys, *arguments)
-    assert max(map(len, whole.splitlines())) > 120  # in a file, a row is a line
-    monkeypatch.setenv("COLUMNS", str(width))
-    folded = out_of(capsys, *arguments)
-    assert max(map(len, folded.splitlines())) <= width
-
-    def words(text: str) -> list[str]:
-        return [word.strip(";") for word in text.split() if set(word) - set("-")]
-
-    assert {*words(whole)} - {*words(folded)} <= {"note"}  # there are none
+def test_zero_without_effect_is_said_in_a_line(module: str, capsys: Capture) -> None:
+    one = ["--mesh", "data=1,model=2", "--rules", "rules.toml", "--zero", "data"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert main(["plan", f"{module}:adam", *one]) == 0
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "noise" not in line]
+    assert line.startswith("opt-partition: warning: ZeRO over data=1 has no effect: 3.00 KiB stay")
+    found = complaint(capsys, "plan", f"{module}:adam", *one, "--strict")
+    assert "ZeRO over data=1 has no effect" in found
 
 
-def test_a_table_is_folded_by_columns_and_at_separators() -> None:
-    rows = (("params layers/w", "8", "4096x16384", "model, -"), ("b", "16", "", ""))
-    table = Table("a title of 20 letters", ("leaf", "n", "shape", "spec"), rows, frozenset({"n"}))
-    assert table.folded(33).splitlines() == [
-        "a title of 20 letters",
-        "leaf              n  shape",
-        "---------------  --  ----------",
-        "params layers/w   8  4096x16384",
-        "    spec model, -",
-        "b                16",
-    ]
-    assert table.folded(16).splitlines() == [
-        *("a title of 20", "letters"),
-        "leaf",
-        "---------------",
-        "params layers/w",
-        *("    n 8; shape", "    4096x16384;", "    spec model,", "    -"),
-        *("b", "    n 16"),
-    ]
-    assert table.folded(9).splitlines()[5:8] == ["params", "layers/w", "    n 8;"]
+def test_the_console_script() -> None:
+    file = pathlib.Path(__file__).parents[1] / "pyproject.toml"
+    scripts = tomllib.loads(file.read_text())["project"]["scripts"]
+    [(name, target)] = scripts.items()
+    assert name == "opt-partition"
+    assert pkgutil.resolve_name(target) is main
+
+
+def test_the_version(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"opt-partition {opt_partition.__version__}\n"
 
 
 def test_explain_without_and_with_a_mesh(module: str, capsys: Capture) -> None:
@@ -239,7 +236,7 @@ def test_a_page_is_written_whole_or_not_at_all(
     assert sorted({*os.listdir()} - {"__pycache__"}) == sorted({*before} - {"__pycache__"})
 
 
-USAGE = "(see `python -m opt_partition {} --help`)"
+USAGE = "(see `opt-partition {} --help`)"
 BAD: list[tuple[list[str], str]] = [
     (["explain", "{m}"], "expected MODULE:FUNCTION, found `{m}`"),
     (["explain", "{m}:"], "expected MODULE:FUNCTION, found `{m}:`"),
@@ -471,7 +468,7 @@ def test_the_program_runs_from_any_folder(module: str) -> None:
     assert (good.returncode, "8 devices" in good.stdout) == (0, True)
     bad = run("plan", f"{module}:adan", *MESH)
     assert (bad.returncode, bad.stdout) == (2, "")
-    assert bad.stderr == f"noise at import\nopt_partition: `{module}` has no function `adan`\n"
+    assert bad.stderr == f"noise at import\nopt-partition: `{module}` has no function `adan`\n"
 
 
 def test_nobody_reads_to_the_end(module: str) -> None:
@@ -496,5 +493,5 @@ def test_standard_output_that_cannot_be_written(
     command = f"'{sys.executable}' -m opt_partition explain {module}:adam {options} {where}"
     done = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("noise")]
-    assert lines == [f"opt_partition: standard output cannot be written: {why}"]
+    assert lines == [f"opt-partition: standard output cannot be written: {why}"]
     assert done.returncode == 2

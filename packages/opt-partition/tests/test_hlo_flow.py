@@ -44,6 +44,20 @@ def test_results(function: Callable[..., Any], depends: set[int], direct: set[in
     assert directly == direct
 
 
+def test_sums_on_a_device_are_known_apart_from_products_and_statistics() -> None:
+    compiled = jax.jit(
+        lambda x, y: (jnp.sum(x, 0), x @ y, x / jnp.sum(y, 0), jnp.sum(x * jnp.sum(y), 0))
+    )
+    text = compiled.lower(jnp.ones((4, 4)), jnp.ones((4, 4))).compile().as_text() or ""
+    outputs = trace(parse(text), [Deps.of(0), Deps.of(1)], {}).outputs
+    assert [(bin(deps.direct), bin(deps.reduced)) for deps in outputs] == [
+        ("0b0", "0b1"),
+        ("0b0", "0b0"),
+        ("0b1", "0b0"),
+        ("0b0", "0b1"),
+    ]
+
+
 def test_each_result_has_its_own() -> None:
     results = flow(lambda x, y: (x + 1, y + 1, x + y, jnp.zeros(3)), X, X)
     assert [depends for depends, _ in results] == [{0}, {1}, {0, 1}, set()]

@@ -281,38 +281,43 @@ def test_a_plan_as_json() -> None:
 
 IN_PRINT = """
 mesh data=4, fsdp=2, model=2: 16 devices; state extended over data (ZeRO-1)
-                 per device  bytes per device      whole   bytes
----------------  ----------  ----------------  ---------  ------
-parameters         6.00 KiB             6,144  24.00 KiB  24,576
-gradients          6.00 KiB             6,144  24.00 KiB  24,576
-accumulators       6.00 KiB             6,144  24.00 KiB  24,576
-optimizer state    1.50 KiB             1,536  24.00 KiB  24,576
-total             19.50 KiB            19,968  96.00 KiB  98,304
-
-optimizer state by field
-field             leaves  dtype    per device  bytes per device      whole
-----------------  ------  -------  ----------  ----------------  ---------
-TraceState.trace       3  float32    1.50 KiB             1,536  24.00 KiB
+                 per device  bytes per device       whole    bytes
+parameters         7.00 KiB             7,168   28.00 KiB   28,672
+gradients          7.00 KiB             7,168   28.00 KiB   28,672
+accumulators       7.00 KiB             7,168   28.00 KiB   28,672
+optimizer state    1.75 KiB             1,792   28.00 KiB   28,672
+total             22.75 KiB            23,296  112.00 KiB  114,688
 
 bytes per device of each group of parameters
 group          groups    params     grads  accumulators  state     total  bytes
--------------  ------  --------  --------  ------------  -----  --------  -----
 layers_{0..2}       3  2.00 KiB  2.00 KiB      2.00 KiB  512 B  6.50 KiB  6,656
+a                   1     128 B     128 B         128 B   32 B     416 B    416
+b                   1     128 B     128 B         128 B   32 B     416 B    416
+c                   1     128 B     128 B         128 B   32 B     416 B    416
+5 more groups: 2.03 KiB
 
-replicated: 13.50 KiB (13,824 bytes) per device beyond an equal share
-leaf                          leaves  shape  spec            waste  bytes  reason
-----------------------------  ------  -----  -----------  --------  -----  ------------------------------------
-params layers_{0..2}/w             3  64x32  fsdp, model  4.50 KiB  4,608  not over data=4: no rule uses 'data'
-grads layers_{0..2}/w              3  64x32  fsdp, model  4.50 KiB  4,608  not over data=4: no rule uses 'data'
-accumulators layers_{0..2}/w       3  64x32  fsdp, model  4.50 KiB  4,608  not over data=4: no rule uses 'data'
-"""  # noqa: E501
+replicated: 15.75 KiB (16,128 bytes) per device beyond an equal share
+  params layers_{0..2}/w (3 leaves): 4.50 KiB, not over data=4: no rule uses 'data'
+  grads layers_{0..2}/w (3 leaves): 4.50 KiB, not over data=4: no rule uses 'data'
+  accumulators layers_{0..2}/w (3 leaves): 4.50 KiB, not over data=4: no rule uses 'data'
+  24 more leaves
+"""
 
 
 def test_a_plan_in_print() -> None:
     params = {f"layers_{n}": {"w": leaf(64, 32)} for n in range(3)}
+    params |= {name: {"w": leaf(8, 16)} for name in "abcdefgh"}
     axes = {name: {"w": ("embed", "mlp")} for name in params}
     plan = plan_of(optax.sgd(0.1, momentum=0.9), params, axes, zero="data", accumulate=True)
     assert str(plan) == IN_PRINT.strip("\n")
+
+
+def test_a_plan_of_muon_says_the_line_to_write() -> None:
+    line = "`opt_matrix.muon(learning_rate, plan=...)`"
+    muon: Any = optax.contrib
+    assert line in str(plan_of(muon.muon(1e-3), zero="data"))
+    assert line not in str(plan_of(muon.muon(1e-3)))
+    assert line not in str(plan_of(optax.adam(1e-3), zero="data"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -388,7 +393,7 @@ def test_explicit_axes_change_nothing_and_manual_ones_are_not_used() -> None:
         for kind in (AxisType.Auto, AxisType.Explicit, AxisType.Manual)
     )
     assert auto.param_bytes_per_device == 8 * 12 * 4 // 8
-    assert explicit.to_dict() == auto.to_dict()
+    assert explicit.to_data() == auto.to_data()
     # Inside `shard_map` a leaf is already what one device along `data` has of it.
     assert manual.param_bytes_per_device == 8 * 12 * 4 // 2
     assert [row.leaf.path for row in manual.replicated] == ["0/count"]
@@ -399,7 +404,7 @@ def test_rules_may_be_read_only_once() -> None:
     names, axes = zip(*RULES, strict=True)
     expected = plan_of(zero="data")
     for rules in (zip(names, axes, strict=True), iter(RULES), dict(RULES), dict(RULES).items()):
-        assert plan_of(rules=rules, zero="data").to_dict() == expected.to_dict()
+        assert plan_of(rules=rules, zero="data").to_data() == expected.to_data()
 
 
 @pytest.mark.parametrize("argument", ["grad_dtype", "accumulate"])
@@ -451,5 +456,5 @@ def test_plans_on_devices_are_copied_and_pickled() -> None:
     assert copy.copy(plan).state is plan.state
     loaded = pickle.loads(pickle.dumps(plan))
     assert loaded == plan_of(tx, mesh=abstract, zero="data", accumulate=True)
-    assert loaded.to_dict() == plan.to_dict()
+    assert loaded.to_data() == plan.to_data()
     assert str(loaded) == str(plan)

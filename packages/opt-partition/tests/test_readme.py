@@ -15,7 +15,7 @@ pytestmark = pytest.mark.contract
 BESIDE = Path(__file__).parents[1] / "README.md"
 PYTHON = re.compile(r"^```python\n(.*?)^```$(?:\n+^```text\n(.*?)^```$)?", re.M | re.S)
 FILE = re.compile(r"^```(?:python|toml)\n# (\S+\.\w+)\n(.*?)^```$", re.M | re.S)
-COMMAND = re.compile(r"^python -m opt_partition (.*)$", re.M)
+COMMAND = re.compile(r"^opt-partition (.*)$", re.M)
 
 
 def readme() -> str:

@@ -166,7 +166,7 @@ class TestKeywordArguments:
             ("keyword argument", "note", "batch"),
             ("keyword argument", "note", "state"),
         ]
-        assert "state: 2 arrays not checked; pass `Expected(..., keywords={" in str(report)
+        assert "state: 2 arrays not checked; pass `Expected(..., keywords={" in report.details()
 
     def test_unknown_names(self, by_keyword: jax.stages.Compiled) -> None:
         with pytest.raises(AxesError, match=r"`keywords`: not a prefix .* unknown \['key'\]"):
@@ -306,7 +306,7 @@ class TestDtypes:
         assert error.message.startswith(
             "output 1/mu/w bfloat16[8, 4]: was float32 as input 1/mu/w; the step is recompiled"
         )
-        assert "cast the state returned by `update` back" in str(report)
+        assert "cast the state returned by `update` back" in report.details()
 
     def test_parameters_that_change(self) -> None:
         def widen(new: Any) -> Any:

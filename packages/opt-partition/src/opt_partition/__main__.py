@@ -1,4 +1,4 @@
-"""Runs the command line: `python -m opt_partition --help`."""
+"""Runs the command line: `opt-partition --help`."""
 
 import sys
 

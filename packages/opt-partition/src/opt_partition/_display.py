@@ -15,7 +15,6 @@ _T = TypeVar("_T")
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _NUMBER = re.compile(r"(?<!~)\d+")  # a path escapes `~` and `/` in keys as `~0` and `~1`
-_BREAKS = ("; ", ", ", " ", "/", "")  # where a line may be broken, best first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,52 +34,24 @@ class Table:
     right: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
-        return self.folded(None)
+        head, *rows = self.lines()
+        rule = "  ".join("-" * size for size in self._widths())
+        return "\n".join([self.title, head, rule, *rows])
 
-    def folded(self, width: int | None) -> str:
-        """Returns the table in lines of at most `width` characters; `None` for no limit.
+    def lines(self) -> list[str]:
+        """Returns the aligned header and rows."""
+        widths = self._widths()
+        return [self._line(cells, widths) for cells in (self.columns, *self.rows)]
 
-        Columns that do not fit are continued below their row, each with its header.
-        """
-        widths = [max(map(len, cells)) for cells in zip(self.columns, *self.rows, strict=True)]
-        ends = [end - 2 for end in itertools.accumulate(size + 2 for size in widths)]
-        kept = len(ends) if width is None else max(1, sum(end <= width for end in ends))
-        rule = "  ".join("-" * size for size in widths[:kept])[:width]
-        lines = [*_broken(self.title, width), self._line(self.columns, widths[:kept]), rule]
-        for row in self.rows:
-            lines += _broken(self._line(row, widths[:kept]), width)
-            rest = zip(self.columns[kept:], row[kept:], strict=True)
-            below = "; ".join(f"{name} {cell}" for name, cell in rest if cell)
-            lines += _broken(below, width, "    ") if below else []
-        return "\n".join(lines)
+    def _widths(self) -> list[int]:
+        return [max(map(len, cells)) for cells in zip(self.columns, *self.rows, strict=True)]
 
     def _line(self, cells: Sequence[str], widths: Sequence[int]) -> str:
         padded = (
             cell.rjust(width) if name in self.right else cell.ljust(width)
-            for name, cell, width in zip(self.columns, cells, widths, strict=False)
+            for name, cell, width in zip(self.columns, cells, widths, strict=True)
         )
         return "  ".join(padded).rstrip()
-
-
-def _broken(text: str, width: int | None, indent: str = "") -> list[str]:
-    """Breaks a text into indented lines, at spaces if possible."""
-    if width is None or len(indent + text) <= width:
-        return [indent + text]
-    lines = [""]
-    for piece in _pieces(text, max(1, width - len(indent)), _BREAKS):
-        if len(indent + (lines[-1] + piece).rstrip()) > width and lines[-1]:
-            lines.append("")
-        lines[-1] += piece
-    return [(indent + line).rstrip() for line in lines]
-
-
-def _pieces(text: str, room: int, breaks: Sequence[str]) -> list[str]:
-    """Splits a text into as few pieces as possible that fit into a line."""
-    if len(text.rstrip()) <= room:
-        return [text]
-    first, *rest = breaks
-    parts = re.split(f"(?<={first})", text) if first else text
-    return [piece for part in parts for piece in _pieces(part, room, rest)]
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

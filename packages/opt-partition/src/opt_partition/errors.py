@@ -6,6 +6,8 @@ PartitionError
 ├── UndecidedError (ValueError)         `strict=True`, and axes could not be determined
 ├── IndivisibleError (ValueError)       `on_indivisible="error"`, and a dimension is not divisible
 └── ShardingMismatchError (ValueError)  a compiled step that is not sharded as expected
+
+ReplicatedWarning (UserWarning)         ZeRO that leaves state replicated
 ```
 """
 
@@ -20,6 +22,7 @@ __all__ = [
     "AxesError",
     "IndivisibleError",
     "PartitionError",
+    "ReplicatedWarning",
     "ShardingMismatchError",
     "UndecidedError",
 ]
@@ -41,6 +44,13 @@ class IndivisibleError(PartitionError, ValueError):
     """A dimension is not divisible by the mesh axes assigned to it; lists all paths."""
 
 
+class ReplicatedWarning(UserWarning):
+    """ZeRO leaves more than 1 % of the bytes on a device replicated, or its axes have one device.
+
+    With `strict=True` it is an error instead.
+    """
+
+
 class ShardingMismatchError(PartitionError, ValueError):
     """A compiled step is not sharded as expected.
 
@@ -50,7 +60,7 @@ class ShardingMismatchError(PartitionError, ValueError):
 
     def __init__(self, report: Report) -> None:
         self.report = report
-        super().__init__(str(report))
+        super().__init__(report.details())
 
     def __reduce__(self) -> tuple[type[ShardingMismatchError], tuple[Report]]:
         return ShardingMismatchError, (self.report,)

@@ -1,1 +1,1 @@
-"""The command line: `python -m opt_partition`."""
+"""The command line: `opt-partition`."""

@@ -1,11 +1,13 @@
-"""The command line: `python -m opt_partition explain|plan MODULE:FUNCTION`."""
+"""The command line: `opt-partition explain|plan MODULE:FUNCTION`."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 import jax
@@ -23,7 +25,6 @@ from opt_partition._cli.inputs import (
 )
 from opt_partition._cli.outputs import (
     explanation_table,
-    print_tables,
     print_text,
     standard_output,
     write_text,
@@ -40,8 +41,8 @@ the parameters may be jax.ShapeDtypeStructs. Modules in the current directory ca
 The devices of the mesh need not exist, and nothing is allocated on them.
 
 examples:
-  python -m opt_partition explain train:optimizer
-  python -m opt_partition plan train:optimizer --mesh data=8,model=4 --rules rules.toml --zero data
+  opt-partition explain train:optimizer
+  opt-partition plan train:optimizer --mesh data=8,model=4 --rules rules.toml --zero data
 
 rules.toml, in order of precedence, with "" for no mesh axis:
   rules = [["mlp", "model"], ["embed", ["data", "fsdp"]], ["layers", ""]]
@@ -77,18 +78,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(argv)
         _run(arguments)
     except InputError as error:
-        print(f"opt_partition: {error}", file=sys.stderr)
+        print(f"opt-partition: {error}", file=sys.stderr)
         return 2
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m opt_partition",
+        prog="opt-partition",
         description="Explain and plan the sharding of an optimizer state.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"%(prog)s {version('opt-partition')}"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="explain|plan")
     _add_explain(commands)
@@ -107,6 +111,9 @@ def _add_explain(commands: Any) -> None:
 def _add_plan(commands: Any) -> None:
     text = "Show the bytes per device of parameters, gradients, accumulators and optimizer state."
     command = _add_command(commands, "plan", text, needs_mesh=True)
+    command.add_argument(
+        "--all", action="store_true", help="show all fields, groups and replicated leaves"
+    )
     command.add_argument(
         "--zero-level",
         type=int,
@@ -150,7 +157,9 @@ def _add_command(commands: Any, name: str, text: str, *, needs_mesh: bool) -> An
         "--zero", metavar="AXIS,...", help="mesh axes to shard the state over (ZeRO), e.g. data"
     )
     command.add_argument(
-        "--strict", action="store_true", help="fail if the axes of a leaf could not be determined"
+        "--strict",
+        action="store_true",
+        help="fail if axes could not be determined, or ZeRO leaves state replicated",
     )
     output = command.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON")
@@ -174,8 +183,10 @@ def _run(arguments: argparse.Namespace) -> None:
             explanation = explain(*job, strict=arguments.strict)
         _show_explanation(arguments, explanation, job[1])
         return
-    with foreign_code(f"`{arguments.target}`"):
+    with foreign_code(f"`{arguments.target}`"), warnings.catch_warnings(record=True) as caught:
         plan = memory_plan(*job, rules, mesh, zero=zero, strict=arguments.strict, **options)
+    for warning in caught:
+        print(f"opt-partition: warning: {warning.message}", file=sys.stderr)
     show = _show_plan if arguments.command == "plan" else _show_layout
     show(arguments, plan)
 
@@ -196,7 +207,7 @@ def _show_explanation(arguments: argparse.Namespace, explanation: Explanation, p
     if arguments.json:
         print_text(explanation.to_json())
         return
-    table = explanation_table(explanation, show_all=getattr(arguments, "all", False))
+    table = explanation_table(explanation, show_all=arguments.all)
     _show(arguments, [table], explanation_items(explanation, params))
 
 
@@ -204,7 +215,7 @@ def _show_layout(arguments: argparse.Namespace, plan: MemoryPlan) -> None:
     """Shows a state and how it is sharded."""
     if arguments.json:
         data = json.loads(plan.explanation.to_json())
-        rows = [row for row in plan.to_dict()["rows"] if row["kind"] == "state"]
+        rows = [row for row in plan.to_data()["rows"] if row["kind"] == "state"]
         keys = ("spec", "shard_shape", "bytes_per_device", "notes", "actions")
         for row, planned in zip(data["rows"], rows, strict=True):
             row["layout"] = {key: planned[key] for key in keys}
@@ -218,14 +229,16 @@ def _show_layout(arguments: argparse.Namespace, plan: MemoryPlan) -> None:
 def _show_plan(arguments: argparse.Namespace, plan: MemoryPlan) -> None:
     if arguments.json:
         print_text(plan.to_json())
-    else:
+    elif arguments.all or arguments.html is not None:
         _show(arguments, plan_tables(plan), plan_items(plan))
+    else:
+        print_text(str(plan))
 
 
 def _show(arguments: argparse.Namespace, tables: list[Table], items: list[Item]) -> None:
     """Prints tables, or writes them to an HTML page with pictures."""
     if arguments.html is None:
-        print_tables(tables)
+        print_text("\n\n".join(map(str, tables)))
         return
     title = f"{'Memory plan' if arguments.command == 'plan' else 'Optimizer state'} of "
     text = page(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -24,8 +23,6 @@ from opt_partition._display import (
     words,
 )
 from opt_partition._mesh.layout import Layout, LeafLayout
-
-_WIDE = sys.maxsize
 
 
 def explanation_table(
@@ -94,13 +91,6 @@ def print_text(text: str) -> None:
     """Prints text to standard output."""
     with standard_output():
         print(text)
-
-
-def print_tables(tables: Sequence[Table]) -> None:
-    """Prints tables to standard output, folded to the width of the terminal or `COLUMNS`."""
-    # In a file or a pipe, a row stays one line, for programs to process.
-    width = shutil.get_terminal_size(fallback=(_WIDE, 0)).columns
-    print_text("\n\n".join(table.folded(width) for table in tables))
 
 
 def write_text(path: str, text: str) -> None:

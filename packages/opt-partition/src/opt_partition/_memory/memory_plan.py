@@ -21,7 +21,7 @@ from opt_partition._mesh.layout import Layout, LeafLayout
 from opt_partition._mesh.logical_to_mesh import MemoryKinds, logical_to_mesh
 from opt_partition._mesh.rule_table import LogicalAxisRules
 from opt_partition._mesh.specs import AnyMesh, named_sizes
-from opt_partition._mesh.zero import extend_over
+from opt_partition._mesh.zero import extended, report_replicated
 from opt_partition.errors import AxesError
 
 
@@ -69,7 +69,8 @@ def memory_plan(
       group_by: returns the group of a parameter for its path; by default, the first key.
       memory_kinds: memory kinds of the state leaves; see `logical_to_mesh`.
       derivation_rules: `rules` of `explain`.
-      strict: see `explain`.
+      strict: whether to raise an error if axes cannot be determined, see `explain`, and instead of
+        warning that ZeRO leaves state replicated, see `extend_over`.
       on_indivisible: see `logical_to_mesh`.
       on_unknown: see `logical_to_mesh`.
 
@@ -77,9 +78,13 @@ def memory_plan(
       The plan. A transformation with a method `temporary_bytes`, from the parameters as a device
       has them, is asked for those.
 
+    Warns:
+      ReplicatedWarning: `zero` leaves more than 1 % of all bytes replicated, or its axes have one
+        device; once, for all that it applies to. See `extend_over`.
+
     Raises:
-      AxesError: axes, rules and mesh do not match.
-      IndivisibleError: see `logical_to_mesh`.
+      AxesError: axes, rules and mesh do not match; or, if `strict`, `zero` has one device.
+      IndivisibleError: see `logical_to_mesh`; or, if `strict`, `zero` leaves state replicated.
       UndecidedError: see `explain`.
       TypeError: `derivation_rules` is not a `Rules`, or `group_by` does not return a string.
       ValueError: `zero_level` is neither 1 nor 2, or is 2 without `zero`; or `grad_dtype` or
@@ -102,7 +107,7 @@ def memory_plan(
       >>> [(row.leaf.path, row.reason) for row in plan.replicated][:1]
       [('wi', "not over data=64: no rule shards 'embed'; no rule uses 'data'")]
     """
-    extended = _check_zero(zero, zero_level, mesh)
+    over = _check_zero(zero, zero_level, mesh)
     _check_dtype("grad_dtype", grad_dtype)
     _check_dtype("accumulate", None if isinstance(accumulate, bool) else accumulate)
     if not isinstance(derivation_rules, Rules):
@@ -121,7 +126,7 @@ def memory_plan(
         on_indivisible=on_indivisible,
         on_unknown=on_unknown,
     )
-    extend = functools.partial(_extend, axes=extended, min_bytes=zero_min_bytes)
+    extend = functools.partial(_extend, axes=over, min_bytes=zero_min_bytes)
 
     axes = normalise_param_axes(params, param_axes)
     param_layout = lay(axes, shapes=params)
@@ -134,19 +139,31 @@ def memory_plan(
         accumulators = None if accumulators is None else extend(accumulators)
     state = extend(lay(explanation.axes, shapes=explanation.state, memory_kinds=memory_kinds))
 
-    zero_kinds: list[Kind] = ["state"]
-    if zero_level == 2:
-        zero_kinds += ["grads", "accumulators"]
-    maker = RowMaker(rules, mesh, dict.fromkeys(zero_kinds, extended), group_by or _first_key)
     layouts: dict[Kind, Layout | None] = {
         "params": param_layout,
         "grads": grads,
         "accumulators": accumulators,
+        "state": state,
     }
+    zero_kinds: list[Kind] = ["state"]
+    if zero_level == 2:
+        zero_kinds += ["grads", "accumulators"]
+    if over:
+        held = {kind: layout for kind, layout in layouts.items() if layout is not None}
+        rest = (layout.bytes_per_device for kind, layout in held.items() if kind not in zero_kinds)
+        report_replicated(
+            [held[kind] for kind in zero_kinds if kind in held],
+            over,
+            min_bytes=zero_min_bytes,
+            strict=strict,
+            beside=sum(rest),
+        )
+    maker = RowMaker(rules, mesh, dict.fromkeys(zero_kinds, over), group_by or _first_key)
     follow_params = [
         row
         for kind, layout in layouts.items()
-        for row in (maker.of_params(kind, layout, axes) if layout else ())
+        if layout is not None and kind != "state"
+        for row in maker.of_params(kind, layout, axes)
     ]
     follow_state = maker.of_state(state, explanation, state_fields(explanation.state, params))
     return MemoryPlan(
@@ -157,7 +174,7 @@ def memory_plan(
         state=state,
         rows=(*follow_params, *follow_state),
         explanation=explanation,
-        zero=extended,
+        zero=over,
         zero_level=zero_level,
         temporary_bytes=_temporary_bytes(tx, param_layout),
     )
@@ -206,7 +223,7 @@ def _extend(layout: Layout, axes: tuple[str, ...], min_bytes: int) -> Layout:
     if not axes:
         return layout
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), layout.leaves)
-    return extend_over(layout, shapes, layout.mesh, axes, min_bytes=min_bytes)
+    return extended(layout, shapes, layout.mesh, axes, min_bytes=min_bytes)
 
 
 def _first_key(path: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from opt_partition._axes.explain import Explanation
 from opt_partition._display import dtype_name
-from opt_partition._memory.tables import plan_tables
+from opt_partition._memory.tables import plan_text
 from opt_partition._mesh.copies import OnMesh
 from opt_partition._mesh.layout import Layout, LeafLayout
 from opt_partition._mesh.specs import AnyMesh
@@ -70,7 +70,10 @@ class GroupBytes:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan(OnMesh):
-    """The layout and memory of a training step; prints as tables.
+    """The layout and memory of a training step; prints on one screen.
+
+    `print` shows totals, the largest groups and the three leaves with the most waste; `to_data` and
+    the command line's `--all` have everything.
 
     Byte counts are exact integers. Copies share the mesh; a pickle has an `AbstractMesh` with the
     same axes instead, also in the layouts.
@@ -187,9 +190,9 @@ class MemoryPlan(OnMesh):
 
     def to_json(self) -> str:
         """Returns the plan as JSON."""
-        return json.dumps(self.to_dict(), indent=1)
+        return json.dumps(self.to_data(), indent=1)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_data(self) -> dict[str, Any]:
         """Returns the plan as dicts, lists, strings and numbers."""
         kinds = {"params": "param", "grads": "grad", "accumulators": "accumulator"}
         prefixes = [*(kinds.get(kind, kind) for kind in KINDS), "total"]
@@ -211,7 +214,7 @@ class MemoryPlan(OnMesh):
         }
 
     def __str__(self) -> str:
-        return "\n\n".join(map(str, plan_tables(self)))
+        return plan_text(self)
 
 
 def _sums(named: Iterable[tuple[str, PlanRow]]) -> dict[str, int]:

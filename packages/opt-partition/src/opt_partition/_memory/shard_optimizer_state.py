@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -12,7 +13,8 @@ from opt_partition._mesh.layout import Layout
 from opt_partition._mesh.logical_to_mesh import MemoryKinds
 from opt_partition._mesh.rule_table import LogicalAxisRules
 from opt_partition._mesh.specs import AnyMesh
-from opt_partition._mesh.zero import extend_over
+from opt_partition._mesh.zero import extended, report_replicated
+from opt_partition.errors import ReplicatedWarning
 
 
 class ZeroLayouts(NamedTuple):
@@ -62,6 +64,9 @@ def shard_optimizer_state(
     Returns:
       Three layouts. Their trees have the structure of the parameters without boxes.
 
+    Warns:
+      ReplicatedWarning: parameters or state stay replicated; see `extend_over`.
+
     Raises:
       AxesError: axes, rules and mesh do not match.
 
@@ -81,16 +86,20 @@ def shard_optimizer_state(
       (('fsdp', 'data'),)
     """
     params = unboxed(abstract_params)
-    plan = memory_plan(
-        tx,
-        params,
-        abstract_params if param_axes is None else param_axes,
-        rules,
-        mesh,
-        zero=zero_axes,
-        zero_min_bytes=min_bytes,
-        memory_kinds=memory_kinds,
-        on_unknown=on_unknown,
-    )
-    stored = extend_over(plan.params, params, mesh, zero_axes, min_bytes=min_bytes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ReplicatedWarning)  # once, of parameters and state
+        plan = memory_plan(
+            tx,
+            params,
+            abstract_params if param_axes is None else param_axes,
+            rules,
+            mesh,
+            zero=zero_axes,
+            zero_min_bytes=min_bytes,
+            memory_kinds=memory_kinds,
+            on_unknown=on_unknown,
+        )
+    stored = extended(plan.params, params, mesh, zero_axes, min_bytes=min_bytes)
+    beside = plan.total_bytes_per_device - plan.state_bytes_per_device
+    report_replicated([stored, plan.state], zero_axes, min_bytes=min_bytes, beside=beside)
     return ZeroLayouts(plan.params, stored, plan.state)

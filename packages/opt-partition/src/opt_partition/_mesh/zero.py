@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 from jax.sharding import PartitionSpec
 
+from opt_partition._display import human_bytes
 from opt_partition._mesh.layout import Layout, LeafLayout
 from opt_partition._mesh.placement import best_placement
 from opt_partition._mesh.specs import (
@@ -19,7 +22,9 @@ from opt_partition._mesh.specs import (
     shard_shape,
     spec_of,
 )
-from opt_partition.errors import AxesError
+from opt_partition.errors import AxesError, IndivisibleError, ReplicatedWarning
+
+_TOLERATED: Final = 0.01  # of the bytes on a device
 
 
 def extend_over(
@@ -29,6 +34,7 @@ def extend_over(
     axes: str | Sequence[str],
     *,
     min_bytes: int = 0,
+    strict: bool = False,
 ) -> Layout:
     """Shards every leaf further over the given mesh axes, as far as it is divisible.
 
@@ -51,14 +57,22 @@ def extend_over(
       mesh: a `Mesh` or `AbstractMesh`.
       axes: one or more mesh axes; those already used by a leaf and `Manual` ones are skipped.
       min_bytes: leaves with fewer global bytes are not changed.
+      strict: whether to raise an error instead of warning that leaves stay replicated.
 
     Returns:
       The layout. The `actions` of a leaf list the dimensions sharded, or why nothing was necessary:
       the axis was already used, or the leaf is a scalar, empty or below `min_bytes`. Its `notes`
       list the mesh axes over which it stays replicated, and why.
 
+    Warns:
+      ReplicatedWarning: `axes` have one device, or leaves stay replicated over them because no
+        dimension is divisible. Scalars, leaves with fewer elements than devices and leaves below
+        `min_bytes` do not count, nor does what is at most 1 % of the bytes on a device.
+
     Raises:
-      AxesError: `specs`, `shapes`, `mesh` and `axes` do not match.
+      AxesError: `specs`, `shapes`, `mesh` and `axes` do not match; or, if `strict`, `axes` have
+        one device.
+      IndivisibleError: leaves stay replicated, and `strict`.
 
     References:
       Rajbhandari, Rasley, Ruwase and He,
@@ -71,31 +85,40 @@ def extend_over(
       ...     {'mu': P(None, 'model'), 'count': P(), 'odd': P()},
       ...     {'mu': jax.ShapeDtypeStruct((16, 6), 'float32'),
       ...      'count': jax.ShapeDtypeStruct((), 'int32'),
-      ...      'odd': jax.ShapeDtypeStruct((7, 3), 'float32')},
+      ...      'odd': jax.ShapeDtypeStruct((7,), 'float32')},
       ...     AbstractMesh((8, 2), ('data', 'model')),
       ...     'data',
       ... )
       >>> [(leaf.path, tuple(leaf.spec), leaf.actions) for leaf in layout.rows]
       [('count', (), ('ZeRO: a scalar is not sharded',)),
        ('mu', ('data', 'model'), ('ZeRO: dimension 0 over data=8',)),
-       ('odd', (None, None), ())]
+       ('odd', (None,), ())]
       >>> layout.notes
-      ('odd: ZeRO: stays replicated over data=8: no dimension of (7, 3) is divisible',)
+      ('odd: ZeRO: stays replicated over data=8: no dimension of (7,) is divisible',)
     """
+    layout = extended(specs, shapes, mesh, axes, min_bytes=min_bytes)
+    report_replicated([layout], axes, min_bytes=min_bytes, strict=strict)
+    return layout
+
+
+def extended(
+    specs: Any, shapes: Any, mesh: AnyMesh, axes: str | Sequence[str], *, min_bytes: int = 0
+) -> Layout:
+    """Returns the layout of `extend_over`, without a warning."""
     names = _parse_axes(axes, mesh)
     if min_bytes < 0:
         raise ValueError(f"`min_bytes` must be non-negative; got {min_bytes}")
     base = Layout.from_specs(specs, shapes, mesh)
-    extended: dict[Any, _Extension] = {}
+    known: dict[Any, _Extension] = {}
 
     def extend(leaf: LeafLayout) -> LeafLayout:
         small = leaf.bytes < min_bytes
         key = (leaf.spec, leaf.shape, leaf.bytes if small else None)
-        if key not in extended:
-            extended[key] = (
+        if key not in known:
+            known[key] = (
                 _below(leaf, min_bytes) if small else _extend(leaf.spec, leaf.shape, mesh, names)
             )
-        to = extended[key]
+        to = known[key]
         return dataclasses.replace(
             leaf,
             spec=to.spec,
@@ -105,6 +128,64 @@ def extend_over(
         )
 
     return Layout(mesh, jax.tree.map(extend, base.leaves))
+
+
+def report_replicated(
+    layouts: Sequence[Layout],
+    axes: str | Sequence[str],
+    *,
+    min_bytes: int = 0,
+    strict: bool = False,
+    beside: int = 0,
+) -> None:
+    """Warns once of what `extended` layouts leave replicated, or raises; see `extend_over`.
+
+    Args:
+      layouts: the layouts.
+      axes: see `extend_over`.
+      min_bytes: see `extend_over`.
+      strict: see `extend_over`.
+      beside: bytes that a device holds besides `layouts`.
+    """
+    mesh = layouts[0].mesh
+    names = [axis for axis in _parse_axes(axes, mesh) if axis not in manual_axes(mesh)]
+    where = f"ZeRO over {named_sizes(mesh, names)}"
+    leaves = [leaf for layout in layouts for leaf in layout.rows]
+    counted = [leaf for leaf in leaves if leaf.shape and leaf.bytes >= max(1, min_bytes)]
+    if not names or not counted:
+        return
+    if math.prod(mesh.shape[axis] for axis in names) == 1:
+        held = sum(leaf.bytes_per_device for leaf in counted)
+        message = (
+            f"{where} has no effect: {human_bytes(held)} stay on each device; name mesh axes with "
+            "more than one device"
+        )
+        if strict:
+            raise AxesError(message)
+        warnings.warn(message, ReplicatedWarning, stacklevel=3)
+        return
+    waste = ((leaf, _waste(leaf, names, mesh)) for leaf in counted)
+    worst = sorted((kept for kept in waste if kept[1]), key=lambda kept: -kept[1])
+    total = sum(count for _, count in worst)
+    if total <= _TOLERATED * (beside + sum(leaf.bytes_per_device for leaf in leaves)):
+        return
+    message = (
+        f"{where} leaves {len(worst)} of {len(leaves)} leaves replicated, {human_bytes(total)} per "
+        f"device beyond an equal share, as no dimension of their shards is divisible: "
+        f"{', '.join(f'{leaf.path} {leaf.shard_shape}' for leaf, _ in worst[:3])}"
+        f"{', ...' * (len(worst) > 3)}; pad these dimensions or name other mesh axes"
+    )
+    if strict:
+        raise IndivisibleError(message)
+    warnings.warn(message, ReplicatedWarning, stacklevel=3)
+
+
+def _waste(leaf: LeafLayout, axes: Sequence[str], mesh: AnyMesh) -> int:
+    """Returns the bytes that a device holds beyond an equal share over the axes not used."""
+    used = {axis for entry in leaf.spec for axis in mesh_axes_of(entry)}
+    ways = math.prod(mesh.shape[axis] for axis in axes if axis not in used)
+    held = leaf.bytes_per_device
+    return held - -(-held // ways) if math.prod(leaf.shard_shape) >= ways else 0
 
 
 @dataclasses.dataclass(frozen=True)

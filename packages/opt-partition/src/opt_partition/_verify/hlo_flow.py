@@ -23,14 +23,22 @@ class Deps:
         slices and collectives, but not through a product, reduction or broadcast.
       placed: dependencies whose elements were written into a larger array, or selected by index or
         mask. Summing such values over devices gathers them.
+      reduced: dependencies whose elements were reduced along a dimension on the device, and that
+        are elementwise or placed otherwise.
     """
 
     any: int = 0
     direct: int = 0
     placed: int = 0
+    reduced: int = 0
 
     def __or__(self, other: Deps) -> Deps:
-        return Deps(self.any | other.any, self.direct | other.direct, self.placed | other.placed)
+        return Deps(
+            self.any | other.any,
+            self.direct | other.direct,
+            self.placed | other.placed,
+            self.reduced | other.reduced,
+        )
 
     @staticmethod
     def of(bit: int) -> Deps:
@@ -96,7 +104,7 @@ def trace(
       ... }''')
       >>> flow = trace(module, [Deps.of(0), Deps.of(1)], {('g', 0): 2})
       >>> [bin(output.any) for output in flow.outputs], flow.moved
-      (['0b101', '0b11'], {('g', 0): Deps(any=1, direct=1, placed=0)})
+      (['0b101', '0b11'], {('g', 0): Deps(any=1, direct=1, placed=0, reduced=0)})
     """
     interpreter = _Interpreter(module, tags, stepped)
     entry = module.computations[module.entry]
@@ -212,19 +220,25 @@ def _otherwise(instruction: Instruction, operands: list[Deps]) -> Deps:
         return whole if _MOVES.search(instruction.attributes) else Deps(whole.any)
     if opcode in _PLACES:
         kept, put = (_union(operands[part]) for part in _PLACES[opcode])
-        return Deps(whole.any, kept.direct | put.direct, kept.placed | put.direct | put.placed)
+        placed = kept.placed | put.direct | put.placed
+        return Deps(whole.any, kept.direct | put.direct, placed, kept.reduced | put.reduced)
     if opcode == "scatter":
         # Operands are targets, indices and updates. Updates may be accumulated, so they are not
         # direct.
         count = (len(operands) - 1) // 2
         kept, put = _union(operands[:count]), _union(operands[count + 1 :])
-        return Deps(whole.any, kept.direct, kept.placed | put.direct | put.placed)
+        placed = kept.placed | put.direct | put.placed
+        return Deps(whole.any, kept.direct, placed, kept.reduced | put.reduced)
     if opcode in _PICKS:
-        return Deps(whole.any, 0, operands[0].direct | operands[0].placed)
+        # What is repeated is a statistic, such as a norm: it is no longer a sum of some elements.
+        reduced = 0 if opcode == "broadcast" else operands[0].reduced
+        return Deps(whole.any, 0, operands[0].direct | operands[0].placed, reduced)
+    if opcode in _REDUCES:
+        return Deps(whole.any, reduced=whole.direct | whole.placed | whole.reduced)
     if opcode in _MIXES:
         return Deps(whole.any)
     carrying = _union(operands[slice(*_CARRYING.get(opcode, (None,)))])
-    return Deps(whole.any, carrying.direct, carrying.placed)
+    return Deps(whole.any, carrying.direct, carrying.placed, carrying.reduced)
 
 
 def _is_reshape(computation: Computation, instruction: Instruction) -> bool:
@@ -288,8 +302,6 @@ _MIXES = frozenset(
         "fft",
         "map",
         "ragged-dot",
-        "reduce",
-        "reduce-window",
         "rng",
         "rng-bit-generator",
         "scaled-dot",
@@ -298,6 +310,7 @@ _MIXES = frozenset(
         "triangular-solve",
     }
 )
+_REDUCES = frozenset({"reduce", "reduce-window"})
 # Their elements are elements of an operand, at other positions or repeated.
 _PICKS = frozenset({"broadcast", "gather", "sort"})
 # The operands whose elements keep their positions, and those that are written among them.
@@ -308,7 +321,9 @@ _PLACES = {
 }
 # The operands that provide elements of the result; the others are start indices.
 _CARRYING = {"dynamic-slice": (0, 1)}
-_OTHERWISE = frozenset({"custom-call", "scatter", *_CARRYING, *_MIXES, *_PICKS, *_PLACES})
+_OTHERWISE = frozenset(
+    {"custom-call", "scatter", *_CARRYING, *_MIXES, *_PICKS, *_PLACES, *_REDUCES}
+)
 # Custom calls on TPUs and GPUs that move values unchanged.
 _MOVES = re.compile(
     r'custom_call_target="(ConcatBitcast|AsyncCollectiveStart|AsyncCollectiveDone|MoveTo\w+)"'

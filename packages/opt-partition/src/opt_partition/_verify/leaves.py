@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ class Leaf:
       asked: the expectation.
       found: the compiled sharding; `None` for an argument that the step does not use.
       donated: whether it is a donated argument.
+      muon: whether it belongs to the state of Optax's Muon.
     """
 
     side: Side
@@ -47,6 +48,7 @@ class Leaf:
     asked: Asked
     found: Sharding | None
     donated: bool = False
+    muon: bool = False
 
     def __post_init__(self) -> None:
         asked = self.asked.sharding
@@ -122,6 +124,7 @@ def input_leaves(compiled: jax.stages.Compiled, expected: Expected) -> list[Leaf
     places = find_arguments(arguments, expected.params, expected.state)
     infos = [*flatten_with_paths(args), *flatten_with_paths(kwargs)]
     found = _leaves_like(compiled.in_tree, compiled.input_shardings)
+    muon = [of_muon for tree in (args, kwargs) for of_muon in _of_muon(tree)]
     return [
         Leaf(
             "input",
@@ -132,8 +135,9 @@ def input_leaves(compiled: jax.stages.Compiled, expected: Expected) -> list[Leaf
             ask,
             find,
             info.donated,
+            of_muon,
         )
-        for (path, info), ask, find in zip(infos, asked, found, strict=True)
+        for (path, info), ask, find, of_muon in zip(infos, asked, found, muon, strict=True)
     ]
 
 
@@ -174,6 +178,16 @@ def output_leaves(
         )
         for (path, info), ask, find in zip(flatten_with_paths(out), asked, found, strict=True)
     ]
+
+
+def _of_muon(tree: Any) -> Iterator[bool]:
+    """Yields for each leaf whether it is in a `MuonState`."""
+
+    def is_muon(node: Any) -> bool:
+        return type(node).__name__ == "MuonState"
+
+    for node in jax.tree.leaves(tree, is_leaf=is_muon):
+        yield from [is_muon(node)] * len(jax.tree.leaves(node))
 
 
 def _made_of(inputs: Sequence[Leaf], module: Module) -> Sequence[Deps]:

@@ -43,10 +43,13 @@ class Moved:
       directly: whether it is computed from `state` elementwise.
       placed: whether elements of `state` were written to distinct positions in it, so that a sum
         over devices gathers them.
+      reduced: the sharded state leaves that it is computed from by a reduction on the device, and
+        otherwise elementwise.
       from_params: whether it depends on parameters.
       from_inputs: whether it depends on arguments that are neither parameters nor state.
       follows: numbers of the arrays from whose result it is computed elementwise.
       reaches: the results of the step that are computed from it elementwise.
+      adds_to: the results that are computed from it elementwise or by a reduction on the device.
     """
 
     row: Collective
@@ -58,10 +61,12 @@ class Moved:
     state: tuple[Leaf, ...] = ()
     directly: bool = False
     placed: bool = False
+    reduced: tuple[Leaf, ...] = ()
     from_params: bool = False
     from_inputs: bool = False
     follows: tuple[int, ...] = ()
     reaches: tuple[Leaf, ...] = ()
+    adds_to: tuple[Leaf, ...] = ()
 
     @property
     def counts(self) -> frozenset[int]:
@@ -118,9 +123,12 @@ def moved_arrays(
     tags = {part: n for n, part in enumerate(parts, first_tag)}
     flow = trace(module, seeds, tags, (1 << _ROLE_BITS["params"], all_state))
     reaches: defaultdict[int, list[Leaf]] = defaultdict(list)
+    adds_to: defaultdict[int, list[Leaf]] = defaultdict(list)
     for leaf, deps in zip(outputs, flow.outputs, strict=True):
         for n in _bits(deps.direct >> first_tag):
             reaches[n].append(leaf)
+        for n in _bits((deps.direct | deps.reduced) >> first_tag):
+            adds_to[n].append(leaf)
 
     @functools.cache
     def leaves(bits: int) -> tuple[Leaf, ...]:
@@ -144,10 +152,12 @@ def moved_arrays(
                 state=depends,
                 directly=bool(direct or (not is_move and placed)),
                 placed=bool(placed),
+                reduced=leaves(deps.reduced & all_state),
                 from_params=bool(deps.any >> _ROLE_BITS["params"] & 1),
                 from_inputs=bool(deps.any >> _ROLE_BITS["other"] & 1),
                 follows=tuple(_bits(deps.direct >> first_tag)) if depends else (),
                 reaches=tuple(reaches[n]),
+                adds_to=tuple(adds_to[n]),
             )
         )
     return found

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from opt_partition._display import format_table
+from opt_partition._display import format_table, human_bytes
 from opt_partition._verify.collectives import Collective
 
 Side = Literal["input", "output"]
@@ -61,7 +61,7 @@ class Finding:
 
     Attributes:
       kind: `'sharding'`, `'dtype'`, `'state gather'`, `'gradient all-reduce'`, `'donation'`,
-        `'ownership'`, `'keyword argument'`, `'float32 copy'` or `'not traced'`.
+        `'ownership'`, `'keyword argument'` or `'not traced'`.
       severity: `verify` raises for an `'error'`.
       path: path of the leaf concerned, if any.
       message: the leaf, what was expected, and what was found.
@@ -114,7 +114,9 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The result of `verify`; prints as tables.
+    """The result of `verify`; prints as a verdict of one line, with the figures behind it.
+
+    `details` has the findings and tables, `to_json` every field.
 
     Attributes:
       platform: platform that the step was compiled for, e.g. `'cpu'`.
@@ -162,14 +164,34 @@ class Report:
         return json.dumps(data, indent=indent, default=str)
 
     def __str__(self) -> str:
-        counts = Counter(f.severity for f in self.findings)
-        said = ", ".join(f"{n} {kind}{'s' * (n > 1)}" for kind, n in counts.items())
         checked = sum(leaf.asked is not None for leaf in self.leaves)
-        lines = [
-            f"compiled step on {self.num_devices} {self.platform} devices: {said or 'as expected'}",
-            f"  {checked} of {len(self.leaves)} leaves checked",
-            *(f"  {line}" for line in _said(self.findings)),
+        params = human_bytes(self.bytes_per_device("params"))
+        state = human_bytes(self.bytes_per_device("state"))
+        sent = human_bytes(self.collective_bytes)
+        others = self._counts("warning", "note")
+        others += [f"{len(self.unjudged)} not judged"] * bool(self.unjudged)
+        figures = [
+            f"{checked} of {len(self.leaves)} leaves checked",
+            f"{params} of parameters and {state} of state per device",
+            f"{_several(len(self.collectives), 'collective')}, {sent} sent per device and step",
         ]
+        verdict = ", ".join(self._counts("error")) or "as expected"
+        figures += [", ".join(others)] * bool(others)
+        devices = _several(self.num_devices, f"{self.platform} device")
+        return f"{verdict} on {devices}: {'; '.join(figures)}"
+
+    def _counts(self, *severities: Severity) -> list[str]:
+        """Returns how many findings of each severity there are, and of which kinds."""
+        said = []
+        for severity in severities:
+            kinds = Counter(f.kind for f in self.findings if f.severity == severity)
+            if number := kinds.total():
+                said.append(f"{_several(number, severity)} ({', '.join(kinds)})")
+        return said
+
+    def details(self) -> str:
+        """Returns the verdict, the findings with what to do, and tables of all that was found."""
+        lines = [str(self), *(f"  {line}" for line in _said(self.findings))]
         if self.unjudged:
             lines += ["  not judged:", *(f"    {line}" for line in _first(self.unjudged))]
         if self.errors:
@@ -181,6 +203,10 @@ class Report:
             _table(_collective_rows(self.collectives)),
         ]
         return "\n".join(lines)
+
+
+def _several(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _said(findings: Sequence[Finding], most: int = 20) -> list[str]:

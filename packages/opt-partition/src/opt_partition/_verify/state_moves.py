@@ -20,6 +20,7 @@ class StateMoves:
         that they communicate.
       of_params: the arrays that depend on state and on parameters or gradients, with the parameters
         whose budget they share.
+      reductions: those of `of_leaves` that are reduced over devices into the leaf itself.
       unjudged: the arrays that depend on state and belong to neither.
     """
 
@@ -28,6 +29,7 @@ class StateMoves:
         self.owner: Callable[[Leaf], Leaf | None] = functools.cache(owners.of)
         self.of_leaves: defaultdict[Leaf, dict[Moved, int]] = defaultdict(dict)
         self.of_params: dict[Moved, tuple[Leaf, ...]] = {}
+        self.reductions: list[Moved] = []
         self.unjudged: list[Unjudged] = []
         self._owners = functools.cache(self._owners_of)
         for array in moved:
@@ -40,14 +42,12 @@ class StateMoves:
         return owner is not None and leaf.size < owner.size
 
     def _sort(self, array: Moved) -> None:
-        if array.row.kind not in MOVES and not self._gathers(array):
-            if array.alone and array.directly:
-                self._pass(array, "a sum over devices that depends on state only")
+        if array.row.kind not in MOVES and not self._is_gather(array):
             return
         if array.directly:
             factors = [leaf for leaf in array.state if self.is_factor(leaf)]
             if array.alone or len(factors) == len(array.state):
-                self._count(array)
+                self._count(array, array.state)
                 return
         params = self._owners(array.state, array.directly)
         if not array.directly:
@@ -62,11 +62,34 @@ class StateMoves:
         kept = (leaf for leaf in leaves if not (whole and self.is_factor(leaf)))
         return tuple(dict.fromkeys(p for p in map(self.owner, kept) if p is not None))
 
-    def _count(self, array: Moved) -> None:
-        """Adds an array to the sums of its leaves, with the number of elements of each."""
-        shards = [leaf.shard_size for leaf in array.state]
+    def _is_gather(self, reduce: Moved) -> bool:
+        """Whether a reduction over devices is a gather of state; sorts it otherwise.
+
+        Elements of different shards that are reduced into each other are no longer that state, so
+        this is right only for what a device has reduced before: norms, means and factors.
+        """
+        ends = [leaf for leaf in reduce.reaches if leaf.role == "state"]
+        if reduce.directly:
+            names = {leaf.name for leaf in ends}
+            own = tuple(leaf for leaf in reduce.state if leaf.name in names)
+            if own and (reduce.alone or any(_is_divided(leaf, reduce) for leaf in own)):
+                self._count(reduce, own)
+                self.reductions.append(reduce)
+                return False
+            if not own and self._gathers(reduce):
+                return True
+            self._pass(reduce, _REPLICAS if own else _ELSEWHERE)
+        else:
+            whole = (leaf.shard_size for leaf in ends if not self.is_factor(leaf))
+            if any(reduce.elements >= size for size in whole):
+                self._pass(reduce, _SUMS if reduce.reduced else _PRODUCTS)
+        return False
+
+    def _count(self, array: Moved, leaves: Sequence[Leaf]) -> None:
+        """Adds an array to the sums of leaves, with the number of elements of each."""
+        shards = [leaf.shard_size for leaf in leaves]
         together = array.operand_elements > max(shards)
-        for leaf, shard in zip(array.state, shards, strict=True):
+        for leaf, shard in zip(leaves, shards, strict=True):
             share = array.elements * shard // sum(shards) if together else array.elements
             self.of_leaves[leaf][array] = share
 
@@ -75,8 +98,6 @@ class StateMoves:
 
     def _gathers(self, reduce: Moved) -> bool:
         """Whether a sum over devices is a gather of shards, each padded with zeros."""
-        if not reduce.directly:
-            return False
         limits = [self._most(leaf) for leaf in reduce.state]
         held = sum(leaf.shard_size for leaf in reduce.state)
         whole = reduce.alone and reduce.elements > held
@@ -107,16 +128,19 @@ def _own_moves(
     owner = moves.owner(leaf)
     factor = owner is not None and moves.is_factor(leaf)
     excused = total <= owner.size if factor and owner else total < leaf.shard_size
+    reduced = [m for m in shares if m in moves.reductions]
     if excused:
         moves.unjudged += [
             Unjudged(m.row, _NO_COUNT) for m in shares if m.row.per_iteration and not factor
         ]
+        moves.unjudged += [Unjudged(m.row, _PART) for m in reduced if not m.row.per_iteration]
         if not any(m.alone for m in shares):
             return
+    what = "reduced over devices, shard by shard" if reduced else "communicated by itself"
     yield _finding(
         "note" if excused else severity,
         leaf,
-        f"{leaf.path} is communicated by itself: a device receives {total:,} elements per step of "
+        f"{leaf.path} is {what}: a device receives {total:,} elements per step of "
         f"a leaf of {leaf.size:,}, of which it holds {leaf.shard_size:,}, by "
         f"{listed(list(shares))}",
     )
@@ -204,12 +228,30 @@ def _components(
         yield group, list(members[root])
 
 
+def _is_divided(leaf: Leaf, reduce: Moved) -> bool:
+    """Whether the devices of a reduction hold different shards of a leaf."""
+    if leaf.mesh_axes is None or reduce.row.axes is None:
+        return True
+    return not set(reduce.row.axes).isdisjoint(axis for axes in leaf.mesh_axes for axis in axes)
+
+
 def _finding(severity: Severity, leaf: Leaf, said: str) -> Finding:
-    remedy = "; pass `state_gathers='any'` for optimizers that need whole matrices, such as Muon "
-    remedy = (remedy + "and GaLore") * (severity == "error")
-    return Finding("state gather", severity, leaf.path, said + remedy)
+    remedy = _WHOLE_MUON if leaf.muon else _WHOLE
+    return Finding("state gather", severity, leaf.path, said + remedy * (severity == "error"))
 
 
+_WHOLE = (
+    "; pass `state_gathers='any'` for optimizers that need whole matrices, such as Muon and GaLore"
+)
+_WHOLE_MUON = (
+    "; Muon needs whole matrices: write `opt_matrix.muon(learning_rate, plan=...)` with a plan of "
+    "`opt_matrix.plan_matrices`, which hands them out, and pass `state_gathers='any'`"
+)
 _NO_OWNER = "the state that it is derived from belongs to no parameter according to its path"
 _NO_SIZE = "derived from state, but not elementwise, and not of the size of a parameter"
 _NO_COUNT = "in a loop of unknown length"
+_ELSEWHERE = "a reduction over devices of state, which does not end in that state"
+_PART = "a reduction over devices of a part of the state, or of a factor"
+_PRODUCTS = "a sum over devices of products of state, which ends in the state"
+_REPLICAS = "a reduction over devices that hold the same state, mixed with other values"
+_SUMS = "a reduction over devices of sums of state, which ends in the state"

@@ -18,7 +18,6 @@ from opt_partition._verify.gradients import gradient_all_reduces
 from opt_partition._verify.hlo import Module
 from opt_partition._verify.ownership import check_roles
 from opt_partition._verify.report import Finding, Memory, Report, Severity, Unjudged
-from opt_partition._verify.wide_copies import wide_copies
 from opt_partition.errors import ShardingMismatchError
 
 Gradients = Literal["auto", "reduce-scatter", "any"]
@@ -53,22 +52,26 @@ def verify(
          moments were communicated, or sliced and gathered again.
        - Leaves smaller than their parameter, e.g. the rows and columns of a factored second moment,
          may be communicated up to the size of the parameter, which is noted.
+       - Shards that are reduced over devices into their own leaf, alone or mixed with gradients
+         (`pmean` of the new moments), are an error as if they were gathered. Reductions of which a
+         device has reduced its part before, and that are smaller, are what norms, clipping and
+         factored moments need, and are not judged.
 
        Communication of parameters (FSDP) and activations (tensor parallelism) does not depend on
        state and is not judged. For a `lax.cond`, the branch that communicates most counts. In a
        loop that updates all parameters and state, each iteration is a step. A state leaf belongs to
        the parameter whose path is contained in its own; one that belongs to none, as in
        `optax.flatten`, is judged only if communicated by itself. `Report.unjudged` lists what could
-       not be judged, and why: derived from such state, through products or reductions, or in a loop
-       of unknown length.
+       not be judged, and why: derived from such state, through products or reductions, in a loop of
+       unknown length, or reduced over devices without ending in the leaf that it comes from.
     4. *Gradients are all-reduced* although each device uses only a part: the sum over mesh axes
        that shard the new parameter or a leaf of the new state has the size of the unsharded
-       gradient, and ends up there elementwise. Replicated parameters with only factored state are
-       not judged.
+       gradient, and ends up there elementwise. So it is if the gradients of all devices are
+       gathered in full and summed on each. Replicated parameters with only factored state are not
+       judged.
 
     Parameters and state that are not donated cause a warning with the bytes held twice, and so does
-    donated memory that is not reused. So does state of fewer than 32 bits, from 1 MiB of float32 a
-    device on, that is decoded as a whole and not piece by piece.
+    donated memory that is not reused.
 
     Args:
       step: the result of `jax.jit(f, ...).lower(...)`, compiled or not.
@@ -84,7 +87,8 @@ def verify(
 
     Returns:
       The report: every leaf, every collective with its dependencies and bytes, the findings, and
-      the collectives that were not judged. It prints as tables; `to_json` returns everything.
+      the collectives that were not judged. It prints as a line; `details` and `to_json` have
+      everything.
 
     Raises:
       ShardingMismatchError: there are errors; see its `report`.
@@ -135,7 +139,6 @@ def verify(
         *leaf_findings.donation_findings(reports),
         *leaf_findings.undonated_findings(inputs, module.aliased_parameters),
         *leaf_findings.keyword_findings(compiled, expected),
-        *wide_copies(module, inputs),
     ]
     judged = judge_collectives(
         module, inputs, outputs, platform, gradients=gradients, state_gathers=state_gathers
