@@ -5,15 +5,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from opt_core import Optimizer
 
-from opt_nnx._axes import AnyMesh, sharding_of
+from opt_nnx._axes import AnyMesh, array_spec, sharding_of
 from opt_nnx._variables import names_in
+
+
+class Placed(NamedTuple):
+    """Where the leaves of an optimizer lie.
+
+    Attributes:
+      params: a sharding for each parameter, in JAX's order; `None` where it is not known.
+      state: a sharding for each leaf of the state.
+    """
+
+    params: list[NamedSharding | None]
+    state: list[NamedSharding]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,6 +41,14 @@ class Placement:
     mesh: AnyMesh
     params: tuple[PartitionSpec | None, ...]
     state: tuple[PartitionSpec, ...]
+
+    @property
+    def shardings(self) -> Placed:
+        """A sharding for each parameter and each leaf of the state, in JAX's order."""
+        return Placed(
+            [None if spec is None else NamedSharding(self.mesh, spec) for spec in self.params],
+            [NamedSharding(self.mesh, spec) for spec in self.state],
+        )
 
     @functools.cached_property
     def _identity(self) -> tuple[Any, int]:
@@ -54,6 +74,29 @@ class Placement:
             return params, state  # the shards of them, inside `shard_map`
         return self.put_params(params), self.put_state(state)
 
+    def with_params(self, params: Any) -> Placement:
+        """Returns the placement with a spec for each parameter that has devices.
+
+        Where it is not known yet, it is that of the array; of an array that is on no mesh,
+        replicated. One that lies on another mesh is left alone.
+
+        Args:
+          params: pytree of parameters.
+        """
+        leaves = jax.tree.leaves(params)
+        meshes = [x.sharding.mesh for x in leaves if isinstance(sharding_of(x), NamedSharding)]
+        mesh = self.mesh
+        if isinstance(mesh, AbstractMesh):
+            same = [found for found in meshes if dict(found.shape) == dict(mesh.shape)]
+            mesh = next((found for found in same if isinstance(found, Mesh)), mesh)
+        if isinstance(mesh, AbstractMesh):
+            return self  # there are no devices to put anything on
+        specs = tuple(
+            _spec_of(leaf, mesh) if spec is None else spec
+            for leaf, spec in zip(leaves, self.params, strict=True)
+        )
+        return dataclasses.replace(self, mesh=mesh, params=specs)
+
     def put_params(self, params: Any) -> Any:
         """Returns parameters where they lie, or are to lie."""
         return self._put(params, self.params)
@@ -73,6 +116,18 @@ class Placement:
             for leaf, spec in zip(leaves, specs, strict=True)
         ]
         return jax.tree.unflatten(structure, placed)
+
+
+def _spec_of(leaf: Any, mesh: AnyMesh) -> PartitionSpec | None:
+    """The spec for a parameter on a mesh; `None` where it is on another one."""
+    if isinstance(leaf.sharding, NamedSharding):
+        return array_spec(leaf, mesh)
+    return PartitionSpec()
+
+
+def is_concrete(leaf: Any) -> bool:
+    """Whether a leaf is an array that has a value."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
 
 
 def put(leaf: Any, sharding: NamedSharding) -> Any:

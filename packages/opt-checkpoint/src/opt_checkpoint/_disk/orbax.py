@@ -144,7 +144,7 @@ def sharding_of(metadata: Any) -> NamedSharding | None:
 
     A mesh of devices that this process does not have is an `AbstractMesh`.
     """
-    saved = getattr(metadata, "sharding", None)
+    saved: Any = getattr(metadata, "sharding", None)
     if not hasattr(saved, "partition_spec"):
         return None
     entries = (tuple(x) if isinstance(x, list) else x for x in saved.partition_spec)

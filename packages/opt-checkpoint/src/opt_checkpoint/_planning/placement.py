@@ -6,9 +6,9 @@ A leaf goes, in this order,
 2. where the optimizer is known to have it: `placement=`, or what an `opt_nnx.Optimizer` keeps;
 3. where the checkpoint had it, if those devices are here. If the target or a placement has a mesh,
    a leaf that they say nothing of is sharded as it was over the axes which that mesh has;
-4. to JAX's default device, if nothing in the checkpoint was on several devices. A leaf that was, and
-   whose devices are not here, is an error: a model that needed a mesh would silently end on one
-   device, and fail in the next step or for want of memory.
+4. to JAX's default device, if nothing in the checkpoint was on several devices. A leaf that was,
+   and whose devices are not here, is an error: a model that needed a mesh would silently end on
+   one device, and fail in the next step or for want of memory.
 
 `with_placement` makes 1 of 2, so that planning and everything after it see one kind of target;
 `places` does the rest.
@@ -241,10 +241,10 @@ def _check(plan: Plan[Any], found: Mapping[str, Any], saved: Mapping[str, Any]) 
     if not lost:
         return
     first, count = lost[0], len(lost)
-    place = found[first.leaf.name]
+    place: Any = found[first.leaf.name]
     axes = ", ".join(f"{axis}={size}" for axis, size in place.mesh.shape.items())
     more = f" and {count - 1} more" if count > 1 else ""
-    was = saved.get(first.sources[0]) if first.sources else None
+    was: Any = saved.get(first.sources[0]) if first.sources else None
     if place is was:
         why = (
             f"saved on a mesh of {place.mesh.size} devices ({axes}) that this process does not "
@@ -265,7 +265,9 @@ def _place_new(plan: Plan[Any], found: dict[str, Any]) -> None:
         for x in (row.leaf for row in plan.rows)
     ]
     structure: Any = jax.tree.structure(plan.view.optimizer.target)
-    states = [(x, row.leaf) for x, row in zip(made, plan.rows, strict=True) if row.leaf.transformation]
+    states = [
+        (x, row.leaf) for x, row in zip(made, plan.rows, strict=True) if row.leaf.transformation
+    ]
     new = Places(
         structure.unflatten(made[: structure.num_leaves]),
         [x for x, _ in states],
@@ -290,4 +292,5 @@ def _current_mesh() -> Mesh | None:
     if current.empty:
         return None
     place = jax.jit(lambda: jnp.zeros(()), out_shardings=PartitionSpec())().sharding
-    return place.mesh if isinstance(place, NamedSharding) else None
+    mesh = place.mesh if isinstance(place, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) else None

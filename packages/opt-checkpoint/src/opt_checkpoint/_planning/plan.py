@@ -179,8 +179,8 @@ class Plan(Generic[_Target]):
     def apply(self) -> _Target:
         """Reads the leaves that are used and returns the restored target, of the given kind.
 
-        Every leaf has the target's shape, dtype and sharding; where the target has no sharding, that
-        of `placement=`, or else that of the checkpoint. Nothing is shared with the target or
+        Every leaf has the target's shape, dtype and sharding; where the target has no sharding,
+        that of `placement=`, or else that of the checkpoint. Nothing is shared with the target or
         the checkpoint, so the result can be donated; only fields that a subclass of `TrainState`
         adds are the target's own. The target is not changed, nor is a model of NNX.
 
