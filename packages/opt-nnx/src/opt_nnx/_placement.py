@@ -46,9 +46,15 @@ class Placement:
     def shardings(self) -> Placed:
         """A sharding for each parameter and each leaf of the state, in JAX's order."""
         return Placed(
-            [None if spec is None else NamedSharding(self.mesh, spec) for spec in self.params],
-            [NamedSharding(self.mesh, spec) for spec in self.state],
+            [None if spec is None else self._sharding(spec) for spec in self.params],
+            [self._sharding(spec) for spec in self.state],
         )
+
+    def _sharding(self, spec: PartitionSpec) -> NamedSharding:
+        # On one device compiled functions drop the specs of their results, and would take the
+        # next arguments for others.
+        is_alone = self.mesh.size == 1 and AxisType.Explicit not in self.mesh.axis_types
+        return NamedSharding(self.mesh, PartitionSpec() if is_alone else spec)
 
     @functools.cached_property
     def _identity(self) -> tuple[Any, int]:
@@ -112,7 +118,7 @@ class Placement:
     def _put(self, tree: Any, specs: Sequence[PartitionSpec | None]) -> Any:
         leaves, structure = jax.tree.flatten(tree)
         placed = [
-            leaf if spec is None else put(leaf, NamedSharding(self.mesh, spec))
+            leaf if spec is None else put(leaf, self._sharding(spec))
             for leaf, spec in zip(leaves, specs, strict=True)
         ]
         return jax.tree.unflatten(structure, placed)

@@ -122,11 +122,12 @@ def _put(leaf: Any, sharding: Sharding | None) -> Any:
     """A leaf where a sharding says, unless it says so itself."""
     if committed_sharding(leaf) is not None or sharding is None:
         return leaf
-    if _is_abstract(sharding) and not isinstance(leaf, jax.ShapeDtypeStruct):
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
         mesh = _current_mesh()
-        if mesh is None or not _is_same(mesh, sharding.mesh):
+        if mesh is not None and _is_same(mesh, sharding.mesh):
+            sharding = NamedSharding(mesh, sharding.spec)
+        elif not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
-        sharding = NamedSharding(mesh, sharding.spec)
     return placed(leaf, sharding)
 
 
@@ -156,7 +157,8 @@ def places(plan: Plan[Any]) -> dict[str, Sharding | None]:
         if place is not None:
             found[name] = _on(anchor, place.spec, row.leaf.shape) if anchor else place
         elif row.sources:
-            found[name] = _as_saved(row, saved.get(row.sources[0]), anchor, bool(known))
+            was = saved.get(row.sources[0])
+            found[name] = _as_saved(row, was, anchor, bool(known) or asked is not None)
     _check(plan, found, saved)
     _place_new(plan, found)
     return found
@@ -189,9 +191,12 @@ def _anchor(known: Sequence[Any], asked: Any, saved: Iterable[Sharding]) -> Any:
     there = [x for x in saved if isinstance(x, NamedSharding) and not _is_abstract(x)]
     if asked is None:
         return max(there, key=lambda place: place.mesh.size, default=None)
-    meshes = [_current_mesh(), *(place.mesh for place in there)]
-    same = (mesh for mesh in meshes if _is_same(mesh, asked.mesh))
-    return next((NamedSharding(mesh, PartitionSpec()) for mesh in same), None)
+    meshes: list[Any] = [_current_mesh(), *(place.mesh for place in there)]
+    mesh = next((mesh for mesh in meshes if _is_same(mesh, asked.mesh)), None)
+    if mesh is None:
+        return None
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=asked.mesh.axis_types)
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def _as_saved(row: Row, saved: Any, anchor: Any, is_elsewhere: bool) -> Any:
@@ -211,6 +216,8 @@ def _spec(row: Row, saved: Any) -> list[Any]:
     """How the dimensions of a leaf were sharded, from what it is made of."""
     if not isinstance(saved, NamedSharding) or row.how in ("maxima", "first"):
         return []
+    if not row.how and "reshape" not in row.kinds:
+        return [*saved.spec]  # no longer: a compiled function takes that for another sharding
     rank = len(row.leaf.shape) + {"stack": -1, "slice": 1}.get(row.how, 0)
     spec = [*saved.spec, *[None] * (rank - len(saved.spec))]
     if len(spec) != rank or "reshape" in row.kinds:
@@ -283,7 +290,7 @@ def _is_abstract(place: Any) -> bool:
 
 def _is_same(mesh: Any, other: Any) -> bool:
     """Whether a mesh has devices for the axes of another."""
-    return isinstance(mesh, Mesh) and dict(mesh.shape) == dict(other.shape)
+    return isinstance(mesh, Mesh) and [*mesh.shape.items()] == [*other.shape.items()]
 
 
 def _current_mesh() -> Mesh | None:
