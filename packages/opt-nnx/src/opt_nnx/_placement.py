@@ -127,8 +127,25 @@ class Placement:
 def _spec_of(leaf: Any, mesh: AnyMesh) -> PartitionSpec | None:
     """The spec for a parameter on a mesh; `None` where it is on another one."""
     if isinstance(leaf.sharding, NamedSharding):
-        return array_spec(leaf, mesh)
+        spec = array_spec(leaf, mesh)
+        return None if spec is None else as_compiled(spec, mesh)
     return PartitionSpec()
+
+
+def as_compiled(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
+    """Returns a spec as compiled functions return it: to them, one of another length is another."""
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    return spec if is_explicit else PartitionSpec(*trimmed(tuple(spec)))
+
+
+def trimmed(spec: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the entries of a spec up to the last that says something."""
+    entries = [
+        entry[0] if isinstance(entry, tuple) and len(entry) == 1 else entry for entry in spec
+    ]
+    while entries and not entries[-1]:
+        entries.pop()
+    return tuple(entries)
 
 
 def is_concrete(leaf: Any) -> bool:

@@ -68,10 +68,10 @@ def _with(view: View, given: Any) -> View:
     params, state = _parts(given, states)
     if params is not None:
         target = _placed_by(target, params, "params")
-    if state is not None and _has_step(state):
-        states = _placed_by(states, state, "state")
-    elif state is not None:
+    if state is not None and _covers(state, states.param_states):
         states = OptimizerState(states.step, _placed_by(states.param_states, state, "state"))
+    elif state is not None:
+        states = _placed_by(states, state, "state")
     return dataclasses.replace(view, optimizer=optimizer.replace(target=target, state=states))
 
 
@@ -82,15 +82,15 @@ def _parts(given: Any, states: OptimizerState) -> tuple[Any, Any]:
     state = getattr(tree, "state", getattr(tree, "opt_state", None))
     if params is not None and state is not None:
         return params, state
-    of_state = {names for names, _ in named_leaves(states.param_states)}
-    if _has_step(tree) or (of_state and of_state <= _by_path(tree).keys()):
+    has_leaves = bool(named_leaves(states.param_states))
+    if has_leaves and (_covers(tree, states.param_states) or _covers(tree, states)):
         return None, tree
     return tree, None
 
 
-def _has_step(state: Any) -> bool:
-    """Whether a tree is of an `OptimizerState`, not of what Optax keeps alone."""
-    return any(names[:1] == ("param_states",) for names in _by_path(state))
+def _covers(given: Any, tree: Any) -> bool:
+    """Whether a tree of shardings has all paths of another."""
+    return {names for names, _ in named_leaves(tree)} <= _by_path(given).keys()
 
 
 def _by_path(tree: Any) -> dict[Names, Any]:
