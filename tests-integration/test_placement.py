@@ -31,7 +31,7 @@ from opt_checkpoint import (
 from opt_checkpoint.errors import LeafError
 from opt_core import MultiOptimizer, Optimizer
 from opt_partition import init_sharded, logical_to_mesh, memory_plan
-from opt_precision import quantize_state
+from opt_precision import dynamic8, quantize_state
 
 P = PartitionSpec
 AXES = {"wi": ("embed", "mlp"), "wo": ("mlp", "embed"), "b": ("embed",)}
@@ -389,15 +389,31 @@ def _training_state_of(tx: Any) -> TrainingState:
 
 def test_stored_in_another_way(tmp_path: Path) -> None:
     """Codes lie where the values lay that they stand for."""
-    checkpointer = saved(tmp_path, on_mesh(CASES["definition"](), mesh_of(8)))
-    tx = opt.OptaxWrapper(quantize_state(optax.adamw(1e-2)))
-    target = jax.eval_shape(lambda: tx.create(init_params()))
-    for placement in (None, NamedSharding(mesh_of(4), P())):
-        restored = checkpointer.restore_latest(target, allow={"cast"}, placement=placement)
-        count = 8 if placement is None else 4
-        for leaf in jax.tree.leaves(restored):
-            assert len(leaf.sharding.device_set) == count
-    assert restored.state.step == 2
+    put = NamedSharding(mesh_of(8), P("data", "model"))
+    params = {"w": jax.device_put(jnp.ones((64, 128)), put)}
+    checkpointer = saved(tmp_path, opt.OptaxWrapper(ADAM).create(params))
+    tx = opt.OptaxWrapper(quantize_state(ADAM, dynamic8()))
+    target = jax.eval_shape(lambda: tx.create(params))
+    allow = {"cast", "initialise", "optimizer"}
+    half = NamedSharding(mesh_of(4), P())
+    for placement in (None, half):
+        restored = checkpointer.restore_latest(target, allow=allow, placement=placement)
+        moment = next(
+            leaf
+            for leaf in jax.tree.leaves(restored.state.param_states)
+            if leaf.shape == (64, 128) and leaf.dtype != jnp.float32
+        )
+        if placement is None:
+            assert moment.sharding == put
+        meshes = {leaf.sharding.mesh for leaf in jax.tree.leaves(restored)}
+        assert meshes == {mesh_of(8 if placement is None else 4)}
+    # Codes that nothing changes are carried as they are, between chains of other names too.
+    again = saved(tmp_path / "codes", restored)
+    clipped = quantize_state(optax.chain(optax.clip(1.0), ADAM), dynamic8())
+    target = jax.eval_shape(lambda: opt.OptaxWrapper(clipped).create(params))
+    for rules in ((), [("params/w", "cast")]):
+        carried = again.restore_latest(target, allow=allow, rules=rules)
+        assert all(x.sharding.mesh == mesh_of(4) for x in jax.tree.leaves(carried))
 
 
 def test_converted_leaves_stay_sharded(tmp_path: Path) -> None:

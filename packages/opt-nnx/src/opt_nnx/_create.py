@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 from jax.tree_util import all_leaves
 from opt_core import OptimizerDef, flatten_with_paths, unalias
 from opt_optax_bridge import OptaxWrapper
