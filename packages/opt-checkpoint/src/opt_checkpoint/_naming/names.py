@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.core import FrozenDict
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 from opt_core import Optimizer, describe_state, flatten_with_paths, leaf_groups
 from opt_core.protocols import DerivesLogicalAxes
 from opt_core.state_changes import committed_sharding
@@ -62,9 +62,13 @@ class NamedState(Mapping[str, Any]):
         return {name: _placed(self.leaves[name], place.sharding) for name, place in wanted.items()}
 
     def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
-        """Returns where leaves are committed to, by name."""
+        """Returns where leaves are on a mesh, by name; memory kinds are left out, as on disk."""
         found = {name: committed_sharding(self.leaves[name]) for name in names}
-        return {name: place for name, place in found.items() if place is not None}
+        return {
+            name: NamedSharding(place.mesh, place.spec)
+            for name, place in found.items()
+            if isinstance(place, NamedSharding)
+        }
 
 
 def _placed(leaf: Any, sharding: Any) -> Any:
