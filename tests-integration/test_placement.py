@@ -291,6 +291,21 @@ def test_devices_that_are_gone_are_an_error(
     assert_equal(restored, before)
 
 
+def test_a_step_on_one_device_does_not_take_the_rest_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES["TrainingState"]()
+    before = on_mesh(case, mesh_of(8))
+    checkpointer = saved(tmp_path, before)
+    target = case.abstract().replace(step=jax.device_put(jnp.int32(0), jax.devices()[0]))
+    restored = checkpointer.restore_latest(target)
+    assert shardings(restored.params) == shardings(before.params)
+    assert shardings(restored.opt_state) == shardings(before.opt_state)
+    Gone(monkeypatch, 4)
+    with pytest.raises(LeafError, match="`params/b` and"):
+        checkpointer.restore_latest(target)
+
+
 ONE_DEVICE = """
 import sys, jax, opt_optax_bridge as opt
 from opt_checkpoint import Checkpointer

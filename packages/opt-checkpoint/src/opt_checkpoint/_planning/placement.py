@@ -151,14 +151,13 @@ def places(plan: Plan[Any]) -> dict[str, Sharding | None]:
     known = [x for x in found.values() if x is not None and not _is_abstract(x)]
     asked = next(filter(_is_abstract, found.values()), None)
     saved = _saved(plan.source, left)
-    anchor = _anchor(known, asked, saved.values())
+    anchor, is_elsewhere = _anchor(known, asked, saved.values())
     for row in left:
         name, place = row.leaf.name, found[row.leaf.name]
         if place is not None:
             found[name] = _on(anchor, place.spec, row.leaf.shape) if anchor else place
         elif row.sources:
-            was = saved.get(row.sources[0])
-            found[name] = _as_saved(row, was, anchor, bool(known) or asked is not None)
+            found[name] = _as_saved(row, saved.get(row.sources[0]), anchor, is_elsewhere)
     _check(plan, found, saved)
     _place_new(plan, found)
     return found
@@ -184,31 +183,40 @@ def _saved(source: Any, rows: Iterable[Row]) -> Mapping[str, Sharding]:
     return source.shardings(names) if names and isinstance(source, HasShardings) else {}
 
 
-def _anchor(known: Sequence[Any], asked: Any, saved: Iterable[Sharding]) -> Any:
-    """A sharding on the devices that all restored leaves share; `None` if nothing says."""
-    if known:
-        return next((x for x in known if isinstance(x, NamedSharding)), known[0])
+def _anchor(known: Sequence[Any], asked: Any, saved: Iterable[Sharding]) -> tuple[Any, bool]:
+    """A sharding on the devices that all leaves share, if any, and whether the target says so.
+
+    A leaf of the target on one device says nothing of those that the checkpoint had on several.
+    """
+    meshed = next((place for place in known if isinstance(place, NamedSharding)), None)
+    if meshed is not None:
+        return meshed, True
     there = [x for x in saved if isinstance(x, NamedSharding) and not _is_abstract(x)]
     if asked is None:
-        return max(there, key=lambda place: place.mesh.size, default=None)
+        widest = max(there, key=lambda place: place.mesh.size, default=None)
+        return (widest or next(iter(known), None)), False
     meshes: list[Any] = [_current_mesh(), *(place.mesh for place in there)]
     mesh = next((mesh for mesh in meshes if _is_same(mesh, asked.mesh)), None)
     if mesh is None:
-        return None
+        return None, False
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=asked.mesh.axis_types)
-    return NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(mesh, PartitionSpec()), True
 
 
 def _as_saved(row: Row, saved: Any, anchor: Any, is_elsewhere: bool) -> Any:
     """Where the checkpoint had a leaf; on the devices of the target, if those are known."""
-    if anchor is None:
-        return saved
+    was_on = saved.mesh if isinstance(saved, NamedSharding) else None
+    mesh = anchor.mesh if isinstance(anchor, NamedSharding) else None
+    is_one = mesh is None or mesh.size == 1
+    if is_one and not is_elsewhere and was_on is not None and was_on.size > 1:
+        return saved  # where it is not here either, that is an error
+    if mesh is None:
+        return anchor
     is_plain = not row.how and "reshape" not in row.kinds
+    stays = was_on == mesh or not (is_elsewhere or _is_abstract(saved))
     # The data of PRNG keys have a dimension more.
-    if is_plain and isinstance(saved, NamedSharding) and len(saved.spec) <= len(row.leaf.shape):
-        is_here = saved.mesh == getattr(anchor, "mesh", None)
-        if is_here or not (is_elsewhere or _is_abstract(saved)):
-            return saved
+    if was_on is not None and is_plain and stays and len(saved.spec) <= len(row.leaf.shape):
+        return saved
     return _on(anchor, _spec(row, saved), row.leaf.shape)
 
 
