@@ -28,8 +28,9 @@ def test_a_recipe_runs(name: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "compiled once" in done.stdout
+    assert "resumed on 4 " in done.stdout  # of 8 virtual devices
     if name == "nnx":
-        *_, pretrained, restored, tuned = done.stdout.splitlines()
+        *_, pretrained, _, restored, tuned = done.stdout.splitlines()
         assert float(pretrained.split()[2]) < 1.0
         assert restored.startswith("restored at step 120: ")
         before, after = float(tuned.split()[2]), float(tuned.split()[4].rstrip(","))

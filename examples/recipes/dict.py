@@ -4,7 +4,8 @@
     python examples/recipes/dict.py
 
 The loop is plain Optax. `opt_partition` plans and creates the state, sharded over the data axis too
-(ZeRO-1), and `opt_checkpoint` resumes with a schedule and a clip that the first run did not have.
+(ZeRO-1), and `opt_checkpoint` resumes with a schedule and a clip that the first run did not have,
+then on half of the devices.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ RULES = [("embed", None), ("mlp", "model")]
 X = np.sin(np.arange(64 * 16, dtype=np.float32)).reshape(64, 16)
 
 
-def make_mesh() -> Mesh:
-    """Returns a mesh of all devices; a CPU is split into 8 virtual ones."""
+def make_mesh(share: int = 1) -> Mesh:
+    """Returns a mesh of all devices, or of a share; a CPU is split into 8 virtual ones."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", 8)
-    width = 2 if jax.device_count() % 2 == 0 else 1
-    shape = (jax.device_count() // width, width)
-    return jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    devices = jax.devices()[: max(jax.device_count() // share, 1)]
+    width = 2 if len(devices) % 2 == 0 else 1
+    shape, types = (len(devices) // width, width), (AxisType.Auto,) * 2
+    return jax.make_mesh(shape, ("data", "model"), axis_types=types, devices=devices)
 
 
 def init_params() -> dict[str, jax.Array]:
@@ -69,8 +71,14 @@ def train(state: TrainingState, steps: int) -> tuple[TrainingState, float]:
     return state, losses[-1]
 
 
+def create(tx: Any) -> TrainingState:
+    """Returns the state before the first update."""
+    params = init_params()
+    return TrainingState(tx, params, tx.init(params), jnp.zeros((), jnp.int32))
+
+
 def main() -> None:
-    """Trains, saves, and resumes with another optimizer."""
+    """Trains, saves, and resumes with another optimizer, and on fewer devices."""
     mesh = make_mesh()
     replicated = jax.NamedSharding(mesh, jax.P())
     shapes = jax.eval_shape(init_params)
@@ -87,16 +95,26 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder) as checkpointer:
         checkpointer.save(60, state)
         checkpointer.wait()
-        # The target says what is wanted and where, in shapes: nothing is allocated twice. Leaves
+        # The target is of shapes: nothing is allocated twice. The plan says where they go. Leaves
         # are matched by what they mean, so the moments keep their values in the longer chain.
         schedule = optax.cosine_decay_schedule(1e-2, 120)
         tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
         plan = part.memory_plan(tx, shapes, AXES, RULES, mesh, zero="data")
-        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-        target = TrainingState(tx, plan.params.shapes, plan.state.shapes, count)
-        state = checkpointer.restore_latest(target, allow={"optimizer", "initialise"})
-    state, after = train(state, 60)
-    assert after < before
+        target = jax.eval_shape(lambda: create(tx))
+        changed = {"optimizer", "initialise"}
+        state = checkpointer.restore_latest(target, allow=changed, placement=plan)
+        state, after = train(state, 60)
+        assert after < before
+        assert jax.tree.map(lambda leaf: leaf.sharding, state.opt_state) == plan.state.shardings
+        checkpointer.save(120, state)
+        checkpointer.wait()
+
+        mesh = make_mesh(share=2)  # half of the devices: a plan for them is all that changes
+        plan = part.memory_plan(tx, shapes, AXES, RULES, mesh, zero="data")
+        state = checkpointer.restore_latest(target, placement=plan)
+    print(f"resumed on {mesh.size} of {jax.device_count()} devices")
+    state, last = train(state, 10)
+    assert last < before
     assert jax.tree.map(lambda leaf: leaf.sharding, state.opt_state) == plan.state.shardings
 
 

@@ -32,13 +32,14 @@ RULES = [("inputs", None), ("outputs", "model")]
 X = np.sin(np.arange(64 * 8, dtype=np.float32)).reshape(64, 8)
 
 
-def make_mesh() -> Mesh:
-    """Returns a mesh of all devices; a CPU is split into 8 virtual ones."""
+def make_mesh(share: int = 1) -> Mesh:
+    """Returns a mesh of all devices, or of a share; a CPU is split into 8 virtual ones."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", 8)
-    width = 2 if jax.device_count() % 2 == 0 else 1
-    shape = (jax.device_count() // width, width)
-    return jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    devices = jax.devices()[: max(jax.device_count() // share, 1)]
+    width = 2 if len(devices) % 2 == 0 else 1
+    shape, types = (len(devices) // width, width), (AxisType.Auto,) * 2
+    return jax.make_mesh(shape, ("data", "model"), axis_types=types, devices=devices)
 
 
 def make_model() -> eqx.nn.MLP:
@@ -63,13 +64,17 @@ def loss_fn(params: Any, static: Any) -> jax.Array:
 
 
 def main() -> None:
-    """Trains, saves and resumes."""
+    """Trains, saves and resumes, on all devices and on half of them."""
     mesh = make_mesh()
     tx = opt.as_transformation(opt.chain(opt.clip_by_global_norm(1.0), opt.adamw(1e-2)))
 
     shapes = jax.eval_shape(make_params)
     static = eqx.filter(make_model(), eqx.is_array, inverse=True)
-    plan = part.memory_plan(tx, shapes, axes_of(shapes), RULES, mesh, zero="data")
+
+    def plan_on(mesh: Mesh) -> part.MemoryPlan:
+        return part.memory_plan(tx, shapes, axes_of(shapes), RULES, mesh, zero="data")
+
+    plan = plan_on(mesh)
     params = jax.jit(make_params, out_shardings=plan.params.shardings)()
     opt_state = part.init_sharded(tx, params, plan.state)
 
@@ -78,8 +83,11 @@ def main() -> None:
         updates, opt_state = tx.update(grads, opt_state, params, learning_rate=rate)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    shardings = (plan.params.shardings, plan.state.shardings)
-    step: Any = jax.jit(train_step, donate_argnums=(0, 1), out_shardings=(*shardings, None))
+    def compiled(plan: part.MemoryPlan) -> Any:
+        shardings = (plan.params.shardings, plan.state.shardings, None)
+        return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=shardings)
+
+    step = compiled(plan)
     losses = []
     for number in range(60):
         rate = 1e-2 * min(1.0, (number + 1) / 10)  # an argument, so it does not recompile
@@ -91,12 +99,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder) as checkpointer:
         checkpointer.save(60, TrainingState(tx, params, opt_state, step=60))
         checkpointer.wait()
-        target = TrainingState(tx, plan.params.shapes, plan.state.shapes)  # nothing allocated yet
+        target = TrainingState(tx, shapes, jax.eval_shape(tx.init, shapes))  # nothing allocated yet
         restored = checkpointer.restore_latest(target)
-    params, opt_state, loss = step(restored.params, restored.opt_state, 1e-2)
+        params, opt_state, loss = step(restored.params, restored.opt_state, 1e-2)
+        assert loss < losses[0]
+        assert step._cache_size() == 1  # restored arrays are sharded as before
+        print(f"resumed from step {int(restored.step)}: loss {loss:.4f}; compiled once")
+
+        plan = plan_on(make_mesh(share=2))  # other devices: their plan says where everything goes
+        restored = checkpointer.restore_latest(target, placement=plan)
+    step, params, opt_state = compiled(plan), restored.params, restored.opt_state
+    for _ in range(3):
+        params, opt_state, loss = step(params, opt_state, 1e-2)
     assert loss < losses[0]
-    assert step._cache_size() == 1  # restored arrays are sharded as before
-    print(f"resumed from step {int(restored.step)}: loss {loss:.4f}; compiled once")
+    assert step._cache_size() == 1
+    print(f"resumed on {plan.mesh.size} devices: loss {loss:.4f}; compiled once")
     model = eqx.combine(params, static)
     print(f"the model again: {type(model).__name__} with {len(model.layers)} layers")
 

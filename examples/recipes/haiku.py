@@ -31,13 +31,14 @@ RULES = [("inputs", None), ("outputs", "model")]
 X = np.sin(np.arange(64 * 8, dtype=np.float32)).reshape(64, 8)
 
 
-def make_mesh() -> Mesh:
-    """Returns a mesh of all devices; a CPU is split into 8 virtual ones."""
+def make_mesh(share: int = 1) -> Mesh:
+    """Returns a mesh of all devices, or of a share; a CPU is split into 8 virtual ones."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", 8)
-    width = 2 if jax.device_count() % 2 == 0 else 1
-    shape = (jax.device_count() // width, width)
-    return jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    devices = jax.devices()[: max(jax.device_count() // share, 1)]
+    width = 2 if len(devices) % 2 == 0 else 1
+    shape, types = (len(devices) // width, width), (AxisType.Auto,) * 2
+    return jax.make_mesh(shape, ("data", "model"), axis_types=types, devices=devices)
 
 
 def forward(x: jax.Array) -> jax.Array:
@@ -71,8 +72,14 @@ def train_step(optimizer: Optimizer[Any], rate: float) -> tuple[Optimizer[Any], 
     return optimizer.apply_gradient(grads, learning_rate=rates), loss
 
 
+def compiled(optimizer: Optimizer[Any]) -> Any:
+    """Returns the compiled step; its results lie where the optimizer does."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, optimizer)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+
+
 def main() -> None:
-    """Trains, saves and resumes."""
+    """Trains, saves and resumes, on all devices and on half of them."""
     mesh = make_mesh()
     definition = MultiOptimizer.from_rules(
         [
@@ -81,13 +88,16 @@ def main() -> None:
         ]
     )
     shapes = jax.eval_shape(init_params)
-    plan = part.memory_plan(definition, shapes, axes_of(shapes), RULES, mesh, zero="data")
+
+    def plan_on(mesh: Mesh) -> part.MemoryPlan:
+        return part.memory_plan(definition, shapes, axes_of(shapes), RULES, mesh, zero="data")
+
+    plan = plan_on(mesh)
     params = jax.jit(init_params, out_shardings=plan.params.shardings)()
     optimizer = Optimizer(definition, part.init_sharded(definition, params, plan.state), params)
     print(describe(optimizer))
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, optimizer)
-    step: Any = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+    step = compiled(optimizer)
     losses = []
     for number in range(60):
         optimizer, loss = step(optimizer, 1e-2 * min(1.0, (number + 1) / 10))
@@ -98,12 +108,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder) as checkpointer:
         checkpointer.save(60, optimizer)
         checkpointer.wait()
-        target = Optimizer(definition, plan.state.shapes, plan.params.shapes)  # no arrays yet
-        restored = checkpointer.restore_latest(target)
-    optimizer, loss = step(restored, 1e-2)
+        target = jax.eval_shape(lambda: definition.create(init_params()))  # no arrays yet
+        optimizer, loss = step(checkpointer.restore_latest(target), 1e-2)
+        assert loss < losses[0]
+        assert step._cache_size() == 1  # restored arrays are sharded as before
+        print(f"resumed, step {int(optimizer.step)}: loss {loss:.4f}; compiled once")
+
+        half = make_mesh(share=2)  # other devices: a plan for them says where everything goes
+        optimizer = checkpointer.restore_latest(target, placement=plan_on(half))
+    step = compiled(optimizer)
+    for _ in range(3):
+        optimizer, loss = step(optimizer, 1e-2)
     assert loss < losses[0]
-    assert step._cache_size() == 1  # restored arrays are sharded as before
-    print(f"resumed, step {int(optimizer.step)}: loss {loss:.4f}; compiled once")
+    assert step._cache_size() == 1
+    print(f"resumed on {half.size} devices, step {int(optimizer.step)}: loss {loss:.4f}")
 
 
 if __name__ == "__main__":

@@ -29,13 +29,14 @@ RULES = [("vocab", "model"), ("embed", None), ("mlp", "model")]
 TOKENS = np.arange(64) % 32
 
 
-def make_mesh() -> Mesh:
-    """Returns a mesh of all devices; a CPU is split into 8 virtual ones."""
+def make_mesh(share: int = 1) -> Mesh:
+    """Returns a mesh of all devices, or of a share; a CPU is split into 8 virtual ones."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", 8)
-    width = 2 if jax.device_count() % 2 == 0 else 1
-    shape = (jax.device_count() // width, width)
-    return jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    devices = jax.devices()[: max(jax.device_count() // share, 1)]
+    width = 2 if len(devices) % 2 == 0 else 1
+    shape, types = (len(devices) // width, width), (AxisType.Auto,) * 2
+    return jax.make_mesh(shape, ("data", "model"), axis_types=types, devices=devices)
 
 
 class Model(nn.Module):
@@ -70,8 +71,14 @@ def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Ar
     return state, loss
 
 
+def compiled(state: TrainState) -> Any:
+    """Returns the compiled step; its results lie where the state does."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+
+
 def main() -> None:
-    """Trains, saves and resumes."""
+    """Trains, saves and resumes, on all devices and on half of them."""
     mesh = make_mesh()
     groups = MultiOptimizer.from_rules(
         [("embedding", r"Embed_0/.*", opt.adafactor(1e-2, min_dim_size_to_factor=16))],
@@ -80,7 +87,11 @@ def main() -> None:
     tx = opt.as_transformation(groups)
 
     boxed = jax.eval_shape(init_params)
-    plan = part.memory_plan(tx, nn.unbox(boxed), boxed, RULES, mesh, zero="data")
+
+    def plan_on(mesh: Mesh) -> part.MemoryPlan:
+        return part.memory_plan(tx, nn.unbox(boxed), boxed, RULES, mesh, zero="data")
+
+    plan = plan_on(mesh)
 
     def create() -> Any:  # a `TrainState`
         params = nn.unbox(init_params())
@@ -97,7 +108,7 @@ def main() -> None:
     )
     state = jax.jit(create, out_shardings=shardings)()
 
-    step: Any = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+    step = compiled(state)
     tokens = jax.device_put(TOKENS, jax.NamedSharding(mesh, jax.P("data")))
     losses = []
     for _ in range(60):
@@ -109,17 +120,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder) as checkpointer:
         checkpointer.save(60, state)
         checkpointer.wait()
-        placed = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            shapes,
-            shardings,
-        )
-        state = checkpointer.restore_latest(placed)
-    state, loss = step(state, tokens)
+        # Where the devices are those of the checkpoint, shapes are enough.
+        state = checkpointer.restore_latest(shapes)
+        state, loss = step(state, tokens)
+        assert loss < losses[0]
+        assert step._cache_size() == 1  # restored arrays are sharded as before
+        assert jax.tree.map(lambda leaf: leaf.sharding, state.opt_state) == plan.state.shardings
+        print(f"resumed, step {int(state.step)}: loss {loss:.4f}; compiled once")
+
+        half = make_mesh(share=2)  # other devices: a plan for them says where everything goes
+        state = checkpointer.restore_latest(shapes, placement=plan_on(half))
+    step = compiled(state)
+    for _ in range(3):
+        state, loss = step(state, jax.device_put(TOKENS, jax.NamedSharding(half, jax.P("data"))))
     assert loss < losses[0]
-    assert step._cache_size() == 1  # restored arrays are sharded as before
-    assert jax.tree.map(lambda leaf: leaf.sharding, state.opt_state) == plan.state.shardings
-    print(f"resumed, step {int(state.step)}: loss {loss:.4f}; compiled once")
+    assert step._cache_size() == 1
+    print(f"resumed on {half.size} devices, step {int(state.step)}: loss {loss:.4f}; compiled once")
 
 
 if __name__ == "__main__":

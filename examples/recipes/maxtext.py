@@ -5,7 +5,8 @@
 
 MaxText's `maybe_update_params_sharding_with_opt` copies the shardings of Adam's first moment, and
 raises for every other optimizer. Here the state is that of Adafactor. First a plan for the shapes
-of Qwen3-0.6B, then a small decoder with the same names is trained, saved and resumed.
+of Qwen3-0.6B, then a small decoder with the same names is trained, saved and resumed, on all
+devices and on half of them.
 """
 
 from __future__ import annotations
@@ -132,6 +133,14 @@ def show_plan(tx: optax.GradientTransformation) -> None:
     print(f"  parameters {compute:.1f} in the step, {params:.1f} between steps; state {state:.1f}")
 
 
+def make_mesh(share: int = 1) -> Mesh:
+    """Returns a mesh of all devices, or of a share of them."""
+    devices = jax.devices()[: max(jax.device_count() // share, 1)]
+    fsdp = 2 if len(devices) % 2 == 0 else 1
+    shape, types = (len(devices) // fsdp, fsdp, 1), (AxisType.Auto,) * 3
+    return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+
+
 def main() -> None:
     """Plans, trains, saves and resumes."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -139,16 +148,15 @@ def main() -> None:
     tx = optax.adafactor(2e-2, min_dim_size_to_factor=16, momentum=0.9)
     show_plan(tx)
 
-    fsdp = 2 if jax.device_count() % 2 == 0 else 1
-    shape = (jax.device_count() // fsdp, fsdp, 1)
-    mesh: Mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = make_mesh()
     model = Decoder(Config(vocab=64, embed=32, mlp=64, layers=2, heads=4, kv_heads=2, head_dim=8))
     tokens = np.arange(8 * 16, dtype=np.int32).reshape(8, 16) * 3 % 64
 
     # The state of the step, in the place of `maybe_update_params_sharding_with_opt`.
     boxed = abstract_params(model.config)
-    layouts = part.shard_optimizer_state(tx, boxed, RULES, mesh, zero_axes=("data",))
-    stored = (layouts.params.shardings, layouts.opt_state.shardings)
+
+    def lay_out(mesh: Mesh) -> Any:
+        return part.shard_optimizer_state(tx, boxed, RULES, mesh, zero_axes=("data",))
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
         logits: Any = model.apply(params, tokens)
@@ -156,19 +164,24 @@ def main() -> None:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], targets)
         return losses.mean()
 
-    def train_step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        # Parameters are gathered over `data` once a step; the update works on shards.
-        compute = jax.lax.with_sharding_constraint(params, layouts.compute.shardings)
-        loss, grads = jax.value_and_grad(loss_fn)(compute, tokens)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+    def compiled(layouts: Any) -> Any:
+        def train_step(params: Any, opt_state: Any, tokens: Any) -> tuple[Any, Any, jax.Array]:
+            # Parameters are gathered over `data` once a step; the update works on shards.
+            compute = jax.lax.with_sharding_constraint(params, layouts.compute.shardings)
+            loss, grads = jax.value_and_grad(loss_fn)(compute, tokens)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+        shardings = (layouts.params.shardings, layouts.opt_state.shardings, None)
+        return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=shardings)
 
     def init_params() -> Any:
         return nn.unbox(model.init(jax.random.key(0), tokens))
 
+    layouts = lay_out(mesh)
     params = jax.jit(init_params, out_shardings=layouts.params.shardings)()
     opt_state = part.init_sharded(tx, params, layouts.opt_state)
-    step: Any = jax.jit(train_step, donate_argnums=(0, 1), out_shardings=(*stored, None))
+    step = compiled(layouts)
     batch = jax.device_put(tokens, jax.NamedSharding(mesh, jax.P("data")))
     losses = []
     for _ in range(40):
@@ -180,13 +193,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder) as checkpointer:
         checkpointer.save(40, TrainingState(tx, params, opt_state, step=40))
         checkpointer.wait()
-        target = TrainingState(tx, layouts.params.shapes, layouts.opt_state.shapes)
+        shapes = jax.eval_shape(init_params)
+        target = TrainingState(tx, shapes, jax.eval_shape(tx.init, shapes))
         restored = checkpointer.restore_latest(target)
-    params, opt_state, loss = step(restored.params, restored.opt_state, batch)
+        params, opt_state, loss = step(restored.params, restored.opt_state, batch)
+        assert loss < losses[0]
+        assert step._cache_size() == 1  # restored arrays are sharded as before
+        assert jax.tree.map(lambda leaf: leaf.sharding, opt_state) == layouts.opt_state.shardings
+        print(f"resumed from step {int(restored.step)}: loss {loss:.4f}; compiled once")
+
+        half = make_mesh(share=2)  # other devices: layouts on them say where everything goes
+        layouts = lay_out(half)
+        restored = checkpointer.restore_latest(target, placement=layouts)
+    step, params, opt_state = compiled(layouts), restored.params, restored.opt_state
+    batch = jax.device_put(tokens, jax.NamedSharding(half, jax.P("data")))
+    for _ in range(3):
+        params, opt_state, loss = step(params, opt_state, batch)
     assert loss < losses[0]
-    assert step._cache_size() == 1  # restored arrays are sharded as before
-    assert jax.tree.map(lambda leaf: leaf.sharding, opt_state) == layouts.opt_state.shardings
-    print(f"resumed from step {int(restored.step)}: loss {loss:.4f}; compiled once")
+    assert step._cache_size() == 1
+    print(f"resumed on {half.size} devices: loss {loss:.4f}; compiled once")
 
 
 if __name__ == "__main__":

@@ -29,13 +29,14 @@ RULES = [("vocab", "model"), ("embed", None), ("mlp", "model")]
 TOKENS = np.arange(64) % 32
 
 
-def make_mesh() -> Mesh:
-    """Returns a mesh of all devices; a CPU is split into 8 virtual ones."""
+def make_mesh(share: int = 1) -> Mesh:
+    """Returns a mesh of all devices, or of a share; a CPU is split into 8 virtual ones."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", 8)
-    width = 2 if jax.device_count() % 2 == 0 else 1
-    shape = (jax.device_count() // width, width)
-    return jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    devices = jax.devices()[: max(jax.device_count() // share, 1)]
+    width = 2 if len(devices) % 2 == 0 else 1
+    shape, types = (len(devices) // width, width), (AxisType.Auto,) * 2
+    return jax.make_mesh(shape, ("data", "model"), axis_types=types, devices=devices)
 
 
 class Model(nn.Module):
@@ -84,7 +85,7 @@ def train_step(state: FlaxOptimTrainState) -> tuple[FlaxOptimTrainState, jax.Arr
 
 
 def main() -> None:
-    """Trains, saves and resumes."""
+    """Trains, saves and resumes, on all devices and on half of them."""
     mesh = make_mesh()
     schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-3, warmup_steps=5, decay_steps=200)
     optimizer_def = optimizers.adamw(schedule)
@@ -100,7 +101,10 @@ def main() -> None:
     layout = part.logical_to_mesh(axes, RULES, mesh, shapes)
     state = jax.jit(create, out_shardings=layout.shardings)()
 
-    step: Any = jax.jit(train_step, donate_argnums=0, out_shardings=(layout.shardings, None))
+    def compiled(layout: part.Layout) -> Any:
+        return jax.jit(train_step, donate_argnums=0, out_shardings=(layout.shardings, None))
+
+    step = compiled(layout)
     losses = []
     for _ in range(60):
         state, loss = step(state)
@@ -112,11 +116,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder) as checkpointer:
         checkpointer.save(60, state.optimizer)
         checkpointer.wait()
-        restored = checkpointer.restore_latest(layout.shapes.optimizer)
-    state, loss = step(FlaxOptimTrainState(restored))
+        restored = checkpointer.restore_latest(shapes.optimizer)
+        state, loss = step(FlaxOptimTrainState(restored))
+        assert loss < losses[0]
+        assert step._cache_size() == 1  # restored arrays are sharded as before
+        print(f"resumed, step {int(state.optimizer.state.step)}: loss {loss:.4f}; compiled once")
+
+        half = make_mesh(share=2)  # other devices: a layout on them says where everything goes
+        layout = part.logical_to_mesh(axes, RULES, half, shapes)
+        where = layout.shardings.optimizer
+        restored = checkpointer.restore_latest(shapes.optimizer, placement=where)
+    step, state = compiled(layout), FlaxOptimTrainState(restored)
+    for _ in range(3):
+        state, loss = step(state)
     assert loss < losses[0]
-    assert step._cache_size() == 1  # restored arrays are sharded as before
-    print(f"resumed, step {int(state.optimizer.state.step)}: loss {loss:.4f}; compiled once")
+    assert step._cache_size() == 1
+    print(f"resumed on {half.size} devices: loss {loss:.4f}; compiled once")
 
 
 if __name__ == "__main__":

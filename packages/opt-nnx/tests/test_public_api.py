@@ -17,7 +17,7 @@ def test_every_public_name_is_documented() -> None:
     own = {name: member for name, member in vars(Optimizer).items() if not name.startswith("_")}
     methods = [member for member in own.values() if inspect.isfunction(member)]
     assert {member.__name__ for member in methods} == {
-        *("update", "evaluating", "to_core", "load_core"),
+        *("update", "evaluating", "to_core", "load_core", "place"),
         *("resolve_hyper_params", "state_dict", "restore_state"),
     }
     assert all(member.__doc__ for member in (opt_nnx, Optimizer, Optimizer.definition, *methods))

@@ -63,6 +63,10 @@ def increment_step(step: Any) -> Any:
     return jnp.where(step < _INT32_MAX, step + 1, step)
 
 
+def _is_placed_shape(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None
+
+
 class OptimizerDef:
     """How parameters are updated: immutable, comparable, without state of its own.
 
@@ -164,7 +168,8 @@ class OptimizerDef:
 
         Args:
           target: pytree of parameters. Weakly typed arrays become strong: an update would make them
-            strong and recompile everything.
+            strong and recompile everything. Of abstract parameters with shardings the state has
+            shardings too: like the parameters that it follows, otherwise replicated.
 
         Raises:
           TypeError: a leaf is not an array, like functions in an Equinox module, and the definition
@@ -177,7 +182,12 @@ class OptimizerDef:
             if message := of_leaves(target):
                 raise TypeError(message) from error
             raise
-        return Optimizer(optimizer_def=self, state=state, target=target)
+        made = Optimizer(optimizer_def=self, state=state, target=target)
+        if any(_is_placed_shape(leaf) for leaf in jax.tree.leaves(target)):
+            from opt_core._surgery.placement import placed_like_params
+
+            return placed_like_params(made)
+        return made
 
     def state_dict(self, target: Any, state: OptimizerState) -> dict[str, Any]:
         """Returns `{'target': ..., 'state': {'step': ..., 'param_states': ...}}`.

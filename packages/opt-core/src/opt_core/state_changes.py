@@ -27,7 +27,7 @@ from opt_core._surgery.hazards import (
 )
 from opt_core._surgery.likes import like_numbers, shared_settings, without_code
 from opt_core._surgery.pairing import STEP, Pair, Pairing, pair_leaves
-from opt_core._surgery.placement import committed_sharding, init_leaves, placed
+from opt_core._surgery.placement import Places, committed_sharding, init_leaves, placed
 from opt_core._surgery.sides import Made, Side, holds_parameters, made_of
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "Move",
     "Pair",
     "Pairing",
+    "Places",
     "Refusal",
     "Side",
     "all_survive",

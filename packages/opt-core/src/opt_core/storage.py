@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from opt_core._groups.leaf_groups import leaf_groups
 from opt_core._optimizer import Optimizer
@@ -276,7 +276,7 @@ class PlainOptimizer:
         target, tree = jax.tree.flatten(plain.target)
         nodes = list(self._nodes)
         for i, at in self._extras.items():
-            places = [committed_sharding(x) for x in (self._params[i], nodes[at])]
+            places = _places([self._params[i], nodes[at]], target[i])
             how = self._ways[at]
             made = params[i](how, places) or split(how, target[i])
             target[i], nodes[at] = map(placed, made, places)
@@ -328,7 +328,7 @@ def _master(how: str, param: Any, extra: Any) -> Any:
 def _node(node: Any, how: str, value: Any, carry: Carry) -> Any:
     """A node like another, for a value or of the arrays that this is stored in."""
     leaves, tree = jax.tree.flatten(node)
-    places = list(map(committed_sharding, leaves))
+    places = _places(leaves, value)
     made = carry(how, places)
     if made is None:
         whole = jax.typeof(value).sharding.update(spec=PartitionSpec())
@@ -336,3 +336,10 @@ def _node(node: Any, how: str, value: Any, carry: Carry) -> Any:
         make = _untyped(lambda x: node.with_values(_fetched(x)), value, results)
         made = jax.tree.leaves(jax.jit(make)(value))
     return jax.tree.unflatten(tree, list(map(placed, made, places)))
+
+
+def _places(leaves: Sequence[Any], value: Any) -> list[Any]:
+    """Where arrays are to lie: their own places, else those of the value that they stand for."""
+    like: Any = committed_sharding(value)
+    whole = like.update(spec=PartitionSpec()) if isinstance(like, NamedSharding) else like
+    return [committed_sharding(x) or (like if x.shape == value.shape else whole) for x in leaves]

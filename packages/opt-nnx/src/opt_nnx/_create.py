@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
 from jax.tree_util import all_leaves
 from opt_core import OptimizerDef, flatten_with_paths, unalias
 from opt_optax_bridge import OptaxWrapper
@@ -17,7 +16,7 @@ from opt_partition import Layout, extend_over, init_sharded, logical_to_mesh
 from opt_partition.errors import AxesError
 
 from opt_nnx._axes import AnyMesh, Entry, Parameter, read_axes, state_axes
-from opt_nnx._placement import Placement, find_mesh
+from opt_nnx._placement import Placement, as_compiled, find_mesh, trimmed
 from opt_nnx._variables import (
     Rules,
     is_variable,
@@ -96,14 +95,9 @@ def plan_state(definition: OptimizerDef, params: Any, request: Request) -> Plan:
     layout = logical_to_mesh(axes_of_state, [(axis, axis) for axis in mesh.axis_names], mesh, state)
     if request.zero:
         layout = extend_over(layout, state, mesh, request.zero)
-    places = tuple(found.place for found in axes)
-    # As compiled functions return them: a spec of another length is another argument to them.
-    is_explicit = AxisType.Explicit in mesh.axis_types
-    specs = (
-        row.spec if is_explicit else PartitionSpec(*_trimmed(tuple(row.spec)))
-        for row in layout.rows
-    )
-    placement = Placement(mesh, places, tuple(specs))
+    places = tuple(None if x.place is None else as_compiled(x.place, mesh) for x in axes)
+    specs = tuple(as_compiled(row.spec, mesh) for row in layout.rows)
+    placement = Placement(mesh, places, specs)
     return Plan(state, slots, names, layout, placement)
 
 
@@ -197,17 +191,8 @@ def _variable(value: Any, slot: Any, row: Any) -> Any:
     _, names, spec = row
     has_names = names and names_in(metadata or {}, of_optimizer=True) is not None
     variable = state_variable(value, metadata, names if has_names or any(names) else None)
-    if spec is not None and _trimmed(resolved_names(variable)) != _trimmed(spec):
+    if spec is not None and trimmed(resolved_names(variable)) != trimmed(spec):
         # What Flax reads there is not where the leaf lies: ZeRO, or rules of the constructor.
         kept = {k: v for k, v in (metadata or {}).items() if k != "sharding_rules"}
         variable = state_variable(value, None if metadata is None else kept, tuple(spec))
     return variable
-
-
-def _trimmed(spec: Sequence[Entry]) -> tuple[Entry, ...]:
-    entries = [
-        entry[0] if isinstance(entry, tuple) and len(entry) == 1 else entry for entry in spec
-    ]
-    while entries and not entries[-1]:
-        entries.pop()
-    return tuple(entries)

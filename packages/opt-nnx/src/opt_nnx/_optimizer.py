@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from opt_core.protocols import UpdatesParams
 from opt_optax_bridge import OptaxWrapper, resolve_hyper_params
 
 from opt_nnx._create import Request, in_variables, make_state, plan_state, shape_of
-from opt_nnx._placement import untyped
+from opt_nnx._placement import Placed, is_concrete, untyped
 from opt_nnx._variables import Filter, as_rules, assign, has_variables, pure, state_of
 
 M = TypeVar("M")
@@ -87,6 +88,39 @@ class Optimizer(nnx.Optimizer[M]):
             isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(pure(params))
         )
         self.step = nnx.OptState(self._scalar(shape_of(step) if is_abstract else step))
+        self.place(model)
+
+    @property
+    def placement(self) -> Placed | None:
+        """Where parameters and state lie: a sharding for each leaf; `None` without a mesh."""
+        return None if self._placement is None else self._placement.shardings
+
+    def place(self, model: M) -> None:
+        """Puts parameters and state where they lie, in place; the constructor calls it.
+
+        A parameter that is not on a mesh yet, and whose variable names no dimensions, is put on
+        every device. What is traced or abstract is not moved. Without a mesh, nothing is.
+
+        Call it where parameters have got their devices after the optimizer was made, as in
+        `nnx.jit`: an update keeps parameters where they lie as far as that is known, and otherwise
+        leaves them to XLA, which then compiles the next step again.
+
+        Args:
+          model: the model; its trained variables are moved.
+        """
+        if self._placement is None:
+            return
+        params = pure(state_of(model, self.wrt, self.graph))
+        if not all(map(is_concrete, jax.tree.leaves(params))):
+            return
+        self._placement = self._placement.with_params(params)
+        if isinstance(self._placement.mesh, AbstractMesh):
+            return
+        moved = self._placement.put_params(params)
+        if any(map(operator.is_not, jax.tree.leaves(moved), jax.tree.leaves(params))):
+            nnx.update(model, moved)
+        assign(self.opt_state, self._placement.put_state(pure(self.opt_state)))
+        nnx.update(self.step, self._scalar(pure(self.step)))
 
     @property
     def definition(self) -> OptimizerDef:

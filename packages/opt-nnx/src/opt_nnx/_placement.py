@@ -5,15 +5,27 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from opt_core import Optimizer
 
-from opt_nnx._axes import AnyMesh, sharding_of
+from opt_nnx._axes import AnyMesh, array_spec, sharding_of
 from opt_nnx._variables import names_in
+
+
+class Placed(NamedTuple):
+    """Where the leaves of an optimizer lie.
+
+    Attributes:
+      params: a sharding for each parameter, in JAX's order; `None` where it is not known.
+      state: a sharding for each leaf of the state.
+    """
+
+    params: list[NamedSharding | None]
+    state: list[NamedSharding]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,6 +41,20 @@ class Placement:
     mesh: AnyMesh
     params: tuple[PartitionSpec | None, ...]
     state: tuple[PartitionSpec, ...]
+
+    @property
+    def shardings(self) -> Placed:
+        """A sharding for each parameter and each leaf of the state, in JAX's order."""
+        return Placed(
+            [None if spec is None else self._sharding(spec) for spec in self.params],
+            [self._sharding(spec) for spec in self.state],
+        )
+
+    def _sharding(self, spec: PartitionSpec) -> NamedSharding:
+        # On one device compiled functions drop the specs of their results, and would take the
+        # next arguments for others.
+        is_alone = self.mesh.size == 1 and AxisType.Explicit not in self.mesh.axis_types
+        return NamedSharding(self.mesh, PartitionSpec() if is_alone else spec)
 
     @functools.cached_property
     def _identity(self) -> tuple[Any, int]:
@@ -54,6 +80,29 @@ class Placement:
             return params, state  # the shards of them, inside `shard_map`
         return self.put_params(params), self.put_state(state)
 
+    def with_params(self, params: Any) -> Placement:
+        """Returns the placement with a spec for each parameter that has devices.
+
+        Where it is not known yet, it is that of the array; of an array that is on no mesh,
+        replicated. One that lies on another mesh is left alone.
+
+        Args:
+          params: pytree of parameters.
+        """
+        leaves = jax.tree.leaves(params)
+        meshes = [x.sharding.mesh for x in leaves if isinstance(sharding_of(x), NamedSharding)]
+        mesh = self.mesh
+        if isinstance(mesh, AbstractMesh):
+            same = [found for found in meshes if dict(found.shape) == dict(mesh.shape)]
+            mesh = next((found for found in same if isinstance(found, Mesh)), mesh)
+        if isinstance(mesh, AbstractMesh):
+            return self  # there are no devices to put anything on
+        specs = tuple(
+            _spec_of(leaf, mesh) if spec is None else spec
+            for leaf, spec in zip(leaves, self.params, strict=True)
+        )
+        return dataclasses.replace(self, mesh=mesh, params=specs)
+
     def put_params(self, params: Any) -> Any:
         """Returns parameters where they lie, or are to lie."""
         return self._put(params, self.params)
@@ -69,10 +118,39 @@ class Placement:
     def _put(self, tree: Any, specs: Sequence[PartitionSpec | None]) -> Any:
         leaves, structure = jax.tree.flatten(tree)
         placed = [
-            leaf if spec is None else put(leaf, NamedSharding(self.mesh, spec))
+            leaf if spec is None else put(leaf, self._sharding(spec))
             for leaf, spec in zip(leaves, specs, strict=True)
         ]
         return jax.tree.unflatten(structure, placed)
+
+
+def _spec_of(leaf: Any, mesh: AnyMesh) -> PartitionSpec | None:
+    """The spec for a parameter on a mesh; `None` where it is on another one."""
+    if isinstance(leaf.sharding, NamedSharding):
+        spec = array_spec(leaf, mesh)
+        return None if spec is None else as_compiled(spec, mesh)
+    return PartitionSpec()
+
+
+def as_compiled(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
+    """Returns a spec as compiled functions return it: to them, one of another length is another."""
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    return spec if is_explicit else PartitionSpec(*trimmed(tuple(spec)))
+
+
+def trimmed(spec: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the entries of a spec up to the last that says something."""
+    entries = [
+        entry[0] if isinstance(entry, tuple) and len(entry) == 1 else entry for entry in spec
+    ]
+    while entries and not entries[-1]:
+        entries.pop()
+    return tuple(entries)
+
+
+def is_concrete(leaf: Any) -> bool:
+    """Whether a leaf is an array that has a value."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
 
 
 def put(leaf: Any, sharding: NamedSharding) -> Any:

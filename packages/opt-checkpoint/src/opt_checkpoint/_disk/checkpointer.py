@@ -234,7 +234,13 @@ class Checkpointer:
         return newest(self.directory, look, self._pass_over)
 
     def restore(
-        self, step: int, target: _Target, *, allow: Iterable[str] = (), rules: Sequence[Rule] = ()
+        self,
+        step: int,
+        target: _Target,
+        *,
+        allow: Iterable[str] = (),
+        rules: Sequence[Rule] = (),
+        placement: Any = None,
     ) -> _Target:
         """Restores a step: `plan_restore(checkpointer.at(step), target, ...).apply()`.
 
@@ -243,28 +249,41 @@ class Checkpointer:
           target: an optimizer of any kind that `named_state` takes; its leaves may be abstract.
           allow: the kinds of changes that are admitted: see `plan_restore`.
           rules: for single leaves: see `plan_restore`.
+          placement: where leaves go that the target does not place: see `plan_restore`.
 
         Returns:
           The restored target.
 
         Raises:
           DamagedError: a leaf has changed since it was written.
+          LeafError: nothing says where a leaf goes that was sharded: see `Plan.apply`.
           MissingError: the step does not exist.
           PlanError: the step does not fit the target as it is.
         """
-        return self._restore(step, target, allow, rules)[0]
+        return self._restore(step, target, allow, rules, placement)[0]
 
     def _restore(
-        self, step: int, target: _Target, allow: Iterable[str], rules: Sequence[Rule]
+        self,
+        step: int,
+        target: _Target,
+        allow: Iterable[str],
+        rules: Sequence[Rule],
+        placement: Any,
     ) -> tuple[_Target, SavedStep]:
         with sync_errors():
             saved = self.at(step)
-        restored = plan_restore(saved, target, allow=allow, rules=rules).apply()
+        plan = plan_restore(saved, target, allow=allow, rules=rules, placement=placement)
+        restored = plan.apply()
         self.restored_step = step
         return restored, saved
 
     def restore_latest(
-        self, target: _Target, *, allow: Iterable[str] = (), rules: Sequence[Rule] = ()
+        self,
+        target: _Target,
+        *,
+        allow: Iterable[str] = (),
+        rules: Sequence[Rule] = (),
+        placement: Any = None,
     ) -> _Target:
         """Restores the latest step that is undamaged, reading it once.
 
@@ -276,12 +295,14 @@ class Checkpointer:
           target: an optimizer of any kind that `named_state` takes; its leaves may be abstract.
           allow: the kinds of changes that are admitted: see `plan_restore`.
           rules: for single leaves: see `plan_restore`.
+          placement: where leaves go that the target does not place: see `plan_restore`.
 
         Returns:
           The restored target.
 
         Raises:
           ForeignError: there are steps that another program wrote; see `open_foreign`.
+          LeafError: nothing says where a leaf goes that was sharded: see `Plan.apply`.
           MissingError: there are no steps, or all are damaged.
           PlanError: a step does not fit the target; an older one is not tried.
           VersionError: a newer version wrote the step; an older one is not tried.
@@ -302,7 +323,7 @@ class Checkpointer:
         kinds, given = tuple(allow), tuple(rules)
 
         def restore(step: int) -> tuple[_Target]:
-            restored, saved = self._restore(step, target, kinds, given)
+            restored, saved = self._restore(step, target, kinds, given, placement)
             saved.check_extras()
             return (restored,)
 

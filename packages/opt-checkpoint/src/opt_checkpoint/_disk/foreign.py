@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from opt_checkpoint._disk.foreign_layout import STEP, Found, find
 from opt_checkpoint._disk.foreign_stores import Store, Stored, open_store
@@ -63,6 +64,12 @@ class ForeignStep:
                 read = store.read(places) if places else {}
                 stored |= {name: read[key] for name, key in at.items()}
         return {name: _leaf(infos[name], stored[name], place) for name, place in wanted.items()}
+
+    def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
+        """Returns where leaves were when they were saved, by name, as far as it is known."""
+        keys = {name: self.keys[name] for name in names if name in self.keys}
+        places = {name: self.stores[key[0]].shardings.get(key[1:]) for name, key in keys.items()}
+        return {name: place for name, place in places.items() if place is not None}
 
 
 def open_foreign(path: str | Path, *, written_by: Any = None) -> ForeignStep | SavedStep:

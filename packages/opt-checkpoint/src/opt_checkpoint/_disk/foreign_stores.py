@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from opt_checkpoint._disk.orbax import restore_args, tried
+from opt_checkpoint._disk.orbax import restore_args, sharding_of, tried
 from opt_checkpoint._disk.steps import INDEX, ITEM_MARK
 from opt_checkpoint._legacy.layouts import PLACEHOLDER, is_elsewhere
 from opt_checkpoint._legacy.read import read_legacy
@@ -39,6 +39,10 @@ class Store(Protocol):
     @property
     def leaves(self) -> Mapping[Names, Stored]:
         """The leaves by path."""
+
+    @property
+    def shardings(self) -> Mapping[Names, Sharding]:
+        """Where leaves were, by path, as far as the store says so."""
 
     def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
         """Reads leaves into the given shardings; what JAX cannot hold, as NumPy arrays."""
@@ -71,6 +75,12 @@ class OrbaxTree:
             for names, m in named_leaves(self._tree)
             if isinstance(m, kinds)
         }
+
+    @cached_property
+    def shardings(self) -> Mapping[Names, Sharding]:
+        """Where arrays were on a mesh."""
+        found = {names: sharding_of(metadata) for names, metadata in named_leaves(self._tree)}
+        return {names: place for names, place in found.items() if place is not None}
 
     def read(self, wanted: Mapping[Names, Sharding | None]) -> dict[Names, Any]:
         """Reads with Orbax: each device its share."""
@@ -109,6 +119,7 @@ class IndexedArrays:
     """
 
     folder: Path
+    shardings: ClassVar[Mapping[Names, Sharding]] = {}  # T5X noted none
 
     @cached_property
     def _found(self) -> Mapping[Names, Any]:

@@ -121,11 +121,13 @@ class OptimizerRestore(ocp.args.CheckpointArgs):
         one, the item is opened as a `SavedStep`, a source for `plan_restore`, and nothing is read.
       allow: the kinds of changes that are admitted: see `plan_restore`.
       rules: for single leaves: see `plan_restore`.
+      placement: where leaves go that the target does not place: see `plan_restore`.
     """
 
     target: Any = None
     allow: Iterable[str] = ()
     rules: Sequence[Rule] = ()
+    placement: Any = None
 
 
 class OptimizerHandlerV1:
@@ -210,4 +212,5 @@ def _restore(directory: Any, args: OptimizerRestore) -> Any:
     saved = _open(directory)
     if args.target is None:
         return saved
-    return plan_restore(saved, args.target, allow=args.allow, rules=args.rules).apply()
+    options = {"allow": args.allow, "rules": args.rules, "placement": args.placement}
+    return plan_restore(saved, args.target, **options).apply()

@@ -12,7 +12,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals, Future
 from orbax.checkpoint.path import step as step_lib
 
@@ -131,6 +137,32 @@ def restore_args(shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) 
         return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
     place = sharding or SingleDeviceSharding(jax.local_devices()[0])
     return ocp.ArrayRestoreArgs(sharding=place, global_shape=shape, dtype=dtype)
+
+
+def sharding_of(metadata: Any) -> NamedSharding | None:
+    """Returns where an array was on a mesh, from Orbax's metadata of it.
+
+    A mesh of devices that this process does not have is an `AbstractMesh`.
+    """
+    saved: Any = getattr(metadata, "sharding", None)
+    if not hasattr(saved, "partition_spec"):
+        return None
+    entries = (tuple(x) if isinstance(x, list) else x for x in saved.partition_spec)
+    spec = PartitionSpec(*entries)
+    try:
+        return NamedSharding(saved.to_jax_sharding().mesh, spec)
+    except ValueError:  # Orbax: the available devices are different
+        sizes = tuple(int(size) for size in saved.shape)
+        types = {} if saved.axis_types is None else {"axis_types": tuple(saved.axis_types)}
+        return NamedSharding(AbstractMesh(sizes, tuple(saved.axis_names), **types), spec)
+
+
+def stored_shardings(folder: Path) -> dict[tuple[str, ...], NamedSharding]:
+    """Returns where the arrays of a step were on a mesh when they were saved, by key."""
+    with closing(ocp.PyTreeCheckpointHandler()) as handler:
+        tree = handler.metadata(_leaves(folder)).tree
+    found = {key: sharding_of(array) for key, array in flatten_dict(tree).items()}
+    return {key: sharding for key, sharding in found.items() if sharding is not None}
 
 
 def stored_arrays(folder: Path) -> dict[tuple[str, ...], tuple[tuple[int, ...], Any]]:

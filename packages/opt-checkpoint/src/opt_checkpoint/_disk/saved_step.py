@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -110,6 +110,13 @@ class SavedStep:
             name: _storage.from_store(infos[name], records[name], stored.get(name), place)
             for name, place in places.items()
         }
+
+    def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
+        """Returns where leaves were when they were saved, by name, as far as Orbax noted it."""
+        keys = {name: _storage.store_key(self.schema.by_name[name].path) for name in names}
+        with sync_errors():
+            found = _orbax.tried(self.path, lambda: _orbax.stored_shardings(self.path))
+        return {name: found[key] for name, key in keys.items() if key in found}
 
     def read_extras(self, like: Any = None) -> Any:
         """Reads what was saved as `extras`.

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.core import FrozenDict
+from jax.sharding import NamedSharding, Sharding
 from opt_core import Optimizer, describe_state, flatten_with_paths, leaf_groups
 from opt_core.protocols import DerivesLogicalAxes
+from opt_core.state_changes import committed_sharding
 from opt_core.storage import storages, stored_as
 
 from opt_checkpoint._naming.schema import (
@@ -58,6 +60,15 @@ class NamedState(Mapping[str, Any]):
     def read(self, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
         """Returns leaves in the given shardings; see `Source.read`."""
         return {name: _placed(self.leaves[name], place.sharding) for name, place in wanted.items()}
+
+    def shardings(self, names: Iterable[str]) -> dict[str, Sharding]:
+        """Returns where leaves are on a mesh, by name; memory kinds are left out, as on disk."""
+        found = {name: committed_sharding(self.leaves[name]) for name in names}
+        return {
+            name: NamedSharding(place.mesh, place.spec)
+            for name, place in found.items()
+            if isinstance(place, NamedSharding)
+        }
 
 
 def _placed(leaf: Any, sharding: Any) -> Any:

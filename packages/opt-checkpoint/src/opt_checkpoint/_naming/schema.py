@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
+from jax.sharding import Sharding
 from opt_core import LeafDescription, TransformationDescription
 from opt_core.json_records import read_record, record_data
 
@@ -221,4 +222,15 @@ class Source(Protocol):
 
         Raises:
           DamagedError: a leaf has changed since it was written.
+        """
+
+
+@runtime_checkable
+class HasShardings(Protocol):
+    """A source that knows where its leaves were."""
+
+    def shardings(self, names: Iterable[str]) -> Mapping[str, Sharding]:
+        """Returns the shardings of those leaves of which one is known, by name.
+
+        One over devices that this process does not have is on an `AbstractMesh`.
         """

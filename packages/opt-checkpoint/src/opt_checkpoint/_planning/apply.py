@@ -23,6 +23,8 @@ from opt_core.storage import largest_change
 
 from opt_checkpoint._naming.schema import LeafInfo, Names, Source, shown
 from opt_checkpoint._planning.functions import abstract, function_name
+from opt_checkpoint._planning.placement import leaves_of
+from opt_checkpoint._planning.placement import places as decide_places
 from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.rules import Map
 from opt_checkpoint._planning.stored import PlainSource, stored_again
@@ -35,10 +37,8 @@ def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
     """Returns the restored optimizer and other leaves; the plan has been checked."""
     target, others = plan.view.optimizer, plan.view.others
     own, params = jax.tree.flatten(target.target)
-    of_state, states = jax.tree.flatten(target.state)
-    values = [*own, *others.values(), *of_state]
-    rows = zip(plan.rows, values, strict=True)
-    places = {row.leaf.name: committed_sharding(value) for row, value in rows}
+    states = jax.tree.structure(target.state)
+    values, places = leaves_of(plan.view), decide_places(plan)
     arrays = plan.source.read(_wanted(plan, places))
     found: list[Any] = []
     checks: dict[str, Any] = {}
@@ -127,7 +127,8 @@ def _leaf(
 ) -> Any:
     """The leaf of the target, `None` where it is to be initialised."""
     if row.by == "keep" or (row.action == "initialised" and row.leaf.kind == "params"):
-        return strip_weak_type(value) if isinstance(value, jax.Array) else jnp.asarray(value)
+        array = strip_weak_type(value) if isinstance(value, jax.Array) else jnp.asarray(value)
+        return placed(array, sharding)
     if row.action == "initialised":
         return None
     given = [arrays[name] for name in row.sources]

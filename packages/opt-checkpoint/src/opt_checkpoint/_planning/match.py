@@ -24,6 +24,7 @@ from opt_core.state_changes import (
 
 from opt_checkpoint._naming.schema import LeafInfo, Names, Source, leaf_name, leaf_path, numbered
 from opt_checkpoint._planning.kept import KeptDimensions
+from opt_checkpoint._planning.placement import with_placement
 from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.rules import Action, Pad, Policy, Rename, Rule, Taking, sources_of
 from opt_checkpoint._planning.sides import frozen, side_of, state_leaves
@@ -37,7 +38,12 @@ _Target = TypeVar("_Target")
 
 
 def plan_restore(
-    checkpoint: Source, target: _Target, *, allow: Iterable[str] = (), rules: Sequence[Rule] = ()
+    checkpoint: Source,
+    target: _Target,
+    *,
+    allow: Iterable[str] = (),
+    rules: Sequence[Rule] = (),
+    placement: Any = None,
 ) -> Plan[_Target]:
     r"""Returns what restoring a checkpoint into an optimizer would do with every leaf.
 
@@ -57,12 +63,18 @@ def plan_restore(
         has to match.
       rules: pairs of a regular expression, which has to match a whole name, and an `Action`; the
         first that matches decides, and admits what it says.
+      placement: where leaves go that the target itself does not place, that is, abstract ones
+        without shardings and arrays that are not committed to devices: a `MemoryPlan` or a `Layout`
+        of opt-partition, anything else with trees of shardings as `params` and `state` or
+        `opt_state`, one such tree for the state or the parameters, or one sharding for all leaves.
+        Without it, they go where the checkpoint had them, if those devices are here.
 
     Returns:
       The plan. Only the schema has been read; `plan.apply()` restores, and returns the same kind as
       `target`.
 
     Raises:
+      LeafError: `placement` was made for other leaves; names one.
       TypeError: `target` is of another kind, or `checkpoint` cannot be read from.
       TypeError, ValueError: `allow` or `rules` are invalid, or a rule matches no leaf.
 
@@ -87,7 +99,8 @@ def plan_restore(
             f"`NamedState`; found {type(checkpoint).__name__}"
         )
     policy = Policy.make(allow, rules)
-    checkpoint, view = plain_sides(checkpoint, view_of(target), policy)
+    view = with_placement(view_of(target), placement)
+    checkpoint, view = plain_sides(checkpoint, view, policy)
     matcher = _Matcher(checkpoint, view, policy)
     rows = with_ways(matcher.rows(), checkpoint, view, policy)
     _check_rules(policy, rows, checkpoint)

@@ -179,14 +179,17 @@ class Plan(Generic[_Target]):
     def apply(self) -> _Target:
         """Reads the leaves that are used and returns the restored target, of the given kind.
 
-        Every leaf has the target's shape, dtype and sharding. Nothing is shared with the target or
+        Every leaf has the target's shape, dtype and sharding; where the target has no sharding,
+        that of `placement=`, or else that of the checkpoint. Nothing is shared with the target or
         the checkpoint, so the result can be donated; only fields that a subclass of `TrainState`
         adds are the target's own. The target is not changed, nor is a model of NNX.
 
         Raises:
           PlanError: the plan is impossible or not admitted.
           DamagedError: a leaf in the checkpoint has changed since it was written.
-          LeafError: a value does not fit the dtype that it is cast to; says which leaf.
+          LeafError: a value does not fit the dtype that it is cast to; or a leaf was on several
+            devices that are not here, and neither the target nor `placement=` says where it goes.
+            Says which leaf.
         """
         from opt_checkpoint._planning.apply import apply_plan
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from opt_core import Optimizer
 from opt_core.state_changes import placed
 from opt_core.storage import EXTRAS, PlainOptimizer, decode, join, stored_as
 
-from opt_checkpoint._naming.schema import LeafInfo, Schema, Source
+from opt_checkpoint._naming.schema import HasShardings, LeafInfo, Schema, Source
 from opt_checkpoint._planning.functions import abstract
 from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.rules import Policy
@@ -104,6 +104,14 @@ class PlainSource:
             name: self._made(self.parts[name], place, read) if name in self.parts else read[name]
             for name, place in wanted.items()
         }
+
+    def shardings(self, names: Iterable[str]) -> Mapping[str, Sharding]:
+        """Returns where the leaves were, by name: those of codes are where the codes were."""
+        if not isinstance(self._source, HasShardings):
+            return {}
+        first = {name: self.parts[name].names[0] if name in self.parts else name for name in names}
+        found = self._source.shardings(first.values())
+        return {name: found[part] for name, part in first.items() if part in found}
 
     def _made(self, parts: Parts, place: jax.ShapeDtypeStruct, read: Mapping[str, Any]) -> Any:
         arrays = [jnp.asarray(read[name]) for name in parts.names]

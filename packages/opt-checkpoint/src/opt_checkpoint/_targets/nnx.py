@@ -7,7 +7,7 @@ have the names of Linen and plain Optax, without `value` at the end.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -46,9 +46,38 @@ def view_of_pair(model: Any, optimizer: Any) -> View:
         # what else a subclass of the optimizer keeps is unchanged
         merged = [new.get(names, leaf) for (names, _), leaf in zip(flat, leaves, strict=True)]
         pair: tuple[Any, Any] = nnx.merge(graphdef, jax.tree.unflatten(structure, merged))
+        if isinstance(pair[1], KnowsPlacement):
+            pair[1].place(pair[0])  # one that was made of shapes does not know that of parameters
         return pair
 
-    return View(view, put_back, others)
+    return View(view, put_back, others, placement=_placement(optimizer, view))
+
+
+@runtime_checkable
+class KnowsPlacement(Protocol):
+    """An `nnx.Optimizer` that knows where its leaves lie, as that of opt-nnx."""
+
+    @property
+    def placement(self) -> Any:
+        """Sequences of shardings, in JAX's order, as `params` and `state`; `None` without any."""
+
+    def place(self, model: Any) -> None:
+        """Puts everything where it lies."""
+
+
+class _Trees(NamedTuple):
+    params: Any
+    state: Any
+
+
+def _placement(optimizer: Any, view: Optimizer) -> _Trees | None:
+    """What a placement says, in trees."""
+    found = optimizer.placement if isinstance(optimizer, KnowsPlacement) else None
+    if found is None:
+        return None
+    params: Any = jax.tree.structure(view.target)
+    state: Any = jax.tree.structure(view.state.param_states)
+    return _Trees(params.unflatten(found.params), state.unflatten(found.state))
 
 
 def bare(tree: Any) -> Any:

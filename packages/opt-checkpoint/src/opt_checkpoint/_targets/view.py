@@ -31,6 +31,7 @@ class View:
       others: leaves of the model that the optimizer does not update, by path.
       unsaved: fields of the target that are neither: they are kept as they are.
       stored: what `optimizer` is the plain one of, where the target stores leaves differently.
+      placement: what the target knows of where its leaves lie, as `params` and `state`.
     """
 
     optimizer: Optimizer
@@ -38,6 +39,7 @@ class View:
     others: Mapping[Names, Any] = dataclasses.field(default_factory=dict)
     unsaved: tuple[str, ...] = ()
     stored: PlainOptimizer | None = None
+    placement: Any = None
 
 
 def view_of(target: Any, *, argument: str = "target") -> View:

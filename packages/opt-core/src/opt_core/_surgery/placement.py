@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from opt_core._description.describe import describe_state
 from opt_core._description.values import LeafDescription
 from opt_core._groups.leaf_groups import leaf_groups
 from opt_core._optimizer import Optimizer, OptimizerState
@@ -124,6 +125,7 @@ class Places:
         known = [place for _, place in self._params.values() if place is not None]
         meshes = [place.mesh for place in known if isinstance(place, NamedSharding)]
         self._mesh = meshes[0] if meshes else None
+        self.whole = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
         self._alone = known[0] if len(set(known)) == 1 and not meshes else None
 
     def of(self, description: LeafDescription, shape: Sequence[int]) -> Sharding | None:
@@ -135,7 +137,7 @@ class Places:
             return like
         param_shape, place = self._params.get(description.parameter or (), ((), None))
         if description.parameter is None or not isinstance(place, NamedSharding):
-            return NamedSharding(self._mesh, PartitionSpec())
+            return self.whole
         dims = description.dimensions or (None,) * len(shape)
         spec = (*place.spec, *(None,) * (len(param_shape) - len(place.spec)))
         kept = [
@@ -143,6 +145,19 @@ class Places:
             for d, size in zip(dims, shape, strict=True)
         ]
         return NamedSharding(place.mesh, PartitionSpec(*kept), memory_kind=place.memory_kind)
+
+
+def placed_like_params(optimizer: Optimizer) -> Optimizer:
+    """Returns an abstract optimizer whose state lies like its parameters, as far as it is new."""
+    leaves, structure = jax.tree.flatten(optimizer.state.param_states)
+    places = Places(optimizer.target, (), ())
+    descriptions = describe_state(optimizer).leaves
+    found = [
+        placed(leaf, places.of(about, np.shape(leaf))) if is_abstract(leaf) else leaf
+        for leaf, about in zip(leaves, descriptions, strict=True)
+    ]
+    step = placed(optimizer.state.step, places.whole)
+    return optimizer.replace(state=OptimizerState(step, jax.tree.unflatten(structure, found)))
 
 
 def _sharding(leaf: Any) -> Sharding | None:

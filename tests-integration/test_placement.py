@@ -1,0 +1,596 @@
+"""Where a restore puts leaves that the target does not place: never all of them on one device."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_nnx
+import opt_optax_bridge as opt
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from opt_checkpoint import (
+    Checkpointer,
+    Rename,
+    TrainingState,
+    named_state,
+    open_foreign,
+    plan_restore,
+)
+from opt_checkpoint.errors import LeafError
+from opt_core import MultiOptimizer, Optimizer
+from opt_partition import init_sharded, logical_to_mesh, memory_plan
+from opt_precision import dynamic8, quantize_state
+
+P = PartitionSpec
+AXES = {"wi": ("embed", "mlp"), "wo": ("mlp", "embed"), "b": ("embed",)}
+RULES = [("mlp", "model"), ("embed", None)]
+X = np.sin(np.arange(16 * 16, dtype=np.float32)).reshape(16, 16)
+ADAM = optax.adam(1e-2)
+
+
+def mesh_of(count: int, kind: AxisType = AxisType.Auto) -> Mesh:
+    shape = (count // 2, 2) if count > 1 else (1, 1)
+    devices = jax.devices()[:count]
+    return jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2, devices=devices)
+
+
+def init_params() -> dict[str, jax.Array]:
+    waves = jnp.sin(jnp.arange(16 * 32, dtype=jnp.float32)).reshape(16, 32) / 4
+    return {"wi": waves, "wo": waves.T, "b": jnp.zeros(16)}
+
+
+def loss_fn(params: Any) -> jax.Array:
+    return jnp.mean((jnp.tanh(X @ params["wi"]) @ params["wo"] + params["b"] - X) ** 2)
+
+
+def groups() -> MultiOptimizer:
+    return MultiOptimizer.from_rules(
+        [("bias", "b", opt.sgd(1e-2, momentum=0.9))], rest=opt.adam(1e-2)
+    )
+
+
+class Case:
+    """One kind of target: how it is made on a mesh, abstractly, and updated."""
+
+    def __init__(
+        self,
+        tx: Any,
+        create: Callable[[Any], Any],
+        update: Callable[[Any, Any], Any],
+        joined: Callable[[Any, Any], Any],
+    ) -> None:
+        self.tx, self.create, self.update, self.joined = tx, create, update, joined
+
+    def plan(self, mesh: Any) -> Any:
+        shapes = jax.eval_shape(init_params)
+        return memory_plan(self.tx, shapes, AXES, RULES, mesh, zero="data")
+
+    def made(self, mesh: Mesh) -> Any:
+        plan = self.plan(mesh)
+        params = jax.jit(init_params, out_shardings=plan.params.shardings)()
+        return self.joined(params, init_sharded(self.tx, params, plan.state))
+
+    def abstract(self) -> Any:
+        return jax.eval_shape(lambda: self.create(init_params()))
+
+
+def _of_definition(definition: Any) -> Case:
+    return Case(
+        definition,
+        definition.create,
+        lambda optimizer, grads: optimizer.apply_gradient(grads),
+        lambda params, state: Optimizer(definition, state, params),
+    )
+
+
+def _training_state() -> Case:
+    def update(state: TrainingState, grads: Any) -> TrainingState:
+        updates, opt_state = ADAM.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return TrainingState(ADAM, params, opt_state, state.step + 1)
+
+    def joined(params: Any, opt_state: Any) -> TrainingState:
+        return TrainingState(ADAM, params, opt_state, jnp.zeros((), jnp.int32))
+
+    return Case(ADAM, lambda params: joined(params, ADAM.init(params)), update, joined)
+
+
+def _train_state() -> Case:
+    def joined(params: Any, opt_state: Any) -> TrainState:
+        step = jnp.zeros((), jnp.int32)
+        return TrainState(step=step, apply_fn=loss_fn, params=params, tx=ADAM, opt_state=opt_state)
+
+    return Case(
+        ADAM,
+        lambda params: joined(params, ADAM.init(params)),
+        lambda state, grads: state.apply_gradients(grads=grads),
+        joined,
+    )
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "definition": lambda: _of_definition(opt.adamw(1e-2)),
+    "OptaxWrapper": lambda: _of_definition(opt.OptaxWrapper(ADAM)),
+    "MultiOptimizer": lambda: _of_definition(groups()),
+    "TrainingState": _training_state,
+    "TrainState": _train_state,
+}
+
+
+def step_of(case: Case, example: Any) -> Any:
+    """The compiled step, whose results lie where its arguments do."""
+
+    def step(state: Any) -> Any:
+        return case.update(state, jax.grad(loss_fn)(state.params))
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, example)
+    return jax.jit(step, out_shardings=shardings)
+
+
+def on_mesh(case: Case, mesh: Mesh, steps: int = 2) -> Any:
+    """A trained state, every leaf of it on the mesh."""
+    whole = NamedSharding(mesh, P())
+    made = jax.tree.map(
+        lambda x: x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, whole),
+        case.made(mesh),
+    )
+    step = step_of(case, made)
+    for _ in range(steps):
+        made = jax.block_until_ready(step(made))
+    return made
+
+
+def saved(folder: Path, state: Any) -> Checkpointer:
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(2, state)
+    return Checkpointer(folder, read_only=True)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    a, b = named_state(found), named_state(expected)
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(np.asarray(a[name]), np.asarray(b[name]), err_msg=name)
+
+
+def assert_goes_on(case: Case, state: Any) -> None:
+    step = step_of(case, state)
+    for _ in range(3):
+        state = jax.block_until_ready(step(state))
+    assert step._cache_size() == 1
+
+
+def shardings(state: Any) -> list[Any]:
+    return [leaf.sharding for leaf in jax.tree.leaves(state)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_abstract_target_goes_where_the_checkpoint_was(name: str, tmp_path: Path) -> None:
+    case = CASES[name]()
+    before = on_mesh(case, mesh_of(8))
+    restored = saved(tmp_path, before).restore_latest(case.abstract())
+    assert_equal(restored, before)
+    assert shardings(restored) == shardings(before)
+    step = step_of(case, before)
+    for state in (before, restored, restored):
+        jax.block_until_ready(step(state))
+    assert step._cache_size() == 1  # also for the cache of JAX they are the same
+
+
+@pytest.mark.parametrize("count", [4, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_says_where_on_fewer_devices(name: str, count: int, tmp_path: Path) -> None:
+    case = CASES[name]()
+    before = on_mesh(case, mesh_of(8))
+    plan = case.plan(mesh_of(count))
+    restored = saved(tmp_path, before).restore_latest(case.abstract(), placement=plan)
+    assert_equal(restored, before)
+    assert shardings(restored.params) == jax.tree.leaves(plan.params.shardings)
+    for leaf in jax.tree.leaves(restored):
+        assert len(leaf.sharding.device_set) == count
+    if count == 4:
+        leaves = named_state(restored).items()
+        moment = next(leaf for name, leaf in leaves if name.endswith("adam/mu/wi"))
+        shard = moment.addressable_shards[0].data
+        assert shard.size == 16 * 32 // 4  # ZeRO: over both axes
+    assert_goes_on(case, restored)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_target_with_shardings_comes_first(name: str, tmp_path: Path) -> None:
+    case = CASES[name]()
+    before = on_mesh(case, mesh_of(8))
+    checkpointer = saved(tmp_path, before)
+    plan, other = case.plan(mesh_of(4)), case.plan(mesh_of(8))
+    target = case.joined(plan.params.shapes, plan.state.shapes)
+    for placement in (None, other):
+        restored = checkpointer.restore_latest(target, placement=placement)
+        assert_equal(restored, before)
+        assert shardings(restored.params) == jax.tree.leaves(plan.params.shardings)
+        for leaf in jax.tree.leaves(restored):  # the step too, of which the target says nothing
+            assert len(leaf.sharding.device_set) == 4 or leaf.shape == ()
+    assert_goes_on(case, jax.tree.map(functools.partial(_on, mesh_of(4)), restored))
+
+
+def _on(mesh: Mesh, leaf: Any) -> Any:
+    is_there = isinstance(leaf.sharding, NamedSharding)
+    return leaf if is_there else jax.device_put(leaf, NamedSharding(mesh, P()))
+
+
+def test_a_layout_says_where(tmp_path: Path) -> None:
+    """Of the whole optimizer, of its state, or of its parameters; and shardings themselves."""
+    case = CASES["definition"]()
+    before = on_mesh(case, mesh_of(8))
+    checkpointer, abstract, half = saved(tmp_path, before), case.abstract(), mesh_of(4)
+    names = {name: P(*axes) for name, axes in AXES.items()}
+    axes = case.tx.derive_logical_axes(abstract, names)
+    whole = logical_to_mesh(axes, RULES, half, abstract)
+    params = logical_to_mesh(names, RULES, half, abstract.target)
+    one = NamedSharding(half, P())
+    plan = case.plan(half)
+    for placement in (whole, whole.shardings, plan.state, params, one):
+        restored = checkpointer.restore_latest(abstract, placement=placement)
+        assert_equal(restored, before)
+        assert all(leaf.sharding.mesh == half for leaf in jax.tree.leaves(restored))
+        if placement is not one:
+            assert restored.target["wi"].sharding.spec == P(None, "model")
+        if placement in (whole, whole.shardings):
+            assert shardings(restored) == jax.tree.leaves(whole.shardings)
+        if placement in (plan.state, params):  # what it does not say is sharded as it was
+            assert named_state(restored)["state/adam/mu/wi"].sharding.spec == P("data", "model")
+
+
+def test_a_placement_of_other_leaves_is_refused(tmp_path: Path) -> None:
+    case = CASES["definition"]()
+    checkpointer = saved(tmp_path, on_mesh(case, mesh_of(8)))
+    other = CASES["MultiOptimizer"]().plan(mesh_of(4))
+    with pytest.raises(LeafError, match="`placement` says nothing of `state/"):
+        checkpointer.restore_latest(case.abstract(), placement=other)
+    with pytest.raises(TypeError, match="`placement`: expected a plan"):
+        checkpointer.restore_latest(case.abstract(), placement=dict.fromkeys(AXES, 1))
+
+
+class Gone:
+    """Makes a checkpoint look as if it was saved on devices that are not here."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+        devices = jax.devices()[:count]
+        monkeypatch.setattr(jax, "devices", lambda *_: devices)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_devices_that_are_gone_are_an_error(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]()
+    before = on_mesh(case, mesh_of(8))
+    checkpointer, abstract = saved(tmp_path, before), case.abstract()
+    plan = case.plan(mesh_of(4))
+    Gone(monkeypatch, 4)
+    with pytest.raises(
+        LeafError, match=r"`params/b` and \d+ more: saved on a mesh of 8 devices"
+    ) as e:
+        checkpointer.restore_latest(abstract)
+    assert "`placement=`" in str(e.value)
+    assert "(data=4, model=2)" in str(e.value)
+    with pytest.raises(LeafError, match="placement"):  # not committed to a device either
+        checkpointer.restore_latest(case.create(init_params()))
+    restored = checkpointer.restore_latest(abstract, placement=plan)
+    assert_equal(restored, before)
+
+
+def test_a_step_on_one_device_does_not_take_the_rest_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES["TrainingState"]()
+    before = on_mesh(case, mesh_of(8))
+    checkpointer = saved(tmp_path, before)
+    target = case.abstract().replace(step=jax.device_put(jnp.int32(0), jax.devices()[0]))
+    restored = checkpointer.restore_latest(target)
+    assert shardings(restored.params) == shardings(before.params)
+    assert shardings(restored.opt_state) == shardings(before.opt_state)
+    Gone(monkeypatch, 4)
+    with pytest.raises(LeafError, match="`params/b` and"):
+        checkpointer.restore_latest(target)
+
+
+ONE_DEVICE = """
+import sys, jax, opt_optax_bridge as opt
+from opt_checkpoint import Checkpointer
+from opt_checkpoint.errors import LeafError
+from test_placement import CASES, init_params
+assert jax.device_count() == 1
+case = CASES["definition"]()
+with Checkpointer(sys.argv[1], read_only=True) as checkpointer:
+    try:
+        checkpointer.restore_latest(case.abstract())
+    except LeafError as error:
+        assert "SingleDeviceSharding(jax.devices()[0])" in str(error)
+    else:
+        raise AssertionError("no error")
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    restored = checkpointer.restore_latest(case.abstract(), placement=here)
+    again = checkpointer.restore_latest(case.create(init_params()))  # it lies where it is
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), restored, again))
+    print(int(restored.step))
+"""
+
+
+def test_a_process_with_one_device(tmp_path: Path) -> None:
+    saved(tmp_path, on_mesh(CASES["definition"](), mesh_of(8)))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(ONE_DEVICE), str(tmp_path)],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2"]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_create_of_abstract_parameters_keeps_shardings(kind: AxisType, tmp_path: Path) -> None:
+    case = CASES["definition"]()
+    plan = case.plan(mesh_of(8, kind))
+    made = case.tx.create(plan.params.shapes)
+    assert made.state.step.sharding.spec == P()
+    adam = made.state.param_states[0]
+    assert adam.count.sharding.spec == P()
+    for moment in (adam.mu, adam.nu):
+        assert jax.tree.map(lambda x: x.sharding, moment) == plan.params.shardings
+    checkpointer = saved(tmp_path, on_mesh(case, mesh_of(4)))
+    restored = checkpointer.restore_latest(made)
+    assert shardings(restored) == shardings(made)
+
+
+def test_a_factored_state_of_abstract_parameters_keeps_its_dimensions() -> None:
+    definition = opt.adafactor(1e-2, min_dim_size_to_factor=8)
+    plan = memory_plan(definition, jax.eval_shape(init_params), AXES, RULES, mesh_of(8))
+    found = named_state(definition.create(plan.params.shapes))
+    assert found["state/factored_rms/v_row/wi"].sharding.spec == P(None)
+    assert found["state/factored_rms/v_col/wi"].sharding.spec == P("model")
+
+
+@pytest.mark.parametrize("count", [8, 4])
+def test_explicit_meshes_are_those_of_the_context(count: int, tmp_path: Path) -> None:
+    """`eval_shape` keeps their axes, but not their devices."""
+    case = CASES["definition"]()
+    mesh = mesh_of(count, AxisType.Explicit)
+    checkpointer = saved(tmp_path, on_mesh(case, mesh_of(8)))
+    plan = case.plan(mesh)
+    params = jax.jit(init_params, out_shardings=plan.params.shardings)()
+    abstract = jax.eval_shape(lambda: case.create(params))
+    assert isinstance(abstract.target["wi"].sharding.mesh, AbstractMesh)
+    with jax.set_mesh(mesh):
+        restored = checkpointer.restore_latest(abstract)
+    assert shardings(restored.target) == shardings(params)
+    assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(restored))
+    if count == 8:
+        assert shardings(checkpointer.restore_latest(abstract).target) != []
+        return
+    with pytest.raises(LeafError, match="`AbstractMesh`, which has no devices"):
+        checkpointer.restore_latest(abstract)
+
+
+def test_new_state_lies_like_what_it_follows(tmp_path: Path) -> None:
+    """Leaves that the checkpoint lacks: like others of their parameter; ZeRO too."""
+    checkpointer = saved(tmp_path, on_mesh(CASES["TrainingState"](), mesh_of(8)))
+    tx = optax.chain(ADAM, optax.trace(0.9))
+    target = jax.eval_shape(lambda: _training_state_of(tx))
+    restored = named_state(checkpointer.restore_latest(target, allow={"optimizer", "initialise"}))
+    for name in ("wi", "wo"):
+        old, new = restored[f"state/adam/mu/{name}"], restored[f"state/trace/trace/{name}"]
+        assert new.sharding == old.sharding
+        assert not new.sharding.is_fully_replicated
+
+
+def _training_state_of(tx: Any) -> TrainingState:
+    params = init_params()
+    return TrainingState(tx, params, tx.init(params), jnp.zeros((), jnp.int32))
+
+
+def test_stored_in_another_way(tmp_path: Path) -> None:
+    """Codes lie where the values lay that they stand for."""
+    put = NamedSharding(mesh_of(8), P("data", "model"))
+    params = {"w": jax.device_put(jnp.ones((64, 128)), put)}
+    checkpointer = saved(tmp_path, opt.OptaxWrapper(ADAM).create(params))
+    tx = opt.OptaxWrapper(quantize_state(ADAM, dynamic8()))
+    target = jax.eval_shape(lambda: tx.create(params))
+    allow = {"cast", "initialise", "optimizer"}
+    half = NamedSharding(mesh_of(4), P())
+    for placement in (None, half):
+        restored = checkpointer.restore_latest(target, allow=allow, placement=placement)
+        moment = next(
+            leaf
+            for leaf in jax.tree.leaves(restored.state.param_states)
+            if leaf.shape == (64, 128) and leaf.dtype != jnp.float32
+        )
+        if placement is None:
+            assert moment.sharding == put
+        meshes = {leaf.sharding.mesh for leaf in jax.tree.leaves(restored)}
+        assert meshes == {mesh_of(8 if placement is None else 4)}
+    # Codes that nothing changes are carried as they are, between chains of other names too.
+    again = saved(tmp_path / "codes", restored)
+    clipped = quantize_state(optax.chain(optax.clip(1.0), ADAM), dynamic8())
+    target = jax.eval_shape(lambda: opt.OptaxWrapper(clipped).create(params))
+    for rules in ((), [("params/w", "cast")]):
+        carried = again.restore_latest(target, allow=allow, rules=rules)
+        assert all(x.sharding.mesh == mesh_of(4) for x in jax.tree.leaves(carried))
+
+
+def test_converted_leaves_stay_sharded(tmp_path: Path) -> None:
+    checkpointer = saved(tmp_path, on_mesh(CASES["TrainingState"](), mesh_of(8)))
+    wide = {"up": jnp.zeros((16, 32)), "wo": jnp.zeros((32, 16)), "b": jnp.zeros(16)}
+    target = jax.eval_shape(
+        lambda: TrainingState(ADAM, wide, ADAM.init(wide), jnp.zeros((), jnp.int32))
+    )
+    rules = [("(.*)/up", Rename(r"\1/wi"))]
+    restored = checkpointer.restore_latest(target, rules=rules)
+    assert restored.params["up"].sharding.spec == P(None, "model")
+
+
+def test_a_foreign_checkpoint_says_where_it_was(tmp_path: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    case = CASES["TrainingState"]()
+    before = on_mesh(case, mesh_of(8))
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(tmp_path / "theirs", {"params": before.params, "opt_state": before.opt_state})
+    source = open_foreign(tmp_path / "theirs", written_by=case.abstract())
+    restored = plan_restore(source, case.abstract()).apply()
+    assert shardings(restored.params) == shardings(before.params)
+    assert shardings(restored.opt_state) == shardings(before.opt_state)
+    assert_equal(restored, before)
+
+
+# Flax NNX: the optimizer itself knows where its state lies.
+
+
+class Model(nnx.Module):
+    def __init__(self) -> None:
+        self.wi = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+        self.wo = nnx.Linear(32, 16, rngs=nnx.Rngs(1))
+        self.calls = nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: Any) -> jax.Array:
+        return self.wo(jnp.tanh(self.wi(x)))
+
+
+def nnx_tx(name: str) -> Any:
+    if name == "transformation":
+        return ADAM
+    if name == "definition":
+        return opt.adamw(1e-2)
+    kernels = ("kernels", r".*/kernel", opt.adam(1e-2))
+    return MultiOptimizer.from_rules([kernels], rest=opt.sgd(1e-2, momentum=0.9))
+
+
+def nnx_pair(tx: Any, mesh: Mesh) -> tuple[Model, Any]:
+    model = Model()
+    return model, opt_nnx.Optimizer(model, tx, mesh=mesh, zero="data")
+
+
+def nnx_step() -> Any:
+    def step(model: Any, optimizer: Any) -> None:
+        optimizer.update(model, nnx.grad(lambda model: jnp.mean((model(X) - X) ** 2))(model))
+        model.calls[...] += 1
+
+    return nnx.jit(step)
+
+
+def nnx_shardings(pair: Any) -> list[Any]:
+    return [leaf.sharding for leaf in jax.tree.leaves((nnx.state(pair[0]), nnx.state(pair[1])))]
+
+
+def nnx_trained(pair: Any, steps: int = 3) -> Any:
+    step = nnx_step()
+    for _ in range(steps):
+        step(*pair)
+        jax.block_until_ready(jax.tree.leaves(nnx.state(pair[0])))
+    assert step.jitted_fn._cache_size() == 1
+    return pair
+
+
+def test_a_model_that_is_on_no_mesh_is_placed_at_construction() -> None:
+    model, optimizer = nnx_pair(ADAM, mesh_of(8))
+    whole = NamedSharding(mesh_of(8), P())
+    params = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert all(leaf.sharding == whole for leaf in params)
+    model.calls[...] = jax.device_put(model.calls[...], whole)
+    before = nnx_shardings((model, optimizer))
+    nnx_trained((model, optimizer))
+    assert nnx_shardings((model, optimizer)) == before
+
+
+def test_a_parameter_that_names_its_dimensions_is_placed_by_them() -> None:
+    kernel = nnx.with_partitioning(nnx.initializers.ones_init(), (None, "model"))
+    with nnx.use_eager_sharding(False):
+        model = nnx.Linear(16, 32, kernel_init=kernel, rngs=nnx.Rngs(0))
+    opt_nnx.Optimizer(model, ADAM, mesh=mesh_of(8), zero="data")
+    assert model.kernel[...].sharding.spec == P(None, "model")
+    assert model.bias[...].sharding.spec == P()
+
+
+def test_a_model_made_in_jit_is_placed_afterwards() -> None:
+    mesh = mesh_of(8)
+    pair = nnx.jit(lambda: nnx_pair(opt.adam(1e-2), mesh))()
+    assert pair[1].placement.params[0] is None
+    pair[1].place(pair[0])
+    whole = NamedSharding(mesh, P())
+    pair[0].calls[...] = jax.device_put(pair[0].calls[...], whole)
+    assert all(isinstance(place, NamedSharding) for place in pair[1].placement.params)
+    nnx_trained(pair)
+
+
+@pytest.mark.parametrize("count", [8, 4, 1])
+@pytest.mark.parametrize("name", ["transformation", "definition", "groups"])
+def test_a_pair_of_shapes_goes_where_its_optimizer_says(
+    name: str, count: int, tmp_path: Path
+) -> None:
+    tx = nnx_tx(name)
+    pair = nnx_pair(tx, mesh_of(8))
+    pair[0].calls[...] = jax.device_put(pair[0].calls[...], NamedSharding(mesh_of(8), P()))
+    before = nnx_trained(pair)
+    checkpointer = saved(tmp_path, before)
+    mesh = mesh_of(count)
+    abstract = nnx.eval_shape(lambda: nnx_pair(tx, mesh))
+    restored = checkpointer.restore_latest(abstract)
+    assert_equal(restored, before)
+    assert all(place.mesh == mesh for place in nnx_shardings(restored))
+    states = jax.tree.leaves(nnx.state(restored[1], nnx.OptState))
+    assert [leaf.sharding.spec for leaf in states] == [
+        leaf.sharding.spec
+        for leaf in jax.tree.leaves(nnx.state(nnx_pair(tx, mesh)[1], nnx.OptState))
+    ]
+    if count == 8:
+        assert nnx_shardings(restored) == nnx_shardings(before)
+    placed = nnx_shardings(restored)
+    assert nnx_shardings(nnx_trained(restored)) == placed
+
+
+def test_a_pair_restores_into_the_same_compiled_step(tmp_path: Path) -> None:
+    tx, mesh = opt.adamw(1e-2), mesh_of(8)
+    pair = nnx_pair(tx, mesh)
+    pair[0].calls[...] = jax.device_put(pair[0].calls[...], NamedSharding(mesh, P()))
+    step = nnx_step()
+    step(*pair)
+    restored = saved(tmp_path, pair).restore_latest(nnx.eval_shape(lambda: nnx_pair(tx, mesh)))
+    for _ in range(2):
+        step(*restored)
+    assert step.jitted_fn._cache_size() == 1
+
+
+def test_a_pair_under_set_mesh(tmp_path: Path) -> None:
+    """The mesh of the context has no devices while the shapes are made."""
+    mesh = mesh_of(8)
+
+    def create() -> Any:
+        model = Model()
+        return model, opt_nnx.Optimizer(model, ADAM, zero="data")
+
+    with jax.set_mesh(mesh):
+        pair = create()
+        pair[0].calls[...] = jax.device_put(pair[0].calls[...], NamedSharding(mesh, P()))
+        checkpointer = saved(tmp_path, nnx_trained(pair))
+    for half in (mesh, mesh_of(4)):
+        with jax.set_mesh(half):
+            restored = checkpointer.restore_latest(nnx.eval_shape(create))
+            assert all(place.mesh == half for place in nnx_shardings(restored))
+            kernel = jax.tree.leaves(nnx.state(restored[1], nnx.OptState))
+            assert any(not leaf.sharding.is_fully_replicated for leaf in kernel)
+        assert_equal(restored, pair)
+        with jax.set_mesh(half):
+            nnx_trained(restored)
