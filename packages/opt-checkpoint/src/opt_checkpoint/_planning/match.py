@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import jax
@@ -108,7 +108,7 @@ def plan_restore(
     changed += [*matcher.turned, *earlier_changes(move), *statistics(move, matcher.origins)]
     return Plan(
         rows=tuple(rows),
-        dropped=tuple(_dropped(checkpoint, rows, left, policy)),
+        dropped=tuple(_dropped(checkpoint, rows, left, policy, matcher.replaced)),
         changes=tuple(dict.fromkeys(changed)),
         problems=tuple(r.text for r in refused if r.old is None and r.new is None),
         suggestions=tuple(suggested_renames(move)),
@@ -143,6 +143,7 @@ class _Matcher:
             if (row := self._by_rule.get(leaf.name)) is not None
         }
         self.pairing = pair_leaves(self.old, self.new, given=given, origins=self.origins)
+        self.replaced = {self._old[i].name for p in self.pairing.pairs for i in p.replaced}
         self.turned: list[str] = []
 
     def _origins(self) -> Iterator[tuple[Names, list[Names]]]:
@@ -239,6 +240,8 @@ class _Matcher:
         return self._fitted(leaf, [self.saved[leaf.name]], (), "")
 
     def _paired(self, leaf: LeafInfo, pair: Pair) -> Row:
+        if pair.replaced:
+            return Row(leaf, "initialised", note=pair.note)
         sources = [self._old[i] for i in pair.sources]
         if pair.counts is not None:
             name = "state/step" if pair.counts == STEP else self.old.names[pair.counts]
@@ -262,8 +265,6 @@ class _Matcher:
         notes = [pair.note] if pair.note else []
         if len(sources) > 1:
             notes.insert(0, "the groups agree")
-        elif "hyperparams" in leaf.field and leaf.transformation.startswith(_INJECTING):
-            notes.insert(0, "the saved value, not the target's")
         return self._fitted(leaf, sources, kinds, ", ".join(notes))
 
     def _fitted(
@@ -320,7 +321,6 @@ class _Matcher:
         return Row(leaf, "initialised", by="keep", note=note, problem=problem)
 
 
-_INJECTING: Final = "inject_"  # begins the names of what injects
 _EVALUATED: Final = {
     "schedule_free": "the parameters to evaluate are computed from it, and are not those that are "
     "kept; a `Map` of `params`, `z` and `b1` restores them",
@@ -364,11 +364,15 @@ def _with_notes(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def _dropped(
-    source: Source, rows: Sequence[Row], left: Mapping[str, str], policy: Policy
+    source: Source,
+    rows: Sequence[Row],
+    left: Mapping[str, str],
+    policy: Policy,
+    replaced: Collection[str],
 ) -> Iterator[Row]:
     """Yields the leaves of a checkpoint, and slices of leaves, that are not used."""
     used = {name for row in rows for name in row.sources}
-    fresh = {row.leaf.name for row in rows if row.is_ok and not row.sources}
+    fresh = {row.leaf.name for row in rows if row.is_ok and not row.sources} | {*replaced}
     for leaf in source.schema.leaves:
         if leaf.kind != "extra" and leaf.name not in used:
             by_rule = policy.rule(leaf.name, drop=True) is not None

@@ -288,9 +288,6 @@ def _described(node: Node, name: tuple[Names, str, int]) -> TransformationDescri
         settings = switches | settings
     known = _known(node)
     bearing = {} if known is None else {k: v for k, v in known.bearing.items() if k in settings}
-    if node.factory_argument is not None:
-        numbers = node.held.get("numeric_hps", {})
-        bearing |= dict.fromkeys(numbers, Bearing("refused"))  # Optax reads them from the state
     if UPDATED_BY in settings:
         bearing[UPDATED_BY] = Bearing("refused")
     source: Source = "types" if known is None else "stated"
@@ -315,8 +312,8 @@ def _known(node: Node | None) -> Known | None:
 
 
 def _factor(node: Node) -> str:
-    """The setting that scales updates; empty if there is none or if the state holds it."""
-    return "" if node.injected or not node.is_own else FACTORS.get(node.name, "")
+    """The setting that scales updates; empty if there is none."""
+    return FACTORS.get(node.name, "") if node.is_own else ""
 
 
 def _declared(kind: type | None) -> Mapping[str, Any]:
