@@ -164,7 +164,7 @@ def factor(scale: float) -> Any:
 def test_an_injected_factor_before_moments_is_refused_as_one_that_is_not(door: Any) -> None:
     old = stepped(wrapped(factor(2.0)), 2)
     assert leaves(door(old, factor(2.0))).keys() == leaves(old).keys()
-    with pytest.raises((ValueError, SurgeryError), match="`step_size` of `scale` was 2.0, is 4.0"):
+    with pytest.raises((ValueError, SurgeryError), match="`step_size` of `scale` was"):
         door(old, factor(4.0))
 
 
@@ -173,7 +173,7 @@ def test_a_recorded_setting_that_gives_the_state_its_meaning_is_refused(door: An
     def free(b1: float) -> Any:
         return contrib.schedule_free(optax.sgd(0.1), 0.1, b1=b1)
 
-    with pytest.raises((ValueError, SurgeryError), match="`b1` of `schedule_free` was 0.9, is 0.5"):
+    with pytest.raises((ValueError, SurgeryError), match="`b1` of `schedule_free` was"):
         door(stepped(wrapped(free(0.9)), 2), free(0.5))
 
 

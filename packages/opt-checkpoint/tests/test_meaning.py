@@ -263,9 +263,7 @@ def test_a_setting_without_effect_is_noted(maker: Any, setting: str, values: Any
 
 
 def test_advice_names_what_can_help() -> None:
-    old, new = (
-        optax.MultiSteps(optax.sgd(0.1, momentum=0.9, nesterov=k > 2), k) for k in (4, 2)
-    )
+    old, new = (optax.MultiSteps(optax.sgd(0.1, momentum=0.9, nesterov=k > 2), k) for k in (4, 2))
     plan = plan_restore(counted(wrapped(old), mini_step=3), wrapped(new))
     with pytest.raises(errors.PlanError) as caught:
         plan.check()

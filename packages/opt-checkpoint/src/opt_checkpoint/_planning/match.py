@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -23,6 +24,7 @@ from opt_core.state_changes import (
 )
 
 from opt_checkpoint._naming.schema import LeafInfo, Names, Source, leaf_name, leaf_path, numbered
+from opt_checkpoint._planning.initial import unlike_initial
 from opt_checkpoint._planning.kept import KeptDimensions
 from opt_checkpoint._planning.plan import Plan, Row
 from opt_checkpoint._planning.rules import Action, Pad, Policy, Rename, Rule, Taking, sources_of
@@ -127,7 +129,10 @@ class _Matcher:
         schema = self.named.schema
         self.saved = {leaf.name: leaf for leaf in source.schema.leaves if leaf.kind != "extra"}
         self._had, self._kept = KeptDimensions(source.schema), KeptDimensions(schema)
-        self.ruled = RuledRows(self.saved, schema.leaves, self._had, self._kept, policy)
+        unlike_init = functools.cache(lambda: unlike_initial(view, schema))
+        self.ruled = RuledRows(
+            self.saved, schema.leaves, self._had, self._kept, policy, unlike_init
+        )
         self.origins = dict(self._origins())
         self._old = state_leaves(source.schema, schema.by_name)
         leaves = [leaf for leaf in schema.leaves if leaf.transformation]

@@ -110,8 +110,9 @@ class Plan(Generic[_Target]):
 
     @property
     def is_exact(self) -> bool:
-        """Whether every leaf is kept, none is dropped, the optimizer is the same, and a changed
-        setting that a leaf of the state holds or decides is not among them.
+        """Whether every leaf is kept without a remark, and the optimizer is the same.
+
+        Settings may differ that no leaf of the state depends on, such as a learning rate.
         """
         is_kept = all(row.action == "kept" and not row.note for row in self._all)
         return is_kept and self.is_ok and not self.changes

@@ -260,10 +260,11 @@ def _factors(move: Move, before: Made, after: Made) -> Iterator[str]:
             was, now = old.settings.get(name), new.settings.get(name)
             is_told = name in old.settings and name in new.settings
             if is_told and was != now and bearing_of(name, old, new).effect == "refused":
+                changed = f"`{name}` of `{new.name}` was {setting_text(was)}"
                 yield (
-                    f"`{name}` of `{new.name}` was {setting_text(was)}, is {setting_text(now)}: what comes after "
-                    f"it has been multiplied by it, such as the moments of `{shown(after)}`. "
-                    "Restore the setting, or, for a checkpoint, give rules for these leaves"
+                    f"{changed}, is {setting_text(now)}: what comes after it has been "
+                    f"multiplied by it, such as the moments of `{shown(after)}`. Restore the "
+                    "setting, or, for a checkpoint, give rules for these leaves"
                 )
 
 
