@@ -18,6 +18,8 @@ optax: Any = importlib.import_module("optax")  # much of it is not exported expl
 contrib: Any = importlib.import_module("optax.contrib")
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
+MINE = __name__.partition(".")[0]  # the package of what these tests define
+
 EVERYTHING = {"initialise", "drop", "cast", "reshape", "optimizer", "regroup"}
 
 
@@ -75,7 +77,11 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         contrib.prodigy(estim_lr0=1e-3),
         "`estim_lr0` of `prodigy` was 1e-06, is 0.001",
     ),
-    "another update": (shared(one), shared(other), "`update` of `trace` was one, is other"),
+    "another update": (
+        shared(one),
+        shared(other),
+        f"`update` of `trace` was {MINE}.one, is {MINE}.other",
+    ),
 }
 
 
@@ -198,15 +204,17 @@ def test_a_rename_is_suggested_where_there_is_one_choice() -> None:
     target = wrapped(velocity())
     plan = plan_restore(saved, target)
     (told,) = plan.suggestions
-    assert "rules=[(r'state/velocity/(.*)', Rename(r'state/momentum/\\1'))]" in told
-    assert "aliases={'velocity': 'momentum'}" in told
+    assert (
+        f"rules=[(r'state/{MINE}\\.velocity/(.*)', Rename(r'state/{MINE}.momentum/\\1'))]" in told
+    )
+    assert f"aliases={{'{MINE}.velocity': '{MINE}.momentum'}}" in told
     text = str(plan)
-    assert text.index(told) < text.index("+ state/velocity/m/w")
-    rules = [(r"state/velocity/(.*)", Rename(r"state/momentum/\1"))]
+    assert text.index(told) < text.index(f"+ state/{MINE}.velocity/m/w")
+    rules = [(rf"state/{MINE}.velocity/(.*)", Rename(rf"state/{MINE}.momentum/\1"))]
     renamed = plan_restore(saved, target, allow={"optimizer"}, rules=rules)
     assert renamed.is_ok
     assert not renamed.suggestions
-    aliased = wrapped(velocity(), aliases={"velocity": "momentum"})
+    aliased = wrapped(velocity(), aliases={f"{MINE}.velocity": f"{MINE}.momentum"})
     assert plan_restore(saved, aliased, allow={"optimizer"}).is_ok
 
 

@@ -57,7 +57,8 @@ def encode_step(
     """Returns the JSON of what a schema does not say, without digests.
 
     By name, `values` are those of counts and Python scalars, `impls` the types of PRNG keys;
-    `extras` is a structure. A `LeafError` says that the metadata are not JSON data, or could not be read again.
+    `extras` is a structure. A `LeafError` says that the metadata are not JSON data, or could not be
+    read again.
     """
     try:
         _check_json(metadata, 0)

@@ -19,6 +19,7 @@ from opt_core import (
     flatten_with_paths,
     roles,
 )
+from opt_core.closures import origin_of, qualified
 from opt_core.errors import DescriptionError
 
 from opt_optax_bridge._description.dimensions import (
@@ -186,7 +187,8 @@ def _slot(role: Role, places: Mapping[Names, Node]) -> _Slot:
     for k in range(len(outer) - 1, -1, -1):
         kind = outer[k][0]
         if kind not in _PLAIN and not issubclass(kind, Mapping):
-            name = transformation_name(kind.__name__)
+            maker = kind if node is None else node.tx.init
+            name = qualified(transformation_name(kind.__name__), origin_of(maker))
             return _Slot(names[:k], _labels(role, k), name, (*names[k:], *inner), node, kind)
     return _Slot((), (), _WHOLE, (*names, *inner), node)
 
