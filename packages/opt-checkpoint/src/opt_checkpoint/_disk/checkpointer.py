@@ -124,7 +124,7 @@ class Checkpointer:
         """Whether a step is due: a multiple of `save_interval_steps`, or a preemption is near."""
         if self._writer is not None and self._writer.reached_preemption(step):
             return True
-        return step % self._interval == 0
+        return bool(step % self._interval == 0)
 
     def wait(self) -> None:
         """Waits until the step that is being saved is on the disk.

@@ -177,6 +177,8 @@ def _grown(row: Row, saved: Any, initial: Any, sharding: Any, checks: dict[str, 
     if isinstance(saved, np.ndarray):  # 64 bits
         saved = _cast_on_host(row, saved)
     out = sharding if isinstance(sharding, NamedSharding) else None
+    if out is not None:  # on explicit meshes, what is joined has one sharding
+        initial = placed(initial, _source_sharding(row, saved.shape, sharding))
     made, fits = _paced(_compiled_growth(row.axis, row.leaf.dtype, out)(saved, initial))
     checks[row.leaf.name] = (fits, row)
     return made
