@@ -26,6 +26,7 @@ from opt_optax_bridge import OptaxWrapper
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
 Params = dict[str, Any]
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 10)
+MINE = __name__.partition(".")[0]  # the package of what these tests define
 
 
 def make_params() -> Params:
@@ -212,7 +213,7 @@ def test_an_ema_of_the_parameters_is_added(through: Through) -> None:
         through(old),
         wrapped(tx).create(make_params()),
         {"initialise", "optimizer"},
-        ["+ state/ema_of_params/average/w", "`ema_of_params` is new"],
+        [f"+ state/{MINE}.ema_of_params/average/w", f"`{MINE}.ema_of_params` is new"],
     )
     average = jax.tree.map(jnp.copy, old.target)  # of the restored parameters, not the target's
     state = (old.state.param_states, {"average": average})

@@ -37,6 +37,7 @@ from opt_core.errors import GroupError, SurgeryError
 contrib: Any = optax.contrib  # it exports nothing explicitly
 unlisted: Any = optax  # what Optax exports without listing it
 EVERYTHING = frozenset({"initialise", "drop", "cast", "reshape", "regroup", "optimizer"})
+MINE = __name__.partition(".")[0]  # the package of what these tests define
 
 
 def make_params() -> Any:
@@ -328,8 +329,12 @@ def doubled(factor: float) -> Any:
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        (doubled(2.0), doubled(3.0), "`factor` of `doubled`, which acts before `trace`, was 2.0"),
-        (optax.identity(), doubled(3.0), "`doubled`, which acts before `trace`, is new"),
+        (
+            doubled(2.0),
+            doubled(3.0),
+            f"`factor` of `{MINE}.doubled`, which acts before `trace`, was 2.0",
+        ),
+        (optax.identity(), doubled(3.0), f"`{MINE}.doubled`, which acts before `trace`, is new"),
         (
             optax.stateless(lambda g, p: jax.tree.map(lambda leaf: 2 * leaf, g)),
             optax.stateless(lambda g, p: jax.tree.map(lambda leaf: 3 * leaf, g)),
@@ -490,9 +495,13 @@ def averages(config: Any) -> Any:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("mean", "sum", "`config` of `averages` was mean, is sum"),
-        (Config(), Config(kind="sum"), "`config.kind` of `averages` was mean, is sum"),
-        (Config(), Config(is_mean=False), "`config.is_mean` of `averages` was True, is False"),
+        ("mean", "sum", f"`config` of `{MINE}.averages` was mean, is sum"),
+        (Config(), Config(kind="sum"), f"`config.kind` of `{MINE}.averages` was mean, is sum"),
+        (
+            Config(),
+            Config(is_mean=False),
+            f"`config.is_mean` of `{MINE}.averages` was True, is False",
+        ),
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -198,7 +198,7 @@ def test_d11_no_save_is_left_out_in_silence(tmp_path: Path) -> None:
         for step in (20, 3, 4):
             with pytest.raises(SaveError, match=f"step {step} is not saved: .* has step 20"):
                 checkpointer.save(step, small_state())
-        wrong: list[Any] = [-1, 2.0, True, np.int64(30)]
+        wrong: list[Any] = [-1, 2.0, True, np.int64(-1)]
         for step in wrong:
             with pytest.raises(SaveError, match="`step`: expected a non-negative integer"):
                 checkpointer.save(step, small_state())
@@ -264,14 +264,96 @@ def test_extras(tmp_path: Path) -> None:
     for found, expected in zip(jax.tree.leaves(read), jax.tree.leaves(extras), strict=True):
         assert type(found) is type(expected)
         assert found == expected if type(found) in (int, str) else bits(found) == bits(expected)
-    plain = saved.read_extras()
-    assert plain["data"]["0"] == 2**70
-    assert plain["data"]["1"] == {"0": 1.5, "1": True, "3": "x"}
     with pytest.raises(MissingError, match="no `extra/more` was saved"):
         saved.read_extras({"more": 0})
     with pytest.raises(LeafError, match=r"`extra/rng`: expected float32\[2\] as in `like`"):
         saved.read_extras({"rng": jnp.ones(2)})
     assert open_step(tmp_path / "1").read_extras() is None
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+EXTRAS: dict[str, Any] = {
+    "nothing": None,
+    "a number": 5,
+    "the README's": {"data": {"position": 1920}, "rng": jax.random.key(3)},
+    "lists": {"seen": [1, [2, []], (3, (), None)], "names": ["a", ""], "empty": {}},
+    "None": [None, {"x": None}],
+    "keys": {"ints": {10: [0.5], 2: {"x": (1,)}}, "floats": {0.5: 1}, "b/a": {True: 1}, "a": 1},
+    "NumPy": {
+        "wide": np.arange(3, dtype=np.int64),
+        "narrow": np.ones((2, 0), np.float16),
+        "scalar": np.int64(7),
+        "small": np.float32(0.5),
+        "flag": np.bool_(True),
+    },
+    "JAX": [jnp.arange(3), jnp.bfloat16(1.5), jax.random.split(jax.random.key(0), 2)],
+    "Python": [True, 2**70, 1.5, float("inf"), "\u00e9"],
+}
+
+
+def assert_as_saved(found: Any, expected: Any) -> None:
+    is_array = isinstance(expected, jax.Array)
+    assert isinstance(found, jax.Array) if is_array else type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert [*map(repr, found)] == [*map(repr, expected)]
+        for key in expected:
+            assert_as_saved(found[key], expected[key])
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_as_saved(one, other)
+    elif hasattr(expected, "dtype"):
+        assert bits(found) == bits(expected)
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_extras_come_back_as_they_were_saved(name: str, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, small_state(), extras=EXTRAS[name])
+        checkpointer.wait()
+        assert_as_saved(checkpointer.at(0).read_extras(), EXTRAS[name])
+        if isinstance(found := checkpointer.at(0).read_extras(), dict):
+            for leaf in jax.tree.leaves(found):
+                assert not isinstance(leaf, np.ndarray) or leaf.flags.writeable
+
+
+def test_extras_of_other_nodes_come_back_by_the_names_of_their_fields(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, small_state(), extras={"pair": Pair(1, [2.5])})
+        checkpointer.wait()
+        assert checkpointer.at(0).read_extras() == {"pair": {"first": 1, "second": [2.5]}}
+        found = checkpointer.at(0).read_extras(like={"pair": Pair(0, [0.0])})
+        assert found == {"pair": Pair(1, [2.5])}
+
+
+def test_extras_that_are_nested_too_deeply(tmp_path: Path) -> None:
+    deep: Any = 1
+    for _ in range(60):
+        deep = [deep]
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(LeafError, match="nested more than 50 deep"):
+            checkpointer.save(0, small_state(), extras=deep)
+        checkpointer.save(0, small_state(), extras=deep[0][0][0][0][0][0][0][0][0][0])
+        checkpointer.wait()
+        assert checkpointer.at(0).read_extras() == deep[0][0][0][0][0][0][0][0][0][0]
+
+
+@pytest.mark.parametrize("step", [np.int64(5), np.uint8(5), jnp.int32(5)])
+def test_any_integer_is_a_step(step: Any, tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(step, small_state())
+        checkpointer.wait()
+        assert checkpointer.steps() == [5]
+        assert type(checkpointer.at(step).step) is int
+        for wrong in (np.bool_(True), np.float32(6.0), True, "6"):
+            with pytest.raises(SaveError, match="expected a non-negative integer"):
+                checkpointer.save(wrong, small_state())  # type: ignore[arg-type]
 
 
 def test_saved_values_are_those_at_the_call(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ optax: Any = importlib.import_module("optax")  # much of it is not exported expl
 contrib: Any = importlib.import_module("optax.contrib")
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
+MINE = __name__.partition(".")[0]  # the package of what these tests define
+
 EVERYTHING = {"initialise", "drop", "cast", "reshape", "optimizer", "regroup"}
 
 
@@ -75,7 +77,11 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         contrib.prodigy(estim_lr0=1e-3),
         "`estim_lr0` of `prodigy` was 1e-06, is 0.001",
     ),
-    "another update": (shared(one), shared(other), "`update` of `trace` was one, is other"),
+    "another update": (
+        shared(one),
+        shared(other),
+        f"`update` of `trace` was {MINE}.one, is {MINE}.other",
+    ),
 }
 
 
@@ -168,14 +174,6 @@ def test_an_offset_is_refused_above_the_count(offset: int, is_refused: bool) -> 
     assert all("it must not be above `count`, which is 5" in problem for problem in plan.problems)
 
 
-def test_what_is_injected_wins_and_says_so() -> None:
-    saved = named_state(wrapped(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)))
-    plan = plan_restore(saved, wrapped(optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)))
-    assert plan.is_ok
-    (note,) = (row.note for row in plan.rows if row.leaf.path[-1] == "learning_rate")
-    assert note == "the saved value, not the target's"
-
-
 def my_momentum(tree: Any) -> Any:
     return {"m": jax.tree.map(jnp.zeros_like, tree)}
 
@@ -206,15 +204,17 @@ def test_a_rename_is_suggested_where_there_is_one_choice() -> None:
     target = wrapped(velocity())
     plan = plan_restore(saved, target)
     (told,) = plan.suggestions
-    assert "rules=[(r'state/velocity/(.*)', Rename(r'state/momentum/\\1'))]" in told
-    assert "aliases={'velocity': 'momentum'}" in told
+    assert (
+        f"rules=[(r'state/{MINE}\\.velocity/(.*)', Rename(r'state/{MINE}.momentum/\\1'))]" in told
+    )
+    assert f"aliases={{'{MINE}.velocity': '{MINE}.momentum'}}" in told
     text = str(plan)
-    assert text.index(told) < text.index("+ state/velocity/m/w")
-    rules = [(r"state/velocity/(.*)", Rename(r"state/momentum/\1"))]
+    assert text.index(told) < text.index(f"+ state/{MINE}.velocity/m/w")
+    rules = [(rf"state/{MINE}.velocity/(.*)", Rename(rf"state/{MINE}.momentum/\1"))]
     renamed = plan_restore(saved, target, allow={"optimizer"}, rules=rules)
     assert renamed.is_ok
     assert not renamed.suggestions
-    aliased = wrapped(velocity(), aliases={"velocity": "momentum"})
+    aliased = wrapped(velocity(), aliases={f"{MINE}.velocity": f"{MINE}.momentum"})
     assert plan_restore(saved, aliased, allow={"optimizer"}).is_ok
 
 
@@ -262,7 +262,8 @@ def test_a_setting_without_effect_is_noted(maker: Any, setting: str, values: Any
     rate = {} if maker in (contrib.dadapt_adamw, contrib.cocob) else {"learning_rate": 0.1}
     old, new = (maker(**rate, **{setting: value}) for value in values)
     plan = planned(old, new)
-    assert plan.is_exact
+    assert plan.is_ok
+    assert not plan.is_exact
     told = f"`{setting}` was {values[0]}, is {values[1]}: no effect on the saved state"
     assert any(told in row.note for row in plan.rows)
     assert told in plan.table()
@@ -270,7 +271,7 @@ def test_a_setting_without_effect_is_noted(maker: Any, setting: str, values: Any
 
 
 def test_advice_names_what_can_help() -> None:
-    old, new = (optax.MultiSteps(optax.sgd(0.1), k) for k in (4, 2))
+    old, new = (optax.MultiSteps(optax.sgd(0.1, momentum=0.9, nesterov=k > 2), k) for k in (4, 2))
     plan = plan_restore(counted(wrapped(old), mini_step=3), wrapped(new))
     with pytest.raises(errors.PlanError) as caught:
         plan.check()

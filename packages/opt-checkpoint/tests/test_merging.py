@@ -69,7 +69,11 @@ def test_a_schedule_goes_on_where_groups_agree(tmp_path: Path, is_on_disk: bool)
 
 @pytest.mark.parametrize("is_on_disk", [False, True])
 def test_the_leaf_that_differs_is_named(tmp_path: Path, is_on_disk: bool) -> None:
-    old = trained(injected(b1=0.9), injected(b1=float(np.nextafter(np.float32(0.9), 1))))
+    old = trained(injected(), injected())
+    groups = old.state.param_states
+    changed = {**groups["b"].hyperparams, "b1": jnp.nextafter(jnp.float32(0.9), 1)}
+    states = type(groups)({**groups, "b": groups["b"]._replace(hyperparams=changed)})
+    old = old.replace(state=old.state.replace(param_states=states))
     with Checkpointer(tmp_path) as checkpointer:
         source = source_of(old, checkpointer, is_on_disk)
         plan = plan_restore(source, injected().create(_P), allow=_ALL)

@@ -29,6 +29,8 @@ from opt_optax_bridge import OptaxWrapper
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
+MINE = __name__.partition(".")[0]  # the package of what these tests define
+
 
 def params() -> dict[str, Any]:
     return {"b": jnp.arange(3.0), "w": jnp.arange(6.0).reshape(2, 3)}
@@ -94,7 +96,7 @@ def with_none() -> Any:
 
 def test_axes_beside_a_field_that_is_none() -> None:
     param_axes = {"b": PartitionSpec("mlp"), "w": PartitionSpec("embed", "mlp")}
-    assert axes_of(wrapped(with_none()), param_axes)["state/with_none/second/b"] == ("mlp",)
+    assert axes_of(wrapped(with_none()), param_axes)[f"state/{MINE}.with_none/second/b"] == ("mlp",)
 
 
 def test_a_definition_that_derives_no_axes_records_none() -> None:
@@ -293,7 +295,7 @@ def test_a_name_that_is_there_twice_is_an_error() -> None:
     tx = optax.GradientTransformation(
         lambda _: Twice(jnp.ones(1), jnp.ones(2)), lambda u, s, p: (u, s)
     )
-    with pytest.raises(errors.LeafError, match="two leaves would have the name `state/twice/same`"):
+    with pytest.raises(errors.LeafError, match=f"would have the name `state/{MINE}.twice/same`"):
         named_state(wrapped(tx))
 
 

@@ -28,6 +28,8 @@ from opt_optax_bridge import OptaxWrapper
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
+MINE = __name__.partition(".")[0]  # the package of what these tests define
+
 
 def params() -> dict[str, Any]:
     return {"b": jnp.arange(3.0), "w": jnp.arange(6.0).reshape(2, 3) / 4}
@@ -93,12 +95,12 @@ def test_b1_a_field_that_is_added_removed_or_renamed_is_named_and_migrates() -> 
     saved = named_state(old)
     more, other = wrapped(keeping(slots=MoreSlots)), wrapped(keeping(slots=OtherSlots))
 
-    assert "+ state/keeping/c/w float32[2, 3]" in refusal(saved, more)
+    assert f"+ state/{MINE}.keeping/c/w float32[2, 3]" in refusal(saved, more)
     added = plan_restore(saved, more, allow={"initialise", "optimizer"}).apply()
     assert_bits(added.state.param_states.b["w"], old.state.param_states.b["w"])
     assert not np.any(np.asarray(added.state.param_states.c["w"]))
 
-    assert "- state/keeping/c/w float32[2, 3]" in refusal(
+    assert f"- state/{MINE}.keeping/c/w float32[2, 3]" in refusal(
         named_state(added), wrapped(keeping(slots=Slots))
     )
     removed = plan_restore(
@@ -107,9 +109,9 @@ def test_b1_a_field_that_is_added_removed_or_renamed_is_named_and_migrates() -> 
     assert_bits(removed.state.param_states.b["w"], old.state.param_states.b["w"])
 
     told = refusal(saved, other)
-    assert "+ state/keeping/z/w" in told
-    assert "- state/keeping/b/w" in told
-    rules = [("state/keeping/z/(.*)", Rename(r"state/keeping/b/\1"))]
+    assert f"+ state/{MINE}.keeping/z/w" in told
+    assert f"- state/{MINE}.keeping/b/w" in told
+    rules = [(f"state/{MINE}.keeping/z/(.*)", Rename(rf"state/{MINE}.keeping/b/\1"))]
     renamed = plan_restore(saved, other, allow={"optimizer"}, rules=rules).apply()
     assert_bits(renamed.state.param_states.z["w"], old.state.param_states.b["w"])
 
@@ -189,11 +191,11 @@ def _with_slots(edit: Any) -> Optimizer:
 def test_b5_an_array_does_not_become_nothing_nor_nothing_an_array(nothing: Any) -> None:
     """`None` and `MaskedNode` against an array, both ways: refused until it is admitted."""
     full, partial = numbered(_with_slots(lambda tree: tree)), _with_slots(nothing)
-    assert "- state/keeping/a/w float32[2, 3]" in refusal(named_state(full), partial)
+    assert f"- state/{MINE}.keeping/a/w float32[2, 3]" in refusal(named_state(full), partial)
     dropped = plan_restore(named_state(full), partial, allow={"drop"}).apply()
     assert structure(dropped) == structure(partial)
 
-    assert "+ state/keeping/a/w float32[2, 3]" in refusal(named_state(partial), full)
+    assert f"+ state/{MINE}.keeping/a/w float32[2, 3]" in refusal(named_state(partial), full)
     filled = plan_restore(named_state(partial), full, allow={"initialise"}).apply()
     assert structure(filled) == structure(full)
     assert_bits(filled.state.param_states.a["w"], jnp.zeros((2, 3)))
@@ -373,7 +375,4 @@ def test_window_size_changed_in_the_middle_of_a_window() -> None:
     assert "a window is open, `state/multi_steps/mini_step` is 3: its length was 4, is " in told
     assert plan_restore(named_state(begun), multi_steps(4)).is_exact
     ended = multi_steps(4)
-    assert "`every_k_schedule` of `multi_steps` was 4, is 2" in refusal(
-        named_state(ended), multi_steps(2)
-    )
-    assert plan_restore(named_state(ended), multi_steps(2), allow={"optimizer"}).is_ok
+    assert plan_restore(named_state(ended), multi_steps(2)).is_exact

@@ -135,23 +135,6 @@ def test_a_mask_is_no_setting() -> None:
     )
 
 
-def test_hyper_parameters_are_those_of_the_checkpoint_unless_a_rule_says_otherwise() -> None:
-    def injected(rate: float) -> Optimizer:
-        tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
-        return OptaxWrapper(tx).create({"a": jnp.ones(2)})
-
-    name = "state/inject_hyperparams/hyperparams/learning_rate"
-    saved = named_state(injected(0.5))
-    plan = plan_restore(saved, injected(0.25))
-    assert {row.leaf.name: row.note for row in plan.rows}[name] == (
-        "the saved value, not the target's"
-    )
-    assert named_state(plan.apply())[name] == 0.5
-    rules: Any = [("state/inject_hyperparams/hyperparams/.*", "initialise")]
-    again = plan_restore(saved, injected(0.25), rules=rules).apply()
-    assert named_state(again)[name] == 0.25
-
-
 def test_a_stack_counts() -> None:
     optimizer = abstract(optax.identity())
     with pytest.raises(ValueError, match=r"source of a `Stack` must have `\{i\}`"):

@@ -16,6 +16,8 @@ from opt_optax_bridge import OptaxWrapper
 optax: Any = importlib.import_module("optax")  # much of it is not exported explicitly
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
+MINE = __name__.partition(".")[0]  # the package of what these tests define
+
 
 class Momentum:
     def init(self, tree: Any) -> Any:
@@ -102,6 +104,8 @@ def test_a_single_one_does_not_go_on_with_another_update() -> None:
     one, other = PAIRS["one function"]
     plan = plan_restore(named_state(wrapped(one)), wrapped(other), allow={"optimizer"})
     (problem,) = plan.problems
-    assert problem.startswith("`update` of `init_fn` was update_one, is update_other: ")
-    rules: Any = [("state/init_fn/m/w", Rename("state/init_fn/m/w"))]
+    assert problem.startswith(
+        f"`update` of `{MINE}.init_fn` was {MINE}.update_one, is {MINE}.update_other: "
+    )
+    rules: Any = [(f"state/{MINE}.init_fn/m/w", Rename(f"state/{MINE}.init_fn/m/w"))]
     assert plan_restore(named_state(wrapped(one)), wrapped(other), rules=rules).is_ok

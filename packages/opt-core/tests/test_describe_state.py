@@ -25,6 +25,8 @@ from opt_core import (
 from opt_core.errors import DescriptionError
 from opt_core.protocols import DescribesState
 
+MINE = __name__.partition(".")[0]  # the package of what these tests define
+
 
 def params() -> dict[str, Any]:
     return {"b": jnp.ones(3), "w": jnp.ones((2, 3))}
@@ -88,26 +90,26 @@ def test_the_default_goes_by_records_shapes_and_dtypes() -> None:
     tree = params()
     found = describe_state(Records(None).create(tree))
     assert rows(found) == [
-        ("momentum", 1, ("trace",), ("b",), (0,)),
-        ("momentum", 1, ("trace",), ("w",), (0, 1)),
-        ("momentum", 1, ("count",), None, ()),
-        ("momentum", 2, ("trace",), ("b",), (0,)),
-        ("momentum", 2, ("trace",), ("w",), (0, 1)),
-        ("momentum", 2, ("count",), None, ()),
-        ("records", 1, ("2", "0"), None, ()),
-        ("slots", 1, ("row",), None, (None,)),
-        ("slots", 1, ("col",), None, (None,)),
-        ("slots", 1, ("full",), None, (None, None)),
-        ("slots", 1, ("counts",), None, (None, None)),
+        (f"{MINE}.momentum", 1, ("trace",), ("b",), (0,)),
+        (f"{MINE}.momentum", 1, ("trace",), ("w",), (0, 1)),
+        (f"{MINE}.momentum", 1, ("count",), None, ()),
+        (f"{MINE}.momentum", 2, ("trace",), ("b",), (0,)),
+        (f"{MINE}.momentum", 2, ("trace",), ("w",), (0, 1)),
+        (f"{MINE}.momentum", 2, ("count",), None, ()),
+        (f"{MINE}.records", 1, ("2", "0"), None, ()),
+        (f"{MINE}.slots", 1, ("row",), None, (None,)),
+        (f"{MINE}.slots", 1, ("col",), None, (None,)),
+        (f"{MINE}.slots", 1, ("full",), None, (None, None)),
+        (f"{MINE}.slots", 1, ("counts",), None, (None, None)),
     ]
     roles = [leaf.role for leaf in found.leaves]
     assert roles == [*("moment", "moment", "count") * 2, "key", "other", "other", "other", "other"]
     assert {leaf.source for leaf in found.leaves} == {"types"}
     assert [(made.name, made.number) for made in found.transformations] == [
-        ("records", 1),
-        ("momentum", 1),
-        ("momentum", 2),
-        ("slots", 1),
+        (f"{MINE}.records", 1),
+        (f"{MINE}.momentum", 1),
+        (f"{MINE}.momentum", 2),
+        (f"{MINE}.slots", 1),
     ]
 
 
@@ -212,9 +214,16 @@ def test_groups_are_merged() -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(optimizer.state.param_states)
     }
     assert list(described) == list(leaves)
-    momentum = (("rest", "rest"), "momentum", 1, (), ("w",), (0, 1))
+    momentum = (("rest", "rest"), "core_testing.momentum", 1, (), ("w",), (0, 1))
     assert momentum in described.values()
-    assert (("rest", "x"), "keeps_params", 1, ("first",), ("b",), (0,)) in described.values()
+    assert (
+        ("rest", "x"),
+        "core_testing.keeps_params",
+        1,
+        ("first",),
+        ("b",),
+        (0,),
+    ) in described.values()
     assert (("plain",), "velocity", 1, (), ("v",), None) in described.values()
     groups = [names for names, _ in leaf_groups(optimizer)]
     assert [made.group for made in found.transformations] == groups

@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import dis
 import functools
+import sys
 import types
 from collections.abc import Callable, Container, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,9 +31,11 @@ __all__ = [
     "definer_of",
     "factory_of",
     "globals_read",
+    "origin_of",
     "own_name",
     "package_of",
     "parts",
+    "qualified",
     "reached",
     "rebound_names",
     "unwrapped",
@@ -39,6 +43,14 @@ __all__ = [
 
 _FOREIGN = frozenset({"jax", "jaxlib", "numpy", "builtins", "functools", "flax"})
 _DEPTH = 12
+_ONE_NAMESPACE = frozenset(
+    {
+        *("optax", "opt_accumulate", "opt_adafactor", "opt_checkpoint", "opt_core"),
+        *("opt_legacy_stax", "opt_matrix", "opt_nnx", "opt_optax_bridge", "opt_partition"),
+        "opt_precision",
+    }
+)
+_MAIN = ("__main__", "__mp_main__")
 
 
 class Unassigned:
@@ -137,6 +149,39 @@ def package_of(function: Any) -> str:
     plain = unwrapped(function)
     owner = type(plain.__self__) if isinstance(plain, types.MethodType) else plain
     return str(getattr(owner, "__module__", None) or "").partition(".")[0]
+
+
+def origin_of(value: Any) -> str:
+    """Returns the outermost package that defines a function, method or class.
+
+    What a script defines, which is the module `__main__` while it runs, has the name under which
+    another program imports it: that of its file, or of its package under `python -m`.
+
+    Examples:
+      >>> import json
+      >>> origin_of(json.JSONEncoder), origin_of(json.JSONEncoder().encode)
+      ('json', 'json')
+    """
+    plain = unwrapped(value)
+    module = str(getattr(getattr(plain, "__func__", plain), "__module__", None) or "unknown")
+    if module in _MAIN and (found := sys.modules.get(module)) is not None:
+        if (spec := getattr(found, "__spec__", None)) is not None:
+            module = spec.name
+        elif file := getattr(found, "__file__", None):
+            module = Path(file).stem
+    return module.partition(".")[0]
+
+
+def qualified(name: str, origin: str) -> str:
+    """Returns the name by which states are told apart, with the package that defines it.
+
+    Optax and the packages that describe states by the same names share one namespace.
+
+    Examples:
+      >>> qualified('adam', 'optax'), qualified('adam', 'mine')
+      ('adam', 'mine.adam')
+    """
+    return name if origin in _ONE_NAMESPACE else f"{origin}.{name}"
 
 
 def factory_of(function: Any, known: Container[str] = ()) -> str:

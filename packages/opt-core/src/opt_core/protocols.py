@@ -76,7 +76,8 @@ class DescribesFields(Protocol):
     def describe_fields(self) -> Mapping[str, Any]:
         """Returns a mapping with some of these entries.
 
-        * `'name'`: the name of the transformation; only as its own method.
+        * `'name'`: the name of the transformation, in place of that of its factory with its
+          package; only as its own method. States of one name may continue in one another.
         * `'roles'`: for each field of the state a `LeafRole`.
         * `'settings'`: by name; only as its own method, otherwise the variables that its functions
           have captured.

@@ -61,7 +61,8 @@ class OptaxWrapper(OptimizerDef):
         that also is `opt_core.protocols.UpdatesParams`, like `opt_accumulate.MultiSteps`, is
         passed the parameters themselves.
       aliases: names of transformations in descriptions of the state, by the names they would
-        otherwise have: `{'my_adam_v2': 'my_adam'}` after a rename, so that saved state is found.
+        otherwise have: `{'lab.adam_v2': 'lab.adam'}` after a rename in the package `lab`, so that
+        saved state is found.
       precision: see `with_precision`.
 
     Attributes:

@@ -13,7 +13,7 @@ from opt_checkpoint._disk.processes import sync_errors
 from opt_checkpoint._disk.saved_step import Level, SavedStep, StepReport, open_step
 from opt_checkpoint._disk.saving import view_to_save
 from opt_checkpoint._disk.steps import check_equal, check_own, foreign_steps, list_own, newest
-from opt_checkpoint._disk.writer import Writer
+from opt_checkpoint._disk.writer import Writer, integer
 from opt_checkpoint._naming.names import NamedState
 from opt_checkpoint._planning.match import plan_restore
 from opt_checkpoint._planning.rules import Rule
@@ -100,7 +100,7 @@ class Checkpointer:
         """Saves a step, or raises an error: no step is skipped silently.
 
         Args:
-          step: its number, above those of all existing steps.
+          step: its number, above those of all existing steps; any integer, such as `np.int64`.
           target: an optimizer of any kind that `named_state` takes, or a `NamedState`. Fields that
             a subclass of `TrainState` adds are saved as `extras` only: without, a warning says so.
           metadata: JSON data to be kept with it.
@@ -118,13 +118,13 @@ class Checkpointer:
             writer = self._open_writer()
             writer.wait()
             state = target if isinstance(target, NamedState) else view_to_save(target, extras)
-            writer.save(step, state, extras, metadata)
+            writer.save(integer(step), state, extras, metadata)
 
     def should_save(self, step: int) -> bool:
         """Whether a step is due: a multiple of `save_interval_steps`, or a preemption is near."""
         if self._writer is not None and self._writer.reached_preemption(step):
             return True
-        return step % self._interval == 0
+        return bool(step % self._interval == 0)
 
     def wait(self) -> None:
         """Waits until the step that is being saved is on the disk.
@@ -274,7 +274,7 @@ class Checkpointer:
             saved = self.at(step)
         plan = plan_restore(saved, target, allow=allow, rules=rules, placement=placement)
         restored = plan.apply()
-        self.restored_step = step
+        self.restored_step = saved.step
         return restored, saved
 
     def restore_latest(

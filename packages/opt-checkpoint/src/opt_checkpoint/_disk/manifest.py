@@ -32,12 +32,14 @@ class Manifest:
       schema: its leaves and the optimizer that wrote them.
       records: what else is known about each leaf, by name.
       metadata: JSON data saved with it.
+      extras: the structure of the pytree saved with it: see `extras.py`.
     """
 
     step: int
     schema: Schema
     records: Mapping[str, Record]
     metadata: Any = None
+    extras: Any = None
 
 
 def encode_schema(schema: Schema) -> bytes:
@@ -50,17 +52,18 @@ def encode_schema(schema: Schema) -> bytes:
 
 
 def encode_step(
-    step: int, metadata: Any, values: Mapping[str, Any], impls: Mapping[str, str]
+    step: int, metadata: Any, values: Mapping[str, Any], impls: Mapping[str, str], extras: Any
 ) -> bytes:
     """Returns the JSON of what a schema does not say, without digests.
 
-    By name, `values` are those of counts and Python scalars, `impls` the types of PRNG keys. A
-    `LeafError` says that the metadata are not JSON data, or could not be read again.
+    By name, `values` are those of counts and Python scalars, `impls` the types of PRNG keys;
+    `extras` is a structure. A `LeafError` says that the metadata are not JSON data, or could not be
+    read again.
     """
     try:
         _check_json(metadata, 0)
         own = {"impls": impls, "metadata": metadata, "number": step, "values": values}
-        return _canonical(own)
+        return _canonical(own if extras is None else {**own, "extras": extras})
     except (TypeError, ValueError, RecursionError) as error:
         raise LeafError(f"`metadata`: expected JSON data: {error!s:.200}") from None
 
@@ -126,9 +129,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _from_data(body: Any) -> Manifest:
     body = _mapping(body, {"digests": list, "schema": dict, "step": dict})
-    step = _mapping(
-        body["step"], {"impls": dict, "metadata": object, "number": int, "values": dict}
-    )
+    parts = {"impls": dict, "metadata": object, "number": int, "values": dict}
+    has_extras = isinstance(body["step"], dict) and "extras" in body["step"]
+    step = _mapping(body["step"], {**parts, "extras": object} if has_extras else parts)
     number, digests, values = step["number"], body["digests"], step["values"]
     if type(number) is not int or number < 0:
         raise LoadError(f"expected a non-negative step, found {number!r:.40}")
@@ -150,7 +153,11 @@ def _from_data(body: Any) -> Manifest:
     if unknown := (values.keys() | step["impls"].keys()) - records.keys():
         raise LoadError(f"no leaf is called `{min(unknown):.200}`")
     return Manifest(
-        number, dataclasses.replace(schema, leaves=tuple(leaves)), records, step["metadata"]
+        number,
+        dataclasses.replace(schema, leaves=tuple(leaves)),
+        records,
+        step["metadata"],
+        step.get("extras"),
     )
 
 

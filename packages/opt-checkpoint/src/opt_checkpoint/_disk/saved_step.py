@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from opt_checkpoint._disk import orbax as _orbax
 from opt_checkpoint._disk import storage as _storage
 from opt_checkpoint._disk.digest import bound, digests
+from opt_checkpoint._disk.extras import EXTRA, rebuilt
 from opt_checkpoint._disk.manifest import Manifest, read_manifest
 from opt_checkpoint._disk.processes import is_first, sync_errors
-from opt_checkpoint._disk.saving import EXTRA
 from opt_checkpoint._disk.steps import describe, is_orbax, own_item
 from opt_checkpoint._disk.storage import is_stored
 from opt_checkpoint._naming.names import named_leaves
@@ -126,18 +126,22 @@ class SavedStep:
             say where to place the leaves.
 
         Returns:
-          The pytree; without `like`, nested dictionaries by the names of its paths.
+          The pytree: dicts, lists, tuples and `None`, with arrays of JAX, those of NumPy, and
+          Python scalars as they were saved. Without `like` other nodes, such as named tuples, are
+          dicts by the names of their fields, and arrays of JAX are on the default device.
 
         Raises:
           DamagedError: a leaf has changed since it was written.
           LeafError: a leaf has another shape or dtype than in `like`.
-          MissingError: a leaf of `like` was not saved.
+          LoadError: the structure in the manifest is not one.
+          MissingError: a leaf of `like` was not saved, or without `like` the structure.
         """
         infos = {info.path: info for info in self.schema.leaves if info.kind == EXTRA}
         if like is None:
+            if infos and self.manifest.extras is None:
+                raise MissingError(f"`{self.path}`: the structure was not saved: give `like`")
             read = self.read({info.name: abstract(info) for info in infos.values()})
-            nested = _storage.nest({path: read[info.name] for path, info in infos.items()})
-            return nested.get(EXTRA)
+            return rebuilt(self.manifest.extras, lambda path: read[leaf_name(path)])
         flat = [((EXTRA, *path), leaf) for path, leaf in named_leaves(like)]
         if gone := [leaf_name(path) for path, _ in flat if path not in infos]:
             raise MissingError(f"`{self.path}`: no `{gone[0]}` was saved")

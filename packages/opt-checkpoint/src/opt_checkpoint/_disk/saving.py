@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,15 +13,15 @@ from opt_core import describe_state
 
 from opt_checkpoint._disk import digest as _digest
 from opt_checkpoint._disk import storage as _storage
+from opt_checkpoint._disk.extras import EXTRA, extra_leaves, structure_of
 from opt_checkpoint._disk.manifest import check_size, encode, encode_schema, encode_step
 from opt_checkpoint._disk.processes import are_equal
-from opt_checkpoint._naming.names import NamedState, count_of, named_leaves
+from opt_checkpoint._naming.names import NamedState, count_of
 from opt_checkpoint._naming.schema import LeafInfo, Schema
 from opt_checkpoint._targets.named import named_view
 from opt_checkpoint._targets.view import View, view_of
 from opt_checkpoint.errors import LeafError
 
-EXTRA: Final = "extra"
 _log = logging.getLogger(__name__)
 
 
@@ -102,7 +102,7 @@ class Saving:
             for i, leaf in kept.items()
         }
         number = int(named.get("state/step", 0)) if step is None else step
-        text = encode_step(number, metadata, named, impls)
+        text = encode_step(number, metadata, named, impls, structure_of(extras))
         check_size(layout.text, text, len(leaves))
         arrays = [_to_save(values[i]) for i in layout.stored]
         if jax.process_count() > 1:
@@ -155,17 +155,6 @@ def view_to_save(target: Any, extras: Any = None, *, is_item: bool = False) -> V
     return view
 
 
-def extra_leaves(extras: Any) -> tuple[list[LeafInfo], list[Any]]:
-    """Returns the leaves of a pytree and what they are, under `extra/`."""
-    try:
-        flat = named_leaves(extras)
-    except (TypeError, ValueError) as error:
-        text = " ".join(str(error).split())[:200]
-        raise LeafError(f"`extras`: expected a pytree of named leaves: {text}") from error
-    infos = [_extra_info((EXTRA, *path), leaf) for path, leaf in flat]
-    return infos, [leaf for _, leaf in flat]
-
-
 def _of_named(named: NamedState, infos: list[LeafInfo]) -> tuple[Layout, list[Any]]:
     leaves = named.schema.leaves
     layout = Layout(dataclasses.replace(named.schema, leaves=(*leaves, *infos)))
@@ -198,15 +187,6 @@ def _to_check(layout: Layout, values: Sequence[Any]) -> list[int]:
     }
     odd = [i for i, x in enumerate(values) if not is_array[type(x)] or x.is_deleted()]
     return sorted({*layout.special, *odd})
-
-
-def _extra_info(path: tuple[str, ...], leaf: Any) -> LeafInfo:
-    if _storage.is_scalar(leaf):
-        return LeafInfo(path, (), _storage.PYTHON, EXTRA)
-    if isinstance(leaf, np.generic | np.ndarray) or hasattr(leaf, "dtype"):
-        return LeafInfo(path, tuple(np.shape(leaf)), str(leaf.dtype), EXTRA)
-    expected = "an array, a typed PRNG key or a Python scalar"
-    raise LeafError(f"`{'/'.join(path)}`: expected {expected}, found {type(leaf).__name__}")
 
 
 def _to_save(array: Any) -> Any:

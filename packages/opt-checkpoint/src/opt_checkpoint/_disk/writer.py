@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from opt_checkpoint._disk import orbax as _orbax
@@ -25,6 +27,15 @@ from opt_checkpoint._targets.view import View
 from opt_checkpoint.errors import CheckpointError, LockError, MissingError, SaveError
 
 _log = logging.getLogger(__name__)
+
+
+def integer(step: Any) -> Any:
+    """Returns any integer as Python's; anything else, booleans included, as it is."""
+    is_flag = isinstance(step, bool | np.bool_) or getattr(step, "dtype", None) == np.bool_
+    try:
+        return step if is_flag else operator.index(step)
+    except TypeError:
+        return step
 
 
 class Writer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,13 +16,15 @@ from opt_core.state_changes import (
     all_survive,
     committed_sharding,
     convert_held,
-    init_leaves,
     placed,
 )
 from opt_core.storage import largest_change
 
+from opt_checkpoint._naming.names import named_leaves
 from opt_checkpoint._naming.schema import LeafInfo, Names, Source, shown
 from opt_checkpoint._planning.functions import abstract, function_name
+from opt_checkpoint._planning.initial import initial_leaves
+from opt_checkpoint._planning.kept import copies_parameter
 from opt_checkpoint._planning.placement import leaves_of
 from opt_checkpoint._planning.placement import places as decide_places
 from opt_checkpoint._planning.plan import Plan, Row
@@ -42,20 +44,33 @@ def apply_plan(plan: Plan[Any]) -> tuple[Optimizer, dict[Names, Any]]:
     arrays = plan.source.read(_wanted(plan, places))
     found: list[Any] = []
     checks: dict[str, Any] = {}
+    growing: dict[int, Any] = {}
     uses = Counter(name for row in plan.rows for name in row.sources)
-    for row, value in zip(plan.rows, values, strict=True):
+    for i, (row, value) in enumerate(zip(plan.rows, values, strict=True)):
         found.append(_leaf(row, value, arrays, places[row.leaf.name], checks, plan.allow))
+        if _grows(row):
+            growing[i] = arrays[row.sources[0]]
         for name in row.sources:
             uses[name] -= 1
             if not uses[name]:
                 del arrays[name]
     _raise_misfits(checks)
+    checks.clear()
     n = len(own) + len(others)
     restored = jax.tree.unflatten(params, found[: len(own)])
-    kept = found[n:]
-    if any(leaf is None for leaf in kept):
-        shardings = [*places.values()][n:]
-        _initialise(target.replace(target=restored), kept, shardings, plan.view.stored)
+    kept, shardings = found[n:], [*places.values()][n:]
+    if wanted := [i for i, leaf in enumerate(kept) if leaf is None]:
+        whole = target.replace(target=restored)
+        params_by_path = dict(named_leaves(restored))
+        for i, leaf in initial_leaves(whole, wanted, shardings, plan.view.stored).items():
+            if n + i in growing:
+                row = plan.rows[n + i]
+                new = (
+                    params_by_path[row.leaf.parameter or ()] if copies_parameter(row.leaf) else leaf
+                )
+                leaf = _grown(row, growing.pop(n + i), new, shardings[i], checks)
+            kept[i] = placed(leaf, shardings[i])
+        _raise_misfits(checks)
     state: OptimizerState = jax.tree.unflatten(states, kept)
     made = stored_again(plan, target.replace(target=restored, state=state))
     rest = dict(zip(others, found[len(own) : n], strict=True))
@@ -125,7 +140,7 @@ def _leaf(
     checks: dict[str, Any],
     allow: frozenset[str],
 ) -> Any:
-    """The leaf of the target, `None` where it is to be initialised."""
+    """The leaf of the target, `None` where `init` makes it or a part of it."""
     if row.by == "keep" or (row.action == "initialised" and row.leaf.kind == "params"):
         array = strip_weak_type(value) if isinstance(value, jax.Array) else jnp.asarray(value)
         return placed(array, sharding)
@@ -138,6 +153,8 @@ def _leaf(
             f"`{row.leaf.name}`: {row.leaf.dtype} needs `jax_enable_x64`: set it, or give the "
             "target another dtype and admit `'cast'`."
         )
+    if _grows(row):
+        return None
     if not row.how and not set(row.kinds) & {"cast", "reshape"}:
         return placed(given[0], sharding)
     if isinstance(row.by, Map) and row.is_opaque:
@@ -149,6 +166,33 @@ def _leaf(
         made, fits = _paced(_converter(row, sharding)(given))
     checks[row.leaf.name] = (fits, row)
     return placed(made, sharding)
+
+
+def _grows(row: Row) -> bool:
+    """Whether a leaf of the state gets new entries, which are those of an initial state."""
+    return row.how == "pad" and row.leaf.kind == "state"
+
+
+def _grown(row: Row, saved: Any, initial: Any, sharding: Any, checks: dict[str, Any]) -> Any:
+    """Returns a saved leaf with the further entries of an initial one, or of its parameter."""
+    if isinstance(saved, np.ndarray):  # 64 bits
+        saved = _cast_on_host(row, saved)
+    out = sharding if isinstance(sharding, NamedSharding) else None
+    if out is not None:  # on explicit meshes, what is joined has one sharding
+        initial = placed(initial, _source_sharding(row, saved.shape, sharding))
+    made, fits = _paced(_compiled_growth(row.axis, row.leaf.dtype, out)(saved, initial))
+    checks[row.leaf.name] = (fits, row)
+    return made
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled_growth(axis: int, dtype: str, sharding: Any) -> Any:
+    def grow(saved: Any, initial: Any) -> tuple[Any, Any]:
+        cast = saved.astype(dtype)
+        new = jax.lax.slice_in_dim(initial, saved.shape[axis], None, axis=axis).astype(dtype)
+        return jnp.concatenate([cast, new], axis), all_survive(saved, cast)
+
+    return jax.jit(grow, out_shardings=None if sharding is None else (sharding, None))
 
 
 def _called(row: Row, by: Map, given: list[Any], allow: frozenset[str]) -> tuple[Any, Any]:
@@ -233,19 +277,6 @@ def _misfit(row: Row) -> LeafError:
         f"`{row.leaf.name}`: a value of the checkpoint does not fit {row.leaf.dtype} ({row.note}). "
         "Restore it in its own dtype, or initialise it by a rule."
     )
-
-
-def _initialise(optimizer: Optimizer, state: list[Any], places: Sequence[Any], stored: Any) -> None:
-    """Fills the gaps of a state as `init` does, from the restored parameters."""
-    first = len(jax.tree.leaves(optimizer.state.step))
-    if first and state[0] is None:
-        state[0] = jnp.zeros((), jnp.int32)
-    wanted = [i for i, leaf in enumerate(state[first:]) if leaf is None]
-    meshed = {i: x for i in wanted if isinstance(x := places[first + i], NamedSharding)}
-    as_kept = {} if stored is None else {"as_kept": stored.plain_state}
-    for i, leaf in init_leaves(optimizer, wanted, meshed, **as_kept).items():
-        state[first + i] = leaf
-    state[:] = map(placed, state, places)
 
 
 def _paced(arrays: Any) -> Any:

@@ -72,6 +72,12 @@ class KeptDimensions:
         return found if found is not None and self.keeps(found, kept) else None
 
 
+def copies_parameter(leaf: LeafInfo) -> bool:
+    """Whether a leaf holds values of its parameter, all of its dimensions."""
+    is_whole = leaf.dimensions is None or leaf.dimensions == tuple(range(len(leaf.shape)))
+    return leaf.role == "params_copy" and leaf.parameter is not None and is_whole
+
+
 def sm3_dimension(leaf: LeafInfo) -> int | None:
     """Returns the dimension of an accumulator of `optax.scale_by_sm3`, `None` for others."""
     fields = leaf.field

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import jax
@@ -23,6 +24,7 @@ from opt_core.state_changes import (
 )
 
 from opt_checkpoint._naming.schema import LeafInfo, Names, Source, leaf_name, leaf_path, numbered
+from opt_checkpoint._planning.initial import unlike_initial
 from opt_checkpoint._planning.kept import KeptDimensions
 from opt_checkpoint._planning.placement import with_placement
 from opt_checkpoint._planning.plan import Plan, Row
@@ -121,7 +123,7 @@ def plan_restore(
     changed += [*matcher.turned, *earlier_changes(move), *statistics(move, matcher.origins)]
     return Plan(
         rows=tuple(rows),
-        dropped=tuple(_dropped(checkpoint, rows, left, policy)),
+        dropped=tuple(_dropped(checkpoint, rows, left, policy, matcher.replaced)),
         changes=tuple(dict.fromkeys(changed)),
         problems=tuple(r.text for r in refused if r.old is None and r.new is None),
         suggestions=tuple(suggested_renames(move)),
@@ -140,7 +142,10 @@ class _Matcher:
         schema = self.named.schema
         self.saved = {leaf.name: leaf for leaf in source.schema.leaves if leaf.kind != "extra"}
         self._had, self._kept = KeptDimensions(source.schema), KeptDimensions(schema)
-        self.ruled = RuledRows(self.saved, schema.leaves, self._had, self._kept, policy)
+        unlike_init = functools.cache(lambda: unlike_initial(view, schema))
+        self.ruled = RuledRows(
+            self.saved, schema.leaves, self._had, self._kept, policy, unlike_init
+        )
         self.origins = dict(self._origins())
         self._old = state_leaves(source.schema, schema.by_name)
         leaves = [leaf for leaf in schema.leaves if leaf.transformation]
@@ -156,6 +161,7 @@ class _Matcher:
             if (row := self._by_rule.get(leaf.name)) is not None
         }
         self.pairing = pair_leaves(self.old, self.new, given=given, origins=self.origins)
+        self.replaced = {self._old[i].name for p in self.pairing.pairs for i in p.replaced}
         self.turned: list[str] = []
 
     def _origins(self) -> Iterator[tuple[Names, list[Names]]]:
@@ -252,6 +258,8 @@ class _Matcher:
         return self._fitted(leaf, [self.saved[leaf.name]], (), "")
 
     def _paired(self, leaf: LeafInfo, pair: Pair) -> Row:
+        if pair.replaced:
+            return Row(leaf, "initialised", note=pair.note)
         sources = [self._old[i] for i in pair.sources]
         if pair.counts is not None:
             name = "state/step" if pair.counts == STEP else self.old.names[pair.counts]
@@ -275,8 +283,6 @@ class _Matcher:
         notes = [pair.note] if pair.note else []
         if len(sources) > 1:
             notes.insert(0, "the groups agree")
-        elif "hyperparams" in leaf.field and leaf.transformation.startswith(_INJECTING):
-            notes.insert(0, "the saved value, not the target's")
         return self._fitted(leaf, sources, kinds, ", ".join(notes))
 
     def _fitted(
@@ -333,7 +339,6 @@ class _Matcher:
         return Row(leaf, "initialised", by="keep", note=note, problem=problem)
 
 
-_INJECTING: Final = "inject_"  # begins the names of what injects
 _EVALUATED: Final = {
     "schedule_free": "the parameters to evaluate are computed from it, and are not those that are "
     "kept; a `Map` of `params`, `z` and `b1` restores them",
@@ -377,11 +382,15 @@ def _with_notes(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def _dropped(
-    source: Source, rows: Sequence[Row], left: Mapping[str, str], policy: Policy
+    source: Source,
+    rows: Sequence[Row],
+    left: Mapping[str, str],
+    policy: Policy,
+    replaced: Collection[str],
 ) -> Iterator[Row]:
     """Yields the leaves of a checkpoint, and slices of leaves, that are not used."""
     used = {name for row in rows for name in row.sources}
-    fresh = {row.leaf.name for row in rows if row.is_ok and not row.sources}
+    fresh = {row.leaf.name for row in rows if row.is_ok and not row.sources} | {*replaced}
     for leaf in source.schema.leaves:
         if leaf.kind != "extra" and leaf.name not in used:
             by_rule = policy.rule(leaf.name, drop=True) is not None

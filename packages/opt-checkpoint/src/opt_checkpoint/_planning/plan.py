@@ -110,8 +110,11 @@ class Plan(Generic[_Target]):
 
     @property
     def is_exact(self) -> bool:
-        """Whether every leaf is kept, none is dropped, and the optimizer is the same."""
-        is_kept = all(row.action == "kept" for row in self._all)
+        """Whether every leaf is kept without a remark, and the optimizer is the same.
+
+        Settings may differ that no leaf of the state depends on, such as a learning rate.
+        """
+        is_kept = all(row.action == "kept" and not row.note for row in self._all)
         return is_kept and self.is_ok and not self.changes
 
     @property
@@ -217,14 +220,14 @@ class Plan(Generic[_Target]):
         """Returns a line for each leaf that is not kept.
 
         `+` is initialised, `-` dropped, `~` renamed or converted, `=` kept although a rule matches
-        it; `!` marks what is impossible or not admitted.
+        it or with a remark; `!` marks what is impossible or not admitted.
         """
         return "\n".join(self._diff())
 
     def _diff(self) -> Iterator[str]:
         for row in self._all:
             is_ruled = row.by is not None and row.leaf.parameter is not None
-            if row.action != "kept" or not row.is_ok or is_ruled:
+            if row.action != "kept" or not row.is_ok or is_ruled or row.note:
                 mark = " " if row.is_ok else "!"
                 yield f"{mark}{_SIGNS[row.action]} {row.leaf.name} {shown(row.leaf)}{_text(row)}"
 

@@ -103,18 +103,19 @@ class Pad:
     r"""Takes a leaf from its own name and appends entries to one dimension, e.g. of a vocabulary.
 
     A leaf of the state grows along the dimension that follows the one of its parameter; leaves
-    without such a dimension are unchanged. A copy of the parameter, as `schedule_free` and `dog`
-    keep, is padded like the parameter, whatever the rule for the state says. For different values
-    in moments and in parameters, write two rules.
+    without such a dimension are unchanged. Its new entries are those that `init` makes for the
+    grown parameter: zeros in Adam's moments, the initial step in `rprop`. A copy of the parameter,
+    as `schedule_free` and `dog` keep, gets the new entries of that. So they train as in a new run,
+    apart from what belongs to all entries, such as Adam's count.
 
     Attributes:
       axis: a dimension of the parameter.
       to: its size in the target, not below the saved one.
-      value: of the new entries.
+      value: of the new entries of a parameter.
 
     Examples:
       >>> rules = [(r'(.*)/embedding', Pad(axis=0, to=32128))]
-      >>> rules = [(r'params/.*/embedding', Pad(0, 32128, 0.02)), (r'state/.*', Pad(0, 32128))]
+      >>> rules = [(r'(.*)/embedding', Pad(axis=0, to=32128, value=0.02))]
     """
 
     axis: int

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,7 +14,14 @@ import numpy as np
 
 from opt_checkpoint._naming.schema import LeafInfo, Names, leaf_name
 from opt_checkpoint._planning.functions import Refused, function_name, listed, result_of
-from opt_checkpoint._planning.kept import Kept, KeptDimensions, dims, sm3_dimension, with_dimension
+from opt_checkpoint._planning.kept import (
+    Kept,
+    KeptDimensions,
+    copies_parameter,
+    dims,
+    sm3_dimension,
+    with_dimension,
+)
 from opt_checkpoint._planning.plan import Action, Row
 from opt_checkpoint._planning.rules import (
     Map,
@@ -41,7 +48,9 @@ class RuledRows:
         had: KeptDimensions,
         kept: KeptDimensions,
         policy: Policy,
+        unlike_init: Callable[[], Mapping[str, str]],
     ) -> None:
+        self._unlike_init = unlike_init
         self._saved, self._leaves, self._policy = saved, leaves, policy
         self._had, self._kept = had, kept
 
@@ -234,20 +243,9 @@ class RuledRows:
                 why = swap or f"it does not keep dimension {axis}"
                 plain = fitted(leaf, found, kinds, note, allow)
                 return _as_it_was(dataclasses.replace(plain, by=action), why)
-            if leaf.role == "params_copy" and self._kept.is_whole(leaf):
-                action, note = self._as_parameter(leaf.parameter, action), "as its parameter"
-                plain = dataclasses.replace(plain, by=action)
             return self._grown(plain, action, found, kept.index(axis), kinds, swap or note)
         except Refused as why:
             return dataclasses.replace(plain, action="converted", problem=str(why))
-
-    def _as_parameter(self, parameter: Names, action: Pad) -> Pad:
-        """The rule for a copy of a parameter: it gets the same new entries."""
-        name = leaf_name(("params", *parameter))
-        found = self._policy.rule(name)
-        if found is None or not isinstance(found[1], Pad):
-            raise Refused(f"is a copy of `{name}`, which no `Pad` makes: say by another rule")
-        return dataclasses.replace(action, value=found[1].value)
 
     def unpadded(self, leaf: LeafInfo, action: Pad, source: LeafInfo) -> str:
         """Returns why a leaf without a rule changes if its parameter is padded."""
@@ -281,20 +279,25 @@ class RuledRows:
             raise Refused(f"{has}, and a rule pads to {action.to}: only a `Map` can drop entries")
         if size == action.to:
             return plain
-        if wrong := self._wrong_value(leaf, action.value):
+        if wrong := self._wrong_entries(leaf, action.value):
             raise Refused(wrong)
         row = dataclasses.replace(plain, action="converted", sources=(source.name,), note=note)
-        grown = f"{size} -> {action.to} along {at} with {action.value:g}"
+        new = f"with {action.value:g}"
+        if leaf.kind == "state":
+            new = "as its parameter" if copies_parameter(leaf) else "as `init` makes it"
+        grown = f"{size} -> {action.to} along {at} {new}"
         return self._converted(row, [source], "pad", kinds, how="pad", axis=at, note=grown)
 
-    def _wrong_value(self, leaf: LeafInfo, value: float | complex) -> str:
-        """Why new entries cannot have the value; empty if they can."""
+    def _wrong_entries(self, leaf: LeafInfo, value: float | complex) -> str:
+        """Why there are no new entries, of a parameter with the value; empty if there are."""
         if leaf.is_key:
             return "is a PRNG key, which has no value to pad with"
         dtype, parameter = jnp.dtype(leaf.dtype), self._dtypes[leaf.parameter or ()]
         is_float = jnp.issubdtype(dtype, jnp.inexact)
         if not is_float and jnp.issubdtype(jnp.dtype(parameter), jnp.inexact):
             return f"{leaf.dtype} for a parameter of {parameter} is a code, not a value to pad with"
+        if leaf.kind == "state":
+            return self._unlike_init().get(leaf.name, "")
         fits = not isinstance(value, complex) or jnp.issubdtype(dtype, jnp.complexfloating)
         if fits and not is_float:
             with np.errstate(all="ignore"):

@@ -23,6 +23,7 @@ from opt_core._description.values import (
 from opt_core._json_settings import json_settings
 from opt_core._optimizer import Optimizer, OptimizerDef, OptimizerState
 from opt_core._paths import Names, flatten_with_paths
+from opt_core.closures import origin_of, qualified
 from opt_core.errors import DescriptionError
 from opt_core.protocols import DerivesLogicalAxes, DescribesState
 
@@ -135,7 +136,8 @@ def describe_by_types(
       params: see `describe_state`.
       state: likewise.
     """
-    whole = type_name(type(definition))
+    origin = origin_of(type(definition))
+    whole = qualified(type_name(type(definition)), origin)
     leaves = jax.tree.leaves(state.param_states)
     given = roles(params, state.param_states, whole_tree=definition.whole_tree)
     paths = [names for names, x in flatten_with_paths(state.param_states) if x is not None]
@@ -144,7 +146,7 @@ def describe_by_types(
     places: dict[str, list[Names]] = {}
     found = []
     for path, role, leaf, dims in zip(paths, given, leaves, dimensions, strict=True):
-        slot = slot_of(role, whole)
+        slot = slot_of(role, whole, origin)
         nodes = places.setdefault(slot.name, [])
         if slot.node not in nodes:
             nodes.append(slot.node)
@@ -206,19 +208,20 @@ class Slot(NamedTuple):
     field: Names
 
 
-def slot_of(role: Role, whole: str) -> Slot:
+def slot_of(role: Role, whole: str, origin: str) -> Slot:
     """Returns the innermost record that contains a leaf, ignoring plain containers.
 
     Args:
       role: the role of the leaf.
       whole: the name of the definition, for leaves that are not in a record.
+      origin: the package of the definition, which makes the records, whatever their classes are.
     """
     names = tuple(name for _, name in role.outer)
     inner = tuple(name for _, name in role.inner)
     for k in reversed(range(len(role.outer))):
         kind = role.outer[k][0]
         if kind not in (tuple, list, dict) and not issubclass(kind, Mapping):
-            return Slot(names[:k], type_name(kind), (*names[k:], *inner))
+            return Slot(names[:k], qualified(type_name(kind), origin), (*names[k:], *inner))
     return Slot((), whole, (*names, *inner))
 
 

@@ -11,7 +11,7 @@ from opt_core._description.values import TransformationDescription
 from opt_core._paths import Names, path_str
 from opt_core._surgery.hazards import Move, bearing_of
 from opt_core._surgery.likes import like_numbers, shared_settings
-from opt_core._surgery.sides import Made, Side, made_of, shown
+from opt_core._surgery.sides import Made, Side, is_recorded, made_of, shown
 
 INJECTED: Final = "injected"
 """The setting that names values which an enclosing transformation gives, from its state."""
@@ -24,8 +24,8 @@ def differences(move: Move) -> Iterator[str]:
     """Yields the differences between two optimizers as text.
 
     Other groups, other transformations, another order, and settings that change what an update
-    does with its state: booleans (`nesterov`), lengths of windows, and the numbers of
-    transformations that keep a state and occur twice. Learning rates and the like may change.
+    does with its state: booleans (`nesterov`), and the numbers of transformations that keep a state
+    and occur twice. Learning rates and lengths of windows may change.
     """
     old, new = move.old, move.new
     before, after = _by_group(old), _by_group(new)
@@ -42,7 +42,8 @@ def differences(move: Move) -> Iterator[str]:
             yield f"by their settings, {', '.join(renumbered)}{inside(group)}"
         for j, i in sorted(numbers.items()):
             one, other = old.made((group, name, i)), new.made((group, name, j))
-            yield from _settings(one, other, by_number=is_many)
+            is_told = is_many and not _is_recorded(new, other)
+            yield from _settings(one, other, by_number=is_told)
     # Leaves that moved show which transformations of other groups go on.
     for was, now in dict.fromkeys(
         (made_of(old.descriptions[i]), made_of(new.descriptions[j]))
@@ -51,7 +52,14 @@ def differences(move: Move) -> Iterator[str]:
     ):
         if was[0] != now[0]:
             is_many = max(len(old.alike(*was[:2])), len(new.alike(*now[:2]))) > 1
-            yield from _settings(old.made(was), new.made(now), by_number=is_many)
+            is_told = is_many and not _is_recorded(new, new.made(now))
+            yield from _settings(old.made(was), new.made(now), by_number=is_told)
+
+
+def _is_recorded(side: Side, made: TransformationDescription) -> bool:
+    """Whether the state records numbers of a transformation: pairs of leaves report changes."""
+    own = side.leaves_of((made.group, made.name, made.number))
+    return INJECTED in made.settings or any(is_recorded(side.descriptions[i], made) for i in own)
 
 
 def _numbered(name: str, number: int) -> str:
@@ -112,12 +120,10 @@ def _settings(
 
     Those that must not change, or only at times, are among the `refusals`.
     """
-    # the values of injected settings are in the state
-    by_number = by_number and INJECTED not in old.settings.keys() & new.settings.keys()
     for name in shared_settings(old, new):
         one, other = old.settings[name], new.settings[name]
         effect = bearing_of(name, old, new).effect
-        if one == other or effect in ("refused", "at_or_below_count", "above_count"):
+        if one == other or effect not in ("nothing", "initial"):
             continue
         where = f"`{name}` of `{new.name}`{inside(new.group)}"
         are_numbers = all(isinstance(x, int | float) for x in (one, other))
@@ -127,6 +133,3 @@ def _settings(
         elif is_switch:
             was = one if isinstance(one, bool) else "not a boolean"
             yield f"{where} was {was}, is {other if isinstance(other, bool) else 'not a boolean'}"
-        elif effect == "window":
-            length, now = (str(x) if isinstance(x, int) else "a function" for x in (one, other))
-            yield f"{where} was {length}, is {now if length != now else 'another'}"

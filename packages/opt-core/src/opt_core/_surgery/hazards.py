@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from opt_core._description.values import Bearing, LeafDescription, TransformationDescription
 from opt_core._paths import Names, path_str
-from opt_core._surgery.likes import UPDATE, shared_settings, switched, without_code
+from opt_core._surgery.likes import UPDATE, setting_text, shared_settings, switched
 from opt_core._surgery.pairing import Pair, Pairs, continued
 from opt_core._surgery.sides import (
     TRAINED,
@@ -142,7 +142,7 @@ def earlier_changes(move: Move) -> Iterator[str]:
                 is_code = any(isinstance(x, Mapping) and "function" in x for x in (was, now))
                 is_known = bearing_of(name, old, new).effect != "nothing" or old.passes_on
                 if was != now and (is_code or new.source == "types") and not is_known:
-                    text, other = _text(was), _text(now)
+                    text, other = setting_text(was), setting_text(now)
                     other = "another" if other == text else other
                     yield f"`{name}` of {acts}, was {text}, is {other}"
 
@@ -187,7 +187,7 @@ def _refused(
     was, now = old.settings.get(name), new.settings.get(name)
     # A setting that the checkpoint lacks may have been the same, unless a window is open.
     is_told = (name in old.settings and name in new.settings) or name == UPDATE
-    changed = f"`{name}` of `{new.name}` was {_text(was)}, is {_text(now)}"
+    changed = f"`{name}` of `{new.name}` was {setting_text(was)}, is {setting_text(now)}"
     if bearing.effect == "refused" and is_told and was != now and not _is_ruled(move, name, pairs):
         yield (
             f"{changed}: the saved state means something else under it. Restore the "
@@ -246,16 +246,6 @@ def _is_opaque(value: Any) -> bool:
     return isinstance(value, str) and value.startswith("<")
 
 
-def _text(value: Any) -> str:
-    """A setting as a short text."""
-    value = without_code(value)
-    if isinstance(value, Mapping) and "function" in value:
-        held = ", ".join(f"{k}={_text(x)}" for k, x in value.items() if k != "function")
-        value = f"{value['function']}({held})" if held else value["function"]
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def _factors(move: Move, before: Made, after: Made) -> Iterator[str]:
     """Factors before moments that have changed since the moments were made."""
     ones, others = (
@@ -270,10 +260,11 @@ def _factors(move: Move, before: Made, after: Made) -> Iterator[str]:
             was, now = old.settings.get(name), new.settings.get(name)
             is_told = name in old.settings and name in new.settings
             if is_told and was != now and bearing_of(name, old, new).effect == "refused":
+                changed = f"`{name}` of `{new.name}` was {setting_text(was)}"
                 yield (
-                    f"`{name}` of `{new.name}` was {_text(was)}, is {_text(now)}: what comes after "
-                    f"it has been multiplied by it, such as the moments of `{shown(after)}`. "
-                    "Restore the setting, or, for a checkpoint, give rules for these leaves"
+                    f"{changed}, is {setting_text(now)}: what comes after it has been "
+                    f"multiplied by it, such as the moments of `{shown(after)}`. Restore the "
+                    "setting, or, for a checkpoint, give rules for these leaves"
                 )
 
 

@@ -115,6 +115,16 @@ def without_code(value: Any) -> Any:
     return tuple(map(without_code, value)) if isinstance(value, tuple) else value
 
 
+def setting_text(value: Any) -> str:
+    """Returns a setting as a short text."""
+    value = without_code(value)
+    if isinstance(value, Mapping) and "function" in value:
+        held = ", ".join(f"{k}={setting_text(x)}" for k, x in value.items() if k != "function")
+        value = f"{value['function']}({held})" if held else value["function"]
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def _has_one_update(old: TransformationDescription, new: TransformationDescription) -> bool:
     """Different functions may update states made by the same one."""
     return bool(old.settings.get(UPDATE) == new.settings.get(UPDATE))

@@ -263,7 +263,7 @@ def _regroup(
 ) -> tuple[Optimizer, ChangeReport]:
     fresh = jax.eval_shape(definition.create, optimizer.target).replace(target=optimizer.target)
     old, new = _side(optimizer), _side(fresh)
-    pairing = pair_leaves(old, new, joins=options.joins, recorded="defined")
+    pairing = pair_leaves(old, new, joins=options.joins)
     pairs = _fitting(old, new, pairing.pairs, options)
     if options.schedules == "restart":
         pairs = _restarted(optimizer, fresh, new, pairs)

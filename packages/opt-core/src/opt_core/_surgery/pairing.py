@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from opt_core._description.values import LeafDescription
 from opt_core._paths import Names
-from opt_core._surgery.likes import like_numbers, shared_settings
+from opt_core._surgery.likes import like_numbers, setting_text, shared_settings
 from opt_core._surgery.sides import (
     TRAINED,
     Made,
@@ -38,12 +38,15 @@ class Pair:
       note: why it is new, or a remark.
       lookalike: for a new leaf, the position of an old leaf of the same name but another meaning.
       counts: for a schedule's new count, the leaf that it continues from.
+      replaced: for a setting recorded in the state that the new definition has changed, the old
+        leaves that it replaces.
     """
 
     sources: tuple[int, ...] = ()
     note: str = ""
     lookalike: int | None = None
     counts: int | Literal["step"] | None = None
+    replaced: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +71,12 @@ def pair_leaves(
     given: Mapping[int, Sequence[int]] | None = None,
     origins: Mapping[Names, Sequence[Names]] | None = None,
     joins: bool = True,
-    recorded: Literal["saved", "defined"] = "saved",
 ) -> Pairing:
     """Returns the source of every leaf of a new state.
+
+    A setting recorded in the state, such as an injected learning rate, keeps its saved value, which
+    may have been set at run time, unless the new definition has changed the setting: then its
+    number acts.
 
     Args:
       old: the existing state.
@@ -78,10 +84,8 @@ def pair_leaves(
       given: the sources of leaves that the caller has decided, by position.
       origins: the old parameters that new ones are made of, if they differ.
       joins: whether leaves without moments join others at the count of these.
-      recorded: whether settings recorded in the state keep the saved value, or take the new
-        definition's where it has changed.
     """
-    return _Walk(old, new, given or {}, origins or {}, joins, recorded).pairing()
+    return _Walk(old, new, given or {}, origins or {}, joins).pairing()
 
 
 def continued(old: Side, new: Side, pairs: Sequence[Pair]) -> Mapping[tuple[Made, Made], Pairs]:
@@ -110,7 +114,6 @@ class _Walk:
     given: Mapping[int, Sequence[int]]
     origins: Mapping[Names, Sequence[Names]]
     joins: bool
-    recorded: Literal["saved", "defined"]
 
     def __post_init__(self) -> None:
         self._numbers: dict[tuple[Names, Names, str], Mapping[int, int]] = {}
@@ -288,14 +291,16 @@ class _Walk:
         return any(leaves[i].parameter not in known for i in trained)
 
     def _recorded(self, leaf: LeafDescription, found: Sequence[int]) -> Pair:
-        """A value that was changed at run time outlives surgery, unless the setting changed."""
+        """A value that was set at run time continues, unless the setting has changed."""
         name = leaf.field[-1]
         setting = self.new.made(made_of(leaf)).settings.get(name)
-        before = [
-            self.old.made(made_of(self.old.descriptions[i])).settings.get(name) for i in found
-        ]
-        if self.recorded == "defined" and any(value != setting for value in before):
-            return Pair(note=f"`{name}` is the new definition's")
+        before = [self.old.made(made_of(self.old.descriptions[i])).settings for i in found]
+        if not all(name in settings for settings in before):
+            return Pair(tuple(found), f"saved; nothing says what the code gave as `{name}`")
+        for was in (settings[name] for settings in before):
+            if was != setting:
+                changed = f"`{name}` was {setting_text(was)}, is {setting_text(setting)}"
+                return Pair(note=f"{changed} in the code, which acts", replaced=tuple(found))
         why = self._unlike(found, leaf)
         return Pair(note=why) if why else Pair(tuple(found))
 

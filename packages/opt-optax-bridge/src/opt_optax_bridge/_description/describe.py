@@ -19,6 +19,7 @@ from opt_core import (
     flatten_with_paths,
     roles,
 )
+from opt_core.closures import origin_of, qualified
 from opt_core.errors import DescriptionError
 
 from opt_optax_bridge._description.dimensions import (
@@ -186,7 +187,8 @@ def _slot(role: Role, places: Mapping[Names, Node]) -> _Slot:
     for k in range(len(outer) - 1, -1, -1):
         kind = outer[k][0]
         if kind not in _PLAIN and not issubclass(kind, Mapping):
-            name = transformation_name(kind.__name__)
+            maker = kind if node is None else node.tx.init
+            name = qualified(transformation_name(kind.__name__), origin_of(maker))
             return _Slot(names[:k], _labels(role, k), name, (*names[k:], *inner), node, kind)
     return _Slot((), (), _WHOLE, (*names, *inner), node)
 
@@ -288,9 +290,6 @@ def _described(node: Node, name: tuple[Names, str, int]) -> TransformationDescri
         settings = switches | settings
     known = _known(node)
     bearing = {} if known is None else {k: v for k, v in known.bearing.items() if k in settings}
-    if node.factory_argument is not None:
-        numbers = node.held.get("numeric_hps", {})
-        bearing |= dict.fromkeys(numbers, Bearing("refused"))  # Optax reads them from the state
     if UPDATED_BY in settings:
         bearing[UPDATED_BY] = Bearing("refused")
     source: Source = "types" if known is None else "stated"
@@ -315,8 +314,8 @@ def _known(node: Node | None) -> Known | None:
 
 
 def _factor(node: Node) -> str:
-    """The setting that scales updates; empty if there is none or if the state holds it."""
-    return "" if node.injected or not node.is_own else FACTORS.get(node.name, "")
+    """The setting that scales updates; empty if there is none."""
+    return FACTORS.get(node.name, "") if node.is_own else ""
 
 
 def _declared(kind: type | None) -> Mapping[str, Any]:

@@ -15,8 +15,10 @@ from opt_core.closures import (
     closure_vars,
     definer_of,
     factory_of,
+    origin_of,
     own_name,
     package_of,
+    qualified,
     unwrapped,
 )
 from opt_core.protocols import DescribesFields
@@ -104,13 +106,19 @@ class Node:
 
     @property
     def name(self) -> str:
-        """Its name; empty if only the type of its state can tell."""
+        """Its name, with its package; empty if only the type of its state can tell."""
         if "name" in self.declared:
             return str(self.declared["name"])
         if not self.shares_init and self.maker:
-            return transformation_name(self.maker)
+            return qualified(transformation_name(self.maker), origin_of(self.tx.init))
         is_stateful = not (self.shares_init or self.is_stateless or _is_empty(self.tx.init))
-        return "" if is_stateful else transformation_name(self.factory)
+        return "" if is_stateful else self.updated_by
+
+    @property
+    def updated_by(self) -> str:
+        """The name that its update function alone would give it."""
+        function = self.tx.init if self.tx.update is None else self.tx.update
+        return qualified(transformation_name(self.factory), origin_of(function))
 
     def walk(self) -> Iterator[Node]:
         """Yields itself and everything nested in it, outermost first."""

@@ -7,7 +7,7 @@ import types
 from typing import Any, Final
 
 from opt_core import json_settings
-from opt_core.closures import closure_vars, factory_of, package_of, unwrapped
+from opt_core.closures import closure_vars, factory_of, origin_of, package_of, unwrapped
 
 from opt_optax_bridge._description.nodes import OWN, Node, injected_by, occurrences
 
@@ -39,7 +39,7 @@ def settings_of(node: Node) -> dict[str, Any]:
     injected = {INJECTED: node.injected} if node.injected else {}
     found = json_settings({**dict(sorted(named.items())), **injected}, known=_KNOWN)
     if _is_updated_by_another(node):
-        found[UPDATED_BY] = node.factory
+        found[UPDATED_BY] = node.updated_by
     return found
 
 
@@ -55,7 +55,8 @@ def _is_updated_by_another(node: Node) -> bool:
     if not node.maker or node.shares_init or node.tx.update is None:
         return False
     is_optax = node.is_own and package_of(node.tx.init) in OWN
-    return node.maker != node.factory and not is_optax
+    makes, updates = (origin_of(f) for f in (node.tx.init, node.tx.update))
+    return (node.maker, makes) != (node.factory, updates) and not is_optax
 
 
 def _arguments(node: Node) -> frozenset[str] | None:
