@@ -205,8 +205,11 @@ def _components(
 
 
 def _finding(severity: Severity, leaf: Leaf, said: str) -> Finding:
-    remedy = "; pass `state_gathers='any'` for optimizers that need whole matrices, such as Muon "
-    remedy = (remedy + "and GaLore") * (severity == "error")
+    remedy = (
+        "; for optimizers that need whole matrices, such as Muon and GaLore, pass "
+        "`state_gathers='any'`; `opt_matrix.muon(..., plan=plan)` moves each matrix once"
+    )
+    remedy *= severity == "error"
     return Finding("state gather", severity, leaf.path, said + remedy)
 
 
