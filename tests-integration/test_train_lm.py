@@ -219,8 +219,8 @@ def test_what_it_prints(whole: Path) -> None:
     assert aim.startswith("Trains a byte-level language model, then compares ")
     assert folder.startswith(f"{whole}: {elements:,} parameters on data=4,model=2, ")
     # Adafactor does not factor so small a table; in three slots it has placeholders. Two counters
-    # count the updates of each AdamW, of the schedule and of the moments. By ZeRO all the others are
-    # split over data=4.
+    # count the updates of each AdamW, of the schedule and of the moments. ZeRO splits all but these
+    # over data=4.
     rest = 3 * 4 + 4 * 4
     moments = ((shared - 2 * table) // 4, 4 * (elements - table))
     state = (2 * moments[0] + table // 2 + rest, 2 * moments[1] + 4 * table + rest)
