@@ -943,7 +943,7 @@ def test_what_is_not_finite_is_skipped_and_reported(
     expected = [0, 0, at_3, 0, at_5_and_6, at_5_and_6, 0, 0]
     assert values(found, "skipped") == expected
     shown = re.findall(r"  skipped (\d+)  ", found["stderr"])
-    assert list(map(int, shown)) == expected
+    assert list(map(int, shown)) == [expected[0], expected[-1]]  # the others within a minute
     for line in found["metrics"]:
         assert all(math.isfinite(value) for value in line.values())
         assert ("loss" in line) == (line["skipped"] < 8)
