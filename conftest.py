@@ -1,5 +1,7 @@
 """What every run of the tests shares, those of a wheel alone included."""
 
+import contextlib
+import ctypes
 import functools
 import gc
 import importlib.util
@@ -7,6 +9,7 @@ import os
 import random
 import tempfile
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +63,28 @@ def pytest_collection_finish() -> None:
     """What has been imported stays: nothing of it needs to be looked through for garbage."""
     gc.collect()
     gc.freeze()
+
+
+_resident_after_drop = 0
+
+
+def _resident() -> int:
+    """Bytes in memory; 0 where that is not Linux."""
+    with contextlib.suppress(OSError):
+        pages = Path("/proc/self/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def pytest_runtest_teardown() -> None:
+    """Programs are dropped before they fill 2 GB, or most of the 65,530 mappings of a process."""
+    global _resident_after_drop
+    if _resident() < max(1_200_000_000, _resident_after_drop + 400_000_000):
+        return
+    import jax
+
+    jax.clear_caches()
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # it keeps for itself most of what was freed
+    _resident_after_drop = _resident()

@@ -2,7 +2,7 @@
 
     hatch run dev:train
     hatch run dev:train --data ~/texts --steps 5000 --out runs/texts
-    hatch run dev:train --resume runs/texts --zero --learning-rate 1e-4
+    hatch run dev:train --resume runs/texts --no-zero --learning-rate 1e-4
     hatch run dev:train --out runs/two --processes 2 --process-id 0 --coordinator localhost:1234
 
 The training code is in `lm/training.py`. It is imported last, so that flags are validated and a

@@ -1,9 +1,7 @@
 """Integration tests run on 8 virtual CPU devices; those for accelerators are rehearsed there."""
 
-import gc
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -36,11 +34,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("accelerator"):
             item.add_marker(pytest.mark.slow)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def programs_of_other_modules_are_dropped() -> Iterator[None]:
-    """Every compiled program maps memory, and Linux allows a process 65,530 mappings."""
-    yield
-    jax.clear_caches()
-    gc.collect()

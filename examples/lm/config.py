@@ -32,7 +32,10 @@ class Config:
     """All settings that determine what a run computes; saved as `config.json`."""
 
     data: tuple[str, ...] = flag(
-        (), "files or directories to learn from (default: Python's own library)", nargs="+"
+        (),
+        "files or directories to learn from (default: Python's own library)",
+        nargs="+",
+        metavar="PATH",
     )
     steps: int = flag(1200, "updates to make")
     seed: int = flag(0, "decides initial parameters, batches and the sample")
@@ -47,8 +50,8 @@ class Config:
     d_model: int = flag(128, "width of the transformer")
     heads: int = flag(4, "attention heads per block")
     optimizer: str = flag(
-        "adamw",
-        "of the matrices: adamw or muon; the byte table, the head and vectors have their own",
+        "muon",
+        "of the matrices; the byte table, the head and vectors have their own",
         choices=("adamw", "muon"),
     )
     learning_rate: float = flag(
@@ -61,9 +64,10 @@ class Config:
         "",
         "devices over which batch and parameters are split, such as data=4,model=2 (default: all "
         "that there are and that can be used; 8 virtual ones where there is only a CPU)",
+        metavar="data=D,model=M",
     )
     zero: bool = flag(
-        False,
+        True,
         "split optimizer state over data, too, not only parameters' dimensions over model (ZeRO-1)",
         action=argparse.BooleanOptionalAction,
     )
@@ -202,6 +206,7 @@ class Cluster:
         "host:port of process 0; without it and --process-id, JAX asks JAX_COORDINATOR_ADDRESS "
         "and the cluster's scheduler",
         type=str,
+        metavar="HOST:PORT",
     )
     heartbeat_timeout: int = flag(
         100, "seconds of silence after which a process counts as dead, and the others end"
@@ -288,13 +293,10 @@ def parse_arguments(argv: Sequence[str] | None) -> Arguments:
 def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
     """Returns the argparse options of a field."""
     options = dict(field.metadata)
-    if "action" in options:
-        return options
-    options["metavar"] = "X"
-    if "nargs" not in options and field.default is not None:
+    if field.default not in ((), "", None):
+        options["help"] += f" (default: {field.default})"
+    if not options.keys() & {"action", "nargs", "type"}:
         options["type"] = type(field.default)
-        if field.default != "":
-            options["help"] += f" (default: {field.default})"
     return options
 
 

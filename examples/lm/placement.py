@@ -102,6 +102,39 @@ def _notes(plan: MemoryPlan) -> list[str]:
     return [*lines, f"  {more} more notes"] if more > 0 else lines
 
 
+def describe_bytes(
+    plan: MemoryPlan, optimizer: Optimizer, tx: optax.GradientTransformation
+) -> tuple[dict[str, dict[str, int]], str]:
+    """Returns bytes a device: planned, held, and those of `tx` without a plan; and a table of them.
+
+    Args:
+      plan: made before anything was allocated.
+      optimizer: live.
+      tx: its state is created, for parameters in float32 that lie as those of `optimizer`.
+    """
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), optimizer.target)
+    rows = {
+        "planned": (plan.param_bytes_per_device, plan.state_bytes_per_device),
+        "held": (held(optimizer.target), held(optimizer.state.param_states)),
+        "plain Optax": (held(params), held(tx.init(params))),
+    }
+    table = [f"{'Bytes a device':<16}{'parameters':>12}{'state':>12}{'both':>12}"]
+    for name, (of_params, of_state) in rows.items():
+        counts = (of_params, of_state, of_params + of_state)
+        table.append(f"  {name:<14}" + "".join(f"{amount(count):>12}" for count in counts))
+    named = {k: dict(zip(("parameters", "state"), row, strict=True)) for k, row in rows.items()}
+    return named, "\n".join(table)
+
+
+def held(tree: Any) -> int:
+    """Returns the bytes of live arrays on the device of this process that holds most."""
+    counts: Counter[jax.Device] = Counter()
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            counts[shard.device] += shard.data.nbytes
+    return max(counts.values())
+
+
 def check_step(
     step: jax.stages.Compiled,
     placement: Placement,

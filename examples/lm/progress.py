@@ -16,7 +16,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 BAR_CELLS = 10  # at least
-REPEAT_SECONDS = 4.0  # without a terminal; on one, every second
+REPEAT_SECONDS = 60.0  # without a terminal; on one, every second
 
 FORMATS = {
     "loss": ("loss", ".3f"),
@@ -49,11 +49,11 @@ class Progress:
             dynamic_ncols=True,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {remaining}{postfix}",
             disable=None if is_shown else True,
+            mininterval=1,
             smoothing=0.1,
         )
         self._is_shown = is_shown
         self._steps, self._tokens = steps, tokens_per_step
-        self._line_every = max(1, steps // 20)
         self._done, self._start = done, time.perf_counter()
         self._last = self._printed = self._start
 
@@ -108,9 +108,9 @@ class Progress:
             tqdm.write(text, file=sys.stderr)
 
     def _is_due(self, step: int) -> bool:
-        """Whether a line is: 20 in all, or as many as keep the silence short."""
+        """Whether a line is: of the first step, of the last, and one a minute."""
         silence = time.perf_counter() - self._printed
-        return step % self._line_every == 0 or step == self._steps or silence > REPEAT_SECONDS
+        return step in (self._done + 1, self._steps) or silence > REPEAT_SECONDS
 
     def _room(self) -> int:
         """How many columns are left for metrics."""

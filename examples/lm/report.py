@@ -10,12 +10,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from opt_core import Optimizer
+from opt_partition import MemoryPlan
 
 from lm import baselines
 from lm.data import batches_in_order
 from lm.job import Job
 from lm.model import next_byte_loss
+from lm.placement import describe_bytes
 from lm.processes import is_first, say
 from lm.progress import announced, folded
 from lm.run_folder import RunFolder
@@ -45,6 +48,7 @@ def evaluator(job: Job) -> Callable[..., float]:
             job.text.held_out,
             batch_size=job.config.batch_size,
             window=job.config.sequence_length + 1,
+            context=(job.config.sequence_length + 1) // 2,
         )
         predictions, done, total = len(job.text.held_out) - 1, 0, 0.0
         for windows, counts in itertools.islice(batches, most):
@@ -57,8 +61,8 @@ def evaluator(job: Job) -> Callable[..., float]:
     return evaluate
 
 
-def write_report(job: Job, folder: RunFolder, optimizer: Optimizer) -> None:
-    """Writes a sample, measures the model against simpler ones, and draws the plot.
+def write_report(job: Job, folder: RunFolder, optimizer: Optimizer, plan: MemoryPlan) -> None:
+    """Writes a sample, measures the model against simpler ones and the memory against the plan.
 
     Sampled and evaluated is the average of the parameters, where there is one.
     """
@@ -83,11 +87,16 @@ def write_report(job: Job, folder: RunFolder, optimizer: Optimizer) -> None:
         bits["bigram"] = baselines.bigram_bits(text.train, text.held_out)
         bits["unigram"] = baselines.unigram_bits(text.train, text.held_out)
         bits["gzip"] = baselines.gzip_bits(text.held_out)
-        folder.save_results({"held_out_bits_per_byte": bits, "sample": sample})
+        module = optax.contrib if config.optimizer == "muon" else optax
+        plain = getattr(module, config.optimizer)(config.learning_rate)
+        counts, table = describe_bytes(plan, optimizer, plain)
+        folder.save_results(
+            {"held_out_bits_per_byte": bits, "bytes_per_device": counts, "sample": sample}
+        )
         folder.plot(bits)
     files = "plot.png metrics.jsonl results.json placement.txt config.json checkpoints/"
     say(
         f"\nSample\n{sample}\n\nBits per byte of {len(text.held_out)} held-out bytes",
         *(f"  {name:<12}{value:6.3f}" for name, value in bits.items()),
-        f"\n{folded(f'{folder.path}: {files}')}",
+        f"\n{table}\n\n{folded(f'{folder.path}: {files}')}",
     )

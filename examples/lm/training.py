@@ -547,6 +547,10 @@ def train_and_report(arguments: Arguments) -> int:
             saved = folder.latest_checkpoint()
         if saved:
             plan_resume(placement, saved, folder.path)  # does it fit?
+    aim = (
+        "Trains a byte-level language model, then compares its bits per byte with gzip's, and its "
+        "bytes on a device with the plan and with plain Optax."
+    )
     size = sum(leaf.size for leaf in jax.tree.leaves(placement.optimizer.target))
     since = f", from step {saved.step} on" if saved else ""
     about = (
@@ -554,6 +558,7 @@ def train_and_report(arguments: Arguments) -> int:
         f"{len(job.text.train):,} bytes of {job.text.source}{since}"
     )
     say(
+        folded(aim),
         folded(about),
         folded(describe(placement.optimizer), table_until="hyper-parameters"),
         folded(describe_plan(placement.plan)),
@@ -581,7 +586,7 @@ def train_and_report(arguments: Arguments) -> int:
         job, folder, step_function, optimizer, batches, overrides, *guard_state
     )
     if is_finished:
-        write_report(job, folder, optimizer)
+        write_report(job, folder, optimizer, placement.plan)
         return 0
     folder.plot({})
     again = ["hatch", "run", "dev:train", "--resume", str(folder.path)]

@@ -340,6 +340,16 @@ def test_anything_else_is_one_clear_error(target: Any, tmp_path: Path) -> None:
     assert Checkpointer(tmp_path, read_only=True).steps() == []
 
 
+def test_what_makes_a_state_says_how_to_make_it() -> None:
+    saved = named_state(of_optax())
+    with pytest.raises(TypeError, match=r"found \w+: pass `TrainingState\(tx, params, tx\.init\("):
+        plan_restore(saved, adamw())  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"found OptaxWrapper: pass what `create\(params\)` of this"
+    ):
+        plan_restore(saved, opt.OptaxWrapper(adamw()))  # type: ignore[arg-type]
+
+
 def test_an_optimizer_without_its_model_is_told_to_bring_it() -> None:
     with pytest.raises(
         TypeError, match=r"holds no parameters: give the pair `\(model, optimizer\)`"

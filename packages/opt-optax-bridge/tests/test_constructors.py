@@ -88,6 +88,10 @@ def test_a_name_that_optax_does_not_have(module: Any) -> None:
         "no optimizer of that name (`opt_optax_bridge.optimizer_names()` lists them)"
     )
 
+    if module is opt_optax_bridge:
+        with pytest.raises(AttributeError, match=r"write `opt_optax_bridge\.muon\(\.\.\.\)` for"):
+            module.contrib.muon  # noqa: B018
+
 
 def test_a_new_optimizer_of_optax_is_found(other_optax: pytest.MonkeyPatch) -> None:
     def brand_new(learning_rate: float) -> optax.GradientTransformation:

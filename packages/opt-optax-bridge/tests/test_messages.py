@@ -25,6 +25,12 @@ ADAGRAD = opt_optax_bridge.adagrad(0.1).create(GRADS)
 SGD: Any = opt_optax_bridge.sgd(0.1, momentum=0.9).create(GRADS)
 OLD: Any = t5x.sgd(0.1).create(GRADS)
 OPAQUE = OptaxWrapper(optax.sgd(0.1)).create(GRADS)
+CHAINED = opt_optax_bridge.chain(optax.clip(1.0), optax.sgd(0.1)).create(GRADS)
+NOT_OF_OPTAX = (
+    "What Optax's own constructors return has no hyper-parameters: write "
+    "`opt_optax_bridge.adamw(...)` for `optax.adamw(...)`, `opt_optax_bridge.chain(...)` for "
+    "`optax.chain(...)`, and wrap a constructor of your own with `wrap_optax_optimizer`"
+)
 CLOSED = OptaxWrapper(
     optax.GradientTransformation(lambda params: (), lambda u, s, params=None: (u, s))
 ).create(GRADS)
@@ -80,9 +86,16 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: OPAQUE.apply_gradient(GRADS, learning_rate=0.5),
         UnusedArgumentError,
         (
-            "`learning_rate`: neither a hyper-parameter of this optimizer (it has none: a wrapped "
-            "constructor would, see `wrap_optax_optimizer`) nor an extra argument that its "
-            "transformation uses"
+            "`learning_rate`: neither a hyper-parameter of this optimizer (it has none) nor an "
+            "extra argument that its transformation uses. " + NOT_OF_OPTAX
+        ),
+    ),
+    "nothing to override in a chain": (
+        lambda: CHAINED.apply_gradient(GRADS, learning_rate=0.5),
+        UnusedArgumentError,
+        (
+            "`learning_rate`: neither a hyper-parameter of this optimizer (it has none) nor an "
+            "extra argument that its transformation uses. " + NOT_OF_OPTAX
         ),
     ),
     "no extra arguments": (

@@ -175,10 +175,14 @@ def constructor(name: str, module: str, *, is_optimizer: bool = False) -> Callab
     """
     found = _exported().get(name)
     if found is None or is_optimizer > found.is_optimizer:
-        raise AttributeError(
-            f"module {module!r} has no attribute {name!r}: optax {optax.__version__} exports no "
-            "optimizer of that name (`opt_optax_bridge.optimizer_names()` lists them)"
+        why = (
+            f"what `optax.contrib` exports is here without it: write `{module}.muon(...)` for "
+            "`optax.contrib.muon(...)`"
+            if name == "contrib"
+            else f"optax {optax.__version__} exports no optimizer of that name "
+            "(`opt_optax_bridge.optimizer_names()` lists them)"
         )
+        raise AttributeError(f"module {module!r} has no attribute {name!r}: {why}")
     return found.function
 
 

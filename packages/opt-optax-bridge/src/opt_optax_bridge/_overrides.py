@@ -207,11 +207,14 @@ class Update:
 
     def _unused_message(self, names: list[str]) -> str:
         valid = listed(overridable_in_general(self.definition), none="it has none")
-        if self.definition.recipe is None:
-            valid = "it has none: a wrapped constructor would, see `wrap_optax_optimizer`"
+        remedy = (
+            ". What Optax's own constructors return has no hyper-parameters: write "
+            "`opt_optax_bridge.adamw(...)` for `optax.adamw(...)`, `opt_optax_bridge.chain(...)` "
+            "for `optax.chain(...)`, and wrap a constructor of your own with `wrap_optax_optimizer`"
+        )
         return (
             f"{listed(names)}: neither a hyper-parameter of this optimizer ({valid}) nor an extra "
-            "argument that its transformation uses"
+            f"argument that its transformation uses{remedy * (valid == 'it has none')}"
         )
 
 

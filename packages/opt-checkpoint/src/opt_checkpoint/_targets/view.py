@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from opt_core import Optimizer
+from opt_core import Optimizer, OptimizerDef
+from opt_core.protocols import Transformation
 from opt_core.storage import PlainOptimizer
 
 from opt_checkpoint._naming.schema import Names
@@ -79,8 +80,18 @@ def view_of(target: Any, *, argument: str = "target") -> View:
     raise TypeError(
         f"`{argument}`: expected an `opt_core.Optimizer`, a "
         "`TrainingState(tx, params, opt_state)` of plain Optax, a `flax.training.train_state."
-        f"TrainState`, or the pair `(model, nnx.Optimizer)`; found {_shown(target)}"
+        "TrainState`, or the pair `(model, nnx.Optimizer)`; found "
+        f"{_shown(target)}{_remedy(target)}"
     )
+
+
+def _remedy(target: Any) -> str:
+    """What to write where someone passes what makes the state in place of the state."""
+    if isinstance(target, OptimizerDef):
+        return ": pass what `create(params)` of this definition returns"
+    if isinstance(target, Transformation):
+        return ": pass `TrainingState(tx, params, tx.init(params))`"
+    return ""
 
 
 def _view_of_fields(given: Any) -> View:

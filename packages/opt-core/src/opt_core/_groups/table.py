@@ -212,5 +212,8 @@ def _is_pair(pair: Any) -> bool:
 
 def _no_definition(value: Any) -> str:
     is_transformation = isinstance(value, Transformation)
-    hint = " (wrap it: `opt_optax_bridge.OptaxWrapper(tx)`)" if is_transformation else ""
-    return f"a {type(value).__name__} for a definition{hint}"
+    hint = (
+        " (wrap it: `opt_optax_bridge.OptaxWrapper(tx)`; or write `opt_optax_bridge.adamw(...)` "
+        "for `optax.adamw(...)`, `opt_optax_bridge.chain(...)` for `optax.chain(...)`)"
+    )
+    return f"a {type(value).__name__} for a definition{hint * is_transformation}"
