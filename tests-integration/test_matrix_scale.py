@@ -47,17 +47,20 @@ def test_a_decoder_of_70_billion_parameters_is_planned_in_seconds() -> None:
     sizes = {"embed": 8192, "mlp": 28672, "heads": 64, "kv_heads": 8, "kv": 128}
     params, axes, specs = decoder(80, sizes)
     mesh = AbstractMesh((512, 8), ("fsdp", "tp"))
-    start = time.process_time()
-    plan = plan_matrices(params, specs, mesh, Matrices.by_logical_axes(axes))
-    assert time.process_time() - start < 5
-    assert sum(len(group.leaves) for group in plan.groups) == 80 * 7
-    assert len(plan.rest) == 80
-    for group in plan.groups:
-        # Fewer matrices than places: no device has more than a part of one.
-        assert group.count + group.padding == 512
-        assert group.flops_per_device == plan.fn.flops(*group.shape, parts=8)
-        assert group.temp_bytes <= 6 * group.shape[0] * group.shape[1] * 4
-    assert json.loads(plan.to_json())["groups"]
+    for split, parts in ((), 1), (("tp",), 8):
+        start = time.process_time()
+        plan = plan_matrices(
+            params, specs, mesh, Matrices.by_logical_axes(axes), split_axes=split
+        )
+        assert time.process_time() - start < 5
+        assert sum(len(group.leaves) for group in plan.groups) == 80 * 7
+        assert len(plan.rest) == 80
+        for group in plan.groups:
+            # Fewer matrices than places: no device has more than one, or a part of one.
+            assert group.count + group.padding == 4096 // parts
+            assert group.flops_per_device == plan.fn.flops(*group.shape, parts=parts)
+            assert group.temp_bytes <= 10 * group.shape[0] * group.shape[1] * 4
+        assert json.loads(plan.to_json())["groups"]
 
 
 def test_24_layers_have_the_products_of_8() -> None:
