@@ -1,10 +1,10 @@
 """Ways of bringing matrices together, and what each costs a device.
 
 Whole matrices are handed out over the mesh, or gathered; they stay cut only where the caller asks
-for that. Of all ways, the one with the fewest operations on a device is taken, of those the one with
+for that. Of all ways, the one with the fewest operations on a device is taken, then the one with
 the fewest collectives, then the one that moves least. No speeds are needed to choose: handing out
-moves at most two whole matrices for each that a device computes with, and of what mesh axes
-replicate the device's own part once more, so operations are never saved at a price.
+moves two whole matrices for each that a device computes with, and of what mesh axes replicate a
+device's own part once more, so operations are never saved at a price.
 
   >>> from opt_matrix import newton_schulz
   >>> kind = Kind((4, 8), 1, (('x',), ()), (), (), 'float32')

@@ -104,8 +104,8 @@ class MatrixPlan:
       mesh: the mesh, with devices or without.
       fn: what is computed.
       max_group_bytes: what was asked to bound the temporaries of a group.
-      min_group_bytes: the smallest bound that can be met. Where it is larger than what was asked,
-        groups are made for it.
+      min_group_bytes: the smallest bound that can be met, which is what bounds all groups where it
+        is larger than what was asked: they run one after the other.
     """
 
     groups: tuple[Group, ...]
@@ -251,12 +251,15 @@ def plan_matrices(
     by_kind: dict[Kind, list[LeafLayout]] = {}
     for layout in layouts.values():
         by_kind.setdefault(_kind(layout, fn), []).append(layout)
-    groups, least = list[Group](), 0
-    for kind, members in by_kind.items():
-        found, smallest = _groups(
-            kind, members, sizes, world, tuple(split_axes), fn, max_group_bytes
-        )
-        groups, least = groups + found, max(least, smallest)
+    stacks = [
+        _Stack.make(kind, members, sizes, world, tuple(split_axes), fn)
+        for kind, members in by_kind.items()
+        if sum(layout.count for layout in members)
+    ]
+    least = max((min(stack.needed.values()) for stack in stacks), default=0)
+    groups = [
+        group for stack in stacks for group in stack.groups(sizes, fn, max(least, max_group_bytes))
+    ]
     rest = tuple(path for path, dims in decided.items() if dims is None)
     return MatrixPlan(tuple(groups), layouts, rest, mesh, fn, max_group_bytes, least)
 
@@ -277,59 +280,78 @@ def _kind(layout: LeafLayout, fn: Any) -> Kind:
     )
 
 
-def _groups(
-    kind: Kind,
-    members: Sequence[LeafLayout],
-    mesh: dict[str, int],
-    world: Axes,
-    split: Axes,
-    fn: Any,
-    max_bytes: int,
-) -> tuple[list[Group], int]:
-    """Groups of one kind, cut so that each fits, and the smallest bound that could be met."""
-    parts = _costs.size(mesh, kind.batch_axes)
-    total = sum(layout.count for layout in members) // parts
-    if not total:
-        return [], 0
-    way = _costs.best_way(kind, total, mesh, world, split, fn)
-    workers = _costs.size(mesh, way.share)
-    rounds = -(-total // workers)
+@dataclasses.dataclass(frozen=True)
+class _Stack:
+    """All matrices of one kind, before they are cut into groups.
 
-    def temp_bytes(most: int) -> int:
-        """Of groups of that many rounds; the last one has what is left."""
-        return max(
-            _costs.cost(kind, way, number * workers, mesh, fn).temp_bytes
-            for number in {most, rounds % most or most}
-        )
+    Attributes:
+      kind: what they have in common.
+      members: the leaves that they are in.
+      way: how they come together.
+      parts: how many parts the axes make that whole matrices lie over.
+      needed: for each even cut, largest groups first, how many rounds its groups have (one matrix
+        for each device) and the bytes of temporaries.
+    """
 
-    # Only even cuts: the last group would be mostly padding otherwise.
-    needed = {most: temp_bytes(most) for most in _even_cuts(rounds)}
-    least = min(needed, key=lambda most: (needed[most], -most))
-    most = workers * next((most for most in needed if needed[most] <= max_bytes), least)
-    groups = []
-    for pieces in _cut([(m.path, m.count // parts) for m in members], most):
-        count = sum(stop - start for _, (start, stop) in pieces)
-        found = _costs.cost(kind, way, count, mesh, fn)
-        groups.append(
-            Group(
-                leaves=tuple(path for path, _ in pieces),
-                parts=tuple(part for _, part in pieces),
-                kind=kind,
-                way=way,
-                count=count,
-                padding=found.padding,
-                collectives=found.collectives,
-                bytes_per_device=found.bytes_per_device,
-                flops_per_device=found.flops_per_device,
-                ideal_flops=count * parts * _costs.flops_of(fn, kind) / math.prod(mesh.values()),
-                temp_bytes=found.temp_bytes,
+    kind: Kind
+    members: Sequence[LeafLayout]
+    way: Way
+    parts: int
+    needed: Mapping[int, int]
+
+    @classmethod
+    def make(
+        cls,
+        kind: Kind,
+        members: Sequence[LeafLayout],
+        mesh: dict[str, int],
+        world: Axes,
+        split: Axes,
+        fn: Any,
+    ) -> _Stack:
+        parts = _costs.size(mesh, kind.batch_axes)
+        total = sum(layout.count for layout in members) // parts
+        way = _costs.best_way(kind, total, mesh, world, split, fn)
+        workers = _costs.size(mesh, way.share)
+        rounds = -(-total // workers)
+
+        def temp_bytes(most: int) -> int:
+            # The last group has what is left; of a single matrix more is kept than of two.
+            sizes = {most, rounds % most or most}
+            return max(
+                _costs.cost(kind, way, size * workers, mesh, fn).temp_bytes for size in sizes
             )
-        )
-    return groups, needed[least]
+
+        needed = {most: temp_bytes(most) for most in _even_cuts(rounds)}
+        return cls(kind, members, way, parts, needed)
+
+    def groups(self, mesh: dict[str, int], fn: Any, max_bytes: int) -> list[Group]:
+        """The fewest groups that fit."""
+        rounds = next(most for most, needed in self.needed.items() if needed <= max_bytes)
+        most = rounds * _costs.size(mesh, self.way.share)
+        groups = []
+        for pieces in _cut([(m.path, m.count // self.parts) for m in self.members], most):
+            count = sum(stop - start for _, (start, stop) in pieces)
+            found = _costs.cost(self.kind, self.way, count, mesh, fn)
+            ideal = count * self.parts * _costs.flops_of(fn, self.kind) / math.prod(mesh.values())
+            groups.append(
+                Group(
+                    leaves=tuple(path for path, _ in pieces),
+                    parts=tuple(part for _, part in pieces),
+                    kind=self.kind,
+                    way=self.way,
+                    count=count,
+                    ideal_flops=ideal,
+                    **dataclasses.asdict(found),
+                )
+            )
+        return groups
 
 
 def _even_cuts(rounds: int) -> list[int]:
-    """The sizes of the largest group when rounds are cut into 1, 2, ... groups as even as possible.
+    """The sizes of the largest group when rounds are cut into 1, 2, ... groups, evenly.
+
+    Even ones only: the last group would be mostly padding otherwise.
 
     Examples:
       >>> _even_cuts(10)
