@@ -97,9 +97,11 @@ def global_norm(tree: Any) -> jax.Array:
         total = _total(functools.partial(_sum_of_squares, factor=shrunk), tree)
         return _to_float32(jnp.sqrt(total), 1 / shrunk)
 
-    return jax.lax.cond(
-        jnp.isinf(squared), again, lambda _: _to_float32(jnp.sqrt(squared), 1.0), tree
-    )
+    def once(_: Any) -> jax.Array:
+        return _to_float32(jnp.sqrt(squared), 1.0)
+
+    norm: jax.Array = jax.lax.cond(jnp.isinf(squared), again, once, tree)
+    return norm
 
 
 def all_finite(tree: Any) -> jax.Array:
