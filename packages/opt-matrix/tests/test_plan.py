@@ -87,12 +87,12 @@ def test_one_matrix_is_gathered_whatever_its_size(shape: tuple[int, int]) -> Non
 
 def test_matrices_are_split_where_that_is_asked_for() -> None:
     (large,) = planned({"w": leaf(1024, 65536)}, P(None, "x"), X8, split_axes=["x"]).groups
-    assert (large.choice, large.axes, large.collectives) == ("split", ("x",), 5)
-    assert large.bytes_per_device == 5 * 1024 * 1024 * 4
+    assert (large.choice, large.axes, large.collectives) == ("split", ("x",), 6)
+    assert large.bytes_per_device == 5 * 1024 * 1024 * 4 + 4
     assert large.flops_per_device < 1.1 * large.ideal_flops
     options: dict[str, Any] = {"fn": newton_schulz(gram=True), "split_axes": ["x"]}
     (gram,) = planned({"w": leaf(1024, 65536)}, P(None, "x"), X8, **options).groups
-    assert (gram.choice, gram.collectives) == ("split", 1)
+    assert (gram.choice, gram.collectives) == ("split", 2)
     (both,) = planned(many(4, 256, 512), P("x", "y"), split_axes=["y"]).groups
     assert (both.way.share, both.way.split) == (("x",), ("y",))
 
