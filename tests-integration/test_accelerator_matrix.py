@@ -12,7 +12,6 @@ import pytest
 from accelerator import COUNT, assert_near, mesh_of, needs_several, normal, on_both, over
 from jax.sharding import AxisType
 from opt_matrix import (
-    Machine,
     Matrices,
     muon,
     newton_schulz,
@@ -129,8 +128,7 @@ def test_what_moves_is_what_was_planned(spec: Any, kind: AxisType) -> None:
 def test_a_matrix_over_all_devices_is_summed_in_each_step_of_the_iteration() -> None:
     mesh, params = mesh_of(), {"w": normal(0, 16, 32 * COUNT)}
     sharding = over(mesh, None, "data")
-    fast_network = Machine(bandwidth=1e18, flops=1e9)
-    plan = plan_matrices(params, sharding, mesh, RANK2, fn=F32, machine=fast_network)
+    plan = plan_matrices(params, sharding, mesh, RANK2, fn=F32, split_axes=["data"])
     assert plan.groups[0].choice == "split"
     tx: Any = scale_by_muon(plan=plan)
     placed = jax.device_put(params, sharding)

@@ -211,8 +211,34 @@ def test_no_weight_at_all_gives_zeros_and_says_so(fn: Callable[..., Any]) -> Non
     assert (int(metrics.weight), int(metrics.num_empty), metrics.num_microbatches) == (0, 3, 3)
 
 
-def test_counts_beyond_float32_stay_whole() -> None:
-    """2**24 + 1 is no float32: counts are added as integers."""
+LARGE_COUNT = 600_000_000
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint32, jnp.float32])
+@pytest.mark.parametrize("rule", ["returned", "function"])
+def test_counts_that_int32_does_not_hold_together_do_not_wrap(dtype: Any, rule: str) -> None:
+    def loss_fn(w: jax.Array, batch: Tree) -> Any:
+        mean = w * batch["x"].mean()
+        if rule == "function":
+            return mean, {"x": batch["x"].mean()}
+        count = jnp.asarray(LARGE_COUNT, dtype)
+        return (mean * jnp.float32(LARGE_COUNT), count), {"x": batch["x"].mean()}
+
+    weights: Any = rule
+    if rule == "function":
+        weights = lambda batch: jnp.asarray(LARGE_COUNT, dtype)  # noqa: E731
+    vg = accumulate_gradients(
+        loss_fn, num_microbatches=8, weights=weights, has_aux=True, aux="mean", with_metrics=True
+    )
+    x = jnp.arange(8.0)
+    (loss, aux, metrics), grad = jax.jit(vg)(jnp.float32(2), {"x": x})
+    np.testing.assert_allclose((loss, grad, aux["x"]), (7.0, 3.5, 3.5), rtol=1e-6)
+    assert metrics.weight.dtype == jnp.float32
+    np.testing.assert_allclose(metrics.weight, 8.0 * LARGE_COUNT, rtol=1e-6)
+    assert metrics.weights.dtype == dtype
+
+
+def test_counts_are_summed_to_the_last_digits_of_float32() -> None:
     counts = jnp.asarray([2**24, 1, 1, 1], jnp.int32)
 
     def loss_fn(w: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -220,7 +246,8 @@ def test_counts_beyond_float32_stay_whole() -> None:
 
     vg = accumulate_gradients(loss_fn, num_microbatches=4, with_metrics=True)
     (_, metrics), _ = vg(jnp.float32(1), counts)
-    assert int(metrics.weight) == 2**24 + 3
+    np.testing.assert_allclose(metrics.weight, 2**24 + 3, rtol=2 * FLOAT32_EPS)
+    assert metrics.weights.tolist() == counts.tolist()
 
 
 def test_no_gradient_flows_through_weights() -> None:

@@ -300,6 +300,59 @@ def test_bfloat16_gradients_are_summed_in_float32() -> None:
     assert float(state.grad_norm.values[0]) == pytest.approx(1000**0.5)
 
 
+LARGE = float(np.finfo(np.float32).max)
+
+
+@pytest.mark.parametrize("spike", [None, QUICK])
+@pytest.mark.parametrize(
+    ("values", "is_finite"),
+    [
+        ([2e19, 1.0], True),
+        ([1e38, -1e38], True),
+        ([LARGE] * 1000, True),
+        ([1e18] * 1000, True),
+        ([1.0, INF], False),
+        ([INF, -INF], False),
+        ([LARGE, NAN], False),
+    ],
+)
+def test_finite_gradients_are_finite_whatever_their_squares(
+    spike: Spike | None, values: list[float], is_finite: bool
+) -> None:
+    params, grads = jnp.ones(len(values)), jnp.array(values)
+    tx = guard(optax.set_to_zero(), loss=None, grad_norm=spike)
+    _, state = jax.jit(tx.apply)(params, tx.init(params), grads)
+    assert bool(state.was_skipped) is not is_finite
+    if is_finite and spike is not None:
+        exact = np.linalg.norm(np.asarray(values, np.float64))
+        assert float(state.grad_norm.values[0]) == pytest.approx(min(exact, LARGE), rel=1e-5)
+
+
+def test_large_finite_gradients_are_spikes_and_not_infinite() -> None:
+    carried = steps_of(guard(INNER, loss=None, grad_norm=QUICK), [0.0] * 7, [1.0] * 5 + [3e19, 1.0])
+    assert [bool(state.was_skipped) for _, state in carried[1:]] == [False] * 5 + [True, False]
+    assert Reason(int(carried[-1][1].reason)) == Reason.GRAD_NORM
+
+
+def test_large_finite_updates_are_judged_by_their_norm() -> None:
+    tx = guard(optax.scale(1e20), loss=None, grad_norm=None, update_norm=QUICK)
+    params = jnp.ones(4)
+    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+    assert not state.was_skipped
+    assert float(state.update_norm.values[0]) == pytest.approx(2e20)
+    np.testing.assert_allclose(updates, params * 1e20)
+
+
+def test_squares_of_double_precision_are_told_from_infinity() -> None:
+    enable_x64: Any = jax.enable_x64
+    tx = guard(optax.set_to_zero(), loss=None, grad_norm=QUICK)
+    with enable_x64(True):
+        params = jnp.ones(3, jnp.float64)
+        for size, is_finite in (1e30, True), (1e200, True), (1e308, True), (INF, False):
+            _, state = jax.jit(tx.apply)(params, tx.init(params), params * size)
+            assert bool(state.was_skipped) is not is_finite
+
+
 def test_init_shares_no_buffer() -> None:
     params = jax.tree.map(jnp.copy, PARAMS)
     state = guard(optax.GradientTransformation(lambda p: p, lambda u, s, p=None: (u, s))).init(
@@ -321,6 +374,10 @@ def test_a_skipped_step_reads_the_gradients_and_nothing_else() -> None:
     guarded = step.lower(params, tx.init(params), params, jnp.float32(1))
     bare = jax.jit(optax.tree.norm).lower(params)
     assert large_in_entry(guarded) == large_in_entry(bare)
+    tx = guard(with_average(inner, 0.99), grad_norm=None)
+    step = jax.jit(lambda p, s, g, x: tx.apply(p, s, g, loss=x), donate_argnums=(0, 1))
+    finite = step.lower(params, tx.init(params), params, jnp.float32(1))
+    assert large_in_entry(finite) == large_in_entry(bare)
 
 
 def large_in_entry(lowered: Any) -> list[str]:

@@ -1,5 +1,7 @@
 """Iterations agree with Optax, and named coefficients do what their papers say."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +50,28 @@ def test_matrices_of_a_stack_do_not_meet_and_zeros_stay_zeros(gram: bool) -> Non
     found = iteration(x)
     np.testing.assert_array_equal(found[1], jnp.zeros((6, 9)))
     np.testing.assert_array_equal(found[2], iteration(x.at[0].mul(-3.0))[2])
+
+
+@pytest.mark.parametrize("gram", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_the_size_of_a_matrix_does_not_matter(gram: bool, dtype: Any) -> None:
+    iteration = jax.jit(newton_schulz(5, "dion", dtype, gram=gram, eps=0.0))
+    x = matrix(2, 6, 9).astype(dtype)
+    found = iteration(x)
+    # All powers of two at which no element under- or overflows: nothing is rounded otherwise.
+    sizes = (-8, 11) if dtype == jnp.float16 else (-110, -70, 66, 124)
+    for size in sizes:
+        np.testing.assert_array_equal(iteration(x * jnp.asarray(2.0**size, dtype)), found)
+    np.testing.assert_array_equal(iteration(jnp.zeros_like(x)), jnp.zeros_like(x))
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-8, 1.0, 1e15, 1e20, 1e37])
+def test_sizes_are_those_of_optax_where_its_squares_do_not_overflow(size: float) -> None:
+    ours, x = newton_schulz(dtype=None), matrix(8, 24)
+    theirs = _muon.orthogonalize_via_newton_schulz(
+        x if size > 1e15 else x * size, ours.state_coefficients(), 5
+    )
+    np.testing.assert_allclose(ours(x * size), theirs, atol=2e-5)
 
 
 def test_bfloat16_is_within_three_percent_and_closer_than_optax() -> None:

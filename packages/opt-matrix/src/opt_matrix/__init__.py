@@ -9,7 +9,7 @@ from importlib.metadata import version as _version
 from optax.contrib._muon import MuonState
 
 from opt_matrix import errors
-from opt_matrix._costs import Kind, Machine, Way
+from opt_matrix._costs import Kind, Way
 from opt_matrix._distribute import Distributed, PlannedTransformation, distribute
 from opt_matrix._layouts import LeafLayout
 from opt_matrix._matrices import DEFAULT_RULES, Dims, Matrices
@@ -28,7 +28,6 @@ __all__ = [
     "Group",
     "Kind",
     "LeafLayout",
-    "Machine",
     "Matrices",
     "MatrixPlan",
     "MuonState",

@@ -1,4 +1,18 @@
-"""What a way of handing out matrices costs on each device, and which is the cheapest."""
+"""Ways of bringing matrices together, and what each costs a device.
+
+Whole matrices are handed out over the mesh, or gathered; they stay cut only where the caller asks
+for that. Of all ways, the one with the fewest operations on a device is taken, then the one with
+the fewest collectives, then the one that moves least. No speeds are needed to choose: handing out
+moves two whole matrices for each that a device computes with, and of what mesh axes replicate a
+device's own part once more, so operations are never saved at a price.
+
+  >>> from opt_matrix import newton_schulz
+  >>> kind = Kind((4, 8), 1, (('x',), ()), (), (), 'float32')
+  >>> best_way(kind, 16, {'x': 8}, ('x',), (), newton_schulz())
+  Way(share=('x',), gather=(), split=())
+  >>> best_way(kind, 1, {'x': 8}, ('x',), (), newton_schulz())
+  Way(share=(), gather=('x',), split=())
+"""
 
 from __future__ import annotations
 
@@ -11,24 +25,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from opt_matrix._layouts import Axes
-from opt_matrix._newton_schulz import PlannedFunction, SplitFunction
-
-
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """What the choice between plans is computed from; nothing is measured.
-
-    Attributes:
-      bandwidth: bytes a second that one device receives in a collective.
-      flops: floating-point operations a second of one device, in products of matrices of the size
-        at hand; large ones come closer to the peak.
-      latency: seconds that each collective takes beyond the three that handing out needs at most:
-        what keeps small matrices from being split.
-    """
-
-    bandwidth: float = 2e11
-    flops: float = 2e13
-    latency: float = 1e-5
+from opt_matrix._newton_schulz import PlannedFunction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +39,6 @@ class Kind:
       batch_axes: the mesh axes that whole matrices lie over.
       split: sizes of the matrices side by side in one, or `()`.
       dtype: what they are sent in.
-      is_owned: whether devices keep the momentum of whole matrices.
     """
 
     matrix_shape: tuple[int, ...]
@@ -51,7 +47,6 @@ class Kind:
     batch_axes: Axes
     split: tuple[int, ...]
     dtype: str
-    is_owned: bool = False
 
     @property
     def fan_in(self) -> int:
@@ -98,32 +93,43 @@ class Cost:
     collectives: int
     flops_per_device: float
     temp_bytes: int
-    seconds: float
 
 
-def ways(kind: Kind, mesh: Mapping[str, int], world: Axes, can_split: bool) -> Iterator[Way]:
-    """Yields every way to hand out the matrices of one kind.
+def best_way(
+    kind: Kind, count: int, mesh: Mapping[str, int], world: Axes, split: Axes, fn: Any
+) -> Way:
+    """Returns how `count` matrices of one kind come together.
 
-    An axis that matrices are cut over is handed out over, gathered, or stays; one that replicates
-    them is handed out over or left alone.
+    Args:
+      kind: what they have in common.
+      count: how many there are on each part of the batch axes.
+      mesh: size of each axis of the mesh.
+      world: the axes that whole matrices may be handed out over.
+      split: the axes that matrices stay cut over, where their larger side divides.
+      fn: what is computed.
     """
+
+    def rank(way: Way) -> tuple[Any, ...]:
+        found = cost(kind, way, count, mesh, fn)
+        return found.flops_per_device, found.collectives, found.bytes_per_device, len(way.share)
+
     cut = kind.matrix_axes
-    free = [a for a in mesh if mesh[a] > 1 and a in world and a not in (*cut, *kind.batch_axes)]
-    options = [
-        [
-            *(["share"] if axis in world else []),
-            "gather",
-            *(["split"] if can_split and not kind.split else []),
-        ]
-        for axis in cut
-    ]
-    for chosen in itertools.product(*options, *([["share", "idle"]] * len(free))):
-        named = list(zip((*cut, *free), chosen, strict=True))
-        # Axes that replicate come first: their parts are taken before anything is sent.
-        named.sort(key=lambda pair: pair[0] in cut)
-        way = Way(*(_chosen(named, word) for word in ("share", "gather", "split")))
-        if _divides(kind, way, mesh):
-            yield way
+    kept = tuple(axis for axis in cut if axis in split)
+    if kind.split or not _divides(kind, Way(split=kept), mesh):
+        kept = ()
+    return min(_ways(kind, mesh, world, kept), key=rank)
+
+
+def _ways(kind: Kind, mesh: Mapping[str, int], world: Axes, split: Axes) -> Iterator[Way]:
+    """Each axis that cuts matrices is handed out over or gathered; one that replicates, or idle."""
+    cut = [axis for axis in kind.matrix_axes if axis not in split]
+    used = {*kind.matrix_axes, *kind.batch_axes}
+    free = [axis for axis in mesh if mesh[axis] > 1 and axis in world and axis not in used]
+    options = [("share", "gather") if axis in world else ("gather",) for axis in cut]
+    # Axes that replicate come first: their parts are taken before anything is sent.
+    for chosen in itertools.product(*[("share", "idle")] * len(free), *options):
+        named = list(zip((*free, *cut), chosen, strict=True))
+        yield Way(_chosen(named, "share"), _chosen(named, "gather"), split)
 
 
 def _chosen(named: Sequence[tuple[str, str]], word: str) -> Axes:
@@ -150,9 +156,7 @@ def size(mesh: Mapping[str, int], axes: Axes) -> int:
     return math.prod(mesh[axis] for axis in axes)
 
 
-def cost(
-    kind: Kind, way: Way, count: int, mesh: Mapping[str, int], fn: Any, machine: Machine
-) -> Cost:
+def cost(kind: Kind, way: Way, count: int, mesh: Mapping[str, int], fn: Any) -> Cost:
     """Returns what `count` matrices on each part of the batch axes cost a device.
 
     Args:
@@ -161,7 +165,6 @@ def cost(
       count: how many there are.
       mesh: size of each axis of the mesh.
       fn: what is computed.
-      machine: how fast it is.
     """
     cut = kind.matrix_axes
     shared_cut = tuple(axis for axis in way.share if axis in cut)
@@ -179,8 +182,11 @@ def cost(
         moved, collectives = 2 * exchanged, 2
     if way.gather:
         moved, collectives = moved + here * held * itemsize, collectives + 1
+    copied = 0
     if replicas > 1:
-        moved, collectives = moved + padded * block * itemsize, collectives + 1
+        summed = is_summed(count, padded - count)
+        copied = count * block * max(itemsize, 4) if summed else padded * block * itemsize
+        moved, collectives = moved + copied, collectives + 1
     if turned_axes(kind, way):
         moved, collectives = moved + 2 * here * held * itemsize, collectives + 2
     if way.split:
@@ -189,13 +195,16 @@ def cost(
     flops = here * flops_of(fn, kind, size(mesh, way.split))
     small = min(kind.fan_in, kind.fan_out)
     stacks = 2 * max(padded // replicas * block, here * held) * itemsize
-    stacks += padded * block * itemsize * (replicas > 1)
+    stacks += copied
     # Products are summed in float32. Of a single matrix, XLA's CPU compiler keeps the transpose of
     # every step beside it.
     work = here * ((5 if here == 1 else 1) * held + 3 * small * small) * max(itemsize, 4)
-    seconds = moved / machine.bandwidth + flops / machine.flops
-    seconds += max(0, collectives - 3) * machine.latency
-    return Cost(padded - count, moved, collectives, flops, stacks + work, seconds)
+    return Cost(padded - count, moved, collectives, flops, stacks + work)
+
+
+def is_summed(count: int, padding: int) -> bool:
+    """Whether what replicating axes had shared out comes back by a sum: a gather has padding."""
+    return padding > count
 
 
 def flops_of(fn: Any, kind: Kind, parts: int = 1) -> float:
@@ -205,25 +214,6 @@ def flops_of(fn: Any, kind: Kind, parts: int = 1) -> float:
         return sum(fn.flops(kind.fan_in, width, parts) for width in columns)
     # Of an unknown function, that it costs as much as a few products.
     return sum(10.0 * kind.fan_in * width * min(kind.fan_in, width) for width in columns)
-
-
-def cheapest(
-    kind: Kind,
-    count: int,
-    mesh: Mapping[str, int],
-    world: Axes,
-    fn: Any,
-    machine: Machine,
-    max_bytes: int,
-) -> Way:
-    """Returns the way that takes least time, of those that fit if any does."""
-
-    def rank(way: Way) -> tuple[Any, ...]:
-        found = cost(kind, way, count, mesh, fn, machine)
-        least = cost(kind, way, min(count, size(mesh, way.share)), mesh, fn, machine)
-        return least.temp_bytes > max_bytes, found.seconds, found.collectives, len(way.share)
-
-    return min(ways(kind, mesh, world, isinstance(fn, SplitFunction)), key=rank)
 
 
 def _itemsize(dtype: str) -> int:

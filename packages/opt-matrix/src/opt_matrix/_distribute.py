@@ -17,7 +17,6 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from opt_matrix import _check
-from opt_matrix._costs import Machine
 from opt_matrix._layouts import LeafLayout
 from opt_matrix._matrices import Matrices
 from opt_matrix._paths import leaves_by_path, path_str
@@ -295,7 +294,6 @@ def distribute(
     init: Callable[..., Any] | None = None,
     max_group_bytes: int = MAX_GROUP_BYTES,
     world_axes: Sequence[str] | None = None,
-    machine: Machine | None = None,
 ) -> Distributed:
     """Shares out a computation with whole matrices over a mesh.
 
@@ -312,7 +310,6 @@ def distribute(
         state has a row for each matrix. It stays on the device that computes with the matrix.
       max_group_bytes: bounds the temporaries.
       world_axes: the mesh axes that whole matrices may be handed out over.
-      machine: the speeds that ways are compared by.
 
     Raises:
       UndecidedError: `matrices` does not decide a leaf.
@@ -337,7 +334,6 @@ def distribute(
         fn=fn,
         max_group_bytes=max_group_bytes,
         world_axes=world_axes,
-        machine=machine,
     )
     return Distributed(plan, fn, init)
 
@@ -406,37 +402,6 @@ def refuse_others(who: str, others: Sequence[str]) -> None:
             f"`{who}` updates matrices alone, and these hold none; `muon` and `optax.partition` "
             "send them to another optimizer:\n  " + "\n  ".join(others)
         )
-
-
-def to_owners(plan: MatrixPlan, tree: Any) -> Any:
-    """Returns a tree whose leaves lie with the devices that own their matrices, if any do."""
-    return _travelled(plan, tree, lambda stations: stations[1:] or stations)
-
-
-def from_owners(plan: MatrixPlan, tree: Any) -> Any:
-    """Returns a tree whose leaves lie where the parameters do."""
-    return _travelled(plan, tree, lambda stations: stations[-2::-1])
-
-
-def _travelled(plan: MatrixPlan, tree: Any, way: Callable[[list[Any]], list[Any]]) -> Any:
-    def place(path: Any, leaf: Any) -> Any:
-        layout = plan.layouts.get(path_str(path))
-        if layout is None or not layout.is_owned:
-            return leaf
-        for spec in way(layout.stations(plan.mesh_shape)):
-            leaf = _constrained(leaf, plan, spec)
-        return leaf
-
-    return jax.tree_util.tree_map_with_path(place, tree)
-
-
-def _constrained(leaf: Any, plan: MatrixPlan, spec: PartitionSpec) -> Any:
-    found = jax.typeof(leaf).sharding.mesh
-    if not found.empty and found.are_all_axes_explicit:
-        return _placed(leaf, plan, spec)
-    current = jax.sharding.get_abstract_mesh()
-    asked = NamedSharding(plan.mesh if current.empty else current, spec)
-    return lax.with_sharding_constraint(leaf, asked)
 
 
 def place_like(leaf: jax.Array, like: jax.Array) -> Any:

@@ -26,7 +26,6 @@ class LeafLayout:
       dtype: its name.
       dims: which dimensions are the matrix, from 0.
       spec: the mesh axes of each dimension.
-      home: the same of the parameter, where the momentum alone lies so, with whole matrices.
     """
 
     path: str
@@ -34,12 +33,6 @@ class LeafLayout:
     dtype: str
     dims: Dims
     spec: tuple[Axes, ...]
-    home: tuple[Axes, ...] = ()
-
-    @property
-    def is_owned(self) -> bool:
-        """Whether the momentum lies with whole matrices, and the parameter does not."""
-        return bool(self.home)
 
     @property
     def batch_dims(self) -> tuple[int, ...]:
@@ -85,57 +78,7 @@ class LeafLayout:
     @property
     def partition_spec(self) -> PartitionSpec:
         """The layout as a `PartitionSpec`."""
-        return _partition_spec(self.spec)
-
-    def owned(self, mesh: Mapping[str, int], world: Axes) -> LeafLayout:
-        """Returns the layout in which devices own whole matrices, as many as divide the stack.
-
-        Examples:
-          >>> stack = LeafLayout('w', (8, 4, 4), 'float32', Dims((1,), (2,)), ((), ('x',), ()))
-          >>> stack.owned({'x': 4, 'y': 2}, ('x', 'y')).spec
-          (('x', 'y'), (), ())
-        """
-        spec: list[Axes] = [()] * len(self.shape)
-        for axis in world:
-            for dim in self.batch_dims:
-                parts = math.prod(mesh[name] for name in (*spec[dim], axis))
-                if mesh[axis] > 1 and self.shape[dim] % parts == 0:
-                    spec[dim] += (axis,)
-                    break
-        if not any(spec):
-            return self
-        return dataclasses.replace(self, spec=tuple(spec), home=self.spec)
-
-    def stations(self, mesh: Mapping[str, int]) -> list[PartitionSpec]:
-        """Returns where gradients of an owned leaf lie on their way, home first.
-
-        The compiler finds an all-to-all where the axes of one dimension move, and gathers whole
-        leaves where those of several do at a time.
-
-        Examples:
-          >>> leaf = LeafLayout('w', (8, 4, 4), 'float32', Dims((1,), (2,)), ((), ('x',), ('y',)))
-          >>> mesh = {'x': 4, 'y': 2}
-          >>> [tuple(spec) for spec in leaf.owned(mesh, ('x', 'y')).stations(mesh)]
-          [(None, 'x', 'y'), ('x', None, 'y'), (('x', 'y'), None, None)]
-        """
-        order = [axis for axes in self.spec for axis in axes]
-        leaving = [axes for axes in self.home if set(axes) & set(order)]
-        leaving.sort(key=lambda axes: min(order.index(axis) for axis in axes if axis in order))
-        specs, arrived = [self.home], set[str]()
-        for axes in leaving:
-            arrived |= set(axes)
-            spec = tuple(
-                tuple(axis for axis in there if axis in arrived)
-                + tuple(axis for axis in here if axis not in arrived)
-                for here, there in zip(self.home, self.spec, strict=True)
-            )
-            parts = [math.prod(mesh[axis] for axis in axes) for axes in spec]
-            if not any(size % cut for size, cut in zip(self.shape, parts, strict=True)):
-                specs.append(spec)
-        # Of an axis that replicates, each takes a part when all others have arrived.
-        specs.append(tuple(tuple(axis for axis in axes if axis in arrived) for axes in self.spec))
-        specs.append(self.spec)
-        return [_partition_spec(spec) for spec in dict.fromkeys(specs)]
+        return PartitionSpec(*(axes or None for axes in self.spec))
 
     def batch_numbers(self, mesh_shape: Mapping[str, int]) -> np.ndarray:
         """Returns which matrices of the leaf each part of `batch_axes` holds, one row a part."""
@@ -187,10 +130,6 @@ def leaf_layout(
     # Axes of size one cut nothing; without them layouts that are alike compare equal.
     cut = tuple(tuple(name for name in names if mesh[name] > 1) for names in axes)
     return LeafLayout(path, tuple(shape), str(np.dtype(dtype)), dims, cut)
-
-
-def _partition_spec(spec: tuple[Axes, ...]) -> PartitionSpec:
-    return PartitionSpec(*(axes or None for axes in spec))
 
 
 def _entry(entry: Any) -> Axes:

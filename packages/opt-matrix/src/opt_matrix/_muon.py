@@ -14,13 +14,7 @@ import numpy as np
 import optax
 from optax.contrib._muon import MuonState
 
-from opt_matrix._distribute import (
-    Distributed,
-    from_owners,
-    place_like,
-    refuse_others,
-    to_owners,
-)
+from opt_matrix._distribute import Distributed, place_like, refuse_others
 from opt_matrix._layouts import leaf_layout
 from opt_matrix._matrices import Dims, Matrices
 from opt_matrix._newton_schulz import NewtonSchulz, newton_schulz
@@ -93,18 +87,14 @@ def scale_by_muon(
 
     def init(params: Any) -> MuonState:
         _dims_of(params, plan, matrices)  # what cannot be updated is better said now
-        mu = optax.tree.zeros_like(params, dtype=mu_dtype)
         return MuonState(
             count=jnp.zeros([], jnp.int32),
-            mu=mu if plan is None else to_owners(plan, mu),
+            mu=optax.tree.zeros_like(params, dtype=mu_dtype),
             ns_coeffs=_state_coefficients(compute),
         )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
         dims = _dims_of(updates, plan, matrices)
-        given = updates
-        if plan is not None:
-            updates = to_owners(plan, updates)
         mu = averaged(updates, state.mu, momentum)
         count = optax.safe_increment(state.count)
         decay = jnp.asarray(momentum)  # perhaps a tracer, which a closure would hide
@@ -134,9 +124,7 @@ def scale_by_muon(
             factor = jnp.asarray(_factor(scale, dims[path_str(path)], x.shape), x.dtype)
             return place_like(factor * x, like)
 
-        if plan is not None:
-            orthogonal = from_owners(plan, orthogonal)
-        new = jax.tree_util.tree_map_with_path(scaled, orthogonal, given)
+        new = jax.tree_util.tree_map_with_path(scaled, orthogonal, updates)
         mu = optax.tree.cast(mu, mu_dtype)
         return new, MuonState(count=count, mu=mu, ns_coeffs=state.ns_coeffs)
 

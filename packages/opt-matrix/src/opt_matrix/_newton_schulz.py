@@ -109,7 +109,7 @@ class NewtonSchulz:
     def split_bytes(self, fan_in: int, fan_out: int) -> tuple[int, int]:
         """Returns the all-reduces that `split` makes, and their bytes for one matrix."""
         count = 1 if self.gram else len(self.coefficients)
-        return count, count * 4 * min(fan_in, fan_out) ** 2
+        return 1 + count, 4 + count * 4 * min(fan_in, fan_out) ** 2
 
     def state_coefficients(self) -> jax.Array:
         """Returns the coefficients as Optax's `MuonState` keeps them: `(3,)`, or one row a step."""
@@ -124,14 +124,17 @@ class NewtonSchulz:
         return self._wide(x, axes)
 
     def _wide(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        # By a power of two, which rounds nothing: squares of large numbers would overflow.
+        unit = _unit(x, axes)
+        x, eps = x / unit.astype(x.dtype), self.eps / unit
         if axes:
             # One sum over devices serves both the norm and the first product.
             a = _gram(x, axes)
-            norm = jnp.sqrt(jnp.trace(a, axis1=-2, axis2=-1))[..., None, None] + self.eps
+            norm = _nonzero(jnp.sqrt(jnp.trace(a, axis1=-2, axis2=-1))[..., None, None] + eps)
             x, a = (x / norm).astype(x.dtype), a / norm**2
         else:
             squares = jnp.sum(jnp.square(x.astype(_wide_dtype(x))), (-2, -1), keepdims=True)
-            x = (x / (jnp.sqrt(squares) + self.eps)).astype(x.dtype)
+            x = (x / _nonzero(jnp.sqrt(squares) + eps)).astype(x.dtype)
             a = _gram(x, axes)
         if self.gram:
             return _by_gram(x, a, self.coefficients)
@@ -160,7 +163,8 @@ def newton_schulz(
       coefficients: `'keller'` (Optax's default), `'dion'` (5 steps), `'polar_express'` (any
         number), or an array `[n, 3]`.
       dtype: what the matrices are sent and computed in. `None` is their own, as in Optax.
-      eps: added to the norm that a matrix is divided by, so that zeros stay zeros.
+      eps: added to the norm that a matrix is divided by, as in Optax: matrices with a norm near it
+        or below are noise, and come out smaller. With 0 all sizes come out alike; zeros stay zeros.
       gram: iterate on `XXᵀ` in float32 and multiply `X` once: fewer operations where one side is
         more than about 1.5 times the other, and one sum over devices where a matrix is split.
 
@@ -209,6 +213,20 @@ def _rows(coefficients: Any) -> Coefficients:
     if array.ndim != 2 or array.shape[1] != 3 or not len(array):
         raise OptionError(f"`coefficients` must be an array [n, 3]; got the shape {array.shape}")
     return tuple((float(a), float(b), float(c)) for a, b, c in array)
+
+
+def _unit(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """A power of two near the largest element of each matrix, over all devices."""
+    largest = jnp.max(jnp.abs(x), (-2, -1), keepdims=True).astype(_wide_dtype(x))
+    largest = lax.pmax(largest, axes) if axes else largest
+    limits = jnp.finfo(x.dtype)
+    largest = jnp.clip(largest, float(limits.tiny), float(limits.max) / 4)
+    return lax.reduce_precision(largest, jnp.finfo(largest.dtype).nexp, 0)
+
+
+def _nonzero(norm: jax.Array) -> jax.Array:
+    """The norm, or one for a matrix of zeros."""
+    return jnp.where(norm == 0, jnp.ones_like(norm), norm)
 
 
 def _gram(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -83,7 +83,7 @@ def scale_by_normuon(
       eps: added to their roots.
       nesterov: whether to look a step ahead.
       orthogonalize: `newton_schulz()` by default.
-      **options: of `distribute`: `max_group_bytes`, `world_axes`, `machine`.
+      **options: of `distribute`: `max_group_bytes`, `world_axes`.
 
     Returns:
       A transformation with the `plan`, and `restack`, which brings its state to another one.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -14,14 +13,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from opt_matrix import _check, _costs, _tables
-from opt_matrix._costs import Kind, Machine, Way
+from opt_matrix._costs import Kind, Way
 from opt_matrix._layouts import Axes, LeafLayout, leaf_layout
 from opt_matrix._matrices import Matrices
-from opt_matrix._newton_schulz import newton_schulz
+from opt_matrix._newton_schulz import SplitFunction, newton_schulz
 from opt_matrix._paths import leaves_by_path
 from opt_matrix.errors import OptionError, PlanError
 
-Choice = Literal["local", "all_to_all", "gather", "split", "owned"]
+Choice = Literal["local", "all_to_all", "gather", "split"]
 MAX_GROUP_BYTES = 256 << 20
 
 
@@ -61,27 +60,18 @@ class Group:
 
         `'local'`: they lie whole where they are computed with, and nothing is sent. `'all_to_all'`:
         they are handed out, each to one device. `'gather'`: every device computes all of them.
-        `'split'`: their larger side stays cut, and products are summed over devices. `'owned'`: the
-        momentum lies so that devices have whole matrices, and only gradients and updates travel.
+        `'split'`: their larger side stays cut, and products are summed over devices.
         """
         if self.way.split:
             return "split"
         if self.way.share:
             return "all_to_all"
-        if self.way.gather:
-            return "gather"
-        return "owned" if self.kind.is_owned else "local"
+        return "gather" if self.way.gather else "local"
 
     @property
     def axes(self) -> Axes:
         """The mesh axes that `choice` is about."""
-        by_choice = {
-            "split": self.way.split,
-            "gather": self.way.gather,
-            "local": (),
-            "owned": self.kind.batch_axes,
-        }
-        return by_choice.get(self.choice, self.way.share)
+        return self.way.split or self.way.share or self.way.gather
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -113,7 +103,9 @@ class MatrixPlan:
       rest: paths of the other leaves.
       mesh: the mesh, with devices or without.
       fn: what is computed.
-      max_group_bytes: what bounds the temporaries of a group.
+      max_group_bytes: what was asked to bound the temporaries of a group.
+      min_group_bytes: the smallest bound that can be met, which is what bounds all groups where it
+        is larger than what was asked: they run one after the other.
     """
 
     groups: tuple[Group, ...]
@@ -122,6 +114,7 @@ class MatrixPlan:
     mesh: Mesh | AbstractMesh
     fn: Any
     max_group_bytes: int
+    min_group_bytes: int
 
     @property
     def mesh_shape(self) -> dict[str, int]:
@@ -198,8 +191,7 @@ def plan_matrices(
     fn: Any = None,
     max_group_bytes: int = MAX_GROUP_BYTES,
     world_axes: Sequence[str] | None = None,
-    machine: Machine | None = None,
-    owned: bool = False,
+    split_axes: Sequence[str] = (),
 ) -> MatrixPlan:
     """Plans who computes with which matrices; nothing is allocated.
 
@@ -211,14 +203,14 @@ def plan_matrices(
       matrices: which leaves hold matrices.
       fn: what is computed with stacks of matrices; `newton_schulz()` by default.
       max_group_bytes: bounds the temporaries of a group on a device. One matrix for each device is
-        the least: where that is more, the plan says so in `temp_bytes`.
+        the least: what cannot be met is not bought with traffic, and the plan says so, with the
+        smallest bound that can be as `min_group_bytes`.
       world_axes: the mesh axes that whole matrices may be handed out over, all by default; leave
         out those between slow networks.
-      machine: the speeds that ways are compared by.
-      owned: whether devices keep the momentum of whole matrices, where a leaf is a stack that mesh
-        axes divide; `plan.layouts[path].partition_spec` says where it then lies. Gradients come
-        there and updates go back, by an all-to-all for each dimension that is cut and a gather of
-        what is replicated, which the compiler makes: they are not among the plan's bytes.
+      split_axes: the mesh axes that matrices stay cut over, for matrices that are fewer than
+        devices and larger than what is sent to sum their products: each step of an iteration is
+        an all-reduce. Of a kind of matrices whose larger side these axes do not divide, and of
+        those that lie side by side in one leaf, whole matrices are handed out all the same.
 
     Raises:
       UndecidedError: `matrices` does not decide a leaf.
@@ -234,7 +226,6 @@ def plan_matrices(
       [('all_to_all', 2, 1048576)]
     """
     fn = newton_schulz() if fn is None else fn
-    machine = machine or Machine()
     if not _is_positive(max_group_bytes):
         raise OptionError(
             f"`max_group_bytes` must be a positive integer; got {max_group_bytes!r}. With "
@@ -242,8 +233,14 @@ def plan_matrices(
         )
     sizes = dict(mesh.shape)
     world = tuple(sizes) if world_axes is None else tuple(world_axes)
-    if unknown := [axis for axis in world if axis not in sizes]:
-        raise OptionError(f"`world_axes`: {unknown} are not axes of the mesh, which has {[*sizes]}")
+    for name, axes in {"world_axes": world, "split_axes": split_axes}.items():
+        if unknown := [axis for axis in axes if axis not in sizes]:
+            raise OptionError(f"`{name}`: {unknown} are not axes of the mesh, which has {[*sizes]}")
+    if split_axes and not isinstance(fn, SplitFunction):
+        raise OptionError(
+            f"`split_axes` is {tuple(split_axes)}, and {fn!r} needs whole matrices: only functions "
+            "with `split` and `split_bytes`, as `newton_schulz` has, can do with parts"
+        )
     decided = matrices.resolve(params)
     given = _shardings_by_path(params, shardings)
     layouts = {
@@ -251,18 +248,20 @@ def plan_matrices(
         for path, leaf in leaves_by_path(params).items()
         if (dims := decided[path]) is not None
     }
-    if owned:
-        layouts = {path: layout.owned(sizes, world) for path, layout in layouts.items()}
     by_kind: dict[Kind, list[LeafLayout]] = {}
     for layout in layouts.values():
         by_kind.setdefault(_kind(layout, fn), []).append(layout)
-    groups = [
-        group
+    stacks = [
+        _Stack.make(kind, members, sizes, world, tuple(split_axes), fn)
         for kind, members in by_kind.items()
-        for group in _groups(kind, members, sizes, world, fn, machine, max_group_bytes)
+        if sum(layout.count for layout in members)
+    ]
+    least = max((min(stack.needed.values()) for stack in stacks), default=0)
+    groups = [
+        group for stack in stacks for group in stack.groups(sizes, fn, max(least, max_group_bytes))
     ]
     rest = tuple(path for path, dims in decided.items() if dims is None)
-    return MatrixPlan(tuple(groups), layouts, rest, mesh, fn, max_group_bytes)
+    return MatrixPlan(tuple(groups), layouts, rest, mesh, fn, max_group_bytes, least)
 
 
 def _is_positive(value: Any) -> bool:
@@ -278,56 +277,87 @@ def _kind(layout: LeafLayout, fn: Any) -> Kind:
         layout.batch_axes,
         layout.dims.split,
         layout.dtype if sent is None else str(jnp.dtype(sent)),
-        layout.is_owned,
     )
 
 
-def _groups(
-    kind: Kind,
-    members: Sequence[LeafLayout],
-    mesh: dict[str, int],
-    world: Axes,
-    fn: Any,
-    machine: Machine,
-    max_bytes: int,
-) -> list[Group]:
-    """Groups of one kind, cut so that each fits."""
-    parts = _costs.size(mesh, kind.batch_axes)
-    total = sum(layout.count for layout in members) // parts
-    if not total:
-        return []
-    way = _costs.cheapest(kind, total, mesh, world, fn, machine, max_bytes)
-    workers = _costs.size(mesh, way.share)
-    rounds = -(-total // workers)
+@dataclasses.dataclass(frozen=True)
+class _Stack:
+    """All matrices of one kind, before they are cut into groups.
 
-    def temp_bytes(rounds: int) -> int:
-        return _costs.cost(kind, way, rounds * workers, mesh, fn, machine).temp_bytes
+    Attributes:
+      kind: what they have in common.
+      members: the leaves that they are in.
+      way: how they come together.
+      parts: how many parts the axes make that whole matrices lie over.
+      needed: for each even cut, largest groups first, how many rounds its groups have (one matrix
+        for each device) and the bytes of temporaries.
+    """
 
-    # One round may need more than two do, but is the least there is.
-    fit = bisect.bisect_right(range(2, rounds + 1), max_bytes, key=temp_bytes) + 1
-    number = -(-rounds // fit)
-    # As even as possible: the last group would be mostly padding otherwise.
-    most = workers * -(-rounds // number)
-    groups = []
-    for pieces in _cut([(m.path, m.count // parts) for m in members], most):
-        count = sum(stop - start for _, (start, stop) in pieces)
-        found = _costs.cost(kind, way, count, mesh, fn, machine)
-        groups.append(
-            Group(
-                leaves=tuple(path for path, _ in pieces),
-                parts=tuple(part for _, part in pieces),
-                kind=kind,
-                way=way,
-                count=count,
-                padding=found.padding,
-                collectives=found.collectives,
-                bytes_per_device=found.bytes_per_device,
-                flops_per_device=found.flops_per_device,
-                ideal_flops=count * parts * _costs.flops_of(fn, kind) / math.prod(mesh.values()),
-                temp_bytes=found.temp_bytes,
+    kind: Kind
+    members: Sequence[LeafLayout]
+    way: Way
+    parts: int
+    needed: Mapping[int, int]
+
+    @classmethod
+    def make(
+        cls,
+        kind: Kind,
+        members: Sequence[LeafLayout],
+        mesh: dict[str, int],
+        world: Axes,
+        split: Axes,
+        fn: Any,
+    ) -> _Stack:
+        parts = _costs.size(mesh, kind.batch_axes)
+        total = sum(layout.count for layout in members) // parts
+        way = _costs.best_way(kind, total, mesh, world, split, fn)
+        workers = _costs.size(mesh, way.share)
+        rounds = -(-total // workers)
+
+        def temp_bytes(most: int) -> int:
+            # The last group has what is left; of a single matrix more is kept than of two.
+            sizes = {most, rounds % most or most}
+            return max(
+                _costs.cost(kind, way, size * workers, mesh, fn).temp_bytes for size in sizes
             )
-        )
-    return groups
+
+        needed = {most: temp_bytes(most) for most in _even_cuts(rounds)}
+        return cls(kind, members, way, parts, needed)
+
+    def groups(self, mesh: dict[str, int], fn: Any, max_bytes: int) -> list[Group]:
+        """The fewest groups that fit."""
+        rounds = next(most for most, needed in self.needed.items() if needed <= max_bytes)
+        most = rounds * _costs.size(mesh, self.way.share)
+        groups = []
+        for pieces in _cut([(m.path, m.count // self.parts) for m in self.members], most):
+            count = sum(stop - start for _, (start, stop) in pieces)
+            found = _costs.cost(self.kind, self.way, count, mesh, fn)
+            ideal = count * self.parts * _costs.flops_of(fn, self.kind) / math.prod(mesh.values())
+            groups.append(
+                Group(
+                    leaves=tuple(path for path, _ in pieces),
+                    parts=tuple(part for _, part in pieces),
+                    kind=self.kind,
+                    way=self.way,
+                    count=count,
+                    ideal_flops=ideal,
+                    **dataclasses.asdict(found),
+                )
+            )
+        return groups
+
+
+def _even_cuts(rounds: int) -> list[int]:
+    """The sizes of the largest group when rounds are cut into 1, 2, ... groups, evenly.
+
+    Even ones only: the last group would be mostly padding otherwise.
+
+    Examples:
+      >>> _even_cuts(10)
+      [10, 5, 4, 3, 2, 1]
+    """
+    return list(dict.fromkeys(-(-rounds // number) for number in range(1, rounds + 1)))
 
 
 def _cut(counts: Sequence[tuple[str, int]], most: int) -> list[list[tuple[str, tuple[int, int]]]]:

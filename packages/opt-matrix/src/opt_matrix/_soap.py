@@ -126,7 +126,7 @@ def scale_by_soap(
       average: decay of the covariances.
       eps: added to the root of the second moment.
       refresh_every: in so many steps each matrix has its turn once.
-      **options: of `distribute`: `max_group_bytes`, `world_axes`, `machine`.
+      **options: of `distribute`: `max_group_bytes`, `world_axes`.
 
     Returns:
       A transformation whose state has, for each group of its `plan`, a dict of stacks; `restack`

@@ -52,6 +52,7 @@ def as_json(plan: MatrixPlan) -> str:
         {
             "mesh": plan.mesh_shape,
             "max_group_bytes": plan.max_group_bytes,
+            "min_group_bytes": plan.min_group_bytes,
             "groups": groups,
             "rest": list(plan.rest),
         },
@@ -80,6 +81,11 @@ def as_text(plan: MatrixPlan) -> str:
         f"({plan.flops_per_device / ideal:.2f} of the ideal), "
         f"{_bytes(plan.temp_bytes)} of temporaries at most"
     )
+    if plan.min_group_bytes > plan.max_group_bytes:
+        below += (
+            f"; `max_group_bytes` asks for {_bytes(plan.max_group_bytes)}, and the smallest bound "
+            f"that can be met is {_bytes(plan.min_group_bytes)}"
+        )
     return "\n".join([above, *lines, below])
 
 

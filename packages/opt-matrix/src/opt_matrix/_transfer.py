@@ -22,7 +22,8 @@ class Transfer:
 
     A stack of parts is padded; of axes that replicate it each device takes its piece; one
     all-to-all over all shared axes brings the parts of a piece together; one all-gather those of
-    the axes that are gathered. Back it is the same in the other direction.
+    the axes that are gathered. Back it is the same in the other direction; what axes that replicate
+    had shared out is gathered, or summed where most of the stack is padding.
     """
 
     group: Group
@@ -86,6 +87,13 @@ class Transfer:
             if shared:
                 y = _bits(lambda y: lax.all_to_all(y, shared, 0, 0), y)
             y = y.reshape(workers * here, *local)
+            if replicating and _costs.is_summed(group.count, group.padding):
+                wide = jnp.promote_types(y.dtype, jnp.float32)
+                whole = jnp.zeros((replicas * workers * here, *local), wide)
+                first = lax.axis_index(replicating) * workers * here
+                whole = lax.dynamic_update_slice_in_dim(whole, y.astype(wide), first, 0)
+                total: jax.Array = lax.psum(whole[: group.count], replicating)
+                return total.astype(y.dtype)
             if replicating:
                 y = _bits(lambda y: lax.all_gather(y, replicating, tiled=True), y)
             return y[: group.count]

@@ -19,7 +19,7 @@ from opt_accumulate._emission import emit_if
 from opt_accumulate._guard.spike import Spike, Window
 from opt_accumulate._guard.state import GuardState, Reason
 from opt_accumulate._inner import InnerUpdate
-from opt_accumulate._skip.functions import squared_norm
+from opt_accumulate._skip.functions import all_finite, global_norm
 from opt_accumulate._skip.state import count_if
 from opt_accumulate._transformation import ParamsTransformation
 from opt_accumulate.errors import OptionError
@@ -41,9 +41,11 @@ def guard(
     """Skips steps whose loss, gradients or updates are spikes or not finite.
 
     A skipped step leaves the parameters and the state of `tx` bit for bit unchanged. The decision
-    is made from scalars before any other work: skipping a step by `apply` costs the norm of the
-    gradients. Values of skipped steps never enter the windows that later steps are compared with,
-    so one NaN skips one step.
+    is made from scalars before any other work: skipping a step by `apply` costs one read of the
+    gradients, for their norm or, with `grad_norm=None`, for whether all are finite. Only where the
+    squares add up to infinity they are read once more, to tell large numbers from infinite ones.
+    Values of skipped steps never enter the windows that later steps are compared with, so one NaN
+    skips one step.
 
     Spikes in the norm of the updates precede those of the loss, but an update must be computed
     before it can be judged: with `update_norm`, a step skipped for it costs a full step, and every
@@ -57,8 +59,8 @@ def guard(
       grad_norm: what is a spike of the global norm of the gradients; `None` to ignore it.
       update_norm: what is a spike of the global norm of the updates (in `apply`, of the change of
         `params`); `None` to ignore it.
-      nonfinite: whether to `'skip'` or to `'apply'` a step whose loss, or norm of gradients or
-        updates, is inf or NaN; `'apply'` e.g. where `tx` scales losses.
+      nonfinite: whether to `'skip'` or to `'apply'` a step whose loss is inf or NaN, or whose
+        gradients or updates hold one; `'apply'` e.g. where `tx` scales losses.
       max_consecutive: after this many skipped steps in a row `report(state).stuck` is true, and
         `check_skips(state)` raises; `None` for never.
 
@@ -176,8 +178,10 @@ class _Judge:
         inner = cast_like(state.inner, state.inner)
         state = dataclasses.replace(state, inner=inner)
         values = {}
-        if self.grad_norm is not None or self.skips_nonfinite:
-            values["grad_norm"] = _norm(grads)
+        if self.grad_norm is not None:
+            values["grad_norm"] = global_norm(grads)
+        elif self.skips_nonfinite:
+            values["grad_norm"] = jnp.where(all_finite(grads), 0.0, jnp.nan)
         if self.loss is not None:
             values["loss"] = _loss(extra_args)
         reason = self._reason(values, state)
@@ -188,7 +192,7 @@ class _Judge:
             new, updates = step(old, operands)
             if not judges_update:
                 return (new,)
-            norm = _norm(updates())
+            norm = global_norm(updates())
             why = self._reason({"update_norm": norm}, state)
             kept = jax.tree.map(functools.partial(_chosen, why == 0), new, old)
             return kept, norm, why
@@ -244,10 +248,6 @@ class _Judge:
 
 def _chosen(condition: jax.Array, new: Any, old: Any) -> Any:
     return put_beside(jnp.where(condition, on_device(new), on_device(old)), old)
-
-
-def _norm(tree: Any) -> jax.Array:
-    return jnp.sqrt(squared_norm(tree)).astype(jnp.float32)
 
 
 def _difference(new: Any, old: Any) -> Any:

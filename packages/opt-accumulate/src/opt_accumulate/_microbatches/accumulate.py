@@ -34,8 +34,8 @@ class AccumulationMetrics:
     """What happened to the microbatches of one batch.
 
     Attributes:
-      weight: scalar: the total weight that losses and gradients were divided by; where it is 0,
-        they are zeros.
+      weight: scalar float32 (float64 for weights of 64 bits): the total weight that losses and
+        gradients were divided by; where it is 0, they are zeros.
       weights: (microbatches,): the weight of each; 0 where it was dropped.
       skipped: (microbatches,) bool: whether `skip_fn` dropped it.
     """
@@ -105,11 +105,13 @@ def accumulate_gradients(
         number. `"examples"`: it returns a mean in which every row counts the same. A function: it
         returns a mean whose weight is `weights(microbatch)`; the mean over nothing may be
         anything where that is 0. `"mean_of_means"`: every microbatch counts the same, which is
-        not the mean over tokens where their numbers differ. No gradient flows through a weight.
+        not the mean over tokens where their numbers differ. Weights are summed in float32, counts
+        too, which would wrap. No gradient flows through a weight.
       has_aux: whether `loss_fn` returns `(loss, aux)`, under `"returned"` thus
         `((sum, weight), aux)`.
       aux: what becomes of the auxiliary outputs: `"stack"` (a new first dimension),
-        `"sum"` (of all that `skip_fn` did not drop, those of weight 0 too), `"mean"` (by weight;
+        `"sum"` (of all that `skip_fn` did not drop, those of weight 0 too; integers stay integers,
+        of 32 bits at least, so return as float32 what may add up to more), `"mean"` (by weight;
         where that is 0 they may be anything), `"concat"` (outputs for each row, in the order of
         the batch), or a tree of these that may end above the leaves.
       rng: whether `loss_fn` takes a key: `True`, `jax.random.fold_in(key, i)` in microbatch `i`;

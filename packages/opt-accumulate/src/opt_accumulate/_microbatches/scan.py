@@ -16,7 +16,7 @@ from opt_accumulate._microbatches.batch import Split, fold, row_numbers, take, t
 from opt_accumulate._microbatches.call import Further, call_loss
 from opt_accumulate._microbatches.skipping import SkipFunction, should_skip
 from opt_accumulate._microbatches.varying import axes_of_type, vary
-from opt_accumulate._microbatches.weighted import Weighted, Weights, is_sum, read_loss
+from opt_accumulate._microbatches.weighted import Weighted, Weights, is_sum, read_loss, sum_dtype
 
 Rng: TypeAlias = bool | Literal["rows"]
 
@@ -52,7 +52,7 @@ class Sums(NamedTuple):
     Attributes:
       grads: like the parameters, in the accumulator's dtype.
       loss: scalar.
-      weight: scalar.
+      weight: scalar, of `sum_dtype`.
       aux: the leaves of the auxiliary output that are summed or averaged.
     """
 
@@ -153,7 +153,7 @@ def accumulate(
     sums = Sums(
         place(_zero_gradients(params, loop.accumulator_dtype)),
         jnp.zeros((), at_least_32_bits(shapes.loss.dtype)),
-        jnp.zeros((), shapes.weight.dtype),
+        jnp.zeros((), sum_dtype(shapes.weight.dtype)),
         auxiliary.zero_sums(plan),
     )
     sums = vary(sums, axes)
@@ -207,7 +207,7 @@ def _step(
     sums = Sums(
         jax.tree.map(lambda a, g: a + contribution(g, a.dtype), sums.grads, grads),
         sums.loss + contribution(loss, sums.loss.dtype),
-        sums.weight + counted,
+        sums.weight + counted.astype(sums.weight.dtype),
         auxiliary.add_sums(plan, sums.aux, aux, weight, None if skip is None else ~skip),
     )
     skipped = jnp.zeros((), jnp.bool_) if skip is None else skip

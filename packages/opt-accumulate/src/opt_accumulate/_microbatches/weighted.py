@@ -60,6 +60,17 @@ def is_sum(weights: Weights) -> bool:
     return weights == "returned"
 
 
+def sum_dtype(dtype: Any) -> Any:
+    """Returns the dtype that weights are summed in: a floating-point one, where counts do not wrap.
+
+    Examples:
+      >>> [str(sum_dtype(jnp.dtype(d))) for d in ('int32', 'uint32', 'int64', 'float64')]
+      ['float32', 'float32', 'float64', 'float64']
+    """
+    dtype = jnp.dtype(dtype)
+    return jnp.dtype(jnp.float64 if dtype.itemsize == 8 else jnp.float32)
+
+
 def read_loss(output: Any, microbatch: Any, weights: Weights, has_aux: bool) -> Weighted:
     """Takes apart what a loss function returned.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,9 +35,8 @@ def skip_not_finite(
       (True, 1)
     """
     del gradient_step, params
-    # A sum of squares that is finite has no other in it, and is read in one pass; counting takes
-    # memory, so it is done only where there may be something to count.
-    suspect = ~jnp.isfinite(squared_norm(updates))
+    # Counting takes memory, so it is done only where there is something to count.
+    suspect = ~all_finite(updates)
     number = jax.lax.cond(suspect, _count_all, lambda _: suspect.astype(jnp.int32), updates)
     should_skip = number > 0
     return should_skip, {"should_skip": should_skip, "num_not_finite": number}
@@ -75,16 +75,72 @@ def squared_norm(tree: Any) -> jax.Array:
       >>> float(squared_norm([jnp.float16(300.0), jnp.complex64(3 + 4j)]))  # float16 ends at 65504
       90025.0
     """
-    squares = list(map(traced_once(_sum_of_squares, tree), jax.tree.leaves(tree)))
-    return jnp.sum(jnp.array(squares)) if squares else jnp.zeros([], jnp.float32)
+    return _total(_sum_of_squares, tree)
 
 
-def _sum_of_squares(leaf: Any) -> jax.Array:
+def global_norm(tree: Any) -> jax.Array:
+    """Returns the global norm in float32, which is finite if and only if all values are.
+
+    One read, and a second one only where the squares add up to infinity: of values whose squares
+    overflow, or that are infinite. What is more than float32 has comes out as its largest number.
+
+    Examples:
+      >>> float(global_norm([jnp.array([3e30, 4e30])])), float(global_norm([jnp.inf]))
+      (5.000000136454013e+30, inf)
+    """
+    squared = squared_norm(tree)
+    # The squares of what is left of the largest values are far from overflow, the sum of them is,
+    # too; that of values which matter beside those is far from 0.
+    shrunk = 2.0 ** -(jnp.finfo(squared.dtype).maxexp // 2 + 16)
+
+    def again(tree: Any) -> jax.Array:
+        total = _total(functools.partial(_sum_of_squares, factor=shrunk), tree)
+        return _to_float32(jnp.sqrt(total), 1 / shrunk)
+
+    def once(_: Any) -> jax.Array:
+        return _to_float32(jnp.sqrt(squared), 1.0)
+
+    norm: jax.Array = jax.lax.cond(jnp.isinf(squared), again, once, tree)
+    return norm
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Returns whether no value is inf or NaN, by one sum: it costs what a norm costs.
+
+    Examples:
+      >>> bool(all_finite([jnp.float32(3e38)] * 2)), bool(all_finite([jnp.array([jnp.inf, 0.0])]))
+      (True, False)
+    """
+    return jnp.isfinite(_total(_sum_of_differences, tree))
+
+
+def _total(function: Callable[..., jax.Array], tree: Any) -> jax.Array:
+    sums = list(map(traced_once(function, tree), jax.tree.leaves(tree)))
+    return jnp.sum(jnp.array(sums)) if sums else jnp.zeros([], jnp.float32)
+
+
+def _sum_of_squares(leaf: Any, factor: float = 1.0) -> jax.Array:
+    squares = [jnp.square(part * factor) for part in _parts(leaf)]
+    return jnp.sum(functools.reduce(jnp.add, squares))
+
+
+def _sum_of_differences(leaf: Any) -> jax.Array:
+    """A sum of zeros, but of NaN for inf and NaN: it has no squares that could overflow."""
+    return jnp.sum(functools.reduce(jnp.add, [part - part for part in _parts(leaf)]))
+
+
+def _parts(leaf: Any) -> list[jax.Array]:
+    """The real numbers of a leaf, in float32 at least."""
     leaf = jnp.asarray(leaf)
     leaf = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-    if jnp.iscomplexobj(leaf):
-        return jnp.sum(jnp.real(leaf) ** 2 + jnp.imag(leaf) ** 2)
-    return jnp.sum(jnp.square(leaf))
+    return [leaf.real, leaf.imag] if jnp.iscomplexobj(leaf) else [leaf]
+
+
+def _to_float32(value: jax.Array, factor: float) -> jax.Array:
+    """The product, or the largest number of float32 where that is less."""
+    most = float(jnp.finfo(jnp.float32).max)
+    fits = jnp.minimum(value, most / factor) * factor
+    return jnp.where(jnp.isfinite(value), fits, value).astype(jnp.float32)
 
 
 def _count_all(tree: Any) -> jax.Array:

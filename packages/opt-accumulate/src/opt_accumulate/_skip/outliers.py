@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from opt_accumulate._skip.functions import squared_norm
+from opt_accumulate._skip.functions import global_norm
 from opt_accumulate._skip.state import count_if
 
 
@@ -88,7 +88,7 @@ class SkipOutliers:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Judges one mini-step by the statistics of those accepted before it."""
         del gradient_step, params
-        norm = jnp.sqrt(squared_norm(updates)).astype(jnp.float32)
+        norm = global_norm(updates)
         names = ("mean_norm", "num_accepted", "num_consecutive")
         mean, accepted, in_a_row = (jnp.asarray(skip_state[name]) for name in names)
 
