@@ -221,7 +221,6 @@ def _constant(form: Format, param: jax.Array, value: float) -> Encoded:
     code, scale = constant_codes(form, value)
     if code:
         width = jnp.uint16 if form.kind == "bfloat16" else jnp.uint8
-        width = jnp.uint4 if form.kind == "dynamic4" else width
         codes = jnp.full_like(param, code, dtype=width)
         if width != form.codes_dtype:
             codes = lax.bitcast_convert_type(codes, form.codes_dtype)

@@ -39,7 +39,6 @@ class Options:
       tx: the inner transformation.
       weights: how parameters are rounded.
       seed: of the noise of the state.
-      rng: what makes it.
       chunk_bytes: the float32 bytes of one piece.
       layout: where parameters lie; `None` if their types say so.
     """
@@ -47,7 +46,6 @@ class Options:
     tx: optax.GradientTransformationExtraArgs
     weights: Weights = NEAREST
     seed: int = 0
-    rng: _bits.Rng = "hash"
     chunk_bytes: int = 64 << 20
     layout: Any = None
 
@@ -86,9 +84,7 @@ class Step:
         self._flat = Flat(arguments)
         self._place = find_place(options.layout, self._flat.likes)
         self._program, self._arrays = trace(options.tx, arguments, self._flat, options.weights)
-        self._tasks = Tasks(
-            self._flat, self._program, options.weights, options.rng, is_in_place=is_in_place
-        )
+        self._tasks = Tasks(self._flat, self._program, options.weights, is_in_place=is_in_place)
         self._whole = Whole(self._program, self._thunks(_same))
 
     def whole_leaves(self) -> list[str]:
