@@ -29,7 +29,6 @@ MAKE: dict[str, Any] = {
     "kahan": lambda tx: op.master_weights(op.quantize_state(tx, op.bfloat16()), storage="kahan"),
     "master": lambda tx: op.master_weights(tx),
     "stochastic": lambda tx: op.stochastic_weights(op.quantize_state(tx, op.log8())),
-    "4 bits": lambda tx: op.quantize_state(tx, op.int4()),
 }
 
 
