@@ -184,6 +184,26 @@ def test_small_rates_move_as_far_as_bfloat16_can_say(storage: Any) -> None:
     assert relative(made - exact, exact) <= 1.02 * relative(best - exact, exact)
 
 
+@pytest.mark.parametrize(("rate", "steps"), [(1e-6, 50_000), (1e-5, 5_000)])
+@pytest.mark.parametrize("weight", [1.0, 0.5, 0.25, 0.125, 0.02])
+def test_kahan_moves_weights_of_any_size(weight: float, rate: float, steps: int) -> None:
+    tx = master_weights(optax.sgd(rate), storage="kahan")
+    start = jnp.full(64, weight, jnp.bfloat16)
+
+    def run() -> Any:
+        g = jnp.ones(64)
+        return jax.lax.scan(
+            lambda c, _: (op.apply(tx, *c, g), None), (start, tx.init(start)), length=steps
+        )[0]
+
+    new, state = jax.jit(run)()
+    moved = np.asarray(start, float) - np.asarray(op.master_of(state, new), float)
+    assert moved.mean() == pytest.approx(0.05, rel=0.01)  # to nearest 0.0005 at 1, 0.064 at 0.25
+    digit = 2.0 ** (np.floor(np.log2(weight)) - 7)
+    assert moved.std() <= 0.15 * digit
+    assert np.abs(np.asarray(start, float) - np.asarray(new, float) - moved).max() <= digit / 2
+
+
 def test_stochastic_weights_are_unbiased_at_small_rates() -> None:
     made, exact = displacement(stochastic_weights(optax.sgd(1e-6)), 1e-6)
     cosine = (made * exact).sum() / np.linalg.norm(made) / np.linalg.norm(exact)
