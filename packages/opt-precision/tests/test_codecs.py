@@ -150,10 +150,10 @@ def test_stochastic_first_moments_do_not_explode_either() -> None:
 
 
 def test_first_moments_of_long_memory_keep_their_direction_in_sixteen_bits() -> None:
-    mixed = {"moment": op.bfloat16(m="stochastic"), "second_moment": op.dynamic8()}
+    mixed = {"moment": op.bfloat16(), "second_moment": op.dynamic8()}
     codecs = (op.dynamic8(m="stochastic"), op.dynamic8(), mixed)
     random, nearest, best = (largest_ratios(codec, 4, 0.99, 1000)[2] for codec in codecs)
-    assert 0.7 <= random < nearest < 0.9  # 0.74 and 0.88
+    assert 0.7 <= random < nearest < 0.9  # 0.74 and 0.86
     assert best >= 0.97
 
 

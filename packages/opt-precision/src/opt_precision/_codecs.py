@@ -120,8 +120,9 @@ def dynamic8(
     Args:
       block: how many elements along one axis share a scale.
       min_size: leaves with fewer elements stay as they are.
-      m: how first moments are rounded. To nearest updates keep their direction best; with a decay
-        beyond 0.95 they lose it in 8 bits, so take `{'moment': bfloat16(m='stochastic'), ...}`.
+      m: how first moments are rounded. To nearest updates keep their direction best, and what falls
+        is never rounded back to what it was; with a decay beyond 0.95 they lose it in 8 bits, so
+        take `{'moment': bfloat16(), 'second_moment': dynamic8()}`.
       v: how second moments are rounded. `'nearest'` is what other libraries do, and is here to be
         compared with: such a moment never comes down again.
     """
