@@ -1,5 +1,6 @@
 """What codes mean: the ratchet, the hazard, and the way there and back."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ def second(codec: op.Codec, b2: float) -> float:
         g = jnp.where(step < 2000, 0.5, 0.005)
         g = jnp.where(index % 256 == 0, 10.0, g)  # the block's largest element
         (key,) = _bits.noise_keys(_bits.step_seed(0, step), ["v"])
-        noise = _bits.noise_at(key, index, "hash") if form.stochastic else None
+        noise = _bits.noise_at(key, index) if form.stochastic else None
         return encode(form, b2 * v + (1 - b2) * g * g, noise)
 
     def run() -> Any:
@@ -53,6 +54,62 @@ def test_second_moments_come_down_again(codec: op.Codec, b2: float) -> None:
 @pytest.mark.parametrize("codec", [op.bfloat16(v="nearest"), op.dynamic8(v="nearest")])
 def test_rounded_to_nearest_they_do_not(codec: op.Codec) -> None:
     assert second(codec, 0.999) > 100 * exact(0.999)
+
+
+DEAD_FROM, DEAD_STEPS = 200, 1200
+DECAYS = [(0.5, 0.9), (0.9, 0.95), (0.9, 0.99), (0.9, 0.999), (0.95, 0.99), (0.99, 0.999)]
+
+
+def walks_of_dead_units(tx: Any) -> tuple[Any, Any]:
+    """How far parameters go without gradients at most, and in the last hundred steps; by kernel.
+
+    Dead columns beside others over four decades and beside a constant that is larger than all,
+    and rows of an embedding that are not used, in blocks along rows and across them.
+    """
+    rng = np.random.default_rng(0)
+    dead, sizes = {}, {}
+    for name, shape in {
+        "relu": (16, 256),
+        "loud": (16, 256),
+        "rows": (16, 256),
+        "narrow": (256, 16),
+    }.items():
+        sizes[name] = jnp.asarray(10.0 ** (-4 * rng.uniform(size=shape)), jnp.float32)
+        dead[name] = np.zeros(shape, bool)
+    dead["relu"][:, ::3] = dead["loud"][:, 1:] = dead["rows"][::3] = dead["narrow"][::3] = True
+
+    def step(carry: Any, i: Any) -> Any:
+        params, state = carry
+        key = jax.random.fold_in(jax.random.key(1), i)
+        g = {name: size * jax.random.normal(key, size.shape) for name, size in sizes.items()}
+        g["loud"] = jnp.where(dead["loud"], g["loud"], 1.0)
+        is_dead = {name: own & (i >= DEAD_FROM) for name, own in dead.items()}
+        g = jax.tree.map(lambda g, dead: jnp.where(dead, 0.0, g), g, is_dead)
+        updates, state = tx.update(g, state, params)
+        return (jax.tree.map(lambda p, u, d: p + d * u, params, updates, is_dead), state), None
+
+    def run() -> Any:
+        start = jax.tree.map(jnp.zeros_like, sizes)
+        before = jnp.arange(DEAD_STEPS - 100)
+        almost = jax.lax.scan(step, (start, tx.init(start)), before)[0]
+        return almost[0], jax.lax.scan(step, almost, before[-1] + 1 + jnp.arange(100))[0][0]
+
+    almost, end = jax.jit(run)()
+    most = jax.tree.map(lambda p: float(jnp.abs(p).max()), end)
+    return most, jax.tree.map(lambda a, b: float(jnp.abs(b - a).max()), almost, end)
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(("b1", "b2"), DECAYS)
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_dead_units_stop(codec: op.Codec, b1: float, b2: float) -> None:
+    adam = optax.adam(1.0, b1, b2, eps=1e-30)
+    codec = dataclasses.replace(codec, min_size=1)
+    exact, _ = walks_of_dead_units(adam)
+    walked, late = walks_of_dead_units(quantize_state(adam, codec))
+    for name, limit in exact.items():
+        assert walked[name] <= 2.5 * limit, name
+        assert late[name] <= 0.1, name  # in float32 0.006 at most
 
 
 def largest_ratios(
@@ -93,10 +150,10 @@ def test_stochastic_first_moments_do_not_explode_either() -> None:
 
 
 def test_first_moments_of_long_memory_keep_their_direction_in_sixteen_bits() -> None:
-    mixed = {"moment": op.bfloat16(m="stochastic"), "second_moment": op.dynamic8()}
+    mixed = {"moment": op.bfloat16(), "second_moment": op.dynamic8()}
     codecs = (op.dynamic8(m="stochastic"), op.dynamic8(), mixed)
     random, nearest, best = (largest_ratios(codec, 4, 0.99, 1000)[2] for codec in codecs)
-    assert 0.7 <= random < nearest < 0.9  # 0.74 and 0.88
+    assert 0.7 <= random < nearest < 0.9  # 0.74 and 0.86
     assert best >= 0.97
 
 
@@ -163,10 +220,25 @@ def test_stochastic_codes_keep_the_mean() -> None:
 
         def once(step: jax.Array, form: op.Format = form) -> jax.Array:
             (key,) = _bits.noise_keys(_bits.step_seed(0, step), ["v"])
-            return decode(form, *encode(form, v, _bits.noise_at(key, index, "hash"))).mean()
+            return decode(form, *encode(form, v, _bits.noise_at(key, index))).mean()
 
         means = jax.lax.map(once, jnp.arange(200))
         assert float(means.mean()) == pytest.approx(float(v.mean()), rel=2e-3)
+
+
+@pytest.mark.parametrize("codec", EIGHT_BITS.values(), ids=EIGHT_BITS)
+@pytest.mark.parametrize("role", ROLES)
+def test_nearest_codes_are_those_of_a_search(role: Role, codec: op.Codec) -> None:
+    form = codec.form(role, (64, 256), jnp.float32)
+    assert isinstance(form, op.Format)
+    x = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32) ** 5
+    x = np.abs(x) if form.squared else x
+    encoded = op.Encoded(*encode(form, jnp.asarray(x), None), form)
+    every = jnp.tile(jnp.arange(256, dtype=jnp.uint8), (64, 1)).view(encoded.codes.dtype)
+    values = np.asarray(decode(form, every, encoded.scale), np.float64)
+    found = np.asarray(decode(form, encoded.codes, encoded.scale), np.float64)
+    best = np.abs(values[:, :, None] - x[:, None, :]).min(1)
+    np.testing.assert_allclose(np.abs(found - x), best, rtol=1e-5, atol=1e-6 * np.abs(x).max())
 
 
 @pytest.mark.parametrize("table", [_maps.dynamic_roots, _maps.dynamic_magnitudes, _maps.e4m3])
@@ -177,11 +249,6 @@ def test_ranks_are_those_of_a_search(table: Any) -> None:
     floors = np.asarray(_rank(_maps.floors(table), jnp.asarray(y)))
     expected = np.searchsorted(values, y, side="right") - 1
     np.testing.assert_array_equal(floors, expected.clip(0, len(values) - 2))
-    nearest = np.asarray(_rank(_maps.nearests(table, squared=False), jnp.asarray(y)))
-    y, nearest = y[y > _maps.COARSE][::97], nearest[y > _maps.COARSE][::97]
-    chosen = np.abs(values[nearest].astype(np.float64) - y)
-    best = np.abs(values[:, None].astype(np.float64) - y).min(0)
-    np.testing.assert_allclose(chosen, best, rtol=1e-6, atol=1e-12)
 
 
 def test_the_maps_are_those_of_bitsandbytes() -> None:
@@ -189,17 +256,6 @@ def test_the_maps_are_those_of_bitsandbytes() -> None:
     assert _maps.dynamic_roots()[1] == pytest.approx(3.25e-7)
     assert len(_maps.dynamic_magnitudes()) == 128
     assert _maps.dynamic_magnitudes()[1] == pytest.approx(5.5e-7)
-
-
-def test_four_bits_train_with_second_moments_in_eight() -> None:
-    largest, rms, cosine = largest_ratios(op.int4(min_size=1), 2)
-    assert largest <= 8
-    assert 0.8 <= rms <= 1.3
-    assert cosine >= 0.8  # 0.83; in 8 bits 0.98 over twice as many decades
-    params = jnp.zeros((64, 256))
-    state = quantize_state(optax.adam(1e-3), op.int4()).init(params).inner[0]
-    assert (state.mu.codes.dtype, state.nu.codes.dtype) == (jnp.int4, jnp.uint8)
-    assert not np.asarray(op.decode(state).mu).any()
 
 
 def test_bytes_per_parameter() -> None:

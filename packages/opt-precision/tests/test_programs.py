@@ -113,11 +113,8 @@ def test_the_largest_of_no_elements_is_as_the_optimizer_says() -> None:
     assert np.isfinite(made["some"]).all()
 
 
-@pytest.mark.parametrize("rng", ["hash", "threefry"])
-def test_replicas_under_vmap_are_each_like_one(rng: Any) -> None:
-    tx = stochastic_weights(
-        quantize_state(optax.adamw(1e-3), op.dynamic8(), rng=rng, chunk_bytes=1 << 14), rng=rng
-    )
+def test_replicas_under_vmap_are_each_like_one() -> None:
+    tx = stochastic_weights(quantize_state(optax.adamw(1e-3), op.dynamic8(), chunk_bytes=1 << 14))
     start = {"w": jnp.stack([0.1 * jnp.ones((64, 256)), jnp.ones((64, 256))]).astype(jnp.bfloat16)}
     state = jax.vmap(tx.init)(start)
     g = grads(0, start)
@@ -209,7 +206,7 @@ import jax, jax.numpy as jnp, numpy as np, optax, opt_precision as op
 jax.config.update("jax_enable_x64", True)
 start = {"w": jnp.ones((64, 512), jnp.bfloat16), "b": jnp.ones(300, jnp.bfloat16),
          "d": jnp.ones((64, 512), jnp.float64)}
-for codec in (op.dynamic8(), op.float8(), op.bfloat16(), op.log8(), op.int4()):
+for codec in (op.dynamic8(), op.float8(), op.bfloat16(), op.log8()):
     for inner in (optax.adamw(1e-3), optax.lamb(1e-3), optax.sgd(1e-3, momentum=0.9)):
         for wrap in (op.stochastic_weights, op.master_weights):
             tx = wrap(op.quantize_state(inner, codec, chunk_bytes=1 << 13))

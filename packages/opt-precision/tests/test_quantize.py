@@ -1,5 +1,7 @@
 """The wrapper: what is stored how, in pieces, and around what."""
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -138,6 +140,69 @@ def test_one_codec_for_each_role() -> None:
     assert state.nu["scale"].dtype == jnp.float32
 
 
+class Peak(NamedTuple):
+    nu: Any
+    peak: Any
+
+    @staticmethod
+    def describe_fields() -> dict[str, Any]:
+        return {"roles": {"nu": "second_moment", "peak": "other"}}
+
+
+def scale_by_peak(decay: float | None = None, *, needs_value: bool = False) -> Any:
+    """AMSGrad's mechanism under names of its own; with a decay the peak comes down again."""
+
+    def init(params: Any) -> Peak:
+        return Peak(optax.tree.zeros_like(params), optax.tree.zeros_like(params))
+
+    def update(updates: Any, state: Peak, params: Any = None, **extra_args: Any) -> Any:
+        scale = extra_args["value"] if needs_value else 1.0
+        nu = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, state.nu, updates)
+        old = state.peak if decay is None else jax.tree.map(lambda p: decay * p, state.peak)
+        peak = jax.tree.map(jnp.maximum, old, nu)
+        made = jax.tree.map(lambda g, p: scale * g / (jnp.sqrt(p) + 1e-8), updates, peak)
+        return made, Peak(nu, peak)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+def test_moments_that_feed_a_maximum_are_kept(codec: op.Codec) -> None:
+    start = params()
+    for tx, field in ((optax.scale_by_amsgrad(b2=0.99), "nu_max"), (scale_by_peak(), "peak")):
+        ours, raw = quantize_state(tx, codec).init(start), tx.init(start)
+        update = jax.jit(quantize_state(tx, codec).update)
+        for step in range(20):
+            _, ours = update(grads(step, start), ours, start)
+            _, raw = jax.jit(tx.update)(grads(step, start), raw, start)
+        for one, other in zip(
+            *(jax.tree.leaves(getattr(state, field)) for state in (ours.inner, raw)), strict=True
+        ):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_which_moments_feed_a_maximum() -> None:
+    def reasons(tx: Any, *select: Any) -> dict[str, str]:
+        report = op.explain_precision(quantize_state(tx, op.dynamic8(), *select), params())
+        return {row.path: row.reason for row in report.rows if row.path.endswith("kernel")}
+
+    words = "feeds 0/nu_max/kernel, which would keep errors of rounding"
+    named = by_field({"mu": "moment", "nu": "second_moment"})
+    for select in ((), (named,)):
+        found = reasons(optax.amsgrad(1e-3), *select)
+        assert (found["0/mu/kernel"], found["0/nu/kernel"]) == ("", words)
+    assert reasons(scale_by_peak())["nu/kernel"].startswith("feeds peak/kernel")
+    for decays in (optax.adamax(1e-3), scale_by_peak(0.9)):
+        assert not any("feeds" in reason for reason in reasons(decays).values())
+
+
+def test_a_maximum_that_init_cannot_see_is_an_error_of_the_first_step() -> None:
+    tx = quantize_state(scale_by_peak(needs_value=True), op.dynamic8())
+    state = tx.init(params())
+    with pytest.raises(StateError, match=r"nu/bias is stored in fewer bits, and the running maxi"):
+        tx.update(params(), state, params(), value=1.0)
+
+
 class Mine(NamedTuple):
     momentum: Any
     other: Any
@@ -192,6 +257,82 @@ def test_selections() -> None:
     assert encoded(op.moments(keep=["bias"])) == [".mu['kernel']", ".nu['kernel']"]
     assert encoded(op.by_path("nu/kernel")) == [".nu['kernel']"]
     assert encoded(by_field({"mu": "moment"})) == [".mu['bias']", ".mu['kernel']"]
+
+
+WINDOWS: dict[str, Any] = {
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+}
+WEIGHTS: dict[str, Any] = {
+    "stochastic": stochastic_weights,
+    "f32": lambda tx: master_weights(tx),
+    "remainder": lambda tx: master_weights(tx, storage="remainder"),
+    "kahan": lambda tx: master_weights(tx, storage="kahan"),
+}
+QUANTIZE = {"quantize_state": lambda tx: quantize_state(tx, op.identity())}
+WRAPPERS = {**WINDOWS, **WEIGHTS, **QUANTIZE}
+ORDERS = [
+    order
+    for number in range(2, 5)
+    for order in itertools.permutations(WRAPPERS, number)
+    if len(WEIGHTS.keys() & set(order)) == 1
+]
+
+
+def is_refused(order: Sequence[str]) -> bool:
+    """Whether something stands inside of `quantize_state`, which belongs innermost."""
+    return "quantize_state" in order[:-1]
+
+
+def wrapped(order: Sequence[str]) -> Any:
+    tx: Any = optax.adamw(1e-2)
+    for name in reversed(order):
+        tx = WRAPPERS[name](tx)
+    return tx
+
+
+def test_wrong_orders_are_errors() -> None:
+    start = {"w": jnp.ones((2, 3), jnp.bfloat16)}
+    refused = [order for order in ORDERS if is_refused(order)]
+    assert len(refused) == 108
+    for order in refused:
+        with pytest.raises(OrderError, match=r"`quantize_state` is around `.*Write `"):
+            wrapped(order).init(start)
+    for one, other in itertools.product(WEIGHTS, WEIGHTS):
+        for between in ((), ("MultiSteps",), ("apply_if_finite",)):
+            with pytest.raises(OrderError, match=r"Keep one of them|keep one of them"):
+                wrapped((one, *between, other)).init(start)
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("order", [o for o in ORDERS if not is_refused(o)], ids="-".join)
+def test_every_other_order_is_right(order: tuple[str, ...]) -> None:
+    """As the same windows in the same order in float32: steps that skip or wait change nothing."""
+    start = {"w": 0.1 * jax.random.normal(jax.random.key(0), (8, 256))}
+    start = jax.tree.map(lambda p: p.astype(jnp.bfloat16), start)
+
+    def steps(tx: Any, params: Any) -> list[Any]:
+        state, found = tx.init(params), []
+        update = jax.jit(tx.update)
+        for step in range(6):
+            g = grads(step, params)
+            if step == 2 and "apply_if_finite" in order:
+                g["w"] = g["w"].at[0, 0].set(jnp.nan)
+            updates, state = update(g, state, params)
+            params = optax.apply_updates(params, updates)
+            found.append(np.asarray(op.master_of(state, params)["w"], np.float32))
+        return found
+
+    windows = [name for name in order if name in WINDOWS]
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), start)
+    found, exact = steps(wrapped(order), start), steps(wrapped(windows), wide)
+    # A rate of 0.01; a digit of a bfloat16 parameter is 0.002 at most, a compensation's less.
+    atol = {"stochastic": 6 * 2.0**-9, "kahan": 1e-4}.get((WEIGHTS.keys() & set(order)).pop(), 1e-6)
+    before = (np.asarray(wide["w"]),) * 2
+    for one, other in zip(found, exact, strict=True):
+        np.testing.assert_allclose(one, other, atol=atol, rtol=0)
+        assert (one == before[0]).all() == (other == before[1]).all()
+        before = one, other
 
 
 def test_windows_belong_outside() -> None:

@@ -8,7 +8,7 @@ computed in float32, piece by piece.
 from importlib.metadata import version as _version
 
 from opt_precision import errors
-from opt_precision._codecs import Codec, bfloat16, dynamic8, float8, identity, int4, log8
+from opt_precision._codecs import Codec, bfloat16, dynamic8, float8, identity, log8
 from opt_precision._explain import PrecisionReport, PrecisionRow, explain_precision
 from opt_precision._formats import Encoded, Format
 from opt_precision._partition import partition_rules
@@ -54,7 +54,6 @@ __all__ = [
     "explain_precision",
     "float8",
     "identity",
-    "int4",
     "log8",
     "master_of",
     "master_weights",

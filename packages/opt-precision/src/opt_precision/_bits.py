@@ -9,15 +9,13 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.random import threefry2x32_p
 
-Rng: TypeAlias = Literal["hash", "threefry"]
 Seal: TypeAlias = Callable[[jax.Array], jax.Array]
 
 _UPPER = np.uint32(0xFFFF0000)
@@ -38,7 +36,18 @@ def float_of(bits: jax.Array) -> jax.Array:
 
 def narrow(x: jax.Array) -> jax.Array:
     """A float32 that a bfloat16 can hold, as that bfloat16; other values are cut off."""
-    return lax.bitcast_convert_type((bits_of(x) >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return lax.bitcast_convert_type((_halved(x) >> 16).astype(jnp.uint16), jnp.bfloat16)
+
+
+def _halved(x: jax.Array) -> jax.Array:
+    """The bits of a float32, those of a NaN such that their upper half is one.
+
+    The lower half alone may make it one (0x7f800001), and what rounding carries into the upper
+    half may make it a zero (0x7fffffff, the NaN of GPUs).
+    """
+    bits = bits_of(x)
+    is_nan = bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000)
+    return lax.select(is_nan, (bits | _QUIET) & _UPPER, bits)
 
 
 def widen(x: jax.Array) -> jax.Array:
@@ -87,16 +96,14 @@ def round_stochastic(x: jax.Array, noise: jax.Array) -> jax.Array:
       x: float32.
       noise: uint32 of the same shape, of which the upper half is used.
     """
-    bits = bits_of(x)
-    # A finite value stays finite; a NaN stays one even if its payload is in the lower half.
-    has_two = lax.abs(x) < np.float32(_LARGEST)
-    raised = bits + lax.select(has_two, noise >> 16, jnp.zeros_like(noise))
-    return float_of(lax.select(jnp.isnan(x), bits | _QUIET, raised) & _UPPER)
+    has_two = lax.abs(x) < np.float32(_LARGEST)  # a finite value stays finite
+    raised = _halved(x) + lax.select(has_two, noise >> 16, jnp.zeros_like(noise))
+    return float_of(raised & _UPPER)
 
 
 def split(master: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A float32 as the bfloat16 nearest to it, ties away from zero, and the 16 bits that remain."""
-    bits = bits_of(master)
+    bits = _halved(master)
     low = bits & np.uint32(0xFFFF)
     visible = ((bits >> 16) + (low >> 15)).astype(jnp.uint16)
     return (
@@ -106,7 +113,7 @@ def split(master: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def join(visible: jax.Array, low: jax.Array) -> jax.Array:
-    """The float32 that was split, bit by bit."""
+    """The float32 that was split, bit by bit; of a NaN the lower half is lost."""
     rest = lax.bitcast_convert_type(low, jnp.uint16).astype(jnp.uint32)
     upper = lax.bitcast_convert_type(visible, jnp.uint16).astype(jnp.uint32) - (rest >> 15)
     return float_of((upper << 16) | rest)
@@ -139,21 +146,14 @@ def noise_keys(seeds: jax.Array, names: Sequence[str]) -> jax.Array:
     return _mix(seeds ^ digests)
 
 
-def noise_at(key: jax.Array, index: jax.Array, rng: Rng) -> jax.Array:
+def noise_at(key: jax.Array, index: jax.Array) -> jax.Array:
     """32 random bits for each element, by its index in the whole array and by nothing else.
 
     Args:
       key: of the array, a number or one for each row.
       index: of the elements, uint32.
-      rng: `'hash'`, about 30 operations for an element; or `'threefry'`, JAX's generator, about
-        three times as many.
     """
-    if rng == "hash":
-        return _mix((index * _GOLDEN) ^ key)
-    # Under `vmap` all operands have to be batched, or none.
-    zeros = (key ^ key) * index
-    found: jax.Array = threefry2x32_p.bind(zeros + key, zeros, zeros + index, zeros)[0]
-    return found
+    return _mix((index * _GOLDEN) ^ key)
 
 
 def global_index(

@@ -81,8 +81,6 @@ class Codec:
     def _kind(self, squared: bool) -> Kind:
         if self.name == "log8" and not squared:
             return "dynamic8"
-        if self.name == "int4":
-            return "dynamic8" if squared else "dynamic4"
         kind: Any = self.name
         return kind  # type: ignore[no-any-return]
 
@@ -122,8 +120,9 @@ def dynamic8(
     Args:
       block: how many elements along one axis share a scale.
       min_size: leaves with fewer elements stay as they are.
-      m: how first moments are rounded. To nearest updates keep their direction best; with a decay
-        beyond 0.95 they lose it in 8 bits, so take `{'moment': bfloat16(m='stochastic'), ...}`.
+      m: how first moments are rounded. To nearest updates keep their direction best, and what falls
+        is never rounded back to what it was; with a decay beyond 0.95 they lose it in 8 bits, so
+        take `{'moment': bfloat16(), 'second_moment': dynamic8()}`.
       v: how second moments are rounded. `'nearest'` is what other libraries do, and is here to be
         compared with: such a moment never comes down again.
     """
@@ -142,25 +141,12 @@ def log8(*, block: int = 256, min_size: int = 4096) -> Codec:
     return Codec("log8", block=_checked(block), min_size=min_size)
 
 
-def int4(*, block: int = 128, min_size: int = 4096) -> Codec:
-    """Experimental: first moments in 4 bits, a signed dynamic map of 15 values.
-
-    Second moments are stored as by `dynamic8`. Two codes share a byte where the compiler packs
-    them, as XLA does; JAX counts a byte each. Trains worse than 8 bits: see the guide.
-
-    Args:
-      block: how many elements along one axis share a scale.
-      min_size: leaves with fewer elements stay as they are.
-    """
-    return Codec("int4", block=_checked(block), min_size=min_size)
-
-
 def identity() -> Codec:
     """Leaves as they are: for tests, and to see what the wrapper itself does."""
     return Codec("identity")
 
 
-_CODECS = {make.__name__: make for make in (bfloat16, dynamic8, float8, identity, int4, log8)}
+_CODECS = {make.__name__: make for make in (bfloat16, dynamic8, float8, identity, log8)}
 
 
 def _checked(block: Any) -> int:

@@ -19,7 +19,7 @@ from jax import lax
 
 from opt_precision import _bits, _blocks, _maps
 
-Kind: TypeAlias = Literal["bfloat16", "float8", "dynamic8", "log8", "dynamic4"]
+Kind: TypeAlias = Literal["bfloat16", "float8", "dynamic8", "log8"]
 VERSION: Final = 1
 
 _TINY: Final = float(jnp.finfo(jnp.float32).tiny)
@@ -51,12 +51,17 @@ class Format:
     @property
     def codes_dtype(self) -> Any:
         """The dtype of the codes."""
-        own = {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn, "dynamic4": jnp.int4}
+        own = {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn}
         return own.get(self.kind, jnp.uint8)
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape of the scales of an array; `None` where there are none."""
         return _blocks.scale_shape(shape, self.axis, self.block) if self.block else None
+
+    @property
+    def needs_noise(self) -> bool:
+        """Whether a step rounds at random: to keep the mean, or so that first moments decay."""
+        return self.stochastic or not self.squared
 
     @property
     def rounding(self) -> str:
@@ -70,7 +75,7 @@ class Encoded:
     """A leaf of a state, stored in fewer bits; in the place of the leaf.
 
     Attributes:
-      codes: of the leaf's shape; uint8, float8_e4m3fn, int4 or bfloat16.
+      codes: of the leaf's shape; uint8, float8_e4m3fn or bfloat16.
       scale: the largest magnitude of each block (of the square roots, for second moments), float32
         of shape `[..., ceil(n / block), ...]`; `None` for bfloat16.
       format: what codes and scale mean.
@@ -118,41 +123,71 @@ def is_encoded(node: Any) -> bool:
 
 
 def encode(
-    form: Format, x: jax.Array, noise: jax.Array | None, seal: _bits.Seal = _bits.unsealed
+    form: Format,
+    x: jax.Array,
+    noise: jax.Array | None,
+    before: jax.Array | None = None,
+    seal: _bits.Seal = _bits.unsealed,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Returns the codes and scales of an array, or of whole blocks of one.
+
+    A first moment that decays by less than half a step of its code would stand still if it were
+    rounded to nearest, while `v` beside it goes on to decay: the parameter would drift for ever.
+    So what rounding would raise to the code that it had is rounded stochastically.
 
     Args:
       form: the format.
       x: what to encode; float32.
-      noise: 32 random bits per element; `None` rounds to nearest.
+      noise: 32 random bits per element, for a step; `None` rounds to nearest.
+      before: the codes that it had before the step, for formats that are not `stochastic`.
       seal: what products go through.
     """
     x = _bits.widen(x)
     if form.kind == "bfloat16":
-        rounded = _bits.round_nearest(x) if noise is None else _bits.round_stochastic(x, noise)
-        return _bits.narrow(rounded), None
+        return _in_bfloat16(form, x, noise, before), None
     magnitude = lax.sqrt(x) if form.squared else lax.abs(x)
     scale = _blocks.block_max(magnitude, form.axis, form.block)
     # A block of zeros has no scale to divide by. The inverse is there for each block: divided by
     # a scale for each element, XLA would make it so here and there, where the last digits differ.
     divisor = lax.select(scale < _TINY, jnp.ones_like(scale), scale)
     inverse = _blocks.spread(1 / divisor, form.axis, form.block, x.shape[form.axis])
-    y = seal(magnitude * inverse)
-    if form.kind == "log8":
-        return _encode_log(y, noise, seal), scale
-    if form.kind == "float8":
-        rank = _rank_in(_maps.e4m3_roots if form.squared else _maps.e4m3, form, y, noise, seal)
-        sign = jnp.where(x < 0, np.uint8(128), np.uint8(0))
-        return lax.bitcast_convert_type(rank | sign, jnp.float8_e4m3fn), scale
+    below, chance = _position(form, seal(magnitude * inverse), seal, is_cut_off=noise is not None)
+    upper = _coded(form, x, below + 1)
+    is_up = chance >= 0.5
+    if noise is not None:
+        # Of 22 bits: the largest is less than a chance of 1 that was rounded down.
+        uniform = (noise >> 10).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-22)
+        is_drawn = uniform < chance
+        if form.stochastic:
+            is_up = is_drawn
+        elif before is not None:
+            is_up &= (upper != as_bytes(before)) | is_drawn
+    codes = lax.select(is_up, upper, _coded(form, x, below))
+    return lax.bitcast_convert_type(codes, form.codes_dtype), scale
+
+
+def _in_bfloat16(
+    form: Format, x: jax.Array, noise: jax.Array | None, before: jax.Array | None
+) -> jax.Array:
+    nearest = _bits.round_nearest(x)
+    if noise is None:
+        return _bits.narrow(nearest)
+    drawn = _bits.narrow(_bits.round_stochastic(x, noise))
+    if form.stochastic or before is None:
+        return drawn
+    codes = _bits.narrow(nearest)
+    is_held = (as_bytes(codes) == as_bytes(before)) & (lax.abs(nearest) > lax.abs(x))
+    return lax.select(is_held, drawn, codes)
+
+
+def _coded(form: Format, x: jax.Array, rank: jax.Array) -> jax.Array:
+    """The code of numbers by the rank of their magnitude, in a byte."""
     if form.squared:
-        return _rank_in(_maps.dynamic_roots, form, y, noise, seal), scale
-    if form.kind == "dynamic4":
-        rank = _rank_in(_maps.dynamic4_magnitudes, form, y, noise, seal).astype(jnp.int8)
-        return jnp.where(x < 0, -rank, rank).astype(jnp.int4), scale
-    rank = _rank_in(_maps.dynamic_magnitudes, form, y, noise, seal)
+        return rank
+    if form.kind == "float8":
+        return rank | jnp.where(x < 0, np.uint8(128), np.uint8(0))
     zero = np.uint8(len(_maps.dynamic_magnitudes()) - 1)
-    return jnp.where(x < 0, zero - rank, zero + rank), scale
+    return jnp.where(x < 0, zero - rank, zero + rank)
 
 
 def decode(
@@ -191,28 +226,27 @@ def constant_codes(form: Format, value: float) -> tuple[int, float]:
 
 def as_bytes(codes: jax.Array) -> jax.Array:
     """Codes as unsigned integers of whole bytes."""
-    if codes.dtype == jnp.int4:
-        return codes.astype(jnp.uint8) & 15
     if jnp.issubdtype(codes.dtype, jnp.integer):
         return codes.astype(jnp.uint8)
     width = jnp.uint16 if codes.dtype.itemsize == 2 else jnp.uint8
     return lax.bitcast_convert_type(codes, width)
 
 
+def _table(form: Format) -> Callable[[], _maps.Table]:
+    """The magnitudes, or the roots, that codes stand for."""
+    if form.kind == "log8":
+        return _maps.logarithmic
+    if form.kind == "dynamic8":
+        return _maps.dynamic_roots if form.squared else _maps.dynamic_magnitudes
+    return _maps.e4m3_roots if form.squared else _maps.e4m3
+
+
 def _by_code(form: Format) -> _maps.Table:
     """The value of each code."""
-    if form.kind == "log8":
-        return _maps.logarithmic()
-    if form.kind == "dynamic8" and form.squared:
-        return _maps.dynamic_roots()
-    if form.kind == "dynamic8":
-        magnitudes = _maps.dynamic_magnitudes()
-        return np.concatenate([-magnitudes[:0:-1], magnitudes, magnitudes[-1:]])
-    if form.kind == "dynamic4":  # negative ones from the end; the least stands for nothing
-        magnitudes = _maps.dynamic4_magnitudes()
-        return np.concatenate([magnitudes, -magnitudes[-1:], -magnitudes[:0:-1]])
-    table = _maps.e4m3_roots() if form.squared else _maps.e4m3()
-    return np.concatenate([table, table[-1:], -table, -table[-1:]])
+    table = _table(form)()
+    if form.kind == "float8":
+        return np.concatenate([table, table[-1:], -table, -table[-1:]])
+    return table if form.squared else np.concatenate([-table[:0:-1], table, table[-1:]])
 
 
 _ONE_BY_ONE: Final = lax.GatherDimensionNumbers((), (0,), (0,))
@@ -232,39 +266,37 @@ def _rank(ranks: _maps.Ranks, y: jax.Array) -> jax.Array:
     return below + (_look_up(ranks.edges, below) <= y).astype(jnp.uint8)
 
 
-def _rank_in(
-    table: Callable[[], _maps.Table],
-    form: Format,
-    y: jax.Array,
-    noise: jax.Array | None,
-    seal: _bits.Seal,
-) -> jax.Array:
-    """The index of numbers between 0 and 1 in a table."""
-    if noise is None:
-        # Of two neighbours the mean of what is stored decides.
-        return _rank(_maps.nearests(table, squared=form.squared), y)
+def _position(
+    form: Format, y: jax.Array, seal: _bits.Seal, *, is_cut_off: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The rank of the value below each number between 0 and 1, and how far up the next it is.
+
+    Args:
+      form: the format.
+      y: the numbers.
+      seal: what products go through.
+      is_cut_off: whether first moments are cut off below `_maps.COARSE`.
+
+    Returns:
+      The rank; and from 0 to 1 the part of the way to the value above, or between their squares:
+      the chance of that one which keeps the mean of what is stored.
+    """
+    if form.kind == "log8":
+        return _position_in_log(y, seal)
+    table = _table(form)
     below, gaps = _rank(_maps.floors(table), y), _maps.gaps(table, squared=form.squared)
     distance = (seal(y * y) if form.squared else y) - _look_up(gaps.low, below)
     chance = distance * _look_up(gaps.inverse, below)
-    if table is _maps.dynamic_magnitudes:
+    if is_cut_off and not form.squared:
         chance = jnp.where(y < _maps.COARSE, 0, chance)
-    return _step_up(below, chance, noise)
+    return below, chance
 
 
-def _step_up(below: jax.Array, chance: jax.Array, noise: jax.Array) -> jax.Array:
-    """The upper neighbour with a probability that keeps the mean of what is stored."""
-    # Of 22 bits: the largest is less than a chance of 1 that was rounded down.
-    uniform = (noise >> 10).astype(jnp.int32).astype(jnp.float32) * np.float32(2.0**-22)
-    return below + (uniform < chance).astype(jnp.uint8)
-
-
-def _encode_log(y: jax.Array, noise: jax.Array | None, seal: _bits.Seal) -> jax.Array:
-    """The codes of values between 0 and 1 in the logarithmic map, without a table."""
+def _position_in_log(y: jax.Array, seal: _bits.Seal) -> tuple[jax.Array, jax.Array]:
+    """The same for squares in the logarithmic map, without a table."""
     log = lax.log(jnp.maximum(y, np.float32(_maps.LOG_LEAST)))
     position = seal(log * np.float32(1 / (math.log(2) * _LOG_STEP))) + _maps.LOG_STEPS
-    if noise is None:
-        return jnp.clip(lax.round(position), 0, _maps.LOG_STEPS).astype(jnp.uint8)
     below = jnp.clip(lax.floor(position), 0, _maps.LOG_STEPS - 1)
     low = lax.exp2(seal((below - _maps.LOG_STEPS) * np.float32(2 * _LOG_STEP)))  # squared
     chance = (seal(y * y) - low) / (low * np.float32(2.0 ** (2 * _LOG_STEP) - 1))
-    return _step_up(below.astype(jnp.uint8), chance, noise)
+    return below.astype(jnp.uint8), chance

@@ -18,6 +18,8 @@ from opt_precision._mirrors import KeyPath, Mirror, find_mirrors, path_str
 from opt_precision._select import Candidate, Choice, Select
 from opt_precision._states import OUR_STATES, WEIGHT_STATES
 from opt_precision._step.arguments import wide
+from opt_precision._step.equations import Equations
+from opt_precision._step.extremes import feeding_extremes
 from opt_precision._step.placement import aligned, without
 from opt_precision._step.program import Kind, Program
 from opt_precision._step.whole import Whole
@@ -66,6 +68,7 @@ class First:
     """
 
     def __init__(self, tx: Any, params: Any) -> None:
+        self._tx = tx
         keyed, self._tree = jax.tree_util.tree_flatten_with_path(params)
         self.params = [
             leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for _, leaf in keyed
@@ -115,7 +118,28 @@ class First:
             path = path_str(self.state_paths[i])
             candidates.append(Candidate(path, parameter, mirror.field, mirror.owner))
         chosen = dict(zip(places, select(candidates), strict=True))
+        if {choice.role is None for choice in chosen.values()} == {True, False}:
+            for i, extreme in self._feeding_extremes().items():
+                if i in chosen and chosen[i].role is not None:
+                    path = path_str(self.state_paths[extreme])
+                    chosen[i] = Choice(None, f"feeds {path}, which would keep errors of rounding")
         return [self._planned(i, mirrors[i], chosen.get(i), codecs) for i in range(len(self.avals))]
+
+    def _feeding_extremes(self) -> dict[int, int]:
+        """See `feeding_extremes`; a step checks it again."""
+        number, wides = len(self.params), [wide(param) for param in self.params]
+
+        def update(*flat: Any) -> list[Any]:
+            state = jax.tree.unflatten(self.state_tree, flat[number:-number])
+            trees = [jax.tree.unflatten(self._tree, own) for own in (flat[:number], flat[-number:])]
+            return jax.tree.leaves(self._tx.update(trees[0], state, trees[1]))
+
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*wides, *self.avals, *wides)]
+        try:
+            closed = jax.make_jaxpr(update)(*types)
+        except Exception:  # an update may need more arguments, or the axes of a mesh
+            return {}
+        return feeding_extremes(Equations(closed), number, len(self.avals))
 
     def _planned(
         self, i: int, mirror: Mirror | None, choice: Choice | None, codecs: Codecs
@@ -221,7 +245,6 @@ def _constant(form: Format, param: jax.Array, value: float) -> Encoded:
     code, scale = constant_codes(form, value)
     if code:
         width = jnp.uint16 if form.kind == "bfloat16" else jnp.uint8
-        width = jnp.uint4 if form.kind == "dynamic4" else width
         codes = jnp.full_like(param, code, dtype=width)
         if width != form.codes_dtype:
             codes = lax.bitcast_convert_type(codes, form.codes_dtype)

@@ -18,7 +18,7 @@ LEAST: Final = 1e-7
 """What stands in the place of zero in the dynamic map of `sqrt(v)`."""
 
 COARSE: Final = 3e-5
-"""First moments below this part of their block's largest are cut off, not rounded.
+"""First moments below this part of their block's largest are cut off in a step, not rounded.
 
 Rounded to nearest, the largest update over seven decades is 3.2 times the exact one; cut off, 1.2
 times. Rounded stochastically it is 33 times, cut off 2.2 times.
@@ -49,16 +49,10 @@ def dynamic_magnitudes() -> Table:
     return np.asarray([0.0, *list(_decades(1))[:-1], 1.0], np.float32)
 
 
-@functools.cache
-def dynamic4_magnitudes() -> Table:
-    """The same of 4 bits, three decades: zero, 6 values, and 1, for either sign."""
-    return np.asarray([0.0, *list(_decades(1, 3))[:-1], 1.0], np.float32)
-
-
-def _decades(first: int, number: int = 7) -> Iterator[float]:
-    for decade in range(number):
+def _decades(first: int) -> Iterator[float]:
+    for decade in range(7):
         edges = np.linspace(0.1, 1.0, first * 2**decade + 1)
-        yield from (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - number + 1)
+        yield from (edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)
 
 
 @functools.cache
@@ -106,7 +100,14 @@ CELLS: Final = int(np.float32(1).view(np.uint32) >> 16) + 1
 @functools.cache
 def floors(table: Callable[[], Table]) -> Ranks:
     """Ranks that are the index of the largest value that is at most a number, but for the last."""
-    return _ranks(table()[1:-1])
+    edges = table()[1:-1]
+    cells = np.arange(CELLS + 1, dtype=np.uint32) << np.uint32(16)
+    ends = cells.view(np.float32)
+    below = np.searchsorted(edges, ends, side="right")
+    inside = np.searchsorted(edges, ends[1:], side="left") - below[:-1]
+    assert inside.max() <= 1, "a cell holds two edges"
+    padded = np.append(edges, np.float32(np.inf))
+    return Ranks(padded, below[:-1].astype(np.uint8))
 
 
 class Gaps(NamedTuple):
@@ -126,28 +127,3 @@ def gaps(table: Callable[[], Table], *, squared: bool) -> Gaps:
     """The gaps of a table, or of its squares."""
     ends = table() * table() if squared else table()
     return Gaps(ends[:-1], np.reciprocal(ends[1:] - ends[:-1]))
-
-
-@functools.cache
-def nearests(table: Callable[[], Table], *, squared: bool) -> Ranks:
-    """Ranks that are the index of the nearest value, or of the one with the nearest square.
-
-    Below `COARSE` numbers are cut off in the signed dynamic map instead. There a tenth, by which a
-    first moment decays, is less than half a step of the code: to nearest it would not decay.
-    """
-    power = 2 if squared else 1
-    values = table().astype(np.float64) ** power
-    edges = ((values[:-1] + values[1:]) / 2) ** (1 / power)
-    if table is dynamic_magnitudes:
-        edges = np.where(values[1:] < COARSE, values[1:], edges)
-    return _ranks(edges.astype(np.float32))
-
-
-def _ranks(edges: Table) -> Ranks:
-    cells = np.arange(CELLS + 1, dtype=np.uint32) << np.uint32(16)
-    ends = cells.view(np.float32)
-    below = np.searchsorted(edges, ends, side="right")
-    inside = np.searchsorted(edges, ends[1:], side="left") - below[:-1]
-    assert inside.max() <= 1, "a cell holds two edges"
-    padded = np.append(edges, np.float32(np.inf))
-    return Ranks(padded, below[:-1].astype(np.uint8))

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeAlias, get_args
 
-from opt_precision._bits import Rng
 from opt_precision._codecs import Codec, Role
 from opt_precision._select import Select
 from opt_precision._weights import Storage
@@ -37,7 +36,6 @@ class Precision:
       select: which leaves are moments, see `quantize_state`.
       offload: whether moments lie in the memory of the host, by `offload_state`.
       seed: of the noise of both.
-      rng: what makes it, see `quantize_state`.
       chunk_bytes: see `quantize_state`.
       layout: see `quantize_state`; of the parameters that the transformation is given.
 
@@ -60,7 +58,6 @@ class Precision:
     select: Select | None = None
     offload: bool = False
     seed: int = 0
-    rng: Rng = "hash"
     chunk_bytes: int = CHUNK_BYTES
     layout: Any = dataclasses.field(default=None, hash=False)
 
@@ -87,11 +84,12 @@ class Precision:
         if self.offload:
             tx = offload_state(tx, self.select, **given)
         if self.state is not None:
-            noise: Any = {"seed": self.seed, "rng": self.rng}
-            tx = quantize_state(tx, self.state, self.select, **noise, **given)
+            tx = quantize_state(tx, self.state, self.select, seed=self.seed, **given)
         if self.weights == "stochastic":
-            return stochastic_weights(tx, seed=self.seed, rng=self.rng)
-        return tx if self.weights is None else master_weights(tx, storage=self.weights)
+            return stochastic_weights(tx, seed=self.seed)
+        if self.weights is None:
+            return tx
+        return master_weights(tx, storage=self.weights, seed=self.seed)
 
     def __str__(self) -> str:
         parts = [f"{self.weights} weights"] if self.weights else []
@@ -103,6 +101,4 @@ class Precision:
             parts.append("moments on the host")
         if self.seed:
             parts.append(f"seed {self.seed}")
-        if self.rng != "hash":
-            parts.append(self.rng)
         return ", ".join(parts)

@@ -115,10 +115,12 @@ class KahanState:
     """The state of `master_weights(storage='kahan')`.
 
     Attributes:
+      step: how often it was updated, for the noise; int32, a scalar.
       compensation: what rounding took from the last updates, bfloat16.
       inner: the state of the transformation.
     """
 
+    step: jax.Array
     compensation: Any
     inner: Any
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -135,11 +136,12 @@ def set_params(state: Any, params: Any) -> Any:
                 node.master,
                 is_leaf=is_masked,
             )
-            return MasterState(master, node.inner)
+            return dataclasses.replace(node, master=master)
         if isinstance(node, RemainderState):
-            return RemainderState(jax.tree.map(jnp.zeros_like, node.low), node.inner)
+            return dataclasses.replace(node, low=jax.tree.map(jnp.zeros_like, node.low))
         if isinstance(node, KahanState):
-            return KahanState(jax.tree.map(jnp.zeros_like, node.compensation), node.inner)
+            zeros = jax.tree.map(jnp.zeros_like, node.compensation)
+            return dataclasses.replace(node, compensation=zeros)
         return node
 
     return jax.tree.map(reset, state, is_leaf=_is_weight_state)

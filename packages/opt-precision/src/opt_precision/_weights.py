@@ -23,16 +23,19 @@ class Weights:
     Attributes:
       method: nearest, stochastic, or with what is kept besides them.
       seed: of the noise.
-      rng: what makes the noise.
     """
 
     method: Method
     seed: int = 0
-    rng: _bits.Rng = "hash"
 
     def is_met_by(self, dtype: object) -> bool:
         """Whether parameters of this dtype need it: others are not rounded, or not here."""
         return self.method != "nearest" and dtype == jnp.bfloat16
+
+    @property
+    def needs_noise(self) -> bool:
+        """Whether a step rounds at random: parameters, or Kahan's compensation."""
+        return self.method in ("stochastic", "kahan")
 
     def first_extra(self, param: jax.Array) -> jax.Array:
         """What is kept besides a parameter at first; the master is the parameter itself."""
@@ -56,8 +59,8 @@ class Weights:
         noise: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Returns the parameter with an update added to it, and what is kept besides it."""
-        if self.method == "kahan" and extra is not None:
-            return _with_compensation(param, extra, update)
+        if self.method == "kahan" and extra is not None and noise is not None:
+            return _with_compensation(param, extra, update, noise)
         if extra is not None:
             master = self.value(param, extra) + update.astype(jnp.float32)
             visible, low = _bits.split(master)
@@ -73,11 +76,16 @@ class Weights:
 
 
 def _with_compensation(
-    param: jax.Array, compensation: jax.Array, update: jax.Array
+    param: jax.Array, compensation: jax.Array, update: jax.Array, noise: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Kahan's: what rounding took from one update is added to the next. The order is essential."""
+    """Kahan's: what rounding took from one update is added to the next. The order is essential.
+
+    To nearest the compensation would not take up what is less than half its own last digit: with
+    updates of 1e-6 a weight of 1 stands still for ever. So it is rounded stochastically.
+    """
     wide = _bits.widen(param)
     wanted = update.astype(jnp.float32) + _bits.widen(compensation)
     rounded = _bits.round_nearest(wide + wanted)
-    left = _bits.round_nearest(wanted - (rounded - wide))
+    left = jnp.where(jnp.isfinite(rounded), wanted - (rounded - wide), 0)
+    left = _bits.round_stochastic(left, noise)
     return _bits.narrow(rounded), _bits.narrow(left)

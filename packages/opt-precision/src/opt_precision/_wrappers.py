@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import optax
 
 from opt_precision import _select
-from opt_precision._bits import Rng
 from opt_precision._codecs import Codec, Role, identity
 from opt_precision._extra_args import incremented, with_extra_args
 from opt_precision._formats import is_encoded
@@ -34,7 +33,7 @@ CHUNK_BYTES: Final = 64 << 20
 ARRAYS: Final = 16  # of float32 and of one piece, that are there at once
 _LEAF_BYTES: Final = 1024  # for each leaf: keys, where it begins, what tells it from others
 # XLA on CPUs copies the codes of one leaf: see `opt_precision._step.stream`.
-_COPIED: Final = {"float8": 4, "int4": 2}
+_COPIED: Final = {"float8": 4}
 _ROLES: Final = frozenset(get_args(Role))
 
 
@@ -88,7 +87,6 @@ class Quantized:
       select: which leaves are moments.
       chunk_bytes: the float32 bytes of one piece of a leaf.
       seed: of the noise.
-      rng: what makes the noise.
       layout: where parameters lie.
       on_host: which leaves lie on the host; `None` for none.
     """
@@ -98,7 +96,6 @@ class Quantized:
     select: _select.Select
     chunk_bytes: int
     seed: int
-    rng: Rng
     layout: Any
     on_host: _select.Select | None = None
 
@@ -134,7 +131,7 @@ class Quantized:
 
     def options(self, weights: Weights = NEAREST) -> Options:
         """What a step needs to know."""
-        return Options(self.tx, weights, self.seed, self.rng, self.chunk_bytes, self.layout)
+        return Options(self.tx, weights, self.seed, self.chunk_bytes, self.layout)
 
     def update(
         self, updates: Any, state: QuantizedState, params: Any = None, **extra_args: Any
@@ -171,7 +168,7 @@ class Quantized:
         return {
             "name": self.name,
             "roles": {"step": "count"},
-            "settings": {"seed": self.seed, "rng": self.rng},
+            "settings": {"seed": self.seed},
         }
 
 
@@ -211,9 +208,12 @@ class Rounded:
             first = First(self.tx, params)
             first.check_order(self.name)
             inner = first.state()
-        if self.weights.method == "stochastic":
-            return StochasticState(jnp.zeros([], jnp.int32), inner)
-        return self.kind(jax.tree.map(self._first_extra, params), inner)
+        fields = {"inner": inner}
+        if self.weights.needs_noise:
+            fields["step"] = jnp.zeros([], jnp.int32)
+        if self.weights.method in EXTRA_FIELD:
+            fields[EXTRA_FIELD[self.weights.method]] = jax.tree.map(self._first_extra, params)
+        return self.kind(**fields)
 
     def _first_extra(self, leaf: Any) -> Any:
         leaf = jnp.asarray(leaf)
@@ -263,10 +263,14 @@ class Rounded:
         inner = made.state
         if is_quantized:
             inner = QuantizedState(incremented(state.inner.step), inner)
-        if self.weights.method == "stochastic":
-            return made, StochasticState(incremented(own_step), inner)
-        extra = [optax.MaskedNode() if one is None else one for one in made.extras]
-        return made, self.kind(jax.tree.unflatten(jax.tree.structure(params), extra), inner)
+        fields = {"inner": inner}
+        if self.weights.needs_noise:
+            fields["step"] = incremented(own_step)
+        if self.weights.method in EXTRA_FIELD:
+            extra = [optax.MaskedNode() if one is None else one for one in made.extras]
+            kept = jax.tree.unflatten(jax.tree.structure(params), extra)
+            fields[EXTRA_FIELD[self.weights.method]] = kept
+        return made, dataclasses.replace(state, **fields)
 
     def _extras(self, state: Any, params: Any) -> Sequence[Any]:
         leaves, structure = jax.tree_util.tree_flatten_with_path(params)
@@ -294,11 +298,7 @@ class Rounded:
         return {
             "name": self.name,
             "roles": roles,
-            "settings": {
-                "method": self.weights.method,
-                "seed": self.weights.seed,
-                "rng": self.weights.rng,
-            },
+            "settings": {"method": self.weights.method, "seed": self.weights.seed},
         }
 
 
@@ -319,7 +319,6 @@ def quantize_state(
     *,
     chunk_bytes: int = CHUNK_BYTES,
     seed: int = 0,
-    rng: Rng = "hash",
     layout: Any = None,
 ) -> Precise:
     """Stores the moments of any transformation in fewer bits.
@@ -336,7 +335,6 @@ def quantize_state(
       chunk_bytes: the float32 bytes of one piece of a leaf; temporaries are a few times as much.
       seed: of the noise in stochastic rounding, which depends on it, the number of the step, the
         path of the leaf and the index of the element, and on nothing else.
-      rng: what makes it: `'hash'`, or `'threefry'`, JAX's generator, for three times the work.
       layout: where parameters lie: a tree like them of `NamedSharding`s, or an
         `opt_partition.Layout`. Needed on a mesh of Auto axes, which do not show while a step is
         traced; otherwise leaves are not cut into pieces there.
@@ -369,9 +367,7 @@ def quantize_state(
         raise PrecisionError(f"`chunk_bytes` must be at least 4, found {chunk_bytes}")
     made = _select.checked(_select.moments() if select is None else select)
     size = int(chunk_bytes)
-    wrapped = Quantized(
-        inner, checked_codec(codec), made, size, int(seed), _checked_rng(rng), layout, host
-    )
+    wrapped = Quantized(inner, checked_codec(codec), made, size, int(seed), layout, host)
     return Precise(wrapped.init, wrapped.update)  # type: ignore[arg-type]
 
 
@@ -428,12 +424,12 @@ def offload_state(
         raise PrecisionError(f"`chunk_bytes` must be at least 4, found {chunk_bytes}")
     host = _select.checked(_select.moments() if select is None else select)
     wrapped = Quantized(
-        inner, identity(), _select.moments(), int(chunk_bytes), 0, "hash", layout, on_host=host
+        inner, identity(), _select.moments(), int(chunk_bytes), 0, layout, on_host=host
     )
     return Precise(wrapped.init, wrapped.update)  # type: ignore[arg-type]
 
 
-def stochastic_weights(tx: Any, *, seed: int = 0, rng: Rng = "hash") -> Precise:
+def stochastic_weights(tx: Any, *, seed: int = 0) -> Precise:
     """Rounds bfloat16 parameters stochastically: small updates arrive, on average.
 
     The update is computed in float32, and nothing is kept besides the parameters. Good for the
@@ -443,7 +439,6 @@ def stochastic_weights(tx: Any, *, seed: int = 0, rng: Rng = "hash") -> Precise:
       tx: an Optax transformation, or `quantize_state(...)` of one. Nothing around this may multiply
         updates: what it returns is the difference to the rounded parameter.
       seed: of the noise, see `quantize_state`.
-      rng: what makes it, see `quantize_state`.
 
     Returns:
       A transformation with `init`, `update` and `apply`; the state is a `StochasticState`.
@@ -458,10 +453,10 @@ def stochastic_weights(tx: Any, *, seed: int = 0, rng: Rng = "hash") -> Precise:
       >>> 1.0 < float(params['w'].astype(jnp.float32).mean()) < 1.00002
       True
     """
-    return _rounded(tx, Weights("stochastic", int(seed), _checked_rng(rng)))
+    return _rounded(tx, Weights("stochastic", int(seed)))
 
 
-def master_weights(tx: Any, *, storage: Storage = "f32") -> Precise:
+def master_weights(tx: Any, *, storage: Storage = "f32", seed: int = 0) -> Precise:
     """Keeps what rounding takes from bfloat16 parameters, so that no update is lost.
 
     Args:
@@ -471,6 +466,7 @@ def master_weights(tx: Any, *, storage: Storage = "f32") -> Precise:
         `'remainder'`: the other 16 bits of it, 2 bytes; the same numbers, bit for bit. `'kahan'`:
         what rounding took from the last updates, in bfloat16, 2 bytes; not exact, but parameters
         may be edited without telling the state.
+      seed: of the noise by which the compensation of `'kahan'` is rounded, see `quantize_state`.
 
     Returns:
       A transformation with `init`, `update` and `apply`; the state is a `MasterState`, a
@@ -491,7 +487,7 @@ def master_weights(tx: Any, *, storage: Storage = "f32") -> Precise:
     """
     if storage not in get_args(Storage):
         raise PrecisionError(f"`storage` must be one of {get_args(Storage)}, found {storage!r}")
-    return _rounded(tx, Weights(storage))
+    return _rounded(tx, Weights(storage, int(seed)))
 
 
 def _rounded(tx: Any, weights: Weights) -> Precise:
@@ -500,13 +496,6 @@ def _rounded(tx: Any, weights: Weights) -> Precise:
     if isinstance(inside := opened(inner), Rounded):
         raise OrderError(order_message(wrapped.name, inside.name))
     return Precise(wrapped.init, wrapped.update)
-
-
-def _checked_rng(rng: Any) -> Rng:
-    if rng not in get_args(Rng):
-        raise PrecisionError(f"`rng` must be one of {get_args(Rng)}, found {rng!r}")
-    made: Rng = rng
-    return made
 
 
 def _checked(tx: Any) -> optax.GradientTransformationExtraArgs:

@@ -134,8 +134,8 @@ class Inputs:
         param: jax.Array | None,
         extra: jax.Array | None,
         seal: _bits.Seal,
-    ) -> tuple[dict[Value, Any], list[Any]]:
-        """Returns all values on a piece, and the dtypes in which leaves of the state are stored.
+    ) -> tuple[dict[Value, Any], list[jax.Array]]:
+        """Returns all values on a piece, and the leaves of the state as they are stored.
 
         Args:
           operands: pieces of the gradient, of the state, and of what was computed whole.
@@ -151,15 +151,15 @@ class Inputs:
             known[places[GRADIENT]] = _bits.widen(next(operands))
         if PARAMETER in places and param is not None:
             known[places[PARAMETER]] = self.weights.value(param, extra)
-        dtypes = []
+        stored = []
         for place, form in enumerate(self.formats):
             codes = next(operands)
-            dtypes.append(codes.dtype)
+            stored.append(codes)
             if form is not None:
                 codes = decode(form, codes, next(operands) if form.block else None, seal)
             known[places[place]] = codes
         known |= zip(self.arrays, operands, strict=True)
-        return evaluate(self.equations, known, shape, seal), dtypes
+        return evaluate(self.equations, known, shape, seal), stored
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -171,25 +171,23 @@ class Update:
       outs: the update, and each leaf of the state that mirrors the parameter.
       is_in_place: whether the new parameter is wanted, and not the update.
       strides: of the whole leaf, in elements.
-      rng: what makes the noise of the state.
     """
 
     inputs: Inputs
     outs: Sequence[Atom]
     is_in_place: bool
     strides: tuple[int, ...]
-    rng: _bits.Rng
 
     def key(self) -> Hashable:
         """Equal for leaves whose equations differ in their variables alone."""
-        return self.inputs.key, self.is_in_place, self.strides, self.rng
+        return self.inputs.key, self.is_in_place, self.strides
 
     @property
     def noises(self) -> list[int]:
         """Which noise is needed: of the parameter, 0, and of each leaf of the state, from 1."""
         forms = self.inputs.formats
-        found = [place for place, form in enumerate(forms, 1) if form and form.stochastic]
-        return [0, *found] if self.inputs.weights.method == "stochastic" else found
+        found = [place for place, form in enumerate(forms, 1) if form and form.needs_noise]
+        return [0, *found] if self.inputs.weights.needs_noise else found
 
     def __call__(
         self, part: Part, data: Data, shape: Shape | None, origin: Sequence[Any], operands: Any
@@ -210,13 +208,9 @@ class Update:
         keys = functools.cache(lambda: lax.dynamic_slice(data.keys, [data.first], [number]))
 
         def noise(place: int) -> jax.Array:
-            return self.noise_at(place, lax.index_in_dim(keys(), place, keepdims=False), index())
+            return _bits.noise_at(lax.index_in_dim(keys(), place, keepdims=False), index())
 
         return self.compute(data, piece, operands, noise)
-
-    def noise_at(self, place: int, key: jax.Array, index: jax.Array) -> jax.Array:
-        """The noise of the parameter, 0, or of a leaf of the state."""
-        return _bits.noise_at(key, index, self.rng if place else self.inputs.weights.rng)
 
     def compute(
         self,
@@ -238,12 +232,12 @@ class Update:
         has_params = self.inputs.has_params
         param = buffer if self.is_in_place else next(left) if has_params else None
         extra = next(left) if self.inputs.has_extra else None
-        known, dtypes = self.inputs.values(left, data.numbers, shape, param, extra, data.seal)
+        known, stored = self.inputs.values(left, data.numbers, shape, param, extra, data.seal)
         update, *states = (read(known, out) for out in self.outs)
         results = self._placed(param, extra, update, noise, buffer)
-        rows = zip(self.inputs.formats, dtypes, states, strict=True)
-        for place, (form, dtype, new) in enumerate(rows, 1):
-            results += _stored(form, dtype, new, functools.partial(noise, place), data.seal)
+        rows = zip(self.inputs.formats, stored, states, strict=True)
+        for place, (form, old, new) in enumerate(rows, 1):
+            results += _stored(form, old, new, functools.partial(noise, place), data.seal)
         return results
 
     def _placed(
@@ -259,7 +253,7 @@ class Update:
         if param is None or (not self.is_in_place and weights.method == "nearest"):
             return [update.astype(buffer.dtype)]
         is_met = weights.is_met_by(param.dtype)
-        is_random = is_met and weights.method == "stochastic"
+        is_random = is_met and weights.needs_noise
         new, kept = weights.place(param, extra, update, noise(0) if is_random else None)
         if not self.is_in_place:
             if is_met:
@@ -322,15 +316,15 @@ def first_number(name: str, dtype: Any) -> jax.Array:
 
 def _stored(
     form: Format | None,
-    dtype: Any,
+    old: jax.Array,
     new: jax.Array,
     noise: Callable[[], jax.Array],
     seal: _bits.Seal,
 ) -> list[jax.Array]:
     """A leaf of the state as it is stored."""
     if form is None:
-        return [new.astype(dtype)]
-    codes, scale = encode(form, new, noise() if form.stochastic else None, seal)
+        return [new.astype(old.dtype)]
+    codes, scale = encode(form, new, noise() if form.needs_noise else None, old, seal)
     return [codes] if scale is None else [codes, scale]
 
 

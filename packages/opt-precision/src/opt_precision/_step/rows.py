@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from opt_precision import _bits
 from opt_precision._step.body import Data, Update
 from opt_precision._step.loops import after, as_floats, as_integers, hidden, loop
 from opt_precision._step.memory import is_on_host
@@ -122,7 +123,7 @@ class _Joined:
         index = first + column + jnp.asarray(origin[1]).astype(jnp.uint32)
 
         def noise(place: int) -> jax.Array:
-            return self.body.noise_at(place, keys[self.noises.index(place)], index)
+            return _bits.noise_at(keys[self.noises.index(place)], index)
 
         return self.body.compute(data, piece, own, noise)
 

@@ -15,8 +15,10 @@ from jax import lax
 
 from opt_precision import _bits
 from opt_precision._formats import Encoded, decode, is_encoded
+from opt_precision._mirrors import path_str
 from opt_precision._step.arguments import Arguments, Flat, Leaf
 from opt_precision._step.equations import Equation, Value
+from opt_precision._step.extremes import feeding_extremes
 from opt_precision._step.loops import after
 from opt_precision._step.memory import fetched
 from opt_precision._step.placement import find_place
@@ -26,6 +28,7 @@ from opt_precision._step.tasks import Task, Tasks
 from opt_precision._step.trace import trace
 from opt_precision._step.whole import Thunk, Whole
 from opt_precision._weights import Weights
+from opt_precision.errors import StateError
 
 NEAREST: Final = Weights("nearest")
 _SMALL: Final = 1 << 16  # elements: of numbers and of the keys of many leaves
@@ -39,7 +42,6 @@ class Options:
       tx: the inner transformation.
       weights: how parameters are rounded.
       seed: of the noise of the state.
-      rng: what makes it.
       chunk_bytes: the float32 bytes of one piece.
       layout: where parameters lie; `None` if their types say so.
     """
@@ -47,7 +49,6 @@ class Options:
     tx: optax.GradientTransformationExtraArgs
     weights: Weights = NEAREST
     seed: int = 0
-    rng: _bits.Rng = "hash"
     chunk_bytes: int = 64 << 20
     layout: Any = None
 
@@ -86,10 +87,21 @@ class Step:
         self._flat = Flat(arguments)
         self._place = find_place(options.layout, self._flat.likes)
         self._program, self._arrays = trace(options.tx, arguments, self._flat, options.weights)
-        self._tasks = Tasks(
-            self._flat, self._program, options.weights, options.rng, is_in_place=is_in_place
-        )
+        self._check_extremes()
+        self._tasks = Tasks(self._flat, self._program, options.weights, is_in_place=is_in_place)
         self._whole = Whole(self._program, self._thunks(_same))
+
+    def _check_extremes(self) -> None:
+        flat = self._flat
+        found = feeding_extremes(self._program, len(flat.grads), len(flat.stored))
+        for j, extreme in sorted(found.items()):
+            if is_encoded(flat.stored[j]):
+                path, kept = path_str(flat.paths[j]), path_str(flat.paths[extreme])
+                raise StateError(
+                    f"{path} is stored in fewer bits, and the running maximum or minimum {kept} is "
+                    "made of it, which would take every error of rounding and keep it. Leave the "
+                    "field out: `select=by_field({...})` with the others."
+                )
 
     def whole_leaves(self) -> list[str]:
         """The paths of the parameters whose updates or moments are not made element by element."""

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from opt_precision._bits import Rng
 from opt_precision._formats import Format, is_encoded
 from opt_precision._mirrors import path_str
 from opt_precision._step.arguments import Flat, Leaf
@@ -82,14 +81,12 @@ class Tasks:
       flat: what the step is given.
       program: of the inner update.
       weights: how parameters are rounded.
-      rng: what makes the noise of the state.
       is_in_place: whether parameters are wanted, and not updates.
     """
 
     def __init__(
-        self, flat: Flat, program: Program, weights: Weights, rng: Rng, *, is_in_place: bool
+        self, flat: Flat, program: Program, weights: Weights, *, is_in_place: bool
     ) -> None:
-        self._rng = rng
         self._flat = flat
         self._program = program
         self._weights = weights
@@ -138,7 +135,7 @@ class Tasks:
         elements = self.elements[leaf.at]
         inputs = self._inputs(leaf, elements, self._arguments_of(leaf))
         strides = tuple(math.prod(leaf.shape[dim + 1 :]) for dim in range(len(leaf.shape)))
-        body = Update(inputs, elements.outs, self._is_in_place, strides, self._rng)
+        body = Update(inputs, elements.outs, self._is_in_place, strides)
         arrays = [Operand(look_up(value)) for value in elements.arrays]
         operands = [*self._buffers(leaf), *self._read_only(leaf, is_result=True), *arrays]
         fields = [path_str(self._flat.paths[j]) for j in leaf.mirrors]
