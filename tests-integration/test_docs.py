@@ -3,12 +3,14 @@
 import importlib
 import pathlib
 import re
+import tomllib
 from typing import Any
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+PRINTED = re.compile(r"^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 REFERENCE = sorted((ROOT / "docs/api").glob("*.md"))
 WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
@@ -26,6 +28,23 @@ def test_blocks_run(page: pathlib.Path) -> None:
     namespace: dict[str, Any] = {}
     for number, block in enumerate(BLOCK.findall(page.read_text()), start=1):
         exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
+
+
+def test_the_readme_shows_what_its_program_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "README.md").read_text()
+    exec(compile(BLOCK.findall(page)[0], "README.md", "exec"), {})
+    assert capsys.readouterr().out == PRINTED.findall(page)[0]
+
+
+def test_the_readme_installs_what_its_program_imports() -> None:
+    page = (ROOT / "README.md").read_text()
+    line = next(line for line in page.splitlines() if line.startswith("pip install ./"))
+    imported = set(re.findall(r"\bopt_\w+", BLOCK.findall(page)[0]))
+    for path in line.split()[2:]:
+        project = tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"]
+        siblings = re.findall(r"\bopt-[\w-]+", " ".join(project["dependencies"]))
+        imported |= {sibling.replace("-", "_") for sibling in siblings}
+    assert {pathlib.Path(path).name.replace("-", "_") for path in line.split()[2:]} == imported
 
 
 @pytest.mark.parametrize("page", REFERENCE, ids=lambda page: page.stem)

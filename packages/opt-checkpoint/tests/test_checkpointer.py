@@ -790,3 +790,21 @@ def test_a_process_that_was_forked_finishes_nothing(monkeypatch: pytest.MonkeyPa
     assert finished == []
     background._run(pending)
     assert finished == ["save"]
+
+
+def test_restore_latest_waits_for_what_is_being_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = Saving.encode
+
+    def slowly(self: Saving, sums: Any) -> bytes:
+        time.sleep(0.5)
+        return encode(self, sums)
+
+    monkeypatch.setattr(Saving, "encode", slowly)
+    optimizer = opt.adam(0.1).create({"w": jnp.ones(2)})
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, optimizer)
+        checkpointer.restore_latest(optimizer)
+        assert checkpointer.restored_step == 2

@@ -289,7 +289,8 @@ class Checkpointer:
 
         Every process reads its own share of what the target needs, and the digests are compared
         while it is there. Where a leaf or one of the `extras` is damaged, a warning says so, and
-        the step before is restored. `restored_step` says which one it was.
+        the step before is restored. `restored_step` says which one it was. A step that is still
+        being written is waited for.
 
         Args:
           target: an optimizer of any kind that `named_state` takes; its leaves may be abstract.
@@ -305,6 +306,7 @@ class Checkpointer:
           LeafError: nothing says where a leaf goes that was sharded: see `Plan.apply`.
           MissingError: there are no steps, or all are damaged.
           PlanError: a step does not fit the target; an older one is not tried.
+          SaveError: the last step was not saved; raised once.
           VersionError: a newer version wrote the step; an older one is not tried.
 
         Examples:
@@ -315,7 +317,6 @@ class Checkpointer:
           >>> state = TrainingState(tx, params, tx.init(params))
           >>> with Checkpointer(getfixture('tmp_path')) as checkpointer:
           ...   checkpointer.save(10, state)
-          ...   checkpointer.wait()
           ...   restored = checkpointer.restore_latest(state)
           >>> type(restored).__name__, checkpointer.restored_step
           ('TrainingState', 10)
@@ -328,6 +329,7 @@ class Checkpointer:
             return (restored,)
 
         self.restored_step = None
+        self.wait()
         found = newest(self.directory, restore, self._pass_over)
         if found is None:
             raise MissingError(f"`{self.directory}` has no step to restore")
