@@ -44,10 +44,12 @@ def test_every_nan_stays_one_and_nothing_else_becomes_one(storage: str) -> None:
     start = {"w": jnp.zeros(HALVES.shape, jnp.bfloat16)}
     tx = METHODS[storage](optax.identity())
     new, state = jax.jit(tx.apply)(start, tx.init(start), {"w": updates})
-    for found in (new, op.master_of(state, new)):
+    known: list[Any] = [new, op.master_of(state, new)]
+    for found in known:
         np.testing.assert_array_equal(np.isnan(np.asarray(found["w"], np.float32)), is_nan)
     plain, _ = jax.jit(tx.update)({"w": updates}, tx.init(start), start)
-    assert np.isnan(np.asarray(optax.apply_updates(start, plain)["w"], np.float32))[is_nan].all()
+    updated: Any = optax.apply_updates(start, plain)
+    assert np.isnan(np.asarray(updated["w"], np.float32))[is_nan].all()
 
 
 def test_visible_is_the_nearest() -> None:
