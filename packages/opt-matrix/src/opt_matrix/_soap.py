@@ -15,6 +15,8 @@ from opt_matrix._matrices import Matrices
 
 State = dict[str, jax.Array]
 
+_SHIFT = 1e-3  # of the largest eigenvalue: far above what float32 rounds
+
 
 @dataclasses.dataclass(frozen=True)
 class _Soap:
@@ -162,8 +164,15 @@ def _turned(x: jax.Array, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _next_basis(covariance: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A basis nearer to the eigenvectors, by falling eigenvalue, and where each column was."""
+    """A basis nearer to the eigenvectors, by falling eigenvalue, and where each column was.
+
+    A covariance of few gradients has a null space, of which a decomposition would return rounding
+    errors, other ones on every mesh. A shift keeps eigenvectors and has those directions continue
+    the basis that was, in the order they had.
+    """
     values = jnp.sum(basis * (covariance @ basis), axis=0)
-    order = jnp.argsort(-values)
-    found, _ = jnp.linalg.qr(covariance @ basis[:, order])
+    shift = _SHIFT * jnp.max(values)
+    order = jnp.argsort(-jnp.where(values > shift, values, 0))
+    turned = basis[:, order]
+    found, _ = jnp.linalg.qr(covariance @ turned + shift * turned)
     return found, order
