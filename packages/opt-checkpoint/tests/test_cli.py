@@ -15,6 +15,7 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
+import opt_checkpoint
 import opt_optax_bridge as opt
 import orbax.checkpoint as ocp
 import pytest
@@ -525,3 +526,9 @@ def test_runs_as_a_module_and_as_a_script(start: list[str], root: Path, tmp_path
     )
     assert (done.returncode, done.stderr) == (0, "noise\n")
     assert done.stdout.startswith("8 kept")
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"opt-checkpoint {opt_checkpoint.__version__}\n"

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -262,6 +263,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Look at checkpoints, check and convert them. RUN is a folder of steps. "
         "CHECKPOINT is a step: its own folder, RUN@STEP, or RUN for its latest; where it has "
         "several items, the folder of one.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"%(prog)s {version('opt-checkpoint')}"
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
