@@ -16,19 +16,20 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from opt_matrix import Group, Matrices, MatrixPlan, plan_matrices
 
-DENSE = {
+Axes = dict[str, tuple[str, ...]]
+DENSE: Axes = {
     "q": ("layers", "embed", "heads", "kv"),
     "k": ("layers", "embed", "kv_heads", "kv"),
     "v": ("layers", "embed", "kv_heads", "kv"),
     "o": ("layers", "heads", "kv", "embed"),
 }
-FEED_FORWARD = {
+FEED_FORWARD: Axes = {
     "gate": ("layers", "embed", "mlp"),
     "up": ("layers", "embed", "mlp"),
     "down": ("layers", "mlp", "embed"),
 }
-EXPERTS = {name: ("layers", "expert", *axes[1:]) for name, axes in FEED_FORWARD.items()}
-DECODERS: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, int]]] = {
+EXPERTS: Axes = {name: ("layers", "expert", *axes[1:]) for name, axes in FEED_FORWARD.items()}
+DECODERS: dict[str, tuple[Axes, dict[str, int]]] = {
     "1B": (
         DENSE | FEED_FORWARD,
         {"layers": 16, "embed": 2048, "heads": 32, "kv_heads": 8, "kv": 64, "mlp": 8192},

@@ -529,6 +529,6 @@ def test_runs_as_a_module_and_as_a_script(start: list[str], root: Path, tmp_path
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])
     assert capsys.readouterr().out == f"opt-checkpoint {opt_checkpoint.__version__}\n"

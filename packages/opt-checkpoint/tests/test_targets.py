@@ -343,11 +343,11 @@ def test_anything_else_is_one_clear_error(target: Any, tmp_path: Path) -> None:
 def test_what_makes_a_state_says_how_to_make_it() -> None:
     saved = named_state(of_optax())
     with pytest.raises(TypeError, match=r"found \w+: pass `TrainingState\(tx, params, tx\.init\("):
-        plan_restore(saved, adamw())  # type: ignore[arg-type]
+        plan_restore(saved, adamw())
     with pytest.raises(
         TypeError, match=r"found OptaxWrapper: pass what `create\(params\)` of this"
     ):
-        plan_restore(saved, opt.OptaxWrapper(adamw()))  # type: ignore[arg-type]
+        plan_restore(saved, opt.OptaxWrapper(adamw()))
 
 
 def test_an_optimizer_without_its_model_is_told_to_bring_it() -> None:
