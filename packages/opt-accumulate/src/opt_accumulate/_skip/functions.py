@@ -85,8 +85,8 @@ def global_norm(tree: Any) -> jax.Array:
     overflow, or that are infinite. What is more than float32 has comes out as its largest number.
 
     Examples:
-      >>> float(global_norm([jnp.array([3e30, 4e30])])), float(global_norm([jnp.inf]))
-      (5.000000136454013e+30, inf)
+      >>> [f'{global_norm([jnp.array(values)]):.3g}' for values in ([3e30, 4e30], [jnp.inf])]
+      ['5e+30', 'inf']
     """
     squared = squared_norm(tree)
     # The squares of what is left of the largest values are far from overflow, the sum of them is,
