@@ -172,12 +172,13 @@ def _in_bfloat16(
     nearest = _bits.round_nearest(x)
     if noise is None:
         return _bits.narrow(nearest)
-    drawn = _bits.narrow(_bits.round_stochastic(x, noise))
+    drawn = _bits.round_stochastic(x, noise)
     if form.stochastic or before is None:
-        return drawn
-    codes = _bits.narrow(nearest)
-    is_held = (as_bytes(codes) == as_bytes(before)) & (lax.abs(nearest) > lax.abs(x))
-    return lax.select(is_held, drawn, codes)
+        return _bits.narrow(drawn)
+    is_held = as_bytes(_bits.narrow(nearest)) == as_bytes(before)
+    is_held &= lax.abs(nearest) > lax.abs(x)
+    # XLA selects bfloat16 by way of float32.
+    return _bits.narrow(lax.select(is_held, drawn, nearest))
 
 
 def _coded(form: Format, x: jax.Array, rank: jax.Array) -> jax.Array:
