@@ -187,7 +187,7 @@ def test_a_run_leaves_all_its_files(whole: Path, text: Path) -> None:
     assert steps(whole) == [STEPS - 40 - STEPS % 40, STEPS - STEPS % 40, STEPS]
     saved = read_checkpoint(whole)
     assert np.frombuffer(saved["state/step"], np.int32).tolist() == [STEPS]
-    assert json.loads(saved["extras"]) == {"batches": {"key": 0, "position": STEPS}}
+    assert json.loads(saved["extras"]) == {"batches": {"key": 0, "position": STEPS}, "guard": []}
     assert not list(whole.glob(".*"))
     placement = (whole / "placement.txt").read_text()
     title = "mesh data=4, model=2: 8 devices; state extended over data (ZeRO-1)\n"
