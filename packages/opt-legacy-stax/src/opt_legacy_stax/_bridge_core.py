@@ -14,7 +14,6 @@ from opt_core import Optimizer as CoreOptimizer
 from opt_core import OptimizerDef, check_gradients, increment_step
 from opt_core import OptimizerState as CoreState
 
-from opt_legacy_stax._identity import triple_of
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState
 from opt_legacy_stax._slots import check_made_by, init_split, join, split, update_split
 from opt_legacy_stax._steps import whole_step
@@ -112,11 +111,6 @@ class TripleDef(OptimizerDef):
         derived = [_axes_of(self.triple, *each) for each in zip(leaves, axes, kept, strict=True)]
         state = CoreState(step=None, param_states=jax.tree.unflatten(tree_def, derived))
         return CoreOptimizer(optimizer_def=self, state=state, target=param_axes)
-
-
-def to_optimizer_def(triple: Optimizer) -> TripleDef:
-    """See `opt_legacy_stax.to_optimizer_def`."""
-    return TripleDef(triple_of(triple, "triple"))
 
 
 def _axes_of(triple: Optimizer, param: Any, axes: Any, kept: Any) -> Any:

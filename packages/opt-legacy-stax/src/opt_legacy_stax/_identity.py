@@ -26,8 +26,6 @@ _KEEPS: Mapping[str, tuple[str, ...]] = {
     "adamax": ("x", "m", "u"),
     "sm3": ("x", "m", "vs", "shape"),
 }
-# JAX's own triples carry no identity: they are recognised by the module of their functions.
-_MODULES = ("opt_legacy_stax._triples", "jax.example_libraries.optimizers")
 _ATTRIBUTE = "_opt_legacy_stax_identity"
 
 
@@ -66,7 +64,7 @@ def made_by(opt_maker: Callable[..., Any]) -> Identity | None:
     name = getattr(opt_maker, "__name__", "<unknown>")
     if not name.isidentifier():
         return None
-    is_known = getattr(opt_maker, "__module__", None) in _MODULES
+    is_known = getattr(opt_maker, "__module__", None) == "opt_legacy_stax._triples"
     return Identity(name, _KEEPS.get(name, ()) if is_known else ())
 
 
@@ -94,12 +92,8 @@ def identity_of(optimizer: Any) -> Identity | None:
     """
     if isinstance(optimizer, str) and optimizer:
         return Identity(optimizer, _KEEPS.get(optimizer, ()))
-    init_fn = triple_of(optimizer)[0]
-    marked: Identity | None = getattr(init_fn, _ATTRIBUTE, None)
-    if marked is not None or getattr(init_fn, "__module__", None) not in _MODULES:
-        return marked
-    name = getattr(init_fn, "__qualname__", "").partition(".")[0]
-    return Identity(name, _KEEPS[name]) if name in _KEEPS else None
+    identity: Identity | None = getattr(triple_of(optimizer)[0], _ATTRIBUTE, None)
+    return identity
 
 
 def triple_of(optimizer: Any, argument: str = "optimizer") -> Any:

@@ -2,7 +2,7 @@
 
 Each is written for a single array `x` with gradient `g`, and lifted to trees by `optimizer`.
 Operations and their order are those of `jax.example_libraries.optimizers`, except for the fixes
-listed in the README.
+listed in `docs/coming-from/jax-example-libraries.md`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def get_params(state: Any) -> Any:
 
 
 @optimizer
-def sgd(step_size: Any, *, upstream_numerics: bool = False) -> LeafOptimizer:
+def sgd(step_size: Any) -> LeafOptimizer:
     """Gradient descent. State per parameter: `x`.
 
     ```
@@ -34,7 +34,7 @@ def sgd(step_size: Any, *, upstream_numerics: bool = False) -> LeafOptimizer:
 
     Args:
       step_size: a number, or a function of the step.
-      upstream_numerics: whether dtypes are promoted like in JAX's module.
+      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
 
     Returns:
       An `Optimizer`.
@@ -44,7 +44,6 @@ def sgd(step_size: Any, *, upstream_numerics: bool = False) -> LeafOptimizer:
       >>> get_params(opt_update(0, jnp.ones(2), opt_init(jnp.zeros(2)))).tolist()
       [-0.1, -0.1]
     """
-    del upstream_numerics  # handled by the `optimizer` decorator
     rate = make_schedule(step_size)
 
     def init(x0: Any) -> Any:
@@ -60,7 +59,7 @@ def sgd(step_size: Any, *, upstream_numerics: bool = False) -> LeafOptimizer:
 
 
 @optimizer
-def momentum(step_size: Any, mass: float, *, upstream_numerics: bool = False) -> LeafOptimizer:
+def momentum(step_size: Any, mass: float) -> LeafOptimizer:
     """Gradient descent with momentum. State per parameter: `(x, velocity)`.
 
     ```
@@ -71,7 +70,7 @@ def momentum(step_size: Any, mass: float, *, upstream_numerics: bool = False) ->
     Args:
       step_size: a number, or a function of the step.
       mass: decay rate of the velocity.
-      upstream_numerics: whether dtypes are promoted like in JAX's module.
+      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
 
     Returns:
       An `Optimizer`.
@@ -82,7 +81,6 @@ def momentum(step_size: Any, mass: float, *, upstream_numerics: bool = False) ->
       >>> get_params(opt_update(1, jnp.ones(1), state)).tolist()
       [-0.25]
     """
-    del upstream_numerics
     rate = make_schedule(step_size)
 
     def init(x0: Any) -> Any:
@@ -97,7 +95,7 @@ def momentum(step_size: Any, mass: float, *, upstream_numerics: bool = False) ->
 
 
 @optimizer
-def nesterov(step_size: Any, mass: float, *, upstream_numerics: bool = False) -> LeafOptimizer:
+def nesterov(step_size: Any, mass: float) -> LeafOptimizer:
     """Gradient descent with Nesterov momentum. State per parameter: `(x, velocity)`.
 
     ```
@@ -108,7 +106,7 @@ def nesterov(step_size: Any, mass: float, *, upstream_numerics: bool = False) ->
     Args:
       step_size: a number, or a function of the step.
       mass: decay rate of the velocity.
-      upstream_numerics: whether dtypes are promoted like in JAX's module.
+      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
 
     Returns:
       An `Optimizer`.
@@ -117,7 +115,6 @@ def nesterov(step_size: Any, mass: float, *, upstream_numerics: bool = False) ->
       Sutskever et al., `On the importance of initialization and momentum in deep learning`, 2013,
       https://proceedings.mlr.press/v28/sutskever13.html.
     """
-    del upstream_numerics
     rate = make_schedule(step_size)
 
     def init(x0: Any) -> Any:
@@ -132,9 +129,7 @@ def nesterov(step_size: Any, mass: float, *, upstream_numerics: bool = False) ->
 
 
 @optimizer
-def adagrad(
-    step_size: Any, momentum: float = 0.9, *, upstream_numerics: bool = False
-) -> LeafOptimizer:
+def adagrad(step_size: Any, momentum: float = 0.9) -> LeafOptimizer:
     """Adagrad with momentum. State per parameter: `(x, g_sq, m)`.
 
     ```
@@ -148,7 +143,7 @@ def adagrad(
     Args:
       step_size: a number, or a function of the step.
       momentum: decay rate of `m`.
-      upstream_numerics: whether dtypes are promoted like in JAX's module.
+      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
 
     Returns:
       An `Optimizer`.
@@ -158,7 +153,6 @@ def adagrad(
       `Adaptive Subgradient Methods for Online Learning and Stochastic Optimization`, 2011,
       https://jmlr.org/papers/v12/duchi11a.html.
     """
-    del upstream_numerics
     rate = make_schedule(step_size)
 
     def init(x0: Any) -> Any:
@@ -174,9 +168,7 @@ def adagrad(
 
 
 @optimizer
-def rmsprop(
-    step_size: Any, gamma: float = 0.9, eps: float = 1e-8, *, upstream_numerics: bool = False
-) -> LeafOptimizer:
+def rmsprop(step_size: Any, gamma: float = 0.9, eps: float = 1e-8) -> LeafOptimizer:
     """RMSProp. State per parameter: `(x, avg_sq_grad)`.
 
     ```
@@ -188,7 +180,7 @@ def rmsprop(
       step_size: a number, or a function of the step.
       gamma: decay rate of `avg_sq_grad`.
       eps: added to `avg_sq_grad` inside the square root.
-      upstream_numerics: whether dtypes are promoted like in JAX's module.
+      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
 
     Returns:
       An `Optimizer`.
@@ -197,7 +189,6 @@ def rmsprop(
       Tieleman and Hinton, `Neural Networks for Machine Learning`, lecture 6.5, 2012,
       https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf.
     """
-    del upstream_numerics
     rate = make_schedule(step_size)
 
     def init(x0: Any) -> Any:
@@ -217,8 +208,6 @@ def rmsprop_momentum(
     gamma: float = 0.9,
     eps: float = 1e-8,
     momentum: float = 0.9,
-    *,
-    upstream_numerics: bool = False,
 ) -> LeafOptimizer:
     """RMSProp with momentum. State per parameter: `(x, avg_sq_grad, mom)`.
 
@@ -235,12 +224,11 @@ def rmsprop_momentum(
       gamma: decay rate of `avg_sq_grad`.
       eps: added to `avg_sq_grad` inside the square root.
       momentum: decay rate of `mom`.
-      upstream_numerics: whether dtypes are promoted like in JAX's module.
+      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
 
     Returns:
       An `Optimizer`.
     """
-    del upstream_numerics
     rate = make_schedule(step_size)
 
     def init(x0: Any) -> Any:
@@ -357,7 +345,7 @@ def adamax(
 
 
 @optimizer
-def sm3(step_size: Any, momentum: float = 0.9, *, upstream_numerics: bool = False) -> LeafOptimizer:
+def sm3(step_size: Any, momentum: float = 0.9) -> LeafOptimizer:
     """SM3, a memory-efficient Adagrad. State per parameter: `(x, m, vs, shape)`.
 
     There is one accumulator per slice along each axis: `vs[j]` is a vector with the size of axis
@@ -376,7 +364,7 @@ def sm3(step_size: Any, momentum: float = 0.9, *, upstream_numerics: bool = Fals
     Args:
       step_size: a number, or a function of the step.
       momentum: decay rate of `m`.
-      upstream_numerics: whether dtypes are promoted like in JAX's module.
+      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
 
     Returns:
       An `Optimizer`.
@@ -391,7 +379,6 @@ def sm3(step_size: Any, momentum: float = 0.9, *, upstream_numerics: bool = Fals
       Anil, Gupta, Koren and Singer, `Memory-Efficient Adaptive Optimization`, 2019,
       https://arxiv.org/abs/1901.11150.
     """
-    del upstream_numerics
     rate = make_schedule(step_size)
 
     def init(x0: Any) -> Any:
