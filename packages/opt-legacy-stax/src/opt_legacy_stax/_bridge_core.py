@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -115,7 +114,8 @@ class TripleDef(OptimizerDef):
 
 def _axes_of(triple: Optimizer, param: Any, axes: Any, kept: Any) -> Any:
     """Returns the logical axes of the state of one parameter."""
-    sizes = dict(zip(_distinct_sizes(), range(np.ndim(param)), strict=False))
+    # distinct sizes that are neither sums nor products of one another
+    sizes = {1009 + 101 * n: n for n in range(np.ndim(param))}
     probe = jax.ShapeDtypeStruct(tuple(sizes), jnp.result_type(param))
     found = jax.eval_shape(lambda p: init_split(triple, p), probe)
     names = [*(axes or ()), *[None] * np.ndim(param)]
@@ -132,14 +132,3 @@ def _axes_of(triple: Optimizer, param: Any, axes: Any, kept: Any) -> Any:
     if before != after:  # `init` depends on the sizes, so the probe says nothing
         specs = [None] * before.num_leaves
     return jax.tree.unflatten(before, specs)
-
-
-def _distinct_sizes() -> Iterator[int]:
-    """Yields distinct primes, as sizes that are unlikely to occur otherwise."""
-    found: list[int] = []
-    n = 1009
-    while True:
-        if all(n % p for p in found if p * p <= n) and all(n % k for k in range(2, 100)):
-            found.append(n)
-            yield n
-        n += 2

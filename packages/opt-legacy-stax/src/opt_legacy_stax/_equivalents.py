@@ -15,7 +15,7 @@ import optax
 from opt_legacy_stax import _triples
 from opt_legacy_stax._dtypes import keep_dtypes
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState, pack, repacked
-from opt_legacy_stax._states import check_state
+from opt_legacy_stax._slots import check_made_by
 from opt_legacy_stax._steps import whole_step
 from opt_legacy_stax._trees import leaf_paths
 from opt_legacy_stax.errors import LayoutError, NoEquivalentError, ScheduleError
@@ -88,10 +88,15 @@ class OptaxEquivalent:
             number of arrays, such as Adam and Adagrad, cannot be distinguished.)
           StepError: `i` is not a non-negative integer.
         """
-        check_state(state)
+        check_made_by(self.triple, state)
         packed, tree_def, subtree_defs = state
         kept = [jax.tree.unflatten(d, s) for d, s in zip(subtree_defs, packed, strict=True)]
-        self._recipe.check(self.name, tree_def, kept)
+        for path, subtree in zip(leaf_paths(tree_def), kept, strict=True):
+            if self._recipe.has_shape and not subtree[-1]:
+                raise _no_equivalent(
+                    self.name,
+                    f"`optax.sm3` does not support scalars, and parameter `{path}` is one",
+                )
         columns = self._recipe.take_apart(kept)
         params = jax.tree.map(jnp.asarray, self.triple.params_fn(state))
         trees = {name: jax.tree.unflatten(tree_def, column) for name, column in columns.items()}
@@ -164,33 +169,6 @@ class _Recipe:
             name: self._signed(name, found[field])
             for name, field in zip(self.slots, self.fields, strict=True)
         }
-
-    def check(self, optimizer: str, tree_def: Any, kept: list[Any]) -> None:
-        """Raises an error if a parameter's state does not have the triple's layout."""
-        names = ("x", *self.slots, *(("shape",) if self.has_shape else ()))
-        for path, subtree in zip(leaf_paths(tree_def), kept, strict=True):
-            if not self._is_kept(subtree, len(names)):
-                expected = f"`({', '.join(names)})`" if self.slots else "an array"
-                found = _kind(subtree)
-                raise LayoutError(
-                    f"`state` is not a state of `{optimizer}`: expected {expected} for parameter "
-                    f"`{path}`, found {found}. Use the equivalent of the optimizer that created it."
-                )
-            if self.has_shape and not subtree[-1]:
-                raise _no_equivalent(
-                    "sm3", f"`optax.sm3` does not support scalars, and parameter `{path}` is one"
-                )
-
-    def _is_kept(self, subtree: Any, length: int) -> bool:
-        if not self.slots:
-            return jax.tree_util.all_leaves([subtree])
-        if not isinstance(subtree, tuple) or len(subtree) != length:
-            return False
-        if self.has_shape:
-            *arrays, accumulators, shape = subtree
-            is_kept = isinstance(accumulators, list) and isinstance(shape, tuple)
-            return is_kept and jax.tree_util.all_leaves(arrays)
-        return jax.tree_util.all_leaves(subtree)
 
     def _signed(self, name: str, tree: Any) -> Any:
         return jax.tree.map(jnp.negative, tree) if name == self.negated else tree
@@ -335,12 +313,6 @@ def _check_optax_state(optimizer: str, expected: Any, found: Any) -> None:
 
 def _is_64_bit() -> bool:
     return jax.dtypes.canonicalize_dtype(np.float64) == np.float64
-
-
-def _kind(subtree: Any) -> str:
-    if jax.tree_util.all_leaves([subtree]):
-        return "an array"
-    return f"a {type(subtree).__name__} of {len(subtree)}"
 
 
 def _count(opt_state: Any) -> Any:

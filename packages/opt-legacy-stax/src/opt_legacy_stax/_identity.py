@@ -54,13 +54,7 @@ class Identity(NamedTuple):
 
 
 def made_by(opt_maker: Callable[..., Any]) -> Identity | None:
-    """Returns the identity of the optimizers that a function creates; `None` for a lambda.
-
-    Examples:
-      >>> from opt_legacy_stax import _triples
-      >>> print(made_by(_triples.momentum))
-      `momentum`, which keeps (x, velocity)
-    """
+    """Returns the identity of the optimizers that a function creates; `None` for a lambda."""
     name = getattr(opt_maker, "__name__", "<unknown>")
     if not name.isidentifier():
         return None
@@ -74,22 +68,7 @@ def mark(init_fn: Callable[..., Any], identity: Identity | None) -> None:
 
 
 def identity_of(optimizer: Any) -> Identity | None:
-    """Returns the identity of an optimizer.
-
-    Args:
-      optimizer: a triple, an object with a `triple` attribute, or a name.
-
-    Returns:
-      The identity, or `None` for a triple without one.
-
-    Raises:
-      TypeError: `optimizer` is anything else, or an empty name.
-
-    Examples:
-      >>> from opt_legacy_stax import adam
-      >>> identity_of(adam(0.1)) == identity_of('adam')
-      True
-    """
+    """Returns the identity of an optimizer."""
     if isinstance(optimizer, str) and optimizer:
         return Identity(optimizer, _KEEPS.get(optimizer, ()))
     identity: Identity | None = getattr(triple_of(optimizer)[0], _ATTRIBUTE, None)
@@ -97,15 +76,7 @@ def identity_of(optimizer: Any) -> Identity | None:
 
 
 def triple_of(optimizer: Any, argument: str = "optimizer") -> Any:
-    """Returns a triple, unwrapped if necessary.
-
-    Args:
-      optimizer: a triple, or an object with a `triple` attribute.
-      argument: name of the argument in the error message.
-
-    Raises:
-      TypeError: `optimizer` is neither.
-    """
+    """Returns a triple, unwrapped if necessary."""
     triple = getattr(optimizer, "triple", optimizer)
     if isinstance(triple, tuple) and len(triple) == 3 and all(map(callable, triple)):
         return triple

@@ -76,15 +76,7 @@ def parse_spec(kind: Any, dtype: Any, shape: Any) -> LeafSpec:
 
 
 def to_file(leaf: Any, name: str) -> tuple[LeafSpec, np.ndarray]:
-    """Returns the spec of a leaf, and its values as a contiguous array.
-
-    Args:
-      leaf: a leaf of a state.
-      name: name of the leaf in error messages.
-
-    Raises:
-      SaveError: the leaf is abstract, or cannot be stored exactly.
-    """
+    """Returns the spec of a leaf, and its values as a contiguous array."""
     if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
         raise SaveError(
             f"`{name}` is abstract ({type(leaf).__name__}). Call `save` outside of `jit`, "

@@ -139,19 +139,7 @@ def optimizer(opt_maker: Callable[..., Any]) -> Callable[..., Optimizer]:
 def lift(
     leaf_optimizer: LeafOptimizer, *, keeps_dtypes: bool, identity: Identity | None = None
 ) -> Optimizer:
-    """Returns the optimizer that applies a single-array optimizer to every leaf.
-
-    Args:
-      leaf_optimizer: `(init, update, get_params)` for one array.
-      keeps_dtypes: whether updates are cast to the dtypes of the state.
-      identity: identity of the optimizer.
-
-    Raises (the returned functions):
-      LayoutError: `opt_state` is not a state, or belongs to a different optimizer.
-      TreeMismatchError: the gradients have a different tree structure than the parameters.
-      StateChangedError: an update changed the structure of its state, or a parameter's shape.
-      StepError: the step is not a number.
-    """
+    """Returns the optimizer that applies a single-array optimizer to every leaf."""
     init, update, get_params = leaf_optimizer
 
     @functools.wraps(init)

@@ -20,11 +20,6 @@ def path_str(path: Sequence[Any]) -> str:
 
     As in JSON Pointer (RFC 6901), `~` in a key is written `~0` and `/` is written `~1`, so that
     every leaf of a tree has a unique path.
-
-    Examples:
-      >>> [(path, _)] = jax.tree_util.tree_leaves_with_path({'mlp': {'a/b': [1.0]}})
-      >>> path_str(path)
-      'mlp/a~1b/0'
     """
     if not path:
         return "."
@@ -33,36 +28,20 @@ def path_str(path: Sequence[Any]) -> str:
 
 
 def leaf_paths(tree_def: Any) -> list[str]:
-    """Returns the path of every leaf of a tree definition.
-
-    Examples:
-      >>> leaf_paths(jax.tree.structure({'a': 1, 'b': (2, 3)}))
-      ['a', 'b/0', 'b/1']
-    """
+    """Returns the path of every leaf of a tree definition."""
     tree = jax.tree.unflatten(tree_def, [0] * tree_def.num_leaves)
     return [path_str(path) for path, _ in tree_flatten_with_path(tree)[0]]
 
 
 def first_lines(lines: Sequence[str]) -> str:
-    """Returns the first few lines, indented, and the number of lines omitted.
-
-    Examples:
-      >>> print(first_lines(['a', 'b']))
-        a
-        b
-    """
+    """Returns the first few lines, indented, and the number of lines omitted."""
     shown = [f"  {line}" for line in lines[:_SHOWN]]
     rest = len(lines) - _SHOWN
     return "\n".join([*shown, f"  and {rest} more"] if rest > 0 else shown)
 
 
 def shown(text: str, limit: int = 100) -> str:
-    r"""Returns untrusted text, escaped and shortened for an error message.
-
-    Examples:
-      >>> shown('mlp/kernel'), shown('a' + chr(10)), shown('abcdef', limit=5)
-      ('mlp/kernel', 'a\\n', 'ab...')
-    """
+    r"""Returns untrusted text, escaped and shortened for an error message."""
     cut = text if len(text) <= limit else text[: limit - 3]
     escaped = cut if cut.isprintable() else repr(cut)[1:-1]
     return escaped if cut is text else escaped + "..."
@@ -115,23 +94,12 @@ def changed_shape(
 
 
 def nodes(tree_def: Any) -> list[Node]:
-    """Returns `[path, kind]` of every node of a tree, from the root on.
-
-    Examples:
-      >>> nodes(jax.tree.structure({'a': (1, None)}))
-      [['.', 'a dict'], ['a', 'a tuple'], ['a/0', 'an array'], ['a/1', 'None']]
-    """
+    """Returns `[path, kind]` of every node of a tree, from the root on."""
     return list(_nodes(jax.tree.unflatten(tree_def, [_Leaf()] * tree_def.num_leaves), ()))
 
 
 def differences(expected: list[Node], found: list[Node]) -> list[str]:
-    """Returns a line for each place where two trees differ; none for what is below it.
-
-    Examples:
-      >>> trees = {'a': 1}, {'b': (1,)}
-      >>> differences(*(nodes(jax.tree.structure(tree)) for tree in trees))
-      ['a: expected an array, found nothing', 'b: expected nothing, found a tuple']
-    """
+    """Returns a line for each place where two trees differ; none for what is below it."""
     ours, theirs = (dict(each) for each in (expected, found))
     lines, changed = [], set()
     for path in [*ours, *(path for path in theirs if path not in ours)]:

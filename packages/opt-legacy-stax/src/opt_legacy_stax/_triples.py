@@ -8,7 +8,7 @@ listed in `docs/coming-from/jax-example-libraries.md`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,15 @@ from opt_legacy_stax._steps import next_step
 def get_params(state: Any) -> Any:
     """Returns the parameter: the first entry of the state, except for `sgd` and `sm3`."""
     return state[0]
+
+
+def _keep_zeros(count: int) -> Callable[[Any], Any]:
+    """Returns the `init` of optimizers that keep arrays like the parameter, zero at first."""
+
+    def init(x0: Any) -> Any:
+        return x0, *(jnp.zeros_like(x0) for _ in range(count))
+
+    return init
 
 
 @optimizer
@@ -83,15 +92,12 @@ def momentum(step_size: Any, mass: float) -> LeafOptimizer:
     """
     rate = make_schedule(step_size)
 
-    def init(x0: Any) -> Any:
-        return x0, jnp.zeros_like(x0)
-
     def update(i: Any, g: Any, state: Any) -> Any:
         x, velocity = state
         velocity = mass * velocity + g
         return x - rate(i) * velocity, velocity
 
-    return init, update, get_params
+    return _keep_zeros(1), update, get_params
 
 
 @optimizer
@@ -117,15 +123,12 @@ def nesterov(step_size: Any, mass: float) -> LeafOptimizer:
     """
     rate = make_schedule(step_size)
 
-    def init(x0: Any) -> Any:
-        return x0, jnp.zeros_like(x0)
-
     def update(i: Any, g: Any, state: Any) -> Any:
         x, velocity = state
         velocity = mass * velocity + g
         return x - rate(i) * (mass * velocity + g), velocity
 
-    return init, update, get_params
+    return _keep_zeros(1), update, get_params
 
 
 @optimizer
@@ -155,16 +158,13 @@ def adagrad(step_size: Any, momentum: float = 0.9) -> LeafOptimizer:
     """
     rate = make_schedule(step_size)
 
-    def init(x0: Any) -> Any:
-        return x0, jnp.zeros_like(x0), jnp.zeros_like(x0)
-
     def update(i: Any, g: Any, state: Any) -> Any:
         x, g_sq, m = state
         g_sq += jnp.square(g)
         m = (1.0 - momentum) * (g * _inverse_root(g_sq)) + momentum * m
         return x - rate(i) * m, g_sq, m
 
-    return init, update, get_params
+    return _keep_zeros(2), update, get_params
 
 
 @optimizer
@@ -191,15 +191,12 @@ def rmsprop(step_size: Any, gamma: float = 0.9, eps: float = 1e-8) -> LeafOptimi
     """
     rate = make_schedule(step_size)
 
-    def init(x0: Any) -> Any:
-        return x0, jnp.zeros_like(x0)
-
     def update(i: Any, g: Any, state: Any) -> Any:
         x, avg_sq_grad = state
         avg_sq_grad = avg_sq_grad * gamma + jnp.square(g) * (1.0 - gamma)
         return x - rate(i) * g / jnp.sqrt(avg_sq_grad + eps), avg_sq_grad
 
-    return init, update, get_params
+    return _keep_zeros(1), update, get_params
 
 
 @optimizer
@@ -231,16 +228,13 @@ def rmsprop_momentum(
     """
     rate = make_schedule(step_size)
 
-    def init(x0: Any) -> Any:
-        return x0, jnp.zeros_like(x0), jnp.zeros_like(x0)
-
     def update(i: Any, g: Any, state: Any) -> Any:
         x, avg_sq_grad, mom = state
         avg_sq_grad = avg_sq_grad * gamma + jnp.square(g) * (1.0 - gamma)
         mom = momentum * mom + rate(i) * g / jnp.sqrt(avg_sq_grad + eps)
         return x - mom, avg_sq_grad, mom
 
-    return init, update, get_params
+    return _keep_zeros(2), update, get_params
 
 
 @optimizer
@@ -284,9 +278,6 @@ def adam(
     """
     rate = make_schedule(step_size)
 
-    def init(x0: Any) -> Any:
-        return x0, jnp.zeros_like(x0), jnp.zeros_like(x0)
-
     def update(i: Any, g: Any, state: Any) -> Any:
         x, m, v = state
         m = (1 - b1) * g + b1 * m
@@ -295,7 +286,7 @@ def adam(
         vhat = v / _correction(b2, i, m.dtype, upstream_numerics)
         return x - rate(i) * mhat / (jnp.sqrt(vhat) + eps), m, v
 
-    return init, update, get_params
+    return _keep_zeros(2), update, get_params
 
 
 @optimizer
@@ -331,9 +322,6 @@ def adamax(
     """
     rate = make_schedule(step_size)
 
-    def init(x0: Any) -> Any:
-        return x0, jnp.zeros_like(x0), jnp.zeros_like(x0)
-
     def update(i: Any, g: Any, state: Any) -> Any:
         x, m, u = state
         m = (1 - b1) * g + b1 * m
@@ -341,7 +329,7 @@ def adamax(
         corrected_rate = rate(i) / _correction(b1, i, m.dtype, upstream_numerics)
         return x - corrected_rate * m / (u + eps), m, u
 
-    return init, update, get_params
+    return _keep_zeros(2), update, get_params
 
 
 @optimizer
