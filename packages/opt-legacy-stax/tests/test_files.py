@@ -1,9 +1,7 @@
 """What is saved comes back, in an exact and old-fashioned file."""
 
 import functools
-import hashlib
 import io
-import json
 import os
 import re
 import stat
@@ -19,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import opt_legacy_stax as ours
 import pytest
+import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.example_libraries import optimizers as theirs
@@ -45,6 +44,9 @@ NAMES = [
 
 save = functools.partial(ours.save, optimizer="test")
 load = functools.partial(ours.load, optimizer="test")
+
+# untyped in safetensors
+deserialize: Any = safetensors.deserialize
 
 
 def triple_of(name: str, module: Any = ours) -> Any:
@@ -94,7 +96,7 @@ def test_states_come_back(name: str, module: Any) -> None:
         by_optimizer = round_trip(state, optimizer=triple_of(name), params=PARAMS)
         check_same(by_optimizer, state)
         shapes = jax.eval_shape(lambda p: p, PARAMS)
-        check_same(round_trip(state, optimizer=triple, params=shapes), state)
+        check_same(round_trip(state, optimizer=triple_of(name), params=shapes), state)
 
 
 def test_training_continues_without_another_compilation() -> None:
@@ -218,33 +220,33 @@ class Named(NamedTuple):
         ({"a": 1.0, "b/c": 1.0}, {"a": 1.0}, "b~1c: expected nothing, found an array"),
         ({"a": [1.0]}, {"a": (1.0,)}, "a: expected a tuple, found a list"),
         ({"a": [1.0]}, {"a": 1.0}, "a: expected an array, found a list"),
-        ({"0": 1.0}, {0: 1.0}, ".: expected key 0, found '0'"),
+        ({"0": 1.0}, {0: 1.0}, ".: expected a dict with int keys, found a dict\n"),
         ({"a": 1.0}, OrderedDict(a=1.0), ".: expected an OrderedDict, found a dict"),
         (Named(1.0, 2.0), (1.0, 2.0), ".: expected a tuple, found a Named"),
         ({"a": None}, {"a": ()}, "a: expected a tuple, found None"),
         (
             {"d": OrderedDict(a=1.0, b=2.0, c=3.0)},
             {"d": OrderedDict(a=1.0, c=2.0, b=3.0)},
-            "d: keys in a different order, expected `c` where `b` was found",
+            "keys in a different order, expected `d/c` where `d/b` was found",
         ),
         ({"a\n\x1b[1m": 1.0}, {}, "a\\n\\x1b[1m: expected nothing, found an array"),
         ({"a" * 500: 1.0}, {}, "a" * 97 + "...: expected nothing, found an array"),
-        (np.ones(3), np.ones(3, np.float32), "@:0: expected float32[3], found float64[3]"),
-        (np.ones(3), jnp.ones(3), "@:0: expected float32[3], found float64[3]"),
-        (jnp.ones(3), np.ones(3), "@:0: expected float64[3], found float32[3]"),
-        (np.uint64(1), jnp.uint32(1), "@:0: expected uint32[], found uint64[]"),
-        (2**40, jnp.int32(1), "@:0: expected int32[], found a Python int"),
-        (True, 1, "@:0: expected a Python int, found a Python bool"),
-        (np.float64(1), jax.ShapeDtypeStruct((), np.float16), "@:0: expected float16[], found flo"),
-        (jnp.int8(1), jax.ShapeDtypeStruct((), np.int32), "@:0: expected int32[], found int8[]"),
+        (np.ones(3), np.ones(3, np.float32), ".:0: expected float32[3], found float64[3]"),
+        (np.ones(3), jnp.ones(3), ".:0: expected float32[3], found float64[3]"),
+        (jnp.ones(3), np.ones(3), ".:0: expected float64[3], found float32[3]"),
+        (np.uint64(1), jnp.uint32(1), ".:0: expected uint32[], found uint64[]"),
+        (2**40, jnp.int32(1), ".:0: expected int32[], found a Python int"),
+        (True, 1, ".:0: expected a Python int, found a Python bool"),
+        (np.float64(1), jax.ShapeDtypeStruct((), np.float16), ".:0: expected float16[], found flo"),
+        (jnp.int8(1), jax.ShapeDtypeStruct((), np.int32), ".:0: expected int32[], found int8[]"),
         (
             2**40,
             jax.ShapeDtypeStruct((), np.int32),
-            "@:0: expected int32[], found an integer out of its range",
+            ".:0: expected int32[], found an integer out of its range",
         ),
-        (np.ones(3), np.ones((3, 1)), "@:0: expected float64[3, 1], found float64[3]"),
-        (jnp.ones(3), jnp.ones(3, jnp.bfloat16), "@:0: expected bfloat16[3], found float32[3]"),
-        (jnp.ones(3), jnp.ones(3, jnp.int32), "@:0: expected int32[3], found float32[3]"),
+        (np.ones(3), np.ones((3, 1)), ".:0: expected float64[3, 1], found float64[3]"),
+        (jnp.ones(3), jnp.ones(3, jnp.bfloat16), ".:0: expected bfloat16[3], found float32[3]"),
+        (jnp.ones(3), jnp.ones(3, jnp.int32), ".:0: expected int32[3], found float32[3]"),
     ],
 )
 def test_a_state_of_another_tree_is_refused(saved: Any, expected: Any, line: str) -> None:
@@ -283,12 +285,9 @@ def test_what_jax_narrows_fits_what_it_becomes() -> None:
 def test_weak_types_give_way_to_bits() -> None:
     weak = jnp.asarray(float("nan"))
     assert jax.typeof(leaf_after(weak)) == jax.typeof(weak)
-    file = io.BytesIO()
-    save(file, as_state(weak))
-    signalling = np.array(0x7F800001, np.uint32).tobytes()
-    data = bytearray(file.getvalue()[:-36]) + signalling
-    found = load(io.BytesIO(data + hashlib.sha256(data).digest()), like=as_state(weak))
-    assert np.asarray(found.packed_state[0][0]).tobytes() == signalling
+    signalling = jax.lax.bitcast_convert_type(jnp.uint32(0x7F800001), jnp.float32)
+    found = leaf_after(signalling)
+    assert same_bits(found, signalling)
 
 
 def test_a_state_of_another_optimizer_is_refused() -> None:
@@ -298,7 +297,7 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
     file.seek(0)
     with pytest.raises(errors.StateMismatchError) as caught:
         ours.load(file, optimizer=ours.momentum(0.1, 0.9), params={"w": jnp.ones(2)})
-    assert "\n  optimizer: expected `momentum`" in str(caught.value)
+    assert "\n  optimizer: expected `momentum`, found `adam`\n" in str(caught.value)
     assert "  w, in its state: 2: expected nothing, found an array\n" in str(caught.value)
 
 
@@ -334,16 +333,14 @@ def test_what_cannot_be_saved_is_said_and_nothing_is_written(tmp_path: Path) -> 
         with pytest.raises(errors.SaveError) as caught:
             save(path, as_state(leaf))
         assert str(caught.value).startswith(words)
-    with pytest.raises(errors.SaveError, match=r"a key in `\.` is a float"):
-        save(path, ours.pack_optimizer_state({1.5: ours.JoinPoint(1)}))
-    deep: Any = ours.JoinPoint(1)
-    for _ in range(101):
-        deep = [deep]
-    with pytest.raises(errors.SaveError, match="is nested deeper than 100 containers"):
-        save(path, ours.pack_optimizer_state(deep))
-    twice = OrderedDict({"0": None, 0: None})
-    with pytest.raises(errors.SaveError, match=r"two keys in `\.` have the same string form"):
-        save(path, ours.pack_optimizer_state(twice))
+    for keys, words in (
+        (OrderedDict({"0": None, 0: None}), r"two entries would have the name `0`"),
+        ({"__metadata__": None}, r"two entries would have the name `__metadata__`"),
+        ({"\ud800": None}, r"a key cannot be written as UTF-8"),
+    ):
+        marked = OrderedDict({key: ours.JoinPoint(1) for key in keys})
+        with pytest.raises(errors.SaveError, match=words):
+            save(path, ours.pack_optimizer_state(marked))
     with pytest.raises(errors.SaveError, match="`state` must be an OptimizerState; got dict"):
         save(path, {"a": 1})
     with pytest.raises(errors.SaveError, match="is abstract"):
@@ -507,21 +504,17 @@ def test_loaded_arrays_go_where_the_expected_ones_are() -> None:
     assert all(leaf.committed for leaf in jax.tree.leaves(found))
 
 
-def test_the_file_is_a_safetensors_file() -> None:
+def test_safetensors_reads_the_file() -> None:
+    state = trained(ours.momentum(0.1, 0.9))
     file = io.BytesIO()
-    save(file, trained(ours.momentum(0.1, 0.9)))
-    data = file.getvalue()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    assert list(header["__metadata__"]) == ["opt_legacy_stax"]
-    del header["__metadata__"]
-    assert list(header)[-1] == "checksum:sha256"
-    assert {"w:0", "w:1", "low/0:1", "s:0"} < set(header)
-    end = 0
-    for entry in header.values():
-        assert entry["data_offsets"][0] == end
-        end = entry["data_offsets"][1]
-    assert end == len(data) - 8 - length
-    w = header["w:0"]
-    assert (w["dtype"], w["shape"]) == ("F32", [2, 3])
-    assert header["low/0:1"]["dtype"] == "BF16"
+    save(file, state)
+    tensors = dict(deserialize(file.getvalue()))
+    assert {"w:0", "w:1", "low/0:1", "s:0"} < {*tensors}
+    assert (tensors["w:0"]["dtype"], tensors["w:0"]["shape"]) == ("F32", [2, 3])
+    assert tensors["low/0:1"]["dtype"] == "BF16"
+
+
+def test_extreme_keys() -> None:
+    keys = ["../../x", "/abs", "..", ".", "", "a/b", "a:b", "%2E", "...", "nul\0", "é\n", 'q"\\']
+    state = ours.momentum(0.1, 0.9).init_fn({key: np.float32(n) for n, key in enumerate(keys)})
+    check_same(round_trip(state), state)

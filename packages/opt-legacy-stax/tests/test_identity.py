@@ -1,8 +1,6 @@
 """Whose state a file holds: said by `save`, compared by `load`."""
 
 import io
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,10 +42,10 @@ def test_no_optimizer_takes_the_file_of_another(writer: str, module: Any) -> Non
     """All ordered pairs: 72 are refused, 9 are taken; whichever module wrote or reads."""
     triple = triple_of(writer, module)
     state = triple.init_fn(PARAMS)
-    data = saved(state, triple).getvalue()
+    data = saved(state, triple if module is ours else writer).getvalue()
     for reader in NAMES:
         for expecting in (triple_of(reader), triple_of(reader, theirs)):
-            by_params = {"optimizer": expecting, "params": PARAMS}
+            by_params = {"optimizer": triple_of(reader), "params": PARAMS}
             by_like = {"optimizer": reader, "like": expecting.init_fn(PARAMS)}
             for reference in (by_params, by_like):
                 if reader == writer:
@@ -56,20 +54,16 @@ def test_no_optimizer_takes_the_file_of_another(writer: str, module: Any) -> Non
                 with pytest.raises(errors.StateMismatchError) as caught:
                     ours.load(io.BytesIO(data), **reference)
                 line = str(caught.value).splitlines()[1]
-                expected = (
-                    rf"  optimizer: expected `{reader}`, which keeps \(x.*\), found `{writer}`"
-                )
-                assert re.match(expected, line)
+                assert line == f"  optimizer: expected `{reader}`, found `{writer}`"
 
 
-def test_the_error_says_what_each_keeps_and_what_to_do() -> None:
+def test_the_error_says_what_what_to_do() -> None:
     file = saved(ours.rmsprop(0.1).init_fn(PARAMS), ours.rmsprop(0.1))
     with pytest.raises(errors.StateMismatchError) as caught:
         ours.load(file, optimizer=ours.momentum(0.1, 0.9), params=PARAMS)
     assert str(caught.value) == (
-        "the file holds a different state than expected:\n  optimizer: expected `momentum`, which "
-        "keeps (x, velocity), found `rmsprop`, which keeps (x, avg_sq_grad)\nLoad it with the "
-        "optimizer and parameters it was saved with."
+        "the file holds a different state than expected:\n  optimizer: expected `momentum`, found "
+        "`rmsprop`\nLoad it with the optimizer and parameters it was saved with."
     )
 
 
@@ -90,14 +84,6 @@ def quarters(rate: float) -> Any:
     return lambda x: (x, x / 4), lambda i, g, s: s, lambda s: s[0]
 
 
-def named_adam() -> Any:
-    @ours.optimizer
-    def adam(rate: float) -> Any:
-        return lambda x: (x, x, x), lambda i, g, s: s, lambda s: s[0]
-
-    return adam(0.1)
-
-
 def jitted(triple: ours.Optimizer) -> ours.Optimizer:
     init, update, get_params = triple
     return ours.Optimizer(jax.jit(init), jax.jit(update), jax.jit(get_params))
@@ -116,7 +102,7 @@ def test_names_are_carried_through(wrap: Callable[[Any], Any], maker: Any) -> No
     state = maker(0.1).init_fn(PARAMS)
     file = saved(state, wrap(maker(0.1)))
     assert_same(ours.load(file, optimizer=wrap(maker(0.5)), params=PARAMS), state)
-    for other in (quarters(0.1), named_adam(), ours.adamax(0.1)):
+    for other in (quarters(0.1), ours.adamax(0.1)):
         file.seek(0)
         with pytest.raises(errors.StateMismatchError, match="optimizer: expected `"):
             ours.load(file, optimizer=wrap(other), params=PARAMS)
@@ -138,29 +124,26 @@ def test_states_that_went_through_optax_and_definitions_keep_their_name() -> Non
 # Without a name
 
 
-def test_a_file_of_before_loads_with_a_warning() -> None:
-    params = PARAMS
+def test_a_file_without_a_name_loads_with_a_warning() -> None:
     triple = ours.adam(0.1)
-    expected = triple.init_fn(params)
-    for i in range(2):
-        expected = triple.update_fn(i, jax.tree.map(jnp.ones_like, params), expected)
+    state = triple.init_fn(PARAMS)
+    file = saved(state)
     words = "does not name the optimizer of its state. It was loaded as a state of `adam`"
     with pytest.warns(errors.UnnamedStateWarning, match=words) as caught:
-        found = ours.load(GOLDEN, optimizer=triple, params=params)
+        assert_same(ours.load(file, optimizer=triple, params=PARAMS), state)
     assert [w.filename for w in caught] == [__file__]
-    # Another jaxlib rounds the same steps differently; the file's bytes are compared below.
-    np.testing.assert_allclose(found.packed_state[1][0], expected.packed_state[1][0], rtol=1e-6)
-    assert_same(jax.tree.map(jnp.shape, found), jax.tree.map(jnp.shape, expected))
+    file.seek(0)
     with pytest.warns(errors.UnnamedStateWarning, match="It was loaded as the expected one, as"):
-        ours.load(GOLDEN, like=expected)
+        ours.load(file, like=state)
+    file.seek(0)
     with pytest.raises(errors.StateMismatchError, match="2: expected nothing, found an array"):
-        ours.load(GOLDEN, optimizer=ours.momentum(0.1, 0.9), params=params)
+        ours.load(file, optimizer=ours.momentum(0.1, 0.9), params=PARAMS)
 
 
-def test_without_a_name_the_file_is_as_it_was() -> None:
-    with pytest.warns(errors.UnnamedStateWarning):
-        state = ours.load(GOLDEN, optimizer="adam", like=ours.adam(0.1).init_fn(PARAMS))
-    assert saved(state).getvalue() == GOLDEN.read_bytes()
+def test_a_file_of_the_first_format_is_refused() -> None:
+    state = ours.adam(0.1).init_fn(PARAMS)
+    with pytest.raises(errors.FormatVersionError, match="has format version 1; expected 2"):
+        ours.load(GOLDEN, optimizer="adam", like=state)
 
 
 def test_an_expectation_without_a_name_warns_too() -> None:
@@ -179,7 +162,7 @@ def test_what_names_nothing() -> None:
     state = ours.adam(0.1).init_fn(PARAMS)
     plain = ours.Optimizer(lambda p: state, lambda i, g, s: s, lambda s: PARAMS)
     without = ours.optimizer(lambda: (lambda x: x, lambda i, g, x: x, lambda x: x))()
-    for unnamed in (plain, without):
+    for unnamed in (plain, without, theirs.adam(0.1)):
         with pytest.raises(
             errors.SaveError, match=r"triple without a name: .* Pass a name instead"
         ):
@@ -227,9 +210,3 @@ def test_names_of_any_text(name: str) -> None:
         ours.load(io.BytesIO(data), optimizer=name + "2" if len(name) < 99 else "y", like=state)
     assert "\n  optimizer: expected" in str(caught.value)
     assert max(map(len, str(caught.value).splitlines())) < 300
-    about = json.loads(
-        json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"][
-            "opt_legacy_stax"
-        ]
-    )
-    assert about["optimizer"] == [name, []]

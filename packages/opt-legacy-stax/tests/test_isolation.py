@@ -21,11 +21,14 @@ print(json.dumps([sorted(new - sys.stdlib_module_names), xla_bridge.backends_are
 """
 WITHOUT_EXTRAS = """
 import sys
-sys.modules["optax"] = sys.modules["opt_core"] = None
+sys.modules["optax"] = sys.modules["opt_core"] = sys.modules["safetensors"] = None
+import io
 import opt_legacy_stax as ours
 triple = ours.sgd(0.1)
 for call in (lambda: ours.to_optax(triple), lambda: ours.optax_equivalent("sgd", step_size=0.1),
-             lambda: ours.from_optax(triple), lambda: ours.to_optimizer_def(triple)):
+             lambda: ours.from_optax(triple), lambda: ours.to_optimizer_def(triple),
+             lambda: ours.save(io.BytesIO(), triple.init_fn(1.0)),
+             lambda: ours.load(io.BytesIO(), optimizer=triple, params=1.0)):
     try:
         call()
     except ImportError as error:
@@ -47,4 +50,5 @@ def test_without_an_extra_the_functions_that_need_it_say_so() -> None:
         "this function needs the package `{}`. Install it with `pip install opt-legacy-stax[{}]`."
     )
     optax, core = words.format("optax", "optax"), words.format("opt_core", "core")
-    assert run(WITHOUT_EXTRAS) == [optax, optax, optax, core]
+    files = words.format("safetensors", "files")
+    assert run(WITHOUT_EXTRAS) == [optax, optax, optax, core, files, files]

@@ -1,5 +1,6 @@
 """What is broken upstream, and works here."""
 
+import inspect
 from fractions import Fraction
 from typing import Any
 
@@ -316,3 +317,20 @@ def test_exact_numerics_of_an_integer_rate() -> None:
 
     assert values(ours, upstream_numerics=True) == values(theirs)
     assert values(ours) != values(theirs)
+
+
+@ours.optimizer
+def descent(rate: float, **options: Any) -> Any:
+    assert not options
+    return lambda x: x, lambda i, g, x: x - rate * g, lambda x: x
+
+
+def test_upstream_numerics_is_a_switch_of_every_optimizer() -> None:
+    params, grads = jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.float32)
+    for maker in (descent, ours.sgd, ours.adam):
+        assert inspect.signature(maker).parameters["upstream_numerics"].default is False
+        dtypes = []
+        for exact in (False, True):
+            _, update, get_params = triple = maker(0.1, upstream_numerics=exact)
+            dtypes.append(get_params(update(0, grads, triple.init_fn(params))).dtype)
+        assert dtypes == [jnp.bfloat16, jnp.float32]

@@ -8,9 +8,13 @@ from importlib.metadata import version as _version
 
 from opt_legacy_stax import errors
 from opt_legacy_stax._extras import from_optax, optax_equivalent, to_optax, to_optimizer_def
-from opt_legacy_stax._joinpoint import JoinPoint, pack_optimizer_state, unpack_optimizer_state
-from opt_legacy_stax._layouts import convert_old_layout
-from opt_legacy_stax._load import load
+from opt_legacy_stax._files import load, save
+from opt_legacy_stax._joinpoint import (
+    JoinPoint,
+    convert_old_layout,
+    pack_optimizer_state,
+    unpack_optimizer_state,
+)
 from opt_legacy_stax._norms import clip_grads, l2_norm
 from opt_legacy_stax._optimizers import (
     Array,
@@ -26,7 +30,6 @@ from opt_legacy_stax._optimizers import (
     optimizer,
 )
 from opt_legacy_stax._pickle import load_unpacked_pickle
-from opt_legacy_stax._save import save
 from opt_legacy_stax._schedules import (
     Schedule,
     constant,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,7 +13,6 @@ from opt_core import Optimizer as CoreOptimizer
 from opt_core import OptimizerDef, check_gradients, increment_step
 from opt_core import OptimizerState as CoreState
 
-from opt_legacy_stax._identity import triple_of
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState
 from opt_legacy_stax._slots import check_made_by, init_split, join, split, update_split
 from opt_legacy_stax._steps import whole_step
@@ -114,14 +112,10 @@ class TripleDef(OptimizerDef):
         return CoreOptimizer(optimizer_def=self, state=state, target=param_axes)
 
 
-def to_optimizer_def(triple: Optimizer) -> TripleDef:
-    """See `opt_legacy_stax.to_optimizer_def`."""
-    return TripleDef(triple_of(triple, "triple"))
-
-
 def _axes_of(triple: Optimizer, param: Any, axes: Any, kept: Any) -> Any:
     """Returns the logical axes of the state of one parameter."""
-    sizes = dict(zip(_distinct_sizes(), range(np.ndim(param)), strict=False))
+    # distinct sizes that are neither sums nor products of one another
+    sizes = {1009 + 101 * n: n for n in range(np.ndim(param))}
     probe = jax.ShapeDtypeStruct(tuple(sizes), jnp.result_type(param))
     found = jax.eval_shape(lambda p: init_split(triple, p), probe)
     names = [*(axes or ()), *[None] * np.ndim(param)]
@@ -138,14 +132,3 @@ def _axes_of(triple: Optimizer, param: Any, axes: Any, kept: Any) -> Any:
     if before != after:  # `init` depends on the sizes, so the probe says nothing
         specs = [None] * before.num_leaves
     return jax.tree.unflatten(before, specs)
-
-
-def _distinct_sizes() -> Iterator[int]:
-    """Yields distinct primes, as sizes that are unlikely to occur otherwise."""
-    found: list[int] = []
-    n = 1009
-    while True:
-        if all(n % p for p in found if p * p <= n) and all(n % k for k in range(2, 100)):
-            found.append(n)
-            yield n
-        n += 2

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from opt_legacy_stax._dtypes import keep_dtypes, strong_param
-from opt_legacy_stax._identity import triple_of
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState, repacked
 from opt_legacy_stax._slots import check_made_by, init_split, join, split, update_split
 from opt_legacy_stax._states import check_state
@@ -91,11 +90,6 @@ class TripleTransformation(optax.GradientTransformation):
     def convert_state_back(self, params: Any, state: TripleState) -> tuple[OptimizerState, Any]:
         """Returns the state of the triple, and the `i` of its next update."""
         return join(params, state.slots), state.count
-
-
-def to_optax(triple: Optimizer) -> TripleTransformation:
-    """See `opt_legacy_stax.to_optax`."""
-    return TripleTransformation(Optimizer(*triple_of(triple, "triple")))
 
 
 class OptaxTriple(Optimizer):

@@ -16,10 +16,6 @@ def strong_param(x: Any) -> Any:
     Weakly typed arrays and Python floats become strongly typed arrays. The first update would do
     the same, and a jitted update would then compile a second time. Anything else is returned
     unchanged.
-
-    Examples:
-      >>> strong_param(jnp.asarray(1.0)).weak_type, strong_param(1.0).dtype.name, strong_param(2)
-      (False, 'float32', 2)
     """
     is_weak_array = isinstance(x, jax.Array) and x.aval.weak_type
     is_python_number = type(x) in (float, complex)
@@ -34,11 +30,6 @@ def keep_dtypes(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
     Casts only from real to real and from complex to complex floating-point dtypes: a float that an
     update made of an integer, or a complex number of a real one, cannot be rounded back. PRNG keys
     are left alone. Only the dtypes of `old` are used, so `jax.ShapeDtypeStruct` leaves will do.
-
-    Examples:
-      >>> [leaf] = keep_dtypes([jnp.ones(2, jnp.bfloat16)], [jnp.ones(2, jnp.float32)])
-      >>> leaf.dtype.name
-      'bfloat16'
     """
     return [_keep_dtype(*pair) for pair in zip(old, new, strict=True)]
 

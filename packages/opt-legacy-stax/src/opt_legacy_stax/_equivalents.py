@@ -15,13 +15,11 @@ import optax
 from opt_legacy_stax import _triples
 from opt_legacy_stax._dtypes import keep_dtypes
 from opt_legacy_stax._optimizers import Optimizer, OptimizerState, pack, repacked
-from opt_legacy_stax._states import check_state
+from opt_legacy_stax._slots import check_made_by
 from opt_legacy_stax._steps import whole_step
 from opt_legacy_stax._trees import leaf_paths
 from opt_legacy_stax.errors import LayoutError, NoEquivalentError, ScheduleError
 
-# The triple's per-parameter arrays by name, each as a tree with the parameters' structure.
-Slots = Mapping[str, Any]
 # Builds a transformation from the arguments of the triple.
 _Builder = Callable[[Mapping[str, Any]], Any]
 
@@ -88,15 +86,20 @@ class OptaxEquivalent:
             number of arrays, such as Adam and Adagrad, cannot be distinguished.)
           StepError: `i` is not a non-negative integer.
         """
-        check_state(state)
+        check_made_by(self.triple, state)
         packed, tree_def, subtree_defs = state
         kept = [jax.tree.unflatten(d, s) for d, s in zip(subtree_defs, packed, strict=True)]
-        self._recipe.check(self.name, tree_def, kept)
-        columns = self._recipe.take_apart(kept)
+        for path, subtree in zip(leaf_paths(tree_def), kept, strict=True):
+            if self._recipe.has_shape and not subtree[-1]:
+                raise _no_equivalent(
+                    self.name,
+                    f"`optax.sm3` does not support scalars, and parameter `{path}` is one",
+                )
+        columns = {field: [k[1 + n] for k in kept] for n, field in enumerate(self._recipe.fields)}
+        trees = {field: jax.tree.unflatten(tree_def, each) for field, each in columns.items()}
         params = jax.tree.map(jnp.asarray, self.triple.params_fn(state))
-        trees = {name: jax.tree.unflatten(tree_def, column) for name, column in columns.items()}
         template = self.transformation.init(params)
-        return params, _fill(template, whole_step(i), self._recipe.to_optax(trees))
+        return params, _fill(template, whole_step(i), self._recipe.signed(trees))
 
     def convert_state_back(self, params: Any, opt_state: Any) -> tuple[OptimizerState, Any]:
         """Returns the state of the triple, and the `i` of its next update.
@@ -111,13 +114,11 @@ class OptaxEquivalent:
         tree_def: Any
         leaves, tree_def = jax.tree.flatten(params)
         _check_optax_state(self.name, jax.eval_shape(self.transformation.init, params), opt_state)
-        trees = self._recipe.from_optax(_fields(opt_state))
-        columns = {name: tree_def.flatten_up_to(tree) for name, tree in trees.items()}
-        kept = [
-            self._recipe.put_together(x, {name: column[n] for name, column in columns.items()})
-            for n, x in enumerate(leaves)
-        ]
-        state = pack(tree_def, kept)
+        trees, fields = self._recipe.signed(_fields(opt_state)), self._recipe.fields
+        columns = [leaves, *(tree_def.flatten_up_to(trees[field]) for field in fields)]
+        if self._recipe.has_shape:
+            columns.append([np.shape(x) for x in leaves])
+        state = pack(tree_def, list(zip(*columns, strict=True)) if fields else leaves)
         # Optax keeps averages in the dtype of the gradients, the triple in the parameters' dtype.
         start = jax.eval_shape(self.triple.init_fn, params)
         pairs = zip(start.packed_state, state.packed_state, strict=True)
@@ -130,70 +131,25 @@ class _Recipe:
 
     Attributes:
       build: builds the transformation from the arguments of the triple.
-      slots: names of the arrays that the triple keeps after `x`, in order.
-      fields: the Optax state field for each slot, unique within the chain.
+      fields: the Optax state field, unique within the chain, of each array that the triple keeps
+        after `x`, in its order.
       is_exact: see `OptaxEquivalent`.
-      negated: a slot that Optax keeps with the opposite sign.
+      negated: a field that Optax keeps with the opposite sign.
       has_shape: whether the triple also keeps the parameter's shape, as the last entry.
     """
 
-    build: Callable[[Mapping[str, Any]], optax.GradientTransformation]
-    slots: tuple[str, ...] = ()
+    build: _Builder
     fields: tuple[str, ...] = ()
     is_exact: bool = False
     negated: str = ""
     has_shape: bool = False
 
-    def take_apart(self, kept: list[Any]) -> dict[str, list[Any]]:
-        return {name: [subtree[1 + k] for subtree in kept] for k, name in enumerate(self.slots)}
-
-    def put_together(self, x: Any, slots: Mapping[str, Any]) -> Any:
-        if not self.slots:
-            return x
-        shape = (np.shape(x),) if self.has_shape else ()
-        return (x, *(slots[name] for name in self.slots), *shape)
-
-    def to_optax(self, slots: Slots) -> dict[str, Any]:
+    def signed(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields from one form in the other: changing a sign is its own inverse."""
         return {
-            field: self._signed(name, slots[name])
-            for name, field in zip(self.slots, self.fields, strict=True)
+            name: jax.tree.map(jnp.negative, tree) if name == self.negated else tree
+            for name, tree in fields.items()
         }
-
-    def from_optax(self, found: Slots) -> dict[str, Any]:
-        return {
-            name: self._signed(name, found[field])
-            for name, field in zip(self.slots, self.fields, strict=True)
-        }
-
-    def check(self, optimizer: str, tree_def: Any, kept: list[Any]) -> None:
-        """Raises an error if a parameter's state does not have the triple's layout."""
-        names = ("x", *self.slots, *(("shape",) if self.has_shape else ()))
-        for path, subtree in zip(leaf_paths(tree_def), kept, strict=True):
-            if not self._is_kept(subtree, len(names)):
-                expected = f"`({', '.join(names)})`" if self.slots else "an array"
-                found = _kind(subtree)
-                raise LayoutError(
-                    f"`state` is not a state of `{optimizer}`: expected {expected} for parameter "
-                    f"`{path}`, found {found}. Use the equivalent of the optimizer that created it."
-                )
-            if self.has_shape and not subtree[-1]:
-                raise _no_equivalent(
-                    "sm3", f"`optax.sm3` does not support scalars, and parameter `{path}` is one"
-                )
-
-    def _is_kept(self, subtree: Any, length: int) -> bool:
-        if not self.slots:
-            return jax.tree_util.all_leaves([subtree])
-        if not isinstance(subtree, tuple) or len(subtree) != length:
-            return False
-        if self.has_shape:
-            *arrays, accumulators, shape = subtree
-            is_kept = isinstance(accumulators, list) and isinstance(shape, tuple)
-            return is_kept and jax.tree_util.all_leaves(arrays)
-        return jax.tree_util.all_leaves(subtree)
-
-    def _signed(self, name: str, tree: Any) -> Any:
-        return jax.tree.map(jnp.negative, tree) if name == self.negated else tree
 
 
 def optax_equivalent(name: str, **kwargs: Any) -> OptaxEquivalent:
@@ -249,14 +205,9 @@ def _adamax(arguments: Mapping[str, Any]) -> optax.GradientTransformation:
 
 _RECIPES: dict[str, _Recipe] = {
     "sgd": _Recipe(_chain(_rate), is_exact=True),
-    "momentum": _Recipe(
-        _chain(lambda a: optax.trace(a["mass"]), _rate), ("velocity",), ("trace",), is_exact=True
-    ),
+    "momentum": _Recipe(_chain(lambda a: optax.trace(a["mass"]), _rate), ("trace",), is_exact=True),
     "nesterov": _Recipe(
-        _chain(lambda a: optax.trace(a["mass"], nesterov=True), _rate),
-        ("velocity",),
-        ("trace",),
-        is_exact=True,
+        _chain(lambda a: optax.trace(a["mass"], nesterov=True), _rate), ("trace",), is_exact=True
     ),
     "adagrad": _Recipe(
         _chain(
@@ -264,33 +215,24 @@ _RECIPES: dict[str, _Recipe] = {
             lambda a: optax.ema(a["momentum"], debias=False),
             _rate,
         ),
-        ("g_sq", "m"),
         ("sum_of_squares", "ema"),
     ),
-    "rmsprop": _Recipe(
-        _chain(lambda a: optax.scale_by_rms(a["gamma"], a["eps"]), _rate),
-        ("avg_sq_grad",),
-        ("nu",),
-    ),
+    "rmsprop": _Recipe(_chain(lambda a: optax.scale_by_rms(a["gamma"], a["eps"]), _rate), ("nu",)),
     "rmsprop_momentum": _Recipe(
         _chain(
             lambda a: optax.scale_by_rms(a["gamma"], a["eps"]),
             _rate,
             lambda a: optax.trace(a["momentum"]),
         ),
-        ("avg_sq_grad", "mom"),
         ("nu", "trace"),
-        negated="mom",
+        negated="trace",
     ),
     "adam": _Recipe(
-        _chain(lambda a: optax.scale_by_adam(a["b1"], a["b2"], a["eps"]), _rate),
-        ("m", "v"),
-        ("mu", "nu"),
+        _chain(lambda a: optax.scale_by_adam(a["b1"], a["b2"], a["eps"]), _rate), ("mu", "nu")
     ),
-    "adamax": _Recipe(_chain(_adamax, _rate), ("m", "u"), ("mu", "nu")),
+    "adamax": _Recipe(_chain(_adamax, _rate), ("mu", "nu")),
     "sm3": _Recipe(
         _chain(lambda a: optax.scale_by_sm3(a["momentum"], b2=1.0, eps=0.0), _rate),
-        ("m", "vs"),
         ("nu", "mu"),
         has_shape=True,
     ),
@@ -335,12 +277,6 @@ def _check_optax_state(optimizer: str, expected: Any, found: Any) -> None:
 
 def _is_64_bit() -> bool:
     return jax.dtypes.canonicalize_dtype(np.float64) == np.float64
-
-
-def _kind(subtree: Any) -> str:
-    if jax.tree_util.all_leaves([subtree]):
-        return "an array"
-    return f"a {type(subtree).__name__} of {len(subtree)}"
 
 
 def _count(opt_state: Any) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from opt_legacy_stax._identity import triple_of
 from opt_legacy_stax._optimizers import Optimizer
 from opt_legacy_stax.errors import MissingExtraError
 
@@ -46,8 +45,10 @@ def to_optax(triple: Optimizer) -> TripleTransformation:
       >>> optax.apply_updates(params, updates)['w'].tolist()
       [0.95, 0.95]
     """
-    bridge: TripleTransformation = _module("_bridge_optax", "optax").to_optax(triple)
-    return bridge
+    require("optax")
+    from opt_legacy_stax._bridge_optax import TripleTransformation
+
+    return TripleTransformation(Optimizer(*triple_of(triple, "triple")))
 
 
 def from_optax(tx: optax.GradientTransformation) -> OptaxTriple:
@@ -73,8 +74,10 @@ def from_optax(tx: optax.GradientTransformation) -> OptaxTriple:
       >>> get_params(opt_update(0, jnp.ones(2), opt_init(jnp.zeros(2)))).tolist()
       [-0.1, -0.1]
     """
-    bridge: OptaxTriple = _module("_bridge_optax", "optax").from_optax(tx)
-    return bridge
+    require("optax")
+    from opt_legacy_stax import _bridge_optax
+
+    return _bridge_optax.from_optax(tx)
 
 
 def optax_equivalent(name: str, **kwargs: Any) -> OptaxEquivalent:
@@ -106,9 +109,10 @@ def optax_equivalent(name: str, **kwargs: Any) -> OptaxEquivalent:
       >>> optax.apply_updates(params, updates).tolist()
       [-0.1, -0.1]
     """
-    equivalents = _module("_equivalents", "optax")
-    found: OptaxEquivalent = equivalents.optax_equivalent(name, **kwargs)
-    return found
+    require("optax")
+    from opt_legacy_stax import _equivalents
+
+    return _equivalents.optax_equivalent(name, **kwargs)
 
 
 def to_optimizer_def(triple: Optimizer) -> TripleDef:
@@ -137,20 +141,28 @@ def to_optimizer_def(triple: Optimizer) -> TripleDef:
       >>> optimizer.target['w'].tolist(), int(optimizer.state.step)
       ([-0.1, -0.1], 1)
     """
-    definition: TripleDef = _module("_bridge_core", "core").to_optimizer_def(triple)
-    return definition
+    require("core")
+    from opt_legacy_stax._bridge_core import TripleDef
+
+    return TripleDef(triple_of(triple, "triple"))
 
 
-def _module(name: str, extra: str) -> ModuleType:
-    """Imports a module that needs an extra."""
+def require(extra: str) -> Any:
+    """Returns the package that an extra installs: `optax`, `core` or `files`."""
     try:
+        if extra == "optax":
+            import optax
+
+            return optax
         if extra == "core":
-            import opt_core  # noqa: F401
-        else:
-            import optax  # noqa: F401
+            import opt_core
+
+            return opt_core
+        import safetensors.numpy
     except ImportError as error:
+        package = (error.name or extra).partition(".")[0]
         raise MissingExtraError(
-            f"this function needs the package `{error.name}`. Install it with `pip install "
+            f"this function needs the package `{package}`. Install it with `pip install "
             f"opt-legacy-stax[{extra}]`."
         ) from error
-    return importlib.import_module(f"opt_legacy_stax.{name}")
+    return safetensors

@@ -26,8 +26,6 @@ _KEEPS: Mapping[str, tuple[str, ...]] = {
     "adamax": ("x", "m", "u"),
     "sm3": ("x", "m", "vs", "shape"),
 }
-# JAX's own triples carry no identity: they are recognised by the module of their functions.
-_MODULES = ("opt_legacy_stax._triples", "jax.example_libraries.optimizers")
 _ATTRIBUTE = "_opt_legacy_stax_identity"
 
 
@@ -56,17 +54,11 @@ class Identity(NamedTuple):
 
 
 def made_by(opt_maker: Callable[..., Any]) -> Identity | None:
-    """Returns the identity of the optimizers that a function creates; `None` for a lambda.
-
-    Examples:
-      >>> from opt_legacy_stax import _triples
-      >>> print(made_by(_triples.momentum))
-      `momentum`, which keeps (x, velocity)
-    """
+    """Returns the identity of the optimizers that a function creates; `None` for a lambda."""
     name = getattr(opt_maker, "__name__", "<unknown>")
     if not name.isidentifier():
         return None
-    is_known = getattr(opt_maker, "__module__", None) in _MODULES
+    is_known = getattr(opt_maker, "__module__", None) == "opt_legacy_stax._triples"
     return Identity(name, _KEEPS.get(name, ()) if is_known else ())
 
 
@@ -76,42 +68,15 @@ def mark(init_fn: Callable[..., Any], identity: Identity | None) -> None:
 
 
 def identity_of(optimizer: Any) -> Identity | None:
-    """Returns the identity of an optimizer.
-
-    Args:
-      optimizer: a triple, an object with a `triple` attribute, or a name.
-
-    Returns:
-      The identity, or `None` for a triple without one.
-
-    Raises:
-      TypeError: `optimizer` is anything else, or an empty name.
-
-    Examples:
-      >>> from opt_legacy_stax import adam
-      >>> identity_of(adam(0.1)) == identity_of('adam')
-      True
-    """
+    """Returns the identity of an optimizer."""
     if isinstance(optimizer, str) and optimizer:
         return Identity(optimizer, _KEEPS.get(optimizer, ()))
-    init_fn = triple_of(optimizer)[0]
-    marked: Identity | None = getattr(init_fn, _ATTRIBUTE, None)
-    if marked is not None or getattr(init_fn, "__module__", None) not in _MODULES:
-        return marked
-    name = getattr(init_fn, "__qualname__", "").partition(".")[0]
-    return Identity(name, _KEEPS[name]) if name in _KEEPS else None
+    identity: Identity | None = getattr(triple_of(optimizer)[0], _ATTRIBUTE, None)
+    return identity
 
 
 def triple_of(optimizer: Any, argument: str = "optimizer") -> Any:
-    """Returns a triple, unwrapped if necessary.
-
-    Args:
-      optimizer: a triple, or an object with a `triple` attribute.
-      argument: name of the argument in the error message.
-
-    Raises:
-      TypeError: `optimizer` is neither.
-    """
+    """Returns a triple, unwrapped if necessary."""
     triple = getattr(optimizer, "triple", optimizer)
     if isinstance(triple, tuple) and len(triple) == 3 and all(map(callable, triple)):
         return triple

@@ -1,4 +1,4 @@
-"""Conversion of single leaves of a state to and from their form in a file.
+"""Single leaves of a state, to and from arrays in a file.
 
 A leaf keeps its kind: JAX or NumPy array, NumPy or Python scalar, PRNG key.
 """
@@ -6,7 +6,8 @@ A leaf keeps its kind: JAX or NumPy array, NumPy or Python scalar, PRNG key.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, get_args
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,39 +16,22 @@ import numpy as np
 from opt_legacy_stax._trees import shown
 from opt_legacy_stax.errors import SaveError
 
-Kind = Literal["jax", "weak", "numpy", "scalar", "int", "float", "bool", "complex", "key"]
-KINDS = frozenset(get_args(Kind))
 _PYTHON: dict[str, tuple[type, str]] = {
     "int": (int, "int64"),
     "float": (float, "float64"),
     "bool": (bool, "bool"),
     "complex": (complex, "complex128"),
 }
-
-# Dtypes that safetensors has a name for. All others are stored as bytes.
-_STORED = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "uint16": "U16",
-    "int32": "I32",
-    "uint32": "U32",
-    "int64": "I64",
-    "uint64": "U64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
+_KINDS = ("jax", "weak", "numpy", "scalar", *_PYTHON)
+_FLOATS = ("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+_INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
+# dtypes that safetensors has a name for since its release 0.4; others are stored as bytes
+_NATIVE = ("bool", *_INTEGERS, *_FLOATS)
 _FLOAT8 = ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fnuz", "e5m2fnuz", "e8m0fnu")
 _AS_BYTES = (
     *("complex64", "complex128", "int2", "uint2", "int4", "uint4", "float4_e2m1fn"),
     *(f"float8_{name}" for name in _FLOAT8),
 )
-_NAMES = frozenset({*_STORED, *_AS_BYTES})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,81 +39,44 @@ class LeafSpec:
     """The description of a leaf in a file.
 
     Attributes:
-      kind: what the leaf is in memory.
+      kind: what the leaf is in memory: `jax`, `weak`, `numpy`, `scalar`, the name of a Python type,
+        or `key<impl>`; `abstract` for an expected leaf that has only a shape and a dtype.
       dtype: NumPy name of its dtype; for a PRNG key, of the key data.
       shape: shape of the array; for a PRNG key, of the key data.
-      impl: implementation of a PRNG key, otherwise empty.
     """
 
     kind: str
     dtype: str
     shape: tuple[int, ...]
-    impl: str = ""
-
-    @property
-    def stored_dtype(self) -> str:
-        """The safetensors name of the dtype in the file."""
-        return _STORED.get(self.dtype, "U8")
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape in the file."""
-        return self.shape if self.dtype in _STORED else (*self.shape, dtype_of(self.dtype).itemsize)
 
     @property
     def nbytes(self) -> int:
         """Size of the leaf in bytes."""
-        size = dtype_of(self.dtype).itemsize
-        for dim in self.shape:
-            size *= dim  # a Python integer: no overflow
-        return size
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def __str__(self) -> str:
-        dims = ", ".join(map(str, self.shape))
         if self.kind in _PYTHON:
             return f"a Python {self.kind}"
-        return f"key<{self.impl}>" if self.kind == "key" else f"{self.dtype}[{dims}]"
+        is_key = self.kind.startswith("key<")
+        return self.kind if is_key else f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-def is_known(dtype: str) -> bool:
-    """Returns whether a dtype can be stored."""
-    return dtype in _NAMES
+def is_known(dtype: Any) -> bool:
+    """Returns whether a dtype of this name can be stored."""
+    return dtype in _NATIVE or dtype in _AS_BYTES
 
 
-def is_consistent(spec: LeafSpec) -> bool:
-    """Returns whether a leaf of this kind can have this dtype and shape."""
-    if spec.kind in _PYTHON and spec.dtype != _PYTHON[spec.kind][1]:
-        return False
-    return spec.shape == () or spec.kind in ("jax", "numpy", "key")
-
-
-def needs_64_bits(spec: LeafSpec) -> bool:
-    """Returns whether the leaf is a JAX array that needs `jax_enable_x64`, which is off."""
-    dtype = dtype_of(spec.dtype)
-    is_array = spec.kind in ("jax", "weak")
-    return is_array and bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    """Returns the dtype with this name, including those of `ml_dtypes`.
-
-    Examples:
-      >>> dtype_of('bfloat16').itemsize, dtype_of('float32').itemsize
-      (2, 4)
-    """
-    return np.dtype(name)  # importing JAX registers those of `ml_dtypes`
+def parse_spec(kind: Any, dtype: Any, shape: Any) -> LeafSpec:
+    """Returns the spec with these fields; raises `ValueError` if there is no such leaf."""
+    is_shape = type(shape) is list and all(type(dim) is int and dim >= 0 for dim in shape)
+    is_kind = type(kind) is str and (kind in _KINDS or kind.startswith("key<"))
+    if not (is_kind and type(dtype) is str and is_known(dtype) and is_shape):
+        raise ValueError(f"a leaf has an unknown kind, dtype or shape: {[kind, dtype, shape]}")
+    return LeafSpec(kind, dtype, tuple(shape))
 
 
 def to_file(leaf: Any, name: str) -> tuple[LeafSpec, np.ndarray]:
-    """Returns the spec of a leaf, and its values in the memory order of the file.
-
-    Args:
-      leaf: a leaf of a state.
-      name: name of the leaf in error messages.
-
-    Raises:
-      SaveError: the leaf is abstract, or cannot be stored exactly.
-    """
+    """Returns the spec of a leaf, and its values as a contiguous array."""
     if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
         raise SaveError(
             f"`{name}` is abstract ({type(leaf).__name__}). Call `save` outside of `jit`, "
@@ -139,10 +86,12 @@ def to_file(leaf: Any, name: str) -> tuple[LeafSpec, np.ndarray]:
         return _jax_to_file(leaf, name)
     for kind, (python_type, dtype) in _PYTHON.items():
         if type(leaf) is python_type:
-            return _checked(LeafSpec(kind, dtype, ()), _python_number(leaf, dtype, name), name)
+            try:
+                return LeafSpec(kind, dtype, ()), np.asarray(leaf, dtype)
+            except OverflowError:
+                raise SaveError(f"`{name}` is an integer that does not fit in 64 bits.") from None
     if type(leaf) in (np.ndarray, np.memmap) or isinstance(leaf, np.generic):
-        kind = "numpy" if isinstance(leaf, np.ndarray) else "scalar"
-        return _checked(LeafSpec(kind, leaf.dtype.name, leaf.shape), np.asarray(leaf), name)
+        return _checked("numpy" if isinstance(leaf, np.ndarray) else "scalar", leaf, name)
     raise SaveError(
         f"`{name}` is a {shown(type(leaf).__name__)}; leaves of a saved state must be arrays or "
         "numbers."
@@ -161,39 +110,33 @@ def _jax_to_file(leaf: jax.Array, name: str) -> tuple[LeafSpec, np.ndarray]:
             "(`jax.experimental.multihost_utils.process_allgather`)."
         )
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = np.asarray(jax.random.key_data(leaf))
-        spec = LeafSpec("key", data.dtype.name, data.shape, str(jax.random.key_impl(leaf)))
-        return _checked(spec, data, name)
-    is_weak = leaf.ndim == 0 and leaf.aval.weak_type
-    spec = LeafSpec("weak" if is_weak else "jax", leaf.dtype.name, leaf.shape)
-    return _checked(spec, np.asarray(leaf), name)
+        return _checked(f"key<{jax.random.key_impl(leaf)}>", jax.random.key_data(leaf), name)
+    return _checked("weak" if leaf.ndim == 0 and leaf.aval.weak_type else "jax", leaf, name)
 
 
-def _python_number(leaf: Any, dtype: str, name: str) -> np.ndarray:
-    try:
-        return np.asarray(leaf, dtype)
-    except OverflowError:
-        raise SaveError(f"`{name}` is an integer that does not fit in 64 bits.") from None
-
-
-def _checked(spec: LeafSpec, array: np.ndarray, name: str) -> tuple[LeafSpec, np.ndarray]:
-    if not is_known(spec.dtype) or array.dtype.hasobject or array.dtype.names is not None:
+def _checked(kind: str, leaf: Any, name: str) -> tuple[LeafSpec, np.ndarray]:
+    array = np.asarray(leaf)
+    if not is_known(array.dtype.name) or array.dtype.names is not None:
         raise SaveError(
             f"`{name}` has dtype {array.dtype}, which the format cannot hold exactly. Convert it "
             "to a numeric dtype."
         )
-    # The raw buffer of a transposed, strided or broadcast array is not in C order.
-    native = array.astype(dtype_of(spec.dtype), order="C", copy=False)
-    return spec, np.ascontiguousarray(native).reshape(spec.shape)
+    native = array.astype(array.dtype.newbyteorder("="), order="C", copy=False)
+    spec = LeafSpec(kind, array.dtype.name, array.shape)
+    return spec, np.ascontiguousarray(native).reshape(array.shape)
 
 
-def from_file(spec: LeafSpec, array: np.ndarray) -> Any:
-    """Returns the leaf that was saved.
+def stored(array: np.ndarray) -> np.ndarray:
+    """Returns an array as a tensor that safetensors can hold: itself, or its bytes."""
+    if array.dtype.name in _NATIVE:
+        return array
+    shape = (*array.shape, array.dtype.itemsize)
+    return np.frombuffer(array.tobytes(), np.uint8).reshape(shape)
 
-    Args:
-      spec: the spec from the file.
-      array: the values from the file, in a buffer that is not shared.
-    """
+
+def from_file(spec: LeafSpec, data: bytes | bytearray) -> Any:
+    """Returns the leaf that was saved, from its bytes."""
+    array = np.frombuffer(data, np.dtype(spec.dtype)).reshape(spec.shape).copy()
     match spec.kind:
         case "numpy":
             return array
@@ -206,8 +149,8 @@ def from_file(spec: LeafSpec, array: np.ndarray) -> Any:
             # Only Python scalars become weak arrays, which loses other dtypes and signalling NaNs.
             is_same = weak.dtype == array.dtype and np.asarray(weak).tobytes() == array.tobytes()
             return weak if is_same else strong
-        case "key":
-            return jax.random.wrap_key_data(jnp.asarray(array), impl=spec.impl)
+        case kind if kind.startswith("key<"):
+            return jax.random.wrap_key_data(jnp.asarray(array), impl=kind[4:-1])
         case _:
             return array.item()
 
@@ -220,7 +163,7 @@ def spec_of(leaf: Any) -> LeafSpec:
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data: Any = jax.eval_shape(jax.random.key_data, leaf)
-            return LeafSpec("key", data.dtype.name, data.shape, _impl_of(leaf))
+            return LeafSpec(f"key<{_impl_of(leaf)}>", data.dtype.name, data.shape)
         kind = "jax" if isinstance(leaf, jax.Array) else "abstract"
         return LeafSpec(kind, leaf.dtype.name, tuple(leaf.shape))
     if isinstance(leaf, np.ndarray | np.generic):
@@ -232,6 +175,7 @@ def spec_of(leaf: Any) -> LeafSpec:
 
 
 def _impl_of(keys: Any) -> str:
+    """Returns the PRNG implementation of keys, which may have a shape only."""
     found: list[str] = []
 
     def look(traced: jax.Array) -> jax.Array:
@@ -248,25 +192,25 @@ def fits(saved: LeafSpec, expected: LeafSpec) -> bool:
     Shapes and dtypes must be equal, with one exception: a Python number or NumPy array also matches
     an abstract leaf of the dtype that JAX converts it to under the current `jax_enable_x64`.
     """
-    if saved.kind == "key" or expected.kind == "key":
+    if "key<" in saved.kind + expected.kind:
         return saved == expected
-    if saved.shape != expected.shape:
-        return False
-    if saved.dtype == expected.dtype:
-        return True
+    if saved.shape != expected.shape or saved.dtype == expected.dtype:
+        return saved.shape == expected.shape
     if expected.kind != "abstract" or saved.kind in ("jax", "weak"):
         return False
-    return bool(jax.dtypes.canonicalize_dtype(dtype_of(saved.dtype)) == dtype_of(expected.dtype))
+    return bool(jax.dtypes.canonicalize_dtype(saved.dtype) == np.dtype(expected.dtype))
 
 
-def is_within(array: np.ndarray, dtype: str) -> bool:
-    """Returns whether all values of an integer array fit into a dtype; `True` for other arrays.
+def needs_64_bits(spec: LeafSpec) -> bool:
+    """Returns whether the leaf is a JAX array that needs `jax_enable_x64`, which is off."""
+    is_array = spec.kind in ("jax", "weak")
+    return is_array and bool(jax.dtypes.canonicalize_dtype(spec.dtype) != np.dtype(spec.dtype))
 
-    Examples:
-      >>> is_within(np.array(2**40), 'int32'), is_within(np.array(2**20), 'int32')
-      (False, True)
-    """
-    if array.dtype == dtype_of(dtype) or not array.size or array.dtype.kind not in "iu":
+
+def is_within(leaf: Any, expected: LeafSpec) -> bool:
+    """Returns whether the values of an integer leaf fit into the narrower dtype expected."""
+    array = np.asarray(leaf) if not isinstance(leaf, jax.Array) else np.empty(0)
+    if expected.kind != "abstract" or not array.size or array.dtype.kind not in "iu":
         return True
-    limits = np.iinfo(dtype_of(dtype))
+    limits = np.iinfo(np.dtype(expected.dtype))
     return bool(array.min() >= limits.min and array.max() <= limits.max)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -82,6 +83,9 @@ class Optimizer(NamedTuple):
     params_fn: ParamsFn
 
 
+_SWITCH = inspect.Parameter(
+    "upstream_numerics", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool
+)
 # `(init, update, get_params)` for a single array.
 LeafOptimizer = tuple[Callable[..., State], Callable[..., State], Callable[[State], Array]]
 
@@ -90,9 +94,10 @@ def optimizer(opt_maker: Callable[..., Any]) -> Callable[..., Optimizer]:
     """Decorator that lifts an optimizer of a single array to pytrees.
 
     The dtypes of the state do not change over updates: an update may be computed in higher
-    precision, as with float32 gradients of bfloat16 parameters, but is cast back. If the decorated
-    function is called with `upstream_numerics=True`, nothing is cast, as in JAX's module. `save`
-    identifies the optimizer by the name of `opt_maker`.
+    precision, as with float32 gradients of bfloat16 parameters, but is cast back. The decorated
+    function also takes `upstream_numerics=True`, with which nothing is cast, as in JAX's module; it
+    is passed on if `opt_maker` has an argument of that name. `save` identifies the optimizer by the
+    name of `opt_maker`.
 
     Args:
       opt_maker: a function that returns `(init, update, get_params)` for one array: `init(x)`
@@ -112,34 +117,29 @@ def optimizer(opt_maker: Callable[..., Any]) -> Callable[..., Optimizer]:
       >>> get_params(state)['w'].tolist()
       [-0.5, 0.5]
     """
+    identity, signature = made_by(opt_maker), inspect.signature(opt_maker)
+    has_switch = _SWITCH.name in signature.parameters
 
     @functools.wraps(opt_maker)
-    def make(*args: Any, **kwargs: Any) -> Optimizer:
-        is_exact = bool(kwargs.get("upstream_numerics", False))
-        identity = made_by(opt_maker)
-        made = lift(opt_maker(*args, **kwargs), keeps_dtypes=not is_exact, identity=identity)
+    def make(*args: Any, upstream_numerics: bool = False, **kwargs: Any) -> Optimizer:
+        if has_switch:
+            kwargs[_SWITCH.name] = upstream_numerics
+        leaf_optimizer = opt_maker(*args, **kwargs)
+        made = lift(leaf_optimizer, keeps_dtypes=not upstream_numerics, identity=identity)
         mark(made.init_fn, identity)
         return made
 
+    parameters = {**signature.parameters, _SWITCH.name: _SWITCH}.values()
+    make.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=sorted(parameters, key=lambda parameter: parameter.kind)
+    )
     return make
 
 
 def lift(
     leaf_optimizer: LeafOptimizer, *, keeps_dtypes: bool, identity: Identity | None = None
 ) -> Optimizer:
-    """Returns the optimizer that applies a single-array optimizer to every leaf.
-
-    Args:
-      leaf_optimizer: `(init, update, get_params)` for one array.
-      keeps_dtypes: whether updates are cast to the dtypes of the state.
-      identity: identity of the optimizer.
-
-    Raises (the returned functions):
-      LayoutError: `opt_state` is not a state, or belongs to a different optimizer.
-      TreeMismatchError: the gradients have a different tree structure than the parameters.
-      StateChangedError: an update changed the structure of its state, or a parameter's shape.
-      StepError: the step is not a number.
-    """
+    """Returns the optimizer that applies a single-array optimizer to every leaf."""
     init, update, get_params = leaf_optimizer
 
     @functools.wraps(init)

@@ -37,17 +37,7 @@ jax.tree_util.register_pytree_node(ParamSlot, lambda _: ((), None), lambda *_: P
 
 
 def split(triple: Optimizer, state: OptimizerState) -> tuple[Any, Any]:
-    """Splits a state into parameters and slots.
-
-    Args:
-      triple: the triple.
-      state: a state of the triple.
-
-    Returns:
-      The parameters, and a tree of the same structure with the slot of each. A slot that stores its
-      parameter in a different form, as `sm3` does for scalars, has no `ParamSlot` and keeps its own
-      copy.
-    """
+    """Splits a state into parameters and slots."""
     packed, tree_def, subtree_defs = state
     positions = _positions(triple.params_fn, state)
     subtrees = []
@@ -61,13 +51,7 @@ def split(triple: Optimizer, state: OptimizerState) -> tuple[Any, Any]:
 
 
 def join(params: Any, slots: Any) -> OptimizerState:
-    """Inverts `split`.
-
-    Args:
-      params: the parameters, possibly updated. A slot without `ParamSlot` ignores them and uses its
-        own copy.
-      slots: the slots.
-    """
+    """Inverts `split`."""
     tree_def: Any
     leaves, tree_def = jax.tree.flatten(params)
     packed, subtree_defs = [], []
@@ -79,11 +63,7 @@ def join(params: Any, slots: Any) -> OptimizerState:
 
 
 def check_made_by(triple: Optimizer, state: Any) -> None:
-    """Checks that a state has the layout that `triple` creates for its parameters.
-
-    Raises:
-      LayoutError: the layout differs.
-    """
+    """Checks that a state has the layout that `triple` creates for its parameters."""
     check_state(state)
     try:
         params = jax.eval_shape(triple.params_fn, state)
@@ -112,11 +92,7 @@ def init_split(triple: Optimizer, params: Any) -> Any:
 
 
 def update_split(triple: Optimizer, i: Any, grads: Any, params: Any, slots: Any) -> tuple[Any, Any]:
-    """Returns the parameters and slots after one update.
-
-    Raises:
-      StateChangedError: the update changed the structure of a slot, e.g. moved the parameter.
-    """
+    """Returns the parameters and slots after one update."""
     state = triple.update_fn(i, grads, join(params, slots))
     new_params, new_slots = split(triple, state)
     before: Any = jax.tree.structure(slots)

@@ -14,13 +14,7 @@ from opt_legacy_stax.errors import LayoutError
 
 
 def is_state(value: Any) -> bool:
-    """Whether a value is a packed state: of this module's class, of JAX's class, or a plain tuple.
-
-    Examples:
-      >>> from opt_legacy_stax import sgd
-      >>> is_state(sgd(0.1).init_fn(1.0)), is_state((1, 2, 3)), is_state({'w': 1.0})
-      (True, False, False)
-    """
+    """Whether a value is a packed state, of this module's class, JAX's, or a plain tuple."""
     if not (isinstance(value, tuple) and len(value) == 3 and _is_treedef(value[1])):
         return False
     packed, tree_def, subtree_defs = value
@@ -32,15 +26,7 @@ def is_state(value: Any) -> bool:
 
 
 def check_state(value: Any, optimizer: Identity | None = None) -> None:
-    """Checks that a value is a packed state, with the entries of an optimizer if they are known.
-
-    Args:
-      value: the value to check.
-      optimizer: the expected optimizer; entries are known for the nine optimizers only.
-
-    Raises:
-      LayoutError: the check failed.
-    """
+    """Checks that a value is a packed state, with the entries of an optimizer if they are known."""
     if not is_state(value):
         raise LayoutError(
             f"`opt_state` must be an OptimizerState; got {shown(type(value).__name__)}. Pass the "
@@ -51,21 +37,16 @@ def check_state(value: Any, optimizer: Identity | None = None) -> None:
     for n, subtree_def in enumerate(value[2]):
         found = kept_by(subtree_def)
         if found != len(optimizer.keeps):
-            path = leaf_paths(value[1])[n]
+            path, kinds = leaf_paths(value[1])[n], {0: "something else", 1: "an array"}
             raise LayoutError(
                 f"`opt_state` is not a state of {optimizer}: for parameter `{path}` found "
-                f"{f'a tuple of {found}' if found > 1 else 'something else'}. Pass a state of this "
+                f"{kinds.get(found, f'a tuple of {found}')}. Pass a state of this "
                 "optimizer; convert states of older JAX versions with `convert_old_layout`."
             )
 
 
 def kept_by(subtree_def: Any) -> int:
-    """Returns the number of entries in a parameter's state: 1 for an array, 0 if not a tuple.
-
-    Examples:
-      >>> [kept_by(jax.tree.structure(kept)) for kept in (1.0, (1.0, [2.0, 3.0]), {'a': 1.0})]
-      [1, 2, 0]
-    """
+    """Returns the number of entries in a parameter's state: 1 for an array, 0 if not a tuple."""
     if treedef_is_leaf(subtree_def):
         return 1
     children: Sequence[Any] = treedef_children(subtree_def)

@@ -18,16 +18,6 @@ def check_step(i: Any) -> Any:
 
     Python and NumPy integers become Python integers, clamped to the range of int32, and booleans
     become 0 and 1. Floats and other JAX arrays, traced or not, are returned unchanged.
-
-    Args:
-      i: an integer, a float, or a scalar array of either.
-
-    Raises:
-      StepError: `i` is anything else.
-
-    Examples:
-      >>> check_step(2**40), check_step(np.int64(7)), check_step(0.5)
-      (2147483647, 7, 0.5)
     """
     if callable(i):
         name = getattr(i, "__name__", type(i).__name__)
@@ -57,15 +47,7 @@ def check_step(i: Any) -> Any:
 
 
 def whole_step(i: Any) -> Any:
-    """Returns a number of updates as an int32 scalar.
-
-    Raises:
-      StepError: `i` is not a number, not a whole number, or negative.
-
-    Examples:
-      >>> whole_step(7).dtype.name, int(whole_step(7.0))
-      ('int32', 7)
-    """
+    """Returns a number of updates as an int32 scalar."""
     step = check_step(i)
     if isinstance(step, float | np.floating) and not float(step).is_integer():
         raise StepError(f"`i` must be a number of updates; got {float(step)}. Pass a whole number.")
@@ -78,10 +60,6 @@ def next_step(i: Any) -> Any:
     """Returns `i + 1`, or `i` if the integer would overflow; Python integers become arrays.
 
     An exponent that is an array is not a compile-time constant, so steps share one program.
-
-    Examples:
-      >>> next_step(2**31 - 1).tolist(), next_step(jnp.int32(2**31 - 1)).tolist(), next_step(0.5)
-      (2147483647, 2147483647, 1.5)
     """
     if isinstance(i, int):
         return jnp.int32(min(i, INT32_MAX - 1) + 1)

@@ -2,13 +2,13 @@
 
 Each is written for a single array `x` with gradient `g`, and lifted to trees by `optimizer`.
 Operations and their order are those of `jax.example_libraries.optimizers`, except for the fixes
-listed in the README.
+listed in `docs/coming-from/jax-example-libraries.md`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,8 +24,17 @@ def get_params(state: Any) -> Any:
     return state[0]
 
 
+def _keep_zeros(count: int) -> Callable[[Any], Any]:
+    """Returns the `init` of optimizers that keep arrays like the parameter, zero at first."""
+
+    def init(x0: Any) -> Any:
+        return x0, *(jnp.zeros_like(x0) for _ in range(count))
+
+    return init
+
+
 @optimizer
-def sgd(step_size: Any, *, upstream_numerics: bool = False) -> LeafOptimizer:
+def sgd(step_size: Any) -> LeafOptimizer:
     """Gradient descent. State per parameter: `x`.
 
     ```
@@ -34,7 +43,7 @@ def sgd(step_size: Any, *, upstream_numerics: bool = False) -> LeafOptimizer:
 
     Args:
       step_size: a number, or a function of the step.
-      upstream_numerics: whether dtypes are promoted like in JAX's module.
+      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
 
     Returns:
       An `Optimizer`.
@@ -44,7 +53,6 @@ def sgd(step_size: Any, *, upstream_numerics: bool = False) -> LeafOptimizer:
       >>> get_params(opt_update(0, jnp.ones(2), opt_init(jnp.zeros(2)))).tolist()
       [-0.1, -0.1]
     """
-    del upstream_numerics  # handled by the `optimizer` decorator
     rate = make_schedule(step_size)
 
     def init(x0: Any) -> Any:
@@ -60,7 +68,7 @@ def sgd(step_size: Any, *, upstream_numerics: bool = False) -> LeafOptimizer:
 
 
 @optimizer
-def momentum(step_size: Any, mass: float, *, upstream_numerics: bool = False) -> LeafOptimizer:
+def momentum(step_size: Any, mass: float) -> LeafOptimizer:
     """Gradient descent with momentum. State per parameter: `(x, velocity)`.
 
     ```
@@ -71,7 +79,7 @@ def momentum(step_size: Any, mass: float, *, upstream_numerics: bool = False) ->
     Args:
       step_size: a number, or a function of the step.
       mass: decay rate of the velocity.
-      upstream_numerics: whether dtypes are promoted like in JAX's module.
+      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
 
     Returns:
       An `Optimizer`.
@@ -82,22 +90,18 @@ def momentum(step_size: Any, mass: float, *, upstream_numerics: bool = False) ->
       >>> get_params(opt_update(1, jnp.ones(1), state)).tolist()
       [-0.25]
     """
-    del upstream_numerics
     rate = make_schedule(step_size)
-
-    def init(x0: Any) -> Any:
-        return x0, jnp.zeros_like(x0)
 
     def update(i: Any, g: Any, state: Any) -> Any:
         x, velocity = state
         velocity = mass * velocity + g
         return x - rate(i) * velocity, velocity
 
-    return init, update, get_params
+    return _keep_zeros(1), update, get_params
 
 
 @optimizer
-def nesterov(step_size: Any, mass: float, *, upstream_numerics: bool = False) -> LeafOptimizer:
+def nesterov(step_size: Any, mass: float) -> LeafOptimizer:
     """Gradient descent with Nesterov momentum. State per parameter: `(x, velocity)`.
 
     ```
@@ -108,7 +112,7 @@ def nesterov(step_size: Any, mass: float, *, upstream_numerics: bool = False) ->
     Args:
       step_size: a number, or a function of the step.
       mass: decay rate of the velocity.
-      upstream_numerics: whether dtypes are promoted like in JAX's module.
+      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
 
     Returns:
       An `Optimizer`.
@@ -117,24 +121,18 @@ def nesterov(step_size: Any, mass: float, *, upstream_numerics: bool = False) ->
       Sutskever et al., `On the importance of initialization and momentum in deep learning`, 2013,
       https://proceedings.mlr.press/v28/sutskever13.html.
     """
-    del upstream_numerics
     rate = make_schedule(step_size)
-
-    def init(x0: Any) -> Any:
-        return x0, jnp.zeros_like(x0)
 
     def update(i: Any, g: Any, state: Any) -> Any:
         x, velocity = state
         velocity = mass * velocity + g
         return x - rate(i) * (mass * velocity + g), velocity
 
-    return init, update, get_params
+    return _keep_zeros(1), update, get_params
 
 
 @optimizer
-def adagrad(
-    step_size: Any, momentum: float = 0.9, *, upstream_numerics: bool = False
-) -> LeafOptimizer:
+def adagrad(step_size: Any, momentum: float = 0.9) -> LeafOptimizer:
     """Adagrad with momentum. State per parameter: `(x, g_sq, m)`.
 
     ```
@@ -148,7 +146,7 @@ def adagrad(
     Args:
       step_size: a number, or a function of the step.
       momentum: decay rate of `m`.
-      upstream_numerics: whether dtypes are promoted like in JAX's module.
+      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
 
     Returns:
       An `Optimizer`.
@@ -158,11 +156,7 @@ def adagrad(
       `Adaptive Subgradient Methods for Online Learning and Stochastic Optimization`, 2011,
       https://jmlr.org/papers/v12/duchi11a.html.
     """
-    del upstream_numerics
     rate = make_schedule(step_size)
-
-    def init(x0: Any) -> Any:
-        return x0, jnp.zeros_like(x0), jnp.zeros_like(x0)
 
     def update(i: Any, g: Any, state: Any) -> Any:
         x, g_sq, m = state
@@ -170,13 +164,11 @@ def adagrad(
         m = (1.0 - momentum) * (g * _inverse_root(g_sq)) + momentum * m
         return x - rate(i) * m, g_sq, m
 
-    return init, update, get_params
+    return _keep_zeros(2), update, get_params
 
 
 @optimizer
-def rmsprop(
-    step_size: Any, gamma: float = 0.9, eps: float = 1e-8, *, upstream_numerics: bool = False
-) -> LeafOptimizer:
+def rmsprop(step_size: Any, gamma: float = 0.9, eps: float = 1e-8) -> LeafOptimizer:
     """RMSProp. State per parameter: `(x, avg_sq_grad)`.
 
     ```
@@ -188,7 +180,7 @@ def rmsprop(
       step_size: a number, or a function of the step.
       gamma: decay rate of `avg_sq_grad`.
       eps: added to `avg_sq_grad` inside the square root.
-      upstream_numerics: whether dtypes are promoted like in JAX's module.
+      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
 
     Returns:
       An `Optimizer`.
@@ -197,18 +189,14 @@ def rmsprop(
       Tieleman and Hinton, `Neural Networks for Machine Learning`, lecture 6.5, 2012,
       https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf.
     """
-    del upstream_numerics
     rate = make_schedule(step_size)
-
-    def init(x0: Any) -> Any:
-        return x0, jnp.zeros_like(x0)
 
     def update(i: Any, g: Any, state: Any) -> Any:
         x, avg_sq_grad = state
         avg_sq_grad = avg_sq_grad * gamma + jnp.square(g) * (1.0 - gamma)
         return x - rate(i) * g / jnp.sqrt(avg_sq_grad + eps), avg_sq_grad
 
-    return init, update, get_params
+    return _keep_zeros(1), update, get_params
 
 
 @optimizer
@@ -217,8 +205,6 @@ def rmsprop_momentum(
     gamma: float = 0.9,
     eps: float = 1e-8,
     momentum: float = 0.9,
-    *,
-    upstream_numerics: bool = False,
 ) -> LeafOptimizer:
     """RMSProp with momentum. State per parameter: `(x, avg_sq_grad, mom)`.
 
@@ -235,16 +221,12 @@ def rmsprop_momentum(
       gamma: decay rate of `avg_sq_grad`.
       eps: added to `avg_sq_grad` inside the square root.
       momentum: decay rate of `mom`.
-      upstream_numerics: whether dtypes are promoted like in JAX's module.
+      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
 
     Returns:
       An `Optimizer`.
     """
-    del upstream_numerics
     rate = make_schedule(step_size)
-
-    def init(x0: Any) -> Any:
-        return x0, jnp.zeros_like(x0), jnp.zeros_like(x0)
 
     def update(i: Any, g: Any, state: Any) -> Any:
         x, avg_sq_grad, mom = state
@@ -252,7 +234,7 @@ def rmsprop_momentum(
         mom = momentum * mom + rate(i) * g / jnp.sqrt(avg_sq_grad + eps)
         return x - mom, avg_sq_grad, mom
 
-    return init, update, get_params
+    return _keep_zeros(2), update, get_params
 
 
 @optimizer
@@ -296,9 +278,6 @@ def adam(
     """
     rate = make_schedule(step_size)
 
-    def init(x0: Any) -> Any:
-        return x0, jnp.zeros_like(x0), jnp.zeros_like(x0)
-
     def update(i: Any, g: Any, state: Any) -> Any:
         x, m, v = state
         m = (1 - b1) * g + b1 * m
@@ -307,7 +286,7 @@ def adam(
         vhat = v / _correction(b2, i, m.dtype, upstream_numerics)
         return x - rate(i) * mhat / (jnp.sqrt(vhat) + eps), m, v
 
-    return init, update, get_params
+    return _keep_zeros(2), update, get_params
 
 
 @optimizer
@@ -343,9 +322,6 @@ def adamax(
     """
     rate = make_schedule(step_size)
 
-    def init(x0: Any) -> Any:
-        return x0, jnp.zeros_like(x0), jnp.zeros_like(x0)
-
     def update(i: Any, g: Any, state: Any) -> Any:
         x, m, u = state
         m = (1 - b1) * g + b1 * m
@@ -353,11 +329,11 @@ def adamax(
         corrected_rate = rate(i) / _correction(b1, i, m.dtype, upstream_numerics)
         return x - corrected_rate * m / (u + eps), m, u
 
-    return init, update, get_params
+    return _keep_zeros(2), update, get_params
 
 
 @optimizer
-def sm3(step_size: Any, momentum: float = 0.9, *, upstream_numerics: bool = False) -> LeafOptimizer:
+def sm3(step_size: Any, momentum: float = 0.9) -> LeafOptimizer:
     """SM3, a memory-efficient Adagrad. State per parameter: `(x, m, vs, shape)`.
 
     There is one accumulator per slice along each axis: `vs[j]` is a vector with the size of axis
@@ -376,7 +352,7 @@ def sm3(step_size: Any, momentum: float = 0.9, *, upstream_numerics: bool = Fals
     Args:
       step_size: a number, or a function of the step.
       momentum: decay rate of `m`.
-      upstream_numerics: whether dtypes are promoted like in JAX's module.
+      upstream_numerics: whether dtypes are promoted like in JAX's module; see `optimizer`.
 
     Returns:
       An `Optimizer`.
@@ -391,7 +367,6 @@ def sm3(step_size: Any, momentum: float = 0.9, *, upstream_numerics: bool = Fals
       Anil, Gupta, Koren and Singer, `Memory-Efficient Adaptive Optimization`, 2019,
       https://arxiv.org/abs/1901.11150.
     """
-    del upstream_numerics
     rate = make_schedule(step_size)
 
     def init(x0: Any) -> Any:

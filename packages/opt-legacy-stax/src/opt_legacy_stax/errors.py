@@ -10,7 +10,7 @@ StaxError
 ├── JoinPointError (AssertionError)    a tree to pack with leaves that are not join points
 ├── LayoutError (ValueError)           an unknown layout, or a state of a different optimizer
 ├── NoEquivalentError (ValueError)     no Optax transformation has the same update rule
-├── MissingExtraError (ImportError)    Optax or opt-core is not installed
+├── MissingExtraError (ImportError)    Optax, opt-core or safetensors is missing
 ├── SaveError (TypeError)              a state that cannot be written exactly
 └── LoadError (ValueError)             a file that cannot be loaded
     ├── DamagedFileError               truncated, altered, or in a different format
