@@ -260,6 +260,19 @@ def test_a_placement_of_other_leaves_is_refused(tmp_path: Path) -> None:
         checkpointer.restore_latest(case.abstract(), placement=other)
     with pytest.raises(TypeError, match="`placement`: expected a plan"):
         checkpointer.restore_latest(case.abstract(), placement=dict.fromkeys(AXES, 1))
+    for given in (mesh_of(4), jax.devices()[0], "data"):
+        with pytest.raises(TypeError, match=f"shardings, found {type(given).__name__}$"):
+            checkpointer.restore_latest(case.abstract(), placement=given)
+
+
+def test_a_placement_of_other_shapes_names_the_leaf(tmp_path: Path) -> None:
+    case = CASES["definition"]()
+    checkpointer = saved(tmp_path, on_mesh(case, mesh_of(8)))
+    place = NamedSharding(mesh_of(4), P(None, None, "data"))
+    whole = dict.fromkeys(AXES, place)
+    for given in (place, whole):
+        with pytest.raises(LeafError, match="`placement`: `params/.*` of shape .* cannot be P"):
+            checkpointer.restore_latest(case.abstract(), placement=given)
 
 
 class Gone:

@@ -343,6 +343,17 @@ def test_large_finite_updates_are_judged_by_their_norm() -> None:
     np.testing.assert_allclose(updates, params * 1e20)
 
 
+@pytest.mark.parametrize("grads", [[3e30], [[3e30]], [3e30 + 4e30j], [1.0, 3e30]])
+def test_the_norm_of_single_large_numbers_is_finite(grads: list[Any]) -> None:
+    """Alone in its array a number was squared apart from the factor that makes it small."""
+    arrays = [jnp.asarray(value) for value in grads]
+    tx = guard(optax.set_to_zero(), loss=None, grad_norm=QUICK)
+    _, state = jax.jit(tx.update)(arrays, tx.init(arrays), arrays)
+    assert not state.was_skipped
+    norm = float(state.grad_norm.values[0])
+    assert norm == pytest.approx(5e30 if isinstance(grads[0], complex) else 3e30)
+
+
 def test_squares_of_double_precision_are_told_from_infinity() -> None:
     enable_x64: Any = jax.enable_x64
     tx = guard(optax.set_to_zero(), loss=None, grad_norm=QUICK)

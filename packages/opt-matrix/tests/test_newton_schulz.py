@@ -118,3 +118,8 @@ def test_equal_settings_are_equal() -> None:
 def test_bad_arguments(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         newton_schulz(*arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("gram", [False, True])
+def test_empty_matrices_stay_empty(gram: bool) -> None:
+    assert newton_schulz(gram=gram)(jnp.ones((2, 0, 4))).shape == (2, 0, 4)

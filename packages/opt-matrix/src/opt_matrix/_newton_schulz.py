@@ -217,7 +217,7 @@ def _rows(coefficients: Any) -> Coefficients:
 
 def _unit(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """A power of two near the largest element of each matrix, over all devices."""
-    largest = jnp.max(jnp.abs(x), (-2, -1), keepdims=True).astype(_wide_dtype(x))
+    largest = jnp.max(jnp.abs(x), (-2, -1), keepdims=True, initial=0).astype(_wide_dtype(x))
     largest = lax.pmax(largest, axes) if axes else largest
     limits = jnp.finfo(x.dtype)
     largest = jnp.clip(largest, float(limits.tiny), float(limits.max) / 4)

@@ -92,15 +92,17 @@ def global_norm(tree: Any) -> jax.Array:
     # The squares of what is left of the largest values are far from overflow, the sum of them is,
     # too; that of values which matter beside those is far from 0.
     shrunk = 2.0 ** -(jnp.finfo(squared.dtype).maxexp // 2 + 16)
+    # No constant: of a single number XLA would square that and the factor apart, to inf and 0.
+    factor = jnp.where(jnp.isinf(squared), shrunk, 1.0).astype(squared.dtype)
 
-    def again(tree: Any) -> jax.Array:
-        total = _total(functools.partial(_sum_of_squares, factor=shrunk), tree)
+    def again(tree: Any, factor: jax.Array) -> jax.Array:
+        total = _total(_sum_of_squares, tree, factor)
         return _to_float32(jnp.sqrt(total), 1 / shrunk)
 
-    def once(_: Any) -> jax.Array:
+    def once(*_: Any) -> jax.Array:
         return _to_float32(jnp.sqrt(squared), 1.0)
 
-    norm: jax.Array = jax.lax.cond(jnp.isinf(squared), again, once, tree)
+    norm: jax.Array = jax.lax.cond(jnp.isinf(squared), again, once, tree, factor)
     return norm
 
 
@@ -114,12 +116,13 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.isfinite(_total(_sum_of_differences, tree))
 
 
-def _total(function: Callable[..., jax.Array], tree: Any) -> jax.Array:
-    sums = list(map(traced_once(function, tree), jax.tree.leaves(tree)))
+def _total(function: Callable[..., jax.Array], tree: Any, *further: jax.Array) -> jax.Array:
+    summed = traced_once(function, tree)
+    sums = [summed(leaf, *further) for leaf in jax.tree.leaves(tree)]
     return jnp.sum(jnp.array(sums)) if sums else jnp.zeros([], jnp.float32)
 
 
-def _sum_of_squares(leaf: Any, factor: float = 1.0) -> jax.Array:
+def _sum_of_squares(leaf: Any, factor: jax.Array | float = 1.0) -> jax.Array:
     squares = [jnp.square(part * factor) for part in _parts(leaf)]
     return jnp.sum(functools.reduce(jnp.add, squares))
 

@@ -17,7 +17,6 @@ A leaf goes, in this order,
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -60,11 +59,12 @@ def with_placement(view: View, placement: Any) -> View:
 
 def _with(view: View, given: Any) -> View:
     optimizer = view.optimizer
-    if isinstance(given, Sharding):
-        put = functools.partial(_put, sharding=given)
-        others = {names: put(leaf) for names, leaf in view.others.items()}
-        return dataclasses.replace(view, optimizer=jax.tree.map(put, optimizer), others=others)
     target, states = optimizer.target, optimizer.state
+    if isinstance(given, Sharding):
+        others = {names: _put(leaf, given, "params", names) for names, leaf in view.others.items()}
+        target, states = _all_by(target, given, "params"), _all_by(states, given, "state")
+        placed_optimizer = optimizer.replace(target=target, state=states)
+        return dataclasses.replace(view, optimizer=placed_optimizer, others=others)
     params, state = _parts(given, states)
     if params is not None:
         target = _placed_by(target, params, "params")
@@ -97,9 +97,22 @@ def _by_path(tree: Any) -> dict[Names, Any]:
     return dict(flatten_with_paths(getattr(tree, "shardings", tree)))
 
 
+def _all_by(tree: Any, given: Sharding, kind: str) -> Any:
+    """A tree with its leaves where one sharding says."""
+    leaves = [_put(leaf, given, kind, names) for names, leaf in named_leaves(tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
 def _placed_by(tree: Any, given: Any, kind: str) -> Any:
     """A tree with its leaves where those of another, with the same paths, say."""
     said = _by_path(given)
+    for names, place in said.items():
+        if place is not None and not isinstance(place, Sharding):
+            where = f" for `{leaf_name((kind, *names))}`" if names else ""
+            raise TypeError(
+                "`placement`: expected a plan, a `Layout` or shardings, found "
+                f"{type(place).__name__}{where}"
+            )
     leaves = []
     for names, leaf in named_leaves(tree):
         if names not in said:
@@ -108,17 +121,11 @@ def _placed_by(tree: Any, given: Any, kind: str) -> Any:
                 f"{len(said)} leaves, of another optimizer or other parameters. Make it for the "
                 "definition and the parameters of the target"
             )
-        place = said[names]
-        if place is not None and not isinstance(place, Sharding):
-            raise TypeError(
-                "`placement`: expected a plan, a `Layout` or shardings, found "
-                f"{type(place).__name__} for `{leaf_name((kind, *names))}`"
-            )
-        leaves.append(_put(leaf, place))
+        leaves.append(_put(leaf, said[names], kind, names))
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def _put(leaf: Any, sharding: Sharding | None) -> Any:
+def _put(leaf: Any, sharding: Sharding | None, kind: str, names: Names) -> Any:
     """A leaf where a sharding says, unless it says so itself."""
     if committed_sharding(leaf) is not None or sharding is None:
         return leaf
@@ -128,6 +135,13 @@ def _put(leaf: Any, sharding: Sharding | None) -> Any:
             sharding = NamedSharding(mesh, sharding.spec)
         elif not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
+    try:
+        sharding.shard_shape(jnp.shape(leaf))
+    except (IndexError, ValueError) as error:  # of another rank, or not divisible
+        raise LeafError(
+            f"`placement`: `{leaf_name((kind, *names))}` of shape {jnp.shape(leaf)} cannot be "
+            f"{getattr(sharding, 'spec', sharding)}. Make it for the shapes of the target"
+        ) from error
     return placed(leaf, sharding)
 
 
