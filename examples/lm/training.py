@@ -56,7 +56,7 @@ from opt_core import (
 )
 from opt_matrix import Matrices, MatrixPlan, muon, plan_matrices
 from opt_optax_bridge import resolve_hyper_params
-from opt_partition import extend_over, logical_to_mesh
+from opt_partition import Layout, extend_over, logical_to_mesh
 
 from lm.config import Arguments, Config, UsageError, continue_config, repeated_flags
 from lm.data import Batches
@@ -113,14 +113,19 @@ def wrapped(config: Config, constructor: Callable[..., Any]) -> Callable[..., Op
     return made
 
 
+def lay_out_parameters(job: Job) -> tuple[Any, Any, Layout]:
+    """Returns the names of the parameters' dimensions, their shapes, and where they lie."""
+    params = jax.eval_shape(partial(init_params, job))
+    axes, shapes = nn.get_partition_spec(params), nn.unbox(params)
+    return axes, shapes, logical_to_mesh(axes, AXIS_RULES, job.mesh, shapes)
+
+
 def plan_muon(job: Job) -> tuple[Matrices, MatrixPlan]:
     """Returns which parameters hold matrices, and who computes with which.
 
     With ZeRO the momentum lies over `data`, too, and matrices are handed out from there.
     """
-    params = jax.eval_shape(partial(init_params, job))
-    axes, shapes = nn.get_partition_spec(params), nn.unbox(params)
-    layout = logical_to_mesh(axes, AXIS_RULES, job.mesh, shapes)
+    axes, shapes, layout = lay_out_parameters(job)
     if job.config.zero:
         layout = extend_over(layout, shapes, job.mesh, "data")
     matrices = Matrices.by_logical_axes(axes)
@@ -345,6 +350,8 @@ def train_step(
       `guard` is what the guard knows now.
     """
     loss, grads, kept = loss_and_gradients(job, optimizer.target, windows)
+    # Without this XLA takes the shards of state under ZeRO back into the model's activations.
+    grads = jax.lax.with_sharding_constraint(grads, lay_out_parameters(job)[2].shardings)
     matrices = make_groups(job).split(optimizer)["matrices"]
     clip = optax.clip_by_global_norm(job.config.clip)  # over all groups
     rate = resolve_hyper_params(matrices, **overrides).learning_rate
