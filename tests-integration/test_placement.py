@@ -271,7 +271,7 @@ def test_a_placement_of_other_shapes_names_the_leaf(tmp_path: Path) -> None:
     place = NamedSharding(mesh_of(4), P(None, None, "data"))
     whole = dict.fromkeys(AXES, place)
     for given in (place, whole):
-        with pytest.raises(LeafError, match="`placement`: `params/.*` of shape .* cannot be P"):
+        with pytest.raises(LeafError, match=r"`placement`: `params/.*` of shape .* cannot be P"):
             checkpointer.restore_latest(case.abstract(), placement=given)
 
 
