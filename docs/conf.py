@@ -5,6 +5,7 @@ import re
 import textwrap
 from typing import Any
 
+import opt_legacy_stax
 import opt_optax_bridge
 from docutils import nodes
 from sphinx.addnodes import desc, pending_xref
@@ -156,6 +157,10 @@ def _list_constructors(app: Any, page: str, source: list[str]) -> None:
 
 def setup(app: Any) -> None:
     """What Sphinx calls."""
+    for function in vars(opt_legacy_stax).values():
+        if "__signature__" in getattr(function, "__dict__", {}):
+            # Sphinx (9.2) reads defaults in the source, which has not all that a decorator adds.
+            function.__wrapped__ = len
     app.connect("autodoc-process-docstring", _to_rst, priority=400)  # before Napoleon
     app.connect("autodoc-process-signature", _public_signature)
     app.connect("object-description-transform", _drop_undescribed, priority=900)  # after autodoc

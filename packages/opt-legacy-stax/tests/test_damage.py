@@ -106,7 +106,12 @@ def rewritten(tensors: dict[str, np.ndarray], **changes: Any) -> bytes:
 
 @pytest.fixture
 def tensors() -> dict[str, np.ndarray]:
-    views = {"I64": np.int64, "BF16": jnp.bfloat16, "F32": np.float32, "F64": np.float64}
+    views: dict[str, Any] = {
+        "I64": np.int64,
+        "BF16": jnp.bfloat16,
+        "F32": np.float32,
+        "F64": np.float64,
+    }
     return {
         name: np.frombuffer(entry["data"], views[entry["dtype"]]).reshape(entry["shape"])
         for name, entry in deserialize(DATA)

@@ -131,7 +131,8 @@ def optimizer(opt_maker: Callable[..., Any]) -> Callable[..., Optimizer]:
 
     parameters = {**signature.parameters, _SWITCH.name: _SWITCH}.values()
     make.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=sorted(parameters, key=lambda parameter: parameter.kind)
+        parameters=sorted(parameters, key=lambda parameter: parameter.kind),
+        return_annotation=Optimizer,
     )
     return make
 
