@@ -345,7 +345,8 @@ def close_to(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 TINY = [
     *("--layers=1", "--d-model=16", "--heads=2", "--batch-size=8", "--sequence-length=16"),
-    *("--steps=30", "--checkpoint-every=1", "--sample-bytes=20"),
+    # Muon makes more of what the sums of other meshes round otherwise than 1e-5 of a loss.
+    *("--steps=30", "--checkpoint-every=1", "--sample-bytes=20", "--optimizer=adamw"),
 ]
 
 

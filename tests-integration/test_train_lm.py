@@ -192,7 +192,8 @@ def test_a_run_leaves_all_its_files(whole: Path, text: Path) -> None:
     placement = (whole / "placement.txt").read_text()
     title = "mesh data=4, model=2: 8 devices; state extended over data (ZeRO-1)\n"
     assert placement.startswith(title)
-    assert re.search(r"compiled step on 8 cpu devices: \d+ warnings\n", placement)  # of the CPU
+    assert re.search(r"\nas expected on 8 cpu devices: .*; \d+ warnings ", placement)  # of the CPU
+    assert "\ncollectives, per device and step\n" in placement
 
 
 def test_what_it_prints(whole: Path) -> None:

@@ -578,7 +578,7 @@ def train_and_report(arguments: Arguments) -> int:
         if is_muon:  # which moves its matrices, and as planned
             plan_muon(job)[1].check(step_function)
     say(folded(describe_report(checked)))
-    folder.save_placement(f"{placement.plan}\n\n{checked}\n")
+    folder.save_placement(f"{placement.plan}\n\n{checked.details()}\n")
     batches = job.batches()
     with busy("Restoring the optimizer" if saved else "Creating the optimizer"):
         if saved:
