@@ -542,9 +542,8 @@ def test_damaged_steps_take_the_place_of_none(tmp_path: Path) -> None:
         assert checkpointer.steps() == [1, 3]
 
 
-def test_a_step_that_is_being_written_is_discarded_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def slow_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     encode = Saving.encode
 
     def slow(self: Any, sums: Any) -> bytes:
@@ -552,6 +551,10 @@ def test_a_step_that_is_being_written_is_discarded_too(
         return encode(self, sums)
 
     monkeypatch.setattr(Saving, "encode", slow)
+
+
+@pytest.mark.usefixtures("slow_saves")
+def test_a_step_that_is_being_written_is_discarded_too(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, small_state(step))
@@ -792,16 +795,8 @@ def test_a_process_that_was_forked_finishes_nothing(monkeypatch: pytest.MonkeyPa
     assert finished == ["save"]
 
 
-def test_restore_latest_waits_for_what_is_being_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encode = Saving.encode
-
-    def slowly(self: Saving, sums: Any) -> bytes:
-        time.sleep(0.5)
-        return encode(self, sums)
-
-    monkeypatch.setattr(Saving, "encode", slowly)
+@pytest.mark.usefixtures("slow_saves")
+def test_restore_latest_waits_for_what_is_being_saved(tmp_path: Path) -> None:
     optimizer = opt.adam(0.1).create({"w": jnp.ones(2)})
     with Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):
