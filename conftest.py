@@ -8,7 +8,10 @@ import importlib.util
 import os
 import random
 import tempfile
+import threading
+import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +23,7 @@ def compiles_for_cpus_alone() -> bool:
     return os.environ.get("JAX_PLATFORMS") == "cpu" or not any(plugins)
 
 
-# Good machine code takes longer to make than these tests to run; `dev:slow` makes it. Compilers for
+# Good machine code takes longer to make than these tests to run; `test-all` makes it. Compilers for
 # accelerators obey the same flags, and their programs have to be those that users get.
 if compiles_for_cpus_alone():
     os.environ.setdefault(
@@ -42,6 +45,34 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_dir", os.environ[_PROGRAMS])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if config.getoption("numprocesses", None):  # several workers, and this is not one of them
+        config.pluginmanager.register(_Progress(config))
+
+
+class _Progress:
+    """A line every ten seconds: of several workers, dots do not say how much is left."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config, self.start, self.ended = config, time.monotonic(), threading.Event()
+        self.collected = self.run = 0
+
+    def pytest_sessionstart(self) -> None:
+        threading.Thread(target=self._write, daemon=True).start()
+
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self.collected = len(ids)
+
+    def pytest_runtest_logfinish(self) -> None:
+        self.run += 1
+
+    def pytest_sessionfinish(self) -> None:
+        self.ended.set()
+
+    def _write(self) -> None:
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        while reporter and not self.ended.wait(10):
+            seconds = time.monotonic() - self.start
+            reporter.write_line(f"{seconds:.0f} s: {self.run} of {self.collected or '?'} tests")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -57,6 +88,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         left_out = max(0, len(found) - marker.args[0])
         for item in random.Random(name.rpartition("::")[2]).sample(found, left_out):
             item.add_marker(pytest.mark.slow)
+
+
+# Whose own code is tested without implicit promotion of types.
+_STRICT = {"opt-adafactor", "opt-checkpoint", "opt-core", "opt-optax-bridge"}
+
+
+@pytest.fixture
+def optax_promotion() -> None:
+    """For tests of optimizers whose own code needs JAX's standard promotion.
+
+    Optax's bias correction is `0.9 ** count` with an int32 count: that is the whole Adam family.
+    """
+
+
+@pytest.fixture(autouse=True)
+def _promotion(request: pytest.FixtureRequest) -> Iterator[None]:
+    import jax
+
+    folder = request.path.parent
+    is_strict = folder.name == "tests" and folder.parent.name in _STRICT
+    if not is_strict or "optax_promotion" in request.fixturenames:
+        yield
+        return
+    with jax.numpy_dtype_promotion("strict"):
+        yield
 
 
 def pytest_collection_finish() -> None:

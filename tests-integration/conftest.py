@@ -1,13 +1,9 @@
 """Integration tests run on 8 virtual CPU devices; those for accelerators are rehearsed there."""
 
 import os
-import sys
-from pathlib import Path
 
 import jax
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # for `golden_cases`
 
 # Processes that run at the same time, or are killed, would leave half-written programs there.
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)

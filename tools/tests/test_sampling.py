@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from workspace import ROOT
+
+ROOT = Path(__file__).parents[2]
 
 TESTS = """\
 import pytest

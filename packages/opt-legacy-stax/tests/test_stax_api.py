@@ -1,17 +1,28 @@
-"""The package exports what JAX's module does and what it says, documented and typed."""
+"""The names and signatures of JAX's module, and what works without the extras."""
 
-import importlib.metadata
 import inspect
-from collections.abc import Iterator
-from importlib.resources import files
-from typing import Any
+import subprocess
+import sys
 
 import opt_legacy_stax
 import pytest
 from jax.example_libraries import optimizers as theirs
-from opt_legacy_stax import errors
 
-pytestmark = pytest.mark.contract
+WITHOUT_EXTRAS = """
+import sys
+sys.modules["optax"] = sys.modules["opt_core"] = sys.modules["safetensors"] = None
+import io
+import opt_legacy_stax as ours
+triple = ours.sgd(0.1)
+for call in (lambda: ours.to_optax(triple), lambda: ours.optax_equivalent("sgd", step_size=0.1),
+             lambda: ours.from_optax(triple), lambda: ours.to_optimizer_def(triple),
+             lambda: ours.save(io.BytesIO(), triple.init_fn(1.0)),
+             lambda: ours.load(io.BytesIO(), optimizer=triple, params=1.0)):
+    try:
+        call()
+    except ImportError as error:
+        print(error)
+"""
 
 
 def exported_by_jax() -> list[str]:
@@ -55,40 +66,12 @@ def test_functions_of_a_triple_have_the_names_of_jax(name: str) -> None:
     assert mine._fields == other._fields
 
 
-def test_all_is_what_is_public() -> None:
-    public = {name for name in vars(opt_legacy_stax) if not name.startswith("_")}
-    assert public == {*opt_legacy_stax.__all__}
-    assert opt_legacy_stax.__all__ == sorted(opt_legacy_stax.__all__)
-
-
-def test_errors_exports_what_it_defines() -> None:
-    defined = {
-        name
-        for name, value in vars(errors).items()
-        if inspect.isclass(value) and value.__module__ == errors.__name__
-    }
-    assert sorted(defined) == sorted(errors.__all__)
-    kinds = (errors.StaxError, UserWarning)
-    assert all(issubclass(getattr(errors, name), kinds) for name in defined)
-
-
-def documented() -> Iterator[tuple[str, Any]]:
-    for module in (opt_legacy_stax, errors):
-        yield module.__name__, module
-        for name in module.__all__:
-            value = getattr(module, name)
-            if inspect.isclass(value) or inspect.isfunction(value):
-                yield f"{module.__name__}.{name}", value
-
-
-@pytest.mark.parametrize("value", [pytest.param(value, id=name) for name, value in documented()])
-def test_every_public_name_is_documented(value: Any) -> None:
-    assert value.__doc__, "inherited words do not count"
-
-
-def test_types_are_shipped() -> None:
-    assert files("opt_legacy_stax").joinpath("py.typed").is_file()
-
-
-def test_version_is_that_of_the_distribution() -> None:
-    assert opt_legacy_stax.__version__ == importlib.metadata.version("opt-legacy-stax")
+def test_without_an_extra_the_functions_that_need_it_say_so() -> None:
+    words = (
+        "this function needs the package `{}`. Install it with `pip install opt-legacy-stax[{}]`."
+    )
+    optax, core = words.format("optax", "optax"), words.format("opt_core", "core")
+    files = words.format("safetensors", "files")
+    command = [sys.executable, "-c", WITHOUT_EXTRAS]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [optax, optax, optax, core, files, files]

@@ -1,28 +1,36 @@
-"""The package installs and imports alone, and exports what it says."""
+"""The names and signatures of T5X's module, and what works without Optax."""
 
-import importlib.metadata
 import inspect
 import pickle
-from collections.abc import Iterator
-from importlib.resources import files
-from typing import Any
+import subprocess
+import sys
 
 import opt_adafactor
-import pytest
-from opt_adafactor import Adafactor, HParamMap, errors, t5x
+from opt_adafactor import Adafactor, errors, t5x
 from opt_core.protocols import DerivesLogicalAxes, TakesParamAxes
-
-pytestmark = pytest.mark.contract
 
 # What T5X's own tests, and code that was modelled on them, import besides.
 PRIVATE = ["_AdafactorHyperParams", "_AdafactorParamState"]
 
-
-def test_all_is_what_is_public() -> None:
-    assert sorted(opt_adafactor.__all__) == sorted(set(opt_adafactor.__all__))
-    public = {name for name in vars(opt_adafactor) if not name.startswith("_")} - {"t5x"}
-    assert public == set(opt_adafactor.__all__)
-    assert all(hasattr(opt_adafactor, name) for name in PRIVATE)
+WITHOUT_OPTAX = """
+import sys
+sys.modules["optax"] = None
+import jax
+import jax.numpy as jnp
+import opt_adafactor
+optimizer = opt_adafactor.Adafactor(0.1).create({"w": jnp.ones(3)})
+optimizer = jax.jit(lambda o: o.apply_gradient({"w": jnp.ones(3)}))(optimizer)
+for call in (
+    opt_adafactor.adafactor,
+    opt_adafactor.scale_by_generalized_factored_rms,
+    lambda: opt_adafactor.to_optax_state(optimizer.state, ()),
+    lambda: opt_adafactor.from_optax_state(()),
+):
+    try:
+        call()
+    except ImportError as error:
+        print(error)
+"""
 
 
 def test_the_facade_has_the_names_of_t5x() -> None:
@@ -31,15 +39,6 @@ def test_the_facade_has_the_names_of_t5x() -> None:
     for name in {*t5x.__all__, *PRIVATE} - {"Adafactor", "OptimizerDef", "OptimizerState"}:
         assert getattr(t5x, name) is getattr(opt_adafactor, name)
     assert issubclass(t5x.Adafactor, Adafactor)
-
-
-def test_errors_export_what_they_define() -> None:
-    defined = {
-        name
-        for name, value in vars(errors).items()
-        if inspect.isclass(value) and value.__module__ == errors.__name__
-    }
-    assert sorted(defined) == errors.__all__
 
 
 def test_errors_are_the_builtins_that_callers_catch() -> None:
@@ -55,24 +54,6 @@ def test_errors_are_the_builtins_that_callers_catch() -> None:
     error = errors.UnknownNameError("a\nb")
     assert str(error) == "a\nb"  # a KeyError would quote it
     assert str(pickle.loads(pickle.dumps(error))) == "a\nb"
-
-
-def documented() -> Iterator[tuple[str, Any]]:
-    for module in (opt_adafactor, errors, t5x):
-        yield module.__name__, module
-        for name in module.__all__:
-            value = getattr(module, name)
-            if inspect.isclass(value) or inspect.isfunction(value):
-                yield name, value
-    for cls in (Adafactor, HParamMap, t5x.Adafactor):
-        for member in vars(cls).values():
-            if inspect.isfunction(member) and not member.__name__.startswith("_"):
-                yield f"{cls.__name__}.{member.__name__}", member
-
-
-@pytest.mark.parametrize("value", [pytest.param(value, id=name) for name, value in documented()])
-def test_every_public_name_is_documented(value: Any) -> None:
-    assert value.__doc__, "inherited words do not count"
 
 
 def test_protocols() -> None:
@@ -95,9 +76,8 @@ def test_the_signature_is_t5xs_and_then_ours() -> None:
     assert all(both[name].default == p.default for name, p in parameters.items())
 
 
-def test_types_are_shipped() -> None:
-    assert files("opt_adafactor").joinpath("py.typed").is_file()
-
-
-def test_version_is_that_of_the_distribution() -> None:
-    assert opt_adafactor.__version__ == importlib.metadata.version("opt-adafactor")
+def test_without_optax_the_definition_works_and_the_rest_says_what_to_install() -> None:
+    command = [sys.executable, "-c", WITHOUT_OPTAX]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert len(lines) == 4
+    assert all('`pip install "opt-adafactor[optax]"`' in line for line in lines)
